@@ -51,6 +51,7 @@ from everstep.report.notes import read_notes
 from everstep.report.tail import object_of
 from everstep.report.words import sentence
 from everstep.runtime import wire
+from everstep.runtime.about import heard_of
 from everstep.runtime.address import read_address
 from everstep.runtime.handshake import TAG_BYTES, Caller, Ends, Greeter, Seals, keys_of, role_token
 from everstep.runtime.journal import format_entry
@@ -168,6 +169,11 @@ def _greeted(data: bytes) -> bytes:
 def _answered() -> bytes:
     caller = Caller(role_token(b"t" * 32, "worker", "w"), "worker", "w", Ends("127.0.0.1:2", "127.0.0.1:1"))
     return caller.answer(Greeter(keys_of(b"t" * 32, frozenset({"worker"})), "127.0.0.1:1").greeting)
+
+
+_ABOUT = messages.CommandReply(
+    request=1, ok=True, error="", result={"time_unix_ns": 5, "versions": {"torch": "2"}, "mtu": 1500, "padding": ""}
+)
 
 
 @functools.cache
@@ -301,6 +307,7 @@ def targets() -> list[FuzzTarget]:
         FuzzTarget("handshake", [bytes(60), _answered()], _greeted),
         FuzzTarget("token", [b"ab" * 32], lambda data: wire.token_of(data.decode("latin-1"), "x")),
         FuzzTarget("messages", _message_samples(), messages.decode, again=messages.encode),
+        FuzzTarget("about", [messages.encode(_ABOUT)], lambda data: heard_of(messages.decode(data), 1, 2)),
         FuzzTarget("record", [record], records.decode_record, again=records.encode),
         FuzzTarget("report", [report], decode_report, again=encode_report),
         FuzzTarget("manifest", manifests, lambda data: decode_manifest(data, "m"), mend=_resealed,

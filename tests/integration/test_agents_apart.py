@@ -39,7 +39,7 @@ class Agent:
                 address = read_address(job.run_dir / "coordinator.json")
         self.log = job.run_dir.with_suffix(".agent")
         command = [sys.executable, "-m", "everstep", "agent", "--join", f"{address.host}:{address.port}"]
-        command += ["--token-file", str(job.run_dir / "token"), *options]
+        command += ["--token-file", str(job.run_dir / "token"), "--slots", "8", *options]
         paced = {"events": str(job.run_dir / "events.jsonl"), "until": UNTIL, "lane_s": 0.1}
         shell = f"setsid {shlex.join(command)} </dev/null >>{self.log} 2>&1 & echo $!"
         environment = {**os.environ, "EVERSTEP_TEST_PACE": json.dumps(paced)}

@@ -24,6 +24,8 @@ class AgentModel:
     """An agent's process as the coordinator meets it: it counts incarnations for itself, from what it is told."""
 
     name: str  # also of its connection
+    process: str
+    room: int
     wanted: list[int] = field(default_factory=list)
     following: dict[int, int] = field(default_factory=dict)
     lives: dict[int, int] = field(default_factory=dict)
@@ -54,14 +56,28 @@ class Model:
             self.exit(agent, worker_id)
         elif what == "hello" and agent is not None and worker_id in agent.lives:
             self.world.hello(worker_id, agent.lives[worker_id], host=name)
+        elif what == "drain":
+            self.world.command("drain", host=name)
+        elif what == "scale":
+            self.world.command("scale", workers=1 + worker_id)
+        elif what == "leave" and agent is not None:
+            self.world.say(agent.name, m.HostLeaving(agent_id=name))
+        elif what == "again" and agent is not None:
+            drop(self.world, agent.name)
+            self.greet(agent)
         self.deliver()
 
     def join(self, name: str, room: int) -> None:
         self.processes += 1
-        agent = self.agents[name] = AgentModel(name)
+        self.agents[name] = AgentModel(name, str(self.processes), room)
+        self.greet(self.agents[name])
+
+    def greet(self, agent: AgentModel) -> None:
+        """It connects (again), and says what it runs."""
+        lives = [m.WorkerLife(worker_id=i, incarnation=n, pid=1) for i, n in sorted(agent.lives.items())]
         self.world.connect(agent.name, "agent")
-        hello = m.AgentHello(agent_id=name, host=name, workers=[], slots=0, room=room, process=str(self.processes))
-        self.world.say(agent.name, hello)
+        about = {"slots": len(agent.wanted), "room": agent.room, "process": agent.process}
+        self.world.say(agent.name, m.AgentHello(agent_id=agent.name, host=agent.name, workers=lives, **about))
 
     def exit(self, agent: AgentModel, worker_id: int) -> None:
         incarnation = agent.lives.pop(worker_id)
@@ -84,6 +100,10 @@ class Model:
                         agent.following[i] = max(first, agent.following.get(i, 0))
                 elif agent is not None and isinstance(message, m.KillWorker):
                     self.kill(agent, message)
+                elif agent is not None and isinstance(message, m.HostDismissed):
+                    assert not agent.lives, "whose workers run does not leave"
+                    drop(self.world, agent.name)
+                    del self.agents[agent.name]
             started = [self.start(a, i) for a in self.agents.values() for i in a.wanted if i not in a.lives]
             if not fresh and not started:
                 return
@@ -99,7 +119,8 @@ class Model:
 
 
 def actions() -> st.SearchStrategy[tuple[str, str, int]]:
-    whats = st.sampled_from(("join", "join", "hello", "hello", "exit", "die", "wait"))
+    often = ("join", "join", "hello", "hello", "exit", "die", "wait")
+    whats = st.sampled_from((*often, "drain", "scale", "leave", "again"))
     return st.tuples(whats, st.sampled_from(NAMES), st.integers(0, SLOTS - 1))
 
 

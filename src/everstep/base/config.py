@@ -15,6 +15,7 @@ from typing import Any, get_type_hints
 
 from everstep.base.config_fields import Kind, convert, free, shown, variable
 from everstep.base.config_keys import Config as Config
+from everstep.base.doors import check_private, is_loopback, parse_ports
 from everstep.base.errors import ConfigError
 from everstep.base.pipeline.table import check_possible
 from everstep.base.pool_wish import PoolWish, even_homes, make_wish, parse_cut
@@ -276,7 +277,7 @@ def check_together(config: Config) -> None:
     ):
         if least > most_s:
             raise ConfigError(f"{low}: expected at most {high} ({most_s:g}), got {least:g}: lower it or raise {high!r}")
-    _check_address(config.network.address)
+    _check_network(config)
     _check_tls(config)
     if config.early_stop.target is not None and config.early_stop.metric is None:
         raise ConfigError("early_stop.target: expected early_stop.metric to be set too, got none: name the metric")
@@ -287,15 +288,34 @@ def check_together(config: Config) -> None:
         )
 
 
-def _check_address(address: str) -> None:
+def _check_address(name: str, address: str, *, everywhere: bool = False) -> None:
     refused = True
     with suppress(ValueError):
         found = ipaddress.IPv4Address(address)
-        refused = found.is_unspecified or found.is_multicast or int(found) == 2**32 - 1
+        refused = (found.is_unspecified and not everywhere) or found.is_multicast or int(found) == 2**32 - 1
     if refused:
         raise ConfigError(
-            f"network.address: expected one IPv4 address of this host, which others are told too, got {address!r}: "
-            "give e.g. network.address=127.0.0.1"
+            f"{name}: expected one IPv4 address of this host, which others are told too, got {address!r}: "
+            f"give e.g. {name}=127.0.0.1"
+        )
+
+
+def _check_network(config: Config) -> None:
+    network = config.network
+    _check_address("network.address", network.address)
+    check_private("network.address", network.address, trusted=network.trusted)
+    if network.listen is not None:
+        _check_address("network.listen", network.listen, everywhere=True)
+        check_private("network.listen", network.listen, trusted=network.trusted)
+    if config.hosts.min > 1 and is_loopback(network.address):
+        raise ConfigError(
+            f"network.address: expected an address that {config.hosts.min} hosts (hosts.min) can reach, got "
+            f"{network.address} (loopback): give --listen ADDR:PORT with one of 'ip -4 addr'"
+        )
+    if parse_ports(network.ports) is not None and config.transport in ("gloo", "nccl"):
+        raise ConfigError(
+            f"network.ports: expected transport auto, shm or sockets beside it, got {config.transport}, which listens "
+            "at any port: drop one of the two"
         )
 
 

@@ -62,6 +62,8 @@ class EarlyStopConfig:
 class HostsConfig:
     """Several hosts in one job."""
 
+    min: int = key(1, "hosts that have to be there before the job begins", low=1)
+    wait_s: float = key(600.0, "how long it waits for them, and an agent for the job", low=0)
     return_: str = key(
         "rebalance",
         "whether workers move, without a stop, to a host that has come (back) for 30 s and has fewer than others",
@@ -171,6 +173,26 @@ class NetworkConfig:
         pattern=r"\d{1,3}(\.\d{1,3}){3}",
         example="127.0.0.1",
     )
+    interface: str | None = key(
+        None,
+        "whose address that is, where no address is given; gloo and NCCL take it too. none: the one by which the job's "
+        "head is reached",
+        pattern=r"[^/\s:]{1,15}",
+        example="eth0",
+    )
+    listen: str | None = key(
+        None,
+        "where the coordinator listens, if not at network.address; 0.0.0.0: at all addresses of its host",
+        pattern=r"\d{1,3}(\.\d{1,3}){3}",
+        example="0.0.0.0",
+    )
+    ports: str | None = key(
+        None,
+        "range that workers listen in, for firewalls: two ports for each worker of a host; none: any port",
+        pattern=r"\d{1,5}-\d{1,5}",
+        example="29500-29599",
+    )
+    trusted: bool = key(False, "whether public addresses, and all of a host at once, may be listened at")
 
 
 @dataclass(frozen=True)

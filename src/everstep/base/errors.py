@@ -11,6 +11,7 @@ EverstepError
 │   └── QuorumLost         too few workers, for too long
 ├── CollectiveAborted      a transfer was left because the generation ended or a peer died
 ├── ProtocolError          bytes on a connection that are not ours: bad frame, version or token
+│   └── TokenRefused       whoever was called has another token
 ├── CheckpointCorrupt      stored state that does not match its hashes
 ├── StoreError             a directory or object store could not be read or written
 │   ├── BlobMissing        it has nothing under that name
@@ -116,6 +117,10 @@ class ProtocolError(EverstepError):
     """A connection spoke something else."""
 
     cause = Cause.LINK
+
+
+class TokenRefused(ProtocolError):
+    """Whoever was called has another token."""
 
 
 class CheckpointCorrupt(EverstepError):

@@ -12,6 +12,8 @@ from everstep.chaos.kinds import KINDS
 from everstep.chaos.scenarios import Scenario
 
 JobEvent = Mapping[str, Any]
+_PLACES = ("host:", "link:")
+_LOST_BY_PLACES = (Cause.HOST_LOST, Cause.LINK, Cause.SILENT, Cause.KILLED, Cause.EXITED)
 
 
 @dataclass(frozen=True)
@@ -116,6 +118,8 @@ def _outcome(event: JobEvent, later: Sequence[JobEvent]) -> tuple[str, float | N
     kind = KINDS.get(str(event.get("fault")))
     if kind is not None and kind.outcome is not None:
         return kind.outcome, None
+    if str(event.get("target", "")).startswith(_PLACES):
+        return _outcome_of_place(struck_ns, later)
     if who is None:
         back = any(e["kind"] == "coordinator_restarted" for e in later)
         return "the coordinator was restarted" if back else "nothing was reported", None
@@ -128,6 +132,19 @@ def _outcome(event: JobEvent, later: Sequence[JobEvent]) -> tuple[str, float | N
     done = next((e for e in later if e["kind"] == "step_committed" and int(e["time_unix_ns"] or 0) > evicted_ns), None)
     back = any(e["kind"] == "worker_healed" and e.get("worker_id") == who for e in later)
     outcome = "evicted, healed and back" if back else "evicted"
+    return outcome, None if done is None else (int(done["time_unix_ns"]) - struck_ns) / 1e9
+
+
+def _outcome_of_place(struck_ns: int, later: Sequence[JobEvent]) -> tuple[str, float | None]:
+    """Of a host or a link: who was lost by it, up to the next fault."""
+    until = next((k for k, e in enumerate(later) if e["kind"] == "fault_injected"), len(later))
+    lost = [e for e in later[:until] if e["kind"] == "worker_evicted" and e.get("cause") in _LOST_BY_PLACES]
+    if not lost:
+        return "went on", None
+    evicted_ns = int(lost[0]["time_unix_ns"] or 0)
+    done = next((e for e in later if e["kind"] == "step_committed" and int(e["time_unix_ns"] or 0) > evicted_ns), None)
+    ids = ", ".join(str(e.get("worker_id")) for e in lost)
+    outcome = f"evicted worker {ids}"
     return outcome, None if done is None else (int(done["time_unix_ns"]) - struck_ns) / 1e9
 
 

@@ -13,30 +13,39 @@ from typing import Any
 
 from everstep.base.errors import ConfigError
 from everstep.base.plan import Plan
+from everstep.base.strikes import Strike
 
 COMPUTE_PHASES = ("load", "forward", "backward", "reduce", "agree", "update")
 PHASES = (*COMPUTE_PHASES, "settle", "heal", "finish")
-TARGETS = ("worker:N", "leader:STAGE", "backups:STAGE", "stage:STAGE", "coordinator", "random")
+TARGETS = (
+    *("worker:N", "leader:STAGE", "backups:STAGE", "stage:STAGE", "coordinator", "random"),
+    *("host:NAME", "link:NAME-NAME"),
+)
 _ALONE = ("coordinator", "random")
 _MOST_DIGITS = 9
 _RANKED = re.compile(r"worker:([0-9]{1,9})/([0-9]{1,9})")
+_PLACE = re.compile(r"(host|link):([A-Za-z0-9_.-]{1,120})")
 _NUMBERED = ("worker", "leader", "backups", "stage")
 
 
 @dataclass(frozen=True)
 class Target:
-    """Whom a fault strikes. kind: worker, leader, backups, stage, coordinator or random.
+    """Whom a fault strikes. kind: worker, leader, backups, stage, coordinator, random, host or link.
 
     `number`: worker id or stage, None for the last two. `also`: further ones, of the kinds that have a number. `rank`:
-    which process of the worker, where its cell has several.
+    which process of the worker, where its cell has several. name: of a host, or of a link those of its two hosts with a
+    hyphen between them.
     """
 
     kind: str
     number: int | None = None
     also: tuple[Target, ...] = ()
     rank: int = 0
+    name: str = ""
 
     def __str__(self) -> str:
+        if self.name:
+            return f"{self.kind}:{self.name}"
         own = self.kind if self.number is None else f"{self.kind}:{self.number}"
         own += f"/{self.rank}" if self.rank else ""
         return "+".join([own, *(str(one) for one in self.also)])
@@ -85,7 +94,7 @@ class Fault:
     the target takes part. `phase` None: as soon as the target computes the step.
     `for_s`: seconds until it is over (None: never).
     `until`: slow until so many events of this kind were reported. `peers`: a partition from the other workers too.
-    `index`: its place in the specification.
+    `mbit`, `share`: bandwidth that is left, share of packets that is lost. `index`: its place in the specification.
     """
 
     kind: str
@@ -97,6 +106,8 @@ class Fault:
     peers: bool = False
     by_s: float = 0.0
     until: tuple[str, int] | None = None
+    mbit: float = 0.0
+    share: float = 1.0
 
     def __str__(self) -> str:
         parts = [f"target={self.target}", *([f"at={self.at}"] if self.at else [])]
@@ -108,15 +119,31 @@ class Fault:
             parts.append("from=peers")
         if self.by_s:
             parts.append(f"by={self.by_s:g}")
+        if self.mbit:
+            parts.append(f"mbit={self.mbit:g}")
+        if self.share < 1.0:
+            parts.append(f"p={self.share:g}")
         if self.until is not None:
             parts.append(f"until={self.until[0]}*{self.until[1]}")
         return f"{self.kind}:{','.join(parts)}"
 
     def request(self) -> dict[str, Any]:
         """What a coordinator is asked, who looks whether there is anybody whom the fault means."""
-        target = self.target
+        target, strike = self.target, self.strike()
+        if strike is not None:
+            return {"fault": str(self), "strike": vars(strike)}
         stages = target.numbers("leader", "backups", "stage")
         return {"fault": str(self), "workers": list(target.numbers("worker")), "stages": list(stages)}
+
+    def strike(self) -> Strike | None:
+        """What agents are to do about it; None if it is for workers."""
+        if not self.target.name:
+            return None
+        for_s = self.for_s or 0.0
+        link = self.target.kind == "link"
+        return Strike(
+            *(str(self), self.kind, self.target.name, link, for_s, self.by_s, self.mbit, self.share, self.index)
+        )
 
 
 def _number(digits: str) -> int:
@@ -126,14 +153,17 @@ def _number(digits: str) -> int:
 
 
 def parse_target(text: str) -> Target:
-    """`worker:2`, `leader:0`, `backups:1`, `stage:1`, several of these with `+`; or alone `coordinator`, `random` or
-    `worker:2/1`, rank 1 of its cell.
+    """`worker:2`, `leader:0`, `backups:1`, `stage:1`, several of these with `+`; or alone `coordinator`, `random`,
+    `worker:2/1`, rank 1 of its cell, `host:NAME` or `link:NAME-NAME`.
 
     Raises: ConfigError, one line that says what is known.
     """
     parts = [part.strip() for part in text.split("+")]
     if len(parts) == 1 and text in _ALONE:
         return Target(text)
+    place = _PLACE.fullmatch(text)
+    if place is not None:
+        return Target(place[1], name=place[2])
     ranked = _RANKED.fullmatch(text)
     if ranked is not None:
         return Target("worker", _number(ranked[1]), rank=_number(ranked[2]))

@@ -37,7 +37,8 @@ class Injector:
     returns at once. `cut_off` is set by whoever makes the worker's link: called with the seconds for which it is to be
     cut, whether the connection is to break (else it is only mute), and whether the other workers are cut off too; it
     returns when the worker may go on. `flip`, likewise: flips a bit of the worker's state. `pids`, likewise: of all
-    processes of the worker, the one that strikes first.
+    processes of the worker, the one that strikes first. `strike_due`, likewise: called with index, step, phase and plan
+    when a fault of a host or a link is to strike, which the coordinator has agents do, once.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class Injector:
     ) -> None:
         self._once: list[Fault] = []
         self._lasting: list[Lasting] = []
+        self._places: list[Fault] = []
         self._random = [fault for fault in faults if isinstance(fault, RandomFaults)]
         self._run_dir = run_dir
         self._worker = worker
@@ -54,13 +56,16 @@ class Injector:
         self._idle = not faults
         self.cut_off: OnCut = _cannot
         self.flip: Callable[[], None] = lambda: None
+        self.strike_due: Callable[[int, int, str, Plan], None] = lambda index, step, phase, plan: None
         self.pids: Callable[[], Sequence[int]] = lambda: (os.getpid(),)
         for fault in faults:
             if isinstance(fault, Fault):
                 self._expect(fault)
 
     def _expect(self, fault: Fault) -> None:
-        if KINDS[fault.kind].strike is None:
+        if fault.target.name:
+            self._places.append(fault)
+        elif KINDS[fault.kind].strike is None:
             self._lasting.append(Lasting(fault, self._run_dir / EVENTS_FILE))
         else:
             self._once.append(fault)
@@ -76,6 +81,10 @@ class Injector:
             if fault.at <= step and self._phase_fits(fault, phase) and self._is_meant(fault, plan):
                 self._once.remove(fault)
                 self._strike(fault, step, phase, plan, f"{fault.index}")
+        for fault in tuple(self._places):
+            if fault.at <= step and self._phase_fits(fault, phase):
+                self._places.remove(fault)
+                self.strike_due(fault.index, step, phase, plan)
         for lasting in self._lasting:
             if lasting.due(step, phase) and self._is_meant(lasting.fault, plan):
                 if self._claim(f"{lasting.fault.index}", None):

@@ -88,7 +88,7 @@ class FaultKind:
     name: as in a specification. about: for `everstep chaos --help`. takes: which of phase, for, from, by, until it may
     say. needs: those that it must, and why. by_signal: may strike the coordinator or one rank too, and in a running job
     wherever its target is. drawn: random faults are made of it. outcome: what the job does about it, where that is the
-    same whatever happens.
+    same whatever happens. on: whom it may strike: workers, a host, the link between two.
     """
 
     name: str
@@ -99,6 +99,7 @@ class FaultKind:
     by_signal: bool = False
     drawn: bool = False
     outcome: str | None = None
+    on: frozenset[str] = frozenset({"worker"})
 
 
 def run_beside(script: str) -> None:
@@ -144,11 +145,19 @@ def _cut(blow: Blow, breaks: bool) -> None:
     blow.cut_off(blow.fault.for_s or 0.0, breaks, blow.fault.peers)
 
 
+_PLACES = frozenset({"host", "link"})
 _FOR, _WHOLE = frozenset({"phase", "for"}), {"for": "after which the link is whole again"}
 KINDS: dict[str, FaultKind] = {
     kind.name: kind
     for kind in (  # random faults are drawn by their order here
-        FaultKind("kill", "SIGKILL", lambda blow: _send(blow, signal.SIGKILL), drawn=True, by_signal=True),
+        FaultKind(
+            "kill",
+            "SIGKILL",
+            lambda blow: _send(blow, signal.SIGKILL),
+            drawn=True,
+            by_signal=True,
+            on=frozenset({"worker", "host"}),
+        ),
         FaultKind("stop", "SIGSTOP, with for=S until SIGCONT", _stop, _FOR, drawn=True, by_signal=True),
         FaultKind("raise", "an exception", _raise, drawn=True),
         FaultKind(
@@ -169,11 +178,12 @@ KINDS: dict[str, FaultKind] = {
         ),
         FaultKind(
             "slow",
-            "by=S: each forward pass takes longer, for=S or until=EVENT*COUNT",
+            "by=S: each forward pass, or packet, takes longer, for=S or until=EVENT*COUNT",
             None,
             frozenset({"for", "by", "until"}),
             {"by": "by which each forward pass takes longer"},
             outcome="slowed down",
+            on=_PLACES | {"worker"},
         ),
         FaultKind("flip", "one bit of its state changes", lambda blow: blow.flip()),  # as a damaged memory cell would
         FaultKind(
@@ -183,6 +193,32 @@ KINDS: dict[str, FaultKind] = {
             _FOR,
             {"for": "after which it has all of the time again"},
             by_signal=True,
+        ),
+        FaultKind("cut", "for=S: nothing passes, of a host or between two", None, _FOR, _WHOLE, on=_PLACES),
+        FaultKind(
+            "oneway",
+            "for=S: what a host sends is lost; of link:A-B, from A to B",
+            None,
+            _FOR,
+            _WHOLE,
+            on=_PLACES,
+        ),
+        FaultKind(
+            "drop",
+            "for=S,p=P: that share of a host's or link's packets is lost",
+            None,
+            _FOR | {"p"},
+            {**_WHOLE, "p": "the share of packets that is lost"},
+            on=_PLACES,
+        ),
+        FaultKind(
+            "narrow",
+            "for=S,mbit=N: no more passes than so many Mbit/s",
+            None,
+            _FOR | {"mbit"},
+            {**_WHOLE, "mbit": "the bandwidth that is left"},
+            outcome="slowed down",
+            on=_PLACES,
         ),
     )
 }

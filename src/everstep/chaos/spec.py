@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from everstep.base.errors import ConfigError, did_you_mean
+from everstep.base.strikes import Strike
 from everstep.chaos.fault import COMPUTE_PHASES, PHASES, Fault, Target, parse_target
 from everstep.chaos.kinds import KINDS, FaultKind
 from everstep.observe.events import KINDS as EVENT_KINDS
@@ -26,6 +27,8 @@ _FORMS = {
     "from": f"from={'|'.join(SIDES)}",
     "by": "by=SECONDS",
     "until": "until=EVENT*COUNT",
+    "mbit": "mbit=NUMBER",
+    "p": "p=SHARE",
 }
 _FAULT_KEYS = ("target", "at", *_FORMS)
 _MOST_SECONDS = 1e9
@@ -139,6 +142,7 @@ def _parse_fault(kind: FaultKind, values: Mapping[str, str], index: int, now: bo
     if phase not in (None, "any", *PHASES):
         raise ConfigError(f"unknown phase {phase!r}; known: {', '.join(PHASES)}{did_you_mean(str(phase), PHASES)}")
     target = parse_target(values.get("target", "random"))
+    _check_place(kind, target, values)
     if (target.kind == "coordinator" or target.rank) and not kind.by_signal:
         able = " or ".join(other.name for other in KINDS.values() if other.by_signal)
         whom, whose = ("one rank of a worker", "whole workers") if target.rank else ("the coordinator", "workers only")
@@ -156,7 +160,36 @@ def _parse_fault(kind: FaultKind, values: Mapping[str, str], index: int, now: bo
         side == "peers",
         _number(values, "by") if "by" in values else 0.0,
         _until(values["until"]) if "until" in values else None,
+        _number(values, "mbit") if "mbit" in values else 0.0,
+        _share(values) if "p" in values else 1.0,
     )
+
+
+def _check_place(kind: FaultKind, target: Target, values: Mapping[str, str]) -> None:
+    """Whether this kind is for hosts, links or workers, and says what it has to there."""
+    place = target.kind if target.name else "worker"
+    if place not in kind.on:
+        able = ", ".join(other.name for other in KINDS.values() if place in other.on)
+        raise ConfigError(f"what strikes a {place} is {able}; {kind.name} is for a {' or a '.join(sorted(kind.on))}")
+    if place == "link" and not 0 < target.name.find("-") < len(target.name) - 1:
+        raise ConfigError(f"a link is between two hosts, link:NAME-NAME, got {str(target)!r}")
+    if place != "worker" and kind.name == "slow" and ("for" not in values or "until" in values):
+        raise ConfigError(f"it must say for=SECONDS, after which the {place} is as fast as before, and no until")
+    if values.get("mbit") is not None and _number(values, "mbit") <= 0:
+        raise ConfigError("mbit must be greater than 0")
+
+
+def _share(values: Mapping[str, str]) -> float:
+    share = _number(values, "p")
+    if not 0 < share <= 1:
+        raise ConfigError(f"p is a share of packets, greater than 0 and at most 1, got {values['p']}")
+    return share
+
+
+def strikes_of(faults: Sequence[AnyFault]) -> list[Strike]:
+    """Those that agents carry out."""
+    found = (fault.strike() for fault in faults if isinstance(fault, Fault))
+    return [strike for strike in found if strike is not None]
 
 
 def _until(text: str) -> tuple[str, int]:

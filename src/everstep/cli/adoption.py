@@ -14,7 +14,7 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from everstep.base.config_keys import SecurityConfig
+from everstep.base.config import Config
 from everstep.base.domains import found_domains
 from everstep.base.errors import ConfigError, EverstepError, ProtocolError
 from everstep.base.foreign import Foreign, derived_ports, first_host, left_alone
@@ -36,7 +36,7 @@ class Place(NamedTuple):
     kept: socket.socket | None = None
 
 
-def adopt(foreign: Foreign, name: str, args: Sequence[str], security: SecurityConfig) -> int:
+def adopt(foreign: Foreign, name: str, args: Sequence[str], config: Config) -> int:
     """Do this process's part of the one job that all become. Returns the exit code.
 
     name: of the task, fit for a directory. args: of `everstep run`, which win over what the launcher says. security: by
@@ -50,7 +50,7 @@ def adopt(foreign: Foreign, name: str, args: Sequence[str], security: SecurityCo
         return wait_for(foreign.key)
     waited, code = Waited(foreign.key), 1
     try:
-        code = _run(foreign, name, args) if token is None else _meet(foreign, name, args, token, security)
+        code = _run(foreign, name, args) if token is None else _meet(foreign, name, args, token, config)
         return code
     except EverstepError as error:
         code = exit_code_of(error)
@@ -68,7 +68,7 @@ def _run(foreign: Foreign, name: str, args: Sequence[str], listen: str = "") -> 
     return run_command(["run", *own, *args])
 
 
-def _meet(foreign: Foreign, name: str, args: Sequence[str], token: bytes, security: SecurityConfig) -> int:
+def _meet(foreign: Foreign, name: str, args: Sequence[str], token: bytes, config: Config) -> int:
     """Be the job, or an agent of it, on one of several hosts."""
     place = _place(foreign)
     with contextlib.ExitStack() as open_still:
@@ -76,10 +76,10 @@ def _meet(foreign: Foreign, name: str, args: Sequence[str], token: bytes, securi
             open_still.enter_context(place.kept)
         if foreign.part == "job":
             return _run(foreign, name, args, f"{place.host}:{place.ports[0]}")
-        port = find_job(place.host, place.ports, token, security.tls)
+        port = find_job(place.host, place.ports, token, config.security.tls)
         host_name = os.environ.get("SLURMD_NODENAME") or f"{os.uname().nodename}-{foreign.rank}"
         _leave_launcher()
-        here = security, found_domains(None, os.environ)
+        here = config, found_domains(None, os.environ)
         return take_part_in(f"{place.host}:{port}", foreign.local_size, *here, host_name=host_name)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 import sys
 import time
 from collections.abc import Mapping
@@ -13,25 +12,30 @@ from pathlib import Path
 
 import click
 
-from everstep.base.config import load_config, parse_set
-from everstep.base.config_keys import SecurityConfig
+from everstep.base.config import Config, load_config, parse_set
 from everstep.base.domains import VARIABLE, found_domains
-from everstep.base.errors import ConfigError, EverstepError, ProtocolError, QuorumLost
+from everstep.base.doors import check_private
+from everstep.base.errors import ConfigError, EverstepError, ProtocolError, QuorumLost, TokenRefused
 from everstep.cli.main import complain
 from everstep.cli.run_dir import read_digest
+from everstep.cli.task_loading import parse_task
 from everstep.cli.worker import ENTRY, PRELOAD
-from everstep.protocol.roles import OPERATE, READ
+from everstep.protocol.roles import OPERATE
 from everstep.runtime import commands, wire
+from everstep.runtime.about import ask_about, clock_words
 from everstep.runtime.address import COORDINATOR_FILE, JOB_FILE, TOKEN_FILE, read_address
 from everstep.runtime.context import Joining
+from everstep.runtime.devices import default_slots
 from everstep.runtime.handshake import role_token
+from everstep.runtime.interfaces import check_own, own_address
 from everstep.runtime.tls import Tls, shown_by
 
 TOKEN_VARIABLE = "EVERSTEP_TOKEN"
 HEAD_GONE = 3
 _FILE = "file://"
 DOMAIN_HELP = f"What this host fails with: labels like rack=r1,nvlink=u7 (${VARIABLE}, and what Slurm says)."
-_PATIENCE_S = 600.0
+_OWN_GROUP = "security."
+_OWN_KEYS = ("network.interface", "network.trusted", "hosts.wait_s")
 _AGAIN_S = 0.25
 _ANSWER_S = 10.0
 
@@ -44,7 +48,7 @@ _ANSWER_S = 10.0
     required=True,
     help="Where the job listens (run --listen), or file://DIR: its directory, which says where.",
 )
-@click.option("--slots", type=click.IntRange(1), help="Run so many workers at most.")
+@click.option("--slots", type=click.IntRange(1), help="Run so many workers at most (one per device, or 1).")
 @click.option(
     "--token-file",
     type=click.Path(path_type=Path),
@@ -56,7 +60,14 @@ _ANSWER_S = 10.0
 @click.option("--stay", is_flag=True, help="When the job's process is gone, wait for the next one instead of leaving.")
 @click.option("--refill", metavar="N", type=click.IntRange(1), help="Ask for workers up to N: others have handed over.")
 @click.option("--domain", metavar="K=V,...", help=DOMAIN_HELP)
-@click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="Set a key of security.*, for this host.")
+@click.option("--task", metavar="TASK", help="Run this one and no other, whatever the job says.")
+@click.option(
+    "--set",
+    "settings",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="For this host: a key of security.*, network.interface, network.trusted or hosts.wait_s.",
+)
 def command(
     address: str,
     slots: int | None,
@@ -67,35 +78,40 @@ def command(
     stay: bool,
     refill: int | None,
     domain: str | None,
+    task: str | None,
     settings: tuple[str, ...],
 ) -> int:
     """Take part in a running job until it is over: keep the workers running that it gives to this host.
 
-    The job's directory must be reachable from here. Ctrl-C ends the workers of this host, and the job goes on. On
-    SIGUSR1 this host hands its workers over, and leaves.
+    The job's directory must be reachable from here. Ctrl-C ends the workers of this host, and the job goes on; at
+    SIGUSR1 they leave in order, as with `everstep drain DIR --host NAME`, and so does the agent.
     """
     folder = folder_of(address)
     if folder is not None and run_dir is not None:
         raise ConfigError("--run-dir: expected none beside --join file://DIR, which says it")
     if run_dir is not None and not (run_dir / JOB_FILE).is_file():
         raise ConfigError(f"--run-dir: expected the job's directory, found no {JOB_FILE} in {run_dir}")
+    config = own_settings(settings)
     if own is not None:
-        check_own(own)
+        check_own("--address", own)
+    if task is not None:
+        task = parse_task(task).canonical
     return take_part_in(
-        *(address, slots, _security(settings), found_domains(domain, os.environ)),
+        *(address, slots, config, found_domains(domain, os.environ)),
         token_file=token_file,
         run_dir=run_dir,
         host_name=host_name,
         own=own,
         stay=stay,
         refill=refill,
+        task=task,
     )
 
 
 def take_part_in(
     address: str,
     slots: int | None,
-    security: SecurityConfig,
+    config: Config,
     domains: Mapping[str, str],
     *,
     token_file: Path | None = None,
@@ -104,12 +120,16 @@ def take_part_in(
     own: str | None = None,
     stay: bool = False,
     refill: int | None = None,
+    task: str | None = None,
 ) -> int:
-    """Be an agent of the job that listens at "host:port", or runs in "file://DIR". Returns the exit code."""
+    """Be an agent of the job that listens at "host:port", or runs in "file://DIR". config: of this host's own keys.
+
+    Returns the exit code.
+    """
     from everstep.runtime.host_agent import take_part
 
-    if token_file is None and security.token_file is not None:
-        token_file = Path(security.token_file)
+    if token_file is None and config.security.token_file is not None:
+        token_file = Path(config.security.token_file)
     folder = folder_of(address)
     joining = Joining(
         address=address if folder is None else str(folder / COORDINATOR_FILE),
@@ -117,25 +137,28 @@ def take_part_in(
         entry=ENTRY,
         preload=list(PRELOAD),
         host=host_name or os.uname().nodename,
-        room=slots or 0,
+        room=default_slots() if slots is None else slots,
         run_dir=str(folder or run_dir or ""),
         own=own or "",
-        tls=security.tls,
+        tls=config.security.tls,
+        task=task or "",
         domains=dict(domains),
     )
     if folder is None and isinstance(joining.where(), Path):
         raise ConfigError(f"--join: expected ADDR:PORT like 127.0.0.1:29400, or file://DIR, got {address!r}")
     known = _token(token_file, run_dir) if folder is None or token_file is not None else given_token()
     while True:
-        found = _wait_for_job(joining, known, folder)
+        found = _wait_for_job(joining, known, folder, config)
         if found is None:
             print(f"the job in {folder} is over", file=sys.stderr, flush=True)
             return 0
         if refill is not None:
             _refill(*found, refill)
         left = take_part(*found)
-        if left.words:
+        if left.words and left.exit_code:
             complain(left.words)
+        elif left.words:
+            print(left.words, file=sys.stderr, flush=True)
         if not stay or left.exit_code != HEAD_GONE:
             return left.exit_code
 
@@ -164,18 +187,6 @@ def refilled(target: int, most: int, room: int) -> int:
     """How many workers to ask for when a host with this much room comes (0: any number); 0 to ask for nothing."""
     wanted = min(most, target + room) if room else most
     return wanted if wanted > target else 0
-
-
-def check_own(address: str) -> None:
-    """Raises: ConfigError if nothing can listen at this address here."""
-    with socket.socket() as sock:
-        try:
-            sock.bind((address, 0))
-        except OSError as error:
-            why = error.strerror or error
-            raise ConfigError(
-                f"--address: expected one of this host's addresses, got {address!r} ({why}): give one of 'ip -4 addr'"
-            ) from None
 
 
 def place(rank: int | None, size: int | None, address: str | None, port: int | None, listen: str | None) -> str:
@@ -228,46 +239,58 @@ def _token(token_file: Path | None, run_dir: Path | None) -> bytes:
     return token_in(path)
 
 
-def _security(settings: tuple[str, ...]) -> SecurityConfig:
-    """Raises: ConfigError for other keys, or values that contradict each other."""
+def own_settings(settings: tuple[str, ...]) -> Config:
+    """What this host says of itself, beside the job's config.
+
+    Raises: ConfigError for keys that are the job's to say, or values that contradict each other.
+    """
     for text in settings:
-        if not parse_set(text)[0].startswith("security."):
-            raise ConfigError(f"--set: expected a key of security.*, got {text!r}: the others are the job's to say")
-    return load_config([(f"--set {text}", dict([parse_set(text)])) for text in settings]).security
+        name = parse_set(text)[0]
+        if name not in _OWN_KEYS and not name.startswith(_OWN_GROUP):
+            own = ", ".join((f"{_OWN_GROUP}*", *_OWN_KEYS))
+            raise ConfigError(f"--set: expected a key of {own}, got {text!r}: the others are the job's to say")
+    return load_config([(f"--set {text}", dict([parse_set(text)])) for text in settings])
 
 
-def _wait_for_job(joining: Joining, known: bytes | None, folder: Path | None) -> tuple[Joining, bytes] | None:
+def _wait_for_job(
+    joining: Joining, known: bytes | None, folder: Path | None, config: Config
+) -> tuple[Joining, bytes] | None:
     """Until a job answers that has this token. folder: of the job, where its address lies, and its token, if none is
     known. Returns how to join, with the address of this host, and the token; None if the job in the folder is over.
 
     Raises: ConfigError if it has another one, or is none; QuorumLost if nobody has answered for long.
     """
-    end_s, told = time.monotonic() + _PATIENCE_S, False
+    patience_s = config.hosts.wait_s
+    end_s, told = time.monotonic() + patience_s, False
     while True:
-        words, at = "", folder if folder is not None else joining.address
+        words, at = "", str(folder) if folder is not None else joining.address
         try:
             where, token = _address_of(joining), known or wire.read_token(Path(folder or "", TOKEN_FILE))
             at = f"{where[0]}:{where[1]}"
-            sock = socket.create_connection(where, wire.HANDSHAKE_TIMEOUT_S)
-            own = joining.own or str(sock.getsockname()[0])
-            tls = Tls.of(shown_by(joining.tls, token, own))
-            with wire.secured(sock, tls) as sock:
-                wire.handshake_client(sock, role_token(token, READ), READ, f"agent-{os.getpid()}")
-                return replace(joining, own=own), token
+            own = own_address(config.network, joining.own or None, where[0])
+            check_private("--address", own, trusted=config.network.trusted)
+            words = clock_words(ask_about(where, token, joining.tls, own))
+            if words:
+                print(f"warning: {words}", file=sys.stderr, flush=True)
+            return replace(joining, own=own), token
+        except TokenRefused as error:
+            if folder is None:
+                raise ConfigError(f"--join {at}: that head has another token ({error})") from None
+            words = f"no job answers in {folder} ({error})"  # what lies there may be of the one before
         except ProtocolError as error:
             if folder is None:
                 raise ConfigError(f"--join {at}: {error}") from None
-            words = f"no job answers in {folder} ({error})"  # what lies there may be of the one before
+            words = f"no job answers in {folder} ({error})"
         except OSError as error:
-            words = f"no job answers at {at} ({error.strerror or error})"
+            words = f"no head at {at} ({(error.strerror or str(error)).lower()})"
         if folder is not None and read_digest(folder) is not None and not (folder / COORDINATOR_FILE).exists():
             return None
-        if time.monotonic() > end_s:
-            raise QuorumLost(f"{words} for {_PATIENCE_S:g} s")
+        if time.monotonic() >= end_s:
+            raise QuorumLost(f"{words} for {patience_s:g} s: is the job's 'everstep run --listen' started there?")
         if not told:
             print(f"{words}: waiting for it", file=sys.stderr, flush=True)
             told = True
-        time.sleep(_AGAIN_S)
+        time.sleep(min(_AGAIN_S, max(0.0, end_s - time.monotonic())))
 
 
 def _address_of(joining: Joining) -> tuple[str, int]:

@@ -42,7 +42,8 @@ _HELP = """Break jobs on purpose, and compare them with the undisturbed run, byt
 
     \b
     target  worker:2, worker:1+worker:3, leader:1, backups:1 and stage:1 (all of
-            stage 1), coordinator, random
+            stage 1), coordinator, random; host:NAME (its agent and workers, or
+            all its packets) and link:NAME-NAME (of hosts with several)
     at      the step that is being computed, or the first later one that fits
     phase   load, forward, backward, reduce, agree, update: of a step;
             settle: while a new generation finds out where it stands (at: the
@@ -193,9 +194,12 @@ def print_faults(folder: Path) -> None:
     state = "running" if found.state == "not over" and commands.is_locked(folder) else found.state
     print(f"{folder.name}: {state} at step {found.steps}{', ' + found.reason if found.reason else ''}")
     for one in found.struck:
-        who = "coordinator" if one.worker_id is None else f"worker {one.worker_id}"
+        place = one.target.startswith(("host:", "link:"))
+        who = one.target if place else "coordinator" if one.worker_id is None else f"worker {one.worker_id}"
         took = "" if one.recovery_s is None else f", next step committed after {one.recovery_s:.2f} s"
-        meant = "" if one.target.endswith(f":{one.worker_id}") and "+" not in one.target else f" ({one.target})"
+        meant = (
+            "" if place or (one.target.endswith(f":{one.worker_id}") and "+" not in one.target) else f" ({one.target})"
+        )
         print(f"  step {one.step:4} {one.phase:9} {one.fault:10} {who}{meant}: {one.outcome}{took}")
     print(flush=True)
 

@@ -5,15 +5,19 @@ from __future__ import annotations
 import contextlib
 import json
 import socket
+from collections.abc import Sequence
 from pathlib import Path
 
 import click
 
 from everstep.base.errors import ConfigError
+from everstep.cli.beside import parse_listen
 from everstep.cli.job import read_job
 from everstep.cli.main import complain
 from everstep.cli.running import ask_running
 from everstep.report.words import aligned
+
+_CONNECT_S = 3.0
 
 
 @click.command()
@@ -42,8 +46,17 @@ def hosts(run_dir: Path, as_json: bool) -> int:
 @click.option("--start", type=click.IntRange(1, 65535), default=29500, show_default=True, help="The first one.")
 @click.option("--end", type=click.IntRange(1, 65535), default=65535, show_default=True, help="The last one.")
 @click.option("--count", type=click.IntRange(1), default=1, show_default=True, help="How many.")
-def ports(start: int, end: int, count: int) -> int:
-    """Print free ports of this host, separated by commas; exit code 1 if there are too few."""
+@click.option("--check", is_flag=True, help="Look whether something answers at each HOST:PORT instead.")
+@click.argument("others", nargs=-1, metavar="[HOST:PORT]...")
+def ports(start: int, end: int, count: int, check: bool, others: tuple[str, ...]) -> int:
+    """Print free ports of this host, separated by commas; exit code 1 if there are too few.
+
+    With --check HOST:PORT...: whether something answers there; exit code 1 if it does not everywhere.
+    """
+    if check != bool(others):
+        raise ConfigError("--check: expected it together with HOST:PORT..., as in --check 10.0.0.1:29400")
+    if others:
+        return _check([parse_listen("--check", text) for text in others])
     if start > end:
         raise ConfigError(f"--start: expected at most --end ({end}), got {start}")
     found = free_ports(start, end, count)
@@ -52,6 +65,26 @@ def ports(start: int, end: int, count: int) -> int:
         return 1
     print(",".join(map(str, found)))
     return 0
+
+
+def _check(others: Sequence[tuple[str, int]]) -> int:
+    answers = [_reach(host, port) for host, port in others]
+    rows = [[f"{host}:{port}", words or "answers"] for (host, port), words in zip(others, answers, strict=True)]
+    for line in aligned(rows):
+        print(line)
+    return int(any(answers))
+
+
+def _reach(host: str, port: int) -> str:
+    """Why nobody can be reached there, "" if somebody can."""
+    try:
+        socket.create_connection((host, port), _CONNECT_S).close()
+    except TimeoutError:
+        return f"no answer within {_CONNECT_S:g} s: a firewall, or no such host"
+    except (OSError, UnicodeError, OverflowError) as error:
+        said = (error.strerror if isinstance(error, OSError) else None) or str(error)
+        return said.lower()
+    return ""
 
 
 def free_ports(start: int, end: int, count: int) -> list[int]:

@@ -114,20 +114,25 @@ def check_dataset(config: Config, dataset_size: int) -> None:
         )
 
 
-def check_hosts(config: Config) -> None:
-    """Raises: ConfigError if the map names a host other than this, where the job starts its workers."""
+def check_hosts(config: Config, *, alone: bool = True) -> None:
+    """alone: no other host can join.
+
+    Raises: ConfigError if the map names one all the same.
+    """
+    if not alone:
+        return
     here = socket.gethostname()
     for worker_id, host in hosts_of(parse_map(config.map, config.stages)).items():
         if host not in (here, here.partition(".")[0], *_LOOPBACK):
             raise ConfigError(
                 f"map: worker {worker_id} is to run on host {host!r}, but this job starts its workers on {here!r} "
-                "only: name that, or localhost"
+                "only: name that, or localhost, or let others join with --listen"
             )
 
 
 def check_network(config: Config, port: int = 0) -> None:
     """Raises: ConfigError if nothing can listen at the config's address here, or not at this port."""
-    address = config.network.address
+    address = config.network.listen or config.network.address
     with socket.socket() as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

@@ -19,7 +19,7 @@ from everstep.base.config import Config, load_config, parse_set, read_layers
 from everstep.base.domains import found_domains
 from everstep.base.errors import ConfigError
 from everstep.base.foreign import foreign_launcher
-from everstep.chaos.spec import parse
+from everstep.chaos.spec import parse, strikes_of
 from everstep.checkpoint.keys import read_private_key, read_public_key
 from everstep.checkpoint.store import DirectoryStore
 from everstep.cli.adoption import adopt
@@ -31,12 +31,12 @@ from everstep.cli.beside import (
     check_metrics,
     dashboard_beside,
     metrics_beside,
-    parse_listen,
     sinks_beside,
     told,
 )
 from everstep.cli.config_file import read_config_file
 from everstep.cli.display import Watcher, choose_display, print_summary, summary
+from everstep.cli.doors import check_own_ports, head_doors
 from everstep.cli.job import (
     JobFile,
     Request,
@@ -72,6 +72,7 @@ from everstep.cli.worker import ENTRY, PRELOAD
 from everstep.observe.events import EventLog, read_events
 from everstep.report.facts import Facts, facts_of
 from everstep.runtime.address import EVENTS_FILE, JOB_FILE, TOKEN_FILE
+from everstep.runtime.admission import cannot_strike
 from everstep.runtime.commands import run_lock
 from everstep.runtime.fork_server_client import EarlyForkServer
 from everstep.runtime.tls import check_tls
@@ -147,6 +148,7 @@ class _Run(click.Command):
 @click.option("--resume-from", help="Checkpoint (path or URL) to begin with.")
 @click.option("--require-signature", "key_file", metavar="KEY", help="Begin with no checkpoint that it did not sign.")
 @click.option("--listen", metavar="ADDR:PORT", help="Let agents join there; port 0 is any. Sets network.address.")
+@click.option("--address", "told", metavar="IP", help="Of --listen 0.0.0.0:PORT: which address others are told.")
 @click.option("--slots", type=click.IntRange(1), help="Of --listen: run so many workers on this host at most.")
 @click.option("--domain", metavar="K=V,...", help=DOMAIN_HELP)
 @click.option("--rank", type=click.IntRange(0), help="Which of the hosts this is: the job's head is on 0.")
@@ -176,6 +178,7 @@ def command(
     fresh: bool,
     key_file: str | None,
     listen: str | None,
+    told: str | None,
     slots: int | None,
     domain: str | None,
     rank: int | None,
@@ -208,10 +211,11 @@ def command(
     if foreign is not None and rank is None:
         if listen is not None:
             raise ConfigError(f"--listen: expected none, as hosts meet by themselves: {foreign.words()}")
-        return adopt(foreign, spec.short, click.get_current_context().meta[_ARGS], load_config(layers).security)
+        return adopt(foreign, spec.short, click.get_current_context().meta[_ARGS], load_config(layers))
     if rank and listen is not None:
-        return take_part_in(listen, slots, load_config(layers).security, domains)
-    options["network.address"], port = _listen(listen, no_local_workers)
+        return take_part_in(listen, slots, load_config(layers), domains)
+    doors, port = head_doors(listen, told, read_layers(layers), local=not no_local_workers)
+    options |= doors
     layers.append(("options", {key: value for key, value in options.items() if value is not None}))
     request = Request(tuple(layers), batch_size, simulate_failure)
     run_dir = run_dir or default_run_dir(spec)
@@ -243,15 +247,6 @@ def _check_sign_key(path: str | None) -> None:
         read_private_key(path)
 
 
-def _listen(listen: str | None, no_local_workers: bool) -> tuple[str | None, int | None]:
-    """Address and port where agents may join, None if they may not."""
-    if listen is not None:
-        return parse_listen("--listen", listen)
-    if no_local_workers:
-        raise ConfigError("--no-local-workers: expected --listen ADDR:PORT beside it, where agents can join")
-    return None, None
-
-
 def _run_or_show(invocation: Invocation, dry_run: bool) -> int:
     if dry_run:
         print_placement(*_prepare(invocation, units=True), as_json=invocation.as_json)
@@ -272,12 +267,21 @@ def _prepare(invocation: Invocation, *, units: bool = False) -> tuple[Config, Pr
     check_sinks(config.sinks)
     check_notify(config.notify)
     _check_sign_key(config.checkpoint.sign_key)
-    check_hosts(config)
+    check_hosts(config, alone=invocation.port is None)
     check_network(config, invocation.port or 0)
+    check_own_ports(config, invocation.slots, local=invocation.local)
+    _check_strikes(config)
     check_tls(config.security.tls, config.network.address)
     if probe.dataset_size is not None:
         check_dataset(config, probe.dataset_size)
     return with_chaos(config, request, probe.dataset_size), probe
+
+
+def _check_strikes(config: Config) -> None:
+    """Raises: ConfigError if this host cannot do its part of a scripted fault."""
+    lacks = cannot_strike(strikes_of(parse(config.chaos)), (config.network.address,))
+    if lacks:
+        raise ConfigError(lacks)
 
 
 def _run(invocation: Invocation, config: Config, probe: Probe) -> int:
@@ -361,6 +365,7 @@ def _launch(invocation: Invocation, job: JobFile, opening: list[str], step: int)
         lambda event: watcher.process_event(event),
         port=port,
         token=invocation.token,
+        strikes=strikes_of(parse(config.chaos)),
     )
     total = total_steps(config, job.dataset_size)
     display = choose_display(run_dir, as_json=invocation.as_json, log_every=config.log_every, total_steps=total)

@@ -11,10 +11,12 @@ import click
 
 from everstep.base.errors import ConfigError
 from everstep.cli.job import read_job
+from everstep.cli.main import complain
 from everstep.cli.run_dir import read_digest
 from everstep.runtime import commands
 
 _PATIENCE_S = 10.0
+_LOOK_S = 0.2
 
 
 @click.command()
@@ -36,19 +38,41 @@ def scale(run_dir: Path, workers: int) -> int:
 @click.command()
 @click.argument("run_dir", metavar="DIR", type=click.Path(path_type=Path))
 @click.argument("worker_id", type=int, required=False)
-@click.option("--host", help="All workers of this host; others start where hosts have room.")
-def drain(run_dir: Path, worker_id: int | None, host: str | None) -> int:
-    """Let WORKER_ID, or all workers of a host, of the job that runs in DIR leave in order, for good."""
+@click.option("--host", help="All workers of this host, and its agent; others start where hosts have room.")
+@click.option("--grace", "grace_s", type=click.FloatRange(0), help="Of --host: wait so many seconds until it has left.")
+def drain(run_dir: Path, worker_id: int | None, host: str | None, grace_s: float | None) -> int:
+    """Let WORKER_ID, or all workers of a host, of the job that runs in DIR leave in order, for good.
+
+    A host leaves when the last of its workers has; with --grace exit code 1 says that it has not in time.
+    """
+    if grace_s is not None and host is None:
+        raise ConfigError("--grace: expected it beside --host NAME, which is waited for")
     if (worker_id is None) == (host is None):
         raise ConfigError("expected the number of a worker, or --host NAME, got " + ("both" if host else "neither"))
     if host is not None:
         result = ask_running(run_dir, "drain", {"host": host})
         left = ", ".join(map(str, result.get("left", []))) or "none"
         print(f"{run_dir}: host {host} hands over: worker {left}; {result.get('moved', 0)} start elsewhere")
-        return 0
+        return 0 if grace_s is None else _wait_until_gone(run_dir, host, grace_s)
     result = ask_running(run_dir, "drain", {"worker_id": worker_id})
     print(f"{run_dir}: worker {worker_id} is leaving, {result.get('workers', '?')} stay")
     return 0
+
+
+def _wait_until_gone(run_dir: Path, host: str, grace_s: float) -> int:
+    end_s = time.monotonic() + grace_s
+    while any(one["name"] == host and one["state"] != "gone" for one in _hosts(run_dir)):
+        if time.monotonic() >= end_s:
+            complain(f"host {host} has not left within {grace_s:g} s; it goes on leaving")
+            return 1
+        time.sleep(_LOOK_S)
+    print(f"{run_dir}: host {host} has left")
+    return 0
+
+
+def _hosts(run_dir: Path) -> list[dict[str, Any]]:
+    found = ask_running(run_dir, "hosts", {}).get("hosts")
+    return found if isinstance(found, list) else []
 
 
 @click.command()

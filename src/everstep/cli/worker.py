@@ -9,6 +9,7 @@ import os
 from typing import TYPE_CHECKING
 
 from everstep.base.config import Config
+from everstep.base.doors import parse_ports
 from everstep.chaos.inject import Injector
 from everstep.chaos.spec import parse
 from everstep.cli.task_loading import load_task
@@ -16,6 +17,8 @@ from everstep.observe.events import EventLog
 from everstep.runtime.address import EVENTS_FILE
 from everstep.runtime.context import WorkerContext
 from everstep.runtime.fork_server import DEFAULT_PRELOAD
+from everstep.runtime.interfaces import bind_collectives
+from everstep.runtime.listening import keep_within
 
 if TYPE_CHECKING:
     from everstep.train.link import LaunchedLink
@@ -32,7 +35,10 @@ def main(context: WorkerContext) -> int:
     from everstep.train.worker import run_worker
 
     config = context.load_config()
+    for name, value in bind_collectives(context.address or config.network.address).items():
+        os.environ.setdefault(name, value)  # whoever has set up the host may know better
     os.environ.update({**expected(context, config), **config.env})
+    keep_within(parse_ports(config.network.ports))
     events = EventLog(context.run_path / EVENTS_FILE)
     injector = Injector(parse(config.chaos), context.run_path, context.key, events.write, config.seed)
     is_script = context.task.endswith(".py")
@@ -42,6 +48,7 @@ def main(context: WorkerContext) -> int:
         link.fault_now = injector.now
         injector.flip = lambda: link.flip()
         injector.pids = lambda: link.cell.pids
+        injector.strike_due = link.strike_due
 
     def load(effective: Config) -> Task:
         return load_task(context.task, effective)

@@ -25,6 +25,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from everstep.base.doors import is_loopback
 from everstep.base.errors import ConfigError, EverstepError
 from everstep.chaos.spec import parse_now
 from everstep.dashboard.catalog import ListRow, holds_runs
@@ -38,7 +39,6 @@ from everstep.dashboard.guard import (
     UNLOCK,
     Guard,
     checked_token,
-    is_loopback,
     kept_token,
 )
 from everstep.dashboard.view import PageCursor, now_ms, patch

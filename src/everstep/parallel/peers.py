@@ -24,6 +24,7 @@ from everstep.base.ports import OnTick
 from everstep.parallel.fence import Fence
 from everstep.protocol.messages import MAX_FRAME_BYTES
 from everstep.runtime.handshake import GREETING_BYTES, PEER, PROOF_BYTES, TAG_BYTES, Caller, Seals, peer_keys
+from everstep.runtime.listening import listen
 from everstep.runtime.porch import Complaints, Porch
 from everstep.runtime.silence import LINK_SILENT_S, notice_silence
 from everstep.runtime.tls import Tls, TlsSocket, said
@@ -90,7 +91,7 @@ class PeerSockets:
         """
         family = socket.getaddrinfo(self._host, 0, type=socket.SOCK_STREAM)[0][0]
         with contextlib.ExitStack() as stack:
-            listener = stack.enter_context(socket.create_server((self._host, 0), family=family, backlog=_BACKLOG))
+            listener = stack.enter_context(listen(self._host, _BACKLOG, family))
             porch = Porch(listener, peer_keys(self._key), Complaints(log.warning), self._tls)
             stack.callback(porch.close)
             doors = self._doors(Door(*listener.getsockname()[:2]))

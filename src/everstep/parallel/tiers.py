@@ -89,6 +89,9 @@ class TieredTransport:
         """Leave the others."""
         self._far.close()
 
+    def offering(self, step: int) -> None:
+        """Nothing leaves early: what a machine sends is what its members have added up."""
+
     def reduce(self, step: int, presence: Mapping[Node, bytes]) -> Reduced:
         """As `Transport.reduce`. Raises: CollectiveAborted."""
         near, far = self._near, self._far

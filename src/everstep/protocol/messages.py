@@ -14,8 +14,9 @@ from everstep.base.cause import Cause
 from everstep.base.domains import LABEL_NAME, LABEL_VALUE, LABELS
 from everstep.base.errors import ProtocolError
 from everstep.base.plan import Member, Plan
+from everstep.base.strikes import Strike
 
-VERSION = 7
+VERSION = 8
 MAX_FRAME_BYTES = 64 << 20
 _Short = Annotated[str, msgspec.Meta(max_length=100)]
 _Label = Annotated[str, msgspec.Meta(pattern=LABEL_NAME)]
@@ -73,8 +74,8 @@ class AgentHello(FromAgent, frozen=True, kw_only=True):
 
     slots: how many it will keep filled; with none it waits to be told which. room: how many it can fill, 0 if that does
     not matter. process: names this process among those that have spoken for the host; another one has other workers.
-    lost: slots that it has given up; failed: that it can do nothing more. Both may have been said to a coordinator that
-    was dead by then.
+    lost: slots that it has given up; failed: that it can do nothing more; leaving: that its host wants to leave in
+    order. All of it may have been said to a coordinator that was dead by then.
     about: of the host, for people: its address and versions. domains: in which it is, by label.
     """
 
@@ -85,6 +86,7 @@ class AgentHello(FromAgent, frozen=True, kw_only=True):
     process: str = ""
     lost: list[SlotLost] = []
     failed: HostFailed | None = None
+    leaving: bool = False
     about: Annotated[dict[_Short, _Short], msgspec.Meta(max_length=16)] = {}
     domains: Annotated[dict[_Label, _Domain], msgspec.Meta(max_length=len(LABELS))] = {}
 
@@ -131,6 +133,10 @@ class HostFailed(FromAgent, frozen=True, kw_only=True):
 
     reason: str
     cause: Cause = Cause.UNKNOWN
+
+
+class HostLeaving(FromAgent, frozen=True, kw_only=True):
+    """From an agent: its host is to leave in order, as if somebody had asked for it to be drained."""
 
 
 class AgentNotice(FromAgent, frozen=True, kw_only=True):
@@ -265,6 +271,16 @@ class Saved(OfLife, frozen=True, kw_only=True):
     reason: str = ""
 
 
+class StrikeDue(OfLife, frozen=True, kw_only=True):
+    """From a worker that is where a scripted fault of a host, or of a link, is to strike. `index`: its place in the
+    job's specification."""
+
+    index: int
+    generation: int
+    step: int
+    phase: _Short
+
+
 class Profiled(OfLife, frozen=True, kw_only=True):
     """The worker's trace for the profile of this name is written, or why there is none."""
 
@@ -363,7 +379,7 @@ class JobFacts(AnyMessage, frozen=True, kw_only=True):
 
     config: as `base.config.to_dict` makes it. coordinator_file: names the coordinator's address, on hosts that share
     the run directory. job_pid: of the process whose end is the job's, on the machine of this name.
-    versions: what has to be alike on all hosts.
+    versions: what has to be alike on all hosts. strikes: scripted faults of hosts and links.
     """
 
     task: str
@@ -374,6 +390,7 @@ class JobFacts(AnyMessage, frozen=True, kw_only=True):
     job_pid: int
     machine: str
     versions: dict[str, str] = {}
+    strikes: list[Strike] = []
 
 
 class AgentRefused(AnyMessage, frozen=True, kw_only=True):
@@ -381,6 +398,33 @@ class AgentRefused(AnyMessage, frozen=True, kw_only=True):
 
     reason: str
     cause: Cause = Cause.UNKNOWN
+
+
+class HostDismissed(AnyMessage, frozen=True, kw_only=True):
+    """This host was drained, and its workers have left: leave."""
+
+    reason: str
+    cause: Cause = Cause.DRAINED
+
+
+class HostKept(AnyMessage, frozen=True, kw_only=True):
+    """This host cannot leave. `reason`: one line for the user."""
+
+    reason: str
+    cause: Cause = Cause.CONFIG
+
+
+class StrikeNow(AnyMessage, frozen=True, kw_only=True):
+    """To an agent: a fault on purpose. `kind`: kill (all processes of this host), or what becomes of packets to and
+    from the address `peer` ("": of all): as `base.strikes.Strike` has it, times in seconds. number: of no other."""
+
+    number: int
+    kind: str
+    peer: str = ""
+    for_s: float = 0.0
+    by_s: float = 0.0
+    mbit: float = 0.0
+    share: float = 1.0
 
 
 class KillWorker(OfLife, frozen=True, kw_only=True):

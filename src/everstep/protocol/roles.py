@@ -25,6 +25,7 @@ CONTROL_ROLES = frozenset({AGENT, WORKER, JOB, *PEOPLE})
 COMMANDS = {
     "status": READ,
     "hosts": READ,
+    "about": READ,
     "scale": OPERATE,
     "drain": OPERATE,
     "checkpoint": OPERATE,
@@ -38,13 +39,16 @@ _JOBS_OWN = frozenset({"stop", "checkpoint"})
 
 SAYS: dict[type[m.AnyMessage], frozenset[str]] = {
     **dict.fromkeys(
-        (m.AgentHello, m.Heartbeat, m.WorkerStarted, m.WorkerExited, m.SlotLost, m.HostFailed, m.AgentNotice),
+        (
+            *(m.AgentHello, m.Heartbeat, m.WorkerStarted, m.WorkerExited, m.SlotLost, m.HostFailed, m.HostLeaving),
+            m.AgentNotice,
+        ),
         frozenset({AGENT}),
     ),
     **dict.fromkeys(
         (
             *(m.WorkerHello, m.WorkerHealed, m.HealFailed, m.GenerationEntered, m.Progress, m.PeerFault),
-            *(m.WorkerFailed, m.WorkerDone, m.SettleAgain, m.Saved, m.Profiled, m.StoreSet, m.StoreGet),
+            *(m.WorkerFailed, m.WorkerDone, m.SettleAgain, m.Saved, m.Profiled, m.StrikeDue, m.StoreSet, m.StoreGet),
         ),
         frozenset({WORKER}),
     ),

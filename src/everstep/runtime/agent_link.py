@@ -17,6 +17,7 @@ from everstep.protocol.messages import (
     AnyMessage,
     Heartbeat,
     HostFailed,
+    HostLeaving,
     Pong,
     SlotLost,
     WorkerExited,
@@ -109,6 +110,7 @@ class AgentLink:
         self._next_s = 0.0
         self._lost: dict[int, SlotLost] = {}
         self._failed: HostFailed | None = None
+        self._leaving = False
         key = role_token(token, AGENT)
         self.client = ControlClient(address, key, AGENT, agent_id, self._hello, self._receive, tls=tls)
 
@@ -197,6 +199,15 @@ class AgentLink:
         self._failed = HostFailed(agent_id=self.agent_id, **vars(why))
         self.client.send(self._failed)
 
+    def ask_to_leave(self) -> None:
+        """This host is to leave in order."""
+        self._leaving = True
+        self.client.send(HostLeaving(agent_id=self.agent_id))
+
+    def stay(self) -> None:
+        """It cannot, as the coordinator says."""
+        self._leaving = False
+
     def notice(self, kind: str, fields: dict[str, Any]) -> None:
         """Something for whoever watches the job."""
         self.client.send(AgentNotice(agent_id=self.agent_id, kind=kind, fields=fields))
@@ -217,6 +228,7 @@ class AgentLink:
             process=self._process,
             lost=list(self._lost.values()),
             failed=self._failed,
+            leaving=self._leaving,
             about=self._about,
             domains=self._domains,
         )

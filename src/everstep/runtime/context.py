@@ -123,8 +123,9 @@ class Joining:
     has. room: for how many workers, 0 if that does not matter. run_dir: how the job's directory is called here, "" if
     as the job says. threads: with how many the fork server is started, as far as is known. server: a fork server that
     runs already. parent: dies with this process, 0 if with none. ranks: processes of each worker.
-    own: the address of this host that workers listen at and tell others, "" if as the job's config says. tls: how it
-    speaks with others. domains: in which this host is, by label.
+    own: the address of this host that workers listen at and tell others, "" if as the job's config says. task: the only
+    one that it runs, "" if any. tls: how it speaks with others. domains: in which this host
+    is, by label.
     """
 
     address: str
@@ -139,6 +140,7 @@ class Joining:
     parent: int = 0
     ranks: int = 1
     own: str = ""
+    task: str = ""
     tls: TlsConfig = field(default_factory=TlsConfig)
     domains: dict[str, str] = field(default_factory=dict)
 

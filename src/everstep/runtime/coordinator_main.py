@@ -14,17 +14,19 @@ import signal
 import sys
 import time
 from collections import deque
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any, cast
 
+import msgspec
 import uvloop
 
 from everstep.base.cause import Cause, Why
 from everstep.base.config import Config, load_config, pool_wish
 from everstep.base.errors import EverstepError, ProtocolError
 from everstep.base.given import read_json
-from everstep.base.stage_map import devices_of, parse_map
+from everstep.base.stage_map import devices_of, hosts_of, parse_map
+from everstep.base.strikes import Strike
 from everstep.observe.events import EventLog
 from everstep.protocol.coordinator.agreement import timed
 from everstep.protocol.coordinator.coordinator import Coordinator
@@ -48,6 +50,8 @@ from everstep.protocol.messages import (
     AgentNotice,
     AgentRefused,
     AnyMessage,
+    Command,
+    CommandReply,
     Goodbye,
     JobFacts,
     JobHello,
@@ -60,8 +64,9 @@ from everstep.protocol.messages import (
 )
 from everstep.protocol.roles import CONTROL_ROLES, PEOPLE
 from everstep.runtime import wire
+from everstep.runtime.about import answer
 from everstep.runtime.address import COORDINATOR_FILE, EVENTS_FILE, JOB_FILE, JOURNAL_FILE, TOKEN_FILE, write_address
-from everstep.runtime.handshake import Ends, Greeter, Seals, keys_of
+from everstep.runtime.handshake import Ends, Greeter, Seals, frame_digest, keys_of
 from everstep.runtime.journal import Journal
 from everstep.runtime.porch import Complaints, Strangers
 from everstep.runtime.process import die_with_parent, machine, raise_descriptor_limit
@@ -81,11 +86,13 @@ class Switchboard:
     """What passes between the job's process and its agents without the coordinator deciding anything.
 
     Pure: what came in, what goes out. Knows which connections are agents' and which the job's. What agents say while
-    the job is not there waits for it. facts: what agents are told.
+    the job is not there waits for it. facts: what agents are told. clock: Unix nanoseconds, for whoever asks about
+    this host.
     """
 
-    def __init__(self, facts: JobFacts) -> None:
+    def __init__(self, facts: JobFacts, clock: Callable[[], int] = time.time_ns) -> None:
         self._facts = facts
+        self._clock = clock
         self._jobs: set[str] = set()
         self._agents: dict[str, AgentHello] = {}
         self._unread: deque[AgentNotice] = deque(maxlen=MOST_UNREAD)
@@ -106,6 +113,10 @@ class Switchboard:
                 return [(connection, self._present()), *unread], True
             case Goodbye():
                 return [(name, message) for name in (*sorted(self._agents), connection)], False
+            case Command(request=request, name="about", args=args):
+                address = str(self._facts.config.get("network", {}).get("address", ""))
+                said = answer(args, self._facts.versions, address, self._clock)
+                return [(connection, CommandReply(request=request, ok=True, error="", result=said))], False
             case AgentHello():
                 return self._agent_hello(connection, message)
         return [], True
@@ -118,8 +129,8 @@ class Switchboard:
     def _agent_hello(self, connection: str, hello: AgentHello) -> tuple[Sends, bool]:
         for other in self._agents.values():
             if other.agent_id == hello.agent_id and other.process != hello.process:
-                pid = other.process.partition("-")[0]
-                text = f"another agent of this job is called {hello.agent_id!r} (process {pid} of its host)"
+                pid, where = other.process.partition("-")[0], other.about.get("address") or "an unknown address"
+                text = f"another agent of this job is called {hello.agent_id!r} (at {where}, process {pid})"
                 refused = AgentRefused(cause=Cause.CONFIG, reason=f"{text}: give one of them another --host-name")
                 return [(connection, refused)], False
         self._agents[connection] = hello
@@ -158,7 +169,7 @@ class ControlServer:
         self._round_ns = 0
         self._timer: asyncio.TimerHandle | None = None
         self._journal_warned = False
-        self._last_encoded: tuple[AnyMessage | None, bytes] = (None, b"")
+        self._last_encoded: tuple[AnyMessage | None, bytes, bytes] = (None, b"", b"")
 
     def next_name(self) -> str:
         """A name that no other connection of this process has had."""
@@ -206,7 +217,7 @@ class ControlServer:
 
     def _send(self, name: str, message: AnyMessage) -> None:
         if name in self.connections:
-            self.connections[name].send(self._frame(message))
+            self.connections[name].send(*self._frame(message))
 
     def _end(self, name: str) -> None:
         if name in self.connections:
@@ -245,16 +256,18 @@ class ControlServer:
         there = len(self.strangers) > 0
         self._late = asyncio.get_running_loop().call_later(_LATE_S, self._send_off) if there else None
 
-    def _frame(self, message: AnyMessage) -> bytes:
-        """The frame of a message; a plan for a thousand workers is encoded once, not a thousand times."""
-        known, data = self._last_encoded
+    def _frame(self, message: AnyMessage) -> tuple[bytes, bytes]:
+        """The frame of a message, and its digest; a plan for a thousand workers is encoded, deflated and read for that
+        once, not a thousand times."""
+        known, data, digest = self._last_encoded
         same = known is message
         if isinstance(message, PlanNow | PlanPrepared) and type(known) is type(message):
             same = getattr(known, "plan", None) is message.plan
         if not same:
             data = wire.frame(encode(message), deflate=True)
-            self._last_encoded = (message, data)
-        return data
+            digest = frame_digest(data)
+            self._last_encoded = (message, data, digest)
+        return data, digest
 
     def _persist(self, entry: dict[str, Any]) -> None:
         if self.journal.append(entry):
@@ -341,12 +354,13 @@ class ControlSocket(asyncio.Protocol):
         else:
             self._server.strangers.leave(self)
 
-    def send(self, data: bytes) -> None:
-        """Queue a frame. A client that does not read is cut off beyond `MAX_UNSENT_BYTES`; it will reconnect."""
+    def send(self, data: bytes, digest: bytes = b"") -> None:
+        """Queue a frame, whose digest may be known. A client that does not read is cut off beyond `MAX_UNSENT_BYTES`;
+        it will reconnect."""
         transport, seals = self._transport, self._seals
         if transport is None or seals is None or transport.is_closing():
             return
-        self._write(data, seals.tag(data))
+        self._write(data, seals.tag(data, digest=digest))
         if transport.get_write_buffer_size() > MAX_UNSENT_BYTES:
             self._server.refuse(self.peer, f"more than {MAX_UNSENT_BYTES} bytes wait for it to read")
             transport.abort()
@@ -425,8 +439,8 @@ class ControlSocket(asyncio.Protocol):
             self._transport.abort()
 
 
-def coordinator_config(config: Config) -> CoordinatorConfig:
-    """What the coordinator needs of the job's config."""
+def coordinator_config(config: Config, strikes: Sequence[Strike] = ()) -> CoordinatorConfig:
+    """What the coordinator needs of the job's config. strikes: scripted faults of hosts and links."""
     beat = config.heartbeat
     return CoordinatorConfig(
         lanes=config.lanes,
@@ -447,13 +461,30 @@ def coordinator_config(config: Config) -> CoordinatorConfig:
             return_ns=RETURN_NS if config.hosts.return_ == "rebalance" else None,
             device=config.device,
             devices=devices_of(parse_map(config.map, config.stages)),
+            least=config.hosts.min,
+            named=_named_hosts(config),
+            wait_ns=int(config.hosts.wait_s * 1e9),
+            strikes=tuple(strikes),
         ),
     )
+
+
+def _named_hosts(config: Config) -> dict[int, str]:
+    """Where the map wants workers. The job's own host, whatever it is called there, is called by its address."""
+    node = os.uname().nodename
+    own = {node, node.partition(".")[0], "localhost", "127.0.0.1"}
+    named = hosts_of(parse_map(config.map, config.stages))
+    return {i: config.network.address if name in own else name for i, name in named.items()}
 
 
 def _ns(seconds: float | str) -> int | None:
     """None for 'auto'."""
     return None if isinstance(seconds, str) else int(seconds * 1e9)
+
+
+def scripted_strikes(job: dict[str, Any]) -> list[Strike]:
+    """Scripted faults of hosts and links. job: as job.json says it. Raises: ValueError if that makes no sense."""
+    return msgspec.convert(job.get("strikes", []), list[Strike])
 
 
 def job_facts(run_dir: Path, job: dict[str, Any], job_pid: int) -> JobFacts:
@@ -467,6 +498,7 @@ def job_facts(run_dir: Path, job: dict[str, Any], job_pid: int) -> JobFacts:
         job_pid=job_pid,
         machine=machine(),
         versions={**versions(), "task file": task_digest(str(job.get("task", "")))},
+        strikes=scripted_strikes(job),
     )
 
 
@@ -478,13 +510,14 @@ async def serve(run_dir: Path, port: int, job_pid: int, down_since_unix_ns: int,
     token = wire.read_token(run_dir / TOKEN_FILE)
     journal = Journal(run_dir / JOURNAL_FILE)
     events = EventLog(run_dir / EVENTS_FILE)
-    coordinator = Coordinator(coordinator_config(config), journal.entries)
+    coordinator = Coordinator(coordinator_config(config, scripted_strikes(job)), journal.entries)
     shown = shown_by(config.security.tls, token, host)
     board = Switchboard(job_facts(run_dir, job, job_pid))
     server = ControlServer(coordinator, board, journal, events, token, Tls.of(shown))
 
     def listen(port: int) -> Coroutine[Any, Any, asyncio.Server]:
-        return asyncio.get_running_loop().create_server(lambda: ControlSocket(server), host, port, backlog=2048)
+        where = config.network.listen or host
+        return asyncio.get_running_loop().create_server(lambda: ControlSocket(server), where, port, backlog=2048)
 
     try:
         listener = await listen(port)
@@ -494,7 +527,7 @@ async def serve(run_dir: Path, port: int, job_pid: int, down_since_unix_ns: int,
         listener = await listen(0)  # somebody else took the port; clients read the new one from the address file
     bound = listener.sockets[0].getsockname()
     tls = (config.security.tls.mode, shown.ca) if shown is not None else ()
-    write_address(run_dir / COORDINATOR_FILE, bound[0], bound[1], *tls)
+    write_address(run_dir / COORDINATOR_FILE, host, bound[1], *tls)
     if journal.entries:
         report_restart(events, coordinator, journal, down_since_unix_ns, cause)
     server.handle(Tick())

@@ -26,7 +26,7 @@ import struct
 from collections.abc import Callable
 from typing import NamedTuple
 
-from everstep.base.errors import ProtocolError
+from everstep.base.errors import ProtocolError, TokenRefused
 from everstep.protocol.messages import VERSION
 from everstep.protocol.roles import WORKER
 
@@ -42,6 +42,7 @@ _SHORT = struct.Struct(">H")
 _TLS = b"\x16\x03"
 """How a ClientHello begins."""
 _NUMBER = struct.Struct(">Q")
+_LONG_BYTES = 4 << 10
 
 Keys = Callable[[str, str], bytes | None]
 """The token of a role (and name), None if a server does not deal with that role."""
@@ -97,10 +98,10 @@ class Seals:
         self._sent = 0
         self._received = 0
 
-    def tag(self, *parts: bytes | memoryview) -> bytes:
-        """The tag of the next frame that is sent, which consists of these parts."""
+    def tag(self, *parts: bytes | memoryview, digest: bytes = b"") -> bytes:
+        """The tag of the next frame that is sent, which consists of these parts. digest: theirs, if it is known."""
         self._sent += 1
-        return _tag(self._send_key, self._sent, parts)
+        return _tag(self._send_key, self._sent, parts, digest)
 
     def check(self, tag: bytes | memoryview, *parts: bytes | memoryview) -> None:
         """Raises: ProtocolError if these are not the next frame that the other end has sent."""
@@ -140,7 +141,22 @@ class BulkTag:
             raise ProtocolError("expected the bytes that the peer has sent, got others: cut off")
 
 
-def _tag(key: bytes, number: int, parts: tuple[bytes | memoryview, ...]) -> bytes:
+def frame_digest(*parts: bytes | memoryview) -> bytes:
+    """What the tag of a long frame is made from, so that one for a thousand ends is read once; b"" of a short one."""
+    if sum(map(len, parts)) < _LONG_BYTES:
+        return b""
+    found = hashlib.blake2b(digest_size=32, person=b"frame")
+    for part in parts:
+        found.update(part)
+    return found.digest()
+
+
+def _tag(key: bytes, number: int, parts: tuple[bytes | memoryview, ...], digest: bytes = b"") -> bytes:
+    digest = digest or frame_digest(*parts)
+    if digest:
+        long = hashlib.blake2b(_NUMBER.pack(number), key=key, digest_size=TAG_BYTES, person=b"long")
+        long.update(digest)
+        return long.digest()
     mac = hashlib.blake2b(_NUMBER.pack(number), key=key, digest_size=TAG_BYTES)
     for part in parts:
         mac.update(part)
@@ -230,7 +246,7 @@ class Caller:
     def accept(self, proof: bytes) -> Seals:
         """Raises: ProtocolError if the server does not know the token."""
         if not hmac.compare_digest(proof, _proof(self._key, b"server", self._nonce, self._body)):
-            raise ProtocolError("the server does not know this job's token: it serves another job")
+            raise TokenRefused("the server does not know this job's token: it serves another job")
         to_server, to_client = _directions(self._key, self._nonce, self._body)
         return Seals(self._role, self._name, self._ends.needs_tags, to_server, to_client)
 

@@ -19,28 +19,32 @@ from typing import Any, NamedTuple
 
 from everstep.base.cause import Cause, Why
 from everstep.base.config import Config, load_config
-from everstep.base.errors import EverstepError
+from everstep.base.errors import ConfigError, EverstepError
 from everstep.base.plan import WorkerKey
 from everstep.protocol.messages import (
     AgentRefused,
     AnyMessage,
     Goodbye,
+    HostDismissed,
+    HostKept,
     JobEnded,
     JobFacts,
     KillWorker,
     SetSlots,
+    StrikeNow,
     WorkerLife,
 )
 from everstep.protocol.roles import WORKER
 from everstep.runtime import wire
 from everstep.runtime.address import COORDINATOR_FILE, LOGS_FOLDER, METRICS_FOLDER
+from everstep.runtime.admission import why_not
 from everstep.runtime.agent_link import AgentLink
 from everstep.runtime.board import MAX_ROWS, Board, create_board_memory
 from everstep.runtime.collector import Collector, Sampler
 from everstep.runtime.context import Joining, WorkerContext
 from everstep.runtime.fork_server_client import ForkServerClient, start_fork_server
 from everstep.runtime.handshake import PEER, role_token
-from everstep.runtime.leaving import LeaveAnswer, Leaving
+from everstep.runtime.links import harm
 from everstep.runtime.process import (
     END_ALONE,
     Inbox,
@@ -54,7 +58,6 @@ from everstep.runtime.process import (
     taking_signals,
 )
 from everstep.runtime.tls import Shown, Tls, shown_by
-from everstep.runtime.versions import differences, task_digest, versions
 from everstep.runtime.workers import Workers
 
 GRACE_S = 10.0
@@ -119,13 +122,13 @@ class HostAgent:
         self._secrets = Secrets(token, shown)
         self._board = board
         self._server = server
-        self._inbox: Inbox[AnyMessage | int | LeaveAnswer] = Inbox()
+        self._inbox: Inbox[AnyMessage | int] = Inbox()
         self._host: Host | None = None
         self._job_fd = -1
         self._absence = Absence(joining.address, time.monotonic())
         self._ended: JobEnded | None = None
         self._deadline_s = inf
-        self._done = {"idle"}  # until it is told of slots; also: killed, told of failure, leaving
+        self._done = {"idle"}  # until it is told of slots; also: killed, told of failure
         self._left: Left | None = None
         self._link = AgentLink(
             *(joining.where(), token, joining.host, joining.room, board),
@@ -172,10 +175,10 @@ class HostAgent:
 
     # ---- what comes
 
-    def _take(self, item: AnyMessage | int | LeaveAnswer) -> None:
+    def _take(self, item: AnyMessage | int) -> None:
         host = self._host
         if item == signal.SIGUSR1:
-            self._begin_to_leave()
+            self._wish_to_leave()
             return
         if item == END_ALONE:
             self._end_alone()
@@ -187,20 +190,25 @@ class HostAgent:
                 self._begin(item)
             elif item != host.facts:
                 self._leave(Left(3, f"another job listens at {self._joining.address} by now"))
-        elif isinstance(item, LeaveAnswer):
-            self._on_answer(item)
         elif isinstance(item, AgentRefused):
             self._leave(Left(2, item.reason))
         elif isinstance(item, JobEnded):
             self._on_job_ended(item)
+        elif isinstance(item, HostDismissed):
+            self._leave(Left(0, item.reason))
+        elif isinstance(item, HostKept):
+            self._link.stay()
+            _say(item.reason)
         elif isinstance(item, Goodbye):
             if self._ended is None and self._job_fd < 0:  # where the job's process is, that is seen
                 self._leave(Left(3, f"{item.reason}: its workers here are ended"))
-        elif isinstance(item, SetSlots) and host is not None:
-            host.workers.want(item.worker_ids, item.first)
-            self._done.discard("idle")
-        elif isinstance(item, KillWorker) and host is not None:
-            self._kill(host, item)
+        elif host is not None:
+            self._order(host, item)
+
+    def _wish_to_leave(self) -> None:
+        if not self._joining.parent:  # else it is for the job to act upon
+            _say("SIGUSR1: this host leaves in order")
+            self._link.ask_to_leave()
 
     def _end_alone(self) -> None:
         """The job is to end, and no coordinator says so: its process has told this agent, and no other one."""
@@ -209,9 +217,21 @@ class HostAgent:
         else:
             self._host.workers.end_alone()
 
-    def _kill(self, host: Host, message: KillWorker) -> None:
-        if host.workers.kill(message.worker_id, message.incarnation):
-            self._notify("worker_killed", Why(message.cause, message.reason), worker_id=message.worker_id)
+    def _order(self, host: Host, message: AnyMessage) -> None:
+        """What is to become of this host's workers, and of itself."""
+        if isinstance(message, SetSlots):
+            host.workers.want(message.worker_ids, message.first)
+            self._done.discard("idle")
+        elif isinstance(message, KillWorker):
+            if host.workers.kill(message.worker_id, message.incarnation):
+                self._notify("worker_killed", Why(message.cause, message.reason), worker_id=message.worker_id)
+        elif isinstance(message, StrikeNow) and message.kind == "kill":
+            host.fall()
+        elif isinstance(message, StrikeNow):
+            try:
+                harm(message, self._joining.own)
+            except (ConfigError, OSError) as error:
+                self._notify("warning", Why(Cause.INJECTED, f"chaos: {message.kind} did not strike: {error}"))
 
     def _begin(self, facts: JobFacts) -> None:
         if facts.job_pid and facts.machine == machine():
@@ -220,11 +240,9 @@ class HostAgent:
             except ProcessLookupError:
                 self._leave(Left(3, "the job's process is gone"))
                 return
-        mixed = load_config([("the job", facts.config)]).hosts.mixed
-        here = {**versions(), "task file": task_digest(facts.task)}
-        differing = differences(here, facts.versions, mixed=mixed)
-        if differing:
-            self._leave(Left(2, f"this host would not compute the same bits: {'; '.join(differing)}"))
+        refused = why_not(facts, load_config([("the job", facts.config)]), self._joining)
+        if refused:
+            self._leave(Left(2, refused))
             return
         run_dir = self._joining.run_dir or facts.run_dir
         if not os.path.isdir(run_dir):
@@ -242,21 +260,6 @@ class HostAgent:
             self._deadline_s = time.monotonic() + GRACE_S
             if self._host is not None:
                 self._host.workers.stop()
-
-    # ---- leaving in order
-
-    def _begin_to_leave(self) -> None:
-        """The host is to go soon. The agent of the job's own host does nothing: there it is for the job to act upon."""
-        if not self._joining.parent and self._left is None and "leaving" not in self._done:
-            print("everstep agent: SIGUSR1: this host is to leave, its workers hand over", file=sys.stderr, flush=True)
-            Leaving(self._joining, self._secrets.token, self._secrets.shown, self._inbox.put).start()
-
-    def _on_answer(self, answer: LeaveAnswer) -> None:
-        if answer.ok:
-            self._done.add("leaving")
-        else:
-            words = f"this host cannot leave in order ({answer.words}): its workers go on until it ends"
-            print(f"everstep agent: {words}", file=sys.stderr, flush=True)
 
     # ---- what is to be done
 
@@ -278,14 +281,13 @@ class HostAgent:
         if self._absence.over:
             self._leave(Left(3, words))
         elif words:
-            print(f"everstep agent: {words}", file=sys.stderr, flush=True)
+            _say(words)
 
     def _look_at_end(self, now_s: float) -> None:
         host = self._host
         if host is None or host.workers.none_live():
             alone = host is not None and host.workers.alone
-            handed_over = "leaving" in self._done and (host is None or not host.workers.wanted_ids())
-            if self._ended is not None or alone or handed_over:
+            if self._ended is not None or alone:
                 self._leave(Left(0))
             return
         if self._ended is None or now_s < self._deadline_s:
@@ -331,6 +333,10 @@ class HostAgent:
     def _notify(self, kind: str, why: Why | None = None, **fields: Any) -> None:
         said = vars(why) if why is not None else {}
         self._link.notice(kind, {"time_unix_ns": time.time_ns(), **said, **fields})
+
+
+def _say(words: str) -> None:
+    print(f"everstep agent: {words}", file=sys.stderr, flush=True)
 
 
 class Host:
@@ -443,6 +449,13 @@ class Host:
     @property
     def hopeless(self) -> Why | None:
         return self._failed or self.workers.hopeless
+
+    def fall(self) -> None:
+        """A scripted fault: all processes of this host die at once, this one last."""
+        self.workers.kill_all()
+        self._server.kill()
+        os.kill(os.getpid(), signal.SIGKILL)
+        os._exit(128 + signal.SIGKILL)  # the first process of a container is not killed by its own signal
 
     def finishing(self) -> list[WorkerLife]:
         """Who still runs what its script does after the last step; a process that is stopped does nothing."""

@@ -21,6 +21,7 @@ from typing import Any
 from everstep.base.cause import Cause, Why
 from everstep.base.config import Config, to_dict
 from everstep.base.given import read_json
+from everstep.base.strikes import Strike
 from everstep.protocol.coordinator.commands import MOST_ASKED
 from everstep.protocol.messages import (
     AgentCount,
@@ -69,7 +70,7 @@ class Job:
     called from the job's thread with {"kind": ..., ...} for what job and agents do themselves (worker_started,
     worker_exited, worker_killed, worker_restarting, slot_lost, agent_started, agent_died, coordinator_started,
     coordinator_died, fork_server_ready, warning, job_ended). port: where the coordinator listens, 0: anywhere. token:
-    the job's secret, None: a new one.
+    the job's secret, None: a new one. strikes: scripted faults of hosts and links.
 
     The directory must be locked by the caller (`commands.run_lock`). In the main thread `run` takes SIGINT and SIGTERM;
     elsewhere the caller passes them on with `interrupt`.
@@ -86,12 +87,18 @@ class Job:
         *,
         port: int = 0,
         token: bytes | None = None,
+        strikes: Sequence[Strike] = (),
     ) -> None:
         self.run_dir = run_dir
         self.config = config
         self.outcome: Outcome | None = None
         self.reached = 0
-        self._what = {"task": task, "argv": list(argv), "config": to_dict(config)}
+        self._what = {
+            "task": task,
+            "argv": list(argv),
+            "config": to_dict(config),
+            "strikes": [vars(s) for s in strikes],
+        }
         self._token = token or wire.new_token()
         self._on_event = on_event
         self._inbox: Inbox[AnyMessage | int] = Inbox()

@@ -19,6 +19,7 @@ from typing import Any
 
 from everstep.base.errors import CollectiveAborted, EverstepError, ProtocolError, check
 from everstep.runtime.handshake import PEER, TAG_BYTES, Seals, peer_keys
+from everstep.runtime.listening import listen
 from everstep.runtime.porch import Complaints, Porch
 from everstep.runtime.tls import Tls, TlsSocket
 from everstep.runtime.wire import (
@@ -172,7 +173,7 @@ class PeerServer:
 
     def __init__(self, host: str, key: bytes, handler: PeerHandler, tls: Tls | None = None) -> None:
         self._handler = handler
-        self._listener = socket.create_server((host, 0), backlog=_BACKLOG)
+        self._listener = listen(host, _BACKLOG)
         self._complaints = Complaints(log.warning)
         self._porch = Porch(self._listener, peer_keys(key), self._complaints, tls)
         self._open: set[socket.socket] = set()

@@ -20,7 +20,7 @@ import zlib
 from collections.abc import Callable
 from pathlib import Path
 
-from everstep.base.errors import ProtocolError
+from everstep.base.errors import ProtocolError, TokenRefused
 from everstep.base.given import read_given
 from everstep.protocol.messages import MAX_FRAME_BYTES
 from everstep.runtime.handshake import GREETING_BYTES, PROOF_BYTES, TAG_BYTES, Caller, Ends, Seals
@@ -214,7 +214,7 @@ def handshake_client(sock: socket.socket, key: bytes, role: str, name: str) -> S
     try:
         proof = recv_exact(sock, PROOF_BYTES)
     except (ProtocolError, ConnectionError):
-        raise ProtocolError(
+        raise TokenRefused(
             f"the server refused this job's token: it serves another job, or is not at {caller.address} itself"
         ) from None
     return caller.accept(proof)

@@ -155,9 +155,13 @@ def _life(life: Life) -> wire.WorkerLife:
 class AgentProcess(Process):
     """The supervisor of one host's workers: starts them, sees them die, heartbeats for all of them."""
 
-    def __init__(self, world: World, control: Control, host: str, worker_ids: Sequence[int], heartbeat_ns: int) -> None:
+    def __init__(
+        self, world: World, control: Control, host: str, worker_ids: Sequence[int], heartbeat_ns: int, process: str
+    ) -> None:
         super().__init__(world, f"agent-{host}", host)
         self.control = control
+        self.process = process
+        self.dismissed = False
         self.slots = sorted(worker_ids)
         self.lost: dict[int, wire.SlotLost] = {}  # slots that it has given up
         self.waiting: set[int] | None = None  # slots to be started when there is a fork server again
@@ -174,7 +178,8 @@ class AgentProcess(Process):
     def _hello(self) -> list[wire.AnyMessage]:
         lives = [_life(w) for _, w in sorted(self.workers.items()) if w.alive]
         lost = list(self.lost.values())
-        return [wire.AgentHello(agent_id=self.name, host=self.host, workers=lives, slots=len(self.slots), lost=lost)]
+        rest: dict[str, Any] = {"slots": len(self.slots), "lost": lost, "process": self.process}
+        return [wire.AgentHello(agent_id=self.name, host=self.host, workers=lives, **rest)]
 
     def start(self, worker_id: int) -> None:
         """Start the slot's next life."""
@@ -251,6 +256,10 @@ class AgentProcess(Process):
                     worker.die(f"killed by its agent: {reason}")
             case wire.JobEnded():
                 self.ended = True
+            case wire.HostDismissed():
+                self.world.seen["hosts", "drained"] += 1
+                self.dismissed = True
+                self.die("its host was drained")
 
     def die(self, reason: str) -> None:
         """The host goes down, and its workers with it."""
@@ -364,7 +373,9 @@ class Control:
         if (known is None or not known.alive) and not self.fallen:
             first = [i for i in range(self.size + self.spares) if i % len(self.hosts) == self.hosts.index(host)]
             slots = first if known is None else known.slots
-            self.agents[host] = AgentProcess(self.world, self, host, slots, HEARTBEAT_NS)
+            again = known is not None and known.dismissed  # a new process, which nobody has drained
+            process = "" if known is None else f"{known.process}+" if again else known.process
+            self.agents[host] = AgentProcess(self.world, self, host, slots, HEARTBEAT_NS, process)
 
     def command(self, name: str, args: dict[str, Any]) -> None:
         """What a user types."""

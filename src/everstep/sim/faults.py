@@ -387,6 +387,13 @@ def _host(injector: SimInjector, fault: SimFault, worker: SimWorker | None) -> N
     injector.world.later(fault.for_ms * MS + SECOND // 2, injector.control.boot, host)
 
 
+def _drain_host(injector: SimInjector, fault: SimFault, worker: SimWorker | None) -> None:
+    """The workers of a host leave in order, and then its agent; the host is there again later."""
+    host = injector.host(fault)
+    injector.control.command("drain", {"host": injector.control.agents[host].name})
+    injector.world.later(fault.for_ms * MS + SECOND // 2, injector.control.boot, host)
+
+
 def _fork_server(injector: SimInjector, fault: SimFault, worker: SimWorker | None) -> None:
     """A host's fork server dies, which its workers outlive; it takes a while until there is another."""
     agent = injector.control.agents[injector.host(fault, worker)]
@@ -554,6 +561,7 @@ _KINDS: dict[str, tuple[int, Strikes]] = {
     "given_up": (0, _one(_given_up)),
     "old_plan": (0, _one(_old_plan)),
     "double_plan": (0, _one(_double_plan)),
+    "drain_host": (0, _drain_host),
     "fork_server": (0, _fork_server),
     "host_workers": (0, _host_workers),
     "launcher": (0, _launcher),
@@ -574,6 +582,6 @@ _MORE = {
 """How often each is drawn, among these."""
 DIFFERS = ("faults", "differs")
 """A worker that builds another initial state than all others; that is no matter of time."""
-_APART = ("end_alone", "senseless", "given_up")
+_APART = ("drain_host", "end_alone", "senseless", "given_up")
 KNOWN = (*(("faults", kind) for kind in _KINDS if kind not in _APART), DIFFERS)
 """What `World.seen` counts of them; the others have scenarios of their own."""

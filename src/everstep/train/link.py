@@ -170,6 +170,11 @@ class LaunchedLink(WorkerLink):
             self._peers.deaf_until(end_ns)
             time.sleep(for_s)
 
+    def strike_due(self, index: int, step: int, phase: str, plan: Plan) -> None:
+        """A scripted fault of a host or a link, at this place in the specification, is to strike."""
+        life, generation = vars(self.me), plan.generation
+        self.tell(wire.StrikeDue(**life, index=index, generation=generation, step=step, phase=phase))
+
     def announce(self, words: Callable[[], wire.AnyMessage]) -> None:
         """Say one last thing, even if this worker never said hello."""
         if self._control is not None:

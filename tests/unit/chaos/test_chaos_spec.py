@@ -67,7 +67,11 @@ def test_a_fault_prints_as_it_is_written() -> None:
     [
         (
             "kil:target=worker:0,at=1",
-            ["'kil'", "kill, stop, raise, partition, disconnect, slow, flip, throttle, random", "did you mean 'kill'"],
+            [
+                "'kil'",
+                "kill, stop, raise, partition, disconnect, slow, flip, throttle, cut, oneway, drop, narrow, random",
+                "did you mean 'kill'",
+            ],
         ),
         ("kill:target=worker:0,att=1", ["'att'", "target, at, phase, for", "'at'"]),
         ("kill:target=worker:0", ["at=STEP"]),

@@ -82,23 +82,11 @@ def test_something_else_that_listens_there(tmp_path: Path, capsys: pytest.Captur
     assert code == 2 and "expected an Everstep server" in words
 
 
-def test_nobody_answers_for_too_long(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(agent, "_PATIENCE_S", 0.0)
-    wire.write_token(tmp_path / "token", wire.new_token())
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))  # and does not listen
-        where = f"127.0.0.1:{taken.getsockname()[1]}"
-        code, words = said(capsys, "agent", "--join", where, "--token-file", str(tmp_path / "token"))
-    assert code == 3 and f"no job answers at {where}" in words
-
-
 @pytest.mark.parametrize(
     ("argv", "expected"),
     [
         (["--listen", "nowhere"], "--listen: expected HOST:PORT"),
-        (["--listen", "0.0.0.0:0"], "network.address: expected one IPv4 address of this host"),
+        (["--set", "network.address=0.0.0.0"], "network.address: expected one IPv4 address of this host"),
         (["--set", "network.address=224.0.0.1"], "network.address: expected one IPv4 address of this host"),
         (["--set", "network.address=300.1.1.1"], "network.address: expected one IPv4 address of this host"),
         (["--set", "network.address=name"], "network.address: expected text, like 127.0.0.1"),

@@ -16,12 +16,13 @@ import pytest
 pytest.importorskip("starlette", reason="the extra [dashboard] is not installed")
 uvicorn = pytest.importorskip("uvicorn", reason="the extra [dashboard] is not installed")
 
+from everstep.base.doors import is_loopback  # noqa: E402
 from everstep.base.errors import ConfigError  # noqa: E402
 from everstep.cli.main import run_command  # noqa: E402
 from everstep.dashboard.app import make_app, make_metrics_app  # noqa: E402
 from everstep.dashboard.catalog import Catalog, holds_runs  # noqa: E402
 from everstep.dashboard.feed import Feeds, RunFeed  # noqa: E402
-from everstep.dashboard.guard import checked_token, is_loopback, kept_token  # noqa: E402
+from everstep.dashboard.guard import checked_token, kept_token  # noqa: E402
 from everstep.dashboard.view import PageCursor, patch  # noqa: E402
 from everstep.observe.events import format_event  # noqa: E402
 from everstep.observe.logs import WorkerLog  # noqa: E402

@@ -335,3 +335,189 @@ def test_a_host_that_is_needed_is_not_drained() -> None:
     world = shared_out(0)
     reply = world.command("drain", host="h1")
     assert not reply.ok and "0 workers would be left of 1 that the job needs at least" in reply.error
+
+
+# ---- hosts that leave
+
+
+def leave(world: World, name: str, *worker_ids: int) -> None:
+    """The others switch to a plan without these, who leave."""
+    assert world.prepared is not None and not set(worker_ids) & set(world.prepared.worker_ids)
+    for i in world.prepared.worker_ids:
+        world.entered(i, world.prepared.generation if world.prepared else world.plan.generation, 5)
+    for i in worker_ids:
+        world.exited(i, agent=name, in_order=True)
+
+
+def test_a_drained_agent_leaves_when_the_last_of_its_workers_has() -> None:
+    world = shared_out(2, 2)
+    assert world.command("drain", host="h2").ok
+    assert not world.messages(m.HostDismissed)
+    world.entered(0, 2, 5)
+    world.exited(2, agent="h2", in_order=True)
+    assert not world.messages(m.HostDismissed), "worker 3 still runs"
+    world.exited(3, agent="h2", in_order=True)
+    assert "h2 was drained" in world.last(m.HostDismissed, "h2").reason
+    world.wait(60 * S)
+    assert len(world.messages(m.HostDismissed)) == 1 and world.plan.worker_ids == (0, 1)
+
+
+def test_one_that_runs_nothing_leaves_at_once() -> None:
+    world = shared_out(2, 2)
+    arrive(world, "h3")
+    assert world.command("drain", host="h3").ok
+    assert world.last(m.HostDismissed, "h3") is not None and world.plan.generation == 1
+
+
+def test_a_restart_of_the_coordinator_does_not_forget_who_is_drained() -> None:
+    before = shared_out(2, 2)
+    assert before.command("drain", host="h2").ok
+    leave(before, "h2", 2, 3)
+    world = before.restart()
+    arrive(world, "h2", 2)  # the same process, which had not heard that it may leave
+    for name, ids in (("h1", (0, 1)),):
+        world.connect(name, "agent")
+        lives = [m.WorkerLife(worker_id=i, incarnation=0, pid=1000 + 10 * i) for i in ids]
+        hello = m.AgentHello(agent_id=name, host=name, workers=lives, slots=2, room=2, process="p")
+        world.say(name, hello)
+    for i in (0, 1):
+        world.hello(i, plan=before.plan, step=5)
+    world.wait(5 * S)
+    assert world.last(m.SetSlots, "h2").worker_ids == []
+    assert world.last(m.HostDismissed, "h2") is not None
+    assert world.command("scale", workers=4).ok
+    assert world.last(m.SetSlots, "h2").worker_ids == [], "room there is none, as long as it does not come anew"
+
+
+def test_a_drained_host_may_join_again() -> None:
+    world = shared_out(2, 2)
+    assert world.command("drain", host="h2").ok
+    leave(world, "h2", 2, 3)
+    drop(world, "h2")
+    world.wait(2 * S)
+    arrive(world, "h2", 2, process="q")
+    assert len(world.messages(m.HostDismissed)) == 1
+    assert world.command("scale", workers=4).ok
+    assert world.last(m.SetSlots, "h2").worker_ids == [2, 3]
+
+
+def test_a_host_may_ask_to_leave_and_says_so_again_to_who_has_not_heard_it() -> None:
+    world = shared_out(2, 2)
+    world.say("h2", m.HostLeaving(agent_id="h2"))
+    assert world.prepared.worker_ids == (0, 1) and world.prepared.cause is Cause.PREEMPTED
+    world.say("h2", m.HostLeaving(agent_id="h2"))
+    leave(world, "h2", 2, 3)
+    assert len(world.messages(m.HostDismissed)) == 1
+    world = shared_out(2, 2)
+    lives = [m.WorkerLife(worker_id=i, incarnation=0, pid=1000 + 10 * i) for i in (2, 3)]
+    hello = m.AgentHello(agent_id="h2", host="h2", workers=lives, slots=2, room=2, process="p", leaving=True)
+    world.say("h2", hello)
+    assert world.prepared.worker_ids == (0, 1)
+
+
+def test_a_host_that_is_needed_stays_though_it_asks_to_leave() -> None:
+    world = shared_out(0)
+    world.say("h1", m.HostLeaving(agent_id="h1"))
+    assert "0 workers would be left" in world.last(m.HostKept, "h1").reason and world.prepared is None
+    assert "asks to leave" in world.report("warning")["reason"]
+
+
+def test_a_host_that_alone_holds_a_stage_hands_it_over_before_it_leaves() -> None:
+    homes = ((0, 1), (2, 3))
+    world = World(workers=4, slots=4, stages=2, wish=PoolWish(homes=homes))
+    for name in ("h1", "h2", "h3"):
+        arrive(world, name, 2)
+    for name in ("h1", "h2", "h3"):
+        for i in world.last(m.SetSlots, name).worker_ids:
+            world.started(i, 0, agent=name)
+            world.hello(i, host=name)
+    for i in range(4):
+        world.entered(i, 1, 1)
+    alone = next(a for a in ("h1", "h2", "h3") if len(world.last(m.SetSlots, a).worker_ids) == 2)
+    left = world.last(m.SetSlots, alone).worker_ids
+    assert world.command("drain", host=alone).ok
+    world.wait(S)
+    if world.prepared is not None:
+        assert all(world.prepared.pool(k) for k in range(2))
+    fresh = [i for name in ("h1", "h2", "h3") if name != alone for i in begin(world, name)]
+    assert fresh
+    for _ in range(4):
+        for i in fresh:
+            if world.last(m.Heal, f"w{i}.0") is not None and i in world.coordinator.job.healing.joins:
+                world.healed(i)
+        world.wait(S)
+        if world.prepared is not None:
+            assert all(world.prepared.pool(k) for k in range(2)), "no stage is ever without anybody"
+            for i in world.prepared.worker_ids:
+                world.entered(i, world.prepared.generation if world.prepared else world.plan.generation, 5)
+    assert not set(left) & set(world.plan.worker_ids)
+    for i in left:
+        world.exited(i, agent=alone, in_order=True)
+    assert world.last(m.HostDismissed, alone) is not None
+
+
+# ---- hosts that have to be there before the job begins
+
+
+def waiting_for(workers: int = 4, **rules: object) -> World:
+    wish = PoolWish(homes=(tuple(range(workers)),))
+    return World(workers=workers, slots=workers, hosts=HostRules(**rules), wish=wish)
+
+
+def start(world: World, *names: str) -> None:
+    for name in names:
+        for i in world.last(m.SetSlots, name).worker_ids:
+            world.started(i, 0, agent=name)
+            world.hello(i, host=name)
+
+
+def test_nothing_begins_before_enough_hosts_are_there_and_it_says_who_is() -> None:
+    world = waiting_for(least=3)
+    arrive(world, "h1")
+    arrive(world, "h2")
+    world.wait(100 * S)
+    assert not world.messages(m.SetSlots) and world.plan is None
+    assert world.report("waiting")["reason"].startswith("hosts.min: 2 of 3 hosts have joined: h1, h2")
+    assert world.command("status").result["state"] == "waiting"
+    arrive(world, "h3")
+    told = [len(world.last(m.SetSlots, name).worker_ids) for name in ("h1", "h2", "h3")]
+    assert sorted(told) == [1, 1, 2], "and then all of them get their share"
+    start(world, "h1", "h2", "h3")
+    assert world.plan.generation == 1 and len(world.plan.members) == 4
+
+
+def test_hosts_are_not_waited_for_for_ever() -> None:
+    world = waiting_for(least=2, wait_ns=50 * S)
+    arrive(world, "h1")
+    world.wait(49 * S)
+    assert world.coordinator.job.progress.ended is None
+    world.wait(2 * S)
+    ended = world.coordinator.job.progress.ended
+    assert ended.exit_code == 3 and ended.cause is Cause.QUORUM
+    assert "50 s (hosts.wait_s)" in ended.reason and "1 of 2 hosts have joined: h1" in ended.reason
+
+
+def test_the_time_for_workers_begins_when_all_hosts_are_there() -> None:
+    world = waiting_for(least=2, wait_ns=500 * S)
+    world = World(workers=2, slots=2, hosts=world.config.hosts, quorum_wait_ns=60 * S)
+    arrive(world, "h1")
+    world.wait(200 * S)
+    arrive(world, "h2")
+    world.wait(50 * S)
+    assert world.coordinator.job.progress.ended is None
+    world.wait(20 * S)
+    assert world.coordinator.job.progress.ended.exit_code == 3
+
+
+def test_where_the_map_says_so_workers_run_on_that_host() -> None:
+    world = waiting_for(named={0: "h2", 3: "h2", 1: "h1"}, wait_ns=50 * S)
+    arrive(world, "h1")
+    assert "map: worker 0 is to run on host 'h2', which has not joined, and 1 more" in world.report("waiting")["reason"]
+    arrive(world, "h2")
+    assert {0, 3} <= set(world.last(m.SetSlots, "h2").worker_ids) and 1 in world.last(m.SetSlots, "h1").worker_ids
+    world = waiting_for(named={0: "h2"}, wait_ns=50 * S)
+    arrive(world, "h1")
+    arrive(world, "h3")
+    world.wait(51 * S)
+    ended = world.coordinator.job.progress.ended
+    assert ended.exit_code == 2 and ended.cause is Cause.CONFIG and ended.reason.endswith("the hosts are h1, h3")

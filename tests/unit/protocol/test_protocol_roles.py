@@ -19,7 +19,7 @@ def test_every_message_that_the_coordinator_hears_has_its_roles() -> None:
     assert heard == set(roles.SAYS)
     assert set(roles.SAYS) < set(m.KINDS)
     assert set().union(*roles.SAYS.values()) == roles.CONTROL_ROLES
-    assert set(roles.COMMANDS) == {*commands._ACTS, "checkpoint"}
+    assert set(roles.COMMANDS) == {*commands._ACTS, "checkpoint", "about"}, "the last is answered before it"
 
 
 def connected(world: World, role: str, who: str) -> str:

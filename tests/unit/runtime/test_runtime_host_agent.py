@@ -227,6 +227,29 @@ def test_who_is_refused_says_why(started: Started) -> None:
     assert started.end() == Left(2, "another agent is called so")
 
 
+def test_a_drained_host_leaves_with_a_line(started: Started) -> None:
+    started.coordinator.hear(m.AgentHello)
+    started.coordinator.say(m.HostDismissed(reason="host here was drained"))
+    assert started.end() == Left(0, "host here was drained")
+
+
+def test_sigusr1_asks_for_its_host_to_be_drained_until_it_may_not(
+    started: Started, capfd: pytest.CaptureFixture[str]
+) -> None:
+    started.with_worker()
+    started.agent._inbox.put(signal.SIGUSR1)
+    assert started.coordinator.hear(m.HostLeaving).agent_id == "here"
+    started.coordinator.hang_up()
+    assert started.coordinator.hear(m.AgentHello).leaving
+    started.coordinator.say(started.facts())
+    started.coordinator.say(m.HostKept(reason="it is needed"))
+    started.coordinator.say(m.KillWorker(worker_id=1, incarnation=0, reason="so that it is known to have heard"))
+    started.coordinator.notice("worker_killed")
+    started.coordinator.hang_up()
+    assert not started.coordinator.hear(m.AgentHello).leaving
+    assert "everstep agent: it is needed" in capfd.readouterr().err
+
+
 def test_a_run_directory_that_is_not_here(started: Started) -> None:
     started.coordinator.hear(m.AgentHello)
     started.run_dir = started.run_dir / "elsewhere"

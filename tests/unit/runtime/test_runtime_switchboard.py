@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from everstep.base.cause import Cause
+from everstep.base.config import load_config, to_dict
 from everstep.protocol import messages as m
+from everstep.runtime.about import FULL_PACKETS_BYTES, heard_of
 from everstep.runtime.coordinator_main import Switchboard
 
 FACTS = m.JobFacts(task="t", argv=[], config={}, run_dir="/r", coordinator_file="/r/c", job_pid=1, machine="m")
 
 
 def hello(agent_id: str, process: str = "17-a") -> m.AgentHello:
-    return m.AgentHello(agent_id=agent_id, host=agent_id, workers=[], slots=0, process=process)
+    about = {"address": "10.0.0.2"}
+    return m.AgentHello(agent_id=agent_id, host=agent_id, workers=[], slots=0, process=process, about=about)
 
 
 def test_agents_are_told_of_the_job_and_the_job_of_agents() -> None:
@@ -31,13 +34,26 @@ def test_notices_and_pings_are_nothing_for_the_coordinator() -> None:
     assert board.take("w", m.StoreGet(request=1, generation=1, keys=[])) == ([], True)
 
 
+def test_what_a_host_asks_before_it_joins_is_answered_without_the_coordinator() -> None:
+    config = to_dict(load_config([]))
+    facts = m.JobFacts(
+        **{f: getattr(FACTS, f) for f in FACTS.__struct_fields__} | {"config": config, "versions": {"torch": "1"}}
+    )
+    asked = m.Command(request=7, name="about", args={"padding": "x" * 100_000})
+    [(to, reply)], for_coordinator = Switchboard(facts, lambda: 5_000_000_000).take("p", asked)
+    assert to == "p" and not for_coordinator and isinstance(reply, m.CommandReply) and reply.request == 7
+    assert len(reply.result["padding"]) == FULL_PACKETS_BYTES, "nobody gets back more than that"
+    heard = heard_of(reply, 1_000_000_000, 3_000_000_000)
+    assert (heard.rtt_s, heard.ahead_s, heard.versions) == (2.0, 3.0, {"torch": "1"}) and heard.mtu > 0
+
+
 def test_two_agents_of_one_name_are_told_apart_from_one_that_comes_back() -> None:
     board = Switchboard(FACTS)
     board.take("c1", hello("a"))
     assert board.take("c2", hello("a"))[1], "the same process, whose old connection is not known to be gone"
     sends, for_coordinator = board.take("c3", hello("a", "18-b"))
     assert not for_coordinator and isinstance(sends[0][1], m.AgentRefused)
-    assert "process 17" in sends[0][1].reason and "--host-name" in sends[0][1].reason
+    assert "at 10.0.0.2, process 17" in sends[0][1].reason and "--host-name" in sends[0][1].reason
     assert board.gone("c3") == []
     board.gone("c1")
     board.gone("c2")

@@ -26,6 +26,7 @@ class Quorum:
         self._desk = desk
         self._since_ns: int | None = None
         self._first_came_ns: int | None = None
+        self._gathers_ns: int | None = None
 
     def begin(self) -> None:
         """Workers are waited for from now on."""
@@ -48,6 +49,27 @@ class Quorum:
             self.waiting = why
             self._desk.report("waiting", why, step=step, generation=generation)
         self.wait()
+
+    # ---- before that, for hosts
+
+    @property
+    def gathers(self) -> bool:
+        """Whether hosts are waited for."""
+        return self._gathers_ns is not None
+
+    def gather(self, why: Why) -> int:
+        """Hosts are missing, and this is why that is known; it is told once. Returns until when they are waited for."""
+        if self._gathers_ns is None:
+            self._gathers_ns = self._desk.now
+        if why != self.waiting:
+            self.waiting = why
+            self._desk.report("waiting", why, step=0, generation=0)
+        return self._gathers_ns + self._desk.config.hosts.wait_ns
+
+    def gathered(self) -> None:
+        """All hosts are there: from now on it is workers that are waited for."""
+        self._gathers_ns = self.waiting = None
+        self.begin()
 
     def over(self) -> bool:
         """Whether workers were waited for long enough; if not, ring when they were."""

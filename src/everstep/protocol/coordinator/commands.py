@@ -6,8 +6,11 @@ from collections.abc import Callable
 from itertools import count, islice
 from typing import Any
 
+import msgspec
+
 from everstep.base.cause import Cause, Why
-from everstep.protocol.coordinator import hosts
+from everstep.base.strikes import Strike
+from everstep.protocol.coordinator import hosts, strikes
 from everstep.protocol.coordinator.agreement import NO_PLAN
 from everstep.protocol.coordinator.desk import listed
 from everstep.protocol.coordinator.job import JobState
@@ -136,6 +139,8 @@ def _drain(job: JobState, args: _Args) -> _Reply:
 def _chaos(job: JobState, args: _Args) -> _Reply:
     """Hand a fault to all workers: as with scripted ones, whoever it means strikes himself."""
     fault, stages = args.get("fault"), range(job.desk.config.stages)
+    if "strike" in args:
+        return _strike(job, args["strike"])
     if not isinstance(fault, str) or not 0 < len(fault) <= _MOST_FAULT:
         return f"expected a fault such as kill:target=worker:2, got {str(fault)[:40]!r}", {}
     there = {i: w for i, w in sorted(job.membership.workers.items()) if w.connection is not None}
@@ -151,6 +156,17 @@ def _chaos(job: JobState, args: _Args) -> _Reply:
     for worker in there.values():
         job.desk.send(worker.connection, message)
     return "", {"fault": fault, "workers": list(there)}
+
+
+def _strike(job: JobState, given: Any) -> _Reply:
+    try:
+        strike = msgspec.convert(given, Strike)
+    except msgspec.ValidationError as error:
+        return f"expected a fault of a host or a link, got something else: {str(error)[:100]}", {}
+    if not strike.possible:
+        return f"expected a fault of a host or a link, got {strike.kind[:40]!r} with numbers that make no sense", {}
+    refused = strikes.strike_asked(job, strike)
+    return refused, {} if refused else {"fault": strike.text, "workers": []}
 
 
 def _numbers(args: _Args, name: str) -> list[int]:

@@ -17,7 +17,18 @@ from typing import Any
 from everstep.base.cause import Cause, Why
 from everstep.base.errors import check
 from everstep.protocol import messages as m
-from everstep.protocol.coordinator import commands, hosts, joins, liveness, permits, plans, types, workers
+from everstep.protocol.coordinator import (
+    commands,
+    gathering,
+    hosts,
+    joins,
+    liveness,
+    permits,
+    plans,
+    strikes,
+    types,
+    workers,
+)
 from everstep.protocol.coordinator.agreement import NO_PLAN
 from everstep.protocol.coordinator.desk import MILLISECOND_NS, Alarm
 from everstep.protocol.coordinator.job import JobState
@@ -41,6 +52,7 @@ FROM_AGENTS: dict[type, Callable[[JobState, Agent, Any], None]] = {
     m.WorkerExited: liveness.worker_exited,
     m.SlotLost: liveness.slot_lost,
     m.HostFailed: liveness.host_failed,
+    m.HostLeaving: hosts.leaving,
 }
 
 # By lives of slots that are the present ones, and not known to be dead.
@@ -52,6 +64,7 @@ FROM_WORKERS: dict[type, Callable[[JobState, Worker, Any], None]] = {
     m.WorkerHealed: joins.worker_healed,
     m.HealFailed: joins.heal_failed,
     m.WorkerFailed: workers.worker_failed,
+    m.StrikeDue: strikes.strike_due,
     m.SettleAgain: workers.settle_again,
     m.Saved: workers.saved,
     m.Profiled: lambda job, worker, message: job.profiling.profiled(worker, message),
@@ -64,6 +77,7 @@ ALARMS: dict[Alarm, Callable[[JobState, Any], None]] = {
     Alarm.FAILED: workers.failed_due,
     Alarm.GONE: liveness.gone_due,
     Alarm.GRACE: liveness.grace_due,
+    Alarm.HOSTS: gathering.hosts_due,
     Alarm.JOINS: lambda job, about: job.desk.change(),
     Alarm.LINKS: workers.links_due,
     Alarm.QUORUM: plans.quorum_due,
@@ -186,6 +200,8 @@ class Coordinator:
                 job.links.forget_old()
             joins.reconcile(job)
             ending = job.saving.ending
-            job.slots.share_out("" if ending is None else ending.state)
+            if not job.quorum.gathers:
+                job.slots.share_out("" if ending is None else ending.state)
+            hosts.let_go(job)
             job.store.advance(job.agreement.plan.generation)
         check(job.version == self._decided, "the coordinator's decisions must come to rest")

@@ -36,6 +36,7 @@ class Alarm(IntEnum):
     FAILED = auto()  # the time for a checkpoint before workers that have raised are let go may be over
     GONE = auto()  # this worker may have been without a connection for too long
     GRACE = auto()  # the time to come back after the coordinator's restart may be over
+    HOSTS = auto()  # hosts may have been waited for in vain
     JOINS = auto()  # joiners have been waited for long enough, or one may try again
     LINKS = auto()  # all who have lost a peer had the time to say so
     QUORUM = auto()  # workers may have been waited for in vain

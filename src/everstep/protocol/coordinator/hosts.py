@@ -18,6 +18,7 @@ from everstep.placement.domains import Crowd
 from everstep.protocol.coordinator.desk import SECOND_NS, Alarm
 from everstep.protocol.coordinator.job import JobState
 from everstep.protocol.coordinator.membership import Agent
+from everstep.protocol.messages import AgentHello, HostDismissed, HostKept, HostLeaving
 
 
 def came(job: JobState, agent: Agent) -> None:
@@ -94,15 +95,17 @@ def _fresh(job: JobState, size: int) -> list[int]:
 # ---- what people ask
 
 
-def drain(job: JobState, name: str) -> tuple[str, dict[str, Any]]:
-    """The workers of a host leave at a step boundary, and others start where there is room. Returns an error, "" if
-    there is none, and the result."""
+def drain(job: JobState, name: str, because: Why | None = None) -> tuple[str, dict[str, Any]]:
+    """The workers of a host leave at a step boundary, and others start where there is room. When all have left, so does
+    its agent. Returns an error, "" if there is none, and the result."""
     agent, slots = job.agents.known.get(name), job.slots
     if agent is None or agent.connection is None:
         there = ", ".join(a.agent_id for a in _usable(job)) or "none"
         return f"no host {name!r}: the hosts are {there}", {}
     if not slots.shared_out:
         return f"cannot drain host {name}: its agent has slots of its own", {}
+    if agent.sent_slots is None:
+        return f"cannot drain host {name} yet: it has only just connected; try again", {}
     leaving, others = _slots_of(job, agent), [a for a in _usable(job) if a is not agent]
     unlimited = any(not a.room for a in others)
     room = len(leaving) if unlimited else sum(max(0, a.room - len(_slots_of(job, a))) for a in others)
@@ -112,9 +115,38 @@ def drain(job: JobState, name: str) -> tuple[str, dict[str, Any]]:
     least = max(slots.least, job.desk.config.stages if job.agreement.plan.stages > 1 else 1)
     if target < least:
         return f"cannot drain host {name}: {target} workers would be left of {least} that the job needs at least", {}
-    agent.drain()
-    slots.want(target, ids, Why(Cause.DRAINED, f"host {name} drained by request"))
+    why = because or Why(Cause.DRAINED, f"host {name} drained by request")
+    job.agents.drain(agent, why)
+    slots.want(target, ids, why)
     return "", {"workers": target, "moved": moving, "left": leaving}
+
+
+def leaving(job: JobState, agent: Agent, message: HostLeaving | AgentHello) -> None:
+    """A host wants to leave: whoever runs it has been told to give it back, say."""
+    job.agents.wish(agent)
+
+
+def let_go(job: JobState) -> None:
+    """Hosts that wish to leave are drained; those that were, and of whose workers none runs any more, leave."""
+    for agent_id in sorted(job.agents.leaving):
+        agent = job.agents.known.get(agent_id)
+        if agent is None:
+            continue
+        if agent.drained == "wished" and (agent.sent_slots is not None or not job.slots.shared_out):
+            _drain_as_wished(job, agent)
+        if agent.drained == "asked" and agent.connection and not agent.believed and agent.sent_slots == []:
+            agent.drain("told")
+            text = f"host {agent.agent_id} was drained: its workers have left, and so does its agent"
+            job.desk.send(agent.connection, HostDismissed(cause=Cause.DRAINED, reason=text))
+
+
+def _drain_as_wished(job: JobState, agent: Agent) -> None:
+    why = Why(Cause.PREEMPTED, f"host {agent.agent_id} asks to leave in order")
+    refused, _ = drain(job, agent.agent_id, why)
+    if refused:
+        agent.drain("no")
+        job.desk.send(agent.connection, HostKept(cause=Cause.CONFIG, reason=refused))
+        job.desk.report("warning", Why(Cause.CONFIG, f"{why.reason}: {refused}"))
 
 
 def listed_hosts(job: JobState) -> list[dict[str, Any]]:

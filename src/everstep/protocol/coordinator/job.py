@@ -15,6 +15,7 @@ from everstep.protocol.coordinator.profiling import Profiling
 from everstep.protocol.coordinator.saving import Saving
 from everstep.protocol.coordinator.speeds import Speeds
 from everstep.protocol.coordinator.store import RendezvousStore
+from everstep.protocol.coordinator.struck import StruckBefore
 from everstep.protocol.coordinator.types import CoordinatorConfig
 
 
@@ -36,6 +37,7 @@ class JobState:
         self.saving = Saving(desk, membership, agreement, progress, self.quorum)
         self.profiling = Profiling(desk, membership, agreement, progress)
         self.store = RendezvousStore(desk)
+        self.struck = StruckBefore(desk)
 
     @property
     def version(self) -> tuple[int, ...]:

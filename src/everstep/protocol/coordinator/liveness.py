@@ -55,6 +55,8 @@ def agent_hello(job: JobState, connection: str, hello: m.AgentHello) -> None:
         slot_lost(job, agent, lost)
     if hello.failed is not None:
         host_failed(job, agent, hello.failed)
+    if hello.leaving:
+        hosts.leaving(job, agent, hello)
 
 
 def _saw_life(job: JobState, agent: Agent, life: m.WorkerLife) -> None:

@@ -6,20 +6,24 @@ others; what else a job begins with (`CoordinatorConfig.slots`) is shared out am
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Container, Iterable, Sequence
+from collections import deque
+from collections.abc import Collection, Container, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from math import inf
 from statistics import median
+from typing import Literal
 
 from everstep.base.cause import Cause, Why
 from everstep.base.domains import Domains, ordered
 from everstep.base.errors import check
 from everstep.base.plan import Member, WorkerKey
-from everstep.placement.domains import Crowd
 from everstep.protocol.coordinator.desk import MILLISECOND_NS, SECOND_NS, Alarm, Desk
+from everstep.protocol.coordinator.sharing import share
 from everstep.protocol.coordinator.whereabouts import Whereabouts
 from everstep.protocol.detector import PhiDetector
 from everstep.protocol.messages import AgentHello, SetSlots, WorkerHello, WorkerLife, WorkerPulse
+
+Draining = Literal["no", "wished", "asked", "told"]
 
 
 @dataclass
@@ -241,9 +245,9 @@ class Agent:
     lives: the processes it runs, as it last said; restored: those that it ran according to the journal, until it says
     hello to this life of the coordinator. slots: how many it started by itself; room: for how many there is room, 0 if
     that does not matter. process: which one it is, so that a new one is told apart. left_ns: when its connection ended,
-    None while it has one or before its first. about: of its host, as it has said. draining: it is to have no slots any
-    more. sent_slots: those that it
-    knows to keep filled, None: it was not told.
+    None while it has one or before its first. about: of its host, as it has said. drained: whether it wishes to
+    leave, whether it is to have no slots any more and to leave when its workers have, and whether it was told to.
+    sent_slots: those that it knows to keep filled, None: it was not told.
     """
 
     agent_id: str
@@ -257,7 +261,7 @@ class Agent:
     process: str = ""
     left_ns: int | None = None
     about: dict[str, str] = field(default_factory=dict)
-    draining: bool = False
+    drained: Draining = "no"
     sent_slots: list[int] | None = None
     _rtts_ms: deque[float] = field(default_factory=lambda: deque(maxlen=31))
     _killed_ns: dict[WorkerKey, int] = field(default_factory=dict)
@@ -266,7 +270,6 @@ class Agent:
         """The agent has connected (again) and said hello."""
         self.connection, self.left_ns = connection, None
         self.host, self.slots = hello.host, hello.slots
-        self.draining = self.draining and hello.process == self.process
         self.room, self.process, self.about = hello.room, hello.process, hello.about
         self.sent_slots = None
         self._killed_ns.clear()
@@ -282,9 +285,14 @@ class Agent:
         """The agent's connection has ended."""
         self.connection, self.left_ns = None, now_ns
 
-    def drain(self) -> None:
-        """It is to have no slots any more."""
-        self.draining = True
+    def drain(self, state: Draining) -> None:
+        """Whether it is to have slots, or may have some (again)."""
+        self.drained = state
+
+    @property
+    def draining(self) -> bool:
+        """Whether it is to have no slots any more."""
+        return self.drained in ("asked", "told")
 
     @property
     def rtt_ms(self) -> float:
@@ -344,11 +352,9 @@ class Agent:
         self._killed_ns.setdefault(key, now_ns)
         return first
 
-    def new_slots(self, ids: list[int], first: list[int]) -> SetSlots | None:
+    def new_slots(self, ids: list[int], first: list[int]) -> SetSlots:
         """The message about the slots that it is to keep filled, with the least incarnation that a next life of each
-        may have; None if it knows these slots."""
-        if self.sent_slots == ids:
-            return None
+        may have."""
         self.sent_slots = ids
         return SetSlots(worker_ids=ids, first=first)
 
@@ -358,13 +364,15 @@ class Agent:
 
 
 class Agents:
-    """All agents whose heartbeats are expected, by id."""
+    """All agents whose heartbeats are expected, by id. leaving: those that wish to leave, or have been drained."""
 
     def __init__(self, desk: Desk) -> None:
         self.version = 0
         self.known: dict[str, Agent] = {}
         self.whereabouts = Whereabouts(desk)
         self._desk = desk
+        self.leaving: set[str] = set()
+        self._drained: dict[str, str] = {}  # agent id -> the process that was drained; a new one may come
 
     def watch(self, agent_id: str, host: str) -> Agent:
         """The agent of this id; if it was not known, begin to expect its heartbeats."""
@@ -388,6 +396,29 @@ class Agents:
             self._desk.change()
         self.whereabouts.greet(agent.agent_id, hello.domains)
         agent.greet(connection, hello, self._desk.now)
+        agent.drain("asked" if self._drained.get(agent.agent_id) == hello.process else "no")
+        if agent.draining:
+            self.leaving.add(agent.agent_id)
+
+    def wish(self, agent: Agent) -> None:
+        """An agent wishes to leave; whether it can is seen when it knows its slots."""
+        self._desk.change()
+        agent.drain(agent.drained if agent.draining else "wished")
+        self.leaving.add(agent.agent_id)
+
+    def drain(self, agent: Agent, why: Why) -> None:
+        """An agent is to have no slots any more; a restart of the coordinator does not change that."""
+        self.version += 1
+        self.replay_drained(agent.agent_id, agent.process)
+        self.leaving.add(agent.agent_id)
+        agent.drain("asked")
+        self._desk.persist(
+            "drained", agent_id=agent.agent_id, process=agent.process, cause=why.cause, reason=why.reason
+        )
+
+    def replay_drained(self, agent_id: str, process: str) -> None:
+        """This process of an agent was drained, now or in a former life of the coordinator."""
+        self._drained[agent_id] = process
 
     def exited(self, agent: Agent, key: WorkerKey) -> None:
         """An agent says that this process is dead."""
@@ -443,6 +474,8 @@ class Slots:
         self._retiring: set[int] = set()  # not wanted any more, but the worker has not left yet
         self._unwanted: dict[int, Cause] = {}
         self._owners: dict[int, str] = {}
+        self._version = 0
+        self._shared: tuple[int, int, str] | None = None
 
     # ---- what is wanted
 
@@ -497,6 +530,7 @@ class Slots:
     def take_wish(self, target: int, ids: set[int], cause: Cause) -> None:
         """What is asked for from now on, or was by a former life of the coordinator."""
         self._desk.change()
+        self._version += 1
         self._unwanted |= dict.fromkeys(self.ids() - ids, cause)
         self.target, self._asked = target, set(ids)
 
@@ -504,28 +538,33 @@ class Slots:
 
     def runs(self, worker_id: int, agent_id: str) -> None:
         """This agent runs a life of the slot."""
+        self._version += self._owners.get(worker_id) != agent_id
         self._owners[worker_id] = agent_id
 
     def revive(self, worker_id: int) -> None:
         """The slot has a new life, though it may have been given up."""
         self._desk.change()
+        self._version += worker_id in self.lost
         self.lost.pop(worker_id, None)
 
     def empty(self, worker_id: int) -> None:
         """The slot's worker has left."""
         self._desk.change()
+        self._version += worker_id in self._retiring
         self._retiring.discard(worker_id)
 
     def not_run(self, agent_id: str, running: Iterable[int] = ()) -> None:
         """This agent runs these slots alone, so the workers of its other slots that were to retire have left."""
-        left = self._retiring - set(running)
-        self._retiring -= {i for i in left if self._owners.get(i) == agent_id}
+        left = {i for i in self._retiring - set(running) if self._owners.get(i) == agent_id}
+        self._version += bool(left)
+        self._retiring -= left
 
     def lose(self, worker_id: int, agent_id: str, why: Why) -> bool:
         """An agent gives a slot up. Returns False where that says nothing: it is another's, or given up before."""
         if worker_id in self.lost or self._owners.get(worker_id) not in (None, agent_id):
             return False
         self._desk.change()
+        self._version += 1
         self.lost[worker_id] = why.reason
         self._desk.persist("slot_lost", worker_id=worker_id, cause=why.cause, reason=why.reason)
         return True
@@ -538,8 +577,10 @@ class Slots:
         ending: the state in which the job is about to end, "" if it is not; where somebody asked for that, nothing is
         started any more.
         """
-        if not self.shared_out or self._membership.in_grace:
-            return
+        state = self._agents.version, self._version, ending
+        if not self.shared_out or self._membership.in_grace or self._shared == state:
+            return  # a thousand hellos of workers need not look at all slots
+        self._shared = state
         agents = [a for _, a in sorted(self._agents.known.items()) if a.connection is not None]
         goes_on = self._asked is None and not ending and all(agent.sent_slots is not None for agent in agents)
         owners = [self._owners.get(i) for i in range(self._desk.config.slots)]
@@ -548,29 +589,23 @@ class Slots:
         asked = set(range(self._desk.config.slots)) if self._asked is None else self._asked
         wanted = set() if ending == "interrupted" else (asked | self._retiring) - set(self.lost)
         self._find_owners(wanted, agents)
+        slots_of: dict[str, list[int]] = {agent.agent_id: [] for agent in agents}
+        for worker_id in sorted(wanted):
+            slots_of.get(self._owners.get(worker_id, ""), []).append(worker_id)
         for agent in agents:
-            ids = sorted(i for i in wanted if self._owners.get(i) == agent.agent_id)
-            message = agent.new_slots(ids, [self._membership.next_incarnation(i) for i in ids])
-            if message is not None:
-                self._desk.send(agent.connection, message)
+            ids = slots_of[agent.agent_id]
+            if agent.sent_slots != ids:
+                first = [self._membership.next_incarnation(i) for i in ids]
+                self._desk.send(agent.connection, agent.new_slots(ids, first))
 
-    def _find_owners(self, wanted: Iterable[int], agents: Sequence[Agent]) -> None:
-        """Slots that are no known agent's go to the agent that has the fewest, if it has room; of several to where the
-        fewest slots would die with them."""
-        counts = Counter(owner for i in wanted if (owner := self._owners.get(i)) is not None)
+    def _find_owners(self, wanted: Collection[int], agents: Sequence[Agent]) -> None:
+        """Slots that are no known agent's go to the host that the map names, or to that which has the fewest."""
+        rooms = {a.agent_id: a.room or inf for a in agents if not a.draining}
+        where = self._desk.config.hosts.named.items()
+        named = {i: [a.agent_id for a in agents if name in (a.agent_id, a.about.get("address"))] for i, name in where}
         of_host = self._agents.whereabouts.of_host
-        where = {name: of_host(name, agent.host) for name, agent in self._agents.known.items()}
-        crowd = Crowd((), {})
-        for owner in (owner for owner, size in sorted(counts.items()) for _ in range(size)):
-            crowd.add(where.get(owner, ()))
-        for worker_id in sorted(i for i in wanted if self._owners.get(i) not in self._agents.known):
-            free = [a for a in agents if not a.draining and (not a.room or counts[a.agent_id] < a.room)]
-            if not free:
-                break
-            owner = min((counts[a.agent_id], crowd.near(where[a.agent_id]), a.agent_id) for a in free)[2]
-            self._owners[worker_id] = owner
-            counts[owner] += 1
-            crowd.add(where[owner])
+        domains = {agent_id: of_host(agent_id, agent.host) for agent_id, agent in self._agents.known.items()}
+        self._owners |= share(wanted, self._owners, self._agents.known, rooms, named, domains)
 
     # ---- from the journal
 

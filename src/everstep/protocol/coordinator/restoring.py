@@ -1,8 +1,9 @@
 """How a journal makes a coordinator's parts what they were. Pure.
 
-Entries are JSON-able dicts with a `kind`: target, plan, entered, evict, ticket, slot_lost, ended. Those of a kind that
-is not known are passed over, so that an older program can read a newer journal's common part. Those that make no sense
-are set aside, and the rest counts: what is lacking by that is learned from the workers, whose hellos bear their plan.
+Entries are JSON-able dicts with a `kind`: target, plan, entered, evict, ticket, slot_lost, drained, struck, ended.
+Those of a kind that is not known are passed over, so that an older program can read a newer journal's common part.
+Those that make no sense are set aside, and the rest counts: what is lacking by that is learned from the workers, whose
+hellos bear their plan.
 """
 
 from __future__ import annotations
@@ -61,6 +62,15 @@ class _Ticket(_Entry, frozen=True, kw_only=True, tag="ticket"):
 class _SlotLost(_Entry, frozen=True, kw_only=True, tag="slot_lost"):
     worker_id: _Id
     reason: str
+
+
+class _Drained(_Entry, frozen=True, kw_only=True, tag="drained"):
+    agent_id: str
+    process: str
+
+
+class _StruckBefore(_Entry, frozen=True, kw_only=True, tag="struck"):
+    index: _Count
 
 
 class _Ended(_Entry, frozen=True, kw_only=True, tag="ended"):
@@ -130,6 +140,10 @@ def _take(job: JobState, entry: _Entry | None) -> None:
             job.healing.replay_ticket(entry.ticket)
         case _SlotLost():
             job.slots.replay_lost(entry.worker_id, entry.reason)
+        case _Drained():
+            job.agents.replay_drained(entry.agent_id, entry.process)
+        case _StruckBefore():
+            job.struck.replay(entry.index)
         case _Ended():
             ended = JobEnded(state=entry.state, cause=entry.because, reason=entry.reason, exit_code=entry.exit_code)
             job.progress.replay_ended(ended)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from everstep.base.pool_wish import PoolWish
+from everstep.base.strikes import Strike
 from everstep.protocol.messages import AnyMessage
 
 
@@ -17,6 +18,8 @@ class HostRules:
     grace_ns: so long the agents and workers of a journal may take to come back. reconnect_ns: so long a host may that
     has lost all its connections. return_ns: after so long slots move to hosts that have fewer than others; None: never.
     device: of the workers; devices: of those that have another one, by worker id.
+    least: hosts that have to be there before the job begins; named: where the map wants workers, by worker id; wait_ns:
+    how long it waits for all of them. strikes: scripted faults of hosts and links.
     """
 
     grace_ns: int = 2_000_000_000
@@ -24,6 +27,10 @@ class HostRules:
     return_ns: int | None = None
     device: str = "cpu"
     devices: Mapping[int, str] = field(default_factory=dict)
+    least: int = 1
+    named: Mapping[int, str] = field(default_factory=dict)
+    wait_ns: int = 600_000_000_000
+    strikes: tuple[Strike, ...] = ()
 
     def gpu(self, worker_id: int) -> str:
         """The GPU of a worker, as its host calls it; "" if it has none."""

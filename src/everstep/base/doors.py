@@ -1,0 +1,80 @@
+"""Addresses and ports that a job may use: which of them are refused, and how many ports a host needs. Pure."""
+
+from __future__ import annotations
+
+import ipaddress
+from typing import NamedTuple
+
+from everstep.base.errors import ConfigError
+
+PORTS_PER_WORKER = 2
+"""Of a worker that runs: one where peers reach it, and one while a generation meets."""
+LEAST_PORT = 1024
+
+
+class PortRange(NamedTuple):
+    """Ports from the first to the last, both included."""
+
+    first: int
+    last: int
+
+    def __str__(self) -> str:
+        return f"{self.first}-{self.last}"
+
+    @property
+    def size(self) -> int:
+        """How many there are."""
+        return self.last - self.first + 1
+
+
+def parse_ports(text: str | None) -> PortRange | None:
+    """The range that `network.ports` says, None for any port.
+
+    Raises: ConfigError if it is none.
+    """
+    if text is None:
+        return None
+    first, _, last = text.partition("-")
+    if not (first.isdecimal() and last.isdecimal() and LEAST_PORT <= int(first) <= int(last) <= 65535):
+        raise ConfigError(
+            f"network.ports: expected FIRST-LAST from {LEAST_PORT} to 65535, got {text!r}: give e.g. 29500-29599"
+        )
+    return PortRange(int(first), int(last))
+
+
+def check_ports(text: str | None, workers: int) -> None:
+    """workers: that may run on one host.
+
+    Raises: ConfigError if the range has too few ports for them; it says how many are needed.
+    """
+    found, needed = parse_ports(text), workers * PORTS_PER_WORKER
+    if found is not None and found.size < needed:
+        raise ConfigError(
+            f"network.ports: expected at least {needed} ports for {workers} worker{'s' * (workers != 1)} on a host "
+            f"({PORTS_PER_WORKER} for each), got {found.size} ({found}): give a larger range"
+        )
+
+
+def is_loopback(address: str) -> bool:
+    """Whether only this machine reaches that address. Of a name that is no address nobody knows."""
+    if address == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(address.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+def check_private(name: str, address: str, *, trusted: bool) -> None:
+    """name: the key or option that it comes from. trusted: `network.trusted`.
+
+    Raises: ConfigError for an address of the whole world, or of all interfaces, unless that was said to be meant.
+    """
+    found = ipaddress.ip_address(address)
+    if trusted or not (found.is_global or found.is_unspecified):
+        return
+    what = "every interface" if found.is_unspecified else "public"
+    raise ConfigError(
+        f"{name}: expected an address of a private network, got {address} ({what}): take one of those, or set "
+        "network.trusted=true if nobody else reaches it"
+    )

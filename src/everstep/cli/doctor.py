@@ -1,0 +1,214 @@
+"""`everstep doctor`: whether this host could take part in a job, looked at one thing after the other.
+
+Nothing of the job is changed by it, and nothing is started.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+import click
+
+from everstep.base.config import Config
+from everstep.base.doors import PORTS_PER_WORKER, check_private, parse_ports
+from everstep.base.errors import ConfigError, EverstepError
+from everstep.cli.agent import given_token, own_settings, token_in
+from everstep.cli.beside import parse_listen
+from everstep.report.words import aligned
+from everstep.runtime.about import FULL_PACKETS_BYTES, HeadFacts, ask_about, clock_words
+from everstep.runtime.devices import default_slots, device_count
+from everstep.runtime.interfaces import interface_of, mtu_of, own_address, path_mtu
+from everstep.runtime.versions import differences, versions
+
+_CONNECT_S = 5.0
+_LEAST_MTU = 576
+_MOST_BYTES = 65535
+"""Of an IPv4 packet, whatever an interface would take."""
+
+
+@dataclass(frozen=True)
+class Checked:
+    """One thing that was looked at. state: ok, warning, or wrong: then no job could be joined."""
+
+    name: str
+    state: str
+    text: str
+
+
+@click.command()
+@click.option("--join", "address", metavar="ADDR:PORT", required=True, help="Where the job listens (run --listen).")
+@click.option("--address", "own", metavar="IP", help="Of this host, as the agent would get it.")
+@click.option("--slots", type=click.IntRange(1), help="How many workers it would run.")
+@click.option("--ports", "ports", metavar="FIRST-LAST", help="The job's network.ports.")
+@click.option("--token-file", type=click.Path(path_type=Path), help="As of everstep agent; without one less is seen.")
+@click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="As of everstep agent.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+def command(
+    address: str,
+    own: str | None,
+    slots: int | None,
+    ports: str | None,
+    token_file: Path | None,
+    settings: tuple[str, ...],
+    as_json: bool,
+) -> int:
+    """Could this host take part in the job at ADDR:PORT? Looks at names, route, interface, ports, clocks, versions and
+    packet sizes; exit code 1 if anything would stop it."""
+    where = parse_listen("--join", address)
+    config = own_settings(settings)
+    parse_ports(ports)
+    token = given_token() if token_file is None else token_in(token_file)
+    found = list(examine(where, config, token, own, slots or default_slots(), ports))
+    wrong = [one for one in found if one.state == "wrong"]
+    if as_json:
+        print(json.dumps({"ok": not wrong, "findings": [vars(one) for one in found]}))
+    else:
+        for line in aligned([[one.state, one.name, one.text] for one in found]):
+            print(line)
+    return int(bool(wrong))
+
+
+def examine(
+    where: tuple[str, int], config: Config, token: bytes | None, given: str | None, slots: int, ports: str | None
+) -> Iterator[Checked]:
+    """All findings, in the order in which one needs the other; what cannot be looked at is left out.
+
+    where: of the job's head. given: this host's address, if somebody has given it. ports: the job's network.ports.
+    """
+    named = _names(where[0])
+    yield named
+    yield _own_name()
+    if named.state == "wrong":
+        return
+    own, route = _route(where[0], config, given)
+    yield route
+    yield _devices(slots)
+    if own is None:
+        return
+    yield _mtu(own, where[0])
+    yield _ports(own, slots, ports)
+    reached = _reached(where)
+    yield reached
+    if reached.state != "wrong":
+        yield from _asked(where, config, token, own)
+
+
+def _names(host: str) -> Checked:
+    try:
+        found = socket.getaddrinfo(host, 0, socket.AF_INET, socket.SOCK_STREAM)[0][4][0]
+    except (OSError, UnicodeError) as error:
+        why = (error.strerror if isinstance(error, OSError) else None) or error
+        return Checked("name", "wrong", f"{host} is no name that this host knows ({why}): give the address itself")
+    return Checked("name", "ok", str(found) if found == host else f"{host} is {found}")
+
+
+def _own_name() -> Checked:
+    name = os.uname().nodename
+    try:
+        found = socket.gethostbyname(name)
+    except (OSError, UnicodeError):
+        text = f"this host does not know its own name, {name}: Everstep does not need it, torchrun does (/etc/hosts)"
+        return Checked("own name", "warning", text)
+    return Checked("own name", "ok", f"{name} is {found}; Everstep does not go by it")
+
+
+def _route(head: str, config: Config, given: str | None) -> tuple[str | None, Checked]:
+    try:
+        own = own_address(config.network, given, head)
+        check_private("--address", own, trusted=config.network.trusted)
+    except ConfigError as error:
+        return None, Checked("route", "wrong", str(error))
+    except OSError as error:
+        text = f"there is no route to {head} ({error.strerror or error}): see 'ip route get {head}'"
+        return None, Checked("route", "wrong", text)
+    text = f"others would be told {own}, on {interface_of(own)}, which gloo and NCCL would take, too"
+    return own, Checked("route", "ok", text)
+
+
+def _devices(slots: int) -> Checked:
+    devices = device_count()
+    if not devices:
+        return Checked("devices", "ok", f"none but the processor: {slots} worker{'s' * (slots > 1)} here")
+    if slots > devices:
+        return Checked("devices", "warning", f"{slots} workers for {devices} devices: too many if the job uses them")
+    return Checked("devices", "ok", f"{devices}, for {slots} worker{'s' * (slots > 1)}")
+
+
+def _mtu(own: str, head: str) -> Checked:
+    leaves, way = mtu_of(interface_of(own)), path_mtu(head)
+    text = f"packets of {leaves} bytes leave this host, {way} are known to reach {head}"
+    low = 0 < min(leaves or way, way) < _LEAST_MTU
+    return Checked("packets", "warning" if way < min(leaves, _MOST_BYTES) or low else "ok", text)
+
+
+def _ports(own: str, slots: int, ports: str | None) -> Checked:
+    needed, found = slots * PORTS_PER_WORKER, parse_ports(ports)
+    if found is None:
+        return Checked("ports", "ok", "any (no network.ports)")
+    free = len(list(islice((p for p in range(found.first, found.last + 1) if _is_free(own, p)), needed)))
+    text = f"{needed} are needed in {found} for {slots} worker{'s' * (slots > 1)}"
+    if free < needed:
+        return Checked("ports", "wrong", f"{text}, {free} are free at {own}: give a larger range")
+    return Checked("ports", "ok", f"{text}, and free at {own}")
+
+
+def _is_free(own: str, port: int) -> bool:
+    with contextlib.suppress(OSError), socket.create_server((own, port)):
+        return True
+    return False
+
+
+def _reached(where: tuple[str, int]) -> Checked:
+    begin_s = time.monotonic()
+    try:
+        socket.create_connection(where, _CONNECT_S).close()
+    except OSError as error:
+        name, why = f"{where[0]}:{where[1]}", (error.strerror or str(error)).lower()
+        return Checked("head", "wrong", f"no head at {name} ({why}): is it started, and lets a firewall this through?")
+    return Checked("head", "ok", f"answers after {(time.monotonic() - begin_s) * 1e3:.1f} ms")
+
+
+def _asked(where: tuple[str, int], config: Config, token: bytes | None, own: str) -> Iterator[Checked]:
+    if token is None:
+        text = "none given (--token-file, EVERSTEP_TOKEN): clock, versions and full packets were not looked at"
+        yield Checked("token", "warning", text)
+        return
+    try:
+        heard = ask_about(where, token, config.security.tls, own)
+    except (EverstepError, OSError) as error:
+        yield Checked("token", "wrong", str(error))
+        return
+    yield Checked("token", "ok", "the head has the same")
+    yield from _told(heard, config)
+    yield _full_packets(where, config, token, own, heard)
+
+
+def _told(heard: HeadFacts, config: Config) -> Iterator[Checked]:
+    words = clock_words(heard)
+    near = f"within {abs(heard.ahead_s) + heard.rtt_s / 2:.3f} s of the head's"
+    yield Checked("clock", "warning" if words else "ok", words or near)
+    theirs = {name: text for name, text in heard.versions.items() if name != "task file"}
+    differing = differences(versions(), theirs, mixed=config.hosts.mixed)
+    yield Checked("versions", "wrong" if differing else "ok", "; ".join(differing) or "as on the head's host")
+
+
+def _full_packets(where: tuple[str, int], config: Config, token: bytes, own: str, heard: HeadFacts) -> Checked:
+    """Small packets pass and full ones get lost where a tunnel is narrower than both ends believe."""
+    leaves = mtu_of(interface_of(own))
+    try:
+        ask_about(where, token, config.security.tls, own, padding=FULL_PACKETS_BYTES)
+    except (EverstepError, OSError) as error:
+        text = f"packets of full size get lost on the way ({error}): lower the interface's mtu, {leaves} now"
+        return Checked("full packets", "wrong", text)
+    if heard.mtu and leaves and heard.mtu != leaves:
+        text = f"the head's interface sends {heard.mtu} bytes at once, this one's {leaves}; both get through"
+        return Checked("full packets", "warning", text)
+    return Checked("full packets", "ok", "get through both ways")

@@ -1,0 +1,70 @@
+"""Where a job can be joined, as its command line and config say: at which address, told to whom, at which port."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Mapping
+from typing import Any
+
+from everstep.base.config import Config
+from everstep.base.doors import check_ports
+from everstep.base.errors import ConfigError
+from everstep.cli.beside import parse_listen
+from everstep.runtime.interfaces import address_on, check_own, interface_of
+
+EVERYWHERE = "0.0.0.0"
+
+
+def head_doors(
+    listen: str | None, told: str | None, given: Mapping[str, Any], *, local: bool
+) -> tuple[dict[str, Any], int | None]:
+    """listen: of `--listen`, where an interface may stand for its address. told: of `--address`. given: what is set of
+    the config, by dotted key. local: this host has workers, too.
+
+    Returns the config keys that follow from these, and the port where agents may join, None if they may not.
+
+    Raises: ConfigError for what is none of this host's, and for what others could not reach.
+    """
+    interface = given.get("network.interface")
+    if listen is None:
+        if not local:
+            raise ConfigError("--no-local-workers: expected --listen ADDR:PORT beside it, where agents can join")
+        if told is not None:
+            raise ConfigError("--address: expected it beside --listen 0.0.0.0:PORT: without that nobody is told")
+        own = interface is not None and "network.address" not in given
+        return ({"network.address": address_on(interface)} if own and interface is not None else {}), None
+    host, port = parse_listen("--listen", listen)
+    if host == EVERYWHERE:
+        if told is None:
+            raise ConfigError(
+                "--listen: expected --address IP beside 0.0.0.0, which is no address that others could be told: give "
+                "one of 'ip -4 addr'"
+            )
+        check_own("--address", told)
+        return {"network.listen": host, "network.address": told}, port
+    if told not in (None, host):
+        raise ConfigError(f"--address: expected it beside --listen 0.0.0.0:PORT, got {told} beside {host}: drop it")
+    host = host if _is_address(host) else address_on(host)
+    if interface is not None and interface_of(host) != interface:
+        raise ConfigError(
+            f"--listen: expected an address of the interface {interface} (network.interface), got {host}: "
+            f"give {address_on(interface)}"
+        )
+    return {"network.address": host}, port
+
+
+def _is_address(text: str) -> bool:
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        return False
+    return True
+
+
+def check_own_ports(config: Config, slots: int, *, local: bool) -> None:
+    """slots: how many workers this host runs at most, 0 for as many as there are. local: it runs any.
+
+    Raises: ConfigError if `network.ports` has too few for them.
+    """
+    workers = config.workers + config.spares
+    check_ports(config.network.ports, (min(slots, workers) if slots else workers) if local else 1)

@@ -1,0 +1,100 @@
+"""Which host a slot goes to that is nobody's. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
+from heapq import heappop, heappush
+from math import inf
+
+from everstep.base.domains import LABELS, Domains
+
+
+def share(
+    wanted: Iterable[int],
+    owners: Mapping[int, str],
+    known: Collection[str],
+    rooms: Mapping[str, float],
+    named: Mapping[int, Collection[str]],
+    where: Mapping[str, Domains],
+) -> dict[int, str]:
+    """The new owners of those slots that are wanted and whose owner is not known: who the map names, else whoever has
+    the fewest; of several who is in the domain that has the fewest, the widest first, and then by name. What finds no
+    room is left out.
+
+    owners: agents by slot. rooms: for how many slots there is room with each agent that may get any. named: by slot,
+    the agents that the map means. where: the domains of the hosts of agents.
+    """
+    slots = sorted(wanted)
+    hosts = _Hosts(rooms, where)
+    for owner in (owner for i in slots if (owner := owners.get(i)) is not None):
+        hosts.give(owner)
+    found: dict[int, str] = {}
+    for worker_id in (i for i in slots if owners.get(i) not in known):
+        chosen = next((i for i in named.get(worker_id, ()) if hosts.counts[i] < rooms.get(i, 0)), None)
+        owner = chosen or hosts.next()
+        if owner is None:
+            break
+        found[worker_id] = owner
+        hosts.give(owner)
+    return found
+
+
+class _Domain:
+    """size: of the slots in it. least: how few slots one of its agents with room has; agents stand in the innermost
+    domains alone."""
+
+    def __init__(self) -> None:
+        self.size = 0
+        self.least = inf
+        self.parts: dict[str, _Domain] = {}
+        self.agents: list[tuple[int, str]] = []
+
+
+class _Hosts:
+    """Agents in their domains, and how many slots each has. A domain is chosen among its neighbours only, so that a
+    thousand hosts are shared out at once."""
+
+    def __init__(self, rooms: Mapping[str, float], where: Mapping[str, Domains]) -> None:
+        self.counts: Counter[str] = Counter()
+        self._rooms = rooms
+        self._where = where
+        self._root = _Domain()
+        for agent_id in rooms:
+            self._renew(agent_id, self._path(agent_id))
+
+    def give(self, agent_id: str) -> None:
+        """It has one more."""
+        path = self._path(agent_id)
+        self.counts[agent_id] += 1
+        for domain in path:
+            domain.size += 1
+        self._renew(agent_id, path)
+
+    def next(self) -> str | None:
+        """Whose turn it is; None if there is no room."""
+        domain = self._root
+        if domain.least == inf:
+            return None
+        while domain.parts:
+            fewest = [(part.size, name) for name, part in domain.parts.items() if part.least == self._root.least]
+            domain = domain.parts[min(fewest)[1]]
+        return domain.agents[0][1]
+
+    def _path(self, agent_id: str) -> list[_Domain]:
+        labels = dict(self._where.get(agent_id, ()))
+        path = [self._root]
+        for kind in LABELS:
+            path.append(path[-1].parts.setdefault(labels.get(kind, ""), _Domain()))
+        return path
+
+    def _renew(self, agent_id: str, path: list[_Domain]) -> None:
+        """Its turn comes when it comes for those who have as many."""
+        count, agents = self.counts[agent_id], path[-1].agents
+        if count < self._rooms.get(agent_id, 0):
+            heappush(agents, (count, agent_id))
+        while agents and agents[0][0] != self.counts[agents[0][1]]:
+            heappop(agents)  # it has got more meanwhile
+        path[-1].least = agents[0][0] if agents else inf
+        for domain in reversed(path[:-1]):
+            domain.least = min(part.least for part in domain.parts.values())

@@ -1,0 +1,62 @@
+"""Scripted faults of hosts and links: who is told to strike, once for each. Pure.
+
+Workers know the step, agents have the power: so a worker says that a fault is due, by its place in the specification
+alone, and the agents that it means are told what to do.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from everstep.base.cause import Cause, Why
+from everstep.base.strikes import Strike
+from everstep.protocol.coordinator.job import JobState
+from everstep.protocol.coordinator.membership import Agent, Worker
+from everstep.protocol.messages import StrikeDue, StrikeNow
+
+
+def strike_due(job: JobState, worker: Worker, message: StrikeDue) -> None:
+    """A worker is where a fault is to strike; the first one counts."""
+    strike = next((one for one in job.desk.config.hosts.strikes if one.index == message.index), None)
+    if strike is None or not job.struck.first(strike.index):
+        return
+    where = {"generation": message.generation, "step": message.step, "phase": message.phase}
+    refused = _strike(job, strike, f" in phase {message.phase} of step {message.step}", where)
+    if refused:
+        job.desk.report("warning", Why(Cause.INJECTED, f"chaos fault {strike.text!r}: {refused}"))
+
+
+def strike_asked(job: JobState, strike: Strike) -> str:
+    """The same, asked for by people: at once. Returns why not, "" if it is on its way."""
+    where = {"generation": job.agreement.plan.generation, "step": job.progress.step, "phase": ""}
+    return _strike(job, strike, "", where)
+
+
+def _strike(job: JobState, strike: Strike, moment: str, where: dict[str, Any]) -> str:
+    there = {agent.agent_id: agent for agent in job.agents.known.values() if agent.connection is not None}
+    by_name = {str(agent.about.get("address", name)): agent for name, agent in there.items()} | there
+    ends = [by_name[name] for name in strike.ends(by_name)]
+    if not ends:
+        what = "two hosts" if strike.link else "a host"
+        return f"expected {what} of the job, got {strike.target!r}: the hosts are {', '.join(sorted(there)) or 'none'}"
+    pairs: list[tuple[Agent, str]] = [(ends[0], "")]
+    if strike.link:
+        addresses = [end.about.get("address", "") for end in ends]
+        pairs = [(ends[0], addresses[1]), *([(ends[1], addresses[0])] if strike.both_act else [])]
+    if strike.link and not all(peer for _, peer in pairs):
+        return "the address of one of these hosts is not known"
+    text = f"chaos fault {strike.text!r} strikes {'link' if strike.link else 'host'} {strike.target}{moment}"
+    target = f"{'link' if strike.link else 'host'}:{strike.target}"
+    job.desk.report("fault_injected", Why(Cause.INJECTED, text), fault=strike.kind, target=target, **where)
+    for agent, peer in pairs:
+        message = StrikeNow(
+            number=job.desk.number(),
+            kind=strike.kind,
+            peer=peer,
+            for_s=strike.for_s,
+            by_s=strike.by_s,
+            mbit=strike.mbit,
+            share=strike.share,
+        )
+        job.desk.send(agent.connection, message)
+    return ""

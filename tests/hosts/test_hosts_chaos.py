@@ -1,0 +1,185 @@
+"""Faults of hosts and links that a job's own agents strike, and hosts that leave: the same bits as if nothing had been.
+
+Partitions of every shape: a host alone, the head alone, two that do not reach each other, one way each direction, few
+packets, a narrow link. Most of them only where time is (EVERSTEP_TEST_HOSTS=all).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hosts_harness import EVERSTEP, HostJobs
+
+from job_harness import Event, Job
+
+longer = pytest.mark.skipif(os.environ.get("EVERSTEP_TEST_HOSTS") != "all", reason="runs in make extended")
+needs_tc = pytest.mark.skipif(shutil.which("tc") is None, reason="links are harmed with tc (iproute2)")
+HEAD = "10.77.0.1"
+INJECTED: list[Event] = [{"kind": "fault_injected", "count": 1}]
+EVICTED: list[Event] = [*INJECTED, {"kind": "worker_evicted", "count": 2}]
+QUICK = {"heartbeat.floor_s": 1, "heartbeat.ceiling_s": 3, "heartbeat.interval_s": 0.2}
+
+
+def everstep(on_hosts: HostJobs, *argv: str) -> subprocess.CompletedProcess[str]:
+    return on_hosts.net.hosts[0].run(*EVERSTEP, *argv)
+
+
+def started(on_hosts: HostJobs, until: list[Event], *options: str, steps: int = 60) -> Job:
+    """A job of six workers on three hosts."""
+    job = on_hosts.head("--set", "hosts.min=3", *options, until=until, steps=steps, settings=QUICK)
+    on_hosts.agent(2)
+    on_hosts.agent(3)
+    return job
+
+
+def struck(on_hosts: HostJobs, fault: str, until: list[Event]) -> Job:
+    """It is struck when all of them compute."""
+    job = started(on_hosts, until)
+    full = job.wait_for("generation_started", lambda e: len(e["workers"]) == 6)
+    job.wait_for("step_committed", lambda e: e["generation"] >= full["generation"])
+    done = everstep(on_hosts, "chaos", "inject", str(job.run_dir), fault)
+    assert done.returncode == 0, done.stderr
+    return job
+
+
+def lost(job: Job) -> dict[str, set[str]]:
+    """Causes of evictions by host."""
+    where = {(e["worker_id"], e["incarnation"]): e["host"] for e in job.of_kind("worker_joined")}
+    found: dict[str, set[str]] = {}
+    for event in job.of_kind("worker_evicted"):
+        found.setdefault(where[event["worker_id"], event["incarnation"]], set()).add(event["cause"])
+    return found
+
+
+def check(on_hosts: HostJobs, job: Job, target: str) -> dict[str, set[str]]:
+    on_hosts.check(job)
+    [injected] = job.of_kind("fault_injected")
+    assert injected["target"] == target
+    assert not [e for e in job.of_kind("warning") if "did not strike" in e["reason"]], job.account()
+    return lost(job)
+
+
+@needs_tc
+def test_a_scripted_fault_of_a_host_strikes_when_its_step_comes(on_hosts: HostJobs) -> None:
+    fault = "cut:target=host:host3,at=6,for=5"
+    job = started(on_hosts, INJECTED, "--chaos", fault)
+    check(on_hosts, job, "host:host3")
+    [injected] = job.of_kind("fault_injected")
+    assert injected["step"] >= 6 and injected["phase"] in injected["reason"]
+    waited = job.of_kind("waiting")
+    assert waited and "of 3 hosts have joined" in waited[0]["reason"]
+
+
+@needs_tc
+@pytest.mark.parametrize(
+    "fault",
+    [
+        pytest.param("cut:target=host:host3,for=8", marks=longer),
+        pytest.param("kill:target=host:host3", marks=longer),
+        pytest.param("oneway:target=host:host2,for=8", marks=longer),
+        pytest.param("cut:target=link:host2-host3,for=15", marks=longer),
+        pytest.param("oneway:target=link:host2-host3,for=15", marks=longer),
+        pytest.param("oneway:target=link:host3-host2,for=15", marks=longer),
+        pytest.param(f"cut:target=link:{HEAD}-host3,for=8", marks=longer),
+        pytest.param(f"oneway:target=link:{HEAD}-host3,for=8", marks=longer),
+        pytest.param(f"oneway:target=link:host3-{HEAD},for=8", marks=longer),
+    ],
+)
+def test_a_host_that_is_lost_or_cut_off_costs_no_bit(on_hosts: HostJobs, fault: str) -> None:
+    job = struck(on_hosts, fault, EVICTED)
+    gone = check(on_hosts, job, fault.partition("target=")[2].partition(",")[0])
+    assert gone and set(gone) <= {"host2", "host3"}, gone
+    assert all(causes & {"host_lost", "link", "silent"} for causes in gone.values()), gone
+
+
+@needs_tc
+@longer
+@pytest.mark.parametrize("kind", ["cut", "oneway"])
+def test_the_head_alone_goes_on_with_its_own_or_waits_for_the_others(on_hosts: HostJobs, kind: str) -> None:
+    """The majority is without the head: nothing is decided there, and what it had is done again, to the same bits."""
+    fault = f"{kind}:target=host:{HEAD},for=6"
+    check(on_hosts, struck(on_hosts, fault, INJECTED), f"host:{HEAD}")
+
+
+@needs_tc
+@longer
+@pytest.mark.parametrize(
+    "fault", ["drop:target=link:host2-host3,for=4,p=0.05", "narrow:target=host:host2,for=4,mbit=5"]
+)
+def test_a_bad_link_is_only_slow(on_hosts: HostJobs, fault: str) -> None:
+    job = struck(on_hosts, fault, INJECTED)
+    check(on_hosts, job, fault.partition("target=")[2].partition(",")[0])
+
+
+@needs_tc
+def test_what_cannot_be_struck_is_refused_before_the_job_begins(on_hosts: HostJobs, tmp_path: Path) -> None:
+    """This kernel may have no netem; where it has, nothing is refused."""
+    trial = "from everstep.runtime.links import lacking; print(lacking(['delay']))"
+    host = on_hosts.net.hosts[0]
+    words = host.run(sys.executable, "-c", trial).stdout.strip()
+    if not words:
+        pytest.skip("this kernel can delay packets")
+    script = tmp_path / "script.py"
+    script.touch()
+    fault = f"slow:target=host:{HEAD},at=6,for=1,by=0.1"
+    argv = ["run", str(script), "--listen", f"{HEAD}:0", "--chaos", fault, "--run-dir", str(tmp_path / "r")]
+    done = host.run(*EVERSTEP, *argv)
+    assert done.returncode == 2 and f"chaos fault {fault!r} cannot strike here: this kernel" in done.stderr
+    assert done.stderr.count("\n") == 1 and not (tmp_path / "r").exists()
+
+
+# ---- hosts that leave
+
+
+def test_a_host_is_drained_leaves_and_joins_again(on_hosts: HostJobs) -> None:
+    """By a command with the coordinator killed after it, and then by a signal."""
+    again: Event = {"kind": "generation_started", "workers": [0, 1, 2, 3], "count": 2}
+    job = on_hosts.head(
+        "--set", "hosts.min=2", "--set", "network.ports=29500-29515", workers=4, until=[again], steps=400
+    )
+    agent = on_hosts.agent(2)
+    job.wait_for("generation_started", lambda e: e["workers"] == [0, 1, 2, 3])
+    job.wait_for("step_committed", lambda e: e["step"] >= 3)
+    done = everstep(on_hosts, "drain", str(job.run_dir), "--host", "host2", "--grace", "60")
+    assert done.returncode == 0 and "host host2 has left" in done.stdout, done.stderr
+    assert agent.wait(60) == 0
+    assert "host host2 was drained" in on_hosts.log(on_hosts.net.hosts[1]).read_text()
+    assert len(job.of_kind("generation_started")) == 2 and not job.of_kind("worker_evicted"), job.account()
+    ports = {int(m["address"].rpartition(":")[2]) for m in members(job)}
+    assert ports and all(29500 <= port <= 29515 for port in ports)
+    agent = on_hosts.agent(2)
+    job.wait_for("step_committed", lambda e: e["step"] >= 10)
+    listed = json.loads(everstep(on_hosts, "hosts", str(job.run_dir), "--json").stdout)["hosts"]
+    assert {"host2"} <= {one["name"] for one in listed}
+    scaled = everstep(on_hosts, "scale", str(job.run_dir), "--workers", "4")
+    assert scaled.returncode == 0, scaled.stderr
+    on_hosts.check(job)
+    assert agent.wait(60) == 0
+
+
+def members(job: Job) -> list[dict[str, str]]:
+    """Of all plans of the journal, or of what is left of it."""
+    path = job.run_dir / "coordinator.journal"
+    entries = [json.loads(line) for line in path.read_text().splitlines() if line.startswith("{")]
+    return [member for entry in entries if entry.get("kind") == "plan" for member in entry["plan"]["members"]]
+
+
+@longer
+def test_sigusr1_has_a_host_leave_in_order(on_hosts: HostJobs) -> None:
+    job = on_hosts.head("--set", "hosts.min=2", workers=4, until=[{"kind": "generation_started", "count": 2}], steps=60)
+    agent = on_hosts.agent(2)
+    job.wait_for("step_committed", lambda e: e["step"] >= 3)
+    found = on_hosts.net.hosts[1].run("pgrep", "-f", "everstep agent --join").stdout.split()
+    for pid in found:
+        if b"unshare" not in Path(f"/proc/{pid}/cmdline").read_bytes():
+            os.kill(int(pid), signal.SIGUSR1)
+    assert agent.wait(60) == 0
+    on_hosts.check(job)
+    assert not job.of_kind("worker_evicted") and job.of_kind("generation_started")[1]["cause"] == "preempted"

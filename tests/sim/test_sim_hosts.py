@@ -1,0 +1,48 @@
+"""Hosts that are drained, leave and come back, beside other faults; partitions that are not alike both ways."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from everstep.sim.faults import SimFault
+from everstep.sim.model import SimJob
+from everstep.sim.scenario import Setup, simulate
+
+JOB = SimJob(14, 6, 3)
+SPLIT = SimJob(12, 4, 3, stages=2, keep_every=2)
+ASKED = SimFault("scale", 20, pick=3)
+"""From then on it is the coordinator that shares slots out."""
+
+
+def setup(*faults: SimFault, job: SimJob = JOB, workers: int = 4, hosts: int = 3) -> Setup:
+    return Setup(workers, 0, hosts, 1, "replace", job, (ASKED, *faults))
+
+
+DRAIN = SimFault("drain_host", 80, for_ms=200, pick=1)
+SCENARIOS = {
+    "one host leaves and is back": setup(DRAIN),
+    "and the coordinator dies right after": setup(DRAIN, SimFault("coordinator", 81), SimFault("coordinator", 95)),
+    "and dies in the middle of saying so": setup(DRAIN, SimFault("coordinator_mid_effects", 81, pick=1)),
+    "while another host loses power": setup(DRAIN, SimFault("host", 84, for_ms=300, pick=2)),
+    "while its own agent is frozen": setup(SimFault("agent_freeze", 78, for_ms=700, pick=1), DRAIN),
+    "one after the other": setup(DRAIN, SimFault("drain_host", 160, for_ms=300, pick=2)),
+    "the same one twice": setup(DRAIN, SimFault("scale", 400, pick=3), SimFault("drain_host", 520, for_ms=300, pick=1)),
+    "while links carry one way only": setup(SimFault("one_way", 70, for_ms=400, pick=1), DRAIN),
+    "of a model in stages": setup(DRAIN, job=SPLIT),
+}
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_the_promises_hold(name: str) -> None:
+    failed = [str(o) for o in (simulate(seed, setup=SCENARIOS[name]) for seed in range(6)) if not o.ok]
+    assert not failed, failed[0]
+
+
+def test_hosts_do_leave() -> None:
+    found: Counter[tuple[str, str]] = Counter()
+    for one in SCENARIOS.values():
+        for seed in range(3):
+            found.update(simulate(seed, setup=one).seen)
+    assert found["hosts", "drained"] >= len(SCENARIOS)

@@ -1,0 +1,141 @@
+"""Faults of hosts and links: how they are said, when a worker says that one is due, and what became of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from everstep.base.cause import Cause
+from everstep.base.errors import ConfigError
+from everstep.base.plan import Member, Plan, Seat, WorkerKey
+from everstep.base.strikes import Strike
+from everstep.chaos.account import account
+from everstep.chaos.inject import Injector
+from everstep.chaos.spec import parse, parse_now, strikes_of
+from everstep.protocol.messages import StrikeNow
+from everstep.runtime import links
+from everstep.runtime.admission import cannot_strike
+
+ALL = (
+    "kill:target=host:b,at=3; cut:target=link:a-b,at=4,for=2; oneway:target=link:node-1-node-2,at=5,for=1,phase=reduce;"
+    " drop:target=host:10.0.0.2,at=6,for=1,p=0.25; slow:target=link:a-b,at=7,for=1,by=0.05;"
+    " narrow:target=host:b,at=8,for=2,mbit=10"
+)
+
+
+def test_what_is_said_is_what_is_meant() -> None:
+    faults = parse(ALL)
+    assert parse("; ".join(map(str, faults))) == faults
+    kill, cut, oneway, drop, slow, narrow = strikes_of((*faults, *parse("kill:target=worker:1,at=2")))
+    assert (kill.kind, kill.target, kill.link, kill.means, kill.index) == ("kill", "b", False, "", 0)
+    assert (cut.target, cut.link, cut.for_s, cut.means) == ("a-b", True, 2.0, "drop")
+    assert oneway.ends(("node-1", "node-2", "node")) == ("node-1", "node-2") and oneway.ends(("node-1",)) == ()
+    assert (drop.share, slow.by_s, slow.means, narrow.mbit, narrow.means) == (0.25, 0.05, "delay", 10.0, "rate")
+    assert cut.acts("a") and not cut.acts("b") and slow.acts("a") and slow.acts("b") and not slow.acts("c")
+    for strike in (kill, cut, oneway, drop, slow, narrow):
+        assert msgspec.convert(msgspec.json.decode(msgspec.json.encode(vars(strike))), Strike) == strike
+    request = parse_now("cut:target=host:b,for=3").request()
+    assert request["strike"]["kind"] == "cut" and "workers" not in request
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ("cut:target=worker:1,at=2,for=1", "what strikes a worker is kill, stop, raise"),
+        (
+            "raise:target=host:b,at=2",
+            "what strikes a host is kill, slow, cut, oneway, drop, narrow; raise is for a worker",
+        ),
+        (
+            "kill:target=link:a-b,at=2",
+            "what strikes a link is slow, cut, oneway, drop, narrow; kill is for a host or a worker",
+        ),
+        ("cut:target=link:ab,at=2,for=1", "a link is between two hosts, link:NAME-NAME"),
+        ("cut:target=link:a-b,at=2", "it must say for=SECONDS"),
+        ("drop:target=link:a-b,at=2,for=1", "it must say p=SHARE"),
+        ("drop:target=link:a-b,at=2,for=1,p=0", "p is a share of packets"),
+        ("drop:target=link:a-b,at=2,for=1,p=1.5", "p is a share of packets"),
+        ("narrow:target=host:b,at=2,for=1,mbit=0", "mbit must be greater than 0"),
+        ("slow:target=host:b,at=2,by=1", "it must say for=SECONDS"),
+        ("kill:target=host:b,at=2,mbit=4", "mbit=NUMBER belongs to narrow, not to kill"),
+        ("kill:target=host:,at=2", "unknown target 'host:'"),
+        ("kill:target=host:a/b,at=2", "host:NAME"),
+    ],
+)
+def test_what_makes_no_sense_is_one_line(spec: str, words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(spec)
+    assert words in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_every_worker_says_once_that_one_is_due(tmp_path: Path) -> None:
+    told: list[tuple[int, int, str, int]] = []
+    plan = Plan(4, "r", (Member(1, 0, "h", 1),), (Seat(1, 0, "active", (0,)),), 1)
+    injector = Injector(parse(ALL), tmp_path, WorkerKey(1, 0), lambda kind, **fields: None)
+    injector.strike_due = lambda index, step, phase, plan: told.append((index, step, phase, plan.generation))
+    for step in (1, 2, 3, 4, 5):
+        for phase in ("load", "forward", "reduce"):
+            injector.at(step, phase, plan)
+    assert told == [(0, 3, "load", 4), (1, 4, "load", 4), (2, 5, "reduce", 4)]
+    assert not (tmp_path / "chaos").exists(), "the coordinator knows which have struck"
+
+
+def test_who_cannot_strike_says_so_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    strikes = strikes_of(parse(ALL))
+    monkeypatch.setattr(links.os, "geteuid", lambda: 1000)
+    words = cannot_strike(strikes, ("a", "10.0.0.1"))
+    assert (
+        words.startswith("chaos fault 'cut:target=link:a-b,at=4,for=2' cannot strike here: only root")
+        and "\n" not in words
+    )
+    assert cannot_strike(strikes, ("c", "10.0.0.3")) == "", "nobody asks it to"
+    assert cannot_strike(strikes_of(parse("kill:target=host:a,at=1")), ("a",)) == "", "its own processes it may kill"
+    monkeypatch.setattr(links.os, "geteuid", lambda: 0)
+    monkeypatch.setattr(links.shutil, "which", lambda name: None)
+    assert "iproute2" in cannot_strike(strikes, ("a", "10.0.0.1"))
+
+
+def test_the_filters_that_lose_packets() -> None:
+    both = links.drops("eth0", 7, "10.77.0.2", one_way=False, share=1.0)
+    to = "4,32 0 0 4293918736,21 0 1 172818434,6 0 0 2,6 0 0 4294967295"
+    come = to.replace("4293918736", "4293918732")
+    assert [command[-1] for command in both[1:]] == [to, come]
+    assert [command[5] for command in both[1:]] == ["egress", "ingress"] and both[1][7] == "ip"
+    all_of_it = links.drops("eth0", 7, "", one_way=True, share=1.0)
+    assert len(all_of_it) == 2 and all_of_it[1][-1] == "2,6 0 0 2,6 0 0 4294967295" and all_of_it[1][7] == "all"
+    half = links.drops("eth0", 7, "10.77.0.2", one_way=True, share=0.5)[1][-1].split(",")
+    assert half[0] == "6" and half[2] == "21 0 3 172818434" and half[3] == "32 0 0 4294963256"
+    assert half[4] == "53 1 0 2147483647", "from there on it passes"
+    narrow = links.shapes("eth0", "10.77.0.2", by_s=0.0, mbit=8.0)
+    assert narrow[1][-2:] == ["rate", "8mbit"] and narrow[2][-2:] == ["flowid", "e57:1"]
+    slow = links.shapes("eth0", "", by_s=0.05, mbit=0.0)
+    assert slow[0][-2:] == ["default", "1"] and slow[2][-3:] == ["netem", "delay", "50ms"] and len(slow) == 3
+
+
+def test_a_link_that_there_is_not() -> None:
+    with pytest.raises(ConfigError, match=r"expected a link to other hosts, got 127\.0\.0\.1 on lo"):
+        links.harm(StrikeNow(number=1, kind="cut", for_s=1.0), "127.0.0.1")
+
+
+def test_what_became_of_them() -> None:
+    def event(ns: int, kind: str, **fields: object) -> dict[str, object]:
+        return {"time_unix_ns": ns * 1_000_000_000, "kind": kind, **fields}
+
+    found = account(
+        [
+            event(1, "fault_injected", fault="cut", target="host:b", step=3, phase="load", cause=Cause.INJECTED),
+            event(3, "worker_evicted", worker_id=2, incarnation=0, cause=Cause.HOST_LOST),
+            event(3, "worker_evicted", worker_id=3, incarnation=0, cause=Cause.HOST_LOST),
+            event(4, "step_committed", step=3),
+            event(5, "fault_injected", fault="narrow", target="link:a-b", step=4, phase="load", cause=Cause.INJECTED),
+            event(6, "fault_injected", fault="drop", target="link:a-b", step=5, phase="load", cause=Cause.INJECTED),
+            event(7, "step_committed", step=5),
+        ]
+    )
+    assert [(one.outcome, one.recovery_s) for one in found.struck] == [
+        ("evicted worker 2, 3", 3.0),
+        ("slowed down", None),
+        ("went on", None),
+    ]

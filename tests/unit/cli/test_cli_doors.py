@@ -1,0 +1,367 @@
+"""Addresses, ports and hosts that a job may not have, and what is said of them: one line, and the exit code."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from everstep.base.config import load_config, to_dict
+from everstep.base.doors import check_ports, is_loopback, parse_ports
+from everstep.base.errors import ConfigError, EverstepError
+from everstep.cli.doors import head_doors
+from everstep.cli.main import run_command
+from everstep.protocol import messages as m
+from everstep.runtime import listening, wire
+from everstep.runtime.about import answer
+from everstep.runtime.admission import why_not
+from everstep.runtime.context import Joining
+from everstep.runtime.devices import check_slots, default_slots, device_count
+from everstep.runtime.handshake import keys_of
+from everstep.runtime.interfaces import address_on, addresses, bind_collectives, interface_of, own_address
+from everstep.runtime.versions import versions
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "runtime"))
+from fake_coordinator import handshake_server
+
+from everstep.protocol.roles import CONTROL_ROLES
+
+NOBODYS = "192.0.2.77"
+TOKEN = bytes(range(32))
+
+
+class FakeHead:
+    """Answers what hosts ask before they join. clock: Unix nanoseconds there. versions: likewise."""
+
+    def __init__(self, token: bytes = TOKEN) -> None:
+        self.clock: Callable[[], int] = time.time_ns
+        self.versions = versions()
+        self.token = token
+        self.cut_after = 1 << 30
+        self._over = False
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.name = f"127.0.0.1:{self._listener.getsockname()[1]}"
+        self._thread = threading.Thread(target=self._serve)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        while True:
+            sock, _ = self._listener.accept()
+            with sock:
+                try:
+                    seals = handshake_server(sock, keys_of(self.token, CONTROL_ROLES))
+                    asked = m.decode(wire.recv_frame(sock, seals))
+                except (OSError, EverstepError):
+                    if self._over:
+                        return
+                    continue
+                assert isinstance(asked, m.Command)
+                if len(asked.args["padding"]) > self.cut_after:
+                    continue
+                said = answer(asked.args, self.versions, "127.0.0.1", self.clock)
+                wire.send_frame(sock, seals, m.encode(m.CommandReply(request=1, ok=True, error="", result=said)))
+
+    def close(self) -> None:
+        self._over = True
+        socket.create_connection(("127.0.0.1", int(self.name.rpartition(":")[2]))).close()
+        self._thread.join(30)
+        self._listener.close()
+
+
+@pytest.fixture
+def head() -> Iterator[FakeHead]:
+    found = FakeHead()
+    yield found
+    found.close()
+
+
+@pytest.fixture
+def token_file(tmp_path: Path) -> str:
+    wire.write_token(tmp_path / "token", TOKEN)
+    return str(tmp_path / "token")
+
+
+def said(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str]:
+    code = run_command(list(argv))
+    return code, capsys.readouterr().err
+
+
+# ---- where a job listens
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        (["--listen", "0.0.0.0:0"], "--listen: expected --address IP beside 0.0.0.0"),
+        (["--listen", "0.0.0.0:0", "--address", NOBODYS], "--address: expected one of this host's addresses"),
+        (
+            ["--listen", "0.0.0.0:0", "--address", "127.0.0.1"],
+            "network.listen: expected an address of a private network",
+        ),
+        (["--listen", "127.0.0.1:0", "--address", "127.0.0.2"], "--address: expected it beside --listen 0.0.0.0:PORT"),
+        (["--address", "127.0.0.1"], "--address: expected it beside --listen 0.0.0.0:PORT"),
+        (["--listen", "8.8.8.8:0"], "network.address: expected an address of a private network, got 8.8.8.8 (public)"),
+        (["--listen", f"{NOBODYS}:0"], f"network.address: expected an address of this host, got {NOBODYS}"),
+        (["--listen", "nowhere0:0"], "network.interface: expected an interface of this host"),
+        (["--listen", "lo:0", "--set", "network.interface=eth77"], "expected an interface of this host"),
+        (["--listen", "lo:0", "--set", "hosts.min=2"], "expected an address that 2 hosts (hosts.min) can reach"),
+        (["--set", "network.interface=eth77"], "network.interface: expected an interface of this host"),
+        (["--set", "network.ports=5-9"], "network.ports: expected FIRST-LAST from 1024 to 65535, got '5-9'"),
+        (["--set", "network.ports=many"], "network.ports: expected text or none, like 29500-29599"),
+        (
+            ["--set", "network.ports=29500-29503", "--workers", "3"],
+            "expected at least 6 ports for 3 workers on a host (2 for each), got 4 (29500-29503)",
+        ),
+        (["--set", "network.ports=29500-29599", "--set", "transport=gloo"], "which listens at any port"),
+        (["--set", "network.listen=300.1.1.1"], "network.listen: expected one IPv4 address"),
+        (["--set", "hosts.min=0"], "hosts.min: expected whole number, at least 1"),
+    ],
+)
+def test_where_a_job_cannot_listen(
+    argv: list[str], expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "script.py").touch()
+    code, words = said(capsys, "run", str(tmp_path / "script.py"), "--dry-run", *argv)
+    assert code == 2 and expected in words and words.count("\n") == 1, words
+
+
+def test_what_a_job_tells_others() -> None:
+    assert head_doors("127.0.0.1:5", None, {}, local=True) == ({"network.address": "127.0.0.1"}, 5)
+    assert head_doors("lo:5", None, {}, local=False) == ({"network.address": "127.0.0.1"}, 5)
+    everywhere = {"network.listen": "0.0.0.0", "network.address": "127.0.0.1"}
+    assert head_doors("0.0.0.0:5", "127.0.0.1", {}, local=True) == (everywhere, 5)
+    assert head_doors(None, None, {"network.interface": "lo"}, local=True) == ({"network.address": "127.0.0.1"}, None)
+    assert head_doors(None, None, {}, local=True) == ({}, None)
+    trusted = load_config([("test", {"network.address": "8.8.8.8", "network.trusted": True})])
+    assert trusted.network.address == "8.8.8.8"
+
+
+def test_addresses_and_interfaces() -> None:
+    assert addresses()["127.0.0.1"] == "lo" == interface_of("127.0.0.1") and address_on("lo") == "127.0.0.1"
+    assert bind_collectives("127.0.0.1") == {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"}
+    assert interface_of(NOBODYS) == "" and bind_collectives(NOBODYS) == {}
+    network = load_config([]).network
+    assert own_address(network, None, "127.0.0.1") == "127.0.0.1"
+    others = [address for address in addresses() if not is_loopback(address)]
+    if others:
+        with pytest.raises(ConfigError, match="expected an address that the job's other hosts can reach"):
+            own_address(network, "127.0.0.1", others[0])
+        assert own_address(network, None, others[0]) == others[0]
+    chosen = load_config([("test", {"network.interface": "lo"})]).network
+    assert own_address(chosen, None, "127.0.0.1") == "127.0.0.1"
+    with pytest.raises(ConfigError, match="expected an address of the interface lo"):
+        own_address(chosen, NOBODYS, "127.0.0.1")
+
+
+# ---- ports
+
+
+def test_ports_of_a_range() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        first = taken.getsockname()[1]
+        ports = parse_ports(f"{first}-{min(first + 3, 65535)}")
+        assert ports is not None
+        listening.keep_within(ports)
+        try:
+            held: list[socket.socket] = []
+            with pytest.raises(ConfigError, match=r"network.ports: all of .* are taken at 127\.0\.0\.1"):
+                while True:
+                    held.append(listening.listen("127.0.0.1", 5))
+            assert all(ports.first < sock.getsockname()[1] <= ports.last for sock in held)
+            for sock in held:
+                sock.close()
+        finally:
+            listening.keep_within(None)
+    with listening.listen("127.0.0.1", 5) as anywhere:
+        assert anywhere.getsockname()[1] > 0
+
+
+def test_how_many_ports_are_needed() -> None:
+    check_ports(None, 100)
+    check_ports("29500-29507", 4)
+    with pytest.raises(ConfigError, match="expected at least 10 ports for 5 workers on a host"):
+        check_ports("29500-29508", 5)
+
+
+def test_whether_others_answer(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as there, socket.socket() as deaf:
+        deaf.bind(("127.0.0.1", 0))  # and does not listen
+        names = [f"127.0.0.1:{sock.getsockname()[1]}" for sock in (there, deaf)]
+        assert run_command(["ports", "--check", names[0]]) == 0
+        assert capsys.readouterr().out.split() == [names[0], "answers"]
+        assert run_command(["ports", "--check", *names]) == 1
+        assert "connection refused" in capsys.readouterr().out
+    assert run_command(["ports", "--check"]) == run_command(["ports", "10.0.0.1:5"]) == 2
+
+
+# ---- a host that wants to join
+
+
+def test_no_head(token_file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as deaf:
+        deaf.bind(("127.0.0.1", 0))
+        name = f"127.0.0.1:{deaf.getsockname()[1]}"
+        argv = ["agent", "--join", name, "--token-file", token_file, "--set", "hosts.wait_s=0"]
+        code, words = said(capsys, *argv)
+    assert code == 3 and f"no head at {name} (connection refused) for 0 s" in words and words.count("\n") == 1
+
+
+def test_another_token(head: FakeHead, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    wire.write_token(tmp_path / "other", wire.new_token())
+    code, words = said(capsys, "agent", "--join", head.name, "--token-file", str(tmp_path / "other"))
+    assert code == 2 and "that head has another token" in words and words.count("\n") == 1
+    assert TOKEN.hex() not in words and (tmp_path / "other").read_text() not in words
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        (["--set", "lanes=4"], "--set: expected a key of security.*, network.interface, network.trusted, hosts.wait_s"),
+        (["--set", "network.interface=eth77"], "network.interface: expected an interface of this host"),
+        (["--set", "network.interface=lo", "--address", "{other}"], "expected an address of the interface lo"),
+        (["--task", "nowhere.py"], "there is no file nowhere.py"),
+        (["--slots", "0"], "--slots"),
+    ],
+)
+def test_an_agent_that_cannot_be(
+    argv: list[str], expected: str, head: FakeHead, token_file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = next((address for address in addresses() if not is_loopback(address)), None)
+    if other is None and "{other}" in argv:
+        pytest.skip("this machine has no address beside loopback")
+    given = [word.format(other=other) for word in argv]
+    code, words = said(capsys, "agent", "--join", head.name, "--token-file", token_file, *given)
+    assert code == 2 and expected in words and words.count("\n") == 1, words
+
+
+def facts(task: str = "resnet18-digits", **config: object) -> m.JobFacts:
+    said = to_dict(load_config([("test", config)]))
+    own = {**versions(), "task file": ""}
+    return m.JobFacts(
+        task=task, argv=[], config=said, run_dir="/", coordinator_file="/c", job_pid=0, machine="m", versions=own
+    )
+
+
+def refusal(told: m.JobFacts, room: int = 1, task: str = "") -> str:
+    joining = Joining("127.0.0.1:5", "", "m:f", [], "here", room=room, task=task)
+    return why_not(told, load_config([("test", told.config)]), joining)
+
+
+def test_why_a_host_has_to_stay_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert refusal(facts()) == ""
+    assert refusal(facts(), task="resnet18-digits") == ""
+    assert refusal(facts(), task="/a/train.py") == (
+        "--task: this host runs /a/train.py and nothing else, the job is to run resnet18-digits"
+    )
+    newer = m.JobFacts(
+        **{**{f: getattr(facts(), f) for f in m.JobFacts.__struct_fields__}, "versions": {"torch": "9.9"}}
+    )
+    words = refusal(newer)
+    assert words.startswith("this host would not compute the same bits: torch is") and "the job's host has 9.9" in words
+    narrow = {"network.ports": "29500-29503"}
+    assert refusal(facts(**narrow), room=2) == "" and "at least 6 ports" in refusal(facts(**narrow), room=3)
+    monkeypatch.setattr("everstep.runtime.devices.device_count", lambda: 2)
+    assert refusal(facts(device="cuda"), room=2) == ""
+    assert (
+        refusal(facts(device="cuda"), room=3) == "--slots: expected at most 2, one for each device of this host, got 3"
+    )
+    assert refusal(facts(), room=3) == "", "processors have no such limit"
+    monkeypatch.setattr("everstep.runtime.devices.device_count", lambda: 0)
+    assert "this host has no such device" in refusal(facts(device="cuda"))
+
+
+def test_slots_are_as_many_as_devices_or_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("nvidia0", "nvidia1", "nvidia2", "nvidiactl", "nvidia-uvm"):
+        (tmp_path / name).touch()
+    assert device_count({}, tmp_path) == 3
+    assert device_count({"CUDA_VISIBLE_DEVICES": "0,2"}, tmp_path) == 2
+    assert (
+        device_count({"CUDA_VISIBLE_DEVICES": ""}, tmp_path)
+        == device_count({"CUDA_VISIBLE_DEVICES": "-1"}, tmp_path)
+        == 0
+    )
+    assert device_count({}, tmp_path / "nowhere") == 0
+    monkeypatch.setattr("everstep.runtime.devices.device_count", lambda: 0)
+    assert default_slots() == 1
+    monkeypatch.setattr("everstep.runtime.devices.device_count", lambda: 4)
+    assert default_slots() == 4
+    check_slots("cpu", 100)
+
+
+def test_an_agent_offers_so_many_and_warns_of_a_clock_that_is_off(
+    head: FakeHead, token_file: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from everstep.runtime import host_agent
+
+    seen: list[Joining] = []
+    monkeypatch.setattr(host_agent, "take_part", lambda joining, token: seen.append(joining) or host_agent.Left(0))
+    argv = ["agent", "--join", head.name, "--token-file", token_file]
+    assert said(capsys, *argv) == (0, "")
+    head.clock = lambda: time.time_ns() + 8_000_000_000
+    code, words = said(capsys, *argv, "--slots", "3", "--task", "resnet18-digits", "--host-name", "b")
+    assert code == 0 and words.startswith("warning: this host's clock is 8.0 s behind that of the job's head")
+    head.clock = lambda: time.time_ns() - 4_000_000_000
+    assert said(capsys, *argv) == (0, "")
+    assert [joining.room for joining in seen] == [default_slots(), 3, default_slots()]
+    assert (seen[1].host, seen[1].task, seen[1].own) == ("b", "resnet18-digits", "127.0.0.1")
+    assert seen[0].host == os.uname().nodename
+
+
+# ---- doctor
+
+
+def findings(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, dict[str, tuple[str, str]]]:
+    code = run_command(["doctor", *argv, "--json"])
+    told = json.loads(capsys.readouterr().out)
+    assert told["ok"] == (code == 0)
+    return code, {one["name"]: (one["state"], one["text"]) for one in told["findings"]}
+
+
+def test_a_host_that_could_take_part(head: FakeHead, token_file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, found = findings(capsys, "--join", head.name, "--token-file", token_file, "--ports", "20000-29999")
+    assert code == 0 and {state for name, (state, _) in found.items() if name != "own name"} == {"ok"}, found
+    wanted = {"name", "own name", "route", "devices", "packets", "ports", "head", "token", "clock", "versions"}
+    assert set(found) == wanted | {"full packets"}
+    assert "127.0.0.1, on lo" in found["route"][1]
+    assert run_command(["doctor", "--join", head.name, "--token-file", token_file]) == 0
+    assert "get through both ways" in capsys.readouterr().out
+
+
+def test_a_host_that_could_not(
+    head: FakeHead, token_file: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("EVERSTEP_TOKEN", raising=False)
+    code, found = findings(capsys, "--join", head.name)
+    assert code == 0 and found["token"][0] == "warning" and "clock" not in found
+    head.clock = lambda: time.time_ns() - 60_000_000_000
+    head.versions = {**versions(), "torch": "9.9"}
+    head.cut_after = 100
+    code, found = findings(
+        capsys, "--join", head.name, "--token-file", token_file, "--ports", "1024-1025", "--slots", "2"
+    )
+    assert code == 1
+    assert {name for name, (state, _) in found.items() if state == "wrong"} == {"ports", "versions", "full packets"}
+    assert found["clock"][0] == "warning" and "60.0 s ahead of" in found["clock"][1]
+    assert "torch is" in found["versions"][1] and "4 are needed" in found["ports"][1]
+    head.token = wire.new_token()
+    code, found = findings(capsys, "--join", head.name, "--token-file", token_file)
+    assert code == 1 and found["token"][0] == "wrong"
+
+
+def test_a_head_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as deaf:
+        deaf.bind(("127.0.0.1", 0))
+        code, found = findings(capsys, "--join", f"127.0.0.1:{deaf.getsockname()[1]}")
+    assert code == 1 and "connection refused" in found["head"][1]
+    code, found = findings(capsys, "--join", "no.such.name.invalid:5")
+    assert code == 1 and set(found) == {"name", "own name"} and found["name"][0] == "wrong"
+    assert run_command(["doctor", "--join", "nowhere"]) == 2
+    code, found = findings(capsys, "--join", "127.0.0.1:5", "--address", NOBODYS)
+    assert code == 1 and "one of this host's addresses" in found["route"][1]
