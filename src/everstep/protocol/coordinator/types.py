@@ -11,15 +11,17 @@ from everstep.protocol.messages import AnyMessage
 
 @dataclass(frozen=True)
 class HostRules:
-    """How patient the coordinator is with hosts. Times in nanoseconds.
+    """How patient the coordinator is with hosts, and which of theirs it is. Times in nanoseconds.
 
     grace_ns: so long the agents and workers of a journal may take to come back. reconnect_ns: so long a host may that
     has lost all its connections. return_ns: after so long slots move to hosts that have fewer than others; None: never.
+    term: of the coordinator among those that may take each other's place; 0 where there is but one.
     """
 
     grace_ns: int = 2_000_000_000
     reconnect_ns: int = 1_000_000_000
     return_ns: int | None = None
+    term: int = 0
 
 
 @dataclass(frozen=True)
