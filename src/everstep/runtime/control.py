@@ -18,7 +18,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from everstep.base.errors import EverstepError, ProtocolError
-from everstep.protocol.messages import AnyMessage, Heartbeat, JobEnded, Progress, decode, encode
+from everstep.protocol.lease.terms import Terms
+from everstep.protocol.messages import AnyMessage, Heartbeat, JobEnded, Progress, TermBegun, decode, encode
 from everstep.runtime.address import read_address
 from everstep.runtime.handshake import Seals
 from everstep.runtime.silence import CONTROL_SILENT_S, notice_silence
@@ -79,6 +80,7 @@ class ControlClient:
         self._warned = ""
         self._ended = False
         self._seen: tuple[int, int] = (0, 0)
+        self._terms = Terms()
         self._connected = threading.Event()
         self._cut_until_s = 0.0
         self._cut_breaks = False
@@ -240,6 +242,11 @@ class ControlClient:
                 self._deliver(decode(body))
 
     def _deliver(self, message: AnyMessage) -> None:
+        refused = self._terms.refusal(message)
+        if refused:
+            raise ProtocolError(f"this coordinator is not the one that decides any more: {refused}")
+        if isinstance(message, TermBegun):
+            return
         self._ended = self._ended or isinstance(message, JobEnded)
         try:
             self._on_message(message)
