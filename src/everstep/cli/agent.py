@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import socket
 import sys
+import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,22 +16,33 @@ import click
 from everstep.base.config import load_config, parse_set
 from everstep.base.config_keys import SecurityConfig
 from everstep.base.errors import ConfigError, ProtocolError, QuorumLost
+from everstep.base.etcd_address import SCHEME, EtcdAddress
 from everstep.cli.main import complain
 from everstep.cli.worker import ENTRY, PRELOAD
 from everstep.protocol.roles import READ
 from everstep.runtime import wire
-from everstep.runtime.address import JOB_FILE, TOKEN_FILE
+from everstep.runtime.address import COORDINATOR_FILE, JOB_FILE, TOKEN_FILE
 from everstep.runtime.context import Joining
+from everstep.runtime.etcd import Etcd
+from everstep.runtime.finding import Where, among, in_etcd, local_address
 from everstep.runtime.handshake import role_token
 from everstep.runtime.tls import Tls, shown_by
 
 TOKEN_VARIABLE = "EVERSTEP_TOKEN"
 _PATIENCE_S = 600.0
 _AGAIN_S = 0.25
+_ETCD_S = 2.0
 
 
 @click.command()
-@click.option("--join", "address", metavar="ADDR:PORT", required=True, help="Where the job listens (run --listen).")
+@click.option(
+    "--join",
+    "address",
+    metavar="ADDR:PORT[,...]|etcd://...",
+    required=True,
+    help="Where the job listens (run --listen), or may listen; or its control.etcd.",
+)
+@click.option("--standby", is_flag=True, help="Of --join etcd://: take over the job should its coordinator be lost.")
 @click.option("--slots", type=click.IntRange(1), help="Run so many workers at most.")
 @click.option(
     "--token-file",
@@ -42,6 +55,7 @@ _AGAIN_S = 0.25
 @click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="Set a key of security.*, for this host.")
 def command(
     address: str,
+    standby: bool,
     slots: int | None,
     token_file: Path | None,
     run_dir: Path | None,
@@ -58,6 +72,13 @@ def command(
     if own is not None:
         check_own(own)
     security = _security(settings)
+    if standby:
+        from everstep.cli.standby import stand_by
+
+        if not address.startswith(SCHEME):
+            raise ConfigError(f"--standby: expected --join etcd://... beside it, where the lease is, got {address!r}")
+        token = _token(_token_file(token_file, security), run_dir)
+        return stand_by(EtcdAddress.parse("--join", address), token, run_dir, slots or 0, host_name or "", own or "")
     return take_part_in(address, slots, security, token_file=token_file, run_dir=run_dir, host_name=host_name, own=own)
 
 
@@ -71,11 +92,10 @@ def take_part_in(
     host_name: str | None = None,
     own: str | None = None,
 ) -> int:
-    """Be an agent of the job that listens at "host:port". Returns the exit code."""
+    """Be an agent of the job that listens at "host:port", at one of several, or is in etcd. Returns the exit code."""
     from everstep.runtime.host_agent import take_part
 
-    if token_file is None and security.token_file is not None:
-        token_file = Path(security.token_file)
+    token_file = _token_file(token_file, security)
     joining = Joining(
         address=address,
         token_file=str(token_file or ""),
@@ -86,15 +106,43 @@ def take_part_in(
         run_dir=str(run_dir or ""),
         own=own or "",
         tls=security.tls,
+        said=address,
     )
-    where = joining.where()
-    if isinstance(where, Path):
-        raise ConfigError(f"--join: expected ADDR:PORT like 127.0.0.1:29400, got {address!r}")
-    token = _token(token_file, run_dir)
-    left = take_part(_wait_for_job(joining, where, token), token)
+    if address.startswith(SCHEME) or "," in address:
+        token = _token(token_file, run_dir)
+        look = _looking(address, token, security)
+        with tempfile.TemporaryDirectory(prefix="everstep-agent-") as folder:
+            path = Path(folder) / COORDINATOR_FILE
+            joining = _wait_for_job(joining, look, token)
+            left = take_part(replace(joining, address=str(path)), token, look)
+    else:
+        where = joining.where()
+        if isinstance(where, Path):
+            raise ConfigError(f"--join: expected ADDR:PORT like 127.0.0.1:29400, got {address!r}")
+        token, (host, port) = _token(token_file, run_dir), where
+        left = take_part(_wait_for_job(joining, lambda: {"host": host, "port": port}, token), token)
     if left.words:
         complain(left.words)
     return left.exit_code
+
+
+def _token_file(given: Path | None, security: SecurityConfig) -> Path | None:
+    return given if given is not None or security.token_file is None else Path(security.token_file)
+
+
+def _looking(address: str, token: bytes, security: SecurityConfig) -> Callable[[], Where | None]:
+    """What finds the job's coordinator, as `Finder` has it. Raises: ConfigError; QuorumLost if etcd does not answer."""
+    if not address.startswith(SCHEME):
+        places = [Joining(one, "", "", [], "").where() for one in address.split(",")]
+        known = [place for place in places if not isinstance(place, Path)]
+        if len(known) < len(places):
+            raise ConfigError(
+                f"--join: expected ADDR:PORT,ADDR:PORT like 10.0.0.1:29400,10.0.0.2:29400, got {address!r}"
+            )
+        return lambda: among(known, token, Tls.of(shown_by(security.tls, token, local_address(known[0]))))
+    etcd = Etcd(EtcdAddress.parse("--join", address), token, _ETCD_S)
+    etcd.announced()
+    return lambda: in_etcd(etcd)
 
 
 def check_own(address: str) -> None:
@@ -167,24 +215,29 @@ def _security(settings: tuple[str, ...]) -> SecurityConfig:
     return load_config([(f"--set {text}", dict([parse_set(text)])) for text in settings]).security
 
 
-def _wait_for_job(joining: Joining, where: tuple[str, int], token: bytes) -> Joining:
-    """Until a job answers that has this token. Returns the same with the address of this host.
+def _wait_for_job(joining: Joining, look: Callable[[], Where | None], token: bytes) -> Joining:
+    """Until a job answers that has this token, where `look` says. Returns the same with the address of this host.
 
     Raises: ConfigError if it has another one, or is none; QuorumLost if nobody has answered for long.
     """
     end_s, told = time.monotonic() + _PATIENCE_S, False
     while True:
+        found = look()
+        place = (joining.said, 0) if found is None else (found["host"], found["port"])
         try:
-            sock = socket.create_connection(where, wire.HANDSHAKE_TIMEOUT_S)
+            if found is None:
+                raise ConnectionRefusedError("nobody holds its lease, or answers")
+            sock = socket.create_connection(place, wire.HANDSHAKE_TIMEOUT_S)
             own = joining.own or str(sock.getsockname()[0])
             tls = Tls.of(shown_by(joining.tls, token, own))
             with wire.secured(sock, tls) as sock:
                 wire.handshake_client(sock, role_token(token, READ), READ, f"agent-{os.getpid()}")
                 return replace(joining, own=own)
         except ProtocolError as error:
-            raise ConfigError(f"--join {where[0]}:{where[1]}: {error}") from None
+            raise ConfigError(f"--join {place[0]}:{place[1]}: {error}") from None
         except OSError as error:
-            words = f"no job answers at {where[0]}:{where[1]} ({error.strerror or error})"
+            at = f"{place[0]}:{place[1]}" if place[1] else place[0]
+            words = f"no job answers at {at} ({error.strerror or error})"
         if time.monotonic() > end_s:
             raise QuorumLost(f"{words} for {_PATIENCE_S:g} s")
         if not told:

@@ -121,7 +121,7 @@ class Joining:
     as the job says. threads: with how many the fork server is started, as far as is known. server: a fork server that
     runs already. parent: dies with this process, 0 if with none. ranks: processes of each worker.
     own: the address of this host that workers listen at and tell others, "" if as the job's config says. tls: how it
-    speaks with others.
+    speaks with others. said: what people call `address`, "" if so.
     """
 
     address: str
@@ -137,6 +137,7 @@ class Joining:
     ranks: int = 1
     own: str = ""
     tls: TlsConfig = field(default_factory=TlsConfig)
+    said: str = ""
 
     def where(self) -> Path | tuple[str, int]:
         """As a control connection wants it. Raises: ConfigError if it is no address."""

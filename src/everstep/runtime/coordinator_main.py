@@ -112,7 +112,8 @@ class Switchboard:
                 self._unread.clear()
                 return [(connection, self._present()), *unread], True
             case Goodbye():
-                return [(name, message) for name in (*sorted(self._agents), connection)], False
+                others = sorted(self._jobs - {connection})
+                return [(name, message) for name in (*sorted(self._agents), *others, connection)], False
             case AgentHello():
                 return self._agent_hello(connection, message)
         return [], True
@@ -443,6 +444,8 @@ def coordinator_config(config: Config, term: int = 0) -> CoordinatorConfig:
         save_ns=int(config.checkpoint.grace_s * 1e9) if config.checkpoint.enabled else 0,
         slots=config.workers + config.spares,
         hosts=HostRules(
+            # Whoever takes another's place was not there before its lease was over: all had that time, too.
+            grace_ns=int(beat.reconnect_s * 1e9) if term else HostRules.grace_ns,
             reconnect_ns=int(beat.reconnect_s * 1e9),
             return_ns=RETURN_NS if config.hosts.return_ == "rebalance" else None,
             term=term,
