@@ -506,7 +506,7 @@ async def serve(place: Place) -> None:
     server = ControlServer(coordinator, board, journal, events, token, Tls.of(shown), tenure)
     await listener.start_serving()
     announce(run_dir / COORDINATOR_FILE, where)
-    if journal.entries:
+    if journal.entries and coordinator.job.progress.ended is None:
         report_restart(events, coordinator, journal, place)
     server.handle(Tick())
     gc.collect()

@@ -99,7 +99,7 @@ class Job:
         self._on_event = on_event
         self._inbox: Inbox[AnyMessage | int] = Inbox()
         self._succession = succession
-        self._lead = Lead(run_dir, bool(succession.owner), self._notify)
+        self._lead = Lead(run_dir, succession, self._notify)
         self._coordinator = CoordinatorProcess(run_dir, port, succession)
         self._local = local
         self._end = JobEnd(config.quorum_wait_s)
@@ -175,9 +175,9 @@ class Job:
         for item in self._inbox.take():
             self._take(item, link)
         now_s = time.monotonic()
-        self._lead.look(self._coordinator.pid)
         link.ping(now_s)
         if self._end.outcome is None:
+            self._lead.look(self._coordinator.pid)
             self._check_processes(link, now_s)
             self._start_due(now_s)
             self._look_for_answer(link, now_s)

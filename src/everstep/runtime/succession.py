@@ -47,11 +47,11 @@ class Lead:
     tell: called with coordinator_leads or coordinator_follows when the answer is another one than before.
     """
 
-    def __init__(self, run_dir: Path, leased: bool, tell: Callable[[str], None]) -> None:
+    def __init__(self, run_dir: Path, succession: Succession, tell: Callable[[str], None]) -> None:
         self._path = run_dir / COORDINATOR_FILE
-        self._leased, self._tell = leased, tell
+        self._leased, self._address, self._tell = bool(succession.owner), succession.address, tell
         self._seen: tuple[int, int, int] = (0, 0, 0)
-        self.here = not leased
+        self.here = not self._leased
 
     def look(self, pid: int) -> None:
         """pid: of the coordinator of this process."""
@@ -60,7 +60,10 @@ class Lead:
         try:
             found = os.stat(self._path)
             seen = (pid, found.st_ino, found.st_mtime_ns)
-            here = self.here if seen == self._seen else read_address(self._path).pid == pid
+            if seen == self._seen:
+                return
+            there = read_address(self._path)
+            here = (there.host, there.pid) == (self._address, pid)
         except (OSError, EverstepError):
             return
         self._seen = seen
