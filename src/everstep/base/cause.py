@@ -46,6 +46,7 @@ class Cause(StrEnum):
     QUORUM = "quorum", "too few workers are there, or can still come"
     REPLACED = "replaced", "a newer life of the same slot has taken its place"
     JOURNAL = "journal", "the coordinator's journal did not hold what the workers knew"
+    LEASE = "lease", "the coordinator that decided has lost its lease, or its host, to another one"
     REFUSED = "refused", "a connection did not prove that it belongs to the job"
     SINK = "sink", "a sink such as TensorBoard could not be told"
     UNKNOWN = "unknown", "nobody said why, as in events of older versions"

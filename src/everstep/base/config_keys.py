@@ -196,6 +196,22 @@ class NetworkConfig:
 
 
 @dataclass(frozen=True)
+class ControlConfig:
+    """Where the coordinator's journal is, and who takes its place when its host is lost."""
+
+    etcd: str | None = key(
+        None,
+        "members and prefix of the etcd that has the job's lease and journal, so that another host can take over; "
+        "none: the journal is in the run directory, and everstep takeover DIR is for a person to type",
+        pattern=r"etcd://[A-Za-z0-9.:,_\[\]-]+(/[A-Za-z0-9._-]{1,100}){1,10}/?",
+        example="etcd://10.0.0.1:2379,10.0.0.2:2379,10.0.0.3:2379/jobs/mine",
+    )
+    lease_s: int = key(
+        2, "seconds after which a coordinator that prolongs its lease no more is replaced", low=1, high=60
+    )
+
+
+@dataclass(frozen=True)
 class TlsConfig:
     """How what is said between processes is hidden from others, and what this host shows of itself."""
 
@@ -305,6 +321,7 @@ class Config:
     backoff: BackoffConfig = field(default_factory=BackoffConfig)
     hosts: HostsConfig = field(default_factory=HostsConfig)
     network: NetworkConfig = field(default_factory=NetworkConfig)
+    control: ControlConfig = field(default_factory=ControlConfig)
     security: SecurityConfig = field(default_factory=SecurityConfig)
     transport: str = key("auto", "how workers exchange gradients", choices=("auto", *TRANSPORTS))
 

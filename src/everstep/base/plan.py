@@ -110,6 +110,7 @@ class Plan:
     nothing: the first in id order. `save`: why a checkpoint is taken as soon as all have settled, before the job ends;
     "" if none is. `cause` and `reason`: why the generation is; the cause is unknown in plans of older versions.
     `sound`: states later than that of this step are tainted, as the coordinator has heard; -1 if there is no doubt.
+    `term`: in which the coordinator that made it holds the lease (its create revision); 0 where there is no lease.
     """
 
     generation: int
@@ -126,6 +127,7 @@ class Plan:
     save: str = ""
     cause: Cause = Cause.UNKNOWN
     sound: int = -1
+    term: int = 0
 
     def __post_init__(self) -> None:
         ids = [m.worker_id for m in self.members]

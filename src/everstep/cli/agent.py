@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-import time
+import tempfile
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -14,29 +14,26 @@ import click
 
 from everstep.base.config import Config, load_config, parse_set
 from everstep.base.domains import VARIABLE, found_domains
-from everstep.base.doors import check_private
-from everstep.base.errors import ConfigError, EverstepError, ProtocolError, QuorumLost, TokenRefused
+from everstep.base.errors import ConfigError, EverstepError, ProtocolError
+from everstep.base.etcd_address import SCHEME, EtcdAddress
 from everstep.cli.main import complain
-from everstep.cli.run_dir import read_digest
+from everstep.cli.meeting import Met, folder_of, looking, moves, wait_for_job
 from everstep.cli.task_loading import parse_task
 from everstep.cli.worker import ENTRY, PRELOAD
 from everstep.protocol.roles import OPERATE
 from everstep.runtime import commands, wire
-from everstep.runtime.about import ask_about, clock_words
-from everstep.runtime.address import COORDINATOR_FILE, JOB_FILE, TOKEN_FILE, read_address
+from everstep.runtime.address import COORDINATOR_FILE, JOB_FILE, TOKEN_FILE
 from everstep.runtime.context import Joining
 from everstep.runtime.devices import default_slots
 from everstep.runtime.handshake import role_token
-from everstep.runtime.interfaces import check_own, own_address
+from everstep.runtime.interfaces import check_own
 from everstep.runtime.tls import Tls, shown_by
 
 TOKEN_VARIABLE = "EVERSTEP_TOKEN"
 HEAD_GONE = 3
-_FILE = "file://"
 DOMAIN_HELP = f"What this host fails with: labels like rack=r1,nvlink=u7 (${VARIABLE}, and what Slurm says)."
 _OWN_GROUP = "security."
 _OWN_KEYS = ("network.interface", "network.trusted", "hosts.wait_s")
-_AGAIN_S = 0.25
 _ANSWER_S = 10.0
 
 
@@ -44,10 +41,11 @@ _ANSWER_S = 10.0
 @click.option(
     "--join",
     "address",
-    metavar="ADDR:PORT",
+    metavar="ADDR:PORT[,...]|etcd://...|file://DIR",
     required=True,
-    help="Where the job listens (run --listen), or file://DIR: its directory, which says where.",
+    help="Where the job listens (run --listen), or may listen; or its control.etcd; or its directory.",
 )
+@click.option("--standby", is_flag=True, help="Of --join etcd://: take over the job should its coordinator be lost.")
 @click.option("--slots", type=click.IntRange(1), help="Run so many workers at most (one per device, or 1).")
 @click.option(
     "--token-file",
@@ -70,6 +68,7 @@ _ANSWER_S = 10.0
 )
 def command(
     address: str,
+    standby: bool,
     slots: int | None,
     token_file: Path | None,
     run_dir: Path | None,
@@ -96,6 +95,14 @@ def command(
         check_own("--address", own)
     if task is not None:
         task = parse_task(task).canonical
+    if standby:
+        from everstep.cli.standby import stand_by
+
+        if not address.startswith(SCHEME):
+            raise ConfigError(f"--standby: expected --join etcd://... beside it, where the lease is, got {address!r}")
+        token = _token(_token_file(token_file, config), run_dir)
+        room = default_slots() if slots is None else slots
+        return stand_by(EtcdAddress.parse("--join", address), token, run_dir, room, host_name or "", own or "")
     return take_part_in(
         *(address, slots, config, found_domains(domain, os.environ)),
         token_file=token_file,
@@ -122,14 +129,13 @@ def take_part_in(
     refill: int | None = None,
     task: str | None = None,
 ) -> int:
-    """Be an agent of the job that listens at "host:port", or runs in "file://DIR". config: of this host's own keys.
+    """Be an agent of the job that listens at "host:port", at one of several, is in etcd, or in "file://DIR".
 
-    Returns the exit code.
+    config: of this host's own keys. Returns the exit code.
     """
     from everstep.runtime.host_agent import take_part
 
-    if token_file is None and config.security.token_file is not None:
-        token_file = Path(config.security.token_file)
+    token_file = _token_file(token_file, config)
     folder = folder_of(address)
     joining = Joining(
         address=address if folder is None else str(folder / COORDINATOR_FILE),
@@ -143,44 +149,42 @@ def take_part_in(
         tls=config.security.tls,
         task=task or "",
         domains=dict(domains),
+        said=address,
     )
-    if folder is None and isinstance(joining.where(), Path):
-        raise ConfigError(f"--join: expected ADDR:PORT like 127.0.0.1:29400, or file://DIR, got {address!r}")
     known = _token(token_file, run_dir) if folder is None or token_file is not None else given_token()
-    while True:
-        found = _wait_for_job(joining, known, folder, config)
-        if found is None:
-            print(f"the job in {folder} is over", file=sys.stderr, flush=True)
-            return 0
-        if refill is not None:
-            _refill(*found, refill)
-        left = take_part(*found)
-        if left.words and left.exit_code:
-            complain(left.words)
-        elif left.words:
-            print(left.words, file=sys.stderr, flush=True)
-        if not stay or left.exit_code != HEAD_GONE:
-            return left.exit_code
+    look, follows = looking(address, known, config), moves(address)
+    with tempfile.TemporaryDirectory(prefix="everstep-agent-") as kept:
+        while True:
+            met = wait_for_job(joining, look, known, folder, config)
+            if met is None:
+                print(f"the job in {folder} is over", file=sys.stderr, flush=True)
+                return 0
+            if refill is not None:
+                _refill(met, refill)
+            found = replace(met.joining, address=str(Path(kept) / COORDINATOR_FILE)) if follows else met.joining
+            left = take_part(found, met.token, look if follows else None)
+            if left.words and left.exit_code:
+                complain(left.words)
+            elif left.words:
+                print(left.words, file=sys.stderr, flush=True)
+            if not stay or left.exit_code != HEAD_GONE:
+                return left.exit_code
 
 
-def folder_of(address: str) -> Path | None:
-    """The job's directory that "file://DIR" names, None for other addresses. Raises: ConfigError if it names none."""
-    if not address.startswith(_FILE):
-        return None
-    if not address.removeprefix(_FILE):
-        raise ConfigError(f"--join: expected file://DIR with the job's directory, got {address!r}")
-    return Path(address.removeprefix(_FILE)).absolute()
+def _token_file(given: Path | None, config: Config) -> Path | None:
+    found = config.security.token_file
+    return given if given is not None or found is None else Path(found)
 
 
-def _refill(joining: Joining, token: bytes, most: int) -> None:
+def _refill(met: Met, most: int) -> None:
     """Have the job want as many workers more as this host has room for, up to so many."""
     with contextlib.suppress(EverstepError, OSError):  # it may have ended meanwhile; who joins will see
-        where, key = _address_of(joining), role_token(token, OPERATE)
-        tls = Tls.of(shown_by(joining.tls, token, joining.own))
-        target = commands.ask_at(where, OPERATE, key, tls, "status", {}, _ANSWER_S).result.get("target")
+        joining, key = met.joining, role_token(met.token, OPERATE)
+        tls = Tls.of(shown_by(joining.tls, met.token, joining.own))
+        target = commands.ask_at(met.place, OPERATE, key, tls, "status", {}, _ANSWER_S).result.get("target")
         wanted = refilled(target, most, joining.room) if isinstance(target, int) else 0
         if wanted:
-            commands.ask_at(where, OPERATE, key, tls, "scale", {"workers": wanted}, _ANSWER_S)
+            commands.ask_at(met.place, OPERATE, key, tls, "scale", {"workers": wanted}, _ANSWER_S)
 
 
 def refilled(target: int, most: int, room: int) -> int:
@@ -250,53 +254,3 @@ def own_settings(settings: tuple[str, ...]) -> Config:
             own = ", ".join((f"{_OWN_GROUP}*", *_OWN_KEYS))
             raise ConfigError(f"--set: expected a key of {own}, got {text!r}: the others are the job's to say")
     return load_config([(f"--set {text}", dict([parse_set(text)])) for text in settings])
-
-
-def _wait_for_job(
-    joining: Joining, known: bytes | None, folder: Path | None, config: Config
-) -> tuple[Joining, bytes] | None:
-    """Until a job answers that has this token. folder: of the job, where its address lies, and its token, if none is
-    known. Returns how to join, with the address of this host, and the token; None if the job in the folder is over.
-
-    Raises: ConfigError if it has another one, or is none; QuorumLost if nobody has answered for long.
-    """
-    patience_s = config.hosts.wait_s
-    end_s, told = time.monotonic() + patience_s, False
-    while True:
-        words, at = "", str(folder) if folder is not None else joining.address
-        try:
-            where, token = _address_of(joining), known or wire.read_token(Path(folder or "", TOKEN_FILE))
-            at = f"{where[0]}:{where[1]}"
-            own = own_address(config.network, joining.own or None, where[0])
-            check_private("--address", own, trusted=config.network.trusted)
-            words = clock_words(ask_about(where, token, joining.tls, own))
-            if words:
-                print(f"warning: {words}", file=sys.stderr, flush=True)
-            return replace(joining, own=own), token
-        except TokenRefused as error:
-            if folder is None:
-                raise ConfigError(f"--join {at}: that head has another token ({error})") from None
-            words = f"no job answers in {folder} ({error})"  # what lies there may be of the one before
-        except ProtocolError as error:
-            if folder is None:
-                raise ConfigError(f"--join {at}: {error}") from None
-            words = f"no job answers in {folder} ({error})"
-        except OSError as error:
-            words = f"no head at {at} ({(error.strerror or str(error)).lower()})"
-        if folder is not None and read_digest(folder) is not None and not (folder / COORDINATOR_FILE).exists():
-            return None
-        if time.monotonic() >= end_s:
-            raise QuorumLost(f"{words} for {patience_s:g} s: is the job's 'everstep run --listen' started there?")
-        if not told:
-            print(f"{words}: waiting for it", file=sys.stderr, flush=True)
-            told = True
-        time.sleep(min(_AGAIN_S, max(0.0, end_s - time.monotonic())))
-
-
-def _address_of(joining: Joining) -> tuple[str, int]:
-    """Raises: OSError, ProtocolError if there is none at the moment."""
-    where = joining.where()
-    if isinstance(where, Path):
-        found = read_address(where)
-        return found.host, found.port
-    return where

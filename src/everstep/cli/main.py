@@ -30,6 +30,10 @@ COMMANDS = {
     "run": ("everstep.cli.run", "Train a task, and go on whatever happens to the workers."),
     "agent": ("everstep.cli.agent", "Run workers of a job that was started elsewhere, on this host."),
     "launch": ("everstep.cli.launch:launch", "Start a job on the hosts of Slurm, Kubernetes, Ray or ssh."),
+    "takeover": (
+        "everstep.cli.standby:takeover",
+        "Go on with a job here, after the host that led it was lost.",
+    ),
     "check": ("everstep.cli.check", "Find what begins anew in a worker that is resumed or healed, before training."),
     "demo": ("everstep.cli.demo", "Kill workers while they train, and compare with an undisturbed run."),
     "eval": ("everstep.cli.evaluate", "Evaluate trained weights on the task's test split."),

@@ -21,7 +21,6 @@ from everstep.base.errors import ConfigError
 from everstep.base.foreign import foreign_launcher
 from everstep.chaos.spec import parse, strikes_of
 from everstep.checkpoint.keys import read_private_key, read_public_key
-from everstep.checkpoint.store import DirectoryStore
 from everstep.cli.adoption import adopt
 from everstep.cli.agent import DOMAIN_HELP, given_token, place, take_part_in, token_in
 from everstep.cli.beside import (
@@ -31,11 +30,10 @@ from everstep.cli.beside import (
     check_metrics,
     dashboard_beside,
     metrics_beside,
-    sinks_beside,
-    told,
 )
+from everstep.cli.conclusion import end_of, lacking_rows, say_the_end
 from everstep.cli.config_file import read_config_file
-from everstep.cli.display import Watcher, choose_display, print_summary, summary
+from everstep.cli.display import Watcher, choose_display, summary
 from everstep.cli.doors import check_own_ports, head_doors
 from everstep.cli.job import (
     JobFile,
@@ -51,7 +49,6 @@ from everstep.cli.job import (
     with_cut,
     write_job,
 )
-from everstep.cli.ledger import missing_rows
 from everstep.cli.main import complain
 from everstep.cli.placement_table import print_placement
 from everstep.cli.probe import Probe, probe_task
@@ -59,18 +56,18 @@ from everstep.cli.run_dir import (
     Found,
     StartPoint,
     ask_object_store,
-    checkpoint_dir,
     close_to_others,
     default_run_dir,
     find_start,
     inspect,
-    read_digest,
     set_aside,
 )
+from everstep.cli.standby import begin_leased, leaders_work
 from everstep.cli.task_loading import TaskSpec, parse_task
 from everstep.cli.worker import ENTRY, PRELOAD
 from everstep.observe.events import EventLog, read_events
-from everstep.report.facts import Facts, facts_of
+from everstep.report.facts import facts_of
+from everstep.runtime import wire
 from everstep.runtime.address import EVENTS_FILE, JOB_FILE, TOKEN_FILE
 from everstep.runtime.admission import cannot_strike
 from everstep.runtime.commands import run_lock
@@ -80,7 +77,6 @@ from everstep.sinks.notices import check_notify
 from everstep.sinks.sink import check_installed as check_sinks
 
 if TYPE_CHECKING:
-    from everstep.runtime.job import Outcome
     from everstep.runtime.supervisor import LocalHost
 
 
@@ -333,7 +329,7 @@ def _opening(run_dir: Path, found: Found, start: StartPoint, aside: Path | None,
 
 def _already_finished(invocation: Invocation, found: Found) -> int:
     run_dir = invocation.run_dir
-    lacking = _missing_rows(run_dir)
+    lacking = lacking_rows(run_dir)
     text = f"this job has finished: step {found.step}, in {run_dir}; --fresh runs it anew"
     if invocation.as_json:
         facts, why = facts_of(read_events(run_dir / EVENTS_FILE)), Why(Cause.COMPLETED, text)
@@ -354,18 +350,26 @@ def _launch(invocation: Invocation, job: JobFile, opening: list[str], step: int)
         port = invocation.port or free_port(config.network.address)
         where = f"{config.network.address}:{port}"
         opening.append(f"hosts join with: everstep agent --join {where} --token-file {run_dir.resolve() / TOKEN_FILE}")
+        if config.control.etcd is None:
+            opening.append(
+                "if this host is lost, the others train on until something has to be decided, and no longer: "
+                f"control.etcd lets another one take over, or a person: everstep takeover {run_dir.resolve()}"
+            )
     if not invocation.local:
         invocation.server.close()
+    token = invocation.token or wire.new_token()
+    succession = begin_leased(run_dir, config, token, opening)
     process = runtime_job.Job(
         run_dir,
         config,
         job.task,
         list(job.argv),
         _local_host(invocation, config),
-        lambda event: watcher.process_event(event),
+        lambda event: told_of(event),
         port=port,
-        token=invocation.token,
+        token=token,
         strikes=strikes_of(parse(config.chaos)),
+        succession=succession,
     )
     total = total_steps(config, job.dataset_size)
     display = choose_display(run_dir, as_json=invocation.as_json, log_every=config.log_every, total_steps=total)
@@ -379,7 +383,12 @@ def _launch(invocation: Invocation, job: JobFile, opening: list[str], step: int)
     watcher.start()
     exit_code = 1
     try:
-        with sinks_beside(run_dir, told(config), display.note):
+        with leaders_work(run_dir, config, display.note, leads=not succession.owner) as on_lead:
+
+            def told_of(event: dict[str, Any]) -> None:
+                on_lead(event)
+                watcher.process_event(event)
+
             with (
                 dashboard_beside(run_dir, invocation.dashboard, invocation.public) as page,
                 metrics_beside(run_dir, config.metrics.listen, invocation.public) as metrics,
@@ -388,16 +397,11 @@ def _launch(invocation: Invocation, job: JobFile, opening: list[str], step: int)
                     if address:
                         display.note(f"{name} {address}")
                 exit_code = process.run()
-            _say_the_end(events, run_dir, begin_ns, process.outcome, exit_code)
+            say_the_end(events, run_dir, begin_ns, process.outcome, exit_code)
     finally:
         events.close(wait_s=1.0)
         watcher.stop()
-        DirectoryStore(checkpoint_dir(run_dir, job)).drop_leftovers()  # workers may have been killed while they wrote
-    lacking = _missing_rows(run_dir, process.reached - 1)  # when a step was applied, the one before it was released
-    if lacking:  # the end was told by the coordinator, who does not read the ledger: pages and reports shall say it too
-        events.write("warning", cause=Cause.DISK, reason=lacking)
-        events.close()
-    return _conclude(invocation, watcher.facts, process.outcome, exit_code, lacking)
+    return end_of(process, run_dir, job, events, watcher.facts, exit_code, as_json=invocation.as_json)
 
 
 def _local_host(invocation: Invocation, config: Config) -> LocalHost | None:
@@ -408,39 +412,3 @@ def _local_host(invocation: Invocation, config: Config) -> LocalHost | None:
     run_dir, early = invocation.run_dir, invocation.server
     room, domains = invocation.slots, invocation.domains
     return LocalHost(run_dir, config, ENTRY, preload=PRELOAD, early=early, room=room, domains=domains)
-
-
-def _say_the_end(events: EventLog, run_dir: Path, begin_ns: int, outcome: Outcome | None, exit_code: int) -> None:
-    """The coordinator reports the end; if it could not, the job's own word stands in."""
-    ends = ("job_completed", "job_failed")
-    told = (e["kind"] in ends and e["time_unix_ns"] >= begin_ns for e in read_events(run_dir / EVENTS_FILE))
-    if outcome is not None and not any(told):
-        why, kind = outcome.why, ends[bool(exit_code)]
-        events.write(kind, cause=why.cause, reason=why.reason, state=outcome.state, exit_code=exit_code)
-
-
-def _missing_rows(run_dir: Path, reached: int = 0) -> str:
-    """What the ledger lacks; "" if it is complete."""
-    try:
-        return missing_rows(run_dir, reached)
-    except ConfigError as error:
-        return f"it is not known whether the ledger is complete: {error}"
-
-
-def _conclude(invocation: Invocation, facts: Facts, outcome: Outcome | None, exit_code: int, lacking: str) -> int:
-    """Say how it ended. lacking: what the ledger lacks; a job that is completed without it exits with 1."""
-    run_dir = invocation.run_dir
-    digest = read_digest(run_dir) if exit_code == 0 else None
-    why = outcome.why if outcome is not None and exit_code else None
-    result = summary(facts, exit_code, str(run_dir), digest, why, lacking)
-    if invocation.as_json:
-        print(json.dumps(result, separators=(",", ":")), flush=True)
-    elif exit_code == 0:
-        print_summary(result)
-    wrong = [lacking] if lacking else []
-    if exit_code:
-        said, reached = why.reason if why else "the job failed", max(facts.step, facts.checkpoint_step)
-        wrong.insert(0, f"{said} (after step {reached}; logs in {run_dir / 'logs'})")
-    if wrong:
-        complain("; ".join(wrong))
-    return int(result["exit_code"])

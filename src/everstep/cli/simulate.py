@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from everstep.base.errors import ConfigError
-from everstep.sim.scenario import run_many, run_one
+from everstep.sim.scenario import SeedKind, run_many, run_one
 
 
 @click.command()
@@ -15,6 +15,7 @@ from everstep.sim.scenario import run_many, run_one
 @click.option("--start", type=int, default=0, show_default=True, help="The first seed, with a number of seeds.")
 @click.option("--forever", is_flag=True, help="Go on until a seed fails or you interrupt.")
 @click.option("--split", is_flag=True, help="Models in several stages.")
+@click.option("--leased", is_flag=True, help="Two coordinators, one lease, a store that answers late or never.")
 @click.option("--keep-going", is_flag=True, help="Do not stop at the first failure.")
 @click.option("--json", "as_json", is_flag=True, help="One object at the end; goes on after a failure.")
 def command(
@@ -24,6 +25,7 @@ def command(
     start: int,
     forever: bool,
     split: bool,
+    leased: bool,
     keep_going: bool,
     as_json: bool,
 ) -> int:
@@ -32,14 +34,17 @@ def command(
     for name, value in (("--start", start), ("--seed", seed or 0)):
         if value < 0:
             raise ConfigError(f"{name}: expected a whole number, at least 0, got {value}: choose another")
+    if split and leased:
+        raise ConfigError("--leased has models in several stages among its seeds: leave out --split")
+    kind: SeedKind = "leased" if leased else "split" if split else ""
     first, stop = _range(seeds, start)
     if seed is not None:
         if as_json:
             raise ConfigError(f"--json sums up many seeds: give --seeds {seed}:{seed + 1} instead of --seed {seed}")
-        return run_one(seed, split, trace)
+        return run_one(seed, kind, trace)
     if trace:
         raise ConfigError("--trace prints one seed's events: name it with --seed")
-    return run_many(first, None if forever else stop, split, keep_going or as_json, as_json)
+    return run_many(first, None if forever else stop, kind, keep_going or as_json, as_json)
 
 
 def _range(seeds: str, start: int) -> tuple[int, int]:

@@ -362,6 +362,15 @@ class JobEnded(AnyMessage, frozen=True, kw_only=True):
     cause: Cause = Cause.UNKNOWN
 
 
+# ---- coordinator -> whoever connects
+
+
+class TermBegun(AnyMessage, frozen=True, kw_only=True):
+    """First message of a coordinator that holds a lease: in which term it does."""
+
+    term: Annotated[int, msgspec.Meta(ge=1, le=(1 << 63) - 1)]
+
+
 # ---- coordinator -> the job's process
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -50,9 +51,17 @@ class CoordinatorAddress:
     ca: str = ""
 
 
-def write_address(path: Path, host: str, port: int, tls: str = "off", ca: str = "") -> None:
-    """Announce this process as the coordinator."""
-    where = {"pid": os.getpid(), "host": host, "port": port, "tls": tls, "ca": ca}
+def address_of(host: str, port: int, tls: str = "off", ca: str = "") -> dict[str, Any]:
+    """What is told of this process as the coordinator."""
+    return {"pid": os.getpid(), "host": host, "port": port, "tls": tls, "ca": ca}
+
+
+def announce(path: Path, where: dict[str, Any], *, anew: bool = False) -> None:
+    """Say there who the coordinator is. anew: only if something else is said there."""
+    if anew:
+        with contextlib.suppress(OSError, ProtocolError):
+            if vars(read_address(path)) == where:
+                return
     write_atomically(path, json.dumps({**where, "started_unix_ns": time.time_ns()}))
 
 

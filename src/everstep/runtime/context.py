@@ -124,8 +124,8 @@ class Joining:
     as the job says. threads: with how many the fork server is started, as far as is known. server: a fork server that
     runs already. parent: dies with this process, 0 if with none. ranks: processes of each worker.
     own: the address of this host that workers listen at and tell others, "" if as the job's config says. task: the only
-    one that it runs, "" if any. tls: how it speaks with others. domains: in which this host
-    is, by label.
+    one that it runs, "" if any. tls: how it speaks with others. domains: in which this host is, by label. said: what
+    people call `address`, "" if so.
     """
 
     address: str
@@ -143,6 +143,7 @@ class Joining:
     task: str = ""
     tls: TlsConfig = field(default_factory=TlsConfig)
     domains: dict[str, str] = field(default_factory=dict)
+    said: str = ""
 
     def where(self) -> Path | tuple[str, int]:
         """As a control connection wants it. Raises: ConfigError if it is no address."""

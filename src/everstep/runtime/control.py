@@ -18,7 +18,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from everstep.base.errors import EverstepError, ProtocolError
-from everstep.protocol.messages import AnyMessage, Heartbeat, JobEnded, Progress, decode, encode
+from everstep.protocol.lease.terms import Terms
+from everstep.protocol.messages import AnyMessage, Heartbeat, JobEnded, Progress, TermBegun, decode, encode
 from everstep.runtime.address import read_address
 from everstep.runtime.handshake import Seals
 from everstep.runtime.silence import CONTROL_SILENT_S, notice_silence
@@ -31,7 +32,12 @@ FIRST_BACKOFF_S = 0.02
 MAX_BACKOFF_S = 1.0
 MAX_QUEUED = 10_000
 _RECEIVE_BYTES = 1 << 18
+_LOOK_MS = 500
 _PASSING = (Progress, Heartbeat)
+
+
+class _Replaced(EverstepError):
+    """Somebody else is to be talked to."""
 
 
 class ControlClient:
@@ -79,6 +85,7 @@ class ControlClient:
         self._warned = ""
         self._ended = False
         self._seen: tuple[int, int] = (0, 0)
+        self._terms = Terms()
         self._connected = threading.Event()
         self._cut_until_s = 0.0
         self._cut_breaks = False
@@ -223,9 +230,10 @@ class ControlClient:
                 continue
             wants_out = select.POLLOUT if self._queue else 0
             poller.register(sock, select.POLLIN | wants_out)
-            for fd, _events in poller.poll():
+            for fd, _events in poller.poll(_LOOK_MS):
                 if fd == self._wake_r:
                     self._clear_wake()
+            self._look_for_another(sock)
             with self._lock:
                 self._pump()
             if self._cut_s() > 0:
@@ -239,7 +247,24 @@ class ControlClient:
             for body in reader.feed(data):
                 self._deliver(decode(body))
 
+    def _look_for_another(self, sock: socket.socket) -> None:
+        """Raises: ProtocolError if another coordinator has announced itself than that at the other end, which may be
+        frozen, or unaware that it decides no more."""
+        address, seen = self._address, self._signature()
+        if isinstance(address, tuple) or seen in (self._seen, (0, 0)):
+            return
+        self._seen = seen
+        with contextlib.suppress(OSError, ProtocolError):
+            found = read_address(Path(address))
+            if (found.host, found.port) != sock.getpeername()[:2]:
+                raise _Replaced(f"the coordinator is at {found.host}:{found.port} now")
+
     def _deliver(self, message: AnyMessage) -> None:
+        refused = self._terms.refusal(message)
+        if refused:
+            raise ProtocolError(f"this coordinator is not the one that decides any more: {refused}")
+        if isinstance(message, TermBegun):
+            return
         self._ended = self._ended or isinstance(message, JobEnded)
         try:
             self._on_message(message)

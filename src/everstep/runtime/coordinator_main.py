@@ -23,7 +23,7 @@ import uvloop
 
 from everstep.base.cause import Cause, Why
 from everstep.base.config import Config, load_config, pool_wish
-from everstep.base.errors import EverstepError, ProtocolError
+from everstep.base.errors import EverstepError, ProtocolError, check
 from everstep.base.given import read_json
 from everstep.base.stage_map import devices_of, hosts_of, parse_map
 from everstep.base.strikes import Strike
@@ -34,10 +34,10 @@ from everstep.protocol.coordinator.types import (
     Close,
     Connected,
     CoordinatorConfig,
+    CoordinatorEffect,
     CoordinatorEvent,
     Disconnected,
     HostRules,
-    Persist,
     Received,
     Report,
     Send,
@@ -59,17 +59,25 @@ from everstep.protocol.messages import (
     PlanNow,
     PlanPrepared,
     Pong,
+    TermBegun,
     decode,
     encode,
 )
 from everstep.protocol.roles import CONTROL_ROLES, PEOPLE
 from everstep.runtime import wire
 from everstep.runtime.about import answer
-from everstep.runtime.address import COORDINATOR_FILE, EVENTS_FILE, JOB_FILE, JOURNAL_FILE, TOKEN_FILE, write_address
+from everstep.runtime.address import (
+    COORDINATOR_FILE,
+    EVENTS_FILE,
+    JOB_FILE,
+    TOKEN_FILE,
+    address_of,
+    announce,
+)
 from everstep.runtime.handshake import Ends, Greeter, Seals, frame_digest, keys_of
-from everstep.runtime.journal import Journal
 from everstep.runtime.porch import Complaints, Strangers
 from everstep.runtime.process import die_with_parent, machine, raise_descriptor_limit
+from everstep.runtime.standing import InOrder, JournalStore, Place, Tenure, open_journal, stand_down, warn
 from everstep.runtime.tls import Tls, TlsPipe, shown_by
 from everstep.runtime.versions import task_digest, versions
 
@@ -112,7 +120,8 @@ class Switchboard:
                 self._unread.clear()
                 return [(connection, self._present()), *unread], True
             case Goodbye():
-                return [(name, message) for name in (*sorted(self._agents), connection)], False
+                others = sorted(self._jobs - {connection})
+                return [(name, message) for name in (*sorted(self._agents), *others, connection)], False
             case Command(request=request, name="about", args=args):
                 address = str(self._facts.config.get("network", {}).get("address", ""))
                 said = answer(args, self._facts.versions, address, self._clock)
@@ -150,14 +159,16 @@ class ControlServer:
         self,
         coordinator: Coordinator,
         switchboard: Switchboard,
-        journal: Journal,
+        journal: JournalStore,
         events: EventLog,
         token: bytes,
         tls: Tls | None = None,
+        tenure: Tenure | None = None,
     ) -> None:
         self.coordinator = coordinator
         self.switchboard = switchboard
-        self.journal = journal
+        self.tenure = tenure
+        self._effects = InOrder(journal, self._act)
         self.events = events
         self.keys = keys_of(token, CONTROL_ROLES)
         self.tls = tls
@@ -168,7 +179,6 @@ class ControlServer:
         self._names = 0
         self._round_ns = 0
         self._timer: asyncio.TimerHandle | None = None
-        self._journal_warned = False
         self._last_encoded: tuple[AnyMessage | None, bytes, bytes] = (None, b"", b"")
 
     def next_name(self) -> str:
@@ -178,21 +188,25 @@ class ControlServer:
 
     def handle(self, event: CoordinatorEvent) -> None:
         """Pass an event to the coordinator and do what it says."""
-        for effect in self.coordinator.handle(self._arrival_ns(), event):
-            match effect:
-                case Persist(entry):
-                    self._persist(entry)
-                case Send(name, message):
-                    self._send(name, message)
-                case Close(name, reason, foul):
-                    if foul and name in self.connections:
-                        self.refuse(self.connections[name].peer, reason)
-                    self._end(name)
-                case Report(kind, fields):
-                    if kind == "recovery_completed":
-                        fields = timed(fields, time.time_ns())
-                    self.events.write(kind, **fields)
+        if self.tenure is not None and not self.tenure.sure():
+            stand_down("its lease is over")
+        if isinstance(event, Connected) and self.coordinator.job.desk.config.hosts.term:
+            self._send(event.connection, TermBegun(term=self.coordinator.job.desk.config.hosts.term))
+        self._effects.take(self.coordinator.handle(self._arrival_ns(), event))
         self._arm()
+
+    def _act(self, effect: CoordinatorEffect) -> None:
+        match effect:
+            case Send(name, message):
+                self._send(name, message)
+            case Close(name, reason, foul):
+                if foul and name in self.connections:
+                    self.refuse(self.connections[name].peer, reason)
+                self._end(name)
+            case Report(kind, fields):
+                if kind == "recovery_completed":
+                    fields = timed(fields, time.time_ns())
+                self.events.write(kind, **fields)
 
     def received(self, name: str, message: AnyMessage) -> None:
         """A message of a client."""
@@ -269,20 +283,8 @@ class ControlServer:
             self._last_encoded = (message, data, digest)
         return data, digest
 
-    def _persist(self, entry: dict[str, Any]) -> None:
-        if self.journal.append(entry):
-            self._journal_warned = False
-        elif not self._journal_warned:
-            self._journal_warned = True
-            text = (
-                f"cannot write {self.journal.path}: the coordinator keeps {self.journal.pending} entries in memory and"
-                " tries again; a restart of it would rely on what the workers report"
-            )
-            self._warn(Why(Cause.DISK, text))
-
     def _warn(self, why: Why) -> None:
-        print(why.reason, file=sys.stderr, flush=True)
-        self.events.write("warning", **vars(why))
+        warn(self.events, why)
 
     def _arm(self) -> None:
         if self._timer is not None:
@@ -439,8 +441,9 @@ class ControlSocket(asyncio.Protocol):
             self._transport.abort()
 
 
-def coordinator_config(config: Config, strikes: Sequence[Strike] = ()) -> CoordinatorConfig:
-    """What the coordinator needs of the job's config. strikes: scripted faults of hosts and links."""
+def coordinator_config(config: Config, term: int = 0, strikes: Sequence[Strike] = ()) -> CoordinatorConfig:
+    """What the coordinator needs of the job's config. term: as `HostRules` has it. strikes: scripted faults of hosts
+    and links."""
     beat = config.heartbeat
     return CoordinatorConfig(
         lanes=config.lanes,
@@ -457,6 +460,8 @@ def coordinator_config(config: Config, strikes: Sequence[Strike] = ()) -> Coordi
         save_ns=int(config.checkpoint.grace_s * 1e9) if config.checkpoint.enabled else 0,
         slots=config.workers + config.spares,
         hosts=HostRules(
+            # Whoever takes another's place was not there before its lease was over: all had that time, too.
+            grace_ns=int(beat.reconnect_s * 1e9) if term else HostRules.grace_ns,
             reconnect_ns=int(beat.reconnect_s * 1e9),
             return_ns=RETURN_NS if config.hosts.return_ == "rebalance" else None,
             device=config.device,
@@ -465,6 +470,7 @@ def coordinator_config(config: Config, strikes: Sequence[Strike] = ()) -> Coordi
             named=_named_hosts(config),
             wait_ns=int(config.hosts.wait_s * 1e9),
             strikes=tuple(strikes),
+            term=term,
         ),
     )
 
@@ -496,61 +502,68 @@ def job_facts(run_dir: Path, job: dict[str, Any], job_pid: int) -> JobFacts:
         run_dir=str(run_dir.resolve()),
         coordinator_file=str((run_dir / COORDINATOR_FILE).resolve()),
         job_pid=job_pid,
-        machine=machine(),
+        machine=machine() if job_pid else "",
         versions={**versions(), "task file": task_digest(str(job.get("task", "")))},
         strikes=scripted_strikes(job),
     )
 
 
-async def serve(run_dir: Path, port: int, job_pid: int, down_since_unix_ns: int, cause: Cause) -> None:
-    """Run the server until the process is ended. cause: of the end of its predecessor, if there was one."""
+async def serve(place: Place) -> None:
+    """Run the server until the process is ended."""
+    run_dir = place.run_dir
     job = read_json(run_dir / JOB_FILE)
     config = load_config([(JOB_FILE, job["config"])])
-    host = config.network.address
+    host = place.host or config.network.address
     token = wire.read_token(run_dir / TOKEN_FILE)
-    journal = Journal(run_dir / JOURNAL_FILE)
     events = EventLog(run_dir / EVENTS_FILE)
-    coordinator = Coordinator(coordinator_config(config, scripted_strikes(job)), journal.entries)
     shown = shown_by(config.security.tls, token, host)
-    board = Switchboard(job_facts(run_dir, job, job_pid))
-    server = ControlServer(coordinator, board, journal, events, token, Tls.of(shown))
+    server: ControlServer | None = None
+
+    def accepted() -> ControlSocket:
+        check(server is not None, "nobody is listened to before the journal has been read")
+        return ControlSocket(cast(ControlServer, server))
 
     def listen(port: int) -> Coroutine[Any, Any, asyncio.Server]:
-        where = config.network.listen or host
-        return asyncio.get_running_loop().create_server(lambda: ControlSocket(server), where, port, backlog=2048)
+        loop, where = asyncio.get_running_loop(), place.host or config.network.listen or host
+        return loop.create_server(accepted, where, port, backlog=2048, start_serving=False)
 
     try:
-        listener = await listen(port)
+        listener = await listen(place.port)
     except OSError:
-        if port == 0:
+        if place.port == 0:
             raise
         listener = await listen(0)  # somebody else took the port; clients read the new one from the address file
     bound = listener.sockets[0].getsockname()
-    tls = (config.security.tls.mode, shown.ca) if shown is not None else ()
-    write_address(run_dir / COORDINATOR_FILE, host, bound[1], *tls)
-    if journal.entries:
-        report_restart(events, coordinator, journal, down_since_unix_ns, cause)
+    where = address_of(host, bound[1], *((config.security.tls.mode, shown.ca) if shown is not None else ()))
+    tenure, journal = await open_journal(place, config, token, where, events)
+    term = journal.fence()
+    coordinator = Coordinator(coordinator_config(config, term, scripted_strikes(job)), journal.entries)
+    board = Switchboard(job_facts(run_dir, job, 0 if place.owner else place.parent))
+    server = ControlServer(coordinator, board, journal, events, token, Tls.of(shown), tenure)
+    await listener.start_serving()
+    announce(run_dir / COORDINATOR_FILE, where)
+    if journal.entries and coordinator.job.progress.ended is None:
+        report_restart(events, coordinator, journal, place)
     server.handle(Tick())
     gc.collect()
     gc.freeze()
     await asyncio.Event().wait()
 
 
-def report_restart(
-    events: EventLog, coordinator: Coordinator, journal: Journal, down_since_unix_ns: int, cause: Cause
-) -> None:
+def report_restart(events: EventLog, coordinator: Coordinator, journal: JournalStore, place: Place) -> None:
     """Tell that this coordinator continues the work of another."""
     now_ns = time.time_ns()
-    downtime_s = (now_ns - down_since_unix_ns) / 1e9 if down_since_unix_ns else None
-    torn = f"; a torn line of {journal.cut_bytes} bytes was cut off its end" if journal.cut_bytes else ""
+    down_ns = place.down_since_unix_ns
+    where = f" on {place.host}, in place of one on another host," if place.host and not down_ns else ""
     events.write(
         "coordinator_restarted",
         time_unix_ns=now_ns,
         generation=coordinator.status().get("generation"),
         pid=os.getpid(),
-        cause=cause,
-        reason=f"continues from its journal of {len(journal.entries)} entries{torn}",
-        downtime_s=downtime_s,
+        cause=Cause.LEASE if where else place.cause,
+        reason=f"continues{where} from its journal of {len(journal.entries)} entries{journal.notes}",
+        downtime_s=(now_ns - down_ns) / 1e9 if down_ns else None,
+        host=place.host or None,
     )
 
 
@@ -562,6 +575,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--parent", type=int, default=0, help="die with this process, which started it")
     parser.add_argument("--down-since", type=int, default=0, help="when the predecessor died, Unix nanoseconds")
     parser.add_argument("--cause", default="", help="what the predecessor died of")
+    parser.add_argument("--host", default="", help="listen there, not where the config says")
+    parser.add_argument("--owner", default="", help="among those that may hold the job's lease")
+    parser.add_argument("--job", type=int, default=0, help="revision of the job in etcd")
+    parser.add_argument("--anew", action="store_true", help="take the place of a coordinator on another host")
     arguments = parser.parse_args(argv)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the job's process, which ends it in order
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # a scheduler may send its notice to all processes
@@ -569,8 +586,9 @@ def main(argv: list[str] | None = None) -> int:
         die_with_parent(arguments.parent)
     raise_descriptor_limit()
     try:
-        cause = Cause.read(arguments.cause)
-        uvloop.run(serve(arguments.run_dir, arguments.port, arguments.parent, arguments.down_since, cause))
+        given = vars(arguments)
+        down = {"down_since_unix_ns": given.pop("down_since"), "cause": Cause.read(given.pop("cause"))}
+        uvloop.run(serve(Place(**given, **down)))
     except (EverstepError, OSError, ValueError, KeyError) as error:
         print(f"everstep coordinator: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
         return 2

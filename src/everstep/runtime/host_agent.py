@@ -42,6 +42,7 @@ from everstep.runtime.agent_link import AgentLink
 from everstep.runtime.board import MAX_ROWS, Board, create_board_memory
 from everstep.runtime.collector import Collector, Sampler
 from everstep.runtime.context import Joining, WorkerContext
+from everstep.runtime.finding import Finder, Where
 from everstep.runtime.fork_server_client import ForkServerClient, start_fork_server
 from everstep.runtime.handshake import PEER, role_token
 from everstep.runtime.links import harm
@@ -125,7 +126,7 @@ class HostAgent:
         self._inbox: Inbox[AnyMessage | int] = Inbox()
         self._host: Host | None = None
         self._job_fd = -1
-        self._absence = Absence(joining.address, time.monotonic())
+        self._absence = Absence(joining.said or joining.address, time.monotonic())
         self._ended: JobEnded | None = None
         self._deadline_s = inf
         self._done = {"idle"}  # until it is told of slots; also: killed, told of failure
@@ -135,6 +136,11 @@ class HostAgent:
             *(self._lives, self._slots, self._inbox.put, Tls.of(shown), joining.own or joining.host),
             domains=joining.domains,
         )
+
+    @property
+    def connected(self) -> bool:
+        """Whether a coordinator can be heard."""
+        return self._link.client.connected
 
     def run(self) -> Left:
         """Take part until the job is over. Nothing is left running."""
@@ -188,8 +194,9 @@ class HostAgent:
         elif isinstance(item, JobFacts):
             if host is None:
                 self._begin(item)
-            elif item != host.facts:
-                self._leave(Left(3, f"another job listens at {self._joining.address} by now"))
+            elif (item.task, item.argv, item.config) != (host.facts.task, host.facts.argv, host.facts.config):
+                said = self._joining.said or self._joining.address
+                self._leave(Left(3, f"another job listens at {said} by now"))
         elif isinstance(item, AgentRefused):
             self._leave(Left(2, item.reason))
         elif isinstance(item, JobEnded):
@@ -251,7 +258,8 @@ class HostAgent:
         self._host = Host(facts, self._joining, self._secrets, self._board, self._server, self._link, self._notify)
         interval = self._host.config.heartbeat.interval_s
         self._link.beat_every(None if isinstance(interval, str) else float(interval))
-        if not self._joining.run_dir and os.path.exists(facts.coordinator_file):
+        finds = isinstance(self._joining.where(), Path)  # this file is kept up for it
+        if not finds and not self._joining.run_dir and os.path.exists(facts.coordinator_file):
             self._link.client.follow(facts.coordinator_file)
 
     def _on_job_ended(self, message: JobEnded) -> None:
@@ -484,7 +492,7 @@ class Host:
             host=self._joining.host,
             token=role_token(self._secrets.token, WORKER, str(WorkerKey(worker_id, incarnation))).hex(),
             peer_token=role_token(self._secrets.token, PEER).hex(),
-            coordinator_file=str((self.run_dir / COORDINATOR_FILE).resolve()),
+            coordinator_file=str(self._coordinator_file.resolve()),
             board_fd=self._board.fd,
             config=self.facts.config,
             task=self.facts.task,
@@ -495,6 +503,11 @@ class Host:
             local_rank=slots.index(worker_id) if worker_id in slots else 0,
             local_size=max(1, len(slots)),
         )
+
+    @property
+    def _coordinator_file(self) -> Path:
+        where = self._joining.where()
+        return where if isinstance(where, Path) else self.run_dir / COORDINATOR_FILE
 
     def _start_sampler(self) -> Sampler | None:
         interval_s = self.config.metrics.interval_s
@@ -525,8 +538,9 @@ class Host:
         self.workers.end_all()
 
 
-def take_part(joining: Joining, token: bytes) -> Left:
-    """Be the agent of this host until the job is over."""
+def take_part(joining: Joining, token: bytes, look: Callable[[], Where | None] | None = None) -> Left:
+    """Be the agent of this host until the job is over. look: as `Finder` has it, where the address is a file that this
+    agent is to keep up by itself."""
     raise_descriptor_limit()
     adopt_orphans()  # workers whose fork server dies
     if joining.server is not None:
@@ -536,10 +550,13 @@ def take_part(joining: Joining, token: bytes) -> Left:
     else:
         board = Board.attach(create_board_memory(MAX_ROWS))
         server = start_fork_server(None, board.fd, joining.threads, joining.preload)
-    try:
-        return HostAgent(joining, token, board, server).run()
-    finally:
-        board.close()
+    agent = HostAgent(joining, token, board, server)
+    with contextlib.ExitStack() as last_first:
+        last_first.callback(board.close)
+        path = joining.where()
+        if look is not None and isinstance(path, Path):
+            last_first.callback(Finder(path, look, lambda: not agent.connected).close)
+        return agent.run()
 
 
 def main(argv: list[str] | None = None) -> int:

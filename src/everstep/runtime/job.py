@@ -49,6 +49,7 @@ from everstep.runtime.address import (
 from everstep.runtime.control import ControlClient
 from everstep.runtime.handshake import role_token
 from everstep.runtime.process import Inbox, Pinged, last_line, raise_descriptor_limit, readable, taking_signals
+from everstep.runtime.succession import Lead, Succession
 from everstep.runtime.supervisor import CoordinatorProcess, LocalHost, Supervised
 from everstep.runtime.tls import Tls, shown_by
 
@@ -70,7 +71,8 @@ class Job:
     called from the job's thread with {"kind": ..., ...} for what job and agents do themselves (worker_started,
     worker_exited, worker_killed, worker_restarting, slot_lost, agent_started, agent_died, coordinator_started,
     coordinator_died, fork_server_ready, warning, job_ended). port: where the coordinator listens, 0: anywhere. token:
-    the job's secret, None: a new one. strikes: scripted faults of hosts and links.
+    the job's secret, None: a new one. strikes: scripted faults of hosts and links. succession: where others may take
+    the place of this process, or it of theirs; then coordinator_leads and coordinator_follows are told, too.
 
     The directory must be locked by the caller (`commands.run_lock`). In the main thread `run` takes SIGINT and SIGTERM;
     elsewhere the caller passes them on with `interrupt`.
@@ -88,6 +90,7 @@ class Job:
         port: int = 0,
         token: bytes | None = None,
         strikes: Sequence[Strike] = (),
+        succession: Succession = Succession(),  # noqa: B008
     ) -> None:
         self.run_dir = run_dir
         self.config = config
@@ -102,7 +105,9 @@ class Job:
         self._token = token or wire.new_token()
         self._on_event = on_event
         self._inbox: Inbox[AnyMessage | int] = Inbox()
-        self._coordinator = CoordinatorProcess(run_dir, port)
+        self._succession = succession
+        self._lead = Lead(run_dir, succession, self._notify)
+        self._coordinator = CoordinatorProcess(run_dir, port, succession)
         self._local = local
         self._end = JobEnd(config.quorum_wait_s)
         self._link: JobLink | None = None
@@ -117,7 +122,8 @@ class Job:
                 self._write_files()
                 self._start_coordinator()
                 self._start_local()
-                shown = shown_by(self.config.security.tls, self._token, self.config.network.address)
+                own = self._succession.address or self.config.network.address
+                shown = shown_by(self.config.security.tls, self._token, own)
                 where = self.run_dir / COORDINATOR_FILE
                 self._link = JobLink(where, self._token, self._inbox.put, Tls.of(shown))
                 while not self._end.over:
@@ -139,6 +145,8 @@ class Job:
     def _write_files(self) -> None:
         raise_descriptor_limit()
         (self.run_dir / LOGS_FOLDER).mkdir(parents=True, exist_ok=True)
+        if not self._succession.begins:
+            return
         (self.run_dir / COORDINATOR_FILE).unlink(missing_ok=True)
         (self.run_dir / JOURNAL_FILE).unlink(missing_ok=True)
         wire.write_token(self.run_dir / TOKEN_FILE, self._token)
@@ -176,10 +184,11 @@ class Job:
         now_s = time.monotonic()
         link.ping(now_s)
         if self._end.outcome is None:
+            self._lead.look(self._coordinator.pid)
             self._check_processes(link, now_s)
             self._start_due(now_s)
             self._look_for_answer(link, now_s)
-        self._end.look(now_s, self._local is not None and self._local.pidfd >= 0)
+        self._end.look(now_s, self._local is not None and self._local.pidfd >= 0, self._lead.here)
 
     def _patience(self, link: JobLink, now_s: float) -> float:
         restarts = [process.restart_at_s for process in (self._coordinator, self._local) if process is not None]
@@ -204,7 +213,7 @@ class Job:
         woken = self._local.wake(now_s) if self._local is not None else ""
         if woken:
             self._notify("warning", Why(Cause.HUNG, woken))
-        if self._coordinator.pidfd < 0 or self._coordinator.pid == self._silenced:
+        if self._coordinator.pidfd < 0 or self._coordinator.pid == self._silenced or not self._lead.here:
             return
         silence_s = link.silence_s(now_s)
         if silence_s >= COORDINATOR_SILENT_S:
@@ -228,7 +237,12 @@ class Job:
         if self._end.outcome is not None or self._local.restart_at_s == inf:
             return  # it has left, as it was to
         self._notify("agent_died", Why(Cause.HOST_LOST, why.reason))
-        if hopeless:
+        if self._succession.owner and self._local.exit_code in (
+            2,
+            3,
+        ):  # it was refused, or no coordinator has come back
+            self._end.give_up(self._local.exit_code, Why(Cause.UNKNOWN, last_line(self._local.log_path)))
+        elif hopeless:
             self._fail_start("the agent of this host", self._local, why)
 
     def _fail_start(self, what: str, process: Supervised, why: Why) -> None:
@@ -246,6 +260,8 @@ class Job:
             self._end.present(item.agent_ids)
         elif isinstance(item, AgentNotice):
             self._on_notice(item)
+        elif isinstance(item, Goodbye) and self._succession.guest:
+            self._end.give_up(3, Why(item.cause, item.reason))
         elif isinstance(item, CommandReply) and not item.ok:
             self._notify("warning", Why(Cause.REQUESTED, item.error))
 
@@ -269,6 +285,9 @@ class Job:
                 self._notify("warning", Why(Cause.PREEMPTED, text))
                 link.command("checkpoint", vars(Why(Cause.PREEMPTED, f"notice of a preemption ({name})")))
             return
+        if self._succession.guest:
+            self._end.give_up(128 + number, Why(Cause.INTERRUPTED, f"interrupted by {name}: the job goes on elsewhere"))
+            return
         rule = self.config.checkpoint
         grace_s = rule.grace_s if rule.enabled else 0.0
         if not self._end.signal(number, time.monotonic(), grace_s):
@@ -285,14 +304,15 @@ class Job:
         """All of it is done, whatever a part of it raises, or a signal interrupts."""
         with contextlib.ExitStack() as last_first:
             last_first.callback(self._inbox.close)
-            last_first.callback(_forget, self.run_dir / COORDINATOR_FILE)
+            if self._lead.here:
+                last_first.callback(_forget, self.run_dir / COORDINATOR_FILE)
             last_first.callback(self._coordinator.end)
             last_first.callback(self._hear_the_last)
             if self._link is not None:
                 last_first.callback(self._link.close)
             if self._local is not None:
                 last_first.callback(self._local.end, *([INTERRUPTED_WAIT_S] if self._end.interrupted else []))
-            if self._link is not None:
+            if self._link is not None and not self._succession.guest:
                 last_first.callback(self._link.goodbye, Why(Cause.INTERRUPTED, "the job's process has ended"))
 
     def _hear_the_last(self) -> None:
@@ -387,6 +407,11 @@ class JobEnd:
         self.outcome = self.outcome or Outcome(1, "failed", why)
         self.over = True
 
+    def give_up(self, exit_code: int, why: Why) -> None:
+        """This process leaves, whatever becomes of the job."""
+        self.outcome = self.outcome or Outcome(exit_code, "interrupted", why)
+        self.over = True
+
     def present(self, agents: Iterable[str]) -> None:
         """These agents are connected."""
         self._present = set(agents)
@@ -400,16 +425,17 @@ class JobEnd:
         """A worker of this agent runs."""
         self._left.discard(agent_id)
 
-    def look(self, now_s: float, local: bool) -> None:
-        """Time has passed, or something has come. local: the agent of the job's own host runs."""
+    def look(self, now_s: float, local: bool, leads: bool = True) -> None:
+        """Time has passed, or something has come. local: the agent of the job's own host runs. leads: so does the
+        coordinator that decides; else other hosts are another one's to wait for."""
         late = now_s >= self._deadline_s
         if self.outcome is not None:
-            self.over = self.over or late or not (local or self._present)
+            self.over = self.over or late or not (local or (leads and self._present))
         elif self.interrupted:
             if late or (self.alone and not local):
                 self.outcome = _interrupted(self.interrupted, "; the coordinator did not answer")
                 self.over = True
-        elif not self._left or self._left < self._present:
+        elif not leads or not self._left or self._left < self._present:
             self._deadline_s = inf
         elif self._deadline_s == inf:
             self._deadline_s = now_s + LAST_WAIT_S
@@ -499,7 +525,6 @@ class JobLink:
         self._spoke_s = time.monotonic()
         if isinstance(message, Goodbye):
             self._told.set()
-            return
         if isinstance(message, CommandReply):
             asked = self._asked.get(message.request)
             if asked is not None and asked[0].name != "stop":

@@ -20,6 +20,8 @@ from everstep.runtime.context import Joining
 from everstep.runtime.fork_server import DEFAULT_PRELOAD
 from everstep.runtime.fork_server_client import EarlyForkServer
 from everstep.runtime.process import END_ALONE, Pinged, is_stopped, own_command, why_ended
+from everstep.runtime.standing import DEPOSED
+from everstep.runtime.succession import Succession
 
 COORDINATOR_MODULE = "everstep.runtime.coordinator_main"
 AGENT_MODULE = "everstep.runtime.host_agent"
@@ -115,25 +117,37 @@ class Supervised(ABC):
 
 
 class CoordinatorProcess(Supervised):
-    """The one coordinator of a run directory. port: for its first life; 0 is any."""
+    """The one coordinator of a run directory. port: for its first life; 0 is any. succession: among those of others."""
 
-    def __init__(self, run_dir: Path, port: int) -> None:
+    def __init__(self, run_dir: Path, port: int, succession: Succession) -> None:
         super().__init__(run_dir / LOGS_FOLDER / "coordinator.log")
         self._run_dir = run_dir
         self._port = port
+        self._succession = succession
+
+    def died(self, now_s: float) -> tuple[Why, bool]:
+        """As ever; but one that another has taken the place of stands by at once."""
+        why, hopeless = super().died(now_s)
+        if self.exit_code == DEPOSED:
+            self.restart_at_s = now_s
+            return Why(Cause.LEASE, "it has lost its lease, and stands by"), False
+        return why, hopeless
 
     def start(self) -> None:
         """Start it, on the port of its predecessor if there was one."""
-        with contextlib.suppress(OSError, EverstepError):
-            self._port = read_address(self._run_dir / COORDINATOR_FILE).port
+        if self._succession.begins and not self._succession.owner:
+            with contextlib.suppress(OSError, EverstepError):
+                self._port = read_address(self._run_dir / COORDINATOR_FILE).port
         command = own_command(COORDINATOR_MODULE, str(self._run_dir), "--port", str(self._port))
         command += ["--parent", str(os.getpid()), "--down-since", str(self.died_unix_ns)]
         command += ["--cause", self.death.cause if self.death is not None else Cause.UNKNOWN]
+        command += self._succession.words()
         self.spawn(command)
 
 
 class LocalHost(Supervised):
-    """One agent process after the other. entry, preload, room, ranks, domains: as `Joining` has them.
+    """One agent process after the other. entry, preload, room, ranks, domains: as `Joining` has them. host, own:
+    likewise; "": both are the config's address.
 
     early: a fork server that may be running already; the first agent takes it over, later ones start their own.
     """
@@ -149,8 +163,11 @@ class LocalHost(Supervised):
         ranks: int = 1,
         room: int = 0,
         domains: Mapping[str, str] | None = None,
+        host: str = "",
+        own: str = "",
     ) -> None:
         super().__init__(run_dir / LOGS_FOLDER / "agent.log")
+        self._named = (host or config.network.address, own or config.network.address)
         self._run_dir = run_dir
         self._config = config
         self._entry = entry
@@ -173,13 +190,13 @@ class LocalHost(Supervised):
             token_file=str(self._run_dir / TOKEN_FILE),
             entry=self._entry,
             preload=list(self._preload),
-            host=self._config.network.address,
+            host=self._named[0],
             room=self._room,
             threads=self._config.threads,
             ranks=self._ranks,
             server=server,
             parent=os.getpid(),
-            own=self._config.network.address,
+            own=self._named[1],
             tls=self._config.security.tls,
             domains=self._domains,
         )

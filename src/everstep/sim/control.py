@@ -37,8 +37,8 @@ _MOST_IDLE_TICKS = 5
 
 
 MakeDriver = Callable[[WorkerKey], Driver]
-MakeCoordinator = Callable[[Sequence[dict[str, Any]], int], Coordinator]
-"""From a journal, and how many workers the job begins with."""
+MakeCoordinator = Callable[[Sequence[dict[str, Any]], int, int], Coordinator]
+"""From a journal, how many workers the job begins with, and the term of a lease (0: there is none)."""
 
 
 class SimCoordinator(Process):
@@ -47,17 +47,21 @@ class SimCoordinator(Process):
     When it crashes an entry that was being written is there or not; nothing that depends on it has left.
     """
 
-    def __init__(self, world: World, control: Control) -> None:
-        super().__init__(world, "coordinator", CONTROL_HOST)
+    def __init__(self, world: World, control: Control, name: str = "coordinator", host: str = CONTROL_HOST) -> None:
+        super().__init__(world, name, host)
         self.control = control
-        self.machine = control.make(control.journal, control.size)
+        self.machine = control.make(control.journal, control.size, 0)
         self.peers: dict[str, SimConnection] = {}
         self._crash_after: int | None = None
         self._tick_at: int | None = None
         self._queue: list[CoordinatorEffect] = []
         self._syncing = False
         self._idle_ticks = 0
-        world.log(self.name, "STARTED", f"journal of {len(control.journal)}")
+        self.begin()
+
+    def begin(self) -> None:
+        """It has been started."""
+        self.world.log(self.name, "STARTED", f"journal of {len(self.control.journal)}")
         self.feed(Tick())
 
     def accept(self, connection: SimConnection, role: str) -> None:
@@ -125,7 +129,7 @@ class SimCoordinator(Process):
                     connection.close(self)
             case Report(kind=kind, fields=fields):
                 self.world.log(self.name, "reports", kind, fields)
-                self.control.report(kind, fields)
+                self.control.report(kind, fields, self.machine)
 
     def _set_timer(self) -> None:
         at = self.machine.next_deadline_ns
@@ -339,7 +343,11 @@ class Control:
         self.agents: dict[str, AgentProcess] = {}
         self.workers: dict[WorkerKey, SimWorker] = {}
         self.fate = Fate()
-        self.coordinator = SimCoordinator(self.world, self)
+        self.coordinator = self.first_coordinator()
+
+    def first_coordinator(self) -> SimCoordinator:
+        """The one that there is from the start."""
+        return SimCoordinator(self.world, self)
 
     @property
     def world(self) -> World:
@@ -350,11 +358,16 @@ class Control:
         self, owner: Process, role: str, receive: Callable[[Any], None], lost: Callable[[], None]
     ) -> SimConnection | None:
         """A connection to the present life of the coordinator; None if it cannot be reached."""
-        connection = connect(self.world, owner, self.coordinator, timeout_ns=2000 * MS)
-        if connection is not None:
+        there = self.answering()
+        connection = connect(self.world, owner, there, timeout_ns=2000 * MS)
+        if connection is not None and there is not None:
             connection.listen(owner, receive, lost)
-            self.coordinator.accept(connection, role)
+            there.accept(connection, role)
         return connection
+
+    def answering(self) -> SimCoordinator | None:
+        """To whom somebody who looks for the coordinator comes."""
+        return self.coordinator
 
     def connected(self) -> int:
         """One more connection. Returns its number."""
@@ -366,6 +379,11 @@ class Control:
         if not self.coordinator.alive and not self.fallen:
             self.coordinator = SimCoordinator(self.world, self)
             self.fate.began(self.coordinator.machine.status()["state"])
+
+    def mend(self) -> None:
+        """From here on nothing is wrong with the coordinator."""
+        self.coordinator.crash_after(None)
+        self.coordinator.thaw()
 
     def boot(self, host: str) -> None:
         """Start a host's agent, and with it its workers, unless it runs."""
@@ -410,10 +428,10 @@ class Control:
         self.workers[key], self.site.lives[key] = worker, worker
         return worker
 
-    def report(self, kind: str, fields: dict[str, Any]) -> None:
-        """Something that the coordinator reports."""
+    def report(self, kind: str, fields: dict[str, Any], machine: Coordinator) -> None:
+        """Something that a coordinator reports."""
         if kind == "worker_evicted":
-            status = self.coordinator.machine.status()
+            status = machine.status()
             believed = [w for w in status["workers"] if w["role"] in ("leader", "active", "standby")]
             who = WorkerKey(fields["worker_id"], fields["incarnation"])
             self.checks.evicted(who, bool(believed) or self._cut_off(who, fields["cause"]))

@@ -6,7 +6,7 @@ first one's recovery; so settling, fetching, healing and switching get their sha
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from random import Random
 
@@ -121,10 +121,17 @@ def draw_one(rng: Random, at_ms: int, phase: str | None = None) -> SimFault:
     )
 
 
-class SimInjector:
-    """The faults that are still to strike. verify_every: steps between comparisons of the copies."""
+Strikes = Callable[["SimInjector", SimFault, SimWorker | None], None]
 
-    def __init__(self, control: Control, faults: tuple[SimFault, ...], verify_every: int) -> None:
+
+class SimInjector:
+    """The faults that are still to strike. verify_every: steps between comparisons of the copies. more: what kinds do
+    that are not in the table here."""
+
+    def __init__(
+        self, control: Control, faults: tuple[SimFault, ...], verify_every: int, more: Mapping[str, Strikes] = {}
+    ) -> None:
+        self._more = more
         self.control = control
         self.world = control.world
         self.verify_every = verify_every
@@ -156,7 +163,7 @@ class SimInjector:
         if not self.stopped:
             self.world.log("chaos", f"*** {fault}")
             self.world.seen["faults", fault.kind] += 1
-            _KINDS[fault.kind][1](self, fault, worker)
+            (self._more.get(fault.kind) or _KINDS[fault.kind][1])(self, fault, worker)
 
     def for_a_while(self, fault: SimFault, end: Callable[..., None], *args: object) -> None:
         """What has begun ends."""
@@ -191,8 +198,7 @@ class SimInjector:
         control.site.phases.hooks.clear()
         self.world.log("chaos", "*** the faults stop")
         self.world.mend_all()
-        control.coordinator.crash_after(None)
-        control.coordinator.thaw()
+        control.mend()
         control.site.disk.empty_all()
         control.resume(control.size, control.checks.job.stages)
         control.start_coordinator()
@@ -203,9 +209,6 @@ class SimInjector:
             control.agents[host].replace_fork_server()
         for host in control.hosts:
             control.boot(host)
-
-
-Strikes = Callable[[SimInjector, SimFault, SimWorker | None], None]
 
 
 # ---- one worker: the one that entered the phase, or any

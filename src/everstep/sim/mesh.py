@@ -18,6 +18,7 @@ from everstep.base.ports import Tag
 from everstep.protocol import messages as wire
 from everstep.protocol.driver import operations as do
 from everstep.protocol.driver.driver import interrupts
+from everstep.protocol.lease.terms import Terms
 from everstep.sim.life import Life, nothing
 from everstep.sim.world import MS, SECOND, Process, SimConnection
 
@@ -190,6 +191,7 @@ class SimControlClient:
     ) -> None:
         self.owner, self.role, self.hello, self.deliver = owner, role, hello, deliver
         self._dial = dial
+        self._terms = Terms()
         self.connection: SimConnection | None = None
         self.queue: list[wire.AnyMessage] = []
         self.closed = True
@@ -202,7 +204,7 @@ class SimControlClient:
     def _try(self) -> None:
         if self.closed or self.connection is not None:
             return
-        connection = self._dial(self.owner, self.role, lambda body: self.deliver(wire.decode(body)), self._lost)
+        connection = self._dial(self.owner, self.role, self._heard, self._lost)
         if connection is None:
             self.owner.soon(20 * MS, 300 * MS, self._try)
             return
@@ -211,6 +213,17 @@ class SimControlClient:
         waiting, self.queue = self.queue, []
         for message in [*self.hello(), *waiting]:
             connection.send(self.owner, wire.encode(message))
+
+    def _heard(self, body: bytes) -> None:
+        message = wire.decode(body)
+        refused = self._terms.refusal(message)
+        if not refused:
+            self.deliver(message)
+        elif self.connection is not None:
+            self.owner.world.seen["terms", "refused"] += 1
+            self.owner.world.log(self.owner.name, "refuses a coordinator:", refused)
+            self.connection.close(self.owner)
+            self._lost()
 
     def _lost(self) -> None:
         self.connection = None

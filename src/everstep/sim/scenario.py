@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from random import Random
-from typing import Any
+from typing import Any, Literal
 
 from everstep.base.config_keys import CheckpointConfig, DiskTierConfig, MemoryTierConfig
 from everstep.base.plan import WorkerKey
@@ -35,12 +35,15 @@ from everstep.sim.control import (
 )
 from everstep.sim.faults import DIFFERS, SimFault, SimInjector, draw, draw_losses, draw_more, draw_one, draw_split
 from everstep.sim.faults import KNOWN as FAULTS
+from everstep.sim.leases import LEASE_FAULTS, LeasedControl, draw_leases
 from everstep.sim.life import Disk, Life, SimSite
 from everstep.sim.model import SimJob, wrong
 from everstep.sim.worker import KNOWN as WAYS
 from everstep.sim.worker import METRIC
 from everstep.sim.world import MS, SECOND, SimConnection, World
 
+SeedKind = Literal["", "split", "leased"]
+"""Of seeds: whole models; models in several stages; jobs with two coordinators, of either."""
 NewDriver = Callable[[WorkerKey, DriverConfig, StepMachine], Driver]
 NewCoordinator = Callable[[CoordinatorConfig, Sequence[dict[str, Any]]], Coordinator]
 
@@ -116,11 +119,16 @@ class Setup:
         compared = f"; compared every {self.verify_every}" if self.verify_every else ""
         compared += f"; {self.donors} donors at once" if self.donors > 1 else ""
         compared += f"; worker {self.differs} begins differently" if self.differs is not None else ""
+        compared += "; two coordinators and a lease" if isinstance(self, LeasedSetup) else ""
         lines = [
             f"{self.workers} workers and {self.spares} spares on {self.hosts} hosts, at least {self.min_workers}, "
             f"on_failure {self.on_failure}; {self.job.steps} steps of {self.job.lanes} lanes{split}{compared}"
         ]
         return "\n".join(lines + [f"  {fault}" for fault in self.faults])
+
+
+class LeasedSetup(Setup):
+    """With two coordinators, of which the one that holds the lease decides."""
 
 
 def _cut_anew(rng: Random, faults: Iterable[SimFault], job: SimJob) -> tuple[tuple[SimFault, ...], SimJob]:
@@ -177,6 +185,13 @@ def set_up_split(seed: int) -> Setup:
     return chosen.with_more(seed, 60 + steps * 60)
 
 
+def set_up_leased(seed: int) -> Setup:
+    """The setup of a seed, with two coordinators; every third is of a model in several stages."""
+    chosen = set_up(seed) if seed % 3 else set_up_split(seed)
+    faults = (*chosen.faults, *draw_leases(Random(f"leases {seed}"), 60 + chosen.job.steps * 60))
+    return LeasedSetup(**{**vars(chosen), "faults": tuple(sorted(faults, key=lambda f: f.at_ms))})
+
+
 @dataclass(frozen=True)
 class Verdict:
     """What came of it. `problem` is "" if every promise held."""
@@ -227,14 +242,15 @@ class Simulation:
         self.differs = None if setup.differs is None else WorkerKey(setup.differs, 0)
         self.world.seen[DIFFERS] += self.differs is not None
         site = SimSite(self.world, self.checks, Disk(setup.job.stages, seeing), setup.donors, self.differs)
-        self.control = Control(site, hosts, (setup.workers, setup.spares), self._coordinator, self._driver)
+        control = LeasedControl if isinstance(setup, LeasedSetup) else Control
+        self.control = control(site, hosts, (setup.workers, setup.spares), self._coordinator, self._driver)
         for host in hosts:
             self.control.boot(host)
-        self.injector = SimInjector(self.control, setup.faults, setup.verify_every)
+        self.injector = SimInjector(self.control, setup.faults, setup.verify_every, LEASE_FAULTS)
         self.unused: dict[SimConnection, int] = {}  # and how often they were seen
         self._look()
 
-    def _coordinator(self, journal: Sequence[dict[str, Any]], workers: int) -> Coordinator:
+    def _coordinator(self, journal: Sequence[dict[str, Any]], workers: int, term: int) -> Coordinator:
         """For a job that was started with so many workers; the stages are those that it has now."""
         setup, stages = self.setup, self.checks.job.stages
         config = CoordinatorConfig(
@@ -248,7 +264,7 @@ class Simulation:
             heartbeat_ceiling_ns=1500 * MS,
             heartbeat_interval_ns=HEARTBEAT_NS,
             quorum_wait_ns=3600 * SECOND,
-            hosts=HostRules(grace_ns=1 * SECOND, return_ns=2 * SECOND),
+            hosts=HostRules(grace_ns=1 * SECOND, return_ns=2 * SECOND, term=term),
             save_ns=setup.save_ms * MS,
             wish=PoolWish(
                 homes=even_homes(workers, stages),
@@ -346,14 +362,17 @@ def simulate(
     seed: int,
     *,
     split: bool = False,
+    leased: bool = False,
     setup: Setup | None = None,
     tracing: bool = False,
     machine: type[StepMachine] = StepMachine,
     coordinator: NewCoordinator = Coordinator,
     driver: NewDriver = Driver,
 ) -> Verdict:
-    """Run one seed. `split`: of a model in several stages. `setup` replaces what the seed would draw."""
-    chosen = setup if setup is not None else set_up_split(seed) if split else set_up(seed)
+    """Run one seed. `split`: of a model in several stages; `leased`: with two coordinators. `setup` replaces what the
+    seed would draw."""
+    drawn = set_up_leased if leased else set_up_split if split else set_up
+    chosen = setup if setup is not None else drawn(seed)
     simulation = Simulation(seed, chosen, tracing, machine, coordinator, driver)
     try:
         problem = simulation.run()
@@ -398,7 +417,7 @@ class SeedTally:
         if not outcome.ok:
             self.failed.append(outcome)
 
-    def as_json(self, split: bool, cpu_s: float) -> dict[str, Any]:
+    def as_json(self, kind: SeedKind, cpu_s: float) -> dict[str, Any]:
         """For programs. cpu_s: what it took."""
         coverage: dict[str, dict[str, int]] = {}
         for (group, name), n in sorted(self.seen.items()):
@@ -409,7 +428,7 @@ class SeedTally:
                 "promise": outcome.problem.partition(":")[0],
                 "problem": outcome.problem,
                 "schedule": [str(fault) for fault in outcome.setup.faults],
-                "replay": _replay(outcome.seed, split),
+                "replay": _replay(outcome.seed, kind),
             }
             for outcome in self.failed
         ]
@@ -421,9 +440,9 @@ class SeedTally:
         }
 
 
-def run_one(seed: int, split: bool, trace: bool) -> int:
+def run_one(seed: int, kind: SeedKind, trace: bool) -> int:
     """Returns the exit code: 0 all promises held, 1 one was broken."""
-    outcome = simulate(seed, split=split, tracing=trace)
+    outcome = simulate(seed, split=kind == "split", leased=kind == "leased", tracing=trace)
     for line in outcome.trace:
         print(line)
     print(outcome)
@@ -434,35 +453,35 @@ def run_one(seed: int, split: bool, trace: bool) -> int:
     return 0 if outcome.ok else 1
 
 
-def run_many(start: int, stop: int | None, split: bool, keep_going: bool, as_json: bool) -> int:
+def run_many(start: int, stop: int | None, kind: SeedKind, keep_going: bool, as_json: bool) -> int:
     """Seeds from `start` to before `stop`; None: until one fails or the user interrupts. Exit codes as `run_one`."""
     tally, begin_s, begin_cpu_s = SeedTally(), time.monotonic(), time.process_time()
     seeds: Iterable[int] = itertools.count(start) if stop is None else range(start, stop)
     try:
         for seed in seeds:
-            outcome = simulate(seed, split=split)
+            outcome = simulate(seed, split=kind == "split", leased=kind == "leased")
             tally.add(outcome)
             if not as_json:
-                _tell(tally, outcome, split)
+                _tell(tally, outcome, kind)
             if not outcome.ok and not keep_going:
                 break
     except (KeyboardInterrupt, SystemExit):
         if stop is not None:
             raise
     if as_json:
-        print(json.dumps(tally.as_json(split, time.process_time() - begin_cpu_s)))
+        print(json.dumps(tally.as_json(kind, time.process_time() - begin_cpu_s)))
     else:
         took = time.monotonic() - begin_s
         print(f"{tally.count} seeds, {len(tally.failed)} failed, {tally.events} events, {took:.1f} s")
     return 1 if tally.failed else 0
 
 
-def _tell(tally: SeedTally, outcome: Verdict, split: bool) -> None:
+def _tell(tally: SeedTally, outcome: Verdict, kind: SeedKind) -> None:
     if not outcome.ok:
-        print(f"{outcome}\n  replay with: {_replay(outcome.seed, split)}", flush=True)
+        print(f"{outcome}\n  replay with: {_replay(outcome.seed, kind)}", flush=True)
     if tally.count % 1000 == 0:
         print(f"{tally.count} seeds, {len(tally.failed)} failed", flush=True)
 
 
-def _replay(seed: int, split: bool) -> str:
-    return f"everstep sim --seed {seed}{' --split' if split else ''} --trace"
+def _replay(seed: int, kind: SeedKind) -> str:
+    return f"everstep sim --seed {seed}{f' --{kind}' if kind else ''} --trace"

@@ -17,7 +17,7 @@ from fake_coordinator import PATIENCE_S, FakeCoordinator
 from everstep.base.cause import Cause, Why
 from everstep.base.config import load_config
 from everstep.protocol import messages as m
-from everstep.runtime.address import COORDINATOR_FILE, write_address
+from everstep.runtime.address import COORDINATOR_FILE, address_of, announce
 from everstep.runtime.job import Job
 from everstep.runtime.supervisor import Supervised
 
@@ -46,7 +46,7 @@ class FakeProcess(Supervised):
 
     def start(self) -> None:
         if self._port is not None:
-            write_address(self._file, "127.0.0.1", self._port)
+            announce(self._file, address_of("127.0.0.1", self._port))
         self.pidfd, self._alive = os.pipe()
         self.restart_at_s = inf
         self.starts += 1

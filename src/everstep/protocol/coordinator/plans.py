@@ -114,6 +114,7 @@ def _plan(job: JobState, members: Iterable[Worker], seats: tuple[Seat, ...], why
         speeds=job.speeds.of(w.key.worker_id for w in there),
         leaders=leaders(seats, config.wish),
         cause=why.cause,
+        term=config.hosts.term,
         **rest,
     )
 

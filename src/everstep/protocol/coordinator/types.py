@@ -20,6 +20,7 @@ class HostRules:
     device: of the workers; devices: of those that have another one, by worker id.
     least: hosts that have to be there before the job begins; named: where the map wants workers, by worker id; wait_ns:
     how long it waits for all of them. strikes: scripted faults of hosts and links.
+    term: of the coordinator among those that may take each other's place; 0 where there is but one.
     """
 
     grace_ns: int = 2_000_000_000
@@ -31,6 +32,7 @@ class HostRules:
     named: Mapping[int, str] = field(default_factory=dict)
     wait_ns: int = 600_000_000_000
     strikes: tuple[Strike, ...] = ()
+    term: int = 0
 
     def gpu(self, worker_id: int) -> str:
         """The GPU of a worker, as its host calls it; "" if it has none."""

@@ -1,0 +1,71 @@
+"""The end of a job, as the command says it that has led it: events, ledger, summary, exit code."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from everstep.base.cause import Cause
+from everstep.base.errors import ConfigError
+from everstep.checkpoint.store import DirectoryStore
+from everstep.cli.display import print_summary, summary
+from everstep.cli.job import JobFile
+from everstep.cli.ledger import missing_rows
+from everstep.cli.main import complain
+from everstep.cli.run_dir import checkpoint_dir, read_digest
+from everstep.observe.events import EventLog, read_events
+from everstep.report.facts import Facts
+from everstep.runtime.address import EVENTS_FILE
+
+if TYPE_CHECKING:
+    from everstep.runtime.job import Job, Outcome
+
+
+def end_of(
+    process: Job, run_dir: Path, job: JobFile, events: EventLog, facts: Facts, exit_code: int, *, as_json: bool = False
+) -> int:
+    """What is left to do when the process of a job is over. Returns the command's exit code."""
+    DirectoryStore(checkpoint_dir(run_dir, job)).drop_leftovers()  # workers may have been killed while they wrote
+    lacking = lacking_rows(run_dir, process.reached - 1)  # when a step was applied, the one before it was released
+    if lacking:  # the end was told by the coordinator, who does not read the ledger: pages and reports shall say it too
+        events.write("warning", cause=Cause.DISK, reason=lacking)
+        events.close()
+    return conclude(run_dir, facts, process.outcome, exit_code, lacking, as_json=as_json)
+
+
+def say_the_end(events: EventLog, run_dir: Path, begin_ns: int, outcome: Outcome | None, exit_code: int) -> None:
+    """The coordinator reports the end; if it could not, the job's own word stands in."""
+    ends = ("job_completed", "job_failed")
+    told = (e["kind"] in ends and e["time_unix_ns"] >= begin_ns for e in read_events(run_dir / EVENTS_FILE))
+    if outcome is not None and not any(told):
+        why, kind = outcome.why, ends[bool(exit_code)]
+        events.write(kind, cause=why.cause, reason=why.reason, state=outcome.state, exit_code=exit_code)
+
+
+def lacking_rows(run_dir: Path, reached: int = 0) -> str:
+    """What the ledger lacks; "" if it is complete."""
+    try:
+        return missing_rows(run_dir, reached)
+    except ConfigError as error:
+        return f"it is not known whether the ledger is complete: {error}"
+
+
+def conclude(
+    run_dir: Path, facts: Facts, outcome: Outcome | None, exit_code: int, lacking: str, *, as_json: bool = False
+) -> int:
+    """Say how it ended. lacking: what the ledger lacks; a job that is completed without it exits with 1."""
+    digest = read_digest(run_dir) if exit_code == 0 else None
+    why = outcome.why if outcome is not None and exit_code else None
+    result = summary(facts, exit_code, str(run_dir), digest, why, lacking)
+    if as_json:
+        print(json.dumps(result, separators=(",", ":")), flush=True)
+    elif exit_code == 0:
+        print_summary(result)
+    wrong = [lacking] if lacking else []
+    if exit_code:
+        said, reached = why.reason if why else "the job failed", max(facts.step, facts.checkpoint_step)
+        wrong.insert(0, f"{said} (after step {reached}; logs in {run_dir / 'logs'})")
+    if wrong:
+        complain("; ".join(wrong))
+    return int(result["exit_code"])

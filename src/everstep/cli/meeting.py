@@ -1,0 +1,121 @@
+"""Where the job is that a host wants to join, as --join says it, and waiting for it.
+
+It listens at an address; at one of several; is found in etcd; or lies in a directory that says where it listens.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+from everstep.base.config import Config
+from everstep.base.doors import check_private
+from everstep.base.errors import ConfigError, ProtocolError, QuorumLost, TokenRefused
+from everstep.base.etcd_address import SCHEME, EtcdAddress
+from everstep.cli.run_dir import read_digest
+from everstep.runtime import wire
+from everstep.runtime.about import ask_about, clock_words
+from everstep.runtime.address import COORDINATOR_FILE, TOKEN_FILE, read_address
+from everstep.runtime.context import Joining
+from everstep.runtime.etcd import Etcd
+from everstep.runtime.finding import Where, among, in_etcd, local_address
+from everstep.runtime.interfaces import own_address
+from everstep.runtime.tls import Tls, shown_by
+
+_FILE = "file://"
+_AGAIN_S = 0.25
+_ETCD_S = 2.0
+
+
+class Met(NamedTuple):
+    """A job that answers. joining: with the address of this host."""
+
+    joining: Joining
+    token: bytes
+    place: tuple[str, int]
+
+
+def folder_of(address: str) -> Path | None:
+    """The job's directory that "file://DIR" names, None for other addresses. Raises: ConfigError if it names none."""
+    if not address.startswith(_FILE):
+        return None
+    if not address.removeprefix(_FILE):
+        raise ConfigError(f"--join: expected file://DIR with the job's directory, got {address!r}")
+    return Path(address.removeprefix(_FILE)).absolute()
+
+
+def moves(address: str) -> bool:
+    """Whether the job's coordinator may be elsewhere later, and this host has to look for it by itself."""
+    return address.startswith(SCHEME) or "," in address
+
+
+def looking(address: str, token: bytes | None, config: Config) -> Callable[[], Where | None]:
+    """What finds the job's coordinator, as `Finder` has it. token: None if it lies in the job's directory.
+
+    Raises: ConfigError; QuorumLost if etcd does not answer.
+    """
+    folder = folder_of(address)
+    if folder is not None:
+        return lambda: _in_folder(folder)
+    if address.startswith(SCHEME):
+        etcd = Etcd(EtcdAddress.parse("--join", address), token or b"", _ETCD_S)
+        etcd.announced()
+        return lambda: in_etcd(etcd)
+    places = [Joining(one, "", "", [], "").where() for one in address.split(",")]
+    known = [place for place in places if not isinstance(place, Path)]
+    if len(known) < len(places):
+        raise ConfigError(f"--join: expected ADDR:PORT like 127.0.0.1:29400, or file://DIR, got {address!r}")
+    if len(known) == 1:
+        return lambda: {"host": known[0][0], "port": known[0][1]}
+    security = config.security
+    return lambda: among(known, token or b"", Tls.of(shown_by(security.tls, token or b"", local_address(known[0]))))
+
+
+def _in_folder(folder: Path) -> Where:
+    found = read_address(folder / COORDINATOR_FILE)
+    return {"host": found.host, "port": found.port}
+
+
+def wait_for_job(
+    joining: Joining, look: Callable[[], Where | None], known: bytes | None, folder: Path | None, config: Config
+) -> Met | None:
+    """Until a job answers that has this token, where `look` says. known: the token; None: it lies in the `folder` of
+    the job. Returns None if the job in the folder is over.
+
+    Raises: ConfigError if it has another one, or is none; QuorumLost if nobody has answered for long.
+    """
+    patience_s = config.hosts.wait_s
+    end_s, told, at = time.monotonic() + patience_s, False, joining.said
+    while True:
+        try:
+            found = look()
+            if found is None:
+                raise ConnectionRefusedError("nobody holds its lease, or answers")
+            place = str(found["host"]), int(found["port"])
+            at = f"{place[0]}:{place[1]}"
+            token = known or wire.read_token(Path(folder or "", TOKEN_FILE))
+            own = own_address(config.network, joining.own or None, place[0])
+            check_private("--address", own, trusted=config.network.trusted)
+            warning = clock_words(ask_about(place, token, joining.tls, own))
+            if warning:
+                print(f"warning: {warning}", file=sys.stderr, flush=True)
+            return Met(replace(joining, own=own), token, place)
+        except ProtocolError as error:
+            if folder is None:
+                other = "that head has another token (" if isinstance(error, TokenRefused) else ""
+                raise ConfigError(f"--join {at}: {other}{error}{')' if other else ''}") from None
+            words = f"no job answers in {folder} ({error})"  # what lies there may be of the one before
+        except OSError as error:
+            words = f"no head at {at} ({(error.strerror or str(error)).lower()})"
+        if folder is not None and read_digest(folder) is not None and not (folder / COORDINATOR_FILE).exists():
+            return None
+        if time.monotonic() >= end_s:
+            raise QuorumLost(f"{words} for {patience_s:g} s: is the job's 'everstep run --listen' started there?")
+        if not told:
+            print(f"{words}: waiting for it", file=sys.stderr, flush=True)
+            told = True
+        time.sleep(min(_AGAIN_S, max(0.0, end_s - time.monotonic())))

@@ -1,0 +1,226 @@
+"""Hosts that can take over a job whose coordinator is lost: by its lease in etcd, or because somebody says so."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+
+from everstep.base.config import Config
+from everstep.base.errors import ConfigError, EverstepError, ProtocolError, QuorumLost
+from everstep.base.etcd_address import EtcdAddress
+from everstep.cli.beside import parse_listen, sinks_beside, told
+from everstep.cli.conclusion import end_of, say_the_end
+from everstep.cli.display import Watcher, choose_display
+from everstep.cli.job import JobFile, check_network, read_job, total_steps
+from everstep.cli.main import complain
+from everstep.cli.run_dir import read_digest
+from everstep.cli.worker import ENTRY, PRELOAD
+from everstep.observe.events import EventLog
+from everstep.protocol.lease.requests import Holder, HolderSeen, Look
+from everstep.runtime import wire
+from everstep.runtime.address import COORDINATOR_FILE, EVENTS_FILE, JOURNAL_FILE, TOKEN_FILE, read_address
+from everstep.runtime.commands import run_lock
+from everstep.runtime.etcd import Announced, Etcd
+from everstep.runtime.finding import among, local_address
+from everstep.runtime.fork_server_client import EarlyForkServer
+from everstep.runtime.succession import Succession, new_owner
+from everstep.runtime.tls import Tls, shown_by
+
+ETCD_S = 2.0
+_PATIENCE_S = 600.0
+_AGAIN_S = 0.25
+
+
+def begin_leased(run_dir: Path, config: Config, token: bytes, opening: list[str]) -> Succession:
+    """Announce a job that begins now, where it has a lease; another one may have it still for as long as that lasts.
+
+    Raises: ConfigError if a job runs there; QuorumLost if etcd does not answer.
+    """
+    if config.control.etcd is None:
+        return Succession()
+    address = EtcdAddress.parse("control.etcd", config.control.etcd)
+    end_s = time.monotonic() + config.control.lease_s + 1.0
+    with contextlib.closing(Etcd(address, token, ETCD_S)) as etcd:
+        wire.write_token(run_dir / TOKEN_FILE, token)  # whoever stands by looks for it as soon as it hears of the job
+        try:
+            while (holder := etcd.begin({"run_dir": str(run_dir.resolve())})) is not None:
+                if time.monotonic() > end_s:
+                    raise ConfigError(f"a job is still running under {address}: {_of(holder)}; wait, or stop it")
+                time.sleep(_AGAIN_S)
+        except ProtocolError as error:
+            raise ConfigError(f"control.etcd: {error}") from None
+        opening.append(f"hosts that can take over join with: everstep agent --join {address} --standby")
+        return Succession(owner=new_owner(), job=etcd.job, address=config.network.address)
+
+
+def _of(holder: Holder) -> str:
+    return f"its coordinator is at {holder.where.get('host')}:{holder.where.get('port')}"
+
+
+@contextlib.contextmanager
+def leaders_work(
+    run_dir: Path, config: Config, note: Callable[[str], None], leads: bool
+) -> Iterator[Callable[[dict[str, Any]], None]]:
+    """What one host does for the job, beside deciding: telling the sinks. Yields what is to be told of the process's
+    own events. leads: from the start, and for good."""
+    with contextlib.ExitStack() as working:
+
+        def on_event(event: dict[str, Any]) -> None:
+            if event["kind"] in ("coordinator_leads", "coordinator_follows"):
+                working.close()
+            if event["kind"] == "coordinator_leads":
+                working.enter_context(sinks_beside(run_dir, told(config), note))
+
+        if leads:
+            working.enter_context(sinks_beside(run_dir, told(config), note))
+        yield on_event
+
+
+def stand_by(address: EtcdAddress, token: bytes, run_dir: Path | None, slots: int, host: str, own: str) -> int:
+    """Be an agent, and the job's next coordinator should its present one be lost. Returns the exit code.
+
+    run_dir: None if the job says. host: its name, "" for this machine's. own: its address, "" for that of the route.
+    """
+    with contextlib.closing(Etcd(address, token, ETCD_S)) as etcd:
+        found = _announced(etcd)
+        run_dir = run_dir or Path(str(found.facts.get("run_dir")))
+        job = read_job(run_dir, joined=False)
+        own = own or _own(etcd)
+    succession = Succession(guest=True, owner=new_owner(), job=found.revision, address=own)
+    name = host or os.uname().nodename
+    print(f"{name} stands by for the job in {run_dir}", file=sys.stderr, flush=True)
+    return _take_part(run_dir, job, token, succession, slots, name, 0)
+
+
+def _announced(etcd: Etcd) -> Announced:
+    """The job, once there is one. Raises: QuorumLost if none comes, or etcd does not answer."""
+    end_s, said = time.monotonic() + _PATIENCE_S, False
+    while True:
+        try:
+            found = etcd.announced()
+        except ProtocolError as error:
+            raise ConfigError(f"--join: {error}") from None
+        if found is not None:
+            return found
+        if time.monotonic() > end_s:
+            raise QuorumLost(f"no job has begun under {etcd.address} for {_PATIENCE_S:g} s")
+        if not said:
+            print(f"no job has begun under {etcd.address}: waiting for it", file=sys.stderr, flush=True)
+        said = True
+        time.sleep(_AGAIN_S)
+
+
+def _own(etcd: Etcd) -> str:
+    """The address of this host on the way to the coordinator, or to etcd while there is none."""
+    seen = etcd.ask(Look())
+    host, _, port = etcd.address.members[0].rpartition(":")
+    if isinstance(seen, HolderSeen) and seen.holder is not None:
+        return local_address((str(seen.holder.where.get("host")), 1))
+    return local_address((host, int(port)))
+
+
+def _take_part(
+    run_dir: Path, job: JobFile, token: bytes, succession: Succession, slots: int, host: str, port: int
+) -> int:
+    """As the process of a job that was started elsewhere. slots: of this host, -1 for none."""
+    from everstep.runtime.job import Job
+    from everstep.runtime.supervisor import LocalHost
+
+    config, own = job.config, succession.address
+    events = EventLog(run_dir / EVENTS_FILE)
+    display = choose_display(
+        run_dir, as_json=False, log_every=config.log_every, total_steps=total_steps(config, job.dataset_size)
+    )
+    begin_ns = time.time_ns()
+    watcher = Watcher(run_dir / EVENTS_FILE, begin_ns, display)
+    led = not succession.owner
+    with contextlib.ExitStack() as held:
+        server = held.enter_context(contextlib.closing(EarlyForkServer(config.threads, PRELOAD)))
+        local = LocalHost(run_dir, config, ENTRY, preload=PRELOAD, early=server, room=slots, host=host, own=own)
+
+        def on_event(event: dict[str, Any]) -> None:
+            nonlocal led
+            on_lead(event)
+            if event["kind"] == "coordinator_leads" and not led:
+                led = True
+                with contextlib.suppress(ConfigError):  # the command that began the job may run still
+                    held.enter_context(run_lock(run_dir))
+                display.note(f"{host} leads the job in {run_dir} from now on: the host that did is lost")
+                watcher.start()
+            if led:
+                watcher.process_event(event)
+
+        on_lead = held.enter_context(leaders_work(run_dir, config, display.note, leads=led))
+        agent = local if slots >= 0 else None
+        if led:
+            watcher.start()
+        process = Job(
+            run_dir, config, job.task, list(job.argv), agent, on_event, port=port, token=token, succession=succession
+        )
+        exit_code = process.run()
+        outcome = process.outcome
+        if led:
+            watcher.stop()
+        if succession.guest and (not led or (outcome is not None and exit_code > 128)):
+            if outcome is not None and exit_code > 1:
+                complain(outcome.why.reason)
+            return exit_code if exit_code > 1 else 0
+        say_the_end(events, run_dir, begin_ns, outcome, exit_code)
+        events.close(wait_s=1.0)
+        return end_of(process, run_dir, job, events, watcher.facts, exit_code)
+
+
+@click.command()
+@click.argument("run_dir", metavar="DIR", type=click.Path(path_type=Path))
+@click.option("--listen", metavar="ADDR:PORT", help="Address of this host, where agents come; port 0 is any.")
+@click.option("--slots", type=click.IntRange(1), help="Run so many workers here, too; none where it is not given.")
+def takeover(run_dir: Path, listen: str | None, slots: int | None) -> int:
+    """Go on with the job in DIR from its journal, on this host, after the host that led it was lost.
+
+    Refused while that one can still be heard. Agents and workers that wait for a coordinator find this one by DIR, or
+    by the list of addresses that they were started with.
+    """
+    job = read_job(run_dir)
+    if read_digest(run_dir) is not None:
+        raise ConfigError(f"the job in {run_dir} has finished: there is nothing to take over")
+    if job.config.control.etcd is not None:
+        where = job.config.control.etcd
+        raise ConfigError(f"the job's lease is in etcd: everstep agent --join {where} --standby takes over by itself")
+    if not (run_dir / JOURNAL_FILE).is_file():
+        raise ConfigError(f"expected the journal of a job that runs in {run_dir}, found no {JOURNAL_FILE}")
+    own, port = parse_listen("--listen", listen) if listen is not None else (job.config.network.address, 0)
+    try:
+        token = wire.read_token(run_dir / TOKEN_FILE)
+    except (OSError, EverstepError) as error:
+        raise ConfigError(f"cannot read the job's token in {run_dir / TOKEN_FILE}: {error}") from None
+    with run_lock(run_dir):
+        _refuse_if_led(run_dir, job.config, token, own)
+        check_network(_at(job.config, own), port)
+        succession = Succession(address=own, anew=True)
+        name = os.uname().nodename
+        return _take_part(run_dir, job, token, succession, slots or -1, name, port)
+
+
+def _at(config: Config, own: str) -> Config:
+    from everstep.base.config import load_config, to_dict
+
+    return load_config([("the job", to_dict(config)), ("--listen", {"network.address": own})])
+
+
+def _refuse_if_led(run_dir: Path, config: Config, token: bytes, own: str) -> None:
+    """Raises: ConfigError if the job's coordinator answers."""
+    try:
+        there = read_address(run_dir / COORDINATOR_FILE)
+    except (OSError, ProtocolError):
+        return
+    if among([(there.host, there.port)], token, Tls.of(shown_by(config.security.tls, token, own))) is not None:
+        raise ConfigError(
+            f"the coordinator of {run_dir} answers at {there.host}:{there.port}: nobody takes the place of a living one"
+        )

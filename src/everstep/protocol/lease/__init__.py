@@ -1,0 +1,1 @@
+"""Which of several coordinators decides: the lease that one holds, the journal that only its holder writes. Pure."""

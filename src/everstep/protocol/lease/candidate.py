@@ -1,0 +1,103 @@
+"""One coordinator's way to the lease: looks who holds it, takes it when it is free, prolongs it, knows when it is over.
+
+Pure: asks one thing at a time, and is told the time, in nanoseconds, on a clock that goes on while the machine sleeps.
+"""
+
+from __future__ import annotations
+
+from everstep.base.errors import check
+from everstep.protocol.lease.requests import (
+    Campaign,
+    Holder,
+    HolderSeen,
+    JournalEntry,
+    Look,
+    Renew,
+    Renewed,
+    StoreAnswer,
+    StoreRequest,
+)
+
+SECOND_NS = 1_000_000_000
+SURE_PART = 0.7
+"""Of the time for which the lease was prolonged, as long as its holder counts on it: clocks differ, words take time."""
+_LOOKS = 10
+_RENEWALS = 5
+_AGAIN_NS = 50_000_000
+
+
+class Candidate:
+    """What is to be asked is `request`, once `due_ns` is there; its answer is told by `answered`, before anything else
+    is asked.
+
+    owner, where: as `Holder` has them. ttl_s: how long a lease lasts that nobody prolongs. holder: of the lease, when
+    it was last seen; None if it was free, or was never seen. term: of the lease that this one holds, 0 as long as it
+    has never held it.
+    """
+
+    def __init__(self, owner: str, where: JournalEntry, ttl_s: int) -> None:
+        self.holder: Holder | None = None
+        self.term = 0
+        self.due_ns = 0
+        self._owner, self._where, self._ttl_s = owner, where, ttl_s
+        self._lease = 0
+        self._free = False
+        self._until_ns = 0
+        self._asked_ns: int | None = None
+        self._asked: StoreRequest | None = None
+
+    def holds(self, now_ns: int) -> bool:
+        """Whether it is sure to hold the lease now. Once it has held it and does not, it never will again."""
+        return now_ns < self._until_ns
+
+    @property
+    def until_ns(self) -> int:
+        """Until when it is sure, if nothing is answered meanwhile."""
+        return self._until_ns
+
+    def deposed(self, now_ns: int) -> bool:
+        """Whether it held the lease and cannot count on it any more."""
+        return self.term > 0 and not self.holds(now_ns)
+
+    def request(self, now_ns: int) -> StoreRequest | None:
+        """What is to be asked now, None if nothing is: something is asked already, or not due."""
+        if self._asked is not None or now_ns < self.due_ns or self.deposed(now_ns):
+            return None
+        if self._lease:
+            self._asked = Renew(self._lease)
+        elif self._free:
+            self._asked = Campaign(self._owner, self._where, self._ttl_s)
+        else:
+            self._asked = Look()
+        self._asked_ns = now_ns
+        return self._asked
+
+    def answered(self, now_ns: int, answer: StoreAnswer) -> None:
+        """What was asked was answered, or will not be."""
+        asked, asked_ns = self._asked, self._asked_ns
+        check(asked is not None and asked_ns is not None, "an answer to nothing that was asked")
+        self._asked = self._asked_ns = None
+        if isinstance(asked, Campaign):
+            self._free, self.due_ns = False, now_ns
+        elif isinstance(answer, HolderSeen):
+            self._saw(now_ns, answer.holder)
+        elif isinstance(answer, Renewed) and asked_ns is not None:
+            self._renewed(asked_ns, answer.ttl_s)
+        else:
+            self.due_ns = now_ns + _AGAIN_NS
+
+    def _saw(self, now_ns: int, holder: Holder | None) -> None:
+        self.holder, self._free = holder, holder is None
+        self.due_ns = now_ns
+        if holder is not None and holder.owner == self._owner:
+            self._lease = holder.lease  # taken now, or by an earlier life: it counts once it has been prolonged
+        elif holder is not None:
+            self.due_ns = now_ns + self._ttl_s * SECOND_NS // _LOOKS
+
+    def _renewed(self, asked_ns: int, ttl_s: int) -> None:
+        if ttl_s <= 0 or self.holder is None:
+            self._lease, self._until_ns, self.due_ns = 0, 0, asked_ns
+            return
+        self.term = self.holder.term
+        self._until_ns = asked_ns + int(SURE_PART * ttl_s * SECOND_NS)
+        self.due_ns = asked_ns + ttl_s * SECOND_NS // _RENEWALS

@@ -1,0 +1,28 @@
+"""Whom to believe: what a coordinator says counts only as long as no newer one has been heard of. Pure."""
+
+from __future__ import annotations
+
+from everstep.protocol.messages import AnyMessage, Heal, PlanNow, PlanPrepared, TermBegun
+
+
+class Terms:
+    """What one process, an agent or a worker, has heard of. term: the newest in which any coordinator has spoken."""
+
+    def __init__(self) -> None:
+        self.term = 0
+        self._planned = 0
+
+    def refusal(self, message: AnyMessage) -> str:
+        """Why a coordinator that says this is not to be listened to any more; "" if it may go on, and then what it has
+        said counts."""
+        if isinstance(message, TermBegun):
+            if message.term < self.term:
+                return f"its term is {message.term}, and a coordinator of term {self.term} has spoken since"
+            self.term = message.term
+        elif isinstance(message, PlanNow | PlanPrepared | Heal):
+            term = message.plan.term
+            if term < self._planned:
+                return f"it sends a plan of term {term}, and one of term {self._planned} is known"
+            self._planned = term
+            self.term = max(self.term, term)
+        return ""

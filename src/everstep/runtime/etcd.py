@@ -1,0 +1,356 @@
+"""The lease and the journal of a job in etcd, over the JSON gateway of its members, on one kept connection.
+
+Everything that is written bears a tag that only the job's token makes, so who can write into etcd can stop a job but
+not tell it anything. Source: etcd.io/docs, "gRPC gateway" and "API reference" (txn, lease).
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import hmac
+import json
+import threading
+import zlib
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import msgspec
+
+from everstep.base.errors import ConfigError, ProtocolError, QuorumLost
+from everstep.base.etcd_address import EtcdAddress
+from everstep.protocol.lease.requests import (
+    Append,
+    Appended,
+    Campaign,
+    Compact,
+    Fenced,
+    Holder,
+    HolderSeen,
+    JournalEntry,
+    Load,
+    Loaded,
+    Look,
+    Renew,
+    Renewed,
+    StoreAnswer,
+    StoreRequest,
+    Taken,
+    Unanswered,
+)
+from everstep.runtime.handshake import role_token
+
+LEASE, JOB, SNAPSHOT, JOURNAL = "/lease", "/job", "/snapshot", "/journal/"
+_ROLE = "etcd"
+_MOST_BYTES = 64 << 20
+_PAGE = 500
+_TAG_BYTES = 32
+_DIGITS = 10
+
+
+class _Pair(msgspec.Struct):
+    key: str = ""
+    value: str = ""
+    create_revision: str = "0"
+    mod_revision: str = "0"
+    lease: str = "0"
+
+
+class _Range(msgspec.Struct):
+    kvs: list[_Pair] = []
+    more: bool = False
+
+
+class _Outcome(msgspec.Struct):
+    response_range: _Range | None = None
+
+
+class _Head(msgspec.Struct):
+    revision: str = "0"
+
+
+class _Reply(msgspec.Struct):
+    """Of any request; what is not in it has its default."""
+
+    header: _Head = msgspec.field(default_factory=_Head)
+    kvs: list[_Pair] = []
+    more: bool = False
+    succeeded: bool = False
+    responses: list[_Outcome] = []
+    ID: str = "0"
+    TTL: str = "0"
+    result: dict[str, Any] = {}
+    health: str = ""
+
+
+class Announced(NamedTuple):
+    """What a job has said of itself. revision: of that, so that another job is known from it."""
+
+    facts: dict[str, Any]
+    revision: int
+
+
+class _Silent(Exception):
+    """A member has not answered, or not as a member of etcd that has a leader does."""
+
+
+class Etcd:
+    """Answers what coordinators ask (`ask`), and knows which job it is for. Thread-safe.
+
+    token: the job's. timeout_s: for one request to one member. job: `Announced.revision` of the job that may have the
+    lease; 0: of any.
+
+    Raises: ConfigError if httpx is not installed.
+    """
+
+    def __init__(self, address: EtcdAddress, token: bytes, timeout_s: float, job: int = 0) -> None:
+        try:
+            import httpx
+        except ImportError:
+            raise ConfigError("etcd needs httpx: pip install 'everstep[etcd]'") from None
+        self.address = address
+        self.job = job
+        self._key = role_token(token, _ROLE)
+        self._errors = (httpx.HTTPError, httpx.InvalidURL)
+        self._refused = httpx.ConnectError
+        limits = httpx.Limits(max_connections=8, max_keepalive_connections=8, keepalive_expiry=60.0)
+        self._http = httpx.Client(timeout=timeout_s, limits=limits, trust_env=False)
+        self._turn = 0
+        self._lock = threading.Lock()
+
+    def close(self) -> None:
+        """End its connections."""
+        self._http.close()
+
+    def ask(self, request: StoreRequest) -> StoreAnswer:
+        """Never raises for what etcd does; what it holds that is not the job's own is `ProtocolError`."""
+        try:
+            return _MEANS[type(request)](self, request)
+        except _Silent as error:
+            return Unanswered(str(error))
+
+    # ---- lease and journal
+
+    def _look(self, request: Look) -> StoreAnswer:
+        return HolderSeen(self._holder(self._get(LEASE)))
+
+    def _holder(self, pairs: list[_Pair]) -> Holder | None:
+        if not pairs:
+            return None
+        said = self._opened(LEASE, pairs[0])
+        try:
+            owner, where = str(said["owner"]), dict(said["where"])
+        except (KeyError, TypeError, ValueError):
+            raise ProtocolError(f"expected who holds the lease under {self.address}, found something else") from None
+        return Holder(owner, where, _int(pairs[0].lease), _int(pairs[0].create_revision))
+
+    def _campaign(self, request: Campaign) -> StoreAnswer:
+        lease = _int(self._post("lease/grant", {"TTL": str(request.ttl_s)}).ID)
+        free = [self._compare(LEASE, "CREATE", "create_revision", 0)]
+        if self.job:
+            free.append(self._compare(JOB, "MOD", "mod_revision", self.job))
+        mine = self._put(LEASE, {"owner": request.owner, "where": request.where}, lease)
+        if not self._post("kv/txn", {"compare": free, "success": [mine]}).succeeded:
+            self.resign(lease)
+        return Appended()
+
+    def _renew(self, request: Renew) -> StoreAnswer:
+        reply = self._post("lease/keepalive", {"ID": str(request.lease)})
+        return Renewed(_int(str(reply.result.get("TTL", "0"))))
+
+    def resign(self, lease: int) -> None:
+        """Give the lease back, if etcd answers."""
+        with contextlib.suppress(_Silent):
+            self._post("lease/revoke", {"ID": str(lease)})
+
+    def _load(self, request: Load) -> StoreAnswer:
+        first = self._post("kv/range", self._span(SNAPSHOT, ""))
+        revision = first.header.revision
+        through, entries = 0, list[JournalEntry]()
+        for pair in first.kvs:
+            said = self._opened(SNAPSHOT, pair)
+            through, entries = _whole(said.get("through")), _entries(said.get("entries"))
+        start, number, more = f"{JOURNAL}{through + 1:0{_DIGITS}d}", through, True
+        while more:
+            end = {"revision": revision, "limit": str(_PAGE), "sort_target": "KEY", "sort_order": "ASCEND"}
+            page = self._post("kv/range", {**self._span(start, f"{JOURNAL}:"), **end})
+            for pair in page.kvs:
+                name = _text(pair.key).removeprefix(self.address.prefix)
+                number = _whole(int(name.removeprefix(JOURNAL)))
+                entries += _entries(self._opened(name, pair).get("entries"))
+                start = f"{JOURNAL}{number + 1:0{_DIGITS}d}"
+            more = page.more and bool(page.kvs)
+        return Loaded(entries, number + 1)
+
+    def _append(self, request: Append) -> StoreAnswer:
+        name = f"{JOURNAL}{request.number:0{_DIGITS}d}"
+        compare = [self._term(request.term), self._compare(name, "CREATE", "create_revision", 0)]
+        there = [{"request_range": self._span(LEASE, "")}, {"request_range": self._span(name, "")}]
+        asked = {"compare": compare, "success": [self._put(name, {"entries": request.entries})], "failure": there}
+        reply = self._post("kv/txn", asked)
+        if reply.succeeded:
+            return Appended()
+        lease, written = ([] if r.response_range is None else r.response_range.kvs for r in reply.responses[:2])
+        if not written or not lease or _int(lease[0].create_revision) != request.term:
+            return Fenced()
+        return Taken(_entries(self._opened(name, written[0]).get("entries")))
+
+    def _compact(self, request: Compact) -> StoreAnswer:
+        span = self._span(JOURNAL, f"{JOURNAL}{request.through + 1:0{_DIGITS}d}")
+        said = self._put(SNAPSHOT, {"through": request.through, "entries": request.entries})
+        asked = {"compare": [self._term(request.term)], "success": [said, {"request_delete_range": span}]}
+        return Appended() if self._post("kv/txn", asked).succeeded else Fenced()
+
+    # ---- the job
+
+    def begin(self, facts: dict[str, Any]) -> Holder | None:
+        """Say which job this is, with an empty journal; unless somebody holds the lease, who is returned.
+
+        Raises: QuorumLost if etcd does not answer.
+        """
+        free = [self._compare(LEASE, "CREATE", "create_revision", 0)]
+        gone = [{"request_delete_range": self._span(JOURNAL, f"{JOURNAL}:")}]
+        gone.append({"request_delete_range": self._span(SNAPSHOT, "")})
+        held = [{"request_range": self._span(LEASE, "")}]
+        asked = {"compare": free, "success": [self._put(JOB, facts), *gone], "failure": held}
+        reply = self._surely("kv/txn", asked)
+        if reply.succeeded:
+            self.job = _int(reply.header.revision)
+            return None
+        found = reply.responses[0].response_range if reply.responses else None
+        return self._holder([] if found is None else found.kvs)
+
+    def announced(self) -> Announced | None:
+        """The job that is there, None if none is. Raises: QuorumLost if etcd does not answer."""
+        pairs = self._surely("kv/range", self._span(JOB, "")).kvs
+        return Announced(self._opened(JOB, pairs[0]), _int(pairs[0].mod_revision)) if pairs else None
+
+    def _surely(self, what: str, asked: dict[str, Any]) -> _Reply:
+        """Of whichever member answers; what is asked may take effect more than once."""
+        for _ in self.address.members:
+            with contextlib.suppress(_Silent):
+                return self._post(what, asked)
+        raise QuorumLost(self.trouble())
+
+    def trouble(self) -> str:
+        """What is wrong with etcd, in one line for people."""
+        silent = [member for member in self.address.members if not self._lives(member)]
+        count = len(self.address.members)
+        if not silent:
+            return f"etcd at {','.join(self.address.members)} has no leader: look whether its members reach each other"
+        words = f"{len(silent)} of {count} members do not answer"
+        return f"etcd without a quorum: {words} ({', '.join(silent)}): start them, or name others in control.etcd"
+
+    def _lives(self, member: str) -> bool:
+        """Whether it answers at all, be it that it has no leader."""
+        try:
+            return bool(self._read("GET", member, "/health", None, (200, 503)).health)
+        except _Silent:
+            return False
+
+    # ---- keys and values
+
+    def _name(self, name: str) -> str:
+        return base64.b64encode(f"{self.address.prefix}{name}".encode()).decode()
+
+    def _span(self, name: str, end: str) -> dict[str, str]:
+        return {"key": self._name(name), **({"range_end": self._name(end)} if end else {})}
+
+    def _compare(self, name: str, target: str, field: str, value: int) -> dict[str, Any]:
+        return {"key": self._name(name), "target": target, "result": "EQUAL", field: str(value)}
+
+    def _term(self, term: int) -> dict[str, Any]:
+        return self._compare(LEASE, "CREATE", "create_revision", term)
+
+    def _put(self, name: str, said: dict[str, Any], lease: int = 0) -> dict[str, Any]:
+        body = zlib.compress(json.dumps(said, separators=(",", ":")).encode(), 1)
+        value = base64.b64encode(self._tag(name, body) + body).decode()
+        return {"request_put": {"key": self._name(name), "value": value, "lease": str(lease)}}
+
+    def _tag(self, name: str, body: bytes) -> bytes:
+        return hmac.digest(self._key, f"{self.address.prefix}{name}\0".encode() + body, "sha256")
+
+    def _opened(self, name: str, pair: _Pair) -> dict[str, Any]:
+        """Raises: ProtocolError if nobody with the job's token has written it."""
+        try:
+            data = base64.b64decode(pair.value, validate=True)
+            tag, body = data[:_TAG_BYTES], data[_TAG_BYTES:]
+            if hmac.compare_digest(tag, self._tag(name, body)):
+                inflate = zlib.decompressobj()
+                said = json.loads(inflate.decompress(body, _MOST_BYTES))
+                if isinstance(said, dict):
+                    return said
+        except (ValueError, RecursionError, zlib.error):
+            pass
+        key = f"{self.address.prefix}{name}"
+        raise ProtocolError(f"what etcd has under {key} is of no job with this token: choose another prefix or token")
+
+    def _get(self, name: str) -> list[_Pair]:
+        return self._post("kv/range", self._span(name, "")).kvs
+
+    # ---- requests
+
+    def _post(self, what: str, asked: dict[str, Any]) -> _Reply:
+        """To one member; to the next one where nobody listens, and after one that has failed. Raises: _Silent."""
+        failed: list[str] = []
+        for _ in self.address.members:
+            with self._lock:
+                member = self.address.members[self._turn % len(self.address.members)]
+            try:
+                return self._read("POST", member, f"/v3/{what}", asked, (200,))
+            except _Silent as error:
+                failed.append(str(error))
+                with self._lock:
+                    self._turn += 1
+                if not isinstance(error.__cause__, self._refused):
+                    break  # it may have taken effect: whoever asked decides what to ask next
+        raise _Silent("; ".join(failed))
+
+    def _read(self, method: str, member: str, path: str, asked: Any, fine: tuple[int, ...]) -> _Reply:
+        data = bytearray()
+        try:
+            with self._http.stream(method, f"http://{member}{path}", json=asked) as response:
+                for chunk in response.iter_bytes():
+                    data += chunk
+                    if len(data) > _MOST_BYTES:
+                        raise _Silent(f"{member} says more than {_MOST_BYTES} bytes")
+            if response.status_code not in fine:
+                raise _Silent(f"{member}: {bytes(data[:200]).decode(errors='replace')}")
+            return msgspec.json.decode(data, type=_Reply)
+        except self._errors as error:
+            raise _Silent(f"{member}: {str(error) or type(error).__name__}") from error
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+            raise _Silent(f"{member} does not speak as etcd does") from error
+
+
+def _int(text: str) -> int:
+    """As etcd writes numbers. Raises: _Silent for anything else."""
+    if not text.isascii() or not text.isdecimal() or len(text) > 20:
+        raise _Silent(f"expected a number of etcd, got {text[:40]!r}")
+    return int(text)
+
+
+def _text(key: str) -> str:
+    return base64.b64decode(key).decode(errors="replace")
+
+
+def _whole(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < 10**_DIGITS:
+        raise ProtocolError(f"expected a number of the journal, got {str(value)[:40]!r}")
+    return value
+
+
+def _entries(value: Any) -> list[JournalEntry]:
+    if not isinstance(value, list) or not all(isinstance(entry, dict) for entry in value):
+        raise ProtocolError("expected entries of the journal in etcd, found something else")
+    return value
+
+
+_MEANS: dict[type, Callable[[Etcd, Any], StoreAnswer]] = {
+    Look: Etcd._look,
+    Campaign: Etcd._campaign,
+    Renew: Etcd._renew,
+    Load: Etcd._load,
+    Append: Etcd._append,
+    Compact: Etcd._compact,
+}

@@ -1,0 +1,74 @@
+"""Finding the coordinator again, for one host: it is said in a file, which the host's agent and workers follow."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from everstep.base.errors import ConfigError, EverstepError, ProtocolError
+from everstep.protocol.lease.requests import HolderSeen, Look
+from everstep.protocol.roles import READ
+from everstep.runtime import wire
+from everstep.runtime.address import announce
+from everstep.runtime.etcd import Etcd
+from everstep.runtime.handshake import role_token
+from everstep.runtime.standing import checked_where
+from everstep.runtime.tls import Tls
+
+LOOK_S = 0.2
+Where = dict[str, Any]
+
+
+def in_etcd(etcd: Etcd) -> Where | None:
+    """Whoever holds the lease; None if nobody does, or etcd does not answer."""
+    answer = etcd.ask(Look())
+    return checked_where(answer.holder.where) if isinstance(answer, HolderSeen) and answer.holder is not None else None
+
+
+def among(places: Sequence[tuple[str, int]], token: bytes, tls: Tls | None) -> Where | None:
+    """The first of these at which a coordinator of the job answers; None if none does."""
+    for host, port in places:
+        with contextlib.suppress(OSError, ProtocolError):
+            sock = socket.create_connection((host, port), LOOK_S * 5)
+            with wire.secured(sock, tls) as sock:
+                wire.handshake_client(sock, role_token(token, READ), READ, "agent")
+                return {"pid": 1, "host": host, "port": port, "tls": "off", "ca": ""}
+    return None
+
+
+def local_address(there: tuple[str, int]) -> str:
+    """That of this host on the way to another one. Raises: ConfigError if there is no way."""
+    with socket.socket(type=socket.SOCK_DGRAM) as sock:
+        try:
+            sock.connect(there)
+            return str(sock.getsockname()[0])
+        except (OSError, UnicodeError) as error:
+            why = (error.strerror if isinstance(error, OSError) else None) or error
+            raise ConfigError(f"--join: there is no way to {there[0]} from here ({why}): give --address") from None
+
+
+class Finder:
+    """Keeps `path` up until it is closed. look: where the coordinator is now, as far as is known; asked again and again
+    while it is `wanted`."""
+
+    def __init__(self, path: Path, look: Callable[[], Where | None], wanted: Callable[[], bool]) -> None:
+        self._path, self._look, self._wanted = path, look, wanted
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="finder", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Look no more."""
+        self._over.set()
+        self._thread.join(timeout=5.0)
+
+    def _run(self) -> None:
+        while not self._over.wait(LOOK_S):
+            with contextlib.suppress(EverstepError, OSError):
+                where = self._look() if self._wanted() else None
+                if where is not None:
+                    announce(self._path, where, anew=True)

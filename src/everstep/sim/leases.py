@@ -1,0 +1,242 @@
+"""Two coordinators that stand by for each other, and what befalls them.
+
+Lease, journal and order of effects are the machines of production; here is only what the runtime is there. One of the
+two may go on talking after it has lost the lease: frozen, or with a clock that stands still.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from random import Random
+
+from everstep.protocol import messages as wire
+from everstep.protocol.coordinator.types import Connected, CoordinatorEvent, Persist, Tick
+from everstep.protocol.lease.candidate import Candidate
+from everstep.protocol.lease.held import HeldEffects
+from everstep.protocol.lease.requests import Load, Loaded, StoreAnswer
+from everstep.protocol.lease.writer import Writer
+from everstep.sim.control import CONTROL_HOST, Control, SimCoordinator
+from everstep.sim.faults import SimFault, SimInjector, draw_one
+from everstep.sim.store import STORE_HOST, SimStore
+from everstep.sim.worker import SimWorker
+from everstep.sim.world import MS, SECOND, World
+
+TTL_S = 1
+_HOSTS = (CONTROL_HOST, "control1")
+_COMPACT_EVERY = 7
+
+
+class SimCandidate(SimCoordinator):
+    """One life of a coordinator that decides only while it holds the lease. `serves`: it does, as far as it knows."""
+
+    def __init__(self, world: World, control: LeasedControl, number: int) -> None:
+        self.number = number
+        self.serves = False
+        self.unaware = False  # its clock stands still: it does not see that its lease is over
+        self._store = control.store
+        self._candidate = Candidate(f"job{number}", {"number": number}, TTL_S)
+        self._writer: Writer | None = None
+        self._order = HeldEffects()
+        self._writing = False
+        self._leased = control
+        super().__init__(world, control, "coordinator" if number == 0 else f"coordinator{number}", _HOSTS[number])
+
+    def begin(self) -> None:
+        """It has been started, and stands by."""
+        self.world.log(self.name, "STANDS BY")
+        self._turn()
+
+    def stop_clock(self, stopped: bool) -> None:
+        """From now on it does not see that its lease is over, or sees it again."""
+        self.unaware = stopped
+
+    # ---- the lease
+
+    def _turn(self) -> None:
+        """Ask what is to be asked for the lease."""
+        now = self.world.now_ns
+        if self._candidate.deposed(now) and not self.unaware:
+            self._stand_down("its lease is over")
+            return
+        request = self._candidate.request(now)
+        if request is not None:
+            self._store.ask(self, request, self._lease_answered)
+        else:
+            self.later(max(MS, self._candidate.due_ns - now), self._turn)
+
+    def _lease_answered(self, answer: StoreAnswer) -> None:
+        self._candidate.answered(self.world.now_ns, answer)
+        if (
+            self._candidate.term
+            and not self.serves
+            and self._writer is None
+            and self._candidate.holds(self.world.now_ns)
+        ):
+            self._writing = True
+            self._writer = Writer(self._candidate.term, 0, ())
+            self._load()
+        self._turn()
+
+    def _load(self) -> None:
+        self._store.ask(self, Load(), self._loaded)
+
+    def _loaded(self, answer: StoreAnswer) -> None:
+        if not isinstance(answer, Loaded):
+            self._load()
+            return
+        term = self._candidate.term
+        self._writer = Writer(term, answer.number, answer.entries, _COMPACT_EVERY)
+        self._writing = False
+        self.machine = self.control.make(answer.entries, self.control.size, term)
+        self.world.log(self.name, "LEADS in term", term, f"journal of {len(answer.entries)}")
+        self.world.seen["lease", "taken"] += 1
+        self.serves = True
+        self._leased.leads(self)
+        self.feed(Tick())
+
+    def _stand_down(self, reason: str) -> None:
+        self.world.seen["lease", "lost"] += self.serves
+        self.die(reason)
+        self.world.later(20 * MS, self._leased.start, self.number)
+
+    # ---- events and effects
+
+    def feed(self, event: CoordinatorEvent) -> None:
+        """One event for the machine, if it may decide still."""
+        if not self.serves or not self.alive:
+            return
+        if not self._candidate.holds(self.world.now_ns) and not self.unaware:
+            self._stand_down("its lease is over")
+            return
+        if isinstance(event, Connected) and event.connection in self.peers:
+            self.peers[event.connection].send(self, wire.encode(wire.TermBegun(term=self._candidate.term)))
+        super().feed(event)
+
+    def _perform(self) -> None:
+        """The queue is what the machine has said since the last time."""
+        said, self._queue = self._queue, []
+        entries, self._queue = self._order.take(said)
+        if self._writer is not None:
+            self._writer.put(entries)
+        self._act_all()
+        self._write()
+
+    def _act_all(self) -> None:
+        ready, self._queue = self._queue, []
+        for effect in ready:
+            if self._crash_after is not None:
+                self._crash_after -= 1
+                if self._crash_after < 0:
+                    self.die("in the middle of its effects")
+            if self.alive and not isinstance(effect, Persist):
+                self._act(effect)
+
+    def _write(self) -> None:
+        request = None if self._writer is None or self._writing or not self.alive else self._writer.request()
+        if request is not None:
+            self._writing = True
+            self._store.ask(self, request, self._written)
+
+    def _written(self, answer: StoreAnswer) -> None:
+        self._writing = False
+        if self._writer is None:
+            return
+        count = self._writer.answered(answer)
+        if self._writer.fenced:
+            self.world.seen["lease", "fenced"] += 1
+            self._stand_down(self._writer.fenced)
+            return
+        self._queue = self._order.written(count)
+        self._act_all()
+        self._write()
+
+
+class LeasedControl(Control):
+    """The job's coordinators are two; `coordinator` is the one that was the last to begin to decide."""
+
+    def first_coordinator(self) -> SimCoordinator:
+        """Of two."""
+        self.store = SimStore(self.world)
+        self.candidates = [SimCandidate(self.world, self, number) for number in range(len(_HOSTS))]
+        return self.candidates[0]
+
+    def leads(self, candidate: SimCandidate) -> None:
+        """It decides from now on."""
+        self.coordinator = candidate
+        self.fate.began(candidate.machine.status()["state"])
+
+    def answering(self) -> SimCoordinator | None:
+        """The one that holds the lease; now and then another that still talks."""
+        serving = [c for c in self.candidates if c.alive and c.serves]
+        holder = self.store.holder
+        known = [c for c in serving if holder is not None and c.number == holder.where["number"]]
+        if serving and (not known or self.world.rng.random() < 0.2):
+            return self.world.rng.choice(serving)
+        return known[0] if known else None
+
+    def start(self, number: int) -> None:
+        """The next life of this one, if there is none now."""
+        if not self.candidates[number].alive and not self.fallen:
+            self.candidates[number] = SimCandidate(self.world, self, number)
+
+    def start_coordinator(self) -> None:
+        """The next lives of those that are dead."""
+        for number in range(len(self.candidates)):
+            self.start(number)
+
+    def fall(self) -> None:
+        """All of it dies."""
+        super().fall()
+        for candidate in self.candidates:
+            candidate.die("its job is gone")
+
+    def resume(self, size: int, stages: int) -> None:
+        """As ever; with a journal that begins anew."""
+        if self.fallen and not self.fate.ended:
+            self.store.clear()
+        super().resume(size, stages)
+
+    def mend(self) -> None:
+        """From here on nothing is wrong with coordinators or store."""
+        self.store.mend()
+        for candidate in self.candidates:
+            candidate.stop_clock(False)
+            candidate.crash_after(None)
+            candidate.thaw()
+
+
+# ---- faults
+
+
+def draw_leases(rng: Random, horizon_ms: int) -> tuple[SimFault, ...]:
+    """What befalls coordinators and store; often two at once."""
+    faults: list[SimFault] = []
+    for _ in range(rng.choice((0, 1, 1, 2, 2, 3))):
+        one = draw_one(rng, rng.randint(5, 3 * horizon_ms))
+        kinds = (*LEASE_FAULTS, "coordinator", "coordinator_freeze", "coordinator_mid_effects")
+        faults.append(replace(one, kind=rng.choice(kinds)))
+        if rng.random() < 0.5:  # and then something has to be decided
+            faults.append(replace(draw_one(rng, one.at_ms + rng.randint(0, 1500)), phase=""))
+    return tuple(faults)
+
+
+def strike(injector: SimInjector, fault: SimFault, worker: SimWorker | None) -> None:
+    """One of them."""
+    control = injector.control
+    if not isinstance(control, LeasedControl):
+        raise AssertionError(f"{fault} where there is no lease")
+    leading, lasts_ns = control.coordinator, (fault.for_ms + 500) * MS
+    if fault.kind.startswith("store_"):
+        control.store.trouble(fault.kind.removeprefix("store_"), lasts_ns)
+    elif fault.kind == "lease_cut":
+        injector.world.cut(leading.host, STORE_HOST)
+        injector.world.later(lasts_ns, injector.world.mend, leading.host, STORE_HOST)
+    elif isinstance(leading, SimCandidate):  # it talks on, deposed
+        leading.stop_clock(True)
+        injector.world.cut(leading.host, STORE_HOST)
+        injector.world.later(lasts_ns + SECOND, injector.world.mend, leading.host, STORE_HOST)
+
+
+_NAMES = ("store_down", "store_mute", "store_slow", "store_late", "lease_cut", "lease_unaware")
+LEASE_FAULTS = dict.fromkeys(_NAMES, strike)
+"""By kind."""

@@ -1,0 +1,103 @@
+"""A real etcd of some members for tests: on loopback, or each on a host of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+import urllib.request
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+Start = Callable[[int, Sequence[str], Path], "subprocess.Popen[bytes]"]
+LIMIT_S = 60.0
+
+
+def etcd_there() -> None:
+    """Skips with the reason where there is no etcd."""
+    if shutil.which("etcd") is None:
+        pytest.skip("etcd is not installed: tests/install_etcd.sh installs it where it can")
+
+
+def free_ports(count: int) -> list[int]:
+    """Of loopback."""
+    with contextlib.ExitStack() as held:
+        socks = [held.enter_context(socket.socket()) for _ in range(count)]
+        for sock in socks:
+            sock.bind(("127.0.0.1", 0))
+        return [int(sock.getsockname()[1]) for sock in socks]
+
+
+def _spawn(number: int, command: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
+    with open(log, "ab") as out:
+        return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True)
+
+
+class EtcdMembers:
+    """Members 0, 1, ... of one etcd, started; `close` ends them and removes what they kept.
+
+    A dead leader is replaced within a second. addresses: as "host:port", for clients.
+    """
+
+    def __init__(self, hosts: Sequence[str] = ("127.0.0.1",) * 3, spawn: Start = _spawn) -> None:
+        self._folder = Path(tempfile.mkdtemp(prefix="everstep-etcd-", dir="/dev/shm"))
+        self._spawn = spawn
+        ports = free_ports(2 * len(hosts))
+        self.addresses = [f"{host}:{ports[2 * i]}" for i, host in enumerate(hosts)]
+        self._peers = [f"http://{host}:{ports[2 * i + 1]}" for i, host in enumerate(hosts)]
+        self._processes: list[subprocess.Popen[bytes] | None] = [None] * len(hosts)
+        for number in range(len(hosts)):
+            self.start(number)
+
+    def url(self, prefix: str = "/jobs/test") -> str:
+        """For `control.etcd`."""
+        return f"etcd://{','.join(self.addresses)}{prefix}"
+
+    def start(self, number: int) -> None:
+        """Start a member, or start it again."""
+        cluster = ",".join(f"m{i}={peer}" for i, peer in enumerate(self._peers))
+        client = f"http://{self.addresses[number]}"
+        command = ["etcd", "--name", f"m{number}", "--data-dir", str(self._folder / f"m{number}")]
+        command += ["--listen-client-urls", client, "--advertise-client-urls", client]
+        command += ["--listen-peer-urls", self._peers[number], "--initial-advertise-peer-urls", self._peers[number]]
+        command += ["--initial-cluster", cluster, "--initial-cluster-state", "new", "--logger", "zap"]
+        command += ["--heartbeat-interval", "50", "--election-timeout", "500", "--log-level", "error"]
+        self._processes[number] = self._spawn(number, command, self._folder / f"m{number}.log")
+
+    def wait(self, fetch: Callable[[str], str] | None = None) -> None:
+        """Until there is a leader. fetch: gets a page, from where the members can be reached."""
+        end_s = time.monotonic() + LIMIT_S
+        while time.monotonic() < end_s:
+            with contextlib.suppress(OSError, subprocess.SubprocessError):
+                if '"true"' in (fetch or _page)(f"http://{self.addresses[0]}/health"):
+                    return
+            time.sleep(0.05)
+        logs = "\n".join(path.read_text(errors="replace")[-500:] for path in sorted(self._folder.glob("*.log")))
+        raise AssertionError(f"no leader of etcd within {LIMIT_S:g} s\n{logs}")
+
+    def signal(self, number: int, what: signal.Signals) -> None:
+        """To a member."""
+        process = self._processes[number]
+        if process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, what)
+            if what == signal.SIGKILL:
+                process.wait()
+
+    def close(self) -> None:
+        """End them."""
+        for number in range(len(self._processes)):
+            self.signal(number, signal.SIGKILL)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _page(url: str) -> str:
+    with urllib.request.urlopen(url, timeout=2) as answer:
+        return str(answer.read(1000), "utf-8", "replace")

@@ -1,0 +1,52 @@
+"""Two coordinators and one lease: whichever is lost, deposed or cut off, and whatever the store answers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+import pytest
+
+from everstep.protocol.coordinator.types import CoordinatorEffect, Persist
+from everstep.protocol.lease.held import HeldEffects
+from everstep.protocol.lease.requests import Append, JournalEntry, StoreAnswer, Unanswered
+from everstep.protocol.lease.writer import Writer
+from everstep.sim.scenario import simulate
+
+SEEDS = 120
+TELLING = (56, 68, 74, 77)
+"""Seeds by which the mistakes below are found."""
+
+
+def test_seeds_keep_the_promises() -> None:
+    outcomes = [simulate(seed, leased=True) for seed in range(SEEDS)]
+    failed = [str(outcome) for outcome in outcomes if not outcome.ok]
+    assert not failed, "\n".join(failed)
+    seen = sum((Counter(outcome.seen) for outcome in outcomes), Counter[tuple[str, str]]())
+    for group, name in (("lease", "lost"), ("lease", "fenced"), ("store", "Compact"), ("terms", "refused")):
+        assert seen[group, name], f"never: {group} {name}"
+
+
+def test_effects_that_do_not_wait_for_the_journal_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def take(
+        self: HeldEffects, effects: Iterable[CoordinatorEffect]
+    ) -> tuple[list[JournalEntry], list[CoordinatorEffect]]:
+        said = list(effects)
+        return [e.entry for e in said if isinstance(e, Persist)], [e for e in said if not isinstance(e, Persist)]
+
+    monkeypatch.setattr(HeldEffects, "take", take)
+    assert any("P3: two plans" in simulate(seed, leased=True).problem for seed in TELLING)
+
+
+def test_taking_silence_for_a_yes_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    answered = Writer.answered
+
+    def hopeful(self: Writer, answer: StoreAnswer) -> int:
+        if isinstance(answer, Unanswered) and isinstance(self._asked, Append):
+            count, self._asked = len(self._asked.entries), None
+            self._number += 1
+            return count
+        return answered(self, answer)
+
+    monkeypatch.setattr(Writer, "answered", hopeful)
+    assert any("P3: two plans" in simulate(seed, leased=True).problem for seed in TELLING)

@@ -1,0 +1,296 @@
+"""Which of several coordinators decides: lease, journal and order of effects, as plain functions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from everstep.base.cause import Cause
+from everstep.base.config_keys import HeartbeatConfig
+from everstep.base.plan import Member, Plan, Seat
+from everstep.protocol import messages as wire
+from everstep.protocol.coordinator.coordinator import Coordinator
+from everstep.protocol.coordinator.types import CoordinatorConfig, Persist, Send
+from everstep.protocol.lease.candidate import SECOND_NS, Candidate
+from everstep.protocol.lease.held import HeldEffects
+from everstep.protocol.lease.requests import (
+    Append,
+    Appended,
+    Campaign,
+    Compact,
+    Fenced,
+    Holder,
+    HolderSeen,
+    JournalEntry,
+    Look,
+    Renew,
+    Renewed,
+    StoreAnswer,
+    Taken,
+    Unanswered,
+)
+from everstep.protocol.lease.terms import Terms
+from everstep.protocol.lease.writer import Writer, compacted
+
+MINE = Holder("me", {}, lease=7, term=40)
+OTHER = Holder("other", {}, lease=3, term=30)
+
+
+def led(now_ns: int = 0) -> Candidate:
+    """One that has taken the free lease."""
+    candidate = Candidate("me", {}, ttl_s=2)
+    for expected, answer in (
+        (Look(), HolderSeen(None)),
+        (Campaign("me", {}, 2), Appended()),
+        (Look(), HolderSeen(MINE)),
+        (Renew(7), Renewed(2)),
+    ):
+        assert candidate.request(now_ns) == expected
+        assert not candidate.holds(now_ns)
+        candidate.answered(now_ns, answer)
+    assert candidate.holds(now_ns)
+    assert candidate.term == 40
+    return candidate
+
+
+def test_a_free_lease_is_taken_and_counts_until_before_its_end() -> None:
+    candidate = led(0)
+    assert candidate.holds(int(1.39 * SECOND_NS))
+    assert candidate.deposed(int(1.4 * SECOND_NS))
+    assert candidate.request(int(1.4 * SECOND_NS)) is None, "who is deposed asks for nothing any more"
+
+
+def test_the_time_of_a_renewal_is_that_of_its_question() -> None:
+    """The answer may have been under way for long, and the lease counts from when the question came at the latest."""
+    candidate = led(0)
+    assert candidate.request(int(0.4 * SECOND_NS)) == Renew(7)
+    candidate.answered(int(1.3 * SECOND_NS), Renewed(2))
+    assert candidate.until_ns == int(0.4 * SECOND_NS) + int(1.4 * SECOND_NS)
+
+
+def test_a_campaign_without_an_answer_may_have_been_won() -> None:
+    candidate = Candidate("me", {}, ttl_s=2)
+    candidate.request(0)
+    candidate.answered(0, HolderSeen(None))
+    assert isinstance(candidate.request(0), Campaign)
+    candidate.answered(0, Unanswered("late"))
+    assert candidate.request(0) == Look()
+    candidate.answered(0, HolderSeen(MINE))
+    assert candidate.request(0) == Renew(7)
+
+
+def test_who_stands_by_looks_often_and_asks_for_nothing_else() -> None:
+    candidate = Candidate("me", {}, ttl_s=2)
+    now_ns = 0
+    for _ in range(5):
+        assert candidate.request(now_ns) == Look()
+        assert candidate.request(now_ns) is None, "one thing at a time"
+        candidate.answered(now_ns, HolderSeen(OTHER))
+        assert candidate.request(now_ns) is None
+        now_ns = candidate.due_ns
+    assert now_ns == SECOND_NS
+    assert candidate.holder == OTHER
+    assert not candidate.holds(now_ns)
+    assert not candidate.deposed(now_ns)
+
+
+def test_a_lease_that_has_ended_deposes_at_once() -> None:
+    candidate = led(0)
+    candidate.request(candidate.due_ns)
+    candidate.answered(candidate.due_ns, Renewed(0))
+    assert candidate.deposed(candidate.due_ns)
+
+
+def test_silence_of_the_store_deposes_in_time() -> None:
+    candidate, now_ns, asked = led(0), 0, 0
+    while not candidate.deposed(now_ns):
+        if candidate.request(now_ns) is not None:
+            asked += 1
+            candidate.answered(now_ns, Unanswered("nobody there"))
+        now_ns = max(now_ns + 1_000_000, min(candidate.due_ns, candidate.until_ns))
+    assert now_ns < 1.41 * SECOND_NS
+    assert asked > 10
+
+
+# ---- the journal
+
+
+def entry(number: int) -> JournalEntry:
+    return {"kind": "ticket", "ticket": number}
+
+
+def test_entries_are_written_in_order_one_request_at_a_time() -> None:
+    writer = Writer(40, 5, [])
+    assert writer.request() is None
+    writer.put([entry(1)])
+    assert writer.request() == Append(40, 5, [entry(1)])
+    writer.put([entry(2), entry(3)])
+    assert writer.waiting == 3
+    assert writer.answered(Appended()) == 1
+    assert writer.request() == Append(40, 6, [entry(2), entry(3)])
+    assert writer.answered(Appended()) == 2
+    assert writer.request() is None
+
+
+def test_what_was_not_answered_is_asked_again_to_the_letter() -> None:
+    """So what took effect is found under its number, and never written twice."""
+    writer = Writer(40, 5, [])
+    writer.put([entry(1)])
+    first = writer.request()
+    writer.put([entry(2)])
+    assert writer.answered(Unanswered("late")) == 0
+    assert writer.request() == first
+    assert writer.answered(Taken([entry(1)])) == 1
+    assert writer.request() == Append(40, 6, [entry(2)])
+
+
+@pytest.mark.parametrize("answer", [Fenced(), Taken([entry(9)])])
+def test_whoever_is_fenced_writes_no_more(answer: StoreAnswer) -> None:
+    writer = Writer(40, 5, [])
+    writer.put([entry(1)])
+    writer.request()
+    assert writer.answered(answer) == 0
+    assert writer.fenced
+    assert writer.request() is None
+
+
+def test_the_journal_is_shortened_now_and_then() -> None:
+    writer, asked = Writer(40, 1, [], compact_every=3), []
+    for number in range(7):
+        writer.put([entry(number)])
+        while (request := writer.request()) is not None:
+            asked.append(request)
+            writer.answered(Appended())
+    short = [request for request in asked if isinstance(request, Compact)]
+    assert short == [Compact(40, 3, [entry(2)]), Compact(40, 6, [entry(5)])]
+    assert [r.number for r in asked if isinstance(r, Append)] == list(range(1, 8))
+
+
+def plan(generation: int, members: dict[int, int], *, prepared: bool = False) -> JournalEntry:
+    """A plan of these workers, by incarnation, as an entry."""
+    import msgspec
+
+    first = min(members)
+    made = Plan(
+        generation=generation,
+        reason="a test",
+        members=tuple(Member(w, i, "host") for w, i in sorted(members.items())),
+        seats=tuple(
+            Seat(w, 0, "active" if w == first else "standby", (0, 1) if w == first else ()) for w in sorted(members)
+        ),
+        lanes=2,
+        prepared=prepared,
+        cause=Cause.JOINED,
+    )
+    return {"kind": "plan", "plan": msgspec.to_builtins(made), "agents": {str(w): "host" for w in members}}
+
+
+CONFIG = CoordinatorConfig(
+    lanes=2,
+    stages=1,
+    workers=2,
+    min_workers=1,
+    on_failure="replace",
+    hang_limit_ns=None,
+    heartbeat_floor_ns=int(HeartbeatConfig().floor_s * 1e9),
+    heartbeat_ceiling_ns=int(HeartbeatConfig().ceiling_s * 1e9),
+    heartbeat_interval_ns=None,
+    quorum_wait_ns=0,
+)
+LIFE: list[JournalEntry] = [
+    {"kind": "target", "target": 2, "slots": [0, 1]},
+    plan(1, {0: 0, 1: 0}),
+    {"kind": "evict", "worker_id": 1, "incarnation": 0, "cause": "killed"},
+    plan(2, {0: 0}),
+    {"kind": "ticket", "ticket": 3},
+    plan(3, {0: 0, 1: 1}, prepared=True),
+    {"kind": "entered", "generation": 3},
+    {"kind": "from a newer version", "x": 1},
+    {"kind": "from a newer version", "x": 2},
+    {"kind": "evict", "worker_id": 1, "incarnation": 1, "cause": "hung"},
+    plan(4, {0: 0}),
+    {"kind": "ticket", "ticket": 4},
+    plan(5, {0: 0, 1: 2}, prepared=True),
+    {"kind": "target", "target": 1, "slots": [0]},
+    {"kind": "entered", "generation": 5},
+    plan(6, {0: 0}, prepared=True),
+    {"kind": "slot_lost", "worker_id": 1, "reason": "it died again and again"},
+    {"kind": "ended", "state": "completed", "reason": "done", "exit_code": 0},
+]
+
+
+def known(journal: list[JournalEntry]) -> dict[str, Any]:
+    """What a coordinator knows by its journal."""
+    job = Coordinator(CONFIG, journal).job
+    members = job.membership
+    return {
+        "plan": job.agreement.plan,
+        "prepared": job.agreement.prepared,
+        "generation": job.agreement.generation,
+        "lives": sorted(w.key for w in members.workers.values()),
+        "agents": sorted((w.key, w.agent_id) for w in members.workers.values()),
+        "fenced": [(w, i) for w in range(3) for i in range(4) if members.is_fenced(Member(w, i, "").key)],
+        "target": job.slots.target,
+        "lost": job.slots.lost,
+        "ended": job.progress.ended,
+        "broken": job.agreement.broken,
+    }
+
+
+@pytest.mark.parametrize("length", range(len(LIFE) + 1))
+def test_a_shortened_journal_says_the_same(length: int) -> None:
+    journal = LIFE[:length]
+    short = compacted(journal)
+    assert known(short) == known(journal)
+    assert compacted(short) == short
+    assert [e for e in short if "newer" in e["kind"]] == [e for e in journal if "newer" in e["kind"]]
+    assert len(short) <= len(journal)
+
+
+def test_a_journal_that_is_not_understood_is_not_shortened() -> None:
+    journal: list[JournalEntry] = [plan(1, {0: 0}), {"kind": "plan", "plan": "none"}, entry(1), entry(2)]
+    assert compacted(journal) == journal
+
+
+# ---- the order of effects
+
+
+def effect(name: str) -> Send:
+    return Send(name, wire.JobEnded(state="completed", reason="", exit_code=0))
+
+
+def test_effects_wait_for_the_entries_before_them() -> None:
+    held, ticking = HeldEffects(), Send("agent", wire.Pong(seq=1))
+    assert held.take([effect("a")]) == ([], [effect("a")])
+    assert held.take([Persist(entry(1)), effect("b"), ticking]) == ([entry(1)], [ticking])
+    assert held.take([effect("c")]) == ([], [])
+    assert held.take([Persist(entry(2)), Persist(entry(3)), effect("d")]) == ([entry(2), entry(3)], [])
+    assert held.written(1) == [effect("b"), effect("c")]
+    assert held.written(1) == []
+    assert held.written(1) == [effect("d")]
+    assert len(held) == 0
+
+
+# ---- whom to believe
+
+
+def planned(term: int, generation: int) -> wire.PlanNow:
+    return wire.PlanNow(plan=Plan(generation, "a test", (), (), 1, term=term))
+
+
+def test_an_older_coordinator_is_not_listened_to() -> None:
+    terms = Terms()
+    assert not terms.refusal(wire.TermBegun(term=5))
+    assert not terms.refusal(planned(5, 1))
+    assert not terms.refusal(wire.TermBegun(term=9))
+    assert not terms.refusal(planned(5, 2)), "the next one goes on with the plans of the one before"
+    assert "term is 5" in terms.refusal(wire.TermBegun(term=5))
+    assert not terms.refusal(planned(9, 3))
+    assert "a plan of term 5" in terms.refusal(planned(5, 4))
+    assert not terms.refusal(wire.TermBegun(term=9)), "over another connection"
+
+
+def test_without_a_lease_nothing_is_refused() -> None:
+    terms = Terms()
+    assert not any(terms.refusal(planned(0, generation)) for generation in (1, 2, 2, 1))

@@ -1,0 +1,140 @@
+"""Lease and journal in a real etcd of three members."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+from etcd_members import EtcdMembers, etcd_there
+from everstep.base.errors import ProtocolError, QuorumLost
+from everstep.base.etcd_address import EtcdAddress
+from everstep.protocol.lease.requests import (
+    Append,
+    Appended,
+    Campaign,
+    Compact,
+    Fenced,
+    Holder,
+    HolderSeen,
+    JournalEntry,
+    Load,
+    Loaded,
+    Look,
+    Renew,
+    Renewed,
+    Taken,
+    Unanswered,
+)
+from everstep.runtime import etcd as etcd_module
+from everstep.runtime.etcd import Etcd
+
+TOKEN = b"t" * 32
+WHERE = {"pid": 1, "host": "10.0.0.1", "port": 1, "tls": "off", "ca": ""}
+
+
+@pytest.fixture(scope="module")
+def members() -> Iterator[EtcdMembers]:
+    etcd_there()
+    found = EtcdMembers()
+    found.wait()
+    yield found
+    found.close()
+
+
+def client(members: EtcdMembers, prefix: str, token: bytes = TOKEN, job: int = 0) -> Etcd:
+    return Etcd(EtcdAddress.parse("a test", members.url(prefix)), token, 5.0, job)
+
+
+def entry(number: int) -> JournalEntry:
+    return {"kind": "ticket", "ticket": number, "reason": "é" * number}
+
+
+def held(etcd: Etcd, owner: str, ttl_s: int = 30) -> Holder:
+    """The holder after somebody has tried to become that."""
+    assert etcd.ask(Campaign(owner, WHERE, ttl_s)) == Appended()
+    seen = etcd.ask(Look())
+    assert isinstance(seen, HolderSeen)
+    assert seen.holder is not None
+    return seen.holder
+
+
+def test_one_of_two_gets_the_lease(members: EtcdMembers) -> None:
+    first, second = client(members, "/lease"), client(members, "/lease")
+    assert first.ask(Look()) == HolderSeen(None)
+    mine = held(first, "one")
+    assert held(second, "two") == mine == Holder("one", WHERE, mine.lease, mine.term)
+    assert first.ask(Renew(mine.lease)) == Renewed(30)
+    first.resign(mine.lease)
+    assert first.ask(Renew(mine.lease)) == Renewed(0)
+    next_one = held(second, "two")
+    assert next_one.owner == "two"
+    assert next_one.term > mine.term
+
+
+def test_only_the_holder_writes_and_each_number_once(members: EtcdMembers, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(etcd_module, "_PAGE", 10)
+    etcd = client(members, "/journal")
+    assert etcd.ask(Load()) == Loaded([], 1)
+    assert etcd.ask(Append(1, 1, [entry(1)])) == Fenced(), "nobody holds the lease"
+    term = held(etcd, "one").term
+    assert etcd.ask(Append(term, 1, [entry(1), entry(2)])) == Appended()
+    assert etcd.ask(Append(term, 1, [entry(9)])) == Taken([entry(1), entry(2)])
+    assert etcd.ask(Append(term - 1, 2, [entry(9)])) == Fenced()
+    for number in range(2, 40):
+        assert etcd.ask(Append(term, number, [entry(number % 7)])) == Appended()
+    loaded = etcd.ask(Load())
+    assert isinstance(loaded, Loaded)
+    assert loaded.number == 40
+    assert loaded.entries == [entry(1), *(entry(n % 7) for n in (2, *range(2, 40)))]
+    assert etcd.ask(Compact(term - 1, 35, [])) == Fenced()
+    assert etcd.ask(Compact(term, 38, [entry(5)])) == Appended()
+    assert etcd.ask(Load()) == Loaded([entry(5), entry(39 % 7)], 40)
+
+
+def test_a_job_begins_with_an_empty_journal_unless_one_runs(members: EtcdMembers) -> None:
+    etcd, late = client(members, "/begin"), client(members, "/begin")
+    assert etcd.announced() is None
+    assert etcd.begin({"run_dir": "/one"}) is None
+    holder = held(etcd, "one")
+    assert etcd.ask(Append(holder.term, 1, [entry(1)])) == Appended()
+    assert late.begin({"run_dir": "/two"}) == holder
+    etcd.resign(holder.lease)
+    assert late.begin({"run_dir": "/two"}) is None
+    found = late.announced()
+    assert found is not None
+    assert (found.facts, found.revision) == ({"run_dir": "/two"}, late.job)
+    assert late.ask(Load()) == Loaded([], 1)
+    etcd.ask(Campaign("one", WHERE, 30))  # of the job that was there before
+    assert etcd.ask(Look()) == HolderSeen(None)
+
+
+def test_what_strangers_wrote_is_refused(members: EtcdMembers) -> None:
+    held(client(members, "/token"), "one")
+    with pytest.raises(ProtocolError, match="of no job with this token"):
+        client(members, "/token", b"u" * 32).ask(Look())
+
+
+def test_one_member_of_three_may_be_lost_and_two_may_not() -> None:
+    etcd_there()
+    members = EtcdMembers()
+    try:
+        members.wait()
+        etcd = client(members, "/members")
+        term = held(etcd, "one").term
+        members.signal(0, signal.SIGKILL)
+        written = [etcd.ask(Append(term, 1, [entry(1)])) for _ in range(50)]
+        assert written[-1] == Taken([entry(1)]), "whatever became of the first one, it is there once"
+        members.signal(1, signal.SIGKILL)
+        assert isinstance(etcd.ask(Append(term, 2, [entry(2)])), Unanswered)
+        with pytest.raises(QuorumLost, match="etcd without a quorum: 2 of 3 members do not answer"):
+            etcd.announced()
+        members.start(0)
+        members.start(1)
+        members.wait()
+        loaded = etcd.ask(Load())
+        assert isinstance(loaded, Loaded)
+        assert loaded.entries[0] == entry(1)
+    finally:
+        members.close()
