@@ -15,10 +15,10 @@ from everstep.base.config import load_config, parse_set
 from everstep.base.config_keys import SecurityConfig
 from everstep.base.errors import ConfigError, ProtocolError, QuorumLost
 from everstep.cli.main import complain
-from everstep.cli.worker import ENTRY, PRELOAD
+from everstep.cli.worker import ENTRY, FILES, PRELOAD
 from everstep.protocol.roles import READ
 from everstep.runtime import wire
-from everstep.runtime.address import JOB_FILE, TOKEN_FILE
+from everstep.runtime.address import TOKEN_FILE
 from everstep.runtime.context import Joining
 from everstep.runtime.handshake import role_token
 from everstep.runtime.tls import Tls, shown_by
@@ -36,7 +36,11 @@ _AGAIN_S = 0.25
     type=click.Path(path_type=Path),
     help=f"File with the job's token; else ${TOKEN_VARIABLE}, or the file in --run-dir.",
 )
-@click.option("--run-dir", type=click.Path(path_type=Path), help="The job's directory, if it has another name here.")
+@click.option(
+    "--run-dir",
+    type=click.Path(path_type=Path),
+    help="The job's directory, if it has another name here; else one for this host's own files.",
+)
 @click.option("--host-name", help="What the job calls this host; no other of its hosts may be called so.")
 @click.option("--address", "own", metavar="IP", help="Of this host, for other hosts (that of the route to the job).")
 @click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="Set a key of security.*, for this host.")
@@ -51,10 +55,9 @@ def command(
 ) -> int:
     """Take part in a running job until it is over: keep the workers running that it gives to this host.
 
-    The job's directory must be reachable from here. Ctrl-C ends the workers of this host, and the job goes on.
+    The job's directory need not be reachable from here: then this host keeps its files in --run-dir, or in a private
+    directory. Ctrl-C ends the workers of this host, and the job goes on.
     """
-    if run_dir is not None and not (run_dir / JOB_FILE).is_file():
-        raise ConfigError(f"--run-dir: expected the job's directory, found no {JOB_FILE} in {run_dir}")
     if own is not None:
         check_own(own)
     security = _security(settings)
@@ -85,6 +88,7 @@ def take_part_in(
         room=slots or 0,
         run_dir=str(run_dir or ""),
         own=own or "",
+        files=FILES,
         tls=security.tls,
     )
     where = joining.where()
@@ -151,7 +155,9 @@ def token_in(path: Path) -> bytes:
 
 def _token(token_file: Path | None, run_dir: Path | None) -> bytes:
     given = given_token()
-    path = token_file if token_file is not None else run_dir / TOKEN_FILE if run_dir is not None else None
+    path = token_file
+    if path is None and run_dir is not None and (run_dir / TOKEN_FILE).exists():
+        path = run_dir / TOKEN_FILE
     if path is None:
         if given is None:
             raise ConfigError(f"expected the job's token, got none: give --token-file, or set {TOKEN_VARIABLE}")

@@ -66,7 +66,7 @@ from everstep.cli.run_dir import (
     set_aside,
 )
 from everstep.cli.task_loading import TaskSpec, parse_task
-from everstep.cli.worker import ENTRY, PRELOAD
+from everstep.cli.worker import ENTRY, FILES, PRELOAD
 from everstep.observe.events import EventLog, read_events
 from everstep.report.facts import Facts, facts_of
 from everstep.runtime.address import EVENTS_FILE, JOB_FILE, TOKEN_FILE
@@ -283,6 +283,7 @@ def _run(invocation: Invocation, config: Config, probe: Probe) -> int:
     warning = ask_object_store(config.checkpoint)
     job = with_cut(dataclasses.replace(job, split_checked=probe.split_checked), probe.cut, probe.unit_ms, found.job)
     start = find_start(run_dir, job, script=invocation.is_script, key=invocation.key)
+    job = dataclasses.replace(job, resumes_at=start.step)
     if start.brought:
         job = dataclasses.replace(job, begins_after=start.step)
     write_job(run_dir, job)
@@ -390,7 +391,7 @@ def _local_host(invocation: Invocation, config: Config) -> LocalHost | None:
     if not invocation.local:
         return None
     run_dir, early = invocation.run_dir, invocation.server
-    return LocalHost(run_dir, config, ENTRY, preload=PRELOAD, early=early, room=invocation.slots)
+    return LocalHost(run_dir, config, ENTRY, preload=PRELOAD, early=early, room=invocation.slots, files=FILES)
 
 
 def _say_the_end(events: EventLog, run_dir: Path, begin_ns: int, outcome: Outcome | None, exit_code: int) -> None:

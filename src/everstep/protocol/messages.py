@@ -17,6 +17,7 @@ from everstep.base.plan import Member, Plan
 VERSION = 7
 MAX_FRAME_BYTES = 64 << 20
 _Short = Annotated[str, msgspec.Meta(max_length=100)]
+_Path = Annotated[str, msgspec.Meta(max_length=200)]
 
 
 class AnyMessage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True):
@@ -134,6 +135,30 @@ class AgentNotice(FromAgent, frozen=True, kw_only=True):
 
     kind: str
     fields: dict[str, Any]
+
+
+class HostPlace(FromAgent, frozen=True, kw_only=True):
+    """Where a host keeps its files, said once it knows the job. apart: its run directory is not the job's. disk: the
+    same for all hosts that see one checkpoint directory; address: "host:port" where peers find that, "" for nowhere."""
+
+    apart: bool
+    disk: _Short
+    address: _Short = ""
+
+
+class FilePiece(FromAgent, frozen=True, kw_only=True):
+    """Bytes of a file of a host whose run directory is its own, for the job's: at byte `at` of the file of that name.
+
+    source: names that very file among all of this name. size, digest: of a file that is brought whole (BLAKE2b, 32 hex
+    digits); without a digest it is one that grows by lines. No data: asks how much is there.
+    """
+
+    path: _Path
+    source: _Short
+    at: Annotated[int, msgspec.Meta(ge=0)]
+    data: bytes = b""
+    size: Annotated[int, msgspec.Meta(ge=0)] = 0
+    digest: _Short = ""
 
 
 # ---- the job's process -> coordinator
@@ -370,6 +395,8 @@ class JobFacts(AnyMessage, frozen=True, kw_only=True):
     job_pid: int
     machine: str
     versions: dict[str, str] = {}
+    place: str = ""
+    job: dict[str, Any] = {}
 
 
 class AgentRefused(AnyMessage, frozen=True, kw_only=True):
@@ -377,6 +404,27 @@ class AgentRefused(AnyMessage, frozen=True, kw_only=True):
 
     reason: str
     cause: Cause = Cause.UNKNOWN
+
+
+class PieceTaken(AnyMessage, frozen=True, kw_only=True):
+    """Answer to a piece. at: so many bytes of that file are there now; -1: nobody remembers how many."""
+
+    path: str
+    source: str
+    at: int
+
+
+class HostsThere(AnyMessage, frozen=True, kw_only=True):
+    """To all agents: what each host said of its place, by name."""
+
+    places: dict[str, HostPlace]
+
+
+class JobPage(AnyMessage, frozen=True, kw_only=True):
+    """To agents: a small file of the job's directory that workers of all hosts look at, as it is now."""
+
+    name: str
+    text: str
 
 
 class KillWorker(OfLife, frozen=True, kw_only=True):

@@ -41,6 +41,7 @@ SAYS: dict[type[m.AnyMessage], frozenset[str]] = {
         (m.AgentHello, m.Heartbeat, m.WorkerStarted, m.WorkerExited, m.SlotLost, m.HostFailed, m.AgentNotice),
         frozenset({AGENT}),
     ),
+    **dict.fromkeys((m.HostPlace, m.FilePiece), frozenset({AGENT})),
     **dict.fromkeys(
         (
             *(m.WorkerHello, m.WorkerHealed, m.HealFailed, m.GenerationEntered, m.Progress, m.PeerFault),

@@ -50,9 +50,9 @@ class CoordinatorAddress:
     ca: str = ""
 
 
-def write_address(path: Path, host: str, port: int, tls: str = "off", ca: str = "") -> None:
-    """Announce this process as the coordinator."""
-    where = {"pid": os.getpid(), "host": host, "port": port, "tls": tls, "ca": ca}
+def write_address(path: Path, host: str, port: int, tls: str = "off", ca: str = "", pid: int = 0) -> None:
+    """Announce this process as the coordinator; or another one, by its pid."""
+    where = {"pid": pid or os.getpid(), "host": host, "port": port, "tls": tls, "ca": ca}
     write_atomically(path, json.dumps({**where, "started_unix_ns": time.time_ns()}))
 
 

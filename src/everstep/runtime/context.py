@@ -28,7 +28,8 @@ class WorkerContext:
     `board_fd`: of the progress board, where the row is that of `worker_id`. `config` is the effective config as
     `base.config.to_dict` makes it. `argv` are the task's own arguments. `spare`: this slot is beyond those of the
     wanted workers. `cell_rank`, `cell_size`: which of the worker's processes this is, 0 for the head, and how many
-    there are; `cell_fds`: its ends of the sockets between head and limbs, the head's from rank 1 on.
+    there are; `cell_fds`: its ends of the sockets between head and limbs, the head's from rank 1 on. `apart`: run_dir
+    is not the job's own, but that of this host.
     """
 
     run_dir: str
@@ -48,6 +49,7 @@ class WorkerContext:
     peer_token: str = ""
     address: str = ""
     tls: dict[str, Any] | None = None
+    apart: bool = False
 
     @property
     def key(self) -> WorkerKey:
@@ -120,6 +122,7 @@ class Joining:
     has. room: for how many workers, 0 if that does not matter. run_dir: how the job's directory is called here, "" if
     as the job says. threads: with how many the fork server is started, as far as is known. server: a fork server that
     runs already. parent: dies with this process, 0 if with none. ranks: processes of each worker.
+    files: "module:class", which serves this host's checkpoint directory to peers; "" if nobody does.
     own: the address of this host that workers listen at and tell others, "" if as the job's config says. tls: how it
     speaks with others.
     """
@@ -136,6 +139,7 @@ class Joining:
     parent: int = 0
     ranks: int = 1
     own: str = ""
+    files: str = ""
     tls: TlsConfig = field(default_factory=TlsConfig)
 
     def where(self) -> Path | tuple[str, int]:

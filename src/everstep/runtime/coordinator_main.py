@@ -47,7 +47,10 @@ from everstep.protocol.messages import (
     AgentNotice,
     AgentRefused,
     AnyMessage,
+    FilePiece,
     Goodbye,
+    HostPlace,
+    HostsThere,
     JobFacts,
     JobHello,
     Ping,
@@ -60,8 +63,10 @@ from everstep.protocol.messages import (
 from everstep.protocol.roles import CONTROL_ROLES, PEOPLE
 from everstep.runtime import wire
 from everstep.runtime.address import COORDINATOR_FILE, EVENTS_FILE, JOB_FILE, JOURNAL_FILE, TOKEN_FILE, write_address
+from everstep.runtime.gathering import Pages, Receiving
 from everstep.runtime.handshake import Ends, Greeter, Seals, keys_of
 from everstep.runtime.journal import Journal
+from everstep.runtime.places import word_in
 from everstep.runtime.porch import Complaints, Strangers
 from everstep.runtime.process import die_with_parent, machine, raise_descriptor_limit
 from everstep.runtime.tls import Tls, TlsPipe, shown_by
@@ -72,7 +77,7 @@ MAX_ASKED_BYTES = 64 << 10
 MOST_UNREAD = 4096
 MAX_UNSENT_BYTES = 256 << 20
 RETURN_NS = 30_000_000_000
-_LATE_S = 0.25
+_LATE_S = _LOOK_S = 0.25
 Sends = list[tuple[str, AnyMessage]]
 
 
@@ -88,6 +93,7 @@ class Switchboard:
         self._jobs: set[str] = set()
         self._agents: dict[str, AgentHello] = {}
         self._unread: deque[AgentNotice] = deque(maxlen=MOST_UNREAD)
+        self._places: dict[str, HostPlace] = {}
 
     def take(self, connection: str, message: AnyMessage) -> tuple[Sends, bool]:
         """A message came. Returns what to send to which connections, and whether it is for the coordinator too."""
@@ -103,6 +109,9 @@ class Switchboard:
                 unread = [(connection, notice) for notice in self._unread]
                 self._unread.clear()
                 return [(connection, self._present()), *unread], True
+            case HostPlace():
+                self._places[connection] = message
+                return self._tell_hosts(), False
             case Goodbye():
                 return [(name, message) for name in (*sorted(self._agents), connection)], False
             case AgentHello():
@@ -112,7 +121,18 @@ class Switchboard:
     def gone(self, connection: str) -> Sends:
         """A connection has ended."""
         self._jobs.discard(connection)
-        return self._tell() if self._agents.pop(connection, None) is not None else []
+        sends = self._tell() if self._agents.pop(connection, None) is not None else []
+        return [*sends, *self._tell_hosts()] if self._places.pop(connection, None) is not None else sends
+
+    @property
+    def apart(self) -> list[str]:
+        """The connections of agents whose run directory is their own."""
+        return [name for name, place in self._places.items() if place.apart]
+
+    def _tell_hosts(self) -> Sends:
+        """All agents, in the order of names."""
+        there = HostsThere(places={place.agent_id: place for _, place in sorted(self._places.items())})
+        return [(name, there) for name in sorted(self._places)]
 
     def _agent_hello(self, connection: str, hello: AgentHello) -> tuple[Sends, bool]:
         for other in self._agents.values():
@@ -153,6 +173,8 @@ class ControlServer:
         self.strangers: Strangers[ControlSocket] = Strangers(MAX_STRANGERS, wire.HANDSHAKE_TIMEOUT_S)
         self._complaints = Complaints(lambda text: self._warn(Why(Cause.REFUSED, text)))
         self._late: asyncio.TimerHandle | None = None
+        self._looking: asyncio.TimerHandle | None = None
+        self.gathering, self.pages = Receiving(events.path.parent), Pages(events.path.parent)
         self._names = 0
         self._round_ns = 0
         self._timer: asyncio.TimerHandle | None = None
@@ -185,8 +207,13 @@ class ControlServer:
     def received(self, name: str, message: AnyMessage) -> None:
         """A message of a client."""
         if not self.coordinator.refusal(name, message):
+            if isinstance(message, FilePiece):
+                self._send(name, self.gathering.take(message))
+                return
             sends, for_coordinator = self.switchboard.take(name, message)
             self._hand_on(sends)
+            if isinstance(message, HostPlace) and message.apart:
+                self._bring_pages(name)
             if not for_coordinator:
                 return
         self.handle(Received(name, message))
@@ -196,6 +223,15 @@ class ControlServer:
         self.connections.pop(name, None)
         self._hand_on(self.switchboard.gone(name))
         self.handle(Disconnected(name))
+
+    def _bring_pages(self, name: str = "") -> None:
+        """Agents of hosts with directories of their own hear of what has changed; a new one of all that there is."""
+        for page in self.pages.all() if name else self.pages.changed():
+            for apart in [name] if name else self.switchboard.apart:
+                self._send(apart, page)
+        if not name or self._looking is None:
+            there = bool(self.switchboard.apart)
+            self._looking = asyncio.get_running_loop().call_later(_LOOK_S, self._bring_pages) if there else None
 
     def _hand_on(self, sends: Sends) -> None:
         for name, message in sends:
@@ -464,6 +500,8 @@ def job_facts(run_dir: Path, job: dict[str, Any], job_pid: int) -> JobFacts:
         job_pid=job_pid,
         machine=machine(),
         versions={**versions(), "task file": task_digest(str(job.get("task", "")))},
+        place=word_in(run_dir),
+        job=job,
     )
 
 

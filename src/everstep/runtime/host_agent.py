@@ -19,15 +19,18 @@ from typing import Any, NamedTuple
 
 from everstep.base.cause import Cause, Why
 from everstep.base.config import Config, load_config
-from everstep.base.errors import EverstepError
+from everstep.base.errors import ConfigError, EverstepError
 from everstep.base.plan import WorkerKey
 from everstep.protocol.messages import (
     AgentRefused,
     AnyMessage,
     Goodbye,
+    HostsThere,
     JobEnded,
     JobFacts,
+    JobPage,
     KillWorker,
+    PieceTaken,
     SetSlots,
     WorkerLife,
 )
@@ -52,6 +55,7 @@ from everstep.runtime.process import (
     readable,
     taking_signals,
 )
+from everstep.runtime.quarters import PeerWire, Quarters
 from everstep.runtime.tls import Shown, Tls, shown_by
 from everstep.runtime.versions import differences, task_digest, versions
 from everstep.runtime.workers import Workers
@@ -63,6 +67,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, END_ALONE)
 SERVER_HOPELESS = 3
 SERVER_SILENT_S = 5.0
 _END_WAIT_S = 5.0
+_BRING_S, _HURRY_S = 30.0, 2.0
 
 
 @dataclass(frozen=True)
@@ -130,7 +135,7 @@ class HostAgent:
         self._left: Left | None = None
         self._link = AgentLink(
             *(joining.where(), token, joining.host, joining.room, board),
-            *(self._lives, self._slots, self._inbox.put, Tls.of(shown), joining.own or joining.host),
+            *(self._lives, self._slots, self._hear, Tls.of(shown), joining.own or joining.host),
         )
 
     def run(self) -> Left:
@@ -186,6 +191,8 @@ class HostAgent:
                 self._begin(item)
             elif item != host.facts:
                 self._leave(Left(3, f"another job listens at {self._joining.address} by now"))
+            else:
+                host.quarters.say()
         elif isinstance(item, AgentRefused):
             self._leave(Left(2, item.reason))
         elif isinstance(item, JobEnded):
@@ -198,6 +205,15 @@ class HostAgent:
             self._idle = False
         elif isinstance(item, KillWorker) and host is not None:
             self._kill(host, item)
+        elif isinstance(item, HostsThere | JobPage) and host is not None:
+            host.quarters.hear(item)
+
+    def _hear(self, message: AnyMessage) -> None:
+        """In the connection's thread: what has arrived counts while this agent leaves, too."""
+        if isinstance(message, PieceTaken) and self._host is not None:
+            self._host.quarters.taken(message)
+        else:
+            self._inbox.put(message)
 
     def _end_alone(self) -> None:
         """The job is to end, and no coordinator says so: its process has told this agent, and no other one."""
@@ -223,14 +239,14 @@ class HostAgent:
         if differing:
             self._leave(Left(2, f"this host would not compute the same bits: {'; '.join(differing)}"))
             return
-        run_dir = self._joining.run_dir or facts.run_dir
-        if not os.path.isdir(run_dir):
-            self._leave(Left(2, f"the job's directory {run_dir} is not here: say with --run-dir where it is"))
+        try:
+            self._host = Host(facts, self._joining, self._secrets, self._board, self._server, self._link, self._notify)
+        except ConfigError as error:
+            self._leave(Left(2, str(error)))
             return
-        self._host = Host(facts, self._joining, self._secrets, self._board, self._server, self._link, self._notify)
         interval = self._host.config.heartbeat.interval_s
         self._link.beat_every(None if isinstance(interval, str) else float(interval))
-        if not self._joining.run_dir and os.path.exists(facts.coordinator_file):
+        if not self._host.quarters.apart and not self._joining.run_dir and os.path.exists(facts.coordinator_file):
             self._link.client.follow(facts.coordinator_file)
 
     def _on_job_ended(self, message: JobEnded) -> None:
@@ -293,6 +309,9 @@ class HostAgent:
             else:
                 last_first.callback(self._say_goodbye, self._host)
                 by_signal = self._left is not None and self._left.exit_code > 128
+                done = self._ended is not None and self._ended.state == "completed"
+                last_first.callback(self._host.quarters.close, done=done)
+                last_first.callback(self._host.quarters.finish, _HURRY_S if by_signal else _BRING_S)
                 last_first.callback(self._host.close, at_once=by_signal)
             if self._job_fd >= 0:
                 last_first.callback(os.close, self._job_fd)
@@ -338,7 +357,11 @@ class Host:
         self._failures = 0
         self._failed: Why | None = None
         self.config: Config = load_config([("the job", facts.config)])
-        self.run_dir = Path(joining.run_dir or facts.run_dir)
+        wire = PeerWire(joining.own or joining.host, role_token(secrets.token, PEER), Tls.of(secrets.shown))
+        self.quarters = Quarters(
+            facts, joining, self.config.checkpoint, wire, link.client.send, lambda: link.client.connected
+        )
+        self.run_dir = self.quarters.run_dir
         logs = self.config.logs
         self._collector = Collector(self.run_dir / LOGS_FOLDER, board, int(logs.max_mb * (1 << 20)), logs.keep)
         self.workers = Workers(
@@ -458,6 +481,7 @@ class Host:
             spare=worker_id >= self.config.workers,
             address=self._joining.own,
             tls=None if self._secrets.shown is None else asdict(self._secrets.shown),
+            apart=self.quarters.apart,
         )
 
     def _start_sampler(self) -> Sampler | None:

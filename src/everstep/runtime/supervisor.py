@@ -133,7 +133,7 @@ class CoordinatorProcess(Supervised):
 
 
 class LocalHost(Supervised):
-    """One agent process after the other. entry, preload, room, ranks: as `Joining` has them.
+    """One agent process after the other. entry, preload, room, ranks, files: as `Joining` has them.
 
     early: a fork server that may be running already; the first agent takes it over, later ones start their own.
     """
@@ -148,6 +148,7 @@ class LocalHost(Supervised):
         early: EarlyForkServer | None = None,
         ranks: int = 1,
         room: int = 0,
+        files: str = "",
     ) -> None:
         super().__init__(run_dir / LOGS_FOLDER / "agent.log")
         self._run_dir = run_dir
@@ -157,6 +158,7 @@ class LocalHost(Supervised):
         self._early = early
         self._ranks = ranks
         self._room = room
+        self._files = files
         self._handed = False
         self._moves = Pinged()
         self._continued = False
@@ -178,6 +180,7 @@ class LocalHost(Supervised):
             server=server,
             parent=os.getpid(),
             own=self._config.network.address,
+            files=self._files,
             tls=self._config.security.tls,
         )
         self.spawn(own_command(AGENT_MODULE, joining.to_json()), (server.fd, server.board_fd) if server else ())

@@ -22,14 +22,19 @@ from everstep.base.config import Config
 from everstep.base.errors import NonFinite
 from everstep.base.given import read_json
 from everstep.base.plan import Member, Plan, Rank, Seat, WorkerKey
+from everstep.checkpoint.hosts_store import HostsStore
+from everstep.checkpoint.store import DirectoryStore
 from everstep.observe.logs import WorkerLog, set_up_worker_log
 from everstep.protocol import messages as wire
 from everstep.runtime.address import JOB_FILE
 from everstep.runtime.board import Board, Row
+from everstep.runtime.carrier import HELD_FILE
 from everstep.runtime.cell import Head
 from everstep.runtime.context import WorkerContext
 from everstep.runtime.control import ControlClient
+from everstep.runtime.gathering import digest_of
 from everstep.runtime.peer import PeerConnection, PeerServer, peer_connect
+from everstep.runtime.places import others
 from everstep.runtime.tls import Tls
 
 log = logging.getLogger(__name__)
@@ -102,6 +107,14 @@ class WorkerLink:
     def tell(self, message: wire.AnyMessage) -> None:
         """Send to the coordinator; never blocks."""
 
+    def checkpoints_at(self, path: Path) -> DirectoryStore:
+        """The store of a job's checkpoints."""
+        return DirectoryStore(path)
+
+    def has_arrived(self, name: str) -> bool:
+        """Whether a file of the run directory, as it is now, is in the job's own."""
+        return True
+
     def turn(self, view: Any, over: bool) -> None:
         """The loop asks for the next step, or, if it is over, for no more. view: the `WorkerView`."""
 
@@ -154,6 +167,19 @@ class LaunchedLink(WorkerLink):
     def tell(self, message: wire.AnyMessage) -> None:
         if self._control is not None:
             self._control.send(message)
+
+    def checkpoints_at(self, path: Path) -> DirectoryStore:
+        run_dir, host = self._context.run_path, self.host
+        return HostsStore(path, host, lambda: others(run_dir, host), self.call_peer, apart=self._context.apart)
+
+    def has_arrived(self, name: str) -> bool:
+        if not self._context.apart:
+            return True
+        try:
+            held, path = read_json(self._context.run_path / HELD_FILE), self._context.run_path / name
+            return bool(held.get(name) == digest_of(path))
+        except (OSError, ValueError, AttributeError):
+            return False
 
     def cut_off(self, for_s: float, breaks: bool, peers: bool) -> None:
         """A scripted fault: for so many seconds nothing reaches the coordinator, and nothing comes from it.

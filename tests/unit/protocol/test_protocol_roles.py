@@ -16,6 +16,7 @@ EXITED = {"reason": "killed", "died_unix_ns": 1}
 
 def test_every_message_that_the_coordinator_hears_has_its_roles() -> None:
     heard = {*FROM_ANYBODY, *FROM_AGENTS, *FROM_WORKERS, m.StoreGet, m.Ping, m.AgentNotice, m.Goodbye}
+    heard |= {m.HostPlace, m.FilePiece}
     assert heard == set(roles.SAYS)
     assert set(roles.SAYS) < set(m.KINDS)
     assert set().union(*roles.SAYS.values()) == roles.CONTROL_ROLES
