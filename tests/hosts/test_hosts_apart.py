@@ -16,11 +16,15 @@ from job_harness import Event, Job
 
 
 def test_nothing_of_the_jobs_directory_is_needed_on_other_hosts(apart: HostJobs) -> None:
-    """The job's leader, and all workers, are on hosts that see nothing of it."""
-    job = apart.head("--no-local-workers", workers=4)
+    """The job's leader, and all workers, are on hosts that see nothing of it. A scripted fault strikes once, although
+    its worker comes back."""
+    chaos = "kill:target=worker:0,at=12; kill:target=worker:3,at=20"
+    job = apart.head("--no-local-workers", "--chaos", chaos, workers=4)
     apart.agent(2)
     apart.agent(3)
     apart.check(job)
+    assert sorted(e["worker_id"] for e in job.of_kind("fault_injected")) == [0, 3]
+    assert sorted(path.name for path in (job.run_dir / "chaos").iterdir()) == ["0", "1"]
     where = {event["host"] for event in job.of_kind("worker_joined")}
     assert where == {"host2", "host3"}
     assert all(CAME_FROM in event for event in job.of_kind("step_committed"))

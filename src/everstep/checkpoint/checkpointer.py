@@ -44,10 +44,11 @@ from everstep.checkpoint.reader import (
     set_aside_and_say,
     steps_in,
 )
-from everstep.checkpoint.repair import Elsewhere, Repairer, Source
+from everstep.checkpoint.repair import Copy, Elsewhere, Lost, Repairer, Source
 from everstep.checkpoint.signing import Signer
 from everstep.checkpoint.store import DirectoryStore
 from everstep.checkpoint.transfer import Uploader, open_object_tier, open_uploader
+from everstep.exact.image import BLOCK_BYTES
 from everstep.exact.state import ModelState
 from everstep.placement.owners import owners
 
@@ -352,7 +353,15 @@ class Checkpointer:
         """For one reading of the checkpoint of a step, if it is known which."""
         objects = Elsewhere(lambda: open_object_tier(self._config), lambda store: manifests_of(store, step))
         disk = Elsewhere(lambda: self.store, lambda store: manifests_of(store, step))
-        return Repairer([*self._sources, disk, objects], self._mended)
+        return Repairer([*self._sources, self._of_other_hosts, disk, objects], self._mended)
+
+    def _of_other_hosts(self, lost: Lost) -> Copy | None:
+        """The same place of the same file, as another host has it."""
+        if not isinstance(self.store, HostsStore) or not self.store.scattered:
+            return None
+        with suppress(StoreError):
+            return Copy(self.store.read_elsewhere(lost.file, lost.at, BLOCK_BYTES), "another host")
+        return None
 
     def _mended(self, step: int, reason: str) -> None:
         log.warning("%s", reason)

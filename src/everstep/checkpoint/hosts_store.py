@@ -85,7 +85,7 @@ class HostsStore(DirectoryStore):
         data = bytearray()
         while len(data) < most:
             wanted = min(CHUNK_BYTES, most - len(data))
-            more = self._read_elsewhere(name, start + len(data), wanted)
+            more = self.read_elsewhere(name, start + len(data), wanted)
             data += more
             if len(more) < wanted:
                 break
@@ -217,7 +217,8 @@ class HostsStore(DirectoryStore):
                     found.append((host, error))
         return found
 
-    def _read_elsewhere(self, name: str, start: int, length: int) -> bytearray:
+    def read_elsewhere(self, name: str, start: int, length: int) -> bytearray:
+        """As another host has it. Raises: as `read`."""
         found: bytearray = self._elsewhere(name, lambda address: self._lines.read(address, name, start, length))
         return found
 

@@ -438,7 +438,7 @@ def _file_problem(checkpoint: Checkpoint, file: PartFile, progress: OnBlock) -> 
                     return f"{store.url}/{file.name}: block {index} ({inside}) does not match its digest"
         if tree_digest(digests) != file.tree:
             return f"{store.url}/{file.name} does not match its hash, outside what step {checkpoint.step} needs of it"
-    except (CheckpointCorrupt, BlobMissing) as error:
+    except (CheckpointCorrupt, BlobMissing, PartsAway) as error:
         return str(error)
     return ""
 

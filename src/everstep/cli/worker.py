@@ -39,6 +39,7 @@ def main(context: WorkerContext) -> int:
 
     def linked(link: LaunchedLink) -> None:
         injector.cut_off = link.cut_off
+        injector.claim = link.claim
         link.fault_now = injector.now
         injector.flip = lambda: link.flip()
         injector.pids = lambda: link.cell.pids

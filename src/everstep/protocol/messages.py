@@ -161,6 +161,14 @@ class FilePiece(FromAgent, frozen=True, kw_only=True):
     digest: _Short = ""
 
 
+class HostTold(FromAgent, frozen=True, kw_only=True):
+    """Answer to `HostAsk`. logs: number and size of each file by name; data: of the one that was asked for."""
+
+    request: int
+    logs: dict[str, tuple[int, int]] = {}
+    data: bytes = b""
+
+
 # ---- the job's process -> coordinator
 
 
@@ -294,7 +302,24 @@ class Profiled(OfLife, frozen=True, kw_only=True):
     reason: str = ""
 
 
+class ClaimFault(OfLife, frozen=True, kw_only=True):
+    """A scripted fault of this name is about to strike, from a host that does not see the job's directory. text: what
+    those are told who come later."""
+
+    request: int
+    name: _Short
+    text: Annotated[str, msgspec.Meta(max_length=4096)]
+
+
 # ---- coordinator -> worker
+
+
+class FaultClaimed(AnyMessage, frozen=True, kw_only=True):
+    """Answer to a claim. first: nobody had claimed it; text: what the first one said."""
+
+    request: int
+    first: bool
+    text: str
 
 
 class ProfileNow(AnyMessage, frozen=True, kw_only=True):
@@ -425,6 +450,14 @@ class JobPage(AnyMessage, frozen=True, kw_only=True):
 
     name: str
     text: str
+
+
+class HostAsk(AnyMessage, frozen=True, kw_only=True):
+    """Somebody asks for this host's logs: for the bytes of one from `start` on, or, without a name, which there are."""
+
+    request: int
+    name: _Short = ""
+    start: int = 0
 
 
 class KillWorker(OfLife, frozen=True, kw_only=True):

@@ -25,6 +25,7 @@ CONTROL_ROLES = frozenset({AGENT, WORKER, JOB, *PEOPLE})
 COMMANDS = {
     "status": READ,
     "hosts": READ,
+    "logs": READ,
     "scale": OPERATE,
     "drain": OPERATE,
     "checkpoint": OPERATE,
@@ -41,11 +42,11 @@ SAYS: dict[type[m.AnyMessage], frozenset[str]] = {
         (m.AgentHello, m.Heartbeat, m.WorkerStarted, m.WorkerExited, m.SlotLost, m.HostFailed, m.AgentNotice),
         frozenset({AGENT}),
     ),
-    **dict.fromkeys((m.HostPlace, m.FilePiece), frozenset({AGENT})),
+    **dict.fromkeys((m.HostPlace, m.FilePiece, m.HostTold), frozenset({AGENT})),
     **dict.fromkeys(
         (
             *(m.WorkerHello, m.WorkerHealed, m.HealFailed, m.GenerationEntered, m.Progress, m.PeerFault),
-            *(m.WorkerFailed, m.WorkerDone, m.SettleAgain, m.Saved, m.Profiled, m.StoreSet, m.StoreGet),
+            *(m.ClaimFault, m.WorkerFailed, m.WorkerDone, m.SettleAgain, m.Saved, m.Profiled, m.StoreSet, m.StoreGet),
         ),
         frozenset({WORKER}),
     ),

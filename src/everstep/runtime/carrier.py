@@ -18,7 +18,7 @@ from pathlib import Path
 
 from everstep.base.given import open_given
 from everstep.protocol.messages import FilePiece, PieceTaken
-from everstep.runtime.address import EVENTS_FILE, METRICS_FOLDER, PROFILES_FOLDER, write_atomically
+from everstep.runtime.address import CHECKPOINTS_DIR, EVENTS_FILE, METRICS_FOLDER, PROFILES_FOLDER, write_atomically
 from everstep.runtime.gathering import ASK_AGAIN, LEDGER, METRICS, OUTPUT, WHOLE, digest_of
 
 HELD_FILE = "held.json"
@@ -193,6 +193,7 @@ class Carrier:
         if (top / EVENTS_FILE).exists():
             yield EVENTS_FILE, top / EVENTS_FILE
         found = [*top.glob("*.json"), *(top / PROFILES_FOLDER).glob("*/worker-*.json.gz")]
+        found += (top / CHECKPOINTS_DIR).glob("latest.json")
         found += [path for folder in _FOLDERS for path in (top / folder).glob("*")]
         for path in found:
             name = path.relative_to(top).as_posix()

@@ -47,7 +47,6 @@ from everstep.protocol.messages import (
     AgentNotice,
     AgentRefused,
     AnyMessage,
-    FilePiece,
     Goodbye,
     HostPlace,
     HostsThere,
@@ -63,7 +62,7 @@ from everstep.protocol.messages import (
 from everstep.protocol.roles import CONTROL_ROLES, PEOPLE
 from everstep.runtime import wire
 from everstep.runtime.address import COORDINATOR_FILE, EVENTS_FILE, JOB_FILE, JOURNAL_FILE, TOKEN_FILE, write_address
-from everstep.runtime.gathering import Pages, Receiving
+from everstep.runtime.files_desk import FilesDesk, Pages
 from everstep.runtime.handshake import Ends, Greeter, Seals, keys_of
 from everstep.runtime.journal import Journal
 from everstep.runtime.places import word_in
@@ -174,7 +173,7 @@ class ControlServer:
         self._complaints = Complaints(lambda text: self._warn(Why(Cause.REFUSED, text)))
         self._late: asyncio.TimerHandle | None = None
         self._looking: asyncio.TimerHandle | None = None
-        self.gathering, self.pages = Receiving(events.path.parent), Pages(events.path.parent)
+        self.desk, self.pages = FilesDesk(events.path.parent), Pages(events.path.parent)
         self._names = 0
         self._round_ns = 0
         self._timer: asyncio.TimerHandle | None = None
@@ -207,8 +206,9 @@ class ControlServer:
     def received(self, name: str, message: AnyMessage) -> None:
         """A message of a client."""
         if not self.coordinator.refusal(name, message):
-            if isinstance(message, FilePiece):
-                self._send(name, self.gathering.take(message))
+            answers = self.desk.take(name, message)
+            if answers is not None:
+                self._hand_on(answers)
                 return
             sends, for_coordinator = self.switchboard.take(name, message)
             self._hand_on(sends)
@@ -221,7 +221,7 @@ class ControlServer:
     def lost(self, name: str) -> None:
         """A client's connection has ended."""
         self.connections.pop(name, None)
-        self._hand_on(self.switchboard.gone(name))
+        self._hand_on([*self.switchboard.gone(name), *self.desk.gone(name)])
         self.handle(Disconnected(name))
 
     def _bring_pages(self, name: str = "") -> None:

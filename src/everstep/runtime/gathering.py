@@ -16,26 +16,27 @@ from typing import Any
 
 import msgspec
 
-from everstep.base.given import open_given, portions, read_given
+from everstep.base.given import open_given, portions
 from everstep.observe.events import parse_events
 from everstep.observe.told import CAME_FROM, ToldFile
-from everstep.protocol.messages import FilePiece, JobPage, PieceTaken
+from everstep.protocol.messages import FilePiece, PieceTaken
 from everstep.runtime.address import EVENTS_FILE
-from everstep.runtime.places import PAGES
 
 LEDGER = re.compile(r"ledger/worker-\d{1,7}-\d{1,9}\.jsonl")
 METRICS = re.compile(r"metrics/[A-Za-z0-9_][A-Za-z0-9._-]{0,63}\.jsonl")
 OUTPUT = re.compile(r"logs/output\.log")
 WHOLE = re.compile(
     r"final/(model\.safetensors|digest\.json)|rehearsed\.json|dataset\.json"
-    r"|profiles/[0-9A-Za-z][0-9A-Za-z_-]{0,63}/worker-\d{1,7}\.json\.gz"
+    r"|checkpoints/latest\.json|profiles/[0-9A-Za-z][0-9A-Za-z_-]{0,63}/worker-\d{1,7}\.json\.gz"
 )
 """What is brought whole."""
 _SOURCE = re.compile(r"[0-9a-f]{16}(-\d{1,20})?")
 _DIGEST = re.compile(r"[0-9a-f]{32}")
 ASK_AGAIN = -1
+NEWEST_FILE = "newest-checkpoint.json"
+"""What hosts with disks of their own say which checkpoint is the newest, for a job that goes on."""
+_LATEST = "checkpoints/latest.json"
 MOST_METRICS_BYTES = 64 << 20
-_MOST_PAGE_BYTES = 64 << 10
 _encode = msgspec.json.Encoder().encode
 
 
@@ -136,7 +137,7 @@ class Receiving:
 
     def _whole(self, piece: FilePiece) -> int:
         """Verified as it comes, so that nobody waits for a large one to be read again."""
-        path = self._run_dir / piece.path
+        path = self._run_dir / (NEWEST_FILE if piece.path == _LATEST else piece.path)
         if self._done.get(piece.path) == piece.digest:
             return piece.size
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -183,27 +184,3 @@ def _append(path: Path, data: bytes, at: int | None = None, *, durably: bool = F
 
 def _line(event: dict[str, Any]) -> bytes:
     return _encode(event) + b"\n"
-
-
-class Pages:
-    """The small files of a job that workers of all hosts look at."""
-
-    def __init__(self, run_dir: Path) -> None:
-        self._run_dir = run_dir
-        self._known: dict[str, str] = {}
-
-    def all(self) -> list[JobPage]:
-        """As they are now."""
-        self.changed()
-        return [JobPage(name=name, text=text) for name, text in sorted(self._known.items())]
-
-    def changed(self) -> list[JobPage]:
-        """Those that are not as at the last look."""
-        found = []
-        for name in PAGES:
-            with contextlib.suppress(OSError, UnicodeDecodeError):
-                text = read_given(self._run_dir / name, _MOST_PAGE_BYTES).decode()
-                if self._known.get(name) != text:
-                    self._known[name] = text
-                    found.append(JobPage(name=name, text=text))
-        return found

@@ -25,6 +25,7 @@ from everstep.protocol.messages import (
     AgentRefused,
     AnyMessage,
     Goodbye,
+    HostAsk,
     HostsThere,
     JobEnded,
     JobFacts,
@@ -205,7 +206,7 @@ class HostAgent:
             self._idle = False
         elif isinstance(item, KillWorker) and host is not None:
             self._kill(host, item)
-        elif isinstance(item, HostsThere | JobPage) and host is not None:
+        elif isinstance(item, HostsThere | JobPage | HostAsk) and host is not None:
             host.quarters.hear(item)
 
     def _hear(self, message: AnyMessage) -> None:

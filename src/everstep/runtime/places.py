@@ -127,7 +127,10 @@ def _private(facts: JobFacts, host: str) -> Path:
 
 def write_hosts(run_dir: Path, places: dict[str, HostPlace]) -> None:
     """For the processes of this host: where the others keep theirs. Raises: OSError."""
-    rows = {name: {"disk": place.disk, "address": place.address} for name, place in sorted(places.items())}
+    rows = {
+        name: {"apart": place.apart, "disk": place.disk, "address": place.address}
+        for name, place in sorted(places.items())
+    }
     write_atomically(run_dir / HOSTS_FILE, json.dumps(rows) + "\n")
 
 

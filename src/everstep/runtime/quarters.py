@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import os
+import re
 import shutil
 import sys
 import time
@@ -14,9 +16,18 @@ from typing import Any
 
 from everstep.base.config_keys import CheckpointConfig
 from everstep.base.errors import ConfigError
-from everstep.base.given import read_given
-from everstep.protocol.messages import AnyMessage, HostPlace, HostsThere, JobFacts, JobPage, PieceTaken
-from everstep.runtime.address import write_atomically
+from everstep.base.given import open_given, read_given
+from everstep.protocol.messages import (
+    AnyMessage,
+    HostAsk,
+    HostPlace,
+    HostsThere,
+    HostTold,
+    JobFacts,
+    JobPage,
+    PieceTaken,
+)
+from everstep.runtime.address import LOGS_FOLDER, write_atomically
 from everstep.runtime.carrier import Carrier
 from everstep.runtime.commands import run_lock
 from everstep.runtime.context import Joining
@@ -102,8 +113,13 @@ class Quarters:
         if self._carrier is not None:
             self._carrier.taken(message)
 
-    def hear(self, message: HostsThere | JobPage) -> None:
-        """What processes of this host look at. Never raises for the disk's sake: it is said again when it changes."""
+    def hear(self, message: HostsThere | JobPage | HostAsk) -> None:
+        """What processes of this host look at, or somebody asks for. Never raises for the disk's sake."""
+        if isinstance(message, HostAsk):
+            logs = self.run_dir / LOGS_FOLDER
+            found, data = logs_in(logs), log_bytes(logs, message.name, message.start)
+            self._send(HostTold(agent_id=self._host, request=message.request, logs=found, data=data))
+            return
         with contextlib.suppress(OSError):
             if isinstance(message, HostsThere):
                 if len({place.disk for place in message.places.values()}) > 1:
@@ -155,3 +171,29 @@ class Quarters:
     def _send_on(self, message: AnyMessage) -> None:
         if self._connected():
             self._send(message)
+
+
+# ---- logs, for who asks from elsewhere
+
+_LOG = re.compile(r"worker-\d{1,7}(\.\d{1,3})?\.jsonl")
+LOG_BYTES = 512 << 10
+
+
+def logs_in(folder: Path) -> dict[str, tuple[int, int]]:
+    """The workers' logs of a host: of each the number of the file, which a rotation does not change, and its size."""
+    found: dict[str, tuple[int, int]] = {}
+    with contextlib.suppress(OSError):
+        for path in sorted(folder.iterdir()):
+            if _LOG.fullmatch(path.name):
+                stat = path.stat()
+                found[path.name] = (stat.st_ino, stat.st_size)
+    return found
+
+
+def log_bytes(folder: Path, name: str, start: int) -> bytes:
+    """Some bytes of one of them; b"" of what is none."""
+    if not _LOG.fullmatch(name):
+        return b""
+    with contextlib.suppress(OSError, OverflowError), open_given(folder / name) as file:
+        return os.pread(file.fileno(), LOG_BYTES, max(0, start))
+    return b""

@@ -10,10 +10,12 @@ from pathlib import Path
 import pytest
 
 from everstep.observe.events import EventLog, read_events
+from everstep.protocol import messages as m
 from everstep.protocol.messages import FilePiece, PieceTaken
 from everstep.runtime import carrier as carrier_module
 from everstep.runtime.carrier import HELD_FILE, Carrier
-from everstep.runtime.gathering import ASK_AGAIN, Pages, Receiving, digest_of
+from everstep.runtime.files_desk import FilesDesk, Pages
+from everstep.runtime.gathering import ASK_AGAIN, Receiving, digest_of
 
 SOURCE = "0123456789abcdef"
 PATIENCE_S = 60.0
@@ -172,3 +174,36 @@ def test_pages_are_told_when_they_change(tmp_path: Path) -> None:
     (tmp_path / "rehearsed.json").write_text("{}")
     assert [page.text for page in pages.changed()] == ["{}"]
     assert pages.changed() == [] and [page.name for page in pages.all()] == ["rehearsed.json"]
+
+
+def test_a_fault_is_claimed_once_in_a_job(tmp_path: Path) -> None:
+    desk = FilesDesk(tmp_path)
+
+    def claim(name: str, text: str) -> list[tuple[str, m.AnyMessage]] | None:
+        return desk.take("w", m.ClaimFault(worker_id=1, incarnation=0, request=4, name=name, text=text))
+
+    assert claim("0", "[1,2]") == [("w", m.FaultClaimed(request=4, first=True, text="[1,2]"))]
+    assert claim("0", "[3]") == [("w", m.FaultClaimed(request=4, first=False, text="[1,2]"))]
+    assert FilesDesk(tmp_path).take("w", m.ClaimFault(worker_id=1, incarnation=0, request=5, name="0", text="")) == [
+        ("w", m.FaultClaimed(request=5, first=False, text="[1,2]"))
+    ], "another coordinator knows it too"
+    for name in ("../x", "", "a", "0/1"):
+        assert claim(name, "") == []
+    assert sorted(path.name for path in (tmp_path / "chaos").iterdir()) == ["0"]
+
+
+def test_who_asks_for_logs_is_answered_by_the_host_or_told_that_it_is_gone(tmp_path: Path) -> None:
+    desk = FilesDesk(tmp_path)
+    ask = m.Command(request=7, name="logs", args={"host": "host2", "name": "worker-1.jsonl", "start": 30})
+    refused = desk.take("p", ask)
+    assert refused is not None and isinstance(refused[0][1], m.CommandReply) and "everstep hosts" in refused[0][1].error
+    assert desk.take("a", m.HostPlace(agent_id="host2", apart=True, disk="host host2")) is None
+    assert desk.take("p", ask) == [("a", m.HostAsk(request=1, name="worker-1.jsonl", start=30))]
+    assert desk.take("b", m.HostTold(agent_id="host3", request=2)) == [], "nobody asked"
+    answer = m.HostTold(agent_id="host2", request=1, logs={"worker-1.jsonl": (5, 31)}, data=b"x")
+    result = {"logs": {"worker-1.jsonl": (5, 31)}, "data": b"x"}
+    assert desk.take("a", answer) == [("p", m.CommandReply(request=7, ok=True, error="", result=result))]
+    desk.take("p", ask)
+    gone = desk.gone("a")
+    assert [name for name, _ in gone] == ["p"] and not getattr(gone[0][1], "ok", True)
+    assert desk.take("p", m.Command(request=8, name="status", args={})) is None
