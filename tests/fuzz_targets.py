@@ -40,6 +40,7 @@ from everstep.cli.run_dir import read_digest
 from everstep.cli.verify import read_weights
 from everstep.exact.digest import digest_bytes
 from everstep.observe.events import Lines, format_event, parse_events
+from everstep.observe.told import ToldFile
 from everstep.order.ledger import LaneUse, LedgerRow, decode_rows, encode_row
 from everstep.protocol import messages
 from everstep.protocol.driver import records
@@ -48,6 +49,7 @@ from everstep.report.excerpt import around
 from everstep.report.facts import facts_of
 from everstep.report.history import History
 from everstep.report.notes import read_notes
+from everstep.report.pulled import hosts_apart
 from everstep.report.tail import object_of
 from everstep.report.words import sentence
 from everstep.runtime import wire
@@ -56,6 +58,7 @@ from everstep.runtime.address import read_address
 from everstep.runtime.handshake import TAG_BYTES, Caller, Ends, Greeter, Seals, keys_of, role_token
 from everstep.runtime.journal import format_entry
 from everstep.runtime.journal import parse as parse_journal
+from everstep.runtime.places import others
 from everstep.runtime.tls import Tls, shown_by
 from everstep.sinks.publication import read_cursor
 
@@ -335,6 +338,10 @@ def targets() -> list[FuzzTarget]:
                    _in_file("final/digest.json", lambda path: read_digest(path.parents[1]))),
         FuzzTarget("tls", [_client_hello()], _secured),
         FuzzTarget("address", [b'{"pid":3,"host":"127.0.0.1","port":80}'], _in_file("coordinator.json", read_address)),
+        FuzzTarget("hosts", [b'{"a":{"apart":true,"disk":"x","address":"h:1"},"b":{"disk":"y","address":"i:2"}}'],
+                   _in_file("hosts.json", lambda path: (others(path.parent, "b"), hosts_apart(path.parent))), ()),
+        FuzzTarget("told", [_EVENTS, b'{"kind":"step_committed","step":3,"came_from":"0123456789abcdef:9"}\n'],
+                   _in_file("events.jsonl", lambda path: ToldFile(path).look()), ()),
         FuzzTarget("published", [b'{"begun_ns":1,"lines":3,"sampled_s":1.5,"sampled_step":1,"memory":{"a":"b"}}'],
                    _in_file("published.json", lambda path: read_cursor(path.parent)), ()),
         FuzzTarget("notes", [b'{"tags":["a","b"],"note":"as it was"}'],

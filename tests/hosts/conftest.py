@@ -32,3 +32,9 @@ def net(hosts_possible: None) -> Iterator[Net]:
 def on_hosts(net: Net, jobs: Jobs, tmp_path: Path) -> HostJobs:
     """Starts jobs on them."""
     return HostJobs(net, jobs, tmp_path)
+
+
+@pytest.fixture
+def apart(net: Net, jobs: Jobs, tmp_path: Path) -> HostJobs:
+    """The same, where no host but the first can open anything of the job's directory."""
+    return HostJobs(net, jobs, tmp_path, apart=True)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import secrets
+import signal
 import subprocess
 import sys
 import time
@@ -12,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from net import Host, Net
+from net import HIDE, Host, Net
 
 from job_harness import HERE, LIMIT_S, Job, Jobs
 
@@ -23,11 +25,15 @@ EVERSTEP = (sys.executable, "-P", "-m", "everstep")
 
 
 class HostJobs:
-    """Starts jobs whose workers run on `net`'s hosts, two on each."""
+    """Starts jobs whose workers run on `net`'s hosts, two on each.
 
-    def __init__(self, net: Net, jobs: Jobs, base: Path) -> None:
+    apart: only the first host sees the job's directory; each of the others has one of its own.
+    """
+
+    def __init__(self, net: Net, jobs: Jobs, base: Path, *, apart: bool = False) -> None:
         self.net = net
         self.jobs = jobs
+        self.apart = apart
         self._base = base
         self._environment: dict[str, str] = {}
         self._steps = STEPS
@@ -41,9 +47,14 @@ class HostJobs:
         settings: Mapping[str, Any] | None = None,
     ) -> Job:
         """Start the job on the first host. until: what it takes its time for."""
-        run_dir = self._base / "job"
+        run_dir = self._base / "head" / "job"
         host = self.net.hosts[0]
-        paced = {"events": str(run_dir / "events.jsonl"), "until": list(until), "lane_s": 0.06}
+        seen = self._base / "seen.jsonl"  # the same file, where tasks see it on all hosts
+        if not seen.exists():
+            run_dir.mkdir(parents=True)
+            (run_dir / "events.jsonl").touch()
+            os.link(run_dir / "events.jsonl", seen)
+        paced = {"events": str(seen), "until": list(until), "lane_s": 0.06}
         self._environment = {"EVERSTEP_TOKEN": secrets.token_hex(32)}
         if until:
             self._environment["EVERSTEP_TEST_PACE"] = json.dumps(paced)
@@ -59,7 +70,22 @@ class HostJobs:
         """Start an agent on this host (from 1)."""
         host = self.net.hosts[number - 1]
         command = [*EVERSTEP, "agent", "--join", f"{self.net.hosts[0].address}:{PORT}", "--slots", str(SLOTS)]
-        return host.start([*command, *options], self.log(host), self._environment)
+        hidden = {HIDE: str(self._base / "head")} if self.apart else {}
+        command += ["--run-dir", str(self.own(number))] if self.apart else []
+        return host.start([*command, *options], self.log(host), {**self._environment, **hidden})
+
+    def own(self, number: int) -> Path:
+        """The directory of a host that does not see the job's."""
+        return self._base / f"own{number}"
+
+    def interrupt(self, job: Job) -> None:
+        """SIGTERM to the job, which takes a checkpoint; waits for its end."""
+        host = self.net.hosts[0]
+        for pid in host.pids():
+            words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+            if words[0] == sys.executable.encode() and b"run" in words and b"everstep" in words:
+                os.kill(int(pid), signal.SIGTERM)
+        assert job.end() == 128 + signal.SIGTERM, job.account()
 
     def log(self, host: Host) -> Path:
         """What its agents say."""

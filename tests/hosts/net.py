@@ -15,7 +15,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 BOGUS = "02:00:00:00:00:ff"
-_INSIDE = 'hostname "$0" && mount -t tmpfs tmpfs /dev/shm && exec "$@"'
+HIDE = "EVERSTEP_TEST_HIDE"
+"""Names a directory that a host is not to see: nothing in it can be opened or made."""
+_INSIDE = (
+    'hostname "$0" && mount -t tmpfs tmpfs /dev/shm && '
+    f'{{ [ -z "${HIDE}" ] || mount -t tmpfs -o ro tmpfs "${HIDE}"; }} && exec "$@"'
+)
 
 
 def why_not() -> str:
@@ -75,6 +80,11 @@ class Host:
         """Run a command on this host, which sees all processes."""
         words = ["ip", "netns", "exec", self.namespace, *command]
         return subprocess.run(words, capture_output=True, text=True, timeout=timeout_s)
+
+    def pids(self) -> list[int]:
+        """Of all its processes, as this machine calls them."""
+        found = subprocess.run(["ip", "netns", "pids", self.namespace], capture_output=True, text=True)
+        return [int(pid) for pid in found.stdout.split()]
 
     def kill(self) -> None:
         """SIGKILL to all its processes; the kernel still ends their connections."""

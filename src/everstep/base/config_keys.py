@@ -143,6 +143,13 @@ class CheckpointConfig:
     mtbf_minutes: float | None = key(None, "time between failures, for interval: auto; none: as observed", above=0)
     best_metric: str | None = key(None, "evaluated metric by which checkpoints are compared")
     best_mode: str = key("max", "whether more or less of it is better", choices=("max", "min"))
+    shared: str = key(
+        "auto",
+        "whether all hosts see one checkpoint directory. auto: each host looks; yes: one that does not is refused; no: "
+        "each keeps its parts on its own disk",
+        choices=("auto", "yes", "no"),
+    )
+    copies: int = key(2, "on how many hosts each part lies, where they do not share a directory", low=1)
     grace_s: float = key(30.0, "time for an emergency checkpoint after SIGTERM or SIGINT", low=0)
     sign_key: str | None = key(
         None, "private ed25519 key, a PEM file, that each one is signed with; none: they are not (checkpoints keygen)"

@@ -156,6 +156,16 @@ class BlobForeign(StoreError, CheckpointCorrupt):
     cause = Cause.CORRUPT
 
 
+class PartsAway(StoreError):
+    """A part of a checkpoint is on hosts that are not there. `hosts`: their names."""
+
+    cause = Cause.HOST_LOST
+
+    def __init__(self, message: str, hosts: list[str]) -> None:
+        super().__init__(message, "away")
+        self.hosts = hosts
+
+
 class JobFailed(EverstepError):
     """The job cannot go on."""
 

@@ -1,8 +1,9 @@
 """Faults that strike from inside: a worker that reaches the step and phase of a fault kills, stops or breaks itself.
 
 From inside, because only the worker knows which step and phase it is in. Each fault strikes at most once per job,
-although steps are redone and workers return: whoever strikes first claims it with a file under `chaos/`, created
-exclusively. Who is struck follows from the plan alone, so that all workers agree without talking.
+although steps are redone and workers return: whoever strikes first claims it with a file under `chaos/` in the job's
+directory, by the wire where that is elsewhere. Who is struck follows from the plan alone, so that all workers agree
+without talking.
 """
 
 from __future__ import annotations
@@ -15,14 +16,16 @@ from pathlib import Path
 from typing import Any
 
 from everstep.base.cause import Cause
-from everstep.base.given import read_json
+from everstep.base.given import parse_json, read_json
 from everstep.base.plan import Plan, WorkerKey
 from everstep.chaos.fault import COMPUTE_PHASES, Fault
 from everstep.chaos.kinds import KINDS, Blow, Lasting, OnCut
 from everstep.chaos.spec import AnyFault, RandomFaults, choose, parse_now
 from everstep.runtime.address import EVENTS_FILE
+from everstep.runtime.claims import claim
 
 OnFault = Callable[..., Any]
+OnClaim = Callable[[str, str], tuple[bool, str] | None]
 NO_PLAN = Plan(0, "none yet", (), (), 0)
 
 
@@ -36,9 +39,10 @@ class Injector:
     `report(kind, **fields)` writes an event; it must have reached the file when it returns. With no faults `at`
     returns at once. `cut_off` is set by whoever makes the worker's link: called with the seconds for which it is to be
     cut, whether the connection is to break (else it is only mute), and whether the other workers are cut off too; it
-    returns when the worker may go on. `flip`, likewise: flips a bit of the worker's state. `pids`, likewise: of all
-    processes of the worker, the one that strikes first. `strike_due`, likewise: called with index, step, phase and plan
-    when a fault of a host or a link is to strike, which the coordinator has agents do, once.
+    returns when the worker may go on. `claim`, likewise: asks whether nobody else has struck, None if that is not known
+    now. `flip`, likewise: flips a bit of the worker's state. `pids`, likewise: of all processes of the worker, the one
+    that strikes first. `strike_due`, likewise: called with index, step, phase and plan when a fault of a host or a link
+    is to strike, which the coordinator has agents do, once.
     """
 
     def __init__(
@@ -57,6 +61,7 @@ class Injector:
         self.cut_off: OnCut = _cannot
         self.flip: Callable[[], None] = lambda: None
         self.strike_due: Callable[[int, int, str, Plan], None] = lambda index, step, phase, plan: None
+        self.claim: OnClaim = lambda name, text: claim(run_dir, name, text)
         self.pids: Callable[[], Sequence[int]] = lambda: (os.getpid(),)
         for fault in faults:
             if isinstance(fault, Fault):
@@ -80,7 +85,8 @@ class Injector:
         for fault in tuple(self._once):
             if fault.at <= step and self._phase_fits(fault, phase) and self._is_meant(fault, plan):
                 self._once.remove(fault)
-                self._strike(fault, step, phase, plan, f"{fault.index}")
+                if self._strike(fault, step, phase, plan, f"{fault.index}") is None:
+                    self._once.append(fault)
         for fault in tuple(self._places):
             if fault.at <= step and self._phase_fits(fault, phase):
                 self._places.remove(fault)
@@ -127,10 +133,11 @@ class Injector:
     def _is_meant(self, fault: Fault, plan: Plan) -> bool:
         return self._worker.worker_id in self._victims(fault, plan)
 
-    def _strike(self, fault: Fault, step: int, phase: str, plan: Plan, name: str) -> bool:
-        """Returns False if this worker may not be struck, having been struck before."""
-        if not self._claim(name, self._victims(fault, plan) if fault.target.several else None):
-            return False
+    def _strike(self, fault: Fault, step: int, phase: str, plan: Plan, name: str) -> bool | None:
+        """Returns False if this worker may not be struck, having been struck before; None if nobody can say."""
+        mine = self._claim(name, self._victims(fault, plan) if fault.target.several else None)
+        if not mine:
+            return mine
         pid = self._coordinator_pid() if fault.target.kind == "coordinator" else self._pid_of(fault.target.rank)
         strike = KINDS[fault.kind].strike
         if pid is not None:
@@ -158,19 +165,20 @@ class Injector:
             phase=phase,
         )
 
-    def _claim(self, name: str, victims: tuple[int, ...] | None) -> bool:
-        """Whether this worker may be struck: nobody was yet, or, of several, not this one.
+    def _claim(self, name: str, victims: tuple[int, ...] | None) -> bool | None:
+        """Whether this worker may be struck: nobody was yet, or, of several, not this one. None if it is not known.
 
         victims: whom the fault meant when it struck first. Those are struck, not who takes their places afterwards.
         """
-        folder = self._run_dir / "chaos"
-        folder.mkdir(parents=True, exist_ok=True)
-        first = _create(folder / name, f"{self._worker}\n" if victims is None else f"{json.dumps(victims)}\n")
-        if victims is None:
-            return first
-        meant = victims if first else read_json(folder / name)
+        found = self.claim(name, f"{self._worker}\n" if victims is None else f"{json.dumps(victims)}\n")
+        if found is None or victims is None:
+            return None if found is None else found[0]
+        first, said = found
         me = self._worker.worker_id
-        return me in meant and _create(folder / f"{name}.{me}", f"{self._worker}\n")
+        if me not in (victims if first else parse_json(said)):
+            return False
+        found = self.claim(f"{name}.{me}", f"{self._worker}\n")
+        return None if found is None else found[0]
 
     def _pid_of(self, rank: int) -> int | None:
         pids = self.pids()
@@ -187,17 +195,7 @@ class Injector:
             text = f"chaos: cannot strike the coordinator, no pid in coordinator.json: {error}"
             self._report("warning", cause=Cause.INJECTED, reason=text)
             return None
-        return pid if pid > 1 else None
-
-
-def _create(path: Path, text: str) -> bool:
-    """Make a file that was not there, whole from the first moment; False if somebody else has made it."""
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    draft.write_text(text)
-    try:
-        os.link(draft, path)
-    except FileExistsError:
-        return False
-    finally:
-        draft.unlink()
-    return True
+        if pid > 1:
+            return pid
+        self._report("warning", cause=Cause.INJECTED, reason="chaos: cannot strike the coordinator of another host")
+        return None

@@ -18,11 +18,12 @@ from msgspec.structs import replace
 
 from everstep.base.cause import Cause, Why
 from everstep.base.config_keys import CheckpointConfig
-from everstep.base.errors import CheckpointCorrupt, EverstepError, StoreError, cause_of
+from everstep.base.errors import CheckpointCorrupt, EverstepError, PartsAway, StoreError, cause_of
 from everstep.base.plan import Plan
+from everstep.checkpoint.hosts_store import HostsStore
 from everstep.checkpoint.manifest import JobIdentity, Manifest, decode, refuse_foreign
 from everstep.checkpoint.manifest_writer import Extent, ManifestWriter, WriteOutcome, unsigned
-from everstep.checkpoint.names import manifest_name
+from everstep.checkpoint.names import DAMAGED, manifest_name, step_name
 from everstep.checkpoint.part import (
     Base,
     LiveState,
@@ -43,10 +44,11 @@ from everstep.checkpoint.reader import (
     set_aside_and_say,
     steps_in,
 )
-from everstep.checkpoint.repair import Elsewhere, Repairer, Source
+from everstep.checkpoint.repair import Copy, Elsewhere, Lost, Repairer, Source
 from everstep.checkpoint.signing import Signer
 from everstep.checkpoint.store import DirectoryStore
 from everstep.checkpoint.transfer import Uploader, open_object_tier, open_uploader
+from everstep.exact.image import BLOCK_BYTES
 from everstep.exact.state import ModelState
 from everstep.placement.owners import owners
 
@@ -78,13 +80,15 @@ class Checkpointer:
         ended: Callable[[WriteOutcome], None] = lambda outcome: None,
         proven: Callable[[int], int] = lambda step: 0,
         sources: Sequence[Source] = (),
+        opened: Callable[[Path], DirectoryStore] = DirectoryStore,
     ) -> None:
-        """directory: `DIR/checkpoints`, unless the config names another. send: a report to the job's leader, where this
-        worker is not the job's leader; called from a thread, may raise. collected: at the job's leader, told of a step
-        that no part is waited for any more; ended: what became of it; both from any thread. proven: after so many
-        steps, the newest one whose state is known to be right; the newest checkpoint up to that is always kept.
-        sources: of damaged blocks, before other checkpoints on disk and in the object store are looked through."""
-        self.store = DirectoryStore(config.disk.path or directory)
+        """directory: `DIR/checkpoints`, unless the config names another. opened: makes the store of it. send: a report
+        to the job's leader, where this worker is not the job's leader; called from a thread, may raise. collected: at
+        the job's leader, told of a step that no part is waited for any more; ended: what became of it; both from any
+        thread. proven: after so many steps, the newest one whose state is known to be right; the newest checkpoint up
+        to that is always kept. sources: of damaged blocks, before other checkpoints on disk and in the object store are
+        looked through."""
+        self.store = opened(Path(config.disk.path or directory))
         self.identity, self.worker_id = identity, worker_id
         self._config, self._send, self._events, self._proven = config, send, events, proven
         self._collected, self._over = collected, ended
@@ -220,6 +224,7 @@ class Checkpointer:
                     self._proven,
                     self._collected,
                     Signer(config.sign_key).sign if config.sign_key is not None else unsigned,
+                    config.copies,
                 )
             return self._manifests
 
@@ -266,15 +271,20 @@ class Checkpointer:
 
     # ---- reading
 
-    def restorable(self, *, verify: bool = True, most: int = 1, limit: int | None = None) -> tuple[int, ...]:
+    def restorable(
+        self, *, verify: bool = True, most: int = 1, limit: int | None = None, expected: int = 0
+    ) -> tuple[int, ...]:
         """The newest steps, up to the limit if there is one, of which there is a whole checkpoint on disk, ascending.
         What is damaged is set aside and told as a `fallback` event; what was verified once is not read again.
 
+        expected: the step that the job goes on from, 0 for none.
+
         Raises: ConfigError for a checkpoint of another model, or (unless checkpoint.allow_mismatch) of other settings.
+        PartsAway if it, or parts of it, are on hosts that are not there, and no newer one is found.
         """
         found: list[int] = []
         before: int | None = None if limit is None else limit + 1
-        with suppress(StoreError):  # what cannot be read is not there; a start from nothing says so
+        try:
             while len(found) < most:
                 step = max((s for s in steps_in(self.store) if before is None or s < before), default=-1)
                 if step not in self._sound:
@@ -292,7 +302,18 @@ class Checkpointer:
                     self._sound.add(step)
                 found.append(step)
                 before = step
+        except StoreError as error:  # what cannot be read is not there; a start from nothing says so
+            if isinstance(error, PartsAway) and not found:
+                raise
+        if expected and not found and (limit is None or expected <= limit):
+            self._seek(expected)
         return tuple(sorted(found))
+
+    def _seek(self, step: int) -> None:
+        """Raises: PartsAway if a checkpoint that there was may be on a host that has not joined."""
+        store = self.store
+        if isinstance(store, HostsStore) and store.scattered and not store.list(f"{step_name(step)}/{DAMAGED}"):
+            raise PartsAway(f"the checkpoint of step {step}, from which this job goes on, is on another host", [])
 
     def load(
         self,
@@ -332,7 +353,15 @@ class Checkpointer:
         """For one reading of the checkpoint of a step, if it is known which."""
         objects = Elsewhere(lambda: open_object_tier(self._config), lambda store: manifests_of(store, step))
         disk = Elsewhere(lambda: self.store, lambda store: manifests_of(store, step))
-        return Repairer([*self._sources, disk, objects], self._mended)
+        return Repairer([*self._sources, self._of_other_hosts, disk, objects], self._mended)
+
+    def _of_other_hosts(self, lost: Lost) -> Copy | None:
+        """The same place of the same file, as another host has it."""
+        if not isinstance(self.store, HostsStore) or not self.store.scattered:
+            return None
+        with suppress(StoreError):
+            return Copy(self.store.read_elsewhere(lost.file, lost.at, BLOCK_BYTES), "another host")
+        return None
 
     def _mended(self, step: int, reason: str) -> None:
         log.warning("%s", reason)

@@ -111,7 +111,8 @@ class Manifest:
 
     state: the whole manifest of `everstep.exact.image`. base: the step of the checkpoint that this one continues, with
     `depth` such steps back to a full one. records: of the step's decision. application: further opaque parts by name.
-    identity: as `JobIdentity.to_dict`. written_bytes: what was new in it.
+    identity: as `JobIdentity.to_dict`. written_bytes: what was new in it. hosts: by file, the hosts that had it then;
+    empty where all see one directory.
     """
 
     step: int
@@ -128,6 +129,7 @@ class Manifest:
     records: bytes = b""
     application: Mapping[str, bytes] = field(default_factory=dict)
     state: Mapping[str, Any]
+    hosts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     @property
     def n_blocks(self) -> int:
@@ -165,6 +167,8 @@ class Manifest:
             "records": _text(self.records),
             "application": {name: _text(data) for name, data in self.application.items()},
         }
+        if not self.hosts:
+            del body["hosts"]
         return seal(KIND, body, self.state["format"])
 
 
@@ -185,6 +189,7 @@ def decode(data: bytes | bytearray | memoryview, name: str) -> Manifest:
                 "records": _bytes(form["records"]),
                 "application": {name: _bytes(text) for name, text in form["application"].items()},
                 "state": body["state"],
+                "hosts": body.get("hosts", {}),
             }
         )
     except (ValueError, OverflowError, RecursionError) as error:
@@ -277,6 +282,9 @@ PlaneRow = tuple[str, Count, list[tuple[ElementBlock, Count, Count]]]
 Label = Annotated[int, Meta(ge=FOREIGN, le=(1 << 63) - 1)]
 
 
+HostName = Annotated[str, Meta(min_length=1, max_length=100)]
+
+
 class _Identity(msgspec.Struct, forbid_unknown_fields=True):
     task: str
     numerics: dict[str, Any]
@@ -317,6 +325,7 @@ class Form(msgspec.Struct, forbid_unknown_fields=True):
     records: str
     application: dict[str, str]
     state: State
+    hosts: dict[str, tuple[HostName, ...]] | UnsetType = UNSET
 
 
 def check_form(body: Mapping[str, Any], version: int) -> Form:
@@ -334,6 +343,8 @@ def check_form(body: Mapping[str, Any], version: int) -> Form:
         if row.name in seen:
             raise ValueError(f"it lists {row.name} twice")
         seen.add(row.name)
+    if not isinstance(form.hosts, UnsetType) and form.hosts.keys() != seen:
+        raise ValueError("it says of other files which hosts have them: expected those that it lists")
     _check_runs(form.files, form.runs, len(form.state.blocks))
     _check_state(form.state)
     if form.state.format != version or isinstance(form.state.planes, UnsetType) != (version == 1):

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from everstep.base.cause import UNSAID, Cause, Why
@@ -25,6 +25,7 @@ from everstep.base.errors import (
     cause_of,
 )
 from everstep.checkpoint.assembly import Assembly, assemble
+from everstep.checkpoint.hosts_store import HostsStore
 from everstep.checkpoint.manifest import JobIdentity, Manifest
 from everstep.checkpoint.names import manifest_name
 from everstep.checkpoint.part import Base, LiveState, PartJob, PartReport, PartWriter
@@ -99,14 +100,16 @@ class ManifestWriter:
         proven: Callable[[int], int] = lambda step: 0,
         collected: Callable[[int], None] = lambda step: None,
         sign: Sign = unsigned,
+        copies: int = 1,
     ) -> None:
         """done: called from the thread for every step that was expected, once. held: steps that must stay for now.
         proven: after so many steps, the newest one whose state is known to be right. collected: called before that, by
-        whoever brings the last report or gives the step up. sign: what makes a manifest's text a signed one."""
+        whoever brings the last report or gives the step up. sign: what makes a manifest's text a signed one. copies:
+        on how many hosts each part is to be, where they see different directories."""
         self._proven = proven
         self._store, self._identity, self._rule, self._done = store, identity, rule, done
         self._metric, self._mode, self._held = best_metric, best_mode, held
-        self._collected, self._sign = collected, sign
+        self._collected, self._sign, self._copies = collected, sign, copies
         self._lock = threading.Condition()
         self._current: _Expected | None = None
         self._early: list[PartReport] = []
@@ -195,6 +198,8 @@ class ManifestWriter:
 
     def _complete(self, assembly: Assembly, extent: Extent) -> Manifest:
         manifest = assemble(assembly, self._older, _facts(self._identity, extent))
+        if isinstance(self._store, HostsStore):
+            manifest = replace(manifest, hosts=self._store.spread(manifest.files, self._copies))
         self._check_files(manifest)
         data = self._sign(self._store, manifest, manifest.encode())
         if len(data) > MOST_BYTES:
@@ -227,8 +232,8 @@ class ManifestWriter:
                 size = self._store.size(file.name)
             except BlobMissing:
                 raise StoreError(
-                    f"{file.name} is not in {self._store.url}: checkpoint.disk.path must be a directory that all "
-                    "workers share"
+                    f"{file.name} is not in {self._store.url}, nor on another host that has joined: set "
+                    "checkpoint.shared=no if hosts do not share that directory"
                 ) from None
             if size != file.size:
                 raise StoreError(f"{file.name} has {size} bytes, expected {file.size}")

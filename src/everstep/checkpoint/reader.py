@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
-from everstep.base.errors import BlobMissing, CheckpointCorrupt, ConfigError, EverstepError, StoreError
+from everstep.base.errors import BlobMissing, CheckpointCorrupt, ConfigError, EverstepError, PartsAway, StoreError
+from everstep.checkpoint.hosts_store import HostsStore
 from everstep.checkpoint.manifest import Manifest, PartFile, decode
 from everstep.checkpoint.names import BEST, DAMAGED, LATEST, MANIFEST, is_damaged, manifest_name, step_name, step_of
 from everstep.checkpoint.part import tree_digest
@@ -180,7 +181,12 @@ class Checkpoint:
             raise error
         return found
 
-    def _missing(self, file: PartFile) -> CheckpointCorrupt:
+    def _missing(self, file: PartFile) -> CheckpointCorrupt | PartsAway:
+        """A file that is nowhere: a host that had it may come back."""
+        holders = self.manifest.hosts.get(file.name, ())
+        away = self.store.away(holders) if isinstance(self.store, HostsStore) else sorted(holders)
+        if away:
+            return PartsAway(f"{file.name}, which step {self.step} needs, is on {' and '.join(away)}", away)
         return CheckpointCorrupt(f"{self.store.url}/{file.name} is missing, which step {self.step} needs")
 
     def inside(self, index: int, most: int = 3) -> list[str]:
@@ -432,7 +438,7 @@ def _file_problem(checkpoint: Checkpoint, file: PartFile, progress: OnBlock) -> 
                     return f"{store.url}/{file.name}: block {index} ({inside}) does not match its digest"
         if tree_digest(digests) != file.tree:
             return f"{store.url}/{file.name} does not match its hash, outside what step {checkpoint.step} needs of it"
-    except (CheckpointCorrupt, BlobMissing) as error:
+    except (CheckpointCorrupt, BlobMissing, PartsAway) as error:
         return str(error)
     return ""
 

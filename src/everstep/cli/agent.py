@@ -19,10 +19,10 @@ from everstep.base.etcd_address import SCHEME, EtcdAddress
 from everstep.cli.main import complain
 from everstep.cli.meeting import Met, folder_of, looking, moves, wait_for_job
 from everstep.cli.task_loading import parse_task
-from everstep.cli.worker import ENTRY, PRELOAD
+from everstep.cli.worker import ENTRY, FILES, PRELOAD
 from everstep.protocol.roles import OPERATE
 from everstep.runtime import commands, wire
-from everstep.runtime.address import COORDINATOR_FILE, JOB_FILE, TOKEN_FILE
+from everstep.runtime.address import COORDINATOR_FILE, TOKEN_FILE
 from everstep.runtime.context import Joining
 from everstep.runtime.devices import default_slots
 from everstep.runtime.handshake import role_token
@@ -52,7 +52,11 @@ _ANSWER_S = 10.0
     type=click.Path(path_type=Path),
     help=f"File with the job's token; else ${TOKEN_VARIABLE}, or the file in --run-dir.",
 )
-@click.option("--run-dir", type=click.Path(path_type=Path), help="The job's directory, if it has another name here.")
+@click.option(
+    "--run-dir",
+    type=click.Path(path_type=Path),
+    help="The job's directory, if it has another name here; else one for this host's own files.",
+)
 @click.option("--host-name", help="What the job calls this host; no other of its hosts may be called so.")
 @click.option("--address", "own", metavar="IP", help="Of this host, for other hosts (that of the route to the job).")
 @click.option("--stay", is_flag=True, help="When the job's process is gone, wait for the next one instead of leaving.")
@@ -82,14 +86,13 @@ def command(
 ) -> int:
     """Take part in a running job until it is over: keep the workers running that it gives to this host.
 
-    The job's directory must be reachable from here. Ctrl-C ends the workers of this host, and the job goes on; at
-    SIGUSR1 they leave in order, as with `everstep drain DIR --host NAME`, and so does the agent.
+    The job's directory need not be reachable from here: then this host keeps its files in --run-dir, or in a private
+    directory. Ctrl-C ends the workers of this host, and the job goes on; at SIGUSR1 they leave in order, as with
+    `everstep drain DIR --host NAME`, and so does the agent.
     """
     folder = folder_of(address)
     if folder is not None and run_dir is not None:
         raise ConfigError("--run-dir: expected none beside --join file://DIR, which says it")
-    if run_dir is not None and not (run_dir / JOB_FILE).is_file():
-        raise ConfigError(f"--run-dir: expected the job's directory, found no {JOB_FILE} in {run_dir}")
     config = own_settings(settings)
     if own is not None:
         check_own("--address", own)
@@ -146,6 +149,7 @@ def take_part_in(
         room=default_slots() if slots is None else slots,
         run_dir=str(folder or run_dir or ""),
         own=own or "",
+        files=FILES,
         tls=config.security.tls,
         task=task or "",
         domains=dict(domains),
@@ -235,7 +239,9 @@ def token_in(path: Path) -> bytes:
 
 def _token(token_file: Path | None, run_dir: Path | None) -> bytes:
     given = given_token()
-    path = token_file if token_file is not None else run_dir / TOKEN_FILE if run_dir is not None else None
+    path = token_file
+    if path is None and run_dir is not None and (run_dir / TOKEN_FILE).exists():
+        path = run_dir / TOKEN_FILE
     if path is None:
         if given is None:
             raise ConfigError(f"expected the job's token, got none: give --token-file, or set {TOKEN_VARIABLE}")

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _EXCHANGE = "everstep.cli.checkpoints_exchange"
 _ELSEWHERE = ("export", "import", "copy")
 _NAMED = 10
-_HEADER = ("step", "taken", "state", "written", "base", "marks", "reason")
+_HEADER = ("step", "taken", "state", "written", "base", "marks", "hosts", "reason")
 
 
 class _Group(click.Group):
@@ -83,7 +83,10 @@ def show_command(place: str, which: str | None, as_json: bool) -> int:
         "digest": manifest.state["digest"],
         "signed_by": found.signed_by,
         "blocks": manifest.n_blocks,
-        "files": [{"name": f.name, "size_bytes": f.size} for f in manifest.files],
+        "files": [
+            {"name": f.name, "size_bytes": f.size, "hosts": list(manifest.hosts.get(f.name, ()))}
+            for f in manifest.files
+        ],
         "tensors": [
             {"name": e.name, "dtype": e.dtype, "shape": list(e.shape), "digest": digest}
             for e, digest in zip(manifest.entries, manifest.state["digests"], strict=True)
@@ -99,7 +102,8 @@ def show_command(place: str, which: str | None, as_json: bool) -> int:
     print(f"state {size} in {manifest.n_blocks} blocks, {written} written")
     print(f"signed by {found.signed_by or 'nobody'}" + (", as it says" if found.signed_by else ""))
     for file in manifest.files:
-        print(f"  {file.name}  {size_text(file.size)}")
+        where = manifest.hosts.get(file.name, ())
+        print(f"  {file.name}  {size_text(file.size)}{'  on ' + ', '.join(where) if where else ''}")
     for entry in manifest.entries:
         print(f"  {entry.name}  {entry.dtype}{list(entry.shape)}")
     return 0
@@ -149,16 +153,25 @@ def _facts(manifest: Manifest) -> dict[str, Any]:
         "base": manifest.base,
         "depth": manifest.depth,
         "reason": manifest.reason,
+        "hosts": sorted({host for hosts in manifest.hosts.values() for host in hosts}),
     }
 
 
 def _line(row: dict[str, Any]) -> tuple[str, ...]:
     marks = ",".join(row["marks"])
     if row["damaged"]:
-        return (str(row["step"]), "-", "-", "-", "-", marks, f"damaged: {row['damaged']}")
+        return (str(row["step"]), "-", "-", "-", "-", marks, "-", f"damaged: {row['damaged']}")
     base = "-" if row["base"] is None else str(row["base"])
     sizes = (size_text(row["size_bytes"]), size_text(row["written_bytes"]))
-    return (str(row["step"]), _when(row["created_unix_ns"]), *sizes, base, marks, row["reason"])
+    return (
+        str(row["step"]),
+        _when(row["created_unix_ns"]),
+        *sizes,
+        base,
+        marks,
+        ",".join(row["hosts"]) or "-",
+        row["reason"],
+    )
 
 
 # ---- verify, diff
@@ -399,11 +412,13 @@ def keygen_command(file: Path, as_json: bool) -> int:
 
 def _place(text: str) -> StorePlace:
     """Raises: ConfigError if it does not exist."""
+    from everstep.checkpoint.hosts_store import HostsStore
     from everstep.checkpoint.store import DirectoryStore
     from everstep.cli.checkpoints_exchange import find_place
 
     place = find_place(text)
-    if isinstance(place.store, DirectoryStore) and not place.store.path.is_dir():
+    scattered = isinstance(place.store, HostsStore) and place.store.scattered
+    if isinstance(place.store, DirectoryStore) and not scattered and not place.store.path.is_dir():
         raise ConfigError(f"there are no checkpoints at {text}: {place.store.path} does not exist")
     return place
 

@@ -18,17 +18,24 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from everstep.base.errors import BlobMissing, CheckpointCorrupt, ConfigError
+from everstep.checkpoint.hosts_store import HostsStore
 from everstep.checkpoint.names import BEST, LATEST, step_of
 from everstep.checkpoint.object_store import ObjectOptions
 from everstep.checkpoint.pointers import read_pins, read_pointer
 from everstep.checkpoint.reader import Checkpoint, open_checkpoint, steps_in
 from everstep.checkpoint.store import BlobStore, DirectoryStore
 from everstep.checkpoint.stores.table import open_store
+from everstep.cli.agent import token_in
 from everstep.cli.job import read_job
 from everstep.cli.signed import require_signature, transfer_signed, vouched
 from everstep.cli.terminal import console
 from everstep.report.words import size_text
-from everstep.runtime.address import JOB_FILE
+from everstep.runtime.address import JOB_FILE, TOKEN_FILE
+from everstep.runtime.commands import is_locked
+from everstep.runtime.handshake import PEER, role_token
+from everstep.runtime.peer import peer_connect
+from everstep.runtime.places import HOSTS_FILE, others
+from everstep.runtime.tls import Tls, shown_by
 
 if TYPE_CHECKING:
     from everstep.checkpoint.transfer import Transferred
@@ -219,7 +226,7 @@ def find_place(text: str, endpoint: str | None = None, region: str | None = None
         return StorePlace(open_store(top, ObjectOptions(endpoint, region)), step)
     folder = Path(top.removeprefix("file://"))
     if (folder / JOB_FILE).is_file():
-        return StorePlace(open_store(_of_run(folder)), step)
+        return StorePlace(_store_of(folder), step)
     if (folder / "checkpoints").is_dir() and not list(folder.glob("step-*")):
         folder = folder / "checkpoints"
     return StorePlace(DirectoryStore(folder), step)
@@ -250,6 +257,16 @@ def job_of(text: str) -> tuple[str | None, int]:
             job = read_job(run_dir, joined=False)
             return job.name, job.begins_after
     return None, 0
+
+
+def _store_of(run_dir: Path) -> BlobStore:
+    """With what hosts with disks of their own have, while a job runs there."""
+    job, path = read_job(run_dir), _of_run(run_dir)
+    if "://" in path or not (run_dir / HOSTS_FILE).exists() or not is_locked(run_dir):
+        return open_store(path)
+    token, me = token_in(run_dir / TOKEN_FILE), job.config.network.address
+    key, tls = role_token(token, PEER), Tls.of(shown_by(job.config.security.tls, token, me))
+    return HostsStore(path, me, lambda: others(run_dir, me), lambda at, asked: peer_connect(at, key, asked, tls=tls))
 
 
 def _of_run(run_dir: Path) -> str:

@@ -49,7 +49,8 @@ class JobFile:
     """What job.json holds. `task` is canonical: the same for the same task, from wherever it is started.
 
     dataset_size: in samples, None where only the script knows. begins_after: the step of another job's checkpoint that
-    it began with, 0 if none. unit_ms: the measured times of the units by which `cut` was chosen; empty if it was not.
+    it began with, 0 if none; resumes_at: that of the checkpoint from which this run of it goes on. unit_ms: the
+    measured times of the units by which `cut` was chosen; empty if it was not.
     split_checked: that the task can be split was seen before the start. unknown: by dotted key, what was read but is
     not known here, since another version wrote it; it has no effect.
     """
@@ -62,6 +63,7 @@ class JobFile:
     versions: Mapping[str, str] = field(default_factory=dict)
     created_unix_ns: int = 0
     begins_after: int = 0
+    resumes_at: int = 0
     unit_ms: tuple[float, ...] = ()
     split_checked: bool = False
     unknown: Mapping[str, Any] = field(default_factory=dict)
@@ -247,6 +249,7 @@ def read_job(run_dir: Path, *, joined: bool = True) -> JobFile:
             versions={str(name): str(found) for name, found in dict(data.get("versions", {})).items()},
             created_unix_ns=_whole("created_unix_ns", data.get("created_unix_ns", 0)),
             begins_after=_whole("begins_after", data.get("begins_after", 0)),
+            resumes_at=_whole("resumes_at", data.get("resumes_at", 0)),
             unit_ms=tuple(float(ms) for ms in data.get("unit_ms", ())),
             split_checked=bool(data.get("split_checked", False)),
             unknown={**unknown, **unknown_more},

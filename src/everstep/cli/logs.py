@@ -10,9 +10,11 @@ from pathlib import Path
 import click
 
 from everstep.base.errors import ConfigError
+from everstep.cli.main import complain
 from everstep.observe.logs import LEVELS
 from everstep.report.history import History
 from everstep.report.logfiles import LogFiles, LogLine
+from everstep.report.pulled import hosts_apart, pull_logs
 from everstep.report.words import as_dict, whole_number
 from everstep.runtime import commands
 
@@ -23,6 +25,7 @@ _POLL_S = 0.2
 @click.argument("run_dir", metavar="DIR", type=click.Path(path_type=Path))
 @click.option("--follow", "-f", is_flag=True, help="Go on until the job is over.")
 @click.option("--worker", type=int, help="Only of this worker.")
+@click.option("--host", help="Only of workers of this host, one that keeps its logs itself.")
 @click.option("--level", type=click.Choice(LEVELS), default="info", help="This level and graver ones (info).")
 @click.option("--since-step", type=click.IntRange(0), help="Only from the moment on when this step was done.")
 @click.option("--grep", metavar="TEXT", help="Only lines with this text, tracebacks included.")
@@ -33,6 +36,7 @@ def command(
     run_dir: Path,
     follow: bool,
     worker: int | None,
+    host: str | None,
     level: str,
     since_step: int | None,
     grep: str | None,
@@ -43,7 +47,9 @@ def command(
     """Print what the workers of the job in DIR printed and logged, and what happened to it, by time."""
     if not run_dir.is_dir():
         raise ConfigError(f"there is no run directory {run_dir}")
-    files = LogFiles(run_dir, steps=steps or since_step is not None)
+    for problem in pull_logs(run_dir, host):
+        complain(problem)
+    files = LogFiles(run_dir, events=host is None, steps=steps or since_step is not None, host=host)
     if worker is not None:
         _check_worker(run_dir, files, worker)
     begun = not since_step
@@ -60,6 +66,7 @@ def command(
     _show(wanted() if lines is None else deque(wanted(), maxlen=lines), as_json)
     while follow:
         running = commands.is_locked(run_dir)
+        pull_logs(run_dir, host if host in hosts_apart(run_dir) else None)
         if not _show(wanted(), as_json) and not running:
             break
         time.sleep(_POLL_S)

@@ -64,7 +64,7 @@ from everstep.cli.run_dir import (
 )
 from everstep.cli.standby import begin_leased, leaders_work
 from everstep.cli.task_loading import TaskSpec, parse_task
-from everstep.cli.worker import ENTRY, PRELOAD
+from everstep.cli.worker import ENTRY, FILES, PRELOAD
 from everstep.observe.events import EventLog, read_events
 from everstep.report.facts import facts_of
 from everstep.runtime import wire
@@ -294,6 +294,7 @@ def _run(invocation: Invocation, config: Config, probe: Probe) -> int:
     warning = ask_object_store(config.checkpoint)
     job = with_cut(dataclasses.replace(job, split_checked=probe.split_checked), probe.cut, probe.unit_ms, found.job)
     start = find_start(run_dir, job, script=invocation.is_script, key=invocation.key)
+    job = dataclasses.replace(job, resumes_at=start.step)
     if start.brought:
         job = dataclasses.replace(job, begins_after=start.step)
     write_job(run_dir, job)
@@ -411,4 +412,4 @@ def _local_host(invocation: Invocation, config: Config) -> LocalHost | None:
         return None
     run_dir, early = invocation.run_dir, invocation.server
     room, domains = invocation.slots, invocation.domains
-    return LocalHost(run_dir, config, ENTRY, preload=PRELOAD, early=early, room=room, domains=domains)
+    return LocalHost(run_dir, config, ENTRY, preload=PRELOAD, early=early, room=room, domains=domains, files=FILES)

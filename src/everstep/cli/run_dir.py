@@ -22,6 +22,7 @@ from everstep.cli.job import JobFile, differences, read_job
 from everstep.cli.task_loading import TaskSpec
 from everstep.observe.events import last_committed_step
 from everstep.runtime.address import CHECKPOINTS_DIR, EVENTS_FILE, JOB_FILE, LOCK_FILE
+from everstep.runtime.gathering import NEWEST_FILE
 from everstep.runtime.private import close_folder, close_run_dir, close_store
 
 if TYPE_CHECKING:
@@ -157,6 +158,18 @@ def newest_step(folder: Path) -> int:
     return max((step for step in steps if (folder / manifest_name(step)).is_file()), default=0)
 
 
+def _newest_elsewhere(run_dir: Path) -> int:
+    """The newest step of which hosts with disks of their own have a checkpoint, 0 if none is known."""
+    if not (run_dir / NEWEST_FILE).exists():
+        return 0
+    from everstep.checkpoint.pointers import read_pointer
+    from everstep.checkpoint.store import DirectoryStore
+
+    with contextlib.suppress(CheckpointCorrupt, StoreError):
+        return read_pointer(DirectoryStore(run_dir), NEWEST_FILE) or 0
+    return 0
+
+
 def find_start(run_dir: Path, job: JobFile, *, script: bool, key: str | None = None) -> StartPoint:
     """Where the job in a (locked) directory begins; brings what `--resume-from` names, if the directory has none.
 
@@ -173,6 +186,13 @@ def find_start(run_dir: Path, job: JobFile, *, script: bool, key: str | None = N
         if key is not None:
             _check_own(folder, job, key)
         return StartPoint(own, f"goes on from the checkpoint of step {own} in {folder}")
+    elsewhere = _newest_elsewhere(run_dir)
+    if elsewhere:
+        if key is not None:
+            raise ConfigError(
+                "--require-signature: expected the job's checkpoints here, they are on its hosts' own disks"
+            )
+        return StartPoint(elsewhere, f"goes on from the checkpoint of step {elsewhere}, which its hosts have")
     if config.resume_from is None:
         return StartPoint()
     if not config.checkpoint.enabled:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from everstep.train.task import Task
 
 ENTRY = f"{__name__}:main"
+FILES = "everstep.checkpoint.host_files:HostFiles"
 PRELOAD = (*DEFAULT_PRELOAD, "everstep.train.worker", "everstep.zoo.digits", "everstep.zoo.text")
 """What the fork server imports, so that no life of a worker pays for it (0.1 s on an idle machine)."""
 
@@ -45,6 +46,7 @@ def main(context: WorkerContext) -> int:
 
     def linked(link: LaunchedLink) -> None:
         injector.cut_off = link.cut_off
+        injector.claim = link.claim
         link.fault_now = injector.now
         injector.flip = lambda: link.flip()
         injector.pids = lambda: link.cell.pids

@@ -16,11 +16,13 @@ from everstep.base.given import read_given
 from everstep.report.excerpt import around, newest
 from everstep.report.facts import Line
 from everstep.report.logfiles import LogLine
+from everstep.report.pulled import pull_logs
 from everstep.report.words import one_line
 from everstep.runtime.address import PROFILES_FOLDER
 
 _MOST_MS = 1 << 53
 _LAST_LINES = 40
+_PULL_S = 2.0
 _MOST_TRACES = 8
 _MOST_TRACEBACK = 6000
 _MOST_TRACE_BYTES = 64 << 20
@@ -54,12 +56,14 @@ def log_at(run_dir: Path, at: str | None, worker: str | None) -> dict[str, Any]:
     at_ms, worker_id = whole(at, _MOST_MS), whole(worker, 1_000_000)
     if at_ms is None or (worker and worker_id is None):
         return {"ok": False, "error": "expected at=MILLISECONDS since 1970, and a worker's id if any"}
+    pull_logs(run_dir, timeout_s=_PULL_S)
     lines = around(run_dir, at_ms * 1_000_000, worker_id)
     return {"ok": True, "lines": [row(as_line(line)) for line in lines]}
 
 
 def worker_detail(run_dir: Path, worker_id: int) -> dict[str, Any]:
     """A worker's last lines, its newest traceback ("" if there is none), and the traces that it has recorded."""
+    pull_logs(run_dir, timeout_s=_PULL_S)
     lines = newest(run_dir, worker_id)
     raised = next((line for line in reversed(lines) if line.more), None)
     return {

@@ -21,6 +21,7 @@ MAX_FRAME_BYTES = 64 << 20
 _Short = Annotated[str, msgspec.Meta(max_length=100)]
 _Label = Annotated[str, msgspec.Meta(pattern=LABEL_NAME)]
 _Domain = Annotated[str, msgspec.Meta(max_length=63, pattern=LABEL_VALUE)]
+_Path = Annotated[str, msgspec.Meta(max_length=200)]
 
 
 class AnyMessage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True):
@@ -144,6 +145,38 @@ class AgentNotice(FromAgent, frozen=True, kw_only=True):
 
     kind: str
     fields: dict[str, Any]
+
+
+class HostPlace(FromAgent, frozen=True, kw_only=True):
+    """Where a host keeps its files, said once it knows the job. apart: its run directory is not the job's. disk: the
+    same for all hosts that see one checkpoint directory; address: "host:port" where peers find that, "" for nowhere."""
+
+    apart: bool
+    disk: _Short
+    address: _Short = ""
+
+
+class FilePiece(FromAgent, frozen=True, kw_only=True):
+    """Bytes of a file of a host whose run directory is its own, for the job's: at byte `at` of the file of that name.
+
+    source: names that very file among all of this name. size, digest: of a file that is brought whole (BLAKE2b, 32 hex
+    digits); without a digest it is one that grows by lines. No data: asks how much is there.
+    """
+
+    path: _Path
+    source: _Short
+    at: Annotated[int, msgspec.Meta(ge=0)]
+    data: bytes = b""
+    size: Annotated[int, msgspec.Meta(ge=0)] = 0
+    digest: _Short = ""
+
+
+class HostTold(FromAgent, frozen=True, kw_only=True):
+    """Answer to `HostAsk`. logs: number and size of each file by name; data: of the one that was asked for."""
+
+    request: int
+    logs: dict[str, tuple[int, int]] = {}
+    data: bytes = b""
 
 
 # ---- the job's process -> coordinator
@@ -289,7 +322,24 @@ class Profiled(OfLife, frozen=True, kw_only=True):
     reason: str = ""
 
 
+class ClaimFault(OfLife, frozen=True, kw_only=True):
+    """A scripted fault of this name is about to strike, from a host that does not see the job's directory. text: what
+    those are told who come later."""
+
+    request: int
+    name: _Short
+    text: Annotated[str, msgspec.Meta(max_length=4096)]
+
+
 # ---- coordinator -> worker
+
+
+class FaultClaimed(AnyMessage, frozen=True, kw_only=True):
+    """Answer to a claim. first: nobody had claimed it; text: what the first one said."""
+
+    request: int
+    first: bool
+    text: str
 
 
 class ProfileNow(AnyMessage, frozen=True, kw_only=True):
@@ -400,6 +450,8 @@ class JobFacts(AnyMessage, frozen=True, kw_only=True):
     machine: str
     versions: dict[str, str] = {}
     strikes: list[Strike] = []
+    place: str = ""
+    job: dict[str, Any] = {}
 
 
 class AgentRefused(AnyMessage, frozen=True, kw_only=True):
@@ -434,6 +486,35 @@ class StrikeNow(AnyMessage, frozen=True, kw_only=True):
     by_s: float = 0.0
     mbit: float = 0.0
     share: float = 1.0
+
+
+class PieceTaken(AnyMessage, frozen=True, kw_only=True):
+    """Answer to a piece. at: so many bytes of that file are there now; -1: nobody remembers how many."""
+
+    path: str
+    source: str
+    at: int
+
+
+class HostsThere(AnyMessage, frozen=True, kw_only=True):
+    """To all agents: what each host said of its place, by name."""
+
+    places: dict[str, HostPlace]
+
+
+class JobPage(AnyMessage, frozen=True, kw_only=True):
+    """To agents: a small file of the job's directory that workers of all hosts look at, as it is now."""
+
+    name: str
+    text: str
+
+
+class HostAsk(AnyMessage, frozen=True, kw_only=True):
+    """Somebody asks for this host's logs: for the bytes of one from `start` on, or, without a name, which there are."""
+
+    request: int
+    name: _Short = ""
+    start: int = 0
 
 
 class KillWorker(OfLife, frozen=True, kw_only=True):

@@ -26,6 +26,7 @@ COMMANDS = {
     "status": READ,
     "hosts": READ,
     "about": READ,
+    "logs": READ,
     "scale": OPERATE,
     "drain": OPERATE,
     "checkpoint": OPERATE,
@@ -45,10 +46,12 @@ SAYS: dict[type[m.AnyMessage], frozenset[str]] = {
         ),
         frozenset({AGENT}),
     ),
+    **dict.fromkeys((m.HostPlace, m.FilePiece, m.HostTold), frozenset({AGENT})),
     **dict.fromkeys(
         (
             *(m.WorkerHello, m.WorkerHealed, m.HealFailed, m.GenerationEntered, m.Progress, m.PeerFault),
             *(m.WorkerFailed, m.WorkerDone, m.SettleAgain, m.Saved, m.Profiled, m.StrikeDue, m.StoreSet, m.StoreGet),
+            m.ClaimFault,
         ),
         frozenset({WORKER}),
     ),

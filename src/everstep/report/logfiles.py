@@ -65,13 +65,20 @@ class LogLine:
 class LogFiles:
     """Reads all logs of a run incrementally. Files that appear later are found.
 
-    events: also what events.jsonl tells; steps: committed steps, too. last_bytes: of what is there already in each
-    worker's file, only so much of the end; None: all.
+    events: also what events.jsonl tells; steps: committed steps, too. host: only what was fetched of this one.
+    last_bytes: of what is there already in each worker's file, only so much of the end; None: all.
     """
 
     def __init__(
-        self, run_dir: Path, *, events: bool = True, steps: bool = False, last_bytes: int | None = None
+        self,
+        run_dir: Path,
+        *,
+        events: bool = True,
+        steps: bool = False,
+        last_bytes: int | None = None,
+        host: str | None = None,
     ) -> None:
+        self._of = "" if host is None else f"{host}-"
         self._last_bytes = last_bytes
         self._folder = run_dir / LOGS_FOLDER
         self._workers: dict[int, Folder] = {}
@@ -82,14 +89,14 @@ class LogFiles:
     @property
     def worker_ids(self) -> set[int]:
         """The workers that have logs here."""
-        found = (WORKER_FILE.match(path.name) for path in self._folder.glob("worker-*"))
+        found = (WORKER_FILE.match(path.name) for path in self._folder.glob(f"worker-*.{self._of}*"))
         return {int(match[1]) for match in found if match}
 
     def read(self) -> Iterator[LogLine]:
         """What is new, by time, as far as memory need not hold it all. It is to be read to its end."""
         for worker_id in self.worker_ids - self._workers.keys():
-            self._workers[worker_id] = Folder(self._folder, f"worker-{worker_id}.*jsonl", self._last_bytes)
-        for path in self._folder.glob("*.log"):
+            self._workers[worker_id] = Folder(self._folder, f"worker-{worker_id}.{self._of}*jsonl", self._last_bytes)
+        for path in self._folder.glob("*.log") if not self._of else ():
             if path.name not in (OUTPUT_FILE.name, f"{OUTPUT_FILE.stem}.1.log"):  # also in the log of who printed it
                 self._texts.setdefault(path, Tail(path))
         sources = [_records(worker_id, folder) for worker_id, folder in sorted(self._workers.items())]

@@ -51,9 +51,9 @@ class CoordinatorAddress:
     ca: str = ""
 
 
-def address_of(host: str, port: int, tls: str = "off", ca: str = "") -> dict[str, Any]:
-    """What is told of this process as the coordinator."""
-    return {"pid": os.getpid(), "host": host, "port": port, "tls": tls, "ca": ca}
+def address_of(host: str, port: int, tls: str = "off", ca: str = "", pid: int = 0) -> dict[str, Any]:
+    """What is told of this process as the coordinator; or of another one, by its pid."""
+    return {"pid": pid or os.getpid(), "host": host, "port": port, "tls": tls, "ca": ca}
 
 
 def announce(path: Path, where: dict[str, Any], *, anew: bool = False) -> None:

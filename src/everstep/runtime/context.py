@@ -29,7 +29,8 @@ class WorkerContext:
     `base.config.to_dict` makes it. `argv` are the task's own arguments. `spare`: this slot is beyond those of the
     wanted workers. `cell_rank`, `cell_size`: which of the worker's processes this is, 0 for the head, and how many
     there are; `cell_fds`: its ends of the sockets between head and limbs, the head's from rank 1 on. `local_rank`,
-    `local_size`: which of the slots of its host this is, and how many those are.
+    `local_size`: which of the slots of its host this is, and how many those are. `apart`: run_dir is not the job's own,
+    but that of this host.
     """
 
     run_dir: str
@@ -51,6 +52,7 @@ class WorkerContext:
     tls: dict[str, Any] | None = None
     local_rank: int = 0
     local_size: int = 1
+    apart: bool = False
 
     @property
     def key(self) -> WorkerKey:
@@ -123,6 +125,7 @@ class Joining:
     has. room: for how many workers, 0 if that does not matter. run_dir: how the job's directory is called here, "" if
     as the job says. threads: with how many the fork server is started, as far as is known. server: a fork server that
     runs already. parent: dies with this process, 0 if with none. ranks: processes of each worker.
+    files: "module:class", which serves this host's checkpoint directory to peers; "" if nobody does.
     own: the address of this host that workers listen at and tell others, "" if as the job's config says. task: the only
     one that it runs, "" if any. tls: how it speaks with others. domains: in which this host is, by label. said: what
     people call `address`, "" if so.
@@ -141,6 +144,7 @@ class Joining:
     ranks: int = 1
     own: str = ""
     task: str = ""
+    files: str = ""
     tls: TlsConfig = field(default_factory=TlsConfig)
     domains: dict[str, str] = field(default_factory=dict)
     said: str = ""

@@ -53,6 +53,8 @@ from everstep.protocol.messages import (
     Command,
     CommandReply,
     Goodbye,
+    HostPlace,
+    HostsThere,
     JobFacts,
     JobHello,
     Ping,
@@ -74,7 +76,9 @@ from everstep.runtime.address import (
     address_of,
     announce,
 )
+from everstep.runtime.files_desk import FilesDesk, Pages
 from everstep.runtime.handshake import Ends, Greeter, Seals, frame_digest, keys_of
+from everstep.runtime.places import word_in
 from everstep.runtime.porch import Complaints, Strangers
 from everstep.runtime.process import die_with_parent, machine, raise_descriptor_limit
 from everstep.runtime.standing import InOrder, JournalStore, Place, Tenure, open_journal, stand_down, warn
@@ -86,7 +90,7 @@ MAX_ASKED_BYTES = 64 << 10
 MOST_UNREAD = 4096
 MAX_UNSENT_BYTES = 256 << 20
 RETURN_NS = 30_000_000_000
-_LATE_S = 0.25
+_LATE_S = _LOOK_S = 0.25
 Sends = list[tuple[str, AnyMessage]]
 
 
@@ -104,6 +108,7 @@ class Switchboard:
         self._jobs: set[str] = set()
         self._agents: dict[str, AgentHello] = {}
         self._unread: deque[AgentNotice] = deque(maxlen=MOST_UNREAD)
+        self._places: dict[str, HostPlace] = {}
 
     def take(self, connection: str, message: AnyMessage) -> tuple[Sends, bool]:
         """A message came. Returns what to send to which connections, and whether it is for the coordinator too."""
@@ -119,6 +124,9 @@ class Switchboard:
                 unread = [(connection, notice) for notice in self._unread]
                 self._unread.clear()
                 return [(connection, self._present()), *unread], True
+            case HostPlace():
+                self._places[connection] = message
+                return self._tell_hosts(), False
             case Goodbye():
                 others = sorted(self._jobs - {connection})
                 return [(name, message) for name in (*sorted(self._agents), *others, connection)], False
@@ -133,7 +141,18 @@ class Switchboard:
     def gone(self, connection: str) -> Sends:
         """A connection has ended."""
         self._jobs.discard(connection)
-        return self._tell() if self._agents.pop(connection, None) is not None else []
+        sends = self._tell() if self._agents.pop(connection, None) is not None else []
+        return [*sends, *self._tell_hosts()] if self._places.pop(connection, None) is not None else sends
+
+    @property
+    def apart(self) -> list[str]:
+        """The connections of agents whose run directory is their own."""
+        return [name for name, place in self._places.items() if place.apart]
+
+    def _tell_hosts(self) -> Sends:
+        """All agents, in the order of names."""
+        there = HostsThere(places={place.agent_id: place for _, place in sorted(self._places.items())})
+        return [(name, there) for name in sorted(self._places)]
 
     def _agent_hello(self, connection: str, hello: AgentHello) -> tuple[Sends, bool]:
         for other in self._agents.values():
@@ -176,6 +195,8 @@ class ControlServer:
         self.strangers: Strangers[ControlSocket] = Strangers(MAX_STRANGERS, wire.HANDSHAKE_TIMEOUT_S)
         self._complaints = Complaints(lambda text: self._warn(Why(Cause.REFUSED, text)))
         self._late: asyncio.TimerHandle | None = None
+        self._looking: asyncio.TimerHandle | None = None
+        self.desk, self.pages = FilesDesk(events.path.parent), Pages(events.path.parent)
         self._names = 0
         self._round_ns = 0
         self._timer: asyncio.TimerHandle | None = None
@@ -211,8 +232,14 @@ class ControlServer:
     def received(self, name: str, message: AnyMessage) -> None:
         """A message of a client."""
         if not self.coordinator.refusal(name, message):
+            answers = self.desk.take(name, message)
+            if answers is not None:
+                self._hand_on(answers)
+                return
             sends, for_coordinator = self.switchboard.take(name, message)
             self._hand_on(sends)
+            if isinstance(message, HostPlace) and message.apart:
+                self._bring_pages(name)
             if not for_coordinator:
                 return
         self.handle(Received(name, message))
@@ -220,8 +247,17 @@ class ControlServer:
     def lost(self, name: str) -> None:
         """A client's connection has ended."""
         self.connections.pop(name, None)
-        self._hand_on(self.switchboard.gone(name))
+        self._hand_on([*self.switchboard.gone(name), *self.desk.gone(name)])
         self.handle(Disconnected(name))
+
+    def _bring_pages(self, name: str = "") -> None:
+        """Agents of hosts with directories of their own hear of what has changed; a new one of all that there is."""
+        for page in self.pages.all() if name else self.pages.changed():
+            for apart in [name] if name else self.switchboard.apart:
+                self._send(apart, page)
+        if not name or self._looking is None:
+            there = bool(self.switchboard.apart)
+            self._looking = asyncio.get_running_loop().call_later(_LOOK_S, self._bring_pages) if there else None
 
     def _hand_on(self, sends: Sends) -> None:
         for name, message in sends:
@@ -505,6 +541,8 @@ def job_facts(run_dir: Path, job: dict[str, Any], job_pid: int) -> JobFacts:
         machine=machine() if job_pid else "",
         versions={**versions(), "task file": task_digest(str(job.get("task", "")))},
         strikes=scripted_strikes(job),
+        place=word_in(run_dir),
+        job=job,
     )
 
 

@@ -25,11 +25,15 @@ from everstep.protocol.messages import (
     AgentRefused,
     AnyMessage,
     Goodbye,
+    HostAsk,
     HostDismissed,
     HostKept,
+    HostsThere,
     JobEnded,
     JobFacts,
+    JobPage,
     KillWorker,
+    PieceTaken,
     SetSlots,
     StrikeNow,
     WorkerLife,
@@ -58,6 +62,7 @@ from everstep.runtime.process import (
     readable,
     taking_signals,
 )
+from everstep.runtime.quarters import PeerWire, Quarters
 from everstep.runtime.tls import Shown, Tls, shown_by
 from everstep.runtime.workers import Workers
 
@@ -68,6 +73,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, END_ALONE)
 SERVER_HOPELESS = 3
 SERVER_SILENT_S = 5.0
 _END_WAIT_S = 5.0
+_BRING_S, _HURRY_S = 30.0, 2.0
 
 
 @dataclass(frozen=True)
@@ -133,7 +139,7 @@ class HostAgent:
         self._left: Left | None = None
         self._link = AgentLink(
             *(joining.where(), token, joining.host, joining.room, board),
-            *(self._lives, self._slots, self._inbox.put, Tls.of(shown), joining.own or joining.host),
+            *(self._lives, self._slots, self._hear, Tls.of(shown), joining.own or joining.host),
             domains=joining.domains,
         )
 
@@ -197,6 +203,8 @@ class HostAgent:
             elif (item.task, item.argv, item.config) != (host.facts.task, host.facts.argv, host.facts.config):
                 said = self._joining.said or self._joining.address
                 self._leave(Left(3, f"another job listens at {said} by now"))
+            else:
+                host.quarters.say()
         elif isinstance(item, AgentRefused):
             self._leave(Left(2, item.reason))
         elif isinstance(item, JobEnded):
@@ -209,6 +217,8 @@ class HostAgent:
         elif isinstance(item, Goodbye):
             if self._ended is None and self._job_fd < 0:  # where the job's process is, that is seen
                 self._leave(Left(3, f"{item.reason}: its workers here are ended"))
+        elif isinstance(item, HostsThere | JobPage | HostAsk) and host is not None:
+            host.quarters.hear(item)
         elif host is not None:
             self._order(host, item)
 
@@ -216,6 +226,13 @@ class HostAgent:
         if not self._joining.parent:  # else it is for the job to act upon
             _say("SIGUSR1: this host leaves in order")
             self._link.ask_to_leave()
+
+    def _hear(self, message: AnyMessage) -> None:
+        """In the connection's thread: what has arrived counts while this agent leaves, too."""
+        if isinstance(message, PieceTaken) and self._host is not None:
+            self._host.quarters.taken(message)
+        else:
+            self._inbox.put(message)
 
     def _end_alone(self) -> None:
         """The job is to end, and no coordinator says so: its process has told this agent, and no other one."""
@@ -251,14 +268,14 @@ class HostAgent:
         if refused:
             self._leave(Left(2, refused))
             return
-        run_dir = self._joining.run_dir or facts.run_dir
-        if not os.path.isdir(run_dir):
-            self._leave(Left(2, f"the job's directory {run_dir} is not here: say with --run-dir where it is"))
+        try:
+            self._host = Host(facts, self._joining, self._secrets, self._board, self._server, self._link, self._notify)
+        except ConfigError as error:
+            self._leave(Left(2, str(error)))
             return
-        self._host = Host(facts, self._joining, self._secrets, self._board, self._server, self._link, self._notify)
         interval = self._host.config.heartbeat.interval_s
         self._link.beat_every(None if isinstance(interval, str) else float(interval))
-        finds = isinstance(self._joining.where(), Path)  # this file is kept up for it
+        finds = isinstance(self._joining.where(), Path) or self._host.quarters.apart  # then another file is kept up
         if not finds and not self._joining.run_dir and os.path.exists(facts.coordinator_file):
             self._link.client.follow(facts.coordinator_file)
 
@@ -323,6 +340,9 @@ class HostAgent:
             else:
                 last_first.callback(self._say_goodbye, self._host)
                 by_signal = self._left is not None and self._left.exit_code > 128
+                done = self._ended is not None and self._ended.state == "completed"
+                last_first.callback(self._host.quarters.close, done=done)
+                last_first.callback(self._host.quarters.finish, _HURRY_S if by_signal else _BRING_S)
                 last_first.callback(self._host.close, at_once=by_signal)
             if self._job_fd >= 0:
                 last_first.callback(os.close, self._job_fd)
@@ -372,7 +392,11 @@ class Host:
         self._failures = 0
         self._failed: Why | None = None
         self.config: Config = load_config([("the job", facts.config)])
-        self.run_dir = Path(joining.run_dir or facts.run_dir)
+        wire = PeerWire(joining.own or joining.host, role_token(secrets.token, PEER), Tls.of(secrets.shown))
+        self.quarters = Quarters(
+            facts, joining, self.config.checkpoint, wire, link.client.send, lambda: link.client.connected
+        )
+        self.run_dir = self.quarters.run_dir
         logs = self.config.logs
         self._collector = Collector(self.run_dir / LOGS_FOLDER, board, int(logs.max_mb * (1 << 20)), logs.keep)
         self.workers = Workers(
@@ -502,6 +526,7 @@ class Host:
             tls=None if self._secrets.shown is None else asdict(self._secrets.shown),
             local_rank=slots.index(worker_id) if worker_id in slots else 0,
             local_size=max(1, len(slots)),
+            apart=self.quarters.apart,
         )
 
     @property

@@ -48,6 +48,7 @@ from everstep.runtime.address import (
 )
 from everstep.runtime.control import ControlClient
 from everstep.runtime.handshake import role_token
+from everstep.runtime.places import HOSTS_FILE, leave_word
 from everstep.runtime.process import Inbox, Pinged, last_line, raise_descriptor_limit, readable, taking_signals
 from everstep.runtime.succession import Lead, Succession
 from everstep.runtime.supervisor import CoordinatorProcess, LocalHost, Supervised
@@ -149,6 +150,8 @@ class Job:
             return
         (self.run_dir / COORDINATOR_FILE).unlink(missing_ok=True)
         (self.run_dir / JOURNAL_FILE).unlink(missing_ok=True)
+        (self.run_dir / HOSTS_FILE).unlink(missing_ok=True)
+        leave_word(self.run_dir, self.config.checkpoint.disk.path)
         wire.write_token(self.run_dir / TOKEN_FILE, self._token)
         for role in PEOPLE:
             wire.write_token(self.run_dir / role_file(role), role_token(self._token, role))

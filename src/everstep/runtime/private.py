@@ -14,13 +14,15 @@ from pathlib import Path
 
 from everstep.base.config_keys import NOTICES, SINKS
 from everstep.protocol.roles import PEOPLE
-from everstep.runtime import address
+from everstep.runtime import address, places
 
 _OTHERS = 0o077
 _OURS = {
     *(address.LOCK_FILE, address.TOKEN_FILE, address.JOB_FILE, address.DATASET_FILE, address.EVENTS_FILE),
     *(address.COORDINATOR_FILE, address.JOURNAL_FILE, address.METRICS_FILE, address.METRICS_TOKEN_FILE),
     address.NOTES_FILE,
+    *(places.PLACE_FILE, places.SOURCE_FILE, places.HOSTS_FILE, *places.PAGES),
+    "newest-checkpoint.json",
     *(address.LOGS_FOLDER, address.METRICS_FOLDER, address.PROFILES_FOLDER, address.CHECKPOINTS_DIR),
     *map(address.role_file, PEOPLE),
     *("ledger", "final", "chaos", "report.html", "report-figures", *SINKS, NOTICES),

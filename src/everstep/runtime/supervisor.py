@@ -146,7 +146,7 @@ class CoordinatorProcess(Supervised):
 
 
 class LocalHost(Supervised):
-    """One agent process after the other. entry, preload, room, ranks, domains: as `Joining` has them. host, own:
+    """One agent process after the other. entry, preload, room, ranks, domains, files: as `Joining` has them. host, own:
     likewise; "": both are the config's address.
 
     early: a fork server that may be running already; the first agent takes it over, later ones start their own.
@@ -165,6 +165,7 @@ class LocalHost(Supervised):
         domains: Mapping[str, str] | None = None,
         host: str = "",
         own: str = "",
+        files: str = "",
     ) -> None:
         super().__init__(run_dir / LOGS_FOLDER / "agent.log")
         self._named = (host or config.network.address, own or config.network.address)
@@ -176,6 +177,7 @@ class LocalHost(Supervised):
         self._ranks = ranks
         self._room = room
         self._domains = dict(domains or {})
+        self._files = files
         self._handed = False
         self._moves = Pinged()
         self._continued = False
@@ -197,6 +199,7 @@ class LocalHost(Supervised):
             server=server,
             parent=os.getpid(),
             own=self._named[1],
+            files=self._files,
             tls=self._config.security.tls,
             domains=self._domains,
         )

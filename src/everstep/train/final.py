@@ -81,7 +81,7 @@ class Finisher:
         if not self._view.stages.split:
             model, state = self._view.stages.only.parts.model, self._view.stages.only.state
             write_final(run_dir, model_tensors(model), state.model_digest(), state.state_digest(number), number)
-            return True
+            return self._arrived(plan)
         parts = self._collect(plan, number)
         if parts is None:
             return False
@@ -89,6 +89,15 @@ class Finisher:
         tensors = {name: t for _, found in parts for name, t in found.items()}
         ordered = {name: tensors[name] for name in sorted(tensors)}
         write_final(run_dir, ordered, topology.model_digest(merged), topology.state_digest(merged, number), number)
+        return self._arrived(plan)
+
+    def _arrived(self, plan: Plan) -> bool:
+        """Where the job's directory is on another host: until final/ is there too; False if the plan changed before."""
+        while not self._view.link.has_arrived("final/digest.json"):
+            if self._view.cutter.over(plan.generation):
+                return False
+            self._view.tick()
+            time.sleep(0.02)
         return True
 
     def _collect(self, plan: Plan, number: int) -> list[tuple[dict[str, Any], dict[str, Tensor]]] | None:

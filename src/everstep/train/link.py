@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import logging
 import os
+import queue
 import secrets
 import socket
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -22,19 +24,26 @@ from everstep.base.config import Config
 from everstep.base.errors import NonFinite
 from everstep.base.given import read_json
 from everstep.base.plan import Member, Plan, Rank, Seat, WorkerKey
+from everstep.checkpoint.hosts_store import HostsStore
+from everstep.checkpoint.store import DirectoryStore
 from everstep.observe.logs import WorkerLog, set_up_worker_log
 from everstep.protocol import messages as wire
 from everstep.runtime.address import JOB_FILE
 from everstep.runtime.board import Board, Row
+from everstep.runtime.carrier import HELD_FILE
 from everstep.runtime.cell import Head
+from everstep.runtime.claims import claim
 from everstep.runtime.context import WorkerContext
 from everstep.runtime.control import ControlClient
+from everstep.runtime.gathering import digest_of
 from everstep.runtime.peer import PeerConnection, PeerServer, peer_connect
+from everstep.runtime.places import others
 from everstep.runtime.tls import Tls
 
 log = logging.getLogger(__name__)
 
 _LAST_WORDS_S = 5.0
+_CLAIM_S = 2.0
 Faults = Callable[[int, str, Plan], None]
 FaultNow = Callable[[str, int, int, str, Plan | None], None]
 Deliver = Callable[[wire.AnyMessage], None]
@@ -102,6 +111,14 @@ class WorkerLink:
     def tell(self, message: wire.AnyMessage) -> None:
         """Send to the coordinator; never blocks."""
 
+    def checkpoints_at(self, path: Path) -> DirectoryStore:
+        """The store of a job's checkpoints."""
+        return DirectoryStore(path)
+
+    def has_arrived(self, name: str) -> bool:
+        """Whether a file of the run directory, as it is now, is in the job's own."""
+        return True
+
     def turn(self, view: Any, over: bool) -> None:
         """The loop asks for the next step, or, if it is over, for no more. view: the `WorkerView`."""
 
@@ -126,6 +143,8 @@ class LaunchedLink(WorkerLink):
         self._context = context
         self._control: ControlClient | None = None
         self._peers: PeerServer | None = None
+        self._claims = 0
+        self._answers: queue.SimpleQueue[wire.FaultClaimed] = queue.SimpleQueue()
 
     def fill_up(self, config: Config) -> None:
         """A script has said what the job's config left open: this is all of it."""
@@ -146,7 +165,7 @@ class LaunchedLink(WorkerLink):
             "worker",
             str(self.me),
             hello=hello,
-            on_message=deliver,
+            on_message=lambda message: self._hear(message, deliver),
             on_connected=lambda there: connected() if there else None,
             tls=self.tls,
         )
@@ -154,6 +173,44 @@ class LaunchedLink(WorkerLink):
     def tell(self, message: wire.AnyMessage) -> None:
         if self._control is not None:
             self._control.send(message)
+
+    def claim(self, name: str, text: str) -> tuple[bool, str] | None:
+        """For a scripted fault: whether this is the first claim of that name in the job, and what the first one said;
+        None if nobody answers."""
+        if not self._context.apart:
+            return claim(self._context.run_path, name, text)
+        self._claims += 1
+        request = self._claims
+        me = self.me
+        self.tell(
+            wire.ClaimFault(worker_id=me.worker_id, incarnation=me.incarnation, request=request, name=name, text=text)
+        )
+        end_s = time.monotonic() + _CLAIM_S
+        while time.monotonic() < end_s:
+            with suppress(queue.Empty):
+                answer = self._answers.get(timeout=max(0.0, end_s - time.monotonic()))
+                if answer.request == request:
+                    return answer.first, answer.text
+        return None
+
+    def _hear(self, message: wire.AnyMessage, deliver: Deliver) -> None:
+        if isinstance(message, wire.FaultClaimed):
+            self._answers.put(message)
+        else:
+            deliver(message)
+
+    def checkpoints_at(self, path: Path) -> DirectoryStore:
+        run_dir, host = self._context.run_path, self.host
+        return HostsStore(path, host, lambda: others(run_dir, host), self.call_peer, apart=self._context.apart)
+
+    def has_arrived(self, name: str) -> bool:
+        if not self._context.apart:
+            return True
+        try:
+            held, path = read_json(self._context.run_path / HELD_FILE), self._context.run_path / name
+            return bool(held.get(name) == digest_of(path))
+        except (OSError, ValueError, AttributeError):
+            return False
 
     def cut_off(self, for_s: float, breaks: bool, peers: bool) -> None:
         """A scripted fault: for so many seconds nothing reaches the coordinator, and nothing comes from it.

@@ -11,13 +11,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any
 
 from torch import nn
 
 from everstep.base.cause import UNSAID, Why
 from everstep.base.config import numerics
-from everstep.base.errors import CheckpointCorrupt, ConfigError, EverstepError, StoreError
+from everstep.base.errors import CheckpointCorrupt, ConfigError, EverstepError, PartsAway, StoreError
 from everstep.base.plan import Member
 from everstep.checkpoint.checkpointer import Checkpointer
 from everstep.checkpoint.interchange import NAMES, names_record
@@ -53,6 +54,7 @@ later; and that the loop was through with the step."""
 _MODEL = "model/"
 _MOST_REPORT_BYTES = 1 << 30
 _STATED = 2
+_SAY_EVERY_S, _LOOK_S = 10.0, 0.2
 
 
 @dataclass(frozen=True)
@@ -145,6 +147,7 @@ class PartSaver:
                 collected=lambda number: note(PartsThere(number)),
                 ended=self._ended,
                 proven=view.driver.proven,
+                opened=link.checkpoints_at,
             )
 
     @property
@@ -356,12 +359,32 @@ class Restorer:
     def restorable(self, limit: int | None) -> tuple[int, ...]:
         """The newest steps, up to the limit if there is one, that can be read from disk here.
 
-        Raises: ConfigError if the checkpoints are of another job.
+        Raises: ConfigError if the checkpoints are of another job, or on hosts that do not come.
         """
         if self._checkpointer is None:
             return ()
-        found = self._checkpointer.restorable(verify=False, most=_STATED, limit=limit)
+        found = self._await_hosts(self._checkpointer, limit)
         return tuple(s for s in found if s not in self._refused)
+
+    def _await_hosts(self, checkpointer: Checkpointer, limit: int | None) -> tuple[int, ...]:
+        """What can be read; if there is something, but on hosts that are not there, once they are."""
+        view, began_s, said_s = self._view, time.monotonic(), -inf
+        wait_s, expected = view.config.quorum_wait_s, int(view.link.job.get("resumes_at", 0))
+        while True:
+            try:
+                return checkpointer.restorable(verify=False, most=_STATED, limit=limit, expected=expected)
+            except PartsAway as away:
+                now_s = time.monotonic()
+                if now_s - began_s > wait_s:
+                    raise ConfigError(
+                        f"{away}, which has not joined for {wait_s:g} s: start an agent there, in its own directory"
+                    ) from None
+                if now_s - said_s > _SAY_EVERY_S and view.is_main:
+                    said_s = now_s
+                    reason = f"{away}: waiting for it to join"
+                    view.publisher.emit("waiting", cause=away.cause, reason=reason, generation=view.driver.generation)
+            view.tick()
+            time.sleep(_LOOK_S)
 
     def restore(self, number: int, stages: Sequence[int]) -> Manifest:
         """Give these stages what the checkpoint of a step says. If it cannot be read, nothing has changed.

@@ -296,4 +296,4 @@ def test_a_manifest_names_no_part_that_is_elsewhere(start: Callable[..., Job], t
     job.save(5)
     assert job.workers[0].drain(60.0)
     assert steps_in(job.workers[0].store) == []
-    assert "must be a directory that all workers share" in str(job.ended[-1].failed)
+    assert "set checkpoint.shared=no if hosts do not share" in str(job.ended[-1].failed)

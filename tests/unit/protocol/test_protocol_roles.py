@@ -16,10 +16,11 @@ EXITED = {"reason": "killed", "died_unix_ns": 1}
 
 def test_every_message_that_the_coordinator_hears_has_its_roles() -> None:
     heard = {*FROM_ANYBODY, *FROM_AGENTS, *FROM_WORKERS, m.StoreGet, m.Ping, m.AgentNotice, m.Goodbye}
+    heard |= {m.HostPlace, m.FilePiece, m.HostTold, m.ClaimFault}
     assert heard == set(roles.SAYS)
     assert set(roles.SAYS) < set(m.KINDS)
     assert set().union(*roles.SAYS.values()) == roles.CONTROL_ROLES
-    assert set(roles.COMMANDS) == {*commands._ACTS, "checkpoint", "about"}, "the last is answered before it"
+    assert set(roles.COMMANDS) == {*commands._ACTS, "checkpoint", "logs", "about"}, "the last is answered before it"
 
 
 def connected(world: World, role: str, who: str) -> str:

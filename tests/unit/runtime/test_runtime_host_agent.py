@@ -10,9 +10,11 @@ import socket
 import subprocess
 import threading
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from fake_coordinator import PATIENCE_S, FakeCoordinator
 
@@ -20,9 +22,11 @@ from everstep.base.cause import Cause
 from everstep.base.config import load_config, to_dict
 from everstep.protocol import messages as m
 from everstep.runtime import host_agent
+from everstep.runtime.address import read_address
 from everstep.runtime.board import Board
 from everstep.runtime.context import Joining
 from everstep.runtime.fork_server_client import ForkServerClient
+from everstep.runtime.gathering import Receiving
 from everstep.runtime.handshake import role_token
 from everstep.runtime.host_agent import Absence, HostAgent, Left
 from everstep.runtime.process import END_ALONE, machine
@@ -250,12 +254,39 @@ def test_sigusr1_asks_for_its_host_to_be_drained_until_it_may_not(
     assert "everstep agent: it is needed" in capfd.readouterr().err
 
 
-def test_a_run_directory_that_is_not_here(started: Started) -> None:
+def test_a_run_directory_that_is_not_here_is_made_up_for_by_a_private_one(
+    started: Started, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     started.coordinator.hear(m.AgentHello)
-    started.run_dir = started.run_dir / "elsewhere"
-    started.coordinator.say(started.facts())
+    job = {"task": "task", "created_unix_ns": 255}
+    facts = msgspec.structs.replace(started.facts(), run_dir=str(tmp_path / "elsewhere"), place="word", job=job)
+    started.coordinator.say(facts)
+    assert started.coordinator.hear(m.HostPlace) == m.HostPlace(agent_id="here", apart=True, disk="host here")
+    started.coordinator.say(m.SetSlots(worker_ids=[1], first=[0]))
+    context = started.server.start()["context"]
+    own = Path(context["run_dir"])
+    assert context["apart"] and own == tmp_path / f"everstep-{os.getuid()}" / "ff-here"
+    assert json.loads((own / "job.json").read_text()) == job and own.stat().st_mode & 0o077 == 0
+    assert read_address(Path(context["coordinator_file"])).port == started.coordinator.port
+    (own / "events.jsonl").write_text('{"time_unix_ns":1,"kind":"warning"}\n')
+    gathering = Receiving(tmp_path)
+    started.server.workers[0].terminate()
+    started.coordinator.say(OVER)
+    while not (tmp_path / "events.jsonl").exists():
+        started.coordinator.say(gathering.take(started.coordinator.hear(m.FilePiece)))
+    started.server.exited({"context": context})
+    assert started.end() == Left(0)
+    assert not own.exists(), "the job is done"
+
+
+def test_a_directory_of_another_job_is_refused(started: Started, tmp_path: Path) -> None:
+    (tmp_path / "job.json").write_text('{"created_unix_ns": 3}')
+    started.coordinator.hear(m.AgentHello)
+    started.agent._joining = replace(started.agent._joining, run_dir=str(tmp_path))
+    started.coordinator.say(msgspec.structs.replace(started.facts(), place="word", job={"created_unix_ns": 4}))
     left = started.end()
-    assert left.exit_code == 2 and "--run-dir" in left.words
+    assert left.exit_code == 2 and "another job" in left.words and "--run-dir" in left.words
 
 
 def test_while_a_worker_finishes_after_its_time_the_agent_sleeps(

@@ -1,0 +1,90 @@
+"""Logs of hosts that have directories of their own, fetched when somebody wants to read them.
+
+They are put beside those of the job's own host, under names that no file there has, so that all who read logs find
+them. What a host has rotated away goes here too, so there is never more than it keeps itself.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+from everstep.base.errors import ConfigError, EverstepError
+from everstep.base.given import read_json
+from everstep.runtime import commands
+from everstep.runtime.address import LOGS_FOLDER
+from everstep.runtime.places import HOSTS_FILE
+
+MOST_BYTES = 64 << 20
+"""At once, of one host; the rest comes with the next call."""
+_HOST = re.compile(r"[A-Za-z0-9._-]{1,100}")
+_LOG = re.compile(r"worker-(\d{1,7})(\.\d{1,3})?\.jsonl")
+_MOST_FILES = 4096
+
+
+def hosts_apart(run_dir: Path) -> list[str]:
+    """The hosts of the job in this directory that keep their logs themselves."""
+    try:
+        rows = read_json(run_dir / HOSTS_FILE)
+        found = sorted(str(name) for name, row in rows.items() if row["apart"] is True)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return []
+    return [name for name in found if _HOST.fullmatch(name)]
+
+
+def pull_logs(run_dir: Path, host: str | None = None, *, timeout_s: float = 10.0) -> list[str]:
+    """Fetch what is new; of all hosts, or of one. Returns, in words, why it did not come from some.
+
+    Raises: ConfigError if there is no such host.
+    """
+    hosts = hosts_apart(run_dir)
+    if host is not None and host not in hosts:
+        listed = ", ".join(hosts) or "none"
+        raise ConfigError(f"--host: expected a host of {run_dir} with logs of its own ({listed}), got {host!r}")
+    problems: list[str] = []
+    for name in hosts if host is None else [host]:
+        try:
+            _pull(run_dir, name, timeout_s)
+        except commands.NoJobRunning:
+            return problems  # what was fetched before is there
+        except (EverstepError, OSError) as error:
+            problems.append(f"the logs of {name} did not come: {error}")
+    return problems
+
+
+def _pull(run_dir: Path, host: str, timeout_s: float) -> None:
+    end_s, left = time.monotonic() + timeout_s, MOST_BYTES
+    folder = run_dir / LOGS_FOLDER
+    told = _ask(run_dir, {"host": host}, timeout_s)
+    wanted: dict[str, tuple[str, int]] = {}
+    for name, row in list(told.get("logs", {}).items())[:_MOST_FILES]:
+        found = _LOG.fullmatch(str(name))
+        if found is not None:
+            wanted[f"worker-{found[1]}.{host}-{int(row[0])}.jsonl"] = (str(name), int(row[1]))
+    for path in folder.glob(f"worker-*.{host}-*.jsonl"):
+        if path.name not in wanted:
+            path.unlink(missing_ok=True)
+    for mirror, (name, size) in wanted.items():
+        path = folder / mirror
+        at = path.stat().st_size if path.exists() else 0
+        while at < size and left > 0 and time.monotonic() < end_s:
+            data = _ask(run_dir, {"host": host, "name": name, "start": at}, timeout_s).get("data", b"")
+            if not data:
+                break
+            _append(path, data)
+            at, left = at + len(data), left - len(data)
+
+
+def _ask(run_dir: Path, args: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+    return commands.ask(run_dir, "logs", args, timeout_s)
+
+
+def _append(path: Path, data: bytes) -> None:
+    fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        os.write(fd, data)
+    finally:
+        os.close(fd)

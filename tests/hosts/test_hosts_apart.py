@@ -1,0 +1,74 @@
+"""Jobs whose hosts share no directory: no path of the job's can be opened on any host but the first."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+from hosts_harness import HostJobs
+
+from everstep.checkpoint.reader import open_checkpoint
+from everstep.checkpoint.store import DirectoryStore
+from everstep.observe.told import CAME_FROM
+from job_harness import Event, Job
+
+
+def test_nothing_of_the_jobs_directory_is_needed_on_other_hosts(apart: HostJobs) -> None:
+    """The job's leader, and all workers, are on hosts that see nothing of it. A scripted fault strikes once, although
+    its worker comes back."""
+    chaos = "kill:target=worker:0,at=12; kill:target=worker:3,at=20"
+    job = apart.head("--no-local-workers", "--chaos", chaos, workers=4)
+    apart.agent(2)
+    apart.agent(3)
+    apart.check(job)
+    assert sorted(e["worker_id"] for e in job.of_kind("fault_injected")) == [0, 3]
+    assert sorted(path.name for path in (job.run_dir / "chaos").iterdir()) == ["0", "1"]
+    where = {event["host"] for event in job.of_kind("worker_joined")}
+    assert where == {"host2", "host3"}
+    assert all(CAME_FROM in event for event in job.of_kind("step_committed"))
+    assert {path.name for path in (job.run_dir / "metrics").iterdir()} == {"host2.jsonl", "host3.jsonl"}
+    assert not [name for name in os.listdir(job.run_dir / "final") if name.startswith(".")], "no rest of a transfer"
+
+
+def test_hosts_are_lost_with_their_disks(apart: HostJobs) -> None:
+    """One while the job runs, another while it does not: what is left of the third and the head is enough."""
+    settings = {"checkpoint.disk.every_steps": 4, "hosts.return": "rebalance"}
+    job = apart.head(until=[{"kind": "job_completed"}], steps=60, settings=settings)
+    apart.agent(3)
+    apart.agent(2)
+    first = job.wait_for("generation_started", lambda e: len(e["workers"]) == 6)
+    saved = saved_in(job, first["generation"])
+    holders = manifest(job.run_dir, saved["step"])["hosts"]
+    assert len(holders) >= 6 and all(len(hosts) == 2 for hosts in holders.values())
+    apart.net.hosts[2].kill()
+    shutil.rmtree(apart.own(3))
+    less = job.wait_for("generation_started", lambda e: e["generation"] > first["generation"])
+    apart.agent(3)
+    back = job.wait_for("generation_started", lambda e: e["generation"] > less["generation"] and len(e["workers"]) == 6)
+    saved_in(job, back["generation"])
+    apart.interrupt(job)
+    apart.net.hosts[1].kill()
+    apart.net.hosts[2].kill()
+    shutil.rmtree(apart.own(2))
+    again = apart.head(steps=60, settings=settings)
+    waiting = again.wait_for("waiting", lambda e: "host3" in e["reason"])
+    assert "host2" not in waiting["reason"] or "host3" in waiting["reason"]
+    apart.agent(2)
+    apart.agent(3)
+    apart.check(again)
+    started = [e["step"] for e in again.of_kind("job_started")]
+    assert started[0] == 0 and started[1] > saved["step"]
+    assert not again.of_kind("fallback")
+
+
+def saved_in(job: Job, generation: int) -> Event:
+    """A checkpoint that was taken in this generation or a later one."""
+    return job.wait_for("checkpoint_completed", lambda e: e["tier"] == "disk" and e["generation"] > generation - 1)
+
+
+def manifest(run_dir: Path, step: int) -> dict[str, Any]:
+    """The body of a checkpoint's manifest."""
+    found: dict[str, Any] = vars(open_checkpoint(DirectoryStore(run_dir / "checkpoints"), step).manifest)
+    return found

@@ -1,0 +1,136 @@
+"""One store of several hosts' directories: what one has all find, and a host that is lost takes nothing along."""
+
+from __future__ import annotations
+
+import secrets
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from everstep.base.errors import BlobExists, BlobForeign, BlobMissing, PartsAway, StoreError
+from everstep.checkpoint.host_files import HostFiles
+from everstep.checkpoint.hosts_store import HostsStore
+from everstep.checkpoint.manifest import PartFile
+from everstep.runtime.peer import PeerConnection, PeerServer, peer_connect
+
+TOKEN = secrets.token_bytes(32)
+NAMES = ("a", "b", "c")
+PART = "step-0000000010/part-s0-w{}-g1.safetensors"
+
+
+def call(address: str, request: dict[str, object]) -> PeerConnection:
+    return peer_connect(address, TOKEN, request)
+
+
+class Hosts:
+    """Three, each with a directory, what serves it, and the store as its workers see it."""
+
+    def __init__(self, base: Path) -> None:
+        self.folders = {name: base / name for name in NAMES}
+        self.servers = {n: PeerServer("127.0.0.1", TOKEN, HostFiles(self.folders[n], call)) for n in NAMES}
+        self.there = {name: server.address for name, server in self.servers.items()}
+        self.stores = {name: HostsStore(self.folders[name], name, self._others(name), call) for name in NAMES}
+
+    def _others(self, me: str):  # type: ignore[no-untyped-def]
+        return lambda: {name: address for name, address in self.there.items() if name != me}
+
+    def lose(self, name: str) -> None:
+        """Its processes and its disk are gone, and that is known."""
+        self.servers[name].close()
+        del self.there[name]
+        shutil.rmtree(self.folders[name])
+
+    def who_has(self, name: str) -> list[str]:
+        return [host for host, folder in self.folders.items() if (folder / name).is_file()]
+
+
+@pytest.fixture
+def hosts(tmp_path: Path) -> Iterator[Hosts]:
+    found = Hosts(tmp_path)
+    yield found
+    for server in found.servers.values():
+        server.close()
+
+
+def part(worker: int, size: int) -> PartFile:
+    return PartFile(PART.format(worker), size, 8, "0" * 32, "0" * 32)
+
+
+def test_parts_stay_where_they_are_written_and_all_else_is_everywhere(hosts: Hosts) -> None:
+    hosts.stores["b"].write(PART.format(1), [b"abc"], 3)
+    hosts.stores["b"].write("step-0000000010/manifest.json", [b"mani", b"fest"], 8)
+    assert hosts.who_has(PART.format(1)) == ["b"]
+    assert hosts.who_has("step-0000000010/manifest.json") == list(NAMES)
+    for store in hosts.stores.values():
+        assert store.list("step-") == [PART.format(1).replace("part", "part"), "step-0000000010/manifest.json"][::-1]
+        assert store.size(PART.format(1)) == 3
+        assert bytes(store.read(PART.format(1), 1)) == b"bc"
+        into = [memoryview(bytearray(2)), memoryview(bytearray(2))]
+        assert store.read_into(PART.format(1), 0, into) == 3 and bytes(into[0]) + bytes(into[1]) == b"abc\0"
+    with pytest.raises(BlobMissing):
+        hosts.stores["a"].size(PART.format(2))
+
+
+def test_one_of_two_who_write_a_manifest_at_once_is_told(hosts: Hosts) -> None:
+    name = "step-0000000010/manifest.json"
+    hosts.stores["c"].write(name, [b"first"], 5, if_absent=True)
+    with pytest.raises(BlobExists):
+        hosts.stores["b"].write(name, [b"other"], 5, if_absent=True)
+    assert {(folder / name).read_bytes() for folder in hosts.folders.values()} == {b"first"}
+    hosts.stores["b"].move(name, "step-0000000010/damaged-1-manifest.json")
+    assert hosts.who_has(name) == [] and hosts.who_has("step-0000000010/damaged-1-manifest.json") == list(NAMES)
+    with pytest.raises(BlobMissing):
+        hosts.stores["a"].move(name, "step-0000000010/damaged-2-manifest.json")
+    hosts.stores["a"].delete("step-0000000010/damaged-1-manifest.json")
+    assert hosts.stores["c"].list("step-") == []
+
+
+def test_each_part_is_on_two_hosts_and_again_on_two_when_one_is_lost(hosts: Hosts) -> None:
+    data = {n: secrets.token_bytes(3000 + n) for n in range(3)}
+    for n, name in enumerate(NAMES):
+        hosts.stores[name].write(PART.format(n), [data[n]], len(data[n]))
+    files = [part(n, len(data[n])) for n in data]
+    found = hosts.stores["a"].spread(files, 2)
+    assert found == {PART.format(n): tuple(hosts.who_has(PART.format(n))) for n in data}
+    assert all(len(who) == 2 for who in found.values())
+    hosts.lose("b")
+    for n in data:
+        assert bytes(hosts.stores["c"].read(PART.format(n))) == data[n]
+    again = hosts.stores["c"].spread(files, 2)
+    assert again == {PART.format(n): ("a", "c") for n in data}
+
+
+def test_a_part_that_nobody_has_is_said(hosts: Hosts) -> None:
+    with pytest.raises(StoreError, match="on none of the hosts a, b, c"):
+        hosts.stores["a"].spread([part(0, 5)], 2)
+    assert hosts.stores["a"].away(["a", "z", "b"]) == ["z"]
+
+
+def test_a_host_that_does_not_answer_is_not_one_that_has_nothing(hosts: Hosts) -> None:
+    hosts.stores["b"].write(PART.format(1), [b"abc"], 3)
+    hosts.servers["b"].close()
+    for ask in (lambda: hosts.stores["a"].size(PART.format(1)), lambda: hosts.stores["a"].list("step-")):
+        with pytest.raises(PartsAway) as caught:
+            ask()
+        assert caught.value.hosts == ["b"]
+
+
+def test_large_files_come_in_pieces(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("everstep.checkpoint.hosts_store.CHUNK_BYTES", 1000)
+    monkeypatch.setattr("everstep.checkpoint.host_files.CHUNK_BYTES", 1000)
+    data = secrets.token_bytes(4321)
+    hosts.stores["a"].write(PART.format(0), [data], len(data))
+    assert bytes(hosts.stores["c"].read(PART.format(0))) == data
+    assert hosts.stores["c"].spread([part(0, len(data))], 3) == {PART.format(0): NAMES}
+    assert {(folder / PART.format(0)).read_bytes() for folder in hosts.folders.values()} == {data}
+
+
+@pytest.mark.parametrize("name", ["../x", "/etc/passwd", "a//b", "", None, 7, "a\0b"])
+def test_names_that_lead_elsewhere_are_refused(hosts: Hosts, name: object) -> None:
+    for request in ({"op": "read", "name": name, "start": 0, "length": 9}, {"op": "delete", "name": name}):
+        with call(hosts.there["b"], {"kind": "files", **request}) as connection:
+            assert connection.recv_json()["error"] == "foreign"
+    with pytest.raises(BlobForeign):
+        hosts.stores["a"]._lines.ask(hosts.there["b"], {"op": "move", "old": name, "new": "x"})
