@@ -28,7 +28,7 @@ _WAIT_S = 0.05
 _BLOCK_BYTES = 4 * BLOCK_ELEMENTS
 
 
-class Cut:
+class BlockCut:
     """How blocks are cut for the wire: not many at once, and without the padding at the end of each unit."""
 
     def __init__(self, layout: GradientLayout) -> None:
@@ -95,8 +95,9 @@ class StepBlocks:
 
     def add(self, worker_id: int, node: Node, tensor: torch.Tensor, start: int) -> None:
         """A node of which blocks will come. Raises: ProtocolError if others have lanes of it."""
-        lanes = set(range(*node))
-        if not lanes or node.hi > self._n_lanes or node.lo < 0 or not self._lanes.isdisjoint(lanes):
+        inside = 0 <= node.lo < node.hi <= self._n_lanes
+        lanes = set(range(*node)) if inside else set()
+        if not lanes or not self._lanes.isdisjoint(lanes):
             raise ProtocolError(
                 f"worker {worker_id} has a sum of the lanes {node.lo}..{node.hi - 1}, which others have"
             )
@@ -177,7 +178,7 @@ class BlockStream:
         self._finisher = finisher
         self._scratch = scratch
         self._result = result
-        self._cut = Cut(layout)
+        self._cut = BlockCut(layout)
         self._mesh: SocketMesh | None = None
         self._lock = threading.Lock()
         self._work = threading.Condition(self._lock)

@@ -19,7 +19,7 @@ from everstep.exact.layout import BLOCK_ELEMENTS
 from everstep.parallel.group import GroupTransport
 from everstep.parallel.reduction import BlockFinisher
 from everstep.parallel.socket_mesh import BlockNote
-from everstep.parallel.streaming import LEAVING_BLOCKS, BlockStream, Cut, StepBlocks
+from everstep.parallel.streaming import LEAVING_BLOCKS, BlockCut, BlockStream, StepBlocks
 from everstep.placement.tree import cover
 from everstep.runtime.tls import Tls, shown_by
 
@@ -206,6 +206,7 @@ def size(blocks: int) -> int:
         (BlockNote(1, 0, 4, 4, True), 0),
         (BlockNote(1, 0, 0, 4, True), size(1)),  # a result of another's blocks
         (BlockNote(1, 0, 9, 4, True), size(1)),
+        (BlockNote(1, 0, 2**32 - 1, 4, True), size(1)),
         (BlockNote(-5, 0, 4, 4, True), size(1)),
     ],
 )
@@ -227,7 +228,7 @@ def test_a_sum_is_that_of_one_member_and_steps_come_one_after_the_other() -> Non
 
 def test_pieces_cover_a_run_and_leave_the_padding_of_units_out() -> None:
     """The first unit of `layout` has 1085 elements."""
-    cut = Cut(SHAPE)
+    cut = BlockCut(SHAPE)
     assert list(cut.pieces(3, 3)) == [] and list(cut.pieces(3, 5)) == [(3, 5)]
     runs = list(cut.pieces(0, BLOCKS))
     assert [block for run in runs for block in range(*run)] == list(range(BLOCKS))
@@ -241,4 +242,4 @@ def test_pieces_cover_a_run_and_leave_the_padding_of_units_out() -> None:
 @pytest.mark.parametrize(("first", "size_bytes"), [(0, size(1)), (0, 4 * 1084), (1, 0), (10, size(2)), (11, 4)])
 def test_what_is_no_run_of_blocks_is_refused(first: int, size_bytes: int) -> None:
     with pytest.raises(ProtocolError, match="no run of blocks"):
-        Cut(SHAPE).last(first, size_bytes)
+        BlockCut(SHAPE).last(first, size_bytes)
