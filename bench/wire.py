@@ -1,14 +1,15 @@
-"""Training over a wire: two network-namespace hosts against DistributedDataParallel on gloo, or at a distance. Needs root.
+"""Training over a wire: two network-namespace hosts, against DistributedDataParallel on gloo or at a distance.
 
     python bench/wire.py [--models resnet18,transformer-25m] [--rates 1000,100] [--workers 1,2] [--rounds 3]
                          [--tls off] [--delays 5,25] [--out FILE]
 
+Needs root.
 - rates (Mbit/s): each host's link takes so much (tbf). Fresh jobs in turn: ours, then DDP with the same micro-batches
-  under `no_sync`, one intra-op thread per worker, our allocator settings. The ratio of a round is that of the medians of
-  its steps; bytes are what the kernel counts as sent at a host's link, per step, beside what a ring of all workers sends
-  of gradients: 2 (n - 1) / n of them.
-- delays (ms, each way): a small model (0.9M parameters, 3.6 MB; and 0.1M, 0.4 MB) over a switch in user space, which
-  delays packets, against the same without delay; told as round trips by which a step is longer.
+  under `no_sync`, one intra-op thread per worker, our allocator settings. The ratio of a round is that of the medians
+  of its steps; bytes are what the kernel counts as sent at a host's link, per step, beside what a ring of all workers
+  sends of gradients over it: 2 (n - 1) / n of them.
+- delays (ms, each way): small models (0.1M and 0.9M parameters) over a switch in user space, which delays packets,
+  against the same without delay; told as round trips by which a step is longer.
 """
 
 from __future__ import annotations

@@ -25,6 +25,10 @@ from everstep.checkpoint.object_store import ObjectOptions
 from everstep.checkpoint.stores.s3 import open_s3
 from everstep.dashboard.app import make_app
 from everstep.dashboard.feed import Feeds
+from everstep.exact.layout import BLOCK_ELEMENTS, Entry, GradientLayout, UnitRange
+from everstep.parallel.reduction import BlockFinisher
+from everstep.parallel.socket_mesh import _HEAD, BlockNote
+from everstep.parallel.streaming import BlockStream
 from everstep.protocol.driver import records
 from everstep.protocol.step_types import Holding, Key, Record
 from everstep.runtime.peer import PeerConnection
@@ -240,3 +244,28 @@ def store_client() -> Callable[[bytes], Any]:
 
 REFUSED = (EverstepError, InvariantViolation)
 torch.set_num_threads(1)
+
+
+# ---- blocks of gradients
+
+
+_LAYOUT = GradientLayout((Entry("w", 0, "param", (5,), 5, 0, (1,), "float32"),), (UnitRange(0, 5, 5),), BLOCK_ELEMENTS)
+
+
+def heads() -> list[bytes]:
+    """What a member says of blocks that it sends: a node's, and a result."""
+    return [_HEAD.pack(4, 1, 20, 0, 4, 0) + _HEAD.pack(3, 1, 20, 4, 8, 0), _HEAD.pack(4, 2, 20, 0, 0, 0)]
+
+
+def blocks(data: bytes) -> int:
+    """Find room for each, and take it in; returns how many bytes there was room for."""
+    finisher = BlockFinisher(_LAYOUT, 8, lambda: None)
+    out = torch.zeros(BLOCK_ELEMENTS)
+    stream = BlockStream(1, {1: (0, 1)}, _LAYOUT, 8, finisher, lambda _, n: torch.zeros(n), lambda _: out)
+    room = 0
+    for at in range(0, len(data) - _HEAD.size + 1, _HEAD.size):
+        kind, step, size, lo, hi, first = _HEAD.unpack_from(data, at)
+        note = BlockNote(step, lo, hi, first, kind == 4)
+        room += len(stream.space(1, note, size))
+        stream.came(note, size)
+    return room

@@ -365,6 +365,7 @@ def _conversations() -> list[FuzzTarget]:
         FuzzTarget("offer", [said.offer()], said.offered),
         FuzzTarget("feed", [said.fed()], lambda data: said.followed(data, _Trusting())),
         FuzzTarget("small state", [said.small_state()], said.unpacked),
+        FuzzTarget("blocks", said.heads(), said.blocks),
         FuzzTarget("dashboard", said.REQUESTS, said.page_server(), ()),
         FuzzTarget("object store", said.ANSWERS, said.store_client()),
     ]

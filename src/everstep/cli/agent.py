@@ -17,7 +17,7 @@ from everstep.base.domains import VARIABLE, found_domains
 from everstep.base.errors import ConfigError, EverstepError, ProtocolError
 from everstep.base.etcd_address import SCHEME, EtcdAddress
 from everstep.cli.main import complain
-from everstep.cli.meeting import Met, folder_of, looking, moves, wait_for_job
+from everstep.cli.meeting import Met, folder_of, looking, moves, places_in, wait_for_job
 from everstep.cli.task_loading import parse_task
 from everstep.cli.worker import ENTRY, FILES, PRELOAD
 from everstep.protocol.roles import OPERATE
@@ -138,8 +138,8 @@ def take_part_in(
     """
     from everstep.runtime.host_agent import take_part
 
-    token_file = _token_file(token_file, config)
-    folder = folder_of(address)
+    places_in(address)
+    token_file, folder = _token_file(token_file, config), folder_of(address)
     joining = Joining(
         address=address if folder is None else str(folder / COORDINATOR_FILE),
         token_file=str(token_file or ""),

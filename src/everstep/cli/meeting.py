@@ -58,21 +58,28 @@ def looking(address: str, token: bytes | None, config: Config) -> Callable[[], W
 
     Raises: ConfigError; QuorumLost if etcd does not answer.
     """
-    folder = folder_of(address)
+    folder, known = folder_of(address), places_in(address)
     if folder is not None:
         return lambda: _in_folder(folder)
-    if address.startswith(SCHEME):
+    if not known:
         etcd = Etcd(EtcdAddress.parse("--join", address), token or b"", _ETCD_S)
         etcd.announced()
         return lambda: in_etcd(etcd)
-    places = [Joining(one, "", "", [], "").where() for one in address.split(",")]
-    known = [place for place in places if not isinstance(place, Path)]
-    if len(known) < len(places):
-        raise ConfigError(f"--join: expected ADDR:PORT like 127.0.0.1:29400, or file://DIR, got {address!r}")
     if len(known) == 1:
         return lambda: {"host": known[0][0], "port": known[0][1]}
     security = config.security
     return lambda: among(known, token or b"", Tls.of(shown_by(security.tls, token or b"", local_address(known[0]))))
+
+
+def places_in(address: str) -> list[tuple[str, int]]:
+    """What ADDR:PORT[,...] names; nothing for etcd and directories. Raises: ConfigError if it is none of these."""
+    if address.startswith((SCHEME, _FILE)):
+        return []
+    places = [Joining(one, "", "", [], "").where() for one in address.split(",")]
+    known = [place for place in places if not isinstance(place, Path)]
+    if len(known) < len(places):
+        raise ConfigError(f"--join: expected ADDR:PORT like 127.0.0.1:29400, or file://DIR, got {address!r}")
+    return known
 
 
 def _in_folder(folder: Path) -> Where:

@@ -351,13 +351,18 @@ class SocketMesh:
                 return True
 
     def _next(self, line: _Line) -> memoryview | None:
-        with self._changed:
-            while line.out:
-                piece = next(line.out[0], None)
-                if piece is not None:
-                    return piece
-                line.out.popleft()
-        return None
+        """Made without the lock: tags take their time, and others have something to send meanwhile."""
+        while True:
+            with self._changed:
+                frame = line.out[0] if line.out else None
+            if frame is None:
+                return None
+            piece = next(frame, None)
+            if piece is not None:
+                return piece
+            with self._changed:
+                if line.out and line.out[0] is frame:
+                    line.out.popleft()
 
     # ---- the thread that receives
 

@@ -27,6 +27,44 @@ _STEPS = 2
 _WAIT_S = 0.05
 _BLOCK_BYTES = 4 * BLOCK_ELEMENTS
 
+
+class BlockCut:
+    """How blocks are cut for the wire: not many at once, and without the padding at the end of each unit."""
+
+    def __init__(self, layout: GradientLayout) -> None:
+        self._stops = [(block + 1) * BLOCK_ELEMENTS for block in range(layout.n_blocks)]
+        for unit in layout.units:
+            if unit.start < unit.stop:
+                self._stops[(unit.stop - 1) // BLOCK_ELEMENTS] = unit.stop
+
+    def pieces(self, first: int, last: int) -> Iterator[tuple[int, int]]:
+        """What leaves together, as runs of blocks [first, last)."""
+        begin = first
+        for block in range(first, last):
+            end = block + 1
+            if end - begin == LEAVING_BLOCKS or end == last or self._stops[block] < end * BLOCK_ELEMENTS:
+                yield begin, end
+                begin = end
+
+    def stop(self, last: int) -> int:
+        """The element at which the content of blocks up to this one, exclusive, ends."""
+        return self._stops[last - 1]
+
+    def last(self, first: int, size_bytes: int) -> int:
+        """With which block, exclusive, a run of so many bytes ends. Raises: ProtocolError if none does."""
+        last = first + -(-size_bytes // _BLOCK_BYTES)
+        if not first < last <= len(self._stops) or 4 * (self.stop(last) - first * BLOCK_ELEMENTS) != size_bytes:
+            raise ProtocolError(f"{size_bytes} bytes from block {first} on are no run of blocks")
+        return last
+
+    def clear_padding(self, flat: torch.Tensor, origin: int, first: int, last: int) -> None:
+        """Zeros behind the content of each of these blocks; element 0 of `flat` is element `origin` of the layout."""
+        for block in range(first, last):
+            end = (block + 1) * BLOCK_ELEMENTS
+            if self._stops[block] < end:
+                flat[self._stops[block] - origin : end - origin].zero_()
+
+
 Rows = Mapping[int, Sequence[tuple[Node, bytes]]]
 """By worker: its nodes, with a presence byte for each entry of the layout."""
 
@@ -57,8 +95,9 @@ class StepBlocks:
 
     def add(self, worker_id: int, node: Node, tensor: torch.Tensor, start: int) -> None:
         """A node of which blocks will come. Raises: ProtocolError if others have lanes of it."""
-        lanes = set(range(*node))
-        if not lanes or node.hi > self._n_lanes or node.lo < 0 or not self._lanes.isdisjoint(lanes):
+        inside = 0 <= node.lo < node.hi <= self._n_lanes
+        lanes = set(range(*node)) if inside else set()
+        if not lanes or not self._lanes.isdisjoint(lanes):
             raise ProtocolError(
                 f"worker {worker_id} has a sum of the lanes {node.lo}..{node.hi - 1}, which others have"
             )
@@ -139,6 +178,7 @@ class BlockStream:
         self._finisher = finisher
         self._scratch = scratch
         self._result = result
+        self._cut = BlockCut(layout)
         self._mesh: SocketMesh | None = None
         self._lock = threading.Lock()
         self._work = threading.Condition(self._lock)
@@ -229,13 +269,13 @@ class BlockStream:
         for w in self._others:
             lo, hi = self._owned[w]
             cut = [(max(a, lo), min(b, hi)) for a, b in runs]
-            queues.append([(w, a, b) for run in cut if run[0] < run[1] for a, b in pieces(*run)])
+            queues.append([(w, a, b) for run in cut if run[0] < run[1] for a, b in self._cut.pieces(*run)])
         for k in range(max(map(len, queues), default=0)):
             yield from (queue[k] for queue in queues if k < len(queue))
 
     def _push(self, w: int, note: BlockNote, flat: torch.Tensor, last: int) -> None:
         if self._mesh is not None:
-            self._mesh.push(w, note, flat[note.first * BLOCK_ELEMENTS : last * BLOCK_ELEMENTS])
+            self._mesh.push(w, note, flat[note.first * BLOCK_ELEMENTS : self._cut.stop(last)])
 
     # ---- what comes (called by the thread that receives)
 
@@ -245,27 +285,27 @@ class BlockStream:
         Raises: ProtocolError if they are none that are wanted of it.
         """
         lo, hi = self._owned[self._me if note.of_node else w]
-        last = note.first + size // _BLOCK_BYTES
-        if size % _BLOCK_BYTES or not size or not lo <= note.first < last <= hi:
-            raise ProtocolError(
-                f"worker {w} sends {size} bytes from block {note.first} on, expected some of {lo}..{hi}"
-            )
+        last = self._cut.last(note.first, size)
+        if not lo <= note.first < last <= hi:
+            raise ProtocolError(f"worker {w} sends blocks {note.first}..{last - 1}, expected some of {lo}..{hi - 1}")
         with self._lock:
             if self._over or note.step <= self._reduced:
                 raise ProtocolError(f"worker {w} sends blocks of step {note.step}, which is over")
             blocks = self._step(note.step)
             if not note.of_node:
-                return _bytes(blocks.out, note.first, last)
+                self._cut.clear_padding(blocks.out, 0, note.first, last)
+                return bytes_of(blocks.out[note.first * BLOCK_ELEMENTS : self._cut.stop(last)])
             if note.node not in blocks.parts:
                 blocks.add(w, note.node, self._room(note.step, hi - lo), lo * BLOCK_ELEMENTS)
-            sender, tensor, _ = blocks.parts[note.node]
+            sender, tensor, origin = blocks.parts[note.node]
             if sender != w:
                 raise ProtocolError(f"worker {w} sends blocks of a sum that worker {sender} has")
-            return _bytes(tensor, note.first - lo, last - lo)
+            self._cut.clear_padding(tensor, origin, note.first, last)
+            return bytes_of(tensor[note.first * BLOCK_ELEMENTS - origin : self._cut.stop(last) - origin])
 
     def came(self, note: BlockNote, size: int) -> None:
         """They are there. Raises: ProtocolError if they were before."""
-        last = note.first + size // _BLOCK_BYTES
+        last = self._cut.last(note.first, size)
         with self._lock:
             blocks = self._steps.get(note.step)
             if self._over or blocks is None:
@@ -321,7 +361,7 @@ class BlockStream:
                 step, first, last, parts = work
                 out = self._steps[step].out
                 self._finisher.finish(step, (first, last), parts, out)
-                for begin, end in pieces(first, last):
+                for begin, end in self._cut.pieces(first, last):
                     for w in self._others:
                         self._push(w, BlockNote(step, 0, 0, begin, True), out, end)
                 with self._lock:
@@ -353,13 +393,3 @@ class BlockStream:
                 for node, (_, tensor, start) in sorted(self._steps[step].parts.items())
             ]
             return step, first, last, parts
-
-
-def pieces(first: int, last: int) -> Iterator[tuple[int, int]]:
-    """Cuts a run of blocks into what leaves together."""
-    for begin in range(first, last, LEAVING_BLOCKS):
-        yield begin, min(begin + LEAVING_BLOCKS, last)
-
-
-def _bytes(flat: torch.Tensor, first: int, last: int) -> memoryview:
-    return bytes_of(flat[first * BLOCK_ELEMENTS : last * BLOCK_ELEMENTS])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ from everstep.exact.layout import BLOCK_ELEMENTS
 from everstep.parallel.group import GroupTransport
 from everstep.parallel.reduction import BlockFinisher
 from everstep.parallel.socket_mesh import BlockNote
-from everstep.parallel.streaming import LEAVING_BLOCKS, BlockStream, StepBlocks, pieces
+from everstep.parallel.streaming import LEAVING_BLOCKS, BlockCut, BlockStream, StepBlocks
 from everstep.placement.tree import cover
 from everstep.runtime.tls import Tls, shown_by
 
@@ -206,6 +206,7 @@ def size(blocks: int) -> int:
         (BlockNote(1, 0, 4, 4, True), 0),
         (BlockNote(1, 0, 0, 4, True), size(1)),  # a result of another's blocks
         (BlockNote(1, 0, 9, 4, True), size(1)),
+        (BlockNote(1, 0, 2**32 - 1, 4, True), size(1)),
         (BlockNote(-5, 0, 4, 4, True), size(1)),
     ],
 )
@@ -225,8 +226,20 @@ def test_a_sum_is_that_of_one_member_and_steps_come_one_after_the_other() -> Non
         one.space(2, BlockNote(5, 4, 8, 4, True), size(1))
 
 
-def test_pieces_cover_a_run() -> None:
-    cut: Callable[[int, int], list[tuple[int, int]]] = lambda a, b: list(pieces(a, b))  # noqa: E731
-    assert cut(3, 3) == [] and cut(3, 5) == [(3, 5)]
-    runs = cut(1, 4 * LEAVING_BLOCKS)
-    assert [b for run in runs for b in range(*run)] == list(range(1, 4 * LEAVING_BLOCKS))
+def test_pieces_cover_a_run_and_leave_the_padding_of_units_out() -> None:
+    """The first unit of `layout` has 1085 elements."""
+    cut = BlockCut(SHAPE)
+    assert list(cut.pieces(3, 3)) == [] and list(cut.pieces(3, 5)) == [(3, 5)]
+    runs = list(cut.pieces(0, BLOCKS))
+    assert [block for run in runs for block in range(*run)] == list(range(BLOCKS))
+    assert runs[0] == (0, 1) and cut.stop(1) == 1085 and max(b - a for a, b in runs) == LEAVING_BLOCKS
+    assert cut.last(0, 4 * 1085) == 1 and cut.last(1, size(3)) == 4
+    flat = torch.ones(2 * BLOCK_ELEMENTS)
+    cut.clear_padding(flat, 0, 0, 2)
+    assert flat[:1085].all() and not flat[1085:BLOCK_ELEMENTS].any() and flat[BLOCK_ELEMENTS:].all()
+
+
+@pytest.mark.parametrize(("first", "size_bytes"), [(0, size(1)), (0, 4 * 1084), (1, 0), (10, size(2)), (11, 4)])
+def test_what_is_no_run_of_blocks_is_refused(first: int, size_bytes: int) -> None:
+    with pytest.raises(ProtocolError, match="no run of blocks"):
+        BlockCut(SHAPE).last(first, size_bytes)
