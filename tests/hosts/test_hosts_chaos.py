@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from hosts_harness import EVERSTEP, HostJobs
+from hosts_harness import EVERSTEP, STEPS, HostJobs
 
 from job_harness import Event, Job
 
@@ -31,7 +31,7 @@ def everstep(on_hosts: HostJobs, *argv: str) -> subprocess.CompletedProcess[str]
     return on_hosts.net.hosts[0].run(*EVERSTEP, *argv)
 
 
-def started(on_hosts: HostJobs, until: list[Event], *options: str, steps: int = 60) -> Job:
+def started(on_hosts: HostJobs, until: list[Event], *options: str, steps: int = STEPS) -> Job:
     """A job of six workers on three hosts."""
     job = on_hosts.head("--set", "hosts.min=3", *options, until=until, steps=steps, settings=QUICK)
     on_hosts.agent(2)
@@ -138,8 +138,9 @@ def test_what_cannot_be_struck_is_refused_before_the_job_begins(on_hosts: HostJo
 # ---- hosts that leave
 
 
+@longer
 def test_a_host_is_drained_leaves_and_joins_again(on_hosts: HostJobs) -> None:
-    """By a command with the coordinator killed after it, and then by a signal."""
+    """And its workers listen where a firewall lets them."""
     again: Event = {"kind": "generation_started", "workers": [0, 1, 2, 3], "count": 2}
     job = on_hosts.head(
         "--set", "hosts.min=2", "--set", "network.ports=29500-29515", workers=4, until=[again], steps=400
