@@ -182,8 +182,16 @@ class AgentProcess(Process):
     def _hello(self) -> list[wire.AnyMessage]:
         lives = [_life(w) for _, w in sorted(self.workers.items()) if w.alive]
         lost = list(self.lost.values())
-        rest: dict[str, Any] = {"slots": len(self.slots), "lost": lost, "process": self.process}
-        return [wire.AgentHello(agent_id=self.name, host=self.host, workers=lives, **rest)]
+        return [
+            wire.AgentHello(
+                agent_id=self.name,
+                host=self.host,
+                workers=lives,
+                slots=len(self.slots),
+                lost=lost,
+                process=self.process,
+            )
+        ]
 
     def start(self, worker_id: int) -> None:
         """Start the slot's next life."""

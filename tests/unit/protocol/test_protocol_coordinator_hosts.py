@@ -477,7 +477,7 @@ def test_nothing_begins_before_enough_hosts_are_there_and_it_says_who_is() -> No
     arrive(world, "h2")
     world.wait(100 * S)
     assert not world.messages(m.SetSlots) and world.plan is None
-    assert world.report("waiting")["reason"].startswith("hosts.min: 2 of 3 hosts have joined: h1, h2")
+    assert world.report("waiting")["reason"].startswith("hosts.min: 2 of 3 hosts have joined (h1, h2): 1 missing")
     assert world.command("status").result["state"] == "waiting"
     arrive(world, "h3")
     told = [len(world.last(m.SetSlots, name).worker_ids) for name in ("h1", "h2", "h3")]
@@ -494,7 +494,7 @@ def test_hosts_are_not_waited_for_for_ever() -> None:
     world.wait(2 * S)
     ended = world.coordinator.job.progress.ended
     assert ended.exit_code == 3 and ended.cause is Cause.QUORUM
-    assert "50 s (hosts.wait_s)" in ended.reason and "1 of 2 hosts have joined: h1" in ended.reason
+    assert "50 s (hosts.wait_s)" in ended.reason and "1 of 2 hosts have joined (h1)" in ended.reason
 
 
 def test_the_time_for_workers_begins_when_all_hosts_are_there() -> None:

@@ -56,7 +56,9 @@ def _lacking(job: JobState) -> Why | None:
         )
         return Why(Cause.CONFIG, text)
     if len(there) < rules.least:
-        text = f"hosts.min: {len(there)} of {rules.least} hosts have joined: {names}; the others are missing"
+        text = (
+            f"hosts.min: {len(there)} of {rules.least} hosts have joined ({names}): {rules.least - len(there)} missing"
+        )
         return Why(Cause.QUORUM, text)
     return None
 
