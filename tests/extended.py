@@ -50,7 +50,7 @@ def tests(file: str, **environment: str) -> Part:
 TIERS = {
     "sim": [*seeds(False), *seeds(True)],
     "generations": [tests("chaos/test_chaos_leaks.py", EVERSTEP_TEST_GENERATIONS="200")],
-    "hosts": [tests("hosts/test_hosts_faults.py", EVERSTEP_TEST_HOSTS="all")],
+    "hosts": [tests(f"hosts/test_hosts_{name}.py", EVERSTEP_TEST_HOSTS="all") for name in ("faults", "growing")],
     "kills": [
         tests("chaos/test_chaos_checkpoints.py", EVERSTEP_TEST_KILLS="200"),
         tests("integration/test_object_kills.py", EVERSTEP_TEST_KILLS="200"),

@@ -174,7 +174,17 @@ class AgentProcess(Process):
     def _hello(self) -> list[wire.AnyMessage]:
         lives = [_life(w) for _, w in sorted(self.workers.items()) if w.alive]
         lost = list(self.lost.values())
-        return [wire.AgentHello(agent_id=self.name, host=self.host, workers=lives, slots=len(self.slots), lost=lost)]
+        rack = f"rack{self.control.hosts.index(self.host) // 2}"
+        return [
+            wire.AgentHello(
+                agent_id=self.name,
+                host=self.host,
+                workers=lives,
+                slots=len(self.slots),
+                lost=lost,
+                domains={"rack": rack},
+            )
+        ]
 
     def start(self, worker_id: int) -> None:
         """Start the slot's next life."""
