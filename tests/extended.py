@@ -51,8 +51,7 @@ TIERS = {
     "sim": [*seeds(False), *seeds(True)],
     "generations": [tests("chaos/test_chaos_leaks.py", EVERSTEP_TEST_GENERATIONS="200")],
     "hosts": [
-        tests("hosts/test_hosts_faults.py", EVERSTEP_TEST_HOSTS="all"),
-        tests("hosts/test_hosts_torchrun.py", EVERSTEP_TEST_HOSTS="all"),
+        tests(f"hosts/test_hosts_{name}.py", EVERSTEP_TEST_HOSTS="all") for name in ("faults", "growing", "torchrun")
     ],
     "kills": [
         tests("chaos/test_chaos_checkpoints.py", EVERSTEP_TEST_KILLS="200"),

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from engines_harness import Launched, check, hold
 
 MPIRUN = shutil.which("mpirun")

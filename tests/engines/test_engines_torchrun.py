@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from engines_harness import PLACE, Launched, check, hold, places
 
 

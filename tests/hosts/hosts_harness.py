@@ -61,7 +61,7 @@ class HostJobs:
         command = [*EVERSTEP, "run", f"{HERE / 'job_tasks.py'}:Text", "--run-dir", str(run_dir), "--json"]
         command += ["--workers", str(workers), "--listen", f"{host.address}:{PORT}", "--slots", str(SLOTS)]
         self._steps = steps
-        for key, value in {"steps": steps, "transport": "sockets", **(settings or {})}.items():
+        for key, value in {"steps": steps, **(settings or {})}.items():
             command += ["--set", f"{key}={value}"]
         process = host.start([*command, *options], run_dir.with_suffix(".err"), self._environment)
         return _Head(run_dir, " ".join(command), process)

@@ -22,7 +22,7 @@ POOL_DIES = Setup(
 POOL_DIES_UPDATING = replace(POOL_DIES, faults=(SimFault("pool", 150, "updating", 9, 0, 1, for_ms=1),))
 WEAK_POOL = Setup(
     6, 0, 2, 1, "shrink", SimJob(14, 6, 3, stages=2, keep_every=2), lasting_ms=10,
-    faults=(SimFault("kill", 60, pick=5), SimFault("kill", 120, pick=4), SimFault("kill", 200, "fetching", 1, 500)),
+    faults=(SimFault("kill", 60, pick=5), SimFault("kill", 120, pick=2), SimFault("kill", 200, "fetching", 1, 500)),
 )  # fmt: skip
 # Who had copied a stage of a new seat still held the one without a seat, but did not state it any more when the last
 # other holder of that one died.

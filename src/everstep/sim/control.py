@@ -182,6 +182,7 @@ class AgentProcess(Process):
     def _hello(self) -> list[wire.AnyMessage]:
         lives = [_life(w) for _, w in sorted(self.workers.items()) if w.alive]
         lost = list(self.lost.values())
+        rack = f"rack{self.control.hosts.index(self.host) // 2}"
         return [
             wire.AgentHello(
                 agent_id=self.name,
@@ -190,6 +191,7 @@ class AgentProcess(Process):
                 slots=len(self.slots),
                 lost=lost,
                 process=self.process,
+                domains={"rack": rack},
             )
         ]
 

@@ -301,7 +301,9 @@ def test_an_agent_offers_so_many_and_warns_of_a_clock_that_is_off(
     from everstep.runtime import host_agent
 
     seen: list[Joining] = []
-    monkeypatch.setattr(host_agent, "take_part", lambda joining, token, look=None: seen.append(joining) or host_agent.Left(0))
+    monkeypatch.setattr(
+        host_agent, "take_part", lambda joining, token, look=None: seen.append(joining) or host_agent.Left(0)
+    )
     argv = ["agent", "--join", head.name, "--token-file", token_file]
     assert said(capsys, *argv) == (0, "")
     head.clock = lambda: time.time_ns() + 8_000_000_000

@@ -17,6 +17,8 @@ from everstep.base.errors import CollectiveAborted
 from everstep.base.plan import Plan, WorkerKey
 from everstep.base.ports import Reduced, Tag
 from everstep.exact.layout import BLOCK_ELEMENTS
+from everstep.exact.reduce import finish
+from everstep.parallel import reduction
 from everstep.parallel.either import EitherTransport
 from everstep.parallel.kinds import KINDS, Site
 from everstep.parallel.mesh import Transfer
@@ -164,6 +166,27 @@ def test_a_step_reduced_again_leaves_the_earlier_result_alone_wherever_blocks_ar
     stop.set()
     watcher.join()
     assert not wrong.is_set()
+
+
+def test_blocks_that_came_from_another_host_are_not_finished_again_in_place(
+    crew: Crew, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Partial sums would show to whoever reads the earlier result."""
+    four = {0: "a", 1: "a", 2: "b", 3: "c"}
+    held = crew.reduce(crew.open(1, four), 7)[0]
+    (first, _), mine = owners(SHAPE.n_blocks, four)[3], crew.transports[1]._near.result(1, 7)
+    written: list[int] = []
+
+    def watched(shape: object, n_lanes: int, parts: object, start: int, stop: int, out: torch.Tensor) -> None:
+        if 0 <= out.data_ptr() - mine.data_ptr() < 4 * mine.numel():
+            written.extend(range(start // BLOCK_ELEMENTS, stop // BLOCK_ELEMENTS))
+        finish(shape, n_lanes, parts, start, stop, out)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(reduction, "finish", watched)
+    again = crew.reduce(crew.open(2, {0: "a", 1: "a"}), 7)
+    assert again[1].owned[0] < first and written, "worker 1 owns now what it had as a courier"
+    assert max(written) < first
+    check_step([held, *again], 7)
 
 
 @pytest.mark.parametrize("waits", ["for one of its host", "for another host"])
