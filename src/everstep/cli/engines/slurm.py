@@ -3,6 +3,7 @@
 Source: measured on Slurm 22.05: one job over several nodes is killed and requeued as a whole when a node dies; of an
 array only the lost element is. An element that merely ends badly is not requeued, so the script asks for it.
 A SIGTERM (preemption, time limit, scancel) goes to all processes of an element, --signal=B: to its shell alone.
+What is requeued waits for cred_expire (AuthInfo in slurm.conf, 120 s by default) before it starts again.
 """
 
 from __future__ import annotations
