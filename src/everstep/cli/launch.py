@@ -8,7 +8,6 @@ import shlex
 import shutil
 import socket
 import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from everstep.cli.task_loading import parse_task
 from everstep.runtime import wire
 from everstep.runtime.address import TOKEN_FILE
 from everstep.runtime.private import close_folder
+from everstep.runtime.process import own_command
 
 _ARGV = "everstep.argv"
 _OURS = ("--run-dir", "--slots", "--listen", "--rank", "--world-size", "--master-addr", "--master-port", "--dry-run")
@@ -110,7 +110,7 @@ def launch_slurm(
             raise ConfigError(f"--sbatch: expected NAME=VALUE such as partition=gpu, got {text!r}")
     run_dir = run_dir.resolve()
     spec = _local(words)
-    text = slurm.script(launch_of(spec, hosts, slots, run_dir, python or sys.executable), extra, notice_s)
+    text = slurm.script(launch_of(spec, hosts, slots, run_dir, python or own_command("everstep")[0]), extra, notice_s)
     if only_print:
         print(text, end="")
         return 0
@@ -208,7 +208,7 @@ def launch_ssh(
     wrong = [name for name in names if not re.fullmatch(r"([\w.-]+@)?[A-Za-z0-9][\w.:-]*", name)]
     if wrong or len(set(names)) < len(names):
         raise ConfigError(f"--hosts: expected different names for ssh, separated by commas, got {hosts!r}")
-    found = launch_of(_local(words), len(names), slots, run_dir.resolve(), python or sys.executable)
+    found = launch_of(_local(words), len(names), slots, run_dir.resolve(), python or own_command("everstep")[0])
     where = address or _address_of(names[0])
     scripts = [ssh.remote_words(found, number, where, port) for number in range(len(names))]
     if only_print:
@@ -248,7 +248,7 @@ def launch_ray(
     gpus: int,
 ) -> int:
     """Run TASK on a Ray cluster, one actor per node, and stay until it is over; nodes that are lost are replaced."""
-    found = launch_of(_local(words), hosts, slots, run_dir.resolve(), python or sys.executable)
+    found = launch_of(_local(words), hosts, slots, run_dir.resolve(), python or own_command("everstep")[0])
     if only_print:
         for number in range(hosts):
             print(shlex.join([*found.everstep, *ray_cluster.arguments(found, number, "ADDRESS:PORT", "ADDRESS")]))
