@@ -54,6 +54,10 @@ TIERS = {
         tests("hosts/test_hosts_faults.py", EVERSTEP_TEST_HOSTS="all"),
         tests("hosts/test_hosts_torchrun.py", EVERSTEP_TEST_HOSTS="all"),
     ],
+    "engines": [
+        tests(f"engines/test_engines_{name}.py", EVERSTEP_TEST_ENGINES="all")
+        for name in ("torchrun", "mpirun", "slurm", "ssh", "ray")
+    ],
     "kills": [
         tests("chaos/test_chaos_checkpoints.py", EVERSTEP_TEST_KILLS="200"),
         tests("integration/test_object_kills.py", EVERSTEP_TEST_KILLS="200"),
