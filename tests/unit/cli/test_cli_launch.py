@@ -73,6 +73,7 @@ def test_a_script_for_sbatch(capsys: pytest.CaptureFixture[str], tmp_path: Path)
     text = printed(capsys, "launch", "slurm", f"{tmp_path}/t.py", *words, "--", "--lr", "it's")
     assert "#SBATCH --array=0-2\n" in text and "#SBATCH --partition=gpu\n" in text
     assert "#SBATCH --signal=B:USR1@60\n" in text
+    assert 'scontrol requeue "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"\n' in text
     job = next(line for line in text.splitlines() if " run " in line)
     assert "--workers 6 --slots 2" in job and job.endswith("""--set lr=1 --steps=5 -- --lr 'it'"'"'s' &""")
     assert subprocess.run(["bash", "-n"], input=text, text=True).returncode == 0

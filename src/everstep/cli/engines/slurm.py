@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from everstep.cli.engines.launch import Launch, host_script
 
 ADDRESS = "EVERSTEP_ADDRESS"
+_AGAIN = 'scontrol requeue "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"'
+"""By that name: the SLURM_JOB_ID of one of the elements is that of the array, and all of it would be requeued."""
 
 
 def script(launch: Launch, extra: Sequence[str] = (), notice_s: int = 60) -> str:
@@ -41,6 +43,6 @@ def script(launch: Launch, extra: Sequence[str] = (), notice_s: int = 60) -> str
             *lines,
             "# One element of the array per host; element 0 runs the job itself. More: sbatch --array=4-5 of this.",
             f"address=${{{ADDRESS}:-$(hostname -I | cut -d' ' -f1)}} # of this host, for the others",
-            host_script(launch, "$SLURM_ARRAY_TASK_ID", job, agent, 'scontrol requeue "$SLURM_JOB_ID"', alone=False),
+            host_script(launch, "$SLURM_ARRAY_TASK_ID", job, agent, _AGAIN, alone=False),
         ]
     )
