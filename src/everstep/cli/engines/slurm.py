@@ -8,6 +8,7 @@ What is requeued waits for cred_expire (AuthInfo in slurm.conf, 120 s by default
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 
 from everstep.cli.engines.launch import Launch, host_script
@@ -34,7 +35,7 @@ def script(launch: Launch, extra: Sequence[str] = (), notice_s: int = 60) -> str
     for text in extra:
         name, _, value = text.partition("=")
         options[name] = value
-    lines = [f"#SBATCH --{name}{'=' + value if value else ''}" for name, value in options.items()]
+    lines = [f"#SBATCH --{name}{'=' + shlex.quote(value) if value else ''}" for name, value in options.items()]
     job = launch.job_words('"$address:0"', "--set", f"security.token_file={launch.run_dir}/token")
     agent = launch.agent_words('"file://$dir"', '"host-$SLURM_ARRAY_TASK_ID"') + ' --address "$address"'
     return "\n".join(
