@@ -118,10 +118,15 @@ class SshHosts:
                     ended = self._end(number)
                     if number == 0:
                         code = ended
+                        if code == _NOT_REACHED or code < 0:
+                            self._say(f"{self.hosts[0]}, the job's own host, is lost: run the same again to go on")
                     elif words := remotes[number].ended(ended, time.monotonic()):
-                        print(f"everstep launch: {words}", file=sys.stderr, flush=True)
+                        self._say(words)
             self._end_others()
         return 1 if code == _NOT_REACHED or code < 0 else code
+
+    def _say(self, text: str) -> None:
+        print(f"everstep launch: {text}", file=sys.stderr, flush=True)
 
     def _begin(self, number: int) -> None:
         process = self.start(self.hosts[number], self.scripts[number])
