@@ -11,7 +11,7 @@ EVERSTEP := $(BIN)/python -P -m everstep
 # A job is many processes: what they import is compiled once.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo check test fast split sim integration chaos e2e hosts extended torment fuzz mutants bench clean
+.PHONY: help setup demo check test fast split sim integration chaos e2e hosts engines extended torment fuzz mutants bench clean
 
 help:
 	@echo "make demo    kill workers while they train, and compare the bits with an undisturbed run"
@@ -60,7 +60,7 @@ KILLS = 200
 UPLOAD_KILLS = tests/integration/test_object_kills.py
 test: KILLS = 20
 test: UPLOAD_KILLS =
-test: check split sim integration chaos e2e hosts
+test: $(VENV)/.engines check split sim integration chaos e2e hosts engines
 
 # Ceph RGW for the tests of object stores, where it can be had; else they use moto.
 $(VENV)/.object-server: tests/install_object_server.sh $(STAMP)
@@ -96,6 +96,16 @@ integration e2e: $(STAMP)
 # Three hosts that are network namespaces; skipped with the reason where there can be none.
 hosts: $(STAMP)
 	$(PYTEST) -n 0 tests/hosts
+
+# Engines and launchers of others, where they can be had; else their tests are skipped. Most of them run in `extended`.
+$(VENV)/.engines: tests/install_engines.sh $(STAMP)
+	tests/install_engines.sh $(CURDIR)/$(VENV)/engines
+	touch $@
+
+engines extended: $(VENV)/.engines
+
+engines: $(STAMP)
+	$(PYTEST) -n 0 tests/engines
 
 chaos: $(STAMP)
 	EVERSTEP_TEST_KILLS=$(KILLS) $(PYTEST) -n $(JOBS) --dist loadfile tests/$@ $(UPLOAD_KILLS)

@@ -53,6 +53,10 @@ TIERS = {
     "hosts": [
         tests(f"hosts/test_hosts_{name}.py", EVERSTEP_TEST_HOSTS="all") for name in ("faults", "growing", "torchrun")
     ],
+    "engines": [
+        tests(f"engines/test_engines_{name}.py", EVERSTEP_TEST_ENGINES="all")
+        for name in ("torchrun", "mpirun", "slurm", "ssh", "ray")
+    ],
     "kills": [
         tests("chaos/test_chaos_checkpoints.py", EVERSTEP_TEST_KILLS="200"),
         tests("integration/test_object_kills.py", EVERSTEP_TEST_KILLS="200"),

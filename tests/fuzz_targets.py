@@ -26,6 +26,7 @@ from everstep.base.config import load_config, to_dict
 from everstep.base.config_keys import TlsConfig
 from everstep.base.domains import parse_domains
 from everstep.base.errors import EverstepError
+from everstep.base.foreign import derived_ports, first_host, foreign_launcher
 from everstep.base.given import parse_json
 from everstep.chaos.account import account
 from everstep.chaos.spec import parse as parse_chaos
@@ -61,6 +62,7 @@ from everstep.runtime.journal import parse as parse_journal
 from everstep.runtime.places import others
 from everstep.runtime.tls import Tls, shown_by
 from everstep.sinks.publication import read_cursor
+from everstep.train.launcher_store import exchange
 
 MOST_SECONDS = 5.0
 """Of processor time, for one input: many times what any takes."""
@@ -200,6 +202,31 @@ def _secured(data: bytes) -> bytes:
     return b"".join(pipe.feed(data[at : at + 99]) for at in range(0, len(data), 99))
 
 
+_LAUNCHER = b"SLURM_STEP_ID=0\nSLURM_PROCID=3\nSLURM_STEP_NUM_TASKS=8\nSLURM_LOCALID=1\nSLURM_NODEID=1\n"
+_LAUNCHER += b"SLURM_STEP_TASKS_PER_NODE=2(x3),1(x2)\nMASTER_ADDR=a\nMASTER_PORT=5\nSLURM_STEP_NODELIST=n[07-09,12],m3"
+
+
+def _launcher(data: bytes) -> None:
+    environ = dict(line.partition("=")[::2] for line in data.decode("latin-1").splitlines())
+    foreign = foreign_launcher(environ)
+    if foreign is not None:
+        foreign.check()
+        derived_ports(foreign.key + first_host(environ.get("SLURM_STEP_NODELIST", "")))
+
+
+class _Store:
+    """A launcher's, in which somebody has written."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+
+    def set(self, key: str, value: str) -> None:
+        pass
+
+    def get(self, key: str) -> bytes:
+        return self._data
+
+
 def _framed(body: bytes) -> bytes:
     return wire.frame(body, deflate=True) + bytes(TAG_BYTES)
 
@@ -337,6 +364,8 @@ def targets() -> list[FuzzTarget]:
         FuzzTarget("digest", [b'{"version":1,"step":3,"model":"ab","state":"cd"}'],
                    _in_file("final/digest.json", lambda path: read_digest(path.parents[1]))),
         FuzzTarget("tls", [_client_hello()], _secured),
+        FuzzTarget("launcher", [_LAUNCHER], _launcher),
+        FuzzTarget("meeting", [b"10.0.0.1:4000"], lambda data: exchange(_Store(data), 0, "localhost")),
         FuzzTarget("address", [b'{"pid":3,"host":"127.0.0.1","port":80}'], _in_file("coordinator.json", read_address)),
         FuzzTarget("hosts", [b'{"a":{"apart":true,"disk":"x","address":"h:1"},"b":{"disk":"y","address":"i:2"}}'],
                    _in_file("hosts.json", lambda path: (others(path.parent, "b"), hosts_apart(path.parent))), ()),

@@ -13,7 +13,10 @@ import pytest
 from engines_harness import Launched, check, hold
 
 MPIRUN = shutil.which("mpirun")
-pytestmark = pytest.mark.skipif(MPIRUN is None, reason="needs mpirun (tests/install_engines.sh)")
+pytestmark = [
+    pytest.mark.skipif(os.environ.get("EVERSTEP_TEST_ENGINES") != "all", reason="runs in make extended"),
+    pytest.mark.skipif(MPIRUN is None, reason="needs mpirun (tests/install_engines.sh)"),
+]
 
 
 def test_a_worker_that_dies_heals(tmp_path: Path, script: Path, alone: Path) -> None:

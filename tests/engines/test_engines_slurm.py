@@ -16,8 +16,10 @@ from engines_harness import Launched, clean, hold, write_script
 from job_harness import LIMIT_S, Job, same
 from slurm_cluster import Slurm, why_not
 
-pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
-longer = pytest.mark.skipif(os.environ.get("EVERSTEP_TEST_ENGINES") != "all", reason="runs in make extended")
+pytestmark = [
+    pytest.mark.skipif(os.environ.get("EVERSTEP_TEST_ENGINES") != "all", reason="runs in make extended"),
+    pytest.mark.skipif(bool(why_not()), reason=why_not() or "there is Slurm"),
+]
 THREE = 3
 
 
@@ -77,7 +79,6 @@ class OnSlurm(Job):
         return "\n".join([self._slurm.run("squeue"), *logs, super().account()])
 
 
-@longer
 def test_a_node_dies_and_an_element_is_preempted(slurm: Slurm, tmp_path: Path, alone: Path, script: Path) -> None:
     run_dir = tmp_path / "run"
     held = hold(run_dir, 4.0)
@@ -94,7 +95,6 @@ def test_a_node_dies_and_an_element_is_preempted(slurm: Slurm, tmp_path: Path, a
     job.finish(alone)
 
 
-@longer
 def test_an_element_that_is_to_leave_hands_over_and_comes_back(
     slurm: Slurm, tmp_path: Path, alone: Path, script: Path
 ) -> None:
@@ -112,7 +112,6 @@ def test_an_element_that_is_to_leave_hands_over_and_comes_back(
     job.finish(alone)
 
 
-@longer
 def test_the_jobs_own_element_is_killed(slurm: Slurm, tmp_path: Path, alone: Path, script: Path) -> None:
     """The others wait for the next one, which Slurm starts as the script asks it to, and go on from a checkpoint."""
     run_dir = tmp_path / "run"

@@ -16,7 +16,16 @@ def torchrun(*options: str) -> list[str]:
     return [sys.executable, "-m", "torch.distributed.run", *options]
 
 
-@pytest.mark.parametrize("restarts", ["3", "0"])
+@pytest.mark.parametrize(
+    "restarts",
+    [
+        "3",
+        pytest.param(
+            "0",
+            marks=pytest.mark.skipif(os.environ.get("EVERSTEP_TEST_ENGINES") != "all", reason="runs in make extended"),
+        ),
+    ],
+)
 def test_a_worker_that_dies_heals(tmp_path: Path, script: Path, alone: Path, restarts: str) -> None:
     run_dir = tmp_path / "run"
     held = hold(run_dir)

@@ -56,3 +56,23 @@ def test_torchrun_on_two_hosts_is_one_job(named: Net, tmp_path: Path) -> None:
     same(alone, job)
     assert [place["GROUP_RANK"] for place in places(run_dir)] == ["0", "0", "1", "1"]
     assert {place["MASTER_ADDR"] for place in places(run_dir)} == {first.address}
+
+
+@pytest.mark.skipif(os.environ.get("EVERSTEP_TEST_HOSTS") != "all", reason="runs in make extended")
+def test_a_launcher_that_names_an_address_alone(net: Net, tmp_path: Path) -> None:
+    """One process per host, told what most launchers tell; the port is derived, and tried."""
+    run_dir, script = tmp_path / "run", write_script(tmp_path)
+    alone = reference(tmp_path, script)
+    first, second = net.hosts[:2]
+    processes = []
+    for rank, host in ((1, second), (0, first)):
+        numbers = {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
+        environment = {name: str(number) for name, number in numbers.items()}
+        environment |= {"EVERSTEP_TOKEN": "ab" * 32, "MASTER_ADDR": first.address}
+        log = run_dir.with_suffix(".err") if rank == 0 else tmp_path / "second"
+        processes.append(host.start([sys.executable, str(script), str(run_dir)], log, environment))
+    job = Job(run_dir, "two processes", processes[1].pid)
+    assert job.over(LIMIT_S), job.account()
+    assert [process.wait(LIMIT_S) for process in processes] == [0, 0], (tmp_path / "second").read_text() + job.account()
+    same(alone, job)
+    assert {e["host"] for e in job.of_kind("worker_joined")} == {first.address, f"{second.name}-1"}

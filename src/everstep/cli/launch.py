@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
+import socket
 import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,13 +15,15 @@ from typing import Any
 import click
 
 from everstep.base.errors import ConfigError
-from everstep.cli.engines import kubernetes, slurm
+from everstep.cli.agent import given_token
+from everstep.cli.engines import kubernetes, ray_cluster, slurm, ssh
 from everstep.cli.engines.launch import Launch
 from everstep.cli.run import command as run_command
 from everstep.cli.task_loading import parse_task
 from everstep.runtime import wire
 from everstep.runtime.address import TOKEN_FILE
 from everstep.runtime.private import close_folder
+from everstep.runtime.process import own_command
 
 _ARGV = "everstep.argv"
 _OURS = ("--run-dir", "--slots", "--listen", "--rank", "--world-size", "--master-addr", "--master-port", "--dry-run")
@@ -107,7 +110,7 @@ def launch_slurm(
             raise ConfigError(f"--sbatch: expected NAME=VALUE such as partition=gpu, got {text!r}")
     run_dir = run_dir.resolve()
     spec = _local(words)
-    text = slurm.script(launch_of(spec, hosts, slots, run_dir, python or sys.executable), extra, notice_s)
+    text = slurm.script(launch_of(spec, hosts, slots, run_dir, python or own_command("everstep")[0]), extra, notice_s)
     if only_print:
         print(text, end="")
         return 0
@@ -174,6 +177,83 @@ def _check_objects(**pods: Any) -> None:
             raise ConfigError(f"--{key}: expected {like}, got {pods[key]!r}")
     if not re.fullmatch(r"[\w.:/@-]+", pods["image"]):
         raise ConfigError(f"--image: expected a name such as registry.example/everstep:1, got {pods['image']!r}")
+
+
+@launch.command("ssh", **_engine())
+@_WORDS
+@click.option("--hosts", required=True, help="Names for ssh, separated by commas; the first is the job's own host.")
+@_SLOTS
+@_RUN_DIR
+@_PYTHON
+@_PRINT
+@click.option("--address", metavar="IP", help="Of the first host, for the others (that of its name).")
+@click.option("--port", type=click.IntRange(1, 65535), default=29400, show_default=True, help="Of the first host.")
+@click.option("--ssh", "ssh_options", multiple=True, metavar="OPTION", help="An option of ssh; may be repeated.")
+def launch_ssh(
+    words: tuple[str, ...],
+    hosts: str,
+    slots: int,
+    run_dir: Path,
+    python: str | None,
+    only_print: bool,
+    address: str | None,
+    port: int,
+    ssh_options: tuple[str, ...],
+) -> int:
+    """Run TASK on these hosts over ssh, and stay until it is over: hosts that are lost are tried again.
+
+    Ctrl-C ends the job in order. All hosts have this interpreter (--python), the task and --run-dir under these names.
+    """
+    names = [name.strip() for name in hosts.split(",")]
+    wrong = [name for name in names if not re.fullmatch(r"([\w.-]+@)?[A-Za-z0-9][\w.:-]*", name)]
+    if wrong or len(set(names)) < len(names):
+        raise ConfigError(f"--hosts: expected different names for ssh, separated by commas, got {hosts!r}")
+    found = launch_of(_local(words), len(names), slots, run_dir.resolve(), python or own_command("everstep")[0])
+    where = address or _address_of(names[0])
+    scripts = [ssh.remote_words(found, number, where, port) for number in range(len(names))]
+    if only_print:
+        for name, script in zip(names, scripts, strict=True):
+            print(f"# {name} (its first line of input is the job's token)\n{script}")
+        return 0
+    return ssh.SshHosts(names, scripts, given_token() or wire.new_token(), ssh.ssh(ssh_options)).run()
+
+
+def _address_of(name: str) -> str:
+    """Raises: ConfigError if a host of this name has none."""
+    try:
+        return socket.getaddrinfo(name.rpartition("@")[2], None, socket.AF_INET)[0][4][0]  # type: ignore[return-value]
+    except OSError as error:
+        raise ConfigError(
+            f"--hosts: {name} has no IPv4 address here ({error.strerror}): give it by --address"
+        ) from None
+
+
+@launch.command("ray", **_engine())
+@_WORDS
+@_HOSTS
+@_SLOTS
+@_RUN_DIR
+@_PYTHON
+@_PRINT
+@click.option("--address", metavar="HOST:PORT", help="Of the cluster (RAY_ADDRESS, or the one on this machine).")
+@click.option("--gpus", type=click.IntRange(0), default=0, show_default=True, help="Of each worker.")
+def launch_ray(
+    words: tuple[str, ...],
+    hosts: int,
+    slots: int,
+    run_dir: Path,
+    python: str | None,
+    only_print: bool,
+    address: str | None,
+    gpus: int,
+) -> int:
+    """Run TASK on a Ray cluster, one actor per node, and stay until it is over; nodes that are lost are replaced."""
+    found = launch_of(_local(words), hosts, slots, run_dir.resolve(), python or own_command("everstep")[0])
+    if only_print:
+        for number in range(hosts):
+            print(shlex.join([*found.everstep, *ray_cluster.arguments(found, number, "ADDRESS:PORT", "ADDRESS")]))
+        return 0
+    return ray_cluster.start(found, given_token() or wire.new_token(), address or os.environ.get("RAY_ADDRESS"), gpus)
 
 
 def _local(words: tuple[str, ...]) -> tuple[str, ...]:

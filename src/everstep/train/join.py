@@ -177,6 +177,7 @@ def _tell_ledger(link: WorkerLink, dataset: Any) -> None:
         return
     config = link.config
     facts = {"size": len(dataset), "micro_batch": config.micro_batch, "steps": config.steps, "epochs": config.epochs}
+    facts["seed"] = config.seed  # which samples a lane has goes by it
     with contextlib.suppress(OSError):  # a full disk does not stop training; `everstep ledger` will say what it lacks
         link.run_dir.mkdir(parents=True, exist_ok=True)
         write_atomically(link.run_dir / DATASET_FILE, json.dumps(facts) + "\n")

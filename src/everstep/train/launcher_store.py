@@ -38,7 +38,7 @@ def exchange(store: Store, port: int, master: str) -> str:
     if not port:
         store.set("host", address_towards(master))
         found = _ADDRESS.fullmatch(store.get("job"))
-        if found is None or not is_reachable(found[1].decode()):
+        if found is None or not is_reachable(found[1].decode()) or not 0 < int(found[2]) <= 65535:
             raise ConfigError("expected the job's address there, found something else")
         return found[0].decode()
     other = store.get("host").decode(errors="replace")[:15]

@@ -33,7 +33,18 @@ def test_the_job_takes_an_address_that_the_others_reach(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize(
-    "text", ["", "127.0.0.1:5", "10.0.0.1", "host:5", "10.0.0.1:5 --fresh", "300.0.0.1:5", "x" * 99]
+    "text",
+    [
+        "",
+        "127.0.0.1:5",
+        "10.0.0.1",
+        "host:5",
+        "10.0.0.1:5 --fresh",
+        "10.0.0.1:70000",
+        "10.0.0.1:0",
+        "300.0.0.1:5",
+        "x" * 99,
+    ],
 )
 def test_what_is_no_address_is_not_taken(text: str) -> None:
     with pytest.raises(ConfigError):

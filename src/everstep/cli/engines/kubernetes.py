@@ -5,6 +5,7 @@ No cluster was at hand to try this on: what is written is checked against the sc
 
 from __future__ import annotations
 
+import json
 from typing import Any, NamedTuple
 
 from everstep.cli.engines.launch import Launch, host_script
@@ -63,15 +64,15 @@ def to_yaml(objects: list[Object]) -> str:
     import yaml
 
     class Dumper(yaml.SafeDumper):
-        def ignore_aliases(self, data: Any) -> bool:
-            return True
+        pass
 
     def text(dumper: Dumper, value: str) -> Any:
         style = "|" if "\n" in value else None
         return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=style)
 
     Dumper.add_representer(str, text)
-    return yaml.dump_all(objects, Dumper=Dumper, sort_keys=False, width=120)
+    apart = json.loads(json.dumps(objects))  # what occurs twice is written twice
+    return yaml.dump_all(apart, Dumper=Dumper, sort_keys=False, width=120)
 
 
 def _replicated(name: str, pods_count: int, pod: Object, launch: Launch) -> Object:

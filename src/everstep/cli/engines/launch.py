@@ -47,18 +47,18 @@ def host_script(launch: Launch, index: str, job: str, agent: str, again: str, *,
 
     SIGUSR1 means that the host is to go soon: an agent hands its workers over, the job takes a checkpoint.
     """
-    end = 'kill -TERM "$here"' if alone else ":"  # a second one would end the job at once
+    end = '[ -z "$here" ] || kill -TERM "$here"' if alone else ":"  # a second one would end the job at once
     return f"""\
 dir={shlex.quote(launch.run_dir)}
-leaving=
+leaving= here=
+trap 'leaving=1; [ -z "$here" ] || kill -USR1 "$here"' USR1
+trap '{end}' TERM
 if [ "{index}" = 0 ]; then
   {shlex.join(launch.everstep)} {job} &
 else
   {shlex.join(launch.everstep)} {agent} &
 fi
 here=$!
-trap 'leaving=1; kill -USR1 "$here"' USR1
-trap '{end}' TERM
 code=0
 while :; do
   wait "$here" && code=0 || code=$?

@@ -3,15 +3,19 @@
 Source: measured on Slurm 22.05: one job over several nodes is killed and requeued as a whole when a node dies; of an
 array only the lost element is. An element that merely ends badly is not requeued, so the script asks for it.
 A SIGTERM (preemption, time limit, scancel) goes to all processes of an element, --signal=B: to its shell alone.
+What is requeued waits for cred_expire (AuthInfo in slurm.conf, 120 s by default) before it starts again.
 """
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 
 from everstep.cli.engines.launch import Launch, host_script
 
 ADDRESS = "EVERSTEP_ADDRESS"
+_AGAIN = 'scontrol requeue "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"'
+"""By that name: the SLURM_JOB_ID of one of the elements is that of the array, and all of it would be requeued."""
 
 
 def script(launch: Launch, extra: Sequence[str] = (), notice_s: int = 60) -> str:
@@ -31,7 +35,7 @@ def script(launch: Launch, extra: Sequence[str] = (), notice_s: int = 60) -> str
     for text in extra:
         name, _, value = text.partition("=")
         options[name] = value
-    lines = [f"#SBATCH --{name}{'=' + value if value else ''}" for name, value in options.items()]
+    lines = [f"#SBATCH --{name}{'=' + shlex.quote(value) if value else ''}" for name, value in options.items()]
     job = launch.job_words('"$address:0"', "--set", f"security.token_file={launch.run_dir}/token")
     agent = launch.agent_words('"file://$dir"', '"host-$SLURM_ARRAY_TASK_ID"') + ' --address "$address"'
     return "\n".join(
@@ -40,6 +44,6 @@ def script(launch: Launch, extra: Sequence[str] = (), notice_s: int = 60) -> str
             *lines,
             "# One element of the array per host; element 0 runs the job itself. More: sbatch --array=4-5 of this.",
             f"address=${{{ADDRESS}:-$(hostname -I | cut -d' ' -f1)}} # of this host, for the others",
-            host_script(launch, "$SLURM_ARRAY_TASK_ID", job, agent, 'scontrol requeue "$SLURM_JOB_ID"', alone=False),
+            host_script(launch, "$SLURM_ARRAY_TASK_ID", job, agent, _AGAIN, alone=False),
         ]
     )

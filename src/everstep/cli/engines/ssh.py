@@ -1,0 +1,182 @@
+"""A job on hosts that are reached by ssh: the first is the job's own, the others have agents, which are started again
+when they are lost.
+
+The token goes over the standard input of each ssh, which stays open: when it ends, what runs there is told to end.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from math import inf
+from pathlib import Path
+
+from everstep.base.errors import ConfigError
+from everstep.cli.engines.launch import Launch
+from everstep.runtime.process import Inbox, readable, taking_signals
+
+FIRST_AGAIN_S = 1.0
+MOST_AGAIN_S = 60.0
+HEALTHY_S = 60.0
+_NOT_REACHED = 255
+_LAST_WAIT_S = 45.0
+_REMOTE = """\
+exec 3<&0
+read -r EVERSTEP_TOKEN <&3 && export EVERSTEP_TOKEN || exit 2
+cd {folder} || exit 2
+{words} 3<&- </dev/null &
+here=$!
+unset EVERSTEP_TOKEN
+( while read -r number <&3; do kill -"$number" "$here"; done; kill -TERM "$here" ) 2>/dev/null &
+watch=$!
+exec 3<&-
+wait "$here"
+code=$?
+kill "$watch" 2>/dev/null
+exit "$code"
+"""
+
+
+def remote_words(launch: Launch, number: int, address: str, port: int) -> str:
+    """What the shell of host `number` does. address, port: where the job listens, on host 0."""
+    if number == 0:
+        words = launch.job_words(f"{shlex.quote(address)}:{port}")
+    else:
+        words = launch.agent_words(f"{shlex.quote(address)}:{port}", f"host-{number}")
+    folder = shlex.quote(str(Path(launch.run_dir).parent))
+    return _REMOTE.format(folder=folder, words=f"{shlex.join(launch.everstep)} {words}")
+
+
+@dataclass
+class Remote:
+    """One host: whether its ssh runs, and when the next one is due. Pure."""
+
+    name: str
+    running: bool = False
+    due_s: float = -inf
+    over: bool = False
+    _began_s: float = 0.0
+    _tries: int = 0
+
+    def begun(self, now_s: float) -> None:
+        """Its ssh has been started."""
+        self.running, self.due_s, self._began_s = True, inf, now_s
+
+    def ended(self, code: int, now_s: float) -> str:
+        """Its ssh has ended with this code. Returns what is to be said, "" if nothing is.
+
+        0: handed over, or the job is over; 2: refused; else it is tried again, later and later while that is no help.
+        """
+        self.running = False
+        if now_s - self._began_s >= HEALTHY_S:
+            self._tries = 0
+        if code in (0, 2):
+            self.over = True
+            return "" if code == 0 else f"{self.name} was refused, it is left out"
+        delay_s = min(MOST_AGAIN_S, FIRST_AGAIN_S * 2**self._tries)
+        self._tries += 1
+        self.due_s = now_s + delay_s
+        how = "cannot be reached" if code == _NOT_REACHED else f"ended with {code}"
+        return f"{self.name} {how}: again in {delay_s:g} s"
+
+
+@dataclass
+class SshHosts:
+    """Runs a job on these hosts. start: starts ssh to a host with a script. In the main thread SIGINT, SIGTERM and
+    SIGUSR1 are passed on to the job, which has the others end."""
+
+    hosts: Sequence[str]
+    scripts: Sequence[str]
+    token: bytes
+    start: Callable[[str, str], subprocess.Popen[bytes]]
+    _inbox: Inbox[int] = field(default_factory=Inbox)
+    _processes: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)
+    _fds: dict[int, int] = field(default_factory=dict)
+
+    def run(self) -> int:
+        """Returns the exit code of the job's own host, once all have ended."""
+        remotes = [Remote(name) for name in self.hosts]
+        code: int | None = None
+        with taking_signals((signal.SIGINT, signal.SIGTERM, signal.SIGUSR1), self._inbox.put):
+            while code is None:
+                now_s = time.monotonic()
+                for number, remote in enumerate(remotes):
+                    if not remote.running and not remote.over and remote.due_s <= now_s:
+                        self._begin(number)
+                        remote.begun(now_s)
+                patience_s = max(0.0, min([1.0, *(r.due_s - now_s for r in remotes if not r.over)]))
+                ready = readable([self._inbox.fd, *self._fds.values()], patience_s)
+                for signalled in self._inbox.take():
+                    self._tell(0, signalled)
+                for number in [n for n, fd in self._fds.items() if fd in ready]:
+                    ended = self._end(number)
+                    if number == 0:
+                        code = ended
+                        if code == _NOT_REACHED or code < 0:
+                            self._say(f"{self.hosts[0]}, the job's own host, is lost: run the same again to go on")
+                    elif words := remotes[number].ended(ended, time.monotonic()):
+                        self._say(words)
+            self._end_others()
+        return 1 if code == _NOT_REACHED or code < 0 else code
+
+    def _say(self, text: str) -> None:
+        print(f"everstep launch: {text}", file=sys.stderr, flush=True)
+
+    def _begin(self, number: int) -> None:
+        process = self.start(self.hosts[number], self.scripts[number])
+        self._processes[number], self._fds[number] = process, os.pidfd_open(process.pid)
+        self._write(number, f"{self.token.hex()}\n")
+
+    def _tell(self, number: int, signalled: int) -> None:
+        self._write(number, f"{signalled}\n")
+
+    def _write(self, number: int, text: str) -> None:
+        process = self._processes.get(number)
+        if process is not None and process.stdin is not None:
+            try:
+                process.stdin.write(text.encode())
+                process.stdin.flush()
+            except OSError:
+                return  # it has ended, which is noticed elsewhere
+
+    def _end(self, number: int) -> int:
+        os.close(self._fds.pop(number))
+        process = self._processes.pop(number)
+        if process.stdin is not None:
+            try:
+                process.stdin.close()
+            except OSError:
+                pass
+        return process.wait()
+
+    def _end_others(self) -> None:
+        """Agents have heard of the end; those that have not are told when their standard input ends."""
+        readable_until_s = time.monotonic() + _LAST_WAIT_S
+        for number in list(self._processes):
+            fd, process = self._fds[number], self._processes[number]
+            if not readable([fd], 10.0) and process.stdin is not None:
+                process.stdin.close()
+            if not readable([fd], max(0.0, readable_until_s - time.monotonic())):
+                process.kill()
+            self._end(number)
+
+
+def ssh(options: Sequence[str]) -> Callable[[str, str], subprocess.Popen[bytes]]:
+    """Starts ssh with these options: a host, and a script for its shell."""
+
+    def start(host: str, script: str) -> subprocess.Popen[bytes]:
+        command = ["ssh", "-T", "-o", "BatchMode=yes", "-o", "ServerAliveInterval=15", *options, "--", host]
+        try:
+            return subprocess.Popen(
+                [*command, f"sh -c {shlex.quote(script)}"], stdin=subprocess.PIPE, start_new_session=True
+            )
+        except FileNotFoundError:
+            raise ConfigError("ssh is not on the PATH here") from None
+
+    return start

@@ -1,0 +1,184 @@
+"""What `everstep launch` writes, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from everstep.cli.engines.launch import Launch, host_script
+from everstep.cli.engines.ssh import Remote
+from everstep.cli.main import run_command
+
+HERE = Path(__file__).parent
+PACKAGES = Path(sys.prefix) / "engines"
+"""Where tests/install_engines.sh puts what is for tests alone."""
+K8S = ["launch", "k8s", "resnet18-digits", "--image", "registry/everstep:1", "--claim", "runs"]
+
+
+def printed(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    code = run_command([*argv[:2], "--print", *argv[2:]])
+    captured = capsys.readouterr()
+    assert code == 0, captured.err
+    return captured.out
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        (["slurm", "--hosts", "2", "--run-dir", "r"], "expected TASK and the options of 'everstep run', got none"),
+        (["slurm", "resnet18-digits", "--hosts", "2"], "--run-dir"),
+        (["slurm", "resnet18-digits", "--hosts", "0", "--run-dir", "r"], "--hosts"),
+        (["slurm", "resnet18-digits", "--hosts", "2", "--run-dir", "r", "--stepz", "3"], "--stepz"),
+        (["slurm", "resnet18-digits", "--hosts", "2", "--run-dir", "r", "--steps", "x"], "--steps"),
+        (["slurm", "resnet18-digits", "--hosts", "2", "--run-dir", "r", "--listen", "a:1"], "--listen: expected none"),
+        (["slurm", "resnet18-digits", "--hosts", "2", "--run-dir", "r", "--sbatch", "a\nb"], "--sbatch: expected"),
+        (["slurm", "no-such-task", "--hosts", "2", "--run-dir", "r"], "no-such-task"),
+        (["k8s", "resnet18-digits", "--hosts", "2", "--claim", "c"], "--image"),
+        ([*K8S[1:], "--hosts", "2", "--memory", "lots"], "--memory: expected 4, 500m or 16Gi"),
+        ([*K8S[1:], "--hosts", "2", "--namespace", "A b"], "--namespace: expected lower-case letters"),
+        ([*K8S[1:], "--hosts", "2", "--run-dir", "/etc"], "--run-dir: expected a folder below /runs"),
+        (["ssh", "resnet18-digits", "--hosts", "a,-oProxyCommand=x", "--run-dir", "r"], "--hosts: expected different"),
+        (["ssh", "resnet18-digits", "--hosts", "a,a", "--run-dir", "r"], "--hosts: expected different names"),
+        (["ssh", "resnet18-digits", "--hosts", "no.such.host.invalid", "--run-dir", "r"], "has no IPv4 address"),
+        (["mars", "resnet18-digits"], "mars"),
+    ],
+)
+def test_bad_input(argv: list[str], expected: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code = run_command(["launch", *argv, *(["--print"] if argv[0] != "mars" else [])])
+    words = capsys.readouterr().err
+    assert code == 2 and expected in words and words.count("\n") == 1, words
+
+
+def test_a_script_for_sbatch(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    words = [
+        "--hosts",
+        "3",
+        "--slots",
+        "2",
+        "--run-dir",
+        "a b",
+        "--sbatch",
+        "partition=gpu",
+        "--set",
+        "lr=1",
+        "--steps=5",
+    ]
+    (tmp_path / "t.py").touch()
+    text = printed(capsys, "launch", "slurm", f"{tmp_path}/t.py", *words, "--", "--lr", "it's")
+    assert "#SBATCH --array=0-2\n" in text and "#SBATCH --partition=gpu\n" in text
+    assert "#SBATCH --signal=B:USR1@60\n" in text
+    assert 'scontrol requeue "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"\n' in text
+    job = next(line for line in text.splitlines() if " run " in line)
+    assert "--workers 6 --slots 2" in job and job.endswith("""--set lr=1 --steps=5 -- --lr 'it'"'"'s' &""")
+    assert subprocess.run(["bash", "-n"], input=text, text=True).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("command", "ends"),
+    [
+        ("exit 0", (0, False)),
+        ("exit 1", (1, False)),
+        ("exit 3", (3, False)),
+        ("kill -9 $$", (137, True)),
+        ("trap 'exit 0' USR1; while :; do kill -USR1 $PPID; sleep 0.1; done", (0, True)),
+        ("trap 'exit 1' USR1; while :; do kill -USR1 $PPID; sleep 0.1; done", (1, False)),
+        ("trap 'exit 143' TERM; while :; do kill -TERM $PPID; sleep 0.1; done", (143, False)),
+    ],
+)
+def test_when_a_host_is_to_come_again(tmp_path: Path, command: str, ends: tuple[int, bool]) -> None:
+    (tmp_path / "python").write_text(f"#!/bin/sh\n{command}\n")
+    (tmp_path / "python").chmod(0o755)
+    launch = Launch("n", "t", (), (), 2, 1, str(tmp_path), str(tmp_path / "python"))
+    text = host_script(launch, "1", "run", "agent", "echo again", alone=True)
+    ended = subprocess.run(["sh", "-c", text], capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stdout == "again\n") == ends, ended.stderr
+    (tmp_path / "final").mkdir()
+    (tmp_path / "final" / "digest.json").touch()
+    ended = subprocess.run(["sh", "-c", text], capture_output=True, text=True, timeout=60)
+    assert not ended.stdout, "the job is over"
+
+
+@pytest.mark.parametrize("version", ["1.31", "1.37"])
+def test_objects_of_kubernetes_are_as_its_schemas_say(capsys: pytest.CaptureFixture[str], version: str) -> None:
+    if not (PACKAGES / "kubernetes_validate").is_dir():
+        pytest.skip("needs kubernetes-validate (tests/install_engines.sh)")
+    more = ["--cpus", "8", "--memory", "16Gi", "--gpus", "2", "--namespace", "ml", "--queue", "q", "--steps", "9"]
+    objects = list(yaml.safe_load_all(printed(capsys, *K8S, "--hosts", "3", "--slots", "2", *more)))
+    assert [found["kind"] for found in objects] == ["Secret", "Service", "Job"]
+    sets = list(yaml.safe_load_all(printed(capsys, *K8S, "--hosts", "3", "--jobset", *more)))
+    for replicated in sets[1]["spec"]["replicatedJobs"]:
+        objects.append({"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "x"}, **replicated["template"]})
+    broken = json.loads(json.dumps(objects[2]))
+    broken["spec"]["completions_mode"] = "Indexed"
+    program = """
+import json, sys
+import kubernetes_validate
+given = json.load(sys.stdin)
+for one in given["good"]:
+    kubernetes_validate.validate(one, given["version"], strict=True)
+try:
+    kubernetes_validate.validate(given["broken"], given["version"], strict=True)
+except kubernetes_validate.ValidationError:
+    print("refused")
+"""
+    given = json.dumps({"good": objects, "broken": broken, "version": version})
+    command = [sys.executable, "-c", program]
+    ended = subprocess.run(command, input=given, capture_output=True, text=True, env={"PYTHONPATH": str(PACKAGES)})
+    assert ended.stdout == "refused\n", ended.stderr[-2000:]
+
+
+def test_a_job_set_is_as_its_schema_says(capsys: pytest.CaptureFixture[str]) -> None:
+    if not (PACKAGES / "jsonschema").is_dir():
+        pytest.skip("needs jsonschema (tests/install_engines.sh)")
+    _, made = yaml.safe_load_all(printed(capsys, *K8S, "--hosts", "3", "--jobset"))
+    schema = json.loads((HERE / "jobset_schema.json").read_text())
+    bad: list[Any] = [made | {"spec": made["spec"] | {"successPolicy": {"operator": "Some"}}}]
+    bad.append(made | {"spec": made["spec"] | {"replicas": 1}})
+    program = """
+import json, sys
+import jsonschema
+schema, *found = json.load(sys.stdin)
+validator = jsonschema.Draft202012Validator(schema)
+print([not list(validator.iter_errors(one)) for one in found])
+"""
+    command = [sys.executable, "-c", program]
+    given = json.dumps([schema, made, *bad])
+    ended = subprocess.run(command, input=given, capture_output=True, text=True, env={"PYTHONPATH": str(PACKAGES)})
+    assert ended.stdout == "[True, False, False]\n", ended.stderr[-2000:]
+    assert [one["name"] for one in made["spec"]["replicatedJobs"]] == ["job", "agents"]
+    agents = made["spec"]["replicatedJobs"][1]["template"]["spec"]
+    assert (
+        agents["completions"] == 2
+        and "$((JOB_COMPLETION_INDEX + 1))" in agents["template"]["spec"]["containers"][0]["command"][2]
+    )
+
+
+def test_hosts_over_ssh_are_tried_again_later_and_later() -> None:
+    remote = Remote("b")
+    now_s = 0.0
+    for delay_s in (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0):
+        remote.begun(now_s)
+        assert remote.ended(255, now_s) == f"b cannot be reached: again in {delay_s:g} s"
+        assert remote.due_s == now_s + delay_s
+        now_s += delay_s
+    remote.begun(now_s)
+    assert remote.ended(137, now_s + 60.0) == "b ended with 137: again in 1 s"
+    remote.begun(now_s)
+    assert remote.ended(2, now_s) == "b was refused, it is left out" and remote.over
+    assert Remote("c").ended(0, 0.0) == ""
+
+
+def test_what_ssh_and_ray_would_start(capsys: pytest.CaptureFixture[str]) -> None:
+    common = ["--slots", "2", "--run-dir", "/runs/a", "--steps", "3"]
+    text = printed(capsys, "launch", "ssh", "resnet18-digits", "--hosts", "me@a,b", "--address", "10.0.0.1", *common)
+    assert "run resnet18-digits --listen 10.0.0.1:29400" in text and "agent --join 10.0.0.1:29400" in text
+    assert "# b (its first line" in text
+    text = printed(capsys, "launch", "ray", "resnet18-digits", "--hosts", "2", *common)
+    job, agent = text.splitlines()
+    assert "run resnet18-digits --listen ADDRESS:PORT" in job and agent.endswith("--address ADDRESS")
