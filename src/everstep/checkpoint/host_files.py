@@ -18,6 +18,8 @@ from everstep.runtime.peer import PeerConnection
 KIND = "files"
 CHUNK_BYTES = 4 << 20
 MOST_NAMES = 100_000
+BUSY = {"busy": True}
+"""Said before an answer that takes its time."""
 MOST_CHUNK_BYTES = 64 << 20
 _MOST_FILE_BYTES = 1 << 44
 _ERRORS: dict[str, type[StoreError]] = {"missing": BlobMissing, "exists": BlobExists, "foreign": BlobForeign}
@@ -96,8 +98,9 @@ class HostFiles:
         self._store.move(_name(request.get("old")), _name(request.get("new")))
 
     def _copy(self, connection: PeerConnection, request: dict[str, Any]) -> None:
-        """Straight from here to another host."""
-        send_file(self._store, _name(request.get("name")), self._call, str(request.get("to")))
+        """Straight from here to another host; whoever asked hears that it goes on."""
+        name, to = _name(request.get("name")), str(request.get("to"))
+        send_file(self._store, name, self._call, to, lambda: connection.send_json(BUSY))
 
 
 class Incoming:
@@ -121,14 +124,20 @@ class Incoming:
             pass
 
 
-def send_file(store: DirectoryStore, name: str, call: Call, address: str) -> None:
-    """A copy of a blob for another host; of no effect if that has it. Raises: StoreError, whatever went wrong."""
+def send_file(
+    store: DirectoryStore, name: str, call: Call, address: str, moves: Callable[[], None] = lambda: None
+) -> None:
+    """A copy of a blob for another host; of no effect if that has it. moves: called now and then.
+
+    Raises: StoreError, whatever went wrong.
+    """
     size = store.size(name)
     request = {"kind": KIND, "op": "write", "name": name, "size": size, "if_absent": True}
     try:
         with closing(call(address, request)) as connection:
             for at in range(0, size, CHUNK_BYTES):
                 connection.send_bytes([store.read(name, at, CHUNK_BYTES)])
+                moves()
             result_of(connection.recv_json())
     except BlobExists:
         return

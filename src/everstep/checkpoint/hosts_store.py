@@ -16,7 +16,7 @@ from contextlib import suppress
 from typing import Any
 
 from everstep.base.errors import BlobExists, BlobMissing, EverstepError, PartsAway, StoreError
-from everstep.checkpoint.host_files import CHUNK_BYTES, KIND, Call, result_of, send_file
+from everstep.checkpoint.host_files import BUSY, CHUNK_BYTES, KIND, Call, result_of, send_file
 from everstep.checkpoint.manifest import PartFile
 from everstep.checkpoint.names import is_part
 from everstep.checkpoint.store import BytesLike, DirectoryStore
@@ -259,7 +259,10 @@ class _Lines:
         def talk(connection: PeerConnection) -> Any:
             for at in range(0, len(data), CHUNK_BYTES):
                 connection.send_bytes([data[at : at + CHUNK_BYTES]])
-            return result_of(connection.recv_json())
+            answer = connection.recv_json()
+            while answer == BUSY:
+                answer = connection.recv_json()
+            return result_of(answer)
 
         return self._talk(address, request, talk)
 

@@ -26,6 +26,7 @@ from everstep.train.link import WorkerLink
 
 log = logging.getLogger(__name__)
 
+_ARRIVE_S, _LOOK_S = 30.0, 0.1
 _GZIP_LEVEL = 3
 
 
@@ -117,7 +118,11 @@ class WorkerProfiling:
                     path.unlink(missing_ok=True)
             self._fail(request, f"its trace cannot be written: {error}")
             return
-        self._say(request.name, "")
+        name = f"{PROFILES_FOLDER}/{request.name}/worker-{self._link.me.worker_id}.json.gz"
+        end_s = time.monotonic() + _ARRIVE_S
+        while not self._link.has_arrived(name) and time.monotonic() < end_s:
+            time.sleep(_LOOK_S)
+        self._say(request.name, "" if self._link.has_arrived(name) else "its trace did not arrive in time")
         self.wanted = self._writing = None
 
     def _fail(self, request: wire.ProfileNow, reason: str) -> None:

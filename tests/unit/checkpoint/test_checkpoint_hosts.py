@@ -102,6 +102,14 @@ def test_each_part_is_on_two_hosts_and_again_on_two_when_one_is_lost(hosts: Host
     assert again == {PART.format(n): ("a", "c") for n in data}
 
 
+def test_a_block_that_is_damaged_here_is_asked_of_another_host(hosts: Hosts) -> None:
+    hosts.stores["a"].write(PART.format(0), [b"as it was"], 9)
+    hosts.stores["a"].spread([part(0, 9)], 2)
+    (hosts.folders["a"] / PART.format(0)).write_bytes(b"as it WAS")
+    assert bytes(hosts.stores["a"].read(PART.format(0))) == b"as it WAS"
+    assert bytes(hosts.stores["a"].read_elsewhere(PART.format(0), 3, 6)) == b"it was"
+
+
 def test_a_part_that_nobody_has_is_said(hosts: Hosts) -> None:
     with pytest.raises(StoreError, match="on none of the hosts a, b, c"):
         hosts.stores["a"].spread([part(0, 5)], 2)

@@ -1,0 +1,77 @@
+"""Which directory a host works in, and whose checkpoints it does not see."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from everstep.base.config_keys import CheckpointConfig, DiskTierConfig
+from everstep.base.errors import ConfigError
+from everstep.protocol.messages import HostPlace, JobFacts
+from everstep.runtime.places import Place, disk_of, find_place, leave_word, others, word_in, write_hosts
+
+
+def facts(run_dir: Path, word: str) -> JobFacts:
+    return JobFacts(
+        task="t", argv=[], config={}, run_dir=str(run_dir), coordinator_file="", job_pid=1, machine="m", place=word
+    )
+
+
+def test_a_host_that_finds_the_word_shares_the_directory_under_any_name(tmp_path: Path) -> None:
+    job, alias, other = tmp_path / "job", tmp_path / "alias", tmp_path / "other"
+    job.mkdir()
+    alias.symlink_to(job)
+    leave_word(job, None)
+    word = word_in(job)
+    assert find_place(facts(job, word), "", "h") == Place(job, apart=False)
+    assert find_place(facts(tmp_path / "nowhere", word), str(alias), "h") == Place(alias, apart=False)
+    assert find_place(facts(job, word), str(other), "h") == Place(other, apart=True)
+    leave_word(job, None)
+    assert word_in(job) != word, "a copy from before is none of the next run"
+
+
+def test_a_private_directory_that_somebody_else_made_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    top = tmp_path / f"everstep-{os.getuid()}"
+    top.mkdir(mode=0o777)
+    top.chmod(0o777)
+    with pytest.raises(ConfigError, match="not this user's alone"):
+        find_place(facts(tmp_path / "nowhere", "w"), "", "h")
+    top.rmdir()
+    top.symlink_to("/tmp")
+    with pytest.raises(ConfigError, match=r"not this user's alone|cannot make"):
+        find_place(facts(tmp_path / "nowhere", "w"), "", "h")
+
+
+def test_checkpoints_may_be_shared_where_the_run_directory_is_not_and_the_other_way(tmp_path: Path) -> None:
+    job, own, shared, local = (tmp_path / name for name in ("job", "own", "shared", "local"))
+    job.mkdir()
+    leave_word(job, str(shared))
+    told, apart = facts(job, word_in(job)), Place(own, apart=True)
+    assert disk_of(told, apart, CheckpointConfig(), "h") == (own / "checkpoints", "host h")
+    on_shared = CheckpointConfig(disk=DiskTierConfig(path=str(shared)))
+    assert disk_of(told, apart, on_shared, "h") == (shared, "job")
+    on_local = CheckpointConfig(disk=DiskTierConfig(path=str(local)))
+    assert disk_of(told, Place(job, apart=False), on_local, "h") == (local, "host h")
+    not_shared = CheckpointConfig(shared="no")
+    assert disk_of(told, Place(job, apart=False), not_shared, "h") == (job / "checkpoints", "host h")
+    with pytest.raises(ConfigError, match=r"checkpoint.shared=yes: expected .* it is not here"):
+        disk_of(told, apart, CheckpointConfig(shared="yes"), "h")
+
+
+def test_each_disk_that_is_not_seen_has_one_address(tmp_path: Path) -> None:
+    def place(name: str, disk: str) -> HostPlace:
+        return HostPlace(agent_id=name, apart=disk != "job", disk=disk, address=f"{name}:1")
+
+    rows = {"a": place("a", "job"), "b": place("b", "job"), "c": place("c", "host c"), "d": place("d", "host d")}
+    assert others(tmp_path, "a") == {}
+    write_hosts(tmp_path, rows)
+    assert others(tmp_path, "a") == others(tmp_path, "b") == {"c": "c:1", "d": "d:1"}
+    assert others(tmp_path, "c") == {"a": "a:1", "d": "d:1"}
+    for text in ("", "[]", '{"a": 3}', '{"a": {"disk": 1}}'):
+        (tmp_path / "hosts.json").write_text(text)
+        assert others(tmp_path, "c") == {}
