@@ -11,6 +11,7 @@ import contextlib
 import hmac
 import json
 import threading
+import time
 import zlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -23,6 +24,7 @@ from everstep.protocol.lease.requests import (
     Append,
     Appended,
     Campaign,
+    Claim,
     Compact,
     Fenced,
     Holder,
@@ -46,6 +48,8 @@ _MOST_BYTES = 64 << 20
 _PAGE = 500
 _TAG_BYTES = 32
 _DIGITS = 10
+_HOLD_S = 60.0
+_RENEWALS = 5
 
 
 class _Pair(msgspec.Struct):
@@ -154,6 +158,11 @@ class Etcd:
             self.resign(lease)
         return Appended()
 
+    def _claim(self, request: Claim) -> StoreAnswer:
+        said = self._put(LEASE, {"owner": request.owner, "where": request.where}, request.lease)
+        self._post("kv/txn", {"compare": [self._term(request.term)], "success": [said]})
+        return Appended()
+
     def _renew(self, request: Renew) -> StoreAnswer:
         reply = self._post("lease/keepalive", {"ID": str(request.lease)})
         return Renewed(_int(str(reply.result.get("TTL", "0"))))
@@ -203,22 +212,41 @@ class Etcd:
 
     # ---- the job
 
-    def begin(self, facts: dict[str, Any]) -> Holder | None:
-        """Say which job this is, with an empty journal; unless somebody holds the lease, who is returned.
+    def begin(self, facts: dict[str, Any], owner: str, ttl_s: int) -> Holder | None:
+        """Say which job this is, with an empty journal, and hold the lease for its first coordinator; unless somebody
+        holds it, who is returned.
 
         Raises: QuorumLost if etcd does not answer.
         """
+        lease = _int(self._surely("lease/grant", {"TTL": str(ttl_s)}).ID)
         free = [self._compare(LEASE, "CREATE", "create_revision", 0)]
         gone = [{"request_delete_range": self._span(JOURNAL, f"{JOURNAL}:")}]
         gone.append({"request_delete_range": self._span(SNAPSHOT, "")})
         held = [{"request_range": self._span(LEASE, "")}]
-        asked = {"compare": free, "success": [self._put(JOB, facts), *gone], "failure": held}
-        reply = self._surely("kv/txn", asked)
-        if reply.succeeded:
-            self.job = _int(reply.header.revision)
-            return None
+        mine = self._put(LEASE, {"owner": owner, "where": {}}, lease)
+        reply = self._surely(
+            "kv/txn", {"compare": free, "success": [self._put(JOB, facts), mine, *gone], "failure": held}
+        )
         found = reply.responses[0].response_range if reply.responses else None
-        return self._holder([] if found is None else found.kvs)
+        holder = self._holder([] if found is None else found.kvs)
+        if reply.succeeded or holder is None or holder.owner == owner:  # then it took effect unanswered
+            known = self.announced()
+            self.job = 0 if known is None else known.revision
+            threading.Thread(target=self._hold, args=(lease, ttl_s), name="lease", daemon=True).start()
+            return None
+        return holder
+
+    def _hold(self, lease: int, ttl_s: int) -> None:
+        """Prolong the lease until the coordinator does it that says where it is."""
+        end_s = time.monotonic() + _HOLD_S
+        while time.monotonic() < end_s:
+            with contextlib.suppress(ProtocolError):
+                self.ask(Renew(lease))
+                seen = self.ask(Look())
+                if isinstance(seen, HolderSeen) and (seen.holder is None or seen.holder.where):
+                    break
+            time.sleep(ttl_s / _RENEWALS)
+        self.close()
 
     def announced(self) -> Announced | None:
         """The job that is there, None if none is. Raises: QuorumLost if etcd does not answer."""
@@ -349,6 +377,7 @@ def _entries(value: Any) -> list[JournalEntry]:
 _MEANS: dict[type, Callable[[Etcd, Any], StoreAnswer]] = {
     Look: Etcd._look,
     Campaign: Etcd._campaign,
+    Claim: Etcd._claim,
     Renew: Etcd._renew,
     Load: Etcd._load,
     Append: Etcd._append,

@@ -222,7 +222,7 @@ class Tenure:
                     return
             answer = await asked
             self._candidate.answered(now_ns(), answer)
-            if self._candidate.holder is not None:
+            if self._candidate.holder is not None and self._candidate.holder.where:
                 self._seen(self._candidate.holder.where)
         end_ns = (
             self._candidate.due_ns

@@ -28,7 +28,7 @@ from everstep.runtime.address import JOB_FILE
 from everstep.runtime.board import Board, Row
 from everstep.runtime.cell import Head
 from everstep.runtime.context import WorkerContext
-from everstep.runtime.control import ControlClient
+from everstep.runtime.control import ControlClient, Unheard
 from everstep.runtime.peer import PeerConnection, PeerServer, peer_connect
 from everstep.runtime.tls import Tls
 
@@ -102,6 +102,9 @@ class WorkerLink:
     def tell(self, message: wire.AnyMessage) -> None:
         """Send to the coordinator; never blocks."""
 
+    def waits(self) -> None:
+        """Nothing can be done before somebody has said something."""
+
     def turn(self, view: Any, over: bool) -> None:
         """The loop asks for the next step, or, if it is over, for no more. view: the `WorkerView`."""
 
@@ -125,6 +128,7 @@ class LaunchedLink(WorkerLink):
         self.cell = Head(context, lambda: self.row.tick())
         self._context = context
         self._control: ControlClient | None = None
+        self._unheard = Unheard()
         self._peers: PeerServer | None = None
 
     def fill_up(self, config: Config) -> None:
@@ -154,6 +158,11 @@ class LaunchedLink(WorkerLink):
     def tell(self, message: wire.AnyMessage) -> None:
         if self._control is not None:
             self._control.send(message)
+
+    def waits(self) -> None:
+        words = self._unheard.look(self._control is None or self._control.connected, time.monotonic())
+        if words:
+            log.warning(words)
 
     def cut_off(self, for_s: float, breaks: bool, peers: bool) -> None:
         """A scripted fault: for so many seconds nothing reaches the coordinator, and nothing comes from it.
