@@ -211,7 +211,8 @@ class Job:
         if self._coordinator.pidfd < 0 or self._coordinator.pid == self._silenced or not self._lead.here:
             return
         silence_s = link.silence_s(now_s)
-        if silence_s >= COORDINATOR_SILENT_S:
+        stands_by = bool(self._succession.owner) and link.unheard_s(now_s) > self._coordinator.age_s(now_s)
+        if silence_s >= COORDINATOR_SILENT_S and not stands_by:
             self._silenced = self._coordinator.pid
             text = f"the coordinator has not answered for {silence_s:.1f} s: it is killed and started again"
             self._notify("warning", Why(Cause.HUNG, text))

@@ -302,9 +302,12 @@ async def open_journal(
         Etcd(address, token, min(2.0, lease_s / 4), place.job), lambda text: warn(events, Why(Cause.LEASE, text))
     )
     path = place.run_dir / COORDINATOR_FILE
-    tenure = Tenure(
-        etcd, Candidate(place.owner, where, lease_s), lambda holder: announce(path, checked_where(holder), anew=True)
-    )
+
+    def seen(holder: dict[str, Any]) -> None:
+        if holder != where:  # that is announced when it listens
+            announce(path, checked_where(holder), anew=True)
+
+    tenure = Tenure(etcd, Candidate(place.owner, where, lease_s), seen)
 
     def deposed(reason: str) -> None:
         warn(events, Why(Cause.LEASE, f"the coordinator on {where['host']} decides no more: {reason}"))
