@@ -50,7 +50,10 @@ def tests(file: str, **environment: str) -> Part:
 TIERS = {
     "sim": [*seeds(False), *seeds(True)],
     "generations": [tests("chaos/test_chaos_leaks.py", EVERSTEP_TEST_GENERATIONS="200")],
-    "hosts": [tests("hosts/test_hosts_faults.py", EVERSTEP_TEST_HOSTS="all")],
+    "hosts": [
+        tests("hosts/test_hosts_faults.py", EVERSTEP_TEST_HOSTS="all"),
+        tests("hosts/test_hosts_lead.py", EVERSTEP_TEST_HOSTS="all"),
+    ],
     "kills": [
         tests("chaos/test_chaos_checkpoints.py", EVERSTEP_TEST_KILLS="200"),
         tests("integration/test_object_kills.py", EVERSTEP_TEST_KILLS="200"),

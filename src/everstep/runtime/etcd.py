@@ -94,7 +94,7 @@ class Announced(NamedTuple):
     revision: int
 
 
-class _Silent(Exception):
+class NoReply(Exception):
     """A member has not answered, or not as a member of etcd that has a leader does."""
 
 
@@ -130,7 +130,7 @@ class Etcd:
         """Never raises for what etcd does; what it holds that is not the job's own is `ProtocolError`."""
         try:
             return _MEANS[type(request)](self, request)
-        except _Silent as error:
+        except NoReply as error:
             return Unanswered(str(error))
 
     # ---- lease and journal
@@ -169,7 +169,7 @@ class Etcd:
 
     def resign(self, lease: int) -> None:
         """Give the lease back, if etcd answers."""
-        with contextlib.suppress(_Silent):
+        with contextlib.suppress(NoReply):
             self._post("lease/revoke", {"ID": str(lease)})
 
     def _load(self, request: Load) -> StoreAnswer:
@@ -256,7 +256,7 @@ class Etcd:
     def _surely(self, what: str, asked: dict[str, Any]) -> _Reply:
         """Of whichever member answers; what is asked may take effect more than once."""
         for _ in self.address.members:
-            with contextlib.suppress(_Silent):
+            with contextlib.suppress(NoReply):
                 return self._post(what, asked)
         raise QuorumLost(self.trouble())
 
@@ -273,7 +273,7 @@ class Etcd:
         """Whether it answers at all, be it that it has no leader."""
         try:
             return bool(self._read("GET", member, "/health", None, (200, 503)).health)
-        except _Silent:
+        except NoReply:
             return False
 
     # ---- keys and values
@@ -319,20 +319,20 @@ class Etcd:
     # ---- requests
 
     def _post(self, what: str, asked: dict[str, Any]) -> _Reply:
-        """To one member; to the next one where nobody listens, and after one that has failed. Raises: _Silent."""
+        """To one member; to the next one where nobody listens, and after one that has failed. Raises: NoReply."""
         failed: list[str] = []
         for _ in self.address.members:
             with self._lock:
                 member = self.address.members[self._turn % len(self.address.members)]
             try:
                 return self._read("POST", member, f"/v3/{what}", asked, (200,))
-            except _Silent as error:
+            except NoReply as error:
                 failed.append(str(error))
                 with self._lock:
                     self._turn += 1
                 if not isinstance(error.__cause__, self._refused):
                     break  # it may have taken effect: whoever asked decides what to ask next
-        raise _Silent("; ".join(failed))
+        raise NoReply("; ".join(failed))
 
     def _read(self, method: str, member: str, path: str, asked: Any, fine: tuple[int, ...]) -> _Reply:
         data = bytearray()
@@ -341,20 +341,26 @@ class Etcd:
                 for chunk in response.iter_bytes():
                     data += chunk
                     if len(data) > _MOST_BYTES:
-                        raise _Silent(f"{member} says more than {_MOST_BYTES} bytes")
+                        raise NoReply(f"{member} says more than {_MOST_BYTES} bytes")
             if response.status_code not in fine:
-                raise _Silent(f"{member}: {bytes(data[:200]).decode(errors='replace')}")
-            return msgspec.json.decode(data, type=_Reply)
+                raise NoReply(f"{member}: {bytes(data[:200]).decode(errors='replace')}")
+            return read_reply(bytes(data), member)
         except self._errors as error:
-            raise _Silent(f"{member}: {str(error) or type(error).__name__}") from error
-        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-            raise _Silent(f"{member} does not speak as etcd does") from error
+            raise NoReply(f"{member}: {str(error) or type(error).__name__}") from error
+
+
+def read_reply(data: bytes, member: str) -> _Reply:
+    """What a member has said. Raises: NoReply if etcd says nothing of the kind."""
+    try:
+        return msgspec.json.decode(data, type=_Reply)
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        raise NoReply(f"{member} does not speak as etcd does") from None
 
 
 def _int(text: str) -> int:
-    """As etcd writes numbers. Raises: _Silent for anything else."""
+    """As etcd writes numbers. Raises: NoReply for anything else."""
     if not text.isascii() or not text.isdecimal() or len(text) > 20:
-        raise _Silent(f"expected a number of etcd, got {text[:40]!r}")
+        raise NoReply(f"expected a number of etcd, got {text[:40]!r}")
     return int(text)
 
 
