@@ -69,6 +69,13 @@ $(VENV)/.object-server: tests/install_object_server.sh $(STAMP)
 
 integration chaos e2e extended: $(VENV)/.object-server
 
+# etcd for the tests of jobs that another host takes over, where it can be had; else they are skipped.
+$(VENV)/.etcd: tests/install_etcd.sh
+	tests/install_etcd.sh
+	touch $@
+
+fast integration hosts extended: $(VENV)/.etcd
+
 # Chromium for the tests of the dashboard, where it can be had; else they are skipped.
 $(VENV)/.browser: tests/install_browser.sh $(STAMP)
 	tests/install_browser.sh
@@ -117,6 +124,7 @@ sim: $(STAMP)
 	@echo "fresh seeds from $(SEED); the same again: make sim SEED=$(SEED)"
 	$(EVERSTEP) sim --seeds 60 --start $(SEED)
 	$(EVERSTEP) sim --seeds 30 --start $(SEED) --split
+	$(EVERSTEP) sim --seeds 30 --start $(SEED) --leased
 
 # What takes longer, in parts.
 extended: $(STAMP)

@@ -51,7 +51,8 @@ TIERS = {
     "sim": [*seeds(False), *seeds(True)],
     "generations": [tests("chaos/test_chaos_leaks.py", EVERSTEP_TEST_GENERATIONS="200")],
     "hosts": [
-        tests(f"hosts/test_hosts_{name}.py", EVERSTEP_TEST_HOSTS="all") for name in ("faults", "growing", "torchrun")
+        tests(f"hosts/test_hosts_{name}.py", EVERSTEP_TEST_HOSTS="all")
+        for name in ("faults", "growing", "torchrun", "lead")
     ],
     "engines": [
         tests(f"engines/test_engines_{name}.py", EVERSTEP_TEST_ENGINES="all")

@@ -26,6 +26,7 @@ from everstep.base.config import load_config, to_dict
 from everstep.base.config_keys import TlsConfig
 from everstep.base.domains import parse_domains
 from everstep.base.errors import EverstepError
+from everstep.base.etcd_address import EtcdAddress
 from everstep.base.foreign import derived_ports, first_host, foreign_launcher
 from everstep.base.given import parse_json
 from everstep.chaos.account import account
@@ -56,10 +57,12 @@ from everstep.report.words import sentence
 from everstep.runtime import wire
 from everstep.runtime.about import heard_of
 from everstep.runtime.address import read_address
+from everstep.runtime.etcd import NoReply, read_reply
 from everstep.runtime.handshake import TAG_BYTES, Caller, Ends, Greeter, Seals, keys_of, role_token
 from everstep.runtime.journal import format_entry
 from everstep.runtime.journal import parse as parse_journal
 from everstep.runtime.places import others
+from everstep.runtime.standing import checked_where
 from everstep.runtime.tls import Tls, shown_by
 from everstep.sinks.publication import read_cursor
 from everstep.train.launcher_store import exchange
@@ -325,6 +328,25 @@ _JOB |= {
 }
 
 
+_ETCD_WHERE = {"pid": 1, "host": "10.0.0.1", "port": 2, "tls": "off", "ca": ""}
+_ETCD_PAIR = {"key": "L2E=", "value": "YQ==", "create_revision": "3", "mod_revision": "4", "lease": "5"}
+_ETCD_REPLY = {
+    "header": {"revision": "7"},
+    "kvs": [_ETCD_PAIR],
+    "succeeded": True,
+    "responses": [{"response_range": {"kvs": [_ETCD_PAIR]}}],
+    "result": {"TTL": "2"},
+}
+
+
+def _etcd_address(data: bytes) -> EtcdAddress:
+    return EtcdAddress.parse("a test", data.decode("latin-1"))
+
+
+def _etcd_where(data: bytes) -> dict[str, Any]:
+    return checked_where(dict(parse_json(data.decode("latin-1"))))
+
+
 def targets() -> list[FuzzTarget]:
     """All of them."""
     as_json: Callable[[Any], bytes] = lambda found: json.dumps(found, sort_keys=True).encode()  # noqa: E731
@@ -333,6 +355,9 @@ def targets() -> list[FuzzTarget]:
     report = encode_report(PartReport(1, 1, 0, 0, 0, 4))
     return [
         FuzzTarget("json", [as_json(_JOB), b'{"a":{"b":[1,2,null]}}'], parse_json, (ValueError,), as_json),
+        FuzzTarget("etcd-address", [b"etcd://10.0.0.1,[::1]:2379/jobs/mine"], _etcd_address),
+        FuzzTarget("etcd-reply", [as_json(_ETCD_REPLY)], lambda data: read_reply(data, "a member"), (NoReply,)),
+        FuzzTarget("etcd-where", [as_json(_ETCD_WHERE)], _etcd_where, (EverstepError, ValueError, TypeError)),
         FuzzTarget("frames", [_framed(b"abc") * 3, _framed(bytes(20_000))], _frames),
         FuzzTarget("handshake", [bytes(60), _answered()], _greeted),
         FuzzTarget("token", [b"ab" * 32], lambda data: wire.token_of(data.decode("latin-1"), "x")),

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from hosts_harness import EVERSTEP, PORT, SLOTS, HostJobs, _Head, gap_s, now_ns
+from hosts_harness import EVERSTEP, SLOTS, HostJobs, _Head, gap_s, now_ns
 from net import Net
 
 from etcd_members import EtcdMembers, etcd_there
@@ -19,7 +19,8 @@ from job_harness import Event, Job, Jobs
 
 longer = pytest.mark.skipif(os.environ.get("EVERSTEP_TEST_HOSTS") != "all", reason="runs in make extended")
 TAKEN: list[Event] = [{"kind": "coordinator_restarted", "count": 1}]
-LEASE_S = 2
+LEASE_S = 5
+"""Machines that run tests are busy."""
 
 
 class LedJobs(HostJobs):
@@ -102,7 +103,7 @@ def test_the_host_that_leads_is_lost(led_jobs: LedJobs, how: str, local: bool) -
         assert {e["cause"] for e in heirs[0].of_kind("worker_evicted")} <= {"silent", "host_lost", "link"}
     else:
         assert not heirs[0].of_kind("worker_evicted")
-        assert committed_between(heirs[0], struck_ns, taken["time_unix_ns"])
+        assert committed_between(heirs[0], struck_ns, taken["time_unix_ns"]), heirs[0].account()
         assert len(heirs[0].of_kind("generation_started")) == 1
     said = [led_jobs.said(2), led_jobs.said(3)]
     assert sum("leads the job" in words for words in said) == 1, said
@@ -113,7 +114,7 @@ def test_the_host_that_leads_is_lost(led_jobs: LedJobs, how: str, local: bool) -
 def test_the_host_that_leads_is_cut_off_and_comes_back(led_jobs: LedJobs) -> None:
     """It decides nothing any more, and is one that stands by when it can be reached again."""
     back: list[Event] = [*TAKEN, {"kind": "generation_started", "workers": list(range(6)), "count": 2}]
-    job = led_jobs.led(workers=6, until=back, steps=400)
+    job = led_jobs.led(workers=6, until=back, steps=80)
     heirs = [led_jobs.standby(2), led_jobs.standby(3)]
     job.wait_for("generation_started", lambda e: len(e["workers"]) == 6)
     job.wait_for("step_committed", lambda e: e["step"] >= 5)
@@ -138,4 +139,4 @@ def test_a_person_takes_over(led_jobs: LedJobs) -> None:
     process = led_jobs.takeover(3)
     led_jobs.check(_Head(job.run_dir, "takeover", process))
     assert [agent.wait(120) for agent in agents] == [0, 0]
-    assert f":{PORT}" in led_jobs.said(2) + led_jobs.said(3) or not job.of_kind("worker_evicted")
+    assert not job.of_kind("worker_evicted")

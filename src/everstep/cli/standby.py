@@ -23,7 +23,7 @@ from everstep.cli.main import complain
 from everstep.cli.run_dir import read_digest
 from everstep.cli.worker import ENTRY, PRELOAD
 from everstep.observe.events import EventLog
-from everstep.protocol.lease.requests import Holder, HolderSeen, Look
+from everstep.protocol.lease.requests import Holder, HolderSeen, Load, Loaded, Look
 from everstep.runtime import wire
 from everstep.runtime.address import COORDINATOR_FILE, EVENTS_FILE, JOURNAL_FILE, TOKEN_FILE, read_address
 from everstep.runtime.commands import run_lock
@@ -46,22 +46,41 @@ def begin_leased(run_dir: Path, config: Config, token: bytes, opening: list[str]
     if config.control.etcd is None:
         return Succession()
     address = EtcdAddress.parse("control.etcd", config.control.etcd)
-    end_s = time.monotonic() + config.control.lease_s + 1.0
-    with contextlib.closing(Etcd(address, token, ETCD_S)) as etcd:
-        wire.write_token(run_dir / TOKEN_FILE, token)  # whoever stands by looks for it as soon as it hears of the job
-        try:
-            while (holder := etcd.begin({"run_dir": str(run_dir.resolve())})) is not None:
-                if time.monotonic() > end_s:
-                    raise ConfigError(f"a job is still running under {address}: {_of(holder)}; wait, or stop it")
-                time.sleep(_AGAIN_S)
-        except ProtocolError as error:
-            raise ConfigError(f"control.etcd: {error}") from None
-        opening.append(f"hosts that can take over join with: everstep agent --join {address} --standby")
-        return Succession(owner=new_owner(), job=etcd.job, address=config.network.address)
+    etcd, owner, lease_s = Etcd(address, token, ETCD_S), new_owner(), config.control.lease_s
+    wire.write_token(run_dir / TOKEN_FILE, token)  # whoever stands by looks for it as soon as it hears of the job
+    try:
+        _wait_until_over(etcd, lease_s)
+        holder = etcd.begin({"run_dir": str(run_dir.resolve())}, owner, lease_s)
+    except ProtocolError as error:
+        raise ConfigError(f"control.etcd: {error}") from None
+    if holder is not None:
+        raise ConfigError(_still(etcd, holder))
+    opening.append(f"hosts that can take over join with: everstep agent --join {address} --standby")
+    return Succession(owner=owner, job=etcd.job, address=config.network.address)
 
 
-def _of(holder: Holder) -> str:
-    return f"its coordinator is at {holder.where.get('host')}:{holder.where.get('port')}"
+def _wait_until_over(etcd: Etcd, lease_s: int) -> None:
+    """A job that was there before may be between two coordinators: it is over if it says so, or if nobody holds its
+    lease for longer than it takes to take over. Raises: ConfigError if it runs."""
+    if etcd.announced() is None:
+        return
+    begun_s = time.monotonic()
+    free_s = begun_s + 2 * lease_s + 1
+    while time.monotonic() < free_s:
+        seen, found = etcd.ask(Look()), etcd.ask(Load())
+        holder = seen.holder if isinstance(seen, HolderSeen) else None
+        if holder is not None:
+            if time.monotonic() > begun_s + lease_s + 1:  # one that was killed holds it a while longer
+                raise ConfigError(_still(etcd, holder))
+            free_s = time.monotonic() + 2 * lease_s + 1
+        elif isinstance(found, Loaded) and any(entry.get("kind") == "ended" for entry in found.entries):
+            return
+        time.sleep(_AGAIN_S)
+
+
+def _still(etcd: Etcd, holder: Holder) -> str:
+    where = f"{holder.where.get('host')}:{holder.where.get('port')}"
+    return f"a job is still running under {etcd.address}: its coordinator is at {where}; wait, or stop it"
 
 
 @contextlib.contextmanager
@@ -121,7 +140,7 @@ def _own(etcd: Etcd) -> str:
     """The address of this host on the way to the coordinator, or to etcd while there is none."""
     seen = etcd.ask(Look())
     host, _, port = etcd.address.members[0].rpartition(":")
-    if isinstance(seen, HolderSeen) and seen.holder is not None:
+    if isinstance(seen, HolderSeen) and seen.holder is not None and seen.holder.where:
         return local_address((str(seen.holder.where.get("host")), 1))
     return local_address((host, int(port)))
 

@@ -31,9 +31,31 @@ log = logging.getLogger(__name__)
 FIRST_BACKOFF_S = 0.02
 MAX_BACKOFF_S = 1.0
 MAX_QUEUED = 10_000
+SAY_EVERY_S = 10.0
 _RECEIVE_BYTES = 1 << 18
 _LOOK_MS = 500
 _PASSING = (Progress, Heartbeat)
+
+
+class Unheard:
+    """Says now and then that something waits for a coordinator, and none is there. Pure."""
+
+    def __init__(self) -> None:
+        self._since_s: float | None = None
+        self._said_s = 0.0
+
+    def look(self, connected: bool, now_s: float) -> str:
+        """It waits. Returns what is to be said now, "" for nothing."""
+        if connected:
+            self._since_s = None
+            return ""
+        if self._since_s is None:
+            self._since_s = self._said_s = now_s
+        if now_s - self._said_s < SAY_EVERY_S:
+            return ""
+        self._said_s = now_s
+        away_s = now_s - self._since_s
+        return f"no coordinator has answered for {away_s:.0f} s: this worker waits for one to decide how to go on"
 
 
 class _Replaced(EverstepError):

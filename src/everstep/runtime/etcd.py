@@ -11,6 +11,7 @@ import contextlib
 import hmac
 import json
 import threading
+import time
 import zlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -23,6 +24,7 @@ from everstep.protocol.lease.requests import (
     Append,
     Appended,
     Campaign,
+    Claim,
     Compact,
     Fenced,
     Holder,
@@ -46,6 +48,8 @@ _MOST_BYTES = 64 << 20
 _PAGE = 500
 _TAG_BYTES = 32
 _DIGITS = 10
+_HOLD_S = 60.0
+_RENEWALS = 5
 
 
 class _Pair(msgspec.Struct):
@@ -90,7 +94,7 @@ class Announced(NamedTuple):
     revision: int
 
 
-class _Silent(Exception):
+class NoReply(Exception):
     """A member has not answered, or not as a member of etcd that has a leader does."""
 
 
@@ -126,7 +130,7 @@ class Etcd:
         """Never raises for what etcd does; what it holds that is not the job's own is `ProtocolError`."""
         try:
             return _MEANS[type(request)](self, request)
-        except _Silent as error:
+        except NoReply as error:
             return Unanswered(str(error))
 
     # ---- lease and journal
@@ -154,13 +158,18 @@ class Etcd:
             self.resign(lease)
         return Appended()
 
+    def _claim(self, request: Claim) -> StoreAnswer:
+        said = self._put(LEASE, {"owner": request.owner, "where": request.where}, request.lease)
+        self._post("kv/txn", {"compare": [self._term(request.term)], "success": [said]})
+        return Appended()
+
     def _renew(self, request: Renew) -> StoreAnswer:
         reply = self._post("lease/keepalive", {"ID": str(request.lease)})
         return Renewed(_int(str(reply.result.get("TTL", "0"))))
 
     def resign(self, lease: int) -> None:
         """Give the lease back, if etcd answers."""
-        with contextlib.suppress(_Silent):
+        with contextlib.suppress(NoReply):
             self._post("lease/revoke", {"ID": str(lease)})
 
     def _load(self, request: Load) -> StoreAnswer:
@@ -203,22 +212,41 @@ class Etcd:
 
     # ---- the job
 
-    def begin(self, facts: dict[str, Any]) -> Holder | None:
-        """Say which job this is, with an empty journal; unless somebody holds the lease, who is returned.
+    def begin(self, facts: dict[str, Any], owner: str, ttl_s: int) -> Holder | None:
+        """Say which job this is, with an empty journal, and hold the lease for its first coordinator; unless somebody
+        holds it, who is returned.
 
         Raises: QuorumLost if etcd does not answer.
         """
+        lease = _int(self._surely("lease/grant", {"TTL": str(ttl_s)}).ID)
         free = [self._compare(LEASE, "CREATE", "create_revision", 0)]
         gone = [{"request_delete_range": self._span(JOURNAL, f"{JOURNAL}:")}]
         gone.append({"request_delete_range": self._span(SNAPSHOT, "")})
         held = [{"request_range": self._span(LEASE, "")}]
-        asked = {"compare": free, "success": [self._put(JOB, facts), *gone], "failure": held}
-        reply = self._surely("kv/txn", asked)
-        if reply.succeeded:
-            self.job = _int(reply.header.revision)
-            return None
+        mine = self._put(LEASE, {"owner": owner, "where": {}}, lease)
+        reply = self._surely(
+            "kv/txn", {"compare": free, "success": [self._put(JOB, facts), mine, *gone], "failure": held}
+        )
         found = reply.responses[0].response_range if reply.responses else None
-        return self._holder([] if found is None else found.kvs)
+        holder = self._holder([] if found is None else found.kvs)
+        if reply.succeeded or holder is None or holder.owner == owner:  # then it took effect unanswered
+            known = self.announced()
+            self.job = 0 if known is None else known.revision
+            threading.Thread(target=self._hold, args=(lease, ttl_s), name="lease", daemon=True).start()
+            return None
+        return holder
+
+    def _hold(self, lease: int, ttl_s: int) -> None:
+        """Prolong the lease until the coordinator does it that says where it is."""
+        end_s = time.monotonic() + _HOLD_S
+        while time.monotonic() < end_s:
+            with contextlib.suppress(ProtocolError):
+                self.ask(Renew(lease))
+                seen = self.ask(Look())
+                if isinstance(seen, HolderSeen) and (seen.holder is None or seen.holder.where):
+                    break
+            time.sleep(ttl_s / _RENEWALS)
+        self.close()
 
     def announced(self) -> Announced | None:
         """The job that is there, None if none is. Raises: QuorumLost if etcd does not answer."""
@@ -228,7 +256,7 @@ class Etcd:
     def _surely(self, what: str, asked: dict[str, Any]) -> _Reply:
         """Of whichever member answers; what is asked may take effect more than once."""
         for _ in self.address.members:
-            with contextlib.suppress(_Silent):
+            with contextlib.suppress(NoReply):
                 return self._post(what, asked)
         raise QuorumLost(self.trouble())
 
@@ -245,7 +273,7 @@ class Etcd:
         """Whether it answers at all, be it that it has no leader."""
         try:
             return bool(self._read("GET", member, "/health", None, (200, 503)).health)
-        except _Silent:
+        except NoReply:
             return False
 
     # ---- keys and values
@@ -291,20 +319,20 @@ class Etcd:
     # ---- requests
 
     def _post(self, what: str, asked: dict[str, Any]) -> _Reply:
-        """To one member; to the next one where nobody listens, and after one that has failed. Raises: _Silent."""
+        """To one member; to the next one where nobody listens, and after one that has failed. Raises: NoReply."""
         failed: list[str] = []
         for _ in self.address.members:
             with self._lock:
                 member = self.address.members[self._turn % len(self.address.members)]
             try:
                 return self._read("POST", member, f"/v3/{what}", asked, (200,))
-            except _Silent as error:
+            except NoReply as error:
                 failed.append(str(error))
                 with self._lock:
                     self._turn += 1
                 if not isinstance(error.__cause__, self._refused):
                     break  # it may have taken effect: whoever asked decides what to ask next
-        raise _Silent("; ".join(failed))
+        raise NoReply("; ".join(failed))
 
     def _read(self, method: str, member: str, path: str, asked: Any, fine: tuple[int, ...]) -> _Reply:
         data = bytearray()
@@ -313,20 +341,26 @@ class Etcd:
                 for chunk in response.iter_bytes():
                     data += chunk
                     if len(data) > _MOST_BYTES:
-                        raise _Silent(f"{member} says more than {_MOST_BYTES} bytes")
+                        raise NoReply(f"{member} says more than {_MOST_BYTES} bytes")
             if response.status_code not in fine:
-                raise _Silent(f"{member}: {bytes(data[:200]).decode(errors='replace')}")
-            return msgspec.json.decode(data, type=_Reply)
+                raise NoReply(f"{member}: {bytes(data[:200]).decode(errors='replace')}")
+            return read_reply(bytes(data), member)
         except self._errors as error:
-            raise _Silent(f"{member}: {str(error) or type(error).__name__}") from error
-        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-            raise _Silent(f"{member} does not speak as etcd does") from error
+            raise NoReply(f"{member}: {str(error) or type(error).__name__}") from error
+
+
+def read_reply(data: bytes, member: str) -> _Reply:
+    """What a member has said. Raises: NoReply if etcd says nothing of the kind."""
+    try:
+        return msgspec.json.decode(data, type=_Reply)
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        raise NoReply(f"{member} does not speak as etcd does") from None
 
 
 def _int(text: str) -> int:
-    """As etcd writes numbers. Raises: _Silent for anything else."""
+    """As etcd writes numbers. Raises: NoReply for anything else."""
     if not text.isascii() or not text.isdecimal() or len(text) > 20:
-        raise _Silent(f"expected a number of etcd, got {text[:40]!r}")
+        raise NoReply(f"expected a number of etcd, got {text[:40]!r}")
     return int(text)
 
 
@@ -349,6 +383,7 @@ def _entries(value: Any) -> list[JournalEntry]:
 _MEANS: dict[type, Callable[[Etcd, Any], StoreAnswer]] = {
     Look: Etcd._look,
     Campaign: Etcd._campaign,
+    Claim: Etcd._claim,
     Renew: Etcd._renew,
     Load: Etcd._load,
     Append: Etcd._append,

@@ -26,7 +26,8 @@ Where = dict[str, Any]
 def in_etcd(etcd: Etcd) -> Where | None:
     """Whoever holds the lease; None if nobody does, or etcd does not answer."""
     answer = etcd.ask(Look())
-    return checked_where(answer.holder.where) if isinstance(answer, HolderSeen) and answer.holder is not None else None
+    holder = answer.holder if isinstance(answer, HolderSeen) else None
+    return checked_where(holder.where) if holder is not None and holder.where else None
 
 
 def among(places: Sequence[tuple[str, int]], token: bytes, tls: Tls | None) -> Where | None:

@@ -191,6 +191,8 @@ class Job:
             self._check_processes(link, now_s)
             self._start_due(now_s)
             self._look_for_answer(link, now_s)
+        elif self._succession.owner and self._coordinator.restart_at_s <= now_s:
+            self._start_coordinator()  # whoever decided may be lost before it has told all agents of the end
         self._end.look(now_s, self._local is not None and self._local.pidfd >= 0, self._lead.here)
 
     def _patience(self, link: JobLink, now_s: float) -> float:
@@ -219,7 +221,8 @@ class Job:
         if self._coordinator.pidfd < 0 or self._coordinator.pid == self._silenced or not self._lead.here:
             return
         silence_s = link.silence_s(now_s)
-        if silence_s >= COORDINATOR_SILENT_S:
+        stands_by = bool(self._succession.owner) and link.unheard_s(now_s) > self._coordinator.age_s(now_s)
+        if silence_s >= COORDINATOR_SILENT_S and not stands_by:
             self._silenced = self._coordinator.pid
             text = f"the coordinator has not answered for {silence_s:.1f} s: it is killed and started again"
             self._notify("warning", Why(Cause.HUNG, text))

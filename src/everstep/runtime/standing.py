@@ -222,7 +222,7 @@ class Tenure:
                     return
             answer = await asked
             self._candidate.answered(now_ns(), answer)
-            if self._candidate.holder is not None:
+            if self._candidate.holder is not None and self._candidate.holder.where:
                 self._seen(self._candidate.holder.where)
         end_ns = (
             self._candidate.due_ns
@@ -302,9 +302,12 @@ async def open_journal(
         Etcd(address, token, min(2.0, lease_s / 4), place.job), lambda text: warn(events, Why(Cause.LEASE, text))
     )
     path = place.run_dir / COORDINATOR_FILE
-    tenure = Tenure(
-        etcd, Candidate(place.owner, where, lease_s), lambda holder: announce(path, checked_where(holder), anew=True)
-    )
+
+    def seen(holder: dict[str, Any]) -> None:
+        if holder != where:  # that is announced when it listens
+            announce(path, checked_where(holder), anew=True)
+
+    tenure = Tenure(etcd, Candidate(place.owner, where, lease_s), seen)
 
     def deposed(reason: str) -> None:
         warn(events, Why(Cause.LEASE, f"the coordinator on {where['host']} decides no more: {reason}"))

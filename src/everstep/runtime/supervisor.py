@@ -56,6 +56,10 @@ class Supervised(ABC):
     def pid(self) -> int:
         return self._process.pid if self._process is not None else 0
 
+    def age_s(self, now_s: float) -> float:
+        """Of its present life."""
+        return now_s - self._started_s
+
     @abstractmethod
     def start(self) -> None:
         """Start its next life."""

@@ -34,7 +34,7 @@ class SimCandidate(SimCoordinator):
         self.serves = False
         self.unaware = False  # its clock stands still: it does not see that its lease is over
         self._store = control.store
-        self._candidate = Candidate(f"job{number}", {"number": number}, TTL_S)
+        self._candidate = Candidate(f"job{number}", {"number": number, "life": control.lives()}, TTL_S)
         self._writer: Writer | None = None
         self._order = HeldEffects()
         self._writing = False
@@ -156,9 +156,14 @@ class LeasedControl(Control):
 
     def first_coordinator(self) -> SimCoordinator:
         """Of two."""
-        self.store = SimStore(self.world)
+        self.store, self._lives = SimStore(self.world), 0
         self.candidates = [SimCandidate(self.world, self, number) for number in range(len(_HOSTS))]
         return self.candidates[0]
+
+    def lives(self) -> int:
+        """One more life of a coordinator. Returns its number."""
+        self._lives += 1
+        return self._lives
 
     def leads(self, candidate: SimCandidate) -> None:
         """It decides from now on."""

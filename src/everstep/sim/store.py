@@ -13,6 +13,7 @@ from everstep.protocol.lease.requests import (
     Append,
     Appended,
     Campaign,
+    Claim,
     Compact,
     Fenced,
     Holder,
@@ -125,6 +126,12 @@ class SimStore:
             self.world.log("store", "the lease is of", request.owner, "term", self._revision)
         return Appended()
 
+    def _claim(self, request: Claim) -> StoreAnswer:
+        if self._holder is not None and (self._holder.term, self._holder.lease) == (request.term, request.lease):
+            self._revision += 1
+            self._holder = Holder(request.owner, request.where, request.lease, request.term)
+        return Appended()
+
     def _extend(self, lease: int) -> None:
         slack_ns = self.world.between(0, 300 * MS)  # leases end a little late
         self._until_ns[lease] = self.world.now_ns + self._ttl_s[lease] * SECOND + slack_ns
@@ -162,6 +169,7 @@ class SimStore:
 _MEANS: dict[type, Callable[[SimStore, Any], StoreAnswer]] = {
     Look: lambda store, request: HolderSeen(store.holder),
     Campaign: SimStore._campaign,
+    Claim: SimStore._claim,
     Renew: SimStore._renew,
     Load: SimStore._load,
     Append: SimStore._append,

@@ -101,13 +101,19 @@ class Executor:
     """
 
     def __init__(
-        self, driver: Driver, cutter: Cutter, tick: Callable[[], None], end_asked: Callable[[], bool] = lambda: False
+        self,
+        driver: Driver,
+        cutter: Cutter,
+        tick: Callable[[], None],
+        end_asked: Callable[[], bool] = lambda: False,
+        waits: Callable[[], None] = lambda: None,
     ) -> None:
-        """end_asked: whether this worker's host ends the job, while no coordinator answers."""
+        """end_asked: whether this worker's host ends the job, while no coordinator answers. waits: called again and
+        again while there is nothing to do before somebody says something."""
         self._driver = driver
         self._cutter = cutter
         self._tick = tick
-        self._end_asked = end_asked
+        self._end_asked, self._waits = end_asked, waits
         self._end_told = False
         self._handlers: dict[type, list[Callable[[Any], Any]]] = {}
         self._inbox: queue.SimpleQueue[object] = queue.SimpleQueue()
@@ -181,6 +187,7 @@ class Executor:
                 event = self._inbox.get(timeout=_WAIT_S)
             except queue.Empty:
                 event = do.TimePassed()
+                self._waits()
             self._look_for_the_end()
             self._effects.extend(self._driver.handle(time.monotonic_ns(), event))
         return answer

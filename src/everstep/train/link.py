@@ -34,7 +34,7 @@ from everstep.runtime.carrier import HELD_FILE
 from everstep.runtime.cell import Head
 from everstep.runtime.claims import claim
 from everstep.runtime.context import WorkerContext
-from everstep.runtime.control import ControlClient
+from everstep.runtime.control import ControlClient, Unheard
 from everstep.runtime.gathering import digest_of
 from everstep.runtime.peer import PeerConnection, PeerServer, peer_connect
 from everstep.runtime.places import others
@@ -119,6 +119,9 @@ class WorkerLink:
         """Whether a file of the run directory, as it is now, is in the job's own."""
         return True
 
+    def waits(self) -> None:
+        """Nothing can be done before somebody has said something."""
+
     def turn(self, view: Any, over: bool) -> None:
         """The loop asks for the next step, or, if it is over, for no more. view: the `WorkerView`."""
 
@@ -142,6 +145,7 @@ class LaunchedLink(WorkerLink):
         self.cell = Head(context, lambda: self.row.tick())
         self._context = context
         self._control: ControlClient | None = None
+        self._unheard = Unheard()
         self._peers: PeerServer | None = None
         self._claims = 0
         self._answers: queue.SimpleQueue[wire.FaultClaimed] = queue.SimpleQueue()
@@ -211,6 +215,11 @@ class LaunchedLink(WorkerLink):
             return bool(held.get(name) == digest_of(path))
         except (OSError, ValueError, AttributeError):
             return False
+
+    def waits(self) -> None:
+        words = self._unheard.look(self._control is None or self._control.connected, time.monotonic())
+        if words:
+            log.warning(words)
 
     def cut_off(self, for_s: float, breaks: bool, peers: bool) -> None:
         """A scripted fault: for so many seconds nothing reaches the coordinator, and nothing comes from it.

@@ -70,7 +70,7 @@ class Session:
         )
         publisher = Publisher(link.run_dir, link.me)
         view = WorkerView(link, stages, order, driver, Cutter(transport.abort), publisher, transport)
-        executor = Executor(driver, view.cutter, view.tick, lambda: link.row.end_asked)
+        executor = Executor(driver, view.cutter, view.tick, lambda: link.row.end_asked, link.waits)
         loop = LoopState(stages)
         saver = PartSaver(view, whole, loop, executor.note)
         restorer, last = Restorer(view, saver.checkpointer), LastCheckpoint(view, saver)

@@ -18,6 +18,7 @@ from everstep.protocol.lease.requests import (
     Append,
     Appended,
     Campaign,
+    Claim,
     Compact,
     Fenced,
     Holder,
@@ -77,6 +78,18 @@ def test_a_campaign_without_an_answer_may_have_been_won() -> None:
     candidate.answered(0, Unanswered("late"))
     assert candidate.request(0) == Look()
     candidate.answered(0, HolderSeen(MINE))
+    assert candidate.request(0) == Renew(7)
+
+
+def test_the_next_life_of_a_holder_says_where_it_is_and_goes_on() -> None:
+    candidate = Candidate("me", {"port": 2}, ttl_s=2)
+    mine = Holder("me", {"port": 1}, lease=7, term=40)
+    candidate.request(0)
+    candidate.answered(0, HolderSeen(mine))
+    assert candidate.request(0) == Claim("me", {"port": 2}, 7, 40)
+    candidate.answered(0, Unanswered("late"))
+    assert candidate.request(0) == Look()
+    candidate.answered(0, HolderSeen(Holder("me", {"port": 2}, lease=7, term=40)))
     assert candidate.request(0) == Renew(7)
 
 

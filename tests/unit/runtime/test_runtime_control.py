@@ -28,7 +28,7 @@ from everstep.protocol.messages import (
     encode,
 )
 from everstep.protocol.roles import CONTROL_ROLES
-from everstep.runtime.control import ControlClient
+from everstep.runtime.control import ControlClient, Unheard
 from everstep.runtime.handshake import Seals, keys_of, role_token
 from everstep.runtime.wire import recv_frame, send_frame
 
@@ -305,3 +305,11 @@ def test_closing_while_the_thread_has_just_ended_its_own_end(monkeypatch: pytest
         go_on.set()
     client._thread.join(30)
     assert not client._thread.is_alive()
+
+
+def test_whoever_waits_for_a_coordinator_says_so_every_ten_seconds() -> None:
+    unheard = Unheard()
+    said = [words for tenth in range(310) if (words := unheard.look(tenth < 5, tenth / 10))]
+    assert [words.split(":")[0] for words in said] == [f"no coordinator has answered for {s} s" for s in (10, 20, 30)]
+    assert not unheard.look(True, 32)
+    assert not unheard.look(False, 41)

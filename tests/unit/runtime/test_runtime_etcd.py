@@ -14,6 +14,7 @@ from everstep.protocol.lease.requests import (
     Append,
     Appended,
     Campaign,
+    Claim,
     Compact,
     Fenced,
     Holder,
@@ -96,16 +97,23 @@ def test_only_the_holder_writes_and_each_number_once(members: EtcdMembers, monke
 def test_a_job_begins_with_an_empty_journal_unless_one_runs(members: EtcdMembers) -> None:
     etcd, late = client(members, "/begin"), client(members, "/begin")
     assert etcd.announced() is None
-    assert etcd.begin({"run_dir": "/one"}) is None
+    assert etcd.begin({"run_dir": "/one"}, "one", 30) is None
+    before = held(etcd, "one")
+    assert before.where == {}
+    assert etcd.ask(Claim("one", WHERE, before.lease, before.term)) == Appended()
     holder = held(etcd, "one")
+    assert holder == Holder("one", WHERE, before.lease, before.term)
+    assert etcd.ask(Claim("two", WHERE, before.lease, before.term - 1)) == Appended()
+    assert held(etcd, "one") == holder, "of another term"
     assert etcd.ask(Append(holder.term, 1, [entry(1)])) == Appended()
-    assert late.begin({"run_dir": "/two"}) == holder
+    assert late.begin({"run_dir": "/two"}, "two", 30) == holder
     etcd.resign(holder.lease)
-    assert late.begin({"run_dir": "/two"}) is None
+    assert late.begin({"run_dir": "/two"}, "two", 30) is None
     found = late.announced()
     assert found is not None
     assert (found.facts, found.revision) == ({"run_dir": "/two"}, late.job)
     assert late.ask(Load()) == Loaded([], 1)
+    late.resign(held(late, "two").lease)
     etcd.ask(Campaign("one", WHERE, 30))  # of the job that was there before
     assert etcd.ask(Look()) == HolderSeen(None)
 

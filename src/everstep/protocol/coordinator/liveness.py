@@ -344,7 +344,7 @@ def _awaited(job: JobState, worker: Worker) -> bool:
 def grace_due(job: JobState, about: Any) -> None:
     """The time to come back after the coordinator's restart is over."""
     membership, now = job.membership, job.desk.now
-    if not membership.grace_until_ns:
+    if not membership.grace_until_ns or job.progress.ended is not None:
         return
     if membership.in_grace:  # it was begun anew meanwhile
         job.desk.alarms.set(Alarm.GRACE, membership.grace_until_ns)

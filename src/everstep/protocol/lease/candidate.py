@@ -8,6 +8,7 @@ from __future__ import annotations
 from everstep.base.errors import check
 from everstep.protocol.lease.requests import (
     Campaign,
+    Claim,
     Holder,
     HolderSeen,
     JournalEntry,
@@ -42,6 +43,7 @@ class Candidate:
         self._owner, self._where, self._ttl_s = owner, where, ttl_s
         self._lease = 0
         self._free = False
+        self._elsewhere: Holder | None = None  # an earlier life of this one, which was reached at another place
         self._until_ns = 0
         self._asked_ns: int | None = None
         self._asked: StoreRequest | None = None
@@ -63,7 +65,10 @@ class Candidate:
         """What is to be asked now, None if nothing is: something is asked already, or not due."""
         if self._asked is not None or now_ns < self.due_ns or self.deposed(now_ns):
             return None
-        if self._lease:
+        if self._elsewhere is not None:
+            mine = self._elsewhere
+            self._asked = Claim(self._owner, self._where, mine.lease, mine.term)
+        elif self._lease:
             self._asked = Renew(self._lease)
         elif self._free:
             self._asked = Campaign(self._owner, self._where, self._ttl_s)
@@ -77,8 +82,8 @@ class Candidate:
         asked, asked_ns = self._asked, self._asked_ns
         check(asked is not None and asked_ns is not None, "an answer to nothing that was asked")
         self._asked = self._asked_ns = None
-        if isinstance(asked, Campaign):
-            self._free, self.due_ns = False, now_ns
+        if isinstance(asked, Campaign | Claim):
+            self._free, self._elsewhere, self.due_ns = False, None, now_ns
         elif isinstance(answer, HolderSeen):
             self._saw(now_ns, answer.holder)
         elif isinstance(answer, Renewed) and asked_ns is not None:
@@ -89,7 +94,9 @@ class Candidate:
     def _saw(self, now_ns: int, holder: Holder | None) -> None:
         self.holder, self._free = holder, holder is None
         self.due_ns = now_ns
-        if holder is not None and holder.owner == self._owner:
+        if holder is not None and holder.owner == self._owner and holder.where != self._where:
+            self._elsewhere = holder
+        elif holder is not None and holder.owner == self._owner:
             self._lease = holder.lease  # taken now, or by an earlier life: it counts once it has been prolonged
         elif holder is not None:
             self.due_ns = now_ns + self._ttl_s * SECOND_NS // _LOOKS

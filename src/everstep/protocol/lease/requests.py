@@ -14,8 +14,8 @@ JournalEntry = dict[str, Any]
 @dataclass(frozen=True)
 class Holder:
     """Who holds the lease. owner: a name that all coordinators of one job process share, one after the other, and
-    nobody else. where: how it is reached, as coordinator.json says it. lease: its number. term: when it came to be
-    held, as a number that only grows."""
+    nobody else. where: how it is reached, as coordinator.json says it; empty as long as nobody listens. lease: its
+    number. term: when it came to be held, as a number that only grows."""
 
     owner: str
     where: JournalEntry
@@ -36,6 +36,16 @@ class Campaign(NamedTuple):
     owner: str
     where: JournalEntry
     ttl_s: int
+
+
+class Claim(NamedTuple):
+    """Say where the holder of this term is now: it holds the lease since an earlier life. `Look` tells what has come of
+    it."""
+
+    owner: str
+    where: JournalEntry
+    lease: int
+    term: int
 
 
 class Renew(NamedTuple):
@@ -67,7 +77,7 @@ class Compact(NamedTuple):
     entries: list[JournalEntry]
 
 
-StoreRequest = Look | Campaign | Renew | Load | Append | Compact
+StoreRequest = Look | Campaign | Claim | Renew | Load | Append | Compact
 
 # ---- answers
 

@@ -1,0 +1,91 @@
+"""Jobs on one host whose lease and journal are in a real etcd, members of which are lost."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from etcd_members import EtcdMembers, etcd_there
+from job_harness import HERE, Jobs, healed
+
+EVERSTEP = (sys.executable, "-P", "-m", "everstep")
+NUMERICS = {"steps": 12}
+
+
+@pytest.fixture
+def members() -> Iterator[EtcdMembers]:
+    etcd_there()
+    found = EtcdMembers()
+    yield found
+    found.close()
+
+
+def test_nothing_starts_without_a_quorum(members: EtcdMembers, tmp_path: Path) -> None:
+    members.wait()
+    for number in (0, 2):
+        members.signal(number, signal.SIGKILL)
+    task = [f"{HERE / 'job_tasks.py'}:Text", "--run-dir", str(tmp_path / "run"), "--steps", "1"]
+    run = [*EVERSTEP, "run", *task, "--set", f"control.etcd={members.url()}"]
+    agent = [*EVERSTEP, "agent", "--join", members.url()]
+    environment = {**os.environ, "EVERSTEP_TOKEN": "ab" * 32}
+    for command in (run, agent, [*agent, "--standby"]):
+        done = subprocess.run(command, capture_output=True, text=True, env=environment)
+        assert done.returncode == 3, done.stderr
+        assert "etcd without a quorum: 2 of 3 members do not answer" in done.stderr.splitlines()[-1]
+        assert "Traceback" not in done.stderr
+
+
+def test_a_second_job_is_refused_and_the_next_one_is_not(members: EtcdMembers, jobs: Jobs, tmp_path: Path) -> None:
+    members.wait()
+    lease = {"control.etcd": members.url()}
+    environment = {"EVERSTEP_TOKEN": "cd" * 32}
+    token = tmp_path / "token"
+    token.write_text("cd" * 32)
+    first = jobs.start(
+        "Text",
+        workers=2,
+        numerics=NUMERICS,
+        settings={**lease, "security.token_file": token},
+        pace=[healed(1)],
+        environment=environment,
+    )
+    first.wait_for("step_committed")
+    second = jobs.start("Text", workers=1, numerics=NUMERICS, settings={**lease, "security.token_file": token})
+    assert second.end() == 2
+    second.wait_for_words(f"a job is still running under {members.url()}: its coordinator is at 127.0.0.1")
+    stranger = jobs.start("Text", workers=1, numerics=NUMERICS, settings=lease)
+    assert stranger.end() == 2
+    stranger.wait_for_words("is of no job with this token")
+    os.kill(first.pid_of(1), signal.SIGKILL)
+    jobs.check(first, "Text", NUMERICS)
+    third = jobs.start("Text", workers=1, numerics=NUMERICS, settings={**lease, "security.token_file": token})
+    jobs.check(third, "Text", NUMERICS)
+
+
+def test_decisions_wait_for_etcd_and_training_goes_on(members: EtcdMembers, jobs: Jobs) -> None:
+    """One member of three is lost without notice; of a second one it takes notice, and waits."""
+    members.wait()
+    job = jobs.start(
+        "Text", workers=3, numerics=NUMERICS, settings={"control.etcd": members.url()}, pace=[healed(2)], lane_s=0.2
+    )
+    job.wait_for("step_committed", lambda e: e["step"] >= 2)
+    members.signal(0, signal.SIGKILL)
+    step = max(e["step"] for e in job.of_kind("step_committed"))
+    job.wait_for("step_committed", lambda e: e["step"] > step)
+    assert not job.of_kind("coordinator_restarted")
+    members.signal(1, signal.SIGSTOP)
+    lost = job.wait_for("warning", lambda e: "decides no more" in e["reason"])
+    job.wait_for("step_committed", lambda e: e["time_unix_ns"] > lost["time_unix_ns"])
+    os.kill(job.pid_of(2), signal.SIGKILL)
+    job.wait_for("warning", lambda e: "2 of 3 members do not answer" in e["reason"] and "decisions wait" in e["reason"])
+    assert not job.of_kind("worker_evicted")
+    members.signal(1, signal.SIGCONT)
+    job.wait_for("coordinator_restarted", cause="lease")
+    job.wait_for("worker_evicted", worker_id=2)
+    jobs.check(job, "Text", NUMERICS)
