@@ -18,9 +18,10 @@ from everstep.base.config import Config
 from everstep.base.domains import found_domains
 from everstep.base.errors import ConfigError, EverstepError, ProtocolError
 from everstep.base.foreign import Foreign, derived_ports, first_host, left_alone
-from everstep.cli.agent import TOKEN_VARIABLE, take_part_in
+from everstep.cli.agent import take_part_in
 from everstep.cli.main import exit_code_of, run_command
 from everstep.cli.run_dir import RUNS
+from everstep.cli.tokens import TOKEN_VARIABLE
 from everstep.runtime import wire
 from everstep.runtime.meeting import address_towards, find_job, is_reachable, reserve
 from everstep.runtime.process import parent_began_s
@@ -28,7 +29,7 @@ from everstep.runtime.waiting import Waited, wait_for
 from everstep.train.launcher_store import ask_store
 
 
-class Place(NamedTuple):
+class Rendezvous(NamedTuple):
     """Where the job is, as host and the ports at one of which it listens; what keeps a port for it until the end."""
 
     host: str
@@ -83,7 +84,7 @@ def _meet(foreign: Foreign, name: str, args: Sequence[str], token: bytes, config
         return take_part_in(f"{place.host}:{port}", foreign.local_size, *here, host_name=host_name)
 
 
-def _place(foreign: Foreign) -> Place:
+def _place(foreign: Foreign) -> Rendezvous:
     """Where the job's host is, and for the job itself a port there.
 
     torchrun keeps a store, which passes address and port on. Others name the host of rank 0 (MASTER_ADDR; Slurm's list
@@ -95,13 +96,13 @@ def _place(foreign: Foreign) -> Place:
         port = kept.getsockname()[1] if kept is not None else 0
         prefix = f"everstep-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
         host, _, said = ask_store(foreign.address, foreign.port, prefix, port).rpartition(":")
-        return Place(host, [int(said)], kept)
+        return Rendezvous(host, [int(said)], kept)
     named = foreign.address or first_host(os.environ.get("SLURM_STEP_NODELIST", ""))
     if not named:
         raise ConfigError(f"{foreign.words()} on several hosts: set MASTER_ADDR to the address of the host of rank 0")
     ports = [foreign.port] if foreign.port else derived_ports(_start_of(foreign))
     if not job:
-        return Place(named, ports)
+        return Rendezvous(named, ports)
     own = address_towards(named)
     if not is_reachable(own):
         raise ConfigError(
@@ -109,7 +110,7 @@ def _place(foreign: Foreign) -> Place:
             "MASTER_ADDR to its address"
         )
     kept = reserve(own, ports)
-    return Place(own, [kept.getsockname()[1]], kept)
+    return Rendezvous(own, [kept.getsockname()[1]], kept)
 
 
 def _start_of(foreign: Foreign) -> str:

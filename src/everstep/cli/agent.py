@@ -14,14 +14,15 @@ import click
 
 from everstep.base.config import Config, load_config, parse_set
 from everstep.base.domains import VARIABLE, found_domains
-from everstep.base.errors import ConfigError, EverstepError, ProtocolError
+from everstep.base.errors import ConfigError, EverstepError
 from everstep.base.etcd_address import SCHEME, EtcdAddress
 from everstep.cli.main import complain
 from everstep.cli.meeting import Met, folder_of, looking, moves, places_in, wait_for_job
 from everstep.cli.task_loading import parse_task
+from everstep.cli.tokens import TOKEN_VARIABLE, given_token, token_in
 from everstep.cli.worker import ENTRY, FILES, PRELOAD
 from everstep.protocol.roles import OPERATE
-from everstep.runtime import commands, wire
+from everstep.runtime import commands
 from everstep.runtime.address import COORDINATOR_FILE, TOKEN_FILE
 from everstep.runtime.context import Joining
 from everstep.runtime.devices import default_slots
@@ -29,7 +30,6 @@ from everstep.runtime.handshake import role_token
 from everstep.runtime.interfaces import check_own
 from everstep.runtime.tls import Tls, shown_by
 
-TOKEN_VARIABLE = "EVERSTEP_TOKEN"
 HEAD_GONE = 3
 DOMAIN_HELP = f"What this host fails with: labels like rack=r1,nvlink=u7 (${VARIABLE}, and what Slurm says)."
 _OWN_GROUP = "security."
@@ -213,28 +213,6 @@ def place(rank: int | None, size: int | None, address: str | None, port: int | N
     if size > 1 and str(address).startswith("127."):
         raise ConfigError(f"--master-addr: expected an address that {size} hosts can reach, got {address} (loopback)")
     return f"{address}:{port}"
-
-
-def given_token() -> bytes | None:
-    """The token in the environment, from which it is taken, so that no other process inherits it.
-
-    Raises: ConfigError if it is none.
-    """
-    text = os.environ.pop(TOKEN_VARIABLE, "")
-    try:
-        return wire.token_of(text, f"${TOKEN_VARIABLE}") if text else None
-    except ProtocolError as error:
-        raise ConfigError(str(error)) from None
-
-
-def token_in(path: Path) -> bytes:
-    """Raises: ConfigError if the file holds no token, or cannot be read."""
-    try:
-        return wire.read_token(path)
-    except OSError as error:
-        raise ConfigError(f"cannot read the token in {path}: {error.strerror or error}") from None
-    except (ProtocolError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--token-file: {error}") from None
 
 
 def _token(token_file: Path | None, run_dir: Path | None) -> bytes:

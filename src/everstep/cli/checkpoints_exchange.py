@@ -25,10 +25,10 @@ from everstep.checkpoint.pointers import read_pins, read_pointer
 from everstep.checkpoint.reader import Checkpoint, open_checkpoint, steps_in
 from everstep.checkpoint.store import BlobStore, DirectoryStore
 from everstep.checkpoint.stores.table import open_store
-from everstep.cli.agent import token_in
 from everstep.cli.job import read_job
 from everstep.cli.signed import require_signature, transfer_signed, vouched
 from everstep.cli.terminal import console
+from everstep.cli.tokens import token_in
 from everstep.report.words import size_text
 from everstep.runtime.address import JOB_FILE, TOKEN_FILE
 from everstep.runtime.commands import is_locked

@@ -20,8 +20,9 @@ import click
 from everstep.base.config import Config
 from everstep.base.doors import PORTS_PER_WORKER, check_private, parse_ports
 from everstep.base.errors import ConfigError, EverstepError
-from everstep.cli.agent import given_token, own_settings, token_in
+from everstep.cli.agent import own_settings
 from everstep.cli.beside import parse_listen
+from everstep.cli.tokens import given_token, token_in
 from everstep.report.words import aligned
 from everstep.runtime.about import FULL_PACKETS_BYTES, HeadFacts, ask_about, clock_words
 from everstep.runtime.devices import default_slots, device_count

@@ -15,11 +15,11 @@ from typing import Any
 import click
 
 from everstep.base.errors import ConfigError
-from everstep.cli.agent import given_token
 from everstep.cli.engines import kubernetes, ray_cluster, slurm, ssh
 from everstep.cli.engines.launch import Launch
 from everstep.cli.run import command as run_command
 from everstep.cli.task_loading import parse_task
+from everstep.cli.tokens import given_token
 from everstep.runtime import wire
 from everstep.runtime.address import TOKEN_FILE
 from everstep.runtime.private import close_folder

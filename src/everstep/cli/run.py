@@ -22,7 +22,7 @@ from everstep.base.foreign import foreign_launcher
 from everstep.chaos.spec import parse, strikes_of
 from everstep.checkpoint.keys import read_private_key, read_public_key
 from everstep.cli.adoption import adopt
-from everstep.cli.agent import DOMAIN_HELP, given_token, place, take_part_in, token_in
+from everstep.cli.agent import DOMAIN_HELP, place, take_part_in
 from everstep.cli.beside import (
     ANY_PORT,
     PUBLIC_HELP,
@@ -64,6 +64,7 @@ from everstep.cli.run_dir import (
 )
 from everstep.cli.standby import begin_leased, leaders_work
 from everstep.cli.task_loading import TaskSpec, parse_task
+from everstep.cli.tokens import given_token, token_in
 from everstep.cli.worker import ENTRY, FILES, PRELOAD
 from everstep.observe.events import EventLog, read_events
 from everstep.report.facts import facts_of

@@ -14,30 +14,25 @@ import signal
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any, cast
 
-import msgspec
 import uvloop
 
 from everstep.base.cause import Cause, Why
-from everstep.base.config import Config, load_config, pool_wish
+from everstep.base.config import load_config
 from everstep.base.errors import EverstepError, ProtocolError, check
 from everstep.base.given import read_json
-from everstep.base.stage_map import devices_of, hosts_of, parse_map
-from everstep.base.strikes import Strike
 from everstep.observe.events import EventLog
 from everstep.protocol.coordinator.agreement import timed
 from everstep.protocol.coordinator.coordinator import Coordinator
 from everstep.protocol.coordinator.types import (
     Close,
     Connected,
-    CoordinatorConfig,
     CoordinatorEffect,
     CoordinatorEvent,
     Disconnected,
-    HostRules,
     Received,
     Report,
     Send,
@@ -76,14 +71,13 @@ from everstep.runtime.address import (
     address_of,
     announce,
 )
+from everstep.runtime.coordinator_setup import coordinator_config, job_facts, scripted_strikes
 from everstep.runtime.files_desk import FilesDesk, Pages
 from everstep.runtime.handshake import Ends, Greeter, Seals, frame_digest, keys_of
-from everstep.runtime.places import word_in
 from everstep.runtime.porch import Complaints, Strangers
-from everstep.runtime.process import die_with_parent, machine, raise_descriptor_limit
-from everstep.runtime.standing import InOrder, JournalStore, Place, Tenure, open_journal, stand_down, warn
+from everstep.runtime.process import die_with_parent, raise_descriptor_limit
+from everstep.runtime.standing import InOrder, JournalStore, Post, Tenure, open_journal, stand_down, warn
 from everstep.runtime.tls import Tls, TlsPipe, shown_by
-from everstep.runtime.versions import task_digest, versions
 
 MAX_STRANGERS = 2048
 MAX_ASKED_BYTES = 64 << 10
@@ -477,76 +471,7 @@ class ControlSocket(asyncio.Protocol):
             self._transport.abort()
 
 
-def coordinator_config(config: Config, term: int = 0, strikes: Sequence[Strike] = ()) -> CoordinatorConfig:
-    """What the coordinator needs of the job's config. term: as `HostRules` has it. strikes: scripted faults of hosts
-    and links."""
-    beat = config.heartbeat
-    return CoordinatorConfig(
-        lanes=config.lanes,
-        stages=config.stages,
-        workers=config.workers,
-        min_workers=config.min_workers,
-        on_failure=config.on_failure,
-        hang_limit_ns=_ns(config.hang_limit_s),
-        heartbeat_floor_ns=int(beat.floor_s * 1e9),
-        heartbeat_ceiling_ns=int(beat.ceiling_s * 1e9),
-        heartbeat_interval_ns=_ns(beat.interval_s),
-        quorum_wait_ns=int(config.quorum_wait_s * 1e9),
-        wish=pool_wish(config),
-        save_ns=int(config.checkpoint.grace_s * 1e9) if config.checkpoint.enabled else 0,
-        slots=config.workers + config.spares,
-        hosts=HostRules(
-            # Whoever takes another's place was not there before its lease was over: all had that time, too.
-            grace_ns=int(beat.reconnect_s * 1e9) if term else HostRules.grace_ns,
-            reconnect_ns=int(beat.reconnect_s * 1e9),
-            return_ns=RETURN_NS if config.hosts.return_ == "rebalance" else None,
-            device=config.device,
-            devices=devices_of(parse_map(config.map, config.stages)),
-            least=config.hosts.min,
-            named=_named_hosts(config),
-            wait_ns=int(config.hosts.wait_s * 1e9),
-            strikes=tuple(strikes),
-            term=term,
-        ),
-    )
-
-
-def _named_hosts(config: Config) -> dict[int, str]:
-    """Where the map wants workers. The job's own host, whatever it is called there, is called by its address."""
-    node = os.uname().nodename
-    own = {node, node.partition(".")[0], "localhost", "127.0.0.1"}
-    named = hosts_of(parse_map(config.map, config.stages))
-    return {i: config.network.address if name in own else name for i, name in named.items()}
-
-
-def _ns(seconds: float | str) -> int | None:
-    """None for 'auto'."""
-    return None if isinstance(seconds, str) else int(seconds * 1e9)
-
-
-def scripted_strikes(job: dict[str, Any]) -> list[Strike]:
-    """Scripted faults of hosts and links. job: as job.json says it. Raises: ValueError if that makes no sense."""
-    return msgspec.convert(job.get("strikes", []), list[Strike])
-
-
-def job_facts(run_dir: Path, job: dict[str, Any], job_pid: int) -> JobFacts:
-    """What agents are told of the job. job: as job.json says it."""
-    return JobFacts(
-        task=str(job.get("task", "")),
-        argv=[str(word) for word in job.get("argv", ())],
-        config=job["config"],
-        run_dir=str(run_dir.resolve()),
-        coordinator_file=str((run_dir / COORDINATOR_FILE).resolve()),
-        job_pid=job_pid,
-        machine=machine() if job_pid else "",
-        versions={**versions(), "task file": task_digest(str(job.get("task", "")))},
-        strikes=scripted_strikes(job),
-        place=word_in(run_dir),
-        job=job,
-    )
-
-
-async def serve(place: Place) -> None:
+async def serve(place: Post) -> None:
     """Run the server until the process is ended."""
     run_dir = place.run_dir
     job = read_json(run_dir / JOB_FILE)
@@ -588,7 +513,7 @@ async def serve(place: Place) -> None:
     await asyncio.Event().wait()
 
 
-def report_restart(events: EventLog, coordinator: Coordinator, journal: JournalStore, place: Place) -> None:
+def report_restart(events: EventLog, coordinator: Coordinator, journal: JournalStore, place: Post) -> None:
     """Tell that this coordinator continues the work of another."""
     now_ns = time.time_ns()
     down_ns = place.down_since_unix_ns
@@ -626,7 +551,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         given = vars(arguments)
         down = {"down_since_unix_ns": given.pop("down_since"), "cause": Cause.read(given.pop("cause"))}
-        uvloop.run(serve(Place(**given, **down)))
+        uvloop.run(serve(Post(**given, **down)))
     except (EverstepError, OSError, ValueError, KeyError) as error:
         print(f"everstep coordinator: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
         return 2

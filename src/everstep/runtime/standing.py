@@ -273,7 +273,7 @@ def checked_where(where: dict[str, Any]) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Place:
+class Post:
     """Of which job process this coordinator is, and where. parent: pid of that. host, port: where it listens; "": as
     the config says. owner: its name among those that may hold the job's lease, "" where there is none; job: as `Etcd`
     has it. anew: it takes the place of one on another host. down_since_unix_ns, cause: of its predecessor's end."""
@@ -290,7 +290,7 @@ class Place:
 
 
 async def open_journal(
-    place: Place, config: Config, token: bytes, where: dict[str, Any], events: EventLog
+    place: Post, config: Config, token: bytes, where: dict[str, Any], events: EventLog
 ) -> tuple[Tenure | None, JournalStore]:
     """The journal, with the lease where there is one: then this waits for it, be it for days."""
     if not place.owner or config.control.etcd is None:

@@ -10,9 +10,10 @@ from everstep.protocol.coordinator.agreement import NO_PLAN, Agreement, JobProgr
 from everstep.protocol.coordinator.arrivals import Healing, Quorum
 from everstep.protocol.coordinator.desk import Desk
 from everstep.protocol.coordinator.links import Links
-from everstep.protocol.coordinator.membership import Agents, Membership, Slots
+from everstep.protocol.coordinator.membership import Agents, Membership
 from everstep.protocol.coordinator.profiling import Profiling
 from everstep.protocol.coordinator.saving import Saving
+from everstep.protocol.coordinator.slots import Slots
 from everstep.protocol.coordinator.speeds import Speeds
 from everstep.protocol.coordinator.store import RendezvousStore
 from everstep.protocol.coordinator.struck import StruckBefore

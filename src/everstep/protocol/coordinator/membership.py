@@ -7,9 +7,8 @@ others; what else a job begins with (`CoordinatorConfig.slots`) is shared out am
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Container, Iterable, Sequence
+from collections.abc import Container, Iterable
 from dataclasses import asdict, dataclass, field, replace
-from math import inf
 from statistics import median
 from typing import Literal
 
@@ -18,7 +17,6 @@ from everstep.base.domains import Domains, ordered
 from everstep.base.errors import check
 from everstep.base.plan import Member, WorkerKey
 from everstep.protocol.coordinator.desk import MILLISECOND_NS, SECOND_NS, Alarm, Desk
-from everstep.protocol.coordinator.sharing import share
 from everstep.protocol.coordinator.whereabouts import Whereabouts
 from everstep.protocol.detector import PhiDetector
 from everstep.protocol.messages import AgentHello, SetSlots, WorkerHello, WorkerLife, WorkerPulse
@@ -458,161 +456,3 @@ class Agents:
     def run(self, key: WorkerKey) -> bool:
         """Whether any agent runs this process, as far as is known."""
         return any(key in agent.believed for agent in self.known.values())
-
-
-class Slots:
-    """What was asked for, and what came of it.
-
-    target: how many members are wanted. lost: the slots given up for good, with the reason.
-    """
-
-    def __init__(self, desk: Desk, membership: Membership, agents: Agents) -> None:
-        self.target = desk.config.workers
-        self.lost: dict[int, str] = {}
-        self._desk, self._membership, self._agents = desk, membership, agents
-        self._asked: set[int] | None = None  # None: as the agents started them
-        self._retiring: set[int] = set()  # not wanted any more, but the worker has not left yet
-        self._unwanted: dict[int, Cause] = {}
-        self._owners: dict[int, str] = {}
-        self._version = 0
-        self._shared: tuple[int, int, str] | None = None
-
-    # ---- what is wanted
-
-    @property
-    def as_started(self) -> bool:
-        """Whether nobody has ever asked for other slots than those that the agents started with."""
-        return self._asked is None
-
-    @property
-    def shared_out(self) -> bool:
-        """Whether it is said here which agent keeps which slots filled."""
-        return self._asked is not None or self._desk.config.slots > 0
-
-    @property
-    def least(self) -> int:
-        """With how many members the job may run at least."""
-        return max(1, self._desk.config.min_workers)
-
-    def ids(self) -> set[int]:
-        """The slots that are to be kept filled, those given up included."""
-        if self._asked is not None:
-            return self._asked
-        announced = sum(agent.slots for agent in self._agents.known.values())
-        config = self._desk.config
-        return set(range(max(config.workers, config.slots, announced))) | set(self._membership.workers)
-
-    def wanted(self, worker_id: int) -> bool:
-        return self._asked is None or worker_id in self._asked
-
-    def left(self) -> int:
-        """How many slots were not given up."""
-        return len(self.ids() - set(self.lost))
-
-    def expected(self) -> int:
-        """How many members there can be: the target, less what was given up for good."""
-        return min(self.target, self.left())
-
-    def unwanted_for(self, worker_id: int) -> Cause:
-        """How it was asked that this slot be no more."""
-        return self._unwanted.get(worker_id, Cause.SCALED)
-
-    def want(self, target: int, ids: set[int], why: Why) -> None:
-        """Change how many members, and which slots, are wanted."""
-        running = {key.worker_id for agent in self._agents.known.values() for key in agent.believed}
-        running |= {i for i, worker in self._membership.workers.items() if worker.connection is not None}
-        for worker_id in ids - self.ids() - running:  # whoever had such a slot before has no claim to it
-            self._owners.pop(worker_id, None)
-        self._retiring = (self._retiring | (self.ids() & running)) - ids
-        self.take_wish(target, ids, why.cause)
-        self._desk.persist("target", target=target, slots=sorted(ids), cause=why.cause, reason=why.reason)
-
-    def take_wish(self, target: int, ids: set[int], cause: Cause) -> None:
-        """What is asked for from now on, or was by a former life of the coordinator."""
-        self._desk.change()
-        self._version += 1
-        self._unwanted |= dict.fromkeys(self.ids() - ids, cause)
-        self.target, self._asked = target, set(ids)
-
-    # ---- what became of them
-
-    def runs(self, worker_id: int, agent_id: str) -> None:
-        """This agent runs a life of the slot."""
-        self._version += self._owners.get(worker_id) != agent_id
-        self._owners[worker_id] = agent_id
-
-    def revive(self, worker_id: int) -> None:
-        """The slot has a new life, though it may have been given up."""
-        self._desk.change()
-        self._version += worker_id in self.lost
-        self.lost.pop(worker_id, None)
-
-    def empty(self, worker_id: int) -> None:
-        """The slot's worker has left."""
-        self._desk.change()
-        self._version += worker_id in self._retiring
-        self._retiring.discard(worker_id)
-
-    def not_run(self, agent_id: str, running: Iterable[int] = ()) -> None:
-        """This agent runs these slots alone, so the workers of its other slots that were to retire have left."""
-        left = {i for i in self._retiring - set(running) if self._owners.get(i) == agent_id}
-        self._version += bool(left)
-        self._retiring -= left
-
-    def lose(self, worker_id: int, agent_id: str, why: Why) -> bool:
-        """An agent gives a slot up. Returns False where that says nothing: it is another's, or given up before."""
-        if worker_id in self.lost or self._owners.get(worker_id) not in (None, agent_id):
-            return False
-        self._desk.change()
-        self._version += 1
-        self.lost[worker_id] = why.reason
-        self._desk.persist("slot_lost", worker_id=worker_id, cause=why.cause, reason=why.reason)
-        return True
-
-    def share_out(self, ending: str) -> None:
-        """Tell each agent which slots to keep filled, where that is not for the agents themselves to say.
-
-        A slot that is not wanted any more stays in the list until its process has left. After a restart of the
-        coordinator the agents come back one by one: what the others run must not be started again at the first.
-        ending: the state in which the job is about to end, "" if it is not; where somebody asked for that, nothing is
-        started any more.
-        """
-        state = self._agents.version, self._version, ending
-        if not self.shared_out or self._membership.in_grace or self._shared == state:
-            return  # a thousand hellos of workers need not look at all slots
-        self._shared = state
-        agents = [a for _, a in sorted(self._agents.known.items()) if a.connection is not None]
-        goes_on = self._asked is None and not ending and all(agent.sent_slots is not None for agent in agents)
-        owners = [self._owners.get(i) for i in range(self._desk.config.slots)]
-        if not agents or (goes_on and all(owner in self._agents.known for owner in owners)):
-            return  # a thousand hellos need not share out a thousand slots each
-        asked = set(range(self._desk.config.slots)) if self._asked is None else self._asked
-        wanted = set() if ending == "interrupted" else (asked | self._retiring) - set(self.lost)
-        self._find_owners(wanted, agents)
-        slots_of: dict[str, list[int]] = {agent.agent_id: [] for agent in agents}
-        for worker_id in sorted(wanted):
-            slots_of.get(self._owners.get(worker_id, ""), []).append(worker_id)
-        for agent in agents:
-            ids = slots_of[agent.agent_id]
-            if agent.sent_slots != ids:
-                first = [self._membership.next_incarnation(i) for i in ids]
-                self._desk.send(agent.connection, agent.new_slots(ids, first))
-
-    def _find_owners(self, wanted: Collection[int], agents: Sequence[Agent]) -> None:
-        """Slots that are no known agent's go to the host that the map names, or to that which has the fewest."""
-        rooms = {a.agent_id: a.room or inf for a in agents if not a.draining}
-        where = self._desk.config.hosts.named.items()
-        named = {i: [a.agent_id for a in agents if name in (a.agent_id, a.about.get("address"))] for i, name in where}
-        of_host = self._agents.whereabouts.of_host
-        domains = {agent_id: of_host(agent_id, agent.host) for agent_id, agent in self._agents.known.items()}
-        self._owners |= share(wanted, self._owners, self._agents.known, rooms, named, domains)
-
-    # ---- from the journal
-
-    def replay_lost(self, worker_id: int, reason: str) -> None:
-        """A slot that a former life of the coordinator has given up."""
-        self.lost[worker_id] = reason
-
-    def restore(self, worker_ids: Iterable[int]) -> None:
-        """The slots of all members of the plans in the journal."""
-        self._retiring = {i for i in worker_ids if not self.wanted(i)}

@@ -48,7 +48,27 @@ class _Domain:
         self.size = 0
         self.least = inf
         self.parts: dict[str, _Domain] = {}
-        self.agents: list[tuple[int, str]] = []
+        self._agents: list[tuple[int, str]] = []
+
+    @property
+    def first(self) -> str:
+        """Of its own agents: who has the fewest."""
+        return self._agents[0][1]
+
+    def grow(self) -> None:
+        """One slot more."""
+        self.size += 1
+
+    def stand(self, agent_id: str, counts: Mapping[str, int]) -> None:
+        """An agent with room waits here for its turn."""
+        heappush(self._agents, (counts[agent_id], agent_id))
+
+    def look(self, counts: Mapping[str, int]) -> None:
+        """Some have got more meanwhile."""
+        while self._agents and self._agents[0][0] != counts[self._agents[0][1]]:
+            heappop(self._agents)
+        nearest = [part.least for part in self.parts.values()]
+        self.least = min([*nearest, self._agents[0][0]]) if self._agents else min(nearest, default=inf)
 
 
 class _Hosts:
@@ -68,7 +88,7 @@ class _Hosts:
         path = self._path(agent_id)
         self.counts[agent_id] += 1
         for domain in path:
-            domain.size += 1
+            domain.grow()
         self._renew(agent_id, path)
 
     def next(self) -> str | None:
@@ -79,7 +99,7 @@ class _Hosts:
         while domain.parts:
             fewest = [(part.size, name) for name, part in domain.parts.items() if part.least == self._root.least]
             domain = domain.parts[min(fewest)[1]]
-        return domain.agents[0][1]
+        return domain.first
 
     def _path(self, agent_id: str) -> list[_Domain]:
         labels = dict(self._where.get(agent_id, ()))
@@ -90,11 +110,7 @@ class _Hosts:
 
     def _renew(self, agent_id: str, path: list[_Domain]) -> None:
         """Its turn comes when it comes for those who have as many."""
-        count, agents = self.counts[agent_id], path[-1].agents
-        if count < self._rooms.get(agent_id, 0):
-            heappush(agents, (count, agent_id))
-        while agents and agents[0][0] != self.counts[agents[0][1]]:
-            heappop(agents)  # it has got more meanwhile
-        path[-1].least = agents[0][0] if agents else inf
-        for domain in reversed(path[:-1]):
-            domain.least = min(part.least for part in domain.parts.values())
+        if self.counts[agent_id] < self._rooms.get(agent_id, 0):
+            path[-1].stand(agent_id, self.counts)
+        for domain in reversed(path):
+            domain.look(self.counts)
