@@ -51,6 +51,7 @@ class FakeCoordinator:
         self._heard: queue.Queue[m.AnyMessage] = queue.Queue()
         self._sock: socket.socket | None = None
         self._seals: Seals | None = None
+        self._speaking = threading.Lock()
         threading.Thread(target=self._serve, daemon=True).start()
 
     def hear(self, kind: type[T]) -> T:
@@ -69,7 +70,8 @@ class FakeCoordinator:
 
     def say(self, message: m.AnyMessage) -> None:
         assert self._sock is not None and self._seals is not None
-        wire.send_frame(self._sock, self._seals, m.encode(message))
+        with self._speaking:  # pongs come from another thread, and frames are numbered
+            wire.send_frame(self._sock, self._seals, m.encode(message))
 
     def hang_up(self) -> None:
         """The connection ends; the other side may connect again."""
