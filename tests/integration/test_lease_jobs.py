@@ -53,6 +53,7 @@ def test_a_second_job_is_refused_and_the_next_one_is_not(members: EtcdMembers, j
         numerics=NUMERICS,
         settings={**lease, "security.token_file": token},
         pace=[healed(1)],
+        lane_s=1.5,
         environment=environment,
     )
     first.wait_for("step_committed")

@@ -134,7 +134,8 @@ class CoordinatorProcess(Supervised):
         why, hopeless = super().died(now_s)
         if self.exit_code == DEPOSED:
             self.restart_at_s = now_s
-            return Why(Cause.LEASE, "it has lost its lease, and stands by"), False
+            self.death = Why(Cause.LEASE, "it has lost its lease, and stands by")
+            return self.death, False
         return why, hopeless
 
     def start(self) -> None:
