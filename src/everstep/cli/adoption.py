@@ -29,7 +29,7 @@ from everstep.runtime.waiting import Waited, wait_for
 from everstep.train.launcher_store import ask_store
 
 
-class Rendezvous(NamedTuple):
+class LauncherPlace(NamedTuple):
     """Where the job is, as host and the ports at one of which it listens; what keeps a port for it until the end."""
 
     host: str
@@ -84,7 +84,7 @@ def _meet(foreign: Foreign, name: str, args: Sequence[str], token: bytes, config
         return take_part_in(f"{place.host}:{port}", foreign.local_size, *here, host_name=host_name)
 
 
-def _place(foreign: Foreign) -> Rendezvous:
+def _place(foreign: Foreign) -> LauncherPlace:
     """Where the job's host is, and for the job itself a port there.
 
     torchrun keeps a store, which passes address and port on. Others name the host of rank 0 (MASTER_ADDR; Slurm's list
@@ -96,13 +96,13 @@ def _place(foreign: Foreign) -> Rendezvous:
         port = kept.getsockname()[1] if kept is not None else 0
         prefix = f"everstep-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
         host, _, said = ask_store(foreign.address, foreign.port, prefix, port).rpartition(":")
-        return Rendezvous(host, [int(said)], kept)
+        return LauncherPlace(host, [int(said)], kept)
     named = foreign.address or first_host(os.environ.get("SLURM_STEP_NODELIST", ""))
     if not named:
         raise ConfigError(f"{foreign.words()} on several hosts: set MASTER_ADDR to the address of the host of rank 0")
     ports = [foreign.port] if foreign.port else derived_ports(_start_of(foreign))
     if not job:
-        return Rendezvous(named, ports)
+        return LauncherPlace(named, ports)
     own = address_towards(named)
     if not is_reachable(own):
         raise ConfigError(
@@ -110,7 +110,7 @@ def _place(foreign: Foreign) -> Rendezvous:
             "MASTER_ADDR to its address"
         )
     kept = reserve(own, ports)
-    return Rendezvous(own, [kept.getsockname()[1]], kept)
+    return LauncherPlace(own, [kept.getsockname()[1]], kept)
 
 
 def _start_of(foreign: Foreign) -> str:

@@ -4,6 +4,8 @@ A frame is a 4-byte big-endian length and a msgpack body. `encode` and `decode` 
 does not fit the schema raises `ProtocolError`. The runtime proves knowledge of a token before the first frame.
 """
 
+# ruff: noqa: RUF012 (msgspec copies defaults that can change)
+
 from __future__ import annotations
 
 from typing import Annotated, Any, Union
@@ -15,6 +17,11 @@ from everstep.base.domains import LABEL_NAME, LABEL_VALUE, LABELS
 from everstep.base.errors import ProtocolError
 from everstep.base.plan import Member, Plan
 from everstep.base.strikes import Strike
+from everstep.protocol.messages_base import AnyMessage as AnyMessage
+from everstep.protocol.messages_base import FromAgent as FromAgent
+from everstep.protocol.messages_base import OfLife as OfLife
+from everstep.protocol.messages_base import WorkerLife as WorkerLife
+from everstep.protocol.messages_base import WorkerPulse as WorkerPulse
 
 VERSION = 8
 MAX_FRAME_BYTES = 64 << 20
@@ -22,52 +29,6 @@ _Short = Annotated[str, msgspec.Meta(max_length=100)]
 _Label = Annotated[str, msgspec.Meta(pattern=LABEL_NAME)]
 _Domain = Annotated[str, msgspec.Meta(max_length=63, pattern=LABEL_VALUE)]
 _Path = Annotated[str, msgspec.Meta(max_length=200)]
-
-
-class AnyMessage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True):
-    """Base of everything that crosses a control connection. `reason`: for people; `cause`: the same for programs."""
-
-
-class FromAgent(AnyMessage, frozen=True, kw_only=True):
-    """What an agent says."""
-
-    agent_id: str
-
-
-class OfLife(AnyMessage, frozen=True, kw_only=True):
-    """What is said by, or about, one life of a worker."""
-
-    worker_id: int
-    incarnation: int
-
-
-# ---- agent (one per host) -> coordinator
-
-
-class WorkerLife(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One live worker, as its agent knows it. `pid`: of the head of its cell; `limbs`: of the others, if it has any."""
-
-    worker_id: int
-    incarnation: int
-    pid: int
-    limbs: tuple[int, ...] = ()
-
-
-class WorkerPulse(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A worker's progress, read by its agent from shared memory. `still_ms`: how long the counter has not moved.
-
-    compute_ms_per_lane: what a lane's forward and backward passes took of late, waiting excluded; 0 if not known.
-    slowest: of a cell of several, the rank whose counter that is.
-    """
-
-    worker_id: int
-    incarnation: int
-    step: int
-    phase: str
-    still_ms: int
-    samples_per_s: float
-    compute_ms_per_lane: float = 0.0
-    slowest: int | None = None
 
 
 class AgentHello(FromAgent, frozen=True, kw_only=True):

@@ -17,7 +17,6 @@ from everstep.protocol.coordinator.types import (
     HostRules,
 )
 from everstep.protocol.messages import (
-    AnyMessage,
     JobFacts,
 )
 from everstep.runtime.address import (
@@ -33,7 +32,6 @@ MOST_UNREAD = 4096
 MAX_UNSENT_BYTES = 256 << 20
 RETURN_NS = 30_000_000_000
 _LATE_S = _LOOK_S = 0.25
-Sends = list[tuple[str, AnyMessage]]
 
 
 def coordinator_config(config: Config, term: int = 0, strikes: Sequence[Strike] = ()) -> CoordinatorConfig:

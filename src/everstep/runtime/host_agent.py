@@ -12,15 +12,14 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from math import inf
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from everstep.base.cause import Cause, Why
-from everstep.base.config import Config, load_config
+from everstep.base.config import load_config
 from everstep.base.errors import ConfigError, EverstepError
-from everstep.base.plan import WorkerKey
 from everstep.protocol.messages import (
     AgentRefused,
     AnyMessage,
@@ -38,41 +37,31 @@ from everstep.protocol.messages import (
     StrikeNow,
     WorkerLife,
 )
-from everstep.protocol.roles import WORKER
 from everstep.runtime import wire
-from everstep.runtime.address import COORDINATOR_FILE, LOGS_FOLDER, METRICS_FOLDER
 from everstep.runtime.admission import why_not
 from everstep.runtime.agent_link import AgentLink
 from everstep.runtime.board import MAX_ROWS, Board, create_board_memory
-from everstep.runtime.collector import Collector, Sampler
-from everstep.runtime.context import Joining, WorkerContext
+from everstep.runtime.context import Joining
 from everstep.runtime.finding import Finder, Where
 from everstep.runtime.fork_server_client import ForkServerClient, start_fork_server
-from everstep.runtime.handshake import PEER, role_token
+from everstep.runtime.host import Host, Secrets
 from everstep.runtime.links import harm
 from everstep.runtime.process import (
     END_ALONE,
     Inbox,
     adopt_orphans,
     die_with_parent,
-    is_stopped,
-    last_line,
     machine,
     raise_descriptor_limit,
     readable,
     taking_signals,
 )
-from everstep.runtime.quarters import PeerWire, Quarters
-from everstep.runtime.tls import Shown, Tls, shown_by
-from everstep.runtime.workers import Workers
+from everstep.runtime.tls import Tls, shown_by
 
 GRACE_S = 10.0
 AWAY_LIMIT_S = 600.0
 SAY_EVERY_S = 10.0
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, END_ALONE)
-SERVER_HOPELESS = 3
-SERVER_SILENT_S = 5.0
-_END_WAIT_S = 5.0
 _BRING_S, _HURRY_S = 30.0, 2.0
 
 
@@ -108,13 +97,6 @@ class Absence:
         self._said_s = now_s
         left_s = AWAY_LIMIT_S - away_s
         return f"the job at {self._address} has not answered for {away_s:.0f} s: workers go on, {left_s:.0f} s are left"
-
-
-class Secrets(NamedTuple):
-    """What a host shows that it is of the job with. token: the job's. shown: over TLS, None where it speaks without."""
-
-    token: bytes
-    shown: Shown | None
 
 
 class HostAgent:
@@ -338,7 +320,7 @@ class HostAgent:
             if self._host is None:
                 last_first.callback(self._server.close, 0.0)
             else:
-                last_first.callback(self._say_goodbye, self._host)
+                last_first.callback(lambda host: self._notify("host_left", reached=host.reached()), self._host)
                 by_signal = self._left is not None and self._left.exit_code > 128
                 done = self._ended is not None and self._ended.state == "completed"
                 last_first.callback(self._host.quarters.close, done=done)
@@ -346,9 +328,6 @@ class HostAgent:
                 last_first.callback(self._host.close, at_once=by_signal)
             if self._job_fd >= 0:
                 last_first.callback(os.close, self._job_fd)
-
-    def _say_goodbye(self, host: Host) -> None:
-        self._notify("host_left", reached=host.reached())
 
     # ---- small things
 
@@ -365,202 +344,6 @@ class HostAgent:
 
 def _say(words: str) -> None:
     print(f"everstep agent: {words}", file=sys.stderr, flush=True)
-
-
-class Host:
-    """Starts nothing before it is told of slots (`workers.want`).
-
-    board: that of `server`, a fork server that was started for `joining.threads` threads. notify: tells whoever watches
-    (kind, why, fields). `hopeless`: why nothing that is started here can help any more, None while there is hope.
-    """
-
-    def __init__(
-        self,
-        facts: JobFacts,
-        joining: Joining,
-        secrets: Secrets,
-        board: Board,
-        server: ForkServerClient,
-        link: AgentLink,
-        notify: Callable[..., None],
-    ) -> None:
-        self.facts = facts
-        self._joining = joining
-        self._secrets = secrets
-        self._board = board
-        self._notify = notify
-        self._failures = 0
-        self._failed: Why | None = None
-        self.config: Config = load_config([("the job", facts.config)])
-        wire = PeerWire(joining.own or joining.host, role_token(secrets.token, PEER), Tls.of(secrets.shown))
-        self.quarters = Quarters(
-            facts, joining, self.config.checkpoint, wire, link.client.send, lambda: link.client.connected
-        )
-        self.run_dir = self.quarters.run_dir
-        logs = self.config.logs
-        self._collector = Collector(self.run_dir / LOGS_FOLDER, board, int(logs.max_mb * (1 << 20)), logs.keep)
-        self.workers = Workers(
-            board, joining.entry, self.config, self._context, link, notify, self._collector, joining.ranks
-        )
-        self._sampler = self._start_sampler()
-        if self.config.threads != joining.threads:
-            server.close(0.0)
-            server = self._new_server()
-        self._server = server
-        self._begin(server)
-
-    # ---- the fork server
-
-    @property
-    def server_fd(self) -> int:
-        """Readable when the fork server has said something; -1 if there is none any more."""
-        return self._server.fd
-
-    def hear_server(self) -> None:
-        """Take in what the fork server has said; where it has died, start another."""
-        messages = self._server.receive()
-        for message in messages:
-            if message["op"] == "ready":
-                self._ready(message)
-            else:
-                self.workers.heard(message)
-        if not messages:
-            self._server_died()
-
-    def ping_in(self, now_s: float) -> float:
-        """Seconds until the fork server is asked whether it answers."""
-        return self._server.watch.due_in(now_s) if self._server.ready and self._server.fd >= 0 else inf
-
-    def watch_server(self, now_s: float) -> None:
-        """One that lives and answers nothing (stopped, or stuck in the kernel) is as good as dead."""
-        server = self._server
-        if server.fd < 0:
-            return  # there is none any more
-        server.ping(now_s)
-        silence_s = server.watch.silence_s(now_s)
-        if silence_s >= SERVER_SILENT_S:
-            text = f"the fork server has not answered for {silence_s:.1f} s: it is killed and started again"
-            self._notify("warning", Why(Cause.HUNG, text))
-            server.kill()
-            self._server_died()
-
-    def _new_server(self) -> ForkServerClient:
-        return start_fork_server(self._log_path, self._board.fd, self.config.threads, self._joining.preload)
-
-    def _begin(self, server: ForkServerClient) -> None:
-        server.log_to(self._log_path)
-        self.workers.use(server)
-        if server.ready:
-            self._ready(server.greeting)
-
-    def _ready(self, message: dict[str, Any]) -> None:
-        self._failures = 0
-        self._notify("fork_server_ready", **{k: v for k, v in message.items() if k != "op"})
-
-    def _server_died(self) -> None:
-        was_ready = self._server.ready
-        how = self._server.close(timeout_s=2.0)
-        self.workers.server_died()
-        self._failures = 0 if was_ready else self._failures + 1
-        words = last_line(self._log_path)
-        said = f"{how}; its last words: {words}" if words else how
-        text = f"the fork server died ({said}) and is started again; its workers go on"
-        self._notify("warning", Why(Cause.EXITED, text))
-        if self._failures >= SERVER_HOPELESS:
-            self._failed = Why(Cause.CRASH_LOOP, f"the fork server cannot start: {said}")
-            return
-        self._server = self._new_server()
-        self._begin(self._server)
-
-    @property
-    def _log_path(self) -> Path:
-        return self.run_dir / LOGS_FOLDER / "fork-server.log"
-
-    # ---- the workers
-
-    @property
-    def hopeless(self) -> Why | None:
-        return self._failed or self.workers.hopeless
-
-    def fall(self) -> None:
-        """A scripted fault: all processes of this host die at once, this one last."""
-        self.workers.kill_all()
-        self._server.kill()
-        os.kill(os.getpid(), signal.SIGKILL)
-        os._exit(128 + signal.SIGKILL)  # the first process of a container is not killed by its own signal
-
-    def finishing(self) -> list[WorkerLife]:
-        """Who still runs what its script does after the last step; a process that is stopped does nothing."""
-        return [life for life in self.workers.lives() if self._finishes(life)]
-
-    def _finishes(self, life: WorkerLife) -> bool:
-        pids = (life.pid, *life.limbs)
-        return self._board.read(life.worker_id).phase == "finish" and not any(map(is_stopped, pids))
-
-    def kill_idle(self) -> None:
-        """SIGKILL to the others."""
-        for life in self.workers.lives():
-            if not self._finishes(life):
-                self.workers.kill(life.worker_id, life.incarnation)
-
-    def reached(self) -> int:
-        """The newest step that a worker of this host has applied."""
-        return max(self._board.read(row).step for row in range(self._board.rows))
-
-    def _context(self, worker_id: int, incarnation: int) -> WorkerContext:
-        slots = self.workers.wanted_ids()
-        return WorkerContext(
-            run_dir=str(self.run_dir.resolve()),
-            worker_id=worker_id,
-            incarnation=incarnation,
-            host=self._joining.host,
-            token=role_token(self._secrets.token, WORKER, str(WorkerKey(worker_id, incarnation))).hex(),
-            peer_token=role_token(self._secrets.token, PEER).hex(),
-            coordinator_file=str(self._coordinator_file.resolve()),
-            board_fd=self._board.fd,
-            config=self.facts.config,
-            task=self.facts.task,
-            argv=list(self.facts.argv),
-            spare=worker_id >= self.config.workers,
-            address=self._joining.own,
-            tls=None if self._secrets.shown is None else asdict(self._secrets.shown),
-            local_rank=slots.index(worker_id) if worker_id in slots else 0,
-            local_size=max(1, len(slots)),
-            apart=self.quarters.apart,
-        )
-
-    @property
-    def _coordinator_file(self) -> Path:
-        where = self._joining.where()
-        return where if isinstance(where, Path) else self.run_dir / COORDINATOR_FILE
-
-    def _start_sampler(self) -> Sampler | None:
-        interval_s = self.config.metrics.interval_s
-        if not interval_s:
-            return None
-        # Of several agents of one machine each needs a file of its own.
-        name = os.uname().nodename
-        if self._joining.host not in (name, self.config.network.address):
-            name = self._joining.host
-        return Sampler(self.run_dir / METRICS_FOLDER, name, self._board, self.workers.lives, interval_s)
-
-    def close(self, *, at_once: bool) -> None:
-        """End everything; what is left of the workers is killed. All of it is done, whatever a part of it raises.
-
-        at_once: the fork server is not waited for.
-        """
-        self.workers.stop()
-        with contextlib.ExitStack() as last_first:
-            last_first.callback(self._collector.close)
-            last_first.callback(self._end_workers, at_once)
-            if self._sampler is not None:
-                last_first.callback(self._sampler.close)
-
-    def _end_workers(self, at_once: bool) -> None:
-        self.workers.kill_all()
-        # While it imports it hears nothing.
-        self._server.close(timeout_s=_END_WAIT_S if self._server.ready and not at_once else 0.0)
-        self.workers.end_all()
 
 
 def take_part(joining: Joining, token: bytes, look: Callable[[], Where | None] | None = None) -> Left:

