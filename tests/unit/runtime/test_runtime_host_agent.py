@@ -358,11 +358,11 @@ def test_all_of_the_end_is_done_whatever_a_part_of_it_raises(started: Started, m
     assert host is not None
     done: list[str] = []
 
-    def breaks(host: object) -> None:
+    def breaks() -> int:
         done.append("goodbye")
         raise BrokenPipeError("within")
 
-    monkeypatch.setattr(started.agent, "_say_goodbye", breaks)
+    monkeypatch.setattr(host, "reached", breaks)
     monkeypatch.setattr(started.agent._link, "close", lambda: done.append("link"))
     seen: list[BaseException] = []
     monkeypatch.setattr(threading, "excepthook", lambda args: seen.append(args.exc_value))
