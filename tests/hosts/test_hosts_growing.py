@@ -73,6 +73,7 @@ def test_each_byte_crosses_once_per_host(net: Net, tmp_path: Path) -> None:
         assert all(abs(one["out"] - by_host[k // 2]) < 0.05 for k, one in enumerate(said)), said
         measured[kind] = by_host
     # Runs of 1, 1, 2, 1, 1, 2 lanes: of its lanes a host has 1, 2 and 2 sums, of which two thirds go elsewhere, and a
-    # third of the result goes to two others. With sockets alone each worker sends its own sums, and its result to all.
+    # third of the result goes to two others. With sockets alone each worker sends its own sums, and its result to all;
+    # but for the padding.
     assert measured["auto"] == pytest.approx([4 / 3, 2, 2], rel=0.05), measured
-    assert measured["sockets"] == pytest.approx([8 / 3] * 3, rel=0.05), measured
+    assert all(0.9 * 8 / 3 < sent < 1.05 * 8 / 3 for sent in measured["sockets"]), measured

@@ -56,12 +56,12 @@ class LedJobs(HostJobs):
         host = self.net.hosts[number - 1]
         command = [*EVERSTEP, "agent", "--join", self.etcd.url(), "--standby", "--slots", str(SLOTS)]
         process = host.start(command, self.log(host), self._environment)
-        return _Head(self._base / "job", " ".join(command), process)
+        return _Head(self._base / "head" / "job", " ".join(command), process)
 
     def takeover(self, number: int, *options: str) -> subprocess.Popen[bytes]:
         """Go on with the job from this host."""
         host = self.net.hosts[number - 1]
-        command = [*EVERSTEP, "takeover", str(self._base / "job"), "--listen", f"{host.address}:0", *options]
+        command = [*EVERSTEP, "takeover", str(self._base / "head" / "job"), "--listen", f"{host.address}:0", *options]
         return host.start(command, self.log(host), self._environment)
 
     def said(self, number: int) -> str:
