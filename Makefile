@@ -60,7 +60,7 @@ KILLS = 200
 UPLOAD_KILLS = tests/integration/test_object_kills.py
 test: KILLS = 20
 test: UPLOAD_KILLS =
-test: $(VENV)/.engines check split sim integration chaos e2e hosts engines
+test: check split sim integration chaos e2e hosts engines
 
 # Ceph RGW for the tests of object stores, where it can be had; else they use moto.
 $(VENV)/.object-server: tests/install_object_server.sh $(STAMP)
@@ -109,7 +109,7 @@ $(VENV)/.engines: tests/install_engines.sh $(STAMP)
 	tests/install_engines.sh $(CURDIR)/$(VENV)/engines
 	touch $@
 
-engines extended: $(VENV)/.engines
+extended: $(VENV)/.engines
 
 engines: $(STAMP)
 	$(PYTEST) -n 0 tests/engines

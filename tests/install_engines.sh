@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Slurm, Open MPI, sshd, Ray and the schemas of Kubernetes for the tests of the engines, as far as they can be had
+# Slurm, Open MPI, sshd and Ray for the tests of the engines, as far as they can be had
 # (Debian, root); tests of what is missing are skipped. The Python packages go into a folder of their own ($1).
 packages="slurm-wlm munge openmpi-bin openssh-server"
 if ! { command -v slurmctld && command -v munged && command -v mpirun && command -v sshd; } >/dev/null; then
@@ -11,8 +11,6 @@ if ! { command -v slurmctld && command -v munged && command -v mpirun && command
   command -v slurmctld >/dev/null || echo "not installed ($packages): the tests that need them are skipped"
 fi
 python=$(dirname "$0")/../.venv/bin/python
-for name in "ray>=2.40,<3" kubernetes-validate jsonschema; do
-  timeout 600 "$python" -m pip install --quiet --upgrade --target "$1" "$name" >/dev/null 2>&1 ||
-    echo "not installed ($name): the tests that need it are skipped"
-done
+timeout 600 "$python" -m pip install --quiet --upgrade --target "$1" "ray>=2.40,<3" >/dev/null 2>&1 ||
+  echo "not installed (ray): the tests that need it are skipped"
 exit 0
