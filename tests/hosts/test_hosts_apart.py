@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from hosts_harness import HostJobs
+from hosts_harness import HostJobs, longer
 
 from everstep.checkpoint.reader import open_checkpoint
 from everstep.checkpoint.store import DirectoryStore
@@ -34,6 +34,7 @@ def test_nothing_of_the_jobs_directory_is_needed_on_other_hosts(apart: HostJobs)
     assert not [name for name in os.listdir(job.run_dir / "final") if name.startswith(".")], "no rest of a transfer"
 
 
+@longer
 def test_hosts_are_lost_with_their_disks(apart: HostJobs) -> None:
     """One while the job runs, another while it does not: what is left of the third and the head is enough."""
     settings = {"checkpoint.disk.every_steps": 4, "hosts.return": "rebalance"}

@@ -15,11 +15,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from hosts_harness import EVERSTEP, STEPS, HostJobs
+from hosts_harness import EVERSTEP, STEPS, HostJobs, longer
 
 from job_harness import Event, Job
 
-longer = pytest.mark.skipif(os.environ.get("EVERSTEP_TEST_HOSTS") != "all", reason="runs in make extended")
 needs_tc = pytest.mark.skipif(shutil.which("tc") is None, reason="links are harmed with tc (iproute2)")
 HEAD = "10.77.0.1"
 INJECTED: list[Event] = [{"kind": "fault_injected", "count": 1}]
@@ -67,6 +66,7 @@ def check(on_hosts: HostJobs, job: Job, target: str) -> dict[str, set[str]]:
 
 
 @needs_tc
+@longer
 def test_a_scripted_fault_of_a_host_strikes_when_its_step_comes(on_hosts: HostJobs) -> None:
     fault = "cut:target=host:host3,at=6,for=5"
     job = started(on_hosts, INJECTED, "--chaos", fault)

@@ -5,14 +5,11 @@ Most of them only where time is (EVERSTEP_TEST_HOSTS=all).
 
 from __future__ import annotations
 
-import os
-
 import pytest
-from hosts_harness import STEPS, HostJobs, gap_s, now_ns
+from hosts_harness import STEPS, HostJobs, gap_s, longer, now_ns
 
 from job_harness import Event, Job
 
-longer = pytest.mark.skipif(os.environ.get("EVERSTEP_TEST_HOSTS") != "all", reason="runs in make extended")
 EVICTED: list[Event] = [{"kind": "worker_evicted", "count": 2}]
 BACK: list[Event] = [
     {"kind": "worker_joined", "count": 8},

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from hosts_harness import EVERSTEP, HostJobs
+from hosts_harness import EVERSTEP, HostJobs, longer
 from net import Net
 
 from job_harness import Event
@@ -20,16 +19,14 @@ REDUCING = Path(__file__).parent / "reducing.py"
 LIMIT_S, MANY = 120, 250
 
 
-longer = pytest.mark.skipif(os.environ.get("EVERSTEP_TEST_HOSTS") != "all", reason="runs in make extended")
-
-
 def left(plan: Event, generation: int, where: Mapping[int, str], host: str) -> bool:
     """Whether this plan is newer than that generation, and without the host."""
     return plan["generation"] > generation and all(where[i] != host for i in plan["workers"])
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("stages", [pytest.param(1, marks=longer), 2])
+@longer
+@pytest.mark.parametrize("stages", [1, 2])
 def test_a_job_grows_from_one_host_to_three_and_shrinks_again(on_hosts: HostJobs, stages: int) -> None:
     """Hosts join and are drained while it trains; shared memory, then both, then shared memory again."""
     job = on_hosts.head("--domain", "rack=r1", until=SHRUNK, steps=MANY, settings={"stages": stages})

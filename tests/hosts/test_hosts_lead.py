@@ -5,19 +5,17 @@ Each host has a member of etcd, too. Most of them only where time is (EVERSTEP_T
 
 from __future__ import annotations
 
-import os
 import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from hosts_harness import EVERSTEP, SLOTS, HostJobs, _Head, gap_s, now_ns
+from hosts_harness import EVERSTEP, SLOTS, HostJobs, _Head, gap_s, longer, now_ns
 from net import Net
 
 from etcd_members import EtcdMembers, etcd_there
 from job_harness import Event, Job, Jobs
 
-longer = pytest.mark.skipif(os.environ.get("EVERSTEP_TEST_HOSTS") != "all", reason="runs in make extended")
 TAKEN: list[Event] = [{"kind": "coordinator_restarted", "count": 1}]
 LEASE_S = 5
 """Machines that run tests are busy."""
@@ -83,7 +81,10 @@ def committed_between(job: Job, first_ns: int, last_ns: int) -> int:
     return sum(first_ns < e["time_unix_ns"] < last_ns for e in job.of_kind("step_committed"))
 
 
-@pytest.mark.parametrize(("how", "local"), [("kill", False), ("kill", True), pytest.param("crash", True, marks=longer)])
+@pytest.mark.parametrize(
+    ("how", "local"),
+    [pytest.param("kill", False, marks=longer), ("kill", True), pytest.param("crash", True, marks=longer)],
+)
 def test_the_host_that_leads_is_lost(led_jobs: LedJobs, how: str, local: bool) -> None:
     """local: it runs workers, too; else nothing has to be decided, and training goes on meanwhile."""
     workers = 6 if local else 4

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import secrets
 import shutil
 import sys
@@ -10,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hosts_harness import PORT
+from hosts_harness import PORT, longer
 from net import Net
 
 from engines_harness import hold, places, reference, write_script
@@ -30,7 +29,7 @@ def named(net: Net) -> Iterator[Net]:
         shutil.rmtree(folder)
 
 
-@pytest.mark.skipif(os.environ.get("EVERSTEP_TEST_HOSTS") != "all", reason="runs in make extended")
+@longer
 def test_torchrun_on_two_hosts_is_one_job(named: Net, tmp_path: Path) -> None:
     run_dir, script = tmp_path / "run", write_script(tmp_path)
     alone, held = reference(tmp_path, script), hold(run_dir)
@@ -58,7 +57,7 @@ def test_torchrun_on_two_hosts_is_one_job(named: Net, tmp_path: Path) -> None:
     assert {place["MASTER_ADDR"] for place in places(run_dir)} == {first.address}
 
 
-@pytest.mark.skipif(os.environ.get("EVERSTEP_TEST_HOSTS") != "all", reason="runs in make extended")
+@longer
 def test_a_launcher_that_names_an_address_alone(net: Net, tmp_path: Path) -> None:
     """One process per host, told what most launchers tell; the port is derived, and tried."""
     run_dir, script = tmp_path / "run", write_script(tmp_path)
