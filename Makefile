@@ -74,7 +74,7 @@ $(VENV)/.etcd: tests/install_etcd.sh
 	tests/install_etcd.sh
 	touch $@
 
-fast integration hosts extended: $(VENV)/.etcd
+integration hosts extended: $(VENV)/.etcd
 
 # Chromium for the tests of the dashboard, where it can be had; else they are skipped.
 $(VENV)/.browser: tests/install_browser.sh $(STAMP)
