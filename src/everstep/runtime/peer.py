@@ -14,7 +14,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from everstep.base.errors import CollectiveAborted, EverstepError, ProtocolError, check
@@ -98,15 +98,15 @@ class PeerConnection:
         size = self._recv_size()
         if size != view.nbytes:
             raise ProtocolError(f"expected {view.nbytes} bytes from a peer, it sends {size}")
-        self._fill(view)
+        self._fill([view])
 
     def recv_bytes(self, max_bytes: int) -> bytearray:
         """Receive one `send_bytes` of unknown size. Raises: ProtocolError beyond `max_bytes`."""
         size = self._recv_size()
         if size > max_bytes:
             raise ProtocolError(f"expected at most {max_bytes} bytes from a peer, it sends {size}")
-        data = bytearray(size)
-        self._fill(memoryview(data))
+        data = bytearray(min(size, _PIECE_BYTES))
+        self._fill(_growing(data, size))
         return data
 
     def abort(self) -> None:
@@ -131,22 +131,34 @@ class PeerConnection:
             raise ProtocolError(f"expected the size of what a peer sends, got {len(header)} bytes")
         return int(_SIZE.unpack(header)[0])
 
-    def _fill(self, view: memoryview) -> None:
+    def _fill(self, views: Iterable[memoryview]) -> None:
         with _faults("receiving from a peer"):
             if not self._seals.bulk_tags:
-                recv_exact_into(self._sock, view)
+                for view in views:
+                    recv_exact_into(self._sock, view)
                 return
             check, tag = self._seals.bulk_check(), bytearray(TAG_BYTES)
-            for piece in _pieces([view]):
-                recv_exact_into(self._sock, piece)
-                check.add(piece)
+            for piece in _pieces(views):
+                with piece:
+                    recv_exact_into(self._sock, piece)
+                    check.add(piece)
             recv_exact_into(self._sock, memoryview(tag))
             check.check(tag)
 
 
-def _pieces(views: Sequence[memoryview]) -> Iterator[memoryview]:
+def _pieces(views: Iterable[memoryview]) -> Iterator[memoryview]:
     """So that one is on its way while the next one's tag is made."""
     return (view[at : at + _PIECE_BYTES] for view in views for at in range(0, view.nbytes, _PIECE_BYTES))
+
+
+def _growing(data: bytearray, size: int) -> Iterator[memoryview]:
+    """Room for so many bytes, made as what is there fills up: somebody may only say that so many come."""
+    done = 0
+    while done < size:
+        with memoryview(data) as whole, whole[done:] as room:
+            yield room
+        done = len(data)
+        data.extend(bytes(min(size - done, done)))
 
 
 class _faults(contextlib.AbstractContextManager[None]):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
+import tracemalloc
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,10 +13,12 @@ import pytest
 from fake_coordinator import both_ends
 
 from everstep.base.errors import CollectiveAborted, ProtocolError
+from everstep.runtime import wire
 from everstep.runtime.peer import PeerConnection, PeerServer, peer_connect
 
 TOKEN = b"t" * 32
 PAYLOAD = bytes(range(256)) * 4096
+MUCH = PAYLOAD * 5 + b"odd"
 
 
 def _handler(connection: PeerConnection, request: dict[str, Any]) -> None:
@@ -24,6 +27,11 @@ def _handler(connection: PeerConnection, request: dict[str, Any]) -> None:
             view = memoryview(PAYLOAD)
             connection.send_json({"size": len(PAYLOAD)})
             connection.send_bytes([view[:1000], b"", view[1000:]])
+        case "much":
+            connection.send_bytes([MUCH])
+        case "promises":
+            wire.send_frame(connection._sock, connection._seals, (1 << 35).to_bytes(8, "big"))
+            connection._sock.sendall(PAYLOAD[:1000])
         case "echo":
             connection.send_json(connection.recv_json())
         case "silence":
@@ -48,6 +56,22 @@ def test_bytes_arrive_as_sent(server: PeerServer) -> None:
     with peer_connect(server.address, TOKEN, {"want": "bytes"}) as peer:
         peer.recv_json()
         assert bytes(peer.recv_bytes(1 << 30)) == PAYLOAD
+
+
+def test_more_than_one_piece_arrives_as_sent(server: PeerServer) -> None:
+    with peer_connect(server.address, TOKEN, {"want": "much"}) as peer:
+        assert bytes(peer.recv_bytes(1 << 30)) == MUCH
+
+
+def test_who_only_says_that_much_comes_costs_no_memory(server: PeerServer) -> None:
+    with peer_connect(server.address, TOKEN, {"want": "promises"}) as peer:
+        tracemalloc.start()
+        try:
+            with pytest.raises(CollectiveAborted):
+                peer.recv_bytes(1 << 36)
+            assert tracemalloc.get_traced_memory()[1] < 8 << 20
+        finally:
+            tracemalloc.stop()
 
 
 def test_a_size_that_was_not_asked_for_is_refused(server: PeerServer) -> None:

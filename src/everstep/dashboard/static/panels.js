@@ -93,7 +93,7 @@ export function recoveries(run) {
     $("phase-legend").append(...PHASES.map((phase) => styled(el("li", { "data-glyph": "" }, phase), { "--swatch": phaseColour(phase) })));
   }
   const list = run.recoveries.toReversed();
-  $("recoveries").replaceChildren(...(list.length ? falls(list) : [el("p", { className: "soft" }, run.incidents.length ? "none has ended yet" : "none was needed")]));
+  $("recoveries").replaceChildren(...(list.length ? falls(list) : [el("p", { className: "soft" }, run.incidents.some(([, , end]) => end === null) ? "none has ended yet" : "none was needed")]));
 }
 
 /** One line per incident, newest first: the fault, what was done about it, how long it took. */
