@@ -103,9 +103,13 @@ def command(
 
         if not address.startswith(SCHEME):
             raise ConfigError(f"--standby: expected --join etcd://... beside it, where the lease is, got {address!r}")
-        token = _token(_token_file(token_file, config), run_dir)
-        room = default_slots() if slots is None else slots
-        return stand_by(EtcdAddress.parse("--join", address), token, run_dir, room, host_name or "", own or "")
+        beside = {"--task": task, "--stay": stay, "--refill": refill, "--set": settings}
+        if unfit := [name for name, value in beside.items() if value]:
+            raise ConfigError(f"--standby: expected it without {', '.join(unfit)}: this host may become the job's own")
+        token = _token(token_file, run_dir)
+        room, domains = default_slots() if slots is None else slots, found_domains(domain, os.environ)
+        etcd = EtcdAddress.parse("--join", address)
+        return stand_by(etcd, token, run_dir, room, host_name or "", own or "", domains)
     return take_part_in(
         *(address, slots, config, found_domains(domain, os.environ)),
         token_file=token_file,

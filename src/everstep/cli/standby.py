@@ -6,13 +6,14 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import click
 
 from everstep.base.config import Config
+from everstep.base.domains import found_domains
 from everstep.base.errors import ConfigError, EverstepError, ProtocolError, QuorumLost
 from everstep.base.etcd_address import EtcdAddress
 from everstep.cli.beside import parse_listen, sinks_beside, told
@@ -21,7 +22,7 @@ from everstep.cli.display import Watcher, choose_display
 from everstep.cli.job import JobFile, check_network, read_job, total_steps
 from everstep.cli.main import complain
 from everstep.cli.run_dir import read_digest
-from everstep.cli.worker import ENTRY, PRELOAD
+from everstep.cli.worker import ENTRY, FILES, PRELOAD
 from everstep.observe.events import EventLog
 from everstep.protocol.lease.requests import Holder, HolderSeen, Load, Loaded, Look
 from everstep.runtime import wire
@@ -102,10 +103,19 @@ def leaders_work(
         yield on_event
 
 
-def stand_by(address: EtcdAddress, token: bytes, run_dir: Path | None, slots: int, host: str, own: str) -> int:
+def stand_by(
+    address: EtcdAddress,
+    token: bytes,
+    run_dir: Path | None,
+    slots: int,
+    host: str,
+    own: str,
+    domains: Mapping[str, str],
+) -> int:
     """Be an agent, and the job's next coordinator should its present one be lost. Returns the exit code.
 
     run_dir: None if the job says. host: its name, "" for this machine's. own: its address, "" for that of the route.
+    domains: in which it is, by label.
     """
     with contextlib.closing(Etcd(address, token, ETCD_S)) as etcd:
         found = _announced(etcd)
@@ -115,7 +125,7 @@ def stand_by(address: EtcdAddress, token: bytes, run_dir: Path | None, slots: in
     succession = Succession(guest=True, owner=new_owner(), job=found.revision, address=own)
     name = host or os.uname().nodename
     print(f"{name} stands by for the job in {run_dir}", file=sys.stderr, flush=True)
-    return _take_part(run_dir, job, token, succession, slots, name, 0)
+    return _take_part(run_dir, job, token, succession, slots, name, 0, domains)
 
 
 def _announced(etcd: Etcd) -> Announced:
@@ -146,7 +156,14 @@ def _own(etcd: Etcd) -> str:
 
 
 def _take_part(
-    run_dir: Path, job: JobFile, token: bytes, succession: Succession, slots: int, host: str, port: int
+    run_dir: Path,
+    job: JobFile,
+    token: bytes,
+    succession: Succession,
+    slots: int,
+    host: str,
+    port: int,
+    domains: Mapping[str, str],
 ) -> int:
     """As the process of a job that was started elsewhere. slots: of this host, -1 for none."""
     from everstep.runtime.job import Job
@@ -162,7 +179,8 @@ def _take_part(
     led = not succession.owner
     with contextlib.ExitStack() as held:
         server = held.enter_context(contextlib.closing(EarlyForkServer(config.threads, PRELOAD)))
-        local = LocalHost(run_dir, config, ENTRY, preload=PRELOAD, early=server, room=slots, host=host, own=own)
+        more: dict[str, Any] = {"room": slots, "domains": domains, "files": FILES, "host": host, "own": own}
+        local = LocalHost(run_dir, config, ENTRY, preload=PRELOAD, early=server, **more)
 
         def on_event(event: dict[str, Any]) -> None:
             nonlocal led
@@ -224,7 +242,7 @@ def takeover(run_dir: Path, listen: str | None, slots: int | None) -> int:
         check_network(_at(job.config, own), port)
         succession = Succession(address=own, anew=True)
         name = os.uname().nodename
-        return _take_part(run_dir, job, token, succession, slots or -1, name, port)
+        return _take_part(run_dir, job, token, succession, slots or -1, name, port, found_domains(None, os.environ))
 
 
 def _at(config: Config, own: str) -> Config:

@@ -85,7 +85,6 @@ def find_place(facts: JobFacts, given: str, host: str) -> Place:
         pass
     try:
         (own / LOGS_FOLDER).mkdir(parents=True, exist_ok=True)
-        own.chmod(0o700)
         if not word_in_source(own):
             write_atomically(own / SOURCE_FILE, secrets.token_hex(8) + "\n")
     except OSError as error:
@@ -101,11 +100,13 @@ def word_in_source(folder: Path) -> str:
     return ""
 
 
-def write_job(place: Place, facts: JobFacts, address: tuple[str, int]) -> None:
-    """What processes of this host read of the job. Raises: OSError."""
+def write_job(place: Place, facts: JobFacts, address: tuple[str, int] | None) -> None:
+    """What processes of this host read of the job. address: of the coordinator; None if another file says it, and says
+    it anew. Raises: OSError."""
     (place.run_dir / HOSTS_FILE).unlink(missing_ok=True)  # of an earlier run
     write_atomically(place.run_dir / JOB_FILE, json.dumps(facts.job, indent=2) + "\n")
-    announce(place.run_dir / COORDINATOR_FILE, address_of(*address, pid=_NOBODY))  # nobody here is the coordinator
+    if address is not None:
+        announce(place.run_dir / COORDINATOR_FILE, address_of(*address, pid=_NOBODY))  # nobody here is the coordinator
 
 
 def _private(facts: JobFacts, host: str) -> Path:

@@ -33,6 +33,7 @@ from everstep.runtime.commands import run_lock
 from everstep.runtime.context import Joining
 from everstep.runtime.peer import PeerConnection, PeerServer, peer_connect
 from everstep.runtime.places import PAGES, disk_of, find_place, word_in_source, write_hosts, write_job
+from everstep.runtime.private import close_run_dir
 from everstep.runtime.tls import Tls
 
 _TURN_S = 0.25
@@ -82,11 +83,12 @@ class Quarters:
 
     def _move_in(self, facts: JobFacts, joining: Joining) -> None:
         run_dir, where = self._place.run_dir, joining.where()
-        if isinstance(where, Path):
+        if isinstance(where, Path) and where.parent == run_dir:  # there the job itself says where it is
             raise ConfigError(f"expected the job's directory at {facts.run_dir}, it is not there")
         self._held.enter_context(run_lock(run_dir))
         try:
-            write_job(self._place, facts, where)
+            write_job(self._place, facts, None if isinstance(where, Path) else where)
+            close_run_dir(run_dir)
         except OSError as error:
             raise ConfigError(f"cannot write {run_dir}: {error.strerror or error}") from None
         print(f"everstep agent: the job's directory is not here: files go to {run_dir}", file=sys.stderr, flush=True)

@@ -32,6 +32,8 @@ def said(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str]:
         (["--join", "127.0.0.1:5", "--token-file", "{dir}/bad"], "expected the job's token, at least 32 hex digits"),
         (["--join", "127.0.0.1:5", "--run-dir", "{dir}"], "expected the job's token, got none"),
         (["--join", "127.0.0.1:5", "--slots", "0"], "--slots"),
+        (["--join", "127.0.0.1:5", "--standby"], "--standby: expected --join etcd://"),
+        (["--join", "etcd://127.0.0.1:5/j", "--standby", "--task", "mlp-digits"], "expected it without --task"),
         (["--join", "127.0.0.1:5", "--address", "192.0.2.7"], "--address: expected one of this host's addresses"),
         (
             ["--join", "127.0.0.1:5", "--domain", "rack r1"],
