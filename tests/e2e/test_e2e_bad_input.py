@@ -166,7 +166,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 def fill(disk: Path) -> Path:
     """Leave no room; returns the file that takes it."""
     ballast = disk / "ballast"
-    with open(ballast, "wb", buffering=0) as file, contextlib.suppress(OSError):
+    with open(ballast, "ab", buffering=0) as file, contextlib.suppress(OSError):
         while file.write(b"\0" * 512):
             pass
     return ballast
@@ -175,7 +175,7 @@ def fill(disk: Path) -> Path:
 def test_a_full_disk_does_not_stop_training_and_costs_no_row(small_task: str, small_disk: Path) -> None:
     run_dir, hold = small_disk / "run", small_disk.with_name("hold")
     hold.touch()
-    pace = {"E2E_LANE_S": "0.03", "E2E_HOLD": str(hold)}
+    pace = {"E2E_LANE_S": "0.06", "E2E_HOLD": str(hold)}
     options = ["--workers", "2", "--run-dir", run_dir, "--steps", "60", "--set", "lanes=16"]
     with Running(small_task, *options, **pace) as job:
         job.wait_for_step(3)
@@ -183,6 +183,7 @@ def test_a_full_disk_does_not_stop_training_and_costs_no_row(small_task: str, sm
         written = max(row.step for row in read_rows(run_dir))
         while json.loads(everstep("status", run_dir, "--json").stdout)["step"] < written + 4:
             assert job.process.poll() is None, job.end()
+            fill(small_disk)  # again: an older checkpoint may have been deleted since
             written = max(row.step for row in read_rows(run_dir))
         ballast.unlink()
         hold.unlink()

@@ -7,9 +7,12 @@ and dark, go to the folder that SCREENSHOTS names.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
+import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -71,13 +74,17 @@ class Hurt:
         assert done.returncode == 0, done.stderr
 
     def fill(self) -> None:
-        with open(self.run_dir / "filler", "wb") as file, open("/dev/zero", "rb") as zeros:
-            try:
-                while True:
-                    file.write(zeros.read(65536))
-                    file.flush()
-            except OSError:
-                pass
+        """Again and again until the job ends, for an older checkpoint that is deleted makes room."""
+
+        def filling() -> None:
+            with open(self.run_dir / "filler", "ab", buffering=0) as file:
+                while self.job.process.poll() is None:
+                    with contextlib.suppress(OSError):
+                        file.write(b"\0" * 65536)
+                        continue
+                    time.sleep(0.05)
+
+        threading.Thread(target=filling, daemon=True).start()
 
     def finish(self) -> None:
         self.hold.unlink()
