@@ -158,7 +158,7 @@ def test_a_host_is_drained_leaves_and_joins_again(on_hosts: HostJobs) -> None:
     assert ports and all(29500 <= port <= 29515 for port in ports)
     agent = on_hosts.agent(2)
     job.wait_for("step_committed", lambda e: e["step"] >= 10)
-    listed = json.loads(everstep(on_hosts, "hosts", str(job.run_dir), "--json").stdout)["hosts"]
+    listed = json.loads(everstep(on_hosts, "hosts", str(job.run_dir), "--json").stdout)
     assert {"host2"} <= {one["name"] for one in listed}
     scaled = everstep(on_hosts, "scale", str(job.run_dir), "--workers", "4")
     assert scaled.returncode == 0, scaled.stderr

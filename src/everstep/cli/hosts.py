@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -16,30 +17,40 @@ from everstep.cli.job import read_job
 from everstep.cli.main import complain
 from everstep.cli.running import ask_running
 from everstep.report.words import aligned
+from everstep.runtime.address import COORDINATOR_FILE, read_address
 
 _CONNECT_S = 3.0
 
 
 @click.command()
 @click.argument("run_dir", metavar="DIR", type=click.Path(path_type=Path))
-@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+@click.option("--json", "as_json", is_flag=True, help="A list of JSON objects, one for each.")
 def hosts(run_dir: Path, as_json: bool) -> int:
     """Which hosts take part in the job that runs in DIR, and how each of them is."""
     read_job(run_dir)
-    found = ask_running(run_dir, "hosts", {})
+    found = ask_running(run_dir, "hosts", {}).get("hosts", [])
+    head = _head(found, read_address(run_dir / COORDINATOR_FILE).host)
     if as_json:
-        print(json.dumps(found))
+        print(json.dumps([{**host, "is_head": host["name"] == head} for host in found]))
         return 0
     rows = [["host", "address", "state", "slots", "workers", "rtt", "domains"]]
-    for host in found.get("hosts", []):
+    for host in found:
         workers = ", ".join(str(i) for i in host["workers"]) or "none"
         room = "any" if host["slots"] is None else str(host["slots"])
         labels = ",".join(f"{kind}={name}" for kind, name in host["domains"].items() if kind != "host")
         rtt = f"{host['rtt_ms']:.1f} ms"
-        rows.append([host["name"], host["address"] or "-", host["state"], room, workers, rtt, labels or "-"])
+        name = f"{host['name']} (head)" if host["name"] == head else host["name"]
+        rows.append([name, host["address"] or "-", host["state"], room, workers, rtt, labels or "-"])
     for line in aligned(rows):
         print(line)
     return 0
+
+
+def _head(found: Sequence[Mapping[str, Any]], address: str) -> str:
+    """The name of the host with the coordinator; "" where none of them has it. Its agent is named by that address
+    where others have the same one."""
+    there = [str(host["name"]) for host in found if host["address"] == address]
+    return address if address in there else next(iter(there), "")
 
 
 @click.command()

@@ -61,8 +61,12 @@ class Hit:
     def text(self) -> str:
         """All of it."""
         home = f" ({self.home})" if self.home else ""
-        more = f" ({self.reason})" if self.reason and self.cause is not Cause.KILLED else ""
-        return self.brief.replace(self.who, self.who + home, 1) + more if home else self.brief + more
+        return (self.brief.replace(self.who, self.who + home, 1) if home else self.brief) + self.more
+
+    @property
+    def more(self) -> str:
+        """The reason, where there is more to say than how."""
+        return f" ({self.reason})" if self.reason and self.cause is not Cause.KILLED else ""
 
 
 @dataclass
@@ -87,8 +91,11 @@ class Incident:
 
     @property
     def what(self) -> str:
-        """Who was struck, and how."""
-        return self._named([hit.text for hit in self.struck.values()], "; ")
+        """Who was struck, and how; once for all of whom the same is said."""
+        alike: dict[str, list[Hit]] = {}
+        for hit in self.struck.values():
+            alike.setdefault(hit.text if hit.home else hit.text.removeprefix(hit.who), []).append(hit)
+        return self._named([_all(hits) for hits in alike.values()], "; ")
 
     @property
     def brief(self) -> str:
@@ -317,6 +324,14 @@ class Incidents:
 
 def _reason(event: Event) -> str:
     return one_line(event.get("reason"), 240)
+
+
+def _all(hits: list[Hit]) -> str:
+    """All of it, of several with the same to say."""
+    first = hits[0]
+    if len(hits) == 1:
+        return first.text
+    return _together([hit.who for hit in hits], first.brief.removeprefix(first.who)) + first.more
 
 
 def _together(who: list[str], did: str) -> str:

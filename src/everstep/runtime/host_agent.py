@@ -255,6 +255,9 @@ class HostAgent:
         except ConfigError as error:
             self._leave(Left(2, str(error)))
             return
+        if not self._joining.parent:
+            room = f"{self._joining.room} slots" if self._joining.room else "any number of slots"
+            _say(f"takes part in {facts.task} as host {self._joining.host}, {room}")
         interval = self._host.config.heartbeat.interval_s
         self._link.beat_every(None if isinstance(interval, str) else float(interval))
         finds = isinstance(self._joining.where(), Path) or self._host.quarters.apart  # then another file is kept up
@@ -295,7 +298,7 @@ class HostAgent:
         if host is None or host.workers.none_live():
             alone = host is not None and host.workers.alone
             if self._ended is not None or alone:
-                self._leave(Left(0))
+                self._leave(_over(self._ended, self._joining))
             return
         if self._ended is None or now_s < self._deadline_s:
             return
@@ -303,7 +306,7 @@ class HostAgent:
         if patient and host.finishing():
             host.kill_idle()  # some worker still does what its script does after the last step
         elif "killed" in self._done:
-            self._leave(Left(0))
+            self._leave(_over(self._ended, self._joining))
         else:
             self._done.add("killed")
             host.workers.kill_all()
@@ -340,6 +343,11 @@ class HostAgent:
     def _notify(self, kind: str, why: Why | None = None, **fields: Any) -> None:
         said = vars(why) if why is not None else {}
         self._link.notice(kind, {"time_unix_ns": time.time_ns(), **said, **fields})
+
+
+def _over(ended: JobEnded | None, joining: Joining) -> Left:
+    """The job has ended; where its process is, that one says how."""
+    return Left(0, "" if ended is None or joining.parent else f"the job is over: {ended.state}")
 
 
 def _say(words: str) -> None:

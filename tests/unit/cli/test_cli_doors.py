@@ -21,6 +21,7 @@ from everstep.cli.main import run_command
 from everstep.protocol import messages as m
 from everstep.runtime import listening, wire
 from everstep.runtime.about import answer
+from everstep.runtime.address import address_of, announce
 from everstep.runtime.admission import why_not
 from everstep.runtime.context import Joining
 from everstep.runtime.devices import check_slots, default_slots, device_count
@@ -188,6 +189,25 @@ def test_how_many_ports_are_needed() -> None:
     check_ports("29500-29507", 4)
     with pytest.raises(ConfigError, match="expected at least 10 ports for 5 workers on a host"):
         check_ports("29500-29508", 5)
+
+
+def test_hosts_are_listed_with_the_head(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = {"state": "live", "slots": None, "workers": [0], "rtt_ms": 1.0, "domains": {}, "versions": {}}
+    places = {"10.0.0.1": "10.0.0.1", "b": "10.0.0.1", "c": "10.0.0.3"}
+    found = [{"name": name, "address": address, **told} for name, address in places.items()]
+    monkeypatch.setattr("everstep.cli.hosts.read_job", lambda run_dir: None)
+    monkeypatch.setattr("everstep.cli.hosts.ask_running", lambda *asked: {"hosts": found})
+    for address, head in (("10.0.0.1", "10.0.0.1"), ("10.0.0.3", "c"), ("10.0.0.9", None)):
+        announce(tmp_path / "coordinator.json", address_of(address, 29400))
+        assert run_command(["hosts", str(tmp_path), "--json"]) == 0
+        listed = json.loads(capsys.readouterr().out)
+        assert [host["name"] for host in listed if host["is_head"]] == ([head] if head else [])
+        assert [host["name"] for host in listed] == list(places)
+    announce(tmp_path / "coordinator.json", address_of("10.0.0.3", 29400))
+    assert run_command(["hosts", str(tmp_path)]) == 0
+    assert "c (head)" in capsys.readouterr().out
 
 
 def test_whether_others_answer(capsys: pytest.CaptureFixture[str]) -> None:

@@ -27,6 +27,8 @@ def test_a_host_whose_connections_have_all_ended_is_dead_after_a_second() -> Non
     world.wait(100 * MS)
     assert world.plan.generation == 2 and world.plan.worker_ids == (0, 1)
     assert world.plan.cause is Cause.HOST_LOST and "without a connection for 1.00 s" in world.plan.reason
+    known = {h["name"]: (h["state"], h["workers"]) for h in world.command("hosts").result["hosts"]}
+    assert known == {"a1": ("live", [0, 1]), "a2": ("gone", [])}
 
 
 def test_how_long_is_in_the_config() -> None:

@@ -48,6 +48,14 @@ def test_several_at_once_are_one_incident() -> None:
     assert done.incidents.open is None and len(done.incidents.missed()) == 1
 
 
+def test_a_lost_host_is_said_once() -> None:
+    why = {"cause": "host_lost", "reason": "host h2 is silent"}
+    lost = [{**killed(i, 5.8), **why} for i in (2, 3)]
+    events = [*trained(), *lost, plan(5.9, 2, [[0, 1]]), commit(11, 6.2)]
+    told = "workers 2, 3 were lost with their hosts (host h2 is silent); training went on"
+    assert lines(events)[0].startswith(told)
+
+
 def test_a_suspicion_that_was_wrong_and_one_that_was_right() -> None:
     suspected = event("worker_suspected", 8, worker_id=1, incarnation=0, cause="hung", reason="no progress for 3.0 s")
     assert lines([*trained(), suspected, commit(11, 9.0)]) == [

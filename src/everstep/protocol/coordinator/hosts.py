@@ -150,8 +150,8 @@ def _drain_as_wished(job: JobState, agent: Agent) -> None:
 
 
 def listed_hosts(job: JobState) -> list[dict[str, Any]]:
-    """What `everstep hosts --json` prints."""
-    return [_said(job, agent) for _, agent in sorted(job.agents.known.items())]
+    """All hosts that there are or were, with what each has said of itself."""
+    return [_said(job, agent) for _, agent in sorted({**job.agents.gone, **job.agents.known}.items())]
 
 
 def _said(job: JobState, agent: Agent) -> dict[str, Any]:
@@ -160,7 +160,7 @@ def _said(job: JobState, agent: Agent) -> dict[str, Any]:
         "address": agent.about.get("address", ""),
         "state": _state(job, agent),
         "slots": agent.room or None,
-        "workers": sorted(key.worker_id for key in agent.lives),
+        "workers": sorted(key.worker_id for key in agent.lives) if agent.agent_id in job.agents.known else [],
         "rtt_ms": agent.rtt_ms,
         "unheard_s": round(agent.detector.silence_ns(job.desk.now) / 1e9, 3),
         "domains": dict(job.agents.whereabouts.of_host(agent.agent_id, agent.host)),
@@ -171,8 +171,10 @@ def _said(job: JobState, agent: Agent) -> dict[str, Any]:
 def _state(job: JobState, agent: Agent) -> str:
     """joining, live, suspected, silent, draining or gone."""
     workers: Sequence[bool] = [w.ready for w in job.membership.living(sorted(agent.lives))]
+    if agent.agent_id not in job.agents.known:
+        return "gone"
     if agent.connection is None:
-        return "silent"
+        return "gone" if agent.draining and not agent.lives else "silent"
     if agent.detector.suspicion(job.desk.now).suspect:
         return "suspected"
     if agent.draining:

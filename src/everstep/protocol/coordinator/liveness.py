@@ -45,7 +45,7 @@ def agent_hello(job: JobState, connection: str, hello: m.AgentHello) -> None:
         _saw_life(job, agent, life)
     why = Why(Cause.EXITED, f"it no longer runs on host {agent.host}")
     if anew:
-        why = Why(Cause.HOST_LOST, f"the agent of its host {agent.host} died, and its workers with it")
+        why = Why(Cause.HOST_LOST, f"the agent of host {agent.host} died, and its workers with it")
     # Only what it listed before can be missing: a thousand agents need not look at a thousand workers each.
     for worker in job.membership.living(sorted(before - agent.lives)):
         if worker.agent_id == agent.agent_id:
@@ -269,7 +269,7 @@ def _silent(job: JobState, agent: Agent, reason: str) -> None:
     job.slots.not_run(agent.agent_id)
     job.desk.close(agent.connection, f"agent {agent.agent_id}: {reason}")
     for worker in workers:
-        why = Why(Cause.HOST_LOST, f"its host {agent.host} is silent: {reason}")
+        why = Why(Cause.HOST_LOST, f"host {agent.host} is silent: {reason}")
         evict(job, worker, why, kill=False, notice_ns=silence)
 
 

@@ -234,6 +234,7 @@ class Membership:
 
 HEARTBEAT_LEAST_NS = SECOND_NS // 5
 HEARTBEAT_MOST_NS = 5 * SECOND_NS
+GONE_MOST = 100
 
 
 @dataclass
@@ -362,11 +363,13 @@ class Agent:
 
 
 class Agents:
-    """All agents whose heartbeats are expected, by id. leaving: those that wish to leave, or have been drained."""
+    """All agents whose heartbeats are expected, by id. leaving: those that wish to leave, or have been drained. gone:
+    the last of those that were given up, and have not come back."""
 
     def __init__(self, desk: Desk) -> None:
         self.version = 0
         self.known: dict[str, Agent] = {}
+        self.gone: dict[str, Agent] = {}
         self.whereabouts = Whereabouts(desk)
         self._desk = desk
         self.leaving: set[str] = set()
@@ -385,6 +388,7 @@ class Agents:
         )
         self._desk.alarms.set(Alarm.AGENT, detector.next_change_ns(now), agent_id)
         agent = self.known[agent_id] = Agent(agent_id, host, detector)
+        self.gone.pop(agent_id, None)
         return agent
 
     def greet(self, agent: Agent, connection: str, hello: AgentHello) -> None:
@@ -426,7 +430,9 @@ class Agents:
     def remove(self, agent_id: str) -> None:
         """An agent is given up, for its silence."""
         self.version += 1
-        agent = self.known.pop(agent_id)
+        agent = self.gone[agent_id] = self.known.pop(agent_id)
+        if len(self.gone) > GONE_MOST:
+            del self.gone[next(iter(self.gone))]
         self.whereabouts.give_up(agent_id, agent.host, {name: other.detector for name, other in self.known.items()})
 
     def of(self, worker: Worker) -> Agent | None:
