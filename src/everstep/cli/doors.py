@@ -6,10 +6,11 @@ import ipaddress
 from collections.abc import Mapping
 from typing import Any
 
-from everstep.base.config import Config
+from everstep.base.config import Config, default_workers
 from everstep.base.doors import check_ports
 from everstep.base.errors import ConfigError
 from everstep.cli.beside import parse_listen
+from everstep.runtime.devices import default_slots
 from everstep.runtime.interfaces import address_on, check_own, interface_of
 
 EVERYWHERE = "0.0.0.0"
@@ -51,6 +52,17 @@ def head_doors(
             f"give {address_on(interface)}"
         )
     return {"network.address": host}, port
+
+
+def slots_here(given: Mapping[str, Any], world_size: int | None) -> int:
+    """How many workers this host runs if nobody says: one per device, or one; more where so many hosts as are to take
+    part would not do otherwise. given: what is set of the config, by dotted key. world_size: how many take part, None
+    if it is not known."""
+    hosts = world_size or given.get("hosts.min")
+    if hosts is None:
+        return default_slots()
+    workers = given.get("workers") or default_workers(given) or 1
+    return max(default_slots(), -(-workers // max(1, hosts)))
 
 
 def _is_address(text: str) -> bool:

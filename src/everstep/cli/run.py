@@ -9,6 +9,7 @@ import os
 import re
 import shlex
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ import click
 from everstep.base.cause import Cause, Why
 from everstep.base.config import Config, load_config, parse_set, read_layers
 from everstep.base.domains import found_domains
+from everstep.base.doors import is_loopback
 from everstep.base.errors import ConfigError
 from everstep.base.foreign import foreign_launcher
 from everstep.chaos.spec import parse, strikes_of
@@ -34,7 +36,7 @@ from everstep.cli.beside import (
 from everstep.cli.conclusion import end_of, lacking_rows, say_the_end
 from everstep.cli.config_file import read_config_file
 from everstep.cli.display import Watcher, choose_display, summary
-from everstep.cli.doors import check_own_ports, head_doors
+from everstep.cli.doors import check_own_ports, head_doors, slots_here
 from everstep.cli.job import (
     JobFile,
     Request,
@@ -146,7 +148,9 @@ class _Run(click.Command):
 @click.option("--require-signature", "key_file", metavar="KEY", help="Begin with no checkpoint that it did not sign.")
 @click.option("--listen", metavar="ADDR:PORT", help="Let agents join there; port 0 is any. Sets network.address.")
 @click.option("--address", "told", metavar="IP", help="Of --listen 0.0.0.0:PORT: which address others are told.")
-@click.option("--slots", type=click.IntRange(1), help="Of --listen: run so many workers on this host at most.")
+@click.option(
+    "--slots", type=click.IntRange(1), help="Of --listen, --rank: workers on this host at most (one per device, or 1)."
+)
 @click.option("--domain", metavar="K=V,...", help=DOMAIN_HELP)
 @click.option("--rank", type=click.IntRange(0), help="Which of the hosts this is: the job's head is on 0.")
 @click.option("--world-size", type=click.IntRange(1), help="Of --rank: how many hosts take part.")
@@ -210,13 +214,16 @@ def command(
             raise ConfigError(f"--listen: expected none, as hosts meet by themselves: {foreign.words()}")
         return adopt(foreign, spec.short, click.get_current_context().meta[_ARGS], load_config(layers))
     if rank and listen is not None:
-        return take_part_in(listen, slots, load_config(layers), domains)
+        given = read_layers([*layers, ("options", _said(options))])
+        return take_part_in(listen, slots or slots_here(given, world_size), load_config(layers), domains)
     doors, port = head_doors(listen, told, read_layers(layers), local=not no_local_workers)
     options |= doors
-    layers.append(("options", {key: value for key, value in options.items() if value is not None}))
+    layers.append(("options", _said(options)))
     request = Request(tuple(layers), batch_size, simulate_failure)
     run_dir = run_dir or default_run_dir(spec)
     given = read_layers(request.layers)
+    if port is not None and not is_loopback(given["network.address"]):
+        slots = slots or slots_here(given, world_size)
     token = _token(given.get("security.token_file"), listen)
     key = read_public_key(key_file) if key_file is not None else None
     if dashboard:
@@ -230,6 +237,10 @@ def command(
         local = not no_local_workers
         invocation = Invocation(*first, port, token, local, slots or 0, key, domains)
         return _run_or_show(invocation, dry_run)
+
+
+def _said(options: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in options.items() if value is not None}
 
 
 def _token(path: str | None, listen: str | None) -> bytes | None:

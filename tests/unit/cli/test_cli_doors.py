@@ -16,7 +16,7 @@ import pytest
 from everstep.base.config import load_config, to_dict
 from everstep.base.doors import check_ports, is_loopback, parse_ports
 from everstep.base.errors import ConfigError, EverstepError
-from everstep.cli.doors import head_doors
+from everstep.cli.doors import head_doors, slots_here
 from everstep.cli.main import run_command
 from everstep.protocol import messages as m
 from everstep.runtime import listening, wire
@@ -313,6 +313,20 @@ def test_slots_are_as_many_as_devices_or_one(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr("everstep.runtime.devices.device_count", lambda: 4)
     assert default_slots() == 4
     check_slots("cpu", 100)
+
+
+def test_how_many_workers_a_host_runs_if_nobody_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    for devices, given, world_size, slots in (
+        (0, {"workers": 8}, None, 1),
+        (4, {"workers": 8}, None, 4),
+        (0, {"workers": 8}, 3, 3),
+        (4, {"workers": 8}, 3, 4),
+        (0, {"stages": 2, "pool": 3}, 2, 3),
+        (0, {"workers": 6, "hosts.min": 2}, None, 3),
+        (0, {}, 2, 1),
+    ):
+        monkeypatch.setattr("everstep.runtime.devices.device_count", lambda devices=devices: devices)
+        assert slots_here(given, world_size) == slots, (devices, given, world_size)
 
 
 def test_an_agent_offers_so_many_and_warns_of_a_clock_that_is_off(
