@@ -147,6 +147,7 @@ def started(tmp_path: Path) -> Iterator[Started]:
 
 
 OVER = m.JobEnded(state="completed", cause=Cause.COMPLETED, reason="step 9 was the last", exit_code=0)
+WENT = Left(0, "the job is over: completed")
 
 
 def test_it_starts_what_it_is_told_to_with_what_it_was_told(started: Started) -> None:
@@ -193,13 +194,13 @@ def test_when_the_job_is_over_it_waits_for_its_workers_and_leaves(started: Start
     started.server.workers[0].terminate()
     started.server.exited(request)
     assert started.coordinator.notice("host_left")["reached"] == 7
-    assert started.end() == Left(0)
+    assert started.end() == WENT
 
 
 def test_a_job_that_is_over_before_it_knew_it(started: Started) -> None:
     started.coordinator.hear(m.AgentHello)
     started.coordinator.say(OVER)
-    assert started.end() == Left(0)
+    assert started.end() == WENT
     assert started.server.process.poll() is not None
 
 
@@ -276,7 +277,7 @@ def test_a_run_directory_that_is_not_here_is_made_up_for_by_a_private_one(
     while not (tmp_path / "events.jsonl").exists():
         started.coordinator.say(gathering.take(started.coordinator.hear(m.FilePiece)))
     started.server.exited({"context": context})
-    assert started.end() == Left(0)
+    assert started.end() == WENT
     assert not own.exists(), "the job is done"
 
 
@@ -307,7 +308,7 @@ def test_while_a_worker_finishes_after_its_time_the_agent_sleeps(
     assert slept.wait(PATIENCE_S / 3)
     started.server.workers[0].terminate()
     started.server.exited(request)
-    assert started.end() == Left(0)
+    assert started.end() == WENT
 
 
 def test_a_signal_ends_its_workers_at_once(started: Started) -> None:
@@ -381,7 +382,7 @@ def test_a_stopped_worker_keeps_no_job_from_ending(started: Started, monkeypatch
     started.coordinator.say(OVER)
     started.server.exited(request)
     assert started.server.workers[0].returncode == -signal.SIGKILL
-    assert started.end() == Left(0)
+    assert started.end() == WENT
 
 
 def test_without_a_coordinator_the_workers_are_asked_to_end_the_job_and_it_leaves_after_them(started: Started) -> None:
@@ -424,7 +425,7 @@ def test_who_was_told_of_the_end_before_leaves_as_it_was_told(started: Started) 
     started.coordinator.say(BYE)
     started.server.workers[0].terminate()
     started.server.exited(request)
-    assert started.end() == Left(0)
+    assert started.end() == WENT
 
 
 def test_who_has_lost_the_job_says_so_every_ten_seconds_and_gives_up_in_the_end() -> None:
