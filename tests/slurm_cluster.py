@@ -19,6 +19,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from engines_harness import booted
+
 if TYPE_CHECKING:
     from net import Host
 
@@ -58,8 +60,6 @@ PreemptMode=REQUEUE
 PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP PriorityTier=1
 PartitionName=urgent Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=10
 """
-_ON_HOST = 'hostname "$0"; mount -t tmpfs tmpfs /dev/shm; mount --bind "$1" /etc/hosts; shift; exec "$@"'
-"""Not by `ip netns exec`, which hides the cgroups that slurmd looks for."""
 
 
 def why_not() -> str:
@@ -155,10 +155,7 @@ class Slurm:
 
     def _start(self, name: str, command: list[str], host: int | None = None) -> None:
         if host is not None and self._hosts:
-            its = self._hosts[host]
-            inside = ["nsenter", f"--net=/run/netns/{its.namespace}", "unshare", "--mount", "--uts", "--ipc", "--pid"]
-            inside += ["--fork", "--kill-child", "--mount-proc", "sh", "-c", _ON_HOST, its.name]
-            command = [*inside, f"/etc/netns/{its.namespace}/hosts", *command]
+            command = [*booted(self._hosts[host]), *command]
         with open(self.folder / f"{name}.out", "ab") as out:
             self._processes[name] = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True
