@@ -8,11 +8,15 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from everstep.cli.ledger import audit_run
 from job_harness import LIMIT_S, Job, same
 
+if TYPE_CHECKING:
+    from net import Host
+
+_ON_HOST = 'hostname "$0"; mount -t tmpfs tmpfs /dev/shm; mount --bind "$1" /etc/hosts; shift; exec "$@"'
 PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 SCRIPT = """
 import contextlib, json, os, sys, time
@@ -84,6 +88,31 @@ class Launched(Job):
     def said(self) -> str:
         """All that launcher and job have said."""
         return self.run_dir.with_suffix(".err").read_text(errors="replace")
+
+
+def booted(host: Host) -> list[str]:
+    """What starts a command on a host as a daemon of it, in a shell's words too; unlike `ip netns exec` this leaves the
+    cgroups to be seen that slurmd looks for. It ends with `Host.kill`."""
+    inside = [
+        "nsenter",
+        f"--net=/run/netns/{host.namespace}",
+        "unshare",
+        "--mount",
+        "--uts",
+        "--ipc",
+        "--pid",
+        "--fork",
+    ]
+    return [
+        *inside,
+        "--kill-child",
+        "--mount-proc",
+        "sh",
+        "-c",
+        _ON_HOST,
+        host.name,
+        f"/etc/netns/{host.namespace}/hosts",
+    ]
 
 
 def clean(more: Mapping[str, str] | None = None) -> dict[str, str]:

@@ -56,7 +56,7 @@ TIERS = {
     ],
     "engines": [
         tests(f"engines/test_engines_{name}.py", EVERSTEP_TEST_ENGINES="all")
-        for name in ("torchrun", "mpirun", "slurm", "ssh", "ray")
+        for name in ("torchrun", "mpirun", "slurm", "srun_hosts", "ssh", "ray", "frameworks")
     ],
     "kills": [
         tests("chaos/test_chaos_checkpoints.py", EVERSTEP_TEST_KILLS="200"),

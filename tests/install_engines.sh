@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Slurm, Open MPI, sshd and Ray for the tests of the engines, as far as they can be had
+# Slurm, Open MPI, sshd, Ray, Accelerate and DeepSpeed for the tests of the engines, as far as they can be had
 # (Debian, root); tests of what is missing are skipped. The Python packages go into a folder of their own ($1).
 packages="slurm-wlm munge openmpi-bin openssh-server"
 if ! { command -v slurmctld && command -v munged && command -v mpirun && command -v sshd; } >/dev/null; then
@@ -13,4 +13,9 @@ fi
 python=$(dirname "$0")/../.venv/bin/python
 timeout 600 "$python" -m pip install --quiet --upgrade --target "$1" "ray>=2.40,<3" >/dev/null 2>&1 ||
   echo "not installed (ray): the tests that need it are skipped"
+# Without what they depend on: another torch. What their launchers import of it by name.
+imported="huggingface_hub safetensors packaging pyyaml psutil einops hjson ninja msgpack py-cpuinfo pydantic tqdm filelock"
+{ timeout 300 "$python" -m pip install --quiet --upgrade --target "$1" $imported &&
+  timeout 600 "$python" -m pip install --quiet --upgrade --target "$1" --no-deps "accelerate>=1,<2" "deepspeed>=0.16,<1"; } \
+  >/dev/null 2>&1 || echo "not installed (accelerate, deepspeed): the tests that need them are skipped"
 exit 0

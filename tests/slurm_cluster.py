@@ -1,4 +1,5 @@
-"""A small Slurm of one machine for tests: one controller, and nodes that are processes of it, told apart by ports.
+"""A small Slurm for tests: one controller, and nodes that are processes of this machine, told apart by ports, or hosts
+in namespaces of their own.
 
 Needs root, and slurmctld, slurmd and munged.
 """
@@ -14,12 +15,19 @@ import socket
 import subprocess
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+from engines_harness import booted
+
+if TYPE_CHECKING:
+    from net import Host
 
 PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "scontrol")
 _CONF = """
 ClusterName=everstep
-SlurmctldHost={host}(127.0.0.1)
+SlurmctldHost={host}({address})
 SlurmctldPort={port}
 SlurmUser=root
 SlurmdUser=root
@@ -63,9 +71,10 @@ def why_not() -> str:
 
 
 class Slurm:
-    """Nodes n0, n1, ...; all is ended by `close`."""
+    """Nodes n0, n1, ...; all is ended by `close`. hosts: the controller's and the nodes', who end what runs on them."""
 
-    def __init__(self, nodes: int) -> None:
+    def __init__(self, nodes: int, hosts: Sequence[Host] = ()) -> None:
+        self._hosts = hosts
         self.folder = Path(tempfile.mkdtemp(prefix="evs"))  # short: sockets lie in it
         self.environment = {"SLURM_CONF": str(self.folder / "slurm.conf")}
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
@@ -76,17 +85,27 @@ class Slurm:
         key.chmod(0o600)
         host, port, *ports = socket.gethostname().partition(".")[0], *_ports(nodes + 1)
         shape = "CPUs=8 Boards=1 SocketsPerBoard=1 CoresPerSocket=8 ThreadsPerCore=1 RealMemory=4000 State=UNKNOWN"
+        names = [(h.name, h.address) for h in hosts] or [(host, "127.0.0.1")] * (nodes + 1)
         lines = [
-            f"NodeName=n{i} NodeHostname={host} NodeAddr=127.0.0.1 Port={its} {shape}" for i, its in enumerate(ports)
+            f"NodeName=n{i} NodeHostname={name} NodeAddr={address} Port={its} {shape}"
+            for i, (its, (name, address)) in enumerate(zip(ports, names[1:], strict=True))
         ]
-        text = _CONF.format(host=host, port=port, folder=self.folder, nodes="\n".join(lines))
+        own = {"host": names[0][0], "address": names[0][1], "port": port}
+        text = _CONF.format(**own, folder=self.folder, nodes="\n".join(lines))
         (self.folder / "slurm.conf").write_text(text)
+        try:
+            self._begin(key, nodes)
+        except BaseException:
+            self.close()
+            raise
+
+    def _begin(self, key: Path, nodes: int) -> None:
         munge = ["munged", "--foreground", "--force", "--key-file", str(key), "--socket", f"{self.folder}/munge"]
         for name in ("pid", "log", "seed"):
             munge += [f"--{name}-file", f"{self.folder}/munge.{name}"]
         self._start("munge", munge)
         _until(lambda: (self.folder / "munge").exists(), "munge", 30.0)
-        self._start("controller", ["slurmctld", "-D", "-f", self.environment["SLURM_CONF"]])
+        self._start("controller", ["slurmctld", "-D", "-f", self.environment["SLURM_CONF"]], 0)
         for i in range(nodes):
             self.start(i)
         idle = ("sinfo", "-h", "-N", "-p", "main", "-t", "idle", "-o", "%N")
@@ -95,15 +114,20 @@ class Slurm:
     def run(self, *command: str) -> str:
         """What a command of Slurm prints."""
         environment = {**os.environ, **self.environment}
+        inside = ("ip", "netns", "exec", self._hosts[0].namespace) if self._hosts else ()
+        command = (*inside, *command)
         return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60.0).stdout
 
     def start(self, node: int) -> None:
         """Start a node."""
         command = ["slurmd", "-D", "-N", f"n{node}", "-f", self.environment["SLURM_CONF"], "-M"]
-        self._start(f"n{node}", command)
+        self._start(f"n{node}", command, node + 1)
 
     def kill(self, node: int) -> None:
         """As if the node had lost its power: its daemons are stopped before anything dies, so that none reports it."""
+        if self._hosts:
+            self._hosts[node + 1].kill()
+            return
         mark = f"SLURMD_NODENAME=n{node}".encode()
         jobs = [pid for pid in _pids() if mark in _environment(pid)]
         daemons = {self._processes[f"n{node}"].pid}
@@ -129,7 +153,9 @@ class Slurm:
                 process.wait()
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    def _start(self, name: str, command: list[str]) -> None:
+    def _start(self, name: str, command: list[str], host: int | None = None) -> None:
+        if host is not None and self._hosts:
+            command = [*booted(self._hosts[host]), *command]
         with open(self.folder / f"{name}.out", "ab") as out:
             self._processes[name] = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True

@@ -1,16 +1,23 @@
-"""A script that mpirun starts as several processes is one job, which heals without mpirun ending it."""
+"""A script that mpirun starts as several processes is one job, which heals without mpirun ending it; one on
+three hosts goes on when it is started again."""
 
 from __future__ import annotations
 
 import os
+import secrets
+import shlex
 import shutil
 import signal
+import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from net import Net
 
-from engines_harness import Launched, check, hold
+from engines_harness import Launched, booted, check, clean, hold
+from job_harness import LIMIT_S, Job, same
 
 MPIRUN = shutil.which("mpirun")
 pytestmark = [
@@ -41,3 +48,40 @@ def test_a_worker_that_dies_heals(tmp_path: Path, script: Path, alone: Path) -> 
     finally:
         job.close()
     assert "mpirun" not in job.said, job.said
+
+
+def test_a_host_of_mpirun_dies(net: Net, tmp_path: Path, script: Path, alone: Path) -> None:
+    """Open MPI ends what it has started when it loses a host; the same command with another one goes on."""
+    run_dir = tmp_path / "run"
+    held = hold(run_dir, 1.0)
+    reach = tmp_path / "reach"
+    cases = [f'{host.name}) shift; exec {shlex.join(booted(host))} sh -c "$*" ;;' for host in net.hosts]
+    reach.write_text("\n".join(["#!/bin/sh", 'case "$1" in', *cases, "esac"]))
+    reach.chmod(0o755)
+    first, _, third, fourth = net.hosts
+    environment = {"EVERSTEP_TOKEN": secrets.token_hex(32), "MASTER_ADDR": first.address}
+    options = ["-np", "3", "--map-by", "node", "--bind-to", "none", "--allow-run-as-root"]
+    options += ["--mca", "plm_rsh_agent", str(reach), *(word for name in environment for word in ("-x", name))]
+
+    def begin(*names: str) -> subprocess.Popen[bytes]:
+        command = [str(MPIRUN), "--host", ",".join(names), *options, sys.executable, str(script), str(run_dir)]
+        return first.start(command, run_dir.with_suffix(".err"), clean(environment))
+
+    mpirun = begin("host1", "host2", "host3")
+    job = Job(run_dir, "mpirun on three hosts", mpirun.pid)
+    full = job.wait_for("generation_started", lambda e: len(e["workers"]) == 3)
+    job.wait_for("step_committed")
+    third.kill()
+    assert mpirun.wait(LIMIT_S) != 0
+    again = begin("host1", "host2", fourth.name)
+    job = Job(run_dir, "mpirun on three hosts", again.pid)
+    new = job.wait_for("generation_started", lambda e: len(e["workers"]) == 3 and e["time_unix_ns"] > later(full))
+    held.unlink()
+    assert again.wait(LIMIT_S) == 0, job.account()
+    same(alone, job)
+    joined = {e["host"] for e in job.of_kind("worker_joined") if later(full) < e["time_unix_ns"] < later(new)}
+    assert joined == {first.address, "host2-1", "host4-2"}
+
+
+def later(event: dict[str, Any]) -> int:
+    return int(event["time_unix_ns"])

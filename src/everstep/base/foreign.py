@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from everstep.base.errors import ConfigError
@@ -17,6 +17,7 @@ from everstep.base.errors import ConfigError
 Part = Literal["job", "agent", "waiting"]
 
 _NUMBER = re.compile(r"[0-9]{1,7}")
+_LOCAL_RANK = re.compile(r"--local[-_]rank=([0-9]{1,7})")
 _TASKS = re.compile(r"(\d{1,7})(?:\(x(\d{1,7})\))?")
 
 
@@ -69,6 +70,12 @@ class Foreign(NamedTuple):
             raise ConfigError(
                 f"{self.words()} and {self.local_rank} of {self.local_size} on this host, which cannot be: {INSTEAD}"
             )
+
+    def script_words(self, argv: Sequence[str]) -> list[str]:
+        """The script's arguments without what the launcher has put before them (--local_rank=N of deepspeed): workers
+        have LOCAL_RANK of their own."""
+        found = _LOCAL_RANK.fullmatch(argv[0]) if argv else None
+        return list(argv[1:] if found and int(found[1]) == self.local_rank else argv)
 
     def refuse(self, where: str) -> ConfigError:
         """For a place in which no process can become another. where: "a notebook", ..."""
@@ -144,6 +151,16 @@ def foreign_launcher(environ: Mapping[str, str]) -> Foreign | None:
         address = environ.get("MASTER_ADDR", "")
         return Foreign(known.launcher, rank, size, local_rank, local_size, identity, address, port, store)
     return None
+
+
+def check_numbered(environ: Mapping[str, str]) -> None:
+    """Raises: ConfigError in the one process that accelerate has started where it was asked for several: on CPUs it
+    leaves the others to mpirun, or to other machines, and tells none of them which it is."""
+    if "ACCELERATE_MIXED_PRECISION" in environ and "MASTER_ADDR" in environ and "RANK" not in environ:
+        raise ConfigError(
+            "started by accelerate, which was asked for several processes, as one that is not told which of them it "
+            f"is: 'everstep run SCRIPT --workers N', 'accelerate launch --multi_gpu', or {INSTEAD}"
+        )
 
 
 def left_alone(environ: Mapping[str, str]) -> dict[str, str]:

@@ -8,12 +8,15 @@ import shlex
 import shutil
 import socket
 import subprocess
+import sys
 from collections.abc import Sequence
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
 import click
 
+from everstep.base.config import load_config, parse_set
 from everstep.base.errors import ConfigError
 from everstep.cli.engines import kubernetes, ray_cluster, slurm, ssh
 from everstep.cli.engines.launch import Launch
@@ -26,7 +29,8 @@ from everstep.runtime.private import close_folder
 from everstep.runtime.process import own_command
 
 _ARGV = "everstep.argv"
-_OURS = ("--run-dir", "--slots", "--listen", "--rank", "--world-size", "--master-addr", "--master-port", "--dry-run")
+_OURS = ("--run-dir", "--workers", "--slots", "--listen", "--rank", "--world-size", "--master-addr", "--master-port")
+_OURS_OF_SBATCH = ("array", "nodes", "ntasks", "ntasks-per-node", "requeue", "no-requeue", "signal", "wrap", "parsable")
 
 
 class _Launch(click.Command):
@@ -66,10 +70,13 @@ def launch_of(words: Sequence[str], hosts: int, slots: int, run_dir: Path | str,
         raise ConfigError(
             "expected TASK and the options of 'everstep run', got " + (repr(words[0]) if words else "none")
         )
-    taken = [word for word in words[1:] if word.partition("=")[0] in _OURS]
+    taken = [word for word in words[1:] if word.partition("=")[0] in (*_OURS, "--dry-run")]
     if taken:
         raise ConfigError(f"{taken[0]}: expected none here, it is launch's to say")
-    run_command.make_context("everstep run", list(words))
+    if not str(run_dir).isprintable():  # it stands in lines of scripts
+        raise ConfigError(f"--run-dir: expected a path of printable characters, got {str(run_dir)!r}")
+    given = run_command.make_context("everstep run", list(words)).params
+    load_config([(f"--set {text}", dict([parse_set(text)])) for text in given["settings"]])
     name = re.sub(r"[^a-z0-9]+", "-", Path(words[0].partition(":")[0]).stem.lower()).strip("-")[:30] or "task"
     argv = click.get_current_context().meta[_ARGV]
     return Launch(f"everstep-{name}", words[0], tuple(words[1:]), argv, hosts, slots, str(run_dir), python or "")
@@ -106,8 +113,10 @@ def launch_slurm(
 ) -> int:
     """Submit TASK as an array of one element per host: lost and preempted ones come back, the others go on."""
     for text in extra:
-        if not re.fullmatch(r"[a-z][a-z-]*(=[^\n]*)?", text):
+        if not re.fullmatch(r"[a-z][a-z-]+(=.+)?", text) or not text.isprintable():
             raise ConfigError(f"--sbatch: expected NAME=VALUE such as partition=gpu, got {text!r}")
+        if text.partition("=")[0] in _OURS_OF_SBATCH:
+            raise ConfigError(f"--sbatch {text}: expected none here, it is launch's to say (--hosts, --notice)")
     run_dir = run_dir.resolve()
     spec = _local(words)
     text = slurm.script(launch_of(spec, hosts, slots, run_dir, python or own_command("everstep")[0]), extra, notice_s)
@@ -258,7 +267,18 @@ def launch_ray(
 
 def _local(words: tuple[str, ...]) -> tuple[str, ...]:
     """With the task as the hosts know it, who share the file system. Raises: ConfigError if it is none."""
-    return (parse_task(words[0]).canonical, *words[1:]) if words and not words[0].startswith("-") else words
+    if not words or words[0].startswith("-"):
+        return words
+    spec = parse_task(words[0])
+    parse_task(spec.canonical)
+    if spec.kind == "module" and not _is_there(spec.where.partition(".")[0]):
+        raise ConfigError(f"task {words[0]!r}: there is no module {spec.where} here")
+    return (spec.canonical, *words[1:])
+
+
+def _is_there(package: str) -> bool:
+    """Whether it can be imported, as `everstep run` would; nothing is."""
+    return PathFinder.find_spec(package, [*sys.path, os.getcwd()]) is not None
 
 
 def _prepare(run_dir: Path, name: str, text: str) -> Path:

@@ -50,7 +50,7 @@ def folder_of(address: str) -> Path | None:
 
 def moves(address: str) -> bool:
     """Whether the job's coordinator may be elsewhere later, and this host has to look for it by itself."""
-    return address.startswith(SCHEME) or "," in address
+    return address.startswith(SCHEME) or len(places_in(address)) > 1
 
 
 def looking(address: str, token: bytes | None, config: Config) -> Callable[[], Where | None]:

@@ -62,6 +62,7 @@ from everstep.cli.run_dir import (
     default_run_dir,
     find_start,
     inspect,
+    named_directory,
     set_aside,
 )
 from everstep.cli.standby import begin_leased, leaders_work
@@ -138,7 +139,12 @@ class _Run(click.Command):
 @click.option("--steps", type=int, help="End after so many updates.")
 @click.option("--epochs", type=int, help="End after so many passes over the data.")
 @click.option("--batch-size", type=int, help="Global batch: lanes x micro_batch; sets micro_batch.")
-@click.option("--run-dir", type=click.Path(path_type=Path), help="Where the job lives (runs/<task>-<time>).")
+@click.option(
+    "--run-dir",
+    type=click.Path(path_type=Path),
+    callback=named_directory,
+    help="Where the job lives (runs/<task>-<time>).",
+)
 @click.option("--config", "config_file", type=click.Path(path_type=Path), help="YAML file of config keys.")
 @click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="Set a config key; may be repeated.")
 @click.option("--chaos", help='Scripted faults, e.g. "kill:target=worker:2,at=30; stop:target=random,at=50,for=5".')

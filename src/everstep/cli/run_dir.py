@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import click
+
 from everstep.base.config import Config
 from everstep.base.config_keys import CheckpointConfig
 from everstep.base.errors import BlobMissing, CheckpointCorrupt, ConfigError, StoreError
@@ -50,6 +52,16 @@ def in_runs(prefix: str) -> Path:
     with contextlib.suppress(OSError):
         close_folder(RUNS)
     return RUNS / f"{prefix}-{time.strftime(_TIME)}"
+
+
+def named_directory(ctx: click.Context, parameter: click.Parameter, value: Path | None) -> Path | None:
+    """Callback of an option: "--run-dir --steps" lacks its value, and "--steps" is no directory to make.
+
+    Raises: ConfigError.
+    """
+    if value is not None and str(value).startswith("-"):
+        raise ConfigError(f"--run-dir: expected a directory, got {str(value)!r} (one of that name: ./{value})")
+    return value
 
 
 def default_run_dir(spec: TaskSpec) -> Path:

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 from everstep.base.config import dotted
 from everstep.base.errors import ConfigError
-from everstep.base.foreign import Foreign, foreign_launcher
+from everstep.base.foreign import Foreign, check_numbered, foreign_launcher
 from everstep.runtime.process import own_command
 from everstep.train.unsupported import refuse_group
 
@@ -41,7 +41,8 @@ def become_job(given: Mapping[str, Any], run_dir: Path | None) -> None:
         if foreign is not None:
             foreign.check()
             refuse_group()
-            _go_on_as(command_of(foreign, program, sys.argv[1:], given, run_dir))
+            _go_on_as(command_of(foreign, program, foreign.script_words(sys.argv[1:]), given, run_dir))
+        check_numbered(os.environ)
     except (ConfigError, OSError) as error:
         print(f"everstep.join: error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
         raise SystemExit(2) from None

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from everstep.base.errors import ConfigError
-from everstep.base.foreign import Foreign, derived_ports, first_host, foreign_launcher, left_alone
+from everstep.base.foreign import Foreign, check_numbered, derived_ports, first_host, foreign_launcher, left_alone
 
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "x", "RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
 SRUN = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "8", "SLURM_JOB_ID": "7"}
@@ -77,6 +77,30 @@ def test_what_cannot_become_one_job_is_refused(environ: dict[str, str], words: s
     with pytest.raises(ConfigError, match=words) as caught:
         foreign.check()
     assert "everstep agent --join" in str(caught.value)
+
+
+def test_what_a_launcher_says_to_a_script_is_not_the_scripts() -> None:
+    found = foreign_launcher(DEEPSPEED)
+    assert found is not None
+    assert found.script_words(["--local_rank=0", "data", "--local_rank=0"]) == ["data", "--local_rank=0"]
+    assert found.script_words(["--local-rank=0"]) == found.script_words([]) == []
+    for kept in (
+        ["--local_rank=1", "data"],
+        ["data", "--local_rank=0"],
+        ["--local_rank", "0"],
+        ["--local_rank=\u0660"],
+    ):
+        assert found.script_words(kept) == kept
+
+
+def test_one_of_several_that_is_not_told_which_is_refused() -> None:
+    """What accelerate starts on a CPU, on each of its machines."""
+    alone = {"ACCELERATE_USE_CPU": "True", "ACCELERATE_MIXED_PRECISION": "no"}
+    several = {**alone, "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
+    for environ in (alone, {"MASTER_ADDR": "10.0.0.1"}, {**several, **TORCHRUN, "WORLD_SIZE": "1", "RANK": "0"}):
+        check_numbered(environ)
+    with pytest.raises(ConfigError, match=r"started by accelerate.*--multi_gpu.*everstep agent --join"):
+        check_numbered(several)
 
 
 def test_one_start_on_one_host_has_one_key() -> None:

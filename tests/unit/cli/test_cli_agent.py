@@ -13,6 +13,7 @@ from everstep.base.errors import ConfigError
 from everstep.cli import agent
 from everstep.cli.job import check_network
 from everstep.cli.main import run_command
+from everstep.cli.meeting import moves
 from everstep.runtime import wire
 
 
@@ -100,6 +101,11 @@ def test_addresses_of_a_job(argv: list[str], expected: str, tmp_path: Path, caps
     script.touch()
     code, words = said(capsys, "run", str(script), "--dry-run", *argv)
     assert code == 2 and expected in words and words.count("\n") == 1, words
+
+
+def test_a_comma_in_the_name_of_a_directory_is_no_second_address() -> None:
+    assert not moves("file:///runs/a,b") and not moves("10.0.0.1:29400")
+    assert moves("10.0.0.1:29400,10.0.0.2:29400") and moves("etcd://10.0.0.1/jobs/mine")
 
 
 def test_where_nothing_can_listen() -> None:

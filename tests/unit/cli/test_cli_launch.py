@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,14 @@ def printed(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
         (["slurm", "resnet18-digits", "--hosts", "2", "--run-dir", "r", "--steps", "x"], "--steps"),
         (["slurm", "resnet18-digits", "--hosts", "2", "--run-dir", "r", "--listen", "a:1"], "--listen: expected none"),
         (["slurm", "resnet18-digits", "--hosts", "2", "--run-dir", "r", "--sbatch", "a\nb"], "--sbatch: expected"),
+        (["slurm", "resnet18-digits", "--hosts", "2", "--run-dir", "r", "--sbatch", "comment="], "--sbatch: expected"),
+        (["slurm", "resnet18-digits", "--hosts", "2", "--run-dir", "r", "--sbatch", "array=0-9"], "launch's to say"),
+        (["slurm", "resnet18-digits", "--hosts", "2", "--run-dir", "r", "--workers", "9"], "--workers: expected none"),
+        (["slurm", "resnet18-digits", "--hosts", "2", "--run-dir", "a\nreboot"], "--run-dir: expected a path of"),
+        (["slurm", "resnet18-digits", "--hosts", "2", "--run-dir", "r", "--set", "lanes"], "expected key=value"),
+        (["slurm", "resnet18-digits", "--hosts", "2", "--run-dir", "r", "--set", "lanez=3"], "lanez"),
+        (["slurm", "no_such_module:Task", "--hosts", "2", "--run-dir", "r"], "there is no module no_such_module"),
+        (["slurm", "no-such-file.py", "--hosts", "2", "--run-dir", "r"], "there is no file no-such-file.py"),
         (["slurm", "no-such-task", "--hosts", "2", "--run-dir", "r"], "no-such-task"),
         (["k8s", "resnet18-digits", "--hosts", "2", "--claim", "c"], "--image"),
         ([*K8S[1:], "--hosts", "2", "--memory", "lots"], "--memory: expected 4, 500m or 16Gi"),
@@ -65,7 +74,7 @@ def test_a_script_for_sbatch(capsys: pytest.CaptureFixture[str], tmp_path: Path)
         "--sbatch",
         "partition=gpu",
         "--set",
-        "lr=1",
+        "seed=1",
         "--steps=5",
     ]
     (tmp_path / "t.py").touch()
@@ -74,8 +83,54 @@ def test_a_script_for_sbatch(capsys: pytest.CaptureFixture[str], tmp_path: Path)
     assert "#SBATCH --signal=B:USR1@60\n" in text
     assert 'scontrol requeue "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"\n' in text
     job = next(line for line in text.splitlines() if " run " in line)
-    assert "--workers 6 --slots 2" in job and job.endswith("""--set lr=1 --steps=5 -- --lr 'it'"'"'s' &""")
+    assert "--workers 6 --slots 2" in job and job.endswith("""--set seed=1 --steps=5 -- --lr 'it'"'"'s' &""")
     assert subprocess.run(["bash", "-n"], input=text, text=True).returncode == 0
+
+
+ODD = 'it\'s $(touch pwned) `id` "q" 50%a #x, y; {z} *\\'
+
+
+@pytest.mark.parametrize("engine", ["slurm", "ssh", "ray", "k8s"])
+def test_odd_names_are_only_names(engine: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """What a shell makes of what is printed is what was said."""
+    folder = tmp_path / ODD
+    folder.mkdir()
+    (folder / "t.py").touch()
+    arguments = ["--name=a b", ODD, ""]
+    words = {"slurm": ["--hosts", "2"], "ssh": ["--hosts", "127.0.0.1,b"], "ray": ["--hosts", "2"]}
+    words["k8s"] = ["--hosts", "2", "--image", "i", "--claim", "c"]
+    task, run_dir = (f"/{ODD}/t.py", f"/runs/{ODD}") if engine == "k8s" else (str(folder / "t.py"), str(folder / "run"))
+    if engine == "k8s":
+        words["k8s"], task = [*words["k8s"], "--set", f"task.text={ODD}"], "resnet18-digits:/data"
+        arguments = []
+    python = tmp_path / "print arguments"
+    python.write_text(f"#!/bin/sh\nprintf '%s\\0' \"$@\" > '{tmp_path}/told'\n")
+    python.chmod(0o755)
+    own = ["--run-dir", run_dir, "--python", str(python), *(["--", *arguments] if arguments else [])]
+    text = printed(capsys, "launch", engine, task, *words[engine], *own)
+    if engine == "k8s":
+        job = next(found for found in yaml.safe_load_all(text) if found["kind"] == "Job")
+        text = job["spec"]["template"]["spec"]["containers"][0]["command"][2]
+    elif engine == "ssh":
+        text = text.split("\n# b ")[0]
+    elif engine == "ray":
+        text = text.splitlines()[0]
+    environment = {**os.environ, "SLURM_ARRAY_TASK_ID": "0", "JOB_COMPLETION_INDEX": "0", "POD_IP": "127.0.0.1"}
+    with subprocess.Popen(
+        ["bash", "-c", text], stdin=subprocess.PIPE, text=True, env=environment, cwd=tmp_path
+    ) as shell:
+        assert shell.stdin is not None
+        shell.stdin.write("ab\n")
+        shell.stdin.flush()
+        shell.wait(60)
+    told = (tmp_path / "told").read_text().split("\0")[:-1]
+    assert told[:5] == ["-P", "-m", "everstep", "run", task]
+    assert told[told.index("--run-dir") + 1] == run_dir
+    if engine == "k8s":
+        assert f"task.text={ODD}" in told
+    else:
+        assert told[told.index("--") + 1 :] == arguments
+    assert not list(tmp_path.rglob("pwned"))
 
 
 @pytest.mark.parametrize(

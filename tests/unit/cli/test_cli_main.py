@@ -48,6 +48,7 @@ def test_run_has_the_options_of_the_interface() -> None:
         (["run"], "TASK"),
         (["run", "x", "--nonsense"], "--nonsense"),
         (["run", "x", "--workers", "many"], "many"),
+        (["run", "x", "--run-dir", "--steps", "3"], "--run-dir: expected a directory, got '--steps'"),
         (["verify", "a"], "DIR_B"),
         (["scale", "a"], "--workers"),
     ],

@@ -30,7 +30,7 @@ def script(launch: Launch, extra: Sequence[str] = (), notice_s: int = 60) -> str
         "requeue": "",
         "open-mode": "append",
         "signal": f"B:USR1@{notice_s}",
-        "output": f"{launch.run_dir}/launch/host-%a.log",
+        "output": f"{launch.run_dir.replace('%', '%%')}/launch/host-%a.log",
     }
     for text in extra:
         name, _, value = text.partition("=")
