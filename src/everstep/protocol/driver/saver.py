@@ -95,16 +95,10 @@ class Saver:
         if not self._is_main:
             return Due()
         if not self.on:
-            return self._memory_alone(number)
+            return _memory_alone(self._config, number)
         if self._said[0] != number:
             self._said = (number, self._decide(number))
         return self._said[1]
-
-    def _memory_alone(self, number: int) -> Due:
-        """Snapshots in memory are what makes up for a pool that is lost, where nothing is on disk."""
-        config = self._config
-        every = config.memory_every and (config.rule.memory.every_steps or config.memory_every)
-        return Due(("memory",), f"every {every} steps") if every and number % every == 0 else Due()
 
     def _decide(self, number: int) -> Due:
         schedule, now_s = self._schedule, self._out.times.now_ns / 1e9
@@ -246,6 +240,12 @@ class Saver:
         save = self.boundary(msgspec.json.decode(said, type=Why), past=past, metrics=event.metrics) if said else None
         if save is not None:
             self._out.put(save)
+
+
+def _memory_alone(config: SavingRules, number: int) -> Due:
+    """Snapshots in memory are what makes up for a pool that is lost, where nothing is on disk."""
+    every = config.memory_every and (config.rule.memory.every_steps or config.memory_every)
+    return Due(("memory",), f"every {every} steps") if every and number % every == 0 else Due()
 
 
 def _memory_of(due: Due) -> Due:
