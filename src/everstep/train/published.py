@@ -14,10 +14,12 @@ import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from everstep.base.cause import Cause
 from everstep.base.given import parse_json, read_given
 from everstep.base.plan import WorkerKey
-from everstep.observe.events import EventLog, told_lately, warned_of
+from everstep.observe.events import EventLog, encoded, told_lately, warned_of
 from everstep.observe.told import ToldFile
 from everstep.order.ledger import LaneUse, LedgerRow, encode_row
 from everstep.protocol.driver.records import StepOutcome
@@ -36,6 +38,7 @@ _MOST_REPORTS = 1000
 TAIL_BYTES = 1 << 20
 """So much of an event log is looked through at first: some thousand steps."""
 _MOST_WORD_BYTES = 1000
+_MOST_GIVEN = 1000
 
 MOST_WAITING_BYTES = 64 << 20
 """Rows of 300,000 steps of 8 lanes, which is days of a full disk."""
@@ -74,6 +77,13 @@ class Publisher:
         Nothing if it was released before."""
         if outcome.step > self._released:
             self._pending[outcome.step] = (outcome, generation, extra)
+
+    def learn(self, untold: bytes, step: int) -> None:
+        """What another worker knows of steps up to this one that may not have been told: it may be gone when this one
+        has to tell."""
+        for fields in _unpacked(untold):
+            if self._released < fields["step"] <= step:
+                self.untold.add(fields["step"], fields)
 
     def committed(self, step: int, unix_ns: int) -> None:
         """When the first worker committed the step."""
@@ -228,6 +238,13 @@ class Untold:
             del self._steps[step]
         self._look_at = len(self._steps) + LOOK_EVERY
 
+    def packed(self) -> bytes:
+        """For another worker: the newest of what is kept; empty if nothing is."""
+        found = [self._steps[n] for n in sorted(self._steps)[-_MOST_GIVEN:]]
+        with contextlib.suppress(ValueError, TypeError):  # text that is no UTF-8, say
+            return encoded(found) if found else b""
+        return b""
+
     def _forget(self) -> None:
         told = self._file.told
         self._steps = {n: fields for n, fields in self._steps.items() if n > self._said and told.lacks(n)}
@@ -237,6 +254,21 @@ class Untold:
         self._forget()  # a step that is done again may be new to this worker
         steps, self._steps, self._look_at = self._steps, {}, LOOK_EVERY
         return [steps[n] for n in sorted(steps)]
+
+
+def _unpacked(untold: bytes) -> list[_Fields]:
+    """What another worker has packed; nothing if that is something else."""
+    if not untold:
+        return []
+    try:
+        found = msgspec.json.decode(untold, type=list[dict[str, Any]])[:_MOST_GIVEN]
+        right = all(type(f[name]) is int for f in found for name in ("step", "generation", "time_unix_ns"))
+        if right and not any("kind" in fields for fields in found):
+            return found
+    except (msgspec.MsgspecError, KeyError, RecursionError):
+        pass
+    log.warning("what a donor says of untold steps is of another form: it is left out")
+    return []
 
 
 def _said(word: Path) -> int:

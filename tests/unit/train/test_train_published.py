@@ -119,6 +119,33 @@ def test_a_step_that_others_lacked_is_told_although_newer_ones_were(tmp_path: Pa
     assert steps_told(tmp_path) == [3, 4, 1, 2, 5]
 
 
+def test_whoever_comes_late_learns_what_has_not_been_told(tmp_path: Path) -> None:
+    """It leads at once, as its number is the lowest; the leader is gone with its host."""
+    _, other = of_two_hosts(tmp_path)
+    for number in (1, 2, 3):
+        step(other, number, leads=False)
+    (tmp_path / "b" / TOLD_FILE).write_text('{"through": 1}')
+    (tmp_path / "c").mkdir()
+    late = Publisher(tmp_path / "c", WorkerKey(0, 1))
+    late.learn(other.untold.packed(), 3)
+    (tmp_path / "c" / TOLD_FILE).write_text('{"through": 1}')
+    step(late, 4)
+    assert steps_told(tmp_path / "c") == [2, 3, 4]
+    late.learn(other.untold.packed(), 3)  # what it has told itself
+    step(late, 5)
+    assert steps_told(tmp_path / "c") == [2, 3, 4, 5]
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"[]", b"{", b"[1]", b"[{}]", b'[{"step": 1, "generation": 1, "time_unix_ns": 1, "kind": "x"}]']
+)
+def test_what_a_donor_says_that_is_no_step_is_left_out(tmp_path: Path, data: bytes) -> None:
+    late = Publisher(tmp_path, WorkerKey(0, 1))
+    late.learn(data, 3)
+    step(late, 4)
+    assert steps_told(tmp_path) == [4]
+
+
 def test_a_life_that_begins_late_tells_nothing_of_long_ago_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
