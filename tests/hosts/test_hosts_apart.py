@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +13,9 @@ from hosts_harness import HostJobs, longer
 
 from everstep.checkpoint.reader import open_checkpoint
 from everstep.checkpoint.store import DirectoryStore
+from everstep.observe.events import read_events
 from everstep.observe.told import CAME_FROM
-from job_harness import Event, Job
+from job_harness import LIMIT_S, Event, Job
 
 STEPS = 150
 
@@ -64,6 +67,39 @@ def test_hosts_are_lost_with_their_disks(apart: HostJobs) -> None:
     started = [e["step"] for e in again.of_kind("job_started")]
     assert started[0] == 0 and started[1] > saved["step"]
     assert not again.of_kind("fallback")
+
+
+@longer
+def test_steps_of_which_nothing_had_arrived_are_told_by_who_leads_next(apart: HostJobs) -> None:
+    """The host of the job's leader is lost with its disk, while nothing is heard of the job's own host for long."""
+    evicted: Event = {"kind": "worker_evicted", "count": 2}
+    job = apart.head("--no-local-workers", workers=4, steps=STEPS, until=[evicted])
+    apart.agent(2)
+    apart.agent(3)
+    full = job.wait_for("generation_started", lambda e: len(e["workers"]) == 4)
+    leads = next(e["host"] for e in job.of_kind("worker_joined") if e["worker_id"] == full["workers"][0])
+    head, lost = apart.net.hosts[0], int(leads.removeprefix("host"))
+    job.wait_for("step_committed", lambda e: e["generation"] >= full["generation"])
+    for pid in head.pids():
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        arrived, end_s = len(job.of_kind("step_committed")), time.monotonic() + LIMIT_S
+        while len(steps_told(apart.own(lost))) < arrived + 30:
+            assert time.monotonic() < end_s, "nothing is trained while the head is stopped"
+            time.sleep(0.05)
+        apart.net.hosts[lost - 1].kill()
+        shutil.rmtree(apart.own(lost))
+    finally:
+        for pid in head.pids():
+            os.kill(pid, signal.SIGCONT)
+    apart.check(job)
+    told = [e["step"] for e in job.of_kind("step_committed")]
+    assert sorted(told) == list(range(1, STEPS + 1))
+
+
+def steps_told(folder: Path) -> list[int]:
+    """By the processes of a host."""
+    return [e["step"] for e in read_events(folder / "events.jsonl") if e["kind"] == "step_committed"]
 
 
 def saved_in(job: Job, generation: int) -> Event:

@@ -171,6 +171,11 @@ def _plain(value: Any) -> Any:
 _encode = msgspec.json.Encoder(enc_hook=_plain).encode
 
 
+def encoded(fields: Any) -> bytes:
+    """As they would be in an event. Raises: ValueError or TypeError for text that is no UTF-8."""
+    return _encode(fields)
+
+
 def _finite(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return None

@@ -16,7 +16,7 @@ from typing import Any
 
 from everstep.base.cause import Cause
 from everstep.base.given import open_given
-from everstep.observe.events import Lines, parse_events
+from everstep.observe.events import Lines, last_committed_step, parse_events
 
 CAME_FROM = "came_from"
 """The field of an event that came by the wire: which file it was in, and up to which byte that has come."""
@@ -37,8 +37,17 @@ class Steps:
         self._lasts: list[int] = []
 
     def __contains__(self, step: int) -> bool:
+        return self.last_from(step) is not None
+
+    def last_from(self, step: int) -> int | None:
+        """The last one of the run that this one is in."""
         k = bisect_right(self._firsts, step) - 1
-        return k >= 0 and step <= self._lasts[k]
+        return self._lasts[k] if k >= 0 and step <= self._lasts[k] else None
+
+    @property
+    def first(self) -> int | None:
+        """The lowest."""
+        return self._firsts[0] if self._firsts else None
 
     def add(self, step: int) -> None:
         """One more."""
@@ -65,7 +74,28 @@ class Telling:
     def __init__(self) -> None:
         self.held: dict[str, int] = {}
         self._steps = Steps()
+        self._stood = self._assumed = 0
         self._once: OrderedDict[tuple[str, int], None] = OrderedDict()
+
+    @property
+    def through(self) -> int:
+        """All steps up to this one have been told, or nobody knows them any more: those before the step that the job
+        has gone on from with nothing but a checkpoint."""
+        for step in (self._stood, self._stood + 1):
+            last = self._steps.last_from(step)
+            if last is not None:
+                return last
+        return max(self._assumed, self._stood - 1)
+
+    @property
+    def first(self) -> int | None:
+        """The lowest step that is known to have been told."""
+        return self._steps.first
+
+    def assume(self, step: int) -> None:
+        """All up to this step have been told, in what is not read."""
+        self._assumed = max(self._assumed, step)
+        self._stood = max(self._stood, step)
 
     def take(self, event: dict[str, Any]) -> None:
         """An event that is in the log."""
@@ -74,8 +104,10 @@ class Telling:
         if found is not None:
             self.held[found[1]] = max(self.held.get(found[1], 0), int(found[2]))
         if kind == "job_started" and not step:  # what was before was given up
-            self._steps = Steps()
+            self._steps, self._stood, self._assumed = Steps(), 0, 0
             self._once.clear()
+        elif kind == "job_started" or (kind == "fallback" and event.get("source") == "checkpoint"):
+            self._stood = max(self._stood, step) if isinstance(step, int) else self._stood
         elif kind == "step_committed" and isinstance(step, int):
             self._steps.add(step)
         else:
@@ -89,9 +121,13 @@ class Telling:
         """Whether nobody has told it."""
         step = event.get("step")
         if event["kind"] == "step_committed":
-            return not isinstance(step, int) or step not in self._steps
+            return not isinstance(step, int) or self.lacks(step)
         name = _name(event)
         return name is None or name not in self._once
+
+    def lacks(self, step: int) -> bool:
+        """Whether nobody has told of a step."""
+        return step > self._assumed and step not in self._steps
 
 
 def _name(event: dict[str, Any]) -> tuple[str, int] | None:
@@ -105,10 +141,12 @@ def _name(event: dict[str, Any]) -> tuple[str, int] | None:
 
 
 class ToldFile:
-    """The same, of a file that others write to as well."""
+    """The same, of a file that others write to as well. tail_bytes: only so much of its end is read, and steps from
+    before that count as told."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, tail_bytes: int | None = None) -> None:
         self._path = path
+        self._tail_bytes = tail_bytes
         self._position = 0
         self._known: tuple[int, int] | None = None
         self._lines = Lines()
@@ -122,12 +160,22 @@ class ToldFile:
                 known = (found.st_dev, found.st_ino)
                 if self._known not in (None, known) or found.st_size < self._position:
                     self._position, self._lines, self.told = 0, Lines(), Telling()
+                skipped = self._skip(found.st_size) if self._known is None else False
                 self._known = known
                 file.seek(self._position)
                 data = file.read(_PORTION_BYTES)
                 for event in parse_events(self._lines.whole(data)):
                     self.told.take(event)
                 self._position = file.tell()
+                if skipped:
+                    first = self.told.first
+                    self.told.assume(last_committed_step(self._path) if first is None else first)
                 return self._position >= found.st_size
         except FileNotFoundError:
             return True
+
+    def _skip(self, size_bytes: int) -> bool:
+        """Begin near the end, if that is all that is wanted."""
+        if self._tail_bytes is not None and size_bytes > self._tail_bytes:
+            self._position = size_bytes - self._tail_bytes
+        return self._position > 0

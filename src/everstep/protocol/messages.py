@@ -450,11 +450,13 @@ class StrikeNow(AnyMessage, frozen=True, kw_only=True):
 
 
 class PieceTaken(AnyMessage, frozen=True, kw_only=True):
-    """Answer to a piece. at: so many bytes of that file are there now; -1: nobody remembers how many."""
+    """Answer to a piece. at: so many bytes of that file are there now; -1: nobody remembers how many. told: the job's
+    events tell of all steps up to this one; 0: of none, or nobody has looked yet."""
 
     path: str
     source: str
     at: int
+    told: int = 0
 
 
 class HostsThere(AnyMessage, frozen=True, kw_only=True):

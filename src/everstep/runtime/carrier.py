@@ -23,10 +23,13 @@ from everstep.runtime.gathering import ASK_AGAIN, LEDGER, METRICS, OUTPUT, WHOLE
 
 HELD_FILE = "held.json"
 """What has arrived of the files that are brought whole: their digests by name."""
+TOLD_FILE = "told.json"
+"""Up to which step all have been told in the job's events; workers keep what is to be told of those after it."""
 PIECE_BYTES = 512 << 10
 _MOST_LINE_BYTES = 8 << 20
 _LOOK_S = 0.1
 _ANSWER_S = 5.0
+_NOTE_S = 1.0
 _FOLDERS = ("ledger", METRICS_FOLDER, "logs", "final")
 _ORDER = ("digest.json",)
 """Comes last of what is whole: who finds it finds the rest."""
@@ -67,12 +70,16 @@ class Carrier:
         self._closed = False
         self._changed = threading.Condition()
         self._arrived: dict[str, str] = {}
+        self._told = self._told_noted = 0
+        self._note_s = 0.0
+        (folder / TOLD_FILE).unlink(missing_ok=True)  # of an earlier run
         self._thread = threading.Thread(target=self._run, name="everstep-carrier", daemon=True)
         self._thread.start()
 
     def taken(self, message: PieceTaken) -> None:
         """An answer came. Any thread."""
         with self._changed:
+            self._told = message.told
             load = self._waiting
             if load is None or (load.path, load.source) != (message.path, message.source):
                 return  # of a piece that was given up
@@ -106,6 +113,8 @@ class Carrier:
             self._closed = True
             self._changed.notify_all()
         self._thread.join(timeout=5.0)
+        with contextlib.suppress(OSError):
+            self._note_told()
 
     # ---- the thread
 
@@ -125,6 +134,7 @@ class Carrier:
                     continue
             piece = None
             with contextlib.suppress(OSError):
+                self._note_told()
                 piece = self._next()
             with self._changed:
                 if piece is None:
@@ -199,6 +209,13 @@ class Carrier:
             name = path.relative_to(top).as_posix()
             if any(pattern.fullmatch(name) for pattern in (LEDGER, METRICS, OUTPUT, WHOLE)):
                 yield name, path
+
+    def _note_told(self) -> None:
+        """Now and then, and in the end."""
+        told, now_s = self._told, time.monotonic()
+        if told != self._told_noted and (self._closed or now_s > self._note_s):
+            write_atomically(self._folder / TOLD_FILE, json.dumps({"through": told}) + "\n")
+            self._told_noted, self._note_s = told, now_s + _NOTE_S
 
     def _note(self, load: _Load) -> None:
         if self._arrived.get(load.path) != load.digest:

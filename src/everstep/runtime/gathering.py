@@ -70,10 +70,11 @@ class Receiving:
 
     def take(self, piece: FilePiece) -> PieceTaken:
         """A piece came, or the question how much is there. What the disk refuses is not there, and comes again."""
-        at = ASK_AGAIN
+        at, told = ASK_AGAIN, 0
         with contextlib.suppress(OSError):
             at = self._take(piece)
-        return PieceTaken(path=piece.path, source=piece.source, at=at)
+            told = self._told.told.through if self._told.look() else 0
+        return PieceTaken(path=piece.path, source=piece.source, at=at, told=told)
 
     def _take(self, piece: FilePiece) -> int:
         path = piece.path

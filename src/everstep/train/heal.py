@@ -126,7 +126,8 @@ class Offer:
     """Snapshots on offer, by stage: state and records at `position`, with the gathers of that step.
 
     application: the state of the user's loop right after the update, where the snapshots may have a later one; empty if
-    the loop has none. parts: of snapshots that are not whole, what is there.
+    the loop has none. parts: of snapshots that are not whole, what is there. untold: of steps up to there that may not
+    have been told.
     """
 
     position: Key
@@ -135,6 +136,7 @@ class Offer:
     snapshots: Mapping[int, Readable]
     application: bytes = b""
     parts: Mapping[int, Extents] = field(default_factory=dict)
+    untold: bytes = b""
 
 
 @dataclass(frozen=True)
@@ -358,6 +360,7 @@ def _header(offer: Offer, stages: Sequence[int], manifests: bool) -> dict[str, A
         "records": encode(offer.records).hex(),
         "gathers": gathers,
         "application": offer.application.hex(),
+        "untold": offer.untold.hex() if manifests else "",
         "manifests": [offer.snapshots[k].manifest() for k in stages] if manifests else [],
     }
     parts = {str(k): offer.parts[k].encoded() for k in stages if k in offer.parts}
@@ -379,6 +382,7 @@ class ReceivedOffer:
     gathers: Mapping[Key, Mapping[int, Record]]
     states: Mapping[int, StageState]
     application: bytes
+    untold: bytes
 
 
 def receive_blocks(
@@ -402,7 +406,8 @@ def offered(header: Mapping[str, Any], states: Mapping[int, StageState]) -> Rece
             for name, text in header["gathers"].items()
         }
         records, (step, seq) = decode_records(bytes.fromhex(header["records"])), header["position"]
-        return ReceivedOffer(Key(int(step), int(seq)), records, gathers, states, bytes.fromhex(header["application"]))
+        application, untold = bytes.fromhex(header["application"]), bytes.fromhex(header["untold"])
+        return ReceivedOffer(Key(int(step), int(seq)), records, gathers, states, application, untold)
 
 
 def parts_in(header: Mapping[str, Any], stages: Sequence[int]) -> dict[int, Extents]:

@@ -6,6 +6,7 @@ step and idempotent, so every worker writes its own file and a reader takes the 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import os
@@ -13,18 +14,31 @@ import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from everstep.base.cause import Cause
+from everstep.base.given import parse_json, read_given
 from everstep.base.plan import WorkerKey
-from everstep.observe.events import EventLog, last_committed_step, told_lately, warned_of
+from everstep.observe.events import EventLog, encoded, told_lately, warned_of
+from everstep.observe.told import ToldFile
 from everstep.order.ledger import LaneUse, LedgerRow, encode_row
 from everstep.protocol.driver.records import StepOutcome
 from everstep.runtime.address import EVENTS_FILE
+from everstep.runtime.carrier import TOLD_FILE
 
 log = logging.getLogger(__name__)
 
 _Held = tuple[StepOutcome, int, dict[str, Any]]
-_REPORTS = 4  # the newest ones: of the last step or two
-_UNTOLD = 16  # a new leader tells what the old one may have left: a step or two
+_Fields = dict[str, Any]
+LOOK_EVERY = 100
+"""So many more steps wait before it is looked which of them have been told."""
+MOST_UNTOLD = 100_000
+"""Steps of which each worker keeps what is to be told, while nothing reaches the job: some 60 MB."""
+_MOST_REPORTS = 1000
+TAIL_BYTES = 1 << 20
+"""So much of an event log is looked through at first: some thousand steps."""
+_MOST_WORD_BYTES = 1000
+_MOST_GIVEN = 1000
 
 MOST_WAITING_BYTES = 64 << 20
 """Rows of 300,000 steps of 8 lanes, which is days of a full disk."""
@@ -42,12 +56,10 @@ class Publisher:
 
     def __init__(self, run_dir: Path | None, me: WorkerKey) -> None:
         self._pending: dict[int, _Held] = {}
-        self._untold: dict[int, _Held] = {}
         self._committed_ns: dict[int, int] = {}
         self._told_waiting = self._told_given_up = self._told_nonfinite = False
         self._leading = False
         self._released = 0
-        self._reported_through = 0
         self._reports: dict[tuple[str, int], dict[str, Any]] = {}
         events = rows = Path(os.devnull)
         self._events_path = events / EVENTS_FILE  # nothing is there
@@ -57,6 +69,7 @@ class Publisher:
             rows.parent.mkdir(parents=True, exist_ok=True)
         self._events = EventLog(events, worker_id=me.worker_id, incarnation=me.incarnation, pid=os.getpid())
         self._ledger = LedgerFile(rows)
+        self.untold = Untold(self._events_path)
 
     def hold(self, outcome: StepOutcome, generation: int, extra: dict[str, Any]) -> None:
         """A step has been committed, reduced in this generation; `extra` goes into its event.
@@ -64,6 +77,13 @@ class Publisher:
         Nothing if it was released before."""
         if outcome.step > self._released:
             self._pending[outcome.step] = (outcome, generation, extra)
+
+    def learn(self, untold: bytes, step: int) -> None:
+        """What another worker knows of steps up to this one that may not have been told: it may be gone when this one
+        has to tell."""
+        for fields in _unpacked(untold):
+            if self._released < fields["step"] <= step:
+                self.untold.add(fields["step"], fields)
 
     def committed(self, step: int, unix_ns: int) -> None:
         """When the first worker committed the step."""
@@ -74,27 +94,26 @@ class Publisher:
         """Write everything up to this step. The leader tells the world, also of what the one before left."""
         self._released = max(self._released, step)
         for number in sorted(n for n in self._pending if n <= step):
-            held = self._untold[number] = self._pending.pop(number)
-            self._ledger.append(_row(*held[:2]))
+            outcome, generation, extra = self._pending.pop(number)
+            self._ledger.append(_row(outcome, generation))
+            self.untold.add(number, self._event_of(outcome, generation, extra))
+        self._committed_ns = {n: t for n, t in self._committed_ns.items() if n > step}
         self._write_ledger()
+        if leads and not self._leading:
+            self._look()
+            self._repeat_reports()
+        elif self.untold.many:
+            self._look()
         if leads:
-            if not self._leading:
-                self._repeat_reports()
-            self._report_untold()
-        for number in sorted(self._untold)[: -_UNTOLD or None]:
-            del self._untold[number]
-            self._committed_ns.pop(number, None)
+            for fields in self.untold.take():
+                self._report(fields)
         self._leading = leads
 
-    def _report_untold(self) -> None:
-        if not self._leading:
-            self._reported_through = last_committed_step(self._events_path)
-        for number in sorted(self._untold):
-            if number > self._reported_through:
-                self._report(*self._untold[number])
-        self._reported_through = max(self._reported_through, max(self._untold, default=0))
-        self._untold.clear()
-        self._committed_ns = {n: t for n, t in self._committed_ns.items() if n > self._reported_through}
+    def _look(self) -> None:
+        """Forget what has been told by others."""
+        self.untold.look()
+        known = self.untold.through  # later reports than that may have been told, or not
+        self._reports = {key: fields for key, fields in self._reports.items() if key[1] >= known}
 
     def report(self, kind: str, step: int, leads: bool, fields: dict[str, Any]) -> None:
         """An event that all workers know of and one tells: the leader, or the next one if that died meanwhile.
@@ -102,11 +121,12 @@ class Publisher:
         One per kind and step.
         """
         self._reports[kind, step] = fields
-        for old in list(self._reports)[:-_REPORTS]:
+        for old in list(self._reports)[:-_MOST_REPORTS]:
             del self._reports[old]
         if leads and self._leading:
             self.emit(kind, step=step, **fields)
         elif leads:
+            self._look()
             self._repeat_reports()
 
     def _repeat_reports(self) -> None:
@@ -152,19 +172,112 @@ class Publisher:
             self.emit("warning", step=step, generation=generation, cause=Cause.NONFINITE, reason=reason)
         self._told_nonfinite = True
 
-    def _report(self, outcome: StepOutcome, generation: int, extra: dict[str, Any]) -> None:
-        if "nonfinite" in extra:
-            self._warn_of_nonfinite(outcome.step, generation, extra["nonfinite"])
-        self._events.write(
-            "step_committed",
-            time_unix_ns=self._committed_ns.get(outcome.step) or time.time_ns(),
-            generation=generation,
-            step=outcome.step,
-            loss=outcome.loss,
-            samples=outcome.samples,
+    def _event_of(self, outcome: StepOutcome, generation: int, extra: _Fields) -> _Fields:
+        return {
+            "time_unix_ns": self._committed_ns.get(outcome.step) or time.time_ns(),
+            "generation": generation,
+            "step": outcome.step,
+            "loss": outcome.loss,
+            "samples": outcome.samples,
             **_tokens(outcome),
             **extra,
-        )
+        }
+
+    def _report(self, fields: _Fields) -> None:
+        if "nonfinite" in fields:
+            self._warn_of_nonfinite(fields["step"], fields["generation"], fields["nonfinite"])
+        self._events.write("step_committed", **fields)
+
+
+class Untold:
+    """What events are to say of steps that have been released, and may not have been told: whoever leads when the
+    leader is lost, perhaps with its host and that one's disk, tells it.
+
+    A step has been told if it is in the event log that this host sees (its own log dies with it), or if the job has
+    said so (`TOLD_FILE`, where that is another log). So what was told before one that is lacking is kept, too.
+    """
+
+    def __init__(self, events: Path) -> None:
+        self._file = ToldFile(events, TAIL_BYTES)
+        self._word = events.with_name(TOLD_FILE)
+        self._steps: dict[int, _Fields] = {}
+        self._said = 0
+        self._given_up = False
+        self._look_at = LOOK_EVERY
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    @property
+    def many(self) -> bool:
+        """Whether it is time to look."""
+        return len(self._steps) > self._look_at
+
+    @property
+    def through(self) -> int:
+        """All steps up to this one have been told, as was found when it was looked last."""
+        return max(self._said, self._file.told.through)
+
+    def add(self, step: int, fields: _Fields) -> None:
+        """What is to be told of a step."""
+        self._steps[step] = fields
+
+    def look(self) -> None:
+        """Keep only what has not been told; nothing is known to have been of a log that cannot be read."""
+        with contextlib.suppress(OSError):
+            while not self._file.look():
+                pass
+        self._said = _said(self._word)
+        self._forget()
+        gone = sorted(self._steps)[:-MOST_UNTOLD]
+        if gone and not self._given_up:
+            reason = f"nothing reaches the job's events, and no more than {MOST_UNTOLD} steps are kept to be told"
+            log.warning("%s: step %d and those after it may never be told", reason, gone[0])
+        self._given_up |= bool(gone)
+        for step in gone:
+            del self._steps[step]
+        self._look_at = len(self._steps) + LOOK_EVERY
+
+    def packed(self) -> bytes:
+        """For another worker: the newest of what is kept; empty if nothing is."""
+        found = [self._steps[n] for n in sorted(self._steps)[-_MOST_GIVEN:]]
+        with contextlib.suppress(ValueError, TypeError):  # text that is no UTF-8, say
+            return encoded(found) if found else b""
+        return b""
+
+    def _forget(self) -> None:
+        told = self._file.told
+        self._steps = {n: fields for n, fields in self._steps.items() if n > self._said and told.lacks(n)}
+
+    def take(self) -> list[_Fields]:
+        """All of it, in order: it is told now."""
+        self._forget()  # a step that is done again may be new to this worker
+        steps, self._steps, self._look_at = self._steps, {}, LOOK_EVERY
+        return [steps[n] for n in sorted(steps)]
+
+
+def _unpacked(untold: bytes) -> list[_Fields]:
+    """What another worker has packed; nothing if that is something else."""
+    if not untold:
+        return []
+    try:
+        found = msgspec.json.decode(untold, type=list[dict[str, Any]])[:_MOST_GIVEN]
+        right = all(type(f[name]) is int for f in found for name in ("step", "generation", "time_unix_ns"))
+        if right and not any("kind" in fields for fields in found):
+            return found
+    except (msgspec.MsgspecError, KeyError, RecursionError):
+        pass
+    log.warning("what a donor says of untold steps is of another form: it is left out")
+    return []
+
+
+def _said(word: Path) -> int:
+    """Up to which step the job says that all have been told; 0 if it has not said."""
+    try:
+        through = parse_json(read_given(word, _MOST_WORD_BYTES))["through"]
+    except (OSError, ValueError, TypeError, KeyError):
+        return 0
+    return through if type(through) is int else 0
 
 
 def _tokens(outcome: StepOutcome) -> dict[str, int]:

@@ -24,10 +24,9 @@ from everstep.checkpoint.checkpointer import Checkpointer
 from everstep.checkpoint.interchange import NAMES, names_record
 from everstep.checkpoint.manifest import JobIdentity, Manifest, TensorRow
 from everstep.checkpoint.manifest_writer import Extent, WriteOutcome
-from everstep.checkpoint.names import BEST, step_name
+from everstep.checkpoint.names import BEST, manifest_name, step_name
 from everstep.checkpoint.part import decode_report
 from everstep.checkpoint.pointers import read_pointer_value
-from everstep.checkpoint.reader import steps_in
 from everstep.exact.extra_state import is_extra
 from everstep.exact.state import ModelState
 from everstep.protocol.driver import operations as do
@@ -260,9 +259,9 @@ class PartSaver:
         return f"{store.path}/{step_name(number)}" if store is not None else ""
 
     def has(self, number: int) -> bool:
-        """Whether the checkpoint of a step is on disk."""
+        """Whether the checkpoint of a step is on disk. Hosts that do not answer are asked only if it is not here."""
         try:
-            return self.checkpointer is not None and number in steps_in(self.checkpointer.store)
+            return self.checkpointer is not None and self.checkpointer.store.size(manifest_name(number)) > 0
         except StoreError:
             return False
 

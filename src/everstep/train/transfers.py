@@ -91,7 +91,8 @@ class Transfers:
     def _live(self, effect: do.Shelve | do.OfferFeeds, stages: Sequence[int]) -> Offer:
         """Of the state as it is, but for the loop's: whoever takes it enters the loop's body right after the update."""
         position, snapshots = effect.position, {stage: self._snapshot(stage) for stage in stages}
-        return Offer(position, effect.records, dict(effect.gathers), snapshots, self._loop.after(position.step))
+        loop, untold = self._loop.after(position.step), self._view.publisher.untold.packed()
+        return Offer(position, effect.records, dict(effect.gathers), snapshots, loop, untold=untold)
 
     def _snapshot(self, stage: int) -> Snapshot:
         replica = self._view.stages[stage]
@@ -153,6 +154,7 @@ class Transfers:
 
     def _arrive(self, offer: ReceivedOffer) -> None:
         number, outcome = offer.position.step, None
+        self._view.publisher.learn(offer.untold, number)
         agreed = offer.gathers.get(Key(number, 0)) or (offer.records if not offer.position.seq else None)
         if agreed:
             outcome = conclude(number, self._view.config.lanes, agreed)

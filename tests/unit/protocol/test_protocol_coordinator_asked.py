@@ -37,6 +37,26 @@ def test_a_stop_is_taken_by_the_coordinator_that_follows() -> None:
     assert world.report("job_failed")["exit_code"] == 143 and "step 4 in there" in world.report("job_failed")["reason"]
 
 
+def test_a_stop_before_anybody_has_settled_still_has_its_checkpoint() -> None:
+    """A worker was lost a moment ago: the others hold the state, and the plan without it is out."""
+    world = running(3)
+    world.progress(0, 1, 4)
+    world.exited(2)
+    assert world.plan is not None and not saving(world) and not world.coordinator.job.agreement.entered
+    said_hello(world, STOP)
+    assert saving(world) and world.coordinator.job.progress.ended is None
+
+
+def test_a_stop_before_anything_was_trained_waits_for_nothing() -> None:
+    world = World(workers=2)
+    world.agent(0, 1)
+    for i in range(2):
+        world.hello(i)
+    assert world.plan is not None
+    said_hello(world, STOP)
+    assert world.coordinator.job.progress.ended is not None
+
+
 def test_a_stop_that_is_said_twice_still_has_its_checkpoint() -> None:
     world = running(2)
     said_hello(world, STOP)

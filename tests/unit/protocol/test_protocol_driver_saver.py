@@ -244,7 +244,45 @@ def test_a_plan_with_all_writers_and_the_main_leaves_it_alone() -> None:
     one = Alone(SavingRules(EACH, on=True))
     one.update(6, "disk")
     one.saver.regroup(plan_of(0, 1, 2, generation=2))
+    one.saver.entered({0: Key(6, 0), 1: Key(7, 0), 2: Key(0, 0)})  # it takes no part in it
     assert one.out.drain() == [] and one.saver.due(7).tiers == ()
+
+
+@pytest.mark.parametrize("me", [0, 1])
+def test_one_that_not_all_had_begun_is_taken_anew(me: int) -> None:
+    """Who is one decision behind rolls forward when all settle, and begins nothing then: waited for its part, the
+    job's leader would have none to the end, nor would a plan that asks for one."""
+    ahead, behind = Alone(SavingRules(EACH, on=True), me), Alone(SavingRules(EACH, on=True), 1 - me)
+    ahead.update(6, "disk")
+    plan = plan_of(0, 1, generation=2, save="SIGTERM")
+    for one in (ahead, behind):
+        one.saver.regroup(plan)
+        one.machine.plan, one.machine.settled = plan, False
+    assert behind.update(6, "disk") == []
+    for one in (ahead, behind):
+        one.machine.settled = True
+        one.saver.entered({me: Key(6, 0), 1 - me: Key(5, 3)})
+        save = one.saver.boundary(WHY, past=False)
+        assert save is not None and (save.step, save.plan) == (6, plan)
+    assert ahead.out.drain() == [AbandonSave(Why(Cause.REGROUPED, "not all had begun it"), None)]
+    assert behind.out.drain() == []
+
+
+def test_nothing_waits_for_one_that_not_all_had_begun() -> None:
+    one = Alone(SavingRules(EACH, on=True))
+    one.update(6, "disk")
+    one.saver.regroup(plan_of(0, 1, generation=2))
+    one.saver.entered({0: Key(6, 0), 1: Key(5, 0)})
+    assert one.saver.due(7).tiers == ("disk",)
+
+
+def test_one_at_a_boundary_that_not_all_had_come_to_is_taken_anew() -> None:
+    one = Alone(SavingRules(SELDOM, on=True))
+    one.machine.position = Key(6, 1)
+    assert one.saver.boundary(WHY, past=False) is not None
+    one.saver.regroup(plan_of(0, 1, generation=2))
+    one.saver.entered({0: Key(6, 1), 1: Key(6, 0)})
+    assert one.saver.boundary(WHY, past=False) is not None
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from everstep.observe.events import EventLog, read_events
 from everstep.protocol import messages as m
 from everstep.protocol.messages import FilePiece, PieceTaken
 from everstep.runtime import carrier as carrier_module
-from everstep.runtime.carrier import HELD_FILE, Carrier
+from everstep.runtime.carrier import HELD_FILE, TOLD_FILE, Carrier
 from everstep.runtime.files_desk import FilesDesk, Pages
 from everstep.runtime.gathering import ASK_AGAIN, Receiving, digest_of
 
@@ -49,6 +49,12 @@ class Wire:
     def restart(self) -> None:
         """Another coordinator goes on, which has read nothing yet."""
         self.gathering = Receiving(self.job)
+
+
+def through(folder: Path) -> int:
+    """What the processes of a host know of the job's log."""
+    found: int = json.loads((folder / TOLD_FILE).read_text())["through"]
+    return found
 
 
 @pytest.fixture
@@ -207,3 +213,25 @@ def test_who_asks_for_logs_is_answered_by_the_host_or_told_that_it_is_gone(tmp_p
     gone = desk.gone("a")
     assert [name for name, _ in gone] == ["p"] and not getattr(gone[0][1], "ok", True)
     assert desk.take("p", m.Command(request=8, name="status", args={})) is None
+
+
+def test_a_host_knows_up_to_which_step_all_have_been_told(wire: Wire) -> None:
+    """Not those after one that is lacking: whoever knows that may have to tell it."""
+    log, others = EventLog(wire.own / "events.jsonl"), EventLog(wire.job / "events.jsonl")
+    others.write("job_started", step=0)
+    for number in (1, 2, 4):
+        log.write("step_committed", step=number)
+    assert wire.carrier.finish(PATIENCE_S)
+    wire.carrier.close()
+    assert through(wire.own) == 2
+    others.write("step_committed", step=3)  # of a host that sees the log itself
+    piece = FilePiece(agent_id="host2", path="metrics/host2.jsonl", source=SOURCE, at=0)
+    assert wire.gathering.take(piece).told == 4
+    others.write("job_started", step=0)  # what was before was given up
+    assert wire.gathering.take(piece).told == 0
+
+
+def test_a_host_begins_without_a_word_of_an_earlier_run(tmp_path: Path) -> None:
+    (tmp_path / TOLD_FILE).write_text('{"through": 1000}')
+    Carrier(tmp_path, SOURCE, "host2", lambda piece: None).close()
+    assert not (tmp_path / TOLD_FILE).exists()

@@ -11,7 +11,8 @@ from everstep.base.plan import WorkerKey
 from everstep.observe.events import read_events
 from everstep.order.ledger import steps_of
 from everstep.protocol.driver.records import LaneReport, StepOutcome
-from everstep.train.published import LedgerFile, Publisher
+from everstep.runtime.carrier import TOLD_FILE
+from everstep.train.published import LOOK_EVERY, LedgerFile, Publisher
 
 
 def told(run_dir: Path) -> list[int]:
@@ -49,10 +50,128 @@ def test_it_does_not_repeat_what_was_told(tmp_path: Path) -> None:
     assert told(tmp_path) == [2, 4, 6]
 
 
-def step(publisher: Publisher, number: int) -> None:
+def step(publisher: Publisher, number: int, leads: bool = True) -> None:
     lanes = tuple(LaneReport(lane, 0.5, 1.0, 2, 7) for lane in range(2))
     publisher.hold(StepOutcome(number, lanes, {0: 0, 1: 0}, 0.5, 1.0, 0.0, 4, {}, {}), 1, {})
-    publisher.release(number, True)
+    publisher.release(number, leads)
+
+
+def steps_told(run_dir: Path) -> list[int]:
+    return [event["step"] for event in read_events(run_dir / "events.jsonl") if event["kind"] == "step_committed"]
+
+
+def of_two_hosts(tmp_path: Path) -> tuple[Publisher, Publisher]:
+    """The leader, and who leads next, on hosts with directories of their own."""
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+    return Publisher(tmp_path / "a", WorkerKey(0, 0)), Publisher(tmp_path / "b", WorkerKey(1, 0))
+
+
+def test_the_next_leader_tells_all_steps_that_may_have_been_lost_with_a_host(tmp_path: Path) -> None:
+    """Nothing of what the leader has told had arrived, and its host is gone with its disk."""
+    leader, other = of_two_hosts(tmp_path)
+    for number in range(1, 1001):
+        step(leader, number)
+        step(other, number, leads=False)
+    step(other, 1001)
+    assert steps_told(tmp_path / "b") == list(range(1, 1002))
+
+
+def test_what_is_in_the_log_of_the_job_is_kept_no_longer(tmp_path: Path) -> None:
+    _, other = of_two_hosts(tmp_path)
+    for number in range(1, 301):
+        step(other, number, leads=False)
+        (tmp_path / "b" / TOLD_FILE).write_text(f'{{"through": {number - 7}}}')
+    assert len(other.untold) <= LOOK_EVERY + 7
+    step(other, 301)
+    assert steps_told(tmp_path / "b") == list(range(294, 302))
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"through": "x"}', '{"through": true}', '{"through": -1}', "\0"])
+def test_a_senseless_word_of_what_was_told_counts_for_nothing(tmp_path: Path, text: str) -> None:
+    _, other = of_two_hosts(tmp_path)
+    (tmp_path / "b" / TOLD_FILE).write_text(text)
+    step(other, 1, leads=False)
+    step(other, 2)
+    assert steps_told(tmp_path / "b") == [1, 2]
+
+
+def test_what_the_leader_wrote_into_a_shared_file_is_told_once(tmp_path: Path) -> None:
+    leader, other = Publisher(tmp_path, WorkerKey(0, 0)), Publisher(tmp_path, WorkerKey(1, 0))
+    for number in range(1, 400):
+        step(leader, number)
+        step(other, number, leads=False)
+    assert len(other.untold) <= LOOK_EVERY
+    for number in (400, 401):
+        step(other, number, leads=False)  # the leader dies before it tells them
+    step(other, 402)
+    assert steps_told(tmp_path) == list(range(1, 403))
+
+
+def test_a_step_that_others_lacked_is_told_although_newer_ones_were(tmp_path: Path) -> None:
+    """The leader between had come later: it did not know what the one before it had not told."""
+    late, other = Publisher(tmp_path, WorkerKey(0, 1)), Publisher(tmp_path, WorkerKey(1, 0))
+    for number in (1, 2, 3, 4):
+        step(other, number, leads=False)
+    for number in (3, 4):
+        step(late, number)
+    step(other, 5)
+    assert steps_told(tmp_path) == [3, 4, 1, 2, 5]
+
+
+def test_whoever_comes_late_learns_what_has_not_been_told(tmp_path: Path) -> None:
+    """It leads at once, as its number is the lowest; the leader is gone with its host."""
+    _, other = of_two_hosts(tmp_path)
+    for number in (1, 2, 3):
+        step(other, number, leads=False)
+    (tmp_path / "b" / TOLD_FILE).write_text('{"through": 1}')
+    (tmp_path / "c").mkdir()
+    late = Publisher(tmp_path / "c", WorkerKey(0, 1))
+    late.learn(other.untold.packed(), 3)
+    (tmp_path / "c" / TOLD_FILE).write_text('{"through": 1}')
+    step(late, 4)
+    assert steps_told(tmp_path / "c") == [2, 3, 4]
+    late.learn(other.untold.packed(), 3)  # what it has told itself
+    step(late, 5)
+    assert steps_told(tmp_path / "c") == [2, 3, 4, 5]
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"[]", b"{", b"[1]", b"[{}]", b'[{"step": 1, "generation": 1, "time_unix_ns": 1, "kind": "x"}]']
+)
+def test_what_a_donor_says_that_is_no_step_is_left_out(tmp_path: Path, data: bytes) -> None:
+    late = Publisher(tmp_path, WorkerKey(0, 1))
+    late.learn(data, 3)
+    step(late, 4)
+    assert steps_told(tmp_path) == [4]
+
+
+def test_a_life_that_begins_late_tells_nothing_of_long_ago_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All have died, and steps are done again that were told so long ago that only the end of the log is read."""
+    monkeypatch.setattr("everstep.train.published.TAIL_BYTES", 2000)
+    before = Publisher(tmp_path, WorkerKey(0, 0))
+    for number in range(1, 101):
+        step(before, number)
+    again = Publisher(tmp_path, WorkerKey(0, 1))
+    for number in range(11, 103):
+        step(again, number)
+    assert steps_told(tmp_path) == list(range(1, 103))
+
+
+def test_no_more_steps_are_kept_than_there_is_room_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("everstep.train.published.MOST_UNTOLD", 250)
+    _, other = of_two_hosts(tmp_path)
+    for number in range(1, 1001):
+        step(other, number, leads=False)
+    step(other, 1001)
+    found = steps_told(tmp_path / "b")
+    assert 250 <= len(found) <= 250 + LOOK_EVERY and found[-1] == 1001
+    [said] = [r.getMessage() for r in caplog.records if "may never be told" in r.getMessage()]
+    assert "step 1 " in said or "steps 1 " in said
 
 
 def warnings(run_dir: Path) -> list[str]:

@@ -54,7 +54,10 @@ class Saving:
         if self.ending is not None:
             return
         agreement, quorum = self._agreement, self._quorum
-        there = agreement.entered or self._membership.in_grace  # after a restart members are yet to come back
+        trained = agreement.plan.previous and self._progress.step  # who has yet to settle holds what was before
+        there = (
+            agreement.entered or trained or self._membership.in_grace
+        )  # after a restart members are yet to come back
         able = there and not quorum.starting_over and not quorum.waiting and agreement.survivors()
         if not able or grace_ns <= 0:
             self._progress.end(state, why, exit_code)

@@ -297,6 +297,7 @@ class Driver:
     def _entered(self, effect: step.Entered) -> None:
         self._stepper.entered(effect.generation)
         self._settler.entered(effect)
+        self._saver.entered(self._settler.positions)
         plan = self.machine.current_plan()
         why = Why(plan.cause, plan.save)
         if plan.save and self._saver.on:

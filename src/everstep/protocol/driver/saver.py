@@ -25,7 +25,7 @@ from everstep.protocol.driver.outbox import Gathers, Outbox
 from everstep.protocol.driver.policy import END, Due, SaveSchedule, Tier
 from everstep.protocol.driver.records import StepOutcome, gathered
 from everstep.protocol.step_machine import StepMachine
-from everstep.protocol.step_types import Record, SnapshotsKept
+from everstep.protocol.step_types import Key, Record, SnapshotsKept
 
 GIVE_UP_S = 300.0
 """So long the next checkpoint waits for one of which parts are lacking."""
@@ -64,7 +64,7 @@ class Saver:
         self._answering = 0
         self._incomplete: tuple[int, int] | None = None
         self._plan: Plan | None = None
-        self._begun = 0
+        self._begun, self._begun_at = 0, Key(0, 0)
         self._best: float | None = None
         self._deferred: Why | None = None
 
@@ -95,16 +95,10 @@ class Saver:
         if not self._is_main:
             return Due()
         if not self.on:
-            return self._memory_alone(number)
+            return _memory_alone(self._config, number)
         if self._said[0] != number:
             self._said = (number, self._decide(number))
         return self._said[1]
-
-    def _memory_alone(self, number: int) -> Due:
-        """Snapshots in memory are what makes up for a pool that is lost, where nothing is on disk."""
-        config = self._config
-        every = config.memory_every and (config.rule.memory.every_steps or config.memory_every)
-        return Due(("memory",), f"every {every} steps") if every and number % every == 0 else Due()
 
     def _decide(self, number: int) -> Due:
         schedule, now_s = self._schedule, self._out.times.now_ns / 1e9
@@ -139,7 +133,8 @@ class Saver:
         self.ending.decided(outcome)
         tiers: tuple[Tier, ...] = tuple(t for t in outcome.save[0] if t != "memory")  # type: ignore[misc]
         if tiers and END not in tiers and self.on and self._machine.settled:
-            self._out.put(self._begin(outcome.step, Due(tiers, outcome.save[1], outcome.save_cause), records))
+            due = Due(tiers, outcome.save[1], outcome.save_cause)
+            self._out.put(self._begin(Key(outcome.step, 0), due, records))
 
     def boundary(self, why: Why, *, past: bool, metrics: Mapping[str, float] | None = None) -> Save | None:
         """One of the state as it is, in which all members are; each of them calls this. None: not now, or it has begun.
@@ -151,13 +146,13 @@ class Saver:
             return None
         tiers: tuple[Tier, ...] = ("disk", "object") if self._config.rule.object.url else ("disk",)
         records = self._gathers.of_update(number) or ({} if self._machine.position.seq else self._machine.records)
-        save = self._begin(number, Due(tiers, why.reason, why.cause), records)
+        save = self._begin(self._machine.position, Due(tiers, why.reason, why.cause), records)
         return msgspec.structs.replace(save, boundary=True, past=past, metrics=metrics or {})
 
-    def _begin(self, number: int, due: Due, records: Mapping[int, Record]) -> Save:
-        self._plan, self._begun = self._machine.current_plan(), number
-        self._incomplete = (number, self._out.times.now_ns)
-        return Save(self._plan, number, due, records)
+    def _begin(self, at: Key, due: Due, records: Mapping[int, Record]) -> Save:
+        self._plan, self._begun, self._begun_at = self._machine.current_plan(), at.step, at
+        self._incomplete = (at.step, self._out.times.now_ns)
+        return Save(self._plan, at.step, due, records)
 
     # ---- giving one up
 
@@ -172,6 +167,14 @@ class Saver:
             self._give_up(Why(Cause.REGROUPED, f"worker {', '.join(map(str, gone))} left"), plan)
         elif plan.leader(0) != before.leader(0):
             self._give_up(Why(Cause.REGROUPED, "the leader changed"), plan)
+
+    def entered(self, positions: Mapping[int, Key]) -> None:
+        """All have settled; `positions`: where each had been. Whoever was behind one that had begun came to its step
+        while all settled, and has begun nothing."""
+        writers = () if self._plan is None else self._plan.worker_ids
+        if any(positions.get(worker_id, self._begun_at) < self._begun_at for worker_id in writers):
+            self._plan, self._begun = None, 0
+            self._give_up(Why(Cause.REGROUPED, "not all had begun it"))
 
     def _give_up(self, why: Why, plan: Plan | None = None) -> None:
         self._incomplete = None
@@ -237,6 +240,12 @@ class Saver:
         save = self.boundary(msgspec.json.decode(said, type=Why), past=past, metrics=event.metrics) if said else None
         if save is not None:
             self._out.put(save)
+
+
+def _memory_alone(config: SavingRules, number: int) -> Due:
+    """Snapshots in memory are what makes up for a pool that is lost, where nothing is on disk."""
+    every = config.memory_every and (config.rule.memory.every_steps or config.memory_every)
+    return Due(("memory",), f"every {every} steps") if every and number % every == 0 else Due()
 
 
 def _memory_of(due: Due) -> Due:

@@ -45,6 +45,11 @@ class Settler:
         kept = (s for h in holdings for _, s in (*h.snapshots, *h.kept_parts))
         return number in (*(h.position.step for h in holdings), *kept)
 
+    @property
+    def positions(self) -> Mapping[int, step.Key]:
+        """Where each member was when this generation settled."""
+        return {worker_id: holding.position for worker_id, holding in self._stated.items()}
+
     # ---- regroup
 
     def leave(self, generation: int) -> None:
