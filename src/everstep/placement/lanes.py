@@ -274,7 +274,8 @@ def _held(active: list[int], lanes: int, previous: Sequence[Seat]) -> dict[int, 
         check(all(0 <= lane < lanes for lane in seat.lanes), f"previous seat {seat} does not fit {lanes} lanes")
         check(seen.isdisjoint(seat.lanes), f"previous seats share lanes: {seat}")
         seen.update(seat.lanes)
-    return {s.worker_id: list(s.lanes) for s in previous if s.lanes and s.worker_id in active}
+    staying = set(active)
+    return {s.worker_id: list(s.lanes) for s in previous if s.lanes and s.worker_id in staying}
 
 
 # ---- fresh placement

@@ -334,7 +334,8 @@ class Recovery:
             return
         for phase, duration in phases_ms.items():
             answer.phases_ms[phase] = max(duration, answer.phases_ms.get(phase, 0.0))
-        if self._agreement.entered >= set(self._agreement.plan.worker_ids):
+        entered, plan = self._agreement.entered, self._agreement.plan
+        if len(entered) >= len(plan.members) and entered >= set(plan.worker_ids):
             self._answer = replace(answer, settled_ns=self._desk.now)
 
     def complete(self, step: int, committed_unix_ns: int = 0) -> None:
