@@ -84,7 +84,8 @@ class Agreement:
         check(plan.generation > self.generation, f"generation {plan.generation} was given out before")
         agents = {}
         for member in plan.members:
-            check(not self._membership.is_fenced(member.key), f"evicted worker {member.key} in the plan")
+            if self._membership.is_fenced(member.key):
+                raise InvariantViolation(f"evicted worker {member.key} in the plan")
             worker = self._membership.alive(member.key)
             if worker is None:
                 raise InvariantViolation(f"worker {member.key} is not known to live")
