@@ -82,6 +82,8 @@ MAX_ASKED_BYTES = 64 << 10
 MOST_UNREAD = 4096
 MAX_UNSENT_BYTES = 256 << 20
 RETURN_NS = 30_000_000_000
+RARELY = (50_000, 20, 100)
+"""When garbage is looked for: a plan for thousands makes tens of thousands of objects, none of which is any."""
 _LATE_S = _LOOK_S = 0.25
 Sends = list[tuple[str, AnyMessage]]
 
@@ -497,6 +499,7 @@ async def serve(place: Post) -> None:
     server.handle(Tick())
     gc.collect()
     gc.freeze()
+    gc.set_threshold(*RARELY)
     await asyncio.Event().wait()
 
 
