@@ -56,5 +56,7 @@ def _slurm_domains(address: str, pattern: str) -> dict[str, str]:
 
 def ordered(labels: Mapping[str, str], host: str, gpu: str = "") -> Domains:
     """All labels of a worker: its host's, the host itself, and the GPU if it has one."""
+    if host and not labels and not gpu:  # a coordinator of thousands of workers asks for each of them per plan
+        return (("host", host),)
     known = {"gpu": gpu, **labels, "host": host}
     return tuple((kind, known[kind]) for kind in WIDTHS if known.get(kind))

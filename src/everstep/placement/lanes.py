@@ -23,7 +23,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from everstep.base.errors import ConfigError, check
+from everstep.base.errors import ConfigError, InvariantViolation, check
 from everstep.base.plan import Seat
 from everstep.base.pool_wish import PoolWish, even_homes
 from everstep.placement.domains import Crowd, DomainsOf, dealt, hosts_in_order
@@ -271,10 +271,13 @@ def _held(active: list[int], lanes: int, previous: Sequence[Seat]) -> dict[int, 
     """The lanes that active workers had before and keep. Empty if nobody keeps any."""
     seen: set[int] = set()
     for seat in previous:
-        check(all(0 <= lane < lanes for lane in seat.lanes), f"previous seat {seat} does not fit {lanes} lanes")
-        check(seen.isdisjoint(seat.lanes), f"previous seats share lanes: {seat}")
+        if any(not 0 <= lane < lanes for lane in seat.lanes):
+            raise InvariantViolation(f"previous seat {seat} does not fit {lanes} lanes")
+        if not seen.isdisjoint(seat.lanes):
+            raise InvariantViolation(f"previous seats share lanes: {seat}")
         seen.update(seat.lanes)
-    return {s.worker_id: list(s.lanes) for s in previous if s.lanes and s.worker_id in active}
+    staying = set(active)
+    return {s.worker_id: list(s.lanes) for s in previous if s.lanes and s.worker_id in staying}
 
 
 # ---- fresh placement

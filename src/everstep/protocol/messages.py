@@ -14,7 +14,7 @@ import msgspec
 
 from everstep.base.cause import Cause
 from everstep.base.domains import LABEL_NAME, LABEL_VALUE, LABELS
-from everstep.base.errors import ProtocolError
+from everstep.base.errors import InvariantViolation, ProtocolError
 from everstep.base.plan import Member, Plan
 from everstep.base.strikes import Strike
 from everstep.protocol.messages_base import AnyMessage as AnyMessage
@@ -23,7 +23,7 @@ from everstep.protocol.messages_base import OfLife as OfLife
 from everstep.protocol.messages_base import WorkerLife as WorkerLife
 from everstep.protocol.messages_base import WorkerPulse as WorkerPulse
 
-VERSION = 8
+VERSION = 9
 MAX_FRAME_BYTES = 64 << 20
 _Short = Annotated[str, msgspec.Meta(max_length=100)]
 _Label = Annotated[str, msgspec.Meta(pattern=LABEL_NAME)]
@@ -330,6 +330,21 @@ class InjectFault(AnyMessage, frozen=True, kw_only=True):
     number: int
 
 
+class PlanTold(AnyMessage, frozen=True, kw_only=True):
+    """Of which plan the messages after this one speak (`protocol/telling`).
+
+    before: generation of the plan that was told before over this connection; 0: `plan` is the whole of it, else its
+    members and seats are those that are new or others than before. gone: worker ids of members that are none any more;
+    vacated: seats that nobody has any more, as (stage, worker id). same_speeds: those before count.
+    """
+
+    plan: Plan
+    before: Annotated[int, msgspec.Meta(ge=0)] = 0
+    gone: list[int] = []
+    vacated: list[tuple[int, int]] = []
+    same_speeds: bool = False
+
+
 class PlanNow(AnyMessage, frozen=True, kw_only=True):
     """Leave the old generation at once and settle in this one."""
 
@@ -582,5 +597,5 @@ def decode(body: bytes) -> AnyMessage:
     """Raises: ProtocolError if the body is not one of our messages."""
     try:
         return _decoder.decode(body)
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+    except (msgspec.MsgspecError, ValueError, RecursionError, InvariantViolation) as error:
         raise ProtocolError(f"expected an Everstep message of version {VERSION}: {str(error)[:200]!a}") from None

@@ -20,6 +20,7 @@ from pathlib import Path
 from everstep.base.errors import EverstepError, ProtocolError
 from everstep.protocol.lease.terms import Terms
 from everstep.protocol.messages import AnyMessage, Heartbeat, JobEnded, Progress, TermBegun, decode, encode
+from everstep.protocol.telling import Listener
 from everstep.runtime.address import read_address
 from everstep.runtime.handshake import Seals
 from everstep.runtime.silence import CONTROL_SILENT_S, notice_silence
@@ -241,7 +242,7 @@ class ControlClient:
         self._connected.set()
         if self._on_connected is not None:
             self._on_connected(True)
-        reader = FrameReader(seals)
+        reader, heard = FrameReader(seals), Listener()
         poller = select.poll()
         poller.register(self._wake_r, select.POLLIN)
         while not self._closing:
@@ -267,7 +268,9 @@ class ControlClient:
             if not data:
                 raise ProtocolError("the coordinator ended the connection")
             for body in reader.feed(data):
-                self._deliver(decode(body))
+                message = heard.take(decode(body))
+                if message is not None:
+                    self._deliver(message)
 
     def _look_for_another(self, sock: socket.socket) -> None:
         """Raises: ProtocolError if another coordinator has announced itself than that at the other end, which may be

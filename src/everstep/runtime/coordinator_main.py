@@ -24,6 +24,7 @@ from everstep.base.cause import Cause, Why
 from everstep.base.config import load_config
 from everstep.base.errors import EverstepError, ProtocolError, check
 from everstep.base.given import read_json
+from everstep.base.plan import Plan
 from everstep.observe.events import EventLog
 from everstep.protocol.coordinator.agreement import timed
 from everstep.protocol.coordinator.coordinator import Coordinator
@@ -53,12 +54,9 @@ from everstep.protocol.messages import (
     JobFacts,
     JobHello,
     Ping,
-    PlanNow,
-    PlanPrepared,
     Pong,
     TermBegun,
     decode,
-    encode,
 )
 from everstep.protocol.roles import CONTROL_ROLES, PEOPLE
 from everstep.runtime import wire
@@ -73,7 +71,7 @@ from everstep.runtime.address import (
 )
 from everstep.runtime.coordinator_setup import coordinator_config, job_facts, scripted_strikes
 from everstep.runtime.files_desk import FilesDesk, Pages
-from everstep.runtime.handshake import Ends, Greeter, Seals, frame_digest, keys_of
+from everstep.runtime.handshake import Ends, Greeter, Seals, keys_of
 from everstep.runtime.porch import Complaints, Strangers
 from everstep.runtime.process import die_with_parent, raise_descriptor_limit
 from everstep.runtime.standing import InOrder, JournalStore, Post, Tenure, open_journal, stand_down, warn
@@ -84,6 +82,8 @@ MAX_ASKED_BYTES = 64 << 10
 MOST_UNREAD = 4096
 MAX_UNSENT_BYTES = 256 << 20
 RETURN_NS = 30_000_000_000
+RARELY = (50_000, 20, 100)
+"""When garbage is looked for: a plan for thousands makes tens of thousands of objects, none of which is any."""
 _LATE_S = _LOOK_S = 0.25
 Sends = list[tuple[str, AnyMessage]]
 
@@ -194,7 +194,7 @@ class ControlServer:
         self._names = 0
         self._round_ns = 0
         self._timer: asyncio.TimerHandle | None = None
-        self._last_encoded: tuple[AnyMessage | None, bytes, bytes] = (None, b"", b"")
+        self._frames = wire.Frames()
 
     def next_name(self) -> str:
         """A name that no other connection of this process has had."""
@@ -261,7 +261,7 @@ class ControlServer:
 
     def _send(self, name: str, message: AnyMessage) -> None:
         if name in self.connections:
-            self.connections[name].send(*self._frame(message))
+            self.connections[name].send(message, self._frames)
 
     def _end(self, name: str) -> None:
         if name in self.connections:
@@ -300,19 +300,6 @@ class ControlServer:
         there = len(self.strangers) > 0
         self._late = asyncio.get_running_loop().call_later(_LATE_S, self._send_off) if there else None
 
-    def _frame(self, message: AnyMessage) -> tuple[bytes, bytes]:
-        """The frame of a message, and its digest; a plan for a thousand workers is encoded, deflated and read for that
-        once, not a thousand times."""
-        known, data, digest = self._last_encoded
-        same = known is message
-        if isinstance(message, PlanNow | PlanPrepared) and type(known) is type(message):
-            same = getattr(known, "plan", None) is message.plan
-        if not same:
-            data = wire.frame(encode(message), deflate=True)
-            digest = frame_digest(data)
-            self._last_encoded = (message, data, digest)
-        return data, digest
-
     def _warn(self, why: Why) -> None:
         warn(self.events, why)
 
@@ -344,6 +331,7 @@ class ControlSocket(asyncio.Protocol):
         self._seals: Seals | None = None
         self._reader: wire.FrameReader | None = None
         self._pipe: TlsPipe | None = None
+        self._told: Plan | None = None
         self._here = ""
         self.host = "?"
         self.peer = "?"
@@ -386,13 +374,14 @@ class ControlSocket(asyncio.Protocol):
         else:
             self._server.strangers.leave(self)
 
-    def send(self, data: bytes, digest: bytes = b"") -> None:
-        """Queue a frame, whose digest may be known. A client that does not read is cut off beyond `MAX_UNSENT_BYTES`;
-        it will reconnect."""
+    def send(self, message: AnyMessage, frames: wire.Frames) -> None:
+        """Queue a message. A client that does not read is cut off beyond `MAX_UNSENT_BYTES`; it will reconnect."""
         transport, seals = self._transport, self._seals
         if transport is None or seals is None or transport.is_closing():
             return
-        self._write(data, seals.tag(data, digest=digest))
+        said, self._told = frames.of(message, self._told)
+        for data, digest in said:
+            self._write(data, seals.tag(data, digest=digest))
         if transport.get_write_buffer_size() > MAX_UNSENT_BYTES:
             self._server.refuse(self.peer, f"more than {MAX_UNSENT_BYTES} bytes wait for it to read")
             transport.abort()
@@ -510,6 +499,7 @@ async def serve(place: Post) -> None:
     server.handle(Tick())
     gc.collect()
     gc.freeze()
+    gc.set_threshold(*RARELY)
     await asyncio.Event().wait()
 
 

@@ -84,7 +84,8 @@ class Agreement:
         check(plan.generation > self.generation, f"generation {plan.generation} was given out before")
         agents = {}
         for member in plan.members:
-            check(not self._membership.is_fenced(member.key), f"evicted worker {member.key} in the plan")
+            if self._membership.is_fenced(member.key):
+                raise InvariantViolation(f"evicted worker {member.key} in the plan")
             worker = self._membership.alive(member.key)
             if worker is None:
                 raise InvariantViolation(f"worker {member.key} is not known to live")
@@ -334,7 +335,8 @@ class Recovery:
             return
         for phase, duration in phases_ms.items():
             answer.phases_ms[phase] = max(duration, answer.phases_ms.get(phase, 0.0))
-        if self._agreement.entered >= set(self._agreement.plan.worker_ids):
+        entered, plan = self._agreement.entered, self._agreement.plan
+        if len(entered) >= len(plan.members) and entered >= set(plan.worker_ids):
             self._answer = replace(answer, settled_ns=self._desk.now)
 
     def complete(self, step: int, committed_unix_ns: int = 0) -> None:

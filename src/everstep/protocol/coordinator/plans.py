@@ -121,7 +121,8 @@ def _plan(job: JobState, members: Iterable[Worker], seats: tuple[Seat, ...], why
 
 def _placed(job: JobState, worker: Worker, member: Member) -> Member:
     """As a plan names it, with the domains that it is in."""
-    return replace(member, domains=tuple(label for label in job.agents.domains(worker) if label[0] != "host"))
+    domains = tuple(label for label in job.agents.domains(worker) if label[0] != "host")
+    return member if member.domains == domains else replace(member, domains=domains)
 
 
 def _save_reason(job: JobState) -> str:

@@ -26,11 +26,13 @@ def share(
     the agents that the map means. where: the domains of the hosts of agents.
     """
     slots = sorted(wanted)
-    hosts = _Hosts(rooms, where)
-    for owner in (owner for i in slots if (owner := owners.get(i)) is not None):
-        hosts.give(owner)
+    homeless = [i for i in slots if owners.get(i) not in known]
+    if not homeless:
+        return {}  # a thousand agents say hello one by one, and none of them need look at the others
+    owned = Counter(owner for i in slots if (owner := owners.get(i)) is not None)
+    hosts = _Hosts(rooms, where, owned)
     found: dict[int, str] = {}
-    for worker_id in (i for i in slots if owners.get(i) not in known):
+    for worker_id in homeless:
         chosen = next((i for i in named.get(worker_id, ()) if hosts.counts[i] < rooms.get(i, 0)), None)
         owner = chosen or hosts.next()
         if owner is None:
@@ -55,9 +57,9 @@ class _Domain:
         """Of its own agents: who has the fewest."""
         return self._agents[0][1]
 
-    def grow(self) -> None:
-        """One slot more."""
-        self.size += 1
+    def grow(self, by: int = 1) -> None:
+        """So many slots more."""
+        self.size += by
 
     def stand(self, agent_id: str, counts: Mapping[str, int]) -> None:
         """An agent with room waits here for its turn."""
@@ -75,21 +77,28 @@ class _Hosts:
     """Agents in their domains, and how many slots each has. A domain is chosen among its neighbours only, so that a
     thousand hosts are shared out at once."""
 
-    def __init__(self, rooms: Mapping[str, float], where: Mapping[str, Domains]) -> None:
-        self.counts: Counter[str] = Counter()
+    def __init__(self, rooms: Mapping[str, float], where: Mapping[str, Domains], counts: Counter[str]) -> None:
+        self.counts = counts
         self._rooms = rooms
         self._where = where
         self._root = _Domain()
-        for agent_id in rooms:
-            self._renew(agent_id, self._path(agent_id))
+        self._paths: dict[Domains, list[_Domain]] = {}
+        for agent_id in dict.fromkeys((*rooms, *counts)):
+            path = self._path(agent_id)
+            for domain in path:
+                domain.grow(counts[agent_id])
+            self._stand(agent_id, path)
+        for path in self._paths.values():
+            self._look(path)
 
     def give(self, agent_id: str) -> None:
-        """It has one more."""
+        """It has one more; its turn comes when it comes for those who have as many."""
         path = self._path(agent_id)
         self.counts[agent_id] += 1
         for domain in path:
             domain.grow()
-        self._renew(agent_id, path)
+        self._stand(agent_id, path)
+        self._look(path)
 
     def next(self) -> str | None:
         """Whose turn it is; None if there is no room."""
@@ -102,15 +111,19 @@ class _Hosts:
         return domain.first
 
     def _path(self, agent_id: str) -> list[_Domain]:
-        labels = dict(self._where.get(agent_id, ()))
-        path = [self._root]
-        for kind in LABELS:
-            path.append(path[-1].parts.setdefault(labels.get(kind, ""), _Domain()))
-        return path
+        domains = self._where.get(agent_id, ())
+        if domains not in self._paths:
+            labels = dict(domains)
+            path = [self._root]
+            for kind in LABELS:
+                path.append(path[-1].parts.setdefault(labels.get(kind, ""), _Domain()))
+            self._paths[domains] = path
+        return self._paths[domains]
 
-    def _renew(self, agent_id: str, path: list[_Domain]) -> None:
-        """Its turn comes when it comes for those who have as many."""
+    def _stand(self, agent_id: str, path: list[_Domain]) -> None:
         if self.counts[agent_id] < self._rooms.get(agent_id, 0):
             path[-1].stand(agent_id, self.counts)
+
+    def _look(self, path: list[_Domain]) -> None:
         for domain in reversed(path):
             domain.look(self.counts)

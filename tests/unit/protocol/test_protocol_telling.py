@@ -1,0 +1,149 @@
+"""Plans go over a connection as what has changed, and arrive as they were sent."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from everstep.base.cause import Cause
+from everstep.base.errors import ProtocolError
+from everstep.base.plan import Member, Plan, Rank, Seat
+from everstep.placement.lanes import place
+from everstep.protocol.messages import AnyMessage, Heal, PlanNow, PlanPrepared, PlanTold, Pong, decode, encode
+from everstep.protocol.telling import Listener, heard, stand_in, told
+from everstep.runtime.wire import Frames, inflate
+
+
+def _member(i: int, life: int = 0, host: str = "") -> Member:
+    return Member(i, life, host or f"host-{i // 8}", 1000 + i, f"10.0.0.1:{10000 + i}", f"seg-{i}-{life}")
+
+
+def _plan(generation: int, members: list[Member], seats: tuple[Seat, ...] = (), **more: object) -> Plan:
+    seats = seats or place([m.worker_id for m in members], 2 * len(members))
+    lanes = sum(len(s.lanes) for s in seats if s.stage == 0)
+    return Plan(generation, f"plan {generation}", tuple(members), seats, lanes, **more)  # type: ignore[arg-type]
+
+
+def _over_the_wire(frames: list[tuple[bytes, bytes]], end: Listener) -> list[AnyMessage]:
+    found = []
+    for data, _ in frames:
+        body = inflate(data[4:]) if data[0] & 0x80 else data[4:]
+        message = end.take(decode(body))
+        if message is not None:
+            found.append(message)
+    return found
+
+
+def _changed(plan: Plan, draw: random.Random) -> Plan:
+    """Any next plan: members lost, replaced, new or elsewhere, in one stage or several, lanes anew or repaired."""
+    members = [m for m in plan.members if draw.random() < 0.8] or list(plan.members[:1])
+    members = [_member(m.worker_id, m.incarnation + 1) if draw.random() < 0.2 else m for m in members]
+    members = [replace(m, domains=(("rack", "r1"),)) if draw.random() < 0.1 else m for m in members]
+    members = [replace(m, limbs=(Rank(7, "a", "b"),)) if draw.random() < 0.1 else m for m in members]
+    for i in range(40, 40 + draw.randrange(4)):
+        members.append(_member(i))
+    members = sorted({m.worker_id: m for m in members}.values(), key=lambda m: m.worker_id)
+    ids, stages = [m.worker_id for m in members], draw.choice([1, 1, min(2, len(members))])
+    seats = place(ids, 64, stages=stages, previous=plan.seats if stages == plan.stages and draw.random() < 0.7 else ())
+    return Plan(
+        generation=plan.generation + draw.randrange(1, 3),
+        reason=f"reason {draw.random()}",
+        members=tuple(members),
+        seats=seats,
+        lanes=64,
+        stages=stages,
+        speeds=draw.choice([(), plan.speeds, tuple((i, draw.random()) for i in ids)]),
+        previous=plan.generation,
+        prepared=draw.random() < 0.5,
+        joining=tuple(i for i in ids if draw.random() < 0.2),
+        leaders=draw.choice([(), (ids[0],) + (None,) * (stages - 1)]),
+        save=draw.choice(["", "before the end"]),
+        cause=draw.choice(list(Cause)),
+        sound=draw.choice([-1, 5]),
+        term=plan.term,
+    )
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_every_plan_arrives_as_it_was_sent(seed: int) -> None:
+    draw = random.Random(seed)
+    frames, plan = Frames(), _plan(1, [_member(i) for i in range(32)], term=9)
+    ends = [(Listener(), None) for _ in range(4)]
+    for _ in range(12):
+        for k, (end, last) in enumerate(ends):
+            if draw.random() < 0.3:  # this one is not told, or it has connected again
+                ends[k] = (end, last) if draw.random() < 0.5 else (Listener(), None)
+                continue
+            message = draw.choice([PlanNow, PlanPrepared])(plan=plan)
+            if draw.random() < 0.2:
+                message = Heal(ticket=3, plan=plan, donors=[plan.members[0]])
+            said, now = frames.of(message, last)
+            assert now is plan
+            assert _over_the_wire(said, end) == [message]
+            ends[k] = (end, now)
+        plan = _changed(plan, draw)
+
+
+def test_one_death_among_thousands_is_said_in_few_bytes() -> None:
+    members = [_member(i) for i in range(4000)]
+    plan = _plan(1, members)
+    left = [m for m in members if m.worker_id != 77]
+    after = _plan(2, left, place([m.worker_id for m in left], plan.lanes, previous=plan.seats))
+    frames = Frames()
+    said, _ = frames.of(PlanNow(plan=after), plan)
+    assert sum(len(data) for data, _ in said) < 1000
+    again, _ = frames.of(PlanNow(plan=after), plan)
+    assert all(one[0] is other[0] for one, other in zip(said, again, strict=True)), "made once for all"
+
+
+def test_a_plan_that_was_told_is_not_told_again() -> None:
+    plan, frames, end = _plan(4, [_member(0)]), Frames(), Listener()
+    first, now = frames.of(PlanPrepared(plan=plan), None)
+    second, _ = frames.of(Heal(ticket=1, plan=plan, donors=[]), now)
+    assert (len(first), len(second)) == (2, 1)
+    found = _over_the_wire(first + second, end)
+    assert [message.plan for message in found] == [plan, plan]  # type: ignore[attr-defined]
+
+
+def test_other_messages_pass() -> None:
+    said, now = Frames().of(Pong(seq=3), None)
+    assert now is None
+    assert _over_the_wire(said, Listener()) == [Pong(seq=3)]
+
+
+def test_a_plan_with_members_speaks_for_itself() -> None:
+    message = PlanNow(plan=_plan(1, [_member(0)]))
+    assert Listener().take(message) is message
+
+
+def test_what_follows_no_plan_that_was_told_is_refused() -> None:
+    plan, later = _plan(1, [_member(0), _member(1)]), _plan(2, [_member(1)])
+    with pytest.raises(ProtocolError, match="expected a plan that was told before, got word of generation 1"):
+        Listener().take(PlanNow(plan=stand_in(plan)))
+    with pytest.raises(ProtocolError, match=r"since the plan told last \(none\), got 1"):
+        Listener().take(told(later, plan))
+    end = Listener()
+    end.take(PlanTold(plan=plan))
+    with pytest.raises(ProtocolError, match="got word of generation 2"):
+        end.take(PlanNow(plan=stand_in(later)))
+    with pytest.raises(ProtocolError, match="got word of generation 1"):
+        end.take(PlanNow(plan=stand_in(replace(plan, term=5))))
+    with pytest.raises(ProtocolError, match=r"\(generation 1\), got 7"):
+        end.take(PlanTold(plan=later, before=7))
+
+
+def test_members_out_of_order_are_refused() -> None:
+    plan = _plan(1, [_member(0), _member(1)])
+    for message in (PlanTold(plan=plan), PlanNow(plan=plan)):
+        with pytest.raises(ProtocolError, match="members must be distinct and ascend"):
+            decode(encode(message).replace(b"\xa9worker_id\x00", b"\xa9worker_id\x01"))
+
+
+def test_what_cannot_be_said_as_changes_is_said_whole() -> None:
+    plan = _plan(1, [_member(0), _member(1)])
+    turned = replace(plan, generation=2, seats=tuple(reversed(plan.seats)))
+    saying = told(turned, plan)
+    assert (saying.before, saying.plan) == (0, turned)
+    assert heard(saying, plan) == turned
