@@ -23,6 +23,7 @@ HANG_FLOOR_NS = 10 * SECOND_NS
 HANG_UNKNOWN_NS = 60 * SECOND_NS
 HANG_FACTOR = 10
 ALONE_LIMIT_NS = SECOND_NS
+_OTHERS = "its slot was given to another host"
 EXEMPT_PHASES = ("idle", "starting")
 
 
@@ -64,6 +65,9 @@ def _saw_life(job: JobState, agent: Agent, life: m.WorkerLife) -> None:
     key = WorkerKey(life.worker_id, life.incarnation)
     agent.runs(key)
     membership = job.membership
+    if job.slots.grants.foreign(key, agent.agent_id):
+        kill_life(job, agent, key, Why(Cause.REPLACED, _OTHERS))
+        return
     if membership.is_fenced(key):
         kill_life(job, agent, key, Why(membership.fenced_for(key.worker_id), "it was evicted"))
         return
@@ -91,6 +95,9 @@ def worker_started(job: JobState, agent: Agent, message: m.WorkerStarted) -> Non
 def worker_exited(job: JobState, agent: Agent, message: m.WorkerExited) -> None:
     """A process is dead: waitpid said so."""
     key = WorkerKey(message.worker_id, message.incarnation)
+    if job.slots.grants.foreign(key, agent.agent_id):
+        job.agents.exited(agent, key)
+        return
     if message.in_order:
         left_in_order(job, key)
     job.agents.exited(agent, key)
@@ -141,6 +148,10 @@ def heartbeat(job: JobState, agent: Agent, message: m.Heartbeat) -> None:
     for pulse in message.workers:
         key = WorkerKey(pulse.worker_id, pulse.incarnation)
         seen.add(key)
+        if job.slots.grants.foreign(key, agent.agent_id):
+            if not agent.lets_go(key, now):
+                kill_life(job, agent, key, Why(Cause.REPLACED, _OTHERS))
+            continue
         worker = membership.alive(key)
         if worker is not None:
             worker.pulse(pulse, now)
@@ -366,6 +377,8 @@ def grace_due(job: JobState, about: Any) -> None:
 
 def expect_agents(job: JobState) -> None:
     """After a restart the agents of the journal are to come back, and speak for the workers that they ran."""
+    for worker_id, agent_id in job.slots.grants.agents():
+        job.slots.runs(worker_id, agent_id)
     for worker_id, worker in sorted(job.membership.workers.items()):
         if worker.agent_id is not None:
             job.slots.runs(worker_id, worker.agent_id)

@@ -1,6 +1,7 @@
 """How a journal makes a coordinator's parts what they were. Pure.
 
-Entries are JSON-able dicts with a `kind`: target, plan, entered, evict, ticket, slot_lost, drained, struck, ended.
+Entries are JSON-able dicts with a `kind`: target, plan, entered, evict, ticket, slot_lost, grants, drained,
+struck, ended.
 Those of a kind that is not known are passed over, so that an older program can read a newer journal's common part.
 Those that make no sense are set aside, and the rest counts: what is lacking by that is learned from the workers, whose
 hellos bear their plan.
@@ -17,6 +18,7 @@ from everstep.base.cause import Cause, Why
 from everstep.base.errors import EverstepError, InvariantViolation, ProtocolError
 from everstep.base.plan import Plan, WorkerKey
 from everstep.protocol.coordinator.agreement import NO_PLAN, check_seats
+from everstep.protocol.coordinator.grants import Grant
 from everstep.protocol.coordinator.job import JobState
 from everstep.protocol.coordinator.types import CoordinatorConfig
 from everstep.protocol.messages import JobEnded
@@ -62,6 +64,14 @@ class _Ticket(_Entry, frozen=True, kw_only=True, tag="ticket"):
 class _SlotLost(_Entry, frozen=True, kw_only=True, tag="slot_lost"):
     worker_id: _Id
     reason: str
+
+
+class _Grants(_Entry, frozen=True, kw_only=True, tag="grants"):
+    agent_id: str
+    host: str
+    process: str
+    slots: list[_Id]
+    first: list[_Count]
 
 
 class _Drained(_Entry, frozen=True, kw_only=True, tag="drained"):
@@ -140,6 +150,11 @@ def _take(job: JobState, entry: _Entry | None) -> None:
             job.healing.replay_ticket(entry.ticket)
         case _SlotLost():
             job.slots.replay_lost(entry.worker_id, entry.reason)
+        case _Grants():
+            for worker_id, first in zip(entry.slots, entry.first, strict=True):
+                job.slots.grants.replay(
+                    worker_id, Grant(entry.agent_id, entry.host, entry.process, first, restored=True)
+                )
         case _Drained():
             job.agents.replay_drained(entry.agent_id, entry.process)
         case _StruckBefore():

@@ -7,6 +7,7 @@ from math import inf
 
 from everstep.base.cause import Cause, Why
 from everstep.protocol.coordinator.desk import Desk
+from everstep.protocol.coordinator.grants import Grants
 from everstep.protocol.coordinator.membership import Agent, Agents, Membership
 from everstep.protocol.coordinator.sharing import share
 
@@ -14,12 +15,13 @@ from everstep.protocol.coordinator.sharing import share
 class Slots:
     """What was asked for, and what came of it.
 
-    target: how many members are wanted. lost: the slots given up for good, with the reason.
+    target: how many members are wanted. lost: the slots given up for good, with the reason. grants: who starts lives.
     """
 
     def __init__(self, desk: Desk, membership: Membership, agents: Agents) -> None:
         self.target = desk.config.workers
         self.lost: dict[int, str] = {}
+        self.grants = Grants(desk)
         self._desk, self._membership, self._agents = desk, membership, agents
         self._asked: set[int] | None = None  # None: as the agents started them
         self._retiring: set[int] = set()  # not wanted any more, but the worker has not left yet
@@ -146,7 +148,7 @@ class Slots:
         for agent in agents:
             ids = slots_of[agent.agent_id]
             if agent.sent_slots != ids:
-                first = [self._membership.next_incarnation(i) for i in ids]
+                first = self.grants.give(agent, {i: self._membership.next_incarnation(i) for i in ids})
                 self._desk.send(agent.connection, agent.new_slots(ids, first))
 
     def _find_owners(self, wanted: Collection[int], agents: Sequence[Agent]) -> None:

@@ -23,6 +23,13 @@ KILL_AGAIN_NS = 5 * SECOND_NS
 def worker_hello(job: JobState, name: str, hello: m.WorkerHello) -> None:
     """A worker says who it is and what it follows: welcome it, or send it away, and tell it what it has missed."""
     key, membership = hello.member.key, job.membership
+    grant = job.slots.grants.of(key.worker_id)
+    if grant is not None and grant.host != hello.member.host and key.incarnation >= grant.first:
+        # Not introduced: nothing that it says may count as said by the life of that number on its slot's own host.
+        text = f"slot {key.worker_id} was given to host {grant.host}"
+        job.desk.send(name, m.Dismissed(cause=Cause.REPLACED, reason=text, drained=False))
+        job.desk.close(name, text)
+        return
     job.desk.introduce(name, worker=key)
     if job.progress.tell_end(name):
         return

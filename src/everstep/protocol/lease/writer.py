@@ -19,7 +19,7 @@ from everstep.protocol.lease.requests import (
 
 MOST_AT_ONCE = 64
 COMPACT_EVERY = 200
-_REPEATED = ("target", "ticket", "evict", "slot_lost")
+_REPEATED = ("target", "ticket", "evict", "slot_lost", "grants")
 
 
 class Writer:
@@ -98,7 +98,7 @@ def compacted(entries: Sequence[JournalEntry]) -> list[JournalEntry]:
 
 def _about(entry: JournalEntry) -> tuple[object, ...]:
     """Entries about the same are superseded by the last of them."""
-    return entry.get("kind"), entry.get("worker_id")
+    return entry.get("kind"), entry.get("worker_id", entry.get("agent_id"))
 
 
 def _plans_that_count(entries: Sequence[JournalEntry]) -> dict[int, JournalEntry]:

@@ -1,0 +1,96 @@
+"""Whose each slot is, from which incarnation on: said by the journal before any host hears it. Pure.
+
+So a coordinator that begins anew gives no life to a second host that one before it gave to a first, though that may be
+lost meanwhile; and what a host counts for itself while nobody hears it is not taken for the life of another.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from everstep.base.plan import WorkerKey
+from everstep.protocol.coordinator.desk import Desk
+from everstep.protocol.coordinator.membership import Agent
+
+
+@dataclass(frozen=True)
+class Grant:
+    """This process of an agent starts the lives of a slot, from the incarnation `first` on.
+
+    restored: the journal says so, and it has not been heard since. Of its lives the journal knows those that are over.
+    """
+
+    agent_id: str
+    host: str
+    process: str
+    first: int
+    restored: bool = False
+
+    @property
+    def said(self) -> tuple[str, str, str, int]:
+        """What the journal has to say of it."""
+        return self.agent_id, self.host, self.process, self.first
+
+
+class Grants:
+    """The newest grant to each slot that was ever given to an agent."""
+
+    def __init__(self, desk: Desk) -> None:
+        self._desk = desk
+        self._newest: dict[int, Grant] = {}
+        self._of: defaultdict[str, set[int]] = defaultdict(set)  # agent id -> slots
+
+    def of(self, worker_id: int) -> Grant | None:
+        """Whose this slot is; None if no agent was ever told to keep it filled."""
+        return self._newest.get(worker_id)
+
+    def agents(self) -> list[tuple[int, str]]:
+        """Each slot that was given to an agent, with its id, ascending."""
+        return [(worker_id, grant.agent_id) for worker_id, grant in sorted(self._newest.items())]
+
+    def foreign(self, key: WorkerKey, agent_id: str) -> bool:
+        """Whether this life, which this agent runs, has a number that was given to another: it was away, and counts
+        for itself."""
+        grant = self._newest.get(key.worker_id)
+        return grant is not None and grant.agent_id != agent_id and key.incarnation >= grant.first
+
+    def give(self, agent: Agent, least: Mapping[int, int]) -> list[int]:
+        """These slots are the agent's from now on. least: by slot, the least incarnation that a life may have by what
+        is known of others. Returns from which on the agent may start lives, in the same order: none that another
+        process could have started."""
+        slots = least.keys() | self._of[agent.agent_id]
+        before = {i: grant.said for i in slots if (grant := self._newest.get(i)) is not None}
+        for worker_id in slots:
+            self._take(worker_id, self._next(worker_id, agent, least.get(worker_id, 0)))
+        if any(before.get(i) != self._newest[i].said for i in slots):
+            self._persist(agent)
+        return [max(n, self._newest[i].first) for i, n in least.items()]
+
+    def replay(self, worker_id: int, grant: Grant) -> None:
+        """What a former life of the coordinator has given."""
+        self._take(worker_id, grant)
+
+    def _next(self, worker_id: int, agent: Agent, least: int) -> Grant:
+        known = self._newest.get(worker_id)
+        if known is None:
+            return Grant(agent.agent_id, agent.host, agent.process, least)
+        if (known.agent_id, known.process) == (agent.agent_id, agent.process):
+            return replace(known, host=agent.host, restored=False)
+        first = max(least + known.restored, known.first + 1)
+        return Grant(agent.agent_id, agent.host, agent.process, first)
+
+    def _take(self, worker_id: int, grant: Grant) -> None:
+        known = self._newest.get(worker_id)
+        if known is not None:
+            self._of[known.agent_id].discard(worker_id)
+        self._newest[worker_id] = grant
+        self._of[grant.agent_id].add(worker_id)
+
+    def _persist(self, agent: Agent) -> None:
+        """All that is the agent's, so that its newest entry says everything."""
+        slots = sorted(self._of[agent.agent_id])
+        first = [self._newest[i].first for i in slots]
+        about = {"agent_id": agent.agent_id, "host": agent.host, "process": agent.process}
+        self._desk.persist("grants", **about, slots=slots, first=first)
