@@ -28,7 +28,7 @@ from everstep.dashboard.feed import Feeds
 from everstep.exact.layout import BLOCK_ELEMENTS, Entry, GradientLayout, UnitRange
 from everstep.parallel.reduction import BlockFinisher
 from everstep.parallel.socket_mesh import _HEAD, BlockNote
-from everstep.parallel.streaming import BlockStream
+from everstep.parallel.streaming import BlockStream, Reach
 from everstep.protocol.driver import records
 from everstep.protocol.step_types import Holding, Key, Record
 from everstep.runtime.peer import PeerConnection
@@ -261,7 +261,9 @@ def blocks(data: bytes) -> int:
     """Find room for each, and take it in; returns how many bytes there was room for."""
     finisher = BlockFinisher(_LAYOUT, 8, lambda: None)
     out = torch.zeros(BLOCK_ELEMENTS)
-    stream = BlockStream(1, {1: (0, 1)}, _LAYOUT, 8, finisher, lambda _, n: torch.zeros(n), lambda _: out)
+    stream = BlockStream(
+        *(1, {1: (0, 1)}, _LAYOUT, 8, finisher, lambda _, n: torch.zeros(n), lambda _: out, Reach([1], [1]))
+    )
     room = 0
     for at in range(0, len(data) - _HEAD.size + 1, _HEAD.size):
         kind, step, size, lo, hi, first = _HEAD.unpack_from(data, at)

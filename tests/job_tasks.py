@@ -11,6 +11,7 @@ import ctypes
 import json
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -135,7 +136,8 @@ class Pictures(_Task):
 
 class PicturesStruck(Pictures):
     """In the steps that `STRIKE` names ("PATH 3 9": PATH-3 is there once somebody was struck in step 3), the first
-    worker that sends blocks of a sum while autograd computes is killed, right after the first of them."""
+    worker that sends blocks of a sum while autograd computes is killed, right after the first of them; where several of
+    a host reduce together, the first that sends blocks before it is known what all have."""
 
     def build_model(self) -> nn.Module:
         path, *steps = os.environ.get(STRIKE, "").split() or [""]
@@ -143,7 +145,9 @@ class PicturesStruck(Pictures):
 
         def push(mesh: SocketMesh, w: int, note: BlockNote, tensor: torch.Tensor) -> None:
             send(mesh, w, note, tensor)
-            if note.of_node and str(note.step) in steps and torch._C._current_graph_task_id() >= 0:
+            apart = threading.current_thread().name == "everstep-reduce" and note.whole
+            early = apart or torch._C._current_graph_task_id() >= 0
+            if note.of_node and str(note.step) in steps and early:
                 with contextlib.suppress(FileExistsError):
                     os.close(os.open(f"{path}-{note.step}", os.O_CREAT | os.O_EXCL))
                     os.kill(os.getpid(), signal.SIGKILL)

@@ -39,6 +39,7 @@ class HostJobs:
         self._base = base
         self._environment: dict[str, str] = {}
         self._steps = STEPS
+        self._task = "Text"
 
     def head(
         self,
@@ -47,8 +48,11 @@ class HostJobs:
         steps: int = STEPS,
         until: Sequence[Mapping[str, Any]] = (),
         settings: Mapping[str, Any] | None = None,
+        task: str = "Text",
+        environment: Mapping[str, str] | None = None,
     ) -> Job:
-        """Start the job on the first host. until: what it takes its time for."""
+        """Start the job on the first host. until: what it takes its time for. environment: more, on all hosts."""
+        self._task = task
         run_dir = self._base / "head" / "job"
         host = self.net.hosts[0]
         seen = self._base / "seen.jsonl"  # the same file, where tasks see it on all hosts
@@ -57,10 +61,10 @@ class HostJobs:
             (run_dir / "events.jsonl").touch()
             os.link(run_dir / "events.jsonl", seen)
         paced = {"events": str(seen), "until": list(until), "lane_s": 0.06}
-        self._environment = {"EVERSTEP_TOKEN": secrets.token_hex(32)}
+        self._environment = {"EVERSTEP_TOKEN": secrets.token_hex(32), **(environment or {})}
         if until:
             self._environment["EVERSTEP_TEST_PACE"] = json.dumps(paced)
-        command = [*EVERSTEP, "run", f"{HERE / 'job_tasks.py'}:Text", "--run-dir", str(run_dir), "--json"]
+        command = [*EVERSTEP, "run", f"{HERE / 'job_tasks.py'}:{task}", "--run-dir", str(run_dir), "--json"]
         command += ["--workers", str(workers), "--listen", f"{host.address}:{PORT}", "--slots", str(SLOTS)]
         self._steps = steps
         for key, value in {"steps": steps, **(settings or {})}.items():
@@ -95,7 +99,7 @@ class HostJobs:
 
     def check(self, job: Job) -> None:
         """Wait for the end: done, and bitwise equal to one worker on one host."""
-        self.jobs.check(job, "Text", {"steps": self._steps})
+        self.jobs.check(job, self._task, {"steps": self._steps})
 
 
 class _Head(Job):

@@ -59,7 +59,12 @@ def work(host: int, hosts: int, address: str, kind: str, steps: int, blocks: int
     before, equal = (0, 0), True
     for step in range(1, steps + 2):
         nodes = cover(plan.lanes_of(me), LANES)
-        reduced = transport.reduce(0, step, fill(transport._pools[0], shape, step, nodes))
+        presence = fill(transport._pools[0], shape, step, nodes)
+        offer = transport.offering(0, step)
+        for node in nodes if offer is not None else ():
+            for first in range(blocks - 1, 0, -2):  # from the last on, as autograd finishes them
+                offer(node, max(first - 1, 1), first + 1)
+        reduced = transport.reduce(0, step, presence)
         expected, present = reference(shape, LANES, step)
         equal = equal and reduced.presence == present and same_bits(whole(reduced), expected)
         transport.exchange(Tag("agree", step, 0), b"x")

@@ -5,6 +5,8 @@ Most of them only where time is (EVERSTEP_TEST_HOSTS=all).
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from hosts_harness import STEPS, HostJobs, gap_s, longer, now_ns
 
@@ -54,6 +56,26 @@ def test_a_host_is_lost(on_hosts: HostJobs, how: str) -> None:
     noticed_s = (plan["time_unix_ns"] - struck_ns) / 1e9
     assert least_s - 0.5 < noticed_s < least_s + 5.0, f"{noticed_s:.2f} s\n{job.account()}"
     assert gap_s(job, struck_ns) < least_s + 10.0
+
+
+@pytest.mark.parametrize("workers", [4, pytest.param(5, marks=longer)])
+def test_who_dies_while_sums_of_its_host_leave_is_replaced(on_hosts: HostJobs, tmp_path: Path, workers: int) -> None:
+    """Two members on a host, or one: what the dead sent for its host counts for nothing."""
+    struck = tmp_path / "struck"
+    healed: list[Event] = [{"kind": "worker_healed", "count": 2}]
+    job = on_hosts.head(
+        until=healed,
+        steps=20,
+        workers=workers,
+        settings={"hosts.min": workers // 2 + workers % 2},
+        task="PicturesStruck",
+        environment={"EVERSTEP_TEST_STRIKE": f"{struck} 4 9"},
+    )
+    for number in range(2, workers // 2 + workers % 2 + 1):
+        on_hosts.agent(number)
+    on_hosts.check(job)
+    assert [(tmp_path / f"struck-{step}").exists() for step in (4, 9)] == [True, True]
+    assert len(job.of_kind("worker_evicted")) == 2, job.account()
 
 
 @longer

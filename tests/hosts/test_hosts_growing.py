@@ -55,7 +55,8 @@ def test_a_job_grows_from_one_host_to_three_and_shrinks_again(on_hosts: HostJobs
 
 
 def test_each_byte_crosses_once_per_host(net: Net, tmp_path: Path) -> None:
-    """Three hosts of two workers; in units of the gradient, by the kernel's counters of each host's interface."""
+    """Three hosts of two workers; in units of the gradient, by the kernel's counters of each host's interface. Most
+    blocks leave before the reduction."""
     measured = {}
     for kind in ("sockets", "auto"):
         logs = [tmp_path / f"{kind}{host.number}.log" for host in net.hosts]
@@ -72,5 +73,6 @@ def test_each_byte_crosses_once_per_host(net: Net, tmp_path: Path) -> None:
     # Runs of 1, 1, 2, 1, 1, 2 lanes: of its lanes a host has 1, 2 and 2 sums, of which two thirds go elsewhere, and a
     # third of the result goes to two others. With sockets alone each worker sends its own sums, and its result to all;
     # but for the padding.
-    assert measured["auto"] == pytest.approx([4 / 3, 2, 2], rel=0.05), measured
+    for sent, most in zip(measured["auto"], [4 / 3, 2, 2], strict=True):
+        assert 0.9 * most < sent < 1.05 * most, measured
     assert all(0.9 * 8 / 3 < sent < 1.05 * 8 / 3 for sent in measured["sockets"]), measured

@@ -84,6 +84,8 @@ class EitherTransport:
     def open(self, plan: Plan) -> None:
         """Raises: as the one that serves this generation does."""
         machines = machines_of(plan)
+        if self._tiers is not None:
+            self._tiers.leave()  # it writes to the memory that is used now
         if set(machines.values()) == {self._machine}:
             self._current = self._near
             self._near.open(_on(self._machine, plan))

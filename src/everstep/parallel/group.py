@@ -99,8 +99,9 @@ class GroupTransport:
         """Nothing to attach to."""
         return ""
 
-    def open(self, plan: Plan) -> None:
-        """Meet the members of the plan in a new group.
+    def open(self, plan: Plan, stream: BlockStream | None = None) -> None:
+        """Meet the members of the plan in a new group. stream: takes the blocks that are pushed over our own sockets,
+        in place of one for nodes of this worker alone; it begins and ends with the generation.
 
         Raises: CollectiveAborted if the generation ends before all are there, or a member cannot be reached.
         """
@@ -113,10 +114,10 @@ class GroupTransport:
             host = _own_host(plan, self._me)
             meeting = Meeting(plan.worker_ids, self._me.worker_id, store, host, self._fence, self._key, self._tls)
             records = self._records = PeerSockets(meeting, self._tick)
-            self._leave_stream()
+            self.leave()
             self._owned = owners(self._layout.n_blocks, plan.worker_ids)
             cuda = self._device.type == "cuda"
-            links = NcclLinks(meeting, self._device) if cuda else self._mesh_of(meeting)
+            links = NcclLinks(meeting, self._device) if cuda else self._mesh_of(meeting, stream)
             self._links = links
         with self._ticker.ticking():
             self._fence.check()
@@ -198,8 +199,14 @@ class GroupTransport:
         with self._lock:
             self._old += [group for group in (self._links, self._records) if group is not None]
             self._links = self._records = None
-            self._leave_stream()
+            self.leave()
         self._retire_old()
+
+    def leave(self) -> None:
+        """Nothing is written any more of the generation, which has been cut, or all have left it."""
+        if self._stream is not None:
+            self._stream.leave()
+            self._stream = None
 
     def close(self) -> None:
         """Leave the group and free everything but what was handed out."""
@@ -209,16 +216,16 @@ class GroupTransport:
             if group is not None:
                 self._reaper.take(group.retire)
         self._links = self._records = None
-        self._leave_stream()
+        self.leave()
         self._reaper.close()
         self._ticker.close()
 
     # ---- inside
 
-    def _mesh_of(self, meeting: Meeting) -> GlooMesh | SocketMesh:
+    def _mesh_of(self, meeting: Meeting, stream: BlockStream | None) -> GlooMesh | SocketMesh:
         if self._gloo:
             return GlooMesh(meeting)
-        self._stream = BlockStream(
+        self._stream = stream or BlockStream(
             self._me.worker_id,
             self._owned,
             self._layout,
@@ -228,12 +235,6 @@ class GroupTransport:
             self._result,
         )
         return SocketMesh(meeting, self._tick, self._stream)
-
-    def _leave_stream(self) -> None:
-        """The generation that it was of has been cut, or all have left it."""
-        if self._stream is not None:
-            self._stream.leave()
-            self._stream = None
 
     def _offers(self, step: int, presence: Mapping[Node, bytes]) -> Offers:
         """Of all members, once all have begun to reduce."""

@@ -32,6 +32,7 @@ import xxhash
 from everstep.base.errors import CollectiveAborted, MembershipError, check
 from everstep.base.plan import Member, Plan, WorkerKey
 from everstep.base.ports import Tag
+from everstep.exact.layout import BLOCK_ELEMENTS
 from everstep.parallel.fence import Fence
 
 PAGE = 4096
@@ -95,6 +96,11 @@ class Mapping:
     @property
     def bell(self) -> int:
         return int(self._bell.value)
+
+    def poke(self) -> None:
+        """Wake whoever sleeps on the bell, from either side, though nothing has been written here. Who is about to
+        sleep may miss it."""
+        _wake(self.address + _BELL_AT)
 
     def await_bell(self, seen: int, timeout_s: float) -> None:
         """Sleep while the bell is as it was seen, `timeout_s` seconds at most (below one second)."""
@@ -244,7 +250,7 @@ def _map_readonly(path: str, size_bytes: int, expected: tuple[Any, ...]) -> mmap
 # ---- the shared memory in which a worker offers sums, results and records to its peers
 #
 #     page 0     header and bell
-#     records    exchange 0, exchange 1, nodes, result 0, result 1: small checksummed records
+#     records    exchange 0, exchange 1, nodes, result 0, result 1, final: small checksummed records
 #     nodes      `slots` flat gradients of float32: sums of complete subtrees
 #     results    two flat gradients of float32 (by parity of the step): finished blocks
 #
@@ -254,6 +260,7 @@ def _map_readonly(path: str, size_bytes: int, expected: tuple[Any, ...]) -> mmap
 EXCHANGE = (0, 1)
 NODES = 2
 RESULT = (3, 4)
+FINAL = 5
 
 _MAGIC = b"EVERSTP1"
 _RECORD = struct.Struct("<QQ40s")
@@ -285,11 +292,16 @@ class Geometry:
         """Node slots: every lane apart, and those that results of the last steps may still occupy."""
         return self.n_lanes + _SPARE_SLOTS
 
+    @property
+    def blocks(self) -> int:
+        """Blocks of the flat gradient."""
+        return -(-self.numel // BLOCK_ELEMENTS)
+
     @cached_property
     def capacities(self) -> tuple[int, ...]:
         """Payload bytes of each record."""
         nodes = self.slots * (64 + self.entries)
-        return (self.record_bytes, self.record_bytes, nodes, 64, 64)
+        return (self.record_bytes, self.record_bytes, nodes, 64, 64, 64 + self.slots * (64 + self.blocks))
 
     @cached_property
     def record_offsets(self) -> tuple[int, ...]:

@@ -79,8 +79,9 @@ def zero_absent(layout: GradientLayout, flat: torch.Tensor, present: bytes) -> N
             flat[entry.offset : end].zero_()
 
 
-def encode_offers(slots: Mapping[Node, int], presence: Mapping[Node, bytes]) -> bytes:
-    """The record with which a worker offers its nodes: for each its lanes, its slot and its presence bytes."""
+def encode_offers(slots: Mapping[Node, int], presence: Mapping[Node, bytes | bytearray]) -> bytes:
+    """The record with which a worker offers its nodes: for each its lanes, its slot and its presence bytes. Likewise
+    with other bytes about them, of one length."""
     return b"".join(_OFFER.pack(node.lo, node.hi, slots[node]) + presence[node] for node in presence)
 
 

@@ -9,6 +9,8 @@ Why nothing is overwritten too early, without a lock:
   of them have begun the reduction of s, and promised not to use the result of s - 2 any more.
 - A step that is reduced again in another generation gives the same bits at the same place; blocks finished before are
   not written again, so whoever holds the earlier result may go on reading it.
+- Where others are on other hosts (`tiers`), blocks are read and finished before the reduction begins: whoever computes
+  step s in a settled generation has the records of step s - 1 of all, so nobody uses the result of s - 2 any more.
 - Exchange slots alternate: who writes his k-th record has read all (k-1)-th ones, so nobody waits for the (k-2)-th. A
   peer may thus be one exchange ahead, also beyond a prepared change of generation; both slots are looked at.
 """
@@ -28,13 +30,25 @@ from everstep.exact.layout import BLOCK_ELEMENTS, GradientLayout
 from everstep.exact.reduce import NodePart
 from everstep.exact.reduce import presence as union
 from everstep.parallel.fence import Fence
-from everstep.parallel.mapping import EXCHANGE, NODES, RESULT, Attached, Geometry, OwnSegment, PeerSegment, record_key
+from everstep.parallel.mapping import (
+    EXCHANGE,
+    FINAL,
+    NODES,
+    RESULT,
+    Attached,
+    Geometry,
+    OwnSegment,
+    PeerSegment,
+    load_fence,
+    record_key,
+)
 from everstep.parallel.reduction import BlockFinisher, decode_offers, encode_offers, zero_absent
 from everstep.placement.owners import owners
 
 _WAIT_S = 0.005
 _LIFE_CHECK_S = 0.05
 _TOTAL = struct.Struct("<Q")
+_STEP = struct.Struct("<q")
 
 Ready = Callable[[int, PeerSegment], bool]
 
@@ -61,6 +75,7 @@ class SharedMemoryTransport:
         self._fence = Fence()
         self._owned: dict[int, tuple[int, int]] = {}
         self._exchanges = 0
+        self._final: tuple[bytes, int, dict[Node, bytearray]] = (b"", 0, {})
         self._slots = NodeSlots(self._own)
         self.finisher = BlockFinisher(layout, n_lanes, self.look)
 
@@ -109,7 +124,9 @@ class SharedMemoryTransport:
 
     def reduce(self, step: int, presence: Mapping[Node, bytes]) -> Reduced:
         """Offer own nodes, finish the tree for the own blocks, and return views of everybody's results."""
-        self.begin(step)
+        self._fence.check()
+        self.finisher.begin(step)
+        self._slots.release_results(step)
         key = record_key(self._fence.generation, Tag("reduce", step, 0))
         slots = {node: self._slots.index(step, node) for node in presence}
         alone = Node(0, self._n_lanes)
@@ -126,19 +143,56 @@ class SharedMemoryTransport:
 
     # ---- the same in parts, for whoever reduces beyond this host
 
-    def begin(self, step: int) -> None:
-        """The reduction of a step begins. Raises: CollectiveAborted."""
-        self._fence.check()
-        self.finisher.begin(step)
-        self._slots.release_results(step)
+    @property
+    def generation(self) -> int:
+        """The one that was opened last."""
+        return self._fence.generation
+
+    @property
+    def own(self) -> OwnSegment:
+        """The own memory."""
+        return self._own
+
+    def segment_of(self, worker_id: int) -> OwnSegment | PeerSegment:
+        """The memory of a member of this host."""
+        return self._own if worker_id == self._me.worker_id else self._peers[worker_id]
+
+    def tell_final(self, generation: int, step: int, node: Node, first: int, last: int) -> None:
+        """Blocks [first, last) of an own node are final, no entry in them being absent: members of this host may read
+        them. Nothing happens once the generation has ended."""
+        if self._fence.down or self._fence.generation != generation:
+            return
+        key = _final_key(generation)
+        if self._final[:2] != (key, step):
+            self._final = (key, step, {})
+        final = self._final[2]
+        final.setdefault(node, bytearray(self._geometry.blocks))[first:last] = b"\x01" * (last - first)
+        slots = {known: self._slots.index(step, known) for known in final}
+        load_fence()  # the blocks before the record
+        self._own.write(FINAL, key, _STEP.pack(step) + encode_offers(slots, final))
+        for peer in self._peers.values():
+            peer.poke()
+
+    def final_blocks(self, worker_id: int) -> tuple[int, list[tuple[Node, int, bytes]]] | None:
+        """What a member of this host has told in this generation, if that can be read now: the step, and of its nodes
+        the slot and a byte for each block, 1 where it is final. Who tells more pokes (`Mapping.poke`) the others.
+
+        Raises: InvariantViolation if it makes no sense.
+        """
+        record = self.segment_of(worker_id).read(FINAL, _final_key(self._fence.generation))
+        if record is None:
+            return None
+        load_fence()
+        check(len(record) >= _STEP.size, f"a record of final blocks begins with its step, got {len(record)} bytes")
+        return _STEP.unpack_from(record)[0], decode_offers(record[_STEP.size :], self._geometry.blocks)
 
     def held(self, worker_id: int, slot: int) -> torch.Tensor:
         """float32 [layout.numel]: the node in that slot of a member of this host."""
-        return self._segment_of(worker_id).slot(slot)
+        return self.segment_of(worker_id).slot(slot)
 
     def result(self, worker_id: int, step: int) -> torch.Tensor:
         """float32 [layout.numel]: what a member of this host has of the step's result, at its place."""
-        return self._segment_of(worker_id).result(step % 2)
+        return self.segment_of(worker_id).result(step % 2)
 
     def finish_together(self, step: int) -> None:
         """What this worker has of the step's result is complete; wait until that of all of this host is.
@@ -174,9 +228,6 @@ class SharedMemoryTransport:
         self._own.close()
 
     # ---- inside
-
-    def _segment_of(self, worker_id: int) -> OwnSegment | PeerSegment:
-        return self._own if worker_id == self._me.worker_id else self._peers[worker_id]
 
     def _round(self, tag: Tag, payload: bytes) -> dict[int, bytes]:
         self._fence.check()
@@ -248,6 +299,10 @@ class SharedMemoryTransport:
                 dead = [w for w, p in waiting.items() if not p.alive() and not ready(w, p)]
                 if dead:
                     raise CollectiveAborted(f"workers {dead} died while their {what} were waited for", dead)
+
+
+def _final_key(generation: int) -> bytes:
+    return record_key(generation, Tag("final", 0, 0))
 
 
 class NodeSlots:

@@ -4,12 +4,14 @@ Apart from the transport because here nobody waits for a whole gradient. Blocks 
 become final, while others are still computed; an owner finishes a block when the nodes that have come of it cover all
 lanes, and its result goes to everybody at once. Nobody asks for anything: whoever begins step s + 1 has agreed on step
 s, and so have all others, who therefore have room for it. What has come of a generation that ends counts for nothing.
+Whose sums a member sends, and who exchanges blocks with whom, is its `Reach`.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -69,33 +71,26 @@ Rows = Mapping[int, Sequence[tuple[Node, bytes]]]
 """By worker: its nodes, with a presence byte for each entry of the layout."""
 
 
-class StepBlocks:
-    """How far one step's reduction is. Of the own blocks: which lanes have come of each. Not thread-safe.
+class BlockSums:
+    """Sums of some of a node's lanes, block by block as they come, until a block is there of all of them: then it can
+    be added up, once. Not thread-safe. Blocks [first, last)."""
 
-    own: blocks [first, last) that are finished here. out: the flat result.
-    """
-
-    def __init__(self, own: tuple[int, int], n_blocks: int, n_lanes: int, out: torch.Tensor) -> None:
-        self.out = out
-        self._first, last = own
-        size = last - self._first
-        self._n_lanes = n_lanes
+    def __init__(self, into: Node, first: int, last: int) -> None:
+        self.into = into
+        self._first = first
+        size = last - first
         self._lanes: set[int] = set()
         self._came: dict[Node, bytearray] = {}
         self._whole = [0] * size
         self._there = [0] * size
         self._taken = bytearray(size)
-        self._results = bytearray(n_blocks)
-        self._pushed: dict[Node, bytearray] = {}
         self._told = False
         self.parts: dict[Node, tuple[int, torch.Tensor, int]] = {}
         """Of each node: whose it is, and its tensor, which begins at that element of the layout."""
-        self.open = n_blocks
-        """Blocks whose result is not here yet."""
 
     def add(self, worker_id: int, node: Node, tensor: torch.Tensor, start: int) -> None:
         """A node of which blocks will come. Raises: ProtocolError if others have lanes of it."""
-        inside = 0 <= node.lo < node.hi <= self._n_lanes
+        inside = self.into.lo <= node.lo < node.hi <= self.into.hi
         lanes = set(range(*node)) if inside else set()
         if not lanes or not self._lanes.isdisjoint(lanes):
             raise ProtocolError(
@@ -106,11 +101,14 @@ class StepBlocks:
         self._came[node] = bytearray(len(self._taken))
 
     def come(self, node: Node, first: int, last: int, whole: bool) -> list[int]:
-        """Own blocks of a node are here. whole: no entry in them is absent. Returns those that can be finished now.
+        """Blocks of a node are here, of which those count that are wanted. whole: no entry in them is absent. Returns
+        those that can be added up now.
 
         Raises: ProtocolError if one of them was here before.
         """
-        lo, hi = first - self._first, last - self._first
+        lo, hi = max(first - self._first, 0), min(last - self._first, len(self._taken))
+        if lo >= hi:
+            return []
         came = self._came[node]
         if any(came[lo:hi]):
             raise ProtocolError(f"blocks {first}..{last - 1} of the lanes {node.lo}..{node.hi - 1} came twice")
@@ -121,16 +119,35 @@ class StepBlocks:
         return self._take(range(lo, hi))
 
     def tell(self) -> list[int]:
-        """It is known what is absent in all nodes. Returns the blocks that can be finished now."""
+        """It is known what is absent in all nodes. Returns the blocks that can be added up now."""
         self._told = True
         return self._take(range(len(self._taken)))
 
     def _take(self, among: range) -> list[int]:
+        wanted = self.into.hi - self.into.lo
         lanes = self._there if self._told else self._whole
-        found = [k for k in among if lanes[k] == self._n_lanes and not self._taken[k]]
+        found = [k for k in among if lanes[k] == wanted and not self._taken[k]]
         for k in found:
             self._taken[k] = 1
         return [self._first + k for k in found]
+
+
+class StepBlocks(BlockSums):
+    """How far one step's reduction is. Of the own blocks: which lanes have come of each. Not thread-safe.
+
+    own: blocks [first, last) that are finished here. out: the flat result. awaited: blocks whose result will be here,
+    None: all.
+    """
+
+    def __init__(
+        self, own: tuple[int, int], n_blocks: int, n_lanes: int, out: torch.Tensor, awaited: int | None = None
+    ) -> None:
+        super().__init__(Node(0, n_lanes), *own)
+        self.out = out
+        self._results = bytearray(n_blocks)
+        self._pushed: dict[Node, bytearray] = {}
+        self.open = n_blocks if awaited is None else awaited
+        """Blocks whose result is not here yet."""
 
     def result(self, first: int, last: int) -> None:
         """Results are here. Raises: ProtocolError if one of them was before."""
@@ -151,11 +168,32 @@ class StepBlocks:
         return runs
 
 
+class Reach(NamedTuple):
+    """With whom a member exchanges blocks. owners: who is sent sums from here, and sends results. readers: who sends
+    sums, and is sent the own results. sums: which ones may come, and from whom; None: any from readers."""
+
+    owners: Sequence[int]
+    readers: Sequence[int]
+    sums: frozenset[tuple[int, Node]] | None = None
+
+
+class Work(NamedTuple):
+    """What is to be added up: blocks [first, last) of a step, what: the own ones (0), or which of the sums for others.
+    whole: nothing is absent in them."""
+
+    step: int
+    what: int
+    first: int
+    last: int
+    parts: list[NodePart]
+    whole: bool
+
+
 class BlockStream:
     """The reductions of one generation. `offer` and `reduce` are called by one thread.
 
     owned: block ranges by worker. scratch: receive buffers by number, as `Flats.scratch`. result: of a step, the flat
-    tensor for its result.
+    tensor for its result. reach: None: everybody sends all owners what it has.
     """
 
     def __init__(
@@ -167,12 +205,14 @@ class BlockStream:
         finisher: BlockFinisher,
         scratch: Callable[[int, int], torch.Tensor],
         result: Callable[[int], torch.Tensor],
+        reach: Reach | None = None,
     ) -> None:
         self._me = me
         self._owned = owned
         ids = list(owned)
         at = ids.index(me)
-        self._others = ids[at + 1 :] + ids[:at]  # not everybody begins with the same one
+        others = ids[at + 1 :] + ids[:at]  # not everybody begins with the same one
+        self._reach = reach or Reach(others, others)
         self._layout = layout
         self._n_lanes = n_lanes
         self._finisher = finisher
@@ -186,7 +226,7 @@ class BlockStream:
         self._steps: dict[int, StepBlocks] = {}
         self._rows: dict[int, dict[Node, bytes]] = {}
         self._numbers: dict[int, list[int]] = {}
-        self._ready: list[tuple[int, int]] = []
+        self._ready: dict[tuple[int, int], list[int]] = {}
         self._reduced = -1
         self._over = False
         self._fault: BaseException | None = None
@@ -202,7 +242,7 @@ class BlockStream:
         with self._lock:
             self._over = True
             busy = bool(self._steps)
-            self._work.notify_all()
+            self._wake()
             self._progress.notify_all()
         if busy and self._mesh is not None:
             self._mesh.cut()
@@ -240,17 +280,21 @@ class BlockStream:
         for node, flat in own.items():
             self.offer(step, node, flat, 0, self._layout.n_blocks, whole=all(presence[node]))
         rows = gather()
+        self._conclude(step, {node: (w, row) for w, nodes in rows.items() for node, row in nodes})
+        return rows
+
+    def _conclude(self, step: int, told: Mapping[Node, tuple[int, bytes]]) -> None:
+        """What is offered is known, by node: whose it is, and its presence. Until the result of the step is here."""
         mesh = self._mesh
         check(mesh is not None, "a reduction before the members have met")
         with self._lock:
             blocks = self._step(step)
-            told = {node: (w, row) for w, nodes in rows.items() for node, row in nodes}
             for node, (w, _, _) in blocks.parts.items():
                 check(
                     told.get(node, (-1, b""))[0] == w, f"worker {w} has sent blocks of {node}, and offers no such node"
                 )
             self._rows[step] = {node: row for node, (_, row) in told.items()}
-            self._finishable(step, blocks.tell())
+            self._tell(step)
             while blocks.open and self._fault is None and not self._over and mesh.whole:  # type: ignore[union-attr]
                 self._progress.wait(_WAIT_S)
             fault, there = self._fault, not blocks.open
@@ -261,21 +305,20 @@ class BlockStream:
             raise fault
         if not there:
             mesh.fail()  # type: ignore[union-attr]
-        return rows
 
     def _in_turns(self, runs: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
         """(owner, first, last) of what leaves at once: of each owner a little, so that all have something to do."""
         queues = []
-        for w in self._others:
+        for w in self._reach.owners:
             lo, hi = self._owned[w]
             cut = [(max(a, lo), min(b, hi)) for a, b in runs]
             queues.append([(w, a, b) for run in cut if run[0] < run[1] for a, b in self._cut.pieces(*run)])
         for k in range(max(map(len, queues), default=0)):
             yield from (queue[k] for queue in queues if k < len(queue))
 
-    def _push(self, w: int, note: BlockNote, flat: torch.Tensor, last: int) -> None:
+    def _push(self, w: int, note: BlockNote, flat: torch.Tensor, last: int, origin: int = 0) -> None:
         if self._mesh is not None:
-            self._mesh.push(w, note, flat[note.first * BLOCK_ELEMENTS : self._cut.stop(last)])
+            self._mesh.push(w, note, flat[note.first * BLOCK_ELEMENTS - origin : self._cut.stop(last) - origin])
 
     # ---- what comes (called by the thread that receives)
 
@@ -284,6 +327,7 @@ class BlockStream:
 
         Raises: ProtocolError if they are none that are wanted of it.
         """
+        self._check_reach(w, note)
         lo, hi = self._owned[self._me if note.of_node else w]
         last = self._cut.last(note.first, size)
         if not lo <= note.first < last <= hi:
@@ -295,6 +339,8 @@ class BlockStream:
             if not note.of_node:
                 self._cut.clear_padding(blocks.out, 0, note.first, last)
                 return bytes_of(blocks.out[note.first * BLOCK_ELEMENTS : self._cut.stop(last)])
+            if note.node not in self._rows.get(note.step, {note.node: b""}):
+                raise ProtocolError(f"worker {w} sends blocks of the lanes {note.lo}..{note.hi - 1}, and offered none")
             if note.node not in blocks.parts:
                 blocks.add(w, note.node, self._room(note.step, hi - lo), lo * BLOCK_ELEMENTS)
             sender, tensor, origin = blocks.parts[note.node]
@@ -302,6 +348,14 @@ class BlockStream:
                 raise ProtocolError(f"worker {w} sends blocks of a sum that worker {sender} has")
             self._cut.clear_padding(tensor, origin, note.first, last)
             return bytes_of(tensor[note.first * BLOCK_ELEMENTS - origin : self._cut.stop(last) - origin])
+
+    def _check_reach(self, w: int, note: BlockNote) -> None:
+        reach = self._reach
+        wanted = w in (reach.readers if note.of_node else reach.owners)
+        if note.of_node and reach.sums is not None:
+            wanted = (w, note.node) in reach.sums
+        if not wanted:
+            raise ProtocolError(f"worker {w} sends blocks of the lanes {note.lo}..{note.hi - 1}, which are another's")
 
     def came(self, note: BlockNote, size: int) -> None:
         """They are there. Raises: ProtocolError if they were before."""
@@ -329,7 +383,8 @@ class BlockStream:
                 raise ProtocolError(f"step {step} begins while the steps {sorted(self._steps)} are not over")
             self._finisher.begin(step)
             own, out = self._owned[self._me], self._result(step)
-            blocks = StepBlocks(own, self._layout.n_blocks, self._n_lanes, out)
+            awaited = sum(self._owned[w][1] - self._owned[w][0] for w in (self._me, *self._reach.owners))
+            blocks = StepBlocks(own, self._layout.n_blocks, self._n_lanes, out, awaited)
             self._steps[step], self._numbers[step] = blocks, []
         return blocks
 
@@ -343,29 +398,32 @@ class BlockStream:
         for table in (self._steps, self._numbers, self._rows):
             table.pop(step, None)  # type: ignore[attr-defined]
 
-    def _finishable(self, step: int, blocks: Sequence[int]) -> None:
+    def _sums_of(self, step: int, what: int) -> BlockSums:
+        """0: the own blocks, of which results are made."""
+        return self._steps[step]
+
+    def _tell(self, step: int) -> None:
+        self._finishable(step, self._steps[step].tell())
+
+    def _finishable(self, step: int, blocks: Sequence[int], what: int = 0) -> None:
         if blocks:
-            self._ready += [(step, block) for block in blocks]
-            self._work.notify()
+            self._ready.setdefault((step, what), []).extend(blocks)
+            self._wake()
+
+    def _wake(self) -> None:
+        self._work.notify_all()
 
     def _arrived(self, blocks: StepBlocks, first: int, last: int) -> None:
         blocks.result(first, last)
         if not blocks.open:
             self._progress.notify_all()
 
-    # ---- the thread that finishes own blocks
+    # ---- the thread that adds up
 
     def _run(self) -> None:
         try:
             while (work := self._next()) is not None:
-                step, first, last, parts = work
-                out = self._steps[step].out
-                self._finisher.finish(step, (first, last), parts, out)
-                for begin, end in self._cut.pieces(first, last):
-                    for w in self._others:
-                        self._push(w, BlockNote(step, 0, 0, begin, True), out, end)
-                with self._lock:
-                    self._arrived(self._steps[step], first, last)
+                self._perform(work)
         except CollectiveAborted:
             pass  # the generation has ended
         except BaseException as error:
@@ -373,23 +431,36 @@ class BlockStream:
                 self._fault = error
                 self._progress.notify_all()
 
-    def _next(self) -> tuple[int, int, int, list[NodePart]] | None:
-        """A run of blocks of one step, and all that they are made of; None in the end."""
+    def _perform(self, work: Work) -> None:
+        """Own blocks are finished, and their result goes to all who read it."""
+        out = self._steps[work.step].out
+        self._finisher.finish(work.step, (work.first, work.last), work.parts, out)
+        for begin, end in self._cut.pieces(work.first, work.last):
+            for w in self._reach.readers:
+                self._push(w, BlockNote(work.step, 0, 0, begin, True), out, end)
+        with self._lock:
+            self._arrived(self._steps[work.step], work.first, work.last)
+
+    def _next(self) -> Work | None:
+        """Waits for some; None in the end."""
         with self._lock:
             while not self._ready and not self._over:
                 self._work.wait()
-            if self._over:
-                return None
-            self._ready.sort()
-            step, first = self._ready[0]
-            last = first + 1
-            while last - first < min(len(self._ready), CHUNK_BLOCKS) and self._ready[last - first] == (step, last):
-                last += 1
-            del self._ready[: last - first]
-            rows = self._rows.get(step, {})
-            everything = b"\x01" * len(self._layout.entries)
-            parts = [
-                NodePart(node, tensor, rows.get(node, everything), start)
-                for node, (_, tensor, start) in sorted(self._steps[step].parts.items())
-            ]
-            return step, first, last, parts
+            return None if self._over else self._take()
+
+    def _take(self) -> Work:
+        """A run of blocks, and all that they are made of. With the lock held; sums take turns."""
+        step, what = next(iter(self._ready))
+        blocks = sorted(self._ready.pop((step, what)))
+        size = 1
+        while size < min(len(blocks), CHUNK_BLOCKS) and blocks[size] == blocks[0] + size:
+            size += 1
+        if blocks[size:]:
+            self._ready[step, what] = blocks[size:]
+        rows = self._rows.get(step)
+        everything = b"\x01" * len(self._layout.entries)
+        parts = [
+            NodePart(node, tensor, everything if rows is None else rows[node], start)
+            for node, (_, tensor, start) in sorted(self._sums_of(step, what).parts.items())
+        ]
+        return Work(step, what, blocks[0], blocks[0] + size, parts, rows is None)

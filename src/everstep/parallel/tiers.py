@@ -4,45 +4,189 @@ A byte crosses between two hosts once where the tree allows that: the sums of a 
 complete a subtree, one member sends them to the owner elsewhere, and one takes the result, in its own result area,
 where the others read it (`placement.tiers` says who).
 
-Why nothing is overwritten too early: what `shared_memory` says of result areas holds here too, because the exchange of
-the nodes offered shows that all members have begun the reduction before anything is written. What is folded for others
-lies in scratch memory until the next reduction begins, after another exchange: by then all has been received.
+Nothing waits for the last lane: members tell in shared memory which blocks of their nodes are final, and a courier
+folds and sends a block when those of all lanes of the subtree are. Which subtrees a host sends follows from the plan,
+whichever nodes its members make of their lanes. What is absent somewhere waits for the records of the reduction.
+
+Why nothing is overwritten too early: whoever has left the reduction of a step has the result of all blocks, from all
+owners, and so have all members of its host; so what its host sent has been received and added up, and nodes and scratch
+memory are free. What `shared_memory` says of result areas holds here too. A block that leaves in a generation that ends
+counts for nothing: its thread ends before the next one is met, and what it had begun to finish is not marked.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 
-from everstep.base.errors import check
+from everstep.base.errors import ProtocolError, check
 from everstep.base.plan import Plan
-from everstep.base.ports import Node, Piece, Reduced, Tag
+from everstep.base.ports import Node, OnFinal, Piece, Reduced, Tag
 from everstep.exact.layout import BLOCK_ELEMENTS, GradientLayout
-from everstep.exact.reduce import NodePart, finish, merge_presence
+from everstep.exact.reduce import finish, merge_presence
 from everstep.parallel.group import GroupTransport
-from everstep.parallel.mesh import Batch, GlooMesh, Transfer
-from everstep.parallel.reduction import CHUNK_BLOCKS, Flats, batches, decode_offers, encode_offers
+from everstep.parallel.reduction import Flats, decode_offers, encode_offers
 from everstep.parallel.shared_memory import SharedMemoryTransport
-from everstep.parallel.socket_mesh import SocketMesh
+from everstep.parallel.socket_mesh import BlockNote
+from everstep.parallel.streaming import BlockStream, BlockSums, Reach, Work
 from everstep.placement.owners import owners
 from everstep.placement.tiers import Tiers, folded
+from everstep.placement.tree import cover
 
-_TAG_RESULT, _TAG_NODE = 2, 16
+_LOOK_S = 0.01
 
-_Blocks = tuple[int, int]
-"""Blocks [first, last)."""
 _Offered = tuple[Node, int, bytes]
 """A node, the slot in which its member holds it, and its presence bytes."""
 
 
-class _Sum(NamedTuple):
-    """What members of this host have of one subtree; flat: where its sum is, from the block `first` on."""
+class _Charge(NamedTuple):
+    """One of this host's sums of one owner's blocks, which this worker carries to it."""
 
-    parts: list[NodePart]
-    flat: torch.Tensor
-    first: int
+    owner: int
+    sums: BlockSums
+
+
+class TierStream(BlockStream):
+    """The reductions of one generation, of the nodes of all members of this host. lanes: by worker, of all members.
+    `offer` is not for this one: members tell in shared memory what is final."""
+
+    def __init__(
+        self,
+        me: int,
+        layout: GradientLayout,
+        n_lanes: int,
+        near: SharedMemoryTransport,
+        flats: Flats,
+        tiers: Tiers,
+        lanes: Mapping[int, Sequence[int]],
+    ) -> None:
+        def tops(there: Sequence[int]) -> tuple[Node, ...]:
+            return cover((lane for w in there for lane in lanes[w]), n_lanes)
+
+        outside, owned = tiers.outside(me), owners(layout.n_blocks, lanes)
+        may_come = frozenset((courier, top) for courier, there in outside for top in tops(there))
+        reach = Reach(tiers.charges(me), [courier for courier, _ in outside], may_come)
+        super().__init__(
+            *(me, owned, layout, n_lanes, near.finisher, flats.scratch, lambda step: near.result(me, step), reach)
+        )
+        self._near = near
+        self._tiers = tiers
+        self._inside = tiers.inside(me)
+        self._sent = [(owner, top) for top in tops(self._inside) for owner in tiers.charges(me)]
+        self._charges: dict[int, list[_Charge]] = {}
+        self._rooms: dict[tuple[int, int], torch.Tensor] = {}
+        self._bells: dict[int, int] = {}
+
+    def reduce_offered(self, step: int, offers: Mapping[int, Sequence[_Offered]]) -> None:
+        """All have offered what they have, by worker. Returns when the result of the blocks is here that are finished
+        here, or come from other hosts to this worker.
+
+        Raises: CollectiveAborted.
+        """
+        told = {node: (w, row) for w in self._inside for node, _, row in offers[w]}
+        for courier, there in self._tiers.outside(self._me):
+            rows = {node: row for w in there for node, _, row in offers[w]}
+            for top, nodes in folded(rows, self._n_lanes).items():
+                told[top] = courier, merge_presence(rows[node] for node in nodes)
+        with self._lock:
+            for w in self._inside:
+                for node, slot, _ in offers[w]:
+                    self._take_in(step, w, node, slot, [(0, self._layout.n_blocks)], whole=False)
+        self._conclude(step, told)
+        for owner in self._reach.owners:
+            self._finisher.received(step, self._owned[owner])
+
+    # ---- inside, with the lock held
+
+    def _take_in(
+        self, step: int, w: int, node: Node, slot: int, final: Iterable[tuple[int, int]], *, whole: bool
+    ) -> None:
+        """These blocks of a node of this host are final; those that are known to be do not count again."""
+        if self._over or step <= self._reduced:
+            return
+        blocks = self._step(step)
+        if step not in self._charges:
+            owned = self._owned
+            self._charges[step] = [_Charge(owner, BlockSums(top, *owned[owner])) for owner, top in self._sent]
+        mine = [(k, c.sums) for k, c in enumerate(self._charges[step], 1) if c.sums.into.lo <= node.lo < c.sums.into.hi]
+        if node not in blocks.parts:
+            for found in (blocks, *(sums for _, sums in mine)):
+                found.add(w, node, self._near.held(w, slot), 0)
+        if blocks.parts[node][0] != w:
+            raise ProtocolError(f"worker {w} tells of blocks of a sum that worker {blocks.parts[node][0]} has")
+        for run in (run for first, last in final for run in blocks.leave(node, first, last)):
+            for k, sums in mine:
+                self._finishable(step, sums.come(node, *run, whole), k)
+            self._finishable(step, blocks.come(node, *run, whole))
+
+    def _sums_of(self, step: int, what: int) -> BlockSums:
+        return self._charges[step][what - 1].sums if what else super()._sums_of(step, what)
+
+    def _tell(self, step: int) -> None:
+        for k, charge in enumerate(self._charges.get(step, ()), 1):
+            self._finishable(step, charge.sums.tell(), k)
+        super()._tell(step)
+
+    def _forget(self, step: int) -> None:
+        super()._forget(step)
+        self._charges.pop(step, None)
+        self._rooms = {key: room for key, room in self._rooms.items() if key[0] != step}
+
+    def _wake(self) -> None:
+        self._near.own.ring()
+
+    # ---- the thread that adds up
+
+    def _next(self) -> Work | None:
+        own = self._near.own
+        while True:
+            seen = own.bell
+            self._look_around()
+            with self._lock:
+                if self._over:
+                    return None
+                if self._ready:
+                    return self._take()
+            own.await_bell(seen, _LOOK_S)
+
+    def _look_around(self) -> None:
+        """What members of this host have told since the last time."""
+        for w in self._inside:
+            bell = self._near.segment_of(w).bell
+            found = self._near.final_blocks(w) if self._bells.get(w) != bell else None
+            self._bells[w] = bell
+            if found is not None:
+                step, nodes = found
+                with self._lock:
+                    for node, slot, flags in nodes:
+                        self._take_in(step, w, node, slot, _runs(flags), whole=True)
+
+    def _perform(self, work: Work) -> None:
+        """Sums of blocks of others are folded and sent to them. A subtree has the shape of the tree over its lanes."""
+        if not work.what:
+            super()._perform(work)
+            return
+        owner, sums = self._charges[work.step][work.what - 1]
+        lo, hi = sums.into
+        shifted = [part._replace(node=Node(part.node.lo - lo, part.node.hi - lo)) for part in work.parts]
+        flat, origin = work.parts[0].tensor, 0
+        if len(shifted) > 1:
+            first, last = self._owned[owner]
+            flat, origin = self._folded_into(work.step, work.what, last - first), first * BLOCK_ELEMENTS
+        for begin, end in self._cut.pieces(work.first, work.last):
+            self._near.look()
+            start, stop = begin * BLOCK_ELEMENTS, end * BLOCK_ELEMENTS
+            if len(shifted) > 1:
+                finish(self._layout, hi - lo, shifted, start, stop, flat[start - origin : stop - origin])
+            self._push(owner, BlockNote(work.step, lo, hi, begin, work.whole), flat, end, origin)
+
+    def _folded_into(self, step: int, what: int, blocks: int) -> torch.Tensor:
+        with self._lock:
+            if (step, what) not in self._rooms:
+                self._rooms[step, what] = self._room(step, blocks)
+            return self._rooms[step, what]
 
 
 class TieredTransport:
@@ -61,13 +205,23 @@ class TieredTransport:
         self._far = far
         self._scratch = Flats(0, torch.device("cpu"))
         self._tiers = Tiers(((me,),))
-        self._owned: dict[int, _Blocks] = {}
+        self._stream: TierStream | None = None
+        self._owned: dict[int, tuple[int, int]] = {}
 
     def open(self, plan: Plan, machines: Mapping[int, str]) -> None:
         """Meet the members of the plan. machines: where each of them is, by worker id. Raises: CollectiveAborted."""
         self._tiers = Tiers.of(machines)
         self._owned = owners(self._layout.n_blocks, plan.worker_ids)
-        self._far.open(plan)
+        lanes: dict[int, Sequence[int]] = dict.fromkeys(plan.worker_ids, ())
+        lanes.update((seat.worker_id, seat.lanes) for seat in plan.seats)
+        self._stream = TierStream(
+            *(self._me, self._layout, self._n_lanes, self._near, self._scratch, self._tiers, lanes)
+        )
+        self._far.open(plan, self._stream)
+
+    def leave(self) -> None:
+        """Nothing is written any more of the generation, which has been cut, or all have left it."""
+        self._far.leave()
 
     def exchange(self, tag: Tag, payload: bytes) -> dict[int, bytes]:
         """All-gather of small records. Raises: CollectiveAborted."""
@@ -89,105 +243,33 @@ class TieredTransport:
         """Leave the others."""
         self._far.close()
 
-    def offering(self, step: int) -> None:
-        """Nothing leaves early: what a machine sends is what its members have added up."""
+    def offering(self, step: int) -> OnFinal:
+        """Members of this host are told; who carries for an owner elsewhere sends what all lanes have come of."""
+        near, generation = self._near, self._near.generation
+        return lambda node, first, last: near.tell_final(generation, step, node, first, last)
 
     def reduce(self, step: int, presence: Mapping[Node, bytes]) -> Reduced:
         """As `Transport.reduce`. Raises: CollectiveAborted."""
-        near, far = self._near, self._far
-        near.begin(step)
+        near, far, stream = self._near, self._far, self._stream
+        check(stream is not None, "a reduction before the members have met")
+        near.look()
+        near.slots.release_results(step)
         with far.ticking():
             slots = {node: near.slots.index(step, node) for node in presence}
             records = far.exchange(Tag("reduce", step, 0), encode_offers(slots, presence))
             offers = {w: decode_offers(record, len(self._layout.entries)) for w, record in records.items()}
             nodes = [node for offered in offers.values() for node, _, _ in offered]
             check(len(set(nodes)) == len(nodes), f"nodes of step {step} were offered twice: {sorted(nodes)}")
-            mesh = far.mesh
             try:
-                self._move(mesh, step, offers)
-            finally:
-                mesh.forget()
+                stream.reduce_offered(step, offers)  # type: ignore[union-attr]
+            except BaseException:
+                far.mesh.cut()  # nothing may write to the receive buffers any more
+                raise
             near.finish_together(step)
         present = merge_presence(row for offered in offers.values() for _, _, row in offered)
         return Reduced(step, self._pieces(step), present, self._owned[self._me])
 
     # ---- inside
-
-    def _move(self, mesh: GlooMesh | SocketMesh, step: int, offers: Mapping[int, Sequence[_Offered]]) -> None:
-        """In batches: while one comes, the one before is finished and its result is on its way."""
-        me, tiers, owned = self._me, self._tiers, self._owned
-        local = [self._held(w, *offer) for w in tiers.inside(me) for offer in offers[w]]
-        result, charges = self._near.result(me, step), tiers.charges(me)
-        parts, wanted = self._wanted(offers)
-        mine = batches(*owned[me])
-        coming = [mesh.receive([_cut(transfer, owned[me][0], run) for transfer in wanted]) for run in mine]
-        results: list[tuple[int, Batch]] = []
-        for owner in charges:
-            for run in batches(*owned[owner]):
-                results.append((owner, mesh.receive([_cut((result, owner, _TAG_RESULT), 0, run)])))
-        self._send_sums(mesh, charges, local, first_scratch=len(wanted))
-        parts = sorted([*parts, *local], key=lambda part: part.node)
-        couriers = [courier for courier, _ in tiers.outside(me)]
-        for run, batch in zip(mine, coming, strict=True):
-            mesh.wait(batch)
-            self._near.finisher.finish(step, run, parts, result)
-            mesh.send([_cut((result, courier, _TAG_RESULT), 0, run) for courier in couriers])
-        for _, batch in results:
-            mesh.wait(batch)
-        for owner in charges:
-            self._near.finisher.received(step, owned[owner])
-
-    def _held(self, worker_id: int, node: Node, slot: int, row: bytes) -> NodePart:
-        """A node of a member of this host, where it lies."""
-        return NodePart(node, self._near.held(worker_id, slot), row)
-
-    def _wanted(self, offers: Mapping[int, Sequence[_Offered]]) -> tuple[list[NodePart], list[Transfer]]:
-        """The other hosts' sums over the own blocks, and what is to be received before they can be used."""
-        start, stop = (block * BLOCK_ELEMENTS for block in self._owned[self._me])
-        parts: list[NodePart] = []
-        recvs: list[Transfer] = []
-        for courier, there in self._tiers.outside(self._me) if stop > start else ():
-            rows = {node: row for w in there for node, _, row in offers[w]}
-            for k, (top, nodes) in enumerate(folded(rows, self._n_lanes).items()):
-                part = self._scratch.scratch(len(recvs), stop - start)
-                recvs.append((part, courier, _TAG_NODE + k))
-                parts.append(NodePart(top, part, merge_presence(rows[node] for node in nodes), start))
-        return parts, recvs
-
-    def _send_sums(
-        self, mesh: GlooMesh | SocketMesh, charges: Sequence[int], local: Sequence[NodePart], first_scratch: int
-    ) -> None:
-        """This host's sums to the owners that this worker carries for; of all, the first batch goes first."""
-        by_node = {part.node: part for part in local}
-        groups = [[by_node[node] for node in nodes] for nodes in folded(by_node, self._n_lanes).values()]
-        theirs = {owner: batches(*self._owned[owner]) for owner in charges}
-        sums: dict[int, list[_Sum]] = {owner: [] for owner in charges}
-        for owner in charges:
-            first, last = self._owned[owner]
-            for group in groups:
-                if len(group) == 1:
-                    sums[owner].append(_Sum(group, group[0].tensor, 0))
-                else:
-                    room = self._scratch.scratch(first_scratch, (last - first) * BLOCK_ELEMENTS)
-                    first_scratch += 1
-                    sums[owner].append(_Sum(group, room, first))
-        for turn in range(max(map(len, theirs.values()), default=0)):
-            for owner in (w for w in charges if turn < len(theirs[w])):
-                run = theirs[owner][turn]
-                for k, found in enumerate(sums[owner]):
-                    if len(found.parts) > 1:
-                        self._fold(found, run)
-                    mesh.send([_cut((found.flat, owner, _TAG_NODE + k), found.first, run)])
-
-    def _fold(self, into: _Sum, run: _Blocks) -> None:
-        """Add up, in the blocks `run`. A subtree has the shape of the tree over as many lanes."""
-        lo, hi = min(part.node.lo for part in into.parts), max(part.node.hi for part in into.parts)
-        shifted = [part._replace(node=Node(part.node.lo - lo, part.node.hi - lo)) for part in into.parts]
-        for at in range(run[0], run[1], CHUNK_BLOCKS):
-            self._near.look()
-            start, stop = (block * BLOCK_ELEMENTS for block in (at, min(at + CHUNK_BLOCKS, run[1])))
-            origin = into.first * BLOCK_ELEMENTS
-            finish(self._layout, hi - lo, shifted, start, stop, into.flat[start - origin : stop - origin])
 
     def _pieces(self, step: int) -> tuple[Piece, ...]:
         return tuple(self._all_pieces(step))
@@ -200,8 +282,11 @@ class TieredTransport:
                 yield Piece(start, stop, self._near.result(holder, step)[start:stop])
 
 
-def _cut(transfer: Transfer, first: int, run: _Blocks) -> Transfer:
-    """The part of a transfer that lies in the blocks `run`; `first`: the block at which its tensor begins."""
-    tensor, worker_id, tag = transfer
-    start, stop = ((block - first) * BLOCK_ELEMENTS for block in run)
-    return tensor[start:stop], worker_id, tag
+def _runs(flags: bytes) -> Iterator[tuple[int, int]]:
+    """Runs [first, last) of the bytes that are 1."""
+    first = flags.find(1)
+    while first >= 0:
+        last = flags.find(0, first)
+        last = len(flags) if last < 0 else last
+        yield first, last
+        first = flags.find(1, last)

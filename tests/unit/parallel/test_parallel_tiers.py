@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import os
+import queue
 import random
 import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import pytest
 import torch
 from parallel_cases import fill, layout, member, plan_of, reduce_step, reference, same_bits, together, whole
 from torch.distributed import HashStore
 
-from everstep.base.errors import CollectiveAborted
+from everstep.base.errors import CollectiveAborted, ProtocolError
 from everstep.base.plan import Plan, WorkerKey
-from everstep.base.ports import Reduced, Tag
+from everstep.base.ports import Node, Reduced, Tag
 from everstep.exact.layout import BLOCK_ELEMENTS
 from everstep.exact.reduce import finish
 from everstep.parallel import reduction
@@ -30,6 +31,8 @@ from everstep.placement.tree import cover
 
 LANES = 8
 SHAPE = layout(11)
+BLOCKS = SHAPE.n_blocks
+LIMIT_S = 60
 
 
 class Crew:
@@ -41,6 +44,7 @@ class Crew:
         self.machine_of: dict[int, str] = {}
         self.waiting = threading.Event()
         self.sent: Counter[tuple[int, int]] = Counter()
+        self.pushed: queue.Queue[tuple[int, int, BlockNote]] = queue.Queue()
 
     def hire(self, i: int, machine: str) -> None:
         key = WorkerKey(i, 0)
@@ -74,10 +78,27 @@ class Crew:
 
         def pushed(to: int, note: BlockNote, tensor: torch.Tensor) -> None:
             self.sent[i, to] += tensor.numel()
+            self.pushed.put((i, to, note))
             push(to, note, tensor)
 
         if push is not None:
             mesh.push = pushed  # type: ignore[union-attr]
+
+    def reduce_early(self, plan: Plan, step: int, draw: random.Random) -> list[object]:
+        """All at once; some blocks leave before, in any order, and what is absent somewhere does not."""
+
+        def one(i: int) -> Reduced:
+            presence = fill(self.transports[i], SHAPE, step, cover(plan.lanes_of(i), LANES))
+            self.offer(i, step, {node: draw.sample(range(1, BLOCKS), 6) for node in presence})
+            return self.transports[i].reduce(step, presence)
+
+        return together(*(lambda i=i: one(i) for i in plan.worker_ids))
+
+    def offer(self, i: int, step: int, blocks: Mapping[Node, Sequence[int]]) -> None:
+        offer = self.transports[i].offering(step)
+        for node in blocks if offer is not None else ():
+            for block in blocks[node]:
+                offer(node, block, block + 1)
 
     def reduce(self, plan: Plan, step: int) -> list[Reduced]:
         found = together(*(lambda i=i: reduce_step(self.transports[i], SHAPE, plan, i, step) for i in plan.worker_ids))
@@ -96,9 +117,10 @@ def crew() -> Iterator[Crew]:
     found.close()
 
 
-def check_step(reduced: list[Reduced], step: int) -> None:
+def check_step(reduced: Sequence[object], step: int) -> None:
     expected, present = reference(SHAPE, LANES, step)
     for r in reduced:
+        assert isinstance(r, Reduced), r
         assert r.step == step and r.presence == present
         assert same_bits(whole(r), expected)
 
@@ -125,9 +147,9 @@ def test_any_members_on_any_hosts_get_the_same_bits_and_no_byte_crosses_twice(cr
         owner = [rng.randrange(len(ids)) for _ in range(LANES)]
         runs = [tuple(lane for lane in range(LANES) if owner[lane] == k) for k in range(len(ids))]
         plan = crew.open(generation, machines, runs if generation % 2 else None)
-        for step in (5 * generation, 5 * generation + 1):
+        for step in range(5 * generation, 5 * generation + 4):
             crew.sent.clear()
-            check_step(crew.reduce(plan, step), step)
+            check_step(crew.reduce_early(plan, step, rng) if step % 2 else crew.reduce(plan, step), step)
             inside = [pair for pair in crew.sent if machines[pair[0]] == machines[pair[1]]]
             assert not inside, "what is on one host does not take the sockets"
             if len(set(machines.values())) > 1:
@@ -140,6 +162,70 @@ def test_two_workers_on_each_of_three_hosts_send_half_of_what_single_ones_would(
     by_host = {name: sum(n for (a, _), n in crew.sent.items() if crew.machine_of[a] == name) for name in "abc"}
     most = SHAPE.numel * 2 * 2 / 3  # an all-reduce's
     assert all(abs(n - most) < 4 * BLOCK_ELEMENTS for n in by_host.values()), by_host
+
+
+FOUR = {0: "a", 1: "a", 2: "b", 3: "b"}
+
+
+def test_a_block_leaves_and_its_result_is_there_before_the_last_lane_is_done(crew: Crew) -> None:
+    """Of hosts with two members each: no member has any other block of its nodes, and none reduces."""
+    step, nodes = 4, {i: Node(2 * i, 2 * i + 2) for i in FOUR}
+    plan = crew.open(1, FOUR)
+    presence = {i: fill(crew.transports[i], SHAPE, step, (node,)) for i, node in nodes.items()}
+    owner = next(w for w, (first, last) in owners(BLOCKS, FOUR).items() if first <= 4 < last)
+    [(courier, _)] = Tiers.of(FOUR).outside(owner)
+    elsewhere = [w for w in FOUR if FOUR[w] == FOUR[courier]]
+    crew.offer(elsewhere[0], step, {nodes[elsewhere[0]]: [2, 3, 4]})
+    crew.offer(elsewhere[1], step, {nodes[elsewhere[1]]: [4, 5]})
+    sender, to, note = crew.pushed.get(timeout=LIMIT_S)
+    top = Node(nodes[elsewhere[0]].lo, nodes[elsewhere[1]].hi)
+    assert (sender, to, note) == (courier, owner, BlockNote(step, *top, 4, True)), (
+        "the sum of both, of this block alone"
+    )
+    for w in FOUR:
+        if w not in elsewhere:
+            crew.offer(w, step, {nodes[w]: [4]})
+    assert crew.pushed.get(timeout=LIMIT_S) == (owner, courier, BlockNote(step, 0, 0, 4, True)), "the result"
+    assert crew.pushed.empty(), "of no other block all lanes have come"
+    found = together(*(lambda i=i: crew.transports[i].reduce(step, presence[i]) for i in plan.worker_ids))
+    check_step(found, step)
+    assert sum(crew.sent.values()) <= crossing(plan, FOUR)
+
+
+@pytest.mark.parametrize("lost", [1, 2])
+def test_what_left_in_a_generation_that_ends_counts_for_nothing(crew: Crew, lost: int) -> None:
+    """A member of either host is lost while blocks leave; its lanes come from others, as other nodes."""
+    rng = random.Random(lost)
+    plan = crew.open(1, FOUR)
+    check_step(crew.reduce_early(plan, 6, rng), 6)
+    for i in plan.worker_ids:
+        node = Node(2 * i, 2 * i + 2)
+        fill(crew.transports[i], SHAPE, 7, (node,))
+        crew.offer(i, 7, {node: range(1, BLOCKS if i != lost else 5)})
+    crew.pushed.get(timeout=LIMIT_S)
+    left = {i: FOUR[i] for i in FOUR if i != lost}
+    for i in left:
+        crew.transports[i].abort(1)
+    crew.transports.pop(lost).close()
+    again = crew.open(2, left)
+    for step in (7, 8):
+        check_step(crew.reduce_early(again, step, rng), step)
+    plan = crew.open(3, {i: FOUR[i] for i in left if FOUR[i] == FOUR[lost]} | {4: FOUR[lost], 5: "c"})
+    for step in (8, 9):
+        check_step(crew.reduce_early(plan, step, rng), step)
+
+
+def test_who_is_not_the_courier_may_send_nothing(crew: Crew) -> None:
+    plan = crew.open(1, FOUR)
+    stream = crew.transports[0]._tiers._stream  # type: ignore[union-attr]
+    assert stream is not None
+    [(courier, there)] = Tiers.of(FOUR).outside(0)
+    top = cover([lane for w in there for lane in plan.lanes_of(w)], LANES)[0]
+    size = 4 * BLOCK_ELEMENTS
+    stream.space(courier, BlockNote(1, *top, 1, True), size)
+    for w, node in ((1, top), (next(w for w in there if w != courier), top), (courier, Node(0, 2)), (1, Node(0, 0))):
+        with pytest.raises(ProtocolError, match="another's"):
+            stream.space(w, BlockNote(1, *node, 1, True), size)
 
 
 def test_results_stay_until_the_second_next_reduction(crew: Crew) -> None:
