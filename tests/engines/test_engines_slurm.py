@@ -88,8 +88,9 @@ def test_a_node_dies_and_an_element_is_preempted(slurm: Slurm, tmp_path: Path, a
     gone = job.wait_for("worker_evicted")
     again = job.wait_for("worker_joined", lambda e: e["time_unix_ns"] > gone["time_unix_ns"], host="host-1")
     generation = job.full(max(generation, again["generation"] or 0))
+    victim = [e["worker_id"] for e in job.of_kind("worker_joined") if e["host"] == "host-2"][-1]
     slurm.kill(job.node(2))
-    job.wait_for("worker_evicted", lambda e: e["time_unix_ns"] > again["time_unix_ns"], worker_id=2)
+    job.wait_for("worker_evicted", lambda e: e["time_unix_ns"] > again["time_unix_ns"], worker_id=victim)
     job.wait_for("generation_started", lambda e: e["generation"] > generation and len(e["workers"]) == 2)
     held.unlink()
     job.finish(alone)

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from importlib.machinery import PathFinder
+from ipaddress import IPv4Address
 from pathlib import Path
 from typing import Any
 
@@ -158,7 +159,7 @@ def launch_k8s(
 
     What is printed has the job's token in it, as a Secret.
     """
-    found = launch_of(words, hosts, slots, run_dir or "/runs/job", python)
+    found = launch_of(words, hosts, slots, run_dir or "/runs/job", python or "python3")
     if not run_dir:
         found = found._replace(run_dir=f"/runs/{found.name}")
     if not found.run_dir.startswith("/runs/") or ".." in found.run_dir:
@@ -219,6 +220,10 @@ def launch_ssh(
         raise ConfigError(f"--hosts: expected different names for ssh, separated by commas, got {hosts!r}")
     found = launch_of(_local(words), len(names), slots, run_dir.resolve(), python or own_command("everstep")[0])
     where = address or _address_of(names[0])
+    try:
+        IPv4Address(where)
+    except ValueError:
+        raise ConfigError(f"--address: expected an IPv4 address of the first host, got {where!r}") from None
     scripts = [ssh.remote_words(found, number, where, port) for number in range(len(names))]
     if only_print:
         for name, script in zip(names, scripts, strict=True):

@@ -54,6 +54,10 @@ def printed(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
         (["ssh", "resnet18-digits", "--hosts", "a,-oProxyCommand=x", "--run-dir", "r"], "--hosts: expected different"),
         (["ssh", "resnet18-digits", "--hosts", "a,a", "--run-dir", "r"], "--hosts: expected different names"),
         (["ssh", "resnet18-digits", "--hosts", "no.such.host.invalid", "--run-dir", "r"], "has no IPv4 address"),
+        (
+            ["ssh", "resnet18-digits", "--hosts", "a", "--address", "x;y", "--run-dir", "r"],
+            "--address: expected an IPv4",
+        ),
         (["mars", "resnet18-digits"], "mars"),
     ],
 )

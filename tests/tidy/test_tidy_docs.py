@@ -1,0 +1,85 @@
+"""Commands and config keys that the documents name exist; what the image is made of is there."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+import pytest
+
+from everstep.base.config import Config, dotted, to_dict
+from everstep.cli.main import cli
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTS = [path for path in DOCUMENTS if path.name != "CHANGELOG.md"]  # which also tells what was
+CODE = re.compile(r"```.*?```|(?:^(?: {4}|\t).*\n?)+|`[^`]+`", re.M | re.S)
+COMMAND = re.compile(r"(?:^|(?<=[\s`(]))everstep +([a-z|]+)((?:[^\S\n]+[^\n`]*?)?)(?=\s\|\s|;|&&|\s#|`|\n|$)", re.M)
+OPTION = re.compile(r'(?<!\S)\[?(--[a-z][a-z-]*)(?:[= ]"?([\w.]+)=)?')
+
+
+def commands(path: Path) -> Iterator[tuple[str, str, str]]:
+    """Name, rest and whole of each command that a document shows."""
+    for code in CODE.findall(path.read_text()):
+        text = code if code.startswith(("`", " ", "\t")) else ""
+        lines = re.sub(r"\s*\n\s*", " ", text) if text.startswith("`") and not text.startswith("```") else text
+        for found in COMMAND.finditer(lines.replace("\\\n", " ")):
+            rest = re.split(r"\s--(?:\s|$)", found[2])[0]
+            for name in found[1].split("|"):
+                yield name, rest, found[0]
+
+
+def options(name: str, rest: str) -> set[str] | None:
+    """Of a command, and of the commands below it that are meant; None if there is none of that name."""
+    command = cli.get_command(click.Context(cli), name)
+    if command is None:
+        return None
+    found = [command]
+    if isinstance(command, click.Group):
+        words = rest.split()
+        below = [word for word in re.split(r"\|", words[0]) if word] if words else []
+        if any(word not in command.commands for word in below if word.isalpha() and word.islower()):
+            return None
+        found += [command.commands[word] for word in below if word in command.commands]
+    if name == "launch":
+        run = cli.get_command(click.Context(cli), "run")
+        assert run is not None
+        found.append(run)
+    return {option for one in found for p in one.params for option in (*p.opts, *p.secondary_opts)} | {"--help"}
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_commands_of_the_documents_exist(path: Path) -> None:
+    keys = set(dotted(to_dict(Config())))
+    wrong = []
+    for name, rest, whole in commands(path):
+        known = options(name, rest)
+        if known is None:
+            wrong.append(f"no such command: {whole}")
+            continue
+        for option, key in OPTION.findall(rest):
+            if option not in known:
+                wrong.append(f"no such option {option}: {whole}")
+            if option == "--set" and key not in keys and not key.startswith("task."):
+                wrong.append(f"no such key {key}: {whole}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_the_documents_show_commands() -> None:
+    found = [name for path in DOCUMENTS for name, _, _ in commands(path)]
+    assert len(found) > 60 and {"run", "agent", "launch", "scale", "drain", "takeover"} <= set(found)
+
+
+def test_what_the_image_is_made_of() -> None:
+    text = (ROOT / "deploy" / "Dockerfile").read_text()
+    for line in re.findall(r"^COPY (?!--from)(.*)$", text, re.M):
+        *sources, _ = line.split()
+        assert all((ROOT / source).exists() for source in sources), line
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    for names in re.findall(r'"/src\[([\w,]+)\]"', text):
+        assert set(names.split(",")) <= set(project["optional-dependencies"])
+    pinned = re.findall(r"torch==[\d.]+", (ROOT / "Makefile").read_text())
+    assert re.findall(r"torch==[\d.]+", text) == pinned != []
