@@ -95,6 +95,7 @@ def test_steps_of_which_nothing_had_arrived_are_told_by_who_leads_next(apart: Ho
     apart.check(job)
     told = [e["step"] for e in job.of_kind("step_committed")]
     assert sorted(told) == list(range(1, STEPS + 1))
+    assert [e for e in job.of_kind("checkpoint_completed") if e["generation"] > full["generation"]], job.account()
 
 
 def steps_told(folder: Path) -> list[int]:

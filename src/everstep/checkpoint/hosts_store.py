@@ -28,6 +28,7 @@ _AVOID_S = 3.0
 _IDLE_S = 15.0
 _MOST_IDLE = 4
 _THREADS = 4
+_AWAY = "away"
 _Answers = list[tuple[str, Any]]
 _Names = list[str]
 
@@ -103,19 +104,18 @@ class HostsStore(DirectoryStore):
         return len(data)
 
     def write(self, name: str, chunks: Iterable[BytesLike], size: int, if_absent: bool = False) -> None:
-        """A part here; all else on every host, and on the first of them alone it is decided whether it is new."""
+        """A part here; all else on every host, and on the first that answers it is decided whether it is new."""
         others = self._others()
         if is_part(name) or not others:
             super().write(name, chunks, size, if_absent)
             return
-        data = b"".join(bytes(chunk) for chunk in chunks)
-        first, *rest = sorted([self._me, *others])
-        self._write_at(first, others, name, data, if_absent)
-        for host in rest:
+        data, decided = b"".join(bytes(chunk) for chunk in chunks), False
+        for host in sorted([self._me, *others]):
             try:
-                self._write_at(host, others, name, data, if_absent=False)
+                self._write_at(host, others, name, data, if_absent and not decided)
+                decided = True
             except StoreError as error:
-                if host == self._me:
+                if host == self._me or not (decided or error.trouble == _AWAY):
                     raise
                 log.warning("%s is not on %s: %s", name, host, error)
 
@@ -294,14 +294,14 @@ class _Lines:
             except EverstepError:
                 known.close()  # it has ended meanwhile
         if time.monotonic() < self._avoid_s.get(address, 0.0):
-            raise StoreError(f"{address} did not answer a moment ago")
+            raise StoreError(f"{address} did not answer a moment ago", _AWAY)
         try:
             return self._finish(address, self._call(address, request), talk)
         except StoreError:
             raise
         except EverstepError as error:
             self._avoid_s[address] = time.monotonic() + _AVOID_S
-            raise StoreError(f"{address} does not answer: {error}", "away") from None
+            raise StoreError(f"{address} does not answer: {error}", _AWAY) from None
 
     def _finish(self, address: str, connection: PeerConnection, talk: Callable[[PeerConnection], Any]) -> Any:
         whole = False

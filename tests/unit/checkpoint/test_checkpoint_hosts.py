@@ -87,6 +87,17 @@ def test_one_of_two_who_write_a_manifest_at_once_is_told(hosts: Hosts) -> None:
     assert hosts.stores["c"].list("step-") == []
 
 
+def test_a_manifest_is_written_although_the_first_host_does_not_answer(hosts: Hosts) -> None:
+    """It was lost a moment ago, and is still taken for one that is there; who is new decides the next that answers."""
+    name = "step-0000000010/manifest.json"
+    hosts.servers["a"].close()
+    hosts.stores["c"].write(name, [b"first"], 5, if_absent=True)
+    assert hosts.who_has(name) == ["b", "c"]
+    with pytest.raises(BlobExists):
+        hosts.stores["c"].write(name, [b"other"], 5, if_absent=True)
+    assert bytes(hosts.stores["b"].read(name)) == b"first"
+
+
 def test_each_part_is_on_two_hosts_and_again_on_two_when_one_is_lost(hosts: Hosts) -> None:
     data = {n: secrets.token_bytes(3000 + n) for n in range(3)}
     for n, name in enumerate(NAMES):
