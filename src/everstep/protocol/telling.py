@@ -32,6 +32,15 @@ def stand_in(plan: Plan) -> Plan:
     return Plan(generation=plan.generation, term=plan.term, **nothing)
 
 
+def parts_of(message: AnyMessage, before: Plan | None) -> tuple[list[AnyMessage], Plan | None]:
+    """What goes over a connection, over which `before` was told last, to say this message; and the plan that is the
+    last one from then on."""
+    if not isinstance(message, WithPlan):
+        return [message], before
+    short: AnyMessage = msgspec.structs.replace(message, plan=stand_in(message.plan))
+    return [short] if message.plan is before else [told(message.plan, before), short], message.plan
+
+
 def told(plan: Plan, before: Plan | None) -> PlanTold:
     """How to say a plan over a connection over which `before` went last; None: it is the first one."""
     if before is None:

@@ -20,13 +20,11 @@ import zlib
 from collections.abc import Callable
 from pathlib import Path
 
-import msgspec
-
 from everstep.base.errors import ProtocolError, TokenRefused
 from everstep.base.given import read_given
 from everstep.base.plan import Plan
 from everstep.protocol.messages import MAX_FRAME_BYTES, AnyMessage, PlanNow, PlanPrepared, encode
-from everstep.protocol.telling import WithPlan, stand_in, told
+from everstep.protocol.telling import WithPlan, parts_of, told
 from everstep.runtime.handshake import GREETING_BYTES, PROOF_BYTES, TAG_BYTES, Caller, Ends, Seals, frame_digest
 from everstep.runtime.tls import Tls, TlsSocket, fingerprint_of, said
 
@@ -99,8 +97,8 @@ class Frames:
         if not isinstance(message, WithPlan):
             return [self._once(message)], before
         plan = message.plan
-        said = [] if plan is before else [self._telling(plan, before)]
-        return [*said, self._once(message)], plan
+        telling = [] if plan is before else [self._telling(plan, before)]
+        return [*telling, self._once(message)], plan
 
     def _once(self, message: AnyMessage) -> Sealable:
         last, made = self._last
@@ -108,10 +106,7 @@ class Frames:
         if isinstance(message, PlanNow | PlanPrepared) and type(last) is type(message):
             alike = getattr(last, "plan", None) is message.plan
         if not alike:
-            said = message
-            if isinstance(message, WithPlan):
-                said = msgspec.structs.replace(message, plan=stand_in(message.plan))
-            made = _made(said)
+            made = _made(parts_of(message, getattr(message, "plan", None))[0][-1])
             self._last = (message, made)
         return made
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from everstep.base.cause import Cause
-from everstep.base.plan import WorkerKey
+from everstep.base.plan import Plan, WorkerKey
 from everstep.protocol import messages as wire
 from everstep.protocol.coordinator.coordinator import Coordinator
 from everstep.protocol.coordinator.types import (
@@ -26,6 +26,7 @@ from everstep.protocol.coordinator.types import (
 )
 from everstep.protocol.driver.driver import Driver
 from everstep.protocol.roles import COMMANDS
+from everstep.protocol.telling import parts_of
 from everstep.sim.life import Life, SimSite
 from everstep.sim.mesh import SimControlClient
 from everstep.sim.worker import SimWorker
@@ -52,6 +53,7 @@ class SimCoordinator(Process):
         self.control = control
         self.machine = control.make(control.journal, control.size, 0)
         self.peers: dict[str, SimConnection] = {}
+        self._told: dict[str, Plan | None] = {}
         self._crash_after: int | None = None
         self._tick_at: int | None = None
         self._queue: list[CoordinatorEffect] = []
@@ -121,7 +123,8 @@ class SimCoordinator(Process):
                 if self.world.tracing and not isinstance(message, wire.Pong):
                     self.world.log(self.name, "->", name, message)
                 if name in self.peers:
-                    self.peers[name].send(self, wire.encode(message))
+                    parts, self._told[name] = parts_of(message, self._told.get(name))
+                    self.peers[name].send(self, [wire.encode(part) for part in parts])
             case Close(connection=name, reason=reason):
                 self.world.log(self.name, "closes", name, reason)
                 connection = self.peers.pop(name, None)

@@ -109,7 +109,7 @@ class SimCandidate(SimCoordinator):
             self._stand_down("its lease is over")
             return
         if isinstance(event, Connected) and event.connection in self.peers:
-            self.peers[event.connection].send(self, wire.encode(wire.TermBegun(term=self._candidate.term)))
+            self.peers[event.connection].send(self, [wire.encode(wire.TermBegun(term=self._candidate.term))])
         super().feed(event)
 
     def _perform(self) -> None:

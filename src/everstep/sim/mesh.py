@@ -19,6 +19,7 @@ from everstep.protocol import messages as wire
 from everstep.protocol.driver import operations as do
 from everstep.protocol.driver.driver import interrupts
 from everstep.protocol.lease.terms import Terms
+from everstep.protocol.telling import Listener
 from everstep.sim.life import Life, nothing
 from everstep.sim.world import MS, SECOND, Process, SimConnection
 
@@ -204,7 +205,7 @@ class SimControlClient:
     def _try(self) -> None:
         if self.closed or self.connection is not None:
             return
-        connection = self._dial(self.owner, self.role, self._heard, self._lost)
+        connection = self._dial(self.owner, self.role, partial(self._heard, Listener()), self._lost)
         if connection is None:
             self.owner.soon(20 * MS, 300 * MS, self._try)
             return
@@ -214,8 +215,13 @@ class SimControlClient:
         for message in [*self.hello(), *waiting]:
             connection.send(self.owner, wire.encode(message))
 
-    def _heard(self, body: bytes) -> None:
-        message = wire.decode(body)
+    def _heard(self, listener: Listener, bodies: Sequence[bytes]) -> None:
+        for body in bodies:
+            message = listener.take(wire.decode(body))
+            if message is not None:
+                self._believe(message)
+
+    def _believe(self, message: wire.AnyMessage) -> None:
         refused = self._terms.refusal(message)
         if not refused:
             self.deliver(message)
