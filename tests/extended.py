@@ -52,7 +52,7 @@ TIERS = {
     "generations": [tests("chaos/test_chaos_leaks.py", EVERSTEP_TEST_GENERATIONS="200")],
     "hosts": [
         tests(f"hosts/test_hosts_{name}.py", EVERSTEP_TEST_HOSTS="all")
-        for name in ("faults", "growing", "torchrun", "lead")
+        for name in ("apart", "chaos", "faults", "growing", "lead", "looking", "torchrun")
     ],
     "engines": [
         tests(f"engines/test_engines_{name}.py", EVERSTEP_TEST_ENGINES="all")

@@ -24,8 +24,8 @@ LEASE_S = 5
 class LedJobs(HostJobs):
     """Jobs whose lease is in an etcd with a member on each of the hosts."""
 
-    def __init__(self, net: Net, jobs: Jobs, base: Path) -> None:
-        super().__init__(net, jobs, base)
+    def __init__(self, net: Net, jobs: Jobs, base: Path, *, apart: bool = False) -> None:
+        super().__init__(net, jobs, base, apart=apart)
         self.etcd: EtcdMembers | None = None
 
     def start_etcd(self) -> EtcdMembers:

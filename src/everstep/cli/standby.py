@@ -31,12 +31,14 @@ from everstep.runtime.commands import run_lock
 from everstep.runtime.etcd import Announced, Etcd
 from everstep.runtime.finding import among, local_address
 from everstep.runtime.fork_server_client import EarlyForkServer
+from everstep.runtime.places import new_word, word_in
 from everstep.runtime.succession import Succession, new_owner
 from everstep.runtime.tls import Tls, shown_by
 
 ETCD_S = 2.0
 _PATIENCE_S = 600.0
 _AGAIN_S = 0.25
+_SHARED_S = 5.0  # a job announces itself just before it leaves its word, and a mount may show that later
 
 
 def begin_leased(run_dir: Path, config: Config, token: bytes, opening: list[str]) -> Succession:
@@ -48,16 +50,17 @@ def begin_leased(run_dir: Path, config: Config, token: bytes, opening: list[str]
         return Succession()
     address = EtcdAddress.parse("control.etcd", config.control.etcd)
     etcd, owner, lease_s = Etcd(address, token, ETCD_S), new_owner(), config.control.lease_s
+    word = new_word()
     wire.write_token(run_dir / TOKEN_FILE, token)  # whoever stands by looks for it as soon as it hears of the job
     try:
         _wait_until_over(etcd, lease_s)
-        holder = etcd.begin({"run_dir": str(run_dir.resolve())}, owner, lease_s)
+        holder = etcd.begin({"run_dir": str(run_dir.resolve()), "word": word}, owner, lease_s)
     except ProtocolError as error:
         raise ConfigError(f"control.etcd: {error}") from None
     if holder is not None:
         raise ConfigError(_still(etcd, holder))
     opening.append(f"hosts that can take over join with: everstep agent --join {address} --standby")
-    return Succession(owner=owner, job=etcd.job, address=config.network.address)
+    return Succession(owner=owner, job=etcd.job, address=config.network.address, word=word)
 
 
 def _wait_until_over(etcd: Etcd, lease_s: int) -> None:
@@ -120,12 +123,26 @@ def stand_by(
     with contextlib.closing(Etcd(address, token, ETCD_S)) as etcd:
         found = _announced(etcd)
         run_dir = run_dir or Path(str(found.facts.get("run_dir")))
+        _check_shared(run_dir, found.facts.get("word"))
         job = read_job(run_dir, joined=False)
         own = own or _own(etcd)
     succession = Succession(guest=True, owner=new_owner(), job=found.revision, address=own)
     name = host or os.uname().nodename
     print(f"{name} stands by for the job in {run_dir}", file=sys.stderr, flush=True)
     return _take_part(run_dir, job, token, succession, slots, name, 0, domains)
+
+
+def _check_shared(run_dir: Path, word: object) -> None:
+    """Raises: ConfigError if a directory is not that of the job which has left this word in its own. Else who takes
+    over would go on without the job's history: ledger, events, and checkpoints on disk."""
+    end_s = time.monotonic() + _SHARED_S
+    while word and word_in(run_dir) != word:
+        if time.monotonic() > end_s:
+            raise ConfigError(
+                f"--standby: expected the job's own run directory at {run_dir}, it is not there: mount it here "
+                "(--run-dir says under which name), or join without --standby, which needs no shared directory"
+            )
+        time.sleep(_AGAIN_S)
 
 
 def _announced(etcd: Etcd) -> Announced:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from everstep.base.config_keys import TlsConfig
 from everstep.base.errors import ProtocolError, TokenRefused
-from everstep.protocol.messages import AnyMessage, Command, CommandReply, decode, encode
+from everstep.protocol.messages import AnyMessage, Command, CommandReply, TermBegun, decode, encode
 from everstep.protocol.roles import READ
 from everstep.runtime import wire
 from everstep.runtime.handshake import role_token
@@ -53,6 +53,8 @@ def ask_about(where: tuple[str, int], token: bytes, tls: TlsConfig, own: str, pa
         begin_ns = time.time_ns()
         wire.send_frame(sock, seals, encode(Command(request=1, name=ABOUT, args={"padding": "." * padding})))
         reply = decode(wire.recv_frame(sock, seals))
+        if isinstance(reply, TermBegun):  # where there is a lease, each connection begins with that
+            reply = decode(wire.recv_frame(sock, seals))
         end_ns = time.time_ns()
     return heard_of(reply, begin_ns, end_ns)
 

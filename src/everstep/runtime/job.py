@@ -151,7 +151,7 @@ class Job:
         (self.run_dir / COORDINATOR_FILE).unlink(missing_ok=True)
         (self.run_dir / JOURNAL_FILE).unlink(missing_ok=True)
         (self.run_dir / HOSTS_FILE).unlink(missing_ok=True)
-        leave_word(self.run_dir, self.config.checkpoint.disk.path)
+        leave_word(self.run_dir, self.config.checkpoint.disk.path, self._succession.word)
         wire.write_token(self.run_dir / TOKEN_FILE, self._token)
         for role in PEOPLE:
             wire.write_token(self.run_dir / role_file(role), role_token(self._token, role))

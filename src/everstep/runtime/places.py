@@ -39,12 +39,18 @@ _MOST_WORD_BYTES = 64
 _NOBODY = 1
 
 
-def leave_word(run_dir: Path, checkpoints: str | None) -> None:
+def new_word() -> str:
+    """For a job that starts."""
+    return secrets.token_hex(16)
+
+
+def leave_word(run_dir: Path, checkpoints: str | None, word: str = "") -> None:
     """In the directories of a job that starts: a new one each time, so that copies of them are none of it.
 
-    checkpoints: where they go, None if into the run directory. Raises: OSError of the run directory.
+    checkpoints: where they go, None if into the run directory. word: what others were told; "": a new one. Raises:
+    OSError of the run directory.
     """
-    word = secrets.token_hex(16) + "\n"
+    word = (word or new_word()) + "\n"
     write_atomically(run_dir / PLACE_FILE, word)
     if checkpoints is not None:
         with contextlib.suppress(OSError):  # whoever writes checkpoints says it

@@ -16,7 +16,8 @@ from everstep.runtime.address import COORDINATOR_FILE, read_address
 class Succession:
     """guest: the job was started on another host, and a signal ends the part of this one alone. owner: as `Holder` has
     it, "" where there is no lease; job: as `Etcd` has it. address: of this host, "" if as the job's config says. anew:
-    this process takes the place of one that is gone, by hand.
+    this process takes the place of one that is gone, by hand. word: by which other hosts know the run directory of a
+    job that begins (`places.leave_word`), "" if they were not told.
     """
 
     guest: bool = False
@@ -24,6 +25,7 @@ class Succession:
     job: int = 0
     address: str = ""
     anew: bool = False
+    word: str = ""
 
     @property
     def begins(self) -> bool:
