@@ -73,7 +73,7 @@ def ours(hosts: Hosts, folder: Path, model: str, workers: int, steps: int, tls: 
     setting = environment(EVERSTEP_TOKEN=secrets.token_hex(32))
     settings: dict[str, Any] = {
         "steps": WARM_UP + steps + 3,
-        "transport": "sockets",
+        "transport": "auto",
         "security.tls.mode": tls,
         "checkpoint.enabled": "false",
     }
