@@ -71,7 +71,13 @@ def gathered(data: bytes) -> Any:
 def offer() -> bytes:
     """What a donor says first."""
     said = {0: Record(0, b"abc")}
-    header = {"position": [3, 0], "records": records.encode(said).hex(), "application": "", "manifests": []}
+    header = {
+        "position": [3, 0],
+        "records": records.encode(said).hex(),
+        "application": "",
+        "untold": "",
+        "manifests": [],
+    }
     part = Extents.part((("model", 4),), [("model", 1, 3)]).encoded()
     return json.dumps({**header, "gathers": {"3,1": records.encode(said).hex()}, "parts": {"0": part}}).encode()
 

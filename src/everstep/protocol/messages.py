@@ -333,9 +333,9 @@ class InjectFault(AnyMessage, frozen=True, kw_only=True):
 class PlanTold(AnyMessage, frozen=True, kw_only=True):
     """Of which plan the messages after this one speak (`protocol/telling`).
 
-    before: generation of the plan that was told before over this connection; 0: `plan` is the whole of it, else its
-    members and seats are those that are new or others than before. gone: worker ids of members that are none any more;
-    vacated: seats that nobody has any more, as (stage, worker id). same_speeds: those before count.
+    before: generation of the plan that was told before over this connection; 0: `plan` is the whole of it, else what is
+    new or other. gone: worker ids of members no more; vacated: seats no more, as (stage, worker id). same_speeds: those
+    before count.
     """
 
     plan: Plan

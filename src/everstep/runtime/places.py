@@ -134,12 +134,16 @@ def _private(facts: JobFacts, host: str) -> Path:
 
 
 def write_hosts(run_dir: Path, places: dict[str, HostPlace]) -> None:
-    """For the processes of this host: where the others keep theirs. Raises: OSError."""
+    """For the processes of this host: where the others keep theirs. Nothing is written where all have had one directory
+    so far. Raises: OSError."""
+    path = run_dir / HOSTS_FILE
+    if len({place.disk for place in places.values()}) < 2 and not path.exists():
+        return  # else nobody is to look for a host that is gone
     rows = {
         name: {"apart": place.apart, "disk": place.disk, "address": place.address}
         for name, place in sorted(places.items())
     }
-    write_atomically(run_dir / HOSTS_FILE, json.dumps(rows) + "\n")
+    write_atomically(path, json.dumps(rows) + "\n")
 
 
 def others(run_dir: Path, host: str) -> dict[str, str]:

@@ -126,7 +126,7 @@ class Quarters:
             if isinstance(message, HostsThere):
                 if len({place.disk for place in message.places.values()}) > 1:
                     self._serve()
-                    write_hosts(self.run_dir, message.places)
+                write_hosts(self.run_dir, message.places)
             elif self._place.apart and message.name in PAGES:
                 self._write_page(message)
 

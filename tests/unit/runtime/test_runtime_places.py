@@ -68,10 +68,13 @@ def test_each_disk_that_is_not_seen_has_one_address(tmp_path: Path) -> None:
         return HostPlace(agent_id=name, apart=disk != "job", disk=disk, address=f"{name}:1")
 
     rows = {"a": place("a", "job"), "b": place("b", "job"), "c": place("c", "host c"), "d": place("d", "host d")}
-    assert others(tmp_path, "a") == {}
+    write_hosts(tmp_path, {name: rows[name] for name in "ab"})
+    assert others(tmp_path, "a") == {} and not list(tmp_path.iterdir())
     write_hosts(tmp_path, rows)
     assert others(tmp_path, "a") == others(tmp_path, "b") == {"c": "c:1", "d": "d:1"}
     assert others(tmp_path, "c") == {"a": "a:1", "d": "d:1"}
+    write_hosts(tmp_path, {"a": rows["a"]})
+    assert others(tmp_path, "a") == {}, "the others are gone"
     for text in ("", "[]", '{"a": 3}', '{"a": {"disk": 1}}'):
         (tmp_path / "hosts.json").write_text(text)
         assert others(tmp_path, "c") == {}
