@@ -333,9 +333,8 @@ class InjectFault(AnyMessage, frozen=True, kw_only=True):
 class PlanTold(AnyMessage, frozen=True, kw_only=True):
     """Of which plan the messages after this one speak (`protocol/telling`).
 
-    before: generation of the plan that was told before over this connection; 0: `plan` is the whole of it, else what is
-    new or other. gone: worker ids of members no more; vacated: seats no more, as (stage, worker id). same_speeds: those
-    before count.
+    before: generation of the plan told last over this connection; 0: `plan` is whole, else what is new or other. gone:
+    worker ids of members no more; vacated: seats no more, as (stage, worker id). same_speeds: those before count.
     """
 
     plan: Plan
