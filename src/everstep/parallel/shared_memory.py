@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import struct
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -157,16 +157,18 @@ class SharedMemoryTransport:
         """The memory of a member of this host."""
         return self._own if worker_id == self._me.worker_id else self._peers[worker_id]
 
-    def tell_final(self, generation: int, step: int, node: Node, first: int, last: int) -> None:
-        """Blocks [first, last) of an own node are final, no entry in them being absent: members of this host may read
-        them. Nothing happens once the generation has ended."""
+    def tell_final(self, generation: int, step: int, node: Node, runs: Sequence[tuple[int, int]]) -> None:
+        """These blocks of an own node are final, as runs [first, last), no entry in them being absent: members of this
+        host may read them. Nothing happens once the generation has ended."""
         if self._fence.down or self._fence.generation != generation:
             return
         key = _final_key(generation)
         if self._final[:2] != (key, step):
             self._final = (key, step, {})
         final = self._final[2]
-        final.setdefault(node, bytearray(self._geometry.blocks))[first:last] = b"\x01" * (last - first)
+        flags = final.setdefault(node, bytearray(self._geometry.blocks))
+        for first, last in runs:
+            flags[first:last] = b"\x01" * (last - first)
         slots = {known: self._slots.index(step, known) for known in final}
         load_fence()  # the blocks before the record
         self._own.write(FINAL, key, _STEP.pack(step) + encode_offers(slots, final))

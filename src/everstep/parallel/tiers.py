@@ -16,6 +16,7 @@ counts for nothing: its thread ends before the next one is met, and what it had 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -35,6 +36,8 @@ from everstep.placement.owners import owners
 from everstep.placement.tiers import Tiers, folded
 from everstep.placement.tree import cover
 
+TOLD_BLOCKS = 16
+"""Blocks (4 MiB) that are told together, where a node has more; what is left of one is told by the reduction."""
 _LOOK_S = 0.01
 
 _Offered = tuple[Node, int, bytes]
@@ -46,6 +49,28 @@ class _Charge(NamedTuple):
 
     owner: int
     sums: BlockSums
+
+
+class _Telling:
+    """Tells the members of this host what is final, not block by block: each word wakes a thread of all of them."""
+
+    def __init__(self, near: SharedMemoryTransport, step: int, n_blocks: int) -> None:
+        self._near = near
+        self._generation = near.generation
+        self._step = step
+        self._n_blocks = n_blocks
+        self._waiting: dict[Node, list[tuple[int, int]]] = {}
+        self._told: Counter[Node] = Counter()
+
+    def take(self, node: Node, first: int, last: int) -> None:
+        """As `OnFinal` has it."""
+        runs = self._waiting.setdefault(node, [])
+        runs.append((first, last))
+        waiting = sum(stop - start for start, stop in runs)
+        if waiting >= TOLD_BLOCKS or self._told[node] + waiting == self._n_blocks:
+            self._near.tell_final(self._generation, self._step, node, runs)
+            self._told[node] += waiting
+            runs.clear()
 
 
 class TierStream(BlockStream):
@@ -245,8 +270,7 @@ class TieredTransport:
 
     def offering(self, step: int) -> OnFinal:
         """Members of this host are told; who carries for an owner elsewhere sends what all lanes have come of."""
-        near, generation = self._near, self._near.generation
-        return lambda node, first, last: near.tell_final(generation, step, node, first, last)
+        return _Telling(self._near, step, self._layout.n_blocks).take
 
     def reduce(self, step: int, presence: Mapping[Node, bytes]) -> Reduced:
         """As `Transport.reduce`. Raises: CollectiveAborted."""
