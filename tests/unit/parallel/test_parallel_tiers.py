@@ -19,12 +19,12 @@ from everstep.base.plan import Plan, WorkerKey
 from everstep.base.ports import Node, Reduced, Tag
 from everstep.exact.layout import BLOCK_ELEMENTS
 from everstep.exact.reduce import finish
-from everstep.parallel import reduction
+from everstep.parallel import reduction, tiers
 from everstep.parallel.either import EitherTransport
 from everstep.parallel.kinds import KINDS, Site
 from everstep.parallel.mesh import Transfer
 from everstep.parallel.socket_mesh import BlockNote
-from everstep.parallel.tiers import TieredTransport
+from everstep.parallel.tiers import Telling, TieredTransport
 from everstep.placement.owners import owners
 from everstep.placement.tiers import Tiers, folded
 from everstep.placement.tree import cover
@@ -33,6 +33,12 @@ LANES = 8
 SHAPE = layout(11)
 BLOCKS = SHAPE.n_blocks
 LIMIT_S = 60
+
+
+@pytest.fixture(autouse=True)
+def told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gradients here have few blocks."""
+    monkeypatch.setattr(tiers, "TOLD_BLOCKS", 1)
 
 
 class Crew:
@@ -190,6 +196,27 @@ def test_a_block_leaves_and_its_result_is_there_before_the_last_lane_is_done(cre
     found = together(*(lambda i=i: crew.transports[i].reduce(step, presence[i]) for i in plan.worker_ids))
     check_step(found, step)
     assert sum(crew.sent.values()) <= crossing(plan, FOUR)
+
+
+def test_final_blocks_are_told_several_at_once_and_all_of_a_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Near:
+        generation = 3
+
+        def __init__(self) -> None:
+            self.told: list[tuple[int, int, Node, list[tuple[int, int]]]] = []
+
+        def tell_final(self, generation: int, step: int, node: Node, runs: Sequence[tuple[int, int]]) -> None:
+            self.told.append((generation, step, node, list(runs)))
+
+    monkeypatch.setattr(tiers, "TOLD_BLOCKS", 4)
+    near, one, other = Near(), Node(0, 1), Node(1, 2)
+    telling = Telling(near, 7, 10)  # type: ignore[arg-type]
+    for node, first, last in ((one, 8, 10), (other, 9, 10), (one, 5, 8), (one, 4, 5), (one, 0, 2)):
+        telling.take(node, first, last)
+    assert near.told == [(3, 7, one, [(8, 10), (5, 8)])], "five of ten; three more wait for others"
+    telling.take(one, 2, 3)
+    telling.take(one, 3, 4)
+    assert near.told[1:] == [(3, 7, one, [(4, 5), (0, 2), (2, 3)]), (3, 7, one, [(3, 4)])], "the last one waits not"
 
 
 @pytest.mark.parametrize("lost", [1, 2])
