@@ -51,7 +51,7 @@ class _Charge(NamedTuple):
     sums: BlockSums
 
 
-class Telling:
+class FinalBlocks:
     """Tells the members of this host what is final, not block by block: each word wakes a thread of all of them."""
 
     def __init__(self, near: SharedMemoryTransport, step: int, n_blocks: int) -> None:
@@ -270,7 +270,7 @@ class TieredTransport:
 
     def offering(self, step: int) -> OnFinal:
         """Members of this host are told; who carries for an owner elsewhere sends what all lanes have come of."""
-        return Telling(self._near, step, self._layout.n_blocks).take
+        return FinalBlocks(self._near, step, self._layout.n_blocks).take
 
     def reduce(self, step: int, presence: Mapping[Node, bytes]) -> Reduced:
         """As `Transport.reduce`. Raises: CollectiveAborted."""

@@ -24,7 +24,7 @@ from everstep.parallel.either import EitherTransport
 from everstep.parallel.kinds import KINDS, Site
 from everstep.parallel.mesh import Transfer
 from everstep.parallel.socket_mesh import BlockNote
-from everstep.parallel.tiers import Telling, TieredTransport
+from everstep.parallel.tiers import FinalBlocks, TieredTransport
 from everstep.placement.owners import owners
 from everstep.placement.tiers import Tiers, folded
 from everstep.placement.tree import cover
@@ -210,7 +210,7 @@ def test_final_blocks_are_told_several_at_once_and_all_of_a_node(monkeypatch: py
 
     monkeypatch.setattr(tiers, "TOLD_BLOCKS", 4)
     near, one, other = Near(), Node(0, 1), Node(1, 2)
-    telling = Telling(near, 7, 10)  # type: ignore[arg-type]
+    telling = FinalBlocks(near, 7, 10)  # type: ignore[arg-type]
     for node, first, last in ((one, 8, 10), (other, 9, 10), (one, 5, 8), (one, 4, 5), (one, 0, 2)):
         telling.take(node, first, last)
     assert near.told == [(3, 7, one, [(8, 10), (5, 8)])], "five of ten; three more wait for others"
