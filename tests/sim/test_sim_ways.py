@@ -11,7 +11,7 @@ from everstep.sim.faults import SimFault
 from everstep.sim.model import SimJob
 from everstep.sim.scenario import Setup, simulate
 
-SEEDS, SPLIT_SEEDS = 46, 4
+SEEDS, SPLIT_SEEDS = 46, 8
 DAMAGE = tuple(SimFault("damage", 180, "settling", n, 1500) for n in range(1, 9))
 UNHEARD = (SimFault("raises", 100, pick=1), SimFault("cut_control", 99, pick=1, for_ms=2500))
 RARE = (
