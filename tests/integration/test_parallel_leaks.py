@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from everstep.base.ports import Tag
 
 GENERATIONS = 200
 WARM = 20
+LIMIT_S = 60.0
 SETTLE = Tag("settle", 0, 0)
 
 
@@ -46,13 +48,16 @@ def test_two_hundred_generations_leak_nothing(crew: Crew) -> None:
     before = crew.all([0, 1, 2], "resources")
     for generation in range(WARM + 1, GENERATIONS + WARM + 1):
         regroup(crew, generation)
-    after = crew.all([0, 1, 2], "resources")
-    for old, new in zip(before, after, strict=True):
-        assert new["descriptors"] <= old["descriptors"] + 25, (old, new)  # one group that is being taken down
-        assert new["threads"] <= old["threads"] + 6, (old, new)
-        assert new["segments"] <= old["segments"], (old, new)
-        assert new["maps"] <= old["maps"] + 40, (old, new)
-        assert new["resident_kib"] <= old["resident_kib"] + 16_000, (old, new)
+    end_s = time.monotonic() + LIMIT_S
+    while grown := [now for now in zip(before, crew.all([0, 1, 2], "resources"), strict=True) if not within(*now)]:
+        assert time.monotonic() < end_s, grown  # groups are taken down by a thread of their own
+        time.sleep(0.2)
+
+
+def within(old: Mapping[str, int], new: Mapping[str, int]) -> bool:
+    """Whether there is no more than before, but for one group that is being taken down."""
+    few = {"descriptors": 25, "threads": 6, "segments": 0, "maps": 40, "resident_kib": 16_000}
+    return all(new[name] <= old[name] + more for name, more in few.items())
 
 
 def test_members_that_come_and_go_leave_no_mapping(tmp_path: Path) -> None:

@@ -195,7 +195,7 @@ class Checkpointer:
         if self._manifests is not None:
             self._manifests.abandon(Why(Cause.CORRUPT, "the state that it is of counts for nothing"))
             self._manifests.drain(_DRAIN_S)
-            self._manifests.forget()
+            self._manifests.forget(_DRAIN_S)
         self._sound = {step for step in self._sound if step <= sound}
         self._base = Base()
         with suppress(EverstepError):  # what cannot be written cannot be read either, or is found out when it is read

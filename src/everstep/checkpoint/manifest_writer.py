@@ -115,6 +115,7 @@ class ManifestWriter:
         self._early: list[PartReport] = []
         self._work: queue.SimpleQueue[tuple[_Expected, Why | None] | None] = queue.SimpleQueue()
         self._unfinished = 0
+        self._sweeping = False
         self._shelf: Shelf | None = None
         self._thread = threading.Thread(target=self._run, name="everstep-manifest", daemon=True)
         self._thread.start()
@@ -150,8 +151,10 @@ class ManifestWriter:
         with self._lock:
             return self._lock.wait_for(lambda: self._unfinished == 0, timeout_s)
 
-    def forget(self) -> None:
-        """What is on disk has been changed by others."""
+    def forget(self, timeout_s: float) -> None:
+        """What is on disk is about to be changed by others: not while it is swept, for which it waits so long."""
+        with self._lock:
+            self._lock.wait_for(lambda: not self._sweeping, timeout_s)
         self._shelf = None
 
     def close(self) -> None:
@@ -191,10 +194,14 @@ class ManifestWriter:
             finally:
                 with self._lock:
                     self._unfinished -= 1
+                    self._sweeping = manifest is not None
                     self._lock.notify_all()
             if manifest is not None:
                 with suppress(EverstepError):
                     self._sweep(manifest)
+                with self._lock:
+                    self._sweeping = False
+                    self._lock.notify_all()
 
     def _complete(self, assembly: Assembly, extent: Extent) -> Manifest:
         manifest = assemble(assembly, self._older, _facts(self._identity, extent))
