@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import signal
 import time
 from pathlib import Path
@@ -69,6 +70,42 @@ def test_an_agent_that_is_stopped_goes_on_and_its_workers_lose_nothing(jobs: Job
     os.kill(job.pid_of(1), signal.SIGKILL)
     jobs.check(job, "Pictures")
     assert [e["worker_id"] for e in job.of_kind("worker_evicted")] == [1], job.account()
+
+
+LINGERS = """
+import os, sys, time
+import torch
+from torch.utils.data import TensorDataset
+import everstep
+
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+run = everstep.join(model, optimizer, TensorDataset(torch.randn(64, 4), torch.randn(64, 1)), steps=4, rehearse=False)
+for step in run:
+    for x, y in step:
+        step.backward(torch.nn.functional.mse_loss(model(x), y))
+while os.path.exists(sys.argv[1]):
+    time.sleep(0.05)
+"""
+
+
+def test_a_coordinator_that_is_frozen_once_the_job_is_over_is_not_waited_for(jobs: Jobs, tmp_path: Path) -> None:
+    """It has told of the end, and would have to say when the agents have left."""
+    script, hold = tmp_path / "lingers.py", tmp_path / "hold"
+    script.write_text(LINGERS)
+    hold.touch()
+    job = jobs.start(str(script), "--", str(hold), workers=2)
+    job.wait_for("job_completed")
+    pid = coordinator_pid(job)
+    agent = next(pid for pid in children(job.launcher_pid()) if b"host_agent" in cmdline(pid))
+    left = os.pidfd_open(agent)
+    os.kill(pid, signal.SIGSTOP)
+    hold.unlink()
+    gone, _, _ = select.select([left], [], [], 120.0)
+    assert gone, "the agent had heard of the end before"
+    assert job.end() == 0, job.account()
+    job.wait_for_words("it is killed: the job is over")
 
 
 def children(pid: int) -> list[int]:

@@ -186,9 +186,9 @@ class Job:
             self._take(item, link)
         now_s = time.monotonic()
         link.ping(now_s)
+        self._check_processes(link, now_s)  # after the end, too: who does not answer never says that agents have left
         if self._end.outcome is None:
             self._lead.look(self._coordinator.pid)
-            self._check_processes(link, now_s)
             self._start_due(now_s)
             self._look_for_answer(link, now_s)
         elif self._succession.owner and self._coordinator.restart_at_s <= now_s:
@@ -224,7 +224,8 @@ class Job:
         stands_by = bool(self._succession.owner) and link.unheard_s(now_s) > self._coordinator.age_s(now_s)
         if silence_s >= COORDINATOR_SILENT_S and not stands_by:
             self._silenced = self._coordinator.pid
-            text = f"the coordinator has not answered for {silence_s:.1f} s: it is killed and started again"
+            again = " and started again" if self._end.outcome is None else ": the job is over"
+            text = f"the coordinator has not answered for {silence_s:.1f} s: it is killed{again}"
             self._notify("warning", Why(Cause.HUNG, text))
             self._coordinator.kill()
 
