@@ -21,7 +21,10 @@ NAMES = ("a", "b", "c")
 
 @dataclass
 class AgentModel:
-    """An agent's process as the coordinator meets it: it counts incarnations for itself, from what it is told."""
+    """An agent's process as the coordinator meets it: it counts incarnations for itself, from what it is told.
+
+    told: it knows its slots as they are since it connected; before, it may start what is another's by now.
+    """
 
     name: str  # also of its connection
     process: str
@@ -30,13 +33,15 @@ class AgentModel:
     following: dict[int, int] = field(default_factory=dict)
     lives: dict[int, int] = field(default_factory=dict)
     connected: bool = True
+    told: bool = False
 
 
 class Model:
     """A coordinator, its agents, and all lives that were ever started.
 
-    seen: those of which an agent began to speak while it was heard. What it counts for itself meanwhile nobody can
-    know: that may be the number of a life elsewhere, and must not be taken for it (`believed`).
+    seen: those of which an agent began to speak while it was told of its slots, or that were believed. What it counts
+    for itself meanwhile nobody can know: that may be the number of a life elsewhere, and must not be taken for it
+    (`believed`).
     """
 
     def __init__(self) -> None:
@@ -91,7 +96,7 @@ class Model:
 
     def greet(self, agent: AgentModel) -> None:
         """It connects (again), and says what it runs."""
-        agent.connected = True
+        agent.connected, agent.told = True, False
         lives = [m.WorkerLife(worker_id=i, incarnation=n, pid=1) for i, n in sorted(agent.lives.items())]
         self.world.connect(agent.name, "agent")
         about = {"slots": len(agent.wanted), "room": agent.room, "process": agent.process}
@@ -125,13 +130,14 @@ class Model:
                     self.exit(agent, i, in_order=drained)
 
     def deliver(self) -> None:
-        """What the coordinator has said to agents; and what they start because of that."""
+        """What the coordinator has said to agents; and what they start because of that, or again of what was ended."""
+        again = True
         while True:
             fresh, self.read = self.world.sent[self.read :], len(self.world.sent)
             for to, message in fresh:
                 agent = next((a for a in self.agents.values() if a.name == to), None)
                 if agent is not None and isinstance(message, m.SetSlots):
-                    agent.wanted = message.worker_ids
+                    agent.wanted, agent.told = message.worker_ids, True
                     for i, first in zip(message.worker_ids, message.first, strict=True):
                         agent.following[i] = max(first, agent.following.get(i, 0))
                 elif agent is not None and isinstance(message, m.KillWorker):
@@ -143,8 +149,9 @@ class Model:
                     drop(self.world, agent.name)
                     del self.agents[agent.name]
             self.look()
-            waiting = [(agent, i) for agent in self.agents.values() for i in agent.wanted if i not in agent.lives]
-            started = [self.start(*one) for one in waiting]
+            some = [agent for agent in self.agents.values() if agent.told or again]
+            waiting = [(agent, i) for agent in some for i in agent.wanted if i not in agent.lives]
+            started, again = [self.start(*one) for one in waiting], False
             if not fresh and not started:
                 return
 
@@ -152,11 +159,15 @@ class Model:
         key = WorkerKey(worker_id, agent.following[worker_id])
         agent.following[worker_id] += 1
         agent.lives[worker_id] = key.incarnation
+        membership = self.world.coordinator.job.membership
+        if agent.connected and agent.told:
+            assert not membership.is_fenced(key), f"{key} is fenced"
         if agent.connected:
-            assert key not in self.seen, f"{key} was started before"
-            assert not self.world.coordinator.job.membership.is_fenced(key), f"{key} is fenced"
-            self.seen.add(key)
             self.world.started(worker_id, key.incarnation, agent=agent.name)
+            worker = membership.workers.get(worker_id)
+            if agent.told or (worker is not None and (worker.key, worker.agent_id) == (key, agent.name)):
+                assert key not in self.seen, f"{key} was started before"
+                self.seen.add(key)
 
     def look(self) -> None:
         """No life that is known to be on one host is ever believed to be on another."""
