@@ -195,6 +195,7 @@ def test_no_life_is_started_twice_and_none_in_vain(acts: list[tuple[str, str, in
         model.act(*act)
     for name in list(model.agents):
         model.act("again", name, 0)
+    model.act("wait", NAMES[0], 0)  # all have been told of their slots
     for name, i in [(agent.name, i) for agent in model.agents.values() for i in range(SLOTS)]:
         model.act("hello", name, i)
     running = [i for agent in model.agents.values() for i in agent.lives]
