@@ -170,7 +170,8 @@ class PicturesEpochs(PicturesOneCycle):
 
 
 class BreaksLater(PicturesOneCycle):
-    """While the file that `EVERSTEP_TEST_BREAK` names is there, the loss raises from step 7 on, in every lane."""
+    """While the file that `EVERSTEP_TEST_BREAK` names is there, the loss raises from step 7 on, in every lane; for the
+    first time when as many processes are about to as it says."""
 
     def build_scheduler(self, optimizer: torch.optim.Optimizer) -> Any:
         self.scheduler = super().build_scheduler(optimizer)
@@ -178,7 +179,14 @@ class BreaksLater(PicturesOneCycle):
 
     def lane_loss(self, model: nn.Module, batch: Any) -> Any:
         loss = super().lane_loss(model, batch)  # BatchNorm has moved its statistics by then
-        if self.scheduler.last_epoch >= 6 and Path(os.environ.get("EVERSTEP_TEST_BREAK", "/nowhere")).exists():
+        broken = Path(os.environ.get("EVERSTEP_TEST_BREAK", "/nowhere"))
+        if self.scheduler.last_epoch >= 6 and broken.exists():
+            broken.with_name(f"{broken.name}-{os.getpid()}").touch()
+            end_s = time.monotonic() + 60.0
+            while len(list(broken.parent.glob(f"{broken.name}-*"))) < int(broken.read_text()):
+                if time.monotonic() > end_s:
+                    break
+                time.sleep(0.01)
             raise ValueError("the data of step 7 cannot be read")
         return loss
 

@@ -150,7 +150,7 @@ def test_a_loop_that_raises_leaves_its_state(jobs: Jobs) -> None:
 
 def test_all_loops_raise_at_once_and_leave_their_state(jobs: Jobs, tmp_path: Path) -> None:
     broken = tmp_path / "broken"
-    broken.touch()
+    broken.write_text("3")
     environment = {"EVERSTEP_TEST_BREAK": str(broken)}
     job = jobs.start("BreaksLater", workers=3, environment=environment)
     assert job.end() == 1, job.account()
