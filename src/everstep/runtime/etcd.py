@@ -84,7 +84,7 @@ class _Reply(msgspec.Struct):
     ID: str = "0"
     TTL: str = "0"
     result: dict[str, Any] = {}
-    health: str = ""
+    etcdserver: str = ""
 
 
 class Announced(NamedTuple):
@@ -270,9 +270,9 @@ class Etcd:
         return f"etcd without a quorum: {words} ({', '.join(silent)}): start them, or name others in control.etcd"
 
     def _lives(self, member: str) -> bool:
-        """Whether it answers at all, be it that it has no leader."""
+        """Whether it answers at all, be it that it has no leader: what it says of its health it asks that one for."""
         try:
-            return bool(self._read("GET", member, "/health", None, (200, 503)).health)
+            return bool(self._read("GET", member, "/version", None, (200,)).etcdserver)
         except NoReply:
             return False
 
