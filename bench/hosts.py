@@ -38,7 +38,7 @@ from recovery_peers import commits, gap_end, ordinary_step_s, until
 sys.path += [str(BENCH.parent / "tests" / "hosts"), str(BENCH.parent / "tests")]
 from net import Net, why_not
 
-from etcd_members import EtcdMembers  # the same hosts as in the tests
+from etcd_members import etcd_on  # the same hosts as in the tests
 
 PORT, LIMIT_S = 29400, 240.0
 TASK = f"{BENCH.parent / 'tests' / 'job_tasks.py'}:Text"
@@ -74,7 +74,7 @@ class Run:
         self._log = self.run_dir.with_suffix(".log")
         self._environment = environment(EVERSTEP_TOKEN=secrets.token_hex(32))
         head = self.net.hosts[0]
-        self.etcd = self._start_etcd() if lease_s else None
+        self.etcd = etcd_on(self.net.hosts) if lease_s else None
         command = [*EVERSTEP, "run", TASK, "--run-dir", str(self.run_dir), "--workers", str(self.workers), "--json"]
         command += ["--listen", f"{head.address}:{PORT}", "--slots", str(slots), "--set", f"steps={steps}"]
         command += [] if local else ["--no-local-workers"]
@@ -82,18 +82,6 @@ class Run:
             command += ["--set", f"control.etcd={self.etcd.url()}", "--set", f"control.lease_s={lease_s}"]
         self.process = head.start(command, self._log, self._environment)
         self.agents = [self.agent(number) for number in (2, 3)]
-
-    def _start_etcd(self) -> EtcdMembers:
-        def spawn(number: int, command: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
-            return self.net.hosts[number].start(command, log)
-
-        def page(url: str) -> str:
-            program = "import sys, urllib.request as r; print(r.urlopen(sys.argv[1], timeout=2).read(999).decode())"
-            return self.net.hosts[0].run("python3", "-c", program, url).stdout
-
-        members = EtcdMembers([host.address for host in self.net.hosts], spawn)
-        members.wait(page)
-        return members
 
     def agent(self, number: int) -> subprocess.Popen[bytes]:
         """Start a host's agent."""

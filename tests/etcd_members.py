@@ -13,8 +13,12 @@ import time
 import urllib.request
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from net import Host
 
 Start = Callable[[int, Sequence[str], Path], "subprocess.Popen[bytes]"]
 LIMIT_S = 60.0
@@ -101,3 +105,22 @@ class EtcdMembers:
 def _page(url: str) -> str:
     with urllib.request.urlopen(url, timeout=2) as answer:
         return str(answer.read(1000), "utf-8", "replace")
+
+
+def etcd_on(hosts: Sequence[Host]) -> EtcdMembers:
+    """One with a member on each of these hosts, which can be used now."""
+
+    def spawn(number: int, command: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
+        return hosts[number].start(command, log)
+
+    def page(url: str) -> str:
+        program = "import sys, urllib.request as r; print(r.urlopen(sys.argv[1], timeout=2).read(999).decode())"
+        return hosts[0].run("python3", "-c", program, url).stdout
+
+    members = EtcdMembers([host.address for host in hosts], spawn)
+    try:
+        members.wait(page)
+    except AssertionError:
+        members.close()
+        raise
+    return members

@@ -6,14 +6,14 @@ Each host has a member of etcd, too. Most of them only where time is (EVERSTEP_T
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from hosts_harness import EVERSTEP, SLOTS, HostJobs, _Head, gap_s, longer, now_ns
 from net import Net
 
-from etcd_members import EtcdMembers, etcd_there
+from etcd_members import EtcdMembers, etcd_on, etcd_there
 from job_harness import Event, Job, Jobs
 
 TAKEN: list[Event] = [{"kind": "coordinator_restarted", "count": 1}]
@@ -30,16 +30,7 @@ class LedJobs(HostJobs):
 
     def start_etcd(self) -> EtcdMembers:
         """On all hosts."""
-
-        def spawn(number: int, command: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
-            return self.net.hosts[number].start(command, log)
-
-        def page(url: str) -> str:
-            program = "import sys, urllib.request as r; print(r.urlopen(sys.argv[1], timeout=2).read(999).decode())"
-            return self.net.hosts[0].run("python3", "-c", program, url).stdout
-
-        self.etcd = EtcdMembers([host.address for host in self.net.hosts], spawn)
-        self.etcd.wait(page)
+        self.etcd = etcd_on(self.net.hosts)
         return self.etcd
 
     def led(self, *options: str, workers: int = 4, until: list[Event] = TAKEN, steps: int = 40) -> Job:

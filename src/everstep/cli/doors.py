@@ -62,7 +62,7 @@ def slots_here(given: Mapping[str, Any], world_size: int | None) -> int:
     if hosts is None:
         return default_slots()
     workers = given.get("workers") or default_workers(given) or 1
-    return max(default_slots(), -(-workers // max(1, hosts)))
+    return max(default_slots(), -(-workers // hosts))
 
 
 def _is_address(text: str) -> bool:

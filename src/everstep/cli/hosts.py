@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from everstep.base.errors import ConfigError
+from everstep.base.errors import ConfigError, ProtocolError
 from everstep.cli.beside import parse_listen
 from everstep.cli.job import read_job
 from everstep.cli.main import complain
@@ -29,7 +29,9 @@ def hosts(run_dir: Path, as_json: bool) -> int:
     """Which hosts take part in the job that runs in DIR, and how each of them is."""
     read_job(run_dir)
     found = ask_running(run_dir, "hosts", {}).get("hosts", [])
-    head = _head(found, read_address(run_dir / COORDINATOR_FILE).host)
+    head = ""
+    with contextlib.suppress(OSError, ProtocolError):  # it may have ended since it answered
+        head = _head(found, read_address(run_dir / COORDINATOR_FILE).host)
     if as_json:
         print(json.dumps([{**host, "is_head": host["name"] == head} for host in found]))
         return 0

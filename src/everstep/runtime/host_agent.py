@@ -256,8 +256,9 @@ class HostAgent:
             self._leave(Left(2, str(error)))
             return
         if not self._joining.parent:
-            room = f"{self._joining.room} slots" if self._joining.room else "any number of slots"
-            _say(f"takes part in {facts.task} as host {self._joining.host}, {room}")
+            room = self._joining.room
+            slots = f"{room} slot{'s' * (room > 1)}" if room else "any number of slots"
+            _say(f"takes part in {facts.task} as host {self._joining.host}, {slots}")
         interval = self._host.config.heartbeat.interval_s
         self._link.beat_every(None if isinstance(interval, str) else float(interval))
         finds = isinstance(self._joining.where(), Path) or self._host.quarters.apart  # then another file is kept up

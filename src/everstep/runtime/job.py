@@ -186,13 +186,15 @@ class Job:
             self._take(item, link)
         now_s = time.monotonic()
         link.ping(now_s)
-        self._check_processes(link, now_s)  # after the end, too: who does not answer never says that agents have left
         if self._end.outcome is None:
             self._lead.look(self._coordinator.pid)
+            self._check_processes(link, now_s)
             self._start_due(now_s)
             self._look_for_answer(link, now_s)
-        elif self._succession.owner and self._coordinator.restart_at_s <= now_s:
-            self._start_coordinator()  # whoever decided may be lost before it has told all agents of the end
+        else:
+            self._check_processes(link, now_s)  # who does not answer never says that the agents have left
+            if self._succession.owner and self._coordinator.restart_at_s <= now_s:
+                self._start_coordinator()  # whoever decided may be lost before it has told all agents of the end
         self._end.look(now_s, self._local is not None and self._local.pidfd >= 0, self._lead.here)
 
     def _patience(self, link: JobLink, now_s: float) -> float:
