@@ -3,9 +3,13 @@
     python bench/control_plane.py [--agents 1000] [--workers 8] [--seconds 8] [--evictions 5] [--processes 2]
 
 Each agent has so many workers, and each worker a control connection of its own. Measured: the coordinator's share of a
-core while every agent sends a heartbeat per second, and the time from an agent's word that a worker died until the last
-surviving worker holds the new plan. Agents and workers are shared out to several processes, each of which decodes every
-distinct plan once: what 8,000 workers do on 1,000 machines would otherwise be all that is measured. Prints JSON.
+core while every agent sends a heartbeat per second, the time until the last worker has the first plan, and the time
+from an agent's word that a worker died until the last surviving worker holds the new plan. Then the coordinator is
+killed, and one worker dies meanwhile: from the start of the next coordinator until all others have come back to it and
+hold the plan without that worker; once more with a journal that lacks the newest plan.
+
+Agents and workers are shared out to several processes, each of which decodes every distinct plan once: what 8,000
+workers do on 1,000 machines would otherwise be all that is measured. Prints JSON.
 """
 
 from __future__ import annotations
@@ -20,10 +24,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import uvloop
 
@@ -31,14 +36,16 @@ from everstep.base.config import load_config, to_dict
 from everstep.base.plan import Member, Plan
 from everstep.protocol import messages as m
 from everstep.protocol import telling
+from everstep.protocol.following import PlanAsked, PlanName, PlanShown, name_of
 from everstep.protocol.roles import AGENT, WORKER
 from everstep.runtime import handshake, wire
-from everstep.runtime.address import COORDINATOR_FILE, JOB_FILE, TOKEN_FILE, read_address
+from everstep.runtime.address import COORDINATOR_FILE, JOB_FILE, JOURNAL_FILE, TOKEN_FILE, read_address
 from everstep.runtime.handshake import GREETING_BYTES, PROOF_BYTES, Caller, Ends, role_token
 from everstep.runtime.process import raise_descriptor_limit
 
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 PATIENCE_S = 300.0
+Inflate = Callable[[bytes, int], bytes]
 
 
 def cpu_seconds(pid: int) -> float:
@@ -85,33 +92,77 @@ class Digests:
     def __call__(self, *parts: bytes | memoryview) -> bytes:
         if len(parts) != 1 or len(parts[0]) < 16 << 10:
             return self._read(*parts)
-        known = self._known.get(len(parts[0]))
-        if known is None or known[0] != parts[0]:
-            known = self._known[len(parts[0])] = (bytes(parts[0]), self._read(*parts))
+        frame = bytes(parts[0])  # a view is compared byte by byte, which takes longer than to read it for its digest
+        known = self._known.get(len(frame))
+        if known is None or known[0] != frame:
+            known = self._known[len(frame)] = (frame, self._read(frame))
         return known[1]
 
 
-class Client:
-    """One control connection."""
+class Line(asyncio.Protocol):
+    """A control connection, from the handshake on. Without asyncio's streams, which copy what comes twice more and wake
+    a task for it. name: of who speaks; take: called with the body of each frame."""
 
-    def __init__(self, number: int, role: str) -> None:
+    def __init__(self, key: bytes, role: str, name: str, inflate: Inflate, take: Callable[[bytes], None]) -> None:
+        self._who = key, role, name
+        self._inflate, self._take = inflate, take
+        self._said, self._answered = b"", False
+        self._reader: wire.FrameReader | None = None
+        self.open = asyncio.get_running_loop().create_future()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast(asyncio.Transport, transport)
+        here, there = (wire.address_text(transport.get_extra_info(end)) for end in ("sockname", "peername"))
+        self._caller = Caller(*self._who, Ends(here, there))
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if not self.open.done():
+            self.open.set_exception(ConnectionError("the connection ended before it was open"))
+
+    def data_received(self, data: bytes) -> None:
+        if self._reader is None:
+            data = self._handshake(data)
+        for body in () if self._reader is None else self._reader.feed(data):
+            self._take(body)
+
+    def _handshake(self, data: bytes) -> bytes:
+        """Returns what follows it."""
+        said = self._said + data
+        if not self._answered and len(said) >= GREETING_BYTES:
+            self.transport.write(self._caller.answer(said[:GREETING_BYTES]))
+            self._answered, said = True, said[GREETING_BYTES:]
+        self._said = said
+        if not self._answered or len(said) < PROOF_BYTES:
+            return b""
+        self._seals = self._caller.accept(said[:PROOF_BYTES])
+        self._reader = wire.FrameReader(self._seals, self._inflate)
+        self.open.set_result(None)
+        return said[PROOF_BYTES:]
+
+    def send(self, message: m.AnyMessage) -> None:
+        self.transport.write(wire.sealed(self._seals, wire.frame(m.encode(message), deflate=True)))
+
+
+class Client:
+    """An agent or a worker, with its newest connection."""
+
+    def __init__(self, number: int, role: str, inflate: Inflate, take: Callable[[Client, bytes], None]) -> None:
         self.number = number
         self.role = role
         self.pongs = 0
         self.heard = telling.Listener()
+        self.plan: Plan | None = None
+        self._inflate, self._take = inflate, partial(take, self)
 
     async def connect(self, host: str, port: int, token: bytes) -> None:
-        self.reader, self.writer = await asyncio.open_connection(host, port, limit=wire.MAX_FRAME_BYTES)
         name = f"agent-{self.number}" if self.role == AGENT else f"{self.number}.0"
         key = role_token(token, self.role, name if self.role == WORKER else "")
-        sock = self.writer.get_extra_info("socket")
-        ends = Ends(wire.address_text(sock.getsockname()), wire.address_text(sock.getpeername()))
-        caller = Caller(key, self.role, name, ends)
-        self.writer.write(caller.answer(await self.reader.readexactly(GREETING_BYTES)))
-        self.seals = caller.accept(await self.reader.readexactly(PROOF_BYTES))
+        self.line = Line(key, self.role, name, self._inflate, self._take)
+        await asyncio.get_running_loop().create_connection(lambda: self.line, host, port)
+        await self.line.open
 
     def send(self, message: m.AnyMessage) -> None:
-        self.writer.write(wire.sealed(self.seals, wire.frame(m.encode(message))))
+        self.line.send(message)
 
 
 class Place(NamedTuple):
@@ -129,9 +180,10 @@ class Crowd:
 
     def __init__(self, place: Place, agents: Iterable[int], pipe: Connection) -> None:
         self.place, self.pipe = place, pipe
-        self.agents = {n: Client(n, AGENT) for n in agents}
-        self.workers = {i: Client(i, WORKER) for n in self.agents for i in self.of(n)}
         self.plans = Plans()
+        inflate = self.plans.inflate
+        self.agents = {n: Client(n, AGENT, inflate, self._agent) for n in agents}
+        self.workers = {i: Client(i, WORKER, inflate, self._worker) for n in self.agents for i in self.of(n)}
         telling.heard = self.plans.heard
         handshake.frame_digest = Digests()  # type: ignore[assignment]
         self.live = set(self.workers)
@@ -139,6 +191,7 @@ class Crowd:
         self.first_at = 0.0
         self.missing = set(self.live)
         self.tasks: list[asyncio.Task[None]] = []
+        self.names: dict[int, tuple[Plan, PlanName | None]] = {}
 
     def of(self, agent: int) -> range:
         """The workers of an agent."""
@@ -154,6 +207,8 @@ class Crowd:
                 await self.connect()
             elif what == "hello":
                 self.say_hello()
+            elif what == "reconnect":
+                await self.reconnect(*given)
             elif what == "expect":
                 self.expect(*given)
             elif what == "evict":
@@ -164,35 +219,62 @@ class Crowd:
     async def connect(self) -> None:
         """Connections of all; hellos and heartbeats of the agents."""
         gate = asyncio.Semaphore(50)
-
-        async def connect(client: Client) -> None:
-            async with gate:
-                while True:
-                    try:
-                        return await client.connect(*self.place[:3])
-                    except (ConnectionError, asyncio.IncompleteReadError):  # it took too long: again, as all clients do
-                        await asyncio.sleep(0.1)
-
-        await asyncio.gather(*(connect(c) for c in (*self.agents.values(), *self.workers.values())))
-        for number, agent in self.agents.items():
-            lives = [m.WorkerLife(worker_id=i, incarnation=0, pid=1000 + i) for i in self.of(number)]
-            each = self.place.each
-            host = f"host-{number}"
-            agent.send(m.AgentHello(agent_id=f"agent-{number}", host=host, workers=lives, slots=each, room=each))
-            self.tasks.append(asyncio.create_task(self._agent(agent)))
+        await asyncio.gather(*(self._connect(c, gate) for c in (*self.agents.values(), *self.workers.values())))
+        for agent in self.agents.values():
+            self._agent_hello(agent)
         self.tasks.append(asyncio.create_task(self.beat()))
         while not all(client.pongs for client in self.agents.values()):
             await asyncio.sleep(0.05)
         self.pipe.send("connected")
 
+    async def _connect(self, client: Client, gate: asyncio.Semaphore) -> None:
+        async with gate:
+            while True:
+                try:
+                    return await client.connect(*self.place[:3])
+                except ConnectionError:  # it took too long: again, as all clients do
+                    await asyncio.sleep(0.1)
+
+    async def reconnect(self, host: str, port: int) -> None:
+        """All that live lose their connections, find the next coordinator, and say hello as soon as they have one."""
+        for task in self.tasks:
+            task.cancel()
+        self.place, self.tasks, gate = self.place._replace(host=host, port=port), [], asyncio.Semaphore(50)
+
+        async def again(client: Client) -> None:
+            client.line.transport.abort()
+            await self._connect(client, gate)
+            self._agent_hello(client) if client.role == AGENT else self._worker_hello(client)
+
+        there = [*self.agents.values(), *(self.workers[i] for i in sorted(self.live))]
+        await asyncio.gather(*(again(client) for client in there))
+        self.tasks.append(asyncio.create_task(self.beat()))
+        self.pipe.send(time.monotonic())
+
+    def _agent_hello(self, agent: Client) -> None:
+        number, each = agent.number, self.place.each
+        live = [i for i in self.of(number) if i in self.live]
+        lives = [m.WorkerLife(worker_id=i, incarnation=0, pid=1000 + i) for i in live]
+        host = f"host-{number}"
+        agent.send(m.AgentHello(agent_id=f"agent-{number}", host=host, workers=lives, slots=each, room=each))
+
     def say_hello(self) -> None:
         """The hellos of all workers."""
-        for i, worker in self.workers.items():
-            number = i // self.place.each
-            address = f"10.0.{number // 250}.{number % 250}:{10000 + i * 7919 % 50000}"
-            member = Member(i, 0, f"host-{number}", 1000 + i, address, f"{i * 2654435761 % 2**32:08x}")
-            worker.send(m.WorkerHello(member=member, step=0, plan=None))
-            self.tasks.append(asyncio.create_task(self._worker(worker)))
+        for worker in self.workers.values():
+            self._worker_hello(worker)
+
+    def _worker_hello(self, worker: Client) -> None:
+        i, number = worker.number, worker.number // self.place.each
+        address = f"10.0.{number // 250}.{number % 250}:{10000 + i * 7919 % 50000}"
+        member = Member(i, 0, f"host-{number}", 1000 + i, address, f"{i * 2654435761 % 2**32:08x}")
+        worker.heard = telling.Listener(worker.plan)
+        worker.send(m.WorkerHello(member=member, step=0, follows=self._name(worker.plan)))
+
+    def _name(self, plan: Plan | None) -> PlanName | None:
+        """Once for all who follow it, who would each do so on their own machine."""
+        if plan is not None and id(plan) not in self.names:
+            self.names[id(plan)] = (plan, name_of(plan))
+        return None if plan is None else self.names[id(plan)][1]
 
     async def beat(self) -> None:
         """A heartbeat per agent and second, spread evenly."""
@@ -212,24 +294,22 @@ class Crowd:
             self.agents[number].send(beat)
             seq += 1
 
-    async def _agent(self, client: Client) -> None:
-        reader = wire.FrameReader(client.seals)
-        while data := await client.reader.read(1 << 16):
-            client.pongs += sum(isinstance(m.decode(body), m.Pong) for body in reader.feed(data))
+    def _agent(self, client: Client, body: bytes) -> None:
+        client.pongs += isinstance(m.decode(body), m.Pong)
 
-    async def _worker(self, client: Client) -> None:
-        reader = wire.FrameReader(client.seals, self.plans.inflate)
-        while data := await client.reader.read(1 << 20):
-            for body in reader.feed(data):
-                message = client.heard.take(self.plans.decode(body))
-                if isinstance(message, m.PlanNow | m.PlanPrepared):
-                    self._plan(client, message.plan)
+    def _worker(self, client: Client, body: bytes) -> None:
+        message = client.heard.take(self.plans.decode(body))
+        if isinstance(message, m.PlanNow | m.PlanPrepared):
+            self._plan(client, message.plan)
+        elif isinstance(message, PlanAsked):
+            client.send(PlanShown(worker_id=client.number, incarnation=0, plan=client.plan))
 
     def _plan(self, client: Client, plan: Plan) -> None:
         entered = m.GenerationEntered(
             worker_id=client.number, incarnation=0, generation=plan.generation, step=1, phases_ms={}
         )
         client.send(entered)
+        client.plan = plan
         if plan.generation >= self.waiting_for and self.missing:
             self.first_at = self.first_at or time.monotonic()
             self.missing.discard(client.number)
@@ -291,20 +371,79 @@ class Crowds:
         self.ask("pongs")
         return sum(self.answers())
 
+    def cpu_seconds(self) -> float:
+        return sum(cpu_seconds(process.pid or 0) for process in self.processes)
+
     def end(self) -> None:
         for process in self.processes:
             process.kill()
             process.join()
 
 
-def measure(crowds: Crowds, place: Place, pid: int, seconds: float, evictions: int) -> dict[str, object]:
+class Head:
+    """The coordinator's process, and the next one."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.run_dir = run_dir
+        self.start()
+
+    def start(self) -> None:
+        self.started_at = time.monotonic()
+        command = [sys.executable, "-m", "everstep.runtime.coordinator_main", str(self.run_dir)]
+        self.process = subprocess.Popen([*command, "--parent", str(os.getpid())])
+        file = self.run_dir / COORDINATOR_FILE
+        while self.process.poll() is None and (not file.exists() or read_address(file).pid != self.process.pid):
+            time.sleep(0.01)
+        self.address = read_address(file)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def forget(self) -> None:
+        """The journal loses its newest plan, and what follows it."""
+        journal = self.run_dir / JOURNAL_FILE
+        lines = journal.read_bytes().splitlines(keepends=True)
+        last = max(n for n, line in enumerate(lines) if b'"kind":"plan"' in line)
+        journal.write_bytes(b"".join(lines[:last]))
+
+
+def restart(crowds: Crowds, head: Head, generation: int, victim: int, *, forget: bool) -> dict[str, object]:
+    """Kill the coordinator, start the next one, and wait for the plan without the victim."""
+    head.kill()
+    if forget:
+        head.forget()
+    crowds.ask("expect", (generation + 1, victim))
+    crowds.answers()
+    head.start()
+    announced_at = time.monotonic()
+    crowds.ask("reconnect", (head.address.host, head.address.port))
+    answers = [crowds.answers(), crowds.answers()]  # of each: when the last has said hello, and has the plan
+    hellos = [one for one in (a for found in answers for a in found) if isinstance(one, float)]
+    plans = [one for one in (a for found in answers for a in found) if not isinstance(one, float)]
+    return {
+        "newest_plan_in_journal": not forget,
+        "start_to_listening_s": round(announced_at - head.started_at, 3),
+        "start_to_last_hello_s": round(max(hellos) - head.started_at, 3),
+        "start_to_last_worker_with_next_plan_s": round(max(last for _, last, _ in plans) - head.started_at, 3),
+        "first_to_last_worker_s": round(max(last for _, last, _ in plans) - min(first for first, _, _ in plans), 3),
+        "coordinator_cpu_s": round(cpu_seconds(head.process.pid), 2),
+        "coordinator_peak_mb": peak_mb(head.process.pid),
+        "generation": max(known for _, _, known in plans),
+    }
+
+
+def measure(crowds: Crowds, place: Place, head: Head, seconds: float, evictions: int) -> dict[str, object]:
     """The whole conversation."""
+    pid = head.process.pid
     start = time.monotonic()
     crowds.ask("connect")
     crowds.answers()
-    connected_at = time.monotonic()
+    connected_at, hello_cpu = time.monotonic(), cpu_seconds(pid)
+    clients_cpu = crowds.cpu_seconds()
     crowds.ask("hello")
     first = crowds.answers()
+    first_cpu, clients_cpu = cpu_seconds(pid) - hello_cpu, crowds.cpu_seconds() - clients_cpu
     time.sleep(2.0)
     pongs, cpu, since = crowds.pongs(), cpu_seconds(pid), time.monotonic()
     time.sleep(seconds)
@@ -322,6 +461,11 @@ def measure(crowds: Crowds, place: Place, pid: int, seconds: float, evictions: i
         changes.append(max(last for _, last, _ in reached) - said_at)
         spreads.append(max(last for _, last, _ in reached) - min(began for began, _, _ in reached))
         generation = max(known for _, _, known in reached)
+        time.sleep(2.0)
+    peak, restarts = peak_mb(pid), []
+    for forget in (False, True):
+        restarts.append(restart(crowds, head, generation, 2 + place.each * (1 + forget), forget=forget))
+        generation = int(str(restarts[-1]["generation"]))
         time.sleep(2.0)
     return {
         "agents": place.count,
@@ -341,7 +485,10 @@ def measure(crowds: Crowds, place: Place, pid: int, seconds: float, evictions: i
         "first_plan_first_to_last_worker_s": round(
             max(last for _, last, _ in first) - min(began for began, _, _ in first), 3
         ),
-        "coordinator_peak_mb": peak_mb(pid),
+        "first_plan_coordinator_cpu_s": round(first_cpu, 2),
+        "first_plan_clients_cpu_s": round(clients_cpu, 2),
+        "restarts": restarts,
+        "coordinator_peak_mb": peak,
         "load_average": os.getloadavg()[0],
         "targets": {"coordinator_core_share": 0.5, "generation_change_s": 1.0},
     }
@@ -376,22 +523,16 @@ def main() -> None:
         wire.write_token(run_dir / TOKEN_FILE, token)
         config = to_dict(load_config([("bench", settings)]))
         (run_dir / JOB_FILE).write_text(json.dumps({"config": config}))
-        command = [sys.executable, "-m", "everstep.runtime.coordinator_main", str(run_dir)]
-        coordinator = subprocess.Popen([*command, "--parent", str(os.getpid())])
+        head = Head(run_dir)
         try:
-            while not (run_dir / COORDINATOR_FILE).exists() and coordinator.poll() is None:
-                time.sleep(0.01)
-            address = read_address(run_dir / COORDINATOR_FILE)
-            place = Place(address.host, address.port, token, arguments.workers, arguments.agents)
+            place = Place(head.address.host, head.address.port, token, arguments.workers, arguments.agents)
             crowds = Crowds(place, arguments.processes)
             try:
-                found = measure(crowds, place, address.pid, arguments.seconds, arguments.evictions)
-                print(json.dumps(found, indent=2))
+                print(json.dumps(measure(crowds, place, head, arguments.seconds, arguments.evictions), indent=2))
             finally:
                 crowds.end()
         finally:
-            coordinator.kill()
-            coordinator.wait()
+            head.kill()
 
 
 if __name__ == "__main__":

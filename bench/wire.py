@@ -8,13 +8,14 @@ Needs root.
   under `no_sync`, one intra-op thread per worker, our allocator settings. The ratio of a round is that of the medians
   of its steps; bytes are what the kernel counts as sent at a host's link, per step, beside what a ring of all workers
   sends of gradients over it: 2 (n - 1) / n of them.
-- delays (ms, each way): small models (0.1M and 0.9M parameters) over a switch in user space, which delays packets,
-  against the same without delay; told as round trips by which a step is longer.
+- delays (ms, each way): small models (0.1M and 0.9M parameters) over links that the fault `slow` delays, against the
+  same without delay; told as round trips by which a step is longer.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import secrets
 import statistics
@@ -22,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +31,14 @@ from measure import BENCH, committed, environment, machine, read_events, spread,
 from models import MODELS
 
 sys.path.insert(0, str(BENCH.parent / "tests" / "hosts"))
-from delayed import DelayedNet
 from net import Host, Net, why_not
+
+from everstep.protocol.messages import StrikeNow
+from everstep.runtime.links import harm
 
 PORT, WARM_UP, LIMIT_S = 29400, 3, 300.0
 EVERSTEP = [sys.executable, "-P", "-m", "everstep"]
 TARGETS = {"1000": 0.95, "100": 1.02, "two workers per host": 0.7, "bytes": 1.01, "round trips": 2.0}
-Hosts = Net | DelayedNet
 
 
 def sent_bytes(host: Host) -> int:
@@ -50,7 +52,23 @@ def limit(host: Host, mbit: int) -> None:
     subprocess.run(["ip", "netns", "exec", host.namespace, *shape.split()], check=True)
 
 
-def measured(hosts: Hosts, ends_ns: Callable[[], list[int]], steps: int, alive: Callable[[], bool]) -> dict[str, float]:
+@contextlib.contextmanager
+def delayed(host: Host, delay_ms: float) -> Iterator[None]:
+    """What it sends takes so long; 0: as long as ever."""
+    if not delay_ms:
+        yield
+        return
+    message = StrikeNow(number=1, kind="slow", for_s=10 * LIMIT_S, by_s=delay_ms / 1e3)
+    with host.inside():
+        undone = harm(message, host.address)
+    try:
+        yield
+    finally:
+        with host.inside():
+            undone.close()
+
+
+def measured(hosts: Net, ends_ns: Callable[[], list[int]], steps: int, alive: Callable[[], bool]) -> dict[str, float]:
     """The median of the steps after the first ones, and the bytes that the host which sends more sends in one."""
     marks: list[tuple[int, list[int]]] = []
     end_s = time.monotonic() + LIMIT_S
@@ -66,7 +84,7 @@ def measured(hosts: Hosts, ends_ns: Callable[[], list[int]], steps: int, alive: 
     return {"step_s": statistics.median((b - a) / 1e9 for a, b in itertools.pairwise(times)), "sent_mb": most / 1e6}
 
 
-def ours(hosts: Hosts, folder: Path, model: str, workers: int, steps: int, tls: str) -> dict[str, float]:
+def ours(hosts: Net, folder: Path, model: str, workers: int, steps: int, tls: str) -> dict[str, float]:
     """One job of ours, the head on the first host."""
     run_dir = Path(tempfile.mkdtemp(dir=folder)) / "run"
     head, log, slots = hosts.hosts[0], run_dir.with_suffix(".log"), str(workers // 2)
@@ -100,7 +118,7 @@ def ours(hosts: Hosts, folder: Path, model: str, workers: int, steps: int, tls: 
             host.kill()
 
 
-def theirs(hosts: Hosts, folder: Path, model: str, workers: int, steps: int) -> dict[str, float]:
+def theirs(hosts: Net, folder: Path, model: str, workers: int, steps: int) -> dict[str, float]:
     """One job of DistributedDataParallel."""
     ends = Path(tempfile.mkdtemp(dir=folder)) / "ends"
     log = ends.with_suffix(".log")
@@ -163,9 +181,10 @@ def at_a_distance(folder: Path, model: str, delay_ms: float, options: argparse.N
     for number in range(options.rounds):
         step_s = {}
         for ms in (0.0, delay_ms) if number % 2 == 0 else (delay_ms, 0.0):
-            net = DelayedNet(2, f"{options.name}d{number}", ms)
+            net = Net(2, f"{options.name}d{number}")
             try:
-                step_s[ms] = ours(net, folder, model, 2, 5 * options.steps, options.tls)["step_s"]
+                with delayed(net.hosts[0], ms), delayed(net.hosts[1], ms):
+                    step_s[ms] = ours(net, folder, model, 2, 5 * options.steps, options.tls)["step_s"]
             finally:
                 net.close()
         more.append((step_s[delay_ms] - step_s[0.0]) / (2e-3 * delay_ms))

@@ -22,6 +22,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 STAMPS = ROOT / "build" / "extended"
 SEEDS, CHUNK = 10_000, 1_000
+KINDS = ("", "--split", "--leased")
 PYTEST = ("-m", "pytest", "-n", "0", "-o", "timeout=3000")
 
 
@@ -34,12 +35,11 @@ class Part:
     environment: dict[str, str] = field(default_factory=dict)
 
 
-def seeds(split: bool) -> Iterator[Part]:
-    """The simulator, so many seeds at a time."""
-    options = ("--split",) if split else ()
+def seeds(kind: str) -> Iterator[Part]:
+    """The simulator, so many seeds at a time. kind: an option of it, or nothing."""
     for first in range(0, SEEDS, CHUNK):
-        command = ("-P", "-m", "everstep", "sim", "--seeds", f"{first}:{first + CHUNK}", "--json", *options)
-        yield Part(f"seeds{'-split' if split else ''}-{first}", command)
+        command = ("-P", "-m", "everstep", "sim", "--seeds", f"{first}:{first + CHUNK}", "--json")
+        yield Part(f"seeds{kind.removeprefix('-')}-{first}", (*command, *filter(None, [kind])))
 
 
 def tests(file: str, **environment: str) -> Part:
@@ -48,7 +48,7 @@ def tests(file: str, **environment: str) -> Part:
 
 
 TIERS = {
-    "sim": [*seeds(False), *seeds(True)],
+    "sim": [part for kind in KINDS for part in seeds(kind)],
     "generations": [tests("chaos/test_chaos_leaks.py", EVERSTEP_TEST_GENERATIONS="200")],
     "hosts": [
         tests(f"hosts/test_hosts_{name}.py", EVERSTEP_TEST_HOSTS="all")
@@ -56,7 +56,7 @@ TIERS = {
     ],
     "engines": [
         tests(f"engines/test_engines_{name}.py", EVERSTEP_TEST_ENGINES="all")
-        for name in ("torchrun", "mpirun", "slurm", "srun_hosts", "ssh", "ray", "frameworks")
+        for name in ("torchrun", "mpirun", "slurm", "srun_hosts", "ssh", "ray", "kubernetes", "frameworks")
     ],
     "kills": [
         tests("chaos/test_chaos_checkpoints.py", EVERSTEP_TEST_KILLS="200"),
@@ -126,7 +126,7 @@ def main(names: list[str]) -> int:
         counts = ", ".join(f"{n} {verdict}" for verdict, n in sorted(Counter(verdicts).items()))
         print(f"{tier}: {counts}, {time.monotonic() - begin_s:.0f} s", flush=True)
         if tier == "sim" and "FAILED" not in verdicts:
-            print(f"  never seen in {2 * SEEDS} seeds: {never_seen(folder)}")
+            print(f"  never seen in {len(KINDS) * SEEDS} seeds: {never_seen(folder)}")
     for name in failed:
         print(f"FAILED: {folder / name}.log", file=sys.stderr)
     return 1 if failed else 0

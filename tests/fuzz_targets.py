@@ -16,7 +16,7 @@ import tempfile
 import time
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from everstep.base.errors import EverstepError
 from everstep.base.etcd_address import EtcdAddress
 from everstep.base.foreign import derived_ports, first_host, foreign_launcher
 from everstep.base.given import parse_json
+from everstep.base.plan import Member, Plan, Seat
 from everstep.chaos.account import account
 from everstep.chaos.spec import parse as parse_chaos
 from everstep.chaos.spec import parse_now
@@ -47,6 +48,7 @@ from everstep.order.ledger import LaneUse, LedgerRow, decode_rows, encode_row
 from everstep.protocol import messages
 from everstep.protocol.driver import records
 from everstep.protocol.step_types import Record
+from everstep.protocol.telling import heard, told
 from everstep.report.excerpt import around
 from everstep.report.facts import facts_of
 from everstep.report.history import History
@@ -57,11 +59,12 @@ from everstep.report.words import sentence
 from everstep.runtime import wire
 from everstep.runtime.about import heard_of
 from everstep.runtime.address import read_address
-from everstep.runtime.etcd import NoReply, read_reply
+from everstep.runtime.etcd_gateway import NoReply, read_reply
 from everstep.runtime.handshake import TAG_BYTES, Caller, Ends, Greeter, Seals, keys_of, role_token
 from everstep.runtime.journal import format_entry
 from everstep.runtime.journal import parse as parse_journal
-from everstep.runtime.places import others
+from everstep.runtime.places import domains_there, others
+from everstep.runtime.replica import Replica
 from everstep.runtime.standing import checked_where
 from everstep.runtime.tls import Tls, shown_by
 from everstep.sinks.publication import read_cursor
@@ -336,7 +339,16 @@ _ETCD_REPLY = {
     "succeeded": True,
     "responses": [{"response_range": {"kvs": [_ETCD_PAIR]}}],
     "result": {"TTL": "2"},
+    "token": "abc.7",
+    "error": {"message": "etcdserver: permission denied"},
 }
+
+
+_HOSTS = b'{"a":{"apart":true,"disk":"x","address":"h:1"},"b":{"disk":"y","address":"i:2","domains":{"rack":"r1"}}}'
+
+
+def _hosts(path: Path) -> object:
+    return others(path.parent, "b"), hosts_apart(path.parent), domains_there(path.parent)
 
 
 def _etcd_address(data: bytes) -> EtcdAddress:
@@ -347,6 +359,20 @@ def _etcd_where(data: bytes) -> dict[str, Any]:
     return checked_where(dict(parse_json(data.decode("latin-1"))))
 
 
+def _plan_samples() -> list[bytes]:
+    members = [Member(i, 0, f"host-{i // 2}", 100 + i, f"10.0.0.{i}:{7000 + i}", f"s{i}") for i in range(4)]
+    seats = tuple(Seat(i, 0, "active", (i,)) for i in range(4))
+    plan = Plan(1, "begun", tuple(members), seats, 4)
+    after = replace(plan, generation=2, members=plan.members[1:], seats=plan.seats[1:])
+    return [messages.encode(told(plan, None)), messages.encode(told(after, plan))]
+
+
+def _told_plan(data: bytes) -> None:
+    message = messages.decode(data)
+    if isinstance(message, messages.PlanTold):
+        heard(message, None)
+
+
 def targets() -> list[FuzzTarget]:
     """All of them."""
     as_json: Callable[[Any], bytes] = lambda found: json.dumps(found, sort_keys=True).encode()  # noqa: E731
@@ -355,13 +381,14 @@ def targets() -> list[FuzzTarget]:
     report = encode_report(PartReport(1, 1, 0, 0, 0, 4))
     return [
         FuzzTarget("json", [as_json(_JOB), b'{"a":{"b":[1,2,null]}}'], parse_json, (ValueError,), as_json),
-        FuzzTarget("etcd-address", [b"etcd://10.0.0.1,[::1]:2379/jobs/mine"], _etcd_address),
+        FuzzTarget("etcd-address", [b"etcd://10.0.0.1,[::1]:2379/jobs/mine", b"etcds://e1/j"], _etcd_address),
         FuzzTarget("etcd-reply", [as_json(_ETCD_REPLY)], lambda data: read_reply(data, "a member"), (NoReply,)),
         FuzzTarget("etcd-where", [as_json(_ETCD_WHERE)], _etcd_where, (EverstepError, ValueError, TypeError)),
         FuzzTarget("frames", [_framed(b"abc") * 3, _framed(bytes(20_000))], _frames),
         FuzzTarget("handshake", [bytes(60), _answered()], _greeted),
         FuzzTarget("token", [b"ab" * 32], lambda data: wire.token_of(data.decode("latin-1"), "x")),
         FuzzTarget("messages", _message_samples(), messages.decode, again=messages.encode),
+        FuzzTarget("plans", _plan_samples(), _told_plan),
         FuzzTarget("about", [messages.encode(_ABOUT)], lambda data: heard_of(messages.decode(data), 1, 2)),
         FuzzTarget("record", [record], records.decode_record, again=records.encode),
         FuzzTarget("report", [report], decode_report, again=encode_report),
@@ -392,8 +419,10 @@ def targets() -> list[FuzzTarget]:
         FuzzTarget("launcher", [_LAUNCHER], _launcher),
         FuzzTarget("meeting", [b"10.0.0.1:4000"], lambda data: exchange(_Store(data), 0, "localhost")),
         FuzzTarget("address", [b'{"pid":3,"host":"127.0.0.1","port":80}'], _in_file("coordinator.json", read_address)),
-        FuzzTarget("hosts", [b'{"a":{"apart":true,"disk":"x","address":"h:1"},"b":{"disk":"y","address":"i:2"}}'],
-                   _in_file("hosts.json", lambda path: (others(path.parent, "b"), hosts_apart(path.parent))), ()),
+        FuzzTarget("hosts", [_HOSTS],
+                   _in_file("hosts.json", _hosts), ()),
+        FuzzTarget("replica", [b'{"place":"ab","complete":true,"versions":{"events.jsonl":"7","job.json":"8-2-9"}}'],
+                   _in_file("replica.json", lambda path: Replica(path.parent).held()), ()),
         FuzzTarget("told", [_EVENTS, b'{"kind":"step_committed","step":3,"came_from":"0123456789abcdef:9"}\n'],
                    _in_file("events.jsonl", lambda path: ToldFile(path).look()), ()),
         FuzzTarget("published", [b'{"begun_ns":1,"lines":3,"sampled_s":1.5,"sampled_step":1,"memory":{"a":"b"}}'],

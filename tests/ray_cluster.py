@@ -13,7 +13,13 @@ from typing import Any
 
 INSIDE = 'ip link set lo up; ip addr add 10.99.0.1/32 dev lo; ip route add default dev lo src 10.99.0.1; exec "$@"'
 MARK = "EVERSTEP_TEST_RAY"
-_STORE_BYTES = 80 << 20
+STORE_BYTES = 80 << 20
+HEALTH = {
+    "RAY_health_check_period_ms": "500",
+    "RAY_health_check_timeout_ms": "1000",
+    "RAY_health_check_failure_threshold": "3",
+    "RAY_USAGE_STATS_ENABLED": "0",
+}
 
 
 def main() -> None:
@@ -21,9 +27,7 @@ def main() -> None:
     if MARK not in os.environ:
         os.environ[MARK] = "1"
         os.execvp("unshare", ["unshare", "--net", "sh", "-c", INSIDE, "sh", sys.executable, *sys.argv])
-    settings = {"period_ms": "500", "timeout_ms": "1000", "failure_threshold": "3"}
-    os.environ.update({f"RAY_health_check_{name}": value for name, value in settings.items()})
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    os.environ.update(HEALTH)
     from ray.cluster_utils import Cluster
 
     path, nodes, cpus = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
@@ -42,7 +46,7 @@ def _add(cluster: Any, **arguments: Any) -> int:
     """Start a node; a raylet that has not registered in time gets two more tries. Returns its pid."""
     for left in (2, 1, 0):
         try:
-            node = cluster.add_node(object_store_memory=_STORE_BYTES, **arguments)
+            node = cluster.add_node(object_store_memory=STORE_BYTES, **arguments)
             return int(node.all_processes["raylet"][0].process.pid)
         except Exception:
             if not left:

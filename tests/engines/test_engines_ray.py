@@ -1,13 +1,17 @@
-"""A job on a Ray cluster whose raylet is killed, and goes on on the node that comes instead; and `join` in an actor."""
+"""Jobs on Ray clusters: a raylet is killed, and the job goes on on the node that comes instead, added by a person or by
+Ray's own autoscaler; one begins before all nodes are there. And `join` in an actor.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -126,6 +130,142 @@ def test_a_raylet_is_killed_and_another_node_comes(cluster: Cluster, tmp_path: P
         held.unlink()
         assert job.end() == 0, job.account()
         same(alone, job)
+    finally:
+        job.close()
+
+
+class Autoscaled:
+    """A cluster of two nodes of one slot, to which its autoscaler adds others when there is need and the gate is open;
+    it lets in whoever has its token."""
+
+    def __init__(self) -> None:
+        self._kept = tempfile.TemporaryDirectory(
+            prefix="ev", dir="/tmp", ignore_cleanup_errors=True
+        )  # a short name: Ray's sockets are below it
+        self._folder = folder = Path(self._kept.name)
+        self._process: subprocess.Popen[bytes] | None = None
+        (folder / "token").write_text("5" * 64)
+        token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(folder / "token")}
+        packages = {"PYTHONPATH": f"{PACKAGES}:{Path(ray_cluster.__file__).parent}"}
+        self.stranger = {**packages, "PATH": f"{PACKAGES / 'bin'}:{os.environ['PATH']}"}
+        self.environment = {**self.stranger, **token}
+        self.log = folder / "cluster.log"
+
+    def start(self) -> None:
+        with open(self.log, "wb") as out:
+            self._process = subprocess.Popen(
+                [sys.executable, Path(ray_cluster.__file__).with_name("ray_autoscaled.py"), self._folder, "2"],
+                stdin=subprocess.PIPE,
+                stdout=out,
+                stderr=out,
+                env=clean(self.environment),
+            )
+        end_s = time.monotonic() + LIMIT_S
+        while not (self._folder / "up").exists():
+            assert time.monotonic() < end_s and self._process.poll() is None, self.log.read_text()[-3000:]
+            time.sleep(0.1)
+
+    @property
+    def inside(self) -> list[str]:
+        """What starts a command there."""
+        assert self._process is not None
+        first = Path(f"/proc/{self._process.pid}/task/{self._process.pid}/children").read_text().split()[0]
+        return ["nsenter", "-t", first, "-n", "-p", "-m", f"--wdns={self._folder}"]
+
+    def gate(self, *, opened: bool) -> None:
+        """Whether nodes come that the autoscaler asks for."""
+        path = self._folder / "gate"
+        if opened:
+            path.touch()
+        else:
+            path.unlink()
+
+    def pid(self, inside: int) -> int:
+        """As this machine calls a process there."""
+        space = os.readlink(f"/proc/{self.inside[2]}/ns/pid")
+        for path in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                known = next(x for x in (path / "status").read_text().splitlines() if x.startswith("NSpid:")).split()
+                if int(known[-1]) == inside and os.readlink(path / "ns" / "pid") == space:
+                    return int(path.name)
+        raise AssertionError(f"no process {inside} there")
+
+    def launch(self, script: Path, run_dir: Path) -> list[str]:
+        words = ["launch", "ray", str(script), "--hosts", "3", "--run-dir", str(run_dir), "--set", "hang_limit_s=120"]
+        words += ["--address", "10.99.0.1:6379", "--set", "lanes=4", "--", str(run_dir)]
+        return [*self.inside, sys.executable, "-P", "-m", "everstep", *words]
+
+    def kill_node_of(self, joined: dict[str, Any]) -> None:
+        """The node of a worker, as its coming was told."""
+        pid = self.pid(int(joined["pid"]))
+        while Path(f"/proc/{pid}/comm").read_text().strip() != "raylet":
+            pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+            assert pid > 1, "it is no child of a raylet"
+        for found in _tree(pid):
+            os.kill(found, signal.SIGKILL)
+
+    def close(self) -> None:
+        if self._process is not None:
+            self._process.kill()  # what it has started goes with its namespace
+            self._process.wait()
+        self._kept.cleanup()
+
+
+@pytest.fixture
+def autoscaled() -> Iterator[Autoscaled]:
+    found = Autoscaled()
+    try:
+        found.start()
+        yield found
+    finally:
+        found.close()
+
+
+def test_the_autoscaler_starts_a_node_and_replaces_one(
+    autoscaled: Autoscaled, tmp_path: Path, script: Path, alone: Path
+) -> None:
+    """The job begins on the nodes that there are, grows with each that comes, and never waits for one."""
+    run_dir = tmp_path / "run"
+    held = hold(run_dir, 8.0)
+    command = autoscaled.launch(script, run_dir)
+    refused = subprocess.run(command, capture_output=True, text=True, env=clean(autoscaled.stranger))
+    assert refused.returncode == 2 and "set RAY_AUTH_MODE=token" in refused.stderr, refused.stderr
+    job = Launched(run_dir, command, autoscaled.environment)
+    try:
+        two = job.wait_for("generation_started", lambda e: len(e["workers"]) == 2)
+        job.wait_for("step_committed", lambda e: e["time_unix_ns"] > two["time_unix_ns"])
+        assert "not all nodes are there" in job.said
+        autoscaled.gate(opened=True)
+        full = job.wait_for("generation_started", lambda e: len(e["workers"]) == 3)
+        autoscaled.gate(opened=False)
+        victim = [e for e in job.of_kind("worker_joined") if e["host"] != "10.99.0.1"][-1]
+        autoscaled.kill_node_of(victim)
+        gone = job.wait_for("worker_evicted", worker_id=victim["worker_id"])
+        job.wait_for("step_committed", lambda e: e["time_unix_ns"] > gone["time_unix_ns"])
+        autoscaled.gate(opened=True)
+        job.wait_for("generation_started", lambda e: e["generation"] > full["generation"] and len(e["workers"]) == 3)
+        held.unlink()
+        assert job.end() == 0, job.account()
+        same(alone, job)
+    finally:
+        job.close()
+
+
+def test_the_node_of_the_job_itself_is_replaced(
+    autoscaled: Autoscaled, tmp_path: Path, script: Path, alone: Path
+) -> None:
+    """The job goes on from its newest checkpoint on the node that comes, and the other hosts begin anew with it."""
+    autoscaled.gate(opened=True)
+    run_dir = tmp_path / "run"
+    held = hold(run_dir, 2.0)
+    job = Launched(run_dir, autoscaled.launch(script, run_dir), autoscaled.environment)
+    try:
+        saved = job.wait_for("checkpoint_completed")
+        autoscaled.kill_node_of([e for e in job.of_kind("worker_joined") if e["host"] == "10.99.0.1"][-1])
+        job.wait_for("job_started", lambda e: e["time_unix_ns"] > saved["time_unix_ns"])
+        held.unlink()
+        assert job.end() == 0, job.account()
+        assert (run_dir / "final" / "digest.json").read_text() == (alone / "final" / "digest.json").read_text()
     finally:
         job.close()
 

@@ -50,7 +50,7 @@ class HostJobs:
         settings: Mapping[str, Any] | None = None,
         task: str = "Text",
         environment: Mapping[str, str] | None = None,
-    ) -> Job:
+    ) -> _Head:
         """Start the job on the first host. until: what it takes its time for. environment: more, on all hosts."""
         self._task = task
         run_dir = self._base / "head" / "job"
@@ -112,6 +112,11 @@ class _Head(Job):
     def end(self) -> int:
         assert self.over(LIMIT_S), self.account()
         return self._process.wait()
+
+    def kill(self) -> None:
+        """SIGKILL to it and to all that it has started; what else its host runs goes on."""
+        self._process.kill()
+        self._process.wait()
 
 
 def gap_s(job: Job, after_ns: int) -> float:

@@ -7,13 +7,15 @@ interfaces, nor the other way.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import shutil
 import signal
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+_CLONE_NEWNET = 0x40000000
 BOGUS = "02:00:00:00:00:ff"
 HIDE = "EVERSTEP_TEST_HIDE"
 """Names a directory that a host is not to see: nothing in it can be opened or made."""
@@ -48,6 +50,11 @@ def _ip(*words: str) -> None:
     assert done.returncode == 0, f"ip {' '.join(words)}: {done.stderr}"
 
 
+def _enter(namespace: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    assert libc.setns(namespace, _CLONE_NEWNET) == 0, os.strerror(ctypes.get_errno())
+
+
 class Host:
     """One of `Net`'s. Of what it runs all is ended at once by `kill`."""
 
@@ -56,6 +63,7 @@ class Host:
         self.name = f"host{number}"
         self.address = f"10.77.0.{number}"
         self.namespace = f"{net.name}h{number}"
+        self._path = f"/run/netns/{self.namespace}"
         self._net = net
         self._processes: list[subprocess.Popen[bytes]] = []
 
@@ -80,6 +88,18 @@ class Host:
         """Run a command on this host, which sees all processes."""
         words = ["ip", "netns", "exec", self.namespace, *command]
         return subprocess.run(words, capture_output=True, text=True, timeout=timeout_s)
+
+    @contextlib.contextmanager
+    def inside(self) -> Iterator[None]:
+        """Meanwhile this thread is on this host's network: what it opens and starts belongs there."""
+        home, there = os.open("/proc/thread-self/ns/net", os.O_RDONLY), os.open(self._path, os.O_RDONLY)
+        try:
+            _enter(there)
+            yield
+        finally:
+            _enter(home)
+            os.close(home)
+            os.close(there)
 
     def pids(self) -> list[int]:
         """Of all its processes, as this machine calls them."""

@@ -68,8 +68,9 @@ def work(host: int, hosts: int, address: str, kind: str, steps: int, blocks: int
         expected, present = reference(shape, LANES, step)
         equal = equal and reduced.presence == present and same_bits(whole(reduced), expected)
         transport.exchange(Tag("agree", step, 0), b"x")
-        if step == 1:  # from here on everybody is connected
+        if step == 1:  # from here on everybody is connected; nobody sends the next step before all have counted
             before = traffic()
+            transport.exchange(Tag("counted", step, 0), b"x")
     transport.exchange(Tag("end", steps, 0), b"x")
     after = traffic()
     moved = [(now - then) / steps / (4 * shape.numel) for now, then in zip(after, before, strict=True)]

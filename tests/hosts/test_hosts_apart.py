@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from hosts_harness import HostJobs, longer
+from hosts_harness import EVERSTEP, HostJobs, longer
 
 from everstep.checkpoint.reader import open_checkpoint
 from everstep.checkpoint.store import DirectoryStore
@@ -22,14 +22,16 @@ STEPS = 150
 
 def test_nothing_of_the_jobs_directory_is_needed_on_other_hosts(apart: HostJobs) -> None:
     """The job's leader, and all workers, are on hosts that see nothing of it. A scripted fault strikes once, although
-    its worker comes back."""
-    chaos = "kill:target=worker:0,at=12; kill:target=worker:3,at=20"
+    its worker comes back; that of the coordinator, too, of which they see no process."""
+    chaos = "kill:target=worker:0,at=12; kill:target=worker:3,at=20; kill:target=coordinator,at=26"
     job = apart.head("--no-local-workers", "--chaos", chaos, workers=4)
     apart.agent(2)
     apart.agent(3)
     apart.check(job)
-    assert sorted(e["worker_id"] for e in job.of_kind("fault_injected")) == [0, 3]
-    assert sorted(path.name for path in (job.run_dir / "chaos").iterdir()) == ["0", "1"]
+    assert [e["worker_id"] for e in job.of_kind("fault_injected")] == [0, 3, None]
+    assert sorted(path.name for path in (job.run_dir / "chaos").iterdir()) == ["0", "1", "2"]
+    [again] = job.of_kind("coordinator_restarted")
+    assert again["cause"] == "killed" and again["time_unix_ns"] > job.of_kind("fault_injected")[-1]["time_unix_ns"]
     where = {event["host"] for event in job.of_kind("worker_joined")}
     assert where == {"host2", "host3"}
     assert all(CAME_FROM in event for event in job.of_kind("step_committed"))
@@ -38,31 +40,59 @@ def test_nothing_of_the_jobs_directory_is_needed_on_other_hosts(apart: HostJobs)
 
 
 @longer
-def test_hosts_are_lost_with_their_disks(apart: HostJobs) -> None:
-    """One while the job runs, another while it does not: what is left of the third and the head is enough."""
-    settings = {"checkpoint.disk.every_steps": 4, "hosts.return": "rebalance"}
-    job = apart.head(until=[{"kind": "job_completed"}], steps=STEPS, settings=settings)
-    apart.agent(3)
+def test_a_coordinator_is_struck_for_hosts_that_do_not_see_it(apart: HostJobs) -> None:
+    """In every way that there is; scripted, asked for, and asked for later."""
+    chaos = "stop:target=coordinator,at=8,for=1; throttle:target=coordinator,at=12,for=1"
+    job = apart.head(
+        "--no-local-workers",
+        "--chaos",
+        chaos,
+        workers=4,
+        steps=STEPS,
+        until=[{"kind": "coordinator_restarted", "count": 2}],
+    )
     apart.agent(2)
+    apart.agent(3)
+    job.wait_for("fault_injected", lambda e: e["fault"] == "throttle")
+    for count, fault in enumerate(("kill:target=coordinator", "kill:target=coordinator,at=30,phase=reduce"), 1):
+        asked = apart.net.hosts[0].run(*EVERSTEP, "chaos", "inject", str(job.run_dir), fault)
+        assert asked.returncode == 0, asked.stderr
+        job.wait_for("coordinator_restarted", lambda e, n=count: len(job.of_kind("coordinator_restarted")) >= n)
+    apart.check(job)
+    struck = [(e["fault"], e["target"], e["phase"]) for e in job.of_kind("fault_injected")]
+    assert struck[2:] == [("kill", "coordinator", ""), ("kill", "coordinator", "reduce")], struck
+    assert {one[:2] for one in struck[:2]} == {("stop", "coordinator"), ("throttle", "coordinator")}
+    assert [e["cause"] for e in job.of_kind("coordinator_restarted")] == ["killed", "killed"]
+    assert not job.of_kind("worker_evicted")
+
+
+@longer
+def test_hosts_are_lost_with_their_disks(apart: HostJobs) -> None:
+    """One while the job runs, another while it does not: what is left of the third and the head is enough.
+    The third is a rack by itself, so it has a copy of everything."""
+    settings = {"checkpoint.disk.every_steps": 4, "hosts.return": "rebalance"}
+    job = apart.head("--domain", "rack=r1", until=[{"kind": "job_completed"}], steps=STEPS, settings=settings)
+    apart.agent(3, "--domain", "rack=r2")
+    apart.agent(2, "--domain", "rack=r1")
     first = job.wait_for("generation_started", lambda e: len(e["workers"]) == 6)
     saved = saved_in(job, first["generation"])
     holders = manifest(job.run_dir, saved["step"])["hosts"]
-    assert all(len(hosts) == 2 for hosts in holders.values())
+    assert all(len(hosts) == 2 and "host3" in hosts for hosts in holders.values()), holders
     assert {"host2", "host3"} <= {host for hosts in holders.values() for host in hosts}
     apart.net.hosts[2].kill()
     shutil.rmtree(apart.own(3))
     less = job.wait_for("generation_started", lambda e: e["generation"] > first["generation"])
-    apart.agent(3)
+    apart.agent(3, "--domain", "rack=r2")
     back = job.wait_for("generation_started", lambda e: e["generation"] > less["generation"] and len(e["workers"]) == 6)
     saved_in(job, back["generation"])
     apart.interrupt(job)
     apart.net.hosts[1].kill()
     apart.net.hosts[2].kill()
     shutil.rmtree(apart.own(2))
-    again = apart.head(steps=STEPS, settings=settings)
+    again = apart.head("--domain", "rack=r1", steps=STEPS, settings=settings)
     again.wait_for("waiting", lambda e: "host2" in e["reason"] or "host3" in e["reason"])
-    apart.agent(2)
-    apart.agent(3)
+    apart.agent(2, "--domain", "rack=r1")
+    apart.agent(3, "--domain", "rack=r2")
     apart.check(again)
     started = [e["step"] for e in again.of_kind("job_started")]
     assert started[0] == 0 and started[1] > saved["step"]

@@ -52,9 +52,9 @@ def test_a_host_is_lost(on_hosts: HostJobs, how: str) -> None:
     assert len(plan["workers"]) == 4, "the first generation after it is without the dead"
     on_hosts.check(job)
     assert evicted(job) == {host.name: {"host_lost"}}
-    least_s = 1.0 if how == "kill" else 2.0
+    least_s = 0.0 if how == "kill" else 1.5  # the kernel of one that was killed says so; of others nothing is heard
     noticed_s = (plan["time_unix_ns"] - struck_ns) / 1e9
-    assert least_s - 0.5 < noticed_s < least_s + 5.0, f"{noticed_s:.2f} s\n{job.account()}"
+    assert least_s < noticed_s < least_s + 5.5, f"{noticed_s:.2f} s\n{job.account()}"
     assert gap_s(job, struck_ns) < least_s + 10.0
 
 

@@ -5,16 +5,19 @@ Each host has a member of etcd, too. Most of them only where time is (EVERSTEP_T
 
 from __future__ import annotations
 
+import json
 import subprocess
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hosts_harness import EVERSTEP, SLOTS, HostJobs, _Head, gap_s, longer, now_ns
-from net import Net
+from net import HIDE, Net
 
 from etcd_members import EtcdMembers, etcd_on, etcd_there
-from job_harness import Event, Job, Jobs
+from job_harness import LIMIT_S, Event, Job, Jobs
 
 TAKEN: list[Event] = [{"kind": "coordinator_restarted", "count": 1}]
 LEASE_S = 5
@@ -28,24 +31,46 @@ class LedJobs(HostJobs):
         super().__init__(net, jobs, base, apart=apart)
         self.etcd: EtcdMembers | None = None
 
-    def start_etcd(self) -> EtcdMembers:
-        """On all hosts."""
-        self.etcd = etcd_on(self.net.hosts)
+    def start_etcd(self, *, secured: bool = False) -> EtcdMembers:
+        """On all hosts. secured: it wants certificates."""
+        self.etcd = etcd_on(self.net.hosts, b"c" * 32 if secured else None)
         return self.etcd
 
-    def led(self, *options: str, workers: int = 4, until: list[Event] = TAKEN, steps: int = 40) -> Job:
-        """A job with its lease there."""
-        etcd = self.start_etcd()
-        lease = {"control.etcd": etcd.url(), "control.lease_s": LEASE_S}
-        return self.head(*options, workers=workers, until=until, steps=steps, settings=lease)
+    def led(
+        self,
+        *options: str,
+        workers: int = 4,
+        until: list[Event] = TAKEN,
+        steps: int = 40,
+        settings: Mapping[str, Any] | None = None,
+        lane_s: float = 0.06,
+        secured: bool = False,
+    ) -> _Head:
+        """A job with its lease there. Of hosts that share no directory it takes its time until `go`."""
+        etcd = self.start_etcd(secured=secured)
+        lease = {"control.etcd": etcd.url(), "control.lease_s": LEASE_S, **(settings or {})}
+        paced: dict[str, str] = etcd.files() if secured else {}
+        if self.apart:
+            (self._base / "go").touch()
+            pace = {"events": str(self._base / "go"), "until": [{"kind": "go"}], "lane_s": lane_s}
+            paced["EVERSTEP_TEST_PACE"] = json.dumps(pace)
+        until = [] if self.apart else until
+        return self.head(*options, workers=workers, until=until, steps=steps, settings=lease, environment=paced)
 
-    def standby(self, number: int) -> Job:
-        """An agent on this host that can take over; ends as the job does."""
+    def go(self) -> None:
+        """The job need not take its time any more."""
+        (self._base / "go").write_text('{"kind":"go"}\n')
+
+    def standby(self, number: int, run_dir: Path | None = None) -> _Head:
+        """An agent on this host that can take over; ends as the job does. run_dir: where its files go."""
         assert self.etcd is not None
         host = self.net.hosts[number - 1]
         command = [*EVERSTEP, "agent", "--join", self.etcd.url(), "--standby", "--slots", str(SLOTS)]
-        process = host.start(command, self.log(host), self._environment)
-        return _Head(self._base / "head" / "job", " ".join(command), process)
+        hidden = {HIDE: str(self._base / "head")} if self.apart and number > 1 else {}
+        folder = run_dir or (self.own(number) if self.apart else self._base / "head" / "job")
+        command += ["--run-dir", str(folder)] if self.apart else []
+        process = host.start(command, self.log(host), {**self._environment, **hidden})
+        return _Head(folder, " ".join(command), process)
 
     def takeover(self, number: int, *options: str) -> subprocess.Popen[bytes]:
         """Go on with the job from this host."""
@@ -67,19 +92,53 @@ def led_jobs(net: Net, jobs: Jobs, tmp_path: Path) -> Iterator[LedJobs]:
         found.etcd.close()
 
 
+@pytest.fixture
+def led_apart(net: Net, jobs: Jobs, tmp_path: Path) -> Iterator[LedJobs]:
+    """The same, where no host but the first sees the job's directory."""
+    etcd_there()
+    found = LedJobs(net, jobs, tmp_path, apart=True)
+    yield found
+    if found.etcd is not None:
+        found.etcd.close()
+
+
+def leader(jobs: LedJobs, heirs: Mapping[int, Job]) -> int:
+    """On which of these hosts the job is led now."""
+    end_s = time.monotonic() + LIMIT_S
+    while time.monotonic() < end_s:
+        for number, heir in heirs.items():
+            assert not heir.over(0.02), heir.account() + jobs.said(number)
+            if "leads the job" in jobs.said(number):
+                return number
+    raise AssertionError("".join(jobs.said(number) for number in heirs))
+
+
+def looked_at(run_dir: Path, *command: str) -> dict[str, Any]:
+    """What a command says of a directory."""
+    done = subprocess.run([*EVERSTEP, *command, str(run_dir), "--json"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
 def committed_between(job: Job, first_ns: int, last_ns: int) -> int:
     """How many steps."""
     return sum(first_ns < e["time_unix_ns"] < last_ns for e in job.of_kind("step_committed"))
 
 
 @pytest.mark.parametrize(
-    ("how", "local"),
-    [pytest.param("kill", False, marks=longer), ("kill", True), pytest.param("crash", True, marks=longer)],
+    ("how", "local", "secured"),
+    [
+        pytest.param("kill", False, True, marks=longer),
+        ("kill", True, False),
+        pytest.param("crash", True, False, marks=longer),
+    ],
 )
-def test_the_host_that_leads_is_lost(led_jobs: LedJobs, how: str, local: bool) -> None:
-    """local: it runs workers, too; else nothing has to be decided, and training goes on meanwhile."""
+def test_the_host_that_leads_is_lost(led_jobs: LedJobs, how: str, local: bool, secured: bool) -> None:
+    """local: it runs workers, too; else nothing has to be decided, and training goes on meanwhile. secured: etcd is
+    spoken to over TLS, with certificates."""
     workers = 6 if local else 4
-    job = led_jobs.led(*([] if local else ["--no-local-workers"]), workers=workers)
+    job = led_jobs.led(*([] if local else ["--no-local-workers"]), workers=workers, secured=secured)
     heirs = [led_jobs.standby(2), led_jobs.standby(3)]
     job.wait_for("generation_started", lambda e: len(e["workers"]) == workers)
     job.wait_for("step_committed", lambda e: e["step"] >= 5)
@@ -132,3 +191,71 @@ def test_a_person_takes_over(led_jobs: LedJobs) -> None:
     led_jobs.check(_Head(job.run_dir, "takeover", process))
     assert [agent.wait(120) for agent in agents] == [0, 0]
     assert not job.of_kind("worker_evicted")
+
+
+@longer
+def test_a_host_that_does_not_see_the_directory_takes_over(led_apart: LedJobs) -> None:
+    """It has a directory of its own, and what it lacks others bring once more."""
+    job = led_apart.led(workers=6, settings={"checkpoint.disk.every_steps": 4}, lane_s=0.2)
+    heirs = {number: led_apart.standby(number) for number in (2, 3)}
+    job.wait_for("generation_started", lambda e: len(e["workers"]) == 6)
+    step = max((e["step"] for e in job.of_kind("step_committed")), default=0)
+    job.wait_for("step_committed", lambda e: e["step"] >= step + 5)
+    struck_ns = now_ns()
+    led_apart.net.hosts[0].kill()
+    number = leader(led_apart, heirs)
+    heir = heirs[number]
+    taken = heir.wait_for("coordinator_restarted")
+    heir.wait_for("step_committed", lambda e: e["time_unix_ns"] > taken["time_unix_ns"])
+    assert looked_at(heir.run_dir, "status")["state"] in ("running", "recovering")
+    led_apart.go()
+    led_apart.check(heir)
+    assert heirs[5 - number].end() == 0, led_apart.said(5 - number)
+    assert looked_at(heir.run_dir, "ledger")["complete"] is True
+    assert looked_at(heir.run_dir, "status")["state"] == "completed"
+    done = subprocess.run([*EVERSTEP, "report", str(heir.run_dir)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    kinds = [e["kind"] for e in heir.events]
+    assert kinds.count("job_started") == kinds.count("job_completed") == kinds.count("coordinator_restarted") == 1
+    print(f"taken over after {(taken['time_unix_ns'] - struck_ns) / 1e9:.2f} s")
+
+
+@longer
+def test_hosts_that_lead_are_lost_one_after_the_other_and_come_back(led_apart: LedJobs) -> None:
+    """The first comes back with a directory that is of before, which is set aside. Their members of etcd go on."""
+    job = led_apart.led(workers=6, settings={"checkpoint.disk.every_steps": 4}, lane_s=0.5)
+    heirs = {number: led_apart.standby(number) for number in (2, 3)}
+    job.wait_for("generation_started", lambda e: len(e["workers"]) == 6)
+    job.wait_for("step_committed", lambda e: e["step"] >= 5)
+    job.kill()
+    second = leader(led_apart, heirs)
+    less = heirs[second].wait_for("generation_started", lambda e: len(e["workers"]) == 4)
+    back = led_apart.standby(1, job.run_dir)
+    whole = lambda e: e["generation"] > less["generation"] and len(e["workers"]) == 6  # noqa: E731
+    again = heirs[second].wait_for("generation_started", whole)
+    heirs[second].wait_for("step_committed", lambda e: e["generation"] >= again["generation"])
+    assert "is of an earlier time of this job" in led_apart.said(1)
+    assert (job.run_dir / "previous-1" / "events.jsonl").is_file()
+    heirs[second].kill()
+    left = {1: back, 5 - second: heirs[5 - second]}
+    third = leader(led_apart, left)
+    led_apart.go()
+    led_apart.check(left.pop(third))
+    assert [heir.end() for heir in left.values()] == [0]
+
+
+@longer
+def test_a_host_that_was_cut_off_does_not_lead_in_a_directory_of_before(led_apart: LedJobs) -> None:
+    """It ends, and says how to take part again."""
+    job = led_apart.led(workers=6, lane_s=0.3)
+    heirs = {number: led_apart.standby(number) for number in (2, 3)}
+    job.wait_for("generation_started", lambda e: len(e["workers"]) == 6)
+    job.wait_for("step_committed", lambda e: e["step"] >= 3)
+    led_apart.net.hosts[0].cut()
+    number = leader(led_apart, heirs)
+    led_apart.net.hosts[0].heal()
+    assert job.end() == 3, job.account()
+    job.wait_for_words("another host leads the job")
+    led_apart.go()
+    led_apart.check(heirs[number])
+    assert heirs[5 - number].end() == 0, led_apart.said(5 - number)

@@ -17,6 +17,7 @@ from pathlib import Path
 from everstep.base.plan import Member, Plan
 from everstep.observe.logs import set_up_worker_log
 from everstep.protocol import messages as m
+from everstep.protocol.following import PlanAsked, PlanShown, name_of
 from everstep.runtime.board import Board
 from everstep.runtime.cell import Head, Limb
 from everstep.runtime.context import WorkerContext
@@ -41,8 +42,9 @@ class FakeWorker:
         )
         self.row.set(phase="idle")
 
-    def hello(self) -> m.AnyMessage:
-        return m.WorkerHello(member=self.member, step=self.step, plan=self.plan)
+    def hello(self) -> tuple[m.AnyMessage, Plan | None]:
+        plan = self.plan
+        return m.WorkerHello(member=self.member, step=self.step, follows=name_of(plan)), plan
 
     def who(self) -> dict[str, int]:
         return {"worker_id": self.context.worker_id, "incarnation": self.context.incarnation}
@@ -66,6 +68,8 @@ class FakeWorker:
                 self.client.send(
                     m.GenerationEntered(**self.who(), generation=plan.generation, step=self.step + 1, phases_ms={})
                 )
+            case PlanAsked():
+                self.client.send(PlanShown(**self.who(), plan=self.plan))
             case m.Heal(ticket=ticket):
                 self.client.send(m.WorkerHealed(**self.who(), ticket=ticket, step=self.step))
             case m.Dismissed(drained=drained):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -90,3 +91,29 @@ def test_decisions_wait_for_etcd_and_training_goes_on(members: EtcdMembers, jobs
     job.wait_for("coordinator_restarted", cause="lease")
     job.wait_for("worker_evicted", worker_id=2)
     jobs.check(job, "Text", NUMERICS)
+
+
+def test_a_host_without_the_jobs_directory_takes_over(members: EtcdMembers, jobs: Jobs, tmp_path: Path) -> None:
+    """Of what the host that is lost had, and of what was brought to it, nothing is missing in the end."""
+    members.wait()
+    go, own = tmp_path / "go", jobs.base / "own"
+    go.touch()
+    pace = {"events": str(go), "until": [{"kind": "go"}], "lane_s": 0.03}
+    environment = {"EVERSTEP_TOKEN": "ab" * 32, "EVERSTEP_TEST_PACE": json.dumps(pace)}
+    job = jobs.start(
+        "Text",
+        *("--listen", "127.0.0.1:0", "--slots", "1"),
+        workers=2,
+        numerics=NUMERICS,
+        settings={"control.etcd": members.url()},
+        environment=environment,
+    )
+    where = ["--run-dir", str(own), "--host-name", "other", "--slots", "1"]
+    heir = jobs.command(["agent", "--join", members.url(), "--standby", *where], own, environment)
+    job.wait_for("generation_started", lambda e: len(e["workers"]) == 2)
+    job.wait_for("step_committed", step=3)
+    os.kill(job.launcher_pid(), signal.SIGKILL)
+    heir.wait_for("coordinator_restarted", cause="lease")
+    go.write_text('{"kind":"go"}\n')
+    jobs.check(heir, "Text", NUMERICS)
+    assert sum(e["kind"] == "job_completed" for e in heir.events) == 1

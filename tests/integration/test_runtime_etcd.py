@@ -17,6 +17,7 @@ from everstep.protocol.lease.requests import (
     Campaign,
     Claim,
     Compact,
+    Depose,
     Fenced,
     Holder,
     HolderSeen,
@@ -60,6 +61,19 @@ def held(etcd: Etcd, owner: str, ttl_s: int = 30) -> Holder:
     assert isinstance(seen, HolderSeen)
     assert seen.holder is not None
     return seen.holder
+
+
+def test_who_is_deposed_though_it_lives_can_neither_write_nor_prolong_its_lease(members: EtcdMembers) -> None:
+    first, second = client(members, "/deposed"), client(members, "/deposed")
+    mine = held(first, "one")
+    assert first.ask(Append(mine.term, 1, [entry(1)])) == Appended()
+    assert second.ask(Depose(mine.lease)) == Appended()
+    assert first.ask(Append(mine.term, 2, [entry(2)])) == Fenced()
+    assert first.ask(Renew(mine.lease)) == Renewed(0)
+    assert isinstance(second.ask(Depose(mine.lease)), Unanswered), "it is over already: a look says so"
+    theirs = held(second, "two")
+    assert theirs.owner == "two" and second.ask(Load()) == Loaded([entry(1)], 2)
+    assert isinstance(first.ask(Depose(mine.lease)), Unanswered) and held(first, "one") == theirs
 
 
 def test_one_of_two_gets_the_lease(members: EtcdMembers) -> None:

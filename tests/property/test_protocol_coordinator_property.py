@@ -47,7 +47,7 @@ def any_message(draw) -> m.AnyMessage:
                 m.Heartbeat(agent_id="a1", seq=1, rtt_ms=1.0, workers=[pulse]),
                 m.WorkerStarted(agent_id="a1", worker=m.WorkerLife(**who, pid=1)),
                 m.WorkerExited(agent_id="a1", **who, reason="killed", died_unix_ns=1),
-                m.WorkerHello(member=member_of(worker, life), step=step, plan=None),
+                m.WorkerHello(member=member_of(worker, life), step=step),
                 m.WorkerHealed(**who, ticket=draw(st.integers(0, 5)), step=step),
                 m.HealFailed(**who, ticket=draw(st.integers(0, 5)), reason="gone"),
                 m.GenerationEntered(**who, generation=generation, step=step, phases_ms={"settle": 1.0}),

@@ -6,7 +6,7 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from everstep.base.plan import WorkerKey
@@ -107,9 +107,7 @@ class Model:
         name = _connection(agent, worker_id, agent.lives[worker_id])
         drop(self.world, name)
         self.world.connect(name, "worker")
-        self.world.say(
-            name, m.WorkerHello(member=member(worker_id, agent.lives[worker_id], agent.name), step=0, plan=None)
-        )
+        self.world.say(name, m.WorkerHello(member=member(worker_id, agent.lives[worker_id], agent.name), step=0))
 
     def exit(self, agent: AgentModel, worker_id: int, in_order: bool = False) -> None:
         incarnation = agent.lives.pop(worker_id)
@@ -189,6 +187,9 @@ def actions() -> st.SearchStrategy[tuple[str, str, int]]:
 
 @settings(max_examples=200)
 @given(st.lists(actions(), max_size=40))
+@example(
+    [("join", "a", 0), ("join", "b", 0), ("join", "c", 0), ("drain", "a", 0), ("restart", "a", 0), ("wait", "a", 0)]
+)
 def test_no_life_is_started_twice_and_none_in_vain(acts: list[tuple[str, str, int]]) -> None:
     model = Model()
     for act in acts:
@@ -196,7 +197,7 @@ def test_no_life_is_started_twice_and_none_in_vain(acts: list[tuple[str, str, in
     for name in list(model.agents):
         model.act("again", name, 0)
     model.act("wait", NAMES[0], 0)  # all have been told of their slots
-    for name, i in [(agent.name, i) for agent in model.agents.values() for i in range(SLOTS)]:
+    for name, i in [(agent.name, i) for agent in model.agents.values() for i in sorted(agent.lives)]:
         model.act("hello", name, i)
     running = [i for agent in model.agents.values() for i in agent.lives]
     over = model.world.coordinator.job.progress.ended is not None  # for want of workers: nobody is told of slots then

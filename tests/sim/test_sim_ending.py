@@ -1,12 +1,20 @@
-"""A job that ends without its coordinator, and one whose journal makes no sense: what must hold at every timing."""
+"""A job that ends without its coordinator, one whose journal makes no sense, and one whose coordinator dies between
+writing something down and telling of it: what must hold at every timing."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
+from everstep.base.plan import WorkerKey
+from everstep.protocol.lease.requests import Load, Loaded
+from everstep.sim.control import Control
 from everstep.sim.faults import SimFault
+from everstep.sim.leases import LeasedControl
 from everstep.sim.model import SimJob
-from everstep.sim.scenario import Setup, Simulation, simulate
+from everstep.sim.scenario import LeasedSetup, Setup, Simulation, simulate
+from everstep.sim.world import MS, SECOND
 
 SEEDS = range(12)
 JOB = SimJob(30, 6, 3)
@@ -50,3 +58,63 @@ def test_a_plan_that_is_lacking_in_the_journal_is_learned_from_the_workers(first
             faults = (SimFault(first, 90, pick=2), SimFault("senseless", 130, for_ms=120, pick=pick))
             outcome = simulate(seed, setup=Setup(3, 1, 2, 1, "replace", JOB, faults))
             assert outcome.ok and outcome.lost_everything == 0, outcome
+
+
+# ---- written down, and not told
+
+
+def journal(control: Control) -> list[dict[str, Any]]:
+    """What has been written down."""
+    if not isinstance(control, LeasedControl):
+        return control.journal
+    answer = control.store.do(Load())
+    return answer.entries if isinstance(answer, Loaded) else []
+
+
+def dies_untold(simulation: Simulation, kind: str) -> None:
+    """The coordinator dies when its journal has an entry of this kind and those that were decided with it, before
+    anything follows from them."""
+    world, control = simulation.world, simulation.control
+    assert world.run(world.now_ns + 20 * SECOND, lambda: any(entry["kind"] == kind for entry in journal(control)))
+    coordinator = control.coordinator
+    coordinator.crash_after(0)
+    assert world.run(world.now_ns + 5 * SECOND, lambda: not coordinator.alive)
+    world.later(20 * MS, control.start_coordinator)
+
+
+@pytest.mark.parametrize("kind", [Setup, LeasedSetup])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_life_that_was_given_up_is_no_holder_though_nobody_was_told(kind: type[Setup], seed: int) -> None:
+    """The only member with a stage is cut off, and given up for that; it is in reach again when the others go back."""
+    simulation = Simulation(seed, kind(2, 1, 2, 1, "replace", SimJob(12, 4, 3, stages=2), ()), tracing=False)
+    world = simulation.world
+    assert world.run(5 * SECOND, lambda: simulation.checks.effects.floor > 1)
+    others = ("host0", "control", "control1")
+    for other in others:
+        world.cut("host1", other)
+    dies_untold(simulation, "evict")
+    for other in others:
+        world.mend("host1", other)
+    assert "worker_evicted" not in simulation.control.fate.reports
+    assert simulation.run() == ""
+    assert WorkerKey(1, 0) in simulation.checks.given_up and simulation.checks.lost_everything > 0
+
+
+def test_who_leaves_as_was_decided_is_no_holder() -> None:
+    """Who alone was to go on dies at once, while others have yet to do the update after which they leave."""
+    faults = (SimFault("scale", 60, pick=0), SimFault("kill", 60, "settling", 1, 100))
+    outcomes = [simulate(seed, setup=Setup(4, 1, 2, 1, "replace", SimJob(8, 6, 3), faults)) for seed in range(36)]
+    assert all(outcome.ok for outcome in outcomes), [str(one) for one in outcomes if not one.ok]
+    assert any(outcome.lost_everything for outcome in outcomes)
+
+
+@pytest.mark.parametrize("kind", [Setup, LeasedSetup])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_job_has_failed_though_nobody_was_told(kind: type[Setup], seed: int) -> None:
+    simulation = Simulation(seed, kind(1, 0, 1, 1, "replace", SimJob(12, 4, 3), ()), tracing=False)
+    control = simulation.control
+    assert simulation.world.run(5 * SECOND, lambda: simulation.checks.effects.floor > 1)
+    control.agents["host0"].give_up(control.workers[WorkerKey(0, 0)])
+    dies_untold(simulation, "slot_lost")
+    assert "job_failed" not in control.fate.reports
+    assert simulation.run().startswith("P4: the job failed: ")

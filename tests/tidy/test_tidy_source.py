@@ -16,6 +16,7 @@ EACH = [
     rules.asserts,
     rules.pickles,
     rules.own_processes,
+    rules.held,
     rules.unguarded,
     rules.unfinished,
     rules.parsed_reasons,

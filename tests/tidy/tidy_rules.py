@@ -79,7 +79,6 @@ CALLED_BY_OTHERS = frozenset(  # by enum, ctypes, pickle, torch, io, asyncio, uv
         "on_response_complete",
         "construct_mapping",
         "flatten_mapping",
-        "writelines",
         "render",
     }
     | {"list_commands", "get_command", "resolve_command", "format_commands"}
@@ -259,12 +258,26 @@ def unguarded(source: Source) -> Iterator[str]:
             yield f"{source.path}:{node.lineno}: Console; use everstep.cli.terminal.console, which shows text as text"
 
 
+HELD = frozenset({"signal.SIGSTOP", "OUTLIVES_WORKERS"})
+
+
 def own_processes(source: Source) -> Iterator[str]:
     """Processes of our own are started by one function, which keeps the working directory off their path."""
     if source.module != "everstep.runtime.process":
         for node in source.nodes:
             if isinstance(node, ast.Attribute) and ast.unparse(node) == "sys.executable":
                 yield f"{source.path}:{node.lineno}: sys.executable; use everstep.runtime.process.own_command"
+
+
+def held(source: Source) -> Iterator[str]:
+    """Who stops a process, or leaves one behind that is to undo something, does it where letting go is seen to."""
+    if source.module in ("everstep.runtime.letting_go", "everstep.runtime.process"):
+        return
+    for node in source.nodes:
+        if isinstance(node, ast.Attribute | ast.Name) and ast.unparse(node) in HELD:
+            yield f"{source.path}:{node.lineno}: {ast.unparse(node)}; use everstep.runtime.letting_go"
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and "-STOP" in node.value:
+            yield f"{source.path}:{node.lineno}: {node.value!r}; use everstep.runtime.letting_go"
 
 
 def rooms_without_name(modules: Iterable[str]) -> Iterator[str]:

@@ -16,7 +16,7 @@ from coordinator_harness import MS, S, World, drop
 from everstep.base.cause import Cause
 from everstep.base.plan import Plan
 from everstep.protocol import messages as m
-from everstep.protocol.coordinator.types import Close, Persist, Report, Send
+from everstep.protocol.coordinator.types import Close, Knock, Knows, Persist, Report, Send
 
 TRACES = sorted(Path(__file__).parent.glob("coordinator_*.txt"))
 
@@ -66,8 +66,12 @@ def effect_text(effect: Any) -> str | None:
             return None
         case Send(connection, message):
             return f"to {connection}: {message_text(message)}"
+        case Knows(connection, plan):
+            return f"{connection} has generation {plan.generation}"
         case Close(connection, reason):
             return f"close {connection}: {reason}"
+        case Knock(key, address):
+            return f"knock at {address}, of {key}"
         case Report(kind, fields):
             who = f" {fields['worker_id']}" if fields.get("worker_id") is not None else ""
             return f"report {kind}{who} [{fields['cause']}]: {fields['reason']}"

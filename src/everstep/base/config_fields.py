@@ -10,7 +10,7 @@ import dataclasses
 import json
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
@@ -31,8 +31,8 @@ class Kind:
 
     base: 'int', 'float', 'bool', 'str', 'list' (of choices; a tuple) or 'any'. low: least value, above: what it must be
     greater than, high: greatest. secret: what somebody gives instead may be one, so no message shows it.
-    `choices` or `pattern` (with `example`) limit text. auto, none: 'auto' or nothing is accepted too. numerics: the
-    result's bits depend on it.
+    `choices` or `pattern` (with `example`) limit text; refused: what people look for among the choices, and why it is
+    none of them. auto, none: 'auto' or nothing is accepted too. numerics: the result's bits depend on it.
     """
 
     base: str
@@ -41,6 +41,7 @@ class Kind:
     above: float | None = None
     high: int | None = None
     choices: tuple[str, ...] = ()
+    refused: Mapping[str, str] = dataclasses.field(default_factory=dict)
     pattern: str = ""
     example: str = ""
     auto: bool = False
@@ -98,17 +99,29 @@ def convert(source: str, name: str, kind: Kind, value: Any, default: Any) -> Any
     if converted is _MISSING or not _fits(kind, converted):
         came = "something else" if kind.secret else shown(value)
         source = source.partition("=")[0] if kind.secret else source
-        raise ConfigError(
-            f"{name}: expected {kind.expected}, got {came} (from {source}): give e.g. {name}={_example(kind, default)}"
-        )
+        why = f"{kind.refused[value]}: " if isinstance(value, str) and value in kind.refused else ""
+        example = f"{name}={_example(kind, default)}"
+        raise ConfigError(f"{name}: expected {kind.expected}, got {came} (from {source}): {why}give e.g. {example}")
     return converted
+
+
+SECRET_VARIABLES = (
+    *("EVERSTEP_TOKEN", "EVERSTEP_DASHBOARD_TOKEN", "EVERSTEP_METRICS_TOKEN"),
+    *("EVERSTEP_ETCD_USER", "EVERSTEP_ETCD_PASSWORD"),
+)
+"""Of our own; they are for the command that is given them, and go into no file."""
 
 
 def variable(source: str, name: str, value: Any) -> str:
     """The value of an environment variable, `env.NAME`. Raises: ConfigError if it, or the name, cannot be one."""
     text = str(value) if isinstance(value, str | int | float) and not isinstance(value, bool) else None
-    if not re.fullmatch(r"env\.[A-Za-z_][A-Za-z0-9_]*", name) or name == "env.EVERSTEP_TOKEN":
+    if not re.fullmatch(r"env\.[A-Za-z_][A-Za-z0-9_]*", name):
         raise ConfigError(f"{name}: expected the name of an environment variable after 'env.' (from {source})")
+    if name.removeprefix("env.") in SECRET_VARIABLES:
+        raise ConfigError(
+            f"{name}: expected the name of an environment variable that is no secret, as workers and files of the job "
+            "get it: set this one where the command is started"
+        )
     if text is None or "\0" in text:
         raise ConfigError(f"{name}: expected text or a number, got {shown(value)} (from {source}): give e.g. {name}=1")
     return text

@@ -15,6 +15,10 @@ from everstep.base.pipeline.table import KINDS
 BUCKETS = ("s3", "gs")
 """Schemes of object stores' URLs."""
 TRANSPORTS = ("shm", "sockets", "gloo", "nccl")
+_NO_TRANSPORTS = {
+    "mpi": "in any build of torch MPI may end or hang the others when one dies, and lets none take its place; auto "
+    "needs no MPI, under mpirun too"
+}
 SINKS = ("tensorboard", "wandb", "mlflow", "otel")
 NOTICES = "notify"
 """The sink behind `notify.*`, which is not named among the others."""
@@ -209,10 +213,19 @@ class ControlConfig:
     etcd: str | None = key(
         None,
         "members and prefix of the etcd that has the job's lease and journal, so that another host can take over; "
-        "none: the journal is in the run directory, and everstep takeover DIR is for a person to type",
-        pattern=r"etcd://[A-Za-z0-9.:,_\[\]-]+(/[A-Za-z0-9._-]{1,100}){1,10}/?",
+        "etcds:// is over TLS; none: the journal is in the run directory, and everstep takeover DIR is for a person to "
+        "type",
+        pattern=r"etcds?://[A-Za-z0-9.:,_\[\]-]+(/[A-Za-z0-9._-]{1,100}){1,10}/?",
         example="etcd://10.0.0.1:2379,10.0.0.2:2379,10.0.0.3:2379/jobs/mine",
     )
+    etcd_ca: str | None = key(
+        None,
+        "whose certificates are believed of etcd, a PEM file (else $EVERSTEP_ETCD_CA); none: those of the system's CAs",
+    )
+    etcd_cert: str | None = key(
+        None, "certificate chain that is shown to etcd, a PEM file (else $EVERSTEP_ETCD_CERT); none: none is shown"
+    )
+    etcd_key: str | None = key(None, "its private key, a PEM file without a password (else $EVERSTEP_ETCD_KEY)")
     lease_s: int = key(
         2, "seconds after which a coordinator that prolongs its lease no more is replaced", low=1, high=60
     )
@@ -330,7 +343,9 @@ class Config:
     network: NetworkConfig = field(default_factory=NetworkConfig)
     control: ControlConfig = field(default_factory=ControlConfig)
     security: SecurityConfig = field(default_factory=SecurityConfig)
-    transport: str = key("auto", "how workers exchange gradients", choices=("auto", *TRANSPORTS))
+    transport: str = key(
+        "auto", "how workers exchange gradients", choices=("auto", *TRANSPORTS), refused=_NO_TRANSPORTS
+    )
 
     eval_every: int = key(0, "steps between evaluations; 0: never", low=0)
     log_every: int = key(1, "steps between progress lines; 0: none", low=0)

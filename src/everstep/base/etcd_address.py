@@ -1,4 +1,7 @@
-"""In which etcd a job has lease and journal, and where: `etcd://HOST:PORT,HOST:PORT/PREFIX`. Standard library only."""
+"""In which etcd a job has lease and journal, and where: `etcd://HOST:PORT,HOST:PORT/PREFIX`, or `etcds://` over TLS.
+
+Standard library only.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,8 @@ from dataclasses import dataclass
 
 from everstep.base.errors import ConfigError
 
-SCHEME = "etcd://"
+PLAIN, OVER_TLS = "etcd://", "etcds://"
+SCHEMES = (PLAIN, OVER_TLS)
 DEFAULT_PORT = 2379
 _EXAMPLE = "etcd://10.0.0.1:2379,10.0.0.2:2379,10.0.0.3:2379/jobs/mine"
 _MEMBER = re.compile(r"([A-Za-z0-9._-]{1,253}|\[[0-9A-Fa-f:]{2,45}\])(?::(\d{1,5}))?")
@@ -16,22 +20,25 @@ _PREFIX = re.compile(r"(/[A-Za-z0-9._-]{1,100}){1,10}")
 
 @dataclass(frozen=True)
 class EtcdAddress:
-    """members: as "host:port". prefix: of all keys of the job, with a slash before and none behind."""
+    """members: as "host:port". prefix: of all keys of the job, with a slash before and none behind. tls: whether they
+    are spoken to over TLS."""
 
     members: tuple[str, ...]
     prefix: str
+    tls: bool = False
 
     def __str__(self) -> str:
-        return f"{SCHEME}{','.join(self.members)}{self.prefix}"
+        return f"{OVER_TLS if self.tls else PLAIN}{','.join(self.members)}{self.prefix}"
 
     @classmethod
     def parse(cls, name: str, text: str) -> EtcdAddress:
         """name: what holds the text, for the message. Raises: ConfigError if it is no such address."""
-        members, slash, prefix = text.removeprefix(SCHEME).partition("/")
+        tls = text.startswith(OVER_TLS)
+        members, slash, prefix = text.removeprefix(OVER_TLS if tls else PLAIN).partition("/")
         found = [_MEMBER.fullmatch(member) for member in members.split(",")]
         prefix = (slash + prefix).rstrip("/")
         ports = [int(m[2] or DEFAULT_PORT) for m in found if m is not None]
-        whole = text.startswith(SCHEME) and len(ports) == len(found) and all(0 < port < 65536 for port in ports)
+        whole = text.startswith(SCHEMES) and len(ports) == len(found) and all(0 < port < 65536 for port in ports)
         if not whole or _PREFIX.fullmatch(prefix) is None:
             raise ConfigError(f"{name}: expected members of etcd and a prefix like {_EXAMPLE}, got {text!r}")
-        return cls(tuple(f"{m[1]}:{port}" for m, port in zip(found, ports, strict=True) if m is not None), prefix)
+        return cls(tuple(f"{m[1]}:{port}" for m, port in zip(found, ports, strict=True) if m is not None), prefix, tls)

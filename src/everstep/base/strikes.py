@@ -1,4 +1,5 @@
-"""A scripted fault of a host, or of the link between two, as data: what agents are told to do to themselves. Pure."""
+"""A scripted fault of a host, of the link between two, or of the coordinator, as data: what agents are told to do to
+themselves, and the job's process to the coordinator that it has started. Pure."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from dataclasses import dataclass
 
 MEANS = {"cut": "drop", "oneway": "drop", "drop": "drop", "slow": "delay", "narrow": "rate"}
 """By kind of fault: what a host has to be able to do to its packets."""
+OF_COORDINATOR = ("kill", "stop", "throttle")
 _MOST, _MOST_TEXT = 1e9, 500
 
 
@@ -16,7 +18,8 @@ class Strike:
 
     text: as a specification says it. kind: kill, or one of `MEANS`. target: the name of a host; of a link those of two,
     with a hyphen between them. for_s: seconds until it is over; by_s: of delay; mbit: bandwidth that is left, in
-    Mbit/s; share: of packets that are lost. index: its place in the specification.
+    Mbit/s; share: of packets that are lost. index: its place in the specification. coordinator: it is that which is
+    struck (kill, stop, for_s 0: for good, or throttle); target says the same.
     """
 
     text: str
@@ -28,6 +31,7 @@ class Strike:
     mbit: float = 0.0
     share: float = 1.0
     index: int = 0
+    coordinator: bool = False
 
     @property
     def means(self) -> str:
@@ -38,7 +42,7 @@ class Strike:
     def possible(self) -> bool:
         """Whether there is such a fault, with numbers that make sense."""
         numbers = (self.for_s, self.by_s, self.mbit, self.share)
-        known = self.kind == "kill" or self.kind in MEANS
+        known = self.kind in OF_COORDINATOR if self.coordinator else self.kind == "kill" or self.kind in MEANS
         return known and len(self.text) <= _MOST_TEXT and all(0 <= one <= _MOST for one in numbers)
 
     def ends(self, known: Collection[str]) -> tuple[str, ...]:
@@ -52,7 +56,7 @@ class Strike:
     def acts(self, name: str) -> bool:
         """Whether the host of this name is, for all that is known, one that has to carry it out."""
         if not self.link:
-            return self.target == name
+            return self.target == name and not self.coordinator
         return self.target.startswith(f"{name}-") or (self.both_act and self.target.endswith(f"-{name}"))
 
     @property

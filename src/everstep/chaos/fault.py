@@ -130,20 +130,22 @@ class Fault:
     def request(self) -> dict[str, Any]:
         """What a coordinator is asked, who looks whether there is anybody whom the fault means."""
         target, strike = self.target, self.strike()
-        if strike is not None:
+        later = bool(self.at or self.phase)  # then workers say when
+        if strike is not None and not (strike.coordinator and later):
             return {"fault": str(self), "strike": vars(strike)}
+        if strike is not None:
+            return {"fault": str(self), "due": vars(strike)}
         stages = target.numbers("leader", "backups", "stage")
         return {"fault": str(self), "workers": list(target.numbers("worker")), "stages": list(stages)}
 
     def strike(self) -> Strike | None:
-        """What agents are to do about it; None if it is for workers."""
-        if not self.target.name:
+        """What agents are to do about it, or the job's process; None if it is for workers."""
+        of_coordinator = self.target.kind == "coordinator"
+        if not self.target.name and not of_coordinator:
             return None
-        for_s = self.for_s or 0.0
-        link = self.target.kind == "link"
-        return Strike(
-            *(str(self), self.kind, self.target.name, link, for_s, self.by_s, self.mbit, self.share, self.index)
-        )
+        for_s, link = self.for_s or 0.0, self.target.kind == "link"
+        told = (str(self), self.kind, self.target.name or self.target.kind, link, for_s)
+        return Strike(*told, self.by_s, self.mbit, self.share, self.index, of_coordinator)
 
 
 def _number(digits: str) -> int:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from everstep.base.cause import Cause
-from everstep.base.given import parse_json, read_json
+from everstep.base.given import parse_json
 from everstep.base.plan import Plan, WorkerKey
 from everstep.chaos.fault import COMPUTE_PHASES, Fault
 from everstep.chaos.kinds import KINDS, Blow, Lasting, OnCut
@@ -41,8 +41,9 @@ class Injector:
     cut, whether the connection is to break (else it is only mute), and whether the other workers are cut off too; it
     returns when the worker may go on. `claim`, likewise: asks whether nobody else has struck, None if that is not known
     now. `flip`, likewise: flips a bit of the worker's state. `pids`, likewise: of all processes of the worker, the one
-    that strikes first. `strike_due`, likewise: called with index, step, phase and plan when a fault of a host or a link
-    is to strike, which the coordinator has agents do, once.
+    that strikes first. `coordinator_pid`, likewise: of the coordinator, if it is a process of this host; else 0.
+    `strike_due`, likewise: called with index, step, phase and plan when a fault of a host, a link, or a coordinator
+    elsewhere is to strike, which the coordinator has others do, once.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class Injector:
         self.strike_due: Callable[[int, int, str, Plan], None] = lambda index, step, phase, plan: None
         self.claim: OnClaim = lambda name, text: claim(run_dir, name, text)
         self.pids: Callable[[], Sequence[int]] = lambda: (os.getpid(),)
+        self.coordinator_pid: Callable[[], int] = lambda: 0
         for fault in faults:
             if isinstance(fault, Fault):
                 self._expect(fault)
@@ -138,7 +140,11 @@ class Injector:
         mine = self._claim(name, self._victims(fault, plan) if fault.target.several else None)
         if not mine:
             return mine
-        pid = self._coordinator_pid() if fault.target.kind == "coordinator" else self._pid_of(fault.target.rank)
+        of_coordinator = fault.target.kind == "coordinator"
+        pid = self.coordinator_pid() if of_coordinator else self._pid_of(fault.target.rank)
+        if of_coordinator and not pid:
+            self.strike_due(fault.index, step, phase, plan)
+            return True
         strike = KINDS[fault.kind].strike
         if pid is not None:
             self._tell(fault, step, phase, plan, pid)
@@ -186,16 +192,4 @@ class Injector:
             return pids[rank]
         text = f"chaos: cannot strike rank {rank} of worker {self._worker}, it has {len(pids)}, counted from 0"
         self._report("warning", cause=Cause.INJECTED, reason=text)
-        return None
-
-    def _coordinator_pid(self) -> int | None:
-        try:
-            pid = int(read_json(self._run_dir / "coordinator.json")["pid"])
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            text = f"chaos: cannot strike the coordinator, no pid in coordinator.json: {error}"
-            self._report("warning", cause=Cause.INJECTED, reason=text)
-            return None
-        if pid > 1:
-            return pid
-        self._report("warning", cause=Cause.INJECTED, reason="chaos: cannot strike the coordinator of another host")
         return None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -15,12 +14,10 @@ from everstep.base.cause import Cause
 from everstep.base.errors import EverstepError
 from everstep.chaos.fault import Fault
 from everstep.observe.events import read_events
-from everstep.runtime.process import OUTLIVES_WORKERS
+from everstep.runtime.letting_go import stop, throttle
 
 OnCut = Callable[[float, bool, bool], None]
 _LOOK_S = 0.05
-_PERIOD_S = 0.1
-_SHARE = 0.1
 
 
 @dataclass(frozen=True)
@@ -102,43 +99,17 @@ class FaultKind:
     on: frozenset[str] = frozenset({"worker"})
 
 
-def run_beside(script: str) -> None:
-    """Run a shell script that outlives the caller, which is stopped or may be gone by then.
-
-    Its name tells the fork server, which ends what dead workers leave running, to let this one be.
-    """
-    command = [OUTLIVES_WORKERS, "-c", f"({script}) </dev/null >/dev/null 2>&1 &"]
-    subprocess.run(command, executable="/bin/sh", start_new_session=True, check=True)
-
-
 def _send(blow: Blow, number: signal.Signals) -> None:
     with suppress(ProcessLookupError):  # a coordinator that is dead already cannot die again
         os.kill(blow.pid, number)
 
 
 def _stop(blow: Blow) -> None:
-    if blow.fault.for_s is not None:
-        run_beside(f"sleep {blow.fault.for_s:.3f}; kill -CONT {blow.pid}")
-    _send(blow, signal.SIGSTOP)
+    stop(blow.pid, blow.fault.for_s, itself=blow.pid == os.getpid())
 
 
 def _raise(blow: Blow) -> None:
     raise ChaosError(f"chaos fault {str(blow.fault)!r} raised in {blow.moment}", blow.signature)
-
-
-def _throttle(blow: Blow) -> None:
-    """A process that gets a tenth of the time, as in a container that is over its CPU quota.
-
-    All of its threads stand still for nine tenths of each period, in the middle of whatever they do: unlike `slow` it
-    is late with everything, and unlike `stop` it is never away for long. Source: the periods of 100 ms are those of
-    cgroups' cpu.max.
-    """
-    periods = round((blow.fault.for_s or 0.0) / _PERIOD_S)
-    away_s, there_s = _PERIOD_S * (1 - _SHARE), _PERIOD_S * _SHARE
-    run_beside(
-        f"n={periods}; while [ $((n -= 1)) -ge 0 ] && kill -STOP {blow.pid}; "
-        f"do sleep {away_s:.3f}; kill -CONT {blow.pid}; sleep {there_s:.3f}; done"
-    )
 
 
 def _cut(blow: Blow, breaks: bool) -> None:
@@ -189,7 +160,7 @@ KINDS: dict[str, FaultKind] = {
         FaultKind(
             "throttle",
             "for=S: it gets a tenth of the time, as one over its CPU quota",
-            _throttle,
+            lambda blow: throttle(blow.pid, blow.fault.for_s or 0.0),
             _FOR,
             {"for": "after which it has all of the time again"},
             by_signal=True,

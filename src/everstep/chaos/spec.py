@@ -50,11 +50,15 @@ class RandomFaults:
             return None
         who = choose(len(worker_ids) + 1, self.seed, step, 1)
         if who == len(worker_ids):
-            return Fault("kill", Target("coordinator"), step, index=self.index)
+            return self.of_coordinator(step)
         kind = DRAWN[choose(len(DRAWN), self.seed, step, 2)]
         phase = COMPUTE_PHASES[choose(len(COMPUTE_PHASES), self.seed, step, 3)]
         for_s = 0.5 + 2.5 * uniform(self.seed, step, 4) if "for" in KINDS[kind].takes else None
         return Fault(kind, Target("worker", worker_ids[who]), step, phase, for_s, self.index)
+
+    def of_coordinator(self, step: int = 0) -> Fault:
+        """The one of these that strikes the coordinator."""
+        return Fault("kill", Target("coordinator"), step, index=self.index)
 
     def __str__(self) -> str:
         return f"random:p={self.p:g},seed={self.seed},after_step={self.after_step}"
@@ -187,8 +191,8 @@ def _share(values: Mapping[str, str]) -> float:
 
 
 def strikes_of(faults: Sequence[AnyFault]) -> list[Strike]:
-    """Those that agents carry out."""
-    found = (fault.strike() for fault in faults if isinstance(fault, Fault))
+    """Those that agents carry out, or the job's process."""
+    found = (fault.strike() if isinstance(fault, Fault) else fault.of_coordinator().strike() for fault in faults)
     return [strike for strike in found if strike is not None]
 
 

@@ -15,11 +15,13 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
+from everstep.base.domains import Domains, ordered
 from everstep.base.errors import BlobExists, BlobMissing, EverstepError, PartsAway, StoreError
 from everstep.checkpoint.host_files import BUSY, CHUNK_BYTES, KIND, Call, result_of, send_file
 from everstep.checkpoint.manifest import PartFile
 from everstep.checkpoint.names import is_part
 from everstep.checkpoint.store import BytesLike, DirectoryStore
+from everstep.placement.domains import Crowd
 from everstep.runtime.peer import PeerConnection
 
 log = logging.getLogger(__name__)
@@ -35,8 +37,8 @@ _Names = list[str]
 
 class HostsStore(DirectoryStore):
     """This host's directory, and those of others. me: this host's name. others: the hosts that are there now, with
-    their addresses, asked for anew each time; call: connects to one. apart: there are others, if not at once. With none
-    it is a `DirectoryStore`."""
+    their addresses, asked for anew each time; call: connects to one. apart: there are others, if not at once. domains:
+    in which the hosts are, by name. With no others it is a `DirectoryStore`."""
 
     def __init__(
         self,
@@ -46,9 +48,11 @@ class HostsStore(DirectoryStore):
         call: Call,
         *,
         apart: bool = False,
+        domains: Callable[[], Mapping[str, Domains]] = dict,
     ) -> None:
         super().__init__(path)
         self._apart = apart
+        self._domains = domains
         self._me = me
         self._others = others
         self._call = call
@@ -139,7 +143,8 @@ class HostsStore(DirectoryStore):
     # ---- copies
 
     def spread(self, files: Sequence[PartFile], copies: int) -> dict[str, tuple[str, ...]]:
-        """Sees to it that each part is on so many hosts, as far as there are so many; returns who has which, by name.
+        """Sees to it that each part is on so many hosts, as far as there are so many, of which as few as can be die
+        together; returns who has which, by name.
 
         Raises: StoreError if one is nowhere.
         """
@@ -147,17 +152,18 @@ class HostsStore(DirectoryStore):
         if not others:
             return {}
         holders = self._holders(files)
-        hosts = sorted([self._me, *others])
+        hosts, domains = sorted([self._me, *others]), self._domains()
 
         def copy(file: PartFile) -> tuple[str, tuple[str, ...]]:
             found = holders[file.name]
             if not found:
                 raise StoreError(f"{file.name} is on none of the hosts {', '.join(hosts)}")
             at = hosts.index(found[0])
-            for target in [*hosts[at + 1 :], *hosts[:at]]:
-                if len(found) >= copies:
-                    break
-                if target not in found and self._copy(file.name, found[0], target, others):
+            left = [host for host in (*hosts[at + 1 :], *hosts[:at]) if host not in found]
+            while left and len(found) < copies:
+                target = next_host(left, found, domains)
+                left.remove(target)
+                if self._copy(file.name, found[0], target, others):
                     found = [*found, target]
             return file.name, tuple(sorted(found))
 
@@ -235,6 +241,15 @@ class HostsStore(DirectoryStore):
         if silent:
             raise PartsAway(f"{name} is not here, and {'; '.join(silent.values())}", sorted(silent))
         raise BlobMissing(f"{self.path / name} does not exist, nor does another host have it")
+
+
+def next_host(hosts: Sequence[str], holders: Sequence[str], domains: Mapping[str, Domains]) -> str:
+    """Which of these hosts gets the next copy: one that dies with the fewest of the holders, the widest domains first;
+    of equals the first one. domains: in which a host is; of who is not in it nothing is known but its name. Pure."""
+    names = [*hosts, *holders]
+    known = {n: domains.get(name) or ordered({}, name) for n, name in enumerate(names)}
+    crowd = Crowd(range(len(hosts), len(names)), known)
+    return hosts[min(range(len(hosts)), key=crowd.near_worker)]
 
 
 def _size(lines: _Lines, address: str, name: str) -> int:

@@ -1,19 +1,19 @@
 """Keys that checkpoints are signed with: ed25519, in PEM files.
 
-Apart from the signatures, which take manifests and so torch; and because `cryptography` is needed here alone.
+Apart from the signatures, which take manifests and so torch.
 """
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import ed25519
 
 from everstep.base.errors import ConfigError
 from everstep.base.given import read_given
-
-if TYPE_CHECKING:
-    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 _MOST_BYTES = 1 << 16
 
@@ -21,9 +21,8 @@ _MOST_BYTES = 1 << 16
 def read_public_key(path: str | os.PathLike[str]) -> str:
     """The public key in a PEM file, or that of the private one in it; 64 hex digits.
 
-    Raises: ConfigError if it holds neither, or `cryptography` is not installed.
+    Raises: ConfigError if it holds neither.
     """
-    serialization, ed25519 = _cryptography()
     data = _read(Path(path))
     if b"PRIVATE KEY" in data:
         return str(read_private_key(Path(path)).public_key().public_bytes_raw().hex())
@@ -42,7 +41,6 @@ def make_keys(path: Path) -> tuple[Path, str]:
 
     Raises: ConfigError if one of the files is there, or cannot be written.
     """
-    serialization, ed25519 = _cryptography()
     key = ed25519.Ed25519PrivateKey.generate()
     public = key.public_key()
     pem, none = serialization.Encoding.PEM, serialization.NoEncryption()
@@ -61,13 +59,7 @@ def make_keys(path: Path) -> tuple[Path, str]:
 
 
 def is_signature(key: bytes, value: bytes, message: bytes) -> bool:
-    """Whether a value is the signature of a message by who has the private key of a public one.
-
-    Raises: ConfigError if `cryptography` is not installed.
-    """
-    _, ed25519 = _cryptography()
-    from cryptography.exceptions import InvalidSignature
-
+    """Whether a value is the signature of a message by who has the private key of a public one."""
     try:
         ed25519.Ed25519PublicKey.from_public_bytes(key).verify(value, message)
     except (InvalidSignature, ValueError):
@@ -75,9 +67,8 @@ def is_signature(key: bytes, value: bytes, message: bytes) -> bool:
     return True
 
 
-def read_private_key(path: str | os.PathLike[str]) -> Ed25519PrivateKey:
-    """Raises: ConfigError if the file holds no such key, or `cryptography` is not installed."""
-    serialization, ed25519 = _cryptography()
+def read_private_key(path: str | os.PathLike[str]) -> ed25519.Ed25519PrivateKey:
+    """Raises: ConfigError if the file holds no such key."""
     data = _read(Path(path))
     try:
         key = serialization.load_pem_private_key(data, password=None)
@@ -85,7 +76,7 @@ def read_private_key(path: str | os.PathLike[str]) -> Ed25519PrivateKey:
         raise _no_key(path, "private", error) from None
     if not isinstance(key, ed25519.Ed25519PrivateKey):
         raise _no_key(path, "private", None)
-    found: Ed25519PrivateKey = key
+    found: ed25519.Ed25519PrivateKey = key
     return found
 
 
@@ -102,12 +93,3 @@ def _read(path: Path) -> bytes:
         return read_given(path, _MOST_BYTES, pipes=True)
     except OSError as error:
         raise ConfigError(f"cannot read the key {path}: {error.strerror or error}") from None
-
-
-def _cryptography() -> Any:
-    try:
-        from cryptography.hazmat.primitives import serialization
-        from cryptography.hazmat.primitives.asymmetric import ed25519
-    except ImportError:
-        raise ConfigError("signatures need the package cryptography: pip install 'everstep[signing]'") from None
-    return serialization, ed25519

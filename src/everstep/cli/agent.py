@@ -6,6 +6,7 @@ import contextlib
 import os
 import sys
 import tempfile
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,7 @@ import click
 from everstep.base.config import Config, load_config, parse_set
 from everstep.base.domains import VARIABLE, found_domains
 from everstep.base.errors import ConfigError, EverstepError
-from everstep.base.etcd_address import SCHEME, EtcdAddress
+from everstep.base.etcd_address import SCHEMES, EtcdAddress
 from everstep.cli.main import complain
 from everstep.cli.meeting import Met, folder_of, looking, moves, places_in, wait_for_job
 from everstep.cli.task_loading import parse_task
@@ -26,26 +27,28 @@ from everstep.runtime import commands
 from everstep.runtime.address import COORDINATOR_FILE, TOKEN_FILE
 from everstep.runtime.context import Joining
 from everstep.runtime.devices import default_slots
+from everstep.runtime.etcd_access import taken_secrets
 from everstep.runtime.handshake import role_token
 from everstep.runtime.interfaces import check_own
 from everstep.runtime.tls import Tls, shown_by
 
 HEAD_GONE = 3
 DOMAIN_HELP = f"What this host fails with: labels like rack=r1,nvlink=u7 (${VARIABLE}, and what Slurm says)."
-_OWN_GROUP = "security."
+_OWN_GROUPS = ("security.", "control.etcd_")
 _OWN_KEYS = ("network.interface", "network.trusted", "hosts.wait_s")
 _ANSWER_S = 10.0
+_AGAIN_S = 1.0
 
 
 @click.command()
 @click.option(
     "--join",
     "address",
-    metavar="ADDR:PORT[,...]|etcd://...|file://DIR",
+    metavar="ADDR:PORT[,...]|etcd[s]://...|file://DIR",
     required=True,
     help="Where the job listens (run --listen), or may listen; or its control.etcd; or its directory.",
 )
-@click.option("--standby", is_flag=True, help="Of --join etcd://: take over the job should its coordinator be lost.")
+@click.option("--standby", is_flag=True, help="Of --join etcd[s]://: take over the job should its coordinator be lost.")
 @click.option("--slots", type=click.IntRange(1), help="Run so many workers at most (one per device, or 1).")
 @click.option(
     "--token-file",
@@ -59,7 +62,7 @@ _ANSWER_S = 10.0
 )
 @click.option("--host-name", help="What the job calls this host; no other of its hosts may be called so.")
 @click.option("--address", "own", metavar="IP", help="Of this host, for other hosts (that of the route to the job).")
-@click.option("--stay", is_flag=True, help="When the job's process is gone, wait for the next one instead of leaving.")
+@click.option("--stay", is_flag=True, help="When the job's process is gone, or got SIGTERM, wait for the next one.")
 @click.option("--refill", metavar="N", type=click.IntRange(1), help="Ask for workers up to N: others have handed over.")
 @click.option("--domain", metavar="K=V,...", help=DOMAIN_HELP)
 @click.option("--task", metavar="TASK", help="Run this one and no other, whatever the job says.")
@@ -68,7 +71,7 @@ _ANSWER_S = 10.0
     "settings",
     multiple=True,
     metavar="KEY=VALUE",
-    help="For this host: a key of security.*, network.interface, network.trusted or hosts.wait_s.",
+    help="For this host: a key of security.*, control.etcd_*, network.interface, network.trusted or hosts.wait_s.",
 )
 def command(
     address: str,
@@ -101,7 +104,7 @@ def command(
     if standby:
         from everstep.cli.standby import stand_by
 
-        if not address.startswith(SCHEME):
+        if not address.startswith(SCHEMES):
             raise ConfigError(f"--standby: expected --join etcd://... beside it, where the lease is, got {address!r}")
         beside = {"--task": task, "--stay": stay, "--refill": refill, "--set": settings}
         if unfit := [name for name, value in beside.items() if value]:
@@ -109,7 +112,7 @@ def command(
         token = _token(token_file, run_dir)
         room, domains = default_slots() if slots is None else slots, found_domains(domain, os.environ)
         etcd = EtcdAddress.parse("--join", address)
-        return stand_by(etcd, token, run_dir, room, host_name or "", own or "", domains)
+        return stand_by(etcd, token, run_dir, room, host_name or "", own or "", domains, taken_secrets())
     return take_part_in(
         *(address, slots, config, found_domains(domain, os.environ)),
         token_file=token_file,
@@ -160,10 +163,11 @@ def take_part_in(
         said=address,
     )
     known = _token(token_file, run_dir) if folder is None or token_file is not None else given_token()
-    look, follows = looking(address, known, config), moves(address)
+    look, follows = looking(address, known, config, taken_secrets()), moves(address)
     with tempfile.TemporaryDirectory(prefix="everstep-agent-") as kept:
+        before = False
         while True:
-            met = wait_for_job(joining, look, known, folder, config)
+            met = wait_for_job(joining, look, known, folder, config, before=before)
             if met is None:
                 print(f"the job in {folder} is over", file=sys.stderr, flush=True)
                 return 0
@@ -175,8 +179,10 @@ def take_part_in(
                 complain(left.words)
             elif left.words:
                 print(left.words, file=sys.stderr, flush=True)
-            if not stay or left.exit_code != HEAD_GONE:
+            if not stay or not (left.later or left.exit_code == HEAD_GONE):
                 return left.exit_code
+            before = True
+            time.sleep(_AGAIN_S)  # whoever has told it may still be there
 
 
 def _token_file(given: Path | None, config: Config) -> Path | None:
@@ -238,7 +244,7 @@ def own_settings(settings: tuple[str, ...]) -> Config:
     """
     for text in settings:
         name = parse_set(text)[0]
-        if name not in _OWN_KEYS and not name.startswith(_OWN_GROUP):
-            own = ", ".join((f"{_OWN_GROUP}*", *_OWN_KEYS))
+        if name not in _OWN_KEYS and not name.startswith(_OWN_GROUPS):
+            own = ", ".join((*(f"{group}*" for group in _OWN_GROUPS), *_OWN_KEYS))
             raise ConfigError(f"--set: expected a key of {own}, got {text!r}: the others are the job's to say")
     return load_config([(f"--set {text}", dict([parse_set(text)])) for text in settings])

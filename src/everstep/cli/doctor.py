@@ -20,12 +20,16 @@ import click
 from everstep.base.config import Config
 from everstep.base.doors import PORTS_PER_WORKER, check_private, parse_ports
 from everstep.base.errors import ConfigError, EverstepError
+from everstep.base.etcd_address import SCHEMES, EtcdAddress
 from everstep.cli.agent import own_settings
 from everstep.cli.beside import parse_listen
+from everstep.cli.meeting import etcd_at
 from everstep.cli.tokens import given_token, token_in
 from everstep.report.words import aligned
 from everstep.runtime.about import FULL_PACKETS_BYTES, HeadFacts, ask_about, clock_words
 from everstep.runtime.devices import default_slots, device_count
+from everstep.runtime.etcd_access import taken_secrets
+from everstep.runtime.finding import in_etcd
 from everstep.runtime.interfaces import interface_of, mtu_of, own_address, path_mtu
 from everstep.runtime.versions import differences, versions
 
@@ -45,7 +49,13 @@ class Checked:
 
 
 @click.command()
-@click.option("--join", "address", metavar="ADDR:PORT", required=True, help="Where the job listens (run --listen).")
+@click.option(
+    "--join",
+    "address",
+    metavar="ADDR:PORT|etcd[s]://...",
+    required=True,
+    help="Where the job listens; or its control.etcd.",
+)
 @click.option("--address", "own", metavar="IP", help="Of this host, as the agent would get it.")
 @click.option("--slots", type=click.IntRange(1), help="How many workers it would run.")
 @click.option("--ports", "ports", metavar="FIRST-LAST", help="The job's network.ports.")
@@ -61,13 +71,15 @@ def command(
     settings: tuple[str, ...],
     as_json: bool,
 ) -> int:
-    """Could this host take part in the job at ADDR:PORT? Looks at names, route, interface, ports, clocks, versions and
-    packet sizes; exit code 1 if anything would stop it."""
-    where = parse_listen("--join", address)
+    """Could this host take part in the job at ADDR:PORT, or in the one that etcd has? Looks at names, route, interface,
+    ports, clocks, versions and packet sizes; exit code 1 if anything would stop it."""
+    known = None if address.startswith(SCHEMES) else parse_listen("--join", address)
     config = own_settings(settings)
     parse_ports(ports)
     token = given_token() if token_file is None else token_in(token_file)
-    found = list(examine(where, config, token, own, slots or default_slots(), ports))
+    where, found = (known, []) if known is not None else find_in_etcd(address, config, token)
+    if where is not None:
+        found += examine(where, config, token, own, slots or default_slots(), ports)
     wrong = [one for one in found if one.state == "wrong"]
     if as_json:
         print(json.dumps({"ok": not wrong, "findings": [vars(one) for one in found]}))
@@ -100,6 +112,28 @@ def examine(
     yield reached
     if reached.state != "wrong":
         yield from _asked(where, config, token, own)
+
+
+def find_in_etcd(address: str, config: Config, token: bytes | None) -> tuple[tuple[str, int] | None, list[Checked]]:
+    """Where the job's head is, None if that is not known, and what was found on the way.
+
+    Raises: ConfigError for what is no such address, or for files and variables that do not go with it.
+    """
+    etcd = etcd_at(EtcdAddress.parse("--join", address), token or b"", config.control, taken_secrets())
+    with contextlib.closing(etcd):
+        try:
+            if token is None:
+                etcd.reach()
+                return None, [Checked("etcd", "warning", "it answers; without a token (--token-file) no more is seen")]
+            if etcd.announced() is None:
+                return None, [Checked("etcd", "wrong", f"no job has begun under {etcd.address}: is the prefix right?")]
+            head = in_etcd(etcd)
+        except (EverstepError, OSError) as error:
+            return None, [Checked("etcd", "wrong", str(error))]
+    if head is None:
+        return None, [Checked("etcd", "warning", f"nobody holds the lease of the job under {etcd.address} now")]
+    place = str(head["host"]), int(head["port"])
+    return place, [Checked("etcd", "ok", f"has the job, whose head is at {place[0]}:{place[1]}")]
 
 
 def _names(host: str) -> Checked:

@@ -19,6 +19,7 @@ import click
 
 from everstep.base.config import load_config, parse_set
 from everstep.base.errors import ConfigError
+from everstep.cli.config_file import read_config_file
 from everstep.cli.engines import kubernetes, ray_cluster, slurm, ssh
 from everstep.cli.engines.launch import Launch
 from everstep.cli.run import command as run_command
@@ -267,7 +268,17 @@ def launch_ray(
         for number in range(hosts):
             print(shlex.join([*found.everstep, *ray_cluster.arguments(found, number, "ADDRESS:PORT", "ADDRESS")]))
         return 0
-    return ray_cluster.start(found, given_token() or wire.new_token(), address or os.environ.get("RAY_ADDRESS"), gpus)
+    token, where = given_token() or wire.new_token(), address or os.environ.get("RAY_ADDRESS")
+    return ray_cluster.start(found, token, where, gpus, _least(found))
+
+
+def _least(launch: Launch) -> int:
+    """With how many hosts the job may begin, as its options say; what its task says it sees to itself."""
+    given = run_command.make_context("everstep run", [launch.task, *launch.options]).params
+    layers = [(f"--set {text}", dict([parse_set(text)])) for text in given["settings"]]
+    if given["config_file"] is not None:
+        layers.insert(0, (str(given["config_file"]), read_config_file(given["config_file"])))
+    return load_config(layers).hosts.min
 
 
 def _local(words: tuple[str, ...]) -> tuple[str, ...]:

@@ -5,30 +5,33 @@ It listens at an address; at one of several; is found in etcd; or lies in a dire
 
 from __future__ import annotations
 
+import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 from everstep.base.config import Config
+from everstep.base.config_keys import ControlConfig
 from everstep.base.doors import check_private
 from everstep.base.errors import ConfigError, ProtocolError, QuorumLost, TokenRefused
-from everstep.base.etcd_address import SCHEME, EtcdAddress
+from everstep.base.etcd_address import SCHEMES, EtcdAddress
 from everstep.cli.run_dir import read_digest
 from everstep.runtime import wire
 from everstep.runtime.about import ask_about, clock_words
 from everstep.runtime.address import COORDINATOR_FILE, TOKEN_FILE, read_address
 from everstep.runtime.context import Joining
 from everstep.runtime.etcd import Etcd
+from everstep.runtime.etcd_access import find_access
 from everstep.runtime.finding import Where, among, in_etcd, local_address
 from everstep.runtime.interfaces import own_address
 from everstep.runtime.tls import Tls, shown_by
 
 _FILE = "file://"
 _AGAIN_S = 0.25
-_ETCD_S = 2.0
+ETCD_S = 2.0
 
 
 class Met(NamedTuple):
@@ -50,11 +53,25 @@ def folder_of(address: str) -> Path | None:
 
 def moves(address: str) -> bool:
     """Whether the job's coordinator may be elsewhere later, and this host has to look for it by itself."""
-    return address.startswith(SCHEME) or len(places_in(address)) > 1
+    return address.startswith(SCHEMES) or len(places_in(address)) > 1
 
 
-def looking(address: str, token: bytes | None, config: Config) -> Callable[[], Where | None]:
-    """What finds the job's coordinator, as `Finder` has it. token: None if it lies in the job's directory.
+def etcd_at(address: EtcdAddress, token: bytes, control: ControlConfig, secrets: Mapping[str, str]) -> Etcd:
+    """That which this host is told to look in. control: what else it is told. secrets: of its user there.
+
+    Raises: ConfigError if it lacks what it needs to be let in, or has something that is no such thing.
+    """
+    access = find_access(address, control, {**os.environ, **secrets})
+    if access.warning():
+        print(f"warning: {access.warning()}", file=sys.stderr, flush=True)
+    return Etcd(address, token, ETCD_S, access=access)
+
+
+def looking(
+    address: str, token: bytes | None, config: Config, secrets: Mapping[str, str]
+) -> Callable[[], Where | None]:
+    """What finds the job's coordinator, as `Finder` has it. token: None if it lies in the job's directory. secrets: of
+    this host's user in etcd.
 
     Raises: ConfigError; QuorumLost if etcd does not answer.
     """
@@ -62,7 +79,7 @@ def looking(address: str, token: bytes | None, config: Config) -> Callable[[], W
     if folder is not None:
         return lambda: _in_folder(folder)
     if not known:
-        etcd = Etcd(EtcdAddress.parse("--join", address), token or b"", _ETCD_S)
+        etcd = etcd_at(EtcdAddress.parse("--join", address), token or b"", config.control, secrets)
         etcd.announced()
         return lambda: in_etcd(etcd)
     if len(known) == 1:
@@ -73,7 +90,7 @@ def looking(address: str, token: bytes | None, config: Config) -> Callable[[], W
 
 def places_in(address: str) -> list[tuple[str, int]]:
     """What ADDR:PORT[,...] names; nothing for etcd and directories. Raises: ConfigError if it is none of these."""
-    if address.startswith((SCHEME, _FILE)):
+    if address.startswith((*SCHEMES, _FILE)):
         return []
     places = [Joining(one, "", "", [], "").where() for one in address.split(",")]
     known = [place for place in places if not isinstance(place, Path)]
@@ -88,10 +105,17 @@ def _in_folder(folder: Path) -> Where:
 
 
 def wait_for_job(
-    joining: Joining, look: Callable[[], Where | None], known: bytes | None, folder: Path | None, config: Config
+    joining: Joining,
+    look: Callable[[], Where | None],
+    known: bytes | None,
+    folder: Path | None,
+    config: Config,
+    *,
+    before: bool = False,
 ) -> Met | None:
     """Until a job answers that has this token, where `look` says. known: the token; None: it lies in the `folder` of
-    the job. Returns None if the job in the folder is over.
+    the job. before: it did, so that who does not prove it may be on the way out. Returns None if the job in the folder
+    is over.
 
     Raises: ConfigError if it has another one, or is none; QuorumLost if nobody has answered for long.
     """
@@ -112,10 +136,11 @@ def wait_for_job(
                 print(f"warning: {warning}", file=sys.stderr, flush=True)
             return Met(replace(joining, own=own), token, place)
         except ProtocolError as error:
-            if folder is None:
+            if folder is None and not before:
                 other = "that head has another token (" if isinstance(error, TokenRefused) else ""
                 raise ConfigError(f"--join {at}: {other}{error}{')' if other else ''}") from None
-            words = f"no job answers in {folder} ({error})"  # what lies there may be of the one before
+            there = f"at {at}" if folder is None else f"in {folder}"
+            words = f"no job answers {there} ({error})"  # what is there may be of the one before
         except OSError as error:
             words = f"no head at {at} ({(error.strerror or str(error)).lower()})"
         if folder is not None and read_digest(folder) is not None and not (folder / COORDINATOR_FILE).exists():

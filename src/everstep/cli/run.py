@@ -65,7 +65,7 @@ from everstep.cli.run_dir import (
     named_directory,
     set_aside,
 )
-from everstep.cli.standby import begin_leased, leaders_work
+from everstep.cli.standby import begin_leased, check_lease, leaders_work
 from everstep.cli.task_loading import TaskSpec, parse_task
 from everstep.cli.tokens import given_token, token_in
 from everstep.cli.worker import ENTRY, FILES, PRELOAD
@@ -75,6 +75,7 @@ from everstep.runtime import wire
 from everstep.runtime.address import EVENTS_FILE, JOB_FILE, TOKEN_FILE
 from everstep.runtime.admission import cannot_strike
 from everstep.runtime.commands import run_lock
+from everstep.runtime.etcd_access import taken_secrets
 from everstep.runtime.fork_server_client import EarlyForkServer
 from everstep.runtime.tls import check_tls
 from everstep.sinks.notices import check_notify
@@ -89,7 +90,7 @@ class Invocation:
     """One `everstep run`, as the user typed it. port: where agents of others may come, None: they may not. token:
     which they know already. local: this host runs workers, `slots` at most (0: all that nobody
     else runs). domains: in which it is. key: the public one that checkpoints to begin with must
-    be signed with."""
+    be signed with. secrets: of this host's user in etcd."""
 
     spec: TaskSpec
     argv: tuple[str, ...]
@@ -106,6 +107,7 @@ class Invocation:
     slots: int
     key: str | None
     domains: dict[str, str]
+    secrets: dict[str, str] = dataclasses.field(repr=False)
 
     @property
     def is_script(self) -> bool:
@@ -230,7 +232,7 @@ def command(
     given = read_layers(request.layers)
     if port is not None and not is_loopback(given["network.address"]):
         slots = slots or slots_here(given, world_size)
-    token = _token(given.get("security.token_file"), listen)
+    token, secrets = _token(given.get("security.token_file"), listen), taken_secrets()
     key = read_public_key(key_file) if key_file is not None else None
     if dashboard:
         check_installed("--dashboard")
@@ -241,7 +243,7 @@ def command(
     with contextlib.closing(server):
         first = spec, argv, request, run_dir, server, fresh, as_json, dashboard, public
         local = not no_local_workers
-        invocation = Invocation(*first, port, token, local, slots or 0, key, domains)
+        invocation = Invocation(*first, port, token, local, slots or 0, key, domains, secrets)
         return _run_or_show(invocation, dry_run)
 
 
@@ -286,6 +288,7 @@ def _prepare(invocation: Invocation, *, units: bool = False) -> tuple[Config, Pr
     check_own_ports(config, invocation.slots, local=invocation.local)
     _check_strikes(config)
     check_tls(config.security.tls, config.network.address)
+    check_lease(config, invocation.secrets)
     if probe.dataset_size is not None:
         check_dataset(config, probe.dataset_size)
     return with_chaos(config, request, probe.dataset_size), probe
@@ -377,7 +380,7 @@ def _launch(invocation: Invocation, job: JobFile, opening: list[str], step: int)
     if not invocation.local:
         invocation.server.close()
     token = invocation.token or wire.new_token()
-    succession = begin_leased(run_dir, config, token, opening)
+    succession = begin_leased(run_dir, config, token, opening, invocation.secrets)
     process = runtime_job.Job(
         run_dir,
         config,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -21,6 +22,8 @@ from everstep.cli.conclusion import end_of, say_the_end
 from everstep.cli.display import Watcher, choose_display
 from everstep.cli.job import JobFile, check_network, read_job, total_steps
 from everstep.cli.main import complain
+from everstep.cli.meeting import ETCD_S, etcd_at
+from everstep.cli.replica import replica_in
 from everstep.cli.run_dir import read_digest
 from everstep.cli.worker import ENTRY, FILES, PRELOAD
 from everstep.observe.events import EventLog
@@ -29,27 +32,41 @@ from everstep.runtime import wire
 from everstep.runtime.address import COORDINATOR_FILE, EVENTS_FILE, JOURNAL_FILE, TOKEN_FILE, read_address
 from everstep.runtime.commands import run_lock
 from everstep.runtime.etcd import Announced, Etcd
-from everstep.runtime.finding import among, local_address
+from everstep.runtime.etcd_access import find_access
+from everstep.runtime.finding import among, in_etcd, local_address
 from everstep.runtime.fork_server_client import EarlyForkServer
 from everstep.runtime.places import new_word, word_in
+from everstep.runtime.replica import OWN_FOLDER
+from everstep.runtime.standing import place_of
 from everstep.runtime.succession import Succession, new_owner
 from everstep.runtime.tls import Tls, shown_by
 
-ETCD_S = 2.0
 _PATIENCE_S = 600.0
 _AGAIN_S = 0.25
 _SHARED_S = 5.0  # a job announces itself just before it leaves its word, and a mount may show that later
 
 
-def begin_leased(run_dir: Path, config: Config, token: bytes, opening: list[str]) -> Succession:
-    """Announce a job that begins now, where it has a lease; another one may have it still for as long as that lasts.
+def check_lease(config: Config, secrets: Mapping[str, str]) -> None:
+    """Raises: ConfigError if this host lacks what it needs for the job's etcd, or has something that is no such thing.
+    secrets: of its user there."""
+    if config.control.etcd is not None:
+        address = EtcdAddress.parse("control.etcd", config.control.etcd)
+        find_access(address, config.control, {**os.environ, **secrets})
 
-    Raises: ConfigError if a job runs there; QuorumLost if etcd does not answer.
+
+def begin_leased(
+    run_dir: Path, config: Config, token: bytes, opening: list[str], secrets: Mapping[str, str]
+) -> Succession:
+    """Announce a job that begins now, where it has a lease; another one may have it still for as long as that lasts.
+    secrets: of this host's user in etcd.
+
+    Raises: ConfigError if a job runs there, or etcd does not let this host in; QuorumLost if etcd does not answer.
     """
     if config.control.etcd is None:
         return Succession()
     address = EtcdAddress.parse("control.etcd", config.control.etcd)
-    etcd, owner, lease_s = Etcd(address, token, ETCD_S), new_owner(), config.control.lease_s
+    access = find_access(address, config.control, {**os.environ, **secrets})
+    etcd, owner, lease_s = Etcd(address, token, ETCD_S, access=access), new_owner(), config.control.lease_s
     word = new_word()
     wire.write_token(run_dir / TOKEN_FILE, token)  # whoever stands by looks for it as soon as it hears of the job
     try:
@@ -60,7 +77,8 @@ def begin_leased(run_dir: Path, config: Config, token: bytes, opening: list[str]
     if holder is not None:
         raise ConfigError(_still(etcd, holder))
     opening.append(f"hosts that can take over join with: everstep agent --join {address} --standby")
-    return Succession(owner=owner, job=etcd.job, address=config.network.address, word=word)
+    opening += [f"warning: {text}" for text in (access.warning(),) if text]
+    return Succession(owner=owner, job=etcd.job, address=config.network.address, word=word, secrets=secrets)
 
 
 def _wait_until_over(etcd: Etcd, lease_s: int) -> None:
@@ -114,35 +132,49 @@ def stand_by(
     host: str,
     own: str,
     domains: Mapping[str, str],
+    secrets: Mapping[str, str],
 ) -> int:
     """Be an agent, and the job's next coordinator should its present one be lost. Returns the exit code.
 
     run_dir: None if the job says. host: its name, "" for this machine's. own: its address, "" for that of the route.
-    domains: in which it is, by label.
+    domains: in which it is, by label. secrets: of its user in etcd.
     """
-    with contextlib.closing(Etcd(address, token, ETCD_S)) as etcd:
-        found = _announced(etcd)
-        run_dir = run_dir or Path(str(found.facts.get("run_dir")))
-        _check_shared(run_dir, found.facts.get("word"))
-        job = read_job(run_dir, joined=False)
-        own = own or _own(etcd)
-    succession = Succession(guest=True, owner=new_owner(), job=found.revision, address=own)
     name = host or os.uname().nodename
-    print(f"{name} stands by for the job in {run_dir}", file=sys.stderr, flush=True)
-    return _take_part(run_dir, job, token, succession, slots, name, 0, domains)
+    with contextlib.ExitStack() as held:
+        etcd = held.enter_context(contextlib.closing(etcd_at(address, token, Config().control, secrets)))
+        found = _announced(etcd)
+        word, own = str(found.facts.get("word", "")), own or _own(etcd)
+        shown = run_dir or Path(str(found.facts.get("run_dir")))
+        shared = _sees(shown, lambda: _place(etcd) or word)
+        if not shared:
+            shown = held.enter_context(replica_in(run_dir, word, name, own, token, lambda: in_etcd(etcd)))
+        job = read_job(shown, joined=False)
+        check_lease(job.config, secrets)
+        replica = name if (shown / OWN_FOLDER).is_dir() else ""
+        succession = Succession(True, new_owner(), found.revision, own, replica=replica, secrets=secrets)
+        how = "" if shared else ", with files of its own"
+        print(f"{name} stands by for the job in {shown}{how}", file=sys.stderr, flush=True)
+        exit_code = _take_part(shown, job, token, succession, slots, name, 0, domains)
+        if not (exit_code or shared or run_dir or word_in(shown)):  # the job is over, and was led elsewhere
+            shutil.rmtree(shown, ignore_errors=True)
+        return exit_code
 
 
-def _check_shared(run_dir: Path, word: object) -> None:
-    """Raises: ConfigError if a directory is not that of the job which has left this word in its own. Else who takes
-    over would go on without the job's history: ledger, events, and checkpoints on disk."""
+def _sees(run_dir: Path, word: Callable[[], str]) -> bool:
+    """Whether a directory is that which the job is led in. word: that it has left there."""
     end_s = time.monotonic() + _SHARED_S
-    while word and word_in(run_dir) != word:
-        if time.monotonic() > end_s:
-            raise ConfigError(
-                f"--standby: expected the job's own run directory at {run_dir}, it is not there: mount it here "
-                "(--run-dir says under which name), or join without --standby, which needs no shared directory"
-            )
+    while word_in(run_dir) != word():
+        if time.monotonic() > end_s or not run_dir.is_dir():
+            return False
         time.sleep(_AGAIN_S)
+    return True
+
+
+def _place(etcd: Etcd) -> str:
+    """By which word the directory is known in which the job is led now; "" if nobody says."""
+    seen = etcd.ask(Look())
+    holder = seen.holder if isinstance(seen, HolderSeen) else None
+    return place_of(holder.where) if holder is not None else ""
 
 
 def _announced(etcd: Etcd) -> Announced:
@@ -197,7 +229,8 @@ def _take_part(
     with contextlib.ExitStack() as held:
         server = held.enter_context(contextlib.closing(EarlyForkServer(config.threads, PRELOAD)))
         more: dict[str, Any] = {"room": slots, "domains": domains, "files": FILES, "host": host, "own": own}
-        local = LocalHost(run_dir, config, ENTRY, preload=PRELOAD, early=server, **more)
+        apart = run_dir / OWN_FOLDER if succession.replica else None
+        local = LocalHost(run_dir, config, ENTRY, preload=PRELOAD, early=server, apart=apart, **more)
 
         def on_event(event: dict[str, Any]) -> None:
             nonlocal led
@@ -206,7 +239,8 @@ def _take_part(
                 led = True
                 with contextlib.suppress(ConfigError):  # the command that began the job may run still
                     held.enter_context(run_lock(run_dir))
-                display.note(f"{host} leads the job in {run_dir} from now on: the host that did is lost")
+                logs = ", and the logs of its workers are where it is" if succession.replica else ""
+                display.note(f"{host} leads the job in {run_dir} from now on: the host that did is lost{logs}")
                 watcher.start()
             if led:
                 watcher.process_event(event)

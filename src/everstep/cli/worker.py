@@ -50,6 +50,7 @@ def main(context: WorkerContext) -> int:
         link.fault_now = injector.now
         injector.flip = lambda: link.flip()
         injector.pids = lambda: link.cell.pids
+        injector.coordinator_pid = link.coordinator_pid
         injector.strike_due = link.strike_due
 
     def load(effective: Config) -> Task:

@@ -45,6 +45,7 @@ KINDS = frozenset(
         "coordinator_restarted",
         "commanded",
         "fault_injected",
+        "fault_over",
         "warning",
         "evaluated",
         "job_completed",

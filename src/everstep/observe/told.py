@@ -152,6 +152,11 @@ class ToldFile:
         self._lines = Lines()
         self.told = Telling()
 
+    @property
+    def position(self) -> int:
+        """So many bytes of the file have been taken in."""
+        return self._position
+
     def look(self) -> bool:
         """Take in what is new, a portion at most; whether that was all. Raises: OSError."""
         try:

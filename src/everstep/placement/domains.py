@@ -53,16 +53,14 @@ class Crowd:
 def hosts_in_order(worker_ids: Iterable[int], domains: DomainsOf) -> list[list[int]]:
     """The workers of each host by id; hosts of one domain side by side, at every width, that of the first worker
     first."""
-    ids = sorted(worker_ids)
-    paths = {i: _path(domains.get(i, ()))[:_HOST] for i in ids}
-    first: dict[_Path, int] = {}
-    for i in ids:
-        for depth in range(1, _HOST + 1):
-            first.setdefault(paths[i][:depth], i)
     hosts: dict[_Path, list[int]] = {}
-    for i in sorted(ids, key=lambda i: ([first[paths[i][:depth]] for depth in range(1, _HOST + 1)], i)):
-        hosts.setdefault(paths[i], []).append(i)
-    return list(hosts.values())
+    for i in sorted(worker_ids):
+        hosts.setdefault(_path(domains.get(i, ()))[:_HOST], []).append(i)
+    first: dict[_Path, int] = {}  # by domain; hosts come in the order of their first workers
+    for path, there in hosts.items():
+        for depth in range(1, _HOST + 1):
+            first.setdefault(path[:depth], there[0])
+    return [hosts[path] for path in sorted(hosts, key=lambda p: [first[p[:depth]] for depth in range(1, _HOST + 1)])]
 
 
 def dealt(worker_ids: Iterable[int], pools: int, domains: DomainsOf) -> list[list[int]]:

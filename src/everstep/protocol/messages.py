@@ -5,7 +5,6 @@ does not fit the schema raises `ProtocolError`. The runtime proves knowledge of 
 """
 
 # ruff: noqa: RUF012 (msgspec copies defaults that can change)
-
 from __future__ import annotations
 
 from typing import Annotated, Any, Union
@@ -13,21 +12,21 @@ from typing import Annotated, Any, Union
 import msgspec
 
 from everstep.base.cause import Cause
-from everstep.base.domains import LABEL_NAME, LABEL_VALUE, LABELS
 from everstep.base.errors import InvariantViolation, ProtocolError
 from everstep.base.plan import Member, Plan
 from everstep.base.strikes import Strike
+from everstep.protocol.columns import PlanTold as PlanTold
+from everstep.protocol.following import PlanName
 from everstep.protocol.messages_base import AnyMessage as AnyMessage
 from everstep.protocol.messages_base import FromAgent as FromAgent
+from everstep.protocol.messages_base import Labels as Labels
 from everstep.protocol.messages_base import OfLife as OfLife
 from everstep.protocol.messages_base import WorkerLife as WorkerLife
 from everstep.protocol.messages_base import WorkerPulse as WorkerPulse
 
-VERSION = 9
+VERSION = 11
 MAX_FRAME_BYTES = 64 << 20
 _Short = Annotated[str, msgspec.Meta(max_length=100)]
-_Label = Annotated[str, msgspec.Meta(pattern=LABEL_NAME)]
-_Domain = Annotated[str, msgspec.Meta(max_length=63, pattern=LABEL_VALUE)]
 _Path = Annotated[str, msgspec.Meta(max_length=200)]
 
 
@@ -50,7 +49,7 @@ class AgentHello(FromAgent, frozen=True, kw_only=True):
     failed: HostFailed | None = None
     leaving: bool = False
     about: Annotated[dict[_Short, _Short], msgspec.Meta(max_length=16)] = {}
-    domains: Annotated[dict[_Label, _Domain], msgspec.Meta(max_length=len(LABELS))] = {}
+    domains: Labels = {}
 
 
 class Heartbeat(FromAgent, frozen=True, kw_only=True):
@@ -110,11 +109,13 @@ class AgentNotice(FromAgent, frozen=True, kw_only=True):
 
 class HostPlace(FromAgent, frozen=True, kw_only=True):
     """Where a host keeps its files, said once it knows the job. apart: its run directory is not the job's. disk: the
-    same for all hosts that see one checkpoint directory; address: "host:port" where peers find that, "" for nowhere."""
+    same for all hosts that see one checkpoint directory; address: "host:port" where peers find that, "" for nowhere.
+    domains: as in AgentHello."""
 
     apart: bool
     disk: _Short
     address: _Short = ""
+    domains: Labels = {}
 
 
 class FilePiece(FromAgent, frozen=True, kw_only=True):
@@ -153,7 +154,8 @@ class Ping(AnyMessage, frozen=True, kw_only=True):
 
 
 class WorkerHello(AnyMessage, frozen=True, kw_only=True):
-    """First message of a worker, also after a reconnect. `plan`: the newest plan it follows, None if none yet.
+    """First message of a worker, also after a reconnect. `follows`: names its newest plan, None if there is none yet.
+    `prepared`: generation of the newest plan that it holds and does not follow yet, 0 if it holds none.
 
     A worker without a plan has no state newer than step 0. `stages`: those whose state at `step` it has all of.
     `wants_spare`: it would rather be a spare. `state_bytes`: size of what it would have to copy to become a member, -1
@@ -162,7 +164,8 @@ class WorkerHello(AnyMessage, frozen=True, kw_only=True):
 
     member: Member
     step: int
-    plan: Plan | None
+    follows: PlanName | None = None
+    prepared: Annotated[int, msgspec.Meta(ge=0, le=1 << 62)] = 0
     stages: tuple[int, ...] = ()
     wants_spare: bool = False
     state_bytes: int = -1
@@ -266,8 +269,8 @@ class Saved(OfLife, frozen=True, kw_only=True):
 
 
 class StrikeDue(OfLife, frozen=True, kw_only=True):
-    """From a worker that is where a scripted fault of a host, or of a link, is to strike. `index`: its place in the
-    job's specification."""
+    """From a worker that is where a scripted fault is to strike that it leaves to others. `index`: its place in the
+    job's specification, or the number of one that was asked for."""
 
     index: int
     generation: int
@@ -328,20 +331,6 @@ class InjectFault(AnyMessage, frozen=True, kw_only=True):
 
     fault: str
     number: int
-
-
-class PlanTold(AnyMessage, frozen=True, kw_only=True):
-    """Of which plan the messages after this one speak (`protocol/telling`).
-
-    before: generation of the plan told last over this connection; 0: `plan` is whole, else what is new or other. gone:
-    worker ids of members no more; vacated: seats no more, as (stage, worker id). same_speeds: those before count.
-    """
-
-    plan: Plan
-    before: Annotated[int, msgspec.Meta(ge=0)] = 0
-    gone: list[int] = []
-    vacated: list[tuple[int, int]] = []
-    same_speeds: bool = False
 
 
 class PlanNow(AnyMessage, frozen=True, kw_only=True):
@@ -451,8 +440,8 @@ class HostKept(AnyMessage, frozen=True, kw_only=True):
 
 
 class StrikeNow(AnyMessage, frozen=True, kw_only=True):
-    """To an agent: a fault on purpose. `kind`: kill (all processes of this host), or what becomes of packets to and
-    from the address `peer` ("": of all): as `base.strikes.Strike` has it, times in seconds. number: of no other."""
+    """A fault on purpose, as `base.strikes.Strike` has it. To an agent: of its host, or of packets to and from the
+    address `peer` ("": of all). To a job's process: of the coordinator, if that is its own. number: of no other."""
 
     number: int
     kind: str

@@ -1,8 +1,22 @@
-"""What messages have in common: their bases, and what several of them say of a worker. Pure."""
+"""What messages have in common: their bases, and what several of them say of a worker. Also those by which hosts that
+stand by get the job's files. Pure.
+"""
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
+
+from everstep.base.domains import LABEL_NAME, LABEL_VALUE, LABELS
+
+_Label = Annotated[str, msgspec.Meta(pattern=LABEL_NAME)]
+_Domain = Annotated[str, msgspec.Meta(max_length=63, pattern=LABEL_VALUE)]
+Labels = Annotated[dict[_Label, _Domain], msgspec.Meta(max_length=len(LABELS))]
+"""In which failure domains a host is, by label."""
+_Short = Annotated[str, msgspec.Meta(max_length=100)]
+_Path = Annotated[str, msgspec.Meta(max_length=200)]
+_Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class AnyMessage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True):
@@ -49,3 +63,46 @@ class WorkerPulse(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     samples_per_s: float
     compute_ms_per_lane: float = 0.0
     slowest: int | None = None
+
+
+# ---- between the head and a host that stands by with a replica of the job's directory
+
+
+class ReplicaHello(AnyMessage, frozen=True, kw_only=True):
+    """First message of a host that stands by. place: the directory that its files are of (`JobFacts.place`), "" if
+    it has none. held: of each file its version, as the head called it, and how many bytes there are."""
+
+    host: _Short
+    place: _Short = ""
+    held: dict[_Path, tuple[_Short, _Count]] = {}
+
+
+class ReplicaPiece(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Bytes of a file of the job's directory, at byte `at`. version: another one replaces what has come of it.
+
+    size, digest: of a file that counts once it is whole (BLAKE2b, 32 hex digits); without a digest it grows by lines.
+    """
+
+    path: _Path
+    version: _Short
+    at: _Count
+    data: bytes = b""
+    size: _Count = 0
+    digest: _Short = ""
+
+
+class ReplicaPieces(AnyMessage, frozen=True, kw_only=True):
+    """To a host that stands by: what it lacks. place: the directory that it is of; a replica of another one begins
+    anew. rest: it lacks more than this; else it has all that there was a moment ago."""
+
+    place: _Short
+    number: _Count
+    pieces: list[ReplicaPiece] = []
+    rest: bool = False
+
+
+class ReplicaHeld(AnyMessage, frozen=True, kw_only=True):
+    """Answer to `ReplicaPieces` of that number. lacking: of files of which a piece had no effect, how much is there."""
+
+    number: _Count
+    lacking: dict[_Path, _Count] = {}

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from everstep.base.plan import WorkerKey
 from everstep.protocol import messages as m
+from everstep.protocol.following import PlanShown
+from everstep.protocol.messages_base import ReplicaHeld, ReplicaHello
 
 AGENT = "agent"
 WORKER = "worker"
@@ -51,11 +53,11 @@ SAYS: dict[type[m.AnyMessage], frozenset[str]] = {
         (
             *(m.WorkerHello, m.WorkerHealed, m.HealFailed, m.GenerationEntered, m.Progress, m.PeerFault),
             *(m.WorkerFailed, m.WorkerDone, m.SettleAgain, m.Saved, m.Profiled, m.StrikeDue, m.StoreSet, m.StoreGet),
-            m.ClaimFault,
+            *(m.ClaimFault, PlanShown),
         ),
         frozenset({WORKER}),
     ),
-    **dict.fromkeys((m.JobHello, m.Ping, m.Goodbye), frozenset({JOB})),
+    **dict.fromkeys((m.JobHello, m.Ping, m.Goodbye, ReplicaHello, ReplicaHeld), frozenset({JOB})),
     m.Command: frozenset({JOB, *PEOPLE}),
 }
 """The roles that may say a message. What is not here is the coordinator's to say."""

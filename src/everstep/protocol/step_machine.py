@@ -37,7 +37,8 @@ What the driver must keep to:
   no watermark: after `GoBack` older steps come again.
 - A stage without a seat, and what `ServeState` gives away, is kept until the next decision (`StepDecided` drops the
   stage).
-- At step 0 a worker holds the stages of its seats in whatever plan it opens: it can build them.
+- At step 0 a worker holds the stages of its seats in whatever plan it opens: it can build them. What it held besides
+  it still has, and may have the gradient of step 1 for.
 - A copy of live state carries with it what has not been released yet, as `records` do. A snapshot or a checkpoint is
   stated (`SnapshotsKept`) only once its step has been released, so going to it skips no effect.
 - `BlocksLost` is reported before anything is computed, reduced from or given away of what is there instead. No update,
@@ -105,6 +106,11 @@ class StepMachine:
         return self.plan is not None and self._entered
 
     @property
+    def leaving(self) -> bool:
+        """Whether it was decided that all go on without it, as soon as it has updated."""
+        return self._switch is not None and not self._switch.has(self.me)
+
+    @property
     def next_gather(self) -> Key:
         """Key of the decision that answers the application's next `GatherWanted`."""
         if self._unasked is not None:
@@ -120,6 +126,11 @@ class StepMachine:
     def parts(self) -> Mapping[int, Extents]:
         """What it has of stages that have lost blocks."""
         return {k: part for k, part in self._parts.items() if part}
+
+    @property
+    def in_part(self) -> tuple[int, ...]:
+        """The stages of which it has anything, which members may copy; ascending."""
+        return tuple(sorted({*self.stages, *self.parts}))
 
     def handle(self, event: StepEvent) -> list[StepEffect]:
         """Take in one event; the effects are to be carried out in order."""
@@ -165,8 +176,8 @@ class StepMachine:
         if plan.sound >= 0 and not 0 <= self.sound <= plan.sound:
             self._doubt(plan.sound)
         if self.position.step == 0 and (self.sound < 0 or fresh):
-            seats = plan.stages_of(self.me.worker_id)
-            self._parts, self.stages = parts, tuple(k for k in seats if k not in parts)
+            there = {*plan.stages_of(self.me.worker_id), *(() if fresh else self.stages)}
+            self._parts, self.stages = parts, tuple(sorted(there - set(parts)))
         if self.phase is not Phase.UPDATING:
             self.phase = Phase.SETTLING
         return [*effects, step_types.Regroup(plan), step_types.SendHolding(plan.generation, self.holding())]

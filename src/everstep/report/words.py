@@ -97,6 +97,7 @@ def sentence(event: Event) -> str:
         "coordinator_restarted": f"the coordinator was restarted{why}",
         "commanded": reason or "a command was given",
         "fault_injected": reason or "a fault was injected",
+        "fault_over": reason or "a fault is over",
         "warning": f"warning{why}",
         "fallback": f"fallback{why}",
         "job_completed": f"completed{why}",

@@ -14,9 +14,11 @@ import msgspec
 
 from everstep.base.errors import ProtocolError
 from everstep.base.given import read_given
+from everstep.runtime.process import command_words
 
 LOCK_FILE = "lock"
 COORDINATOR_FILE = "coordinator.json"
+COORDINATOR_MODULE = "everstep.runtime.coordinator_main"
 JOURNAL_FILE = "coordinator.journal"
 LOGS_FOLDER = "logs"
 METRICS_FOLDER = "metrics"
@@ -72,6 +74,17 @@ def read_address(path: Path) -> CoordinatorAddress:
         return msgspec.json.decode(text, type=CoordinatorAddress)
     except (ValueError, RecursionError):
         raise ProtocolError(f"expected a coordinator's address in {path}, found {text[:80]!r}") from None
+
+
+def coordinator_here(path: Path, own: str) -> int:
+    """The pid of the coordinator that is announced there, if it is a process that can be seen from here, on the host of
+    this address; else 0. Elsewhere that number may be anybody's."""
+    try:
+        there = read_address(path)
+    except (OSError, ProtocolError):
+        return 0
+    known = there.host == own and COORDINATOR_MODULE.encode() in command_words(there.pid)
+    return there.pid if known else 0
 
 
 def write_atomically(path: Path, text: str) -> None:

@@ -110,7 +110,7 @@ class AgentLink:
         self._next_s = 0.0
         self._lost: dict[int, SlotLost] = {}
         self._failed: HostFailed | None = None
-        self._leaving = False
+        self.leaving = False
         key = role_token(token, AGENT)
         self.client = ControlClient(address, key, AGENT, agent_id, self._hello, self._receive, tls=tls)
 
@@ -201,12 +201,12 @@ class AgentLink:
 
     def ask_to_leave(self) -> None:
         """This host is to leave in order."""
-        self._leaving = True
+        self.leaving = True
         self.client.send(HostLeaving(agent_id=self.agent_id))
 
     def stay(self) -> None:
         """It cannot, as the coordinator says."""
-        self._leaving = False
+        self.leaving = False
 
     def notice(self, kind: str, fields: dict[str, Any]) -> None:
         """Something for whoever watches the job."""
@@ -228,7 +228,7 @@ class AgentLink:
             process=self._process,
             lost=list(self._lost.values()),
             failed=self._failed,
-            leaving=self._leaving,
+            leaving=self.leaving,
             about=self._about,
             domains=self._domains,
         )

@@ -166,7 +166,7 @@ class Carrier:
         else:
             if load.file.stat().st_size <= load.held and load.asked:
                 return None
-            data = _whole_lines(load.file, load.held) if load.asked else b""
+            data = whole_lines(load.file, load.held) if load.asked else b""
             if load.asked and not data:
                 return None
         return FilePiece(
@@ -228,7 +228,7 @@ def _read(path: Path, at: int, most: int) -> bytes:
         return os.pread(file.fileno(), most, at)
 
 
-def _whole_lines(path: Path, at: int) -> bytes:
+def whole_lines(path: Path, at: int) -> bytes:
     """What follows in a file up to the end of a line; b"" if none has ended yet."""
     most = PIECE_BYTES
     while True:

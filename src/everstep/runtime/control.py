@@ -18,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from everstep.base.errors import EverstepError, ProtocolError
+from everstep.base.plan import Plan
 from everstep.protocol.lease.terms import Terms
 from everstep.protocol.messages import AnyMessage, Heartbeat, JobEnded, Progress, TermBegun, decode, encode
 from everstep.protocol.telling import Listener
@@ -36,6 +37,10 @@ SAY_EVERY_S = 10.0
 _RECEIVE_BYTES = 1 << 18
 _LOOK_MS = 500
 _PASSING = (Progress, Heartbeat)
+
+
+FirstWords = AnyMessage | tuple[AnyMessage, Plan | None]
+"""What is said first; a worker's with the plan that it names, so that the next one may be told as what has changed."""
 
 
 class Unheard:
@@ -84,7 +89,7 @@ class ControlClient:
         key: bytes,
         role: str,
         name: str,
-        hello: Callable[[], AnyMessage],
+        hello: Callable[[], FirstWords],
         on_message: Callable[[AnyMessage], None],
         on_connected: Callable[[bool], None] | None = None,
         tls: Tls | None = None,
@@ -189,7 +194,7 @@ class ControlClient:
                 self._pause(self._cut_s())
                 continue
             try:
-                sock, seals = self._connect()
+                sock, seals, heard = self._connect()
             except (OSError, EverstepError) as error:
                 self._complain(error)
                 self._pause(backoff_s)
@@ -198,7 +203,7 @@ class ControlClient:
             backoff_s = FIRST_BACKOFF_S
             self._warned = ""
             try:
-                self._talk(sock, seals)
+                self._talk(sock, seals, heard)
             except (OSError, EverstepError) as error:
                 if not self._ended:  # after the end of the job that is how it ought to be
                     log.info("control connection lost: %s", error)
@@ -211,7 +216,7 @@ class ControlClient:
             self._wake_w = -1
         os.close(self._wake_r)
 
-    def _connect(self) -> tuple[socket.socket, Seals]:
+    def _connect(self) -> tuple[socket.socket, Seals, Listener]:
         address = self._address
         if isinstance(address, tuple):
             host, port = address
@@ -227,14 +232,16 @@ class ControlClient:
         try:
             notice_silence(sock, CONTROL_SILENT_S)
             seals = handshake_client(sock, self._key, self._role, self._name)
-            sock.sendall(sealed(seals, frame(encode(self._hello()), deflate=True)))
+            said = self._hello()
+            message, plan = said if isinstance(said, tuple) else (said, None)
+            sock.sendall(sealed(seals, frame(encode(message), deflate=True)))
             sock.setblocking(False)
         except BaseException:
             sock.close()
             raise
-        return sock, seals
+        return sock, seals, Listener(plan)
 
-    def _talk(self, sock: socket.socket, seals: Seals) -> None:
+    def _talk(self, sock: socket.socket, seals: Seals, heard: Listener) -> None:
         with self._lock:
             self._sock, self._seals = sock, seals
             self._pump()
@@ -242,7 +249,7 @@ class ControlClient:
         self._connected.set()
         if self._on_connected is not None:
             self._on_connected(True)
-        reader, heard = FrameReader(seals), Listener()
+        reader = FrameReader(seals)
         poller = select.poll()
         poller.register(self._wake_r, select.POLLIN)
         while not self._closing:

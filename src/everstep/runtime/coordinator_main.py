@@ -34,6 +34,8 @@ from everstep.protocol.coordinator.types import (
     CoordinatorEffect,
     CoordinatorEvent,
     Disconnected,
+    Knock,
+    Knows,
     Received,
     Report,
     Send,
@@ -71,10 +73,15 @@ from everstep.runtime.address import (
 )
 from everstep.runtime.coordinator_setup import coordinator_config, job_facts, scripted_strikes
 from everstep.runtime.files_desk import FilesDesk, Pages
+from everstep.runtime.following import premises_of
 from everstep.runtime.handshake import Ends, Greeter, Seals, keys_of
+from everstep.runtime.knocking import Knocker
+from everstep.runtime.places import word_in
 from everstep.runtime.porch import Complaints, Strangers
 from everstep.runtime.process import die_with_parent, raise_descriptor_limit
-from everstep.runtime.standing import InOrder, JournalStore, Post, Tenure, open_journal, stand_down, warn
+from everstep.runtime.replica import OWN_FOLDER
+from everstep.runtime.replicas import Replicas
+from everstep.runtime.standing import EtcdStore, InOrder, JournalStore, Post, Tenure, open_journal, stand_down, warn
 from everstep.runtime.tls import Tls, TlsPipe, shown_by
 
 MAX_STRANGERS = 2048
@@ -187,13 +194,16 @@ class ControlServer:
         self.tls = tls
         self.connections: dict[str, ControlSocket] = {}
         self.strangers: Strangers[ControlSocket] = Strangers(MAX_STRANGERS, wire.HANDSHAKE_TIMEOUT_S)
-        self._complaints = Complaints(lambda text: self._warn(Why(Cause.REFUSED, text)))
+        self._complaints = Complaints(lambda text: self.warn(Why(Cause.REFUSED, text)))
         self._late: asyncio.TimerHandle | None = None
         self._looking: asyncio.TimerHandle | None = None
-        self.desk, self.pages = FilesDesk(events.path.parent), Pages(events.path.parent)
+        self._knocker = Knocker(self.handle)
+        run_dir = events.path.parent
+        self.replicas = Replicas(run_dir, word_in(run_dir), self._send, lambda: self.desk.looked())
+        self.desk, self.pages = FilesDesk(run_dir, self.replicas.told), Pages(run_dir)
         self._names = 0
         self._round_ns = 0
-        self._timer: asyncio.TimerHandle | None = None
+        self._timer: tuple[int, asyncio.TimerHandle] | None = None  # for which deadline
         self._frames = wire.Frames()
 
     def next_name(self) -> str:
@@ -214,10 +224,15 @@ class ControlServer:
         match effect:
             case Send(name, message):
                 self._send(name, message)
+            case Knows(name, plan):
+                if name in self.connections:
+                    self.connections[name].knows(plan)
             case Close(name, reason, foul):
                 if foul and name in self.connections:
                     self.refuse(self.connections[name].peer, reason)
                 self._end(name)
+            case Knock():
+                self._knocker.knock(effect)
             case Report(kind, fields):
                 if kind == "recovery_completed":
                     fields = timed(fields, time.time_ns())
@@ -225,7 +240,10 @@ class ControlServer:
 
     def received(self, name: str, message: AnyMessage) -> None:
         """A message of a client."""
-        if not self.coordinator.refusal(name, message):
+        permitted = not self.coordinator.refusal(name, message)
+        if permitted:
+            if self.replicas.take(name, message):
+                return
             answers = self.desk.take(name, message)
             if answers is not None:
                 self._hand_on(answers)
@@ -236,11 +254,12 @@ class ControlServer:
                 self._bring_pages(name)
             if not for_coordinator:
                 return
-        self.handle(Received(name, message))
+        self.handle(Received(name, message, permitted))
 
     def lost(self, name: str) -> None:
         """A client's connection has ended."""
         self.connections.pop(name, None)
+        self.replicas.gone([name])
         self._hand_on([*self.switchboard.gone(name), *self.desk.gone(name)])
         self.handle(Disconnected(name))
 
@@ -300,17 +319,20 @@ class ControlServer:
         there = len(self.strangers) > 0
         self._late = asyncio.get_running_loop().call_later(_LATE_S, self._send_off) if there else None
 
-    def _warn(self, why: Why) -> None:
+    def warn(self, why: Why) -> None:
+        """Tell whoever looks."""
         warn(self.events, why)
 
     def _arm(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
         deadline_ns = self.coordinator.next_deadline_ns
+        if self._timer is not None:
+            if self._timer[0] == deadline_ns:
+                return
+            self._timer[1].cancel()
+            self._timer = None
         if deadline_ns is not None:
             delay_s = max(0.0005, (deadline_ns - time.monotonic_ns()) / 1e9)
-            self._timer = asyncio.get_running_loop().call_later(delay_s, self._tick)
+            self._timer = deadline_ns, asyncio.get_running_loop().call_later(delay_s, self._tick)
 
     def _tick(self) -> None:
         self._timer = None
@@ -380,11 +402,14 @@ class ControlSocket(asyncio.Protocol):
         if transport is None or seals is None or transport.is_closing():
             return
         said, self._told = frames.of(message, self._told)
-        for data, digest in said:
-            self._write(data, seals.tag(data, digest=digest))
+        self._write(*(part for data, digest in said for part in (data, seals.tag(data, digest=digest))))
         if transport.get_write_buffer_size() > MAX_UNSENT_BYTES:
             self._server.refuse(self.peer, f"more than {MAX_UNSENT_BYTES} bytes wait for it to read")
             transport.abort()
+
+    def knows(self, plan: Plan) -> None:
+        """Who is at the other end has this plan."""
+        self._told = self._told or plan
 
     def end(self) -> None:
         """Close after what is queued has left."""
@@ -414,8 +439,7 @@ class ControlSocket(asyncio.Protocol):
         if self._transport is None:
             return
         if self._pipe is None:
-            for part in parts:
-                self._transport.write(part)
+            self._transport.writelines(parts)
             return
         for part in parts:
             self._pipe.write(part)
@@ -467,8 +491,9 @@ async def serve(place: Post) -> None:
     config = load_config([(JOB_FILE, job["config"])])
     host = place.host or config.network.address
     token = wire.read_token(run_dir / TOKEN_FILE)
-    events = EventLog(run_dir / EVENTS_FILE)
     shown = shown_by(config.security.tls, token, host)
+    premises = premises_of(run_dir, place.replica, token, Tls.of(shown), config.control.lease_s)
+    own = EventLog(run_dir / (OWN_FOLDER if place.replica else "") / EVENTS_FILE)  # nobody writes into a replica
     server: ControlServer | None = None
 
     def accepted() -> ControlSocket:
@@ -487,15 +512,22 @@ async def serve(place: Post) -> None:
         listener = await listen(0)  # somebody else took the port; clients read the new one from the address file
     bound = listener.sockets[0].getsockname()
     where = address_of(host, bound[1], *((config.security.tls.mode, shown.ca) if shown is not None else ()))
-    tenure, journal = await open_journal(place, config, token, where, events)
-    term = journal.fence()
-    coordinator = Coordinator(coordinator_config(config, term, scripted_strikes(job)), journal.entries)
+    tenure, journal = await open_journal(place, config, token, where, own, premises)
+    term, lacking = journal.fence(), premises.taken(config.checkpoint.disk.path)
+    events = EventLog(run_dir / EVENTS_FILE)
+    sudden = tenure is not None and tenure.sudden
+    rules = coordinator_config(config, term, scripted_strikes(job), sudden=sudden)
+    coordinator = Coordinator(rules, journal.entries)
     board = Switchboard(job_facts(run_dir, job, 0 if place.owner else place.parent))
     server = ControlServer(coordinator, board, journal, events, token, Tls.of(shown), tenure)
     await listener.start_serving()
     announce(run_dir / COORDINATOR_FILE, where)
     if journal.entries and coordinator.job.progress.ended is None:
         report_restart(events, coordinator, journal, place)
+    if isinstance(journal, EtcdStore):
+        journal.end_after(server.replicas.caught_up)
+    if lacking:
+        server.warn(Why(Cause.LEASE, lacking))
     server.handle(Tick())
     gc.collect()
     gc.freeze()
@@ -531,6 +563,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--host", default="", help="listen there, not where the config says")
     parser.add_argument("--owner", default="", help="among those that may hold the job's lease")
     parser.add_argument("--job", type=int, default=0, help="revision of the job in etcd")
+    parser.add_argument("--replica", default="", help="name of this host, whose directory is a replica of the job's")
     parser.add_argument("--anew", action="store_true", help="take the place of a coordinator on another host")
     arguments = parser.parse_args(argv)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the job's process, which ends it in order

@@ -16,6 +16,7 @@ from everstep.protocol.coordinator.types import (
     CoordinatorConfig,
     HostRules,
 )
+from everstep.protocol.lease.candidate import GONE_PART
 from everstep.protocol.messages import (
     JobFacts,
 )
@@ -34,10 +35,14 @@ RETURN_NS = 30_000_000_000
 _LATE_S = _LOOK_S = 0.25
 
 
-def coordinator_config(config: Config, term: int = 0, strikes: Sequence[Strike] = ()) -> CoordinatorConfig:
+def coordinator_config(
+    config: Config, term: int = 0, strikes: Sequence[Strike] = (), *, sudden: bool = False
+) -> CoordinatorConfig:
     """What the coordinator needs of the job's config. term: as `HostRules` has it. strikes: scripted faults of hosts
-    and links."""
+    and links. sudden: as `Candidate` has it."""
     beat = config.heartbeat
+    # Whoever takes another's place was not there before its lease was over: all had that time, too, or have it now.
+    lacks_s = config.control.lease_s * (1 - GONE_PART) if sudden else 0.0
     return CoordinatorConfig(
         lanes=config.lanes,
         stages=config.stages,
@@ -53,8 +58,7 @@ def coordinator_config(config: Config, term: int = 0, strikes: Sequence[Strike] 
         save_ns=int(config.checkpoint.grace_s * 1e9) if config.checkpoint.enabled else 0,
         slots=config.workers + config.spares,
         hosts=HostRules(
-            # Whoever takes another's place was not there before its lease was over: all had that time, too.
-            grace_ns=int(beat.reconnect_s * 1e9) if term else HostRules.grace_ns,
+            grace_ns=int((beat.reconnect_s + lacks_s) * 1e9) if term else HostRules.grace_ns,
             reconnect_ns=int(beat.reconnect_s * 1e9),
             return_ns=RETURN_NS if config.hosts.return_ == "rebalance" else None,
             device=config.device,

@@ -1,4 +1,4 @@
-"""The lease and the journal of a job in etcd, over the JSON gateway of its members, on one kept connection.
+"""The lease and the journal of a job in etcd.
 
 Everything that is written bears a tag that only the job's token makes, so who can write into etcd can stop a job but
 not tell it anything. Source: etcd.io/docs, "gRPC gateway" and "API reference" (txn, lease).
@@ -16,8 +16,6 @@ import zlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import msgspec
-
 from everstep.base.errors import ConfigError, ProtocolError, QuorumLost
 from everstep.base.etcd_address import EtcdAddress
 from everstep.protocol.lease.requests import (
@@ -26,6 +24,7 @@ from everstep.protocol.lease.requests import (
     Campaign,
     Claim,
     Compact,
+    Depose,
     Fenced,
     Holder,
     HolderSeen,
@@ -40,6 +39,8 @@ from everstep.protocol.lease.requests import (
     Taken,
     Unanswered,
 )
+from everstep.runtime.etcd_access import NO_ACCESS, EtcdAccess
+from everstep.runtime.etcd_gateway import Gateway, NoReply, Pair, Reply, Unwelcome
 from everstep.runtime.handshake import role_token
 
 LEASE, JOB, SNAPSHOT, JOURNAL = "/lease", "/job", "/snapshot", "/journal/"
@@ -52,41 +53,6 @@ _HOLD_S = 60.0
 _RENEWALS = 5
 
 
-class _Pair(msgspec.Struct):
-    key: str = ""
-    value: str = ""
-    create_revision: str = "0"
-    mod_revision: str = "0"
-    lease: str = "0"
-
-
-class _Range(msgspec.Struct):
-    kvs: list[_Pair] = []
-    more: bool = False
-
-
-class _Outcome(msgspec.Struct):
-    response_range: _Range | None = None
-
-
-class _Head(msgspec.Struct):
-    revision: str = "0"
-
-
-class _Reply(msgspec.Struct):
-    """Of any request; what is not in it has its default."""
-
-    header: _Head = msgspec.field(default_factory=_Head)
-    kvs: list[_Pair] = []
-    more: bool = False
-    succeeded: bool = False
-    responses: list[_Outcome] = []
-    ID: str = "0"
-    TTL: str = "0"
-    result: dict[str, Any] = {}
-    etcdserver: str = ""
-
-
 class Announced(NamedTuple):
     """What a job has said of itself. revision: of that, so that another job is known from it."""
 
@@ -94,37 +60,27 @@ class Announced(NamedTuple):
     revision: int
 
 
-class NoReply(Exception):
-    """A member has not answered, or not as a member of etcd that has a leader does."""
-
-
 class Etcd:
     """Answers what coordinators ask (`ask`), and knows which job it is for. Thread-safe.
 
     token: the job's. timeout_s: for one request to one member. job: `Announced.revision` of the job that may have the
-    lease; 0: of any.
+    lease; 0: of any. access: what this host has to be let in.
 
     Raises: ConfigError if httpx is not installed.
     """
 
-    def __init__(self, address: EtcdAddress, token: bytes, timeout_s: float, job: int = 0) -> None:
-        try:
-            import httpx
-        except ImportError:
-            raise ConfigError("etcd needs httpx: pip install 'everstep[etcd]'") from None
+    def __init__(
+        self, address: EtcdAddress, token: bytes, timeout_s: float, job: int = 0, access: EtcdAccess = NO_ACCESS
+    ) -> None:
         self.address = address
         self.job = job
         self._key = role_token(token, _ROLE)
-        self._errors = (httpx.HTTPError, httpx.InvalidURL)
-        self._refused = httpx.ConnectError
-        limits = httpx.Limits(max_connections=8, max_keepalive_connections=8, keepalive_expiry=60.0)
-        self._http = httpx.Client(timeout=timeout_s, limits=limits, trust_env=False)
-        self._turn = 0
-        self._lock = threading.Lock()
+        self._gateway = Gateway(address, timeout_s, access)
+        self._post = self._gateway.post
 
     def close(self) -> None:
         """End its connections."""
-        self._http.close()
+        self._gateway.close()
 
     def ask(self, request: StoreRequest) -> StoreAnswer:
         """Never raises for what etcd does; what it holds that is not the job's own is `ProtocolError`."""
@@ -138,7 +94,7 @@ class Etcd:
     def _look(self, request: Look) -> StoreAnswer:
         return HolderSeen(self._holder(self._get(LEASE)))
 
-    def _holder(self, pairs: list[_Pair]) -> Holder | None:
+    def _holder(self, pairs: list[Pair]) -> Holder | None:
         if not pairs:
             return None
         said = self._opened(LEASE, pairs[0])
@@ -166,6 +122,10 @@ class Etcd:
     def _renew(self, request: Renew) -> StoreAnswer:
         reply = self._post("lease/keepalive", {"ID": str(request.lease)})
         return Renewed(_int(str(reply.result.get("TTL", "0"))))
+
+    def _depose(self, request: Depose) -> StoreAnswer:
+        self._post("lease/revoke", {"ID": str(request.lease)})
+        return Appended()
 
     def resign(self, lease: int) -> None:
         """Give the lease back, if etcd answers."""
@@ -216,7 +176,7 @@ class Etcd:
         """Say which job this is, with an empty journal, and hold the lease for its first coordinator; unless somebody
         holds it, who is returned.
 
-        Raises: QuorumLost if etcd does not answer.
+        Raises: QuorumLost if etcd does not answer; ConfigError if it does not let this host in.
         """
         lease = _int(self._surely("lease/grant", {"TTL": str(ttl_s)}).ID)
         free = [self._compare(LEASE, "CREATE", "create_revision", 0)]
@@ -248,33 +208,32 @@ class Etcd:
             time.sleep(ttl_s / _RENEWALS)
         self.close()
 
+    def reach(self) -> None:
+        """Ask for something that needs no token of the job. Raises: as `announced`."""
+        self._surely("kv/range", {**self._span(JOB, ""), "keys_only": True})
+
     def announced(self) -> Announced | None:
-        """The job that is there, None if none is. Raises: QuorumLost if etcd does not answer."""
+        """The job that is there, None if none is.
+
+        Raises: QuorumLost if etcd does not answer; ConfigError if it does not let this host in.
+        """
         pairs = self._surely("kv/range", self._span(JOB, "")).kvs
         return Announced(self._opened(JOB, pairs[0]), _int(pairs[0].mod_revision)) if pairs else None
 
-    def _surely(self, what: str, asked: dict[str, Any]) -> _Reply:
+    def _surely(self, what: str, asked: dict[str, Any]) -> Reply:
         """Of whichever member answers; what is asked may take effect more than once."""
         for _ in self.address.members:
-            with contextlib.suppress(NoReply):
+            try:
                 return self._post(what, asked)
+            except Unwelcome as error:
+                raise ConfigError(str(error)) from None
+            except NoReply:
+                continue
         raise QuorumLost(self.trouble())
 
     def trouble(self) -> str:
         """What is wrong with etcd, in one line for people."""
-        silent = [member for member in self.address.members if not self._lives(member)]
-        count = len(self.address.members)
-        if not silent:
-            return f"etcd at {','.join(self.address.members)} has no leader: look whether its members reach each other"
-        words = f"{len(silent)} of {count} members do not answer"
-        return f"etcd without a quorum: {words} ({', '.join(silent)}): start them, or name others in control.etcd"
-
-    def _lives(self, member: str) -> bool:
-        """Whether it answers at all, be it that it has no leader: what it says of its health it asks that one for."""
-        try:
-            return bool(self._read("GET", member, "/version", None, (200,)).etcdserver)
-        except NoReply:
-            return False
+        return self._gateway.trouble()
 
     # ---- keys and values
 
@@ -298,7 +257,7 @@ class Etcd:
     def _tag(self, name: str, body: bytes) -> bytes:
         return hmac.digest(self._key, f"{self.address.prefix}{name}\0".encode() + body, "sha256")
 
-    def _opened(self, name: str, pair: _Pair) -> dict[str, Any]:
+    def _opened(self, name: str, pair: Pair) -> dict[str, Any]:
         """Raises: ProtocolError if nobody with the job's token has written it."""
         try:
             data = base64.b64decode(pair.value, validate=True)
@@ -313,48 +272,8 @@ class Etcd:
         key = f"{self.address.prefix}{name}"
         raise ProtocolError(f"what etcd has under {key} is of no job with this token: choose another prefix or token")
 
-    def _get(self, name: str) -> list[_Pair]:
+    def _get(self, name: str) -> list[Pair]:
         return self._post("kv/range", self._span(name, "")).kvs
-
-    # ---- requests
-
-    def _post(self, what: str, asked: dict[str, Any]) -> _Reply:
-        """To one member; to the next one where nobody listens, and after one that has failed. Raises: NoReply."""
-        failed: list[str] = []
-        for _ in self.address.members:
-            with self._lock:
-                member = self.address.members[self._turn % len(self.address.members)]
-            try:
-                return self._read("POST", member, f"/v3/{what}", asked, (200,))
-            except NoReply as error:
-                failed.append(str(error))
-                with self._lock:
-                    self._turn += 1
-                if not isinstance(error.__cause__, self._refused):
-                    break  # it may have taken effect: whoever asked decides what to ask next
-        raise NoReply("; ".join(failed))
-
-    def _read(self, method: str, member: str, path: str, asked: Any, fine: tuple[int, ...]) -> _Reply:
-        data = bytearray()
-        try:
-            with self._http.stream(method, f"http://{member}{path}", json=asked) as response:
-                for chunk in response.iter_bytes():
-                    data += chunk
-                    if len(data) > _MOST_BYTES:
-                        raise NoReply(f"{member} says more than {_MOST_BYTES} bytes")
-            if response.status_code not in fine:
-                raise NoReply(f"{member}: {bytes(data[:200]).decode(errors='replace')}")
-            return read_reply(bytes(data), member)
-        except self._errors as error:
-            raise NoReply(f"{member}: {str(error) or type(error).__name__}") from error
-
-
-def read_reply(data: bytes, member: str) -> _Reply:
-    """What a member has said. Raises: NoReply if etcd says nothing of the kind."""
-    try:
-        return msgspec.json.decode(data, type=_Reply)
-    except (msgspec.MsgspecError, ValueError, RecursionError):
-        raise NoReply(f"{member} does not speak as etcd does") from None
 
 
 def _int(text: str) -> int:
@@ -385,6 +304,7 @@ _MEANS: dict[type, Callable[[Etcd, Any], StoreAnswer]] = {
     Campaign: Etcd._campaign,
     Claim: Etcd._claim,
     Renew: Etcd._renew,
+    Depose: Etcd._depose,
     Load: Etcd._load,
     Append: Etcd._append,
     Compact: Etcd._compact,

@@ -5,7 +5,10 @@ are told of the job's, who claims a fault, and what people ask of their logs. Th
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from pathlib import Path
+
+import msgspec
 
 from everstep.base.given import read_given
 from everstep.protocol.messages import (
@@ -22,7 +25,8 @@ from everstep.protocol.messages import (
 )
 from everstep.runtime.claims import claim
 from everstep.runtime.gathering import Receiving
-from everstep.runtime.places import PAGES
+from everstep.runtime.places import PAGES, write_hosts
+from everstep.runtime.replica import OWN_FOLDER
 
 _MOST_PAGE_BYTES = 64 << 10
 MOST_ASKED = 1000
@@ -31,19 +35,27 @@ Answers = list[tuple[str, AnyMessage]]
 
 
 class FilesDesk:
-    """Says what to answer to whom."""
+    """Says what to answer to whom. told: up to which step others may forget what they know, of those that are told in
+    the job's events."""
 
-    def __init__(self, run_dir: Path) -> None:
+    def __init__(self, run_dir: Path, told: Callable[[int], int] = lambda through: through) -> None:
         self._run_dir = run_dir
+        self._told_to = told
         self._receiving = Receiving(run_dir)
         self._agents: dict[str, str] = {}
+        self._places: dict[str, HostPlace] = {}
         self._asked: dict[int, tuple[str, int, str]] = {}
         self._requests = 0
+
+    def looked(self) -> tuple[int, int]:
+        """As `Receiving` has it."""
+        return self._receiving.looked
 
     def take(self, connection: str, message: AnyMessage) -> Answers | None:
         """None: it is somebody else's to answer."""
         if isinstance(message, FilePiece):
-            return [(connection, self._receiving.take(message))]
+            taken = self._receiving.take(message)
+            return [(connection, msgspec.structs.replace(taken, told=self._told_to(taken.told)))]
         if isinstance(message, ClaimFault):
             return self._claim(connection, message)
         if isinstance(message, HostTold):
@@ -52,15 +64,25 @@ class FilesDesk:
             return self._ask(connection, message)
         if isinstance(message, HostPlace):  # none who was refused says it
             self._agents[message.agent_id] = connection
+            self._places[connection] = message
+            self._say_hosts()
         return None
 
     def gone(self, connection: str) -> Answers:
         """A connection has ended: what it was asked is not answered any more."""
+        if self._places.pop(connection, None) is not None:
+            self._say_hosts()
         gone = [host for host, agent in self._agents.items() if agent == connection]
         for host in gone:
             del self._agents[host]
         lost = [key for key, (_, _, host) in self._asked.items() if host in gone]
         return [_refused(*self._asked.pop(key)) for key in lost]
+
+    def _say_hosts(self) -> None:
+        """Where the agent of this host has files of its own, nobody else says in the job's who has others."""
+        if (self._run_dir / OWN_FOLDER).is_dir():
+            with contextlib.suppress(OSError):
+                write_hosts(self._run_dir, {place.agent_id: place for _, place in sorted(self._places.items())})
 
     def _claim(self, connection: str, message: ClaimFault) -> Answers:
         try:

@@ -68,6 +68,11 @@ class Receiving:
         self._coming: dict[str, _Coming] = {}
         self._done: dict[str, str] = {}
 
+    @property
+    def looked(self) -> tuple[int, int]:
+        """Up to which step all are told in the job's events, as far as has been looked; and how many bytes that is."""
+        return self._told.told.through, self._told.position
+
     def take(self, piece: FilePiece) -> PieceTaken:
         """A piece came, or the question how much is there. What the disk refuses is not there, and comes again."""
         at, told = ASK_AGAIN, 0

@@ -14,12 +14,13 @@ from typing import Any, NamedTuple
 from everstep.base.cause import Cause, Why
 from everstep.base.config import Config, load_config
 from everstep.base.plan import WorkerKey
+from everstep.observe.events import EventLog
 from everstep.protocol.messages import (
     JobFacts,
     WorkerLife,
 )
 from everstep.protocol.roles import WORKER
-from everstep.runtime.address import COORDINATOR_FILE, LOGS_FOLDER, METRICS_FOLDER
+from everstep.runtime.address import COORDINATOR_FILE, EVENTS_FILE, LOGS_FOLDER, METRICS_FOLDER
 from everstep.runtime.agent_link import AgentLink
 from everstep.runtime.board import Board
 from everstep.runtime.collector import Collector, Sampler
@@ -164,6 +165,12 @@ class Host:
         self._server.kill()
         os.kill(os.getpid(), signal.SIGKILL)
         os._exit(128 + signal.SIGKILL)  # the first process of a container is not killed by its own signal
+
+    def tell(self, kind: str, why: Why) -> None:
+        """One of the job's events, as its workers here tell theirs."""
+        events = EventLog(self.run_dir / EVENTS_FILE)
+        events.write(kind, **vars(why))
+        events.close()
 
     def finishing(self) -> list[WorkerLife]:
         """Who still runs what its script does after the last step; a process that is stopped does nothing."""

@@ -45,7 +45,8 @@ from everstep.runtime.context import Joining
 from everstep.runtime.finding import Finder, Where
 from everstep.runtime.fork_server_client import ForkServerClient, start_fork_server
 from everstep.runtime.host import Host, Secrets
-from everstep.runtime.links import harm
+from everstep.runtime.letting_go import Harms
+from everstep.runtime.links import clear, harm
 from everstep.runtime.process import (
     END_ALONE,
     Inbox,
@@ -67,10 +68,12 @@ _BRING_S, _HURRY_S = 30.0, 2.0
 
 @dataclass(frozen=True)
 class Left:
-    """How an agent ended: exit code, and a line for the user where it is not the job's doing."""
+    """How an agent ended: exit code, and a line for the user where it is not the job's doing. later: the job was told
+    to stop by what may start it again."""
 
     exit_code: int
     words: str = ""
+    later: bool = False
 
 
 class Absence:
@@ -119,6 +122,7 @@ class HostAgent:
         self._deadline_s = inf
         self._done = {"idle"}  # until it is told of slots; also: killed, told of failure
         self._left: Left | None = None
+        self._harms = Harms()
         self._link = AgentLink(
             *(joining.where(), token, joining.host, joining.room, board),
             *(self._lives, self._slots, self._hear, Tls.of(shown), joining.own or joining.host),
@@ -132,6 +136,7 @@ class HostAgent:
 
     def run(self) -> Left:
         """Take part until the job is over. Nothing is left running."""
+        clear(self._joining.own)
         try:
             with taking_signals(_SIGNALS, self._inbox.put):
                 while self._left is None:
@@ -157,6 +162,9 @@ class HostAgent:
         if self._job_fd in ready and self._ended is None:
             self._leave(Left(3, "the job's process is gone: its workers here are ended"))
         self._link.beat(now_s)
+        for name in self._harms.look():
+            if self._host is not None:
+                self._host.tell("fault_over", Why(Cause.INJECTED, f"chaos: {name} is over"))
         self._look_at_workers(now_s)
         self._look_at_link(now_s)
         self._look_at_end(now_s)
@@ -182,9 +190,8 @@ class HostAgent:
         elif isinstance(item, JobFacts):
             if host is None:
                 self._begin(item)
-            elif (item.task, item.argv, item.config) != (host.facts.task, host.facts.argv, host.facts.config):
-                said = self._joining.said or self._joining.address
-                self._leave(Left(3, f"another job listens at {said} by now"))
+            elif words := _unfit(host, item, self._joining.said or self._joining.address):
+                self._leave(Left(3, words))
             else:
                 host.quarters.say()
         elif isinstance(item, AgentRefused):
@@ -234,10 +241,11 @@ class HostAgent:
         elif isinstance(message, StrikeNow) and message.kind == "kill":
             host.fall()
         elif isinstance(message, StrikeNow):
+            name = f"{message.kind} between {self._joining.own or 'this host'} and {message.peer or 'all others'}"
             try:
-                harm(message, self._joining.own)
+                self._harms.take(name, lambda: harm(message, self._joining.own))
             except (ConfigError, OSError) as error:
-                self._notify("warning", Why(Cause.INJECTED, f"chaos: {message.kind} did not strike: {error}"))
+                host.tell("warning", Why(Cause.INJECTED, f"chaos: {message.kind} did not strike: {error}"))
 
     def _begin(self, facts: JobFacts) -> None:
         if facts.job_pid and facts.machine == machine():
@@ -271,6 +279,7 @@ class HostAgent:
             self._deadline_s = time.monotonic() + GRACE_S
             if self._host is not None:
                 self._host.workers.stop()
+                self._host.workers.go_on()  # who stands still cannot leave
 
     # ---- what is to be done
 
@@ -299,7 +308,7 @@ class HostAgent:
         if host is None or host.workers.none_live():
             alone = host is not None and host.workers.alone
             if self._ended is not None or alone:
-                self._leave(_over(self._ended, self._joining))
+                self._leave(_over(self._ended, self._joining, self._link.leaving))
             return
         if self._ended is None or now_s < self._deadline_s:
             return
@@ -307,13 +316,15 @@ class HostAgent:
         if patient and host.finishing():
             host.kill_idle()  # some worker still does what its script does after the last step
         elif "killed" in self._done:
-            self._leave(_over(self._ended, self._joining))
+            self._leave(_over(self._ended, self._joining, self._link.leaving))
         else:
             self._done.add("killed")
             host.workers.kill_all()
             self._deadline_s = now_s + GRACE_S
 
     def _leave(self, how: Left) -> None:
+        if how.exit_code == 3 and self._link.leaving:
+            how = Left(0, how.words)  # which it was to do anyway
         self._left = self._left or how
 
     def _tear_down(self) -> None:
@@ -332,6 +343,7 @@ class HostAgent:
                 last_first.callback(self._host.close, at_once=by_signal)
             if self._job_fd >= 0:
                 last_first.callback(os.close, self._job_fd)
+            last_first.callback(self._harms.close)
 
     # ---- small things
 
@@ -346,9 +358,21 @@ class HostAgent:
         self._link.notice(kind, {"time_unix_ns": time.time_ns(), **said, **fields})
 
 
-def _over(ended: JobEnded | None, joining: Joining) -> Left:
-    """The job has ended; where its process is, that one says how."""
-    return Left(0, "" if ended is None or joining.parent else f"the job is over: {ended.state}")
+def _unfit(host: Host, facts: JobFacts, said: str) -> str:
+    """Why this agent cannot go on with the job that it has heard of over a new connection, "" if it can."""
+    if (facts.task, facts.argv, facts.config) != (host.facts.task, host.facts.argv, host.facts.config):
+        return f"another job listens at {said} by now"
+    if not host.quarters.fits(facts):
+        return f"the job goes on in another directory than {host.run_dir}: start this agent again"
+    return ""
+
+
+def _over(ended: JobEnded | None, joining: Joining, leaving: bool) -> Left:
+    """The job has ended; where its process is, that one says how. leaving: this host was asked to leave."""
+    if ended is None or joining.parent:
+        return Left(0)
+    stopped = ended.state == "interrupted" and ended.exit_code == 128 + signal.SIGTERM
+    return Left(0, f"the job is over: {ended.state}", later=stopped and not leaving)
 
 
 def _say(words: str) -> None:

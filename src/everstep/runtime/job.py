@@ -34,6 +34,7 @@ from everstep.protocol.messages import (
     JobHello,
     Ping,
     Pong,
+    StrikeNow,
 )
 from everstep.protocol.roles import JOB, PEOPLE
 from everstep.runtime import wire
@@ -187,7 +188,10 @@ class Job:
         now_s = time.monotonic()
         link.ping(now_s)
         if self._end.outcome is None:
+            led = self._lead.here
             self._lead.look(self._coordinator.pid)
+            if self._lead.here and not led:
+                link.expect_anew()  # what was silent was the one before it
             self._check_processes(link, now_s)
             self._start_due(now_s)
             self._look_for_answer(link, now_s)
@@ -236,7 +240,9 @@ class Job:
         self._notify("coordinator_died", why)
         if self._end.outcome is not None:
             self._end.present(())  # nobody will say when the agents have left
-        if hopeless and self._end.outcome is None:
+        if self._coordinator.moved:
+            self._end.give_up(3, why)
+        elif hopeless and self._end.outcome is None:
             self._fail_start("the coordinator", self._coordinator, why)
 
     def _on_local_death(self) -> None:
@@ -269,6 +275,9 @@ class Job:
             self._end.present(item.agent_ids)
         elif isinstance(item, AgentNotice):
             self._on_notice(item)
+        elif isinstance(item, StrikeNow):
+            if self._lead.here:
+                self._coordinator.strike(item.kind, item.for_s)
         elif isinstance(item, Goodbye) and self._succession.guest:
             self._end.give_up(3, Why(item.cause, item.reason))
         elif isinstance(item, CommandReply) and not item.ok:
@@ -321,7 +330,7 @@ class Job:
                 last_first.callback(self._link.close)
             if self._local is not None:
                 last_first.callback(self._local.end, *([INTERRUPTED_WAIT_S] if self._end.interrupted else []))
-            if self._link is not None and not self._succession.guest:
+            if self._link is not None and not (self._succession.guest or self._coordinator.moved):
                 last_first.callback(self._link.goodbye, Why(Cause.INTERRUPTED, "the job's process has ended"))
 
     def _hear_the_last(self) -> None:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from everstep.base.config_keys import CheckpointConfig
+from everstep.base.domains import LABEL_VALUE, LABELS, Domains, ordered
 from everstep.base.errors import ConfigError
 from everstep.base.given import read_given, read_json
 from everstep.protocol.messages import HostPlace, JobFacts
@@ -116,7 +117,15 @@ def write_job(place: Place, facts: JobFacts, address: tuple[str, int] | None) ->
 
 
 def _private(facts: JobFacts, host: str) -> Path:
-    """A directory that is the same for whoever comes again, and nobody else's. Raises: ConfigError."""
+    job = facts.job.get("created_unix_ns")
+    return private_folder(f"{job if isinstance(job, int) else 0:x}", host)
+
+
+def private_folder(job: str, host: str) -> Path:
+    """A directory that is the same for whoever comes again, and nobody else's; it may not be there yet.
+
+    Raises: ConfigError.
+    """
     top = Path(tempfile.gettempdir()) / f"everstep-{os.getuid()}"
     try:
         top.mkdir(mode=0o700, exist_ok=True)
@@ -125,9 +134,7 @@ def _private(facts: JobFacts, host: str) -> Path:
         raise ConfigError(f"cannot make {top}: {error.strerror or error}; say with --run-dir where files go") from None
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
         raise ConfigError(f"{top} is not this user's alone: remove it, or say with --run-dir where files go")
-    job = facts.job.get("created_unix_ns")
-    name = re.sub(r"[^A-Za-z0-9._-]", "_", host)[:64]
-    return top / f"{job if isinstance(job, int) else 0:x}-{name}"
+    return top / f"{job}-{re.sub(r'[^A-Za-z0-9._-]', '_', host)[:64]}"
 
 
 # ---- who else there is
@@ -140,7 +147,7 @@ def write_hosts(run_dir: Path, places: dict[str, HostPlace]) -> None:
     if len({place.disk for place in places.values()}) < 2 and not path.exists():
         return  # else nobody is to look for a host that is gone
     rows = {
-        name: {"apart": place.apart, "disk": place.disk, "address": place.address}
+        name: {"apart": place.apart, "disk": place.disk, "address": place.address, "domains": place.domains}
         for name, place in sorted(places.items())
     }
     write_atomically(path, json.dumps(rows) + "\n")
@@ -160,6 +167,20 @@ def others(run_dir: Path, host: str) -> dict[str, str]:
         if disk != own and name != host and address:
             found.setdefault(disk, (name, address))
     return dict(found.values())
+
+
+def domains_there(run_dir: Path) -> dict[str, Domains]:
+    """In which failure domains the hosts are, by name, as far as they have said so."""
+    try:
+        rows = read_json(run_dir / HOSTS_FILE)
+        said = {str(name): dict(row.get("domains", {})) for name, row in rows.items()}
+    except (OSError, ValueError, TypeError, AttributeError):
+        return {}
+    known = {
+        name: {k: v for k, v in labels.items() if k in LABELS and isinstance(v, str) and re.match(LABEL_VALUE, v)}
+        for name, labels in said.items()
+    }
+    return {name: ordered(labels, name) for name, labels in sorted(known.items())}
 
 
 def disk_of(facts: JobFacts, place: Place, config: CheckpointConfig, host: str) -> tuple[Path, str]:

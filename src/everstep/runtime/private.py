@@ -22,7 +22,7 @@ _OURS = {
     *(address.COORDINATOR_FILE, address.JOURNAL_FILE, address.METRICS_FILE, address.METRICS_TOKEN_FILE),
     address.NOTES_FILE,
     *(places.PLACE_FILE, places.SOURCE_FILE, places.HOSTS_FILE, *places.PAGES),
-    "newest-checkpoint.json",
+    *("newest-checkpoint.json", "replica.json", "host"),
     *(address.LOGS_FOLDER, address.METRICS_FOLDER, address.PROFILES_FOLDER, address.CHECKPOINTS_DIR),
     *map(address.role_file, PEOPLE),
     *("ledger", "final", "chaos", "report.html", "report-figures", *SINKS, NOTICES),

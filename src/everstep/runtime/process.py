@@ -20,7 +20,9 @@ from typing import Generic, TypeVar
 from everstep.base.cause import Cause, Why
 from everstep.base.given import open_given
 
-OUTLIVES_WORKERS = "everstep-continue"  # first word of a process that is not ended with the worker that started it
+OUTLIVES_WORKERS = "everstep-continue"
+"""First word, or what a program of ours is told first, of a process that does not end with the worker that has started
+it."""
 END_ALONE = signal.SIGRTMIN + 5
 """Tells a job's own agent to end the job in order, since no coordinator answers; no scheduler sends it."""
 _PR_SET_PDEATHSIG = 1
@@ -31,6 +33,11 @@ _OWN_CRASHES = {signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, si
 def own_command(module: str, *arguments: str) -> list[str]:
     """The command of a process of our own. -P: the working directory is no place to import from."""
     return [sys.executable, "-P", "-m", module, *arguments]
+
+
+def lasting_command(module: str, *arguments: str) -> list[str]:
+    """The same of one that `outlives_workers`."""
+    return own_command(module, OUTLIVES_WORKERS, *arguments)
 
 
 def die_with_parent(parent_pid: int) -> None:
@@ -129,12 +136,18 @@ def is_stopped(pid: int) -> bool:
 
 
 def outlives_workers(pid: int) -> bool:
-    """Whether this process is called `OUTLIVES_WORKERS`."""
+    """Whether this process is called `OUTLIVES_WORKERS`, or `lasting_command` has started it."""
+    words, told = command_words(pid), len(own_command(""))
+    return OUTLIVES_WORKERS.encode() in (*words[:1], *words[told : told + 1])
+
+
+def command_words(pid: int) -> list[bytes]:
+    """With what this process was started; none if it is gone."""
     try:
         with open(f"/proc/{pid}/cmdline", "rb") as file:
-            return file.read().split(b"\0", 1)[0] == OUTLIVES_WORKERS.encode()
+            return file.read().split(b"\0")
     except OSError:
-        return False
+        return []
 
 
 def thread_count() -> int:

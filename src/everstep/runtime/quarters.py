@@ -32,7 +32,7 @@ from everstep.runtime.carrier import Carrier
 from everstep.runtime.commands import run_lock
 from everstep.runtime.context import Joining
 from everstep.runtime.peer import PeerConnection, PeerServer, peer_connect
-from everstep.runtime.places import PAGES, disk_of, find_place, word_in_source, write_hosts, write_job
+from everstep.runtime.places import PAGES, disk_of, find_place, word_in, word_in_source, write_hosts, write_job
 from everstep.runtime.private import close_run_dir
 from everstep.runtime.tls import Tls
 
@@ -69,7 +69,7 @@ class Quarters:
         connected: Callable[[], bool],
     ) -> None:
         self._place = find_place(facts, joining.run_dir, joining.host)
-        self._host = joining.host
+        self._host, self._domains = joining.host, joining.domains
         self._checkpoints, self._disk = disk_of(facts, self._place, config, joining.host)
         self._files, self._wire = joining.files, wire
         self._server: PeerServer | None = None
@@ -103,10 +103,16 @@ class Quarters:
         """Whether the directory is this host's own."""
         return self._place.apart
 
+    def fits(self, facts: JobFacts) -> bool:
+        """Whether the directory can still be used: not if it was the job's, and the job is led in another one now."""
+        return self._place.apart or not facts.place or word_in(self.run_dir) == facts.place
+
     def say(self) -> None:
         """Over a new connection: where this host's files are."""
         address = self._server.address if self._server is not None else ""
-        self._send(HostPlace(agent_id=self._host, apart=self._place.apart, disk=self._disk, address=address))
+        here, apart = self._host, self._place.apart
+        said = HostPlace(agent_id=here, apart=apart, disk=self._disk, address=address, domains=self._domains)
+        self._send(said)
         if self._carrier is not None:
             self._carrier.begin_anew()
 

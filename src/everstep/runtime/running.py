@@ -37,7 +37,12 @@ class Running:
 
     def kill(self) -> bool:
         """SIGKILL, to all of it. Returns whether anybody was there."""
-        return sum(_kill(pidfd) for pidfd in self._pidfds.values()) > 0
+        return sum(_send(pidfd, signal.SIGKILL) for pidfd in self._pidfds.values()) > 0
+
+    def go_on(self) -> None:
+        """SIGCONT, to all of it."""
+        for pidfd in self._pidfds.values():
+            _send(pidfd, signal.SIGCONT)
 
     def close(self) -> None:
         """It is over, or to be over at once."""
@@ -71,7 +76,7 @@ class Running:
         if dead:
             statuses = {pid: self._status(pid, row(cell.ranks[pid])) for pid in dead}
             for pid in cell.died(statuses, time.time_ns()):
-                _kill(self._pidfds[pid])
+                _send(self._pidfds[pid], signal.SIGKILL)
         return None if cell.ranks else cell
 
     def _status(self, pid: int, row: Row) -> int:
@@ -85,9 +90,9 @@ class Running:
         return signal.SIGKILL if row.exit_code is None else row.exit_code << 8
 
 
-def _kill(pidfd: int) -> bool:
+def _send(pidfd: int, number: signal.Signals) -> bool:
     try:
-        signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+        signal.pidfd_send_signal(pidfd, number)
     except ProcessLookupError:
         return False
     return True

@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,17 +25,32 @@ from everstep.observe.events import EventLog
 from everstep.protocol.coordinator.types import CoordinatorEffect
 from everstep.protocol.lease.candidate import SECOND_NS, Candidate
 from everstep.protocol.lease.held import HeldEffects
-from everstep.protocol.lease.requests import JournalEntry, Load, Loaded, StoreAnswer, StoreRequest, Unanswered
+from everstep.protocol.lease.requests import (
+    Append,
+    Campaign,
+    JournalEntry,
+    Load,
+    Loaded,
+    StoreAnswer,
+    StoreRequest,
+    Unanswered,
+)
 from everstep.protocol.lease.writer import Writer
 from everstep.runtime.address import COORDINATOR_FILE, JOURNAL_FILE, announce
 from everstep.runtime.etcd import Etcd
+from everstep.runtime.etcd_access import find_access
+from everstep.runtime.following import Premises
 from everstep.runtime.journal import Journal
+from everstep.runtime.knocking import listens
 
 DEPOSED = 4
 """Exit code of a coordinator that has lost its lease: its next life stands by."""
 _AGAIN_S = 0.05
+_KNOCK_S = 0.1
+_LOOK_S = 0.25
 _RESIGN_S = 1.0
 _SAY_EVERY_S = 10.0
+_MOST_WORD = 64
 Written = Callable[[int], None]
 
 
@@ -112,6 +127,11 @@ class EtcdStore:
         self._writer = Writer(term, loaded.number, loaded.entries)
         self._written: Written = lambda count: None
         self._task: asyncio.Task[None] | None = None
+        self._before_end: Callable[[], Awaitable[None]] | None = None
+
+    def end_after(self, ready: Callable[[], Awaitable[None]]) -> None:
+        """That the job has ended is written when this is over."""
+        self._before_end = ready
 
     def on_written(self, written: Written) -> None:
         """Who is told."""
@@ -129,6 +149,9 @@ class EtcdStore:
 
     async def _write(self) -> None:
         while (request := self._writer.request()) is not None:
+            if self._before_end is not None and isinstance(request, Append) and _ends(request):
+                await self._before_end()
+                self._before_end = None
             answer = await self._etcd.ask(request)
             count = self._writer.answered(answer)
             if self._writer.fenced:
@@ -138,6 +161,10 @@ class EtcdStore:
                 self._written(count)
             if isinstance(answer, Unanswered):
                 await asyncio.sleep(_AGAIN_S)
+
+
+def _ends(request: Append) -> bool:
+    return any(entry.get("kind") == "ended" for entry in request.entries)
 
 
 class Asker:
@@ -171,20 +198,34 @@ class Asker:
 class Tenure:
     """Holds the lease, once it has been won, until it is lost. seen: called in the loop with where the coordinator is
     that holds it, again and again, this one included. deposed: called with the reason when it must not decide any more.
+    may_lead: whether this one may take it now.
     """
 
-    def __init__(self, etcd: Asker, candidate: Candidate, seen: Callable[[dict[str, Any]], None]) -> None:
-        self._etcd, self._candidate, self._seen = etcd, candidate, seen
+    def __init__(
+        self,
+        etcd: Asker,
+        candidate: Candidate,
+        seen: Callable[[dict[str, Any]], None],
+        may_lead: Callable[[], bool] = lambda: True,
+    ) -> None:
+        self._etcd, self._candidate, self._seen, self._may_lead = etcd, candidate, seen, may_lead
         self._deposed: Callable[[str], None] = lambda reason: None
         self._task: asyncio.Task[None] | None = None
 
     async def win(self, deposed: Callable[[str], None]) -> int:
         """Wait for the lease, however long it takes. Returns the term; from then on it is prolonged."""
         self._deposed = deposed
+        knocking = asyncio.get_running_loop().create_task(self._knock())
         while not self._candidate.holds(now_ns()):
             await self._turn()
+        knocking.cancel()
         self._task = asyncio.get_running_loop().create_task(self._keep())
         return self._candidate.term
+
+    @property
+    def sudden(self) -> bool:
+        """As `Candidate` has it."""
+        return self._candidate.sudden
 
     def sure(self) -> bool:
         """Whether this coordinator may still say something."""
@@ -205,6 +246,16 @@ class Tenure:
         if self._candidate.term and self._candidate.holder is not None:
             await self._etcd.resign(self._candidate.holder.lease)
 
+    async def _knock(self) -> None:
+        """Whether the holder's process lives: what its host says of that."""
+        while True:
+            holder = self._candidate.holder
+            if holder is not None and holder.where:
+                with contextlib.suppress(ProtocolError):  # who looks at the lease says so
+                    there = checked_where(holder.where)
+                    self._candidate.knocked(now_ns(), holder.where, await listens(there["host"], there["port"]))
+            await asyncio.sleep(_KNOCK_S)
+
     async def _keep(self) -> None:
         while not self._candidate.deposed(now_ns()):
             await self._turn()
@@ -212,7 +263,10 @@ class Tenure:
 
     async def _turn(self) -> None:
         request = self._candidate.request(now_ns())
-        if request is not None:
+        if isinstance(request, Campaign) and not self._may_lead():
+            await asyncio.sleep(_LOOK_S)
+            self._candidate.answered(now_ns(), Unanswered("others go first"))
+        elif request is not None:
             # An answer that comes too late is no reason to be deposed too late.
             asked = asyncio.ensure_future(self._etcd.ask(request))
             if self._candidate.term:
@@ -264,9 +318,15 @@ def stand_down(reason: str) -> None:
 def checked_where(where: dict[str, Any]) -> dict[str, Any]:
     """What the lease says of its holder. Raises: ProtocolError if that is no coordinator's address."""
     known = {"pid": int, "host": str, "port": int, "tls": str, "ca": str}
-    if set(where) != set(known) or any(type(where[name]) is not kind for name, kind in known.items()):
+    said = {name: value for name, value in where.items() if name != "place"}
+    if set(said) != set(known) or any(type(said[name]) is not kind for name, kind in known.items()):
         raise ProtocolError(f"expected a coordinator's address in etcd, got {str(where)[:80]!r}")
-    return where
+    return said
+
+
+def place_of(where: dict[str, Any]) -> str:
+    """By which word the directory is known that the holder of the lease leads in; "" if it does not say."""
+    return str(where.get("place", ""))[:_MOST_WORD]
 
 
 # ---- put together
@@ -276,7 +336,8 @@ def checked_where(where: dict[str, Any]) -> dict[str, Any]:
 class Post:
     """Of which job process this coordinator is, and where. parent: pid of that. host, port: where it listens; "": as
     the config says. owner: its name among those that may hold the job's lease, "" where there is none; job: as `Etcd`
-    has it. anew: it takes the place of one on another host. down_since_unix_ns, cause: of its predecessor's end."""
+    has it. anew: it takes the place of one on another host. replica: as `Succession` has it. down_since_unix_ns, cause:
+    of its predecessor's end."""
 
     run_dir: Path
     parent: int = 0
@@ -285,29 +346,38 @@ class Post:
     owner: str = ""
     job: int = 0
     anew: bool = False
+    replica: str = ""
     down_since_unix_ns: int = 0
     cause: Cause = Cause.UNKNOWN
 
 
 async def open_journal(
-    place: Post, config: Config, token: bytes, where: dict[str, Any], events: EventLog
+    place: Post,
+    config: Config,
+    token: bytes,
+    where: dict[str, Any],
+    events: EventLog,
+    premises: Premises,
 ) -> tuple[Tenure | None, JournalStore]:
-    """The journal, with the lease where there is one: then this waits for it, be it for days."""
+    """The journal, with the lease where there is one: then this waits for it, be it for days. premises: whether this
+    host may have it."""
     if not place.owner or config.control.etcd is None:
         journal = Journal(place.run_dir / JOURNAL_FILE)
         return None, FileStore(journal, lambda text: warn(events, Why(Cause.DISK, text)), place.anew)
     lease_s, loop = config.control.lease_s, asyncio.get_running_loop()
     address = EtcdAddress.parse("control.etcd", config.control.etcd)
-    etcd = Asker(
-        Etcd(address, token, min(2.0, lease_s / 4), place.job), lambda text: warn(events, Why(Cause.LEASE, text))
-    )
+    access = find_access(address, config.control, os.environ)
+    asked = Etcd(address, token, min(2.0, lease_s / 4), place.job, access)
+    etcd = Asker(asked, lambda text: warn(events, Why(Cause.LEASE, text)))
     path = place.run_dir / COORDINATOR_FILE
+    mine = {**where, "place": premises.word}
 
     def seen(holder: dict[str, Any]) -> None:
-        if holder != where:  # that is announced when it listens
+        if holder != mine:  # that is announced when it listens
+            premises.saw(place_of(holder))
             announce(path, checked_where(holder), anew=True)
 
-    tenure = Tenure(etcd, Candidate(place.owner, where, lease_s), seen)
+    tenure = Tenure(etcd, Candidate(place.owner, mine, lease_s), seen, premises.may_lead)
 
     def deposed(reason: str) -> None:
         warn(events, Why(Cause.LEASE, f"the coordinator on {where['host']} decides no more: {reason}"))

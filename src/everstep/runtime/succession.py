@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from everstep.base.errors import EverstepError
@@ -17,7 +17,9 @@ class Succession:
     """guest: the job was started on another host, and a signal ends the part of this one alone. owner: as `Holder` has
     it, "" where there is no lease; job: as `Etcd` has it. address: of this host, "" if as the job's config says. anew:
     this process takes the place of one that is gone, by hand. word: by which other hosts know the run directory of a
-    job that begins (`places.leave_word`), "" if they were not told.
+    job that begins (`places.leave_word`), "" if they were not told. secrets: with which etcd lets this host's
+    coordinator in, for its environment. replica: the run directory is this host's own, and
+    filled by whoever leads (`following.ReplicaLink`); then this is the host's name, else "".
     """
 
     guest: bool = False
@@ -26,6 +28,8 @@ class Succession:
     address: str = ""
     anew: bool = False
     word: str = ""
+    secrets: Mapping[str, str] = field(default_factory=dict, repr=False)
+    replica: str = ""
 
     @property
     def begins(self) -> bool:
@@ -35,6 +39,7 @@ class Succession:
     def words(self) -> list[str]:
         """For the command line of the coordinator."""
         words = ["--owner", self.owner, "--job", str(self.job)] if self.owner else []
+        words += ["--replica", self.replica] if self.replica else []
         return [*words, *(["--host", self.address] if self.address else []), *(["--anew"] if self.anew else [])]
 
 

@@ -15,15 +15,16 @@ from pathlib import Path
 from everstep.base.cause import Cause, Why
 from everstep.base.config import Config
 from everstep.base.errors import EverstepError
-from everstep.runtime.address import COORDINATOR_FILE, LOGS_FOLDER, TOKEN_FILE, read_address
+from everstep.runtime.address import COORDINATOR_FILE, COORDINATOR_MODULE, LOGS_FOLDER, TOKEN_FILE, read_address
 from everstep.runtime.context import Joining
+from everstep.runtime.following import MOVED
 from everstep.runtime.fork_server import DEFAULT_PRELOAD
 from everstep.runtime.fork_server_client import EarlyForkServer
-from everstep.runtime.process import END_ALONE, Pinged, is_stopped, own_command, why_ended
+from everstep.runtime.letting_go import stop, throttle
+from everstep.runtime.process import END_ALONE, Pinged, is_stopped, last_line, own_command, why_ended
 from everstep.runtime.standing import DEPOSED
 from everstep.runtime.succession import Succession
 
-COORDINATOR_MODULE = "everstep.runtime.coordinator_main"
 AGENT_MODULE = "everstep.runtime.host_agent"
 SHORT_LIFE_S = 2.0
 STOPPED_S = 5.0
@@ -56,6 +57,11 @@ class Supervised(ABC):
     def pid(self) -> int:
         return self._process.pid if self._process is not None else 0
 
+    @property
+    def moved(self) -> bool:
+        """Whether it has ended because another host leads the job in a directory of its own."""
+        return self.exit_code == MOVED
+
     def age_s(self, now_s: float) -> float:
         """Of its present life."""
         return now_s - self._started_s
@@ -64,8 +70,10 @@ class Supervised(ABC):
     def start(self) -> None:
         """Start its next life."""
 
-    def spawn(self, command: Sequence[str], descriptors: Sequence[int] = ()) -> None:
-        """Start a life as this command, which inherits these descriptors."""
+    def spawn(
+        self, command: Sequence[str], descriptors: Sequence[int] = (), secrets: Mapping[str, str] | None = None
+    ) -> None:
+        """Start a life as this command, which inherits these descriptors. secrets: for its environment alone."""
         with open(self.log_path, "ab") as log:
             # A session of its own: what is sent to the job's process group is for the job to act upon.
             self._process = subprocess.Popen(
@@ -75,6 +83,7 @@ class Supervised(ABC):
                 stderr=log,
                 pass_fds=descriptors,
                 start_new_session=True,
+                env={**os.environ, **(secrets or {})},
             )
         self._started_s = time.monotonic()
         self.pidfd = os.pidfd_open(self._process.pid)
@@ -103,9 +112,10 @@ class Supervised(ABC):
         return self.death, self._short_lives >= HOPELESS
 
     def end(self, timeout_s: float = 2.0) -> None:
-        """Stop it for good: SIGTERM, and SIGKILL after so long."""
+        """Stop it for good: SIGTERM, and SIGKILL after so long. One that stands still is continued first."""
         if self._process is not None:
             self._process.terminate()
+            self._process.send_signal(signal.SIGCONT)
             try:
                 self._process.wait(timeout_s)
             except subprocess.TimeoutExpired:
@@ -132,11 +142,26 @@ class CoordinatorProcess(Supervised):
     def died(self, now_s: float) -> tuple[Why, bool]:
         """As ever; but one that another has taken the place of stands by at once."""
         why, hopeless = super().died(now_s)
+        if self.moved:
+            self.restart_at_s = inf
+            self.death = Why(Cause.LEASE, last_line(self.log_path))
+            return self.death, False
         if self.exit_code == DEPOSED:
             self.restart_at_s = now_s
             self.death = Why(Cause.LEASE, "it has lost its lease, and stands by")
             return self.death, False
         return why, hopeless
+
+    def strike(self, kind: str, for_s: float) -> None:
+        """A fault on purpose: kill, stop (for_s 0: until somebody continues it) or throttle."""
+        if self._process is None or self._process.poll() is not None:
+            return
+        if kind == "throttle":
+            throttle(self._process.pid, for_s)
+        elif kind == "stop":
+            stop(self._process.pid, for_s or None, itself=False)
+        else:
+            self._process.kill()
 
     def start(self) -> None:
         """Start it, on the port of its predecessor if there was one."""
@@ -147,7 +172,7 @@ class CoordinatorProcess(Supervised):
         command += ["--parent", str(os.getpid()), "--down-since", str(self.died_unix_ns)]
         command += ["--cause", self.death.cause if self.death is not None else Cause.UNKNOWN]
         command += self._succession.words()
-        self.spawn(command)
+        self.spawn(command, secrets=self._succession.secrets)
 
 
 class LocalHost(Supervised):
@@ -155,6 +180,7 @@ class LocalHost(Supervised):
     likewise; "": both are the config's address.
 
     early: a fork server that may be running already; the first agent takes it over, later ones start their own.
+    apart: a directory of its own, where the one that it works for is not the job's.
     """
 
     def __init__(
@@ -171,8 +197,10 @@ class LocalHost(Supervised):
         host: str = "",
         own: str = "",
         files: str = "",
+        apart: Path | None = None,
     ) -> None:
         super().__init__(run_dir / LOGS_FOLDER / "agent.log")
+        self._apart = apart
         self._named = (host or config.network.address, own or config.network.address)
         self._run_dir = run_dir
         self._config = config
@@ -199,6 +227,7 @@ class LocalHost(Supervised):
             preload=list(self._preload),
             host=self._named[0],
             room=self._room,
+            run_dir=str(self._apart or ""),
             threads=self._config.threads,
             ranks=self._ranks,
             server=server,

@@ -29,6 +29,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
+from cryptography import x509
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import ed25519
+from cryptography.x509.oid import ExtendedKeyUsageOID
+
 from everstep.base.config_keys import TlsConfig
 from everstep.base.errors import ConfigError, ProtocolError
 from everstep.base.given import read_given
@@ -59,7 +64,7 @@ class Shown:
 def shown_by(settings: TlsConfig, token: bytes, address: str) -> Shown | None:
     """What the host at this address shows to others of the job; None if it speaks without TLS.
 
-    Raises: ConfigError if a file cannot be read or holds something else, or `cryptography` is needed and not installed.
+    Raises: ConfigError if a file cannot be read or holds something else.
     """
     if settings.mode == "off" or (settings.mode == "auto" and ipaddress.ip_address(address).is_loopback):
         return None
@@ -67,7 +72,9 @@ def shown_by(settings: TlsConfig, token: bytes, address: str) -> Shown | None:
     if settings.cert is None or settings.key is None or settings.ca is None:
         return _issued(token, address, everywhere)
     names = {name: str(getattr(settings, name)) for name in ("cert", "key", "ca")}
-    found = Shown(**{name: _read(f"security.tls.{name}", path) for name, path in names.items()}, everywhere=everywhere)
+    found = Shown(
+        **{name: read_pem(f"security.tls.{name}", path) for name, path in names.items()}, everywhere=everywhere
+    )
     _checked(found, names)
     return found
 
@@ -81,7 +88,6 @@ def check_tls(settings: TlsConfig, address: str) -> None:
 
 
 def _issued(token: bytes, address: str, everywhere: bool) -> Shown:
-    x509, ed25519, serialization, usage = _cryptography()
     ca_key = ed25519.Ed25519PrivateKey.from_private_bytes(hmac.digest(token, b"everstep ca\0", "sha256"))
     ca_name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "everstep job")])
     ca_public = ca_key.public_key()
@@ -104,7 +110,7 @@ def _issued(token: bytes, address: str, everywhere: bool) -> Shown:
         [
             (x509.BasicConstraints(False, None), True),
             (x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address(address))]), False),
-            (x509.ExtendedKeyUsage([usage.SERVER_AUTH, usage.CLIENT_AUTH]), False),
+            (x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]), False),
             (x509.AuthorityKeyIdentifier.from_issuer_public_key(ca_public), False),
         ],
     )
@@ -112,21 +118,8 @@ def _issued(token: bytes, address: str, everywhere: bool) -> Shown:
     return Shown(cert, key.private_bytes(pem, serialization.PrivateFormat.PKCS8, none).decode(), ca, everywhere)
 
 
-def _cryptography() -> tuple[Any, Any, Any, Any]:
-    try:
-        from cryptography import x509
-        from cryptography.hazmat.primitives import serialization
-        from cryptography.hazmat.primitives.asymmetric import ed25519
-        from cryptography.x509.oid import ExtendedKeyUsageOID
-    except ImportError:
-        raise ConfigError(
-            "TLS between hosts needs the package cryptography, which makes certificates: pip install 'everstep[tls]', "
-            "name your own in security.tls.cert, .key and .ca, or set security.tls.mode=off in a network that you trust"
-        ) from None
-    return x509, ed25519, serialization, ExtendedKeyUsageOID
-
-
-def _read(name: str, path: str) -> str:
+def read_pem(name: str, path: str) -> str:
+    """A PEM file's text. name: what says the path. Raises: ConfigError if it cannot be read, or is none."""
     try:
         return read_given(Path(path), _MOST_PEM_BYTES, pipes=True).decode("ascii")
     except OSError as error:
@@ -215,13 +208,18 @@ class Tls:
         if protocol == ssl.PROTOCOL_TLS_SERVER:
             context.num_tickets = 0  # nothing is resumed, and nobody has to read who only sends
         if self._shown.cert:
-            fd = os.memfd_create("certificate", os.MFD_CLOEXEC)  # the key touches no disk
-            try:
-                os.write(fd, f"{self._shown.key.strip()}\n{self._shown.cert}".encode())
-                context.load_cert_chain(f"/proc/self/fd/{fd}", password=lambda: b"")
-            finally:
-                os.close(fd)
+            show(context, self._shown.cert, self._shown.key)
         return context
+
+
+def show(context: ssl.SSLContext, cert: str, key: str) -> None:
+    """Have connections show this certificate (PEM texts). Raises: ssl.SSLError, ValueError if it is none."""
+    fd = os.memfd_create("certificate", os.MFD_CLOEXEC)  # the key touches no disk
+    try:
+        os.write(fd, f"{key.strip()}\n{cert}".encode())
+        context.load_cert_chain(f"/proc/self/fd/{fd}", password=lambda: b"")
+    finally:
+        os.close(fd)
 
 
 def fingerprint_of(certificate: bytes | None) -> str:

@@ -166,6 +166,11 @@ class Workers:
         running = self._running.get(worker_id)
         return running is not None and running.kill()
 
+    def go_on(self) -> None:
+        """SIGCONT to everyone: whatever has stopped one may not be there any more to let go of it."""
+        for running in self._running.values():
+            running.go_on()
+
     def kill_all(self) -> None:
         """SIGKILL everyone."""
         for running in self._running.values():

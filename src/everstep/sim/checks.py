@@ -300,6 +300,7 @@ class Checks:
         self.effects = Effects()
         self.lost_everything = 0
         self.given_up: set[WorkerKey] = set()
+        self._excused: dict[tuple[int, WorkerKey], bool] = {}  # by the term of who has given it up
         self.newest = 0  # generation that anybody has entered
 
     def decision(self, generation: int, key: Key, records: Mapping[int, Record], handed: bool) -> None:
@@ -416,10 +417,17 @@ class Checks:
         by_update = low.step + 1 == high.step and high.seq == 0
         require(by_gather or by_update, "P1", f"members of generation {generation} are apart: {positions}")
 
-    def evicted(self, who: WorkerKey, excused: bool) -> None:
-        """A worker was given up; `excused`: members are left, as far as the coordinator can know, or its host alone has
-        been silent for so long that it must be taken for gone. Then it is no loss."""
-        if excused:
+    def given_up_by(self, term: int, who: WorkerKey, *, excused: bool) -> None:
+        """A coordinator says that a life is over, which counts when it is journaled.
+
+        excused: it is said to be lost, and members are left, as far as the coordinator can know, or its host alone has
+        been silent for so long that it must be taken for gone. Then it is no loss.
+        """
+        self._excused[term, who] = excused
+
+    def evicted(self, term: int, who: WorkerKey) -> None:
+        """The journal has it, though whoever wrote it may die before anybody is told."""
+        if self._excused[term, who]:
             self.given_up.add(who)
 
     def finish(self) -> None:

@@ -5,7 +5,7 @@ The `Coordinator` is the very one of production; here is only what the runtime i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from everstep.base.cause import Cause
@@ -18,6 +18,9 @@ from everstep.protocol.coordinator.types import (
     CoordinatorEffect,
     CoordinatorEvent,
     Disconnected,
+    Knock,
+    Knocked,
+    Knows,
     Persist,
     Received,
     Report,
@@ -61,6 +64,11 @@ class SimCoordinator(Process):
         self._idle_ticks = 0
         self.begin()
 
+    @property
+    def term(self) -> int:
+        """Under which it writes; 0: there is no lease."""
+        return 0
+
     def begin(self) -> None:
         """It has been started."""
         self.world.log(self.name, "STARTED", f"journal of {len(self.control.journal)}")
@@ -91,7 +99,9 @@ class SimCoordinator(Process):
         """One event for the machine."""
         if self.world.tracing and not _is_routine(event):
             self.world.log(self.name, "<-", event)
-        self._queue += self.machine.handle(self.world.now_ns, event)
+        said = self.machine.handle(self.world.now_ns, event)
+        self.control.said(self.term, said, self.machine)
+        self._queue += said
         if not self._syncing:
             self._perform()
         self._set_timer()
@@ -112,6 +122,7 @@ class SimCoordinator(Process):
 
     def _synced(self, effect: Persist) -> None:
         self.control.journal.append(effect.entry)
+        self.control.wrote(self.term, [effect.entry])
         self._syncing = False
         self._perform()
 
@@ -125,14 +136,25 @@ class SimCoordinator(Process):
                 if name in self.peers:
                     parts, self._told[name] = parts_of(message, self._told.get(name))
                     self.peers[name].send(self, [wire.encode(part) for part in parts])
+            case Knows(connection=name, plan=plan):
+                self._told[name] = self._told.get(name) or plan
             case Close(connection=name, reason=reason):
                 self.world.log(self.name, "closes", name, reason)
                 connection = self.peers.pop(name, None)
                 if connection is not None:
                     connection.close(self)
+            case Knock(key=key):
+                self.soon(MS, 5 * MS, self._knocked, key)
             case Report(kind=kind, fields=fields):
                 self.world.log(self.name, "reports", kind, fields)
-                self.control.report(kind, fields, self.machine)
+                self.control.fate.report(kind, fields)
+
+    def _knocked(self, key: WorkerKey) -> None:
+        """What the host of this worker says, if it can be heard."""
+        worker = self.control.workers.get(key)
+        if worker is not None and self.world.reachable(self.host, worker.host):
+            self.world.seen["hosts", "knocked"] += 1
+            self.feed(Knocked(key, worker.alive))
 
     def _set_timer(self) -> None:
         at = self.machine.next_deadline_ns
@@ -310,10 +332,11 @@ class Fate:
         self.stopped = False  # as the user asked
         self.reports: dict[str, int] = {}
 
-    def began(self, state: str) -> None:
+    def began(self, state: str, reason: str) -> None:
         """A coordinator has begun: the one before may have crashed between journaling the end and telling of it."""
         self.stopped = self.stopped or state == "interrupted"
         self.completed = self.completed or state == "completed"
+        self.failed = reason if state == "failed" else self.failed
 
     def report(self, kind: str, fields: dict[str, Any]) -> None:
         """Something that it reports."""
@@ -329,6 +352,10 @@ class Fate:
     def ended(self) -> bool:
         """Whether there is no more to come."""
         return self.completed or self.stopped or bool(self.failed)
+
+
+def _whose(fields: Mapping[str, Any]) -> WorkerKey:
+    return WorkerKey(fields["worker_id"], fields["incarnation"])
 
 
 class Control:
@@ -391,7 +418,12 @@ class Control:
         """The next life of the coordinator, if there is none now."""
         if not self.coordinator.alive and not self.fallen:
             self.coordinator = SimCoordinator(self.world, self)
-            self.fate.began(self.coordinator.machine.status()["state"])
+            self.began(self.coordinator)
+
+    def began(self, coordinator: SimCoordinator) -> None:
+        """It goes on with what is in the journal."""
+        status = coordinator.machine.status()
+        self.fate.began(status["state"], status["reason"])
 
     def mend(self) -> None:
         """From here on nothing is wrong with the coordinator."""
@@ -441,14 +473,22 @@ class Control:
         self.workers[key], self.site.lives[key] = worker, worker
         return worker
 
-    def report(self, kind: str, fields: dict[str, Any], machine: Coordinator) -> None:
-        """Something that a coordinator reports."""
-        if kind == "worker_evicted":
-            status = machine.status()
-            believed = [w for w in status["workers"] if w["role"] in ("leader", "active", "standby")]
-            who = WorkerKey(fields["worker_id"], fields["incarnation"])
-            self.checks.evicted(who, bool(believed) or self._cut_off(who, fields["cause"]))
-        self.fate.report(kind, fields)
+    def said(self, term: int, effects: Iterable[CoordinatorEffect], machine: Coordinator) -> None:
+        """What a coordinator has just decided. It judges by what holds now; that may differ when it tells of it."""
+        for effect in effects:
+            if isinstance(effect, Persist) and effect.entry["kind"] == "evict":
+                self.checks.given_up_by(term, _whose(effect.entry), excused=False)
+            elif isinstance(effect, Report) and effect.kind == "worker_evicted":
+                believed = [w for w in machine.status()["workers"] if w["role"] in ("leader", "active", "standby")]
+                who = _whose(effect.fields)
+                excused = bool(believed) or self._cut_off(who, effect.fields["cause"])
+                self.checks.given_up_by(term, who, excused=excused)
+
+    def wrote(self, term: int, entries: Iterable[dict[str, Any]]) -> None:
+        """These are in the journal: they count, though whoever wrote them may die before telling of it."""
+        for entry in entries:
+            if entry["kind"] == "evict":
+                self.checks.evicted(term, _whose(entry))
 
     def _cut_off(self, who: WorkerKey, cause: Cause) -> bool:
         """Whether it was given up for its host's silence, while another host was heard."""

@@ -500,7 +500,7 @@ def _all_gone(injector: SimInjector) -> None:
     if injector.control.live_workers():
         injector.world.later(5 * MS, _all_gone, injector)
     else:
-        injector.control.fate.began("interrupted")
+        injector.control.fate.began("interrupted", "")
 
 
 def _senseless(injector: SimInjector, fault: SimFault, worker: SimWorker | None) -> None:

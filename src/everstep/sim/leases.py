@@ -13,7 +13,7 @@ from everstep.protocol import messages as wire
 from everstep.protocol.coordinator.types import Connected, CoordinatorEvent, Persist, Tick
 from everstep.protocol.lease.candidate import Candidate
 from everstep.protocol.lease.held import HeldEffects
-from everstep.protocol.lease.requests import Load, Loaded, StoreAnswer
+from everstep.protocol.lease.requests import Depose, Load, Loaded, StoreAnswer
 from everstep.protocol.lease.writer import Writer
 from everstep.sim.control import CONTROL_HOST, Control, SimCoordinator
 from everstep.sim.faults import SimFault, SimInjector, draw_one
@@ -34,12 +34,18 @@ class SimCandidate(SimCoordinator):
         self.serves = False
         self.unaware = False  # its clock stands still: it does not see that its lease is over
         self._store = control.store
-        self._candidate = Candidate(f"job{number}", {"number": number, "life": control.lives()}, TTL_S)
+        self.where = {"number": number, "life": control.lives()}
+        self._candidate = Candidate(f"job{number}", self.where, TTL_S)
         self._writer: Writer | None = None
         self._order = HeldEffects()
         self._writing = False
         self._leased = control
         super().__init__(world, control, "coordinator" if number == 0 else f"coordinator{number}", _HOSTS[number])
+
+    @property
+    def term(self) -> int:
+        """Of the lease that it holds, or has held."""
+        return self._candidate.term
 
     def begin(self) -> None:
         """It has been started, and stands by."""
@@ -58,11 +64,19 @@ class SimCandidate(SimCoordinator):
         if self._candidate.deposed(now) and not self.unaware:
             self._stand_down("its lease is over")
             return
+        self._knock()
         request = self._candidate.request(now)
         if request is not None:
+            self.world.seen["lease", "deposed"] += isinstance(request, Depose)
             self._store.ask(self, request, self._lease_answered)
         else:
             self.later(max(MS, self._candidate.due_ns - now), self._turn)
+
+    def _knock(self) -> None:
+        """Look whether anybody listens where the holder does."""
+        holder = self._candidate.holder
+        if holder is not None and not self.serves:
+            self._candidate.knocked(self.world.now_ns, holder.where, self._leased.listens(self.host, holder.where))
 
     def _lease_answered(self, answer: StoreAnswer) -> None:
         self._candidate.answered(self.world.now_ns, answer)
@@ -156,7 +170,7 @@ class LeasedControl(Control):
 
     def first_coordinator(self) -> SimCoordinator:
         """Of two."""
-        self.store, self._lives = SimStore(self.world), 0
+        self.store, self._lives, self._refuses = SimStore(self.world, self.wrote), 0, False
         self.candidates = [SimCandidate(self.world, self, number) for number in range(len(_HOSTS))]
         return self.candidates[0]
 
@@ -168,7 +182,7 @@ class LeasedControl(Control):
     def leads(self, candidate: SimCandidate) -> None:
         """It decides from now on."""
         self.coordinator = candidate
-        self.fate.began(candidate.machine.status()["state"])
+        self.began(candidate)
 
     def answering(self) -> SimCoordinator | None:
         """The one that holds the lease; now and then another that still talks."""
@@ -178,6 +192,17 @@ class LeasedControl(Control):
         if serving and (not known or self.world.rng.random() < 0.2):
             return self.world.rng.choice(serving)
         return known[0] if known else None
+
+    def refuse(self, refuses: bool) -> None:
+        """From now on something on the way says that nobody listens anywhere, or says it no more."""
+        self._refuses = refuses
+
+    def listens(self, host: str, where: dict[str, int]) -> bool | None:
+        """What somebody on this host hears who knocks at a coordinator's."""
+        there = self.candidates[where["number"]]
+        if not self.world.reachable(host, there.host):
+            return None
+        return there.alive and there.serves and there.where == where and not self._refuses
 
     def start(self, number: int) -> None:
         """The next life of this one, if there is none now."""
@@ -204,6 +229,7 @@ class LeasedControl(Control):
     def mend(self) -> None:
         """From here on nothing is wrong with coordinators or store."""
         self.store.mend()
+        self.refuse(False)
         for candidate in self.candidates:
             candidate.stop_clock(False)
             candidate.crash_after(None)
@@ -233,6 +259,9 @@ def strike(injector: SimInjector, fault: SimFault, worker: SimWorker | None) -> 
     leading, lasts_ns = control.coordinator, (fault.for_ms + 500) * MS
     if fault.kind.startswith("store_"):
         control.store.trouble(fault.kind.removeprefix("store_"), lasts_ns)
+    elif fault.kind == "lease_refused":
+        control.refuse(True)
+        injector.world.later(lasts_ns, control.refuse, False)
     elif fault.kind == "lease_cut":
         injector.world.cut(leading.host, STORE_HOST)
         injector.world.later(lasts_ns, injector.world.mend, leading.host, STORE_HOST)
@@ -242,6 +271,6 @@ def strike(injector: SimInjector, fault: SimFault, worker: SimWorker | None) -> 
         injector.world.later(lasts_ns + SECOND, injector.world.mend, leading.host, STORE_HOST)
 
 
-_NAMES = ("store_down", "store_mute", "store_slow", "store_late", "lease_cut", "lease_unaware")
+_NAMES = ("store_down", "store_mute", "store_slow", "store_late", "lease_cut", "lease_unaware", "lease_refused")
 LEASE_FAULTS = dict.fromkeys(_NAMES, strike)
 """By kind."""

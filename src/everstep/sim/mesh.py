@@ -18,6 +18,7 @@ from everstep.base.ports import Tag
 from everstep.protocol import messages as wire
 from everstep.protocol.driver import operations as do
 from everstep.protocol.driver.driver import interrupts
+from everstep.protocol.following import PlanAsked, PlanShown, name_of
 from everstep.protocol.lease.terms import Terms
 from everstep.protocol.telling import Listener
 from everstep.sim.life import Life, nothing
@@ -48,6 +49,9 @@ class Mesh:
                 ("owes", do.Exchange): lambda operation, peer: peer not in self._records.get(operation.tag, {}),
             }
         )
+
+    def _plan(self) -> Plan | None:
+        return self.life.driver.standing.plan
 
     def uses(self, connection: SimConnection) -> bool:
         """Whether something may still be sent or expected here."""
@@ -189,7 +193,10 @@ class SimControlClient:
         role: str,
         hello: Callable[[], Sequence[wire.AnyMessage]],
         deliver: Callable[[Any], None],
+        plan: Callable[[], Plan | None] = lambda: None,
     ) -> None:
+        """plan: the one that the hello names."""
+        self.plan = plan
         self.owner, self.role, self.hello, self.deliver = owner, role, hello, deliver
         self._dial = dial
         self._terms = Terms()
@@ -205,7 +212,7 @@ class SimControlClient:
     def _try(self) -> None:
         if self.closed or self.connection is not None:
             return
-        connection = self._dial(self.owner, self.role, partial(self._heard, Listener()), self._lost)
+        connection = self._dial(self.owner, self.role, partial(self._heard, Listener(self.plan())), self._lost)
         if connection is None:
             self.owner.soon(20 * MS, 300 * MS, self._try)
             return
@@ -254,7 +261,7 @@ class Ties:
     def __init__(self, life: Life, dial: Dial, mesh: Mesh) -> None:
         self.life = life
         self.mesh = mesh
-        self.client = SimControlClient(life, dial, f"worker {life.me}", self._hello, self.deliver)
+        self.client = SimControlClient(life, dial, f"worker {life.me}", self._hello, self.deliver, self._plan)
         life.install({do.Tell: self._tell, do.Outvoted: self._outvoted})
         life.install({do.Refused: lambda effect: self.fail(effect.reason)})
 
@@ -266,11 +273,15 @@ class Ties:
         hello = wire.WorkerHello(
             member=member,
             step=standing.step,
-            plan=standing.plan,
+            follows=name_of(standing.plan),
+            prepared=standing.prepared,
             stages=standing.stages,
             state_bytes=size,
         )
         return [hello, *standing.messages]
+
+    def _plan(self) -> Plan | None:
+        return self.life.driver.standing.plan
 
     def uses(self, connection: SimConnection) -> bool:
         """Whether something may still be sent or expected here."""
@@ -293,6 +304,11 @@ class Ties:
     def deliver(self, message: wire.AnyMessage) -> None:
         """A message of the coordinator."""
         life = self.life
+        if isinstance(message, PlanAsked):
+            life.world.seen["plans", "shown"] += 1
+            who = {"worker_id": life.me.worker_id, "incarnation": life.me.incarnation}
+            self.client.send(PlanShown(**who, plan=self._plan()))
+            return
         if isinstance(message, wire.PlanNow | wire.PlanPrepared):
             life.site.checks.records.plan(message.plan)
         life.world.seen["messages", type(message).__name__] += 1

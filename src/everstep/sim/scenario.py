@@ -283,11 +283,14 @@ class Simulation:
         return self.new_driver(key, config, self.new_machine(key))
 
     def _holders(self) -> dict[WorkerKey, set[tuple[int, int]]]:
-        """What the live, reachable workers with a plan have, and what they would have with one more decision."""
+        """What the live, reachable workers with a plan have that were not given up, and what they would have with one
+        more decision: of those who were given up nobody hears it any more, nor of those without whom all go on as was
+        decided."""
         live = [
             w
             for w in self.control.live_workers()
             if w.frozen_ns is None and w.driver.plan is not None and self.world.reachable(w.host, "control")
+            if w.me not in self.checks.given_up and not w.driver.machine.leaving
         ]
         tops = {w.state.at for w in live}  # nobody takes a decision whose records nobody has
         found = {}

@@ -15,6 +15,7 @@ from everstep.protocol.lease.requests import (
     Campaign,
     Claim,
     Compact,
+    Depose,
     Fenced,
     Holder,
     HolderSeen,
@@ -35,10 +36,12 @@ TIMEOUT_NS = 250 * MS
 
 
 class SimStore:
-    """troubles: "down", "mute", "slow" and "late", by how often each has begun and not ended."""
+    """troubles: "down", "mute", "slow" and "late", by how often each has begun and not ended. wrote: what hears, with
+    their term, of entries as they come into the journal."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, wrote: Callable[[int, list[dict[str, Any]]], None]) -> None:
         self.world = world
+        self._wrote = wrote
         self.troubles: dict[str, int] = {}
         self.clear()
 
@@ -111,10 +114,13 @@ class SimStore:
     def _expire(self) -> None:
         for lease, until_ns in list(self._until_ns.items()):
             if self.world.now_ns >= until_ns:
-                del self._until_ns[lease]
-                if self._holder is not None and self._holder.lease == lease:
-                    self.world.log("store", "the lease is free, of term", self._holder.term)
-                    self._holder = None
+                self._end(lease)
+
+    def _end(self, lease: int) -> None:
+        self._until_ns.pop(lease, None)
+        if self._holder is not None and self._holder.lease == lease:
+            self.world.log("store", "the lease is free, of term", self._holder.term)
+            self._holder = None
 
     def _campaign(self, request: Campaign) -> StoreAnswer:
         self._revision += 1
@@ -142,6 +148,10 @@ class SimStore:
         self._extend(request.lease)
         return Renewed(self._ttl_s[request.lease])
 
+    def _depose(self, request: Depose) -> StoreAnswer:
+        self._end(request.lease)
+        return Appended()
+
     def _load(self, request: Load) -> StoreAnswer:
         through, entries = self._compacted
         numbers = sorted(number for number in self._written if number > through)
@@ -155,6 +165,7 @@ class SimStore:
             return Taken(self._written[request.number])
         self._revision += 1
         self._written[request.number] = list(request.entries)
+        self._wrote(request.term, request.entries)
         return Appended()
 
     def _compact(self, request: Compact) -> StoreAnswer:
@@ -171,6 +182,7 @@ _MEANS: dict[type, Callable[[SimStore, Any], StoreAnswer]] = {
     Campaign: SimStore._campaign,
     Claim: SimStore._claim,
     Renew: SimStore._renew,
+    Depose: SimStore._depose,
     Load: SimStore._load,
     Append: SimStore._append,
     Compact: SimStore._compact,

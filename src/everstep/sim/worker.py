@@ -176,8 +176,8 @@ class SimWorker(Life):
         """All members have been reached."""
         lost = self.lanes.open(operation.plan, operation.step)
         disk = self.site.disk.newest(self.host, operation.limit) if operation.disk else ()
-        state, seats = self.state, operation.plan.stages_of(self.me.worker_id)
-        self.done(operation, do.Opened(lost, disk, {} if state.at else {k: state.first(k) for k in seats}))
+        state, machine = self.state, self.driver.machine
+        self.done(operation, do.Opened(lost, disk, {} if state.at else {k: state.first(k) for k in machine.in_part}))
 
     def _cut(self, effect: do.Cut) -> None:
         self.cut(effect.generation)

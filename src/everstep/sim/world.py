@@ -213,6 +213,9 @@ class SimConnection:
         self._lost: list[Callable[[], None] | None] = [None, None]
         self._due = [0, 0]
         self._held: tuple[list[Any], list[Any]] = ([], [])
+        self._sent = [0, 0]
+        self._came = [0, 0]  # and have all been received
+        self._early: tuple[dict[int, Any], dict[int, Any]] = ({}, {})  # by number, what has overtaken others
         world.connections.append(self)
 
     def listen(self, side: Process, receive: Callable[[Any], None], lost: Callable[[], None]) -> None:
@@ -225,21 +228,23 @@ class SimConnection:
         if not self.open:
             return
         to = 1 - self.ends.index(side)
+        self._sent[to] += 1
+        numbered = (self._sent[to], message)
         if self._held[to] or not self._reachable:
-            self._hold(to, message)
+            self._hold(to, numbered)
         else:
-            self._transmit(to, message)
+            self._transmit(to, numbered)
 
-    def _transmit(self, to: int, message: Any) -> None:
+    def _transmit(self, to: int, message: tuple[int, Any]) -> None:
         self._due[to] = max(self._due[to], self.world.now_ns + self.world.latency_ns())
         self.world.later(self._due[to] - self.world.now_ns, self._deliver, to, message)
 
-    def _hold(self, to: int, message: Any) -> None:
+    def _hold(self, to: int, message: tuple[int, Any]) -> None:
         if not self._held[to]:
             self.world.later(self.timeout_ns, self._stuck, to, message)
         self._held[to].append(message)
 
-    def _stuck(self, to: int, message: Any) -> None:
+    def _stuck(self, to: int, message: tuple[int, Any]) -> None:
         if self.open and self._held[to] and self._held[to][0] is message:
             self.fail()
 
@@ -264,13 +269,17 @@ class SimConnection:
                 for message in held:
                     self._transmit(to, message)
 
-    def _deliver(self, to: int, message: Any) -> None:
+    def _deliver(self, to: int, message: tuple[int, Any]) -> None:
+        """What was under way when packets were lost comes after what was sent later, and is received before it."""
         if not self.open:
             return
-        if self._passes(to):
-            self.ends[to].wake(self._received, (to, message))
-        else:
+        if not self._passes(to):
             self._hold(to, message)
+            return
+        self._early[to][message[0]] = message[1]
+        while self.open and (number := self._came[to] + 1) in self._early[to]:
+            self._came[to] = number
+            self.ends[to].wake(self._received, (to, self._early[to].pop(number)))
 
     def _received(self, to: int, message: Any) -> None:
         receive = self._receive[to]

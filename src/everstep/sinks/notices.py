@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from everstep.base.config_fields import SECRET_VARIABLES
 from everstep.base.config_keys import NotifyConfig
 from everstep.base.errors import ConfigError
 from everstep.base.given import read_json
@@ -40,7 +41,6 @@ _STALE_S = 3600.0
 _PAUSES_S = (0.0, 0.5, 2.0)
 _REMEMBERED = 512
 _MOST_BYTES = 1 << 16
-_OURS = ("EVERSTEP_TOKEN", "EVERSTEP_DASHBOARD_TOKEN", "EVERSTEP_METRICS_TOKEN")
 _NO_FAILURES = ("busy", "regrouped")
 Notice = dict[str, Any]
 
@@ -187,7 +187,7 @@ class Notices(Sink):
 
     def _run(self, words: list[str], notice: Notice) -> str:
         """Run the command with the notice on its standard input; "" if it went well, else why not."""
-        env = {name: value for name, value in os.environ.items() if name not in _OURS}
+        env = {name: value for name, value in os.environ.items() if name not in SECRET_VARIABLES}
         env |= {"EVERSTEP_EVENT": notice["event"], "EVERSTEP_TEXT": notice["text"], "EVERSTEP_RUN": notice["run"]}
         parent = os.getpid()
         try:

@@ -65,10 +65,11 @@ class Lanes:
         seats = plan.stages_of(view.me)
         view.stages.want(seats)
         view.transport.open(plan, {stage: view.stages[stage].layout for stage in seats})
-        held = [stage for stage in seats if stage in view.driver.machine.stages]
+        machine = view.driver.machine
+        held = [stage for stage in seats if stage in machine.stages]
         lost = [(stage, lane) for stage in held for lane in self.begin(operation.step, plan, stage, settled=False)]
         disk = self._restorer.restorable(operation.limit) if operation.disk else ()
-        return Opened(tuple(lost), disk, {} if view.step else {stage: view.stages.first(stage) for stage in held})
+        return Opened(tuple(lost), disk, {} if view.step else {k: view.stages.first(k) for k in machine.in_part})
 
     def compute(self, operation: Compute) -> None:
         """The lanes of a split model, wherever they pass through this worker.

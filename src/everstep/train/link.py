@@ -28,7 +28,7 @@ from everstep.checkpoint.hosts_store import HostsStore
 from everstep.checkpoint.store import DirectoryStore
 from everstep.observe.logs import WorkerLog, set_up_worker_log
 from everstep.protocol import messages as wire
-from everstep.runtime.address import JOB_FILE
+from everstep.runtime.address import JOB_FILE, coordinator_here
 from everstep.runtime.board import Board, Row
 from everstep.runtime.carrier import HELD_FILE
 from everstep.runtime.cell import Head
@@ -37,7 +37,7 @@ from everstep.runtime.context import WorkerContext
 from everstep.runtime.control import ControlClient, Unheard
 from everstep.runtime.gathering import digest_of
 from everstep.runtime.peer import PeerConnection, PeerServer, peer_connect
-from everstep.runtime.places import others
+from everstep.runtime.places import domains_there, others
 from everstep.runtime.tls import Tls
 
 log = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ _CLAIM_S = 2.0
 Faults = Callable[[int, str, Plan], None]
 FaultNow = Callable[[str, int, int, str, Plan | None], None]
 Deliver = Callable[[wire.AnyMessage], None]
-Hello = Callable[[], wire.AnyMessage]
+Hello = Callable[[], tuple[wire.AnyMessage, Plan | None]]
 
 
 @dataclass
@@ -205,7 +205,8 @@ class LaunchedLink(WorkerLink):
 
     def checkpoints_at(self, path: Path) -> DirectoryStore:
         run_dir, host = self._context.run_path, self.host
-        return HostsStore(path, host, lambda: others(run_dir, host), self.call_peer, apart=self._context.apart)
+        there, domains = lambda: others(run_dir, host), lambda: domains_there(run_dir)
+        return HostsStore(path, host, there, self.call_peer, apart=self._context.apart, domains=domains)
 
     def has_arrived(self, name: str) -> bool:
         if not self._context.apart:
@@ -236,8 +237,14 @@ class LaunchedLink(WorkerLink):
             self._peers.deaf_until(end_ns)
             time.sleep(for_s)
 
+    def coordinator_pid(self) -> int:
+        """Of the coordinator, if it is a process of this host; else 0."""
+        own = self._context.address or self.config.network.address
+        return coordinator_here(Path(self._context.coordinator_file), own)
+
     def strike_due(self, index: int, step: int, phase: str, plan: Plan) -> None:
-        """A scripted fault of a host or a link, at this place in the specification, is to strike."""
+        """A scripted fault of a host, a link or a coordinator elsewhere is to strike, at this place in the
+        specification."""
         life, generation = vars(self.me), plan.generation
         self.tell(wire.StrikeDue(**life, index=index, generation=generation, step=step, phase=phase))
 

@@ -14,10 +14,11 @@ from typing import Any
 
 from everstep.base.errors import DeterminismError
 from everstep.base.foreign import WORKER_MARK
-from everstep.base.plan import Member
+from everstep.base.plan import Member, Plan
 from everstep.protocol import messages as wire
 from everstep.protocol.driver import operations as do
 from everstep.protocol.driver.records import gathered
+from everstep.protocol.following import PlanAsked, PlanShown, name_of
 from everstep.runtime.peer import PeerConnection
 from everstep.train.executor import Executor
 from everstep.train.first_place import of_plan
@@ -91,15 +92,17 @@ class GenerationTies:
         finally:
             self._view.link.row.sent("heal", connection.sent_bytes)
 
-    def _hello(self, member: Member) -> wire.AnyMessage:
+    def _hello(self, member: Member) -> tuple[wire.AnyMessage, Plan | None]:
         standing = self._view.driver.standing
-        return wire.WorkerHello(
+        hello = wire.WorkerHello(
             member=member,
             step=standing.step,
-            plan=standing.plan,
+            follows=name_of(standing.plan),
+            prepared=standing.prepared,
             stages=standing.stages,
             state_bytes=self._view.stages.expected_bytes,
         )
+        return hello, standing.plan
 
     def _reconnected(self) -> None:
         """What was handed to a connection that then broke may be lost: say it again."""
@@ -110,6 +113,10 @@ class GenerationTies:
     def _deliver(self, message: wire.AnyMessage) -> None:
         """In the control thread."""
         link = self._view.link
+        if isinstance(message, PlanAsked):
+            me, plan = link.me, self._view.driver.standing.plan
+            link.tell(PlanShown(worker_id=me.worker_id, incarnation=me.incarnation, plan=plan))
+            return
         if isinstance(message, wire.InjectFault):
             pulse = link.row.read()
             plan = self._view.driver.standing.plan

@@ -13,13 +13,23 @@ def test_members_and_prefix_are_read() -> None:
     found = EtcdAddress.parse("--join", "etcd://10.0.0.1,node-2:23790,[::1]:1/jobs/mine/")
     assert found == EtcdAddress(("10.0.0.1:2379", "node-2:23790", "[::1]:1"), "/jobs/mine")
     assert EtcdAddress.parse("--join", str(found)) == found
+    secured = EtcdAddress.parse("--join", "etcds://e1/jobs")
+    assert secured == EtcdAddress(("e1:2379",), "/jobs", tls=True)
+    assert EtcdAddress.parse("--join", str(secured)) == secured
 
 
 @pytest.mark.parametrize(
     "text",
     [
         *("", "etcd://", "10.0.0.1:2379/jobs", "etcd://10.0.0.1", "etcd://10.0.0.1/", "etcd:///jobs"),
-        *("etcd://a:0/jobs", "etcd://a:70000/jobs", "etcd://a,,b/jobs", "etcd://a b/jobs", "etcd://a/jobs/../x\n"),
+        *(
+            "etcd://a:0/jobs",
+            "etcd://a:70000/jobs",
+            "etcd://a,,b/jobs",
+            "etcd://a b/jobs",
+            "etcd://a/jobs/../x\n",
+            "etcdss://a/jobs",
+        ),
     ],
 )
 def test_what_is_no_address_is_refused_in_one_line(text: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -15,7 +14,7 @@ import pytest
 
 from everstep.base.plan import Member, Plan, Seat, WorkerKey
 from everstep.chaos.inject import Injector
-from everstep.chaos.kinds import ChaosError, run_beside
+from everstep.chaos.kinds import ChaosError
 from everstep.chaos.spec import parse
 
 
@@ -147,11 +146,12 @@ def test_the_event_says_what_where_and_why(tmp_path: Path) -> None:
 def test_coordinator_is_struck_by_the_leader_alone(tmp_path: Path) -> None:
     victim = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
     try:
-        (tmp_path / "coordinator.json").write_text(json.dumps({"pid": victim.pid}))
         other, _ = injector("kill:target=coordinator,at=1", tmp_path, 1)
+        leader, reports = injector("kill:target=coordinator,at=1", tmp_path, 0)
+        for chaos in (other, leader):
+            chaos.coordinator_pid = lambda: victim.pid
         other.at(1, "load", plan_of(0, 1))
         assert victim.poll() is None
-        leader, reports = injector("kill:target=coordinator,at=1", tmp_path, 0)
         leader.at(1, "load", plan_of(0, 1))
         assert victim.wait(30) == -signal.SIGKILL
         assert reports.events[0]["pid"] == victim.pid
@@ -159,6 +159,30 @@ def test_coordinator_is_struck_by_the_leader_alone(tmp_path: Path) -> None:
     finally:
         victim.kill()
         victim.communicate()
+
+
+@pytest.mark.parametrize("fault", ["kill", "stop", "stop:for", "throttle:for"])
+def test_a_coordinator_of_another_host_is_struck_by_others_who_are_asked_once(tmp_path: Path, fault: str) -> None:
+    kind, _, lasts = fault.partition(":")
+    spec = f"{kind}:target=coordinator,at=2{',for=1' if lasts else ''}"
+    asked: list[tuple[int, int, int, str]] = []
+    for worker_id in (0, 1, 0):  # the leader, and a later life of it
+        chaos, reports = injector(f"raise:target=worker:9,at=1; {spec}", tmp_path, worker_id)
+        chaos.strike_due = lambda index, step, phase, plan, who=worker_id: asked.append((who, index, step, phase))
+        for step, phase in CALLS:
+            chaos.at(step, phase, plan_of(0, 1))
+        assert reports.events == [], "whoever has it struck tells"
+    assert asked == [(0, 1, 2, "load")]
+
+
+def test_a_fault_that_was_asked_for_is_named_by_its_number(tmp_path: Path) -> None:
+    asked: list[int] = []
+    chaos, _ = injector("", tmp_path)
+    chaos.strike_due = lambda index, step, phase, plan: asked.append(index)
+    chaos.now("throttle:target=coordinator,at=2,for=1", 77, 1, "load", plan_of(0))
+    for step, phase in CALLS:
+        chaos.at(step, phase, plan_of(0))
+    assert asked == [77]
 
 
 def test_one_rank_is_struck_by_its_head(tmp_path: Path) -> None:
@@ -183,12 +207,6 @@ def test_a_rank_that_is_not_there_is_a_warning(tmp_path: Path) -> None:
     chaos.at(2, "load", plan_of(0, 1))
     assert [event["kind"] for event in reports.events] == ["warning"]
     assert "rank 1 of worker 1.0, it has 1" in reports.events[0]["reason"]
-
-
-def test_a_missing_coordinator_is_a_warning(tmp_path: Path) -> None:
-    chaos, reports = injector("kill:target=coordinator,at=1", tmp_path)
-    chaos.at(1, "load", plan_of(0))
-    assert [event["kind"] for event in reports.events] == ["warning"]
 
 
 STRUCK = """
@@ -220,24 +238,11 @@ def test_stop_for_a_while_goes_on_by_itself(tmp_path: Path) -> None:
     assert time.monotonic() - begin >= 0.3
 
 
-def test_what_runs_beside_leaves_no_child_behind() -> None:
-    victim = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
-    try:
-        victim.send_signal(signal.SIGSTOP)
-        os.waitpid(victim.pid, os.WUNTRACED)
-        run_beside(f"sleep 0.05; kill -CONT {victim.pid}")
-        _, status = os.waitpid(victim.pid, os.WCONTINUED)
-        assert os.WIFCONTINUED(status)
-    finally:
-        victim.kill()
-        victim.communicate()
-
-
 def test_throttled_it_stops_and_goes_on(tmp_path: Path) -> None:
     victim = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
     try:
-        (tmp_path / "coordinator.json").write_text(json.dumps({"pid": victim.pid}))
         chaos, _ = injector("throttle:target=coordinator,at=1,for=0.2", tmp_path)
+        chaos.coordinator_pid = lambda: victim.pid
         chaos.at(1, "load", plan_of(0))
         _, status = os.waitpid(victim.pid, os.WCONTINUED)
         assert os.WIFCONTINUED(status), "said only of what had been stopped"

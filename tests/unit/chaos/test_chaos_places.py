@@ -82,6 +82,25 @@ def test_every_worker_says_once_that_one_is_due(tmp_path: Path) -> None:
     assert not (tmp_path / "chaos").exists(), "the coordinator knows which have struck"
 
 
+def test_one_of_the_coordinator_is_asked_for_at_once_or_for_when_workers_say_so() -> None:
+    for text, key in (
+        ("kill:target=coordinator", "strike"),
+        ("throttle:target=coordinator,for=2", "strike"),
+        ("stop:target=coordinator,at=3,for=2", "due"),
+        ("kill:target=coordinator,phase=reduce", "due"),
+    ):
+        request = parse_now(text).request()
+        assert set(request) == {"fault", key} and request["fault"] == text
+        assert request[key]["coordinator"] and Strike(**request[key]).possible
+    scripted = strikes_of(parse("kill:target=coordinator,at=2; random:p=0.5; raise:at=3; stop:target=coordinator,at=4"))
+    assert [(s.kind, s.index, s.coordinator) for s in scripted] == [
+        ("kill", 0, True),
+        ("kill", 1, True),
+        ("stop", 3, True),
+    ]
+    assert not any(s.acts("coordinator") or s.means for s in scripted), "no host needs anything for them"
+
+
 def test_who_cannot_strike_says_so_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     strikes = strikes_of(parse(ALL))
     monkeypatch.setattr(links.os, "geteuid", lambda: 1000)
@@ -108,15 +127,43 @@ def test_the_filters_that_lose_packets() -> None:
     half = links.drops("eth0", 7, "10.77.0.2", one_way=True, share=0.5)[1][-1].split(",")
     assert half[0] == "6" and half[2] == "21 0 3 172818434" and half[3] == "32 0 0 4294963256"
     assert half[4] == "53 1 0 2147483647", "from there on it passes"
-    narrow = links.shapes("eth0", "10.77.0.2", by_s=0.0, mbit=8.0)
+    narrow = links.narrows("eth0", "10.77.0.2", mbit=8.0)
     assert narrow[1][-2:] == ["rate", "8mbit"] and narrow[2][-2:] == ["flowid", "e57:1"]
-    slow = links.shapes("eth0", "", by_s=0.05, mbit=0.0)
-    assert slow[0][-2:] == ["default", "1"] and slow[2][-3:] == ["netem", "delay", "50ms"] and len(slow) == 3
+    assert len(links.narrows("eth0", "", mbit=8.0)) == 2
+
+
+def test_the_filter_that_has_packets_take_a_detour() -> None:
+    up, place, to = links.delays("eth0", 7, "10.77.0.2", "evs0", 9000)
+    assert " ".join(up) == "ip link set dev evs0 mtu 9000 txqueuelen 10000 up" and place[-1] == "clsact"
+    marked, peer = "32 0 0 4294963220,21 3 0 1702261620", "32 0 0 4293918736,21 0 1 172818434"
+    assert to[-8:-6] == ["bytecode", f"6,{marked},{peer},6 0 0 4294967295,6 0 0 0"], "those that come back pass"
+    assert " ".join(to[-6:]) == "action mirred egress redirect dev evs0" and to[5:8] == ["egress", "protocol", "ip"]
+    everybody = links.delays("eth0", 7, "", "evs0", 1500)[2]
+    assert everybody[7] == "all" and everybody[-7].startswith("4,32 0 0 4294963220,21 1 0 1702261620,6 ")
+
+
+SHOWN = """filter protocol ip pref 6 bpf chain 0
+filter protocol ip pref 6 bpf chain 0 handle 0x1 not_in_hw bytecode '4,32 0 0 4294963220,21 1 0 {},6 0 0 0,6 0 0 0'
+\taction order 1: mirred (Egress Redirect to device {}) stolen
+\tindex 1 ref 1 bind 1
+
+filter protocol all pref 7 bpf chain 0
+filter protocol all pref 7 bpf chain 0 handle 0x1 direct-action not_in_hw bytecode '2,6 0 0 2,6 0 0 4294967295'
+"""
+
+
+@pytest.mark.parametrize(
+    ("mark", "to", "found"), [(0x65767374, "*", [6]), (0x65767374, "evs0", []), (7, "*", []), (0x65767374, "*x", [])]
+)
+def test_redirections_to_nowhere_are_known_by_their_mark(mark: int, to: str, found: list[int]) -> None:
+    assert links.astray(SHOWN.format(mark, to)) == found and links.astray("") == []
 
 
 def test_a_link_that_there_is_not() -> None:
     with pytest.raises(ConfigError, match=r"expected a link to other hosts, got 127\.0\.0\.1 on lo"):
         links.harm(StrikeNow(number=1, kind="cut", for_s=1.0), "127.0.0.1")
+    with pytest.raises(ConfigError, match="expected the IPv4 address of another host, got 'fd00::2'"):
+        links.drops("eth0", 1, "fd00::2", one_way=True, share=1.0)
 
 
 def test_what_became_of_them() -> None:

@@ -7,10 +7,8 @@ from pathlib import Path
 
 import msgspec
 import pytest
-import torch
 
 from everstep.base.cause import Cause
-from everstep.base.config import load_config
 from everstep.base.config_keys import DiskTierConfig
 from everstep.checkpoint.interchange import read_weights
 from everstep.checkpoint.manifest import Form, JobIdentity, State
@@ -20,36 +18,11 @@ from everstep.checkpoint.reader import open_checkpoint, steps_in, verify_store
 from everstep.checkpoint.store import DirectoryStore
 from everstep.exact.digest import named_digest
 from everstep.exact.image import BLOCK_BYTES
-from everstep.exact.topology import merge, model_digest, same_state, state_digest
+from everstep.exact.topology import model_digest, same_state, state_digest
 from everstep.protocol.driver.policy import Due
-from everstep.train.replica import StageReplica
-from everstep.train.stage import Parts, cut_out
-from everstep.train.trainer import EarlyStop
-from format1_checkpoints import KEPT, task_of, unpack
+from format1_checkpoints import KEPT, replicas, unpack
 
 CASES = [(name, int(step)) for name, kept in KEPT.items() for step in kept["checkpoints"]]
-
-
-def replicas(name: str, cut: tuple[tuple[int, int], ...]) -> dict[int, StageReplica]:
-    """All stages of the job as it begins, cut like this."""
-    task = task_of(name)
-    config = load_config([("task", dict(task.defaults))])
-    task.config = config
-
-    def make() -> Parts:
-        torch.manual_seed(5)
-        model = task.build_model()
-        optimizer = task.build_optimizer(list(model.parameters()))
-        extras = {"everstep.early_stop": EarlyStop(config.early_stop)}
-        return Parts(model, optimizer, task.build_scheduler(optimizer), task.units(model), extras)
-
-    stages = len(cut)
-
-    def replica(stage: int) -> StageReplica:
-        parts, spec = (make(), None) if stages == 1 else cut_out(make(), cut, stages, stage)
-        return StageReplica(parts, config, torch.device("cpu"), spec, task.loss)
-
-    return {stage: replica(stage) for stage in range(stages)}
 
 
 def test_every_field_is_documented() -> None:
@@ -95,16 +68,3 @@ def test_the_next_ones_continue_them(tmp_path: Path) -> None:
     shared = set(old.manifest.state["blocks"]) & set(found.state["blocks"])
     assert shared and found.written_bytes == (found.n_blocks - len(shared)) * BLOCK_BYTES
     assert same_state(found.state, old.manifest.state) and not same_state(found.state, {**found.state, "digest": ""})
-
-
-@pytest.mark.parametrize("cut", [((0, 4),), ((0, 2), (2, 4)), ((0, 1), (1, 3), (3, 4))], ids=str)
-@pytest.mark.parametrize("name", KEPT)
-def test_any_topology_loads_them(tmp_path: Path, name: str, cut: tuple[tuple[int, int], ...]) -> None:
-    store = DirectoryStore(unpack(name, tmp_path))
-    step = steps_in(store)[-1]
-    states = {k: replica.state for k, replica in replicas(name, cut).items()}
-    open_checkpoint(store, step).load_into(states)
-    kept = KEPT[name]["checkpoints"][str(step)]
-    whole = merge([state.manifest() for state in states.values()])
-    assert model_digest(whole) == kept["model"]
-    assert state_digest(whole, step) == kept["state"]

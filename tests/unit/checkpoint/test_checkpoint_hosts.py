@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from everstep.base.domains import Domains, ordered
 from everstep.base.errors import BlobExists, BlobForeign, BlobMissing, PartsAway, StoreError
 from everstep.checkpoint.host_files import HostFiles
-from everstep.checkpoint.hosts_store import HostsStore
+from everstep.checkpoint.hosts_store import HostsStore, next_host
 from everstep.checkpoint.manifest import PartFile
 from everstep.runtime.peer import PeerConnection, PeerServer, peer_connect
 
@@ -31,7 +32,11 @@ class Hosts:
         self.folders = {name: base / name for name in NAMES}
         self.servers = {n: PeerServer("127.0.0.1", TOKEN, HostFiles(self.folders[n], call)) for n in NAMES}
         self.there = {name: server.address for name, server in self.servers.items()}
-        self.stores = {name: HostsStore(self.folders[name], name, self._others(name), call) for name in NAMES}
+        self.domains: dict[str, Domains] = {}
+        self.stores = {
+            name: HostsStore(self.folders[name], name, self._others(name), call, domains=lambda: self.domains)
+            for name in NAMES
+        }
 
     def _others(self, me: str):  # type: ignore[no-untyped-def]
         return lambda: {name: address for name, address in self.there.items() if name != me}
@@ -111,6 +116,35 @@ def test_each_part_is_on_two_hosts_and_again_on_two_when_one_is_lost(hosts: Host
         assert bytes(hosts.stores["c"].read(PART.format(n))) == data[n]
     again = hosts.stores["c"].spread(files, 2)
     assert again == {PART.format(n): ("a", "c") for n in data}
+
+
+def test_a_copy_goes_to_another_rack_and_to_the_same_one_where_there_is_no_other(hosts: Hosts) -> None:
+    hosts.domains = {name: ordered({"rack": rack}, name) for name, rack in zip(NAMES, ("r1", "r1", "r2"), strict=True)}
+    for n, name in enumerate(NAMES):
+        hosts.stores[name].write(PART.format(n), [b"abc"], 3)
+    files = [part(n, 3) for n in range(3)]
+    found = hosts.stores["b"].spread(files, 2)
+    assert found == {PART.format(0): ("a", "c"), PART.format(1): ("b", "c"), PART.format(2): ("a", "c")}
+    assert all(found[file.name] == tuple(hosts.who_has(file.name)) for file in files)
+    hosts.lose("c")
+    assert hosts.stores["a"].spread(files, 2) == {file.name: ("a", "b") for file in files}
+
+
+@pytest.mark.parametrize(
+    ("holders", "left", "expected"),
+    [
+        (["a1"], ["a2", "b1", "c1"], "b1"),  # a2 is in the same rack
+        (["a1", "b1"], ["a2", "b2", "c1", "d1"], "d1"),  # in the other zone
+        (["a1", "d1"], ["a2", "b1", "c1"], "b1"),  # each zone has one: another rack
+        (["a1", "b1", "c1"], ["a2", "b2"], "a2"),  # of equals the first
+        (["a1"], ["x", "d1"], "x"),  # of which nothing is known: it is apart from all
+        (["x"], ["y", "z"], "y"),
+    ],
+)
+def test_the_widest_domains_come_first(holders: list[str], left: list[str], expected: str) -> None:
+    zones = {"a": "z1", "b": "z1", "c": "z1", "d": "z2"}
+    domains = {f"{r}{n}": ordered({"zone": zones[r], "rack": r}, f"{r}{n}") for r in zones for n in (1, 2)}
+    assert next_host(left, holders, domains) == expected
 
 
 def test_a_block_that_is_damaged_here_is_asked_of_another_host(hosts: Hosts) -> None:

@@ -9,12 +9,14 @@ from pathlib import Path
 import pytest
 
 from everstep.base.config import load_config
-from everstep.base.errors import ConfigError
-from everstep.cli import agent
+from everstep.base.errors import ConfigError, ProtocolError, TokenRefused
+from everstep.cli import agent, meeting
 from everstep.cli.job import check_network
 from everstep.cli.main import run_command
-from everstep.cli.meeting import moves
+from everstep.cli.meeting import moves, wait_for_job
 from everstep.runtime import wire
+from everstep.runtime.about import HeadFacts
+from everstep.runtime.context import Joining
 
 
 def said(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str]:
@@ -201,3 +203,27 @@ def test_which_worker_or_host_is_to_leave(tmp_path: Path, capsys: pytest.Capture
     for argv in ([], ["3", "--host", "b"]):
         code, words = said(capsys, "drain", str(tmp_path), *argv)
         assert code == 2 and "expected the number of a worker, or --host NAME" in words
+
+
+@pytest.mark.parametrize("error", [ProtocolError("it ended after 0 of 38 bytes"), TokenRefused("refused")])
+def test_whoever_is_on_the_way_out_is_no_other_job(
+    error: ProtocolError, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where the job was met before, who answers in no way that proves the token is followed by one that does."""
+    answers: list[Exception | HeadFacts] = [error, ConnectionRefusedError(), HeadFacts(0.0, 0.0, {}, 0)]
+
+    def ask(*_: object) -> HeadFacts:
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(meeting, "ask_about", ask)
+    joining = Joining("127.0.0.1:5", "", "", [], "here", own="127.0.0.1")
+    words = {"joining": joining, "look": lambda: {"host": "127.0.0.1", "port": 5}, "known": b"t" * 32, "folder": None}
+    met = wait_for_job(**words, config=load_config([]), before=True)
+    assert met is not None and met.place == ("127.0.0.1", 5) and not answers
+    assert capsys.readouterr().err == f"no job answers at 127.0.0.1:5 ({error}): waiting for it\n"
+    answers.append(error)
+    with pytest.raises(ConfigError):
+        wait_for_job(**words, config=load_config([]))

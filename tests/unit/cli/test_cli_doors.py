@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from everstep.base.config import load_config, to_dict
 from everstep.base.doors import check_ports, is_loopback, parse_ports
@@ -133,6 +134,20 @@ def test_where_a_job_cannot_listen(
     assert code == 2 and expected in words and words.count("\n") == 1, words
 
 
+@pytest.mark.parametrize("built", [False, True])
+def test_mpi_is_refused_in_any_build_of_torch(
+    built: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.distributed, "is_mpi_available", lambda: built)
+    (tmp_path / "script.py").touch()
+    assert said(capsys, "run", str(tmp_path / "script.py"), "--dry-run", "--set", "transport=mpi") == (
+        2,
+        "error: transport: expected auto | shm | sockets | gloo | nccl, got 'mpi' (from --set transport=mpi): in any "
+        "build of torch MPI may end or hang the others when one dies, and lets none take its place; auto needs no MPI, "
+        "under mpirun too: give e.g. transport=auto\n",
+    )
+
+
 def test_what_a_job_tells_others() -> None:
     assert head_doors("127.0.0.1:5", None, {}, local=True) == ({"network.address": "127.0.0.1"}, 5)
     assert head_doors("lo:5", None, {}, local=False) == ({"network.address": "127.0.0.1"}, 5)
@@ -243,7 +258,10 @@ def test_another_token(head: FakeHead, tmp_path: Path, capsys: pytest.CaptureFix
 @pytest.mark.parametrize(
     ("argv", "expected"),
     [
-        (["--set", "lanes=4"], "--set: expected a key of security.*, network.interface, network.trusted, hosts.wait_s"),
+        (
+            ["--set", "lanes=4"],
+            "--set: expected a key of security.*, control.etcd_*, network.interface, network.trusted, hosts.wait_s",
+        ),
         (["--set", "network.interface=eth77"], "network.interface: expected an interface of this host"),
         (["--set", "network.interface=lo", "--address", "{other}"], "expected an address of the interface lo"),
         (["--task", "nowhere.py"], "there is no file nowhere.py"),

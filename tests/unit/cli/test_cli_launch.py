@@ -178,6 +178,41 @@ def test_objects_of_kubernetes_are_as_its_schemas_say(capsys: pytest.CaptureFixt
         kubernetes_validate.validate(broken, version, strict=True)
 
 
+@pytest.mark.parametrize(
+    ("ends", "reading"),
+    [
+        ("exit 0", "done"),  # over, or drained for good
+        ("exit 1", "FailJob"),
+        ("exit 2", "FailJob"),  # refused
+        ("exit 3", "counted"),  # waited in vain
+        ("exit 143", "counted"),  # told to stop
+        ("kill -9 $$", "Ignore"),
+        ("trap 'exit 0' USR1; while :; do kill -USR1 $PPID; sleep 0.1; done", "Ignore"),  # handed over
+    ],
+)
+@pytest.mark.parametrize("kind", ["", "--jobset"])
+def test_which_ends_of_a_pod_count(
+    ends: str, reading: str, kind: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """The shell of the container, and the rules that its exit code meets."""
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\n{ends}\n")
+    python.chmod(0o755)
+    made = list(
+        yaml.safe_load_all(printed(capsys, *K8S, "--hosts", "2", "--python", str(python), *filter(None, [kind])))
+    )
+    spec = made[-1]["spec"]["replicatedJobs"][1]["template"]["spec"] if kind else made[-1]["spec"]
+    command = spec["template"]["spec"]["containers"][0]["command"]
+    environment = {**os.environ, "JOB_COMPLETION_INDEX": "1", "POD_IP": "127.0.0.1"}
+    code = subprocess.run(command, env=environment, timeout=60).returncode
+    met = [
+        rule["action"]
+        for rule in spec["podFailurePolicy"]["rules"]
+        if code in rule.get("onExitCodes", {}).get("values", ())
+    ]
+    assert [*met, "counted" if code else "done"][0] == reading, code
+
+
 def test_a_job_set_is_as_its_schema_says(capsys: pytest.CaptureFixture[str]) -> None:
     _, made = yaml.safe_load_all(printed(capsys, *K8S, "--hosts", "3", "--jobset"))
     schema = json.loads((HERE / "jobset_schema.json").read_text())

@@ -17,12 +17,14 @@ from everstep.protocol.coordinator.types import (
     Connected,
     CoordinatorConfig,
     Disconnected,
+    Knows,
     Persist,
     Received,
     Report,
     Send,
     Tick,
 )
+from everstep.protocol.following import PlanAsked, PlanShown, name_of
 from everstep.protocol.roles import COMMANDS, OPERATE
 
 MS = 1_000_000
@@ -58,6 +60,7 @@ class World:
         self.reports: list[Report] = []
         self.closed: list[str] = []
         self.follows: dict[str, Plan] = {}
+        self.knows: dict[str, Plan] = {}
         self.seq = 0
         self.next_beat = now + S
 
@@ -76,6 +79,8 @@ class World:
             elif isinstance(effect, Report):
                 json.dumps(effect.fields)
                 self.reports.append(effect)
+            elif isinstance(effect, Knows):
+                self.knows[effect.connection] = effect.plan
             elif isinstance(effect, Close):
                 self.closed.append(effect.connection)
         return effects
@@ -93,12 +98,31 @@ class World:
         self.say(name, m.AgentHello(agent_id=name, host=host, workers=listed, slots=slots or len(lives)))
 
     def hello(
-        self, worker: int, incarnation: int = 0, *, plan: Plan | None = None, step: int = 0, host: str = "h1"
+        self,
+        worker: int,
+        incarnation: int = 0,
+        *,
+        plan: Plan | None = None,
+        step: int = 0,
+        host: str = "h1",
+        shows: bool = True,
     ) -> str:
+        """plan: that it follows; it shows that where it is asked, unless it does not (`shows`)."""
         name = f"w{worker}.{incarnation}"
         self.connect(name, "worker")
-        self.say(name, m.WorkerHello(member=member(worker, incarnation, host), step=step, plan=plan))
+        self.say(name, m.WorkerHello(member=member(worker, incarnation, host), step=step, follows=name_of(plan)))
+        if shows and self.asked(name):
+            self.shows(worker, incarnation, plan=plan)
         return name
+
+    def asked(self, name: str) -> bool:
+        """Whether who has this connection is the one that was asked last for its plan."""
+        asked = [to for to, message in self.sent if isinstance(message, PlanAsked)]
+        return bool(asked) and asked[-1] == name
+
+    def shows(self, worker: int, incarnation: int = 0, *, plan: Plan | None) -> None:
+        """What a worker answers that is asked for its plan."""
+        self.say(f"w{worker}.{incarnation}", PlanShown(worker_id=worker, incarnation=incarnation, plan=plan))
 
     def started(self, worker: int, incarnation: int, agent: str = "a1") -> None:
         life = m.WorkerLife(worker_id=worker, incarnation=incarnation, pid=1000 + 10 * worker + incarnation)

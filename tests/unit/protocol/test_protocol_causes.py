@@ -7,10 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from coordinator_harness import MS, S, World, drop, member, running
+from coordinator_harness import MS, S, World, drop, running
 
 from everstep.base.cause import Cause
 from everstep.protocol import messages as m
+from everstep.protocol.following import PlanShown
 
 
 def _exits(cause: Cause) -> Callable[[World], None]:
@@ -352,7 +353,7 @@ def test_journals_of_older_versions_are_read() -> None:
 
 
 def test_a_cause_of_a_later_version_is_unknown() -> None:
-    hello = m.WorkerHello(member=member(0), step=0, plan=running().plan)
-    told = m.encode(hello).replace(b"\xa7started", b"\xa7someday")
+    shown = PlanShown(worker_id=0, incarnation=0, plan=running().plan)
+    told = m.encode(shown).replace(b"\xa7started", b"\xa7someday")
     decoded = m.decode(told)
-    assert isinstance(decoded, m.WorkerHello) and decoded.plan is not None and decoded.plan.cause is Cause.UNKNOWN
+    assert isinstance(decoded, PlanShown) and decoded.plan is not None and decoded.plan.cause is Cause.UNKNOWN

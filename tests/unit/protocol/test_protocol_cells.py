@@ -22,7 +22,7 @@ def running() -> World:
     for i, pid in LIMBS.items():
         world.connect(f"w{i}.0", "worker")
         cell = replace(member(i), limbs=(Rank(pid, f"h1:{9000 + i}", f"segment-{i}"),))
-        world.say(f"w{i}.0", m.WorkerHello(member=cell, step=0, plan=None))
+        world.say(f"w{i}.0", m.WorkerHello(member=cell, step=0))
     for i in LIMBS:
         world.entered(i, 1, 1)
     return world

@@ -10,6 +10,7 @@ from everstep.protocol import messages as m
 from everstep.protocol.coordinator.agreement import timed
 from everstep.protocol.coordinator.links import smallest_cover
 from everstep.protocol.coordinator.types import Tick
+from everstep.protocol.following import name_of
 
 # ---- start
 
@@ -703,7 +704,7 @@ def test_a_message_before_the_hello_ends_the_connection():
 def test_a_newer_connection_replaces_the_older():
     world = running()
     world.connect("other", "worker")
-    world.say("other", m.WorkerHello(member=member(1), step=0, plan=world.plan))
+    world.say("other", m.WorkerHello(member=member(1), step=0, follows=name_of(world.plan)))
     assert world.closed == ["w1.0"]
     drop(world, "w1.0")
     world.exited(2)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from coordinator_harness import S, World, drop, running
+from coordinator_harness import MS, S, World, drop, running
 
 from everstep.base.cause import Cause
 from everstep.base.plan import WorkerKey
@@ -119,3 +119,118 @@ def test_the_jobs_process_hears_how_it_ended_also_when_it_comes_later() -> None:
     world.connect("j2", "job")
     world.say("j2", m.JobHello())
     assert world.last(m.JobEnded, "j2").exit_code == 143
+
+
+# ---- lives that no agent speaks for
+
+
+def before_one_agent() -> World:
+    """Slots are shared out, and the agent of h2, which runs worker 0, has not been heard yet."""
+    world = World(workers=3, on_failure="shrink")
+    world.agent(1, 2)
+    for i in range(3):
+        world.hello(i, host="h1" if i else "h2")
+    for i in range(3):
+        world.entered(i, 1, 1)
+    world.exited(2)
+    assert world.plan.worker_ids == (0, 1)
+    return world
+
+
+def test_a_slot_is_not_given_away_while_a_life_of_it_is_there_that_no_agent_speaks_for_yet() -> None:
+    world = before_one_agent()
+    assert world.last(m.SetSlots, "a1").worker_ids == [1]
+    world.agent(0, name="a2", host="h2")
+    assert world.last(m.SetSlots, "a2").worker_ids == [0] and world.last(m.KillWorker) is None
+
+
+def test_it_goes_to_who_speaks_for_the_host_whichever_agent_has_the_fewest() -> None:
+    """Its own agent has been heard before, but not of this life."""
+    world = World(workers=2, on_failure="shrink", min_workers=1)
+    world.agent(1, 2)
+    world.agent(3, 4, 5, name="a2", host="h2")
+    for i in range(2):
+        world.hello(i, host="h1" if i else "h2")
+    assert world.command("scale", workers=1).ok and 0 in world.last(m.SetSlots, "a2").worker_ids
+
+
+def test_it_is_free_when_that_life_is_over() -> None:
+    world = World(workers=2)
+    world.agent(1)
+    world.hello(0, host="h2")
+    world.hello(1)
+    assert world.command("scale", workers=3).ok and world.last(m.SetSlots, "a1").worker_ids == [1, 2]
+    drop(world, "w0.0")
+    world.wait(2 * S)
+    assert world.report("worker_evicted")["worker_id"] == 0
+    assert world.last(m.SetSlots, "a1") == m.SetSlots(worker_ids=[0, 1, 2], first=[1, 1, 0])
+    assert world.last(m.Dismissed, world.hello(0, 1)) is None
+
+
+def only_elsewhere() -> World:
+    """An agent is there, and the job's one worker on a host whose own agent has not been heard."""
+    world = World(workers=1)
+    world.agent(1)
+    world.hello(0, host="h2")
+    return world
+
+
+def test_a_life_without_a_connection_is_over_if_the_agent_of_its_host_does_not_run_it() -> None:
+    """Nobody had spoken for it when it died, and no other holds the state: no agent says that it still lives."""
+    world = only_elsewhere()
+    world.entered(0, 1, 1)
+    drop(world, "w0.0")
+    newcomer(world, "h2")
+    assert "worker_evicted" not in world.kinds(), "it may be about to connect again"
+    world.wait(2 * S)
+    assert world.report("worker_evicted")["worker_id"] == 0
+    assert "does not run it" in world.report("worker_evicted")["reason"]
+
+
+def test_a_life_that_the_agent_of_its_host_runs_may_be_without_a_connection() -> None:
+    world = only_elsewhere()
+    world.entered(0, 1, 1)
+    drop(world, "w0.0")
+    world.agent(0, name="a2", host="h2")
+    world.wait(60 * S)
+    assert "worker_evicted" not in world.kinds()
+
+
+def test_what_the_agent_of_its_host_runs_counts_as_it_says_it_afterwards() -> None:
+    world = only_elsewhere()
+    newcomer(world, "h2")
+    world.wait(100 * MS)
+    drop(world, "w0.0")
+    world.next_beat = world.now + 3 * S
+    world.wait(1500 * MS)
+    assert "worker_evicted" not in world.kinds(), "what it says of it may be under way"
+    world.wait(3 * S)
+    assert world.report("worker_evicted")["worker_id"] == 0
+
+
+def test_of_an_agent_that_is_away_nobody_knows_what_it_runs() -> None:
+    world = only_elsewhere()
+    world.entered(0, 1, 1)
+    newcomer(world, "h2")
+    drop(world, "h2")
+    drop(world, "w0.0")
+    world.wait(900 * MS)
+    world.agent(0, name="h2", host="h2")
+    world.wait(60 * S)
+    assert "worker_evicted" not in world.kinds()
+
+
+def test_after_a_restart_nobody_waits_for_lives_that_the_agents_of_their_hosts_do_not_run() -> None:
+    """They held all of the state: for their connections alone they would be waited for, as after a long silence."""
+    world = only_elsewhere()
+    world.entered(0, 1, 1)
+    again = world.restart()
+    again.agent(1)
+    again.wait(5 * S)
+    assert "worker_evicted" not in again.kinds(), "its host is silent"
+    newcomer(again, "h2")
+    again.wait(60 * S)
+    assert (
+        again.report("worker_evicted")["worker_id"] == 0
+        and "does not run it" in again.report("worker_evicted")["reason"]
+    )

@@ -30,7 +30,7 @@ def hello(
     name = f"w{worker}.{incarnation}"
     world.connect(name, "worker")
     who = member(worker, incarnation)
-    world.say(name, m.WorkerHello(member=who, step=step, plan=None, stages=stages, state_bytes=state_bytes))
+    world.say(name, m.WorkerHello(member=who, step=step, stages=stages, state_bytes=state_bytes))
 
 
 def test_the_start_seats_everybody_evenly_with_a_leader_per_stage():

@@ -10,13 +10,14 @@ from everstep.protocol import roles
 from everstep.protocol.coordinator import commands
 from everstep.protocol.coordinator.coordinator import FROM_AGENTS, FROM_ANYBODY, FROM_WORKERS
 from everstep.protocol.coordinator.types import Close, Connected, Received, Send
+from everstep.protocol.messages_base import ReplicaHeld, ReplicaHello
 
 EXITED = {"reason": "killed", "died_unix_ns": 1}
 
 
 def test_every_message_that_the_coordinator_hears_has_its_roles() -> None:
     heard = {*FROM_ANYBODY, *FROM_AGENTS, *FROM_WORKERS, m.StoreGet, m.Ping, m.AgentNotice, m.Goodbye}
-    heard |= {m.HostPlace, m.FilePiece, m.HostTold, m.ClaimFault}
+    heard |= {m.HostPlace, m.FilePiece, m.HostTold, m.ClaimFault, ReplicaHello, ReplicaHeld}
     assert heard == set(roles.SAYS)
     assert set(roles.SAYS) < set(m.KINDS)
     assert set().union(*roles.SAYS.values()) == roles.CONTROL_ROLES
@@ -40,7 +41,7 @@ def test_a_worker_speaks_for_its_own_life_alone() -> None:
     world = running()
     fault = m.PeerFault(worker_id=1, incarnation=0, generation=1, accused=[0], reason="lies")
     assert "expected worker '2.0' to speak for itself, it spoke as '1.0'" in verdict(world, "worker", "2.0", fault)
-    hello = m.WorkerHello(member=member(1), step=0, plan=None)
+    hello = m.WorkerHello(member=member(1), step=0)
     assert "it spoke as '1.0'" in verdict(world, "worker", "1.1", hello)
     assert "from agent, got it from the role 'worker'" in verdict(
         world, "worker", "1.0", m.WorkerExited(agent_id="a1", worker_id=2, incarnation=0, **EXITED)

@@ -135,6 +135,22 @@ def test_a_lost_seat_is_served_from_until_the_next_decision():
     assert w.machine.stages == (0,)
 
 
+def test_what_was_held_before_the_first_step_is_not_forgotten_either():
+    """Another member has decided step 1; whoever has the gradient of a stage that it gives away takes it there."""
+    w = Worker()
+    w.enter(1, plan(1, (0, 0, (0, 1)), (0, 1, (0, 1)), (1, 1, ())), held(0, 1))
+    w.on(StepWanted())
+    for stage in (0, 1):
+        for lane in (0, 1):
+            w.on(LaneDone(1, stage, lane))
+    w.on(GradientReduced(1, 1, b""))
+    beyond = plan(2, (0, 0, (0, 1)), (1, 1, (0, 1)))
+    effects, sent = w.enter(2, beyond, Holding(Key(1, 0), RECORDS, 0, stages=()))
+    assert sent.stages == sent.gradient_stages == (0, 1) and w.machine.in_part == (0, 1)
+    assert StepDecided(1, RECORDS) in effects
+    assert ServeState(2, Key(1, 0), (1,)) in w.on(Updated(1))
+
+
 def gone_back(steps: int = 3) -> tuple[Worker, list]:
     """Worker 1 was the pool of stage 1; its next life has nothing."""
     w = Worker()

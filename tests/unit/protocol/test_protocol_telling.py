@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
+import zlib
 from dataclasses import replace
 
+import msgspec
 import pytest
 
 from everstep.base.cause import Cause
@@ -145,5 +147,60 @@ def test_what_cannot_be_said_as_changes_is_said_whole() -> None:
     plan = _plan(1, [_member(0), _member(1)])
     turned = replace(plan, generation=2, seats=tuple(reversed(plan.seats)))
     saying = told(turned, plan)
-    assert (saying.before, saying.plan) == (0, turned)
+    assert saying.before == 0 and heard(saying, None) == turned
     assert heard(saying, plan) == turned
+
+
+def _odd(n: int) -> Plan:
+    """A plan with what a column might not hold as it is."""
+    addresses = ["", ":", "h:", "h:07", "h:0", "h:00", "fd00::1:443", "[fd00::1]:443", "h:123456", "h:-3", "h:\u0663"]
+    limbs = (Rank(7, "h:1", "a"), Rank(8, "h:2", ""))
+    members = [
+        Member(i * i, i % 3, f"host-{i % 2}", -i, addresses[i % len(addresses)], "x" * (i % 4), limbs[: i % 3])
+        for i in range(n)
+    ]
+    members[0] = replace(members[0], domains=(("rack", "r1"), ("host", "h")))
+    seats = [Seat(m.worker_id, 0, "active" if m.worker_id % 2 else "standby", (m.worker_id,)) for m in members]
+    return replace(_plan(1, members), seats=tuple(seats))
+
+
+@pytest.mark.parametrize("n", [1, 2, 9, 30])
+def test_whatever_a_plan_has_comes_as_it_was(n: int) -> None:
+    saying = told(_odd(n), None)
+    heard_as = decode(encode(saying))
+    assert isinstance(heard_as, PlanTold) and heard(heard_as, None) == _odd(n)
+
+
+def test_a_plan_for_thousands_is_small() -> None:
+    members = []
+    for i in range(4000):
+        address, segment = f"10.0.{i // 800}.{i // 8 % 100}", f"{i * 2654435761 % 2**32:08x}"
+        members.append(Member(i, 0, f"host-{i // 8}", 1000 + 3 * i, f"{address}:{10000 + i * 7919 % 50000}", segment))
+    seats = tuple(Seat(i, 0, "active", (i,)) for i in range(4000))
+    plan = replace(_plan(1, members), seats=seats, lanes=4000)
+    assert len(zlib.compress(encode(told(plan, None)), 1)) < len(zlib.compress(encode(PlanTold(plan=plan)), 1)) / 2.5
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"worker_ids": [1]},
+        {"worker_ids": [1, 0]},
+        {"hosts": [0, 5]},
+        {"hosts": [0, -1]},
+        {"ports": []},
+        {"segment_chars": [1, 1]},
+        {"segment_chars": [-1, 1]},
+        {"lane_counts": [-1, 5]},
+        {"lane_counts": [9, 9]},
+        {"seat_roles": [0, 2]},
+        {"seat_roles": [-1, 0]},
+        {"lanes": []},
+    ],
+)
+def test_columns_that_do_not_fit_together_are_refused(wrong: dict[str, list[int]]) -> None:
+    saying = told(_plan(1, [_member(0), _member(1)]), None)
+    assert saying.columns is not None
+    columns = msgspec.structs.replace(saying.columns, **wrong)
+    with pytest.raises(ProtocolError, match="fit together"):
+        heard(msgspec.structs.replace(saying, columns=columns), None)

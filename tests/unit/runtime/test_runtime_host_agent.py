@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import threading
+import time
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +21,7 @@ from fake_coordinator import PATIENCE_S, FakeCoordinator
 
 from everstep.base.cause import Cause
 from everstep.base.config import load_config, to_dict
+from everstep.observe.events import read_events
 from everstep.protocol import messages as m
 from everstep.runtime import host_agent
 from everstep.runtime.address import read_address
@@ -29,7 +31,8 @@ from everstep.runtime.fork_server_client import ForkServerClient
 from everstep.runtime.gathering import Receiving
 from everstep.runtime.handshake import role_token
 from everstep.runtime.host_agent import Absence, HostAgent, Left
-from everstep.runtime.process import END_ALONE, machine
+from everstep.runtime.letting_go import Undone
+from everstep.runtime.process import END_ALONE, is_stopped, machine
 
 TOKEN = b"0123456789abcdef"
 
@@ -126,6 +129,16 @@ class Started:
         self.coordinator.hear(m.WorkerStarted)
         return request
 
+    def events(self, *kinds: str) -> list[dict[str, Any]]:
+        """One of each of these kinds, when the last of them is there."""
+        end_s = time.monotonic() + PATIENCE_S
+        while time.monotonic() < end_s:
+            found = {event["kind"]: event for event in read_events(self.run_dir / "events.jsonl")}
+            if set(kinds) <= set(found):
+                return [found[kind] for kind in kinds]
+            time.sleep(0.01)
+        raise AssertionError(f"no {kinds}")
+
     def end(self) -> Left:
         self._thread.join(PATIENCE_S)
         assert not self._thread.is_alive()
@@ -197,11 +210,55 @@ def test_when_the_job_is_over_it_waits_for_its_workers_and_leaves(started: Start
     assert started.end() == WENT
 
 
+def test_what_it_does_to_its_links_and_cannot_do_is_told_in_the_jobs_events(
+    started: Started, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started.with_worker()
+    cut = m.StrikeNow(number=1, kind="cut", peer="192.0.2.7", for_s=1.0)
+    started.coordinator.say(cut)
+    [warning] = started.events("warning")
+
+    def harm(message: m.StrikeNow, own: str) -> Undone:
+        undone = Undone(0.0, [], "true")
+        undone.begin()
+        return undone
+
+    monkeypatch.setattr(host_agent, "harm", harm)
+    started.coordinator.say(msgspec.structs.replace(cut, number=2, kind="slow"))
+    [over] = started.events("fault_over")
+    assert [(event["cause"], event["reason"].partition(":")[2]) for event in (warning, over)] == [
+        ("injected", " cut did not strike: expected a link to other hosts, got no address on no interface"),
+        ("injected", " slow between this host and 192.0.2.7 is over"),
+    ]
+
+
 def test_a_job_that_is_over_before_it_knew_it(started: Started) -> None:
     started.coordinator.hear(m.AgentHello)
     started.coordinator.say(OVER)
     assert started.end() == WENT
     assert started.server.process.poll() is not None
+
+
+@pytest.mark.parametrize(("signalled", "asked", "later"), [("TERM", 0, True), ("INT", 0, False), ("TERM", 1, False)])
+def test_a_job_that_was_told_to_stop_may_go_on(started: Started, signalled: str, asked: int, later: bool) -> None:
+    """What a person has ended does not, and who was asked to leave does not wait."""
+    request = started.with_worker()
+    if asked:
+        started.agent._inbox.put(signal.SIGUSR1)
+        started.coordinator.hear(m.HostLeaving)
+    code = 128 + signal.Signals[f"SIG{signalled}"]
+    started.coordinator.say(m.JobEnded(state="interrupted", reason="told to", exit_code=code))
+    started.server.workers[0].terminate()
+    started.server.exited(request)
+    assert started.end() == Left(0, "the job is over: interrupted", later)
+
+
+def test_who_was_asked_to_leave_leaves_though_the_jobs_process_is_gone(started: Started) -> None:
+    started.with_worker()
+    started.agent._inbox.put(signal.SIGUSR1)
+    started.coordinator.hear(m.HostLeaving)
+    started.coordinator.say(m.Goodbye(cause=Cause.UNKNOWN, reason="the job is gone"))
+    assert started.end().exit_code == 0
 
 
 def test_when_the_jobs_process_is_gone_its_workers_are_ended(started: Started) -> None:
@@ -374,14 +431,33 @@ def test_all_of_the_end_is_done_whatever_a_part_of_it_raises(started: Started, m
 
 
 def test_a_stopped_worker_keeps_no_job_from_ending(started: Started, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where one that does what its script does after the last step is waited for."""
+    """Where one that does what its script does after the last step is waited for; be it stopped again and again."""
     monkeypatch.setattr("everstep.runtime.host_agent.GRACE_S", 0.05)
     request = started.with_worker()
     started.board.row(1).set(phase="finish")
-    started.server.workers[0].send_signal(signal.SIGSTOP)
+    worker = started.server.workers[0]
+    worker.send_signal(signal.SIGSTOP)
     started.coordinator.say(OVER)
+    while worker.poll() is None:
+        worker.send_signal(signal.SIGSTOP)
+        time.sleep(0.001)
     started.server.exited(request)
-    assert started.server.workers[0].returncode == -signal.SIGKILL
+    assert worker.returncode == -signal.SIGKILL
+    assert started.end() == WENT
+
+
+def test_a_worker_that_stands_still_at_the_job_s_end_is_continued(started: Started) -> None:
+    """What has stopped it may not be there any more to let go of it."""
+    request = started.with_worker()
+    worker = started.server.workers[0]
+    worker.send_signal(signal.SIGSTOP)
+    while not is_stopped(worker.pid):
+        assert worker.poll() is None
+    started.coordinator.say(OVER)
+    while is_stopped(worker.pid):
+        assert not started.left
+    worker.terminate()
+    started.server.exited(request)
     assert started.end() == WENT
 
 

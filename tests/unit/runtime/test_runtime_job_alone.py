@@ -18,7 +18,8 @@ from everstep.base.cause import Cause, Why
 from everstep.base.config import load_config
 from everstep.protocol import messages as m
 from everstep.runtime.address import COORDINATOR_FILE, address_of, announce
-from everstep.runtime.job import Job
+from everstep.runtime.following import MOVED
+from everstep.runtime.job import Job, JobLink
 from everstep.runtime.supervisor import Supervised
 
 TOKEN = b"0123456789abcdef"
@@ -243,3 +244,16 @@ def test_whatever_it_ends_of_it_says_goodbye(started: Started) -> None:
         started.job.interrupt(signal.SIGTERM)
     assert started.coordinator.hear(m.Goodbye).reason == "the job's process has ended"
     assert started.end() == 128 + signal.SIGTERM
+
+
+def test_where_another_host_leads_in_its_own_directory_it_ends_and_no_other_host_does(
+    started: Started, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[Why] = []
+    monkeypatch.setattr(JobLink, "goodbye", lambda link, why: said.append(why))
+    started.process.started.acquire()
+    started.process.exit_code = MOVED
+    started.process.die()
+    assert started.end() == 3
+    assert not said and started.process.starts == 1
+    assert started.kinds() == ["coordinator_started", "coordinator_died", "job_ended"]

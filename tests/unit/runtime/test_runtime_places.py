@@ -10,7 +10,7 @@ import pytest
 from everstep.base.config_keys import CheckpointConfig, DiskTierConfig
 from everstep.base.errors import ConfigError
 from everstep.protocol.messages import HostPlace, JobFacts
-from everstep.runtime.places import Place, disk_of, find_place, leave_word, others, word_in, write_hosts
+from everstep.runtime.places import Place, disk_of, domains_there, find_place, leave_word, others, word_in, write_hosts
 
 
 def facts(run_dir: Path, word: str) -> JobFacts:
@@ -78,3 +78,19 @@ def test_each_disk_that_is_not_seen_has_one_address(tmp_path: Path) -> None:
     for text in ("", "[]", '{"a": 3}', '{"a": {"disk": 1}}'):
         (tmp_path / "hosts.json").write_text(text)
         assert others(tmp_path, "c") == {}
+
+
+def test_hosts_say_in_which_domains_they_are(tmp_path: Path) -> None:
+    def place(name: str, **labels: str) -> HostPlace:
+        return HostPlace(agent_id=name, apart=True, disk=f"host {name}", address=f"{name}:1", domains=labels)
+
+    assert domains_there(tmp_path) == {}
+    write_hosts(tmp_path, {"b": place("b", rack="r1", zone="z"), "a": place("a")})
+    assert domains_there(tmp_path) == {"a": (("host", "a"),), "b": (("zone", "z"), ("rack", "r1"), ("host", "b"))}
+    for text in ("[]", '{"a": 3}', '{"a": {"domains": 3}}'):
+        (tmp_path / "hosts.json").write_text(text)
+        assert domains_there(tmp_path) == {}
+    (tmp_path / "hosts.json").write_text(
+        '{"a": {"domains": {"rack": "a\\n", "zone": 3, "host": "b", "row": "ok"}}, "b": {}}'
+    )
+    assert domains_there(tmp_path) == {"a": (("row", "ok"), ("host", "a")), "b": (("host", "b"),)}

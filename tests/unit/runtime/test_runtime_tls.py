@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import datetime
-import ipaddress
 import os
 import socket
 import ssl
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from cryptography import x509
-from cryptography.hazmat.primitives import serialization
-from cryptography.hazmat.primitives.asymmetric import ed25519
 
+from certificates import own_ca
 from everstep.base.config import load_config
 from everstep.base.config_keys import TlsConfig
 from everstep.base.errors import CollectiveAborted, ConfigError, EverstepError, ProtocolError
@@ -177,7 +171,7 @@ def test_the_certificate_of_another_host(open_door: Callable[..., Door], caller:
 
 
 def test_one_that_is_over(open_door: Callable[..., Door], caller: Tls, tmp_path: Path) -> None:
-    told, complaint = refusals(open_door(Tls(own_ca(tmp_path, THEIRS, days=-1))), Tls(own_ca(tmp_path, OURS)))
+    told, complaint = refusals(open_door(Tls(own_ca(THEIRS, days=-1))), Tls(own_ca(OURS)))
     assert "certificate has expired" in told and "(certificate expired)" in complaint
 
 
@@ -333,30 +327,6 @@ def test_a_changed_record_ends_the_connection(caller: Tls, answerer: Tls) -> Non
 # ---- files of one's own
 
 
-def own_ca(folder: Path, address: str, days: int = 1, seed: bytes = b"o" * 32) -> Shown:
-    """As an organisation's CA would make it; `days`: until it is over."""
-    key = ed25519.Ed25519PrivateKey.from_private_bytes(seed)
-    issuer, host = (
-        x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, text)]) for text in ("organisation", "host")
-    )
-    now = datetime.datetime.now(datetime.UTC)
-    pem = serialization.Encoding.PEM
-
-    def made(
-        name: x509.Name, public: ed25519.Ed25519PublicKey, extension: x509.ExtensionType, until: datetime.datetime
-    ) -> str:
-        begin = now - datetime.timedelta(days=10)
-        builder = x509.CertificateBuilder(issuer, name, public, x509.random_serial_number(), begin, until)
-        return builder.add_extension(extension, True).sign(key, None).public_bytes(pem).decode()
-
-    ca = made(issuer, key.public_key(), x509.BasicConstraints(True, None), now + datetime.timedelta(days=10))
-    own = ed25519.Ed25519PrivateKey.generate()
-    san = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address(address))])
-    cert = made(host, own.public_key(), san, now + datetime.timedelta(days=days))
-    private = own.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()).decode()
-    return Shown(cert, private, ca)
-
-
 def settings(folder: Path, **texts: str) -> TlsConfig:
     for name, text in texts.items():
         (folder / name).write_text(text)
@@ -366,12 +336,12 @@ def settings(folder: Path, **texts: str) -> TlsConfig:
 def test_files_of_ones_own_take_the_place_of_the_jobs(
     open_door: Callable[..., Door], caller: Tls, tmp_path: Path
 ) -> None:
-    made = own_ca(tmp_path, THEIRS)
+    made = own_ca(THEIRS)
     found = shown_by(settings(tmp_path, cert=made.cert, key=made.key, ca=made.ca), TOKEN, "10.0.0.1")
     assert found is not None and found == made
     assert Tls(found).fingerprint == fingerprint_of(ssl.PEM_cert_to_DER_cert(made.cert))
     door = open_door(Tls(found))
-    with door.call(Tls(own_ca(tmp_path, OURS))) as sock:
+    with door.call(Tls(own_ca(OURS))) as sock:
         assert isinstance(sock, TlsSocket)
     with pytest.raises(ProtocolError, match="counts for nothing here"):
         door.call(caller)
@@ -387,7 +357,7 @@ def test_files_of_ones_own_take_the_place_of_the_jobs(
     ],
 )
 def test_files_that_are_none_are_named(tmp_path: Path, texts: dict[str, str], words: str) -> None:
-    made = own_ca(tmp_path, OURS)
+    made = own_ca(OURS)
     given = settings(tmp_path, **{"cert": made.cert, "key": made.key, "ca": made.ca, **texts})
     with pytest.raises(ConfigError, match=words) as caught:
         shown_by(given, TOKEN, "10.0.0.1")
@@ -402,20 +372,6 @@ def test_all_three_or_none() -> None:
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"security\.tls\.cert: cannot read .*: No such file"):
         shown_by(settings(tmp_path), TOKEN, "10.0.0.1")
-
-
-def test_without_the_package_the_line_says_what_to_install() -> None:
-    script = (
-        "import sys; sys.modules['cryptography'] = None\n"
-        "from everstep.base.config_keys import TlsConfig\n"
-        "from everstep.base.errors import ConfigError\n"
-        "from everstep.runtime.tls import check_tls\n"
-        "check_tls(TlsConfig(), '127.0.0.1'); check_tls(TlsConfig('off'), '10.0.0.1')\n"
-        "try: check_tls(TlsConfig(), '10.0.0.1')\n"
-        "except ConfigError as error: sys.exit(str(error))\n"
-    )
-    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert "pip install 'everstep[tls]'" in found.stderr and found.stderr.count("\n") == 1
 
 
 def test_what_is_covered() -> None:

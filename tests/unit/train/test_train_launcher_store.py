@@ -6,7 +6,7 @@ import pytest
 
 from everstep.base.errors import ConfigError
 from everstep.train import launcher_store
-from everstep.train.launcher_store import ask_store, exchange
+from everstep.train.launcher_store import exchange
 
 
 class Kept:
@@ -55,15 +55,3 @@ def test_what_is_no_address_is_not_taken(text: str) -> None:
 def test_what_no_other_host_can_be_at_is_not_taken(text: str) -> None:
     with pytest.raises(ConfigError, match="no address that the others reach"):
         exchange(Kept(host=text), 5, "localhost")
-
-
-def test_over_torchs_own_store() -> None:
-    from torch.distributed import TCPStore
-
-    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    server.set("p/job", "10.0.0.1:4000")
-    assert ask_store("127.0.0.1", server.port, "p", 0) == "10.0.0.1:4000"
-    assert server.get("p/host") == b"127.0.0.1"
-    server.set("p/job", "nothing")
-    with pytest.raises(ConfigError, match="expected the job's address there"):
-        ask_store("127.0.0.1", server.port, "p", 0)

@@ -1,5 +1,5 @@
-"""A job on a Ray cluster: one actor per host, in a placement group that keeps them apart, and in each actor an agent
-(in the first the job itself) as a process of its own.
+"""A job on a Ray cluster: one actor per host, in placement groups that keep them apart, and in each actor an agent (in
+the first the job itself) as a process of its own.
 
 Ray starts the actors, again elsewhere when a node is lost; it knows nothing of workers. Needs the extra `ray`.
 """
@@ -14,11 +14,13 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from typing import Any
 
 from everstep.base.errors import ConfigError
 from everstep.cli.engines.launch import Launch
+from everstep.cli.engines.ray_places import RayBundle, RayPlaces
 from everstep.runtime.process import die_with_parent, own_command
 
 MODULE = "everstep.cli.engines.ray_cluster"
@@ -70,8 +72,9 @@ def _own_environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
 
 
-def start(launch: Launch, token: bytes, address: str | None, gpus: int) -> int:
-    """Run the job on a cluster. address: of the cluster, None for that of the environment. gpus: of each worker.
+def start(launch: Launch, token: bytes, address: str | None, gpus: int, least: int) -> int:
+    """Run the job on a cluster. address: of the cluster, None for that of the environment. gpus: of each worker. least:
+    so many hosts may begin.
 
     Returns the exit code. Raises: ConfigError if Ray is not installed, or no cluster is there.
     """
@@ -82,72 +85,131 @@ def start(launch: Launch, token: bytes, address: str | None, gpus: int) -> int:
     try:
         ray.init(address=address or "auto", log_to_driver=True, logging_level="ERROR", namespace="everstep")
     except (ConnectionError, ValueError, RuntimeError) as error:
-        raise ConfigError(f"no Ray cluster at {address or 'auto'}: {str(error).splitlines()[0]}") from None
+        raise ConfigError(f"no Ray cluster at {address or 'auto'}: {_why(error, ray)}") from None
     try:
-        return _Driver(ray, launch, token, gpus).run()
+        return _Driver(ray, launch, token, gpus, least).run()
     finally:
         ray.shutdown()
+
+
+def _why(error: BaseException, ray: Any) -> str:
+    """Ray's own words, or what it lets one guess only."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, getattr(ray.exceptions, "AuthenticationError", ())) or "InvalidAuthToken" in str(cause):
+            return "it wants its token: set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN_PATH (~/.ray/auth_token if not set)"
+        cause = cause.__cause__ or cause.__context__
+    return str(error).splitlines()[0]
+
+
+class _RayGroups:
+    """`Groups` of a cluster."""
+
+    def __init__(self, ray: Any) -> None:
+        from ray.util import placement_group, placement_group_table, remove_placement_group
+
+        self._ray, self._make = ray, placement_group
+        self._table, self._remove = placement_group_table, remove_placement_group
+
+    def make(self, bundles: list[RayBundle]) -> Any:
+        return self._make(bundles, strategy="STRICT_SPREAD")
+
+    def nodes(self, group: Any) -> list[tuple[str, str]]:
+        addresses = {node["NodeID"]: str(node["NodeManagerAddress"]) for node in self._ray.nodes()}
+        found = self._table(group)["bundles_to_node_id"]
+        return [(node, addresses.get(node, "")) for node in (str(found[index] or "") for index in sorted(found))]
+
+    def remove(self, group: Any) -> None:
+        with contextlib.suppress(Exception):  # what goes with the job is no reason to fail
+            self._remove(group)
 
 
 class _Driver:
     """Keeps each host's process running until the job is over; a host whose actor is lost begins anew where its bundle
     has come to lie."""
 
-    def __init__(self, ray: Any, launch: Launch, token: bytes, gpus: int) -> None:
-        from ray.util.placement_group import placement_group
-
+    def __init__(self, ray: Any, launch: Launch, token: bytes, gpus: int, least: int) -> None:
         bundle = {"CPU": float(launch.slots), **({"GPU": float(gpus * launch.slots)} if gpus else {})}
         self._ray = ray
         self._launch = launch
         self._token = token.hex()
         self._bundle = bundle
-        self._group = placement_group([bundle] * launch.hosts, strategy="STRICT_SPREAD")
+        self._places = RayPlaces(_RayGroups(ray), bundle, launch.hosts, least, time.monotonic())
+        self._due: set[int] = set()
         self._actors: dict[int, Any] = {}
         self._running: dict[int, Any] = {}
         self._job_at = ""
         self._head = ""
+        self._signal = 0
 
     def run(self) -> int:
         """Returns the job's exit code."""
         self._say(f"waiting for {self._launch.hosts} nodes with {self._bundle} each")
-        self._ray.get(self._group.ready())
         before = {n: signal.signal(n, lambda number, _: self._tell(number)) for n in (signal.SIGINT, signal.SIGTERM)}
         try:
-            self._begin(0)
-            for number in range(1, self._launch.hosts):
-                self._begin(number)
             while True:
-                done, _ = self._ray.wait(list(self._running.values()), timeout=_LOOK_S)
-                for ref in done:
-                    code = self._ended(next(n for n, found in self._running.items() if found == ref))
-                    if code is not None:
-                        return code
+                code = self._turn()
+                if code is not None:
+                    self._last(code)
+                    return code
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
             self._end()
 
+    def _turn(self) -> int | None:
+        """Start what has a node, and hear what has ended. Returns the job's exit code if it is over."""
+        parted = self._places.alone
+        self._due.update(self._places.look(time.monotonic()))
+        if self._places.alone and not parted:
+            self._say("not all nodes are there: the job begins with those that are, the others join as they come")
+        for number in sorted(self._due):
+            if number == 0 or 0 in self._running:  # which knows where the job is
+                self._due.remove(number)
+                self._begin(number)
+        if self._signal and 0 not in self._running:
+            return 128 + self._signal
+        if not self._running:
+            time.sleep(_LOOK_S)
+            return None
+        done, _ = self._ray.wait(list(self._running.values()), timeout=_LOOK_S)
+        for ref in done:
+            code = self._ended(next((n for n, found in self._running.items() if found == ref), None))
+            if code is not None:
+                return code
+        return None
+
     def _begin(self, number: int) -> None:
         """Start the actor of a host, and its process."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        place = PlacementGroupSchedulingStrategy(self._group, number)
-        kind = self._ray.remote(max_concurrency=2, max_restarts=0, num_cpus=0)(HostProcess)
+        place = PlacementGroupSchedulingStrategy(*self._places.of(number))
+        room = {"num_cpus": self._bundle["CPU"], "num_gpus": self._bundle.get("GPU", 0)}
+        kind = self._ray.remote(max_concurrency=2, max_restarts=0, **room)(HostProcess)
         actor = kind.options(scheduling_strategy=place).remote(number)
         self._actors[number] = actor
         towards = self._head or self._ray.get_runtime_context().gcs_address.rpartition(":")[0]
         if number == 0:
-            own, port = self._ray.get(actor.where.remote(towards))
+            where = actor.where.remote(towards)
+            while not self._ray.wait([where], timeout=_LOOK_S)[0]:
+                if self._signal:
+                    return
+            try:
+                own, port = self._ray.get(where)
+            except self._ray.exceptions.RayActorError:
+                self._lost(number)
+                return
             self._job_at, self._head = f"{own}:{port}", own
         self._running[number] = actor.run.remote(tuple(self._launch), self._job_at, towards, self._token)
 
-    def _ended(self, number: int) -> int | None:
+    def _ended(self, number: int | None) -> int | None:
         """A host's process or actor has ended. Returns the job's exit code if it is over."""
+        if number is None:  # given up meanwhile
+            return None
         try:
             code = int(self._ray.get(self._running.pop(number)))
         except self._ray.exceptions.RayActorError:
-            self._say(f"host {number} is lost: its actor begins anew as soon as there is a node for it")
-            self._again(number)
+            self._lost(number)
             return None
         if number == 0 and code in (0, 1, 2, 3, 128 + signal.SIGINT, 128 + signal.SIGTERM):
             return code
@@ -156,20 +218,45 @@ class _Driver:
             self._again(number)
         return None
 
+    def _lost(self, number: int) -> None:
+        self._say(f"host {number} is lost: its actor begins anew as soon as there is a node for it")
+        self._give_up(number)
+        self._places.lost(number)
+        if number == 0:
+            self._all_again()
+
     def _again(self, number: int) -> None:
-        if number:
-            self._begin(number)
-            return
-        for other in list(self._running):  # they know the job by an address that is no more
-            self._ray.kill(self._actors[other])
-            del self._running[other]
+        """Where it was."""
+        self._give_up(number)
+        self._due.add(number)
+        if number == 0:
+            self._all_again()
+
+    def _all_again(self) -> None:
+        """They know the job by an address that is no more."""
         self._head = ""
-        for again in range(self._launch.hosts):
-            self._begin(again)
+        for other in list(self._running):
+            self._give_up(other)
+            self._due.add(other)
+
+    def _give_up(self, number: int) -> None:
+        """What its bundle has is free again."""
+        self._running.pop(number, None)
+        actor = self._actors.pop(number, None)
+        if actor is not None:
+            self._ray.kill(actor)
 
     def _tell(self, number: int) -> None:
         """In a signal handler: the call is made elsewhere."""
+        self._signal = number
+        if 0 not in self._running:
+            return
         threading.Thread(target=lambda: self._actors[0].tell.remote(number), daemon=True).start()
+
+    def _last(self, code: int) -> None:
+        """Agents would wait for a job that was told to stop."""
+        for number in self._running if code == 128 + signal.SIGTERM else ():
+            self._actors[number].tell.remote(int(signal.SIGTERM))
 
     def _end(self) -> None:
         """Agents have heard of the job's end; what is left goes with the actors."""
@@ -177,7 +264,7 @@ class _Driver:
             agents = [ref for number, ref in self._running.items() if number]
             if agents:
                 self._ray.wait(agents, num_returns=len(agents), timeout=_END_WAIT_S)
-            self._ray.util.remove_placement_group(self._group)
+            self._places.close()
 
     def _say(self, text: str) -> None:
         print(f"everstep launch: {text}", file=sys.stderr, flush=True)

@@ -26,6 +26,7 @@ MOST_AGAIN_S = 60.0
 HEALTHY_S = 60.0
 _NOT_REACHED = 255
 _LAST_WAIT_S = 45.0
+_ALONE_S = 10.0
 _REMOTE = """\
 exec 3<&0
 read -r EVERSTEP_TOKEN <&3 && export EVERSTEP_TOKEN || exit 2
@@ -122,7 +123,7 @@ class SshHosts:
                             self._say(f"{self.hosts[0]}, the job's own host, is lost: run the same again to go on")
                     elif words := remotes[number].ended(ended, time.monotonic()):
                         self._say(words)
-            self._end_others()
+            self._end_others(0.0 if code == 128 + signal.SIGTERM else _ALONE_S)
         return 1 if code == _NOT_REACHED or code < 0 else code
 
     def _say(self, text: str) -> None:
@@ -155,12 +156,13 @@ class SshHosts:
                 pass
         return process.wait()
 
-    def _end_others(self) -> None:
-        """Agents have heard of the end; those that have not are told when their standard input ends."""
+    def _end_others(self, alone_s: float) -> None:
+        """Agents have heard of the end; those that have not within so many seconds are told when their standard input
+        ends. Those of a job that was told to stop would wait for the next one."""
         readable_until_s = time.monotonic() + _LAST_WAIT_S
         for number in list(self._processes):
             fd, process = self._fds[number], self._processes[number]
-            if not readable([fd], 10.0) and process.stdin is not None:
+            if not readable([fd], alone_s) and process.stdin is not None:
                 process.stdin.close()
             if not readable([fd], max(0.0, readable_until_s - time.monotonic())):
                 process.kill()

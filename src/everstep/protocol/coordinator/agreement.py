@@ -16,8 +16,10 @@ import msgspec
 from everstep.base.cause import Cause, Why
 from everstep.base.errors import InvariantViolation, check
 from everstep.base.plan import Plan, WorkerKey
+from everstep.protocol.coordinator.claims import Claims
 from everstep.protocol.coordinator.desk import Desk, listed
 from everstep.protocol.coordinator.membership import Membership, Worker
+from everstep.protocol.following import PlanName, name_of
 from everstep.protocol.messages import JobEnded
 
 NO_PLAN = Plan(generation=0, reason="", cause=Cause.UNKNOWN, members=(), seats=(), lanes=0)
@@ -29,7 +31,7 @@ class Agreement:
     plan: in force; `NO_PLAN` before the first. prepared: to which the members are to switch. generation: the highest
     that was ever given out or heard of. switched: the prepared generation whose beginning this life of the coordinator
     has told. entered: worker ids of the members that have settled in the plan in force. broken: why it cannot go on;
-    empty if it can.
+    empty if it can. claims: what workers follow that is not known here.
     """
 
     def __init__(self, desk: Desk, membership: Membership) -> None:
@@ -39,6 +41,8 @@ class Agreement:
         self.switched = 0
         self.entered: set[int] = set()
         self.broken: list[Why] = []
+        self.claims = Claims(desk)
+        self._names: dict[int, tuple[Plan, PlanName | None]] = {}
         self._desk, self._membership = desk, membership
 
     # ---- lookups
@@ -60,6 +64,17 @@ class Agreement:
     def is_prepared(self, key: WorkerKey) -> bool:
         """Whether this life is a member of the prepared plan, if there is one."""
         return self.prepared is not None and self.prepared.has(key)
+
+    def known_as(self, said: PlanName) -> Plan | None:
+        """The plan in force, or the prepared one, if it is the one of this name."""
+        for plan in (self.plan, self.prepared):
+            if plan is not None and (plan.term, plan.generation) == said.rank:
+                if self._names.get(plan.generation, (None,))[0] is not plan:  # once, not for a thousand hellos each
+                    newest = [g for g in self._names if g + 1 >= self.plan.generation]
+                    self._names = {g: self._names[g] for g in newest} | {plan.generation: (plan, name_of(plan))}
+                if self._names[plan.generation][1] == said:
+                    return plan
+        return None
 
     def owes(self, key: WorkerKey) -> bool:
         """Whether this life is a member of the plan in force that has yet to settle."""
@@ -102,11 +117,17 @@ class Agreement:
 
     def _take(self, plan: Plan, *, prepared: bool) -> None:
         self._desk.change()
-        self.generation = plan.generation
+        self.generation = max(plan.generation, self.generation)
         if prepared:
             self.prepared = plan
         else:
             self.plan, self.prepared, self.entered, self.broken = plan, None, set(), []
+
+    def hear_of(self, generation: int) -> None:
+        """Somebody follows this generation: no other plan will bear its number."""
+        if generation > self.generation:
+            self._desk.change()
+            self.generation = generation
 
     def switch(self, plan: Plan) -> Plan:
         """The members follow the prepared plan. Returns the plan before."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import count, islice
 from typing import Any
 
@@ -153,18 +154,32 @@ def _chaos(job: JobState, args: _Args) -> _Reply:
     if beyond:
         return f"no stage {listed(beyond)}: the stages are {listed(stages)}", {}
     message = InjectFault(fault=fault, number=job.desk.number())
+    if "due" in args:
+        strike, wrong = _as_strike(args["due"])
+        if strike is None or not strike.coordinator:
+            return wrong or "expected a fault of the coordinator, got one of something else", {}
+        job.struck.ask(replace(strike, index=message.number))
     for worker in there.values():
         job.desk.send(worker.connection, message)
     return "", {"fault": fault, "workers": list(there)}
 
 
-def _strike(job: JobState, given: Any) -> _Reply:
+def _as_strike(given: Any) -> tuple[Strike | None, str]:
+    """What was given, or what is wrong with it."""
+    what = "a fault of a host, a link or the coordinator"
     try:
         strike = msgspec.convert(given, Strike)
     except msgspec.ValidationError as error:
-        return f"expected a fault of a host or a link, got something else: {str(error)[:100]}", {}
+        return None, f"expected {what}, got something else: {str(error)[:100]}"
     if not strike.possible:
-        return f"expected a fault of a host or a link, got {strike.kind[:40]!r} with numbers that make no sense", {}
+        return None, f"expected {what}, got {strike.kind[:40]!r} with numbers that make no sense"
+    return strike, ""
+
+
+def _strike(job: JobState, given: Any) -> _Reply:
+    strike, wrong = _as_strike(given)
+    if strike is None:
+        return wrong, {}
     refused = strikes.strike_asked(job, strike)
     return refused, {} if refused else {"fault": strike.text, "workers": []}
 

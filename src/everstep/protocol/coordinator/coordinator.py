@@ -22,6 +22,7 @@ from everstep.protocol.coordinator import (
     gathering,
     hosts,
     joins,
+    knocks,
     liveness,
     permits,
     plans,
@@ -34,6 +35,7 @@ from everstep.protocol.coordinator.desk import MILLISECOND_NS, Alarm
 from everstep.protocol.coordinator.job import JobState
 from everstep.protocol.coordinator.membership import Agent, Worker
 from everstep.protocol.coordinator.restoring import restore
+from everstep.protocol.following import PlanShown
 
 LATE_NS = 500 * MILLISECOND_NS
 _MOST_ROUNDS = 20
@@ -69,16 +71,19 @@ FROM_WORKERS: dict[type, Callable[[JobState, Worker, Any], None]] = {
     m.Saved: workers.saved,
     m.Profiled: lambda job, worker, message: job.profiling.profiled(worker, message),
     m.StoreSet: lambda job, worker, message: job.store.set(message),
+    PlanShown: workers.plan_shown,
 }
 
 ALARMS: dict[Alarm, Callable[[JobState, Any], None]] = {
     Alarm.AGENT: liveness.agent_due,
+    Alarm.ASKED: lambda job, about: None,  # who is asked next is looked at after each event
     Alarm.END: lambda job, about: job.saving.end_with("no checkpoint was completed in time"),
     Alarm.FAILED: workers.failed_due,
     Alarm.GONE: liveness.gone_due,
     Alarm.GRACE: liveness.grace_due,
     Alarm.HOSTS: gathering.hosts_due,
     Alarm.JOINS: lambda job, about: job.desk.change(),
+    Alarm.KNOCK: knocks.knock_due,
     Alarm.LINKS: workers.links_due,
     Alarm.QUORUM: plans.quorum_due,
     Alarm.SPREAD: hosts.spread_due,
@@ -93,7 +98,7 @@ def received(job: JobState, event: types.Received) -> None:
     connection, kind = job.desk.connections.get(name), type(message)
     if connection is None:
         return
-    refused = permits.refusal(job, name, message)
+    refused = "" if event.permitted else permits.refusal(job, name, message)
     if refused:
         job.desk.close(name, refused, foul=True)
     elif kind in FROM_ANYBODY:
@@ -121,6 +126,7 @@ EVENTS: dict[type, Callable[[JobState, Any], None]] = {
     types.Connected: lambda job, event: job.desk.connected(event.connection, event.role, event.who),
     types.Received: received,
     types.Disconnected: liveness.disconnected,
+    types.Knocked: knocks.knocked,
     types.Tick: lambda job, event: None,
 }
 
@@ -157,6 +163,7 @@ class Coordinator:
         EVENTS[type(event)](job, event)
         for due, about in job.desk.alarms.due(job.desk.now):
             ALARMS[due](job, about)
+        workers.ask_for_plan(job)
         self._decide()
         job.saving.give_up()
         return job.desk.take_effects()
@@ -189,6 +196,8 @@ class Coordinator:
     def _decide(self) -> None:
         """Decisions look at what the parts know; if that has not changed, neither have they."""
         job = self.job
+        if job.agreement.claims.wanted is not None:  # what they would be made from is out of date
+            return
         for _ in range(_MOST_ROUNDS):
             if job.version == self._decided or job.progress.ended is not None:
                 return

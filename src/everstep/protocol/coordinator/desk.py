@@ -9,8 +9,17 @@ from enum import IntEnum, auto
 from typing import Any
 
 from everstep.base.cause import Why
-from everstep.base.plan import WorkerKey
-from everstep.protocol.coordinator.types import Close, CoordinatorConfig, CoordinatorEffect, Persist, Report, Send
+from everstep.base.plan import Plan, WorkerKey
+from everstep.protocol.coordinator.types import (
+    Close,
+    CoordinatorConfig,
+    CoordinatorEffect,
+    Knock,
+    Knows,
+    Persist,
+    Report,
+    Send,
+)
 from everstep.protocol.messages import AnyMessage
 from everstep.protocol.roles import PEOPLE
 
@@ -32,12 +41,14 @@ class Alarm(IntEnum):
     """What the coordinator wants to be called for; in this order alarms ring that are due at one moment."""
 
     AGENT = auto()  # this agent may have been silent for too long
+    ASKED = auto()  # who was asked for a plan may have had time enough to show it
     END = auto()  # the time for a checkpoint before the end may be over
     FAILED = auto()  # the time for a checkpoint before workers that have raised are let go may be over
     GONE = auto()  # this worker may have been without a connection for too long
     GRACE = auto()  # the time to come back after the coordinator's restart may be over
     HOSTS = auto()  # hosts may have been waited for in vain
     JOINS = auto()  # joiners have been waited for long enough, or one may try again
+    KNOCK = auto()  # hosts that have lost all connections may be back, or dead
     LINKS = auto()  # all who have lost a peer had the time to say so
     QUORUM = auto()  # workers may have been waited for in vain
     SPREAD = auto()  # hosts may have slots that others have had too few of for long enough
@@ -150,11 +161,19 @@ class Desk:
         if connection is not None and connection in self.connections:
             self._effects.append(Send(connection, message))
 
+    def knows(self, connection: str, plan: Plan) -> None:
+        """Who is at the other end has this plan."""
+        self._effects.append(Knows(connection, plan))
+
     def send_all(self, message: AnyMessage) -> None:
         """Send to all workers and agents."""
         for name, connection in sorted(self.connections.items()):
             if connection.role not in PEOPLE:
                 self.send(name, message)
+
+    def knock(self, key: WorkerKey, address: str) -> None:
+        """Have it looked whether anybody listens where this worker does."""
+        self._effects.append(Knock(key, address))
 
     def close(self, connection: str | None, reason: str, *, foul: bool = False) -> None:
         """End a connection, if there is one. foul: because of what came over it; to the rest of the coordinator it ends

@@ -134,6 +134,8 @@ class Links:
         """Whether workers of this host did not reach those of a member's host just now: they would keep all from going
         on."""
         self._apart = {pair: until_ns for pair, until_ns in self._apart.items() if until_ns > self._desk.now}
+        if not self._apart:  # thousands that wait need not look at thousands of members each
+            return False
         members = {w.host for w in self._agreement.survivors()}
         until_ns = [at for pair, at in self._apart.items() if host in pair and members & ({*pair} - {host})]
         if until_ns:

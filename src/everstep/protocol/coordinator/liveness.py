@@ -24,6 +24,8 @@ HANG_UNKNOWN_NS = 60 * SECOND_NS
 HANG_FACTOR = 10
 ALONE_LIMIT_NS = SECOND_NS
 _OTHERS = "its slot was given to another host"
+_DISOWNED = "the agent of its host does not run it"
+KNOCK_NS = 50 * MILLISECOND_NS
 EXEMPT_PHASES = ("idle", "starting")
 
 
@@ -36,6 +38,8 @@ def agent_hello(job: JobState, connection: str, hello: m.AgentHello) -> None:
     if agent.connection != connection:
         job.desk.close(agent.connection, "replaced by a newer connection of the same agent")
     anew = bool(agent.process) and agent.process != hello.process
+    if not agent.process:
+        job.membership.go_on_coming()
     job.agents.greet(agent, connection, hello)
     job.desk.introduce(connection, agent_id=hello.agent_id)
     hosts.came(job, agent)
@@ -235,11 +239,11 @@ def agent_due(job: JobState, agent_id: str) -> None:
     connected = agent.connection is not None
     if not connected and _cut_off(job, agent):
         away_s = (agent.away_ns(now) or 0) / 1e9
-        _silent(job, agent, f"it and all its workers have been without a connection for {away_s:.2f} s")
+        give_up_host(job, agent, f"it and all its workers have been without a connection for {away_s:.2f} s")
         return
     dead = suspicion.dead if connected else now >= agent.detector.ceiling_at_ns
     if dead:
-        _silent(job, agent, suspicion.reason)
+        give_up_host(job, agent, suspicion.reason)
         return
     if not connected:  # it had time enough, or some of its workers are connected: who is not may be decided about
         job.desk.change()
@@ -267,8 +271,8 @@ def _workers_of(job: JobState, agent: Agent) -> list[Worker]:
     return [w for _, w in sorted(job.membership.workers.items()) if w.agent_id == agent.agent_id]
 
 
-def _silent(job: JobState, agent: Agent, reason: str) -> None:
-    """An agent is silent, so its host is lost; unless all state would be too."""
+def give_up_host(job: JobState, agent: Agent, reason: str, what: str = "is silent") -> None:
+    """An agent is silent, or is known to be no more, so its host is lost; unless all state would be too."""
     workers, silence = _workers_of(job, agent), agent.detector.silence_ns(job.desk.now)
     if silence < job.desk.config.quorum_wait_ns and _hold_all_state(job, workers):
         for worker in workers:
@@ -280,7 +284,7 @@ def _silent(job: JobState, agent: Agent, reason: str) -> None:
     job.slots.not_run(agent.agent_id)
     job.desk.close(agent.connection, f"agent {agent.agent_id}: {reason}")
     for worker in workers:
-        why = Why(Cause.HOST_LOST, f"host {agent.host} is silent: {reason}")
+        why = Why(Cause.HOST_LOST, f"host {agent.host} {what}: {reason}")
         evict(job, worker, why, kill=False, notice_ns=silence)
 
 
@@ -304,6 +308,7 @@ def disconnected(job: JobState, event: Disconnected) -> None:
     if agent is not None and agent.connection == name:
         agent.leave(job.desk.now)
         alarms.set(Alarm.AGENT, job.desk.now + job.desk.config.hosts.reconnect_ns, agent.agent_id)
+        alarms.set(Alarm.KNOCK, job.desk.now + KNOCK_NS)
     if connection.worker is not None:
         if not job.agents.run(connection.worker):
             job.slots.empty(connection.worker.worker_id)
@@ -315,6 +320,7 @@ def disconnected(job: JobState, event: Disconnected) -> None:
             alarms.set(Alarm.GONE, job.desk.now + SECOND_NS, worker.key.worker_id)
             own = job.agents.of(worker)
             if own is not None and own.left_ns is not None:  # it may have been the last that its host was heard by
+                alarms.set(Alarm.KNOCK, job.desk.now + KNOCK_NS)
                 alarms.set(
                     Alarm.AGENT, max(own.left_ns + job.desk.config.hosts.reconnect_ns, job.desk.now), own.agent_id
                 )
@@ -329,12 +335,16 @@ def gone_due(job: JobState, worker_id: int) -> None:
         job.desk.alarms.set(Alarm.GONE, job.membership.grace_until_ns, worker_id)
         return
     gone = job.desk.now - worker.gone_ns
-    again_ns = worker.gone_ns + ALONE_LIMIT_NS
-    if job.agents.of(worker) is None:
-        if gone >= ALONE_LIMIT_NS:
-            text = f"its connection ended {gone / 1e9:.1f} s ago and no agent speaks for its host"
+    agent = job.agents.of(worker)
+    if agent is None or worker.key not in agent.believed:
+        # Either nobody can say that it lives, or whoever could has been heard since, and did not.
+        heard = agent is None or (agent.connection is not None and agent.detector.silence_ns(job.desk.now) < gone)
+        if gone >= ALONE_LIMIT_NS and heard:
+            what = "no agent speaks for its host" if agent is None else _DISOWNED
+            text = f"its connection ended {gone / 1e9:.1f} s ago and {what}"
             evict(job, worker, Why(Cause.SILENT, text), kill=False, notice_ns=gone)
             return
+        again_ns = (job.desk.now if gone >= ALONE_LIMIT_NS else worker.gone_ns) + ALONE_LIMIT_NS
     else:
         # Its agent says it lives. Training needs no coordinator: give it up only if others wait for it to hear of a
         # plan.
@@ -345,6 +355,12 @@ def gone_due(job: JobState, worker_id: int) -> None:
             return
         again_ns = max(worker.gone_ns + ceiling, job.desk.now + SECOND_NS)
     job.desk.alarms.set(Alarm.GONE, again_ns, worker_id)
+
+
+def _disowned(job: JobState, worker: Worker) -> bool:
+    """Whether the agent of its host is there, and says that it does not run it."""
+    agent = job.agents.of(worker)
+    return agent is not None and agent.connection is not None and worker.key not in agent.believed
 
 
 def _awaited(job: JobState, worker: Worker) -> bool:
@@ -360,7 +376,11 @@ def grace_due(job: JobState, about: Any) -> None:
     if membership.in_grace:  # it was begun anew meanwhile
         job.desk.alarms.set(Alarm.GRACE, membership.grace_until_ns)
         return
-    absent = membership.absent()
+    absent = sorted((w for w in membership.to_come() if w.member is not None), key=lambda w: w.key)
+    for worker in [w for w in absent if _disowned(job, w)]:
+        absent.remove(worker)
+        why = Why(Cause.EXITED, f"it did not come back after the coordinator's restart, and {_DISOWNED}")
+        evict(job, worker, why, kill=True)
     if membership.waited_ns() < job.desk.config.quorum_wait_ns and _hold_all_state(job, absent):
         membership.begin_grace()
         return
@@ -377,6 +397,7 @@ def grace_due(job: JobState, about: Any) -> None:
 
 def expect_agents(job: JobState) -> None:
     """After a restart the agents of the journal are to come back, and speak for the workers that they ran."""
+    job.desk.alarms.set(Alarm.KNOCK, job.desk.now + KNOCK_NS)
     for worker_id, agent_id in job.slots.grants.agents():
         job.slots.runs(worker_id, agent_id)
     for worker_id, worker in sorted(job.membership.workers.items()):
@@ -387,6 +408,7 @@ def expect_agents(job: JobState) -> None:
 
 def pardon(job: JobState, gap_ns: int) -> None:
     """The coordinator itself was away for `gap_ns`: nobody's silence in that time counts."""
+    job.agreement.claims.pardon(gap_ns)
     for agent in job.agents.known.values():
         agent.pardon(gap_ns, job.desk.now)
     for worker in job.membership.workers.values():

@@ -7,7 +7,7 @@ others; what else a job begins with (`CoordinatorConfig.slots`) is shared out am
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from statistics import median
 from typing import Literal
@@ -16,10 +16,14 @@ from everstep.base.cause import Cause, Why
 from everstep.base.domains import Domains, ordered
 from everstep.base.errors import check
 from everstep.base.plan import Member, WorkerKey
+from everstep.protocol.coordinator.closed import ClosedDoors
 from everstep.protocol.coordinator.desk import MILLISECOND_NS, SECOND_NS, Alarm, Desk
 from everstep.protocol.coordinator.whereabouts import Whereabouts
 from everstep.protocol.detector import PhiDetector
 from everstep.protocol.messages import AgentHello, SetSlots, WorkerHello, WorkerLife, WorkerPulse
+
+GRACE_MOST = 30
+"""How many times as long as one grace it may take all to come back, as long as they keep coming."""
 
 Draining = Literal["no", "wished", "asked", "told"]
 
@@ -58,7 +62,7 @@ class Worker:
     @property
     def named(self) -> dict[str, int]:
         """For events: which life it is, and its process."""
-        return {**asdict(self.key), "pid": self.pid}
+        return {"worker_id": self.key.worker_id, "incarnation": self.key.incarnation, "pid": self.pid}
 
     @property
     def ready(self) -> bool:
@@ -67,9 +71,11 @@ class Worker:
     def greet(self, connection: str, hello: WorkerHello) -> None:
         """It has said hello over this connection: it is ready, or back."""
         known = () if self.member is None else self.member.domains  # as a journal says: it is not for workers to say
-        self.member, self.connection = replace(hello.member, domains=known), connection
+        said = hello.member
+        self.member = said if said.domains == known else replace(said, domains=known)
+        self.connection = connection
         self.gone_ns, self.greeted = None, True
-        self.pids, self.host, self.wants_spare = hello.member.pids, hello.member.host, hello.wants_spare
+        self.pids, self.host, self.wants_spare = said.pids, said.host, hello.wants_spare
         self.state_bytes = hello.state_bytes
         self.reached(hello.step)
 
@@ -130,6 +136,8 @@ class Membership:
         self._fenced: dict[int, int] = {}  # worker id -> newest incarnation that is over
         self._fenced_for: dict[int, Cause] = {}
         self.came: set[int] = set()
+        self._to_come: dict[int, Worker] = {}  # at least all who live and have not said hello
+        self._grace_since_ns = 0
         self._absent_since_ns: int | None = None  # grace goes on: all who hold the state have yet to come back
 
     def alive(self, key: WorkerKey) -> Worker | None:
@@ -155,12 +163,16 @@ class Membership:
         """A new life of a slot, which had none, or whose last one is over."""
         self._desk.change()
         worker = self.workers[key.worker_id] = Worker(key, host=host)
+        self._to_come[key.worker_id] = worker
         return worker
 
     def greet(self, worker: Worker, connection: str, hello: WorkerHello, *, awaited: bool) -> None:
         """A worker has said hello. awaited: a decision may wait for that."""
         if awaited:
             self._desk.change()
+        if not worker.greeted:
+            self.go_on_coming()
+            self._to_come.pop(worker.key.worker_id, None)
         self.came.add(worker.key.worker_id)
         worker.greet(connection, hello)
 
@@ -174,6 +186,7 @@ class Membership:
         """This life is over. No message of it, or of an older one of its slot, takes effect from here on."""
         self._desk.change()
         del self.workers[key.worker_id]
+        self._to_come.pop(key.worker_id, None)
         check(not self.is_fenced(key), f"worker {key} is fenced twice")
         self._fenced[key.worker_id], self._fenced_for[key.worker_id] = key.incarnation, why.cause
         self._desk.persist("evict", **asdict(key), cause=why.cause, reason=why.reason)
@@ -213,12 +226,21 @@ class Membership:
 
     def begin_grace(self) -> None:
         """The workers of the journal have some time from now on to come back."""
+        self._grace_since_ns = self._desk.now
         self.grace_until_ns = self._desk.now + self._desk.config.hosts.grace_ns
         self._desk.alarms.set(Alarm.GRACE, self.grace_until_ns)
 
-    def absent(self) -> list[Worker]:
-        """The workers of the journal that have yet to come back."""
-        return [w for _, w in sorted(self.workers.items()) if not w.greeted and w.member is not None]
+    def go_on_coming(self) -> None:
+        """One more has come back: thousands cannot do that at once, so the others have as long from now on, within
+        `GRACE_MOST` of what they had."""
+        if self.in_grace:
+            grace_ns = self._desk.config.hosts.grace_ns
+            latest_ns = self._grace_since_ns + GRACE_MOST * grace_ns
+            self.grace_until_ns = max(self.grace_until_ns, min(self._desk.now + grace_ns, latest_ns))
+
+    def to_come(self) -> Iterator[Worker]:
+        """Who lives, as far as is known, and has not said hello to this life of the coordinator."""
+        return (w for w in self._to_come.values() if not w.greeted and self.workers.get(w.key.worker_id) is w)
 
     def waited_ns(self) -> int:
         """For how long grace has been prolonged: the first call begins the count."""
@@ -371,6 +393,7 @@ class Agents:
         self.known: dict[str, Agent] = {}
         self.gone: dict[str, Agent] = {}
         self.whereabouts = Whereabouts(desk)
+        self.closed = ClosedDoors()
         self._desk = desk
         self.leaving: set[str] = set()
         self._drained: dict[str, str] = {}  # agent id -> the process that was drained; a new one may come

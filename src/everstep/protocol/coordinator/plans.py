@@ -6,7 +6,7 @@ newcomers only where there would be too few); a prepared one changes the members
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
 from typing import Any, NamedTuple
 
@@ -30,14 +30,22 @@ SMALL_STATE_BYTES = 32 << 20
 def candidates(job: JobState) -> list[Worker]:
     """Ready workers outside the current plan whose slots are wanted; those that would rather be spares last, and of the
     others first who would die with the fewest of the pools that lack members."""
-    ready = [w for w in job.membership.workers.values() if w.ready and not job.agreement.plan.has(w.key)]
-    ready = [w for w in ready if followed(job, w) or not job.links.kept_out(w.host)]
-    ready = [w for w in ready if job.slots.wanted(w.key.worker_id)]
+    ready = list(_outside(job))
     if len(ready) < 2:
         return ready
     short = _short_pools(job)
+    if not short:  # before the first plan nobody is near to a member
+        return sorted(ready, key=lambda w: (w.wants_spare, w.key.worker_id))
     crowd = Crowd(short, job.speeds.domains(short))
-    return sorted(ready, key=lambda w: (w.wants_spare, crowd.near(job.agents.domains(w)), w.key))
+    return sorted(ready, key=lambda w: (w.wants_spare, crowd.near(job.agents.domains(w)), w.key.worker_id))
+
+
+def _outside(job: JobState) -> Iterator[Worker]:
+    """The same in no order."""
+    for w in job.membership.workers.values():
+        free = w.ready and not job.agreement.plan.has(w.key) and job.slots.wanted(w.key.worker_id)
+        if free and (not job.links.kept_out(w.host) or followed(job, w)):
+            yield w
 
 
 def _short_pools(job: JobState) -> list[int]:
@@ -73,37 +81,39 @@ def make_now(job: JobState, members: Sequence[Worker], why: Why, *, fresh: bool)
     """Give out a plan for at once. fresh: nobody holds the state of the plan before; lanes are laid out anew."""
     agreement = job.agreement
     old = agreement.plan
-    repaired = NO_PLAN if fresh else old
-    held = [seat for w in members for seat in without_lanes(w, followed(job, w))]
+    repaired, held, newcomers = NO_PLAN, list[Seat](), list[int]()
+    if not fresh:
+        repaired, still_new = old, agreement.empty_handed()
+        held = [seat for w in members for seat in without_lanes(w, followed(job, w))]
+        newcomers = [w.key.worker_id for w in members if not old.has(w.key) or w.key.worker_id in still_new]
     ids = sorted(w.key.worker_id for w in members)
-    seats = job.speeds.seats(ids, () if fresh else [*repaired.seats, *held])
-    still_new = agreement.empty_handed()
-    newcomers = [w.key.worker_id for w in members if not repaired.has(w.key) or w.key.worker_id in still_new]
+    seats = job.speeds.seats(ids, [*repaired.seats, *held])
     plan = _plan(
         job,
         members,
         seats,
         Why(why.cause, why.reason + _promotions(repaired, seats)),
         previous=repaired.generation,
-        joining=() if fresh else tuple(sorted(newcomers)),
+        joining=tuple(sorted(newcomers)),
         save=_save_reason(job),
         sound=job.progress.sound,
     )
-    job.healing.leave_behind({w.key: followed(job, w) for w in candidates(job) if not plan.has(w.key)})
+    job.healing.leave_behind({w.key: followed(job, w) for w in _outside(job) if not plan.has(w.key)})
     agreement.issue(plan)
     job.links.forget_accusations()
     job.quorum.met()
     for worker_id in plan.worker_ids:
         job.healing.stop(worker_id)
     job.recovery.decided(plan.generation)
-    for member in plan.members:
-        order(job, job.membership.workers[member.worker_id], PlanNow(plan=plan))
+    message = PlanNow(plan=plan)
+    for worker_id in plan.worker_ids:
+        order(job, job.membership.workers[worker_id], message)
     announce(job, old)
 
 
 def _plan(job: JobState, members: Iterable[Worker], seats: tuple[Seat, ...], why: Why, **rest: Any) -> Plan:
     """The next generation, of these members, who are all ready."""
-    config, there = job.desk.config, sorted(members, key=lambda w: w.key)
+    config, there = job.desk.config, sorted(members, key=lambda w: w.key.worker_id)
     return Plan(
         generation=job.agreement.generation + 1,
         reason=why.reason,
@@ -279,11 +289,10 @@ def _start(job: JobState) -> None:
 
 def _regroup(job: JobState) -> None:
     agreement, slots = job.agreement, job.slots
-    survivors = agreement.survivors()
-    to_come = (w for w in job.membership.workers.values() if not w.greeted and agreement.in_any_plan(w.key))
-    if job.membership.in_grace and any(to_come):
+    if job.membership.in_grace and any(agreement.in_any_plan(w.key) for w in job.membership.to_come()):
         # Who is not back yet may follow a newer plan than the journal knows, or have switched to the prepared one.
-        return
+        return  # first of all, so that a thousand who come back need not look at a thousand members each
+    survivors = agreement.survivors()
     if any(job.agents.out_of_touch(worker) for worker in survivors):
         return
     cause, text = agreement.broken[0].cause, "; ".join(why.reason for why in agreement.broken)

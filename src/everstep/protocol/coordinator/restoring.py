@@ -1,10 +1,10 @@
 """How a journal makes a coordinator's parts what they were. Pure.
 
 Entries are JSON-able dicts with a `kind`: target, plan, entered, evict, ticket, slot_lost, grants, drained,
-struck, ended.
+struck, strike_asked, ended.
 Those of a kind that is not known are passed over, so that an older program can read a newer journal's common part.
 Those that make no sense are set aside, and the rest counts: what is lacking by that is learned from the workers, whose
-hellos bear their plan.
+hellos name their plan.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from everstep.base.cause import Cause, Why
-from everstep.base.errors import EverstepError, InvariantViolation, ProtocolError
 from everstep.base.plan import Plan, WorkerKey
-from everstep.protocol.coordinator.agreement import NO_PLAN, check_seats
+from everstep.base.strikes import Strike
+from everstep.protocol.coordinator.adopting import SENSELESS, check_plan
+from everstep.protocol.coordinator.agreement import NO_PLAN
 from everstep.protocol.coordinator.grants import Grant
 from everstep.protocol.coordinator.job import JobState
 from everstep.protocol.coordinator.types import CoordinatorConfig
 from everstep.protocol.messages import JobEnded
 
-_SENSELESS = (EverstepError, InvariantViolation, LookupError, TypeError, ValueError, msgspec.MsgspecError)
 _Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
 _Id = Annotated[int, msgspec.Meta(ge=0, le=1 << 20)]
 _Code = Annotated[int, msgspec.Meta(ge=0, le=255)]
@@ -83,6 +83,10 @@ class _StruckBefore(_Entry, frozen=True, kw_only=True, tag="struck"):
     index: _Count
 
 
+class _StrikeAsked(_Entry, frozen=True, kw_only=True, tag="strike_asked"):
+    strike: Strike
+
+
 class _Ended(_Entry, frozen=True, kw_only=True, tag="ended"):
     state: Literal["completed", "failed", "interrupted"]
     reason: str
@@ -117,7 +121,7 @@ def _read(journal: Iterable[dict[str, Any]]) -> tuple[dict[int, _Entry | None], 
         try:
             kind = _KINDS.get(found.get("kind"))
             entries[number] = None if kind is None else msgspec.convert(found, kind)
-        except _SENSELESS as error:
+        except SENSELESS as error:
             aside[number] = _words(error)
     return entries, aside
 
@@ -127,7 +131,7 @@ def _apply(job: JobState, entries: dict[int, _Entry | None]) -> tuple[int, str] 
     for number, entry in entries.items():
         try:
             _take(job, entry)
-        except _SENSELESS as error:
+        except SENSELESS as error:
             return number, _words(error)
     return None
 
@@ -159,17 +163,16 @@ def _take(job: JobState, entry: _Entry | None) -> None:
             job.agents.replay_drained(entry.agent_id, entry.process)
         case _StruckBefore():
             job.struck.replay(entry.index)
+        case _StrikeAsked():
+            job.struck.replay_asked(entry.strike)
         case _Ended():
             ended = JobEnded(state=entry.state, cause=entry.because, reason=entry.reason, exit_code=entry.exit_code)
             job.progress.replay_ended(ended)
 
 
 def _take_plan(job: JobState, entry: _Planned) -> None:
-    plan, config = entry.plan, job.desk.config
-    if (plan.lanes, plan.stages) != (config.lanes, config.stages) or plan.generation < 1:
-        size = f"{config.lanes} lanes and {config.stages} stages"
-        raise ProtocolError(f"expected a plan for {size}, got generation {plan.generation} for {plan.lanes}")
-    check_seats(plan)
+    plan = entry.plan
+    check_plan(plan, job.desk.config)
     if job.agreement.replay_plan(plan, adopted=entry.adopted):
         job.speeds.replay_plan(plan)
         job.progress.replay_plan(plan)

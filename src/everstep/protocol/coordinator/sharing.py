@@ -30,6 +30,8 @@ def share(
     if not homeless:
         return {}  # a thousand agents say hello one by one, and none of them need look at the others
     owned = Counter(owner for i in slots if (owner := owners.get(i)) is not None)
+    if all(owned[agent_id] >= room for agent_id, room in rooms.items()):
+        return {}  # nor where all that are there are full, and others have yet to come
     hosts = _Hosts(rooms, where, owned)
     found: dict[int, str] = {}
     for worker_id in homeless:

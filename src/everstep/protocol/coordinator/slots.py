@@ -27,6 +27,7 @@ class Slots:
         self._retiring: set[int] = set()  # not wanted any more, but the worker has not left yet
         self._unwanted: dict[int, Cause] = {}
         self._owners: dict[int, str] = {}
+        self._withheld: set[int] = set()  # nobody's, but a life of it is there
         self._version = 0
         self._shared: tuple[int, int, str] | None = None
 
@@ -131,7 +132,8 @@ class Slots:
         started any more.
         """
         state = self._agents.version, self._version, ending
-        if not self.shared_out or self._membership.in_grace or self._shared == state:
+        seen = self._shared == state and self._withheld <= self._membership.workers.keys()
+        if not self.shared_out or self._membership.in_grace or seen:
             return  # a thousand hellos of workers need not look at all slots
         self._shared = state
         agents = [a for _, a in sorted(self._agents.known.items()) if a.connection is not None]
@@ -152,13 +154,23 @@ class Slots:
                 self._desk.send(agent.connection, agent.new_slots(ids, first))
 
     def _find_owners(self, wanted: Collection[int], agents: Sequence[Agent]) -> None:
-        """Slots that are no known agent's go to the host that the map names, or to that which has the fewest."""
+        """Slots that are no known agent's go to the host that the map names, or to that which has the fewest; but not
+        where a life is there already: they are its host's, and wait for the agent that speaks for that. Else two hosts
+        would have lives of one slot, and those of neither be let in."""
+        self._withheld = set()
+        for worker_id in sorted(i for i in wanted if self._owners.get(i) not in self._agents.known):
+            worker = self._membership.workers.get(worker_id)
+            agent = None if worker is None else self._agents.of(worker)
+            if agent is not None and not agent.draining:
+                self._owners[worker_id] = agent.agent_id
+            elif worker is not None:
+                self._withheld.add(worker_id)
         rooms = {a.agent_id: a.room or inf for a in agents if not a.draining}
         where = self._desk.config.hosts.named.items()
         named = {i: [a.agent_id for a in agents if name in (a.agent_id, a.about.get("address"))] for i, name in where}
         of_host = self._agents.whereabouts.of_host
         domains = {agent_id: of_host(agent_id, agent.host) for agent_id, agent in self._agents.known.items()}
-        self._owners |= share(wanted, self._owners, self._agents.known, rooms, named, domains)
+        self._owners |= share(set(wanted) - self._withheld, self._owners, self._agents.known, rooms, named, domains)
 
     # ---- from the journal
 

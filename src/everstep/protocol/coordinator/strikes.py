@@ -1,7 +1,8 @@
-"""Scripted faults of hosts and links: who is told to strike, once for each. Pure.
+"""Scripted faults of hosts, links and the coordinator: who is told to strike, once for each. Pure.
 
 Workers know the step, agents have the power: so a worker says that a fault is due, by its place in the specification
-alone, and the agents that it means are told what to do.
+alone, and the agents that it means are told what to do. The coordinator is struck by the process that has started it,
+the job's on its host: all of these are told, and that one knows.
 """
 
 from __future__ import annotations
@@ -13,12 +14,13 @@ from everstep.base.strikes import Strike
 from everstep.protocol.coordinator.job import JobState
 from everstep.protocol.coordinator.membership import Agent, Worker
 from everstep.protocol.messages import StrikeDue, StrikeNow
+from everstep.protocol.roles import JOB
 
 
 def strike_due(job: JobState, worker: Worker, message: StrikeDue) -> None:
-    """A worker is where a fault is to strike; the first one counts."""
-    strike = next((one for one in job.desk.config.hosts.strikes if one.index == message.index), None)
-    if strike is None or not job.struck.first(strike.index):
+    """A worker is where a fault is to strike; the first one counts. One of the coordinator it has claimed before."""
+    strike = job.struck.find(message.index)
+    if strike is None or not strike.possible or not (strike.coordinator or job.struck.first(strike.index)):
         return
     where = {"generation": message.generation, "step": message.step, "phase": message.phase}
     refused = _strike(job, strike, f" in phase {message.phase} of step {message.step}", where)
@@ -33,6 +35,8 @@ def strike_asked(job: JobState, strike: Strike) -> str:
 
 
 def _strike(job: JobState, strike: Strike, moment: str, where: dict[str, Any]) -> str:
+    if strike.coordinator:
+        return _strike_coordinator(job, strike, moment, where)
     there = {agent.agent_id: agent for agent in job.agents.known.values() if agent.connection is not None}
     by_name = {str(agent.about.get("address", name)): agent for name, agent in there.items()} | there
     ends = [by_name[name] for name in strike.ends(by_name)]
@@ -59,4 +63,16 @@ def _strike(job: JobState, strike: Strike, moment: str, where: dict[str, Any]) -
             share=strike.share,
         )
         job.desk.send(agent.connection, message)
+    return ""
+
+
+def _strike_coordinator(job: JobState, strike: Strike, moment: str, where: dict[str, Any]) -> str:
+    jobs = sorted(name for name, connection in job.desk.connections.items() if connection.role == JOB)
+    if not jobs:
+        return "the process of the job that could strike the coordinator is not connected"
+    text = f"chaos fault {strike.text!r} strikes coordinator{moment}"
+    fields = {"fault": strike.kind, "target": "coordinator", "worker_id": None, **where}
+    job.desk.report("fault_injected", Why(Cause.INJECTED, text), **fields)
+    for name in jobs:
+        job.desk.send(name, StrikeNow(number=job.desk.number(), kind=strike.kind, for_s=strike.for_s))
     return ""

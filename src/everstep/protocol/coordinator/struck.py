@@ -1,8 +1,14 @@
-"""Which scripted faults of hosts have struck, in this life of the coordinator or in a former one. Pure."""
+"""Which scripted faults of hosts have struck, in this life of the coordinator or in a former one, and which of the
+coordinator were asked for while the job runs. Pure."""
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
+from everstep.base.strikes import Strike
 from everstep.protocol.coordinator.desk import Desk
+
+MOST_ASKED = 1000
 
 
 class StruckBefore:
@@ -11,6 +17,7 @@ class StruckBefore:
     def __init__(self, desk: Desk) -> None:
         self._desk = desk
         self._known: set[int] = set()
+        self._asked: dict[int, Strike] = {}
 
     def first(self, index: int) -> bool:
         """Whether this fault, by its place in the specification, has not struck yet. It has from now on."""
@@ -23,3 +30,19 @@ class StruckBefore:
     def replay(self, index: int) -> None:
         """It has struck."""
         self._known.add(index)
+
+    def ask(self, strike: Strike) -> None:
+        """Workers say when this one is due, by its index, which is of no other."""
+        self.replay_asked(strike)
+        self._desk.persist("strike_asked", strike=asdict(strike))
+
+    def replay_asked(self, strike: Strike) -> None:
+        """It was asked for."""
+        self._asked[strike.index] = strike
+        if len(self._asked) > MOST_ASKED:
+            del self._asked[next(iter(self._asked))]
+
+    def find(self, index: int) -> Strike | None:
+        """The fault of this index: at that place in the specification, or asked for."""
+        scripted = (one for one in self._desk.config.hosts.strikes if one.index == index)
+        return self._asked.get(index) or next(scripted, None)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from everstep.base.plan import Plan, WorkerKey
 from everstep.base.pool_wish import PoolWish
 from everstep.base.strikes import Strike
 from everstep.protocol.messages import AnyMessage
@@ -95,17 +96,27 @@ class Disconnected(NamedTuple):
 
 
 class Received(NamedTuple):
-    """A message came over a connection."""
+    """A message came over a connection. permitted: `Coordinator.refusal` was asked just now, and had nothing against
+    it; else it is asked by `handle`."""
 
     connection: str
     message: AnyMessage
+    permitted: bool = False
 
 
 class Tick(NamedTuple):
     """Time has passed; also sent when `next_deadline_ns` is reached."""
 
 
-CoordinatorEvent = Connected | Disconnected | Received | Tick
+class Knocked(NamedTuple):
+    """What was heard at a worker's door. listens: whether anybody does, as the kernel there says; None: nothing was
+    said."""
+
+    key: WorkerKey
+    listens: bool | None
+
+
+CoordinatorEvent = Connected | Disconnected | Received | Tick | Knocked
 
 # ---- effects
 
@@ -131,6 +142,13 @@ class Close(NamedTuple):
     foul: bool = False
 
 
+class Knock(NamedTuple):
+    """Look whether anybody listens where this worker does; answered by `Knocked`, or not."""
+
+    key: WorkerKey
+    address: str
+
+
 class Report(NamedTuple):
     """For events.jsonl: `kind` and the fields of an event (cause, reason, worker_id, incarnation, pid, step, ...)."""
 
@@ -138,4 +156,11 @@ class Report(NamedTuple):
     fields: dict[str, Any]
 
 
-CoordinatorEffect = Persist | Send | Close | Report
+class Knows(NamedTuple):
+    """Who is at the other end of a connection has this plan: if none was told over it yet, it counts as told."""
+
+    connection: str
+    plan: Plan
+
+
+CoordinatorEffect = Persist | Send | Close | Report | Knows | Knock

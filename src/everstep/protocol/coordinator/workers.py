@@ -8,11 +8,13 @@ from typing import Any
 from everstep.base.cause import Cause, Why
 from everstep.base.plan import Plan, WorkerKey
 from everstep.protocol import messages as m
-from everstep.protocol.coordinator.desk import SECOND_NS, Alarm, describe, listed
+from everstep.protocol.coordinator import adopting
+from everstep.protocol.coordinator.desk import SECOND_NS, Alarm, describe
 from everstep.protocol.coordinator.job import JobState
 from everstep.protocol.coordinator.links import WINDOW_NS
 from everstep.protocol.coordinator.membership import Agent, Worker
 from everstep.protocol.coordinator.plans import announce, order
+from everstep.protocol.following import PlanShown
 
 KILL_AGAIN_NS = 5 * SECOND_NS
 
@@ -82,18 +84,24 @@ def runs_elsewhere(job: JobState, known: Worker, host: str) -> bool:
 
 def _catch_up(job: JobState, worker: Worker, hello: m.WorkerHello) -> None:
     """Bring together what the worker follows and what it should follow."""
-    agreement = job.agreement
-    generation = hello.plan.generation if hello.plan is not None else 0
     job.progress.reached(hello.step)
     if hello.step:
         job.healing.holds(worker.key, hello.stages)
-    if hello.plan is not None and generation > agreement.generation:
-        _adopt(job, hello.plan, worker.key)
-    follow(job, generation)
+    if not adopting.claimed(job, worker, hello):
+        _go_on(job, worker, hello)
+
+
+def _go_on(job: JobState, worker: Worker, hello: m.WorkerHello) -> None:
+    """It follows what is known here, or is not to."""
+    agreement = job.agreement
+    known = None if hello.follows is None else agreement.known_as(hello.follows)
+    if known is not None:
+        follow(job, known.generation)
+    adopting.held(job, worker, hello.prepared)
     if job.membership.alive(worker.key) is None:
         return
     plan, prepared = agreement.plan, agreement.prepared
-    if plan.has(worker.key) and generation == plan.generation:
+    if plan.has(worker.key) and known is plan:
         # Else that it has healed was told before a restart.
         if agreement.enter(worker.key.worker_id) and plan.generation == agreement.switched:
             _report_healed(job, worker, worker.step)
@@ -103,26 +111,28 @@ def _catch_up(job: JobState, worker: Worker, hello: m.WorkerHello) -> None:
         order(job, worker, m.PlanPrepared(plan=prepared))
 
 
-def _adopt(job: JobState, plan: Plan, source: WorkerKey) -> None:
-    """A worker follows a plan that the journal does not know: believe it, and let its members come back."""
-    agreement, membership = job.agreement, job.membership
-    known = agreement.generation
-    agreement.adopt(plan)
-    job.healing.keep(())
-    job.quorum.met()
-    membership.begin_grace()
-    for member in plan.members:
-        membership.restore(member, None)
-        if membership.alive(member.key) is None:
-            cause = membership.fenced_for(member.worker_id)
-            agreement.break_off(Why(cause, f"{describe(member.key)} was evicted before"))
-    if job.saving.ending is not None:
-        agreement.break_off(job.saving.ending.why)
-    text = (
-        f"{describe(source)} follows generation {plan.generation} with workers {listed(plan.worker_ids)}, "
-        f"of which the journal, at generation {known}, knows nothing: adopted"
-    )
-    job.desk.report("warning", Why(Cause.JOURNAL, text), generation=plan.generation)
+def plan_shown(job: JobState, worker: Worker, message: PlanShown) -> None:
+    """A worker shows the plan that it was asked for. Its members who had said before that they follow an older one, and
+    wait there for the others, hear of it."""
+    waited = adopting.shown(job, worker, message)
+    _bring_together(job, waited)
+    claimants = {hello.member.key for hello in waited}
+    for member in job.agreement.survivors() if waited and not job.agreement.broken else ():
+        if member.ready and member.key not in claimants:
+            order(job, member, m.PlanNow(plan=job.agreement.plan))
+
+
+def ask_for_plan(job: JobState) -> None:
+    """If workers follow a plan that is not known here, one of them is asked for it."""
+    _bring_together(job, adopting.reconcile(job))
+
+
+def _bring_together(job: JobState, waited: list[m.WorkerHello]) -> None:
+    """What these follow is known by now, or given up: as if they said hello now."""
+    for hello in waited:
+        worker = job.membership.alive(hello.member.key)
+        if worker is not None and worker.connection is not None and not adopting.claimed(job, worker, hello):
+            _go_on(job, worker, hello)
 
 
 # ---- what members say of a generation

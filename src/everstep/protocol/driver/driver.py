@@ -137,7 +137,7 @@ class Driver:
         self._events.get(type(event), self._asked)(event)
         self._advance()
         machine = self.machine
-        self.standing = Standing(machine.step, machine.stages, machine.plan, self._out.standing)
+        self.standing = Standing(machine.step, machine.stages, machine.plan, machine.prepared, self._out.standing)
         return self._out.drain()
 
     def _heard_of(self) -> dict[type, Callable[[Any], object]]:

@@ -194,7 +194,8 @@ class Finish(Operation, frozen=True):
 
 class Opened(msgspec.Struct, frozen=True):
     """Answers `Open`. lost: (stage, lane) of results that were held as part of a sum that the plan tears apart. disk:
-    steps of checkpoints that can be read. built: at step 0 the digests of the initial states that it has, by stage."""
+    steps of checkpoints that can be read. built: at step 0 the digests of the initial states of the stages that it has
+    anything of."""
 
     lost: tuple[tuple[int, int], ...] = ()
     disk: tuple[int, ...] = ()

@@ -20,12 +20,14 @@ from everstep.protocol.step_types import Key, Record
 class Standing(msgspec.Struct, frozen=True):
     """What a coordinator that has missed something is to hear again: messages, and for the hello what it stands at.
 
-    step, stages: the state that it has all of. plan: the newest that it follows.
+    step, stages: the state that it has all of. plan: the newest that it follows. prepared: generation of
+    the newest to which it may switch, 0 if there is none.
     """
 
     step: int = 0
     stages: tuple[int, ...] = ()
     plan: Plan | None = None
+    prepared: int = 0
     messages: tuple[wire.AnyMessage, ...] = ()
 
 

@@ -1,5 +1,9 @@
 """One coordinator's way to the lease: looks who holds it, takes it when it is free, prolongs it, knows when it is over.
 
+A holder that has ended is not waited for until its lease is over: where it listened its host says that nobody does. Its
+own job has time to start its next life there; after that the lease is ended, which the store does at once and for all.
+Whoever lives in spite of that cannot write the journal any more, and hears it when it would prolong its lease.
+
 Pure: asks one thing at a time, and is told the time, in nanoseconds, on a clock that goes on while the machine sleeps.
 """
 
@@ -9,6 +13,7 @@ from everstep.base.errors import check
 from everstep.protocol.lease.requests import (
     Campaign,
     Claim,
+    Depose,
     Holder,
     HolderSeen,
     JournalEntry,
@@ -22,6 +27,8 @@ from everstep.protocol.lease.requests import (
 SECOND_NS = 1_000_000_000
 SURE_PART = 0.7
 """Of the time for which the lease was prolonged, as long as its holder counts on it: clocks differ, words take time."""
+GONE_PART = 0.5
+"""Of the time of a lease, as long as nobody may listen where its holder did."""
 _LOOKS = 10
 _RENEWALS = 5
 _AGAIN_NS = 50_000_000
@@ -33,18 +40,22 @@ class Candidate:
 
     owner, where: as `Holder` has them. ttl_s: how long a lease lasts that nobody prolongs. holder: of the lease, when
     it was last seen; None if it was free, or was never seen. term: of the lease that this one holds, 0 as long as it
-    has never held it.
+    has never held it. sudden: the holder before was seen to be gone before its lease was over.
     """
 
     def __init__(self, owner: str, where: JournalEntry, ttl_s: int) -> None:
         self.holder: Holder | None = None
         self.term = 0
         self.due_ns = 0
+        self.sudden = False
         self._owner, self._where, self._ttl_s = owner, where, ttl_s
         self._lease = 0
         self._free = False
         self._elsewhere: Holder | None = None  # an earlier life of this one, which was reached at another place
         self._until_ns = 0
+        self._there: JournalEntry | None = None  # where the holder was seen to listen
+        self._gone_ns: int | None = None  # since when nobody does
+        self._seen = False  # the holder, since anything was asked that may have changed it
         self._asked_ns: int | None = None
         self._asked: StoreRequest | None = None
 
@@ -72,6 +83,8 @@ class Candidate:
             self._asked = Renew(self._lease)
         elif self._free:
             self._asked = Campaign(self._owner, self._where, self._ttl_s)
+        elif self._gone(now_ns) and self.holder is not None:
+            self._asked = Depose(self.holder.lease)
         else:
             self._asked = Look()
         self._asked_ns = now_ns
@@ -82,7 +95,8 @@ class Candidate:
         asked, asked_ns = self._asked, self._asked_ns
         check(asked is not None and asked_ns is not None, "an answer to nothing that was asked")
         self._asked = self._asked_ns = None
-        if isinstance(asked, Campaign | Claim):
+        if isinstance(asked, Campaign | Claim | Depose):
+            self._seen = False
             self._free, self._elsewhere, self.due_ns = False, None, now_ns
         elif isinstance(answer, HolderSeen):
             self._saw(now_ns, answer.holder)
@@ -91,8 +105,30 @@ class Candidate:
         else:
             self.due_ns = now_ns + _AGAIN_NS
 
+    def knocked(self, now_ns: int, where: JournalEntry, listens: bool | None) -> None:
+        """Whether anybody listens where the holder says that it is, as the kernel there says; None: it says nothing."""
+        if self.holder is None or where != self.holder.where or self._lease:
+            return
+        if listens is False and self._there == where:
+            self._gone_ns = now_ns if self._gone_ns is None else self._gone_ns
+        else:
+            self._gone_ns = None
+        if listens:
+            self._there = where
+
+    def _gone(self, now_ns: int) -> bool:
+        after_ns = int(GONE_PART * self._ttl_s * SECOND_NS)
+        return self._seen and self._gone_ns is not None and now_ns - self._gone_ns >= after_ns
+
     def _saw(self, now_ns: int, holder: Holder | None) -> None:
-        self.holder, self._free = holder, holder is None
+        before = self.holder
+        self.holder, self._free, self._seen = holder, holder is None, True
+        if holder is None:
+            self.sudden = self.sudden or self._gone_ns is not None
+        elif holder.owner != self._owner:
+            self.sudden = False
+        if holder is None or before is None or holder.where != before.where:
+            self._gone_ns = None
         self.due_ns = now_ns
         if holder is not None and holder.owner == self._owner and holder.where != self._where:
             self._elsewhere = holder

@@ -54,6 +54,13 @@ class Renew(NamedTuple):
     lease: int
 
 
+class Depose(NamedTuple):
+    """The lease of this number is over: whoever held it is gone. Whatever is answered, `Look` tells what has come of
+    it."""
+
+    lease: int
+
+
 class Load(NamedTuple):
     """All entries. Answered by `Loaded`."""
 
@@ -77,7 +84,7 @@ class Compact(NamedTuple):
     entries: list[JournalEntry]
 
 
-StoreRequest = Look | Campaign | Claim | Renew | Load | Append | Compact
+StoreRequest = Look | Campaign | Claim | Renew | Depose | Load | Append | Compact
 
 # ---- answers
 

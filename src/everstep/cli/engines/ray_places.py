@@ -1,0 +1,97 @@
+"""On which nodes of a Ray cluster the hosts of a job are to run: what is asked of its placement groups. Pure.
+
+All hosts are bundles of one STRICT_SPREAD group, which Ray places at once or not at all. A job that may begin with
+fewer does not wait for that: then each host has a group of its own, placed as soon as there is a node for it. Only
+within a group does Ray keep bundles apart; so beside a host's bundle its group has one for each node that has a host
+already, which takes next to nothing of what that node alone has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any, Protocol
+
+GATHER_S = 10.0
+_NEXT_TO_NOTHING = 0.0001  # the least that Ray counts
+RayBundle = dict[str, float]
+
+
+class Groups(Protocol):
+    """Placement groups whose bundles lie on different nodes."""
+
+    def make(self, bundles: list[RayBundle]) -> Hashable:
+        """Ask for one."""
+
+    def nodes(self, group: Hashable) -> list[tuple[str, str]]:
+        """(id, address) of the node of each bundle; "" for both where it has none."""
+
+    def remove(self, group: Hashable) -> None:
+        """Give it up, or back."""
+
+
+class RayPlaces:
+    """Where each of `hosts` hosts is to run. bundle: what a host takes of its node. least: so many hosts may begin."""
+
+    def __init__(self, groups: Groups, bundle: RayBundle, hosts: int, least: int, now_s: float) -> None:
+        self._groups = groups
+        self._bundle = bundle
+        self._alone = False
+        self._least = least
+        self._until_s = now_s + GATHER_S
+        all_of_them = groups.make([bundle] * hosts)
+        self._of: dict[int, tuple[Hashable, int]] = {number: (all_of_them, number) for number in range(hosts)}
+        self._taken: dict[int, tuple[str, str]] = {}
+        """The node of each host that has one, as far as it was said to have."""
+
+    @property
+    def alone(self) -> bool:
+        """Whether each host has a group of its own, as not all of them had a node in time."""
+        return self._alone
+
+    def of(self, number: int) -> tuple[Any, int]:
+        """The group of a host, and which bundle of it."""
+        return self._of[number]
+
+    def look(self, now_s: float) -> list[int]:
+        """Hosts that have a node now and had none when this was last called, or were lost since."""
+        late = not self._alone and not self._taken and now_s >= self._until_s
+        if late and self._least < len(self._of) and not all(node for node, _ in self._groups.nodes(self._of[0][0])):
+            self._part()
+        seen: dict[Hashable, list[tuple[str, str]]] = {}
+        come = []
+        for number in self._waiting():
+            group, index = self._of[number]
+            if group not in seen:
+                seen[group] = self._groups.nodes(group)
+            found = seen[group][index]
+            if found[0] and self._alone and found in self._taken.values():
+                self._ask_again(number)  # both waited when this one node came
+            elif found[0]:
+                self._taken[number] = found
+                come.append(number)
+        return come
+
+    def lost(self, number: int) -> None:
+        """What ran on a host is gone, and its node perhaps, too: it waits for one again."""
+        self._taken.pop(number, None)
+        for waiting in self._waiting() if self._alone else ():
+            self._ask_again(waiting)  # else they would wait for what that node had
+
+    def close(self) -> None:
+        """Give back all that there is."""
+        for group in dict.fromkeys(group for group, _ in self._of.values()):
+            self._groups.remove(group)
+
+    def _part(self) -> None:
+        self._alone = True
+        self._groups.remove(self._of[0][0])
+        for number in self._of:
+            self._of[number] = (self._groups.make([self._bundle]), 0)
+
+    def _ask_again(self, number: int) -> None:
+        self._groups.remove(self._of[number][0])
+        beside = [{f"node:{address}": _NEXT_TO_NOTHING} for _, address in sorted(self._taken.values())]
+        self._of[number] = (self._groups.make([self._bundle, *beside]), 0)
+
+    def _waiting(self) -> list[int]:
+        return sorted(set(self._of) - set(self._taken))

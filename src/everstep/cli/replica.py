@@ -1,0 +1,100 @@
+"""The directory of a host that stands by and does not see the job's: made ready, and filled from the head's."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from everstep.base.config_keys import TlsConfig
+from everstep.base.errors import ConfigError, QuorumLost
+from everstep.cli.run_dir import set_aside
+from everstep.protocol.roles import PEOPLE
+from everstep.runtime import wire
+from everstep.runtime.address import CHECKPOINTS_DIR, COORDINATOR_FILE, JOB_FILE, LOGS_FOLDER, TOKEN_FILE, role_file
+from everstep.runtime.commands import run_lock
+from everstep.runtime.finding import Finder, Where
+from everstep.runtime.following import ReplicaLink
+from everstep.runtime.handshake import role_token
+from everstep.runtime.places import private_folder, word_in
+from everstep.runtime.replica import OWN_FOLDER, REPLICA_FILE, Replica
+from everstep.runtime.tls import Tls, shown_by
+
+_PATIENCE_S = 600.0
+_TURN_S = 10.0
+_AGAIN_S = 0.25
+
+
+@contextlib.contextmanager
+def replica_in(
+    given: Path | None, job: str, host: str, own: str, token: bytes, look: Callable[[], Where | None]
+) -> Iterator[Path]:
+    """A directory that has all of the job's, or had it a moment ago; locked as long as it is used.
+
+    given: what the user calls it. job: the word of the job when it began. own: address of this host. look: where the
+    head is, as `Finder` has it. Raises: ConfigError if the directory cannot be used; QuorumLost if no head fills it.
+    """
+    folder = given or private_folder(job[:16], f"{host}-standby")
+    with run_lock(folder):
+        words = _make_ready(folder, job, token)
+        if words:
+            print(words, file=sys.stderr, flush=True)
+        _fill(folder, host, own, token, look)
+        yield folder
+
+
+def _make_ready(folder: Path, job: str, token: bytes) -> str:
+    """Returns what was done with what was there, in words."""
+    words = ""
+    try:
+        if kept_apart(folder, job):
+            aside = set_aside(folder)
+            words = f"what was in {folder} is of an earlier time of this job: it is in {aside} now"
+            if aside is not None and (aside / CHECKPOINTS_DIR).is_dir():
+                os.rename(aside / CHECKPOINTS_DIR, folder / CHECKPOINTS_DIR)  # other hosts may need this one's parts
+        own = folder / OWN_FOLDER
+        for path in (own, folder / LOGS_FOLDER, folder / CHECKPOINTS_DIR):
+            path.mkdir(parents=True, exist_ok=True)
+        if not (own / CHECKPOINTS_DIR).is_symlink():
+            (own / CHECKPOINTS_DIR).symlink_to(Path("..") / CHECKPOINTS_DIR)
+        (folder / COORDINATOR_FILE).unlink(missing_ok=True)
+        wire.write_token(folder / TOKEN_FILE, token)
+        for role in PEOPLE:
+            wire.write_token(folder / role_file(role), role_token(token, role))
+    except OSError as error:
+        raise ConfigError(f"--run-dir: cannot write {folder}: {error.strerror or error}") from None
+    return words
+
+
+def kept_apart(folder: Path, job: str) -> bool:
+    """Whether what is in a folder has to be set aside: a host has led the job there. What is a replica already, or
+    empty, goes on. job: the job's word when it began. Raises: ConfigError if it is of another job."""
+    led = bool(word_in(folder))
+    if not (folder / REPLICA_FILE).exists() and (folder / JOB_FILE).exists() and word_in(folder) != job:
+        raise ConfigError(f"--run-dir: {folder} has files of another job: choose a new directory")
+    return led
+
+
+def _fill(folder: Path, host: str, own: str, token: bytes, look: Callable[[], Where | None]) -> None:
+    """Until it has all that there was a moment ago; or it once had, and nobody is there to say what is new."""
+    end_s = time.monotonic() + _PATIENCE_S
+    while (where := look()) is None:
+        if Replica(folder).state(None).usable:
+            Replica(folder).fall_back()
+            return
+        if time.monotonic() > end_s:
+            raise QuorumLost(f"nobody has held the job's lease for {_PATIENCE_S:g} s")
+        time.sleep(_AGAIN_S)
+    tls = Tls.of(shown_by(TlsConfig(mode=where["tls"]), token, own))
+    with contextlib.ExitStack() as held:
+        held.callback(Finder(folder / COORDINATOR_FILE, look, lambda: True).close)
+        link = ReplicaLink(folder, token, host, tls)
+        held.callback(link.close)
+        while not link.wait_in_step(_TURN_S) and (look() is not None or not link.state().usable):
+            if time.monotonic() > end_s:
+                raise QuorumLost(f"no head has filled {folder} for {_PATIENCE_S:g} s: is the job still running?")
+            print(f"{folder} is being filled from the head's directory", file=sys.stderr, flush=True)
+    Replica(folder).fall_back()

@@ -1,0 +1,148 @@
+"""What a worker follows is brought together with what this coordinator knows: by its name, and if need be by the plan
+itself, of which one worker is asked. Pure."""
+
+from __future__ import annotations
+
+import msgspec
+
+from everstep.base.cause import Cause, Why
+from everstep.base.errors import EverstepError, InvariantViolation, ProtocolError
+from everstep.base.plan import Plan, WorkerKey
+from everstep.protocol.coordinator.agreement import check_seats
+from everstep.protocol.coordinator.claims import GIVE_UP_NS
+from everstep.protocol.coordinator.desk import SECOND_NS, describe, listed
+from everstep.protocol.coordinator.job import JobState
+from everstep.protocol.coordinator.membership import Worker
+from everstep.protocol.coordinator.types import CoordinatorConfig
+from everstep.protocol.following import PlanAsked, PlanName, PlanShown, name_of
+from everstep.protocol.messages import WorkerHello
+
+SENSELESS = (EverstepError, InvariantViolation, LookupError, TypeError, ValueError, msgspec.MsgspecError)
+"""What is raised over something that makes no sense."""
+
+
+def check_plan(plan: Plan, config: CoordinatorConfig) -> None:
+    """Raises: one of `SENSELESS` if it is no plan of this job."""
+    if (plan.lanes, plan.stages) != (config.lanes, config.stages) or plan.generation < 1:
+        size = f"{config.lanes} lanes and {config.stages} stages"
+        raise ProtocolError(f"expected a plan for {size}, got generation {plan.generation} for {plan.lanes}")
+    check_seats(plan)
+
+
+def claimed(job: JobState, worker: Worker, hello: WorkerHello) -> bool:
+    """A worker says what it follows. Returns whether it has to wait for what comes of that."""
+    agreement, connection, said = job.agreement, worker.connection, hello.follows
+    if said is None or connection is None:
+        return False
+    claims, newest = agreement.claims, agreement.newest
+    if claims.opens(said, (newest.term, newest.generation)):
+        if claims.wanted is None:
+            job.membership.begin_grace()
+        agreement.hear_of(said.generation)
+        claims.claim(connection, said, hello)
+        return True
+    known = agreement.known_as(said)
+    if known is not None:
+        job.desk.knows(connection, known)
+    elif said.generation >= agreement.plan.generation and not claims.beyond(said):
+        of_term = f" of term {said.term}" if said.term else ""
+        _foreign(job, worker, said.generation, f"follows another plan, generation {said.generation}{of_term}")
+    return False
+
+
+def held(job: JobState, worker: Worker, prepared: int) -> None:
+    """A worker holds a prepared plan of this generation, to which it may switch at any moment."""
+    known = job.agreement.prepared
+    if prepared > job.agreement.plan.generation and (known is None or known.generation != prepared):
+        _foreign(job, worker, prepared, f"holds a prepared plan, generation {prepared}")
+
+
+def _foreign(job: JobState, worker: Worker, generation: int, what: str) -> None:
+    """It has what nobody is to follow, and takes nothing that is no newer: a plan of a coordinator that does not decide
+    any more, or one that nobody has shown."""
+    agreement = job.agreement
+    agreement.hear_of(generation)
+    if agreement.in_any_plan(worker.key) and not agreement.broken:
+        agreement.break_off(Why(Cause.JOURNAL, f"{describe(worker.key)} {what}: it does not count"))
+
+
+def reconcile(job: JobState) -> list[WorkerHello]:
+    """See to it that somebody is asked for the plan that is wanted, if one is. Returns who has waited in vain."""
+    claims = job.agreement.claims
+    if claims.wanted is None or job.progress.ended is not None:
+        return []
+    asked = None if claims.asked is None else job.membership.alive(claims.asked)
+    if asked is not None and asked.connection is not None and claims.waits_for(asked.key, asked.connection):
+        return []
+    if claims.over:
+        return _give_up(job, claims.wanted)
+    while (found := claims.next()) is not None:
+        worker = job.membership.alive(found[0])
+        if worker is not None and worker.connection == found[1]:
+            claims.ask(*found)
+            job.desk.send(worker.connection, PlanAsked())
+            return []
+    claims.wait()
+    return []
+
+
+def shown(job: JobState, worker: Worker, message: PlanShown) -> list[WorkerHello]:
+    """A worker shows the plan that it follows; another is asked if it is not the one that it has named. Returns who has
+    waited for that, once it is there."""
+    claims, said = job.agreement.claims, name_of(message.plan)
+    hello, connection = claims.by(worker.key), worker.connection
+    before = None if hello is None else hello.follows
+    if claims.wanted is None or hello is None or before is None or connection is None:
+        return []
+    if said is not None and said.rank > before.rank and claims.opens(said, claims.wanted.rank):
+        job.agreement.hear_of(said.generation)  # it has switched to that since its hello
+        claims.claim(connection, said, msgspec.structs.replace(hello, follows=said))
+        before = said
+    try:
+        if message.plan is None or said != before:
+            raise ProtocolError(f"it has named another one, of generation {before.generation}")
+        check_plan(message.plan, job.desk.config)
+    except SENSELESS as error:
+        what = " ".join(str(error).split())[:200]
+        text = f"the plan that {describe(worker.key)} has shown is passed over: {what}"
+        job.desk.report("warning", Why(Cause.JOURNAL, text), generation=before.generation)
+        claims.refused(worker.key)
+        return []
+    if before.rank != claims.wanted.rank:  # a newer one is asked for by now
+        return []
+    _adopt(job, message.plan, worker.key)
+    return claims.close(found=True)
+
+
+def _adopt(job: JobState, plan: Plan, source: WorkerKey) -> None:
+    """Workers follow a plan that the journal does not know: believe it, and let its members come back."""
+    agreement, membership = job.agreement, job.membership
+    known = agreement.newest.generation
+    agreement.adopt(plan)
+    job.healing.keep(())
+    job.quorum.met()
+    membership.begin_grace()
+    for member in plan.members:
+        membership.restore(member, None)
+        if membership.alive(member.key) is None:
+            cause = membership.fenced_for(member.worker_id)
+            agreement.break_off(Why(cause, f"{describe(member.key)} was evicted before"))
+    if job.saving.ending is not None:
+        agreement.break_off(job.saving.ending.why)
+    text = (
+        f"{describe(source)} follows generation {plan.generation} with workers {listed(plan.worker_ids)}, "
+        f"of which the journal, at generation {known}, knows nothing: adopted"
+    )
+    job.desk.report("warning", Why(Cause.JOURNAL, text), generation=plan.generation)
+
+
+def _give_up(job: JobState, wanted: PlanName) -> list[WorkerHello]:
+    """Nobody has shown it: what the journal knows counts, and the next plan is newer than both."""
+    waited = job.agreement.claims.close(found=False)
+    who = listed(hello.member.worker_id for hello in waited)
+    text = (
+        f"worker {who} said to follow generation {wanted.generation}, of which the journal knows nothing, and nobody "
+        f"has shown it within {GIVE_UP_NS // SECOND_NS} s: it does not count"
+    )
+    job.desk.report("warning", Why(Cause.JOURNAL, text), generation=wanted.generation)
+    return waited

@@ -1,0 +1,104 @@
+"""What workers say that they follow, where this coordinator has no such plan; and who is asked to show it. Pure.
+
+That is so when the journal lacks what had been told. One worker is asked; another when that one is lost, silent or
+shows something else. Nobody is waited for who is gone, and all of it is over after `GIVE_UP_NS`.
+"""
+
+from __future__ import annotations
+
+from everstep.base.plan import WorkerKey
+from everstep.protocol.coordinator.desk import SECOND_NS, Alarm, Desk
+from everstep.protocol.following import PlanName
+from everstep.protocol.messages import WorkerHello
+
+ASK_AGAIN_NS = SECOND_NS
+GIVE_UP_NS = 15 * SECOND_NS
+
+
+class Claims:
+    """The newest plan that is claimed, and by whom.
+
+    wanted: that plan's name, None if nothing is asked for. While there is one nothing is decided, since whatever that
+    would be made from is out of date.
+    """
+
+    def __init__(self, desk: Desk) -> None:
+        self.wanted: PlanName | None = None
+        self._desk = desk
+        self._by: dict[WorkerKey, WorkerHello] = {}  # who waits to be told how to go on
+        self._to_ask: dict[WorkerKey, str] = {}  # who follows what is wanted, by connection, in the order of hellos
+        self._asked: tuple[WorkerKey, str] | None = None
+        self._again_ns = self._until_ns = 0
+        self._given_up: tuple[int, int] = (-1, -1)
+
+    def opens(self, said: PlanName, known: tuple[int, int]) -> bool:
+        """Whether a plan of this name is to be asked for: it is newer than the known ones, as none was shown before.
+
+        known: rank of the newest plan that is known."""
+        return said.rank > max(known, self._given_up) and not self.beyond(said)
+
+    def beyond(self, said: PlanName) -> bool:
+        """Whether a coordinator that has the lease after this one made that plan: it decides, and this one does not."""
+        return 0 < self._desk.config.hosts.term < said.term
+
+    def claim(self, connection: str, said: PlanName, hello: WorkerHello) -> None:
+        """A life follows this, which `opens`, as it has said in this hello."""
+        self._desk.change()
+        key = hello.member.key
+        self._by[key] = hello
+        if self.wanted is None or said.rank > self.wanted.rank:
+            self.wanted, self._asked, self._to_ask = said, None, {}
+            self._until_ns = self._desk.now + GIVE_UP_NS
+        if said.rank == self.wanted.rank:
+            self._to_ask[key] = connection
+
+    def by(self, key: WorkerKey) -> WorkerHello | None:
+        """In which hello this life has claimed to follow what is asked for, None if it has not."""
+        return self._by.get(key)
+
+    def waits_for(self, key: WorkerKey, connection: str | None) -> bool:
+        """Whether this life was asked last, and has time to answer."""
+        return self._asked == (key, connection) and self._desk.now < self._again_ns
+
+    @property
+    def asked(self) -> WorkerKey | None:
+        """Who was asked last."""
+        return None if self._asked is None else self._asked[0]
+
+    @property
+    def over(self) -> bool:
+        """Whether it was asked for long enough."""
+        return self._desk.now >= self._until_ns
+
+    def next(self) -> tuple[WorkerKey, str] | None:
+        """Take out who is to be asked next."""
+        key = next(iter(self._to_ask), None)
+        return None if key is None else (key, self._to_ask.pop(key))
+
+    def ask(self, key: WorkerKey, connection: str) -> None:
+        """It is asked now."""
+        self._asked, self._again_ns = (key, connection), self._desk.now + ASK_AGAIN_NS
+        self._desk.alarms.set(Alarm.ASKED, min(self._again_ns, self._until_ns))
+
+    def refused(self, key: WorkerKey) -> None:
+        """What this life has shown is no such plan."""
+        if self.asked == key:
+            self._asked = None
+
+    def wait(self) -> None:
+        """There is nobody to ask: ring when it is over."""
+        self._asked = None
+        self._desk.alarms.set(Alarm.ASKED, self._until_ns)
+
+    def close(self, *, found: bool) -> list[WorkerHello]:
+        """The plan was shown, or nobody has. Returns the hellos that have waited for that, in the order of lives."""
+        self._desk.change()
+        if self.wanted is not None and not found:
+            self._given_up = self.wanted.rank
+        claimed = [hello for _, hello in sorted(self._by.items(), key=lambda claim: claim[0])]
+        self.wanted, self._asked, self._by, self._to_ask = None, None, {}, {}
+        return claimed
+
+    def pardon(self, gap_ns: int) -> None:
+        """The coordinator was away for so long: nobody could show it anything."""
+        self._again_ns, self._until_ns = self._again_ns + gap_ns, self._until_ns + gap_ns

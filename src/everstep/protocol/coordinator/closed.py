@@ -1,0 +1,30 @@
+"""At whose doors nobody listens any more. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+
+from everstep.base.plan import WorkerKey
+
+
+class ClosedDoors:
+    """Of workers without a connection, as the kernels of their hosts have said."""
+
+    def __init__(self) -> None:
+        self._keys: set[WorkerKey] = set()
+
+    def has(self, key: WorkerKey) -> bool:
+        """Whether nobody listens there."""
+        return key in self._keys
+
+    def answer(self, key: WorkerKey, listens: bool | None) -> bool:
+        """What was said at this one; None: nothing. Returns whether nobody listens there."""
+        if listens is False:
+            self._keys.add(key)
+        else:
+            self._keys.discard(key)
+        return listens is False
+
+    def only(self, keys: Container[WorkerKey]) -> None:
+        """The others have been heard of meanwhile."""
+        self._keys = {key for key in self._keys if key in keys}

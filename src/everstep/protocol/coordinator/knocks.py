@@ -1,0 +1,63 @@
+"""Hosts of which nothing is left, as they say themselves: nobody listens where their workers did. Pure.
+
+A host that has lost all connections may make new ones, so it has time for that. But the kernel of one whose processes
+are dead says so to whoever knocks: then there is nothing to wait for. It counts where it is said of all workers of a
+host, while none of them has a connection, nor its agent, and another host is heard. Who does not answer may live.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from everstep.protocol.coordinator.desk import MILLISECOND_NS, Alarm
+from everstep.protocol.coordinator.job import JobState
+from everstep.protocol.coordinator.liveness import give_up_host
+from everstep.protocol.coordinator.membership import Agent, Worker
+from everstep.protocol.coordinator.types import Knocked
+
+AGAIN_NS = 200 * MILLISECOND_NS
+MOST_HOSTS = 16
+"""At once: of thousands that come back after a restart hardly one is lost."""
+
+
+def knock_due(job: JobState, about: Any) -> None:
+    """Knock at the doors of lost hosts, again and again until they are back, or given up."""
+    lost = _lost(job)
+    job.agents.closed.only({worker.key for _, workers in lost for worker in workers})
+    for _, workers in lost[:MOST_HOSTS]:
+        for worker in workers:
+            if worker.member is not None:
+                job.desk.knock(worker.key, worker.member.address)
+    if lost or job.membership.in_grace:
+        job.desk.alarms.set(Alarm.KNOCK, job.desk.now + AGAIN_NS)
+
+
+def knocked(job: JobState, event: Knocked) -> None:
+    """What the kernel at a worker's door has said."""
+    if job.progress.ended is not None or not job.agents.closed.answer(event.key, event.listens):
+        return
+    worker = job.membership.alive(event.key)
+    agent = None if worker is None else job.agents.of(worker)
+    for lost, workers in _lost(job) if agent is not None else []:
+        if lost is agent and all(job.agents.closed.has(one.key) for one in workers):
+            text = "none of its processes has a connection, and nobody listens where its workers did"
+            give_up_host(job, lost, text, "is gone")
+            return
+
+
+def _lost(job: JobState) -> list[tuple[Agent, list[Worker]]]:
+    """Agents without a connection and their workers, where none of those has one either, and all have had a door;
+    none if nobody else is heard: then it is the coordinator that is cut off."""
+    known = job.agents.known
+    if job.progress.ended is not None or not any(agent.connection is not None for agent in known.values()):
+        return []
+    theirs: dict[str, list[Worker]] = {}
+    for _, worker in sorted(job.membership.workers.items()):
+        agent = job.agents.of(worker)
+        if agent is not None and agent.connection is None:
+            theirs.setdefault(agent.agent_id, []).append(worker)
+    return [
+        (known[name], workers)
+        for name, workers in sorted(theirs.items())
+        if all(w.connection is None and w.member is not None and w.member.address for w in workers)
+    ]

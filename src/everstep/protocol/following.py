@@ -1,0 +1,55 @@
+"""What plan a worker follows, said in a few bytes: so that thousands who come back need not bring it each. Pure.
+
+A hello names the plan (`PlanName`). Whoever is asked for it (`PlanAsked`) shows it (`PlanShown`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from hashlib import blake2b
+from typing import Annotated
+
+import msgspec
+
+from everstep.base.plan import Plan
+from everstep.protocol.messages_base import AnyMessage, OfLife
+
+_Generation = Annotated[int, msgspec.Meta(ge=1, le=1 << 62)]
+_Term = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+_Digest = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]
+
+
+class PlanName(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A plan by its name: two plans of one generation and term differ in their digests. digest: as `name_of` has it,
+    32 hex digits."""
+
+    term: _Term
+    generation: _Generation
+    digest: _Digest
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """The greater, the newer: what a coordinator of an older term has made is never newer."""
+        return self.term, self.generation
+
+
+class PlanAsked(AnyMessage, frozen=True, kw_only=True):
+    """To a worker: show the plan that you follow."""
+
+
+class PlanShown(OfLife, frozen=True, kw_only=True):
+    """Answer to `PlanAsked`: the plan that the worker follows by now, None if it follows none."""
+
+    plan: Plan | None
+
+
+_encoder = msgspec.msgpack.Encoder()
+
+
+def name_of(plan: Plan | None) -> PlanName | None:
+    """How a plan is named; None of none. Alike for plans that are equal, wherever they have come by."""
+    if plan is None:
+        return None
+    speeds = tuple((worker_id, float(speed)) for worker_id, speed in plan.speeds)
+    said = _encoder.encode(replace(plan, speeds=speeds))
+    return PlanName(plan.term, plan.generation, blake2b(said, digest_size=16).hexdigest())

@@ -1,0 +1,44 @@
+"""Whether anybody listens at an address still, as the kernel of the host there says: a process that lives keeps its
+port, and one that is dead cannot be heard of in any other way so soon."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from everstep.base.plan import WorkerKey
+from everstep.protocol.coordinator.types import Knock, Knocked
+
+KNOCK_S = 0.5
+
+
+async def listens(host: str, port: int, within_s: float = KNOCK_S) -> bool | None:
+    """None if nothing is heard: no way there, or a host that is silent."""
+    try:
+        _, writer = await asyncio.wait_for(asyncio.open_connection(host, port), within_s)
+    except ConnectionRefusedError:
+        return False
+    except (OSError, TimeoutError, ValueError, OverflowError):
+        return None
+    writer.close()
+    return True
+
+
+class Knocker:
+    """Knocks where a coordinator says. heard: called in the loop with what came of it."""
+
+    def __init__(self, heard: Callable[[Knocked], None]) -> None:
+        self._heard = heard
+        self._knocking: dict[WorkerKey, asyncio.Task[None]] = {}
+
+    def knock(self, effect: Knock) -> None:
+        """Once at a time at each door."""
+        if effect.key not in self._knocking:
+            self._knocking[effect.key] = asyncio.get_running_loop().create_task(self._knock(effect))
+
+    async def _knock(self, effect: Knock) -> None:
+        host, _, port = effect.address.rpartition(":")
+        known = port.isascii() and port.isdecimal() and len(port) <= 5
+        found = await listens(host, int(port)) if known else None
+        del self._knocking[effect.key]
+        self._heard(Knocked(effect.key, found))

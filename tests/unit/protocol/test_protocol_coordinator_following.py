@@ -1,0 +1,254 @@
+"""Workers that come back name the plan that they follow; who is asked for it, whom the coordinator believes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from coordinator_harness import MS, S, World, drop, member, running
+
+from everstep.base.plan import Plan
+from everstep.protocol import messages as m
+from everstep.protocol.coordinator.types import HostRules
+from everstep.protocol.following import PlanAsked, PlanName, name_of
+from everstep.protocol.messages import decode, encode
+from everstep.protocol.telling import Listener, parts_of
+
+
+def behind(**config: Any) -> tuple[World, Plan]:
+    """A coordinator that has begun from a journal without the newest plan, which four workers follow."""
+    world = running(5, **config)
+    journal = list(world.journal)
+    world.exited(4)
+    assert world.plan is not None and world.plan.generation == 2
+    again = world.restart(journal=journal)
+    again.agent(0, 1, 2, 3)
+    again.clear()
+    return again, world.plan
+
+
+def asked(world: World) -> list[str]:
+    return [to for to, message in world.sent if isinstance(message, PlanAsked)]
+
+
+def test_a_plan_that_the_journal_has_is_only_named() -> None:
+    world = running()
+    again = world.restart()
+    again.agent(0, 1, 2)
+    again.clear()
+    for i in range(3):
+        again.hello(i, plan=world.plan, step=7)
+    assert again.sent == [] and again.coordinator.job.agreement.entered == {0, 1, 2}
+    assert again.knows == {f"w{i}.0": world.plan for i in range(3)}
+
+
+def test_the_next_plan_goes_as_what_has_changed_to_those_who_have_named_theirs() -> None:
+    world = running(5)
+    again = world.restart()
+    again.agent(0, 1, 2, 3, 4)
+    for i in range(5):
+        again.hello(i, plan=world.plan)
+    again.exited(3)
+    message = again.last(m.PlanNow, "w0.0")
+    parts, _ = parts_of(message, again.knows["w0.0"])
+    listener = Listener(world.plan)
+    heard = [listener.take(decode(encode(part))) for part in parts]
+    assert heard == [None, message] and isinstance(parts[0], m.PlanTold) and parts[0].before == 1
+
+
+def test_one_worker_is_asked_and_all_who_follow_that_plan_go_on() -> None:
+    again, newer = behind()
+    for i in (2, 0, 1):
+        again.hello(i, plan=newer, step=9, shows=False)
+    assert asked(again) == ["w2.0"] and again.plan is not None and again.plan.generation == 1
+    again.shows(2, plan=newer)
+    assert again.plan == newer and again.coordinator.job.agreement.entered == {0, 1, 2}
+    assert set(again.knows) == {"w0.0", "w1.0", "w2.0"} and "adopted" in again.report("warning")["reason"]
+    again.hello(3, plan=newer, step=9)
+    assert asked(again) == ["w2.0"] and again.last(m.PlanNow) is None
+
+
+def test_nothing_is_decided_while_somebody_is_asked() -> None:
+    again, newer = behind()
+    for i in range(4):
+        again.hello(i, plan=newer, shows=False)
+    again.exited(3)
+    assert again.last(m.PlanNow) is None
+    again.shows(0, plan=newer)
+    plan = again.last(m.PlanNow, "w0.0").plan
+    assert plan.generation == 3 and plan.worker_ids == (0, 1, 2)
+
+
+def test_who_is_gone_is_not_waited_for() -> None:
+    again, newer = behind()
+    for i in range(3):
+        again.hello(i, plan=newer, shows=False)
+    drop(again, "w0.0")
+    assert asked(again) == ["w0.0", "w1.0"]
+    again.exited(1)
+    assert asked(again) == ["w0.0", "w1.0", "w2.0"]
+    again.shows(2, plan=newer)
+    assert again.plan == newer and "worker 1" in again.coordinator.job.agreement.broken[0].reason
+
+
+def test_who_is_silent_is_waited_for_for_a_second_and_may_answer_late() -> None:
+    again, newer = behind()
+    again.hello(0, plan=newer, shows=False)
+    again.hello(1, plan=newer, shows=False)
+    again.wait(900 * MS)
+    assert asked(again) == ["w0.0"]
+    again.wait(200 * MS)
+    assert asked(again) == ["w0.0", "w1.0"]
+    again.shows(0, plan=newer)
+    assert again.plan == newer
+    again.shows(1, plan=newer)
+    assert again.plan == newer and again.kinds().count("warning") == 1
+
+
+@pytest.mark.parametrize("how", ["other", "none", "lanes", "seats"])
+def test_what_does_not_fit_its_name_is_passed_over(how: str) -> None:
+    again, newer = behind()
+    foreign = {
+        "other": replace(newer, reason="another"),
+        "none": None,
+        "lanes": replace(newer, lanes=9),
+        "seats": replace(newer, seats=newer.seats[1:]),
+    }[how]
+    named = foreign if how in ("lanes", "seats") else newer
+    again.hello(0, plan=named, shows=False)
+    again.shows(0, plan=foreign)
+    assert "passed over" in again.report("warning")["reason"]
+    again.hello(1, plan=newer, shows=False)
+    assert asked(again) == ["w0.0", "w1.0"]
+    again.shows(1, plan=newer)
+    assert again.plan == newer
+    again.hello(2, plan=newer)
+    again.hello(3, plan=newer)
+    if named != newer:  # who follows something else cannot go on with the others
+        assert again.last(m.PlanNow, "w0.0").plan.generation == 3
+
+
+def test_a_plan_that_nobody_shows_is_given_up_and_its_number_never_used() -> None:
+    again, newer = behind()
+    far = replace(newer, generation=7)
+    for i in range(3):
+        again.hello(i, plan=far, shows=False)
+    again.hello(3, plan=replace(newer, generation=1))
+    again.wait(14 * S)
+    assert again.last(m.PlanNow, "w0.0") is None
+    again.wait(2 * S)
+    plan = again.last(m.PlanNow, "w0.0").plan
+    assert plan.generation == 8 and set(plan.worker_ids) >= {0, 1, 2}
+    assert any("nobody has shown it" in r.fields["reason"] for r in again.reports)
+    again.clear()
+    drop(again, "w0.0")
+    again.hello(0, plan=far)
+    assert asked(again) == [] and again.last(m.PlanNow, "w0.0").plan == plan
+
+
+def test_a_plan_that_they_have_switched_to_meanwhile_is_taken_as_well() -> None:
+    again, newer = behind()
+    later = replace(newer, generation=3, prepared=True)
+    again.hello(0, plan=newer, shows=False)
+    again.hello(1, plan=newer, shows=False)
+    again.shows(0, plan=later)
+    assert again.plan == later
+    assert again.last(m.PlanNow, "w1.0").plan == later
+
+
+def of_term(plan: Plan | None, term: int, generation: int) -> Plan:
+    assert plan is not None
+    return replace(plan, term=term, generation=generation)
+
+
+def test_a_plan_of_a_deposed_coordinator_never_wins() -> None:
+    world = running(3, hosts=HostRules(term=2))
+    again = world.restart()
+    again.config = replace(again.config, hosts=HostRules(term=3))
+    again = again.restart(journal=world.journal)
+    again.agent(0, 1, 2)
+    again.clear()
+    again.hello(0, plan=of_term(world.plan, 1, 5))
+    again.hello(1, plan=world.plan)
+    assert asked(again) == []
+    again.hello(2, plan=world.plan)
+    plan = again.last(m.PlanNow, "w0.0").plan
+    assert (plan.term, plan.generation, plan.worker_ids) == (3, 6, (0, 1, 2))
+
+
+def test_a_deposed_coordinator_asks_for_no_plan_of_the_next_one() -> None:
+    world = running(3, hosts=HostRules(term=2))
+    later = of_term(world.plan, 3, 2)
+    drop(world, "w1.0")
+    world.hello(1, plan=later)
+    assert asked(world) == [] and world.plan is not None and world.plan.generation == 1
+    assert world.coordinator.job.agreement.generation == 1 and not world.coordinator.job.agreement.broken
+
+
+def test_of_two_plans_the_newer_term_counts() -> None:
+    world = running(3, hosts=HostRules(term=5))
+    again = world.restart(journal=[])
+    again.agent(0, 1, 2)
+    again.hello(0, plan=of_term(world.plan, 2, 9), shows=False)
+    again.hello(1, plan=of_term(world.plan, 4, 8), shows=False)
+    assert asked(again) == ["w0.0", "w1.0"]
+    again.shows(0, plan=of_term(world.plan, 2, 9))
+    assert again.plan is None
+    again.shows(1, plan=of_term(world.plan, 4, 8))
+    again.hello(2, plan=of_term(world.plan, 4, 8))
+    plan = again.last(m.PlanNow, "w0.0").plan
+    assert plan.generation == 10 and plan.previous == 8
+
+
+def test_two_plans_of_one_generation_do_not_go_on_together() -> None:
+    world = running()
+    again = world.restart()
+    again.agent(0, 1, 2)
+    for i in range(2):
+        again.hello(i, plan=world.plan)
+    again.hello(2, plan=of_term(replace(world.plan, reason="another"), 0, 1))
+    plan = again.last(m.PlanNow, "w2.0").plan
+    assert plan.generation == 2 and plan.worker_ids == (0, 1, 2)
+
+
+def test_members_have_their_time_to_come_back_as_long_as_others_do() -> None:
+    world = running(8, elsewhere=(7,))
+    again = world.restart()
+    again.agent(*range(7))
+    for i in range(7):
+        again.hello(i, plan=world.plan)
+        again.wait(1500 * MS)
+    assert again.plan == world.plan and "worker_evicted" not in again.kinds()
+    again.wait(600 * MS)
+    assert again.plan is not None and again.plan.worker_ids == tuple(range(7))
+
+
+def test_names_are_alike_wherever_a_plan_has_come_by() -> None:
+    plan = running().plan
+    assert plan is not None
+    plan = replace(plan, speeds=((0, 5), (1, 0.25)))
+    name = name_of(plan)
+    shown = decode(encode(m.PlanTold(plan=plan)))
+    assert isinstance(shown, m.PlanTold) and name_of(shown.plan) == name
+    assert isinstance(name, PlanName) and name_of(replace(plan, sound=3)) != name
+    assert len(encode(m.WorkerHello(member=plan.members[0], step=3, follows=name))) < 300
+
+
+def test_who_has_stayed_behind_hears_of_the_plan_that_was_shown() -> None:
+    again, newer = behind()
+    again.hello(0, plan=running(5).plan)
+    again.hello(1, plan=newer)
+    assert again.last(m.PlanNow, "w0.0").plan == newer and again.last(m.PlanNow, "w1.0") is None
+
+
+def test_a_prepared_plan_that_the_journal_lacks_does_not_count_nor_does_its_number() -> None:
+    world = running()
+    again = world.restart()
+    again.agent(0, 1, 2)
+    for i in range(3):
+        again.connect(f"w{i}.0", "worker")
+        hello = m.WorkerHello(member=member(i), step=3, follows=name_of(world.plan), prepared=2)
+        again.say(f"w{i}.0", hello)
+    plan = again.last(m.PlanNow, "w0.0").plan
+    assert plan.generation == 3 and plan.previous == 1
