@@ -10,7 +10,7 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -139,6 +139,18 @@ class Started:
             time.sleep(0.01)
         raise AssertionError(f"no {kinds}")
 
+    def say(self, message: m.AnyMessage, heard: Callable[[], bool]) -> None:
+        """Until it is heard: what its fork server says next comes another way, and may be there before."""
+        self.coordinator.say(message)
+        end_s = time.monotonic() + PATIENCE_S
+        while not heard():
+            assert self._thread.is_alive() and time.monotonic() < end_s, f"nobody has heard {message}"
+            time.sleep(0.001)
+
+    def over(self, message: m.JobEnded | None = None) -> None:
+        """The job is over, and the agent knows it."""
+        self.say(message or OVER, lambda: self.agent._ended is not None)
+
     def end(self) -> Left:
         self._thread.join(PATIENCE_S)
         assert not self._thread.is_alive()
@@ -203,7 +215,7 @@ def test_while_the_coordinator_is_away_workers_go_on_and_are_named_when_it_is_ba
 def test_when_the_job_is_over_it_waits_for_its_workers_and_leaves(started: Started) -> None:
     request = started.with_worker()
     started.board.row(1).set(step=7)
-    started.coordinator.say(OVER)
+    started.over()
     started.server.workers[0].terminate()
     started.server.exited(request)
     assert started.coordinator.notice("host_left")["reached"] == 7
@@ -247,7 +259,7 @@ def test_a_job_that_was_told_to_stop_may_go_on(started: Started, signalled: str,
         started.agent._inbox.put(signal.SIGUSR1)
         started.coordinator.hear(m.HostLeaving)
     code = 128 + signal.Signals[f"SIG{signalled}"]
-    started.coordinator.say(m.JobEnded(state="interrupted", reason="told to", exit_code=code))
+    started.over(m.JobEnded(state="interrupted", reason="told to", exit_code=code))
     started.server.workers[0].terminate()
     started.server.exited(request)
     assert started.end() == Left(0, "the job is over: interrupted", later)
@@ -329,8 +341,8 @@ def test_a_run_directory_that_is_not_here_is_made_up_for_by_a_private_one(
     assert read_address(Path(context["coordinator_file"])).port == started.coordinator.port
     (own / "events.jsonl").write_text('{"time_unix_ns":1,"kind":"warning"}\n')
     gathering = Receiving(tmp_path)
+    started.over()
     started.server.workers[0].terminate()
-    started.coordinator.say(OVER)
     while not (tmp_path / "events.jsonl").exists():
         started.coordinator.say(gathering.take(started.coordinator.hear(m.FilePiece)))
     started.server.exited({"context": context})
@@ -361,7 +373,7 @@ def test_while_a_worker_finishes_after_its_time_the_agent_sleeps(
         return readable(fds, timeout_s)
 
     monkeypatch.setattr(host_agent, "readable", watch)
-    started.coordinator.say(OVER)
+    started.over()
     assert slept.wait(PATIENCE_S / 3)
     started.server.workers[0].terminate()
     started.server.exited(request)
@@ -377,7 +389,7 @@ def test_a_signal_ends_its_workers_at_once(started: Started) -> None:
 
 def test_slots_without_workers_are_told_once_they_have_all_left(started: Started) -> None:
     request = started.with_worker()
-    started.coordinator.say(m.SetSlots(worker_ids=[]))
+    started.say(m.SetSlots(worker_ids=[]), lambda: not started.agent._slots())
     started.server.workers[0].terminate()
     started.server.exited(request)
     assert started.coordinator.hear(m.WorkerExited).worker_id == 1
@@ -437,7 +449,7 @@ def test_a_stopped_worker_keeps_no_job_from_ending(started: Started, monkeypatch
     started.board.row(1).set(phase="finish")
     worker = started.server.workers[0]
     worker.send_signal(signal.SIGSTOP)
-    started.coordinator.say(OVER)
+    started.over()
     while worker.poll() is None:
         worker.send_signal(signal.SIGSTOP)
         time.sleep(0.001)
@@ -453,7 +465,7 @@ def test_a_worker_that_stands_still_at_the_job_s_end_is_continued(started: Start
     worker.send_signal(signal.SIGSTOP)
     while not is_stopped(worker.pid):
         assert worker.poll() is None
-    started.coordinator.say(OVER)
+    started.over()
     while is_stopped(worker.pid):
         assert not started.left
     worker.terminate()
@@ -497,7 +509,7 @@ def test_a_spare_leaves_at_once_too(started: Started) -> None:
 
 def test_who_was_told_of_the_end_before_leaves_as_it_was_told(started: Started) -> None:
     request = started.with_worker()
-    started.coordinator.say(OVER)
+    started.over()
     started.coordinator.say(BYE)
     started.server.workers[0].terminate()
     started.server.exited(request)
