@@ -11,25 +11,21 @@ from everstep.placement.tree import cover, fold
 layouts = st.dictionaries(st.integers(0, 20), st.sampled_from("abcd"), min_size=1, max_size=9)
 
 
-@given(layouts)
-def test_each_owner_has_one_courier_on_every_other_host_and_all_carry_alike(host_of):
+@given(layouts, st.integers(0, 40))
+def test_each_host_has_one_courier_and_the_couriers_alike_much_to_finish(host_of, n_blocks):
     tiers = Tiers.of(host_of)
     assert sorted(w for there in tiers.hosts for w in there) == sorted(host_of)
-    for owner in host_of:
-        others = tiers.outside(owner)
-        assert [set(there) for _, there in others] == [
-            {w for w in host_of if host_of[w] == host_of[there[0]]} for _, there in others
-        ]
-        assert all(courier in there and owner in tiers.charges(courier) for courier, there in others)
-        assert len(others) == len(set(host_of.values())) - 1
-        for reader in host_of:
-            holder = tiers.holder(reader, owner)
-            assert host_of[holder] == host_of[reader], "it reads in the memory of its own host"
-            assert holder == owner or owner in tiers.charges(holder)
-    for there in tiers.hosts:
-        counts = [len(tiers.charges(w)) for w in there]
-        assert max(counts) - min(counts) <= 1
-        assert sum(counts) == len(host_of) - len(there)
+    couriers = {there[0] for there in tiers.hosts}
+    for w in host_of:
+        inside, outside = tiers.inside(w), tiers.outside(w)
+        assert w in inside and inside[0] in couriers
+        assert sorted([inside, *outside]) == sorted(tiers.hosts) and inside not in outside
+        assert {host_of[other] for other in inside} == {host_of[w]}
+    shares = tiers.shares(n_blocks)
+    assert set(shares) == set(host_of)
+    assert sorted(k for first, last in shares.values() for k in range(first, last)) == list(range(n_blocks))
+    sizes = [last - first for first, last in map(shares.get, couriers)]
+    assert max(sizes) - min(sizes) <= 1 and sum(sizes) == n_blocks
 
 
 @given(st.integers(1, 24), st.data())

@@ -157,8 +157,8 @@ class SharedMemoryTransport:
         """The memory of a member of this host."""
         return self._own if worker_id == self._me.worker_id else self._peers[worker_id]
 
-    def tell_final(self, generation: int, step: int, node: Node, runs: Sequence[tuple[int, int]]) -> None:
-        """These blocks of an own node are final, as runs [first, last), no entry in them being absent: members of this
+    def tell_final(self, whom: int, generation: int, step: int, node: Node, runs: Sequence[tuple[int, int]]) -> None:
+        """These blocks of an own node are final, as runs [first, last), no entry in them being absent: a member of this
         host may read them. Nothing happens once the generation has ended."""
         if self._fence.down or self._fence.generation != generation:
             return
@@ -172,8 +172,8 @@ class SharedMemoryTransport:
         slots = {known: self._slots.index(step, known) for known in final}
         load_fence()  # the blocks before the record
         self._own.write(FINAL, key, _STEP.pack(step) + encode_offers(slots, final))
-        for peer in self._peers.values():
-            peer.poke()
+        if whom in self._peers:
+            self._peers[whom].poke()
 
     def final_blocks(self, worker_id: int) -> tuple[int, list[tuple[Node, int, bytes]]] | None:
         """What a member of this host has told in this generation, if that can be read now: the step, and of its nodes

@@ -1,17 +1,17 @@
 """A reduction over several hosts: inside each of them in shared memory, between them over sockets, by the one tree.
 
-A byte crosses between two hosts once where the tree allows that: the sums of a host's members are folded as far as they
-complete a subtree, one member sends them to the owner elsewhere, and one takes the result, in its own result area,
-where the others read it (`placement.tiers` says who).
+A byte crosses between two hosts once where the tree allows that: the courier of a host folds the sums of its members as
+far as they complete a subtree, sends them to the couriers that finish them, and has the whole result in its own result
+area, where the others read it (`placement.tiers`).
 
-Nothing waits for the last lane: members tell in shared memory which blocks of their nodes are final, and a courier
+Nothing waits for the last lane: members tell in shared memory which blocks of their nodes are final, and the courier
 folds and sends a block when those of all lanes of the subtree are. Which subtrees a host sends follows from the plan,
 whichever nodes its members make of their lanes. What is absent somewhere waits for the records of the reduction.
 
 Why nothing is overwritten too early: whoever has left the reduction of a step has the result of all blocks, from all
-owners, and so have all members of its host; so what its host sent has been received and added up, and nodes and scratch
-memory are free. What `shared_memory` says of result areas holds here too. A block that leaves in a generation that ends
-counts for nothing: its thread ends before the next one is met, and what it had begun to finish is not marked.
+couriers, and so have all members of its host; so what its host sent has been received and added up, and nodes and
+scratch memory are free. What `shared_memory` says of result areas holds here too. A block that leaves in a generation
+that ends counts for nothing: its thread ends before the next one is met, and what it had begun to finish is not marked.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from everstep.exact.reduce import finish, merge_presence
 from everstep.parallel.group import GroupTransport
 from everstep.parallel.reduction import Flats, decode_offers, encode_offers
 from everstep.parallel.shared_memory import SharedMemoryTransport
-from everstep.parallel.socket_mesh import BlockNote
+from everstep.parallel.socket_mesh import BlockNote, SocketMesh
 from everstep.parallel.streaming import BlockStream, BlockSums, Reach, Work
 from everstep.placement.owners import owners
 from everstep.placement.tiers import Tiers, folded
@@ -45,17 +45,18 @@ _Offered = tuple[Node, int, bytes]
 
 
 class _Charge(NamedTuple):
-    """One of this host's sums of one owner's blocks, which this worker carries to it."""
+    """One of this host's sums of the blocks that another host's courier finishes."""
 
-    owner: int
+    courier: int
     sums: BlockSums
 
 
 class FinalBlocks:
-    """Tells the members of this host what is final, not block by block: each word wakes a thread of all of them."""
+    """Tells the courier of this host what is final, not block by block: each word wakes a thread of it."""
 
-    def __init__(self, near: SharedMemoryTransport, step: int, n_blocks: int) -> None:
+    def __init__(self, near: SharedMemoryTransport, courier: int, step: int, n_blocks: int) -> None:
         self._near = near
+        self._courier = courier
         self._generation = near.generation
         self._step = step
         self._n_blocks = n_blocks
@@ -68,14 +69,15 @@ class FinalBlocks:
         runs.append((first, last))
         waiting = sum(stop - start for start, stop in runs)
         if waiting >= TOLD_BLOCKS or self._told[node] + waiting == self._n_blocks:
-            self._near.tell_final(self._generation, self._step, node, runs)
+            self._near.tell_final(self._courier, self._generation, self._step, node, runs)
             self._told[node] += waiting
             runs.clear()
 
 
 class TierStream(BlockStream):
-    """The reductions of one generation, of the nodes of all members of this host. lanes: by worker, of all members.
-    `offer` is not for this one: members tell in shared memory what is final."""
+    """The reductions of one generation, of the nodes of all members of this host; members but the courier have nothing
+    to do in it. lanes: by worker, of all members. `offer` is not for this one: members tell in shared memory what is
+    final."""
 
     def __init__(
         self,
@@ -90,38 +92,46 @@ class TierStream(BlockStream):
         def tops(there: Sequence[int]) -> tuple[Node, ...]:
             return cover((lane for w in there for lane in lanes[w]), n_lanes)
 
-        outside, owned = tiers.outside(me), owners(layout.n_blocks, lanes)
-        may_come = frozenset((courier, top) for courier, there in outside for top in tops(there))
-        reach = Reach(tiers.charges(me), [courier for courier, _ in outside], may_come)
+        self._inside = tiers.inside(me)
+        self._carries = self._inside[0] == me
+        self._outside = tiers.outside(me) if self._carries else []
+        couriers = [there[0] for there in self._outside]
+        may_come = frozenset((there[0], top) for there in self._outside for top in tops(there))
         super().__init__(
-            *(me, owned, layout, n_lanes, near.finisher, flats.scratch, lambda step: near.result(me, step), reach)
+            *(me, tiers.shares(layout.n_blocks), layout, n_lanes, near.finisher, flats.scratch),
+            lambda step: near.result(me, step),
+            Reach(couriers, couriers, may_come),
         )
         self._near = near
-        self._tiers = tiers
-        self._inside = tiers.inside(me)
-        self._sent = [(owner, top) for top in tops(self._inside) for owner in tiers.charges(me)]
+        self._sent = [(courier, top) for top in tops(self._inside) for courier in couriers]
         self._charges: dict[int, list[_Charge]] = {}
         self._rooms: dict[tuple[int, int], torch.Tensor] = {}
         self._bells: dict[int, int] = {}
 
+    def begin(self, mesh: SocketMesh) -> None:
+        """Over these connections, which have been made."""
+        if self._carries:
+            super().begin(mesh)
+
     def reduce_offered(self, step: int, offers: Mapping[int, Sequence[_Offered]]) -> None:
-        """All have offered what they have, by worker. Returns when the result of the blocks is here that are finished
-        here, or come from other hosts to this worker.
+        """All have offered what they have, by worker. Returns when the courier has the result.
 
         Raises: CollectiveAborted.
         """
+        if not self._carries:
+            self._finisher.begin(step)
+            return
         told = {node: (w, row) for w in self._inside for node, _, row in offers[w]}
-        for courier, there in self._tiers.outside(self._me):
+        for there in self._outside:
             rows = {node: row for w in there for node, _, row in offers[w]}
             for top, nodes in folded(rows, self._n_lanes).items():
-                told[top] = courier, merge_presence(rows[node] for node in nodes)
+                told[top] = there[0], merge_presence(rows[node] for node in nodes)
         with self._lock:
             for w in self._inside:
                 for node, slot, _ in offers[w]:
                     self._take_in(step, w, node, slot, [(0, self._layout.n_blocks)], whole=False)
         self._conclude(step, told)
-        for owner in self._reach.owners:
-            self._finisher.received(step, self._owned[owner])
+        self._finisher.received(step)
 
     # ---- inside, with the lock held
 
@@ -134,7 +144,7 @@ class TierStream(BlockStream):
         blocks = self._step(step)
         if step not in self._charges:
             owned = self._owned
-            self._charges[step] = [_Charge(owner, BlockSums(top, *owned[owner])) for owner, top in self._sent]
+            self._charges[step] = [_Charge(courier, BlockSums(top, *owned[courier])) for courier, top in self._sent]
         mine = [(k, c.sums) for k, c in enumerate(self._charges[step], 1) if c.sums.into.lo <= node.lo < c.sums.into.hi]
         if node not in blocks.parts:
             for found in (blocks, *(sums for _, sums in mine)):
@@ -193,19 +203,19 @@ class TierStream(BlockStream):
         if not work.what:
             super()._perform(work)
             return
-        owner, sums = self._charges[work.step][work.what - 1]
+        courier, sums = self._charges[work.step][work.what - 1]
         lo, hi = sums.into
         shifted = [part._replace(node=Node(part.node.lo - lo, part.node.hi - lo)) for part in work.parts]
         flat, origin = work.parts[0].tensor, 0
         if len(shifted) > 1:
-            first, last = self._owned[owner]
+            first, last = self._owned[courier]
             flat, origin = self._folded_into(work.step, work.what, last - first), first * BLOCK_ELEMENTS
         for begin, end in self._cut.pieces(work.first, work.last):
             self._near.look()
             start, stop = begin * BLOCK_ELEMENTS, end * BLOCK_ELEMENTS
             if len(shifted) > 1:
                 finish(self._layout, hi - lo, shifted, start, stop, flat[start - origin : stop - origin])
-            self._push(owner, BlockNote(work.step, lo, hi, begin, work.whole), flat, end, origin)
+            self._push(courier, BlockNote(work.step, lo, hi, begin, work.whole), flat, end, origin)
 
     def _folded_into(self, step: int, what: int, blocks: int) -> torch.Tensor:
         with self._lock:
@@ -229,19 +239,18 @@ class TieredTransport:
         self._near = near
         self._far = far
         self._scratch = Flats(0, torch.device("cpu"))
-        self._tiers = Tiers(((me,),))
+        self._courier = me
         self._stream: TierStream | None = None
         self._owned: dict[int, tuple[int, int]] = {}
 
     def open(self, plan: Plan, machines: Mapping[int, str]) -> None:
         """Meet the members of the plan. machines: where each of them is, by worker id. Raises: CollectiveAborted."""
-        self._tiers = Tiers.of(machines)
+        tiers = Tiers.of(machines)
+        self._courier = tiers.inside(self._me)[0]
         self._owned = owners(self._layout.n_blocks, plan.worker_ids)
         lanes: dict[int, Sequence[int]] = dict.fromkeys(plan.worker_ids, ())
         lanes.update((seat.worker_id, seat.lanes) for seat in plan.seats)
-        self._stream = TierStream(
-            *(self._me, self._layout, self._n_lanes, self._near, self._scratch, self._tiers, lanes)
-        )
+        self._stream = TierStream(*(self._me, self._layout, self._n_lanes, self._near, self._scratch, tiers, lanes))
         self._far.open(plan, self._stream)
 
     def leave(self) -> None:
@@ -269,8 +278,8 @@ class TieredTransport:
         self._far.close()
 
     def offering(self, step: int) -> OnFinal:
-        """Members of this host are told; who carries for an owner elsewhere sends what all lanes have come of."""
-        return FinalBlocks(self._near, step, self._layout.n_blocks).take
+        """The courier of this host is told, and sends what all its lanes have come of."""
+        return FinalBlocks(self._near, self._courier, step, self._layout.n_blocks).take
 
     def reduce(self, step: int, presence: Mapping[Node, bytes]) -> Reduced:
         """As `Transport.reduce`. Raises: CollectiveAborted."""
@@ -291,19 +300,8 @@ class TieredTransport:
                 raise
             near.finish_together(step)
         present = merge_presence(row for offered in offers.values() for _, _, row in offered)
-        return Reduced(step, self._pieces(step), present, self._owned[self._me])
-
-    # ---- inside
-
-    def _pieces(self, step: int) -> tuple[Piece, ...]:
-        return tuple(self._all_pieces(step))
-
-    def _all_pieces(self, step: int) -> Iterable[Piece]:
-        for owner, (first, last) in self._owned.items():
-            if first < last:
-                start, stop = first * BLOCK_ELEMENTS, last * BLOCK_ELEMENTS
-                holder = self._tiers.holder(self._me, owner)
-                yield Piece(start, stop, self._near.result(holder, step)[start:stop])
+        pieces = (Piece(0, self._layout.numel, near.result(self._courier, step)),)
+        return Reduced(step, pieces, present, self._owned[self._me])
 
 
 def _runs(flags: bytes) -> Iterator[tuple[int, int]]:

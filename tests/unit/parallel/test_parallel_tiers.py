@@ -25,7 +25,6 @@ from everstep.parallel.kinds import KINDS, Site
 from everstep.parallel.mesh import Transfer
 from everstep.parallel.socket_mesh import BlockNote
 from everstep.parallel.tiers import FinalBlocks, TieredTransport
-from everstep.placement.owners import owners
 from everstep.placement.tiers import Tiers, folded
 from everstep.placement.tree import cover
 
@@ -132,13 +131,13 @@ def check_step(reduced: Sequence[object], step: int) -> None:
 
 
 def crossing(plan: Plan, machine_of: dict[int, str]) -> int:
-    """Elements that have to leave their hosts: each sum of a host once to each owner elsewhere, each result once to
+    """Elements that have to leave their hosts: each sum of a host once to each courier elsewhere, each result once to
     each other host."""
-    owned = owners(SHAPE.n_blocks, plan.worker_ids)
+    tiers = Tiers.of(machine_of)
     total = 0
-    for there in Tiers.of(machine_of).hosts:
+    for there in tiers.hosts:
         sums = folded([n for w in there for n in cover(plan.lanes_of(w), LANES)], LANES)
-        for w, (first, last) in owned.items():
+        for w, (first, last) in tiers.shares(SHAPE.n_blocks).items():
             total += (last - first) * BLOCK_ELEMENTS * (len(sums) + 1) if w not in there else 0
     return total
 
@@ -178,9 +177,10 @@ def test_a_block_leaves_and_its_result_is_there_before_the_last_lane_is_done(cre
     step, nodes = 4, {i: Node(2 * i, 2 * i + 2) for i in FOUR}
     plan = crew.open(1, FOUR)
     presence = {i: fill(crew.transports[i], SHAPE, step, (node,)) for i, node in nodes.items()}
-    owner = next(w for w, (first, last) in owners(BLOCKS, FOUR).items() if first <= 4 < last)
-    [(courier, _)] = Tiers.of(FOUR).outside(owner)
-    elsewhere = [w for w in FOUR if FOUR[w] == FOUR[courier]]
+    tiers = Tiers.of(FOUR)
+    owner = next(w for w, (first, last) in tiers.shares(BLOCKS).items() if first <= 4 < last)
+    [elsewhere] = tiers.outside(owner)
+    courier = elsewhere[0]
     crew.offer(elsewhere[0], step, {nodes[elsewhere[0]]: [2, 3, 4]})
     crew.offer(elsewhere[1], step, {nodes[elsewhere[1]]: [4, 5]})
     sender, to, note = crew.pushed.get(timeout=LIMIT_S)
@@ -205,12 +205,15 @@ def test_final_blocks_are_told_several_at_once_and_all_of_a_node(monkeypatch: py
         def __init__(self) -> None:
             self.told: list[tuple[int, int, Node, list[tuple[int, int]]]] = []
 
-        def tell_final(self, generation: int, step: int, node: Node, runs: Sequence[tuple[int, int]]) -> None:
+        def tell_final(
+            self, whom: int, generation: int, step: int, node: Node, runs: Sequence[tuple[int, int]]
+        ) -> None:
+            assert whom == 2
             self.told.append((generation, step, node, list(runs)))
 
     monkeypatch.setattr(tiers, "TOLD_BLOCKS", 4)
     near, one, other = Near(), Node(0, 1), Node(1, 2)
-    telling = FinalBlocks(near, 7, 10)  # type: ignore[arg-type]
+    telling = FinalBlocks(near, 2, 7, 10)  # type: ignore[arg-type]
     for node, first, last in ((one, 8, 10), (other, 9, 10), (one, 5, 8), (one, 4, 5), (one, 0, 2)):
         telling.take(node, first, last)
     assert near.told == [(3, 7, one, [(8, 10), (5, 8)])], "five of ten; three more wait for others"
@@ -246,7 +249,8 @@ def test_who_is_not_the_courier_may_send_nothing(crew: Crew) -> None:
     plan = crew.open(1, FOUR)
     stream = crew.transports[0]._tiers._stream  # type: ignore[union-attr]
     assert stream is not None
-    [(courier, there)] = Tiers.of(FOUR).outside(0)
+    [there] = Tiers.of(FOUR).outside(0)
+    courier = there[0]
     top = cover([lane for w in there for lane in plan.lanes_of(w)], LANES)[0]
     size = 4 * BLOCK_ELEMENTS
     stream.space(courier, BlockNote(1, *top, 1, True), size)
@@ -296,7 +300,7 @@ def test_blocks_that_came_from_another_host_are_not_finished_again_in_place(
     """Partial sums would show to whoever reads the earlier result."""
     four = {0: "a", 1: "a", 2: "b", 3: "c"}
     held = crew.reduce(crew.open(1, four), 7)[0]
-    (first, _), mine = owners(SHAPE.n_blocks, four)[3], crew.transports[1]._near.result(1, 7)
+    (_, last), mine = Tiers.of(four).shares(SHAPE.n_blocks)[0], crew.transports[0]._near.result(0, 7)
     written: list[int] = []
 
     def watched(shape: object, n_lanes: int, parts: object, start: int, stop: int, out: torch.Tensor) -> None:
@@ -306,8 +310,8 @@ def test_blocks_that_came_from_another_host_are_not_finished_again_in_place(
 
     monkeypatch.setattr(reduction, "finish", watched)
     again = crew.reduce(crew.open(2, {0: "a", 1: "a"}), 7)
-    assert again[1].owned[0] < first and written, "worker 1 owns now what it had as a courier"
-    assert max(written) < first
+    assert again[0].owned[1] > last, "worker 0 owns now what it had as a courier"
+    assert not written, "it has all of the result"
     check_step([held, *again], 7)
 
 
