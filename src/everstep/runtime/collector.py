@@ -294,9 +294,11 @@ class Sampler:
 
     def _run(self) -> None:
         due_s = time.monotonic()
-        while not self._closed.wait(max(0.0, due_s - time.monotonic())):
-            due_s = max(due_s + self._interval_s, time.monotonic())
+        closed = False
+        while not closed:
             self._write()
+            due_s = max(due_s + self._interval_s, time.monotonic())
+            closed = self._closed.wait(max(0.0, due_s - time.monotonic()))
         self._write()
 
     def _write(self) -> None:

@@ -297,10 +297,14 @@ def test_nobody_is_left(peers, several):
 def test_a_joiner_heals_from_three_donors_of_which_one_dies_in_the_middle(peers, several):
     """It follows the first one, gets blocks of all, and ends with the same bits."""
     state = make_state()
-    died, given = threading.Event(), [0, 0, 0]
+    each, died, given = threading.Event(), threading.Event(), [0, 0, 0]
 
     def count(k: int) -> None:
         given[k] += 1
+        if all(given):
+            each.set()
+        if given[k] == 2:
+            assert each.wait(GENEROUS_S)
         if given[k] == 2 and k == 1:
             peers[1].die()
             died.set()
@@ -342,11 +346,19 @@ def test_one_that_is_elsewhere_is_let_go(peers, several):
 
 
 def test_healing_begins_anew_if_who_is_followed_dies(peers, several):
-    state = make_state()
+    state, died = make_state(), threading.Event()
     copying = taker()
     asked = copying.ask(1, [peer.member for peer in peers[:2]], [0])
-    peers[0].offer(Shown(state, lambda n: peers[0].die()))
-    peers[1].offer(Shown(state))
+
+    def die(n: int) -> None:
+        peers[0].die()
+        died.set()
+
+    def outlive(n: int) -> None:
+        assert died.wait(GENEROUS_S)
+
+    peers[0].offer(Shown(state, die))
+    peers[1].offer(Shown(state, outlive))
     with pytest.raises((EverstepError, OSError)):
         copying.offered(asked)  # the others give the rest, but there is no feed
         next_item(asked.connection, {0: 3})
