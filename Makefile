@@ -11,7 +11,7 @@ EVERSTEP := $(BIN)/python -P -m everstep
 # A job is many processes: what they import is compiled once.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo check test fast split sim integration chaos e2e hosts engines extended torment fuzz mutants bench clean
+.PHONY: help setup demo check test fast split sim integration chaos e2e hosts engines extended late torment fuzz mutants bench clean
 
 help:
 	@echo "make demo    kill workers while they train, and compare the bits with an undisturbed run"
@@ -19,6 +19,7 @@ help:
 	@echo "make test    check, then simulator, real processes, faults and the command line"
 	@echo "make chaos   only the tests that inject faults into real processes"
 	@echo "make extended  more seeds, generations and kills, in parts: what has passed is not run again"
+	@echo "make late    fast tests with threads, messages and wakeups that come late: LATE_SEED for others"
 	@echo "make torment SEEDS=0:500  random harm from outside to real jobs, seed by seed: what has passed is not run again"
 	@echo "make fuzz    changed inputs for every parser, FUZZ_SECONDS (60) for each; goes on where it was"
 	@echo "make mutants   plant bugs one by one, and show which test notices each; IDS=S2,S3 for some"
@@ -129,6 +130,14 @@ sim: $(STAMP)
 # What takes longer, in parts.
 extended: $(STAMP)
 	$(BIN)/python tests/extended.py
+
+# What takes an order for granted that nothing holds.
+LATE_SEED ?= 1
+late: $(STAMP)
+	for what in threads wakes processes; do \
+	  LATE=$$what LATE_SEED=$(LATE_SEED) PYTHONPATH=tests $(PYTEST) -p late -n $(JOBS) tests/unit || exit 1; done
+	for what in messages words inbox looks; do \
+	  LATE=$$what LATE_SEED=$(LATE_SEED) PYTHONPATH=tests $(PYTEST) -p late -n $(JOBS) tests/unit/runtime || exit 1; done
 
 # Kills, stops, signals and commands by a process that is no part of the job; a line of JSON per seed.
 SEEDS = 0:500

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background job: what is started here must hear it
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # likewise, of nohup
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 hypothesis.settings.register_profile("everstep", deadline=None)  # a slow machine is no failure
 hypothesis.settings.load_profile("everstep")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
