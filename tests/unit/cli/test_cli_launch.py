@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -13,8 +14,9 @@ import kubernetes_validate
 import pytest
 import yaml
 
+from everstep.cli.engines import ssh
 from everstep.cli.engines.launch import Launch, host_script
-from everstep.cli.engines.ssh import Remote
+from everstep.cli.engines.ssh import Remote, SshHosts
 from everstep.cli.main import run_command
 
 HERE = Path(__file__).parent
@@ -120,12 +122,11 @@ def test_odd_names_are_only_names(engine: str, capsys: pytest.CaptureFixture[str
     elif engine == "ray":
         text = text.splitlines()[0]
     environment = {**os.environ, "SLURM_ARRAY_TASK_ID": "0", "JOB_COMPLETION_INDEX": "0", "POD_IP": "127.0.0.1"}
-    with subprocess.Popen(
-        ["bash", "-c", text], stdin=subprocess.PIPE, text=True, env=environment, cwd=tmp_path
-    ) as shell:
+    command = ["bash", "-c", text]
+    with subprocess.Popen(command, bufsize=0, stdin=subprocess.PIPE, env=environment, cwd=tmp_path) as shell:
         assert shell.stdin is not None
-        shell.stdin.write("ab\n")
-        shell.stdin.flush()
+        with contextlib.suppress(BrokenPipeError):  # only that of ssh waits for it
+            shell.stdin.write(b"ab\n")
         shell.wait(60)
     told = (tmp_path / "told").read_text().split("\0")[:-1]
     assert told[:5] == ["-P", "-m", "everstep", "run", task]
@@ -241,6 +242,30 @@ def test_hosts_over_ssh_are_tried_again_later_and_later() -> None:
     remote.begun(now_s)
     assert remote.ended(2, now_s) == "b was refused, it is left out" and remote.over
     assert Remote("c").ended(0, 0.0) == ""
+
+
+def test_a_host_that_hears_nothing_any_more_ends_with_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What could not be written is not written when its pipe is closed."""
+    monkeypatch.setattr(ssh, "_ALONE_S", 0.0)
+    monkeypatch.setattr(ssh, "_LAST_WAIT_S", 0.0)
+    (tmp_path / "ssh").write_text('#!/bin/sh\nshift 7\nexec sh -c "exec $*"\n')
+    (tmp_path / "ssh").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    start = ssh.ssh([])
+
+    def deaf(host: str, script: str) -> subprocess.Popen[bytes]:
+        process = start(host, script)
+        while host == "deaf" and not (tmp_path / "deaf").exists():
+            assert process.poll() is None
+        return process
+
+    scripts = [
+        f"until [ -e {tmp_path}/deaf ]; do sleep 0.01; done",
+        f"exec 0<&-; touch {tmp_path}/deaf; exec sleep 1000",
+    ]
+    assert SshHosts(["first", "deaf"], scripts, b"t" * 16, deaf).run() == 0
 
 
 def test_what_ssh_and_ray_would_start(capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,6 +6,7 @@ The token goes over the standard input of each ssh, which stays open: when it en
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import signal
@@ -89,8 +90,8 @@ class Remote:
 
 @dataclass
 class SshHosts:
-    """Runs a job on these hosts. start: starts ssh to a host with a script. In the main thread SIGINT, SIGTERM and
-    SIGUSR1 are passed on to the job, which has the others end."""
+    """Runs a job on these hosts. start: starts ssh to a host with a script, its standard input an unbuffered pipe. In
+    the main thread SIGINT, SIGTERM and SIGUSR1 are passed on to the job, which has the others end."""
 
     hosts: Sequence[str]
     scripts: Sequence[str]
@@ -140,20 +141,14 @@ class SshHosts:
     def _write(self, number: int, text: str) -> None:
         process = self._processes.get(number)
         if process is not None and process.stdin is not None:
-            try:
+            with contextlib.suppress(OSError):  # it has ended, which is noticed elsewhere
                 process.stdin.write(text.encode())
-                process.stdin.flush()
-            except OSError:
-                return  # it has ended, which is noticed elsewhere
 
     def _end(self, number: int) -> int:
         os.close(self._fds.pop(number))
         process = self._processes.pop(number)
         if process.stdin is not None:
-            try:
-                process.stdin.close()
-            except OSError:
-                pass
+            process.stdin.close()
         return process.wait()
 
     def _end_others(self, alone_s: float) -> None:
@@ -176,7 +171,7 @@ def ssh(options: Sequence[str]) -> Callable[[str, str], subprocess.Popen[bytes]]
         command = ["ssh", "-T", "-o", "BatchMode=yes", "-o", "ServerAliveInterval=15", *options, "--", host]
         try:
             return subprocess.Popen(
-                [*command, f"sh -c {shlex.quote(script)}"], stdin=subprocess.PIPE, start_new_session=True
+                [*command, f"sh -c {shlex.quote(script)}"], bufsize=0, stdin=subprocess.PIPE, start_new_session=True
             )
         except FileNotFoundError:
             raise ConfigError("ssh is not on the PATH here") from None
