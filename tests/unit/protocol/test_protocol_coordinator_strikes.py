@@ -142,6 +142,8 @@ def test_one_that_is_asked_for_strikes_at_once_or_when_a_worker_says_so() -> Non
     world = with_jobs("j1")
     assert world.command("chaos", fault="x", strike=vars(AGAIN)).ok
     assert told(world) == [("j1", "kill", 0.0)]
+    said = [type(x) for _, x in world.sent if isinstance(x, m.CommandReply | m.StrikeNow)]
+    assert said == [m.CommandReply, m.StrikeNow], "once it is struck it cannot answer"
     world.clear()
     assert world.command("chaos", fault=STOP.text, due={**vars(STOP), "index": 0}).ok
     assert not told(world)
@@ -154,6 +156,19 @@ def test_one_that_is_asked_for_strikes_at_once_or_when_a_worker_says_so() -> Non
     after.say("j1", m.JobHello())
     due(after, number)
     assert told(after) == [("j1", "stop", 2.0)]
+
+
+def test_after_a_restart_nothing_is_asked_of_workers_until_all_are_back() -> None:
+    world = with_jobs("j1")
+    after = world.restart()
+    for k in (1, 2):
+        arrive(after, k, k - 1)
+    after.hello(0, plan=world.plan, step=3, host="h1")
+    early = after.command("chaos", fault="kill:target=leader")
+    assert not early.ok and "workers 1 have yet to come back to it: try again" in early.error
+    assert not after.messages(m.InjectFault)
+    after.hello(1, plan=world.plan, step=3, host="h2")
+    assert after.command("chaos", fault="kill:target=leader").ok and len(after.messages(m.InjectFault)) == 2
 
 
 def test_what_is_asked_for_makes_sense() -> None:

@@ -39,6 +39,7 @@ def command(job: JobState, connection: str, message: Command) -> None:
     result: dict[str, Any]
     if COMMANDS.get(name) != READ:
         _tell_who_asked(job, role, name[:_MOST_NAME], refused)
+    first = job.desk.said if name == "chaos" else None  # a coordinator that is struck has answered before
     if refused:
         error, result = refused, {}
     elif name not in _ACTS and name != "checkpoint":
@@ -51,7 +52,7 @@ def command(job: JobState, connection: str, message: Command) -> None:
     else:
         error, result = _ACTS[name](job, message.args)
     reply = CommandReply(request=message.request, ok=not error, error=error, result=result)
-    job.desk.send(connection, reply)
+    job.desk.send(connection, reply, first)
     if refused:
         job.desk.close(connection, refused, foul=True)
 
@@ -147,6 +148,9 @@ def _chaos(job: JobState, args: _Args) -> _Reply:
     there = {i: w for i, w in sorted(job.membership.workers.items()) if w.connection is not None}
     if job.agreement.plan is NO_PLAN or not there:
         return "no worker trains yet: try again", {}
+    away = [i for i in job.agreement.plan.worker_ids if i in job.membership.workers and i not in job.membership.came]
+    if away:  # it would never hear of it
+        return f"the coordinator was restarted, and workers {listed(away)} have yet to come back to it: try again", {}
     nobody = [i for i in _numbers(args, "workers") if i not in there]
     if nobody:
         return f"no worker {listed(nobody)}: the workers are {listed(there)}", {}

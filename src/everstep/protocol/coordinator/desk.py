@@ -156,10 +156,15 @@ class Desk:
         """Tell people: an event."""
         self._effects.append(Report(kind, {"cause": why.cause, "reason": why.reason, **fields}))
 
-    def send(self, connection: str | None, message: AnyMessage) -> None:
-        """Send over a connection, if there is one."""
+    @property
+    def said(self) -> int:
+        """How much was said in this event by now."""
+        return len(self._effects)
+
+    def send(self, connection: str | None, message: AnyMessage, at: int | None = None) -> None:
+        """Send over a connection, if there is one. at: before what was said after so much."""
         if connection is not None and connection in self.connections:
-            self._effects.append(Send(connection, message))
+            self._effects.insert(self.said if at is None else at, Send(connection, message))
 
     def knows(self, connection: str, plan: Plan) -> None:
         """Who is at the other end has this plan."""
