@@ -194,6 +194,30 @@ def test_of_two_hosts_that_do_not_reach_each_other_one_leaves_and_stays_outside_
     assert world.last(m.Heal, "w2.1") is not None and world.last(m.Heal, "w3.1") is not None
 
 
+def test_any_link_between_two_hosts_is_the_same_again() -> None:
+    """One member of each carries for all: the others notice nothing before they have to meet again."""
+    world = three_hosts()
+    break_link(world, 1, (4, 3))
+    assert world.plan.generation == 2 and len(world.plan.members) == 6
+    for i in range(6):
+        world.entered(i, 2, 2)
+    break_link(world, 2, (4, 2), (5, 3))
+    assert world.plan.generation == 3 and world.plan.worker_ids == (0, 1, 4, 5)
+
+
+def test_on_one_host_another_link_is_another() -> None:
+    world = three_hosts()
+    break_link(world, 1, (1, 0), (4, 5))
+    for i in range(6):
+        world.entered(i, 2, 2)
+    break_link(world, 2, (2, 3))
+    assert world.plan.generation == 3 and len(world.plan.members) == 6
+    for i in range(6):
+        world.entered(i, 3, 2)
+    break_link(world, 3, (3, 2))
+    assert len(world.plan.members) == 5
+
+
 def test_who_is_kept_out_is_looked_at_again_though_another_pair_of_hosts_was_sooner() -> None:
     world = three_hosts()
     for generation in (1, 2):

@@ -3,14 +3,15 @@
 A dead worker makes its neighbours accuse it too, usually before its agent has said that it is dead. So accusations of
 one generation are collected for a moment: if a death explains them, they are void; if not, the links themselves are at
 fault. A first fault of a link regroups with the same members; a repeated one costs a smallest set of workers that
-covers the faulty links. Where several links between two hosts fail it is the hosts that do not reach each other: one of
-them leaves as a whole, and stays outside for a while.
+covers the faulty links. Between two hosts any link counts as the same again, since not all of them carry something at
+the moment. Where several links between two hosts fail it is the hosts that do not reach each other: one of them leaves
+as a whole, and stays outside for a while.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from itertools import combinations
 
 from everstep.base.cause import Cause, Why
@@ -28,6 +29,8 @@ APART_NS = 20 * SECOND_NS
 _EXACT_COVER_WORKERS = 14
 
 Link = tuple[int, int]
+Ends = tuple[str, str] | Link
+"""Two hosts, or two workers of one."""
 
 
 class Links:
@@ -37,7 +40,7 @@ class Links:
         self._desk, self._membership, self._agreement, self._recovery = desk, membership, agreement, recovery
         self._accusations: dict[WorkerKey, set[int]] = {}
         self._reasons: list[str] = []
-        self._faults: dict[Link, tuple[int, int]] = {}  # generation and time of the newest
+        self._faults: dict[Link, tuple[int, int, Ends]] = {}  # generation and time of the newest, and between whom
         self._apart: dict[tuple[str, str], int] = {}  # hosts that did not reach each other, until when that counts
 
     def peer_fault(self, worker: Worker, message: PeerFault) -> None:
@@ -87,8 +90,10 @@ class Links:
             return []
         said = "; ".join(reasons)
         self.forget_old()
-        repeated = sorted(links & self._faults.keys())
-        self._faults |= dict.fromkeys(links, (plan.generation, self._desk.now))
+        ends = self._ends(links)
+        before = {known for _, _, known in self._faults.values()}
+        repeated = sorted(link for link in links if ends[link] in before)
+        self._faults |= {link: (plan.generation, self._desk.now, ends[link]) for link in links}
         if repeated:
             text = f"its links failed again ({listed_links(repeated)}) though both ends live: {said}"
             workers = self._membership.workers
@@ -101,6 +106,11 @@ class Links:
         why = Why(Cause.LINK, reason)
         self._agreement.break_off(why)
         self._recovery.begin(why)
+
+    def _ends(self, links: Iterable[Link]) -> dict[Link, Ends]:
+        hosts = {w.key.worker_id: w.host for w in self._agreement.survivors()}
+        there = {(a, b): (hosts.get(a, ""), hosts.get(b, "")) for a, b in links}
+        return {link: (min(pair), max(pair)) if len({*pair, ""}) == 3 else link for link, pair in there.items()}
 
     def _to_leave(self, repeated: list[Link], votes: Mapping[int, int]) -> tuple[int, ...]:
         """A smallest cover of the links; but an end that the coordinator does not reach either is the one to blame."""
@@ -115,7 +125,8 @@ class Links:
     def _hosts_to_leave(self, repeated: list[Link], votes: Mapping[int, int]) -> tuple[int, ...]:
         """All members of a smallest set of hosts, if each fault is one of several between two hosts; else none."""
         hosts = {w.key.worker_id: w.host for w in self._agreement.survivors()}
-        pairs = Counter((min(hosts[a], hosts[b]), max(hosts[a], hosts[b])) for a, b in repeated)
+        again = {(min(hosts[a], hosts[b]), max(hosts[a], hosts[b])) for a, b in repeated}
+        pairs = Counter({pair: sum(ends == pair for _, _, ends in self._faults.values()) for pair in again})
         between = [pair for pair in sorted(pairs) if pair[0] != pair[1]]
         until_ns = self._desk.now + APART_NS
         if between:
@@ -145,7 +156,7 @@ class Links:
     def forget_old(self) -> None:
         """Drop faults that no longer count."""
         least = (self._agreement.plan.generation - REPEAT_GENERATIONS, self._desk.now - REPEAT_NS)
-        self._faults = {link: (g, at) for link, (g, at) in self._faults.items() if g >= least[0] and at >= least[1]}
+        self._faults = {link: it for link, it in self._faults.items() if it[0] >= least[0] and it[1] >= least[1]}
 
 
 def _behind(worker_ids: list[int], reason: str) -> str:
