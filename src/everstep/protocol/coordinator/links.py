@@ -29,7 +29,7 @@ APART_NS = 20 * SECOND_NS
 _EXACT_COVER_WORKERS = 14
 
 Link = tuple[int, int]
-Ends = tuple[str, str] | Link
+Between = tuple[str, str] | Link
 """Two hosts, or two workers of one."""
 
 
@@ -40,7 +40,7 @@ class Links:
         self._desk, self._membership, self._agreement, self._recovery = desk, membership, agreement, recovery
         self._accusations: dict[WorkerKey, set[int]] = {}
         self._reasons: list[str] = []
-        self._faults: dict[Link, tuple[int, int, Ends]] = {}  # generation and time of the newest, and between whom
+        self._faults: dict[Link, tuple[int, int, Between]] = {}  # generation and time of the newest, and between whom
         self._apart: dict[tuple[str, str], int] = {}  # hosts that did not reach each other, until when that counts
 
     def peer_fault(self, worker: Worker, message: PeerFault) -> None:
@@ -107,7 +107,7 @@ class Links:
         self._agreement.break_off(why)
         self._recovery.begin(why)
 
-    def _ends(self, links: Iterable[Link]) -> dict[Link, Ends]:
+    def _ends(self, links: Iterable[Link]) -> dict[Link, Between]:
         hosts = {w.key.worker_id: w.host for w in self._agreement.survivors()}
         there = {(a, b): (hosts.get(a, ""), hosts.get(b, "")) for a, b in links}
         return {link: (min(pair), max(pair)) if len({*pair, ""}) == 3 else link for link, pair in there.items()}
