@@ -239,6 +239,24 @@ def test_below_min_workers_it_waits_and_says_so():
     assert world.report("worker_healed")["worker_id"] == 2
 
 
+def test_who_joined_and_has_not_come_back_after_a_restart_may_hold_the_state():
+    """It may have settled before; the others are gone, and its host says nothing."""
+    world = running(min_workers=3, quorum_wait_ns=3600 * S)
+    world.exited(2)
+    rejoined(world, 2, 1)
+    plan = world.plan
+    world.entered(2, 2, 4, 1)
+    after = world.restart()
+    for i in (0, 1):
+        after.connect(f"w{i}.1", "worker")
+        after.hello(i, 1)
+    after.wait(60 * S, beating=False)
+    evicted = [fields["worker_id"] for kind, fields in after.reports if kind == "worker_evicted"]
+    assert evicted == [0, 1] and "fallback" not in after.kinds()
+    after.hello(2, 1, plan=plan, step=3)
+    assert after.plan.worker_ids == (0, 1, 2) and after.plan.joining == (0, 1)
+
+
 def test_waiting_ends_with_exit_code_3():
     world = running(min_workers=3, quorum_wait_ns=20 * S)
     world.exited(2)

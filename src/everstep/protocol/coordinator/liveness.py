@@ -290,11 +290,13 @@ def give_up_host(job: JobState, agent: Agent, reason: str, what: str = "is silen
 
 def _hold_all_state(job: JobState, workers: list[Worker]) -> bool:
     """Whether the training state would be lost without these. Silence does not prove a death: most likely it is the
-    coordinator that is cut off, and they go on training; to give them up would mean to start over.
+    coordinator that is cut off, and they go on training; to give them up would mean to start over. Who joined in the
+    plan in force, and has not come back to a coordinator that was restarted, may have settled before.
     """
-    new = job.agreement.empty_handed()
+    new, came = job.agreement.empty_handed(), job.membership.came
     holders = [w for w in job.agreement.survivors() if w.key.worker_id not in new]
-    return bool(holders) and all(w in workers for w in holders)
+    perhaps = [w for w in workers if w.key.worker_id in new - came and job.agreement.plan.has(w.key)]
+    return bool(holders or perhaps) and all(w in workers for w in holders)
 
 
 def disconnected(job: JobState, event: Disconnected) -> None:
