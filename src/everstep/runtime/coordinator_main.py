@@ -81,7 +81,7 @@ from everstep.runtime.porch import Complaints, Strangers
 from everstep.runtime.process import die_with_parent, raise_descriptor_limit
 from everstep.runtime.replica import OWN_FOLDER
 from everstep.runtime.replicas import Replicas
-from everstep.runtime.standing import EtcdStore, InOrder, JournalStore, Post, Tenure, open_journal, stand_down, warn
+from everstep.runtime.standing import EtcdStore, InOrder, JournalStore, Post, Tenure, open_journal, warn
 from everstep.runtime.tls import Tls, TlsPipe, shown_by
 
 MAX_STRANGERS = 2048
@@ -214,7 +214,7 @@ class ControlServer:
     def handle(self, event: CoordinatorEvent) -> None:
         """Pass an event to the coordinator and do what it says."""
         if self.tenure is not None and not self.tenure.sure():
-            stand_down("its lease is over")
+            self.tenure.depose("its lease is over")
         if isinstance(event, Connected) and self.coordinator.job.desk.config.hosts.term:
             self._send(event.connection, TermBegun(term=self.coordinator.job.desk.config.hosts.term))
         self._effects.take(self.coordinator.handle(self._arrival_ns(), event))

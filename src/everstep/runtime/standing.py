@@ -231,6 +231,10 @@ class Tenure:
         """Whether this coordinator may still say something."""
         return self._candidate.holds(now_ns())
 
+    def depose(self, reason: str) -> None:
+        """This coordinator must not decide any more: that is told, and its process ends."""
+        self._deposed(reason)
+
     async def load(self) -> Loaded:
         """The journal as the coordinators before have left it."""
         while True:
