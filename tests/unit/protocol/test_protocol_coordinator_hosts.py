@@ -203,6 +203,7 @@ def test_any_link_between_two_hosts_is_the_same_again() -> None:
         world.entered(i, 2, 2)
     break_link(world, 2, (4, 2), (5, 3))
     assert world.plan.generation == 3 and world.plan.worker_ids == (0, 1, 4, 5)
+    assert "its links, or others between the same hosts, failed again (2 to 4, 3 to 5)" in world.plan.reason
 
 
 def test_on_one_host_another_link_is_another() -> None:

@@ -90,12 +90,13 @@ class Links:
             return []
         said = "; ".join(reasons)
         self.forget_old()
-        ends = self._ends(links)
+        between = self._between(links)
         before = {known for _, _, known in self._faults.values()}
-        repeated = sorted(link for link in links if ends[link] in before)
-        self._faults |= {link: (plan.generation, self._desk.now, ends[link]) for link in links}
+        repeated = sorted(link for link in links if between[link] in before)
+        others = "" if self._faults.keys() >= {*repeated} else ", or others between the same hosts,"
+        self._faults |= {link: (plan.generation, self._desk.now, between[link]) for link in links}
         if repeated:
-            text = f"its links failed again ({listed_links(repeated)}) though both ends live: {said}"
+            text = f"its links{others} failed again ({listed_links(repeated)}) though both ends live: {said}"
             workers = self._membership.workers
             leaving = self._hosts_to_leave(repeated, votes) or self._to_leave(repeated, votes)
             return [(workers[i], Why(Cause.LINK, text)) for i in leaving]
@@ -107,10 +108,11 @@ class Links:
         self._agreement.break_off(why)
         self._recovery.begin(why)
 
-    def _ends(self, links: Iterable[Link]) -> dict[Link, Between]:
+    def _between(self, links: Iterable[Link]) -> dict[Link, Between]:
+        """What each link connects."""
         hosts = {w.key.worker_id: w.host for w in self._agreement.survivors()}
-        there = {(a, b): (hosts.get(a, ""), hosts.get(b, "")) for a, b in links}
-        return {link: (min(pair), max(pair)) if len({*pair, ""}) == 3 else link for link, pair in there.items()}
+        pairs = {(a, b): sorted({hosts.get(a, ""), hosts.get(b, "")} - {""}) for a, b in links}
+        return {link: (pair[0], pair[1]) if len(pair) == 2 else link for link, pair in pairs.items()}
 
     def _to_leave(self, repeated: list[Link], votes: Mapping[int, int]) -> tuple[int, ...]:
         """A smallest cover of the links; but an end that the coordinator does not reach either is the one to blame."""
@@ -125,9 +127,9 @@ class Links:
     def _hosts_to_leave(self, repeated: list[Link], votes: Mapping[int, int]) -> tuple[int, ...]:
         """All members of a smallest set of hosts, if each fault is one of several between two hosts; else none."""
         hosts = {w.key.worker_id: w.host for w in self._agreement.survivors()}
-        again = {(min(hosts[a], hosts[b]), max(hosts[a], hosts[b])) for a, b in repeated}
-        pairs = Counter({pair: sum(ends == pair for _, _, ends in self._faults.values()) for pair in again})
-        between = [pair for pair in sorted(pairs) if pair[0] != pair[1]]
+        again = {self._faults[link][2] for link in repeated}
+        pairs = Counter(known for _, _, known in self._faults.values() if known in again)
+        between = sorted((a, b) for a, b in pairs if isinstance(a, str) and isinstance(b, str))
         until_ns = self._desk.now + APART_NS
         if between:
             self._apart |= dict.fromkeys(between, until_ns)
