@@ -82,7 +82,7 @@ $(VENV)/.browser: tests/install_browser.sh $(STAMP)
 	tests/install_browser.sh
 	touch $@
 
-e2e: $(VENV)/.browser
+e2e extended: $(VENV)/.browser
 
 # Prometheus for the tests of the metrics, where it can be had; else they are skipped.
 $(VENV)/.prometheus: tests/install_prometheus.sh $(STAMP)

@@ -23,6 +23,7 @@ from net import Host, Net
 
 from engines_harness import clean, hold
 from job_harness import LIMIT_S, Job, same
+from kubelet import expanded
 
 pytestmark = pytest.mark.skipif(os.environ.get("EVERSTEP_TEST_ENGINES") != "all", reason="runs in make extended")
 NAME = "everstep-train"
@@ -46,7 +47,7 @@ class Pod:
         found = [(one["name"], *one["valueFrom"].values()) for one in self._container["env"]]
         named = {name: values[ref.get("fieldPath", ref.get("key"))] for name, ref in found}
         self._environment = clean({**named, "JOB_COMPLETION_INDEX": str(index)})
-        self._process = host.start(self._container["command"], log, self._environment)
+        self._process = host.start(expanded(self._container["command"], self._environment), log, self._environment)
         self._pidfd = os.pidfd_open(self._process.pid)
 
     def stop(self) -> int:

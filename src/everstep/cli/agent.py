@@ -237,14 +237,18 @@ def _token(token_file: Path | None, run_dir: Path | None) -> bytes:
     return token_in(path)
 
 
+def says_itself(key: str) -> bool:
+    """Whether a config key is each host's own to say."""
+    return key in _OWN_KEYS or key.startswith(_OWN_GROUPS)
+
+
 def own_settings(settings: tuple[str, ...]) -> Config:
     """What this host says of itself, beside the job's config.
 
     Raises: ConfigError for keys that are the job's to say, or values that contradict each other.
     """
     for text in settings:
-        name = parse_set(text)[0]
-        if name not in _OWN_KEYS and not name.startswith(_OWN_GROUPS):
+        if not says_itself(parse_set(text)[0]):
             own = ", ".join((*(f"{group}*" for group in _OWN_GROUPS), *_OWN_KEYS))
             raise ConfigError(f"--set: expected a key of {own}, got {text!r}: the others are the job's to say")
     return load_config([(f"--set {text}", dict([parse_set(text)])) for text in settings])

@@ -12,13 +12,16 @@ import sys
 from collections.abc import Sequence
 from importlib.machinery import PathFinder
 from ipaddress import IPv4Address
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import click
 
-from everstep.base.config import load_config, parse_set
+from everstep.base.config import parse_set, read_layers
+from everstep.base.doors import is_loopback
 from everstep.base.errors import ConfigError
+from everstep.chaos.spec import parse
+from everstep.cli.agent import says_itself
 from everstep.cli.config_file import read_config_file
 from everstep.cli.engines import kubernetes, ray_cluster, slurm, ssh
 from everstep.cli.engines.launch import Launch
@@ -27,7 +30,7 @@ from everstep.cli.task_loading import parse_task
 from everstep.cli.tokens import given_token
 from everstep.runtime import wire
 from everstep.runtime.address import TOKEN_FILE
-from everstep.runtime.private import close_folder
+from everstep.runtime.private import close_folder, close_run_dir
 from everstep.runtime.process import own_command
 
 _ARGV = "everstep.argv"
@@ -63,8 +66,11 @@ def launch() -> None:
     """
 
 
-def launch_of(words: Sequence[str], hosts: int, slots: int, run_dir: Path | str, python: str | None) -> Launch:
-    """What is to be launched. words: TASK and options of `everstep run`.
+def launch_of(
+    words: Sequence[str], hosts: int, slots: int, run_dir: Path | str, python: str, *, here: bool = True, name: str = ""
+) -> Launch:
+    """What is to be launched. words: TASK and options of `everstep run`. here: the hosts have the files of this one.
+    name: for the engine, "" for one after the task.
 
     Raises: ConfigError, click.UsageError for what `everstep run` would refuse.
     """
@@ -75,13 +81,34 @@ def launch_of(words: Sequence[str], hosts: int, slots: int, run_dir: Path | str,
     taken = [word for word in words[1:] if word.partition("=")[0] in (*_OURS, "--dry-run")]
     if taken:
         raise ConfigError(f"{taken[0]}: expected none here, it is launch's to say")
+    if "--fresh" in words:
+        raise ConfigError("--fresh: expected none here, as host 0 would begin anew whenever it is started again")
     if not str(run_dir).isprintable():  # it stands in lines of scripts
         raise ConfigError(f"--run-dir: expected a path of printable characters, got {str(run_dir)!r}")
-    given = run_command.make_context("everstep run", list(words)).params
-    load_config([(f"--set {text}", dict([parse_set(text)])) for text in given["settings"]])
-    name = re.sub(r"[^a-z0-9]+", "-", Path(words[0].partition(":")[0]).stem.lower()).strip("-")[:30] or "task"
+    values = _values(words, files=here)
+    own = tuple(f"{key}={value}" for key, value in values.items() if says_itself(key) and key != "security.token_file")
+    head, _, tail = words[0].partition(":")
+    stem = re.sub(r"[^a-z0-9]+", "-", Path(head).stem.lower()).strip("-")[:30] or "task"
     argv = click.get_current_context().meta[_ARGV]
-    return Launch(f"everstep-{name}", words[0], tuple(words[1:]), argv, hosts, slots, str(run_dir), python or "")
+    if argv and (tail or not head.endswith(".py")):
+        raise ConfigError(f"only a script takes arguments of its own, got {' '.join(argv)!r} for task {words[0]!r}")
+    named, folder = name or f"everstep-{stem}", os.getcwd() if here else ""
+    return Launch(named, words[0], tuple(words[1:]), argv, hosts, slots, str(run_dir), python, own, folder)
+
+
+def _values(words: Sequence[str], *, files: bool) -> dict[str, Any]:
+    """What the config keys are set to by these options of `everstep run`; what its task says it sees to itself. files:
+    its config file is here.
+
+    Raises: ConfigError, click.UsageError for what it would refuse.
+    """
+    given = run_command.make_context("everstep run", list(words)).params
+    layers = [(f"--set {text}", dict([parse_set(text)])) for text in given["settings"]]
+    if files and given["config_file"] is not None:
+        layers.insert(0, (str(given["config_file"]), read_config_file(given["config_file"])))
+    values = read_layers(layers)
+    parse(given["chaos"] or str(values.get("chaos") or ""))
+    return values
 
 
 _WORDS = click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="TASK")
@@ -121,7 +148,7 @@ def launch_slurm(
             raise ConfigError(f"--sbatch {text}: expected none here, it is launch's to say (--hosts, --notice)")
     run_dir = run_dir.resolve()
     spec = _local(words)
-    text = slurm.script(launch_of(spec, hosts, slots, run_dir, python or own_command("everstep")[0]), extra, notice_s)
+    text = slurm.script(launch_of(spec, hosts, slots, run_dir, python or _own_python()), extra, notice_s)
     if only_print:
         print(text, end="")
         return 0
@@ -143,6 +170,7 @@ def launch_slurm(
 @click.option("--cpus", default="", help="Of each host, as Kubernetes writes them: 4, 500m.")
 @click.option("--memory", default="", help="Likewise: 16Gi.")
 @click.option("--gpus", type=click.IntRange(0), default=0, help="Likewise.")
+@click.option("--name", default="", help="Of the objects (everstep-<task>).")
 @click.option("--namespace", default="", help="Where the objects are.")
 @click.option("--queue", default="", help="Of Kueue.")
 @click.option("--jobset", is_flag=True, help="As a JobSet instead of an Indexed Job.")
@@ -153,6 +181,7 @@ def launch_k8s(
     run_dir: str,
     python: str,
     only_print: bool,
+    name: str,
     jobset: bool,
     **pods: Any,
 ) -> int:
@@ -160,32 +189,40 @@ def launch_k8s(
 
     What is printed has the job's token in it, as a Secret.
     """
-    found = launch_of(words, hosts, slots, run_dir or "/runs/job", python or "python3")
+    found = launch_of(words, hosts, slots, run_dir or "/runs/job", python or "python3", here=False, name=name)
     if not run_dir:
         found = found._replace(run_dir=f"/runs/{found.name}")
-    if not found.run_dir.startswith("/runs/") or ".." in found.run_dir:
+    parts = PurePosixPath(found.run_dir).parts
+    if parts[:2] != ("/", "runs") or len(parts) < 3 or ".." in parts:
         raise ConfigError(f"--run-dir: expected a folder below /runs, where the claim is mounted, got {run_dir!r}")
-    _check_objects(**pods)
-    made = (kubernetes.job_set if jobset else kubernetes.indexed_job)(
-        found, kubernetes.Pods(**pods), wire.new_token().hex()
-    )
+    _check_objects(name=name, **pods)
+    token = given_token() or wire.new_token()
+    made = (kubernetes.job_set if jobset else kubernetes.indexed_job)(found, kubernetes.Pods(**pods), token.hex())
     text = kubernetes.to_yaml(made)
     if only_print:
         print(text, end="")
         return 0
     if shutil.which("kubectl") is None:
         raise ConfigError("kubectl is not on the PATH here: --print the objects, and apply them where it is")
-    return _submit(["kubectl", "apply", "-f", "-"], f"kubectl logs -f -l everstep/job={found.name}", text)
+    inside = f"-n {pods['namespace']} " if pods["namespace"] else ""
+    hint = f"kubectl {inside}logs -f --max-log-requests {hosts} -l everstep/job={found.name}"
+    return _submit(["kubectl", "apply", "-f", "-"], hint, text)
+
+
+_NAME = r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?"
+"""With what is put behind it, it is a label of DNS still."""
 
 
 def _check_objects(**pods: Any) -> None:
     """Raises: ConfigError for what Kubernetes would refuse, or take for something else."""
-    quantity, name = re.compile(r"\d+(\.\d+)?(m|[kMGTPE]i?)?"), re.compile(r"[a-z0-9]([a-z0-9.-]{0,61}[a-z0-9])?")
-    kinds = {"cpus": quantity, "memory": quantity, "claim": name, "namespace": name, "queue": name}
+    label = r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?"
+    kinds = dict.fromkeys(("cpus", "memory"), r"\d+(\.\d+)?(m|[kMGTPE]i?)?")
+    kinds |= dict.fromkeys(("namespace", "queue"), label) | {"claim": rf"{label}(\.{label})*", "name": _NAME}
     for key, kind in kinds.items():
-        if pods[key] and not kind.fullmatch(pods[key]):
-            like = "4, 500m or 16Gi" if kind is quantity else "lower-case letters, digits, hyphens"
-            raise ConfigError(f"--{key}: expected {like}, got {pods[key]!r}")
+        if pods[key] and not re.fullmatch(kind, pods[key]):
+            like = "4, 500m or 16Gi" if key in ("cpus", "memory") else "lower-case letters, digits, hyphens"
+            most = " (40 at most, a letter first)" if key == "name" else ""
+            raise ConfigError(f"--{key}: expected {like}{most}, got {pods[key]!r}")
     if not re.fullmatch(r"[\w.:/@-]+", pods["image"]):
         raise ConfigError(f"--image: expected a name such as registry.example/everstep:1, got {pods['image']!r}")
 
@@ -219,8 +256,10 @@ def launch_ssh(
     wrong = [name for name in names if not re.fullmatch(r"([\w.-]+@)?[A-Za-z0-9][\w.:-]*", name)]
     if wrong or len(set(names)) < len(names):
         raise ConfigError(f"--hosts: expected different names for ssh, separated by commas, got {hosts!r}")
-    found = launch_of(_local(words), len(names), slots, run_dir.resolve(), python or own_command("everstep")[0])
+    found = launch_of(_local(words), len(names), slots, run_dir.resolve(), python or _own_python())
     where = address or _address_of(names[0])
+    if address is None and len(names) > 1 and is_loopback(where):
+        raise ConfigError(f"--hosts: {names[0]} is {where} here, which no other host can reach: give its --address")
     try:
         IPv4Address(where)
     except ValueError:
@@ -263,22 +302,19 @@ def launch_ray(
     gpus: int,
 ) -> int:
     """Run TASK on a Ray cluster, one actor per node, and stay until it is over; nodes that are lost are replaced."""
-    found = launch_of(_local(words), hosts, slots, run_dir.resolve(), python or own_command("everstep")[0])
+    found = launch_of(_local(words), hosts, slots, run_dir.resolve(), python or "")
     if only_print:
+        found = found._replace(python=found.python or _own_python())
         for number in range(hosts):
             print(shlex.join([*found.everstep, *ray_cluster.arguments(found, number, "ADDRESS:PORT", "ADDRESS")]))
         return 0
     token, where = given_token() or wire.new_token(), address or os.environ.get("RAY_ADDRESS")
-    return ray_cluster.start(found, token, where, gpus, _least(found))
+    least = int(_values([found.task, *found.options], files=True).get("hosts.min", 1))
+    return ray_cluster.start(found, token, where, gpus, least)
 
 
-def _least(launch: Launch) -> int:
-    """With how many hosts the job may begin, as its options say; what its task says it sees to itself."""
-    given = run_command.make_context("everstep run", [launch.task, *launch.options]).params
-    layers = [(f"--set {text}", dict([parse_set(text)])) for text in given["settings"]]
-    if given["config_file"] is not None:
-        layers.insert(0, (str(given["config_file"]), read_config_file(given["config_file"])))
-    return load_config(layers).hosts.min
+def _own_python() -> str:
+    return own_command("everstep")[0]
 
 
 def _local(words: tuple[str, ...]) -> tuple[str, ...]:
@@ -298,13 +334,15 @@ def _is_there(package: str) -> bool:
 
 
 def _prepare(run_dir: Path, name: str, text: str) -> Path:
-    """Write what is submitted, and the job's token where there is none yet: hosts that come again need the same."""
-    folder = run_dir / "launch"
+    """Write what is submitted, and the job's token: the given one, or a new one where there is none yet, since hosts
+    that come again need the same."""
+    folder, token = run_dir / "launch", given_token()
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        close_folder(run_dir)
-        if not (run_dir / TOKEN_FILE).exists():
-            wire.write_token(run_dir / TOKEN_FILE, wire.new_token())
+        close_folder(folder)
+        close_run_dir(run_dir)
+        if token is not None or not (run_dir / TOKEN_FILE).exists():
+            wire.write_token(run_dir / TOKEN_FILE, token or wire.new_token())
         (folder / name).write_text(text)
     except OSError as error:
         raise ConfigError(f"cannot write to {folder}: {error.strerror or error}") from None

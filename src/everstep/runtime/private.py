@@ -25,7 +25,7 @@ _OURS = {
     *("newest-checkpoint.json", "replica.json", "host"),
     *(address.LOGS_FOLDER, address.METRICS_FOLDER, address.PROFILES_FOLDER, address.CHECKPOINTS_DIR),
     *map(address.role_file, PEOPLE),
-    *("ledger", "final", "chaos", "report.html", "report-figures", *SINKS, NOTICES),
+    *("ledger", "final", "chaos", "report.html", "report-figures", "launch", *SINKS, NOTICES),
 }
 _OURS_TOO = re.compile(
     rf"previous-\d+|\.({'|'.join(map(re.escape, _OURS))})\.\d+"  # moved there by --fresh; being written

@@ -18,6 +18,7 @@ from everstep.cli.engines import ssh
 from everstep.cli.engines.launch import Launch, host_script
 from everstep.cli.engines.ssh import Remote, SshHosts
 from everstep.cli.main import run_command
+from kubelet import expanded
 
 HERE = Path(__file__).parent
 K8S = ["launch", "k8s", "resnet18-digits", "--image", "registry/everstep:1", "--claim", "runs"]
@@ -53,6 +54,15 @@ def printed(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
         ([*K8S[1:], "--hosts", "2", "--memory", "lots"], "--memory: expected 4, 500m or 16Gi"),
         ([*K8S[1:], "--hosts", "2", "--namespace", "A b"], "--namespace: expected lower-case letters"),
         ([*K8S[1:], "--hosts", "2", "--run-dir", "/etc"], "--run-dir: expected a folder below /runs"),
+        ([*K8S[1:], "--hosts", "2", "--run-dir", "/runs/"], "--run-dir: expected a folder below /runs"),
+        ([*K8S[1:], "--hosts", "2", "--namespace", "a.b"], "--namespace: expected lower-case letters"),
+        ([*K8S[1:], "--hosts", "2", "--claim", "a..b"], "--claim: expected lower-case letters"),
+        ([*K8S[1:], "--hosts", "2", "--name", "4a"], "--name: expected lower-case letters"),
+        ([*K8S[1:], "--hosts", "2", "--", "--lr", "3"], "only a script takes arguments of its own"),
+        (["slurm", "resnet18-digits", "--hosts", "2", "--run-dir", "r", "--fresh"], "--fresh: expected none here"),
+        (["slurm", "resnet18-digits", "--hosts", "2", "--run-dir", "r", "--config", "no.yaml"], "no.yaml"),
+        (["slurm", "resnet18-digits", "--hosts", "2", "--run-dir", "r", "--chaos", "kill:target=nobody"], "nobody"),
+        (["ssh", "resnet18-digits", "--hosts", "localhost,b", "--run-dir", "r"], "127.0.0.1 here, which no other host"),
         (["ssh", "resnet18-digits", "--hosts", "a,-oProxyCommand=x", "--run-dir", "r"], "--hosts: expected different"),
         (["ssh", "resnet18-digits", "--hosts", "a,a", "--run-dir", "r"], "--hosts: expected different names"),
         (["ssh", "resnet18-digits", "--hosts", "no.such.host.invalid", "--run-dir", "r"], "has no IPv4 address"),
@@ -67,6 +77,49 @@ def test_bad_input(argv: list[str], expected: str, capsys: pytest.CaptureFixture
     code = run_command(["launch", *argv, *(["--print"] if argv[0] != "mars" else [])])
     words = capsys.readouterr().err
     assert code == 2 and expected in words and words.count("\n") == 1, words
+
+
+@pytest.mark.parametrize("engine", ["slurm", "k8s", "ray", "ssh"])
+def test_hosts_are_told_what_is_theirs_to_say(
+    engine: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the least number of hosts and workers may be said, though launch alone knows how many there are."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.yaml").write_text("hosts: {min: 2, wait_s: 30}\n")
+    words = {"k8s": ["--image", "i", "--claim", "c"], "ssh": ["--address", "10.0.0.1"]}.get(engine, [])
+    words += ["--hosts", "a,b,c,d" if engine == "ssh" else "4", *([] if engine == "k8s" else ["--run-dir", "r"])]
+    words += ["--set", "min_workers=3", "--set", "security.tls.mode=off"]
+    words += ["--set", "hosts.wait_s=30", "--set", "hosts.min=2"] if engine == "k8s" else ["--config", "mine.yaml"]
+    text = printed(capsys, "launch", engine, "resnet18-digits", *words)
+    agents = [line for line in text.splitlines() if " agent --join" in line]
+    assert agents
+    for line in agents:
+        assert "--set hosts.wait_s=30" in line and "--set security.tls.mode=off" in line
+        assert "min_workers" not in line and "hosts.min" not in line
+
+
+def test_the_token_that_is_given_is_the_one_of_all_hosts(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sbatch").write_text(f'#!/bin/sh\n[ -z "$EVERSTEP_TOKEN" ] && cp "$2" {tmp_path}/told && echo 7\n')
+    (tmp_path / "sbatch").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    (tmp_path / "shared").mkdir()
+    (tmp_path / "shared").chmod(0o755)
+    (tmp_path / "shared" / "of others").touch()
+    for name in ("own", "shared"):
+        monkeypatch.setenv("EVERSTEP_TOKEN", "ab" * 32)
+        run_dir = tmp_path / name
+        assert run_command(["launch", "slurm", "resnet18-digits", "--hosts", "2", "--run-dir", str(run_dir)]) == 0
+        assert (run_dir / "token").read_text() == "ab" * 32
+        assert (run_dir / "launch").stat().st_mode & 0o077 == 0
+    assert (tmp_path / "own").stat().st_mode & 0o077 == 0
+    assert (tmp_path / "shared").stat().st_mode & 0o077 == 0o055, "it is not the job's alone"
+    monkeypatch.setenv("EVERSTEP_TOKEN", "cd" * 32)
+    capsys.readouterr()
+    secret, *_ = yaml.safe_load_all(printed(capsys, *K8S, "--hosts", "2", "--name", "mine"))
+    assert secret["stringData"]["token"] == "cd" * 32
+    assert secret["metadata"]["name"] == "mine-token" and secret["immutable"], "the pods that run know this one"
 
 
 def test_a_script_for_sbatch(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -93,7 +146,7 @@ def test_a_script_for_sbatch(capsys: pytest.CaptureFixture[str], tmp_path: Path)
     assert subprocess.run(["bash", "-n"], input=text, text=True).returncode == 0
 
 
-ODD = 'it\'s $(touch pwned) `id` "q" 50%a #x, y; {z} *\\'
+ODD = 'it\'s $$5 $(HOME) $(touch pwned) `id` "q" 50%a #x, y; {z} *\\'
 
 
 @pytest.mark.parametrize("engine", ["slurm", "ssh", "ray", "k8s"])
@@ -103,7 +156,7 @@ def test_odd_names_are_only_names(engine: str, capsys: pytest.CaptureFixture[str
     folder.mkdir()
     (folder / "t.py").touch()
     arguments = ["--name=a b", ODD, ""]
-    words = {"slurm": ["--hosts", "2"], "ssh": ["--hosts", "127.0.0.1,b"], "ray": ["--hosts", "2"]}
+    words = {"slurm": ["--hosts", "2"], "ssh": ["--hosts", "a,b", "--address", "10.0.0.1"], "ray": ["--hosts", "2"]}
     words["k8s"] = ["--hosts", "2", "--image", "i", "--claim", "c"]
     task, run_dir = (f"/{ODD}/t.py", f"/runs/{ODD}") if engine == "k8s" else (str(folder / "t.py"), str(folder / "run"))
     if engine == "k8s":
@@ -116,7 +169,7 @@ def test_odd_names_are_only_names(engine: str, capsys: pytest.CaptureFixture[str
     text = printed(capsys, "launch", engine, task, *words[engine], *own)
     if engine == "k8s":
         job = next(found for found in yaml.safe_load_all(text) if found["kind"] == "Job")
-        text = job["spec"]["template"]["spec"]["containers"][0]["command"][2]
+        _, _, text = expanded(job["spec"]["template"]["spec"]["containers"][0]["command"], os.environ)
     elif engine == "ssh":
         text = text.split("\n# b ")[0]
     elif engine == "ray":
@@ -144,6 +197,7 @@ def test_odd_names_are_only_names(engine: str, capsys: pytest.CaptureFixture[str
         ("exit 0", (0, False)),
         ("exit 1", (1, False)),
         ("exit 3", (3, False)),
+        ("exit 127", (127, False)),
         ("kill -9 $$", (137, True)),
         ("trap 'exit 0' USR1; while :; do kill -USR1 $PPID; sleep 0.1; done", (0, True)),
         ("trap 'exit 1' USR1; while :; do kill -USR1 $PPID; sleep 0.1; done", (1, False)),
@@ -161,6 +215,25 @@ def test_when_a_host_is_to_come_again(tmp_path: Path, command: str, ends: tuple[
     (tmp_path / "final" / "digest.json").touch()
     ended = subprocess.run(["sh", "-c", text], capture_output=True, text=True, timeout=60)
     assert not ended.stdout, "the job is over"
+
+
+@pytest.mark.parametrize("host_0", ["pending", ""])
+def test_an_agent_that_waited_in_vain_comes_again_while_host_0_is_still_to_come(
+    tmp_path: Path, host_0: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, does in (
+        ("python", "exit 3"),
+        ("squeue", f"echo {host_0}"),
+        ("scontrol", f'echo "$*" > {tmp_path}/told'),
+    ):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{does}\n")
+        (tmp_path / name).chmod(0o755)
+    own = ["--run-dir", str(tmp_path / "r"), "--python", str(tmp_path / "python")]
+    text = printed(capsys, "launch", "slurm", "resnet18-digits", "--hosts", "2", *own)
+    environment = {"SLURM_ARRAY_TASK_ID": "1", "SLURM_ARRAY_JOB_ID": "42", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    ended = subprocess.run(["bash"], input=text, text=True, env={**os.environ, **environment}, timeout=60)
+    assert ended.returncode == 3
+    assert (tmp_path / "told").exists() == bool(host_0)
 
 
 @pytest.mark.parametrize("version", ["1.31", "1.37"])
@@ -185,6 +258,7 @@ def test_objects_of_kubernetes_are_as_its_schemas_say(capsys: pytest.CaptureFixt
         ("exit 0", "done"),  # over, or drained for good
         ("exit 1", "FailJob"),
         ("exit 2", "FailJob"),  # refused
+        ("exit 127", "FailJob"),  # there is no such interpreter
         ("exit 3", "counted"),  # waited in vain
         ("exit 143", "counted"),  # told to stop
         ("kill -9 $$", "Ignore"),
@@ -205,7 +279,7 @@ def test_which_ends_of_a_pod_count(
     spec = made[-1]["spec"]["replicatedJobs"][1]["template"]["spec"] if kind else made[-1]["spec"]
     command = spec["template"]["spec"]["containers"][0]["command"]
     environment = {**os.environ, "JOB_COMPLETION_INDEX": "1", "POD_IP": "127.0.0.1"}
-    code = subprocess.run(command, env=environment, timeout=60).returncode
+    code = subprocess.run(expanded(command, environment), env=environment, timeout=60).returncode
     met = [
         rule["action"]
         for rule in spec["podFailurePolicy"]["rules"]
@@ -223,10 +297,8 @@ def test_a_job_set_is_as_its_schema_says(capsys: pytest.CaptureFixture[str]) -> 
     assert [not list(validator.iter_errors(one)) for one in (made, *bad)] == [True, False, False]
     assert [one["name"] for one in made["spec"]["replicatedJobs"]] == ["job", "agents"]
     agents = made["spec"]["replicatedJobs"][1]["template"]["spec"]
-    assert (
-        agents["completions"] == 2
-        and "$((JOB_COMPLETION_INDEX + 1))" in agents["template"]["spec"]["containers"][0]["command"][2]
-    )
+    command = expanded(agents["template"]["spec"]["containers"][0]["command"], {})
+    assert agents["completions"] == 2 and "$((JOB_COMPLETION_INDEX + 1))" in command[2]
 
 
 def test_hosts_over_ssh_are_tried_again_later_and_later() -> None:

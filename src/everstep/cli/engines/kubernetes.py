@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from typing import Any, NamedTuple
 
-from everstep.cli.engines.launch import Launch, host_script
+from everstep.cli.engines.launch import FINAL, Launch, host_script
 
 PORT = 29400
 AGAIN = 75
@@ -94,7 +94,7 @@ def _job_spec(count: int, pod: Object, container: str) -> Object:
             "rules": [
                 {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
                 {"action": "Ignore", "onExitCodes": {**codes, "values": [AGAIN]}},
-                {"action": "FailJob", "onExitCodes": {**codes, "values": [1, 2]}},
+                {"action": "FailJob", "onExitCodes": {**codes, "values": list(FINAL)}},
             ]
         },
         "template": pod,
@@ -111,7 +111,7 @@ def _pod(launch: Launch, pods: Pods, index: str, where: str) -> Object:
     container = {
         "name": launch.name,
         "image": pods.image,
-        "command": ["/bin/sh", "-c", script],
+        "command": ["/bin/sh", "-c", script.replace("$", "$$")],  # it makes one of two, and names of variables else
         "env": [
             {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
             {
@@ -144,6 +144,15 @@ def _pod(launch: Launch, pods: Pods, index: str, where: str) -> Object:
             "terminationGracePeriodSeconds": _GRACE_S,
             "automountServiceAccountToken": False,
             "enableServiceLinks": False,
+            "tolerations": [
+                {
+                    "key": f"node.kubernetes.io/{how}",
+                    "operator": "Exists",
+                    "effect": "NoExecute",
+                    "tolerationSeconds": 30,
+                }
+                for how in ("not-ready", "unreachable")
+            ],
             "topologySpreadConstraints": [spread],
             "securityContext": {"runAsUser": 1000, "runAsGroup": 1000, "fsGroup": 1000},
             "containers": [container],
@@ -156,18 +165,20 @@ def _pod(launch: Launch, pods: Pods, index: str, where: str) -> Object:
 
 
 def _secret(launch: Launch, pods: Pods, token: str) -> Object:
-    metadata = {key: value for key, value in _metadata(launch, pods, f"{launch.name}-token").items() if key != "labels"}
+    """It is not to be changed: pods that are made again need the one that the others have."""
+    metadata = _metadata(launch, pods._replace(queue=""), f"{launch.name}-token")
     return {
         "apiVersion": "v1",
         "kind": "Secret",
         "metadata": metadata,
         "type": "Opaque",
+        "immutable": True,
         "stringData": {"token": token},
     }
 
 
 def _service(launch: Launch, pods: Pods) -> Object:
-    metadata = {key: value for key, value in _metadata(launch, pods, launch.name).items() if key != "labels"}
+    metadata = _metadata(launch, pods._replace(queue=""), launch.name)
     spec = {
         "clusterIP": "None",
         "selector": {_LABEL: launch.name},

@@ -10,7 +10,8 @@ class Launch(NamedTuple):
     """A job on `hosts` hosts with `slots` workers each.
 
     name: fit for engines (letters, digits, hyphens). task, options, argv: of `everstep run`. run_dir: where all hosts
-    see it. python: the interpreter there.
+    see it. python: the interpreter there. settings: "key=value" of what each host says of itself. folder: where hosts
+    that share the file system begin, so that relative names are the same there.
     """
 
     name: str
@@ -21,6 +22,8 @@ class Launch(NamedTuple):
     slots: int
     run_dir: str
     python: str
+    settings: tuple[str, ...] = ()
+    folder: str = ""
 
     @property
     def everstep(self) -> list[str]:
@@ -36,14 +39,22 @@ class Launch(NamedTuple):
     def agent_words(self, join: str, name: str) -> str:
         """Arguments of an agent, for a shell. join, name: of the job and the host, in a shell's words."""
         workers = self.hosts * self.slots
-        return f"agent --join {join} --stay --refill {workers} --slots {self.slots} --host-name {name}"
+        own = "".join(f" --set {shlex.quote(text)}" for text in self.settings)
+        return f"agent --join {join} --stay --refill {workers} --slots {self.slots} --host-name {name}{own}"
 
 
-def host_script(launch: Launch, index: str, job: str, agent: str, again: str, *, alone: bool) -> str:
+FINAL = (1, 2, 126, 127)
+"""Exit codes after which no other try helps: failed, refused; the interpreter cannot be run, or is not there."""
+
+
+def host_script(
+    launch: Launch, index: str, job: str, agent: str, again: str, *, alone: bool, in_vain: str = "leaving="
+) -> str:
     """The shell script of one host: host 0 is the job's own.
 
     index: which host this is, in a shell's words. job, agent: arguments. again: what has the engine start this host
-    again. alone: a SIGTERM of the engine's comes to the shell alone, not to what it runs as well.
+    again. alone: a SIGTERM of the engine's comes to the shell alone, not to what it runs as well. in_vain: what is done
+    when it has waited in vain for the others; leaving=1 has it start again.
 
     SIGUSR1 means that the host is to go soon: an agent hands its workers over, the job takes a checkpoint.
     """
@@ -66,7 +77,8 @@ while :; do
 done
 case $code in
   0 | 130 | 143) ;;       # over, handed over, told to stop
-  1 | 2 | 3) leaving= ;;  # failed, refused, waited in vain: no use to try again
+  {" | ".join(map(str, FINAL))}) leaving= ;; # failed, refused, no such interpreter: no use to try again
+  3) {in_vain} ;; # waited in vain
   *) leaving=1 ;;         # killed
 esac
 if [ -n "$leaving" ] && [ ! -e "$dir/final/digest.json" ]; then

@@ -56,8 +56,10 @@ class HostProcess:
         found = Launch(*launch)
         words = arguments(found, self._number, job_at, self.where(towards)[0])
         command = own_command(MODULE, str(os.getpid()), *words)
+        command[0] = found.python or command[0]
         environment = {**_own_environment(), "EVERSTEP_TOKEN": token}
-        self._process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL)
+        folder = found.folder if os.path.isdir(found.folder) else None
+        self._process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, cwd=folder)
         return self._process.wait()
 
     def tell(self, number: int) -> None:

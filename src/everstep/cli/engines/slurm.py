@@ -16,6 +16,8 @@ from everstep.cli.engines.launch import Launch, host_script
 ADDRESS = "EVERSTEP_ADDRESS"
 _AGAIN = 'scontrol requeue "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"'
 """By that name: the SLURM_JOB_ID of one of the elements is that of the array, and all of it would be requeued."""
+_IN_VAIN = 'leaving=$(squeue -h -j "${SLURM_ARRAY_JOB_ID}_0" 2>/dev/null)'
+"""Started again only while host 0 is still to come."""
 
 
 def script(launch: Launch, extra: Sequence[str] = (), notice_s: int = 60) -> str:
@@ -43,7 +45,9 @@ def script(launch: Launch, extra: Sequence[str] = (), notice_s: int = 60) -> str
             "#!/bin/bash",
             *lines,
             "# One element of the array per host; element 0 runs the job itself. More: sbatch --array=4-5 of this.",
+            f"# Before it is submitted there is the folder {launch.run_dir}/launch, and 64 hex digits are in",
+            f"# {launch.run_dir}/token, for its owner alone: 'everstep launch' makes both where sbatch is.",
             f"address=${{{ADDRESS}:-$(hostname -I | cut -d' ' -f1)}} # of this host, for the others",
-            host_script(launch, "$SLURM_ARRAY_TASK_ID", job, agent, _AGAIN, alone=False),
+            host_script(launch, "$SLURM_ARRAY_TASK_ID", job, agent, _AGAIN, alone=False, in_vain=_IN_VAIN),
         ]
     )

@@ -31,7 +31,7 @@ _ALONE_S = 10.0
 _REMOTE = """\
 exec 3<&0
 read -r EVERSTEP_TOKEN <&3 && export EVERSTEP_TOKEN || exit 2
-cd {folder} || exit 2
+cd {folder} 2>/dev/null || cd {beside} || exit 2
 {words} 3<&- </dev/null &
 here=$!
 unset EVERSTEP_TOKEN
@@ -51,8 +51,8 @@ def remote_words(launch: Launch, number: int, address: str, port: int) -> str:
         words = launch.job_words(f"{shlex.quote(address)}:{port}")
     else:
         words = launch.agent_words(f"{shlex.quote(address)}:{port}", f"host-{number}")
-    folder = shlex.quote(str(Path(launch.run_dir).parent))
-    return _REMOTE.format(folder=folder, words=f"{shlex.join(launch.everstep)} {words}")
+    folder, beside = shlex.quote(launch.folder or "."), shlex.quote(str(Path(launch.run_dir).parent))
+    return _REMOTE.format(folder=folder, beside=beside, words=f"{shlex.join(launch.everstep)} {words}")
 
 
 @dataclass
