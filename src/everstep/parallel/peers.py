@@ -36,6 +36,8 @@ _WAIT_MS = 5
 _GRACE_S = 0.1
 _HEADER = struct.Struct("<Q40s")
 _RETRY_S = 0.01
+_AT_ONCE_BYTES = 32 << 10
+"""What the kernel of whoever is late takes in any case."""
 _BACKLOG = 1024
 
 
@@ -325,6 +327,7 @@ class _Talk:
         self._key = key
         header = _HEADER.pack(len(payload), key)
         self._out = memoryview(header + payload + seals.tag(header, payload))
+        self._size = len(self._out)
         self._in = bytearray(_HEADER.size)
         self._have = 0
         self._body = False
@@ -332,11 +335,19 @@ class _Talk:
     def events(self) -> int:
         """What to poll for; 0 when both directions are done."""
         done = self._body and self._have == len(self._in)
-        return (select.POLLOUT if self._out else 0) | (0 if done else select.POLLIN)
+        return (select.POLLOUT if len(self._out) > self._held else 0) | (0 if done else select.POLLIN)
+
+    @property
+    def _held(self) -> int:
+        """So many of the last bytes wait for the peer's header: it may come much later than we, and a kernel whose
+        reader takes nothing for `LINK_SILENT_S` counts as silent."""
+        return 0 if self._body or self._size <= _AT_ONCE_BYTES else self._size - _HEADER.size
 
     def send(self) -> None:
         with contextlib.suppress(BlockingIOError):
-            self._out = self._out[self.sock.send(self._out) :]
+            ready = self._out[: len(self._out) - self._held]
+            if ready:
+                self._out = self._out[self.sock.send(ready) :]
 
     def receive(self) -> None:
         """Never reads beyond the frame: the next one may be there already."""

@@ -19,12 +19,12 @@ import threading
 import time
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, NoReturn, Protocol
 
 import torch
 
-from everstep.base.errors import CollectiveAborted, ProtocolError
+from everstep.base.errors import CollectiveAborted, InvariantViolation, ProtocolError
 from everstep.base.ports import Node, OnTick
 from everstep.parallel.mesh import Batch, Transfer
 from everstep.parallel.peers import Meeting, PeerSockets
@@ -130,17 +130,19 @@ class SocketMesh:
         self._sent: list[_Parcel] = []
         self._posted: list[Batch] = []
         self._over = False
+        self._broken: Exception | None = None
         self._wake_r, self._wake_w = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._threads: list[threading.Thread] = []
 
     def connect(self) -> None:
         """Meet the others. Raises: CollectiveAborted."""
         self._peers.connect()
-        for worker_id, (sock, seals) in self._peers.lines().items():
-            self._lines[worker_id] = _Line(worker_id, sock, seals, deque())
+        lines = {w: _Line(w, sock, seals, deque()) for w, (sock, seals) in self._peers.lines().items()}
+        with self._changed:
+            self._lines = lines
         self._fence.check()
         for name, run in (("in", self._run_in), ("out", self._run_out)):
-            thread = threading.Thread(target=run, name=f"everstep-bulk-{name}", daemon=True)
+            thread = threading.Thread(target=self._guarded, args=(run,), name=f"everstep-bulk-{name}", daemon=True)
             self._threads.append(thread)
             thread.start()
 
@@ -183,7 +185,8 @@ class SocketMesh:
         return not (self._lost or self._over or self._fence.down)
 
     def fail(self) -> NoReturn:
-        """A connection has ended. Raises: CollectiveAborted naming the worker of the first one."""
+        """A connection has ended. Raises: CollectiveAborted naming the worker of the first one; InvariantViolation if
+        it is a thread of this mesh that could not go on."""
         self._fail(next(iter(self._lost), -1))
 
     def wait(self, batch: Batch) -> None:
@@ -280,6 +283,8 @@ class SocketMesh:
 
     def _fail(self, worker_id: int) -> NoReturn:
         """A peer that leaves because of a new plan closes its connections too: that plan may be on its way to us."""
+        if self._broken is not None:  # nobody else's fault
+            raise InvariantViolation(f"what moves bytes cannot go on: {self._broken!r}") from self._broken
         until = time.monotonic() + _GRACE_S
         while not self._fence.down and time.monotonic() < until:
             time.sleep(0.001)
@@ -311,6 +316,14 @@ class SocketMesh:
     def _tell_lost(self) -> None:
         if self._receiver is not None:
             self._receiver.lost()
+
+    def _guarded(self, run: Callable[[], None]) -> None:
+        """A thread that ends unforeseen, for want of memory perhaps, leaves nobody waiting for it."""
+        try:
+            run()
+        except Exception as error:
+            self._broken = error
+            self.cut()
 
     # ---- the thread that sends
 

@@ -14,9 +14,9 @@ from torch.distributed import HashStore, PrefixStore
 from everstep.base.config_keys import TlsConfig
 from everstep.base.errors import CollectiveAborted, InvariantViolation
 from everstep.parallel.fence import Fence
-from everstep.parallel.peers import _HEADER, Meeting, PeerSockets
+from everstep.parallel.peers import _AT_ONCE_BYTES, _HEADER, Meeting, PeerSockets, _Talk
 from everstep.parallel.reduction import batches
-from everstep.runtime.handshake import GREETING_BYTES, PEER, TAG_BYTES, Caller
+from everstep.runtime.handshake import GREETING_BYTES, PEER, TAG_BYTES, Caller, Seals
 from everstep.runtime.tls import Tls, shown_by
 from everstep.runtime.wire import HANDSHAKE_TIMEOUT_S, ends, recv_exact, secured
 
@@ -105,3 +105,26 @@ def test_batches_are_one_to_three_runs_side_by_side(first: int, last: int) -> No
     runs = batches(first, last)
     assert [b for lo, hi in runs for b in range(lo, hi)] == list(range(first, last))
     assert all(lo < hi for lo, hi in runs) and len(runs) <= 3
+
+
+@pytest.mark.parametrize("size", [_AT_ONCE_BYTES // 2, 3 * _AT_ONCE_BYTES])
+def test_no_more_is_sent_to_whoever_is_late_than_a_kernel_takes(size: int) -> None:
+    """One whose reader takes nothing for a while counts as silent, and the reader may still compute."""
+    ends = socket.socketpair()
+    for end in ends:
+        end.setblocking(False)
+    keys = b"a" * 32, b"b" * 32
+    early, late = _Talk(7, ends[0], Seals("peer", "", False, *keys), KEY, bytes(size)), None
+    early.send()
+    early.send()
+    whole = _HEADER.size + size + TAG_BYTES
+    assert len(ends[1].recv(1 << 20, socket.MSG_PEEK)) == (whole if whole <= _AT_ONCE_BYTES else _HEADER.size)
+    late = _Talk(3, ends[1], Seals("peer", "", False, *reversed(keys)), KEY, b"small")
+    while early.events() or late.events():
+        for talk in (late, early):
+            if talk.events():
+                talk.send()
+                talk.receive()
+    assert early.payload() == b"small" and late.payload() == bytes(size)
+    for end in ends:
+        end.close()

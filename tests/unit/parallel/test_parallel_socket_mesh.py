@@ -13,7 +13,7 @@ from parallel_cases import same_bits, together
 from torch.distributed import HashStore, PrefixStore
 
 from everstep.base.config_keys import TlsConfig
-from everstep.base.errors import CollectiveAborted
+from everstep.base.errors import CollectiveAborted, InvariantViolation
 from everstep.parallel.fence import Fence
 from everstep.parallel.peers import Meeting
 from everstep.parallel.socket_mesh import _HEAD, BlockNote, SocketMesh
@@ -180,3 +180,21 @@ def test_blocks_that_nobody_takes_end_the_generation(meshes: list[SocketMesh]) -
     with pytest.raises(CollectiveAborted, match="blocks that nobody here takes") as caught:
         meshes[1].wait(meshes[1].receive_apart((torch.empty(1), 3, 9)))
     assert caught.value.accused == (3,)
+
+
+def test_a_mesh_that_cannot_make_room_ends_its_own_worker(meshes: list[SocketMesh]) -> None:
+    """And not in a wait without an end, nor as a fault of the others."""
+
+    class Full:
+        def space(self, w: int, note: BlockNote, size: int) -> memoryview:
+            raise RuntimeError("not enough memory")
+
+        def came(self, note: BlockNote, size: int) -> None: ...
+
+        def lost(self) -> None: ...
+
+    meshes[1]._receiver = Full()
+    meshes[0].push(7, BlockNote(1, 0, 4, 0, True), torch.zeros(1000))
+    with pytest.raises(InvariantViolation, match="not enough memory"):
+        meshes[1].wait(meshes[1].receive_apart((torch.empty(1), 3, 9)))
+    assert not meshes[1].whole

@@ -533,6 +533,40 @@ def test_a_member_of_an_adopted_plan_that_never_comes_back_is_given_up():
     assert "did not come back" in again.report("worker_evicted")["reason"]
 
 
+def test_where_the_last_one_that_holds_the_state_is_gone_it_is_told():
+    """Who has come meanwhile has not settled yet."""
+    world = running(2, min_workers=2)
+    world.progress(0, 1, 40)
+    world.exited(1)
+    rejoined(world, 1, 1)
+    assert world.plan.joining == (1,)
+    world.exited(0)
+    rejoined(world, 0, 1)
+    world.entered(0, world.plan.generation, 1, 1)
+    told = world.report("fallback")
+    assert told["steps_redone"] == 40 and "every worker that held the training state was gone" in told["reason"]
+
+
+def test_a_joiner_that_has_healed_is_taken_where_nobody_else_holds_the_state():
+    world = World(workers=3, min_workers=2)
+    world.agent(0, 1, 2, 3, 4)
+    for worker in range(5):
+        world.hello(worker)
+    for worker in range(3):
+        world.entered(worker, 1, 1)
+    world.exited(3)
+    world.exited(2)
+    for worker in (0, 1):
+        world.entered(worker, 2, 41)
+    assert world.last(m.Heal, "w4.0") is not None
+    rejoined(world, 2, 1)
+    rejoined(world, 3, 1)
+    world.healed(4)
+    world.exited(1)
+    world.exited(0)
+    assert 4 in world.plan.worker_ids, "the others have not settled"
+
+
 def test_without_a_journal_the_members_plan_is_adopted():
     world = running()
     world.exited(2)

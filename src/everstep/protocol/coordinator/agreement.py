@@ -252,7 +252,8 @@ class JobProgress:
         """State was lost, or is in doubt: what the members go on from, and how many steps are done again."""
         reached, lost = self._fell_from or self.step, self.lost_stages
         source = f"a copy of step {step}" if step else "step 0, for there is no copy"
-        if self._fell_from:
+        all_gone = self._fell_from > 0 or (bool(lost) and plan.stages == 1)
+        if all_gone:
             source = f"the checkpoint of step {step}" if step else "step 0, for there is no checkpoint"
             what = f"every worker that held the training state was gone: all go on from {source}"
         elif self._doubt:
@@ -263,7 +264,7 @@ class JobProgress:
             what = f"stage {listed(lost)} had lost its whole pool: {who}, and every stage goes on from {source}"
         redone = max(0, reached - step)
         text = f"{what}: {redone} step{'s are' if redone != 1 else ' is'} done again, to the same bits"
-        from_what = "start" if not step else "checkpoint" if self._fell_from else "copy"
+        from_what = "start" if not step else "checkpoint" if all_gone else "copy"
         fields = {"step": step, "generation": plan.generation, "steps_redone": redone, "source": from_what}
         self._desk.report("fallback", Why(cause, text), **fields)
         self._fell_from, self.lost_stages, self._doubt = 0, (), None

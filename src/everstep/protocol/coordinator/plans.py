@@ -312,8 +312,10 @@ def _regroup(job: JobState) -> None:
     if len(members) > len(survivors):
         newcomers = [w.key.worker_id for w in members[len(survivors) :]]
         text += f"; worker {listed(newcomers)} takes part from here"
-    if lost:
+    if lost and agreement.plan.stages > 1:
         text += f"; stage {listed(lost)} has lost its whole pool: every stage goes back to the newest copy"
+    elif lost:
+        text += "; every worker that held the training state is gone: back to the newest copy"
     domain = job.agents.whereabouts.lost_domain((name, agent.host) for name, agent in job.agents.known.items())
     text = f"{domain}: {text}" if domain else text
     if not agreement.entered:  # what was to be restored before may still be nowhere
@@ -326,7 +328,7 @@ def _lost_stages(job: JobState, survivors: Sequence[Worker]) -> list[int]:
     """The stages of the plan that no survivor holds."""
     plan, new = job.agreement.plan, job.agreement.empty_handed()
     held = {stage for w in survivors if w.key.worker_id not in new for stage in plan.stages_of(w.key.worker_id)}
-    return [stage for stage in range(plan.stages) if stage not in held] if plan.stages > 1 else []
+    return [stage for stage in range(plan.stages) if stage not in held]
 
 
 def _newcomers(job: JobState, survivors: int, needed: int, lost: Sequence[int]) -> list[Worker]:
