@@ -120,8 +120,16 @@ _KNOWN = (
         *("mpirun", "PMI_RANK", "PMI_RANK", "PMI_SIZE", ("MPI_LOCALRANKID",), ("MPI_LOCALNRANKS",)),
         ("PMI_PORT", *_MEETING),
     ),
+    *(
+        _Known(name, rank, rank, size, ("LOCAL_RANK",), ("LOCAL_WORLD_SIZE",), _MEETING)
+        for name, rank, size in (
+            ("MVAPICH", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE"),
+            ("flux", "FLUX_TASK_RANK", "FLUX_JOB_SIZE"),
+            ("horovodrun", "HOROVOD_RANK", "HOROVOD_SIZE"),
+        )
+    ),
     _Known(
-        *("another launcher", "LOCAL_RANK", "RANK", "WORLD_SIZE", ("LOCAL_RANK",), ("LOCAL_WORLD_SIZE", "LOCAL_SIZE")),
+        *("another launcher", "RANK", "RANK", "WORLD_SIZE", ("LOCAL_RANK",), ("LOCAL_WORLD_SIZE", "LOCAL_SIZE")),
         ("GROUP_RANK", "NODE_RANK", "CROSS_RANK", *_MEETING),
     ),
 )
@@ -130,16 +138,29 @@ WORKER_MARK = "EVERSTEP_WORKER"
 _ITS_OWN = re.compile(
     r"TORCHELASTIC_\w+|(GROUP_|ROLE_|LOCAL_)?(RANK|WORLD_SIZE)|NODE_RANK|LOCAL_SIZE|CROSS_(RANK|SIZE)|ROLE_NAME"
     r"|MASTER_(ADDR|PORT)"
+    r"|MV2_COMM_WORLD_\w+|FLUX_(TASK_(RANK|LOCAL_ID)|JOB_SIZE)|HOROVOD_(LOCAL_|CROSS_)?(RANK|SIZE)"
     r"|SLURM_(PROCID|LOCALID|STEP_NUM_TASKS|STEP_TASKS_PER_NODE)|OMPI_COMM_WORLD_\w+|PMIX?_\w+|MPI_LOCALN?RANK\w*"
 )
 
 
 def foreign_launcher(environ: Mapping[str, str]) -> Foreign | None:
-    """Who has started this process as one of several, as its environment says; None if nobody has."""
+    """Who has started this process as one of several, as its environment says; None if nobody has.
+
+    Raises: ConfigError if that is no number where one should be: it may be one of several, then.
+    """
     for known in _KNOWN:
-        rank, size = (_number(environ, name) for name in (known.rank, known.size))
-        if known.sign not in environ or rank < 0 or size <= 1 or (known is _KNOWN[-1] and WORKER_MARK in environ):
+        if not {known.sign, known.rank, known.size} <= environ.keys() or (
+            known is _KNOWN[-1] and WORKER_MARK in environ
+        ):
             continue
+        rank, size = (_number(environ, name) for name in (known.rank, known.size))
+        if size in (0, 1):
+            continue
+        if rank < 0 or size < 0:
+            came = ", ".join(f"{name}={environ[name][:40]!r}" for name in (known.rank, known.size))
+            raise ConfigError(
+                f"expected numbers in the environment, as {known.launcher} sets them, got {came}: {INSTEAD}"
+            )
         local_rank = max((_number(environ, name) for name in known.local_rank), default=-1)
         local_size = max((_number(environ, name) for name in known.local_size), default=-1)
         if known.launcher == "srun":

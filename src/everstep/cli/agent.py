@@ -37,6 +37,7 @@ DOMAIN_HELP = f"What this host fails with: labels like rack=r1,nvlink=u7 (${VARI
 _OWN_GROUPS = ("security.", "control.etcd_")
 _OWN_KEYS = ("network.interface", "network.trusted", "hosts.wait_s")
 _ANSWER_S = 10.0
+_MOST_NAME_BYTES = 200
 _AGAIN_S = 1.0
 
 
@@ -49,7 +50,7 @@ _AGAIN_S = 1.0
     help="Where the job listens (run --listen), or may listen; or its control.etcd; or its directory.",
 )
 @click.option("--standby", is_flag=True, help="Of --join etcd[s]://: take over the job should its coordinator be lost.")
-@click.option("--slots", type=click.IntRange(1), help="Run so many workers at most (one per device, or 1).")
+@click.option("--slots", type=click.IntRange(1, 65_535), help="Run so many workers at most (one per device, or 1).")
 @click.option(
     "--token-file",
     type=click.Path(path_type=Path),
@@ -99,6 +100,8 @@ def command(
     config = own_settings(settings)
     if own is not None:
         check_own("--address", own)
+    if host_name is not None:
+        _check_name(host_name)
     if task is not None:
         task = parse_task(task).canonical
     if standby:
@@ -207,6 +210,16 @@ def refilled(target: int, most: int, room: int) -> int:
     return wanted if wanted > target else 0
 
 
+def _check_name(name: str) -> None:
+    try:
+        good = 0 < len(name.encode()) <= _MOST_NAME_BYTES and name.isprintable()
+    except UnicodeEncodeError:
+        good = False
+    if not good:
+        came = ascii(name[:40])
+        raise ConfigError(f"--host-name: expected 1 to {_MOST_NAME_BYTES} bytes of printable UTF-8, got {came}")
+
+
 def place(rank: int | None, size: int | None, address: str | None, port: int | None, listen: str | None) -> str:
     """Where hosts meet that are started one by one, each with its rank. Returns "address:port".
 
@@ -220,7 +233,7 @@ def place(rank: int | None, size: int | None, address: str | None, port: int | N
         raise ConfigError("--listen: expected it without --rank, where host 0 listens at --master-addr")
     if rank >= size:
         raise ConfigError(f"--rank: expected 0 to {size - 1} (--world-size {size}), got {rank}")
-    if size > 1 and str(address).startswith("127."):
+    if size > 1 and (str(address).startswith("127.") or address == "localhost"):
         raise ConfigError(f"--master-addr: expected an address that {size} hosts can reach, got {address} (loopback)")
     return f"{address}:{port}"
 

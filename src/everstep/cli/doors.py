@@ -17,10 +17,17 @@ EVERYWHERE = "0.0.0.0"
 
 
 def head_doors(
-    listen: str | None, told: str | None, given: Mapping[str, Any], *, local: bool
+    listen: str | None,
+    told: str | None,
+    given: Mapping[str, Any],
+    *,
+    local: bool,
+    slots: int | None = None,
+    world_size: int | None = None,
 ) -> tuple[dict[str, Any], int | None]:
     """listen: of `--listen`, where an interface may stand for its address. told: of `--address`. given: what is set of
-    the config, by dotted key. local: this host has workers, too.
+    the config, by dotted key. local: this host has workers, too. slots: so many, None for one per device. world_size:
+    how many hosts take part, None if that is not known.
 
     Returns the config keys that follow from these, and the port where agents may join, None if they may not.
 
@@ -32,9 +39,12 @@ def head_doors(
             raise ConfigError("--no-local-workers: expected --listen ADDR:PORT beside it, where agents can join")
         if told is not None:
             raise ConfigError("--address: expected it beside --listen 0.0.0.0:PORT: without that nobody is told")
+        if slots is not None:
+            raise ConfigError("--slots: expected --listen ADDR:PORT or --rank beside it: --workers says how many run")
         own = interface is not None and "network.address" not in given
         return ({"network.address": address_on(interface)} if own and interface is not None else {}), None
     host, port = parse_listen("--listen", listen)
+    all_hosts = {} if world_size is None else _for_all_hosts(given, world_size, slots)
     if host == EVERYWHERE:
         if told is None:
             raise ConfigError(
@@ -42,16 +52,18 @@ def head_doors(
                 "one of 'ip -4 addr'"
             )
         check_own("--address", told)
-        return {"network.listen": host, "network.address": told}, port
+        return {"network.listen": host, "network.address": told, **all_hosts}, port
     if told not in (None, host):
         raise ConfigError(f"--address: expected it beside --listen 0.0.0.0:PORT, got {told} beside {host}: drop it")
-    host = host if _is_address(host) else address_on(host)
+    if ":" in host:
+        raise ConfigError(f"--listen: expected an IPv4 address or an interface of this host, got IPv6: {host}")
+    host = host if _is_address(host) else address_on(host, "--listen")
     if interface is not None and interface_of(host) != interface:
         raise ConfigError(
             f"--listen: expected an address of the interface {interface} (network.interface), got {host}: "
             f"give {address_on(interface)}"
         )
-    return {"network.address": host}, port
+    return {"network.address": host, **all_hosts}, port
 
 
 def slots_here(given: Mapping[str, Any], world_size: int | None) -> int:
@@ -63,6 +75,15 @@ def slots_here(given: Mapping[str, Any], world_size: int | None) -> int:
         return default_slots()
     workers = given.get("workers") or default_workers(given) or 1
     return max(default_slots(), -(-workers // hosts))
+
+
+def _for_all_hosts(given: Mapping[str, Any], world_size: int, slots: int | None) -> dict[str, Any]:
+    """Config keys that follow from `--world-size` where nobody says them: all of these hosts are waited for, and each
+    has work. given: what is set of the config, by dotted key. slots: workers of this host, None for one per device."""
+    found: dict[str, Any] = {} if "hosts.min" in given else {"hosts.min": world_size}
+    if "workers" not in given and default_workers(given) is None:
+        found["workers"] = world_size * (slots or default_slots())
+    return found
 
 
 def _is_address(text: str) -> bool:

@@ -9,7 +9,7 @@ import os
 import re
 import shlex
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -77,6 +77,7 @@ from everstep.runtime.admission import cannot_strike
 from everstep.runtime.commands import run_lock
 from everstep.runtime.etcd_access import taken_secrets
 from everstep.runtime.fork_server_client import EarlyForkServer
+from everstep.runtime.interfaces import check_own
 from everstep.runtime.tls import check_tls
 from everstep.sinks.notices import check_notify
 from everstep.sinks.sink import check_installed as check_sinks
@@ -157,7 +158,12 @@ class _Run(click.Command):
 @click.option("--listen", metavar="ADDR:PORT", help="Let agents join there; port 0 is any. Sets network.address.")
 @click.option("--address", "told", metavar="IP", help="Of --listen 0.0.0.0:PORT: which address others are told.")
 @click.option(
-    "--slots", type=click.IntRange(1), help="Of --listen, --rank: workers on this host at most (one per device, or 1)."
+    "--slots",
+    type=click.IntRange(1, 65_535),
+    help="Of --listen, --rank: workers here at most (one per device, or 1).",
+)
+@click.option(
+    "--token-file", type=click.Path(path_type=Path), help="File with the job's token. Sets security.token_file."
 )
 @click.option("--domain", metavar="K=V,...", help=DOMAIN_HELP)
 @click.option("--rank", type=click.IntRange(0), help="Which of the hosts this is: the job's head is on 0.")
@@ -189,6 +195,7 @@ def command(
     listen: str | None,
     told: str | None,
     slots: int | None,
+    token_file: Path | None,
     domain: str | None,
     rank: int | None,
     world_size: int | None,
@@ -210,21 +217,21 @@ def command(
     spec = parse_task(task)
     if argv and spec.kind != "script":
         raise ConfigError(f"only a script takes arguments of its own, got {' '.join(argv)!r} for task {task!r}")
-    options["metrics.listen"] = metrics
+    options |= {"metrics.listen": metrics, "security.token_file": None if token_file is None else str(token_file)}
     domains = found_domains(domain, os.environ)
     if rank is not None or world_size is not None or master_addr is not None or master_port is not None:
         listen = place(rank, world_size, master_addr, master_port, listen)
-    layers = [(str(config_file), read_config_file(config_file))] if config_file is not None else []
-    layers += [(f"--set {text}", dict([parse_set(text)])) for text in settings]
+    layers = _layers(config_file, settings)
     foreign = foreign_launcher(os.environ)
     if foreign is not None and rank is None:
         if listen is not None:
             raise ConfigError(f"--listen: expected none, as hosts meet by themselves: {foreign.words()}")
         return adopt(foreign, spec.short, click.get_current_context().meta[_ARGS], load_config(layers))
+    given = read_layers([*layers, ("options", _said(options))])
     if rank and listen is not None:
-        given = read_layers([*layers, ("options", _said(options))])
-        return take_part_in(listen, slots or slots_here(given, world_size), load_config(layers), domains)
-    doors, port = head_doors(listen, told, read_layers(layers), local=not no_local_workers)
+        room, own = slots or slots_here(given, world_size), load_config(layers)
+        return _follow(listen, room, own, domains, token_file, run_dir, told, spec, dry_run=dry_run)
+    doors, port = head_doors(listen, told, given, local=not no_local_workers, slots=slots, world_size=world_size)
     options |= doors
     layers.append(("options", _said(options)))
     request = Request(tuple(layers), batch_size, simulate_failure)
@@ -242,9 +249,34 @@ def command(
     server = EarlyForkServer(threads if isinstance(threads, int) else 1, ("torch",) if dry_run else PRELOAD)
     with contextlib.closing(server):
         first = spec, argv, request, run_dir, server, fresh, as_json, dashboard, public
-        local = not no_local_workers
-        invocation = Invocation(*first, port, token, local, slots or 0, key, domains, secrets)
+        invocation = Invocation(*first, port, token, not no_local_workers, slots or 0, key, domains, secrets)
         return _run_or_show(invocation, dry_run)
+
+
+def _layers(config_file: Path | None, settings: Sequence[str]) -> list[tuple[str, dict[str, Any]]]:
+    found = [(str(config_file), read_config_file(config_file))] if config_file is not None else []
+    return [*found, *((f"--set {text}", dict([parse_set(text)])) for text in settings)]
+
+
+def _follow(
+    head: str,
+    room: int,
+    config: Config,
+    domains: Mapping[str, str],
+    token_file: Path | None,
+    run_dir: Path | None,
+    own: str | None,
+    spec: TaskSpec,
+    *,
+    dry_run: bool,
+) -> int:
+    """Be one of the other hosts that are started with a rank, and run what was said here."""
+    if dry_run:
+        raise ConfigError("--dry-run: expected it with --rank 0, where it is decided who does what")
+    if own is not None:
+        check_own("--address", own)
+    task = spec.canonical
+    return take_part_in(head, room, config, domains, token_file=token_file, run_dir=run_dir, own=own, task=task)
 
 
 def _said(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -30,4 +30,4 @@ def token_in(path: Path) -> bytes:
     except OSError as error:
         raise ConfigError(f"cannot read the token in {path}: {error.strerror or error}") from None
     except (ProtocolError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--token-file: {error}") from None
+        raise ConfigError(f"--token-file (security.token_file): {error}") from None

@@ -156,6 +156,8 @@ class Joining:
         host, _, port = self.address.rpartition(":")
         if not host or not port.isdecimal() or not 0 < int(port) <= 65535:
             raise ConfigError(f"--join: expected ADDR:PORT like 127.0.0.1:29400, got {self.address!r}")
+        if ":" in host:
+            raise ConfigError(f"--join: expected an IPv4 address or a name, got the IPv6 address {host}")
         return host, int(port)
 
     def to_json(self) -> str:

@@ -33,8 +33,8 @@ def addresses() -> dict[str, str]:
     return found
 
 
-def address_on(interface: str) -> str:
-    """The first IPv4 address of an interface.
+def address_on(interface: str, key: str = "network.interface") -> str:
+    """The first IPv4 address of an interface. key: what it comes from.
 
     Raises: ConfigError naming those that there are.
     """
@@ -44,8 +44,7 @@ def address_on(interface: str) -> str:
             return address
     there = ", ".join(f"{name} ({address})" for address, name in known.items())
     raise ConfigError(
-        f"network.interface: expected an interface of this host with an IPv4 address, got {interface!r}: "
-        f"there are {there}"
+        f"{key}: expected an interface of this host with an IPv4 address, got {interface!r}: there are {there}"
     )
 
 

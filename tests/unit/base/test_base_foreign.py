@@ -45,8 +45,9 @@ def test_who_has_started_it(environ: dict[str, str], found: tuple[object, ...], 
         {**TORCHRUN, "WORLD_SIZE": "1", "RANK": "0"},
         {**SRUN, "SLURM_STEP_NUM_TASKS": "1"},
         {"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_JOB_ID": "7"},  # the script of a batch
-        {"RANK": "zero", "WORLD_SIZE": "²", "LOCAL_RANK": "0"},
-        {"RANK": "1", "WORLD_SIZE": "9" * 5000, "LOCAL_RANK": "0"},
+        {"RANK": "-1", "WORLD_SIZE": "1", "LOCAL_RANK": "-1"},
+        {"WORLD_SIZE": "4", "MASTER_ADDR": "h"},
+        {"RANK": "3"},
         {"EVERSTEP_WORKER": "1", "RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"},
         {},
     ],
@@ -59,6 +60,8 @@ def test_who_stands_alone(environ: dict[str, str]) -> None:
     ("environ", "words"),
     [
         ({"LOCAL_RANK": "0", "RANK": "0", "WORLD_SIZE": "2"}, "does not say how many of them are on this host"),
+        ({"FLUX_TASK_RANK": "0", "FLUX_JOB_SIZE": "2", "FLUX_TASK_LOCAL_ID": "0"}, "started by flux as process 0 of 2"),
+        ({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "5"}, "does not say how many of them"),
         ({**TORCHRUN, "LOCAL_RANK": "2"}, "which cannot be"),
         ({**TORCHRUN, "RANK": "0"}, "which cannot be"),
         ({**TORCHRUN, "RANK": "4"}, "which cannot be"),
@@ -72,6 +75,15 @@ def test_what_cannot_become_one_job_is_refused(environ: dict[str, str], words: s
     with pytest.raises(ConfigError, match=words) as caught:
         foreign.check()
     assert "everstep agent --join" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("rank", "size"), [("zero", "²"), ("1", "9" * 5000), ("-1", "2"), ("0", ""), ("abc", "xyz"), ("1.0", "2")]
+)
+def test_numbers_that_are_none_are_refused(rank: str, size: str) -> None:
+    with pytest.raises(ConfigError, match="expected numbers in the environment") as caught:
+        foreign_launcher({"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"})
+    assert len(str(caught.value)) < 500 and "\n" not in str(caught.value)
 
 
 def test_what_a_launcher_says_to_a_script_is_not_the_scripts() -> None:

@@ -119,6 +119,9 @@ def test_where_nothing_can_listen() -> None:
             check_network(load_config([]), taken.getsockname()[1])
 
 
+MEETING = ["--world-size", "2", "--master-addr", "10.0.0.1", "--master-port", "5"]
+
+
 @pytest.mark.parametrize(
     ("argv", "expected"),
     [
@@ -130,6 +133,13 @@ def test_where_nothing_can_listen() -> None:
             "expected it without --rank",
         ),
         (["--rank", "1", "--world-size", "2", "--master-addr", "10.0.0.1", "--master-port", "5"], "the job's token"),
+        (["--rank", "1", *MEETING, "--dry-run"], "--dry-run: expected it with --rank 0"),
+        (["--rank", "1", *MEETING, "--address", "9.9.9.9"], "--address: expected one of this host's addresses"),
+        (["--rank", "1", *MEETING, "--token-file", "none"], "cannot read the token in none"),
+        (["--rank", "0", "--world-size", "2", "--master-addr", "localhost", "--master-port", "5"], "(loopback)"),
+        (["--slots", "4"], "--slots: expected --listen ADDR:PORT or --rank beside it"),
+        (["--listen", "localhost:0"], "--listen: expected an interface of this host"),
+        (["--listen", "[::1]:0"], "got IPv6: ::1"),
     ],
 )
 def test_hosts_that_are_started_with_a_rank(
@@ -227,3 +237,15 @@ def test_whoever_is_on_the_way_out_is_no_other_job(
     answers.append(error)
     with pytest.raises(ConfigError):
         wait_for_job(**words, config=load_config([]))
+
+
+@pytest.mark.parametrize("name", ["", "a\nb", "\udcff", "x" * 300])
+def test_a_name_that_no_job_can_show_is_refused(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, words = said(capsys, "agent", "--join", "127.0.0.1:1", "--host-name", name)
+    assert code == 2 and "--host-name: expected 1 to 200 bytes" in words and words.count("\n") == 1, words
+
+
+def test_an_address_of_the_sixth_version_is_no_place_to_wait_for_a_job(capsys: pytest.CaptureFixture[str]) -> None:
+    for address in ("[::1]:29400", "::1:29400"):
+        code, words = said(capsys, "agent", "--join", address, "--token-file", "none")
+        assert code == 2 and "got the IPv6 address" in words and words.count("\n") == 1, words

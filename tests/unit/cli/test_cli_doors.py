@@ -111,7 +111,7 @@ def said(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str]:
         (["--address", "127.0.0.1"], "--address: expected it beside --listen 0.0.0.0:PORT"),
         (["--listen", "8.8.8.8:0"], "network.address: expected an address of a private network, got 8.8.8.8 (public)"),
         (["--listen", f"{NOBODYS}:0"], f"network.address: expected an address of this host, got {NOBODYS}"),
-        (["--listen", "nowhere0:0"], "network.interface: expected an interface of this host"),
+        (["--listen", "nowhere0:0"], "--listen: expected an interface of this host"),
         (["--listen", "lo:0", "--set", "network.interface=eth77"], "expected an interface of this host"),
         (["--listen", "lo:0", "--set", "hosts.min=2"], "expected an address that 2 hosts (hosts.min) can reach"),
         (["--set", "network.interface=eth77"], "network.interface: expected an interface of this host"),
@@ -345,6 +345,18 @@ def test_how_many_workers_a_host_runs_if_nobody_says(monkeypatch: pytest.MonkeyP
     ):
         monkeypatch.setattr("everstep.runtime.devices.device_count", lambda devices=devices: devices)
         assert slots_here(given, world_size) == slots, (devices, given, world_size)
+
+
+def test_hosts_that_are_started_one_by_one_are_all_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("everstep.runtime.devices.device_count", lambda: 4)
+    for given, slots, found in (
+        ({}, None, {"hosts.min": 3, "workers": 12}),
+        ({"workers": 5}, None, {"hosts.min": 3}),
+        ({"stages": 2}, 1, {"hosts.min": 3}),
+        ({"hosts.min": 2}, 2, {"workers": 6}),
+    ):
+        doors, port = head_doors("10.0.0.1:5", None, given, local=True, slots=slots, world_size=3)
+        assert (doors, port) == ({"network.address": "10.0.0.1", **found}, 5)
 
 
 def test_an_agent_offers_so_many_and_warns_of_a_clock_that_is_off(
