@@ -132,13 +132,16 @@ class Carrier:
                 if pause_s:
                     self._changed.wait(pause_s)
                     continue
-            piece = None
+            piece, failed = None, False
             with contextlib.suppress(OSError):
                 self._note_told()
+            try:
                 piece = self._next()
+            except OSError:
+                failed = True
             with self._changed:
                 if piece is None:
-                    self._idle = True
+                    self._idle = not failed
                     self._looks += 1
                     self._changed.notify_all()
                     self._changed.wait(_LOOK_S)
@@ -147,14 +150,27 @@ class Carrier:
             self._send(piece)
 
     def _next(self) -> FilePiece | None:
-        """The next thing to say; None if all has arrived."""
-        for load in self._found():
-            piece = self._piece(load)
+        """The next thing to say; None if all has arrived. What cannot be read holds up nothing else.
+
+        Raises: OSError if there is nothing to say but of that.
+        """
+        failed: OSError | None = None
+        for name, file in self._found():
+            try:
+                load = self._load(name, file)
+                piece = self._piece(load)
+            except FileNotFoundError:  # it has been replaced, or rotated away
+                continue
+            except OSError as error:
+                failed = error
+                continue
             if piece is not None:
                 with self._changed:
                     self._waiting, self._deadline_s = load, time.monotonic() + _ANSWER_S
                     self._sent = (load.path, load.source, len(piece.data))
                 return piece
+        if failed is not None:
+            raise failed
         return None
 
     def _piece(self, load: _Load) -> FilePiece | None:
@@ -179,13 +195,12 @@ class Carrier:
             digest=load.digest,
         )
 
-    def _found(self) -> Iterator[_Load]:
-        """All files that are to be brought; one that was replaced by another begins anew."""
-        for name, file in sorted(self._files(), key=lambda item: (item[1].name in _ORDER, item[0] != EVENTS_FILE)):
-            with contextlib.suppress(OSError):
-                yield self._load(name, file)
+    def _found(self) -> list[tuple[str, Path]]:
+        """All files that are to be brought, in the order in which they are."""
+        return sorted(self._files(), key=lambda item: (item[1].name in _ORDER, item[0] != EVENTS_FILE))
 
     def _load(self, name: str, file: Path) -> _Load:
+        """What is known of a file; one that was replaced by another begins anew."""
         found = file.stat()
         whole = WHOLE.fullmatch(name) is not None
         key = (found.st_ino, found.st_size, found.st_mtime_ns) if whole else (found.st_ino,)
@@ -193,9 +208,10 @@ class Carrier:
         if load is None or load.key != key:
             rotates = METRICS.fullmatch(name) or OUTPUT.fullmatch(name)
             source = f"{self._source}-{found.st_ino}" if rotates else self._source
-            load = self._loads[name] = _Load(name, source, whole, key, file=file)
+            load = _Load(name, source, whole, key, file=file)
             if whole:
                 load.size, load.digest = found.st_size, digest_of(file)
+            self._loads[name] = load
         return load
 
     def _files(self) -> Iterator[tuple[str, Path]]:
@@ -214,13 +230,17 @@ class Carrier:
         """Now and then, and in the end."""
         told, now_s = self._told, time.monotonic()
         if told != self._told_noted and (self._closed or now_s > self._note_s):
+            self._note_s = now_s + _NOTE_S
             write_atomically(self._folder / TOLD_FILE, json.dumps({"through": told}) + "\n")
-            self._told_noted, self._note_s = told, now_s + _NOTE_S
+            self._told_noted = told
 
     def _note(self, load: _Load) -> None:
+        """What this host's own disk refuses is noted at a later look; nothing else waits for it."""
         if self._arrived.get(load.path) != load.digest:
-            self._arrived[load.path] = load.digest
-            write_atomically(self._folder / HELD_FILE, json.dumps(self._arrived) + "\n")
+            arrived = {**self._arrived, load.path: load.digest}
+            with contextlib.suppress(OSError):
+                write_atomically(self._folder / HELD_FILE, json.dumps(arrived) + "\n")
+                self._arrived = arrived
 
 
 def _read(path: Path, at: int, most: int) -> bytes:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import queue
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from everstep.observe.events import EventLog, read_events
+from everstep.observe.events import EventLog, format_event, read_events
 from everstep.protocol import messages as m
 from everstep.protocol.messages import FilePiece, PieceTaken
 from everstep.runtime import carrier as carrier_module
+from everstep.runtime.address import write_atomically
 from everstep.runtime.carrier import HELD_FILE, TOLD_FILE, Carrier
 from everstep.runtime.files_desk import FilesDesk, Pages
 from everstep.runtime.gathering import ASK_AGAIN, Receiving, digest_of
@@ -235,3 +238,43 @@ def test_a_host_begins_without_a_word_of_an_earlier_run(tmp_path: Path) -> None:
     (tmp_path / TOLD_FILE).write_text('{"through": 1000}')
     Carrier(tmp_path, SOURCE, "host2", lambda piece: None).close()
     assert not (tmp_path / TOLD_FILE).exists()
+
+
+def test_a_host_whose_disk_is_full_brings_what_it_has(wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(path: Path, text: str) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(carrier_module, "write_atomically", full)
+    (wire.job / "events.jsonl").write_bytes(format_event("step_committed", 1, {"step": 4}))
+    (wire.own / "events.jsonl").write_bytes(format_event("step_committed", 2, {"step": 5}))
+    (wire.own / "final").mkdir()
+    (wire.own / "final" / "digest.json").write_text("{}")
+    (wire.own / "rehearsed.json").write_text("{}")
+    assert wire.carrier.finish(PATIENCE_S)
+    assert steps(wire.job) == [4, 5]
+    assert (wire.job / "final" / "digest.json").read_text() == "{}"
+    monkeypatch.setattr(carrier_module, "write_atomically", write_atomically)
+    assert wire.carrier.finish(PATIENCE_S), "there is room again, and all of it is noted"
+    assert set(json.loads((wire.own / HELD_FILE).read_text())) == {"final/digest.json", "rehearsed.json"}
+
+
+def test_what_cannot_be_read_has_not_arrived_and_holds_up_nothing_else(
+    wire: Wire, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked = threading.Semaphore(0)
+
+    def damaged(path: Path) -> str:
+        if path.name == "rehearsed.json":
+            looked.release()
+            raise OSError(errno.EIO, "Input/output error")
+        return digest_of(path)
+
+    monkeypatch.setattr(carrier_module, "digest_of", damaged)
+    (wire.own / "rehearsed.json").write_text("{}")
+    (wire.own / "dataset.json").write_text("{}")
+    while not (wire.job / "dataset.json").exists():
+        assert looked.acquire(timeout=PATIENCE_S)
+    assert not wire.carrier.finish(0.5)
+    monkeypatch.setattr(carrier_module, "digest_of", digest_of)
+    assert wire.carrier.finish(PATIENCE_S)
+    assert (wire.job / "rehearsed.json").exists()
