@@ -283,6 +283,8 @@ class Transfers:
         """Follow nobody any more."""
         for feed in self._feeds:
             self._view.cutter.close(feed.connection)
+            for other in feed.others:  # who was followed may have gone before they were begun with
+                other.close()
         self._feeds, self._offers = [], []
 
 

@@ -17,12 +17,14 @@ from everstep.base.plan import Member, Plan, Seat
 from everstep.base.ports import Piece, Reduced
 from everstep.exact.image import BLOCK_BYTES, sizes_of
 from everstep.exact.state import ModelState
+from everstep.protocol.driver import operations as do
 from everstep.protocol.step_types import Key, Pieces, Record
 from everstep.runtime.peer import PeerConnection, PeerServer, peer_connect
 from everstep.train import taking
 from everstep.train.executor import Cutter, Unusable
 from everstep.train.heal import Donor, FollowedStep, Held, Offer, ReceivedOffer, StageGradient, next_item
 from everstep.train.taking import Taker
+from everstep.train.transfers import Transfers
 
 TOKEN = b"x" * 32
 RECORDS = {1: Record(0, b"r")}
@@ -362,6 +364,31 @@ def test_healing_begins_anew_if_who_is_followed_dies(peers, several):
     with pytest.raises((EverstepError, OSError)):
         copying.offered(asked)  # the others give the rest, but there is no feed
         next_item(asked.connection, {0: 3})
+
+
+def test_nothing_is_left_open_if_who_is_followed_dies_before_it_has_answered(peers, several):
+    copying, members = taker(), [peer.member for peer in peers]
+    view = copying._view
+    view.step, view.phase, view.link.host = 0, lambda *said: None, "host"
+    view.stages.want = view.stages.keep = lambda stages: None
+    transfers = Transfers(view, *(None for _ in range(5)))
+
+    def die() -> None:
+        for peer in peers:
+            assert peer.asked.wait(GENEROUS_S)
+        peers[0].die()
+
+    thread = threading.Thread(target=die)
+    thread.start()
+    with pytest.raises(CollectiveAborted):
+        transfers.open_feeds(do.OpenFeeds(1, 1, 7, ((tuple(members), (0,)),)))
+    thread.join()
+    assert len(view.cutter._open) == len(members)
+    transfers.close_feeds()
+    assert not view.cutter._open
+    for peer in peers[1:]:
+        peer.offer(Shown(make_state()))
+        assert not peer.given, "nobody is there to take it"
 
 
 def test_a_small_state_is_followed_as_it_comes(peers):
