@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from everstep.base import readable
 from everstep.runtime import process
 from everstep.runtime.control import ControlClient
 from everstep.runtime.fork_server_client import ForkServerClient
@@ -72,11 +73,11 @@ def _messages() -> None:
 
 def _looks() -> None:
     """Modules have this function under its own name."""
-    looked = process.readable
-    _after(process, "readable", 0.05)
+    looked = readable.readable
+    _after(readable, "readable", 0.05)
     for name, module in list(sys.modules.items()):
         if name.startswith("everstep.") and getattr(module, "readable", None) is looked:
-            setattr(module, "readable", process.readable)  # noqa: B010
+            setattr(module, "readable", readable.readable)  # noqa: B010
 
 
 KINDS: dict[str, Callable[[], None]] = {

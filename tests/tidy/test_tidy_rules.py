@@ -41,6 +41,8 @@ BAD: list[tuple[Rule, str, str]] = [
     (rules.unguarded, "everstep.cli.x", "text = (run_dir / 'job.json').read_text()"),
     (rules.unguarded, "everstep.cli.x", "shown = Console(stderr=True)"),
     (rules.held, "everstep.chaos.x", "os.kill(pid, signal.SIGSTOP)"),
+    (rules.limited_waits, "everstep.data.x", "import select\nselect.select([fd], [], [], 0)"),
+    (rules.limited_waits, "everstep.data.x", "from select import select"),
     (rules.held, "everstep.chaos.x", "run(f'kill -STOP {pid}')"),
     (rules.held, "everstep.runtime.x", "Popen([OUTLIVES_WORKERS, '-c', script])"),
     (rules.own_processes, "everstep.cli.x", "import sys\ncommand = [sys.executable, '-m', 'everstep']"),

@@ -17,6 +17,7 @@ EACH = [
     rules.pickles,
     rules.own_processes,
     rules.held,
+    rules.limited_waits,
     rules.unguarded,
     rules.unfinished,
     rules.parsed_reasons,

@@ -280,6 +280,16 @@ def held(source: Source) -> Iterator[str]:
             yield f"{source.path}:{node.lineno}: {node.value!r}; use everstep.runtime.letting_go"
 
 
+def limited_waits(source: Source) -> Iterator[str]:
+    """`select` fails for descriptors from 1024 up, which processes with many connections have."""
+    for line, name in imports(source):
+        if name == "select.select":
+            yield f"{source.path}:{line}: select; use everstep.base.readable"
+    for node in source.nodes:
+        if isinstance(node, ast.Attribute) and ast.unparse(node) == "select.select":
+            yield f"{source.path}:{node.lineno}: select.select; use everstep.base.readable"
+
+
 def rooms_without_name(modules: Iterable[str]) -> Iterator[str]:
     """A room is named for what lives there."""
     for module in modules:

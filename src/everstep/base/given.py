@@ -12,12 +12,13 @@ import errno
 import json
 import math
 import os
-import select
 import stat
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, BinaryIO
+
+from everstep.base.readable import readable
 
 MOST_BYTES = 16 << 20
 """Of a file that is read whole, unless said otherwise."""
@@ -61,8 +62,7 @@ def _drained(fd: int, most_bytes: int) -> bytes:
     data = bytearray()
     deadline_s = time.monotonic() + _PIPE_PATIENCE_S
     while len(data) <= most_bytes:
-        ready, _, _ = select.select([fd], [], [], max(0.0, deadline_s - time.monotonic()))
-        if not ready:
+        if not readable([fd], deadline_s - time.monotonic()):
             raise OSError(errno.ETIMEDOUT, "it is a pipe, and nobody ends it")
         with contextlib.suppress(BlockingIOError):
             chunk = os.read(fd, _PORTION_BYTES)

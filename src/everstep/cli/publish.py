@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import signal
 import sys
 import time
@@ -16,6 +15,7 @@ import click
 from everstep.base.cause import Cause
 from everstep.base.config_keys import NOTICES, SINKS
 from everstep.base.errors import ConfigError
+from everstep.base.readable import readable
 from everstep.cli.main import complain
 from everstep.observe.events import EventLog
 from everstep.report.history import History
@@ -93,7 +93,7 @@ def _once(publication: Publication, running: bool) -> str:
 
 def _input_ended(seconds: float) -> bool:
     """Waits for the end of standard input: the job is over, or the process that ran it is gone."""
-    ready, _, _ = select.select([sys.stdin], [], [], seconds)
+    ready = readable([sys.stdin.fileno()], seconds)
     if ready:
         signal.alarm(_LAST_WORDS_S)  # what hangs now would hang for ever
     return bool(ready)

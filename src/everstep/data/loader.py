@@ -6,7 +6,6 @@ a batch that was not prepared is loaded at once.
 
 from __future__ import annotations
 
-import select
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ import torch
 
 from everstep.base.config_keys import LoaderConfig
 from everstep.base.errors import TaskError
+from everstep.base.readable import readable
 from everstep.data.batch import aligned, pinned
 from everstep.data.process import Failure, LoaderDied, LoaderProcess
 from everstep.exact.seeding import derive, preserve_rng, sample_seed, seed_all
@@ -171,8 +171,8 @@ class LaneLoader:
 
     def _collect(self) -> None:
         """Take in what has been answered, without waiting."""
-        while self._slots and (readable := select.select([s.process for s in self._slots], [], [], 0)[0]):
-            for slot in [s for s in self._slots if s.process in readable]:
+        while ready := readable([slot.process.fileno() for slot in self._slots], 0.0):
+            for slot in [slot for slot in self._slots if slot.process.fileno() in ready]:
                 self._receive(slot)
 
     def _receive(self, slot: _Slot) -> None:

@@ -12,7 +12,6 @@ import ctypes
 import gc
 import os
 import pickle
-import select
 import signal
 import socket
 import stat
@@ -27,6 +26,7 @@ from typing import Any, NamedTuple
 import torch
 
 from everstep.base.errors import TaskError
+from everstep.base.readable import readable
 from everstep.data.batch import pack, unpack
 from everstep.exact.seeding import seed_all
 
@@ -75,7 +75,7 @@ class LoaderProcess:
         self.pid = 0
         for _ in range(_ATTEMPTS):
             self._start(load)
-            if select.select([self._socket], [], [], _READY_LIMIT_S)[0]:
+            if readable([self._socket.fileno()], _READY_LIMIT_S):
                 try:
                     self.receive()
                     return
@@ -97,7 +97,7 @@ class LoaderProcess:
         self.pid, self._socket = pid, ours
 
     def fileno(self) -> int:
-        """For select: readable when a reply is there, or the process has died."""
+        """Readable when a reply is there, or the process has died."""
         return self._socket.fileno()
 
     def ask(self, ticket: int, step: int, lane: int) -> None:
@@ -190,7 +190,7 @@ def _serve(channel: socket.socket, load: Callable[[int, int], Any]) -> None:
     _reply(channel, _READY_TICKET, torch.zeros(1), failed=False)
     queue: deque[tuple[int, int, int]] = deque()
     while True:
-        while not queue or select.select([channel], [], [], 0)[0]:
+        while not queue or readable([channel.fileno()], 0.0):
             message = channel.recv(_REQUEST.size)
             if not message:
                 return

@@ -19,9 +19,9 @@ import msgspec
 from everstep.base.cause import Cause
 from everstep.base.errors import EverstepError, ProtocolError, check
 from everstep.base.plan import Rank, WorkerKey
+from everstep.base.readable import readable
 from everstep.runtime.board import Board
 from everstep.runtime.context import WorkerContext
-from everstep.runtime.process import readable
 
 MOST_BYTES = 1 << 16
 """Of a command or an answer: what is larger goes by other ways."""

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from everstep.base.errors import EverstepError, ProtocolError
 from everstep.base.plan import Plan
+from everstep.base.readable import readable
 from everstep.protocol.lease.terms import Terms
 from everstep.protocol.messages import AnyMessage, Heartbeat, JobEnded, Progress, TermBegun, decode, encode
 from everstep.protocol.telling import Listener
@@ -362,7 +363,7 @@ class ControlClient:
         """Wait, unless closing or a new address ends it; a message that is queued meanwhile does not."""
         end = time.monotonic() + seconds
         while not self._closing and (left := end - time.monotonic()) > 0:
-            select.select([self._wake_r], [], [], min(left, FIRST_BACKOFF_S))
+            readable([self._wake_r], min(left, FIRST_BACKOFF_S))
             self._clear_wake()
             if self._signature() != self._seen:
                 return

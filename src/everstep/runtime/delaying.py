@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-import select
 import socket
 import struct
 import subprocess
@@ -24,7 +23,8 @@ from collections import deque
 from math import inf
 
 from everstep.base.errors import ConfigError
-from everstep.runtime.process import lasting_command, readable
+from everstep.base.readable import readable
+from everstep.runtime.process import lasting_command
 
 MODULE = "everstep.runtime.delaying"
 MARK = 0x65767374
@@ -144,7 +144,7 @@ def carry(end: int, own: bytes, link: socket.socket, queue: PacketQueue) -> None
             except OSError:  # no room, or the link is down: lost, as on any
                 continue
         if there:
-            select.select([end], [], [], queue.due_in(time.monotonic()))
+            readable([end], queue.due_in(time.monotonic()))
 
 
 def _take(end: int, own: bytes, queue: PacketQueue) -> bool:

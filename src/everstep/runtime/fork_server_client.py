@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from everstep.base.errors import EverstepError
+from everstep.base.readable import readable
 from everstep.runtime.board import MAX_ROWS, create_board_memory
 from everstep.runtime.context import Handed, WorkerContext
-from everstep.runtime.process import Pinged, own_command, pinned_environment, readable, unreaped_status, why_ended
+from everstep.runtime.process import Pinged, own_command, pinned_environment, unreaped_status, why_ended
 
 MODULE = "everstep.runtime.fork_server"
 _DEATH_WAIT_S = 5.0

@@ -20,6 +20,7 @@ from typing import Any
 from everstep.base.cause import Cause, Why
 from everstep.base.config import load_config
 from everstep.base.errors import ConfigError, EverstepError
+from everstep.base.readable import readable
 from everstep.protocol.messages import (
     AgentRefused,
     AnyMessage,
@@ -54,7 +55,6 @@ from everstep.runtime.process import (
     die_with_parent,
     machine,
     raise_descriptor_limit,
-    readable,
     taking_signals,
 )
 from everstep.runtime.tls import Tls, shown_by

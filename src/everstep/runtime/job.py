@@ -21,6 +21,7 @@ from typing import Any
 from everstep.base.cause import Cause, Why
 from everstep.base.config import Config, to_dict
 from everstep.base.given import read_json
+from everstep.base.readable import readable
 from everstep.base.strikes import Strike
 from everstep.protocol.coordinator.commands import MOST_ASKED
 from everstep.protocol.messages import (
@@ -50,7 +51,7 @@ from everstep.runtime.address import (
 from everstep.runtime.control import ControlClient
 from everstep.runtime.handshake import role_token
 from everstep.runtime.places import HOSTS_FILE, leave_word
-from everstep.runtime.process import Inbox, Pinged, last_line, raise_descriptor_limit, readable, taking_signals
+from everstep.runtime.process import Inbox, Pinged, last_line, raise_descriptor_limit, taking_signals
 from everstep.runtime.succession import Lead, Succession
 from everstep.runtime.supervisor import CoordinatorProcess, LocalHost, Supervised
 from everstep.runtime.tls import Tls, shown_by

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import select
 import socket
 import struct
 import threading
@@ -18,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from everstep.base.errors import CollectiveAborted, EverstepError, ProtocolError, check
+from everstep.base.readable import readable
 from everstep.runtime.handshake import PEER, TAG_BYTES, Seals, peer_keys
 from everstep.runtime.listening import listen
 from everstep.runtime.porch import Complaints, Porch
@@ -59,7 +59,8 @@ class PeerConnection:
     def readable(self, timeout_s: float) -> bool:
         """Whether something can be read within the timeout."""
         there = isinstance(self._sock, TlsSocket) and self._sock.pending() > 0
-        return there or bool(select.select([self._sock], [], [], timeout_s)[0])
+        fd = self._sock.fileno()
+        return there or fd < 0 or bool(readable([fd], timeout_s))  # of a closed one, that is what is said next
 
     def send_json(self, value: Any) -> None:
         """Send a small JSON-able value."""

@@ -7,7 +7,6 @@ import ctypes
 import fcntl
 import os
 import resource
-import select
 import signal
 import sys
 import threading
@@ -19,6 +18,7 @@ from typing import Generic, TypeVar
 
 from everstep.base.cause import Cause, Why
 from everstep.base.given import open_given
+from everstep.base.readable import readable
 
 OUTLIVES_WORKERS = "everstep-continue"
 """First word, or what a program of ours is told first, of a process that does not end with the worker that has started
@@ -320,15 +320,6 @@ class Inbox(Generic[T]):
         wake, self._wake = self._wake, -1
         os.close(wake)
         os.close(self.fd)
-
-
-def readable(fds: Iterable[int], timeout_s: float) -> set[int]:
-    """Those of these descriptors that can be read, or have come to an end; negative ones are passed over."""
-    poller = select.poll()
-    for fd in fds:
-        if fd >= 0:
-            poller.register(fd, select.POLLIN)
-    return {fd for fd, _ in poller.poll(max(0.0, timeout_s) * 1000)}
 
 
 @contextlib.contextmanager

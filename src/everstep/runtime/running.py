@@ -12,9 +12,9 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 
+from everstep.base.readable import readable
 from everstep.runtime.board import Row
 from everstep.runtime.fork_server import ForkedCell
-from everstep.runtime.process import readable
 
 _DEATH_WAIT_S = 2.0
 

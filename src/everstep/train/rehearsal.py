@@ -26,10 +26,11 @@ from everstep.base.config import Config, device_of
 from everstep.base.errors import EverstepError
 from everstep.base.given import read_given, read_json
 from everstep.base.plan import Plan
+from everstep.base.readable import readable
 from everstep.protocol import messages as wire
 from everstep.runtime.address import CHECKPOINTS_DIR, write_atomically
 from everstep.runtime.fork_server import redirect_output
-from everstep.runtime.process import close_descriptors, die_with_parent, readable, why_ended
+from everstep.runtime.process import close_descriptors, die_with_parent, why_ended
 from everstep.train.importing import import_from_script
 from everstep.train.link import Deliver, Hello, LoneLink
 from everstep.train.places import Places

@@ -22,9 +22,10 @@ from pathlib import Path
 
 from everstep.base.errors import ConfigError
 from everstep.base.given import read_given, read_json
+from everstep.base.readable import readable
 from everstep.runtime.address import write_atomically
 from everstep.runtime.fork_server import redirect_output
-from everstep.runtime.process import close_descriptors, die_with_parent, own_command, pinned_environment, readable
+from everstep.runtime.process import close_descriptors, die_with_parent, own_command, pinned_environment
 from everstep.train.link import LaunchedLink
 from everstep.train.reachable import of_user
 from everstep.train.rehearsal import IN_REHEARSAL, LIMIT_S, LifeLink, Rehearsal, Rehearsed, run_script

@@ -10,8 +10,9 @@ from collections.abc import Callable
 
 import pytest
 
+from everstep.base.readable import readable
 from everstep.runtime.board import Board
-from everstep.runtime.process import Pinged, readable, unreaped_status
+from everstep.runtime.process import Pinged, unreaped_status
 from everstep.runtime.running import Running
 
 PATIENCE_S = 60.0

@@ -19,8 +19,9 @@ from math import inf
 from pathlib import Path
 
 from everstep.base.errors import ConfigError
+from everstep.base.readable import readable
 from everstep.cli.engines.launch import Launch
-from everstep.runtime.process import Inbox, readable, taking_signals
+from everstep.runtime.process import Inbox, taking_signals
 
 FIRST_AGAIN_S = 1.0
 MOST_AGAIN_S = 60.0
