@@ -70,8 +70,7 @@ class ReplicaLink:
         try:
             lacking = self._replica.take(message)
         except OSError:  # a full disk, say
-            held = self._replica.held()
-            lacking = {piece.path: held.get(piece.path, ("", 0))[1] for piece in message.pieces} or {"": 0}
+            lacking = self._replica.there(message.pieces) or {"": 0}
         if not message.rest and not lacking:
             with self._changed:
                 self._in_step_s = asked_s

@@ -72,6 +72,11 @@ class Replica:
         with self._lock:
             return {path: (version, self._size(path)) for path, version in self._versions.items()}
 
+    def there(self, pieces: Iterable[ReplicaPiece]) -> dict[str, int]:
+        """How much there is of the files that these pieces are of, in the versions that these are of."""
+        with self._lock:
+            return {piece.path: self._there(piece) for piece in pieces}
+
     def take(self, message: ReplicaPieces) -> dict[str, int]:
         """What the head has sent. Returns how much there is of files for which a piece had no effect: it comes again.
 
@@ -84,7 +89,7 @@ class Replica:
             lacking: dict[str, int] = {}
             for piece in message.pieces:
                 if not self._put(piece):
-                    lacking[piece.path] = self._size(piece.path)
+                    lacking[piece.path] = self._there(piece)
             if not (message.rest or lacking or self._complete):
                 self._remember(complete=True)
                 shutil.rmtree(self._folder / _BEFORE, ignore_errors=True)
@@ -151,6 +156,10 @@ class Replica:
         self._versions[piece.path] = piece.version
         self._remember()
         return True
+
+    def _there(self, piece: ReplicaPiece) -> int:
+        """Nothing of a file counts that is here in another version."""
+        return self._size(piece.path) if self._versions.get(piece.path) == piece.version else 0
 
     def _size(self, path: str) -> int:
         """What counts of a file; of one that is still coming nothing does."""

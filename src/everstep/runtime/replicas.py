@@ -132,10 +132,13 @@ class Supply:
         return [piece for piece, _ in self._sent], rest
 
     def confirm(self, lacking: Mapping[str, int]) -> None:
-        """The host has answered."""
+        """The host has answered. A file of which it has nothing is begun anew, also one that is empty."""
         for piece, version in self._sent:
             there = lacking.get(piece.path, piece.at + len(piece.data))
-            self._held[piece.path] = (version, there)
+            if there or piece.path not in lacking:
+                self._held[piece.path] = (version, there)
+            else:
+                self._held.pop(piece.path, None)
         self._sent = []
 
     def _piece(self, want: Wanted) -> ReplicaPiece | None:

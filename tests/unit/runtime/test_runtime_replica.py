@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 from pathlib import Path
 
@@ -148,6 +149,63 @@ def test_pieces_that_do_not_fit_have_no_effect(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="symbolic"):
         take("ledger/worker-0-0.jsonl")
     assert (tmp_path / "data").read_bytes() == b"x\n"
+
+
+@pytest.mark.parametrize("new", ["what is new", "longer than it was before", "short"])
+def test_a_file_that_did_not_fit_comes_again(
+    job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, new: str
+) -> None:
+    """A whole one is there as it was until all of the new one is; one that grows is begun anew."""
+    own = tmp_path / "own"
+    own.mkdir()
+    (job / "job.json").write_text("what was old")
+    (job / "logs" / "output.log").write_text("what was old\n")
+    replica = Replica(own)
+    fill(job, replica)
+    supply = Supply(job, PLACE, ReplicaHello(host="h", place=PLACE, held=replica.held()))
+    for name in ("job.json", "logs/output.log"):
+        (tmp_path / "new").write_text(f"{new}\n")
+        os.replace(tmp_path / "new", job / name)
+
+    def bring() -> bool:
+        pieces, _ = supply.next()
+        message = ReplicaPieces(place=PLACE, number=1, pieces=pieces)
+        try:
+            lacking = replica.take(message)
+        except OSError:
+            lacking = replica.there(pieces)
+        supply.confirm(lacking)
+        return bool(pieces)
+
+    write, replace = os.pwrite, os.replace
+
+    def full(*arguments: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    for name, refuses in (
+        ("pwrite", lambda fd, data, at: write(fd, data[:3], at)),
+        ("pwrite", full),
+        ("replace", full),
+    ):
+        with monkeypatch.context() as now:
+            now.setattr(os, name, refuses)
+            assert bring(), "it is sent again"
+        assert (own / "job.json").read_text() == "what was old"
+    while bring():
+        assert os.replace is replace
+    assert files(own) == files(job)
+
+
+def test_an_empty_file_that_was_not_taken_comes_again(job: Path) -> None:
+    (job / "job.json").write_text("")
+    supply = Supply(job, PLACE, ReplicaHello(host="h", place=PLACE, held={}))
+    for _ in range(2):
+        pieces, _ = supply.next()
+        assert "job.json" in {piece.path for piece in pieces}
+        supply.confirm({"job.json": 0})
+    supply.next()
+    supply.confirm({})
+    assert "job.json" not in {piece.path for piece in supply.next()[0]}
 
 
 def test_what_a_replica_lacks_is_decided_by_versions_and_sizes() -> None:
