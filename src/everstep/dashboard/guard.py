@@ -24,6 +24,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from everstep.base.doors import is_loopback
 from everstep.base.errors import ConfigError
 from everstep.base.given import read_given
+from everstep.runtime.address import drafted
 
 TOKEN_HEADER = "x-everstep-token"
 TOKEN_PARAMETER = "token"
@@ -82,14 +83,11 @@ def kept_token(path: Path, like: str | None = None) -> str | None:
 
 
 def _make_token(path: Path, token: str) -> None:
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "w") as file:
+    with drafted(path) as draft:
+        with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "w") as file:
             file.write(token)
         with contextlib.suppress(FileExistsError):  # another process was quicker
             os.link(draft, path)
-    finally:
-        draft.unlink(missing_ok=True)
 
 
 class Guard:

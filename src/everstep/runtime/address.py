@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -88,7 +90,19 @@ def coordinator_here(path: Path, own: str) -> int:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Readers see the old content or the new one, never a part."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(text)
-    os.replace(temporary, path)
+    """Readers see the old content or the new one, never a part. Raises: OSError; then nothing is left of it."""
+    with drafted(path) as draft:
+        draft.write_text(text)
+        os.replace(draft, path)
+
+
+@contextlib.contextmanager
+def drafted(path: Path) -> Iterator[Path]:
+    """Where to write a file before it gets its name: beside it, where nobody else writes, on another host of the same
+    directory neither. Nothing is left there."""
+    draft = path.with_name(f".{path.name}.{secrets.randbits(64)}")
+    try:
+        yield draft
+    finally:
+        with contextlib.suppress(OSError):
+            draft.unlink(missing_ok=True)

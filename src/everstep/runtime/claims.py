@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 from everstep.base.given import read_given
+from everstep.runtime.address import drafted
 
 FOLDER = "chaos"
 _NAME = re.compile(r"[0-9][0-9.-]{0,40}")
@@ -20,12 +21,10 @@ def claim(run_dir: Path, name: str, text: str) -> tuple[bool, str]:
     folder = run_dir / FOLDER
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / name
-    draft = path.with_name(f".{name}.{os.getpid()}")
-    draft.write_text(text)
-    try:
-        os.link(draft, path)
-    except FileExistsError:
-        return False, read_given(path, _MOST_BYTES).decode(errors="replace")
-    finally:
-        draft.unlink()
+    with drafted(path) as draft:
+        draft.write_text(text)
+        try:
+            os.link(draft, path)
+        except FileExistsError:
+            return False, read_given(path, _MOST_BYTES).decode(errors="replace")
     return True, text

@@ -26,6 +26,7 @@ from everstep.exact.extra_state import is_extra, to_file, unpack
 from everstep.exact.image import BLOCK_BYTES, Scatter, entries_of, write_blocks
 from everstep.exact.state import ModelState
 from everstep.protocol.driver.operations import Finish
+from everstep.runtime.address import drafted
 from everstep.runtime.peer import PeerConnection
 from everstep.train import heal
 from everstep.train.view import WorkerView
@@ -47,11 +48,11 @@ def write_final(run_dir: Path, tensors: Mapping[str, Tensor], model_digest: str,
 
 
 def _put(path: Path, write: Callable[[Path], object]) -> None:
-    partial = path.with_name(f".{path.stem}-{os.getpid()}.partial")
-    write(partial)
-    with partial.open("rb") as file:
-        os.fsync(file.fileno())
-    os.replace(partial, path)
+    with drafted(path) as draft:
+        write(draft)
+        with draft.open("rb") as file:
+            os.fsync(file.fileno())
+        os.replace(draft, path)
 
 
 def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
