@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -239,3 +240,36 @@ def test_over_tls_people_need_their_token_alone_and_all_others_a_certificate(run
     reasons = [e["reason"] for e in read_events(run_dir / "events.jsonl") if e["kind"] == "warning"]
     assert 1 <= len(reasons) <= 4 and not any("\n" in reason for reason in reasons), reasons
     assert "expected a certificate of who claims the role 'agent', it showed none" in reasons[0]
+
+
+def test_one_that_is_started_again_while_the_disk_is_full_serves(tmp_path: Path) -> None:
+    """Nothing can be written: where it is, is told when there is room; until then it is where the one before it was."""
+    wire.write_token(tmp_path / "token", wire.new_token())
+    (tmp_path / "job.json").write_text(json.dumps({"config": to_dict(load_config([("test", {})]))}))
+    path = tmp_path / "coordinator.json"
+    command = [sys.executable, "-m", "everstep.runtime.coordinator_main", str(tmp_path)]
+    first = subprocess.Popen(command)
+    while not path.exists():
+        assert first.poll() is None
+        time.sleep(0.005)
+    first.kill()
+    first.wait()
+    port = read_address(path).port
+    full = "import resource as r, os, sys; r.setrlimit(r.RLIMIT_FSIZE, (0, -1)); os.execv(sys.argv[1], sys.argv[1:])"
+    again = subprocess.Popen([sys.executable, "-c", full, *command, "--port", str(port)])
+    try:
+        end = time.monotonic() + PATIENCE_S
+        while time.monotonic() < end and again.poll() is None:
+            with contextlib.suppress(EverstepError, OSError):
+                assert ask(tmp_path, "status")["state"] == "starting"
+                break
+            time.sleep(0.005)
+        assert again.poll() is None and read_address(path).pid == first.pid
+        resource.prlimit(again.pid, resource.RLIMIT_FSIZE, (-1, -1))
+        while time.monotonic() < end and read_address(path).pid != again.pid:
+            time.sleep(0.005)
+        assert (read_address(path).pid, read_address(path).port) == (again.pid, port)
+        assert not list(tmp_path.glob(".coordinator.json.*"))
+    finally:
+        again.kill()
+        again.wait()

@@ -102,7 +102,7 @@ class EventLog:
             self._close()
             if self._waiting or self._lost:
                 count = self._waiting.count(b"\n") + self._lost
-                _say(f"{count} events of process {os.getpid()} are lost: {self.path} could not be written")
+                say(f"everstep: {count} events of process {os.getpid()} are lost: {self.path} could not be written")
                 self._waiting.clear()
                 self._lost = 0
 
@@ -121,7 +121,7 @@ class EventLog:
             self._close()  # the file may have been replaced or the mount come back: open anew next time
             if not self._told:
                 said = f"cannot write {self.path}: {error.strerror or error}"
-                _say(f"{said}; events wait until it works again, training goes on")
+                say(f"everstep: {said}; events wait until it works again, training goes on")
             self._told = True
             return False
         self._lost, self._told = 0, False
@@ -145,9 +145,10 @@ class EventLog:
         return format_event("warning", None, {**self._defaults, "cause": Cause.DISK, "reason": reason})
 
 
-def _say(text: str) -> None:
-    with contextlib.suppress(OSError, ValueError):  # it may lie on the same disk
-        print(f"everstep: {text}", file=sys.stderr, flush=True)
+def say(text: str) -> None:
+    """A line on stderr, which may go to a file on a disk that is full: then it is lost, and nothing else is."""
+    with contextlib.suppress(OSError, ValueError):
+        print(text, file=sys.stderr, flush=True)
 
 
 def format_event(kind: str, time_unix_ns: int | None, fields: dict[str, Any]) -> bytes:

@@ -69,7 +69,6 @@ from everstep.runtime.address import (
     JOB_FILE,
     TOKEN_FILE,
     address_of,
-    announce,
 )
 from everstep.runtime.coordinator_setup import coordinator_config, job_facts, scripted_strikes
 from everstep.runtime.files_desk import FilesDesk, Pages
@@ -81,7 +80,17 @@ from everstep.runtime.porch import Complaints, Strangers
 from everstep.runtime.process import die_with_parent, raise_descriptor_limit
 from everstep.runtime.replica import OWN_FOLDER
 from everstep.runtime.replicas import Replicas
-from everstep.runtime.standing import EtcdStore, InOrder, JournalStore, Post, Tenure, open_journal, warn
+from everstep.runtime.standing import (
+    EtcdStore,
+    InOrder,
+    JournalStore,
+    Post,
+    Tenure,
+    decline,
+    make_known,
+    open_journal,
+    warn,
+)
 from everstep.runtime.tls import Tls, TlsPipe, shown_by
 
 MAX_STRANGERS = 2048
@@ -513,7 +522,11 @@ async def serve(place: Post) -> None:
     bound = listener.sockets[0].getsockname()
     where = address_of(host, bound[1], *((config.security.tls.mode, shown.ca) if shown is not None else ()))
     tenure, journal = await open_journal(place, config, token, where, own, premises)
-    term, lacking = journal.fence(), premises.taken(config.checkpoint.disk.path)
+    term = journal.fence()
+    try:
+        lacking = premises.taken(config.checkpoint.disk.path)
+    except OSError as error:
+        return await decline(cast(Tenure, tenure), own, error)
     events = EventLog(run_dir / EVENTS_FILE)
     sudden = tenure is not None and tenure.sudden
     rules = coordinator_config(config, term, scripted_strikes(job), sudden=sudden)
@@ -521,7 +534,8 @@ async def serve(place: Post) -> None:
     board = Switchboard(job_facts(run_dir, job, 0 if place.owner else place.parent))
     server = ControlServer(coordinator, board, journal, events, token, Tls.of(shown), tenure)
     await listener.start_serving()
-    announce(run_dir / COORDINATOR_FILE, where)
+    known = asyncio.get_running_loop().create_task(make_known(run_dir / COORDINATOR_FILE, where, events))
+    await asyncio.sleep(0)  # it has been tried once before anything else is done
     if journal.entries and coordinator.job.progress.ended is None:
         report_restart(events, coordinator, journal, place)
     if isinstance(journal, EtcdStore):
@@ -532,6 +546,7 @@ async def serve(place: Post) -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(*RARELY)
+    await known
     await asyncio.Event().wait()
 
 

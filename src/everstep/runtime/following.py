@@ -6,11 +6,11 @@ Also which directory a coordinator would lead in, and whether it may.
 from __future__ import annotations
 
 import os
-import sys
 import threading
 import time
 from pathlib import Path
 
+from everstep.observe.events import say
 from everstep.protocol.messages import AnyMessage
 from everstep.protocol.messages_base import ReplicaHeld, ReplicaHello, ReplicaPieces
 from everstep.protocol.roles import JOB
@@ -92,11 +92,9 @@ class Premises:
     def saw(self, word: str) -> None:
         """Somebody leads now, in the directory that this is the word of; "" if it is not said."""
         if word and word not in (self.word, word_in(self._run_dir)):
-            print(
+            say(
                 f"another host leads the job, in a directory of its own: what is in {self._run_dir} is of before; "
-                "everstep agent --join etcd://... --standby takes part again, and catches up",
-                file=sys.stderr,
-                flush=True,
+                "everstep agent --join etcd://... --standby takes part again, and catches up"
             )
             os._exit(MOVED)
 

@@ -21,6 +21,7 @@ from everstep.base.cause import Cause, Why
 from everstep.base.config import load_config
 from everstep.base.errors import ConfigError, EverstepError
 from everstep.base.readable import readable
+from everstep.observe.events import say
 from everstep.protocol.messages import (
     AgentRefused,
     AnyMessage,
@@ -376,7 +377,7 @@ def _over(ended: JobEnded | None, joining: Joining, leaving: bool) -> Left:
 
 
 def _say(words: str) -> None:
-    print(f"everstep agent: {words}", file=sys.stderr, flush=True)
+    say(f"everstep agent: {words}")
 
 
 def take_part(joining: Joining, token: bytes, look: Callable[[], Where | None] | None = None) -> Left:

@@ -6,6 +6,7 @@ entries that cannot be written wait in memory and go first with the next that ca
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import stat
@@ -42,8 +43,9 @@ class Journal:
         self._waiting = b""
         self.pending = 0
         if self.cut_bytes:
-            os.ftruncate(self._fd, self._end)
-            os.fsync(self._fd)
+            with contextlib.suppress(OSError):  # of a disk that is full still: what is left is written over
+                os.ftruncate(self._fd, self._end)
+                os.fsync(self._fd)
 
     def append(self, entry: dict[str, Any]) -> bool:
         """Write and sync an entry. Returns False if the disk refused; the entry then waits for the next append."""

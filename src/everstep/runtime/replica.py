@@ -61,9 +61,10 @@ class Replica:
         with self._lock:
             before = self._folder / _BEFORE
             if not self._complete and before.is_dir():
-                for path in replicated(self._folder):
-                    (self._folder / path).unlink()
-                _move(before, self._folder)
+                if replicated(before):  # else it has taken its place, and that could not be noted
+                    for path in replicated(self._folder):
+                        (self._folder / path).unlink()
+                    _move(before, self._folder)
                 self._remember(complete=True)
             shutil.rmtree(before, ignore_errors=True)
 
@@ -102,14 +103,14 @@ class Replica:
         until that is again: who fills it may be lost meanwhile."""
         draft, before, complete = self._folder / _DRAFT, self._folder / _BEFORE, self._complete
         shutil.rmtree(draft, ignore_errors=True)
-        self.place, self._versions = place, {}
         self._coming.clear()
-        self._remember(complete=False)
+        self._remember(complete=False, begun="")  # so that what fails, or is killed, before all has gone is done again
         _move(self._folder, draft)
         if complete:
             shutil.rmtree(before, ignore_errors=True)
             os.replace(draft, before)
         shutil.rmtree(draft, ignore_errors=True)
+        self._remember(begun=place)
 
     def _begin_versions(self, pieces: Iterable[ReplicaPiece]) -> None:
         """Files that are other ones by now are begun anew, before that is remembered."""
@@ -169,10 +170,14 @@ class Replica:
             return (self._folder / path).stat().st_size
         return 0
 
-    def _remember(self, complete: bool | None = None) -> None:
-        self._complete = self._complete if complete is None else complete
-        said = {"place": self.place, "complete": self._complete, "versions": self._versions}
+    def _remember(self, complete: bool | None = None, begun: str | None = None) -> None:
+        """begun: it is a replica of that directory from now on, of which it has nothing. Raises: OSError; then it is
+        as it was."""
+        complete = self._complete if complete is None else complete
+        place, versions = (self.place, self._versions) if begun is None else (begun, {})
+        said = {"place": place, "complete": complete, "versions": versions}
         write_atomically(self._folder / REPLICA_FILE, json.dumps(said) + "\n")
+        self.place, self._versions, self._complete = place, versions, complete
 
 
 def _move(source: Path, target: Path) -> None:

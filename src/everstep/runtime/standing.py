@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import os
 import signal
-import sys
 import time
 from collections.abc import Awaitable, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +20,7 @@ from everstep.base.cause import Cause, Why
 from everstep.base.config import Config
 from everstep.base.errors import ProtocolError
 from everstep.base.etcd_address import EtcdAddress
-from everstep.observe.events import EventLog
+from everstep.observe.events import EventLog, say
 from everstep.protocol.coordinator.types import CoordinatorEffect
 from everstep.protocol.lease.candidate import SECOND_NS, Candidate
 from everstep.protocol.lease.held import HeldEffects
@@ -48,6 +47,7 @@ DEPOSED = 4
 _AGAIN_S = 0.05
 _KNOCK_S = 0.1
 _LOOK_S = 0.25
+_ANNOUNCE_S = 1.0
 _RESIGN_S = 1.0
 _SAY_EVERY_S = 10.0
 _MOST_WORD = 64
@@ -315,7 +315,7 @@ class InOrder:
 
 def stand_down(reason: str) -> None:
     """End this process at once: nothing that it would still say counts."""
-    print(f"everstep coordinator: it is not the one that decides any more: {reason}", file=sys.stderr, flush=True)
+    say(f"everstep coordinator: it is not the one that decides any more: {reason}")
     os._exit(DEPOSED)
 
 
@@ -379,7 +379,8 @@ async def open_journal(
     def seen(holder: dict[str, Any]) -> None:
         if holder != mine:  # that is announced when it listens
             premises.saw(place_of(holder))
-            announce(path, checked_where(holder), anew=True)
+            with contextlib.suppress(OSError):  # a full disk, say; it is said again
+                announce(path, checked_where(holder), anew=True)
 
     tenure = Tenure(etcd, Candidate(place.owner, mine, lease_s), seen, premises.may_lead)
 
@@ -395,13 +396,36 @@ async def open_journal(
     return tenure, EtcdStore(etcd, term, await tenure.load(), deposed)
 
 
-async def _resign(tenure: Tenure) -> None:
+async def _resign(tenure: Tenure, exit_code: int = 0) -> None:
     with contextlib.suppress(TimeoutError):
         await asyncio.wait_for(tenure.resign(), _RESIGN_S)
-    os._exit(0)
+    os._exit(exit_code)
+
+
+async def make_known(path: Path, where: dict[str, Any], events: EventLog) -> None:
+    """Say in the run directory where this coordinator is, be it later: what the disk refuses is tried again. Meanwhile
+    it is found where its predecessor was, whose port it has if nobody else took that."""
+    warned = False
+    while True:
+        try:
+            return announce(path, where)
+        except OSError as error:
+            if not warned:
+                warned = True
+                text = f"cannot write {path} ({error.strerror or error}): the coordinator serves, and tries again; who"
+                warn(events, Why(Cause.DISK, f"{text} looks for it there finds where the one before it was"))
+        await asyncio.sleep(_ANNOUNCE_S)
+
+
+async def decline(tenure: Tenure, events: EventLog, error: OSError) -> None:
+    """This host has the lease, and cannot write what makes its directory the job's: others may have it, and its next
+    life stands by again."""
+    text = f"this host cannot lead the job ({error.strerror or error}, {error.filename}): it lets others have the lease"
+    warn(events, Why(Cause.DISK, text))
+    await _resign(tenure, DEPOSED)
 
 
 def warn(events: EventLog, why: Why) -> None:
-    """Tell whoever looks."""
-    print(why.reason, file=sys.stderr, flush=True)
+    """Tell whoever looks. Never raises for the disk's sake."""
+    say(why.reason)
     events.write("warning", **vars(why))

@@ -93,3 +93,20 @@ def test_a_full_disk_delays_entries_but_loses_none(tmp_path: Path, monkeypatch: 
     assert journal.append({"n": 4})
     assert journal.pending == 0
     assert Journal(path).entries == [{"n": 1}, {"n": 2}, {"n": 3}, {"n": 4}]
+
+
+def test_a_torn_tail_is_passed_over_where_the_disk_does_not_let_it_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "journal"
+    path.write_bytes(format_entry(ENTRIES[1]) + b"0000 torn, and longer than what comes next" * 9)
+
+    def full(*arguments: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as disk:
+        disk.setattr(os, "ftruncate", full)
+        journal = Journal(path)
+    assert journal.entries == [ENTRIES[1]] and journal.append(ENTRIES[2])
+    journal.close()
+    assert Journal(path).entries == ENTRIES[1:3]

@@ -13,6 +13,7 @@ from everstep.observe.events import EventLog
 from everstep.protocol.messages import AnyMessage, FilePiece, PieceTaken
 from everstep.protocol.messages_base import ReplicaHeld, ReplicaHello, ReplicaPiece, ReplicaPieces
 from everstep.runtime import replicas
+from everstep.runtime.address import write_atomically
 from everstep.runtime.files_desk import FilesDesk
 from everstep.runtime.following import MOVED, Premises, premises_of
 from everstep.runtime.gathering import digest_of
@@ -194,6 +195,53 @@ def test_a_file_that_did_not_fit_comes_again(
     while bring():
         assert os.replace is replace
     assert files(own) == files(job)
+
+
+def test_what_has_taken_its_place_again_is_kept_though_that_could_not_be_noted(
+    job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path, text: str) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    own = tmp_path / "own"
+    own.mkdir()
+    replica = Replica(own)
+    fill(job, replica)
+    replica.take(ReplicaPieces(place=OTHER, number=1, pieces=[], rest=True))
+    with monkeypatch.context() as disk, pytest.raises(OSError, match="No space"):
+        disk.setattr("everstep.runtime.replica.write_atomically", full)
+        replica.fall_back()
+    again = Replica(own)
+    assert again.state(None).usable
+    again.fall_back()
+    assert files(own) == files(job) and again.state(None).complete
+
+
+@pytest.mark.parametrize("refused", [1, 2])
+def test_a_replica_that_could_not_begin_anew_is_no_mixture(
+    job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: int
+) -> None:
+    own, other = tmp_path / "own", tmp_path / "other"
+    for folder in (own, other):
+        folder.mkdir()
+    (other / "job.json").write_text("{}")
+    replica, count = Replica(own), 0
+    fill(job, replica)
+
+    def full(path: Path, text: str) -> None:
+        nonlocal count
+        count += 1
+        if count == refused:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write_atomically(path, text)
+
+    monkeypatch.setattr("everstep.runtime.replica.write_atomically", full)
+    with pytest.raises(OSError, match="No space"):
+        fill(other, replica, OTHER)
+    assert replica.state(None).usable, "what was complete is there still"
+    assert Replica(own).place == replica.place != OTHER
+    fill(other, replica, OTHER)
+    assert files(own) == files(other)
 
 
 def test_an_empty_file_that_was_not_taken_comes_again(job: Path) -> None:
