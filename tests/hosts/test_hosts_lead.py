@@ -181,7 +181,7 @@ def test_the_host_that_leads_is_cut_off_and_comes_back(led_jobs: LedJobs) -> Non
 def test_a_person_takes_over(led_jobs: LedJobs) -> None:
     """Without etcd; and not as long as there is somebody to take over from."""
     job = led_jobs.head("--no-local-workers", workers=4, until=TAKEN)
-    agents = [led_jobs.agent(2), led_jobs.agent(3)]
+    agents = [led_jobs.agent(2, "--run-dir", str(job.run_dir)), led_jobs.agent(3)]
     job.wait_for("generation_started", lambda e: len(e["workers"]) == 4)
     job.wait_for("step_committed", lambda e: e["step"] >= 5)
     assert led_jobs.takeover(2).wait(120) == 2

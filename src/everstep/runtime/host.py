@@ -199,7 +199,7 @@ class Host:
             host=self._joining.host,
             token=role_token(self._secrets.token, WORKER, str(WorkerKey(worker_id, incarnation))).hex(),
             peer_token=role_token(self._secrets.token, PEER).hex(),
-            coordinator_file=str(self._coordinator_file.resolve()),
+            coordinator_file=str(self.coordinator_file.resolve()),
             board_fd=self._board.fd,
             config=self.facts.config,
             task=self.facts.task,
@@ -213,7 +213,8 @@ class Host:
         )
 
     @property
-    def _coordinator_file(self) -> Path:
+    def coordinator_file(self) -> Path:
+        """Where processes of this host read where the coordinator is."""
         where = self._joining.where()
         return where if isinstance(where, Path) else self.run_dir / COORDINATOR_FILE
 

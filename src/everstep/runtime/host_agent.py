@@ -271,8 +271,8 @@ class HostAgent:
         interval = self._host.config.heartbeat.interval_s
         self._link.beat_every(None if isinstance(interval, str) else float(interval))
         finds = isinstance(self._joining.where(), Path) or self._host.quarters.apart  # then another file is kept up
-        if not finds and not self._joining.run_dir and os.path.exists(facts.coordinator_file):
-            self._link.client.follow(facts.coordinator_file)
+        if not finds and self._host.coordinator_file.exists():
+            self._link.client.follow(self._host.coordinator_file)
 
     def _on_job_ended(self, message: JobEnded) -> None:
         if self._ended is None:

@@ -24,7 +24,7 @@ from everstep.base.config import load_config, to_dict
 from everstep.observe.events import read_events
 from everstep.protocol import messages as m
 from everstep.runtime import host_agent
-from everstep.runtime.address import read_address
+from everstep.runtime.address import address_of, announce, read_address
 from everstep.runtime.board import Board
 from everstep.runtime.context import Joining
 from everstep.runtime.fork_server_client import ForkServerClient
@@ -348,6 +348,29 @@ def test_a_run_directory_that_is_not_here_is_made_up_for_by_a_private_one(
     started.server.exited({"context": context})
     assert started.end() == WENT
     assert not own.exists(), "the job is done"
+
+
+@pytest.mark.parametrize("called_otherwise", [False, True])
+@pytest.mark.parametrize("shared", [True, False])
+def test_who_sees_the_jobs_directory_follows_what_is_said_there_whatever_it_is_called(
+    started: Started, tmp_path: Path, called_otherwise: bool, shared: bool
+) -> None:
+    """A copy of it, which another word lies in, misleads nobody: its host goes on where it has joined."""
+    here, other = tmp_path / "shared", FakeCoordinator(TOKEN)
+    here.mkdir()
+    (here / "place").write_text("word" if shared else "another word")
+    announce(here / "coordinator.json", address_of("127.0.0.1", other.port))
+    started.coordinator.hear(m.AgentHello)
+    named = str(tmp_path / "elsewhere" if called_otherwise else here)
+    if called_otherwise or not shared:
+        started.agent._joining = replace(started.agent._joining, run_dir=str(here))
+    facts = msgspec.structs.replace(started.facts(), run_dir=named, place="word", job={"created_unix_ns": 4})
+    started.coordinator.say(facts)
+    if not shared:
+        assert started.coordinator.hear(m.HostPlace).apart
+        started.coordinator.hang_up()
+    assert (other if shared else started.coordinator).hear(m.AgentHello).agent_id == "here"
+    other.close()
 
 
 def test_a_directory_of_another_job_is_refused(started: Started, tmp_path: Path) -> None:
