@@ -15,6 +15,7 @@ import click
 
 from everstep.base.config import Config
 from everstep.base.domains import found_domains
+from everstep.base.doors import is_loopback
 from everstep.base.errors import ConfigError, EverstepError, ProtocolError, QuorumLost
 from everstep.base.etcd_address import EtcdAddress
 from everstep.cli.beside import parse_listen, sinks_beside, told
@@ -284,6 +285,11 @@ def takeover(run_dir: Path, listen: str | None, slots: int | None) -> int:
     if not (run_dir / JOURNAL_FILE).is_file():
         raise ConfigError(f"expected the journal of a job that runs in {run_dir}, found no {JOURNAL_FILE}")
     own, port = parse_listen("--listen", listen) if listen is not None else (job.config.network.address, 0)
+    if is_loopback(own) and not is_loopback(job.config.network.address):
+        raise ConfigError(
+            f"--listen: expected an address that the job's other hosts can reach, as {job.config.network.address} was, "
+            f"got {own} (loopback): give one of 'ip -4 addr'"
+        )
     try:
         token = wire.read_token(run_dir / TOKEN_FILE)
     except (OSError, EverstepError) as error:

@@ -1,4 +1,4 @@
-"""Hosts that stand by: which directory they may go on from."""
+"""Hosts that take over: which directory they may go on from, and where they may listen."""
 
 from __future__ import annotations
 
@@ -6,10 +6,14 @@ from pathlib import Path
 
 import pytest
 
+from everstep.base.config import load_config
 from everstep.base.errors import ConfigError
 from everstep.cli import replica, standby
+from everstep.cli.job import JobFile, write_job
+from everstep.cli.main import run_command
 from everstep.cli.replica import kept_apart
-from everstep.runtime.address import JOB_FILE
+from everstep.runtime import wire
+from everstep.runtime.address import JOB_FILE, JOURNAL_FILE, TOKEN_FILE
 from everstep.runtime.places import leave_word
 from everstep.runtime.replica import OWN_FOLDER, REPLICA_FILE
 
@@ -55,3 +59,30 @@ def test_what_is_of_before_is_set_aside_but_for_the_checkpoints(tmp_path: Path) 
     assert (tmp_path / OWN_FOLDER / "checkpoints" / "part").exists()
     assert not (tmp_path / "place").exists()
     assert replica._make_ready(tmp_path, JOB, bytes(32)) == ""
+
+
+# ---- by hand
+
+
+def to_take_over(run_dir: Path, monkeypatch: pytest.MonkeyPatch, address: str = "127.0.0.1") -> Path:
+    """A directory whose job was led at this address; who takes over does nothing more."""
+    write_job(run_dir, JobFile("task.py:Task", (), load_config([("test", {"network.address": address})])))
+    (run_dir / JOURNAL_FILE).touch()
+    wire.write_token(run_dir / TOKEN_FILE, bytes(32))
+    monkeypatch.setattr(standby, "_take_part", lambda *given: 0)
+    return run_dir
+
+
+def test_a_job_of_several_hosts_is_not_taken_over_where_no_other_host_comes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = to_take_over(tmp_path, monkeypatch, "10.0.0.1")
+    assert run_command(["takeover", str(run_dir), "--listen", "127.0.0.1:0"]) == 2
+    words = capsys.readouterr().err
+    assert "--listen: expected an address that the job's other hosts can reach, as 10.0.0.1 was" in words
+    assert words.count("\n") == 1
+
+
+def test_a_job_of_one_host_is_taken_over_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_dir = to_take_over(tmp_path, monkeypatch)
+    assert run_command(["takeover", str(run_dir), "--listen", "127.0.0.1:0"]) == 0
