@@ -21,6 +21,9 @@ from everstep.runtime.address import EVENTS_FILE
 if TYPE_CHECKING:
     from everstep.runtime.job import Job, Outcome
 
+ENDS = ("job_completed", "job_failed")
+"""Kinds of the event with which a job says how it ended."""
+
 
 def end_of(
     process: Job, run_dir: Path, job: JobFile, events: EventLog, facts: Facts, exit_code: int, *, as_json: bool = False
@@ -36,10 +39,9 @@ def end_of(
 
 def say_the_end(events: EventLog, run_dir: Path, begin_ns: int, outcome: Outcome | None, exit_code: int) -> None:
     """The coordinator reports the end; if it could not, the job's own word stands in."""
-    ends = ("job_completed", "job_failed")
-    told = (e["kind"] in ends and e["time_unix_ns"] >= begin_ns for e in read_events(run_dir / EVENTS_FILE))
+    told = (e["kind"] in ENDS and e["time_unix_ns"] >= begin_ns for e in read_events(run_dir / EVENTS_FILE))
     if outcome is not None and not any(told):
-        why, kind = outcome.why, ends[bool(exit_code)]
+        why, kind = outcome.why, ENDS[bool(exit_code)]
         events.write(kind, cause=why.cause, reason=why.reason, state=outcome.state, exit_code=exit_code)
 
 

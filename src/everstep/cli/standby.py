@@ -19,7 +19,7 @@ from everstep.base.doors import is_loopback
 from everstep.base.errors import ConfigError, EverstepError, ProtocolError, QuorumLost
 from everstep.base.etcd_address import EtcdAddress
 from everstep.cli.beside import parse_listen, sinks_beside, told
-from everstep.cli.conclusion import end_of, say_the_end
+from everstep.cli.conclusion import ENDS, end_of, say_the_end
 from everstep.cli.display import Watcher, choose_display
 from everstep.cli.job import JobFile, check_network, read_job, total_steps
 from everstep.cli.main import complain
@@ -27,8 +27,9 @@ from everstep.cli.meeting import ETCD_S, etcd_at
 from everstep.cli.replica import replica_in
 from everstep.cli.run_dir import read_digest
 from everstep.cli.worker import ENTRY, FILES, PRELOAD
-from everstep.observe.events import EventLog
+from everstep.observe.events import EventLog, read_events
 from everstep.protocol.lease.requests import Holder, HolderSeen, Load, Loaded, Look
+from everstep.report.history import History
 from everstep.runtime import wire
 from everstep.runtime.address import COORDINATOR_FILE, EVENTS_FILE, JOURNAL_FILE, TOKEN_FILE, read_address
 from everstep.runtime.commands import run_lock
@@ -273,8 +274,8 @@ def _take_part(
 def takeover(run_dir: Path, listen: str | None, slots: int | None) -> int:
     """Go on with the job in DIR from its journal, on this host, after the host that led it was lost.
 
-    Refused while that one can still be heard. Agents and workers that wait for a coordinator find this one by DIR, or
-    by the list of addresses that they were started with.
+    Refused while that one can still be heard, and of a job that has stopped. Agents and workers that wait for a
+    coordinator find this one by DIR, or by the list of addresses that they were started with.
     """
     job = read_job(run_dir)
     if read_digest(run_dir) is not None:
@@ -296,6 +297,7 @@ def takeover(run_dir: Path, listen: str | None, slots: int | None) -> int:
         raise ConfigError(f"cannot read the job's token in {run_dir / TOKEN_FILE}: {error}") from None
     with run_lock(run_dir):
         _refuse_if_led(run_dir, job.config, token, own)
+        _refuse_if_stopped(run_dir)
         check_network(_at(job.config, own), port)
         succession = Succession(address=own, anew=True)
         name = os.uname().nodename
@@ -317,4 +319,13 @@ def _refuse_if_led(run_dir: Path, config: Config, token: bytes, own: str) -> Non
     if among([(there.host, there.port)], token, Tls.of(shown_by(config.security.tls, token, own))) is not None:
         raise ConfigError(
             f"the coordinator of {run_dir} answers at {there.host}:{there.port}: nobody takes the place of a living one"
+        )
+
+
+def _refuse_if_stopped(run_dir: Path) -> None:
+    """Raises: ConfigError if the job has said how it ended, and has not begun again since."""
+    lives = [e["kind"] for e in read_events(run_dir / EVENTS_FILE) if e["kind"] in ("job_started", *ENDS)]
+    if lives and lives[-1] in ENDS:
+        raise ConfigError(
+            f"the job in {run_dir} has stopped: there is nothing to take over. To go on: {History(run_dir).resume}"
         )

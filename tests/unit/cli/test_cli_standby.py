@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from everstep.cli.job import JobFile, write_job
 from everstep.cli.main import run_command
 from everstep.cli.replica import kept_apart
 from everstep.runtime import wire
-from everstep.runtime.address import JOB_FILE, JOURNAL_FILE, TOKEN_FILE
+from everstep.runtime.address import EVENTS_FILE, JOB_FILE, JOURNAL_FILE, TOKEN_FILE
 from everstep.runtime.places import leave_word
 from everstep.runtime.replica import OWN_FOLDER, REPLICA_FILE
 
@@ -86,3 +87,25 @@ def test_a_job_of_several_hosts_is_not_taken_over_where_no_other_host_comes(
 def test_a_job_of_one_host_is_taken_over_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_dir = to_take_over(tmp_path, monkeypatch)
     assert run_command(["takeover", str(run_dir), "--listen", "127.0.0.1:0"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("lives", "code"),
+    [
+        (["job_started", "step_committed"], 0),
+        (["job_started", "step_committed", "job_failed", "warning"], 2),
+        (["job_started", "job_failed", "job_started", "coordinator_restarted"], 0),
+    ],
+)
+def test_a_job_that_has_stopped_is_not_taken_over(
+    lives: list[str], code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nobody was lost, so there is nobody to take over from; nothing is told of it anew."""
+    run_dir = to_take_over(tmp_path, monkeypatch)
+    told = "".join(json.dumps({"time_unix_ns": i + 1, "kind": kind}) + "\n" for i, kind in enumerate(lives))
+    (run_dir / EVENTS_FILE).write_text(told)
+    assert run_command(["takeover", str(run_dir)]) == code
+    words = capsys.readouterr().err
+    assert (f"the job in {run_dir} has stopped" in words) == (code == 2)
+    assert (f"To go on: everstep run task.py:Task --run-dir {run_dir}" in words) == (code == 2)
+    assert (run_dir / EVENTS_FILE).read_text() == told
