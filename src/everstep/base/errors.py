@@ -11,7 +11,8 @@ EverstepError
 │   └── QuorumLost         too few workers, for too long
 ├── CollectiveAborted      a transfer was left because the generation ended or a peer died
 ├── ProtocolError          bytes on a connection that are not ours: bad frame, version or token
-│   └── TokenRefused       whoever was called has another token
+│   ├── TokenRefused       whoever was called has another token
+│   └── Untrusted          whoever was called shows a certificate that counts for nothing
 ├── CheckpointCorrupt      stored state that does not match its hashes
 ├── StoreError             a directory or object store could not be read or written
 │   ├── BlobMissing        it has nothing under that name
@@ -121,6 +122,10 @@ class ProtocolError(EverstepError):
 
 class TokenRefused(ProtocolError):
     """Whoever was called has another token."""
+
+
+class Untrusted(ProtocolError):
+    """Whoever was called shows a certificate that counts for nothing here, or refuses what is shown to it."""
 
 
 class CheckpointCorrupt(EverstepError):

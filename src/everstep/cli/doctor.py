@@ -19,14 +19,14 @@ import click
 
 from everstep.base.config import Config
 from everstep.base.doors import PORTS_PER_WORKER, check_private, parse_ports
-from everstep.base.errors import ConfigError, EverstepError
+from everstep.base.errors import ConfigError, EverstepError, ProtocolError, TokenRefused
 from everstep.base.etcd_address import SCHEMES, EtcdAddress
 from everstep.cli.agent import own_settings
 from everstep.cli.beside import parse_listen
 from everstep.cli.meeting import etcd_at
 from everstep.cli.tokens import given_token, token_in
 from everstep.report.words import aligned
-from everstep.runtime.about import FULL_PACKETS_BYTES, HeadFacts, ask_about, clock_words
+from everstep.runtime.about import FULL_PACKETS_BYTES, HeadFacts, ask_about, clock_words, refusal_words
 from everstep.runtime.devices import default_slots, device_count
 from everstep.runtime.etcd_access import taken_secrets
 from everstep.runtime.finding import in_etcd
@@ -218,8 +218,11 @@ def _asked(where: tuple[str, int], config: Config, token: bytes | None, own: str
         return
     try:
         heard = ask_about(where, token, config.security.tls, own)
+    except ProtocolError as error:
+        yield Checked("token" if isinstance(error, TokenRefused) else "job", "wrong", refusal_words(error))
+        return
     except (EverstepError, OSError) as error:
-        yield Checked("token", "wrong", str(error))
+        yield Checked("job", "wrong", str(error))
         return
     yield Checked("token", "ok", "the head has the same")
     yield from _told(heard, config)

@@ -16,11 +16,11 @@ from typing import NamedTuple
 from everstep.base.config import Config
 from everstep.base.config_keys import ControlConfig
 from everstep.base.doors import check_private
-from everstep.base.errors import ConfigError, ProtocolError, QuorumLost, TokenRefused
+from everstep.base.errors import ConfigError, ProtocolError, QuorumLost
 from everstep.base.etcd_address import SCHEMES, EtcdAddress
 from everstep.cli.run_dir import read_digest
 from everstep.runtime import wire
-from everstep.runtime.about import ask_about, clock_words
+from everstep.runtime.about import ask_about, clock_words, refusal_words
 from everstep.runtime.address import COORDINATOR_FILE, TOKEN_FILE, read_address
 from everstep.runtime.context import Joining
 from everstep.runtime.etcd import Etcd
@@ -137,8 +137,7 @@ def wait_for_job(
             return Met(replace(joining, own=own), token, place)
         except ProtocolError as error:
             if folder is None and not before:
-                other = "that head has another token (" if isinstance(error, TokenRefused) else ""
-                raise ConfigError(f"--join {at}: {other}{error}{')' if other else ''}") from None
+                raise ConfigError(f"--join {at}: {refusal_words(error)}") from None
             there = f"at {at}" if folder is None else f"in {folder}"
             words = f"no job answers {there} ({error})"  # what is there may be of the one before
         except OSError as error:

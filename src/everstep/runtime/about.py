@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from everstep.base.config_keys import TlsConfig
-from everstep.base.errors import ProtocolError, TokenRefused
+from everstep.base.errors import ProtocolError, TokenRefused, Untrusted
 from everstep.protocol.messages import AnyMessage, Command, CommandReply, TermBegun, decode, encode
 from everstep.protocol.roles import READ
 from everstep.runtime import wire
@@ -83,9 +83,18 @@ def _connected(where: tuple[str, int], token: bytes, tls: TlsConfig, own: str) -
     try:
         return wire.secured(sock, Tls.of(shown_by(tls, token, own)))
     except ProtocolError as error:
-        if tls.cert is None:  # both certificates are made of the tokens
-            raise TokenRefused(str(error)) from None
-        raise
+        raise as_refused(error, tls) from None
+
+
+def as_refused(error: ProtocolError, tls: TlsConfig) -> ProtocolError:
+    """What it means that a server could not be spoken with: it has another token, where that is not believed."""
+    made = tls.cert is None  # both certificates are made of the tokens
+    return TokenRefused(str(error)) if made and isinstance(error, Untrusted) else error
+
+
+def refusal_words(error: ProtocolError) -> str:
+    """What people are told of it."""
+    return f"that head has another token ({error})" if isinstance(error, TokenRefused) else str(error)
 
 
 def clock_words(heard: HeadFacts) -> str:

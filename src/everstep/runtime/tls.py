@@ -356,13 +356,26 @@ def said(error: ssl.SSLError) -> str:
     if isinstance(error, ssl.SSLCertVerificationError):
         return f"it shows a certificate that counts for nothing here: {error.verify_message.rstrip('.')}"
     code = error.reason or ""
-    if "ALERT" in code:
+    if _alerted(code):
         return f"it refused what this end shows ({_lower(code.partition('ALERT_')[2])}): another job, or another CA?"
     if code == "PEER_DID_NOT_RETURN_A_CERTIFICATE":
         return "expected a certificate, it showed none"
     if "MAC" in code or "DECRYPT" in code:
         return "expected what the other end has sent, got something else: cut off"
     return f"expected TLS, got something else ({_lower(code)}): is security.tls.mode the same everywhere?"
+
+
+def no_tls(error: ssl.SSLError) -> str:
+    """What is said of a server whose answer is no TLS of ours; "" of one that either end does not believe."""
+    code = error.reason or ""
+    if isinstance(error, ssl.SSLCertVerificationError) or _alerted(code):
+        return ""
+    return f"it speaks no TLS there ({_lower(code)}): security.tls.mode has to be the same everywhere, or it is no job"
+
+
+def _alerted(code: str) -> bool:
+    """Whether the other end refuses what it was shown; of a version it says that before it is shown anything."""
+    return "ALERT" in code and "VERSION" not in code
 
 
 def _lower(code: str) -> str:

@@ -20,19 +20,20 @@ import zlib
 from collections.abc import Callable
 from pathlib import Path
 
-from everstep.base.errors import ProtocolError, TokenRefused
+from everstep.base.errors import ProtocolError, TokenRefused, Untrusted
 from everstep.base.given import read_given
 from everstep.base.plan import Plan
 from everstep.protocol.messages import MAX_FRAME_BYTES, AnyMessage, PlanNow, PlanPrepared, encode
 from everstep.protocol.telling import WithPlan, parts_of, told
 from everstep.runtime.handshake import GREETING_BYTES, PROOF_BYTES, TAG_BYTES, Caller, Ends, Seals, frame_digest
-from everstep.runtime.tls import Tls, TlsSocket, fingerprint_of, said
+from everstep.runtime.tls import Tls, TlsSocket, fingerprint_of, no_tls, said
 
 HANDSHAKE_TIMEOUT_S = 5.0
 DEFLATE_FROM_BYTES = 16 << 10
 _DEFLATED = 1 << 31
 _MOST_TOKEN_BYTES = 4096
 _MOST_TOLD = 16
+_SAME_MODE = "is security.tls.mode the same here and there?"
 _LENGTH = struct.Struct(">I")
 Sealable = tuple[bytes, bytes]
 """A frame, and its digest if it is long."""
@@ -228,7 +229,7 @@ def address_text(name: object) -> str:
 def secured(sock: socket.socket, tls: Tls | None) -> socket.socket:
     """The client's end of a connection from now on: over TLS where that is spoken. The socket is closed if that fails.
 
-    Raises: ProtocolError if the server is none of the job's; OSError.
+    Raises: Untrusted if the server is none of the job's; ProtocolError if it speaks no TLS; OSError.
     """
     try:
         between = ends(sock)
@@ -239,8 +240,10 @@ def secured(sock: socket.socket, tls: Tls | None) -> socket.socket:
         return sock
     except (ssl.SSLError, ValueError) as error:  # the latter: no certificate where a CA's was expected
         sock.close()
+        if isinstance(error, ssl.SSLError) and (words := no_tls(error)):
+            raise ProtocolError(words) from None
         words = said(error) if isinstance(error, ssl.SSLError) else str(error)
-        raise ProtocolError(f"the server cannot be trusted: {words}") from None
+        raise Untrusted(f"the server cannot be trusted: {words}") from None
     except BaseException:
         sock.close()
         raise
@@ -256,7 +259,9 @@ def handshake_client(sock: socket.socket, key: bytes, role: str, name: str) -> S
     except ConnectionAbortedError as error:
         raise ProtocolError(f"the server does not trust this host: {error}") from None
     except TimeoutError:
-        raise TimeoutError("it says nothing: is security.tls.mode the same here and there?") from None
+        raise TimeoutError(f"it says nothing: {_SAME_MODE}") from None
+    except ProtocolError as error:
+        raise ProtocolError(f"{error}: {_SAME_MODE}") from None
     caller = Caller(key, role, name, ends(sock))
     sock.sendall(caller.answer(greeting))
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -26,7 +27,7 @@ from everstep.runtime.address import address_of, announce
 from everstep.runtime.admission import why_not
 from everstep.runtime.context import Joining
 from everstep.runtime.devices import check_slots, default_slots, device_count
-from everstep.runtime.handshake import keys_of
+from everstep.runtime.handshake import MAGIC, keys_of
 from everstep.runtime.interfaces import address_on, addresses, bind_collectives, interface_of, own_address
 from everstep.runtime.versions import versions
 
@@ -73,6 +74,37 @@ class FakeHead:
     def close(self) -> None:
         self._over = True
         socket.create_connection(("127.0.0.1", int(self.name.rpartition(":")[2]))).close()
+        self._thread.join(30)
+        self._listener.close()
+
+
+class Stranger:
+    """Says always the same, and hangs up. Entered, it is where it listens."""
+
+    def __init__(self, says: bytes) -> None:
+        self._says = says
+        self._over = False
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._thread = threading.Thread(target=self._serve)
+
+    def _serve(self) -> None:
+        while True:
+            sock, _ = self._listener.accept()
+            with sock, contextlib.suppress(OSError):  # whoever only looks whether anybody is there
+                if self._over:
+                    return
+                sock.sendall(self._says)
+                sock.shutdown(socket.SHUT_WR)
+                while sock.recv(1 << 16):
+                    pass
+
+    def __enter__(self) -> str:
+        self._thread.start()
+        return f"127.0.0.1:{self._listener.getsockname()[1]}"
+
+    def __exit__(self, *how: object) -> None:
+        self._over = True
+        socket.create_connection(self._listener.getsockname()).close()
         self._thread.join(30)
         self._listener.close()
 
@@ -419,6 +451,33 @@ def test_a_host_that_could_not(
     head.token = wire.new_token()
     code, found = findings(capsys, "--join", head.name, "--token-file", token_file)
     assert code == 1 and found["token"][0] == "wrong"
+    assert found["token"][1].startswith("that head has another token (the server refused this job's token")
+
+
+@pytest.mark.parametrize("answers", [b"HTTP/1.1 400 Bad Request\r\n\r\n", MAGIC + bytes(34)], ids=["web", "plain"])
+def test_what_speaks_no_tls_has_no_other_token(
+    answers: bytes, token_file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A web server, or a job that speaks without: agent and doctor say the same."""
+    words = "it speaks no TLS there (wrong version number): security.tls.mode has to be the same everywhere"
+    options = ["--token-file", token_file, "--set", "security.tls.mode=on"]
+    with Stranger(answers) as name:
+        code, told = said(capsys, "agent", "--join", name, *options)
+        assert code == 2 and f"--join {name}: {words}" in told and told.count("\n") == 1
+        code, found = findings(capsys, "--join", name, *options)
+        assert code == 1 and words in found["job"][1] and "token" not in found
+
+
+def test_what_hangs_up_before_it_has_said_anything_may_expect_tls(
+    token_file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = "the connection ended after 0 of 38 bytes: is security.tls.mode the same here and there?"
+    options = ["--token-file", token_file, "--set", "security.tls.mode=off"]
+    with Stranger(b"") as name:
+        code, told = said(capsys, "agent", "--join", name, *options)
+        assert code == 2 and words in told and "another token" not in told
+        code, found = findings(capsys, "--join", name, *options)
+        assert code == 1 and found["job"] == ("wrong", words)
 
 
 def test_a_head_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:

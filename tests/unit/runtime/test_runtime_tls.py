@@ -183,7 +183,7 @@ def test_a_plain_client_at_a_tls_port(open_door: Callable[..., Door], answerer: 
 
 def test_a_tls_client_at_a_plain_port(open_door: Callable[..., Door], caller: Tls) -> None:
     told, complaint = refusals(open_door(None), caller)
-    assert "expected TLS, got something else (wrong version number): is security.tls.mode the same everywhere?" in told
+    assert "it speaks no TLS there (wrong version number): security.tls.mode has to be the same everywhere" in told
     assert "expected a plain client, one that speaks TLS came: is security.tls.mode the same everywhere?" in complaint
 
 
