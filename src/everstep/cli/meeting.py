@@ -8,19 +8,19 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 from everstep.base.config import Config
-from everstep.base.config_keys import ControlConfig
+from everstep.base.config_keys import ControlConfig, TlsConfig
 from everstep.base.doors import check_private
 from everstep.base.errors import ConfigError, ProtocolError, QuorumLost
 from everstep.base.etcd_address import SCHEMES, EtcdAddress
 from everstep.cli.run_dir import read_digest
 from everstep.runtime import wire
-from everstep.runtime.about import ask_about, clock_words, refusal_words
+from everstep.runtime.about import as_refused, ask_about, clock_words, refusal_words
 from everstep.runtime.address import COORDINATOR_FILE, TOKEN_FILE, read_address
 from everstep.runtime.context import Joining
 from everstep.runtime.etcd import Etcd
@@ -84,8 +84,14 @@ def looking(
         return lambda: in_etcd(etcd)
     if len(known) == 1:
         return lambda: {"host": known[0][0], "port": known[0][1]}
-    security = config.security
-    return lambda: among(known, token or b"", Tls.of(shown_by(security.tls, token or b"", local_address(known[0]))))
+    return lambda: _among(known, token or b"", config.security.tls)
+
+
+def _among(places: Sequence[tuple[str, int]], token: bytes, tls: TlsConfig) -> Where | None:
+    try:
+        return among(places, token, Tls.of(shown_by(tls, token, local_address(places[0]))))
+    except ProtocolError as error:
+        raise as_refused(error, tls) from None
 
 
 def places_in(address: str) -> list[tuple[str, int]]:
@@ -125,7 +131,8 @@ def wait_for_job(
         try:
             found = look()
             if found is None:
-                raise ConnectionRefusedError("nobody holds its lease, or answers")
+                none = "none of them answers" if len(places_in(at)) > 1 else "nobody holds its lease, or answers"
+                raise ConnectionRefusedError(none)
             place = str(found["host"]), int(found["port"])
             at = f"{place[0]}:{place[1]}"
             token = known or wire.read_token(Path(folder or "", TOKEN_FILE))

@@ -314,9 +314,10 @@ def _refuse_if_led(run_dir: Path, config: Config, token: bytes, own: str) -> Non
     """Raises: ConfigError if the job's coordinator answers."""
     try:
         there = read_address(run_dir / COORDINATOR_FILE)
-    except (OSError, ProtocolError):
+        found = among([(there.host, there.port)], token, Tls.of(shown_by(config.security.tls, token, own)))
+    except (OSError, ProtocolError):  # nobody has said where it is, or somebody else is there by now
         return
-    if among([(there.host, there.port)], token, Tls.of(shown_by(config.security.tls, token, own))) is not None:
+    if found is not None:
         raise ConfigError(
             f"the coordinator of {run_dir} answers at {there.host}:{there.port}: nobody takes the place of a living one"
         )

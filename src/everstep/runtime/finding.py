@@ -31,13 +31,23 @@ def in_etcd(etcd: Etcd) -> Where | None:
 
 
 def among(places: Sequence[tuple[str, int]], token: bytes, tls: Tls | None) -> Where | None:
-    """The first of these at which a coordinator of the job answers; None if none does."""
+    """The first of these at which a coordinator of the job answers; None if nobody answers at any.
+
+    Raises: ProtocolError, of the first one, if others answer, and none of them is of the job.
+    """
+    strangers: list[ProtocolError] = []
     for host, port in places:
-        with contextlib.suppress(OSError, ProtocolError):
+        try:
             sock = socket.create_connection((host, port), LOOK_S * 5)
             with wire.secured(sock, tls) as sock:
                 wire.handshake_client(sock, role_token(token, READ), READ, "agent")
                 return {"pid": 1, "host": host, "port": port, "tls": "off", "ca": ""}
+        except ProtocolError as error:
+            strangers.append(error)
+        except OSError:
+            continue
+    if strangers:
+        raise strangers[0]
     return None
 
 

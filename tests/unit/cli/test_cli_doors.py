@@ -17,9 +17,10 @@ import torch
 
 from everstep.base.config import load_config, to_dict
 from everstep.base.doors import check_ports, is_loopback, parse_ports
-from everstep.base.errors import ConfigError, EverstepError
+from everstep.base.errors import ConfigError, EverstepError, ProtocolError
 from everstep.cli.doors import head_doors, slots_here
 from everstep.cli.main import run_command
+from everstep.cli.meeting import places_in
 from everstep.protocol import messages as m
 from everstep.runtime import listening, wire
 from everstep.runtime.about import answer
@@ -27,6 +28,7 @@ from everstep.runtime.address import address_of, announce
 from everstep.runtime.admission import why_not
 from everstep.runtime.context import Joining
 from everstep.runtime.devices import check_slots, default_slots, device_count
+from everstep.runtime.finding import among
 from everstep.runtime.handshake import MAGIC, keys_of
 from everstep.runtime.interfaces import address_on, addresses, bind_collectives, interface_of, own_address
 from everstep.runtime.versions import versions
@@ -452,6 +454,38 @@ def test_a_host_that_could_not(
     code, found = findings(capsys, "--join", head.name, "--token-file", token_file)
     assert code == 1 and found["token"][0] == "wrong"
     assert found["token"][1].startswith("that head has another token (the server refused this job's token")
+
+
+def test_another_token_at_one_of_several_addresses(
+    head: FakeHead, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As at a single one: nobody has to wait for that."""
+    wire.write_token(tmp_path / "other", wire.new_token())
+    with socket.socket() as deaf:
+        deaf.bind(("127.0.0.1", 0))
+        names = f"127.0.0.1:{deaf.getsockname()[1]},{head.name}"
+        argv = ["agent", "--join", names, "--token-file", str(tmp_path / "other"), "--set", "hosts.wait_s=0"]
+        code, words = said(capsys, *argv)
+    assert code == 2 and f"--join {names}: that head has another token (" in words and words.count("\n") == 1
+
+
+def test_none_of_several_addresses(token_file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as one, socket.socket() as other:
+        for deaf in (one, other):
+            deaf.bind(("127.0.0.1", 0))
+        names = ",".join(f"127.0.0.1:{deaf.getsockname()[1]}" for deaf in (one, other))
+        code, words = said(capsys, "agent", "--join", names, "--token-file", token_file, "--set", "hosts.wait_s=0")
+    assert code == 3 and f"no head at {names} (none of them answers)" in words and words.count("\n") == 1
+
+
+def test_who_answers_at_one_of_several_addresses_counts(head: FakeHead) -> None:
+    """Beside one that is of another job."""
+    with Stranger(b"HTTP/1.1 400 Bad Request\r\n\r\n" + bytes(20)) as name:
+        places = places_in(f"{name},{head.name}")
+        found = among(places, TOKEN, None)
+        with pytest.raises(ProtocolError, match="expected an Everstep server"):
+            among(places[:1], TOKEN, None)
+    assert found is not None and found["port"] == places[1][1]
 
 
 @pytest.mark.parametrize("answers", [b"HTTP/1.1 400 Bad Request\r\n\r\n", MAGIC + bytes(34)], ids=["web", "plain"])
