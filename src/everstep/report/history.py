@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from everstep.base.doors import is_loopback
 from everstep.base.given import read_json
 from everstep.checkpoint.names import manifest_name, step_of
 from everstep.observe.events import KINDS
@@ -23,7 +24,7 @@ from everstep.report.headline import Headline, Now, headline
 from everstep.report.tail import Folder, Tail, object_of
 from everstep.report.tally import Tally
 from everstep.report.usage import Usage
-from everstep.report.words import Event, as_dict, known, number, one_line
+from everstep.report.words import Event, as_dict, known, number, one_line, whole_number
 from everstep.runtime import commands
 from everstep.runtime.address import CHECKPOINTS_DIR, EVENTS_FILE, JOB_FILE, LOCK_FILE, METRICS_FOLDER
 
@@ -141,7 +142,7 @@ class History:
         task, argv, explicit = job.get("task"), job.get("argv"), job.get("explicit")
         if not isinstance(task, str) or not task:
             return ""
-        words = ["everstep", "run", task, "--run-dir", str(self.run_dir)]
+        words = ["everstep", "run", task, "--run-dir", str(self.run_dir), *_doors(job, config)]
         for key in explicit if isinstance(explicit, list) else []:
             if isinstance(key, str) and key not in _NOT_AGAIN and (value := _value(config, key)) is not None:
                 words += ["--set", f"{key}={value if isinstance(value, str) else json.dumps(value)}"]
@@ -217,6 +218,19 @@ class History:
             return stored[1]
         except (OSError, ValueError):
             return {}
+
+
+def _doors(job: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:
+    """The options by which hosts find a job where it was, and this one takes the part in it that it had."""
+    doors, address = as_dict(job.get("doors")), _value(config, "network.address")
+    port = whole_number(doors.get("port"))
+    if not isinstance(address, str) or (is_loopback(address) and not port):
+        return []
+    words = ["--listen", f"{address}:{port}"]
+    if "slots" in doors and doors["slots"] is None:
+        return [*words, "--no-local-workers"]
+    slots = whole_number(doors.get("slots"))
+    return [*words, "--slots", str(slots)] if slots > 0 else words
 
 
 def _value(config: Mapping[str, Any], key: str) -> Any:

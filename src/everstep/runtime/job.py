@@ -104,6 +104,7 @@ class Job:
             "argv": list(argv),
             "config": to_dict(config),
             "strikes": [vars(s) for s in strikes],
+            "doors": {"port": port, "slots": None if local is None else local.room},
         }
         self._token = token or wire.new_token()
         self._on_event = on_event

@@ -215,6 +215,11 @@ class LocalHost(Supervised):
         self._moves = Pinged()
         self._continued = False
 
+    @property
+    def room(self) -> int:
+        """For how many workers there is room here, 0 if that does not matter."""
+        return self._room
+
     def start(self) -> None:
         """Start an agent, with the early fork server if there is one that nobody has had yet."""
         early = None if self._handed else self._early

@@ -69,6 +69,27 @@ def test_a_run_with_a_kill(tmp_path: Path) -> None:
     assert (dead.begin_ns, dead.end_ns) == (T0 + round(8.5 * S), T0 + 12 * S)
 
 
+@pytest.mark.parametrize(
+    ("address", "doors", "words"),
+    [
+        ("127.0.0.1", {"port": 0, "slots": 0}, ""),
+        ("127.0.0.1", {"port": 5, "slots": 2}, "--listen 127.0.0.1:5 --slots 2 "),
+        ("10.0.0.1", {"port": 29400, "slots": 2}, "--listen 10.0.0.1:29400 --slots 2 "),
+        ("10.0.0.1", {"port": 29400, "slots": None}, "--listen 10.0.0.1:29400 --no-local-workers "),
+        ("10.0.0.1", {"port": 29400, "slots": 0}, "--listen 10.0.0.1:29400 "),
+        ("10.0.0.1", None, "--listen 10.0.0.1:0 "),
+        ("10.0.0.1", {"port": "x", "slots": [1]}, "--listen 10.0.0.1:0 "),
+    ],
+)
+def test_a_job_of_several_hosts_goes_on_where_they_find_it(
+    address: str, doors: object, words: str, tmp_path: Path
+) -> None:
+    config = {"network": {"address": address}, "hosts": {"min": 2}}
+    job = {"task": "t", "config": config, "explicit": ["hosts.min", "network.address"], "doors": doors}
+    (tmp_path / "job.json").write_text(json.dumps(job))
+    assert History(tmp_path).resume == f"everstep run t --run-dir {tmp_path} {words}--set hosts.min=2"
+
+
 def test_the_account_adds_up_to_the_wall_time(tmp_path: Path) -> None:
     seconds = history(tmp_path, killed_run()).seconds(running=False)
     assert sum(seconds.values()) == pytest.approx(13.5)

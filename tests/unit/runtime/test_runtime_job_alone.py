@@ -40,6 +40,7 @@ class FakeProcess(Supervised):
         self.kills = threading.Semaphore(0)
         self.alone = threading.Semaphore(0)
         self.ended = 0
+        self.room = 0
 
     @property
     def pid(self) -> int:
