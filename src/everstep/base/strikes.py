@@ -46,12 +46,13 @@ class Strike:
         return known and len(self.text) <= _MOST_TEXT and all(0 <= one <= _MOST for one in numbers)
 
     def ends(self, known: Collection[str]) -> tuple[str, ...]:
-        """The hosts that it names, of those that are known: one, of a link two, else none. Names may have hyphens."""
+        """The hosts that it names, of those that are known: one, of a link two that differ, else none. Names may have
+        hyphens."""
         if not self.link:
             return (self.target,) if self.target in known else ()
         cuts = (i for i, letter in enumerate(self.target) if letter == "-")
         pairs = ((self.target[:i], self.target[i + 1 :]) for i in cuts)
-        return next((pair for pair in pairs if set(pair) <= set(known)), ())
+        return next((pair for pair in pairs if set(pair) <= set(known) and pair[0] != pair[1]), ())
 
     def acts(self, name: str) -> bool:
         """Whether the host of this name is, for all that is known, one that has to carry it out."""

@@ -173,8 +173,10 @@ def parse_target(text: str) -> Target:
     for part in parts:
         kind, _, number = part.partition(":")
         if kind not in _NUMBERED or not number.isdecimal():
-            only = "; it stands alone" if part in _ALONE else ""
-            raise ConfigError(f"unknown target {part!r}{only}; known: {', '.join(TARGETS)}, or several with +")
+            if len(parts) > 1 and (part in _ALONE or _PLACE.fullmatch(part) or _RANKED.fullmatch(part)):
+                several = ", ".join(one for one in TARGETS if one.partition(":")[0] in _NUMBERED)
+                raise ConfigError(f"target {part!r} stands alone: several with + are workers only ({several})")
+            raise ConfigError(f"unknown target {part!r}; known: {', '.join(TARGETS)}, or several workers with +")
         found.append(Target(kind, _number(number)))
     if len(set(found)) < len(found):
         raise ConfigError(f"target {text!r} names one twice")

@@ -139,13 +139,14 @@ def _parse_fault(kind: FaultKind, values: Mapping[str, str], index: int, now: bo
         if key in _FORMS and key not in kind.takes:
             takers = ", ".join(other.name for other in KINDS.values() if key in other.takes)
             raise ConfigError(f"{_FORMS[key]} belongs to {takers}, not to {kind.name}")
+    target = parse_target(values.get("target", "random"))
     for key, why in kind.needs.items():
         if key not in values:
-            raise ConfigError(f"it must say {_FORMS[key]}, {why}")
+            late = "by which each packet is late"
+            raise ConfigError(f"it must say {_FORMS[key]}, {late if key == 'by' and target.name else why}")
     phase = values.get("phase")
     if phase not in (None, "any", *PHASES):
         raise ConfigError(f"unknown phase {phase!r}; known: {', '.join(PHASES)}{did_you_mean(str(phase), PHASES)}")
-    target = parse_target(values.get("target", "random"))
     _check_place(kind, target, values)
     if (target.kind == "coordinator" or target.rank) and not kind.by_signal:
         able = " or ".join(other.name for other in KINDS.values() if other.by_signal)

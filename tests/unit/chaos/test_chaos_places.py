@@ -32,6 +32,8 @@ def test_what_is_said_is_what_is_meant() -> None:
     assert (kill.kind, kill.target, kill.link, kill.means, kill.index) == ("kill", "b", False, "", 0)
     assert (cut.target, cut.link, cut.for_s, cut.means) == ("a-b", True, 2.0, "drop")
     assert oneway.ends(("node-1", "node-2", "node")) == ("node-1", "node-2") and oneway.ends(("node-1",)) == ()
+    itself = strikes_of(parse("cut:target=link:a-a,at=4,for=2"))[0]
+    assert itself.ends(("a", "b")) == (), "a host with itself is no link"
     assert (drop.share, slow.by_s, slow.means, narrow.mbit, narrow.means) == (0.25, 0.05, "delay", 10.0, "rate")
     assert cut.acts("a") and not cut.acts("b") and slow.acts("a") and slow.acts("b") and not slow.acts("c")
     for strike in (kill, cut, oneway, drop, slow, narrow):
@@ -58,6 +60,10 @@ def test_what_is_said_is_what_is_meant() -> None:
         ("drop:target=link:a-b,at=2,for=1,p=0", "p is a share of packets"),
         ("drop:target=link:a-b,at=2,for=1,p=1.5", "p is a share of packets"),
         ("narrow:target=host:b,at=2,for=1,mbit=0", "mbit must be greater than 0"),
+        ("slow:target=host:b,at=2,for=1", "it must say by=SECONDS, by which each packet is late"),
+        ("slow:target=worker:1,at=2,for=1", "it must say by=SECONDS, by which each forward pass takes longer"),
+        ("cut:target=host:a+host:b,at=2,for=1", "target 'host:a' stands alone: several with + are workers only"),
+        ("kill:target=worker:1+coordinator,at=2", "target 'coordinator' stands alone: several with + are workers only"),
         ("slow:target=host:b,at=2,by=1", "it must say for=SECONDS"),
         ("kill:target=host:b,at=2,mbit=4", "mbit=NUMBER belongs to narrow, not to kill"),
         ("kill:target=host:,at=2", "unknown target 'host:'"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from coordinator_harness import S, World
 from test_protocol_coordinator_hosts import begin, shared_out
 
@@ -49,6 +51,13 @@ def test_the_first_worker_that_says_so_counts_and_one_end_of_a_link_is_enough() 
     injected = world.report("fault_injected")
     assert (injected["fault"], injected["target"], injected["step"]) == ("cut", "link:h1-h2", 3)
     assert world.kinds().count("fault_injected") == 1
+
+
+def test_a_host_with_itself_is_no_link_whatever_it_is_called() -> None:
+    for target, words in (("h1-h1", "expected two hosts"), ("h1-10.0.0.1", "expected a link between two hosts")):
+        world = job(replace(CUT, target=target))
+        due(world, 0)
+        assert words in world.report("warning")["reason"] and "fault_injected" not in world.kinds()
 
 
 def test_both_ends_of_a_link_slow_down_what_leaves_them() -> None:

@@ -43,6 +43,8 @@ def _strike(job: JobState, strike: Strike, moment: str, where: dict[str, Any]) -
     if not ends:
         what = "two hosts" if strike.link else "a host"
         return f"expected {what} of the job, got {strike.target!r}: the hosts are {', '.join(sorted(there)) or 'none'}"
+    if strike.link and ends[0] is ends[1]:
+        return f"expected a link between two hosts, got {strike.target!r}: both are host {ends[0].agent_id}"
     pairs: list[tuple[Agent, str]] = [(ends[0], "")]
     if strike.link:
         addresses = [end.about.get("address", "") for end in ends]
