@@ -13,6 +13,7 @@ import click
 from everstep.base.errors import ConfigError
 from everstep.cli.job import Request, effective_config
 from everstep.cli.probe import look
+from everstep.cli.seconds import Seconds
 from everstep.cli.task_loading import TaskSpec, load_task, parse_task
 from everstep.cli.worker import PRELOAD
 from everstep.runtime.fork_server_client import EarlyForkServer, ForkEnded
@@ -36,9 +37,7 @@ NOT_COVERED = (
 @click.argument("target")
 @click.argument("argv", nargs=-1, type=click.UNPROCESSED)
 @click.option("--steps", type=click.IntRange(_LEAST_STEPS), default=3, show_default=True, help="Steps to rehearse.")
-@click.option(
-    "--max-seconds", type=click.FloatRange(1.0), default=120.0, show_default=True, help="Give up after so long."
-)
+@click.option("--max-seconds", type=Seconds(1.0), default=120.0, show_default=True, help="Give up after so long.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
 def command(target: str, argv: tuple[str, ...], steps: int, max_seconds: float, as_json: bool) -> int:
     """Rehearse TARGET: a script that calls everstep.join (-- its own arguments), or a task.

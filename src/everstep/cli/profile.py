@@ -13,6 +13,7 @@ import click
 
 from everstep.base.errors import ConfigError, EverstepError
 from everstep.cli.running import ask_running
+from everstep.cli.seconds import Seconds
 from everstep.report.history import History
 from everstep.report.traces import merge
 from everstep.report.words import size_text
@@ -30,7 +31,9 @@ _PATIENCE_S = 2.0
 @click.option("--workers", "listed", metavar="ID,ID", help="Only of these workers (all that train).")
 @click.option("--memory", is_flag=True, help="Record allocations, too.")
 @click.option("--stacks", is_flag=True, help="Record Python's stacks, too; the traces become large.")
-@click.option("--timeout", "timeout_s", type=float, default=600.0, show_default=True, help="Seconds to wait for it.")
+@click.option(
+    "--timeout", "timeout_s", type=Seconds(above=True), default=600.0, show_default=True, help="Seconds to wait for it."
+)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object; progress goes to stderr.")
 def command(
     run_dir: Path,

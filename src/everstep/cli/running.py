@@ -13,6 +13,7 @@ from everstep.base.errors import ConfigError
 from everstep.cli.job import read_job
 from everstep.cli.main import complain
 from everstep.cli.run_dir import read_digest
+from everstep.cli.seconds import Seconds
 from everstep.runtime import commands
 
 _PATIENCE_S = 10.0
@@ -39,7 +40,7 @@ def scale(run_dir: Path, workers: int) -> int:
 @click.argument("run_dir", metavar="DIR", type=click.Path(path_type=Path))
 @click.argument("worker_id", type=int, required=False)
 @click.option("--host", help="All workers of this host, and its agent; others start where hosts have room.")
-@click.option("--grace", "grace_s", type=click.FloatRange(0), help="Of --host: wait so many seconds until it has left.")
+@click.option("--grace", "grace_s", type=Seconds(), help="Of --host: wait so many seconds until it has left.")
 def drain(run_dir: Path, worker_id: int | None, host: str | None, grace_s: float | None) -> int:
     """Let WORKER_ID, or all workers of a host, of the job that runs in DIR leave in order, for good.
 
@@ -77,7 +78,9 @@ def _hosts(run_dir: Path) -> list[dict[str, Any]]:
 
 @click.command()
 @click.argument("run_dir", metavar="DIR", type=click.Path(path_type=Path))
-@click.option("--timeout", "timeout_s", type=float, default=600.0, show_default=True, help="Seconds to wait for it.")
+@click.option(
+    "--timeout", "timeout_s", type=Seconds(above=True), default=600.0, show_default=True, help="Seconds to wait for it."
+)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
 def checkpoint(run_dir: Path, timeout_s: float, as_json: bool) -> int:
     """Take a checkpoint of the job that runs in DIR after its present step, and say where it is."""
@@ -106,5 +109,6 @@ def ask_running(run_dir: Path, name: str, args: dict[str, Any], timeout_s: float
                 ended = "; it has finished" if read_digest(run_dir) is not None else ""
                 raise ConfigError(f"{error}{ended}") from None
             if time.monotonic() > end:
-                raise commands.NoAnswer(f"the coordinator of {run_dir} is not there at the moment: try again") from None
+                where = error.where or "is not there at the moment"
+                raise commands.NoAnswer(f"the coordinator of {run_dir} {where}: try again") from None
         time.sleep(0.1)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from everstep.base.errors import ConfigError
+from everstep.cli.seconds import Seconds
 from everstep.cli.terminal import LEVEL_STYLES, SilentKeys, console
 from everstep.dashboard.feed import RunFeed
 from everstep.dashboard.view import WorkerRow, head, worker_rows
@@ -36,7 +37,7 @@ _SORTS: dict[str, Callable[[tuple[int, WorkerRow]], Any]] = {
 @click.command()
 @click.argument("run_dir", metavar="DIR", type=click.Path(path_type=Path))
 @click.option("--once", is_flag=True, help="Print one picture and end.")
-@click.option("--interval", type=click.FloatRange(0.1, 60), default=1.0, help="Seconds between two pictures (1).")
+@click.option("--interval", type=Seconds(0.1, 60), default=1.0, help="Seconds between two pictures (1).")
 @click.option("--sort", type=click.Choice(tuple(_SORTS)), default="worker", help="Order of the workers (worker).")
 def command(run_dir: Path, once: bool, interval: float, sort: str) -> int:
     """Show the workers of the job in DIR, live. Ctrl-C ends it; the job goes on."""

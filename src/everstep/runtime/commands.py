@@ -25,7 +25,11 @@ _FLOCK = struct.Struct("hhqqi4x")  # struct flock of 64-bit Linux: type, whence,
 
 
 class NoJobRunning(EverstepError):
-    """Nobody answers for this run directory."""
+    """Nobody answers for this run directory. where: at which address, and why not, if one is announced."""
+
+    def __init__(self, message: str, where: str = "") -> None:
+        super().__init__(message)
+        self.where = where
 
 
 class NoAnswer(EverstepError):
@@ -55,10 +59,12 @@ def ask(run_dir: Path, name: str, args: dict[str, Any] | None = None, timeout_s:
     except ProtocolError as error:
         raise NoJobRunning(f"no job is running in {run_dir}: {error}") from None
     except TimeoutError:
-        raise NoAnswer(f"the coordinator of {run_dir} did not answer within {timeout_s:g} s: try again") from None
+        at = f"{run_dir} at {address.host}:{address.port}"
+        raise NoAnswer(f"the coordinator of {at} did not answer within {timeout_s:g} s: try again") from None
     except (OSError, UnicodeError) as error:  # a name that none can have is a UnicodeError
         said = (error.strerror if isinstance(error, OSError) else None) or error
-        raise NoJobRunning(f"no job is running in {run_dir} ({said})") from None
+        where = f"cannot be reached at {address.host}:{address.port} from here ({str(said).lower()})"
+        raise NoJobRunning(f"no job is running in {run_dir}: its coordinator {where}", where) from None
     if not reply.ok:
         raise ConfigError(reply.error)
     return reply.result

@@ -215,6 +215,19 @@ def test_which_worker_or_host_is_to_leave(tmp_path: Path, capsys: pytest.Capture
         assert code == 2 and "expected the number of a worker, or --host NAME" in words
 
 
+@pytest.mark.parametrize("value", ["nan", "inf", "-1", "1e300"])
+@pytest.mark.parametrize(
+    "argv", [["drain", "--host", "b", "--grace"], ["checkpoint", "--timeout"], ["profile", "--timeout"]]
+)
+def test_seconds_are_a_number_that_a_clock_can_reach(
+    argv: list[str], value: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, words = said(capsys, argv[0], str(tmp_path), *argv[1:-1], f"{argv[-1]}={value}")
+    assert code == 2 and f"Invalid value for '{argv[-1]}'" in words and words.count("\n") == 1, words
+    assert run_command(["top", str(tmp_path), "--interval", "nan"]) == 2
+    assert "Invalid value for '--interval'" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("error", [ProtocolError("it ended after 0 of 38 bytes"), TokenRefused("refused")])
 def test_whoever_is_on_the_way_out_is_no_other_job(
     error: ProtocolError, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

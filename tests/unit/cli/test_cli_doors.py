@@ -26,6 +26,7 @@ from everstep.runtime import listening, wire
 from everstep.runtime.about import answer
 from everstep.runtime.address import address_of, announce
 from everstep.runtime.admission import why_not
+from everstep.runtime.commands import run_lock
 from everstep.runtime.context import Joining
 from everstep.runtime.devices import check_slots, default_slots, device_count
 from everstep.runtime.finding import among
@@ -257,6 +258,21 @@ def test_hosts_are_listed_with_the_head(
     announce(tmp_path / "coordinator.json", address_of("10.0.0.3", 29400))
     assert run_command(["hosts", str(tmp_path)]) == 0
     assert "c (head)" in capsys.readouterr().out
+
+
+def test_who_asks_a_job_whose_head_cannot_be_reached_is_told_where_that_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("everstep.cli.hosts.read_job", lambda run_dir: None)
+    monkeypatch.setattr("everstep.cli.running.read_job", lambda run_dir: None)
+    monkeypatch.setattr("everstep.cli.running._PATIENCE_S", 0.0)
+    wire.write_token(tmp_path / "token", TOKEN)
+    with socket.socket() as deaf, run_lock(tmp_path):
+        deaf.bind(("127.0.0.1", 0))
+        port = deaf.getsockname()[1]
+        announce(tmp_path / "coordinator.json", address_of("127.0.0.1", port))
+        code, words = said(capsys, "hosts", str(tmp_path))
+    assert code and f"cannot be reached at 127.0.0.1:{port} from here (connection refused): try again" in words
 
 
 def test_whether_others_answer(capsys: pytest.CaptureFixture[str]) -> None:

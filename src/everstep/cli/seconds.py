@@ -1,0 +1,25 @@
+"""Seconds as options of commands take them."""
+
+from __future__ import annotations
+
+from math import isnan
+from typing import Any
+
+import click
+
+_MOST_S = 1e6
+
+
+class Seconds(click.FloatRange):
+    """A number from a range that a clock can measure. above: it is more than the least. NaN, which compares with
+    nothing and so passes any range, is none."""
+
+    def __init__(self, least_s: float = 0.0, most_s: float = _MOST_S, *, above: bool = False) -> None:
+        super().__init__(least_s, most_s, min_open=above)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """As click has it."""
+        found = float(super().convert(value, param, ctx))
+        if isnan(found):
+            self.fail(f"expected a number of seconds, got {value}", param, ctx)
+        return found
