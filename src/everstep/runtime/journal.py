@@ -1,7 +1,8 @@
 """The coordinator's memory on disk: JSON lines with a checksum each, synced before anything that depends on them.
 
 A crash leaves at most one torn line at the end; opening cuts it off. A disk that is full must not stop training:
-entries that cannot be written wait in memory and go first with the next that can.
+entries that cannot be written wait in memory and go first with the next that can. Where much has come since the last
+time the file is written anew, shorter, beside it and then in its place: until then the old one counts.
 """
 
 from __future__ import annotations
@@ -11,45 +12,64 @@ import json
 import os
 import stat
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from everstep.base.errors import ConfigError
+from everstep.protocol.coordinator.restoring import sensible
+from everstep.protocol.lease.writer import compacted
 
+COMPACT_BYTES = 1 << 20
 _MOST_BYTES = 1 << 30
+_CHUNK = 1 << 20
 
 
 class Journal:
     """An append-only file of JSON objects.
 
     `entries` are those that were there when it was opened; `cut_bytes` of a torn tail were cut off; `pending` counts
-    entries that are not on disk yet because the disk refused them.
+    entries that are not on disk yet because the disk refused them. compact_bytes: when it has grown by so many, and to
+    twice of what it was, it is shortened to what still counts, unless it was opened with entries that make no sense.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], compact_bytes: int = COMPACT_BYTES) -> None:
         self.path = Path(path)
         self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         if not stat.S_ISREG(os.fstat(self._fd).st_mode):
             os.close(self._fd)
             raise ConfigError(f"{self.path} is no regular file: expected the journal that Everstep wrote")
-        data = b""
-        while chunk := os.read(self._fd, 1 << 20):
-            data += chunk
-            if len(data) > _MOST_BYTES:
-                os.close(self._fd)
-                raise ConfigError(f"{self.path} has more than {_MOST_BYTES} bytes: expected a coordinator's journal")
+        data = self._read()
         self.entries, self._end = parse(data)
         self.cut_bytes = len(data) - self._end
         self._waiting = b""
         self.pending = 0
+        self._compact_bytes = self._compact_at = compact_bytes
+        self._found = list(self.entries)  # what is in the file
+        self._new: list[dict[str, Any]] = []  # what waits to be
+        self._placed = True  # whether it is sure that this file has the name
+        self._shortens = True
         if self.cut_bytes:
             with contextlib.suppress(OSError):  # of a disk that is full still: what is left is written over
                 os.ftruncate(self._fd, self._end)
                 os.fsync(self._fd)
+        if self._end >= self._compact_at:
+            self._shortens = sensible(self.entries)
+            self._shorten()
+
+    def _read(self) -> bytes:
+        data = bytearray()
+        while chunk := os.read(self._fd, _CHUNK):
+            data += chunk
+            if len(data) > _MOST_BYTES:
+                os.close(self._fd)
+                raise ConfigError(f"{self.path} has more than {_MOST_BYTES} bytes: expected a coordinator's journal")
+        return bytes(data)
 
     def append(self, entry: dict[str, Any]) -> bool:
         """Write and sync an entry. Returns False if the disk refused; the entry then waits for the next append."""
         self._waiting += format_entry(entry)
+        self._new.append(entry)
         self.pending += 1
         try:
             written = os.pwrite(self._fd, self._waiting, self._end)
@@ -57,16 +77,85 @@ class Journal:
                 os.ftruncate(self._fd, self._end)
                 return False
             os.fdatasync(self._fd)
+            self._place()
         except OSError:
             return False
         self._end += written
-        self._waiting = b""
+        self._found += self._new
+        self._waiting, self._new = b"", []
         self.pending = 0
+        if self._end >= self._compact_at:
+            self._shorten()
         return True
 
     def close(self) -> None:
         """Give the descriptor back."""
         os.close(self._fd)
+
+    # ---- what is superseded
+
+    def _shorten(self) -> None:
+        """Where the disk refuses, the file stays as it is until it has grown again."""
+        if self._shortens:
+            short = compacted(self._found)
+            data = b"".join(map(format_entry, short))
+            if len(data) < self._end:
+                with contextlib.suppress(OSError):
+                    self._replace(short, data)
+        self._compact_at = self._end + max(self._compact_bytes, self._end)
+
+    def _replace(self, entries: Sequence[dict[str, Any]], data: bytes) -> None:
+        """Have these entries in the place of those that are in the file. Raises: OSError, and then they still are."""
+        draft = self.path.with_name(f".{self.path.name}.0")
+        draft.unlink(missing_ok=True)
+        fd = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            _write(fd, data)
+            os.fsync(fd)
+            if not _is_at(self._fd, self.path, self._end) or not _is_at(fd, draft, len(data)):
+                raise FileExistsError(f"{self.path} is written by somebody else, who has taken over")
+            _move(fd, draft, self.path)
+        except OSError:
+            os.close(fd)
+            with contextlib.suppress(OSError):
+                draft.unlink()
+            raise
+        os.close(self._fd)
+        self._fd, self._end, self._found, self._placed = fd, len(data), list(entries), False
+        self._place()
+
+    def _place(self) -> None:
+        """Nothing counts that is in a file whose name a crash may give back to the one before. Raises: OSError."""
+        if self._placed:
+            return
+        folder = os.open(self.path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+        self._placed = True
+
+
+def _write(fd: int, data: bytes) -> None:
+    """All of it. Raises: OSError."""
+    rest = memoryview(data)
+    while rest:
+        rest = rest[os.write(fd, rest) :]
+
+
+def _is_at(fd: int, path: Path, size: int) -> bool:
+    mine, there = os.fstat(fd), os.stat(path)
+    return (mine.st_dev, mine.st_ino, size) == (there.st_dev, there.st_ino, there.st_size)
+
+
+def _move(fd: int, draft: Path, path: Path) -> None:
+    """Raises: OSError; but not for what took effect all the same, as file servers have it whose answer was lost."""
+    size = os.fstat(fd).st_size
+    try:
+        os.rename(draft, path)
+    except OSError:
+        if not _is_at(fd, path, size):
+            raise
 
 
 def format_entry(entry: dict[str, Any]) -> bytes:

@@ -34,7 +34,7 @@ from everstep.protocol.lease.requests import (
     StoreRequest,
     Unanswered,
 )
-from everstep.protocol.lease.writer import Writer
+from everstep.protocol.lease.writer import MOST_TERM, Writer
 from everstep.runtime.address import COORDINATOR_FILE, JOURNAL_FILE, announce
 from everstep.runtime.etcd import Etcd
 from everstep.runtime.etcd_access import find_access
@@ -96,7 +96,7 @@ class FileStore:
     def fence(self) -> int:
         """The term: how often the job was taken over."""
         terms = [entry.get("term") for entry in self.entries if entry.get("kind") == "term"]
-        term = max((one for one in terms if type(one) is int and 0 <= one < 1 << 62), default=0)
+        term = max((one for one in terms if type(one) is int and 0 <= one <= MOST_TERM), default=0)
         if self._anew:
             term += 1
             self._journal.append({"kind": "term", "term": term})

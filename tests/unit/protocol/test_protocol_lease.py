@@ -359,6 +359,11 @@ def test_a_journal_that_is_not_understood_is_not_shortened() -> None:
     assert compacted(journal) == journal
 
 
+def test_of_takeovers_only_the_highest_term_is_kept() -> None:
+    journal: list[JournalEntry] = [{"kind": "term", "term": term} for term in (1, 3, 2, "x")]
+    assert compacted([plan(1, {0: 0}), *journal])[1:] == [journal[1], journal[3]]
+
+
 # ---- the order of effects
 
 

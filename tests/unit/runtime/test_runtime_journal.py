@@ -110,3 +110,126 @@ def test_a_torn_tail_is_passed_over_where_the_disk_does_not_let_it_go(
     assert journal.entries == [ENTRIES[1]] and journal.append(ENTRIES[2])
     journal.close()
     assert Journal(path).entries == ENTRIES[1:3]
+
+
+# ---- what is superseded
+
+
+def target(number: int) -> dict[str, object]:
+    return {"kind": "target", "target": number, "slots": [0], "reason": "x" * 50}
+
+
+def filled(path: Path, count: int, compact_bytes: int = 1000) -> Journal:
+    """One in which so many entries were written, of which the last counts."""
+    journal = Journal(path, compact_bytes)
+    assert all(journal.append(target(number)) for number in range(count))
+    return journal
+
+
+def test_the_file_keeps_what_still_counts_and_does_not_grow_without_end(tmp_path: Path) -> None:
+    path = tmp_path / "journal"
+    journal, sizes = Journal(path, 1000), []
+    for number in range(100):
+        assert journal.append(target(number))
+        sizes.append(path.stat().st_size)
+        assert parse(path.read_bytes())[0][-1] == target(number)
+    journal.close()
+    assert max(sizes) < 3000
+    again = Journal(path, 1000)
+    assert again.append(target(100)) and again.append({"kind": "ended"})
+    assert Journal(path).entries[-2:] == [target(100), {"kind": "ended"}]
+    assert path.stat().st_mode & 0o777 == 0o600 and os.listdir(tmp_path) == ["journal"]
+
+
+def test_an_old_long_file_is_shortened_when_it_is_opened(tmp_path: Path) -> None:
+    path = tmp_path / "journal"
+    lines = [format_entry(target(number)) for number in range(50)]
+    path.write_bytes(b"".join(lines) + b"torn")
+    journal = Journal(path, 1000)
+    assert len(journal.entries) == 50 and journal.cut_bytes == 4
+    assert path.read_bytes() == lines[-1]
+
+
+def test_what_makes_no_sense_does_not_supersede_what_does(tmp_path: Path) -> None:
+    path = tmp_path / "journal"
+    entries = [*map(target, range(50)), {"kind": "target", "target": "of a newer version"}]
+    path.write_bytes(b"".join(map(format_entry, entries)))
+    journal = Journal(path, 1000)
+    assert all(journal.append(target(number)) for number in range(50, 99))
+    assert parse(path.read_bytes())[0] == [*entries, *map(target, range(50, 99))]
+
+
+@pytest.mark.parametrize("call", ["open", "write", "fsync", "rename"])
+def test_a_full_disk_leaves_the_file_as_it_is_until_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    path, real = tmp_path / "journal", getattr(os, call)
+    journal, refused = Journal(path, 1000), []
+
+    def full(*args: object, **options: object) -> object:
+        refused.append(call)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, call, full)
+    assert all(journal.append(target(number)) for number in range(30))
+    monkeypatch.setattr(os, call, real)
+    assert 1 <= len(refused) <= 3 and parse(path.read_bytes())[0] == [target(number) for number in range(30)]
+    assert all(journal.append(target(number)) for number in range(30, 90))
+    assert path.stat().st_size < 3000 and parse(path.read_bytes())[0][-1] == target(89)
+    assert os.listdir(tmp_path) == ["journal"]
+
+
+def test_nothing_counts_in_a_file_that_may_not_have_the_name_yet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A crash could give the name back to the file before: that lacks what has come since."""
+    path, real = tmp_path / "journal", os.fsync
+    journal, number = Journal(path, 1000), 0
+
+    def refuses_folders(fd: int) -> None:
+        if os.path.isdir(f"/proc/self/fd/{fd}"):
+            raise OSError(errno.EIO, "Input/output error")
+        real(fd)
+
+    monkeypatch.setattr(os, "fsync", refuses_folders)
+    while journal.append(target(number)):
+        number += 1
+    assert parse(path.read_bytes())[0] == [target(number - 1), target(number)]
+    assert not journal.append(target(number + 1)) and journal.pending == 2
+    monkeypatch.setattr(os, "fsync", real)
+    assert journal.append(target(number + 2)) and journal.pending == 0
+    assert parse(path.read_bytes())[0] == [target(one) for one in range(number - 1, number + 3)]
+
+
+def test_at_every_point_of_shortening_all_of_it_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, seen = tmp_path / "journal", []
+
+    def looks(call: str) -> None:
+        real = getattr(os, call)
+
+        def watched(*args: object, **options: object) -> object:
+            seen.append((call, parse(path.read_bytes())[0][-1]))
+            return real(*args, **options)
+
+        monkeypatch.setattr(os, call, watched)
+
+    journal = filled(path, 8)
+    for call in ("open", "write", "fsync", "rename", "close"):
+        looks(call)
+    while ("rename", target(8)) not in seen:
+        assert journal.append(target(8))
+    assert all(last == target(8) for _, last in seen)
+
+
+@pytest.mark.parametrize("compact_bytes", [1000, 100_000])
+def test_whoever_was_taken_over_from_does_not_put_its_file_in_the_place_of_its_successors(
+    tmp_path: Path, compact_bytes: int
+) -> None:
+    path = tmp_path / "journal"
+    before = filled(path, 5)
+    after = Journal(path, compact_bytes)
+    assert all(after.append(target(number)) for number in range(5, 100))
+    for _ in range(30):
+        before.append(target(1))
+    there = path.stat()
+    assert (there.st_ino, there.st_size) == (os.fstat(after._fd).st_ino, after._end)

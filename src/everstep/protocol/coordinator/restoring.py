@@ -113,6 +113,11 @@ def restore(config: CoordinatorConfig, journal: Iterable[dict[str, Any]]) -> tup
     return job, found, [f"entry {number}: {text}" for number, text in sorted(aside.items())]
 
 
+def sensible(journal: Iterable[dict[str, Any]]) -> bool:
+    """Whether each entry is one of its kind, as far as it can be told without the others."""
+    return not _read(journal)[1]
+
+
 def _read(journal: Iterable[dict[str, Any]]) -> tuple[dict[int, _Entry | None], dict[int, str]]:
     """Entries by number from 1 on, None of an unknown kind; and what is wrong with the others."""
     entries: dict[int, _Entry | None] = {}

@@ -19,6 +19,7 @@ from everstep.protocol.lease.requests import (
 
 MOST_AT_ONCE = 64
 COMPACT_EVERY = 200
+MOST_TERM = (1 << 62) - 1
 _REPEATED = ("target", "ticket", "evict", "slot_lost", "grants")
 
 
@@ -87,13 +88,21 @@ def compacted(entries: Sequence[JournalEntry]) -> list[JournalEntry]:
     except (KeyError, TypeError):
         return list(entries)
     last = {_about(entry): number for number, entry in enumerate(entries)}
+    terms = [entry["term"] for entry in entries if _is_term(entry)]
     found: list[JournalEntry] = []
     for number, entry in enumerate(entries):
         if entry.get("kind") in ("plan", "entered"):
             found += [plans[number]] if number in plans else []
+        elif _is_term(entry):
+            found += [entry] if entry["term"] == max(terms) else []
         elif entry.get("kind") not in _REPEATED or last[_about(entry)] == number:
             found.append(entry)
     return found
+
+
+def _is_term(entry: JournalEntry) -> bool:
+    """Of a takeover of a journal that is a file: the highest says under which term to go on, wherever it stands."""
+    return entry.get("kind") == "term" and type(entry.get("term")) is int and 0 <= entry["term"] <= MOST_TERM
 
 
 def _about(entry: JournalEntry) -> tuple[object, ...]:
