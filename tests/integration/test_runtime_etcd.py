@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -32,6 +33,7 @@ from everstep.protocol.lease.requests import (
 )
 from everstep.runtime import etcd as etcd_module
 from everstep.runtime.etcd import Etcd
+from everstep.runtime.etcd_gateway import NoReply, Reply
 
 TOKEN = b"t" * 32
 WHERE = {"pid": 1, "host": "10.0.0.1", "port": 1, "tls": "off", "ca": ""}
@@ -107,6 +109,44 @@ def test_only_the_holder_writes_and_each_number_once(members: EtcdMembers, monke
     assert etcd.ask(Compact(term - 1, 35, [])) == Fenced()
     assert etcd.ask(Compact(term, 38, [entry(5)])) == Appended()
     assert etcd.ask(Load()) == Loaded([entry(5), entry(39 % 7)], 40)
+
+
+def test_what_shortens_the_journal_late_does_not_put_an_older_one_back(
+    members: EtcdMembers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A member that was frozen goes on with what it was asked before."""
+    etcd = client(members, "/late")
+    term, sent = held(etcd, "one").term, []
+    for number in range(1, 4):
+        assert etcd.ask(Append(term, number, [entry(number)])) == Appended()
+    post = etcd._post
+
+    def frozen(what: str, asked: dict[str, Any]) -> Reply:
+        if what == "kv/txn":
+            sent.append(asked)
+            raise NoReply("frozen")
+        return post(what, asked)
+
+    monkeypatch.setattr(etcd, "_post", frozen)
+    early = Compact(term, 2, [entry(2)])
+    assert isinstance(etcd.ask(early), Unanswered)
+    monkeypatch.setattr(etcd, "_post", post)
+    assert etcd.ask(early) == Appended()
+    assert etcd.ask(Append(term, 4, [entry(4)])) == Appended()
+    assert etcd.ask(Compact(term, 4, [entry(4)])) == Appended()
+    loaded = Loaded([entry(4)], 5)
+    assert etcd.ask(Load()) == loaded
+    assert not post("kv/txn", sent[0]).succeeded and etcd.ask(Load()) == loaded
+    assert etcd.ask(early) == Appended() and etcd.ask(Load()) == loaded, "it is done, by a later one"
+
+
+def test_a_journal_of_which_something_is_gone_is_refused(members: EtcdMembers) -> None:
+    etcd = client(members, "/gone")
+    term = held(etcd, "one").term
+    for number in (1, 3):
+        assert etcd.ask(Append(term, number, [entry(number)])) == Appended()
+    with pytest.raises(ProtocolError, match=r"expected /journal/0000000002 .* found /journal/0000000003"):
+        etcd.ask(Load())
 
 
 def test_a_job_begins_with_an_empty_journal_unless_one_runs(members: EtcdMembers) -> None:

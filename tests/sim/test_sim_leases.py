@@ -7,11 +7,25 @@ from collections.abc import Iterable
 
 import pytest
 
+from everstep.base.errors import InvariantViolation
 from everstep.protocol.coordinator.types import CoordinatorEffect, Persist
 from everstep.protocol.lease.held import HeldEffects
-from everstep.protocol.lease.requests import Append, JournalEntry, StoreAnswer, Unanswered
+from everstep.protocol.lease.requests import (
+    Append,
+    Appended,
+    Campaign,
+    Compact,
+    Fenced,
+    JournalEntry,
+    Load,
+    Loaded,
+    StoreAnswer,
+    Unanswered,
+)
 from everstep.protocol.lease.writer import Writer
 from everstep.sim.scenario import simulate
+from everstep.sim.store import SimStore
+from everstep.sim.world import World
 
 SEEDS = 120
 TELLING = (56, 68, 74, 77)
@@ -25,6 +39,23 @@ def test_seeds_keep_the_promises() -> None:
     seen = sum((Counter(outcome.seen) for outcome in outcomes), Counter[tuple[str, str]]())
     for group, name in (("lease", "lost"), ("lease", "fenced"), ("store", "Compact"), ("terms", "refused")):
         assert seen[group, name], f"never: {group} {name}"
+
+
+def test_what_shortens_the_journal_late_does_not_put_an_older_one_back() -> None:
+    store = SimStore(World(0), lambda term, entries: None)
+    store.do(Campaign("one", {}, 2))
+    assert store.holder is not None
+    term = store.holder.term
+    for number in range(1, 5):
+        assert store.do(Append(term, number, [{"n": number}])) == Appended()
+        if number % 2 == 0:
+            assert store.do(Compact(term, number, [{"n": number}])) == Appended()
+    assert store.do(Compact(term, 2, [{"n": 2}])) == Appended(), "it is done, by a later one"
+    assert store.do(Load()) == Loaded([{"n": 4}], 5)
+    assert store.do(Compact(term + 1, 2, [{"n": 2}])) == Fenced()
+    store.do(Append(term, 6, [{"n": 6}]))
+    with pytest.raises(InvariantViolation, match="of the journal is gone"):
+        store.do(Load())
 
 
 def test_effects_that_do_not_wait_for_the_journal_are_found(monkeypatch: pytest.MonkeyPatch) -> None:

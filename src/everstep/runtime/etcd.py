@@ -145,11 +145,20 @@ class Etcd:
             page = self._post("kv/range", {**self._span(start, f"{JOURNAL}:"), **end})
             for pair in page.kvs:
                 name = _text(pair.key).removeprefix(self.address.prefix)
-                number = _whole(int(name.removeprefix(JOURNAL)))
+                number = self._next(name, number)
                 entries += _entries(self._opened(name, pair).get("entries"))
                 start = f"{JOURNAL}{number + 1:0{_DIGITS}d}"
             more = page.more and bool(page.kvs)
         return Loaded(entries, number + 1)
+
+    def _next(self, name: str, number: int) -> int:
+        """The number after this one. Raises: ProtocolError if the name is of another."""
+        if name != f"{JOURNAL}{number + 1:0{_DIGITS}d}":
+            raise ProtocolError(
+                f"expected {JOURNAL}{number + 1:0{_DIGITS}d} of the journal under {self.address}, found {name[:40]}: "
+                "what is between is gone, and only a new job can go on (--fresh)"
+            )
+        return number + 1
 
     def _append(self, request: Append) -> StoreAnswer:
         name = f"{JOURNAL}{request.number:0{_DIGITS}d}"
@@ -159,16 +168,33 @@ class Etcd:
         reply = self._post("kv/txn", asked)
         if reply.succeeded:
             return Appended()
-        lease, written = ([] if r.response_range is None else r.response_range.kvs for r in reply.responses[:2])
+        lease, written = _found(reply)
         if not written or not lease or _int(lease[0].create_revision) != request.term:
             return Fenced()
         return Taken(_entries(self._opened(name, written[0]).get("entries")))
 
     def _compact(self, request: Compact) -> StoreAnswer:
+        """Unless there is a snapshot of later than the one that it was to follow: it may take effect long after it was
+        asked."""
+        before = self._get(SNAPSHOT)
+        if before and self._through(before[0]) >= request.through:
+            return Appended()
+        revision = _int(before[0].mod_revision) if before else 0
         span = self._span(JOURNAL, f"{JOURNAL}{request.through + 1:0{_DIGITS}d}")
         said = self._put(SNAPSHOT, {"through": request.through, "entries": request.entries})
-        asked = {"compare": [self._term(request.term)], "success": [said, {"request_delete_range": span}]}
-        return Appended() if self._post("kv/txn", asked).succeeded else Fenced()
+        compare = [self._term(request.term), self._compare(SNAPSHOT, "MOD", "mod_revision", revision)]
+        there = [{"request_range": self._span(LEASE, "")}]
+        asked = {"compare": compare, "success": [said, {"request_delete_range": span}], "failure": there}
+        reply = self._post("kv/txn", asked)
+        if reply.succeeded:
+            return Appended()
+        lease = _found(reply)[0]
+        if not lease or _int(lease[0].create_revision) != request.term:
+            return Fenced()
+        return Unanswered("the journal was shortened meanwhile")  # asked again it is seen by whom
+
+    def _through(self, pair: Pair) -> int:
+        return _whole(self._opened(SNAPSHOT, pair).get("through"))
 
     # ---- the job
 
@@ -274,6 +300,11 @@ class Etcd:
 
     def _get(self, name: str) -> list[Pair]:
         return self._post("kv/range", self._span(name, "")).kvs
+
+
+def _found(reply: Reply) -> list[list[Pair]]:
+    """What was there, by range that was asked for."""
+    return [[] if one.response_range is None else one.response_range.kvs for one in reply.responses]
 
 
 def _int(text: str) -> int:

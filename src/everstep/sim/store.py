@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from everstep.base.errors import check
 from everstep.protocol.lease.requests import (
     Append,
     Appended,
@@ -155,6 +156,10 @@ class SimStore:
     def _load(self, request: Load) -> StoreAnswer:
         through, entries = self._compacted
         numbers = sorted(number for number in self._written if number > through)
+        check(
+            numbers == list(range(through + 1, through + 1 + len(numbers))),
+            f"of the journal is gone what is between {numbers}",
+        )
         found = [entry for number in numbers for entry in self._written[number]]
         return Loaded([*entries, *found], max([through, *numbers]) + 1)
 
@@ -171,6 +176,8 @@ class SimStore:
     def _compact(self, request: Compact) -> StoreAnswer:
         if self._holder is None or self._holder.term != request.term:
             return Fenced()
+        if request.through <= self._compacted[0]:
+            return Appended()  # it was done before, or a later one
         self._revision += 1
         self._compacted = (request.through, list(request.entries))
         self._written = {number: held for number, held in self._written.items() if number > request.through}
