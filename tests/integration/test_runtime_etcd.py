@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Iterator
+from random import Random
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from everstep.protocol.lease.requests import (
     Campaign,
     Claim,
     Compact,
+    CompactPart,
     Depose,
     Fenced,
     Holder,
@@ -29,10 +31,12 @@ from everstep.protocol.lease.requests import (
     Renew,
     Renewed,
     Taken,
+    TooMuch,
     Unanswered,
 )
+from everstep.protocol.lease.writer import Writer
 from everstep.runtime import etcd as etcd_module
-from everstep.runtime.etcd import Etcd
+from everstep.runtime.etcd import PARTS, Etcd
 from everstep.runtime.etcd_gateway import NoReply, Reply
 
 TOKEN = b"t" * 32
@@ -147,6 +151,58 @@ def test_a_journal_of_which_something_is_gone_is_refused(members: EtcdMembers) -
         assert etcd.ask(Append(term, number, [entry(number)])) == Appended()
     with pytest.raises(ProtocolError, match=r"expected /journal/0000000002 .* found /journal/0000000003"):
         etcd.ask(Load())
+
+
+def noise(number: int, count: int) -> JournalEntry:
+    """So many bytes that do not get fewer."""
+    return {"kind": "note", "number": number, "text": Random(number).randbytes(count // 2).hex()}
+
+
+def test_what_piles_up_while_etcd_is_away_is_written_and_shortened(members: EtcdMembers) -> None:
+    """More than etcd takes at once, several times."""
+    etcd = client(members, "/large")
+    term = held(etcd, "one").term
+    entries = [noise(number, 800_000) for number in range(8)]
+    for life, more in enumerate((entries[:5], entries[5:]), 1):
+        loaded = etcd.ask(Load())
+        assert isinstance(loaded, Loaded)
+        writer, asked = Writer(term, loaded.number, loaded.entries, compact_every=3), []
+        writer.put(more)
+        while (request := writer.request()) is not None:
+            answer = etcd.ask(request)
+            assert answer == Appended(), answer
+            asked.append(type(request).__name__)
+            writer.answered(answer)
+        assert asked == ["Append"] * len(more) + ["CompactPart"] * (5 if life == 1 else 8) + ["Compact"]
+        assert etcd.ask(Load()) == Loaded(entries[: 5 if life == 1 else 8], writer.number)
+        kept = etcd._post("kv/range", {**etcd._span(PARTS, f"{PARTS}:"), "keys_only": True}).kvs
+        assert len(kept) == asked.count("CompactPart"), "those of before are gone"
+    etcd._post("kv/deleterange", {"key": kept[3].key})
+    with pytest.raises(ProtocolError, match="what is between is gone"):
+        etcd.ask(Load())
+    etcd.resign(held(etcd, "one").lease)
+    assert etcd.begin({"run_dir": "/two"}, "two", 30) is None
+    assert etcd.ask(Load()) == Loaded([], 1)
+
+
+def test_parts_alone_are_none_of_the_journal(members: EtcdMembers) -> None:
+    etcd = client(members, "/parts")
+    term = held(etcd, "one").term
+    assert etcd.ask(Append(term, 1, [entry(1)])) == Appended()
+    assert etcd.ask(CompactPart(term, 1, "d", 0, [entry(9)])) == Appended()
+    assert etcd.ask(CompactPart(term - 1, 1, "d", 0, [entry(8)])) == Fenced()
+    assert etcd.ask(Load()) == Loaded([entry(1)], 2)
+    assert etcd.ask(Compact(term, 1, [entry(3)], 1, "d")) == Appended()
+    assert etcd.ask(Load()) == Loaded([entry(9), entry(3)], 2)
+
+
+@pytest.mark.parametrize("count", [1_700_000, 4_000_000])
+def test_one_entry_that_is_too_much_for_etcd_is_said(members: EtcdMembers, count: int) -> None:
+    etcd = client(members, f"/too-large-{count}")
+    term = held(etcd, "one").term
+    answer = etcd.ask(Append(term, 1, [noise(1, 2 * count)]))
+    assert isinstance(answer, TooMuch), answer
+    assert etcd.ask(Load()) == Loaded([], 1)
 
 
 def test_a_job_begins_with_an_empty_journal_unless_one_runs(members: EtcdMembers) -> None:

@@ -37,7 +37,13 @@ def test_seeds_keep_the_promises() -> None:
     failed = [str(outcome) for outcome in outcomes if not outcome.ok]
     assert not failed, "\n".join(failed)
     seen = sum((Counter(outcome.seen) for outcome in outcomes), Counter[tuple[str, str]]())
-    for group, name in (("lease", "lost"), ("lease", "fenced"), ("store", "Compact"), ("terms", "refused")):
+    for group, name in (
+        ("lease", "lost"),
+        ("lease", "fenced"),
+        ("store", "Compact"),
+        ("store", "CompactPart"),
+        ("terms", "refused"),
+    ):
         assert seen[group, name], f"never: {group} {name}"
 
 

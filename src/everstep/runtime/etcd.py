@@ -24,6 +24,7 @@ from everstep.protocol.lease.requests import (
     Campaign,
     Claim,
     Compact,
+    CompactPart,
     Depose,
     Fenced,
     Holder,
@@ -37,16 +38,17 @@ from everstep.protocol.lease.requests import (
     StoreAnswer,
     StoreRequest,
     Taken,
+    TooMuch,
     Unanswered,
 )
 from everstep.runtime.etcd_access import NO_ACCESS, EtcdAccess
-from everstep.runtime.etcd_gateway import Gateway, NoReply, Pair, Reply, Unwelcome
+from everstep.runtime.etcd_gateway import Gateway, NoReply, Pair, Reply, TooLarge, Unwelcome
 from everstep.runtime.handshake import role_token
 
-LEASE, JOB, SNAPSHOT, JOURNAL = "/lease", "/job", "/snapshot", "/journal/"
+LEASE, JOB, SNAPSHOT, PARTS, JOURNAL = "/lease", "/job", "/snapshot", "/snapshot/", "/journal/"
 _ROLE = "etcd"
 _MOST_BYTES = 64 << 20
-_PAGE = 500
+_PAGE = 24  # an answer has to fit into what is read of one
 _TAG_BYTES = 32
 _DIGITS = 10
 _HOLD_S = 60.0
@@ -86,6 +88,8 @@ class Etcd:
         """Never raises for what etcd does; what it holds that is not the job's own is `ProtocolError`."""
         try:
             return _MEANS[type(request)](self, request)
+        except TooLarge as error:
+            return TooMuch(str(error))
         except NoReply as error:
             return Unanswered(str(error))
 
@@ -138,27 +142,37 @@ class Etcd:
         through, entries = 0, list[JournalEntry]()
         for pair in first.kvs:
             said = self._opened(SNAPSHOT, pair)
-            through, entries = _whole(said.get("through")), _entries(said.get("entries"))
-        start, number, more = f"{JOURNAL}{through + 1:0{_DIGITS}d}", through, True
-        while more:
-            end = {"revision": revision, "limit": str(_PAGE), "sort_target": "KEY", "sort_order": "ASCEND"}
-            page = self._post("kv/range", {**self._span(start, f"{JOURNAL}:"), **end})
-            for pair in page.kvs:
-                name = _text(pair.key).removeprefix(self.address.prefix)
-                number = self._next(name, number)
-                entries += _entries(self._opened(name, pair).get("entries"))
-                start = f"{JOURNAL}{number + 1:0{_DIGITS}d}"
-            more = page.more and bool(page.kvs)
-        return Loaded(entries, number + 1)
+            through, parts = _whole(said.get("through")), _whole(said.get("parts", 0))
+            if parts:
+                folder = _folder(through, str(said.get("digest")))
+                entries, found = self._row(folder, 0, revision)
+                if found != parts:
+                    raise ProtocolError(f"expected {parts} parts of the journal under {self.address}, found {found}")
+            entries += _entries(said.get("entries"))
+        more, number = self._row(JOURNAL, through + 1, revision)
+        return Loaded(entries + more, number)
 
-    def _next(self, name: str, number: int) -> int:
-        """The number after this one. Raises: ProtocolError if the name is of another."""
-        if name != f"{JOURNAL}{number + 1:0{_DIGITS}d}":
-            raise ProtocolError(
-                f"expected {JOURNAL}{number + 1:0{_DIGITS}d} of the journal under {self.address}, found {name[:40]}: "
-                "what is between is gone, and only a new job can go on (--fresh)"
-            )
-        return number + 1
+    def _row(self, folder: str, number: int, revision: str) -> tuple[list[JournalEntry], int]:
+        """The entries under this number and all that follow, and the number after them.
+
+        Raises: ProtocolError if one is lacking.
+        """
+        entries, more = list[JournalEntry](), True
+        limits = {"revision": revision, "limit": str(_PAGE), "sort_target": "KEY", "sort_order": "ASCEND"}
+        while more:
+            span = self._span(f"{folder}{number:0{_DIGITS}d}", f"{folder}:")
+            page = self._post("kv/range", {**span, **limits})
+            for pair in page.kvs:
+                name, expected = _text(pair.key).removeprefix(self.address.prefix), f"{folder}{number:0{_DIGITS}d}"
+                if name != expected:
+                    raise ProtocolError(
+                        f"expected {expected} of the journal under {self.address}, found {name[:80]}: what is between"
+                        " is gone, and only a new job can go on (--fresh)"
+                    )
+                entries += _entries(self._opened(name, pair).get("entries"))
+                number += 1
+            more = page.more and bool(page.kvs)
+        return entries, number
 
     def _append(self, request: Append) -> StoreAnswer:
         name = f"{JOURNAL}{request.number:0{_DIGITS}d}"
@@ -173,6 +187,12 @@ class Etcd:
             return Fenced()
         return Taken(_entries(self._opened(name, written[0]).get("entries")))
 
+    def _part(self, request: CompactPart) -> StoreAnswer:
+        name = f"{_folder(request.through, request.digest)}{request.number:0{_DIGITS}d}"
+        said = self._put(name, {"entries": request.entries})
+        done = self._post("kv/txn", {"compare": [self._term(request.term)], "success": [said]}).succeeded
+        return Appended() if done else Fenced()
+
     def _compact(self, request: Compact) -> StoreAnswer:
         """Unless there is a snapshot of later than the one that it was to follow: it may take effect long after it was
         asked."""
@@ -180,11 +200,17 @@ class Etcd:
         if before and self._through(before[0]) >= request.through:
             return Appended()
         revision = _int(before[0].mod_revision) if before else 0
-        span = self._span(JOURNAL, f"{JOURNAL}{request.through + 1:0{_DIGITS}d}")
-        said = self._put(SNAPSHOT, {"through": request.through, "entries": request.entries})
+        said = {"through": request.through, "entries": request.entries}
+        if request.parts:
+            said |= {"parts": request.parts, "digest": request.digest}
+        gone = [
+            self._span(JOURNAL, f"{JOURNAL}{request.through + 1:0{_DIGITS}d}"),
+            self._span(PARTS, f"{PARTS}{request.through:0{_DIGITS}d}"),  # those of this one, and later ones, stay
+        ]
+        done = [self._put(SNAPSHOT, said), *({"request_delete_range": span} for span in gone)]
         compare = [self._term(request.term), self._compare(SNAPSHOT, "MOD", "mod_revision", revision)]
         there = [{"request_range": self._span(LEASE, "")}]
-        asked = {"compare": compare, "success": [said, {"request_delete_range": span}], "failure": there}
+        asked = {"compare": compare, "success": done, "failure": there}
         reply = self._post("kv/txn", asked)
         if reply.succeeded:
             return Appended()
@@ -207,7 +233,7 @@ class Etcd:
         lease = _int(self._surely("lease/grant", {"TTL": str(ttl_s)}).ID)
         free = [self._compare(LEASE, "CREATE", "create_revision", 0)]
         gone = [{"request_delete_range": self._span(JOURNAL, f"{JOURNAL}:")}]
-        gone.append({"request_delete_range": self._span(SNAPSHOT, "")})
+        gone += [{"request_delete_range": self._span(*span)} for span in ((SNAPSHOT, ""), (PARTS, f"{PARTS}:"))]
         held = [{"request_range": self._span(LEASE, "")}]
         mine = self._put(LEASE, {"owner": owner, "where": {}}, lease)
         reply = self._surely(
@@ -302,6 +328,11 @@ class Etcd:
         return self._post("kv/range", self._span(name, "")).kvs
 
 
+def _folder(through: int, digest: str) -> str:
+    """Of the parts of a snapshot."""
+    return f"{PARTS}{through:0{_DIGITS}d}-{digest}/"
+
+
 def _found(reply: Reply) -> list[list[Pair]]:
     """What was there, by range that was asked for."""
     return [[] if one.response_range is None else one.response_range.kvs for one in reply.responses]
@@ -338,5 +369,6 @@ _MEANS: dict[type, Callable[[Etcd, Any], StoreAnswer]] = {
     Depose: Etcd._depose,
     Load: Etcd._load,
     Append: Etcd._append,
+    CompactPart: Etcd._part,
     Compact: Etcd._compact,
 }

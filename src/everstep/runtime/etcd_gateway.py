@@ -23,6 +23,7 @@ _NO_USER, _NO_USERS = "etcdserver: user name is empty", "etcdserver: authenticat
 _AGAIN = (_NO_USER, "etcdserver: invalid auth token", "etcdserver: revision of auth store is old")
 """What a member says to whom it would hear with a new token. Nothing has taken effect then."""
 _NAMED = "CommonName of client"
+_TOO_LARGE, _LARGER = "etcdserver: request is too large", "message larger than max"
 
 
 class Pair(msgspec.Struct):
@@ -76,6 +77,10 @@ class NoReply(Exception):
 
 class Unwelcome(NoReply):
     """etcd does not let this host do that, whichever member is asked."""
+
+
+class TooLarge(NoReply):
+    """A member does not take so much in one request, and nothing has taken effect."""
 
 
 class _Stale(NoReply):
@@ -133,6 +138,8 @@ class Gateway:
                 return found
             except Unwelcome as error:
                 self._unwelcome = str(error)
+                raise
+            except TooLarge:
                 raise
             except NoReply as error:
                 failed.append(str(error))
@@ -226,6 +233,8 @@ class Gateway:
         if text == "etcdserver: permission denied":
             prefix = self.address.prefix
             raise Unwelcome(f"etcd at {member} does not let the user {user!r} read and write under {prefix}/: grant it")
+        if text == _TOO_LARGE or _LARGER in text:
+            raise TooLarge(f"{member}: {text}")
         if text.startswith(_NAMED):
             raise Unwelcome(
                 f"etcd at {member} has users, and takes no certificate that names one at its JSON gateway: "

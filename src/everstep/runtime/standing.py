@@ -117,13 +117,21 @@ class FileStore:
 
 
 class EtcdStore:
-    """A journal in etcd, which only the lease's holder can write. fenced: called with why this one cannot any more."""
+    """A journal in etcd, which only the lease's holder can write. fenced: called with why this one cannot any more;
+    refused: likewise, where no other could."""
 
     notes = ""
 
-    def __init__(self, etcd: Asker, term: int, loaded: Loaded, fenced: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        etcd: Asker,
+        term: int,
+        loaded: Loaded,
+        fenced: Callable[[str], None],
+        refused: Callable[[str], None],
+    ) -> None:
         self.entries = loaded.entries
-        self._etcd, self._term, self._fenced = etcd, term, fenced
+        self._etcd, self._term, self._fenced, self._refused = etcd, term, fenced, refused
         self._writer = Writer(term, loaded.number, loaded.entries)
         self._written: Written = lambda count: None
         self._task: asyncio.Task[None] | None = None
@@ -156,6 +164,9 @@ class EtcdStore:
             count = self._writer.answered(answer)
             if self._writer.fenced:
                 self._fenced(self._writer.fenced)
+                return
+            if self._writer.refused:
+                self._refused(self._writer.refused)
                 return
             if count:
                 self._written(count)
@@ -388,12 +399,16 @@ async def open_journal(
         warn(events, Why(Cause.LEASE, f"the coordinator on {where['host']} decides no more: {reason}"))
         stand_down(reason)
 
+    def refused(reason: str) -> None:
+        warn(events, Why(Cause.LEASE, reason))
+        os._exit(1)
+
     def leave() -> None:
         loop.create_task(_resign(tenure))
 
     loop.add_signal_handler(signal.SIGTERM, leave)
     term = await tenure.win(deposed)
-    return tenure, EtcdStore(etcd, term, await tenure.load(), deposed)
+    return tenure, EtcdStore(etcd, term, await tenure.load(), deposed, refused)
 
 
 async def _resign(tenure: Tenure, exit_code: int = 0) -> None:

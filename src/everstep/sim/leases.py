@@ -24,6 +24,7 @@ from everstep.sim.world import MS, SECOND, World
 TTL_S = 1
 _HOSTS = (CONTROL_HOST, "control1")
 _COMPACT_EVERY = 7
+_MOST_BYTES = 1500
 
 
 class SimCandidate(SimCoordinator):
@@ -99,7 +100,7 @@ class SimCandidate(SimCoordinator):
             self._load()
             return
         term = self._candidate.term
-        self._writer = Writer(term, answer.number, answer.entries, _COMPACT_EVERY)
+        self._writer = Writer(term, answer.number, answer.entries, _COMPACT_EVERY, _MOST_BYTES)
         self._writing = False
         self.machine = self.control.make(answer.entries, self.control.size, term)
         self.world.log(self.name, "LEADS in term", term, f"journal of {len(answer.entries)}")

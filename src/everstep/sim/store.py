@@ -7,6 +7,7 @@ matter. So a request that was given up may take effect later.
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
 from everstep.base.errors import check
@@ -16,6 +17,7 @@ from everstep.protocol.lease.requests import (
     Campaign,
     Claim,
     Compact,
+    CompactPart,
     Depose,
     Fenced,
     Holder,
@@ -54,6 +56,7 @@ class SimStore:
         self._ttl_s: dict[int, int] = {}
         self._written: dict[int, list[dict[str, Any]]] = {}
         self._compacted: tuple[int, list[dict[str, Any]]] = (0, [])
+        self._parts: dict[tuple[int, str, int], list[dict[str, Any]]] = {}
 
     # ---- the network
 
@@ -179,9 +182,19 @@ class SimStore:
         if request.through <= self._compacted[0]:
             return Appended()  # it was done before, or a later one
         self._revision += 1
-        self._compacted = (request.through, list(request.entries))
+        parts = [self._parts.get((request.through, request.digest, number)) for number in range(request.parts)]
+        check(None not in parts, f"a part is lacking of {request.parts}")
+        self._compacted = (request.through, [*chain(*filter(None, parts)), *request.entries])
+        self._parts = {name: held for name, held in self._parts.items() if name[0] >= request.through}
         self._written = {number: held for number, held in self._written.items() if number > request.through}
         return Appended()
+
+
+def _keep_part(store: SimStore, request: CompactPart) -> StoreAnswer:
+    if store.holder is None or store.holder.term != request.term:
+        return Fenced()
+    store._parts[request.through, request.digest, request.number] = list(request.entries)
+    return Appended()
 
 
 _MEANS: dict[type, Callable[[SimStore, Any], StoreAnswer]] = {
@@ -192,5 +205,6 @@ _MEANS: dict[type, Callable[[SimStore, Any], StoreAnswer]] = {
     Depose: SimStore._depose,
     Load: SimStore._load,
     Append: SimStore._append,
+    CompactPart: _keep_part,
     Compact: SimStore._compact,
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from everstep.protocol.lease.requests import (
     Campaign,
     Claim,
     Compact,
+    CompactPart,
     Depose,
     Fenced,
     Holder,
@@ -30,6 +32,7 @@ from everstep.protocol.lease.requests import (
     Renewed,
     StoreAnswer,
     Taken,
+    TooMuch,
     Unanswered,
 )
 from everstep.protocol.lease.terms import Terms
@@ -271,6 +274,87 @@ def test_the_journal_is_shortened_now_and_then() -> None:
     short = [request for request in asked if isinstance(request, Compact)]
     assert short == [Compact(40, 3, [entry(2)]), Compact(40, 6, [entry(5)])]
     assert [r.number for r in asked if isinstance(r, Append)] == list(range(1, 8))
+
+
+def long(number: int, size: int = 100) -> JournalEntry:
+    return {"kind": "note", "number": number, "text": "x" * size}
+
+
+def test_a_request_takes_so_many_bytes_or_one_entry() -> None:
+    """A store does not take any amount at once, and what has piled up while it was away has to be written."""
+    writer, counts = Writer(40, 1, [], most_bytes=1000), []
+    writer.put([*(long(number) for number in range(20)), long(20, 5000), long(21), long(22)])
+    while (request := writer.request()) is not None:
+        assert isinstance(request, Append)
+        counts.append(len(request.entries))
+        assert len(request.entries) == 1 or len(json.dumps(request.entries, separators=(",", ":"))) <= 1000 + 10
+        writer.answered(Appended())
+    assert counts == [7, 7, 6, 1, 2]
+
+
+def test_a_long_journal_is_shortened_in_parts_while_entries_go_first() -> None:
+    writer, asked = Writer(40, 1, [], compact_every=3, most_bytes=300), []
+    for number in range(3):
+        writer.put([long(number)])
+        writer.request()
+        writer.answered(Appended())
+    while (request := writer.request()) is not None:
+        asked.append(request)
+        if len(asked) == 1:
+            assert writer.answered(Unanswered("late")) == 0 and writer.request() == request
+            writer.put([long(3)])
+        writer.answered(Appended())
+    first, between, second, last = asked
+    assert isinstance(first, CompactPart) and isinstance(second, CompactPart) and isinstance(last, Compact)
+    assert between == Append(40, 4, [long(3)])
+    assert (first.number, first.entries) == (0, [long(0), long(1)]) and first.digest == last.digest
+    assert second == CompactPart(40, 3, first.digest, 1, [long(2)]) and last == Compact(40, 3, [], 2, first.digest)
+
+
+def test_parts_of_other_entries_have_another_name() -> None:
+    """Those of an earlier life may still arrive, under the same term."""
+    names = set()
+    for size in (200, 201):
+        writer = Writer(40, 1, [long(0, size), long(1)], compact_every=1, most_bytes=300)
+        writer.put([long(2)])
+        writer.request()
+        writer.answered(Appended())
+        request = writer.request()
+        assert isinstance(request, CompactPart) and request.through == 1
+        names.add(request.digest)
+    assert len(names) == 2
+
+
+def test_what_is_too_much_at_once_goes_in_less() -> None:
+    writer, written = Writer(40, 1, []), 0
+    writer.put(long(number) for number in range(10))
+    while (request := writer.request()) is not None:
+        assert isinstance(request, Append)
+        few = len(request.entries) <= 3
+        written += writer.answered(Appended() if few else TooMuch("request is too large"))
+    assert written == 10 and not writer.waiting and not writer.refused
+
+
+def test_one_entry_that_is_too_much_ends_it_with_words() -> None:
+    writer = Writer(40, 1, [])
+    writer.put([long(1)])
+    writer.request()
+    assert writer.answered(TooMuch("request is too large")) == 0
+    assert "entry (note)" in writer.refused and "--max-request-bytes" in writer.refused
+    assert writer.request() is None and not writer.fenced
+
+
+def test_a_journal_that_cannot_be_shortened_in_one_goes_on_and_is_so_later_in_parts() -> None:
+    writer, asked = Writer(40, 1, [], compact_every=2), []
+    for number in range(4):
+        writer.put([long(number)])
+        while (request := writer.request()) is not None:
+            asked.append(request)
+            whole = isinstance(request, Compact) and request.entries
+            writer.answered(TooMuch("request is too large") if whole else Appended())
+    kinds = [type(request).__name__ for request in asked]
+    assert kinds[:5] == ["Append", "Append", "Compact", "Append", "Append"]
+    assert set(kinds[5:-1]) == {"CompactPart"} and kinds[-1] == "Compact"
 
 
 def plan(generation: int, members: dict[int, int], *, prepared: bool = False) -> JournalEntry:

@@ -76,15 +76,29 @@ class Append(NamedTuple):
     entries: list[JournalEntry]
 
 
+class CompactPart(NamedTuple):
+    """Keep these entries for the `Compact` of the same through and digest, as number 0, 1, ... of its parts; until then
+    they are none of the journal's. Answered by `Appended` or `Fenced`."""
+
+    term: int
+    through: int
+    digest: str
+    number: int
+    entries: list[JournalEntry]
+
+
 class Compact(NamedTuple):
-    """These entries stand for all up to this number, which go. Answered by `Appended` or `Fenced`."""
+    """These entries, after those of so many parts, stand for all up to this number, which go; unless others do for as
+    many or more. Answered by `Appended` or `Fenced`. digest: of the entries in the parts, "" without any."""
 
     term: int
     through: int
     entries: list[JournalEntry]
+    parts: int = 0
+    digest: str = ""
 
 
-StoreRequest = Look | Campaign | Claim | Renew | Depose | Load | Append | Compact
+StoreRequest = Look | Campaign | Claim | Renew | Depose | Load | Append | CompactPart | Compact
 
 # ---- answers
 
@@ -128,4 +142,10 @@ class Fenced(NamedTuple):
     """Another term holds the lease, or none: nothing was written."""
 
 
-StoreAnswer = Unanswered | HolderSeen | Renewed | Loaded | Appended | Taken | Fenced
+class TooMuch(NamedTuple):
+    """So much is not taken at once: nothing was written. reason: for people."""
+
+    reason: str
+
+
+StoreAnswer = Unanswered | HolderSeen | Renewed | Loaded | Appended | Taken | Fenced | TooMuch

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections import deque
 from collections.abc import Iterable, Sequence
 
@@ -10,14 +12,18 @@ from everstep.protocol.lease.requests import (
     Append,
     Appended,
     Compact,
+    CompactPart,
     Fenced,
     JournalEntry,
     StoreAnswer,
     StoreRequest,
     Taken,
+    TooMuch,
 )
 
 MOST_AT_ONCE = 64
+MOST_BYTES = 1 << 20
+"""Of JSON in a request, which is sent in fewer: a store takes so much at once (etcd 1.5 MiB: --max-request-bytes)."""
 COMPACT_EVERY = 200
 MOST_TERM = (1 << 62) - 1
 _REPEATED = ("target", "ticket", "evict", "slot_lost", "grants")
@@ -27,19 +33,31 @@ class Writer:
     """Its journal is `entries`, and what is put. What is to be asked is `request`; its answer is told by `answered`.
 
     term: under which it writes. number: the next to write under. compact_every: after so many requests the journal is
-    written anew, shorter. fenced: why it cannot write any more, "" if it can.
+    written anew, shorter. most_bytes: of entries in one request, unless it is one entry. fenced: why it cannot write
+    any more, "" if it can; refused: likewise, where another coordinator could not either.
     """
 
     def __init__(
-        self, term: int, number: int, entries: Iterable[JournalEntry], compact_every: int = COMPACT_EVERY
+        self,
+        term: int,
+        number: int,
+        entries: Iterable[JournalEntry],
+        compact_every: int = COMPACT_EVERY,
+        most_bytes: int = MOST_BYTES,
     ) -> None:
-        self.fenced = ""
-        self._compact_every = compact_every
+        self.fenced = self.refused = ""
+        self._compact_every, self._most_bytes = compact_every, most_bytes
         self._term, self._number = term, number
         self._journal = list(entries)
         self._waiting: deque[JournalEntry] = deque()
-        self._asked: Append | Compact | None = None
+        self._shortening: deque[CompactPart | Compact] = deque()
+        self._asked: Append | CompactPart | Compact | None = None
         self._appends = 0
+
+    @property
+    def number(self) -> int:
+        """The next to write under."""
+        return self._number
 
     @property
     def waiting(self) -> int:
@@ -52,14 +70,14 @@ class Writer:
 
     def request(self) -> StoreRequest | None:
         """What is to be asked now, None if nothing is. What was not answered is asked again, to the letter."""
-        if self.fenced:
+        if self.fenced or self.refused:
             return None
         if self._asked is None and self._waiting:
-            count = min(MOST_AT_ONCE, len(self._waiting))
-            self._asked = Append(self._term, self._number, [self._waiting.popleft() for _ in range(count)])
-        elif self._asked is None and self._appends >= self._compact_every:
-            self._journal = compacted(self._journal)
-            self._asked = Compact(self._term, self._number - 1, list(self._journal))
+            self._asked = Append(self._term, self._number, self._next())
+        elif self._asked is None:
+            if self._appends >= self._compact_every and not self._shortening:
+                self._shorten()
+            self._asked = self._shortening.popleft() if self._shortening else None
         return self._asked
 
     def answered(self, answer: StoreAnswer) -> int:
@@ -70,14 +88,76 @@ class Writer:
             self.fenced = "another coordinator holds the lease"
         elif isinstance(answer, Taken) and (not isinstance(asked, Append) or answer.entries != asked.entries):
             self.fenced = "the journal goes on with what this coordinator has not written"
+        elif isinstance(answer, TooMuch):
+            self._asked = None
+            self._ask_less(asked, answer.reason)
         elif isinstance(answer, Appended | Taken):
             self._asked = None
             if isinstance(asked, Append):
                 self._journal += asked.entries
                 self._number, self._appends = self._number + 1, self._appends + 1
                 return len(asked.entries)
-            self._appends = 0
+            if isinstance(asked, Compact):
+                self._appends = 0
         return 0
+
+    def _next(self) -> list[JournalEntry]:
+        """The entries that are written at once."""
+        found = [self._waiting.popleft()]
+        room = self._most_bytes - (_size(found[0]) if self._waiting else 0)
+        while self._waiting and len(found) < MOST_AT_ONCE:
+            room -= _size(self._waiting[0])
+            if room < 0:
+                break
+            found.append(self._waiting.popleft())
+        return found
+
+    def _shorten(self) -> None:
+        """Where it is much it goes in parts, which count with the last request. Their digest keeps them apart from
+        those of an earlier life of the same term, which may still arrive."""
+        self._journal = compacted(self._journal)
+        through, rest = self._number - 1, list(self._journal)
+        parts = _parts(rest, self._most_bytes)
+        if len(parts) <= 1:
+            self._shortening.append(Compact(self._term, through, rest))
+            return
+        digest = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
+        for number, entries in enumerate(parts):
+            self._shortening.append(CompactPart(self._term, through, digest, number, entries))
+        self._shortening.append(Compact(self._term, through, [], len(parts), digest))
+
+    def _ask_less(self, asked: Append | CompactPart | Compact | None, reason: str) -> None:
+        """What was asked last was too much."""
+        check(asked is not None, "too much of nothing")
+        self._most_bytes = min(self._most_bytes, sum(map(_size, asked.entries))) // 2 if asked else 0
+        if not isinstance(asked, Append):
+            self._shortening.clear()
+            self._appends = 0  # later, in smaller parts; until then the journal is as it was
+        elif len(asked.entries) > 1:
+            self._waiting.extendleft(reversed(asked.entries))
+        else:
+            kind, size = asked.entries[0].get("kind"), _size(asked.entries[0])
+            self.refused = (
+                f"etcd does not take an entry ({kind}) of {size} bytes before they are compressed: {reason}; start its"
+                " members with a larger --max-request-bytes"
+            )
+
+
+def _size(entry: JournalEntry) -> int:
+    return len(json.dumps(entry, separators=(",", ":")))
+
+
+def _parts(entries: Iterable[JournalEntry], most_bytes: int) -> list[list[JournalEntry]]:
+    """All of them, in order, so many bytes at once, or one entry."""
+    parts: list[list[JournalEntry]] = []
+    room = 0
+    for entry in entries:
+        room -= (size := _size(entry))
+        if room < 0:
+            parts.append([])
+            room = most_bytes - size
+        parts[-1].append(entry)
+    return parts
 
 
 def compacted(entries: Sequence[JournalEntry]) -> list[JournalEntry]:
