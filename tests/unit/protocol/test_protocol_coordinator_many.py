@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
-from tests.unit.protocol.coordinator_harness import CONFIG, S
+from coordinator_harness import CONFIG, S
 
 from everstep.base.cause import Cause
 from everstep.base.plan import Member, Plan
