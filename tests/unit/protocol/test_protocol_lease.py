@@ -326,13 +326,15 @@ def test_parts_of_other_entries_have_another_name() -> None:
 
 
 def test_what_is_too_much_at_once_goes_in_less() -> None:
-    writer, written = Writer(40, 1, []), 0
-    writer.put(long(number) for number in range(10))
+    entries, kept = [long(number) for number in range(10)], list[JournalEntry]()
+    writer = Writer(40, 1, [])
+    writer.put(entries)
     while (request := writer.request()) is not None:
         assert isinstance(request, Append)
         few = len(request.entries) <= 3
-        written += writer.answered(Appended() if few else TooMuch("request is too large"))
-    assert written == 10 and not writer.waiting and not writer.refused
+        kept += request.entries if few else []
+        writer.answered(Appended() if few else TooMuch("request is too large"))
+    assert kept == entries and not writer.waiting and not writer.refused
 
 
 def test_one_entry_that_is_too_much_ends_it_with_words() -> None:
