@@ -17,6 +17,7 @@ from everstep.base.config import Config, load_config, parse_set
 from everstep.base.domains import VARIABLE, found_domains
 from everstep.base.errors import ConfigError, EverstepError
 from everstep.base.etcd_address import SCHEMES, EtcdAddress
+from everstep.cli.config_file import said_layers
 from everstep.cli.main import complain
 from everstep.cli.meeting import Met, folder_of, looking, moves, places_in, wait_for_job
 from everstep.cli.task_loading import parse_task
@@ -264,4 +265,4 @@ def own_settings(settings: tuple[str, ...]) -> Config:
         if not says_itself(parse_set(text)[0]):
             own = ", ".join((*(f"{group}*" for group in _OWN_GROUPS), *_OWN_KEYS))
             raise ConfigError(f"--set: expected a key of {own}, got {text!r}: the others are the job's to say")
-    return load_config([(f"--set {text}", dict([parse_set(text)])) for text in settings])
+    return load_config(said_layers(None, settings))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from everstep.base.config import parse_set
 from everstep.base.errors import ConfigError
 from everstep.base.given import read_given
 
@@ -72,3 +73,9 @@ def read_config_file(path: Path) -> dict[str, Any]:
     if not isinstance(data, dict) or not all(isinstance(key, str) for key in data):
         raise ConfigError(f"the config file {path} must hold keys and values, got {type(data).__name__}")
     return data
+
+
+def said_layers(config_file: Path | None, settings: Sequence[str]) -> list[tuple[str, dict[str, Any]]]:
+    """What `--config` and `--set` say, for `load_config`. Raises: ConfigError."""
+    found = [(str(config_file), read_config_file(config_file))] if config_file is not None else []
+    return [*found, *((f"--set {text}", dict([parse_set(text)])) for text in settings)]

@@ -44,7 +44,8 @@ def head_doors(
         own = interface is not None and "network.address" not in given
         return ({"network.address": address_on(interface)} if own and interface is not None else {}), None
     host, port = parse_listen("--listen", listen)
-    all_hosts = {} if world_size is None else _for_all_hosts(given, world_size, slots)
+    hosts = None if world_size is None else max(1, world_size - (not local))
+    all_hosts = {} if hosts is None else _for_all_hosts(given, hosts, slots)
     if host == EVERYWHERE:
         if told is None:
             raise ConfigError(
@@ -77,12 +78,12 @@ def slots_here(given: Mapping[str, Any], world_size: int | None) -> int:
     return max(default_slots(), -(-workers // hosts))
 
 
-def _for_all_hosts(given: Mapping[str, Any], world_size: int, slots: int | None) -> dict[str, Any]:
-    """Config keys that follow from `--world-size` where nobody says them: all of these hosts are waited for, and each
-    has work. given: what is set of the config, by dotted key. slots: workers of this host, None for one per device."""
-    found: dict[str, Any] = {} if "hosts.min" in given else {"hosts.min": world_size}
+def _for_all_hosts(given: Mapping[str, Any], hosts: int, slots: int | None) -> dict[str, Any]:
+    """Config keys that follow from `--world-size` where nobody says them: all hosts with workers are waited for, and
+    each has work. given: what is set of the config, by dotted key. slots: workers of each, None for one per device."""
+    found: dict[str, Any] = {} if "hosts.min" in given else {"hosts.min": hosts}
     if "workers" not in given and default_workers(given) is None:
-        found["workers"] = world_size * (slots or default_slots())
+        found["workers"] = hosts * (slots or default_slots())
     return found
 
 

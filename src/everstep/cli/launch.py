@@ -17,12 +17,12 @@ from typing import Any
 
 import click
 
-from everstep.base.config import parse_set, read_layers
+from everstep.base.config import read_layers
 from everstep.base.doors import is_loopback
 from everstep.base.errors import ConfigError
 from everstep.chaos.spec import parse
 from everstep.cli.agent import says_itself
-from everstep.cli.config_file import read_config_file
+from everstep.cli.config_file import said_layers
 from everstep.cli.engines import kubernetes, ray_cluster, slurm, ssh
 from everstep.cli.engines.launch import Launch
 from everstep.cli.run import command as run_command
@@ -103,10 +103,7 @@ def _values(words: Sequence[str], *, files: bool) -> dict[str, Any]:
     Raises: ConfigError, click.UsageError for what it would refuse.
     """
     given = run_command.make_context("everstep run", list(words)).params
-    layers = [(f"--set {text}", dict([parse_set(text)])) for text in given["settings"]]
-    if files and given["config_file"] is not None:
-        layers.insert(0, (str(given["config_file"]), read_config_file(given["config_file"])))
-    values = read_layers(layers)
+    values = read_layers(said_layers(given["config_file"] if files else None, given["settings"]))
     parse(given["chaos"] or str(values.get("chaos") or ""))
     return values
 

@@ -9,14 +9,14 @@ import os
 import re
 import shlex
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from everstep.base.cause import Cause, Why
-from everstep.base.config import Config, load_config, parse_set, read_layers
+from everstep.base.config import Config, load_config, read_layers
 from everstep.base.domains import found_domains
 from everstep.base.doors import is_loopback
 from everstep.base.errors import ConfigError
@@ -34,7 +34,7 @@ from everstep.cli.beside import (
     metrics_beside,
 )
 from everstep.cli.conclusion import end_of, lacking_rows, say_the_end
-from everstep.cli.config_file import read_config_file
+from everstep.cli.config_file import said_layers
 from everstep.cli.display import Watcher, choose_display, summary
 from everstep.cli.doors import check_own_ports, head_doors, slots_here
 from everstep.cli.job import (
@@ -221,7 +221,7 @@ def command(
     domains = found_domains(domain, os.environ)
     if rank is not None or world_size is not None or master_addr is not None or master_port is not None:
         listen = place(rank, world_size, master_addr, master_port, listen)
-    layers = _layers(config_file, settings)
+    layers = said_layers(config_file, settings)
     foreign = foreign_launcher(os.environ)
     if foreign is not None and rank is None:
         if listen is not None:
@@ -251,11 +251,6 @@ def command(
         first = spec, argv, request, run_dir, server, fresh, as_json, dashboard, public
         invocation = Invocation(*first, port, token, not no_local_workers, slots or 0, key, domains, secrets)
         return _run_or_show(invocation, dry_run)
-
-
-def _layers(config_file: Path | None, settings: Sequence[str]) -> list[tuple[str, dict[str, Any]]]:
-    found = [(str(config_file), read_config_file(config_file))] if config_file is not None else []
-    return [*found, *((f"--set {text}", dict([parse_set(text)])) for text in settings)]
 
 
 def _follow(

@@ -224,8 +224,8 @@ def _doors(job: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:
     """The options by which hosts find a job where it was, and this one takes the part in it that it had."""
     doors, address = as_dict(job.get("doors")), _value(config, "network.address")
     port = whole_number(doors.get("port"))
-    if not isinstance(address, str) or (is_loopback(address) and not port):
-        return []
+    if not isinstance(address, str) or doors.get("port") == 0 or (is_loopback(address) and not port):
+        return []  # nobody else could join
     words = ["--listen", f"{address}:{port}"]
     if "slots" in doors and doors["slots"] is None:
         return [*words, "--no-local-workers"]

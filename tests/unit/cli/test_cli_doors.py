@@ -407,6 +407,8 @@ def test_hosts_that_are_started_one_by_one_are_all_waited_for(monkeypatch: pytes
     ):
         doors, port = head_doors("10.0.0.1:5", None, given, local=True, slots=slots, world_size=3)
         assert (doors, port) == ({"network.address": "10.0.0.1", **found}, 5)
+    doors, _ = head_doors("10.0.0.1:5", None, {}, local=False, world_size=3)
+    assert doors["hosts.min"] == 2 and doors["workers"] == 8, "this host has no workers, and does not count"
 
 
 def test_an_agent_offers_so_many_and_warns_of_a_clock_that_is_off(

@@ -77,6 +77,7 @@ def test_a_run_with_a_kill(tmp_path: Path) -> None:
         ("10.0.0.1", {"port": 29400, "slots": 2}, "--listen 10.0.0.1:29400 --slots 2 "),
         ("10.0.0.1", {"port": 29400, "slots": None}, "--listen 10.0.0.1:29400 --no-local-workers "),
         ("10.0.0.1", {"port": 29400, "slots": 0}, "--listen 10.0.0.1:29400 "),
+        ("10.0.0.1", {"port": 0, "slots": 0}, ""),
         ("10.0.0.1", None, "--listen 10.0.0.1:0 "),
         ("10.0.0.1", {"port": "x", "slots": [1]}, "--listen 10.0.0.1:0 "),
     ],
