@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,9 @@ from engines_harness import Launched, booted, check, clean, hold
 from job_harness import LIMIT_S, Job, same
 
 MPIRUN = shutil.which("mpirun")
+WITH_MPI = Path(__file__).parent / "mpi_torch"
+PACKAGES = Path(sys.prefix) / "engines"
+GRADIENT_BYTES = 4 * (8 * 16 + 16 + 16 + 1) // 3
 pytestmark = [
     pytest.mark.skipif(os.environ.get("EVERSTEP_TEST_ENGINES") != "all", reason="runs in make extended"),
     pytest.mark.skipif(MPIRUN is None, reason="needs mpirun (tests/install_engines.sh)"),
@@ -54,18 +58,8 @@ def test_a_host_of_mpirun_dies(net: Net, tmp_path: Path, script: Path, alone: Pa
     """Open MPI ends what it has started when it loses a host; the same command with another one goes on."""
     run_dir = tmp_path / "run"
     held = hold(run_dir, 1.0)
-    reach = tmp_path / "reach"
-    cases = [f'{host.name}) shift; exec {shlex.join(booted(host))} sh -c "$*" ;;' for host in net.hosts]
-    reach.write_text("\n".join(["#!/bin/sh", 'case "$1" in', *cases, "esac"]))
-    reach.chmod(0o755)
     first, _, third, fourth = net.hosts
-    environment = {"EVERSTEP_TOKEN": secrets.token_hex(32), "MASTER_ADDR": first.address}
-    options = ["-np", "3", "--map-by", "node", "--bind-to", "none", "--allow-run-as-root"]
-    options += ["--mca", "plm_rsh_agent", str(reach), *(word for name in environment for word in ("-x", name))]
-
-    def begin(*names: str) -> subprocess.Popen[bytes]:
-        command = [str(MPIRUN), "--host", ",".join(names), *options, sys.executable, str(script), str(run_dir)]
-        return first.start(command, run_dir.with_suffix(".err"), clean(environment))
+    begin = beginning(net, tmp_path, [sys.executable, str(script), str(run_dir)])
 
     mpirun = begin("host1", "host2", "host3")
     job = Job(run_dir, "mpirun on three hosts", mpirun.pid)
@@ -81,6 +75,43 @@ def test_a_host_of_mpirun_dies(net: Net, tmp_path: Path, script: Path, alone: Pa
     same(alone, job)
     joined = {e["host"] for e in job.of_kind("worker_joined") if later(full) < e["time_unix_ns"] < later(new)}
     assert joined == {first.address, "host2-1", "host4-2"}
+
+
+def test_what_goes_between_hosts_goes_over_mpi(net: Net, tmp_path: Path, script: Path, alone: Path) -> None:
+    """Its ranks are no workers: one of these dies, another comes, and MPI's processes stay."""
+    run_dir, counted = tmp_path / "run", tmp_path / "counted"
+    held = hold(run_dir, 1.0)
+    environment = {"PYTHONPATH": f"{WITH_MPI}:{PACKAGES}", "COUNT_MPI": str(counted)}
+    settings = ["--set", "transport=mpi", "--set", "lanes=4", "--chaos", "kill:target=worker:1,at=2"]
+    command = [sys.executable, "-P", "-m", "everstep", "run", "--run-dir", str(run_dir), *settings, str(script)]
+    begin = beginning(net, tmp_path, [*command, "--", str(run_dir)], environment)
+    mpirun = begin("host1", "host2", "host3")
+    job = Job(run_dir, "mpirun on three hosts", mpirun.pid)
+    job.wait_for("worker_healed", worker_id=1)
+    held.unlink()
+    assert mpirun.wait(LIMIT_S) == 0, job.account()
+    same(alone, job)
+    sent = dict(map(int, line.split()) for line in counted.read_text().splitlines())
+    assert sorted(sent) == [0, 1, 2] and min(sent.values()) > 12 * GRADIENT_BYTES, sent
+
+
+def beginning(
+    net: Net, folder: Path, command: list[str], more: dict[str, str] | None = None
+) -> Callable[..., subprocess.Popen[bytes]]:
+    """Called with names of hosts it has mpirun start the command there, once on each."""
+    reach, first = folder / "reach", net.hosts[0]
+    cases = [f'{host.name}) shift; exec {shlex.join(booted(host))} sh -c "$*" ;;' for host in net.hosts]
+    reach.write_text("\n".join(["#!/bin/sh", 'case "$1" in', *cases, "esac"]))
+    reach.chmod(0o755)
+    environment = {"EVERSTEP_TOKEN": secrets.token_hex(32), "MASTER_ADDR": first.address, **(more or {})}
+    options = ["--map-by", "node", "--bind-to", "none", "--allow-run-as-root"]
+    options += ["--mca", "plm_rsh_agent", str(reach), *(word for name in environment for word in ("-x", name))]
+
+    def begin(*names: str) -> subprocess.Popen[bytes]:
+        words = [str(MPIRUN), "-np", str(len(names)), "--host", ",".join(names), *options, *command]
+        return first.start(words, folder / "run.err", clean(environment))
+
+    return begin
 
 
 def later(event: dict[str, Any]) -> int:

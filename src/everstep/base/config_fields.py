@@ -10,7 +10,7 @@ import dataclasses
 import json
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
@@ -31,8 +31,8 @@ class Kind:
 
     base: 'int', 'float', 'bool', 'str', 'list' (of choices; a tuple) or 'any'. low: least value, above: what it must be
     greater than, high: greatest. secret: what somebody gives instead may be one, so no message shows it.
-    `choices` or `pattern` (with `example`) limit text; refused: what people look for among the choices, and why it is
-    none of them. auto, none: 'auto' or nothing is accepted too. numerics: the result's bits depend on it.
+    `choices` or `pattern` (with `example`) limit text. auto, none: 'auto' or nothing is accepted too. numerics: the
+    result's bits depend on it.
     """
 
     base: str
@@ -41,7 +41,6 @@ class Kind:
     above: float | None = None
     high: int | None = None
     choices: tuple[str, ...] = ()
-    refused: Mapping[str, str] = dataclasses.field(default_factory=dict)
     pattern: str = ""
     example: str = ""
     auto: bool = False
@@ -99,9 +98,8 @@ def convert(source: str, name: str, kind: Kind, value: Any, default: Any) -> Any
     if converted is _MISSING or not _fits(kind, converted):
         came = "something else" if kind.secret else shown(value)
         source = source.partition("=")[0] if kind.secret else source
-        why = f"{kind.refused[value]}: " if isinstance(value, str) and value in kind.refused else ""
         example = f"{name}={_example(kind, default)}"
-        raise ConfigError(f"{name}: expected {kind.expected}, got {came} (from {source}): {why}give e.g. {example}")
+        raise ConfigError(f"{name}: expected {kind.expected}, got {came} (from {source}): give e.g. {example}")
     return converted
 
 

@@ -14,11 +14,7 @@ from everstep.base.pipeline.table import KINDS
 
 BUCKETS = ("s3", "gs")
 """Schemes of object stores' URLs."""
-TRANSPORTS = ("shm", "sockets", "gloo", "nccl")
-_NO_TRANSPORTS = {
-    "mpi": "in any build of torch MPI may end or hang the others when one dies, and lets none take its place; auto "
-    "needs no MPI, under mpirun too"
-}
+TRANSPORTS = ("shm", "sockets", "gloo", "nccl", "mpi")
 SINKS = ("tensorboard", "wandb", "mlflow", "otel")
 NOTICES = "notify"
 """The sink behind `notify.*`, which is not named among the others."""
@@ -343,9 +339,7 @@ class Config:
     network: NetworkConfig = field(default_factory=NetworkConfig)
     control: ControlConfig = field(default_factory=ControlConfig)
     security: SecurityConfig = field(default_factory=SecurityConfig)
-    transport: str = key(
-        "auto", "how workers exchange gradients", choices=("auto", *TRANSPORTS), refused=_NO_TRANSPORTS
-    )
+    transport: str = key("auto", "how workers exchange gradients", choices=("auto", *TRANSPORTS))
 
     eval_every: int = key(0, "steps between evaluations; 0: never", low=0)
     log_every: int = key(1, "steps between progress lines; 0: none", low=0)

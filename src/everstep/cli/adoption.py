@@ -23,6 +23,7 @@ from everstep.cli.main import exit_code_of, run_command
 from everstep.cli.run_dir import RUNS
 from everstep.cli.tokens import TOKEN_VARIABLE
 from everstep.runtime import wire
+from everstep.runtime.landing import FerryHere
 from everstep.runtime.meeting import address_towards, find_job, is_reachable, reserve
 from everstep.runtime.process import parent_began_s
 from everstep.runtime.waiting import Waited, wait_for
@@ -47,17 +48,20 @@ def adopt(foreign: Foreign, name: str, args: Sequence[str], config: Config) -> i
     """
     foreign.check()
     token = None if foreign.one_host else _token(foreign)
-    if foreign.part == "waiting":
-        return wait_for(foreign.key)
-    waited, code = Waited(foreign.key), 1
-    try:
-        code = _run(foreign, name, args) if token is None else _meet(foreign, name, args, token, config)
-        return code
-    except EverstepError as error:
-        code = exit_code_of(error)
-        raise
-    finally:
-        waited.tell(code)
+    with contextlib.ExitStack() as open_still:
+        if config.transport == "mpi":
+            open_still.enter_context(contextlib.closing(FerryHere(foreign.rank, foreign.size)))
+        if foreign.part == "waiting":
+            return wait_for(foreign.key)
+        waited, code = Waited(foreign.key), 1
+        try:
+            code = _run(foreign, name, args) if token is None else _meet(foreign, name, args, token, config)
+            return code
+        except EverstepError as error:
+            code = exit_code_of(error)
+            raise
+        finally:
+            waited.tell(code)
 
 
 def _run(foreign: Foreign, name: str, args: Sequence[str], listen: str = "") -> int:

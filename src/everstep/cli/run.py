@@ -78,6 +78,7 @@ from everstep.runtime.commands import run_lock
 from everstep.runtime.etcd_access import taken_secrets
 from everstep.runtime.fork_server_client import EarlyForkServer
 from everstep.runtime.interfaces import check_own
+from everstep.runtime.landing import check_ferry
 from everstep.runtime.tls import check_tls
 from everstep.sinks.notices import check_notify
 from everstep.sinks.sink import check_installed as check_sinks
@@ -314,6 +315,7 @@ def _prepare(invocation: Invocation, *, units: bool = False) -> tuple[Config, Pr
     check_network(config, invocation.port or 0)
     check_own_ports(config, invocation.slots, local=invocation.local)
     _check_strikes(config)
+    check_ferry(config.transport)
     check_tls(config.security.tls, config.network.address)
     check_lease(config, invocation.secrets)
     if probe.dataset_size is not None:

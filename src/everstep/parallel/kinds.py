@@ -18,6 +18,7 @@ from everstep.parallel.either import EitherChannel, EitherTransport, NodeFlats
 from everstep.parallel.group import GroupTransport
 from everstep.parallel.shared_memory import NodeSlots, SharedMemoryTransport
 from everstep.parallel.tiers import TieredTransport
+from everstep.runtime.landing import Landing
 from everstep.runtime.tls import Tls
 
 NO_GRADIENTS = GradientLayout((), (), 0)
@@ -27,7 +28,7 @@ NO_GRADIENTS = GradientLayout((), (), 0)
 class Site:
     """One worker, as its transports know it. store: where groups meet, for kinds that need one; key: the token of the
     role `peer`, likewise, and `tls` what peers are shown that it covers. device: where gradients and received tensors
-    are. machine: its name; who has the same one can share memory."""
+    are. machine: its name; who has the same one can share memory. landing: of its host's ferry."""
 
     me: WorkerKey
     n_lanes: int
@@ -37,6 +38,7 @@ class Site:
     key: bytes = b""
     tls: Tls | None = None
     machine: str = ""
+    landing: Landing | None = None
 
     def group(
         self,
@@ -55,6 +57,7 @@ class Site:
             *(self.me, layout, self.n_lanes, self.store, self.tick, device),
             key=self.key,
             tls=self.tls,
+            landing=self.landing,
             name=name,
             gloo=gloo,
             flats=None if slots is None else NodeFlats(layout.numel, slots),
@@ -124,6 +127,8 @@ KINDS: dict[str, TransportKind] = {
         TransportKind("gloo", ("cpu",), True, lambda site: _meet(site, gloo=True), _gloo_pool),
         # likewise, but gradients stay on the device; records and single messages go over sockets
         TransportKind("nccl", ("cuda",), True, _meet, lambda site, layout, name: site.group(layout, name, site.device)),
+        # as "auto", but connections between hosts are carried by their ferries
+        TransportKind("mpi", ("cpu", "cuda"), True, _either_meet, _either_pool),
     )
 }
 

@@ -60,7 +60,7 @@ class GlooMesh:
     """
 
     def __init__(self, meeting: Meeting) -> None:
-        self.worker_ids, self.me, self._store, self._host, self._fence, _, _ = meeting
+        self.worker_ids, self.me, self._store, self._host, self._fence, *_ = meeting
         self._generation = self._fence.generation
         self._addresses: frozenset[Address] = frozenset()
         self._group: Any = None
@@ -249,7 +249,7 @@ class NcclLinks:
     """
 
     def __init__(self, meeting: Meeting, device: torch.device) -> None:
-        self.worker_ids, self.me, store, _, self._fence, _, _ = meeting
+        self.worker_ids, self.me, store, _, self._fence, *_ = meeting
         self._generation = self._fence.generation
         self._store = PrefixStore("nccl", store)
         self._device = device

@@ -24,11 +24,12 @@ from everstep.base.ports import OnTick
 from everstep.parallel.fence import Fence
 from everstep.protocol.messages import MAX_FRAME_BYTES
 from everstep.runtime.handshake import GREETING_BYTES, PEER, PROOF_BYTES, TAG_BYTES, Caller, Seals, peer_keys
+from everstep.runtime.landing import Landing
 from everstep.runtime.listening import listen
 from everstep.runtime.porch import Complaints, Porch
 from everstep.runtime.silence import LINK_SILENT_S, notice_silence
 from everstep.runtime.tls import Tls, TlsSocket, said
-from everstep.runtime.wire import ends
+from everstep.runtime.wire import address_text, ends
 
 log = logging.getLogger(__name__)
 
@@ -42,26 +43,27 @@ _BACKLOG = 1024
 
 
 class Door(NamedTuple):
-    """Where a member takes connections."""
+    """Where a member takes connections. ferry: the rank of its host's, -1 if that has none."""
 
     host: str
     port: int
+    ferry: int = -1
 
     def text(self) -> str:
-        return f"{self.host} {self.port}"
+        return f"{self.host} {self.port}" + (f" {self.ferry}" if self.ferry >= 0 else "")
 
     @staticmethod
     def parse(text: str) -> Door:
-        host, port = text.split()
-        return Door(host, int(port))
+        host, *numbers = text.split()
+        return Door(host, *map(int, numbers))
 
 
 class Meeting(NamedTuple):
     """Who meets in a generation, this one among them, and where: the part of a store that is this group's own.
 
     host: address to listen on. key: the token of the role `peer`, which members prove to each other; tls: what they
-    show to each other where that covers them. Of what is made for a meeting, every method that waits raises
-    CollectiveAborted within milliseconds after the fence went down.
+    show to each other where that covers them; landing: of this host's ferry, where one carries connections. Of what is
+    made for a meeting, every method that waits raises CollectiveAborted within milliseconds after the fence went down.
     """
 
     worker_ids: tuple[int, ...]
@@ -71,6 +73,7 @@ class Meeting(NamedTuple):
     fence: Fence
     key: bytes
     tls: Tls | None = None
+    landing: Landing | None = None
 
 
 class PeerSockets:
@@ -80,7 +83,7 @@ class PeerSockets:
     """
 
     def __init__(self, meeting: Meeting, tick: OnTick, what: str = "records") -> None:
-        self._worker_ids, self._me, store, self._host, self._fence, self._key, self._tls = meeting
+        self._worker_ids, self._me, store, self._host, self._fence, self._key, self._tls, self._landing = meeting
         self._store = PrefixStore(what, store)
         self._tick = tick
         self._sockets: dict[int, socket.socket] = {}
@@ -96,8 +99,10 @@ class PeerSockets:
             listener = stack.enter_context(listen(self._host, _BACKLOG, family))
             porch = Porch(listener, peer_keys(self._key), Complaints(log.warning), self._tls)
             stack.callback(porch.close)
-            doors = self._doors(Door(*listener.getsockname()[:2]))
-            calls = [_Call(w, doors[w], self._key, self._name(self._me), self._tls) for w in doors if w < self._me]
+            host, port = listener.getsockname()[:2]
+            doors = self._doors(Door(host, port, -1 if self._landing is None else self._landing.rank))
+            said = self._key, self._name(self._me), self._tls, self._landing
+            calls = [_Call(w, doors[w], *said) for w in doors if w < self._me]
             for call in calls:
                 stack.callback(call.give_up)
             callers = {self._name(w): w for w in doors if w > self._me}
@@ -227,33 +232,57 @@ class PeerSockets:
 
 class _Call:
     """One call to a member until it has proved the token and been proved it. What goes wrong at first is tried again:
-    who said where it listens does listen, or has left."""
+    who said where it listens does listen, or has left. Where ferries could not bring them together, without these."""
 
-    def __init__(self, worker_id: int, door: Door, key: bytes, name: str, tls: Tls | None) -> None:
+    def __init__(
+        self, worker_id: int, door: Door, key: bytes, name: str, tls: Tls | None, landing: Landing | None = None
+    ) -> None:
         self.worker_id = worker_id
         self._door = door
         self._key = key
         self._name = name
         self._tls = tls
+        self._landing = landing if landing is not None and door.ferry not in (-1, landing.rank) else None
         self._sock: socket.socket | None = None
         self._caller: Caller | None = None
         self._heard = b""
         self._greeted = False
         self._failed_s: float | None = None
-        self._next_s = 0.0
+        self._next_s = self._called_s = 0.0
 
     def fileno(self) -> int:
         return -1 if self._sock is None else self._sock.fileno()
 
     def ready(self, now_s: float) -> bool:
         """Whether there is something to poll for; calls if it is time to."""
+        if self._sock is not None and self._crosses and now_s - self._called_s > LINK_SILENT_S:
+            self.again(now_s)  # the kernel knows of no silence there
         if self._sock is None and now_s >= self._next_s:
-            family = socket.AF_INET6 if ":" in self._door.host else socket.AF_INET
-            self._sock = socket.socket(family, socket.SOCK_STREAM)
-            self._sock.setblocking(False)
-            notice_silence(self._sock, LINK_SILENT_S)
-            self._sock.connect_ex((self._door.host, self._door.port))
+            self._sock, self._called_s = self._crossing() or self._direct(), now_s
         return self._sock is not None
+
+    @property
+    def _crosses(self) -> bool:
+        return self._sock is not None and self._sock.family == socket.AF_UNIX
+
+    def _direct(self) -> socket.socket:
+        family = socket.AF_INET6 if ":" in self._door.host else socket.AF_INET
+        sock = socket.socket(family, socket.SOCK_STREAM)
+        sock.setblocking(False)
+        notice_silence(sock, LINK_SILENT_S)
+        sock.connect_ex((self._door.host, self._door.port))
+        return sock
+
+    def _crossing(self) -> socket.socket | None:
+        """By the ferries, if they go there."""
+        if self._landing is not None and self._failed_s is None:
+            with contextlib.suppress(OSError):
+                return self._landing.cross(self._door.ferry, self._dialled)
+        return None
+
+    @property
+    def _dialled(self) -> str:
+        return address_text((self._door.host, self._door.port))
 
     def events(self) -> int:
         connecting = self._caller is None and not isinstance(self._sock, TlsSocket)
@@ -269,7 +298,7 @@ class _Call:
             with contextlib.suppress(BlockingIOError):
                 if isinstance(sock, TlsSocket):
                     sock.do_handshake()
-                self._caller = Caller(self._key, PEER, self._name, ends(sock))
+                self._caller = Caller(self._key, PEER, self._name, ends(sock, self._dialled))
             return None
         want = PROOF_BYTES if self._greeted else GREETING_BYTES
         data = sock.recv(want - len(self._heard))
@@ -292,7 +321,7 @@ class _Call:
         error = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         if error:
             raise OSError(error, os.strerror(error))
-        between = ends(sock)
+        between = ends(sock, self._dialled)
         return self._tls.call(sock, between) if self._tls is not None and self._tls.covers(between) else sock
 
     def again(self, now_s: float) -> bool:

@@ -22,6 +22,7 @@ from everstep.base.errors import ConfigError
 from everstep.exact.seeding import build_seed, seed_all
 from everstep.protocol import messages as wire
 from everstep.runtime.address import DATASET_FILE, write_atomically
+from everstep.runtime.landing import check_mpi
 from everstep.runtime.private import close_run_dir, write_privately
 from everstep.train.adopted import become_job
 from everstep.train.assembly import assemble
@@ -187,6 +188,8 @@ def _alone(given: Mapping[str, Any]) -> Config:
     if given.get("steps") is None and given.get("epochs") is None:
         given = {**given, "epochs": 1}
     config = load_config([("join", given)])
+    if config.transport == "mpi":
+        check_mpi()
     if config.resume_from is not None:
         raise ConfigError(
             "resume_from is for everstep run; by itself a script goes on in the run_dir it was stopped in"

@@ -1,0 +1,211 @@
+"""Ways between processes of different hosts, as two ferries and more carry them."""
+
+from __future__ import annotations
+
+import pytest
+
+from everstep.base.errors import ProtocolError
+from everstep.protocol.ferrying import (
+    PIECE_BYTES,
+    SILENT_S,
+    WINDOW_BYTES,
+    DialDoor,
+    End,
+    Ferry,
+    FerryEffect,
+    Give,
+    Go,
+    Message,
+    Saying,
+    Way,
+    Word,
+)
+
+
+class Sea:
+    """Ferries, and what has become of their words."""
+
+    def __init__(self, size: int) -> None:
+        self.now_s = 100.0
+        ranks = range(size)
+        self.ferries = [Ferry(rank, [other for other in ranks if other != rank], self.now_s) for rank in ranks]
+        self.done: list[list[FerryEffect]] = [[] for _ in ranks]
+        self.silent: set[int] = set()
+
+    def calm(self) -> None:
+        """Carry everything until nobody says anything more."""
+        while any(ferry.out for ferry in self.ferries):
+            for ferry in self.ferries:
+                while ferry.out:
+                    to, word, content = ferry.out.popleft()
+                    if ferry.rank not in self.silent and to not in self.silent:
+                        word = Word.read(word.packed())
+                        assert len(content) == word.content
+                        self.done[to] += self.ferries[to].heard(ferry.rank, word, content, self.now_s)
+
+    def wait(self, seconds: float) -> None:
+        for _ in range(int(seconds * 4)):
+            self.now_s += 0.25
+            for ferry in self.ferries:
+                if ferry.rank not in self.silent:
+                    self.done[ferry.rank] += ferry.look(self.now_s)
+            self.calm()
+
+    def way(self, rank: int = 0, to: int = 1) -> tuple[Way, Way]:
+        """One that was opened, as both ends have it."""
+        own = self.ferries[rank].open(to, "10.0.0.7:5", self.now_s)
+        self.calm()
+        dial = self.done[to].pop()
+        assert own is not None and isinstance(dial, DialDoor) and dial.address == "10.0.0.7:5"
+        return own, dial.way
+
+
+def content(size: int) -> memoryview:
+    return memoryview(bytes(size))
+
+
+def test_bytes_cross_both_ways_in_order_and_then_the_end() -> None:
+    sea = Sea(2)
+    near, far = sea.way()
+    sea.ferries[0].said(near, memoryview(b"one"))
+    sea.ferries[0].said(near, memoryview(b"two"))
+    sea.ferries[1].said(far, memoryview(b"three"))
+    sea.ferries[0].hung_up(near)
+    sea.calm()
+    assert sea.done[1] == [Give(far, memoryview(b"one")), Give(far, memoryview(b"two")), End(far)]
+    assert sea.done[0] == [], "nobody is there any more"
+    assert sea.ferries[0].idle and sea.ferries[1].idle
+
+
+def test_ways_of_both_sides_are_told_apart() -> None:
+    sea = Sea(2)
+    (a, far_a), (b, far_b) = sea.way(0, 1), sea.way(1, 0)
+    assert a.number == b.number
+    sea.ferries[0].said(a, memoryview(b"a"))
+    sea.ferries[0].said(far_b, memoryview(b"b"))
+    sea.calm()
+    assert sea.done[1] == [Give(far_a, memoryview(b"a")), Give(b, memoryview(b"b"))]
+
+
+def test_so_much_is_under_way_and_no_more() -> None:
+    sea = Sea(2)
+    near, far = sea.way()
+    for _ in range(WINDOW_BYTES // PIECE_BYTES):
+        sea.ferries[0].said(near, content(PIECE_BYTES))
+    sea.calm()
+    assert near.room == 0 and far.due == WINDOW_BYTES
+    for _ in range(WINDOW_BYTES // PIECE_BYTES):
+        sea.ferries[1].took(far, PIECE_BYTES)
+    sea.calm()
+    assert near.room == WINDOW_BYTES and sea.done[0] and set(sea.done[0]) == {Go(near)}
+
+
+def test_who_sends_more_than_there_is_room_for_is_none_of_ours() -> None:
+    sea = Sea(2)
+    near, _ = sea.way()
+    for _ in range(WINDOW_BYTES // PIECE_BYTES + 1):
+        sea.ferries[0].said(near, content(PIECE_BYTES))
+    with pytest.raises(ProtocolError, match="more than there is room for"):
+        sea.calm()
+
+
+@pytest.mark.parametrize(
+    ("word", "came", "said"),
+    [
+        (Word(Saying.TAKEN, True, 1, 1), b"", "has taken more than was sent"),
+        (Word(Saying.OPEN, True, 1, 1), b"x", "opens a way that is none"),
+        (Word(Saying.OPEN, True, 2, 2), "é".encode(), "opens a way that is none"),
+    ],
+)
+def test_words_that_no_ferry_says(word: Word, came: bytes, said: str) -> None:
+    sea = Sea(2)
+    sea.way(0, 1)
+    with pytest.raises(ProtocolError, match=said):
+        sea.ferries[1].heard(0, word, memoryview(came), sea.now_s)
+
+
+@pytest.mark.parametrize(
+    "packed", [bytes(14), b"\x08" + bytes(13), Word(Saying.BYTES, True, 1, PIECE_BYTES + 1).packed()]
+)
+def test_what_is_no_word(packed: bytes) -> None:
+    with pytest.raises(ProtocolError, match="expected a word of a ferry"):
+        Word.read(packed)
+
+
+def test_what_is_said_of_a_way_that_has_ended_is_nothing() -> None:
+    sea = Sea(2)
+    near, far = sea.way()
+    sea.ferries[1].hung_up(far)
+    sea.ferries[1].took(far, WINDOW_BYTES)
+    sea.ferries[1].hung_up(far)
+    sea.ferries[0].said(near, memoryview(b"late"))
+    sea.ferries[0].took(near, WINDOW_BYTES)
+    sea.calm()
+    assert sea.done == [[End(near)], []]
+
+
+def test_too_many_ways_are_refused() -> None:
+    sea = Sea(2)
+    for number in range(1, 4098):
+        word = Word(Saying.OPEN, True, number, 1)
+        sea.done[1] += sea.ferries[1].heard(0, word, memoryview(b"x"), sea.now_s)
+    assert len(sea.done[1]) == 4096
+    assert list(sea.ferries[1].out) == [Message(0, Word(Saying.CLOSE, False, 4097))]
+
+
+def test_ways_to_who_is_silent_end_and_others_go_on() -> None:
+    sea = Sea(3)
+    (lost, _), (kept, _) = sea.way(0, 1), sea.way(0, 2)
+    sea.wait(20)
+    assert sea.done == [[], [], []], "they answer"
+    sea.silent.add(1)
+    sea.wait(SILENT_S + 2)
+    assert sea.done == [[End(lost)], [], []]
+    assert sea.ferries[0].open(1, "10.0.0.7:5", sea.now_s) is None
+    sea.ferries[0].said(kept, memoryview(b"x"))
+    sea.calm()
+    assert len(sea.done[2]) == 1
+
+
+def test_who_had_nothing_to_answer_is_not_silent() -> None:
+    sea = Sea(2)
+    near, _ = sea.way()
+    sea.ferries[0].hung_up(near)
+    sea.calm()
+    sea.now_s += 1000
+    sea.done = [[], []]
+    sea.way()
+    sea.wait(SILENT_S + 2)
+    assert sea.done == [[], []]
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 1, 0, 2)])
+def test_all_leave_when_all_have_said_so(order: tuple[int, ...]) -> None:
+    sea = Sea(3)
+    sea.way(0, 1)
+    for rank in order:
+        assert not any(ferry.through for ferry in sea.ferries)
+        sea.ferries[rank].leave()
+        sea.calm()
+        sea.wait(20)
+    assert all(ferry.through and ferry.idle for ferry in sea.ferries)
+
+
+def test_who_leaves_opens_no_way_and_takes_none() -> None:
+    sea = Sea(2)
+    sea.ferries[1].leave()
+    sea.calm()
+    assert sea.ferries[0].open(1, "10.0.0.7:5", sea.now_s) is None, "it has left"
+    assert sea.ferries[1].open(0, "10.0.0.7:5", sea.now_s) is None
+    assert sea.ferries[1].heard(0, Word(Saying.OPEN, True, 1, 1), memoryview(b"x"), sea.now_s) == []
+
+
+def test_who_leaves_does_not_wait_for_the_silent() -> None:
+    sea = Sea(3)
+    sea.silent.add(2)
+    for ferry in sea.ferries[:2]:
+        ferry.leave()
+    sea.calm()
+    assert not sea.ferries[0].through
+    sea.wait(SILENT_S + 3)
+    assert sea.ferries[0].through and sea.ferries[1].through
