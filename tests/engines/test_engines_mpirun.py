@@ -1,8 +1,9 @@
 """A script that mpirun starts as several processes is one job, which heals without mpirun ending it; one on
-three hosts goes on when it is started again."""
+three hosts goes on when it is started again. What goes between hosts goes over MPI if that is asked for."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import shlex
@@ -79,20 +80,50 @@ def test_a_host_of_mpirun_dies(net: Net, tmp_path: Path, script: Path, alone: Pa
 
 def test_what_goes_between_hosts_goes_over_mpi(net: Net, tmp_path: Path, script: Path, alone: Path) -> None:
     """Its ranks are no workers: one of these dies, another comes, and MPI's processes stay."""
-    run_dir, counted = tmp_path / "run", tmp_path / "counted"
-    held = hold(run_dir, 1.0)
-    environment = {"PYTHONPATH": f"{WITH_MPI}:{PACKAGES}", "COUNT_MPI": str(counted)}
-    settings = ["--set", "transport=mpi", "--set", "lanes=4", "--chaos", "kill:target=worker:1,at=2"]
-    command = [sys.executable, "-P", "-m", "everstep", "run", "--run-dir", str(run_dir), *settings, str(script)]
-    begin = beginning(net, tmp_path, [*command, "--", str(run_dir)], environment)
-    mpirun = begin("host1", "host2", "host3")
-    job = Job(run_dir, "mpirun on three hosts", mpirun.pid)
+    counted = tmp_path / "counted"
+    mpirun, job, held = over_mpi(net, tmp_path, script, counted, "--chaos", "kill:target=worker:1,at=2")
     job.wait_for("worker_healed", worker_id=1)
     held.unlink()
     assert mpirun.wait(LIMIT_S) == 0, job.account()
     same(alone, job)
     sent = dict(map(int, line.split()) for line in counted.read_text().splitlines())
     assert sorted(sent) == [0, 1, 2] and min(sent.values()) > 12 * GRADIENT_BYTES, sent
+
+
+def test_the_job_goes_on_where_mpi_fails(net: Net, tmp_path: Path, script: Path, alone: Path) -> None:
+    mpirun, job, held = over_mpi(net, tmp_path, script, tmp_path / "counted")
+    job.wait_for("step_committed", step=1)
+    os.kill(ferry_of(1), signal.SIGKILL)
+    job.wait_for("generation_started", lambda e: e["generation"] > 1)
+    held.unlink()
+    assert mpirun.wait(LIMIT_S) != 0, "MPI was not left in order"
+    same(alone, job)
+
+
+def over_mpi(
+    net: Net, folder: Path, script: Path, counted: Path, *more: str
+) -> tuple[subprocess.Popen[bytes], Job, Path]:
+    """A job on three hosts, and what holds its lanes back."""
+    run_dir = folder / "run"
+    held = hold(run_dir, 1.0)
+    settings = ["--set", "transport=mpi", "--set", "lanes=4", *more]
+    command = [sys.executable, "-P", "-m", "everstep", "run", "--run-dir", str(run_dir), *settings, str(script)]
+    environment = {"PYTHONPATH": f"{WITH_MPI}:{PACKAGES}", "COUNT_MPI": str(counted)}
+    mpirun = beginning(net, folder, [*command, "--", str(run_dir)], environment)("host1", "host2", "host3")
+    job = Job(run_dir, "mpirun on three hosts", mpirun.pid)
+    job.wait_for("generation_started", lambda e: len(e["workers"]) == 3)
+    return mpirun, job, held
+
+
+def ferry_of(rank: int) -> int:
+    """The process that carries that host's connections."""
+    words = f"everstep.runtime.ferry\0everstep-continue\0--rank\0{rank}\0".encode()
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            found += [int(path.parent.name)] if words in path.read_bytes() else []
+    (pid,) = found
+    return pid
 
 
 def beginning(

@@ -48,20 +48,28 @@ def adopt(foreign: Foreign, name: str, args: Sequence[str], config: Config) -> i
     """
     foreign.check()
     token = None if foreign.one_host else _token(foreign)
-    with contextlib.ExitStack() as open_still:
-        if config.transport == "mpi":
-            open_still.enter_context(contextlib.closing(FerryHere(foreign.rank, foreign.size)))
-        if foreign.part == "waiting":
-            return wait_for(foreign.key)
-        waited, code = Waited(foreign.key), 1
-        try:
-            code = _run(foreign, name, args) if token is None else _meet(foreign, name, args, token, config)
-            return code
-        except EverstepError as error:
-            code = exit_code_of(error)
-            raise
-        finally:
-            waited.tell(code)
+    if config.transport != "mpi":
+        return _part_of(foreign, name, args, token, config)
+    ferry, code = FerryHere(foreign.rank, foreign.size), 1
+    try:
+        code = _part_of(foreign, name, args, token, config)
+        return code
+    finally:
+        ferry.close(in_order=code == 0)
+
+
+def _part_of(foreign: Foreign, name: str, args: Sequence[str], token: bytes | None, config: Config) -> int:
+    if foreign.part == "waiting":
+        return wait_for(foreign.key)
+    waited, code = Waited(foreign.key), 1
+    try:
+        code = _run(foreign, name, args) if token is None else _meet(foreign, name, args, token, config)
+        return code
+    except EverstepError as error:
+        code = exit_code_of(error)
+        raise
+    finally:
+        waited.tell(code)
 
 
 def _run(foreign: Foreign, name: str, args: Sequence[str], listen: str = "") -> int:

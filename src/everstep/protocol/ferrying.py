@@ -145,11 +145,6 @@ class Ferry:
         """It leaves, and so do all others."""
         return self._leaving and not self._present
 
-    @property
-    def idle(self) -> bool:
-        """There is no way."""
-        return not self._ways
-
     # ---- what the processes of this host do
 
     def open(self, rank: int, address: str, now_s: float) -> Way | None:

@@ -45,7 +45,7 @@ from everstep.runtime.process import die_with_parent
 
 _BACKLOG = 1024
 _STRANGER_S = 10.0
-_BUSY_S, _NAP_S, _IDLE_NAP_S = 0.0005, 0.0002, 0.005
+_BUSY_S, _NAP_S = 0.0005, 0.002
 _LOOK_S = 0.25
 _WORD_TAG, _CONTENT_TAG = 0, 1
 
@@ -338,7 +338,7 @@ def carry(ferry: Ferry, mail: Mail, pier: Pier, leaves: int) -> None:
         if moved:
             moved_s = now_s
         elif now_s - moved_s > _BUSY_S:
-            time.sleep(_IDLE_NAP_S if ferry.idle else _NAP_S)
+            time.sleep(min((now_s - moved_s) / 50, _NAP_S))
 
 
 def main() -> int:

@@ -103,7 +103,7 @@ class FerryHere:
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         said = self._process.stdout.readline(1000).strip()  # type: ignore[union-attr]
         if said != READY:
-            self.close()
+            self.close(in_order=True)
             code = self._process.returncode
             raise ConfigError(
                 f"transport: mpi: MPI has not begun: {said or f'exit code {code}'}, expected process {rank} of {size}: "
@@ -111,8 +111,11 @@ class FerryHere:
             )
         os.environ[VARIABLE] = landing.text()
 
-    def close(self) -> None:
-        """No process of this host needs it any more. Waits for those of the other hosts: MPI lets nobody leave."""
+    def close(self, *, in_order: bool) -> None:
+        """No process of this host needs it any more. in_order: wait until no other host does, as MPI lets nobody leave;
+        else its end is the end of all that mpirun has started."""
+        if not in_order:
+            self._process.kill()
         self._process.stdin.close()  # type: ignore[union-attr]
         self._process.wait()
 

@@ -74,7 +74,7 @@ def test_bytes_cross_both_ways_in_order_and_then_the_end() -> None:
     sea.calm()
     assert sea.done[1] == [Give(far, memoryview(b"one")), Give(far, memoryview(b"two")), End(far)]
     assert sea.done[0] == [], "nobody is there any more"
-    assert sea.ferries[0].idle and sea.ferries[1].idle
+    assert not sea.ferries[0]._ways and not sea.ferries[1]._ways
 
 
 def test_ways_of_both_sides_are_told_apart() -> None:
@@ -188,7 +188,7 @@ def test_all_leave_when_all_have_said_so(order: tuple[int, ...]) -> None:
         sea.ferries[rank].leave()
         sea.calm()
         sea.wait(20)
-    assert all(ferry.through and ferry.idle for ferry in sea.ferries)
+    assert all(ferry.through and not ferry._ways for ferry in sea.ferries)
 
 
 def test_who_leaves_opens_no_way_and_takes_none() -> None:

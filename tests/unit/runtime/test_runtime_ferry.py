@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import secrets
 import select
+import signal
 import socket
 import sys
 import threading
@@ -298,7 +299,8 @@ def test_where_mpi_does_not_begin_nothing_does(does: str, said: str, monkeypatch
     assert VARIABLE not in os.environ
 
 
-def test_a_ferry_is_told_when_it_is_needed_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("in_order", [True, False])
+def test_a_ferry_is_told_when_it_is_needed_no_more(in_order: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.distributed, "is_mpi_available", lambda: True)
     does = f"import sys; print({READY!r}, flush=True); sys.stdin.read()"
     monkeypatch.setattr(landings, "lasting_command", lambda *words: [sys.executable, "-c", does])
@@ -306,5 +308,5 @@ def test_a_ferry_is_told_when_it_is_needed_no_more(monkeypatch: pytest.MonkeyPat
     here = FerryHere(1, 3)
     found = Landing.here(os.environ)
     assert found is not None and found.rank == 1
-    here.close()
-    assert here._process.returncode == 0
+    here.close(in_order=in_order)
+    assert here._process.returncode == (0 if in_order else -signal.SIGKILL)
