@@ -70,11 +70,12 @@ def test_a_host_of_mpirun_dies(net: Net, tmp_path: Path, script: Path, alone: Pa
     assert mpirun.wait(LIMIT_S) != 0
     again = begin("host1", "host2", fourth.name)
     job = Job(run_dir, "mpirun on three hosts", again.pid)
-    new = job.wait_for("generation_started", lambda e: len(e["workers"]) == 3 and e["time_unix_ns"] > later(full))
+    begun = job.wait_for("job_started", lambda e: later(e) > later(full))
+    new = job.wait_for("generation_started", lambda e: len(e["workers"]) == 3 and later(e) > later(begun))
     held.unlink()
     assert again.wait(LIMIT_S) == 0, job.account()
     same(alone, job)
-    joined = {e["host"] for e in job.of_kind("worker_joined") if later(full) < e["time_unix_ns"] < later(new)}
+    joined = {e["host"] for e in job.of_kind("worker_joined") if later(begun) < later(e) < later(new)}
     assert joined == {first.address, "host2-1", "host4-2"}
 
 
