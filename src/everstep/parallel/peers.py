@@ -169,8 +169,10 @@ class PeerSockets:
             for call in due.values():
                 poller.register(call, call.events())
             for descriptor, _ in self._poll(poller):
-                if descriptor in due and self._go_on(due[descriptor]):
-                    waiting.discard(due[descriptor])
+                if descriptor in due and self._go_on(call := due.pop(descriptor)):
+                    waiting.discard(call)
+            for call in due.values():
+                call.unheard(now_s)
             for sock, seals in porch.turn(0.0):
                 worker_id = callers.pop(seals.name, None)
                 if worker_id is None:
@@ -248,22 +250,23 @@ class _Call:
         self._heard = b""
         self._greeted = False
         self._failed_s: float | None = None
-        self._next_s = self._called_s = 0.0
+        self._next_s = self._moved_s = 0.0
 
     def fileno(self) -> int:
         return -1 if self._sock is None else self._sock.fileno()
 
     def ready(self, now_s: float) -> bool:
         """Whether there is something to poll for; calls if it is time to."""
-        if self._sock is not None and self._crosses and now_s - self._called_s > LINK_SILENT_S:
-            self.again(now_s)  # the kernel knows of no silence there
         if self._sock is None and now_s >= self._next_s:
-            self._sock, self._called_s = self._crossing() or self._direct(), now_s
+            self._sock, self._moved_s = self._crossing() or self._direct(), now_s
         return self._sock is not None
 
-    @property
-    def _crosses(self) -> bool:
-        return self._sock is not None and self._sock.family == socket.AF_UNIX
+    def unheard(self, now_s: float) -> None:
+        """Nothing has come of it now. Where ferries say nothing for long, they are done without: the kernel, which ends
+        other calls, knows nothing of them."""
+        crosses = self._sock is not None and self._sock.family == socket.AF_UNIX
+        if crosses and now_s - self._moved_s > LINK_SILENT_S:
+            self.again(now_s)
 
     def _direct(self) -> socket.socket:
         family = socket.AF_INET6 if ":" in self._door.host else socket.AF_INET
@@ -293,6 +296,7 @@ class _Call:
         sock = self._sock
         if sock is None:
             return None
+        self._moved_s = time.monotonic()
         if self._caller is None:
             sock = self._sock = self._secured(sock)
             with contextlib.suppress(BlockingIOError):

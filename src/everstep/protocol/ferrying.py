@@ -5,8 +5,10 @@ Messages of two ferries arrive whole and in order. Each has a `Word`, and behind
 connection: whoever opens it numbers it. Each side may have `WINDOW_BYTES` under way, and may send more once they were
 taken: so a process that takes nothing costs the ferries no more than that, and delays no other way.
 
-A ferry that leaves says so to all, and is through when all have. Who is asked and answers nothing for `SILENT_S` is
-away: ways to it end, as connections to a silent host do.
+Who is asked and answers nothing for `SILENT_S` is away until it says something: ways to it end, as connections to a
+silent host do. A ferry that leaves tells all others, and answers them until they leave, too; its last word to each is
+said once both do. So it is through when the last words of all have come, and nothing is under way then, which MPI would
+not bear.
 """
 
 from __future__ import annotations
@@ -41,6 +43,7 @@ class Saying(IntEnum):
     ASK = 5
     HERE = 6
     LEAVE = 7
+    LAST = 8
 
 
 class Word(NamedTuple):
@@ -64,7 +67,7 @@ class Word(NamedTuple):
     @property
     def last(self) -> bool:
         """Nothing follows from who sends this."""
-        return self.kind == Saying.LEAVE
+        return self.kind == Saying.LAST
 
     @staticmethod
     def read(packed: bytes) -> Word:
@@ -135,25 +138,30 @@ class Ferry:
         self.out: deque[Message] = deque()
         self._ways: dict[tuple[int, bool, int], Way] = {}
         self._last_number = 0
-        self._present = dict.fromkeys(sorted(others), now_s)
-        self._left: list[int] = []
+        self._heard_s = dict.fromkeys(sorted(others), now_s)
         self._asked_s: dict[int, float] = {}
+        self._looked_s = now_s
+        self._away: set[int] = set()
         self._leaving = False
+        self._left: set[int] = set()
+        self._parted: set[int] = set()
+        self._gone: set[int] = set()
 
     @property
     def through(self) -> bool:
-        """It leaves, and so do all others."""
-        return self._leaving and not self._present
+        """It leaves, and so have all others that are not away."""
+        return self._leaving and self._heard_s.keys() <= self._gone | self._away
 
     # ---- what the processes of this host do
 
     def open(self, rank: int, address: str, now_s: float) -> Way | None:
         """A process wants to reach who listens at that address of that ferry's host. None: nobody can."""
-        if rank not in self._present or self._leaving or len(address.encode()) > _MAX_ADDRESS_BYTES:
+        known = rank in self._heard_s and rank not in self._away | self._left and not self._leaving
+        if not known or not address.isascii() or len(address) > _MAX_ADDRESS_BYTES:
             return None
-        if all(way.rank != rank for way in self._ways.values()):
-            self._present[rank] = now_s  # it had nothing to answer before
-            self._asked_s.pop(rank, None)
+        if rank not in self._asked_s and all(way.rank != rank for way in self._ways.values()):
+            self._heard_s[rank] = now_s  # it had nothing to answer before
+            self._ask(rank, now_s)
         self._last_number += 1
         way = self._ways[rank, True, self._last_number] = Way(rank, self._last_number, own=True)
         content = memoryview(bytearray(address.encode()))
@@ -162,8 +170,9 @@ class Ferry:
 
     def said(self, way: Way, content: memoryview) -> None:
         """The process has sent this, `way.room` and `PIECE_BYTES` at most."""
-        way.room -= len(content)
-        self._say(way, Saying.BYTES, len(content), content)
+        if self._is_open(way):
+            way.room -= len(content)
+            self._say(way, Saying.BYTES, len(content), content)
 
     def took(self, way: Way, size: int) -> None:
         """The process has taken so many of the bytes that were given to it."""
@@ -177,36 +186,43 @@ class Ferry:
         """The process has closed its connection, or there is none to be had."""
         if self._is_open(way):
             self._say(way, Saying.CLOSE)
-            self._forget(way)
+            del self._ways[way.rank, way.own, way.number]
 
-    def leave(self) -> None:
+    def leave(self) -> list[FerryEffect]:
         """No process of this host needs it any more."""
-        if not self._leaving:
-            self._leaving = True
-            for way in list(self._ways.values()):
-                self.hung_up(way)
-            self.out.extend(Message(rank, Word(Saying.LEAVE)) for rank in (*self._present, *self._left))
+        if self._leaving:
+            return []
+        ends = self._end(list(self._ways.values()))
+        self._leaving = True
+        self._away.clear()  # who answers by now is waited for
+        self._asked_s.clear()
+        for rank in self._heard_s:
+            self._tell(rank, Saying.LEAVE)
+            self._part(rank)
+        return ends
 
     # ---- what the other ferries say
 
     def heard(self, rank: int, word: Word, content: memoryview, now_s: float) -> list[FerryEffect]:
         """Raises: ProtocolError if no ferry says that."""
-        if word.kind == Saying.ASK and (rank in self._present or rank in self._left):
-            self.out.append(Message(rank, Word(Saying.HERE)))
-        if rank not in self._present:
-            return []
-        self._present[rank] = now_s
+        self._heard_s[rank] = now_s
         self._asked_s.pop(rank, None)
-        if word.kind == Saying.LEAVE:
-            self._left.append(rank)
-            return self._away(rank)
-        if word.kind == Saying.OPEN:
+        self._away.discard(rank)
+        if word.kind == Saying.ASK:
+            self._tell(rank, Saying.HERE)
+        elif word.kind == Saying.LEAVE:
+            self._left.add(rank)
+            self._part(rank)
+            return self._end([way for way in self._ways.values() if way.rank == rank])
+        elif word.kind == Saying.LAST:
+            self._gone.add(rank)
+        elif word.kind == Saying.OPEN:
             return self._opened(rank, word.number, bytes(content))
         way = self._ways.get((rank, not word.own, word.number))
-        if way is None or word.kind in (Saying.ASK, Saying.HERE):
+        if way is None or word.kind in (Saying.ASK, Saying.HERE, Saying.LAST):
             return []  # of a way that has ended here meanwhile, for one
         if word.kind == Saying.CLOSE:
-            self._forget(way)
+            del self._ways[way.rank, way.own, way.number]
             return [End(way)]
         if word.kind == Saying.TAKEN:
             way.room += word.size
@@ -220,43 +236,57 @@ class Ferry:
 
     def look(self, now_s: float) -> list[FerryEffect]:
         """Time has passed. Returns what is to be done with ways to those that are silent."""
+        if now_s - self._looked_s > _ASK_S:  # it was stopped itself, and what was said meanwhile has yet to be heard
+            self._asked_s = dict.fromkeys(self._asked_s, now_s)
+        self._looked_s = now_s
         found: list[FerryEffect] = []
-        wanted = set(self._present) if self._leaving else {way.rank for way in self._ways.values()}
-        for rank in sorted(wanted & self._present.keys()):
-            heard_s = self._present[rank]
+        wanted = set(self._heard_s) - self._gone if self._leaving else {way.rank for way in self._ways.values()}
+        for rank in sorted((wanted | self._asked_s.keys()) - self._away):
             asked_s = self._asked_s.get(rank)
-            if asked_s is not None and now_s - max(heard_s, asked_s) > SILENT_S:
-                found += self._away(rank)
-            elif asked_s is None and now_s - heard_s > _ASK_S:
-                self._asked_s[rank] = now_s
-                self.out.append(Message(rank, Word(Saying.ASK)))
+            if asked_s is None and now_s - self._heard_s[rank] > _ASK_S:
+                self._ask(rank, now_s)
+            elif asked_s is not None and now_s - asked_s > SILENT_S:
+                self._asked_s.pop(rank)
+                self._away.add(rank)
+                found += self._end([way for way in self._ways.values() if way.rank == rank])
         return found
 
     # ---- inside
 
     def _opened(self, rank: int, number: int, address: bytes) -> list[FerryEffect]:
-        if (rank, False, number) in self._ways or not address.isascii():
-            raise ProtocolError(f"ferry {rank} opens a way that is none")
+        if (rank, False, number) in self._ways:
+            raise ProtocolError(f"ferry {rank} opens a way that is open")
         way = Way(rank, number, own=False)
-        if self._leaving or sum(1 for other in self._ways.values() if other.rank == rank) >= _MAX_WAYS:
+        full = sum(1 for other in self._ways.values() if other.rank == rank) >= _MAX_WAYS
+        if self._leaving or full or not address.isascii():
             self._say(way, Saying.CLOSE)
             return []
         self._ways[rank, False, number] = way
         return [DialDoor(way, address.decode())]
 
-    def _away(self, rank: int) -> list[FerryEffect]:
-        self._present.pop(rank)
-        self._asked_s.pop(rank, None)
-        lost = [way for way in self._ways.values() if way.rank == rank]
-        for way in lost:
-            self._forget(way)
-        return [End(way) for way in lost]
+    def _end(self, ways: list[Way]) -> list[FerryEffect]:
+        """The other side is told, and may hear it some day."""
+        for way in ways:
+            self.hung_up(way)
+        return [End(way) for way in ways]
+
+    def _ask(self, rank: int, now_s: float) -> None:
+        self._asked_s[rank] = now_s
+        self._tell(rank, Saying.ASK)
+
+    def _part(self, rank: int) -> None:
+        """Nothing is said to it after that."""
+        if self._leaving and rank in self._left and rank not in self._parted:
+            self._tell(rank, Saying.LAST)
+            self._parted.add(rank)
 
     def _is_open(self, way: Way) -> bool:
         return self._ways.get((way.rank, way.own, way.number)) is way
 
-    def _forget(self, way: Way) -> None:
-        del self._ways[way.rank, way.own, way.number]
-
     def _say(self, way: Way, kind: Saying, size: int = 0, *content: memoryview) -> None:
-        self.out.append(Message(way.rank, Word(kind, way.own, way.number, size), *content))
+        if way.rank not in self._parted:
+            self.out.append(Message(way.rank, Word(kind, way.own, way.number, size), *content))
+
+    def _tell(self, rank: int, kind: Saying) -> None:
+        if rank not in self._parted:
+            self.out.append(Message(rank, Word(kind)))

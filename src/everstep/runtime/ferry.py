@@ -11,7 +11,6 @@ asked for, and takes the connection for one from another host, which it is.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import ipaddress
 import os
 import select
@@ -29,6 +28,7 @@ import torch
 from everstep.base.errors import ProtocolError
 from everstep.protocol.ferrying import (
     PIECE_BYTES,
+    SILENT_S,
     WORD_BYTES,
     DialDoor,
     End,
@@ -41,7 +41,7 @@ from everstep.protocol.ferrying import (
     Word,
 )
 from everstep.runtime.landing import READY, Landing, dialled, is_own
-from everstep.runtime.process import die_with_parent
+from everstep.runtime.process import die_with_parent, raise_descriptor_limit
 
 _BACKLOG = 1024
 _STRANGER_S = 10.0
@@ -146,6 +146,8 @@ class Pier:
         self._poller = select.epoll()
         self._poller.register(listener, select.EPOLLIN)
         self._lines: dict[int, _Line] = {}
+        self._deaf = False
+        self._scratch = torch.empty(PIECE_BYTES, dtype=torch.uint8)
         self._of_way: dict[Way, _Line] = {}
 
     def turn(self, now_s: float) -> bool:
@@ -161,6 +163,9 @@ class Pier:
 
     def look(self, now_s: float) -> None:
         """Time has passed."""
+        if self._deaf:
+            self._deaf = False
+            self._poller.register(self._listener, select.EPOLLIN)
         for line in [line for line in self._lines.values() if line.way is None]:
             if now_s - line.since_s > _STRANGER_S:
                 self._close(line)
@@ -185,12 +190,17 @@ class Pier:
     # ---- inside
 
     def _let_in(self, now_s: float) -> None:
-        with contextlib.suppress(OSError):
+        try:
             sock, _ = self._listener.accept()
             if is_own(sock):
                 self._begin(_Line(sock, now_s))
             else:
                 sock.close()
+        except BlockingIOError:
+            return
+        except OSError:  # no descriptor is left: others are served until the next look
+            self._deaf = True
+            self._poller.unregister(self._listener)
 
     def _begin(self, line: _Line) -> None:
         line.sock.setblocking(False)
@@ -207,13 +217,15 @@ class Pier:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             sock.bind(("::1" if there.version == 6 else "127.0.0.2", 0))
             sock.connect_ex((host, int(port)))
+            line = _Line(sock, now_s, effect.way, connecting=True)
+            self._begin(line)
         except (OSError, ValueError, OverflowError):
             if sock is not None:
+                self._lines.pop(sock.fileno(), None)
                 sock.close()
             self._ferry.hung_up(effect.way)
             return
-        line = self._of_way[effect.way] = _Line(sock, now_s, effect.way, connecting=True)
-        self._begin(line)
+        self._of_way[effect.way] = line
 
     def _attend(self, line: _Line, events: int, now_s: float) -> None:
         if line.connecting:
@@ -252,15 +264,18 @@ class Pier:
     def _read(self, line: _Line, way: Way) -> None:
         if way.room <= 0:
             return
-        content = torch.empty(min(way.room, PIECE_BYTES), dtype=torch.uint8)
+        content = self._scratch[: way.room]
         try:
             size = line.sock.recv_into(content.numpy().data)
         except BlockingIOError:
             return
         except OSError:
             size = 0
-        if size:
-            self._ferry.said(way, content.numpy().data[:size])
+        if size > PIECE_BYTES // 4:
+            self._scratch = torch.empty(PIECE_BYTES, dtype=torch.uint8)
+            self._ferry.said(way, content[:size].numpy().data)
+        elif size:
+            self._ferry.said(way, content[:size].clone().numpy().data)
         else:
             self._close(line)
 
@@ -319,9 +334,10 @@ def carry(ferry: Ferry, mail: Mail, pier: Pier, leaves: int) -> None:
     """
     leaving = select.poll()
     leaving.register(leaves, select.POLLIN)
-    moved_s = looked_s = time.monotonic()
-    while not (ferry.through and mail.sent):
+    moved_s = looked_s = over_s = time.monotonic()
+    while not ferry.through or not (mail.sent or time.monotonic() - over_s > SILENT_S):
         now_s = time.monotonic()
+        over_s = over_s if ferry.through else now_s
         moved = pier.turn(now_s)
         for message in mail.turn():
             moved = True
@@ -329,7 +345,7 @@ def carry(ferry: Ferry, mail: Mail, pier: Pier, leaves: int) -> None:
         if now_s - looked_s >= _LOOK_S:
             looked_s = now_s
             if leaving.poll(0):
-                ferry.leave()
+                pier.do(ferry.leave(), now_s)
             pier.do(ferry.look(now_s), now_s)
             pier.look(now_s)
         while ferry.out:
@@ -349,26 +365,33 @@ def main() -> int:
     parser.add_argument("--name", required=True)
     arguments = parser.parse_args(sys.argv[2:])
     die_with_parent(arguments.parent)
+    raise_descriptor_limit()
+    first = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # MPI has words of its own
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)  # for its parent to act upon
     listener = Landing(arguments.rank, arguments.name).listen(_BACKLOG)
     try:
         torch.distributed.init_process_group("mpi")
     except (RuntimeError, ValueError) as error:
-        print(" ".join(str(error).split()), flush=True)
+        print(" ".join(str(error).split()), file=first, flush=True)
         return 2
     rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     if (rank, size) != (arguments.rank, arguments.size):
-        print(f"this process is {rank} of {size} in MPI's world", flush=True)
+        print(f"this process is {rank} of {size} in MPI's world", file=first, flush=True)
         return 2
     others = [other for other in range(size) if other != rank]
     ferry, mail = Ferry(rank, others, time.monotonic()), TorchMail(others)
-    print(READY, flush=True)
+    print(READY, file=first, flush=True)
+    first.close()
+    why = "others were silent when it was left"
     try:
         carry(ferry, mail, Pier(ferry, listener), leaves=0)
-    finally:
-        if not mail.whole:
-            os._exit(1)
+    except Exception as error:
+        why = repr(error)
+    if not mail.whole:
+        print(f"MPI has ended on this host before its time: {why}", file=sys.stderr, flush=True)
+        os._exit(1)
     torch.distributed.destroy_process_group()
     return 0
 

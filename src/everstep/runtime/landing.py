@@ -12,16 +12,19 @@ import secrets
 import socket
 import struct
 import subprocess
+import sys
 from collections.abc import Mapping
 from typing import NamedTuple
 
 from everstep.base.errors import ConfigError, ProtocolError
+from everstep.base.readable import readable
 from everstep.runtime.process import lasting_command
 
 VARIABLE = "EVERSTEP_FERRY"
 """In the environment of a host's processes: the rank of its ferry, and the socket's name."""
 READY = "ready"
 MAX_DIAL_BYTES = 64
+_PATIENCE_S = 10.0
 _DIAL = struct.Struct(">IB")
 _PEER = struct.Struct("3i")
 _LANDING = re.compile(r"(\d{1,7}) ([0-9a-f]{32})")
@@ -79,7 +82,9 @@ def dialled(heard: bytes) -> tuple[int, str] | int:
         raise ProtocolError(f"expected an address of at most {MAX_DIAL_BYTES} bytes, got {size}")
     if len(heard) < _DIAL.size + size:
         return int(_DIAL.size + size - len(heard))
-    return int(rank), heard[_DIAL.size :].decode("utf-8", "replace")
+    if not heard[_DIAL.size :].isascii():
+        raise ProtocolError("expected an address, got something else")
+    return int(rank), heard[_DIAL.size :].decode()
 
 
 def is_own(sock: socket.socket) -> bool:
@@ -101,9 +106,14 @@ class FerryHere:
         words = ["--rank", str(rank), "--size", str(size), "--name", landing.name, "--parent", str(os.getpid())]
         command = lasting_command("everstep.runtime.ferry", *words)
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        said = self._process.stdout.readline(1000).strip()  # type: ignore[union-attr]
+        stdout = self._process.stdout
+        if not readable([stdout.fileno()], _PATIENCE_S):  # type: ignore[union-attr]
+            print("waits until all that mpirun has started have begun with transport=mpi", file=sys.stderr, flush=True)
+        said = stdout.readline(1000).strip()  # type: ignore[union-attr]
         if said != READY:
-            self.close(in_order=True)
+            if not said:
+                self._process.wait()
+            self.close(in_order=False)
             code = self._process.returncode
             raise ConfigError(
                 f"transport: mpi: MPI has not begun: {said or f'exit code {code}'}, expected process {rank} of {size}: "

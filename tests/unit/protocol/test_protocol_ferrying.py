@@ -23,7 +23,7 @@ from everstep.protocol.ferrying import (
 
 
 class Sea:
-    """Ferries, and what has become of their words."""
+    """Ferries, and what has become of their words. held: by rank, what has yet to reach those that are silent."""
 
     def __init__(self, size: int) -> None:
         self.now_s = 100.0
@@ -31,17 +31,24 @@ class Sea:
         self.ferries = [Ferry(rank, [other for other in ranks if other != rank], self.now_s) for rank in ranks]
         self.done: list[list[FerryEffect]] = [[] for _ in ranks]
         self.silent: set[int] = set()
+        self.held: list[list[tuple[int, Word, memoryview]]] = [[] for _ in ranks]
+        self.last: set[tuple[int, int]] = set()
 
     def calm(self) -> None:
         """Carry everything until nobody says anything more."""
-        while any(ferry.out for ferry in self.ferries):
+        while any(f.out or self.held[f.rank] for f in self.ferries if f.rank not in self.silent):
             for ferry in self.ferries:
-                while ferry.out:
+                while ferry.out and ferry.rank not in self.silent:
                     to, word, content = ferry.out.popleft()
-                    if ferry.rank not in self.silent and to not in self.silent:
-                        word = Word.read(word.packed())
-                        assert len(content) == word.content
-                        self.done[to] += self.ferries[to].heard(ferry.rank, word, content, self.now_s)
+                    word = Word.read(word.packed())
+                    assert len(content) == word.content
+                    assert (ferry.rank, to) not in self.last, f"{word} after the last word"
+                    if word.last:
+                        self.last.add((ferry.rank, to))
+                    self.held[to].append((ferry.rank, word, content))
+            for to, held in enumerate(self.held):
+                while held and to not in self.silent:
+                    self.done[to] += self.ferries[to].heard(*held.pop(0), self.now_s)
 
     def wait(self, seconds: float) -> None:
         for _ in range(int(seconds * 4)):
@@ -113,8 +120,7 @@ def test_who_sends_more_than_there_is_room_for_is_none_of_ours() -> None:
     ("word", "came", "said"),
     [
         (Word(Saying.TAKEN, True, 1, 1), b"", "has taken more than was sent"),
-        (Word(Saying.OPEN, True, 1, 1), b"x", "opens a way that is none"),
-        (Word(Saying.OPEN, True, 2, 2), "é".encode(), "opens a way that is none"),
+        (Word(Saying.OPEN, True, 1, 1), b"x", "opens a way that is open"),
     ],
 )
 def test_words_that_no_ferry_says(word: Word, came: bytes, said: str) -> None:
@@ -125,7 +131,7 @@ def test_words_that_no_ferry_says(word: Word, came: bytes, said: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "packed", [bytes(14), b"\x08" + bytes(13), Word(Saying.BYTES, True, 1, PIECE_BYTES + 1).packed()]
+    "packed", [bytes(14), b"\x09" + bytes(13), Word(Saying.BYTES, True, 1, PIECE_BYTES + 1).packed()]
 )
 def test_what_is_no_word(packed: bytes) -> None:
     with pytest.raises(ProtocolError, match="expected a word of a ferry"):
@@ -144,6 +150,12 @@ def test_what_is_said_of_a_way_that_has_ended_is_nothing() -> None:
     assert sea.done == [[End(near)], []]
 
 
+def test_a_way_to_what_is_no_address_is_refused() -> None:
+    ferry = Sea(2).ferries[1]
+    assert ferry.heard(0, Word(Saying.OPEN, True, 1, 2), memoryview("é".encode()), 100.0) == []
+    assert list(ferry.out) == [Message(0, Word(Saying.CLOSE, False, 1))]
+
+
 def test_too_many_ways_are_refused() -> None:
     sea = Sea(2)
     for number in range(1, 4098):
@@ -155,16 +167,34 @@ def test_too_many_ways_are_refused() -> None:
 
 def test_ways_to_who_is_silent_end_and_others_go_on() -> None:
     sea = Sea(3)
-    (lost, _), (kept, _) = sea.way(0, 1), sea.way(0, 2)
+    (lost, far), (kept, _) = sea.way(0, 1), sea.way(0, 2)
     sea.wait(20)
     assert sea.done == [[], [], []], "they answer"
     sea.silent.add(1)
-    sea.wait(SILENT_S + 2)
+    sea.wait(SILENT_S + 3)
     assert sea.done == [[End(lost)], [], []]
     assert sea.ferries[0].open(1, "10.0.0.7:5", sea.now_s) is None
     sea.ferries[0].said(kept, memoryview(b"x"))
     sea.calm()
     assert len(sea.done[2]) == 1
+    sea.silent.clear()
+    sea.calm()
+    assert sea.done[1] == [End(far)], "it hears of it when it is back"
+    sea.done[1].clear()
+    sea.way(0, 1)
+
+
+def test_who_is_called_is_asked_at_once_and_found_silent_by_calls_alone() -> None:
+    """Each of which is given up before that."""
+    sea = Sea(2)
+    sea.silent.add(1)
+    for _ in range(4):
+        way = sea.ferries[0].open(1, "10.0.0.7:5", sea.now_s)
+        assert way is not None
+        sea.wait(SILENT_S / 4)
+        sea.ferries[0].hung_up(way)
+    sea.wait(1)
+    assert sea.ferries[0].open(1, "10.0.0.7:5", sea.now_s) is None
 
 
 def test_who_had_nothing_to_answer_is_not_silent() -> None:
@@ -179,25 +209,66 @@ def test_who_had_nothing_to_answer_is_not_silent() -> None:
     assert sea.done == [[], []]
 
 
+def test_who_was_stopped_itself_takes_nobody_for_silent() -> None:
+    sea = Sea(2)
+    sea.way()
+    sea.wait(3)
+    sea.now_s += 1.1
+    sea.ferries[0].look(sea.now_s)  # asks, and is stopped before it hears the answer
+    sea.now_s += 100
+    assert sea.ferries[0].look(sea.now_s) == []
+    sea.calm()
+    sea.wait(20)
+    assert sea.done == [[], []]
+
+
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 1, 0, 2)])
-def test_all_leave_when_all_have_said_so(order: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("pause_s", [0, 20])
+def test_all_leave_when_all_have_said_so(order: tuple[int, ...], pause_s: float) -> None:
     sea = Sea(3)
     sea.way(0, 1)
     for rank in order:
         assert not any(ferry.through for ferry in sea.ferries)
         sea.ferries[rank].leave()
         sea.calm()
-        sea.wait(20)
+        sea.wait(pause_s)
     assert all(ferry.through and not ferry._ways for ferry in sea.ferries)
+    assert len(sea.last) == 6, "each has heard the last word of each"
+
+
+def test_the_last_word_is_waited_for() -> None:
+    """Something may be under way before it."""
+    ferry = Ferry(0, [1], 100.0)
+    ferry.leave()
+    nothing = memoryview(b"")
+    assert ferry.heard(1, Word(Saying.LEAVE), nothing, 100.0) == [] and not ferry.through
+    assert ferry.heard(1, Word(Saying.ASK), nothing, 100.0) == []
+    assert ferry.heard(1, Word(Saying.LAST), nothing, 100.0) == [] and ferry.through
+    assert [message.word.kind for message in ferry.out] == [Saying.LEAVE, Saying.LAST], "nothing is said after it"
+
+
+def test_all_leave_at_once() -> None:
+    sea = Sea(4)
+    for ferry in sea.ferries:
+        ferry.leave()
+    sea.calm()
+    assert all(ferry.through for ferry in sea.ferries) and len(sea.last) == 12
 
 
 def test_who_leaves_opens_no_way_and_takes_none() -> None:
     sea = Sea(2)
-    sea.ferries[1].leave()
+    near, far = sea.way(1, 0)
+    assert sea.ferries[1].leave() == [End(near)]
+    sea.ferries[1].said(near, memoryview(b"late"))
     sea.calm()
-    assert sea.ferries[0].open(1, "10.0.0.7:5", sea.now_s) is None, "it has left"
+    assert sea.done[0] == [End(far)]
+    assert sea.ferries[0].open(1, "10.0.0.7:5", sea.now_s) is None, "it leaves"
     assert sea.ferries[1].open(0, "10.0.0.7:5", sea.now_s) is None
     assert sea.ferries[1].heard(0, Word(Saying.OPEN, True, 1, 1), memoryview(b"x"), sea.now_s) == []
+    sea.calm()
+    sea.ferries[0].leave()
+    sea.calm()
+    assert sea.ferries[0].through and sea.ferries[1].through
 
 
 def test_who_leaves_does_not_wait_for_the_silent() -> None:
@@ -209,3 +280,24 @@ def test_who_leaves_does_not_wait_for_the_silent() -> None:
     assert not sea.ferries[0].through
     sea.wait(SILENT_S + 3)
     assert sea.ferries[0].through and sea.ferries[1].through
+
+
+def test_who_was_silent_once_is_waited_for() -> None:
+    sea = Sea(2)
+    sea.way()
+    sea.silent.add(1)
+    sea.wait(SILENT_S + 3)
+    sea.silent.clear()
+    sea.calm()
+    sea.ferries[0].leave()
+    sea.calm()
+    sea.wait(30)
+    assert not sea.ferries[0].through
+    sea.ferries[1].leave()
+    sea.calm()
+    assert sea.ferries[0].through and sea.ferries[1].through
+
+
+@pytest.mark.parametrize("address", ["é:1", "x" * 256])
+def test_no_way_leads_to_what_is_no_address(address: str) -> None:
+    assert Sea(2).ferries[0].open(1, address, 100.0) is None

@@ -3,6 +3,7 @@ it makes of the transfers that torch has."""
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 import select
@@ -174,6 +175,14 @@ def test_members_meet_without_a_ferry_that_says_nothing(
     assert families(pair) == [socket.AF_INET] * 2
 
 
+def test_who_was_held_up_throws_no_call_away(shore: Shore, meet: Meet, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "LINK_SILENT_S", 0.2)
+    pair = meet([*shore.landings])
+    monkeypatch.setattr(pair[1], "_tick", lambda: time.sleep(0.3))
+    assert together(pair[0].connect, pair[1].connect) == [None, None]
+    assert families(pair) == [socket.AF_INET, socket.AF_UNIX]
+
+
 def test_of_one_host_nothing_crosses(shore: Shore, meet: Meet) -> None:
     pair = meet([shore.landings[0], shore.landings[0]])
     assert together(pair[0].connect, pair[1].connect) == [None, None]
@@ -188,7 +197,7 @@ def test_where_nobody_listens_there_is_the_end(shore: Shore, address: str) -> No
 
 def test_a_caller_that_says_nonsense_is_sent_off(shore: Shore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ferry_process, "_STRANGER_S", 0.5)
-    for said in (b"\0\0\0\1\xff", b"\0\0\0\1\5nobod", b""):
+    for said in (b"\0\0\0\1\xff", b"\0\0\0\1\5nobod", b"\0\0\0\1\2\xc3\xa9", b""):
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
             sock.connect(shore.landings[0]._address())
             sock.sendall(said)
@@ -214,6 +223,56 @@ def ended(sock: socket.socket) -> None:
         assert sock.recv(1) == b""
     except ConnectionError:
         pass  # with something unread
+
+
+def test_without_descriptors_others_are_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    landing = Landing(0, secrets.token_hex(16))
+    with landing.listen(4) as listener, landing.cross(1, "127.0.0.1:5") as sock:
+
+        class Listener:
+            refuses = True
+
+            def fileno(self) -> int:
+                return listener.fileno()
+
+            def accept(self) -> tuple[socket.socket, Any]:
+                if self.refuses:
+                    raise OSError(errno.EMFILE, "too many")
+                return listener.accept()
+
+        found = Listener()
+        ferry = Ferry(0, [1], 100.0)
+        pier = Pier(ferry, found)  # type: ignore[arg-type]
+        assert [pier.turn(100.0), pier.turn(100.1)] == [True, False], "it spins"
+        found.refuses = False
+        pier.look(100.2)
+        assert [pier.turn(100.3), pier.turn(100.4)] == [True, True]
+        assert [message.word.kind for message in ferry.out] == [Saying.ASK, Saying.OPEN]
+        pier.do(ferry.leave(), 100.5)
+        ended(sock)
+
+
+def test_what_cannot_be_sent_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a ferry that is through with all others, of which some are silent."""
+    monkeypatch.setattr(ferry_process, "SILENT_S", 0.2)
+
+    class Stuck:
+        sent = False
+
+        def send(self, message: Message) -> None:
+            pass
+
+        def turn(self) -> list[Message]:
+            return []
+
+    end, other = os.pipe()
+    os.close(other)
+    with Landing(0, secrets.token_hex(16)).listen(4) as listener:
+        ferry = Ferry(0, [1], time.monotonic() - 100.0)
+        monkeypatch.setattr("everstep.protocol.ferrying.SILENT_S", 0.5)
+        carry(ferry, Stuck(), Pier(ferry, listener), end)  # type: ignore[arg-type]
+    os.close(end)
+    assert ferry.through
 
 
 def test_what_is_made_of_torchs_transfers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -249,7 +308,7 @@ def test_what_is_made_of_torchs_transfers(monkeypatch: pytest.MonkeyPatch) -> No
     for me[0] in (0, 1):
         mails.append(TorchMail([1 - me[0]]))
     me[0] = 0
-    words = [Word(Saying.OPEN, True, 1, 5), Word(Saying.ASK), Word(Saying.BYTES, True, 1, 3), Word(Saying.LEAVE)]
+    words = [Word(Saying.OPEN, True, 1, 5), Word(Saying.ASK), Word(Saying.BYTES, True, 1, 3), Word(Saying.LAST)]
     contents = [b"there", b"", b"abc", b""]
     for word, content in zip(words, contents, strict=True):
         mails[0].send(Message(1, word, memoryview(bytearray(content))))
