@@ -19,6 +19,7 @@ from typing import NamedTuple
 from everstep.base.errors import ConfigError, ProtocolError
 from everstep.base.readable import readable
 from everstep.runtime.process import lasting_command
+from everstep.runtime.waiting import user_of
 
 VARIABLE = "EVERSTEP_FERRY"
 """In the environment of a host's processes: the rank of its ferry, and the socket's name."""
@@ -26,7 +27,6 @@ READY = "ready"
 MAX_DIAL_BYTES = 64
 _PATIENCE_S = 10.0
 _DIAL = struct.Struct(">IB")
-_PEER = struct.Struct("3i")
 _LANDING = re.compile(r"(\d{1,7}) ([0-9a-f]{32})")
 
 
@@ -89,8 +89,7 @@ def dialled(heard: bytes) -> tuple[int, str] | int:
 
 def is_own(sock: socket.socket) -> bool:
     """Whether the process at the other end is this user's."""
-    _, uid, _ = _PEER.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
-    return bool(uid == os.getuid())
+    return user_of(sock) == os.getuid()
 
 
 class FerryHere:

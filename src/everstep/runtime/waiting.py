@@ -66,7 +66,7 @@ def wait_for(key: str, patience_s: float = PATIENCE_S) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda found, frame: signals.append(found))
     with _connected(key, time.monotonic() + patience_s, signals) as sock:
-        _, uid, _ = _PEER.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
+        uid = user_of(sock)
         if uid != os.getuid():
             raise ConfigError(f"expected the first process of this host to be this user's, got one of user {uid}")
         poller = select.poll()
@@ -81,6 +81,12 @@ def wait_for(key: str, patience_s: float = PATIENCE_S) -> int:
         return int(_CODE.unpack(said)[0])
     print("error: the first process of this host, which ran the job here, has died", file=sys.stderr, flush=True)
     return 1
+
+
+def user_of(sock: socket.socket) -> int:
+    """Whose process is at the other end of this Unix socket, as the kernel says."""
+    _, uid, _ = _PEER.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
+    return int(uid)
 
 
 def _connected(key: str, end_s: float, signals: list[int]) -> socket.socket:
