@@ -31,7 +31,7 @@ from everstep.exact.layout import GradientLayout
 from everstep.parallel.staged import StagedTransport
 
 LANES = 8
-KINDS = ("shm", "sockets", "gloo")
+KINDS = ("shm", "sockets")
 WARM_UP = 5
 TARGET = 1.0
 NO_GRADIENTS = GradientLayout((), (), 0)

@@ -6,7 +6,7 @@ Every worker is a process with one thread on this host. An iteration is timed fr
 worker has its result; medians and quartiles over the iterations, in milliseconds. The ratios are those of neighbours in
 time (ours to the mean of the all_reduce before it and the one after it), median and quartiles; `cpu` is processor time
 of all workers together; `others_busy` the mean number of processors that other programs took meanwhile. Our results lie
-in the owners' memory (shared) or in one's own (group: over gloo; sockets: our own, in the clear and over TLS), complete
+in the owners' memory (shared) or in one's own (sockets: our own, in the clear and over TLS), complete
 and readable in both cases, as all_reduce's are.
 """
 
@@ -38,7 +38,7 @@ from everstep.runtime.tls import Tls, shown_by
 LANES = 8
 WARM_UP = 3
 EXCHANGES = 300
-TARGETS = {"shared_memory": 0.6, "group": 1.2, "sockets": 1.2, "sockets_tls": 3.5}
+TARGETS = {"shared_memory": 0.6, "sockets": 1.2, "sockets_tls": 3.5}
 TOKEN = b"k" * 32
 
 
@@ -101,7 +101,6 @@ def work(me: int, n: int, numel: int, repeats: int, folder: str, connection: Con
 
     transports: dict[str, Transport] = {
         "shared_memory": SharedMemoryTransport(key, shape, LANES, lambda: None),
-        "group": GroupTransport(key, shape, LANES, store("group"), lambda: None, key=TOKEN, gloo=True),
         "sockets": GroupTransport(key, shape, LANES, store("sockets"), lambda: None, key=TOKEN),
         "sockets_tls": GroupTransport(key, shape, LANES, store("sockets_tls"), lambda: None, key=TOKEN, tls=tls),
     }

@@ -23,6 +23,9 @@ data = [(torch.randn(4), torch.tensor(i % 2)) for i in range(32)]
 model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 loss_fn = nn.functional.cross_entropy
+def halve():
+    for group in optimizer.param_groups:
+        group["lr"] *= 0.5
 """
 
 
@@ -256,10 +259,10 @@ LOOPS = [
         "more = iter(torch.utils.data.DataLoader(data, batch_size=2))\nx2 = torch.zeros(2, 4)",
         batch="x = x + 0.1 * x2",
         after="x2, _ = next(more)",
-        refused=("what is trained",),
-        listed=("more", "x", "x2"),
+        refused=("more", "x2"),
+        listed=("x",),
     ),
-    Loop("eval_mode", after="if step.number == 1: model.eval()", refused=("model",)),
+    Loop("eval_mode", after="if step.number == 1: model.eval()"),
     Loop("torch_meter", _TORCH_METER, batch="meter.update(model(x), y)", listed=("meter",)),
     Loop("local_tensors", before="seen = torch.zeros(3)", batch="seen += 1", after="norm = model[0].weight.norm()"),
 ]

@@ -114,7 +114,7 @@ def _settings(rng: random.Random, task: str, split: bool) -> dict[str, Any]:
     if rng.random() < 0.3:
         found["loader.workers"] = rng.choice((1, 2))
     if rng.random() < 0.2:
-        found["transport"] = "gloo"
+        found["transport"] = "sockets"
     if rng.random() < 0.3:
         found["verify_every"] = rng.choice((1, 5))
     if split:

@@ -9,7 +9,7 @@ from typing import Any
 
 __version__ = "0.1.0"
 
-__all__ = ["Task", "__version__", "join"]
+__all__ = ["Task", "__version__", "join", "state"]
 
 
 def __getattr__(name: str) -> Any:
@@ -21,4 +21,8 @@ def __getattr__(name: str) -> Any:
         from everstep.train.join import join
 
         return join
+    if name == "state":
+        from everstep.train.loop_values import state
+
+        return state
     raise AttributeError(f"module 'everstep' has no attribute {name!r}")

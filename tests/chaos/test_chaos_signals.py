@@ -51,7 +51,7 @@ def test_workers_outlive_a_fork_server_that_is_frozen_and_get_another(jobs: Jobs
     job = jobs.start("Pictures", workers=2, pace=[healed(1)], lane_s=0.2)
     job.wait_for("step_committed", lambda event: event["step"] >= 3)
     os.kill(parent(job.pid_of(0)), signal.SIGSTOP)
-    job.wait_for_words("the fork server has not answered for")
+    job.wait_for("warning", lambda event: "the fork server has not answered for" in event["reason"])
     job.wait_for_words("its workers go on")
     assert not job.of_kind("worker_evicted"), job.account()
     os.kill(job.pid_of(1), signal.SIGKILL)

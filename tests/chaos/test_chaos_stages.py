@@ -30,7 +30,7 @@ def test_random_faults(jobs: Jobs, seed: int) -> None:
     settings: dict[str, Any] = {**LIMITS, **SNAPSHOTS, "stages": stages}
     settings["schedule"] = ("1f1b", "gpipe")[seed // 2 % 2]
     settings["recompute"] = seed % 5 == 0
-    settings["transport"] = "gloo" if seed % 4 == 3 else "auto"
+    settings["transport"] = "sockets" if seed % 4 == 3 else "auto"
     if seed % 3 == 2:
         settings |= {"redundancy": 1}
     workers = 2 * stages if seed % 3 == 2 else stages + seed % 4

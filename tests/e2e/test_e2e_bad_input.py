@@ -199,10 +199,13 @@ def test_a_full_disk_does_not_stop_training_and_costs_no_row(small_task: str, sm
     assert not [event for event in told if "were lost" in str(event["reason"])]
 
 
-def test_a_ledger_that_can_never_be_written_is_not_passed_over(small_task: str, small_disk: Path) -> None:
+def test_a_ledger_that_can_never_be_written_is_not_passed_over(
+    small_task: str, small_disk: Path, request: pytest.FixtureRequest
+) -> None:
     run_dir = small_disk.with_name("run")
-    run_dir.mkdir()
-    (run_dir / "ledger").symlink_to(small_disk)
+    (run_dir / "ledger").mkdir(parents=True)
+    subprocess.run(["mount", "--bind", str(small_disk), str(run_dir / "ledger")], check=True)
+    request.addfinalizer(lambda: subprocess.run(["umount", "-l", str(run_dir / "ledger")], check=True))
     ballast = fill(small_disk)
     command = ["run", small_task, "--workers", "2", "--run-dir", run_dir, "--steps", "6", "--json"]
     done = everstep(*command)

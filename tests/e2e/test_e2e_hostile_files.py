@@ -249,3 +249,70 @@ def test_what_no_command_foresaw_is_one_line(
         assert run_command(["status", "x"]) == 2
         told = capsys.readouterr().err
         assert told.startswith("error: ") and told.count("\n") == 1 and "\x1b" not in told
+
+
+@pytest.mark.parametrize("command", ["report", "publish --to tensorboard", "logs"])
+@pytest.mark.parametrize("name", ["report.html", "tensorboard", "report-figures"])
+def test_no_command_writes_through_a_link(tmp_path: Path, command: str, name: str) -> None:
+    """What a link in a prepared directory leads to stays as it is, whether the command succeeds or not."""
+    run_dir, victim = good_run(tmp_path / "run"), tmp_path / "authorized_keys"
+    victim.write_text("mine")
+    (tmp_path / "empty").mkdir()
+    (run_dir / name).symlink_to(victim if "." in name else tmp_path / "empty")
+    verb, *options = command.split()
+    assert run_command([verb, str(run_dir), *options]) in (0, 1, 2)
+    assert victim.read_text() == "mine" and not list((tmp_path / "empty").iterdir())
+
+
+@pytest.mark.parametrize("name", ["lock", "events.jsonl", "logs", "metrics", "ledger", "final", "token", "checkpoints"])
+def test_a_job_begins_in_no_directory_with_a_link_below(
+    tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    run_dir.mkdir()
+    elsewhere.mkdir()
+    (elsewhere / "file").write_text("mine")
+    (run_dir / name).symlink_to(elsewhere / "file" if name in ("lock", "events.jsonl", "token") else elsewhere)
+    assert run_command(["run", "mlp-digits", "--run-dir", str(run_dir), "--steps", "1"]) == 2
+    said = capsys.readouterr().err
+    assert "symbolic link" in said and said.count("\n") == 1, said
+    assert name != "checkpoints" or f"checkpoint.disk.path={elsewhere}" in said
+    assert [(path.name, path.read_text()) for path in elsewhere.iterdir()] == [("file", "mine")]
+
+
+def test_no_command_is_taken_from_a_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_dir, told = good_run(tmp_path / "run"), tmp_path / "told"
+    now_ns = time.time_ns()
+    event = {"time_unix_ns": now_ns, "kind": "job_failed", "step": 1, "cause": "killed", "reason": "x"}
+    (run_dir / "events.jsonl").write_text(json.dumps(event) + "\n")
+    job = json.loads((run_dir / "job.json").read_text())
+    job["config"]["notify"] = {"events": ["job_failed"], "command": f"touch {tmp_path / 'theirs'}"}
+    (run_dir / "job.json").write_text(json.dumps(job))
+    assert run_command(["publish", str(run_dir), "--to", "notify"]) == 2
+    assert "none is taken from DIR/job.json" in capsys.readouterr().err
+    given = ["--set", f"notify.command=touch {told}"]
+    assert run_command(["publish", str(run_dir), "--to", "notify", *given]) == 0
+    assert told.exists() and not (tmp_path / "theirs").exists()
+
+
+def test_no_address_is_taken_from_a_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_dir = good_run(tmp_path / "run")
+    job = json.loads((run_dir / "job.json").read_text())
+    job["config"]["checkpoint"] = {"disk": {"path": "s3://theirs/x"}}
+    (run_dir / "job.json").write_text(json.dumps(job))
+    assert run_command(["checkpoints", "ls", str(run_dir)]) == 2
+    assert "no address is taken from a directory" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["time_unix_ns", "step", "generation", "worker_id"])
+@pytest.mark.parametrize("number", ["9" * 400, "1e308", "-1e308", "-" + "9" * 30])
+def test_absurd_numbers_in_events_stop_nobody(tmp_path: Path, name: str, number: str) -> None:
+    run_dir = good_run(tmp_path)
+    kinds = ("generation_started", "step_committed", "worker_evicted", "fault_injected", "job_completed")
+    lines = ""
+    for kind in kinds:
+        said = json.dumps({"time_unix_ns": 1, "kind": kind, "step": 1, "worker_id": 0, "generation": 1})
+        lines += f"{said}\n{said[:-1]}, {json.dumps(name)}: {number}}}\n"
+    (run_dir / "events.jsonl").write_text(lines)
+    for command in ("logs", "status", "report"):
+        assert run_command([command, str(run_dir)]) == 0

@@ -6,6 +6,7 @@ import secrets
 import shutil
 import sys
 from collections.abc import Iterator
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
@@ -67,7 +68,7 @@ def test_a_launcher_that_names_an_address_alone(net: Net, tmp_path: Path) -> Non
     for rank, host in ((1, second), (0, first)):
         numbers = {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
         environment = {name: str(number) for name, number in numbers.items()}
-        environment |= {"EVERSTEP_TOKEN": "ab" * 32, "MASTER_ADDR": first.address}
+        environment |= {"EVERSTEP_TOKEN": sha256(b"ab").hexdigest(), "MASTER_ADDR": first.address}
         log = run_dir.with_suffix(".err") if rank == 0 else tmp_path / "second"
         processes.append(host.start([sys.executable, str(script), str(run_dir)], log, environment))
     job = Job(run_dir, "two processes", processes[1].pid)

@@ -85,9 +85,7 @@ class Hand:
         if kind == "shm":
             self.transport = SharedMemoryTransport(self.key, layout, LANES, self.tick, record_bytes=1 << 16)
         else:
-            self.transport = GroupTransport(
-                self.key, layout, LANES, self.store, self.tick, key=b"k" * 32, gloo=kind == "gloo"
-            )
+            self.transport = GroupTransport(self.key, layout, LANES, self.store, self.tick, key=b"k" * 32)
 
     def tick(self) -> None:
         self.waits += 1

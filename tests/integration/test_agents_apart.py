@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import pytest
 
 from everstep.runtime.address import read_address
 from everstep.runtime.commands import ask
-from job_harness import LIMIT_S, Job, Jobs
+from job_harness import HERE, LIMIT_S, Job, Jobs
 
 NUMERICS = {"steps": 150}
 """More than there is time for while faults are struck; what is left then takes no time."""
@@ -30,7 +31,7 @@ APART = ("--listen", "127.0.0.1:0", "--no-local-workers")
 class Agent:
     """An `everstep agent` that is nobody's child here: the shell that has started it is gone."""
 
-    def __init__(self, job: Job, *options: str) -> None:
+    def __init__(self, job: Job, *options: str, folder: Path | None = None, **environment: str) -> None:
         job.wait_for("job_started")
         address = None
         while address is None:
@@ -42,8 +43,9 @@ class Agent:
         command += ["--token-file", str(job.run_dir / "token"), "--slots", "8", *options]
         paced = {"events": str(job.run_dir / "events.jsonl"), "until": UNTIL, "lane_s": 0.1}
         shell = f"setsid {shlex.join(command)} </dev/null >>{self.log} 2>&1 & echo $!"
-        environment = {**os.environ, "EVERSTEP_TEST_PACE": json.dumps(paced)}
-        said = subprocess.run(["sh", "-c", shell], env=environment, capture_output=True, text=True, check=True)
+        environment = {**os.environ, "EVERSTEP_TEST_PACE": json.dumps(paced), "PYTHONPATH": str(HERE), **environment}
+        how: Any = {"env": environment, "cwd": folder, "capture_output": True}
+        said = subprocess.run(["sh", "-c", shell], text=True, check=True, **how)
         self.pid = int(said.stdout)
         self._pidfd = os.pidfd_open(self.pid)
 
@@ -146,7 +148,7 @@ def test_with_the_jobs_process_all_of_it_ends(jobs: Jobs, agents: list[Agent]) -
 
 def test_who_has_another_token_is_refused(jobs: Jobs, agents: list[Agent], tmp_path: Path) -> None:
     job = jobs.start("Text", *APART, workers=1)
-    (tmp_path / "token").write_text("ab" * 32)
+    (tmp_path / "token").write_text(sha256(b"ab").hexdigest())
     agents.append(Agent(job, "--token-file", str(tmp_path / "token")))
     assert agents[0].over(LIMIT_S)
     assert "it serves another job" in agents[0].words() and "Traceback" not in agents[0].words()

@@ -54,6 +54,6 @@ def test_sockets(jobs: Jobs, tls: str) -> None:
     assert {e["worker_id"] for e in job.of_kind("worker_healed")} == {0, 1}, job.account()
 
 
-def test_gloo_on_four_uneven_workers(jobs: Jobs) -> None:
+def test_sockets_of_five_uneven_workers(jobs: Jobs) -> None:
     chaos = "kill:target=worker:2,at=5,phase=reduce; kill:target=coordinator,at=8; stop:target=worker:1,at=12,for=0.3"
-    jobs.run("Pictures", workers=5, chaos=chaos, settings={"transport": "gloo"}, pace=[healed(2)])
+    jobs.run("Pictures", workers=5, chaos=chaos, settings={"transport": "sockets"}, pace=[healed(2)])

@@ -6,6 +6,7 @@ import json
 from collections import Counter
 from pathlib import Path
 
+from everstep.cli.ledger import audit_run
 from job_harness import Jobs, healed
 
 SCRIPT = """
@@ -54,8 +55,12 @@ def test_a_job_that_would_lose_its_average_does_not_begin(jobs: Jobs, tmp_path: 
 def test_later_lives_do_not_rehearse(jobs: Jobs, tmp_path: Path) -> None:
     script, lives = write(tmp_path, "{'ema': ema}")
     chaos = "kill:target=worker:0,at=4; kill:target=worker:1,at=8"
-    job = jobs.start(script, workers=2, settings={"lanes": 4}, chaos=chaos, pace=[healed(0), healed(1)])
+    job = jobs.start(script, workers=2, chaos=chaos, pace=[healed(0), healed(1)])
     assert job.end() == 0, job.account()
+    lanes = {lane for e in job.of_kind("generation_started") for _, _, _, held in e["seats"] for lane in held}
+    assert lanes == set(range(4)), "as the script says, since the command line says nothing of lanes"
+    report = audit_run(job.run_dir)
+    assert report.clean and report.steps == 12, report
     assert json.loads((job.run_dir / "rehearsed.json").read_text())["note"] == ""
     assert not (job.run_dir / "rehearsal").exists()
     assert Counter(lives.read_text().split()) == {"a": 1, "b": 1, "real": 4}

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
@@ -34,7 +35,7 @@ def test_nothing_starts_without_a_quorum(members: EtcdMembers, tmp_path: Path) -
     task = [f"{HERE / 'job_tasks.py'}:Text", "--run-dir", str(tmp_path / "run"), "--steps", "1"]
     run = [*EVERSTEP, "run", *task, "--set", f"control.etcd={members.url()}"]
     agent = [*EVERSTEP, "agent", "--join", members.url()]
-    environment = {**os.environ, "EVERSTEP_TOKEN": "ab" * 32}
+    environment = {**os.environ, "EVERSTEP_TOKEN": sha256(b"ab").hexdigest()}
     for command in (run, agent, [*agent, "--standby"]):
         done = subprocess.run(command, capture_output=True, text=True, env=environment)
         assert done.returncode == 3, done.stderr
@@ -45,9 +46,9 @@ def test_nothing_starts_without_a_quorum(members: EtcdMembers, tmp_path: Path) -
 def test_a_second_job_is_refused_and_the_next_one_is_not(members: EtcdMembers, jobs: Jobs, tmp_path: Path) -> None:
     members.wait()
     lease = {"control.etcd": members.url()}
-    environment = {"EVERSTEP_TOKEN": "cd" * 32}
+    environment = {"EVERSTEP_TOKEN": sha256(b"cd").hexdigest()}
     token = tmp_path / "token"
-    token.write_text("cd" * 32)
+    token.write_text(sha256(b"cd").hexdigest())
     first = jobs.start(
         "Text",
         workers=2,
@@ -99,7 +100,7 @@ def test_a_host_without_the_jobs_directory_takes_over(members: EtcdMembers, jobs
     go, own = tmp_path / "go", jobs.base / "own"
     go.touch()
     pace = {"events": str(go), "until": [{"kind": "go"}], "lane_s": 0.03}
-    environment = {"EVERSTEP_TOKEN": "ab" * 32, "EVERSTEP_TEST_PACE": json.dumps(pace)}
+    environment = {"EVERSTEP_TOKEN": sha256(b"ab").hexdigest(), "EVERSTEP_TEST_PACE": json.dumps(pace)}
     job = jobs.start(
         "Text",
         *("--listen", "127.0.0.1:0", "--slots", "1"),

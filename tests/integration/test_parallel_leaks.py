@@ -18,7 +18,7 @@ LIMIT_S = 60.0
 SETTLE = Tag("settle", 0, 0)
 
 
-@pytest.fixture(params=["shm", "sockets", "gloo"])
+@pytest.fixture(params=["shm", "sockets"])
 def crew(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Crew]:
     found = Crew(request.param, 2, tmp_path)
     yield found

@@ -13,7 +13,7 @@ STEPS = {"steps": 10}
 # Pairwise over: schedule, workers per stage (or fewer workers than stages), active or standby, transport, recompute.
 CASES: list[tuple[str, int, dict[str, Any]]] = [
     ("Text", 3, {"schedule": "gpipe"}),
-    ("Text", 6, {"schedule": "gpipe", "redundancy": 1, "transport": "gloo"}),
+    ("Text", 6, {"schedule": "gpipe", "redundancy": 1, "transport": "sockets"}),
     ("Pictures", 3, {"schedule": "1f1b", "transport": "sockets", "recompute": True}),
     ("Pictures", 9, {"schedule": "1f1b", "redundancy": 2}),
     ("Pictures", 7, {"schedule": "gpipe", "recompute": True}),
@@ -30,7 +30,7 @@ def test_three_stages(jobs: Jobs, task: str, workers: int, settings: dict[str, A
 
 @pytest.mark.parametrize(
     ("workers", "schedule", "transport"),
-    [(2, "interleaved", "gloo"), (4, "interleaved", "shm"), (3, "looped_bfs", "shm")],
+    [(2, "interleaved", "sockets"), (4, "interleaved", "shm"), (3, "looped_bfs", "shm")],
 )
 def test_several_chunks_per_stage(jobs: Jobs, workers: int, schedule: str, transport: str) -> None:
     settings = {"stages": 2, "chunks": 2, "schedule": schedule, "transport": transport}

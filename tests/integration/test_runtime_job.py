@@ -350,7 +350,7 @@ def test_what_dead_workers_leave_running_is_ended(start: Callable[..., Job]) -> 
 
 
 def test_workers_that_all_leave_without_a_word(start: Callable[..., Job], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("everstep.runtime.job.LAST_WAIT_S", 0.2)
+    monkeypatch.setattr("everstep.runtime.job_end.LAST_WAIT_S", 0.2)
     job = start(entry="runtime_fake_worker:quick")
     assert job.wait() == 1
     assert job.process.outcome is not None and "has not said" in job.process.outcome.why.reason

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import fields
 
 import pytest
 
+from everstep.protocol.coordinator.likeness import Likeness
 from everstep.sim.faults import SimFault
 from everstep.sim.model import SimJob
-from everstep.sim.scenario import Setup, simulate
+from everstep.sim.scenario import Setup, UnlikeSetup, set_up, simulate
 
 JOB = SimJob(14, 6, 3)
 SPLIT = SimJob(12, 4, 3, stages=2, keep_every=2)
@@ -46,3 +48,20 @@ def test_hosts_do_leave() -> None:
         for seed in range(3):
             found.update(simulate(seed, setup=one).seen)
     assert found["hosts", "drained"] >= len(SCENARIOS)
+
+
+def foreign(seed: int) -> Setup:
+    """Any faults, and the last host computes with other kernels than the others."""
+    drawn = set_up(seed)
+    more = {"hosts": max(2, drawn.hosts), "min_workers": 1}
+    return UnlikeSetup(**{**{f.name: getattr(drawn, f.name) for f in fields(drawn)}, **more})
+
+
+def test_hosts_that_compute_otherwise_never_train_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    outcomes = [simulate(seed, setup=foreign(seed)) for seed in range(12)]
+    failed = [str(outcome) for outcome in outcomes if not outcome.ok]
+    assert not failed, failed[0]
+    assert sum(outcome.seen["hosts", "refused"] for outcome in outcomes) > 6
+    monkeypatch.setattr(Likeness, "kernels", lambda self, said, host: None)
+    problems = [simulate(seed, setup=foreign(seed)).problem for seed in range(3)]
+    assert any("have other kernels" in problem for problem in problems), problems

@@ -11,7 +11,7 @@ from everstep.protocol.driver.driver import Driver
 from everstep.protocol.step_types import PlanArrived
 from everstep.sim.faults import SimFault
 from everstep.sim.model import SimJob
-from everstep.sim.scenario import Setup, simulate
+from everstep.sim.scenario import LeasedSetup, Setup, simulate
 
 SCENARIOS = {
     # A donor that switched before it had decided the step itself never fed that step to its joiner, which the others
@@ -374,6 +374,26 @@ REPLAYED = {
             lasting_ms=0,
             rewindable=True,
             verify_every=1,
+        ),
+    ),
+    # A joiner copied the spoilt first state of another, and entered its first plan with it, as if it had built it.
+    "a joiner copies a spoilt first state": (
+        8100260,
+        LeasedSetup(
+            4,
+            1,
+            2,
+            1,
+            "replace",
+            SimJob(6, 6, 5, keep_every=2, state_bytes=1),
+            (
+                SimFault("lose", 40, "", 3, 0, 8, 3859, True),
+                SimFault("flip", 54, "", 1, 94, 62, 128),
+                SimFault("kill", 240, "", 1, 0, 21, 3184, True),
+            ),
+            rewindable=False,
+            verify_every=1,
+            donors=3,
         ),
     ),
 }

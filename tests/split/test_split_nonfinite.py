@@ -104,7 +104,7 @@ def test_a_gradient_that_is_not_finite_alone_is_left_out_too() -> None:
 
 def test_words() -> None:
     def outcome(lanes: tuple[int, ...], finite: bool) -> StepOutcome:
-        return StepOutcome(1, (), {}, 0.0, 1.0, 0.0, 1, {}, {}, nonfinite_lanes=lanes, gradient_finite=finite)
+        return StepOutcome(1, (), {}, 0.0, 1.0, 0.0, {}, {}, nonfinite_lanes=lanes, gradient_finite=finite)
 
     assert nonfinite(outcome((), True), scaled=False) == ""
     assert nonfinite(outcome((3,), True), scaled=True) == "the loss of lane 3 is not finite"

@@ -83,3 +83,29 @@ def test_what_the_image_is_made_of() -> None:
         assert set(names.split(",")) <= set(project["optional-dependencies"])
     pinned = re.findall(r"torch==[\d.]+", (ROOT / "Makefile").read_text())
     assert re.findall(r"torch==[\d.]+", text) == pinned != []
+
+
+KNOWN_PROBLEMS = {
+    "cryptography": "46.0.5",
+    "h11": "0.16",
+    "httpx": "0.28",
+    "mlflow-skinny": "3.5",
+    "pillow": "12.1.1",
+    "ray": "2.52",
+    "starlette": "0.49.1",
+}
+"""The first release without problems that are known of earlier ones."""
+
+
+def test_no_release_with_known_problems_is_admitted() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = [*project["dependencies"], *(one for extra in project["optional-dependencies"].values() for one in extra)]
+    for name, first in KNOWN_PROBLEMS.items():
+        floors = [re.search(r">=([0-9.]+)", one) for one in wanted if re.match(rf"{re.escape(name)}[^\w-]", one)]
+        assert floors, name
+        for floor in floors:
+            assert floor is not None and parts(floor[1]) >= parts(first), (name, first)
+
+
+def parts(version: str) -> tuple[int, ...]:
+    return tuple(map(int, version.split(".")))

@@ -46,6 +46,7 @@ BAD: list[tuple[Rule, str, str]] = [
     (rules.held, "everstep.chaos.x", "run(f'kill -STOP {pid}')"),
     (rules.held, "everstep.runtime.x", "Popen([OUTLIVES_WORKERS, '-c', script])"),
     (rules.own_processes, "everstep.cli.x", "import sys\ncommand = [sys.executable, '-m', 'everstep']"),
+    (rules.own_processes, "everstep.cli.x", "Popen(command, preexec_fn=lambda: die_with_parent(1))"),
     (rules.unfinished, "everstep.base.x", "raise NotImplementedError"),
     (rules.parsed_reasons, "everstep.report.x", "KILLED.match(one_line(event.get('reason')))"),
     (rules.parsed_reasons, "everstep.report.x", "re.search('killed by', reason)"),

@@ -16,6 +16,7 @@ EACH = [
     rules.asserts,
     rules.pickles,
     rules.own_processes,
+    rules.opened_elsewhere,
     rules.held,
     rules.limited_waits,
     rules.unguarded,

@@ -258,15 +258,73 @@ def unguarded(source: Source) -> Iterator[str]:
             yield f"{source.path}:{node.lineno}: Console; use everstep.cli.terminal.console, which shows text as text"
 
 
+WRITES_ELSEWHERE = {
+    "everstep.base.below": "the one way to files below a run directory",
+    "everstep.checkpoint.store": "blobs, by descriptors of the folders on their way",
+    "everstep.checkpoint.keys": "a key, where a user says",
+    "everstep.checkpoint.interchange_formats": "exports, where a user says",
+    "everstep.cli.report": "a page, where a user says",
+    "everstep.data.text": "a cache of tokens beside a data set",
+    "everstep.report.traces": "a draft that `drafted` made",
+    "everstep.train.profiling": "a draft that `drafted` made",
+    "everstep.train.final": "a draft that `drafted` made",
+    "everstep.runtime.claims": "a draft that `drafted` made",
+    "everstep.dashboard.guard": "a draft that `drafted` made",
+    "everstep.train.rehearsal": "links to checkpoints of its own, in a folder of its own",
+    "everstep.runtime.delaying": "a device",
+}
+"""Modules in which files are opened for writing in other ways than `everstep.base.below`, and why."""
+WRITERS = frozenset({"write_text", "write_bytes", "touch", "symlink_to", "hardlink_to", "mkfifo", "mknod"})
+WRITING_CALLS = frozenset(
+    {"os.truncate", "os.symlink", "os.mkfifo", "os.mknod", "os.creat", "shutil.copy", "shutil.copy2", "shutil.move"}
+    | {"shutil.copyfile", "shutil.copytree", "shutil.copyfileobj", "sqlite3.connect", "tempfile.mkstemp"}
+)
+OPENS = frozenset({"open", "io.open", "gzip.open", "bz2.open", "lzma.open", "codecs.open"})
+
+
+def opened_elsewhere(source: Source) -> Iterator[str]:
+    """Files are opened for writing in one place, which follows no link below a run directory."""
+    if source.module in WRITES_ELSEWHERE:
+        return
+    for node in source.nodes:
+        if isinstance(node, ast.Call) and _opens_to_write(node, ast.unparse(node.func)):
+            yield f"{source.path}:{node.lineno}: {ast.unparse(node.func)}; use everstep.base.below to write a file"
+
+
+def _opens_to_write(node: ast.Call, name: str) -> bool:
+    method = isinstance(node.func, ast.Attribute)
+    given = {keyword.arg: keyword.value for keyword in node.keywords}
+    if name in WRITING_CALLS or (method and name.rpartition(".")[2] in WRITERS):
+        return True
+    if name == "os.open":
+        flags = ast.unparse(node.args[1] if len(node.args) > 1 else given.get("flags", ast.Constant(0)))
+        reads = "O_RDONLY" in flags and not re.search("O_(CREAT|APPEND|TRUNC)", flags)
+        return not reads and ast.unparse(node.args[0]) != "os.devnull"
+    if name in OPENS or (method and name.endswith(".open") and name not in OPENS):
+        place = 0 if method and name not in OPENS else 1
+        mode = node.args[place] if len(node.args) > place else given.get("mode", ast.Constant("r"))
+        if not (isinstance(mode, ast.Constant) and isinstance(mode.value, str)):
+            return name in OPENS
+        of_a_descriptor = name == "open" and ast.unparse(node.args[0]) in DESCRIPTORS
+        return bool(set(mode.value) & set("wax+")) and set(mode.value) <= set("rwaxbt+") and not of_a_descriptor
+    return False
+
+
+DESCRIPTORS = frozenset({"1", "fd"})
+
+
 HELD = frozenset({"signal.SIGSTOP", "OUTLIVES_WORKERS"})
 
 
 def own_processes(source: Source) -> Iterator[str]:
-    """Processes of our own are started by one function, which keeps the working directory off their path."""
-    if source.module != "everstep.runtime.process":
-        for node in source.nodes:
-            if isinstance(node, ast.Attribute) and ast.unparse(node) == "sys.executable":
+    """Processes of our own are started by one function, which keeps the working directory off their path, and no child
+    runs Python between fork and exec, with its parent's locks and signal handlers."""
+    for node in source.nodes:
+        if isinstance(node, ast.Attribute) and source.module != "everstep.runtime.process":
+            if ast.unparse(node) == "sys.executable":
                 yield f"{source.path}:{node.lineno}: sys.executable; use everstep.runtime.process.own_command"
+        elif isinstance(node, ast.keyword) and node.arg == "preexec_fn":
+            yield f"{source.path}:{node.lineno}: preexec_fn; use everstep.runtime.bound"
 
 
 def held(source: Source) -> Iterator[str]:

@@ -43,6 +43,7 @@ class Cause(StrEnum):
     STORE = "store", "the object store failed, was not reached, or refused"
     CONFIG = "config", "what the config or the command line asks for does not allow it"
     CRASH_LOOP = "crash_loop", "processes died again and again, so that no restart helps"
+    LEFT = "left", "one worker's loop was left, the others' went on"
     QUORUM = "quorum", "too few workers are there, or can still come"
     REPLACED = "replaced", "a newer life of the same slot has taken its place"
     JOURNAL = "journal", "the coordinator's journal did not hold what the workers knew"

@@ -219,6 +219,11 @@ def numerics(config: Config) -> dict[str, Any]:
     return {**found, **{f"task.{name}": value for name, value in sorted(config.task.items())}}
 
 
+def inexact(config: Config) -> bool:
+    """Whether workers and checkpoints with other kernels than the job's are told, not refused."""
+    return config.hosts.mixed or config.numerics.changed == "warn"
+
+
 def with_batch_size(values: Mapping[str, Any], batch_size: int | str) -> dict[str, Any]:
     """These config values with `micro_batch` set so that a global batch has `batch_size` samples.
 
@@ -312,7 +317,7 @@ def _check_network(config: Config) -> None:
             f"network.address: expected an address that {config.hosts.min} hosts (hosts.min) can reach, got "
             f"{network.address} (loopback): give --listen ADDR:PORT with one of 'ip -4 addr'"
         )
-    if parse_ports(network.ports) is not None and config.transport in ("gloo", "nccl"):
+    if parse_ports(network.ports) is not None and config.transport == "nccl":
         raise ConfigError(
             f"network.ports: expected transport auto, shm or sockets beside it, got {config.transport}, which listens "
             "at any port: drop one of the two"

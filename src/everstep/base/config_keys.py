@@ -14,13 +14,14 @@ from everstep.base.pipeline.table import KINDS
 
 BUCKETS = ("s3", "gs")
 """Schemes of object stores' URLs."""
-TRANSPORTS = ("shm", "sockets", "gloo", "nccl", "mpi")
+TRANSPORTS = ("shm", "sockets", "nccl", "mpi")
 SINKS = ("tensorboard", "wandb", "mlflow", "otel")
 NOTICES = "notify"
 """The sink behind `notify.*`, which is not named among the others."""
 _NOTED = (
     *("job_started", "job_completed", "job_failed", "waiting", "worker_evicted", "worker_suspected", "worker_healed"),
     *("leader_changed", "coordinator_restarted", "recovery_completed", "fallback", "checkpoint_failed", "warning"),
+    "coordinator_killed",
 )
 
 
@@ -70,7 +71,18 @@ class HostsConfig:
         choices=("rebalance", "stay"),
     )
     mixed: bool = key(
-        False, "admit hosts of other instruction sets: the bits may then depend on where lanes are computed"
+        False, "admit hosts with other kernels: the bits then depend on where lanes are computed; sets numerics.changed"
+    )
+
+
+@dataclass(frozen=True)
+class NumericsConfig:
+    """What the bits of the result depend on, beside the config."""
+
+    changed: str = key(
+        "refuse",
+        "what becomes of a worker or a checkpoint whose numerics fingerprint is not the job's",
+        choices=("refuse", "warn"),
     )
 
 
@@ -182,8 +194,7 @@ class NetworkConfig:
     )
     interface: str | None = key(
         None,
-        "whose address that is, where no address is given; gloo and NCCL take it too. none: the one by which the job's "
-        "head is reached",
+        "interface to use when network.address is unset; NCCL gets it, too. none: the one with the route to the head",
         pattern=r"[^/\s:]{1,15}",
         example="eth0",
     )
@@ -200,6 +211,18 @@ class NetworkConfig:
         example="29500-29599",
     )
     trusted: bool = key(False, "whether public addresses, and all of a host at once, may be listened at")
+
+
+@dataclass(frozen=True)
+class CoordinatorKeys:
+    """How patient the job's process is with its coordinator."""
+
+    silent_s: float = key(
+        5.0,
+        "a coordinator that has not answered this long is started again; time that it waits for a processor does not "
+        "count, and the limit doubles with each kill",
+        above=0,
+    )
 
 
 @dataclass(frozen=True)
@@ -311,7 +334,9 @@ class Config:
         True,
         "of scripts: do some steps twice before the first, to find what join does not carry",
     )
-    verify_every: int = key(100, "steps between comparisons of the workers' digests; 0: never", low=0)
+    verify_every: int = key(
+        100, "steps between comparisons of states, beside those at checkpoints, heals and the end", low=0
+    )
 
     on_nonfinite: str = key(
         "warn",
@@ -333,11 +358,19 @@ class Config:
     hang_limit_s: float | Literal["auto"] = key(
         "auto", "how long a worker may stand still; auto: 10 x the slowest of the last 100 steps, at least 10", above=0
     )
+    hang_first_s: float = key(
+        600.0,
+        "the same where it may compile (the first step of a life, an evaluation, a new shape under torch.compile), as "
+        "long as the worker shows life; one that shows none for 60 s hangs",
+        above=0,
+    )
     heartbeat: HeartbeatConfig = field(default_factory=HeartbeatConfig)
     backoff: BackoffConfig = field(default_factory=BackoffConfig)
     hosts: HostsConfig = field(default_factory=HostsConfig)
+    numerics: NumericsConfig = field(default_factory=NumericsConfig)
     network: NetworkConfig = field(default_factory=NetworkConfig)
     control: ControlConfig = field(default_factory=ControlConfig)
+    coordinator: CoordinatorKeys = field(default_factory=CoordinatorKeys)
     security: SecurityConfig = field(default_factory=SecurityConfig)
     transport: str = key("auto", "how workers exchange gradients", choices=("auto", *TRANSPORTS))
 

@@ -3,6 +3,7 @@
 EverstepError
 ├── ConfigError            what the user asked for cannot be done; one line: expected, came, what to do
 ├── TaskError              the user's task raised (build_model, loss, dataset, ...)
+├── Uncarried              the loop has changed what no checkpoint holds, so that a resumed worker would lack it
 ├── DeterminismError       the same work gave different bits
 ├── StateTainted           the workers' states differ, and so all steps since they last matched count for nothing
 ├── MembershipError        the membership does not allow what was asked
@@ -56,6 +57,12 @@ class TaskError(EverstepError):
     cause = Cause.EXCEPTION
 
 
+class Uncarried(EverstepError):
+    """The loop has changed what cannot be carried to a worker that is resumed or healed."""
+
+    cause = Cause.CONFIG
+
+
 class DeterminismError(EverstepError):
     """The same work, done twice, gave different bits."""
 
@@ -78,7 +85,7 @@ class StateTainted(EverstepError):
 
     def __init__(self, message: str, step: int, generation: int, sound: int) -> None:
         super().__init__(message)
-        self.sound = sound
+        self.step, self.generation, self.sound = step, generation, sound
         self.signature = f"tainted:{step}:{generation}:{message}"
 
 

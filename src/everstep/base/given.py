@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, BinaryIO
 
+from everstep.base.below import open_below
 from everstep.base.readable import readable
 
 MOST_BYTES = 16 << 20
@@ -27,13 +28,18 @@ _PIPE_PATIENCE_S = 10.0
 
 
 @contextmanager
-def open_given(path: str | os.PathLike[str], *, pipes: bool = False) -> Iterator[BinaryIO]:
-    """A regular file, open for reading. pipes: what a user names may be one too, such as `<(command)`; reads of it do
-    not wait.
+def open_given(
+    path: str | os.PathLike[str], folders: int = 0, *, links: bool = False, pipes: bool = False
+) -> Iterator[BinaryIO]:
+    """A regular file, open for reading. folders: as for `base.below`. links: a user names this very file, so links are
+    followed. pipes: so, too, and it may be a pipe, such as `<(command)`; reads of it do not wait.
 
     Raises: OSError, also for what is no such file.
     """
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    if links or pipes:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
+    else:
+        fd = open_below(path, os.O_RDONLY, folders)
     with open(fd, "rb", buffering=0 if pipes else -1) as file:
         mode = os.fstat(fd).st_mode
         if not (stat.S_ISREG(mode) or (pipes and stat.S_ISFIFO(mode))):
@@ -42,12 +48,19 @@ def open_given(path: str | os.PathLike[str], *, pipes: bool = False) -> Iterator
         yield file  # type: ignore[misc]
 
 
-def read_given(path: str | os.PathLike[str], most_bytes: int = MOST_BYTES, *, pipes: bool = False) -> bytes:
-    """A file's bytes. pipes: as for `open_given`; one that says nothing is waited for ten seconds.
+def read_given(
+    path: str | os.PathLike[str],
+    most_bytes: int = MOST_BYTES,
+    folders: int = 0,
+    *,
+    links: bool = False,
+    pipes: bool = False,
+) -> bytes:
+    """A file's bytes. folders, links, pipes: as for `open_given`; a pipe that says nothing is waited for ten seconds.
 
     Raises: OSError, also if there are more than `most_bytes`.
     """
-    with open_given(path, pipes=pipes) as file:
+    with open_given(path, folders, links=links, pipes=pipes) as file:
         if stat.S_ISFIFO(os.fstat(file.fileno()).st_mode):
             data = _drained(file.fileno(), most_bytes)
         else:
@@ -105,9 +118,11 @@ def parse_json(text: bytes | str) -> Any:
         raise ValueError("it is nested too deeply") from None
 
 
-def read_json(path: str | os.PathLike[str], most_bytes: int = MOST_BYTES) -> Any:
-    """What a JSON file says. Raises: OSError; ValueError."""
-    return parse_json(read_given(path, most_bytes))
+def read_json(
+    path: str | os.PathLike[str], most_bytes: int = MOST_BYTES, folders: int = 0, *, links: bool = False
+) -> Any:
+    """What a JSON file says. folders, links: as for `open_given`. Raises: OSError; ValueError."""
+    return parse_json(read_given(path, most_bytes, folders, links=links))
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

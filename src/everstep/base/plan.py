@@ -111,6 +111,7 @@ class Plan:
     "" if none is. `cause` and `reason`: why the generation is; the cause is unknown in plans of older versions.
     `sound`: states later than that of this step are tainted, as the coordinator has heard; -1 if there is no doubt.
     `term`: in which the coordinator that made it holds the lease (its create revision); 0 where there is no lease.
+    `alike`: (step, stage, digest of its state) of the newest steps at which all members were found to be alike.
     """
 
     generation: int
@@ -128,6 +129,7 @@ class Plan:
     cause: Cause = Cause.UNKNOWN
     sound: int = -1
     term: int = 0
+    alike: tuple[tuple[int, int, str], ...] = ()
 
     def __post_init__(self) -> None:
         ids = [m.worker_id for m in self.members]

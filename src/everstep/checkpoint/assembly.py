@@ -5,16 +5,16 @@ Apart from the writing because it decides alone, from what it is told.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from everstep.base.cause import Why
 from everstep.base.errors import StoreError, check
 from everstep.checkpoint.manifest import Manifest, PartFile, compact
-from everstep.checkpoint.part import PartReport, entries_within, split_digests
+from everstep.checkpoint.part import CHECK_BYTES, PartReport, entries_within, split_digests
 from everstep.exact.digest import digest_bytes
-from everstep.exact.image import BLOCK_BYTES, Outline, block_count, manifest_of
+from everstep.exact.image import BLOCK_BYTES, Outline, StateEntry, block_count, manifest_of
 from everstep.exact.topology import merge_with_sources
 
 BlockPlace = tuple[PartFile, int]
@@ -22,15 +22,17 @@ BlockPlace = tuple[PartFile, int]
 
 
 _EMPTY = digest_bytes(b"")
+_NAMED = 3
 
 
 @dataclass
 class Assembly:
-    """The parts of one checkpoint, as they arrive."""
+    """The parts of one checkpoint, as they arrive. writers: (stage, worker) of all that are waited for."""
 
     step: int
     generation: int
     stages: int
+    writers: Collection[tuple[int, int]] = ()
     reports: dict[tuple[int, int], PartReport] = field(default_factory=dict)
 
     def add(self, report: PartReport) -> bool:
@@ -60,6 +62,20 @@ class Assembly:
             n_blocks = _n_blocks(parts)
             if at < n_blocks:
                 return f"blocks {at} to {n_blocks - 1} of stage {stage}"
+        late = sorted(set(self.writers) - set(self.reports))
+        return f"what worker {late[0][1]} holds of stage {late[0][0]}" if late else ""
+
+    def differing(self) -> str:
+        """How the states differ that workers of a stage hold, in words; empty if they are alike."""
+        for stage in range(self.stages):
+            parts = [p for p in self._parts(stage) if p.checks]
+            said = {part.worker_id: (part.checks, part.facts) for part in parts}
+            if len({(checks, *sorted(facts.items())) for checks, facts in said.values()}) > 1:
+                names = _differing(_first(self._parts(stage)).entries or (), list(said.values()))
+                text = f", in the blocks of {', '.join(names[:_NAMED])}" if names else ""
+                more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+                who = ", ".join(map(str, sorted(said)))
+                return f"workers {who} hold different states of step {self.step}{text}{more}"
         return ""
 
     def files(self) -> list[str]:
@@ -124,6 +140,14 @@ def assemble(assembly: Assembly, older: Callable[[int | None], Manifest | None],
         written_bytes=sum(r.written_bytes for r in assembly.reports.values()),
         **facts,
     )
+
+
+def _differing(entries: Sequence[StateEntry], said: Sequence[tuple[bytes, Mapping[str, str]]]) -> list[str]:
+    """Which parts of a state are not alike in all that is said of it."""
+    found = [name for name in said[0][1] if len({facts.get(name) for _, facts in said}) > 1]
+    blocks = len(said[0][0]) // CHECK_BYTES
+    odd = {k for k in range(blocks) if len({checks[k * CHECK_BYTES : (k + 1) * CHECK_BYTES] for checks, _ in said}) > 1}
+    return found + [e.name.removeprefix("model/") for e in entries if odd.intersection(e.blocks)]
 
 
 class _Known:

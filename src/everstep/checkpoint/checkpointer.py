@@ -21,7 +21,7 @@ from everstep.base.config_keys import CheckpointConfig
 from everstep.base.errors import CheckpointCorrupt, EverstepError, PartsAway, StoreError, cause_of
 from everstep.base.plan import Plan
 from everstep.checkpoint.hosts_store import HostsStore
-from everstep.checkpoint.manifest import JobIdentity, Manifest, decode, refuse_foreign
+from everstep.checkpoint.manifest import JobIdentity, Manifest, decode, refuse_foreign, refuse_kernels
 from everstep.checkpoint.manifest_writer import Extent, ManifestWriter, WriteOutcome, unsigned
 from everstep.checkpoint.names import DAMAGED, manifest_name, step_name
 from everstep.checkpoint.part import (
@@ -81,18 +81,19 @@ class Checkpointer:
         proven: Callable[[int], int] = lambda step: 0,
         sources: Sequence[Source] = (),
         opened: Callable[[Path], DirectoryStore] = DirectoryStore,
+        inexact: bool = False,
     ) -> None:
         """directory: `DIR/checkpoints`, unless the config names another. opened: makes the store of it. send: a report
         to the job's leader, where this worker is not the job's leader; called from a thread, may raise. collected: at
         the job's leader, told of a step that no part is waited for any more; ended: what became of it; both from any
         thread. proven: after so many steps, the newest one whose state is known to be right; the newest checkpoint up
         to that is always kept. sources: of damaged blocks, before other checkpoints on disk and in the object store are
-        looked through."""
+        looked through. inexact: what other kernels have computed is read, too."""
         self.store = opened(Path(config.disk.path or directory))
         self.identity, self.worker_id = identity, worker_id
         self._config, self._send, self._events, self._proven = config, send, events, proven
         self._collected, self._over = collected, ended
-        self._sources = tuple(sources)
+        self._sources, self._inexact = tuple(sources), inexact
         self._is_main = False
         self._parts: list[PartWriter] = []
         self._runner = Runner()
@@ -151,6 +152,7 @@ class Checkpointer:
             self._config.memory.limit_mb * _MB,
             {"job": self.identity.job, "task": self.identity.task, "worker": str(self.worker_id)},
             0 if plan.member(self.worker_id).limbs else None,
+            len(pool) > 1,
         )
         part = PartWriter(self.store, job, live, self._find_base, self._report)
         self._parts.append(part)
@@ -207,7 +209,8 @@ class Checkpointer:
     def _expect(self, extent: Extent, plan: Plan) -> None:
         if "object" in extent.due.tiers:
             self._to_upload.add(extent.step)
-        self._writer().expect(extent, plan.generation, plan.stages)
+        writers = {(seat.stage, seat.worker_id) for seat in plan.seats}
+        self._writer().expect(extent, plan.generation, plan.stages, writers)
 
     def _writer(self) -> ManifestWriter:
         with self._lock:
@@ -348,6 +351,8 @@ class Checkpointer:
 
     def _accept(self, checkpoint: Checkpoint) -> None:
         refuse_foreign(checkpoint.manifest, self.identity, allow_mismatch=self._config.allow_mismatch)
+        if not self._inexact:
+            refuse_kernels(checkpoint.manifest, self.identity.kernels)
 
     def _repairer(self, step: int | None = None) -> Repairer:
         """For one reading of the checkpoint of a step, if it is known which."""

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from everstep.base.errors import ConfigError
+from everstep.base.given import open_given
 
 _ALLOWED = {
     ("torch", "Size"),
@@ -64,7 +65,7 @@ class _Reader(filesystem.FileSystemReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> metadata.Metadata:
         where = self._folder / ".metadata"
         try:
-            with open(where, "rb") as file:
+            with open_given(where) as file:
                 found = _IndexUnpickler(file).load()
         except ConfigError as error:
             raise ConfigError(f"{where} is refused: {error}") from None
@@ -72,9 +73,13 @@ class _Reader(filesystem.FileSystemReader):
             raise ConfigError(f"{where} is no index of torch.distributed.checkpoint")
         for place in dict(found.storage_data or {}).values():
             name = place.relative_path
-            own = isinstance(name, str) and Path(name).name == name and not (self._folder / name).is_symlink()
-            if not own or not (self._folder / name).is_file():
-                raise ConfigError(f"{where} names {str(name)[:100]!a}, which is no file of its directory")
+            try:
+                if not isinstance(name, str) or Path(name).name != name:
+                    raise OSError
+                with open_given(self._folder / name):
+                    pass  # neither a link nor a pipe
+            except (OSError, ValueError):
+                raise ConfigError(f"{where} names {str(name)[:100]!a}, which is no file of its directory") from None
         if found.storage_meta is None:
             found.storage_meta = metadata.StorageMeta()
         found.storage_meta.load_id = self.load_id

@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from everstep.base.errors import ConfigError, StoreError
-from everstep.base.given import read_json
+from everstep.base.given import open_given, read_json
 from everstep.checkpoint.interchange import Weights
 from everstep.exact.extra_state import from_file, is_extra, to_file
 
@@ -195,7 +195,7 @@ def load_weights(path: Path) -> Weights:
 
 
 def _read_safetensors(path: Path) -> Weights:
-    with safe_open(path, framework="pt") as file:
+    with open_given(path, links=True) as given, safe_open(f"/proc/self/fd/{given.fileno()}", framework="pt") as file:
         return Weights({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
 
 
@@ -203,7 +203,7 @@ def _read_hf(path: Path) -> Weights:
     index = path / _INDEX
     if not index.is_file():
         return _read_safetensors(path / _SINGLE)
-    where = read_json(index, _MOST_INDEX_BYTES)["weight_map"]
+    where = read_json(index, _MOST_INDEX_BYTES, links=True)["weight_map"]
     weights = Weights()
     for shard in sorted(set(where.values())):
         if not isinstance(shard, str) or Path(shard).name != shard or not (path / shard).is_file():

@@ -38,6 +38,7 @@ from everstep.exact.image import (
     is_kind,
     span_of,
 )
+from everstep.protocol.identity import Kernels, told
 
 KIND = "checkpoint"
 _MODEL = "model/"
@@ -53,12 +54,14 @@ class JobIdentity:
 
     numerics: the config values that the bits depend on (`everstep.base.config.numerics`), lanes and seed among them.
     tensors: the whole model's parameters and buffers. job: names this job and no other one of the same kind.
+    kernels: with which it computes, None if nobody knows.
     """
 
     task: str
     numerics: Mapping[str, Any]
     tensors: tuple[TensorRow, ...] = ()
     job: str = ""
+    kernels: Kernels | None = None
 
     @property
     def model(self) -> str:
@@ -112,7 +115,7 @@ class Manifest:
     state: the whole manifest of `everstep.exact.image`. base: the step of the checkpoint that this one continues, with
     `depth` such steps back to a full one. records: of the step's decision. application: further opaque parts by name.
     identity: as `JobIdentity.to_dict`. written_bytes: what was new in it. hosts: by file, the hosts that had it then;
-    empty where all see one directory.
+    empty where all see one directory. numerics: the kernels of the worker that wrote it, None where it does not say.
     """
 
     step: int
@@ -130,6 +133,7 @@ class Manifest:
     application: Mapping[str, bytes] = field(default_factory=dict)
     state: Mapping[str, Any]
     hosts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    numerics: Kernels | None = None
 
     @property
     def n_blocks(self) -> int:
@@ -147,8 +151,8 @@ class Manifest:
     @cached_property
     def tensors(self) -> tuple[TensorRow, ...]:
         """Parameters and buffers; extra state of modules has no fixed size."""
-        found = (e for e in self.entries if e.name.startswith(_MODEL) and not is_extra(e.name))
-        return tuple((e.name.removeprefix(_MODEL), e.dtype, e.shape) for e in found)
+        found = ((e.name.removeprefix(_MODEL), e) for e in self.entries if e.name.startswith(_MODEL))
+        return tuple((name, e.dtype, e.shape) for name, e in found if not is_extra(name))
 
     @cached_property
     def _firsts(self) -> list[int]:
@@ -167,8 +171,10 @@ class Manifest:
             "records": _text(self.records),
             "application": {name: _text(data) for name, data in self.application.items()},
         }
-        if not self.hosts:
-            del body["hosts"]
+        body["numerics"] = told(self.numerics)
+        for name in ("hosts", "numerics"):
+            if not body[name]:
+                del body[name]
         return seal(KIND, body, self.state["format"])
 
 
@@ -190,6 +196,7 @@ def decode(data: bytes | bytearray | memoryview, name: str) -> Manifest:
                 "application": {name: _bytes(text) for name, text in form["application"].items()},
                 "state": body["state"],
                 "hosts": body.get("hosts", {}),
+                "numerics": form["numerics"] or None,
             }
         )
     except (ValueError, OverflowError, RecursionError) as error:
@@ -230,6 +237,16 @@ def refuse_foreign(manifest: Manifest, identity: JobIdentity, *, allow_mismatch:
         raise ConfigError(
             f"{where} is of another job: {'; '.join(loose)}; use its settings, or --set checkpoint.allow_mismatch=true "
             "to go on from it inexactly"
+        )
+
+
+def refuse_kernels(manifest: Manifest, kernels: Kernels | None) -> None:
+    """Raises: ConfigError if it was computed with other kernels, as far as both are known."""
+    words = kernels.unlike(manifest.numerics, "it") if kernels is not None and manifest.numerics is not None else ""
+    if words:
+        raise ConfigError(
+            f"the checkpoint of step {manifest.step} is of kernels that give {words}; resume on such a host, or set "
+            "numerics.changed=warn to go on inexactly"
         )
 
 
@@ -306,6 +323,7 @@ class State(msgspec.Struct, forbid_unknown_fields=True):
     digest: Digest
     planes: list[PlaneRow] | UnsetType = UNSET
     stage: dict[str, Any] | UnsetType = UNSET
+    settings: dict[str, Any] | UnsetType = UNSET
 
 
 class Form(msgspec.Struct, forbid_unknown_fields=True):
@@ -326,6 +344,7 @@ class Form(msgspec.Struct, forbid_unknown_fields=True):
     application: dict[str, str]
     state: State
     hosts: dict[str, tuple[HostName, ...]] | UnsetType = UNSET
+    numerics: Kernels | UnsetType = UNSET
 
 
 def check_form(body: Mapping[str, Any], version: int) -> Form:

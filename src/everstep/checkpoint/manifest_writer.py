@@ -48,7 +48,8 @@ def unsigned(store: DirectoryStore, manifest: Manifest, text: bytes) -> bytes:
 @dataclass(frozen=True)
 class WriteOutcome:
     """How a checkpoint ended. failed: why there is none; None if there is. stall_s: the longest that a worker stood
-    still. cost_s: the same, and the processor time of its writer. why: it was taken."""
+    still. cost_s: the same, and the processor time of its writer. why: it was taken. differs: workers hold different
+    states of the step."""
 
     step: int
     failed: Why | None = None
@@ -57,13 +58,15 @@ class WriteOutcome:
     stall_s: float = 0.0
     cost_s: float = 0.0
     why: Why = UNSAID
+    differs: bool = False
 
 
 @dataclass(frozen=True)
 class Extent:
     """What is to be saved, as everybody knows it from the records, and what the job's leader alone adds.
 
-    due: which tiers take it, and why. records: of the step's decision. application: further opaque parts by name.
+    due: which tiers take it, and why. records: of the step's decision. application: further opaque parts by name; late:
+    those that are known once the state is written, asked for in the thread that writes the manifest.
     """
 
     step: int
@@ -71,6 +74,7 @@ class Extent:
     records: bytes = b""
     application: Mapping[str, bytes] = field(default_factory=dict)
     metrics: Mapping[str, float] | None = None
+    late: Callable[[], Mapping[str, bytes]] = dict
 
     @property
     def why(self) -> Why:
@@ -120,11 +124,14 @@ class ManifestWriter:
         self._thread = threading.Thread(target=self._run, name="everstep-manifest", daemon=True)
         self._thread.start()
 
-    def expect(self, extent: Extent, generation: int, stages: int = 1) -> None:
-        """A checkpoint begins. One that is still incomplete is given up. stages: how many there are."""
+    def expect(
+        self, extent: Extent, generation: int, stages: int = 1, writers: Collection[tuple[int, int]] = ()
+    ) -> None:
+        """A checkpoint begins. One that is still incomplete is given up. stages: how many there are. writers: as for
+        `Assembly`."""
         self.abandon(Why(Cause.BUSY, "the next checkpoint began"))
         with self._lock:
-            self._current = _Expected(extent, Assembly(extent.step, generation, stages), time.monotonic())
+            self._current = _Expected(extent, Assembly(extent.step, generation, stages, writers), time.monotonic())
             self._unfinished += 1
             early, self._early = self._early, []
         for report in early:
@@ -178,6 +185,8 @@ class ManifestWriter:
             stall_s = max((r.stall_s for r in reports), default=0.0)
             cost_s = max((r.stall_s + r.cpu_s for r in reports), default=0.0)
             manifest = None
+            differs = assembly.differing() if failed is None else ""
+            failed = Why(Cause.CORRUPT, differs) if differs else failed
             try:
                 if failed is None:
                     manifest = self._complete(assembly, extent)
@@ -190,7 +199,8 @@ class ManifestWriter:
                     self._point(manifest)
             took = time.monotonic() - began
             try:
-                self._done(WriteOutcome(extent.step, failed, manifest, took, stall_s, cost_s, extent.why))
+                why, differing = extent.why, bool(differs)
+                self._done(WriteOutcome(extent.step, failed, manifest, took, stall_s, cost_s, why, differing))
             finally:
                 with self._lock:
                     self._unfinished -= 1
@@ -289,8 +299,9 @@ def _facts(identity: JobIdentity, extent: Extent) -> dict[str, Any]:
         "created_unix_ns": time.time_ns(),
         "reason": extent.due.reason,
         "records": extent.records,
-        "application": extent.application,
+        "application": {**extent.application, **extent.late()},
         "metrics": extent.metrics or {},
+        "numerics": identity.kernels,
     }
 
 

@@ -31,7 +31,7 @@ from everstep.checkpoint.manifest import PartFile
 from everstep.checkpoint.names import part_name
 from everstep.checkpoint.store import DirectoryStore, Draft, write_all
 from everstep.exact.digest import bytes_of, digest_bytes
-from everstep.exact.image import BLOCK_BYTES, FOREIGN, Outline, StateEntry, block_count, pieces_of
+from everstep.exact.image import BLOCK_BYTES, FOREIGN, Outline, StateEntry, block_count, pieces_of, value_digests
 from everstep.exact.layout import round_up
 from everstep.exact.state import ModelState
 
@@ -39,6 +39,7 @@ _PAGE = 4096
 _BYTES_PER_RUN = 112
 _PATIENCE_S = 0.05
 _ATTEMPTS = 1000
+CHECK_BYTES = 8
 
 
 class PartReport(msgspec.Struct, frozen=True):
@@ -49,6 +50,9 @@ class PartReport(msgspec.Struct, frozen=True):
     newest being of step `base`. entry_digests: of the tensors that begin in the range (empty ones left out). file: None
     if nothing in it was new. entries, values and outline: from the first worker of a pool alone. error and cause: why
     there is none.
+
+    checks, facts: what all workers of a pool have to say alike: `CHECK_BYTES` of the digest of each block of their
+    state, and the digests of what else it is, by name.
     """
 
     step: int
@@ -59,6 +63,8 @@ class PartReport(msgspec.Struct, frozen=True):
     last: int
     digests: str = ""
     entry_digests: str = ""
+    checks: bytes = b""
+    facts: dict[str, str] = {}
     written: list[tuple[int, int]] = []
     file: PartFile | None = None
     base: int | None = None
@@ -107,13 +113,14 @@ class Base:
 class PartJob:
     """A part that is to be written. report: what can be said of it beforehand. with_state: whether its report has the
     stage's entries and values. limit_bytes: memory that may be taken when the update comes too early. metadata: text
-    for the safetensors header. cell_rank: of a worker whose cell has several."""
+    for the safetensors header. cell_rank: of a worker whose cell has several. compare: others hold the state, too."""
 
     report: PartReport
     with_state: bool
     limit_bytes: int
     metadata: Mapping[str, str] = field(default_factory=dict)
     cell_rank: int | None = None
+    compare: bool = False
 
     def name(self, attempt: int = 0) -> str:
         """Of its file; attempt: as for `part_name`."""
@@ -156,9 +163,10 @@ class PartWriter:
         self._store, self._job, self._live = store, job, live
         self._find_base, self._done = base, done
         self._changed = threading.Condition()
-        self._next = job.report.first  # blocks before it are copied out of the live state
+        self._next = 0  # so many of `_order` are copied out of the live state
         self._copying = False
         self._saved: dict[int, torch.Tensor] = {}
+        self._checked: dict[int, bytes] = {}
         self._stop: Why | None = None
         self._ended = threading.Event()
         self._stall_s = job.report.stall_s
@@ -171,6 +179,16 @@ class PartWriter:
         report, entries = self._job.report, self._live.entries
         mine = entries_within(entries, report.first, report.last)
         return max([report.last, *(entries[k].blocks.stop for k in mine)])
+
+    @cached_property
+    def _order(self) -> Sequence[int]:
+        """The blocks in the order in which they are read; those after the own ones are only compared."""
+        own = range(self._job.report.first, self._end)
+        return [*own, *range(self._end, self._live.n_blocks), *range(own.start)] if self._job.compare else own
+
+    @property
+    def _n_own(self) -> int:
+        return self._end - self._job.report.first
 
     @property
     def step(self) -> int:
@@ -199,7 +217,7 @@ class PartWriter:
         with self._changed:
             if self._stop:
                 return False
-            if self._next >= self._end and not self._copying:
+            if self._next >= len(self._order) and not self._copying:
                 return True
             try:
                 return self._rescue(began + patience_s)
@@ -207,22 +225,28 @@ class PartWriter:
                 self._stall_s += time.monotonic() - began
 
     def _rescue(self, deadline: float) -> bool:
-        """Copies blocks from the far end, while the thread goes on at the near one. Called with the lock."""
-        room = self._job.limit_bytes // BLOCK_BYTES
-        low = self._end
+        """Copies blocks from the far end, while the thread goes on at the near one; those that are only compared need
+        not be kept. Called with the lock."""
+        room, order, passing = self._job.limit_bytes // BLOCK_BYTES, self._order, None
+        low = len(order)
         while low - 1 > self._next or (low - 1 == self._next and not self._copying):
-            if len(self._saved) >= room:
+            if low <= self._n_own and len(self._saved) >= room:
                 break
             low -= 1
-            saved = torch.empty(BLOCK_BYTES, dtype=torch.uint8)
+            kept = low < self._n_own
+            memory = torch.empty(BLOCK_BYTES, dtype=torch.uint8) if kept or passing is None else passing
             self._changed.wait_for(lambda: not self._copying)
             if low < self._next:  # it came to it while this one waited
                 break
-            self._live.copy_block(low, saved)
-            self._saved[low] = saved
+            self._live.copy_block(order[low], memory)
+            if kept:
+                self._saved[order[low]] = memory
+            else:
+                passing, self._checked[order[low]] = memory, check_of(bytes_of(memory))
 
         def covered() -> bool:
-            return not self._copying and all(k in self._saved for k in range(self._next, self._end))
+            there = (k in self._saved or k in self._checked for k in order[self._next :])
+            return not self._copying and all(there)
 
         in_time = self._changed.wait_for(lambda: bool(self._stop) or covered(), max(0.0, deadline - time.monotonic()))
         if not in_time:
@@ -271,8 +295,15 @@ class PartWriter:
         digests: list[str] = []
         runs: list[tuple[int, int]] = []
         tree: list[str] = []
-        for index in range(first, self._end):
-            view = bytes_of(self._take(index, buffer))
+        for index in self._order:
+            block = self._take(index, buffer)
+            if block is None:
+                continue
+            view = bytes_of(block)
+            if job.compare:
+                self._checked[index] = check_of(view)
+            if not first <= index < self._end:
+                continue
             for k, lo, hi in pieces_of(live.entries, index):
                 if k in mine:
                     mine[k].update(view[lo - index * BLOCK_BYTES : hi - index * BLOCK_BYTES])
@@ -295,6 +326,9 @@ class PartWriter:
             os.fsync(fd)
             size = data_at + len(tree) * BLOCK_BYTES
             file = PartFile("", size, data_at, digest_bytes(header), tree_digest(tree))
+        if job.compare:
+            checks = b"".join(self._checked[index] for index in range(live.n_blocks))
+            report = replace(report, checks=checks, facts=_facts(live))
         if job.with_state:
             report = replace(report, entries=tuple(live.entries), values=dict(live.values), outline=live.outline)
         return replace(
@@ -308,12 +342,15 @@ class PartWriter:
             written_bytes=len(tree) * BLOCK_BYTES,
         )
 
-    def _take(self, index: int, buffer: torch.Tensor) -> torch.Tensor:
-        """A block as it was when the part began. Raises: StoreError if the part was abandoned."""
+    def _take(self, index: int, buffer: torch.Tensor) -> torch.Tensor | None:
+        """A block as it was when the part began; None if it is only compared, and that was prepared before. Raises:
+        StoreError if the part was abandoned."""
         with self._changed:
             if self._stop:
                 raise StoreError(self._stop.reason)
-            self._next = index + 1
+            self._next += 1
+            if index in self._checked:
+                return None
             saved = self._saved.pop(index, None)
             if saved is not None:
                 return saved
@@ -338,6 +375,17 @@ class PartWriter:
 def entries_within(entries: Sequence[StateEntry], first: int, last: int) -> list[int]:
     """The numbers of the entries that begin in these blocks; empty ones belong to none."""
     return [k for k, e in enumerate(entries) if e.nbytes and first * BLOCK_BYTES <= e.offset < last * BLOCK_BYTES]
+
+
+def check_of(view: memoryview) -> bytes:
+    """What is said of a block to compare it."""
+    return xxhash.xxh3_64_digest(view)
+
+
+def _facts(live: LiveState) -> dict[str, str]:
+    """Digests of all that a state is beside its blocks, by name."""
+    entries = [[e.name, e.dtype, list(e.shape), e.offset, e.nbytes] for e in live.entries]
+    return {"what it consists of": digest_bytes(json.dumps(entries).encode()), **value_digests(live.values)}
 
 
 def split_digests(text: str) -> list[str]:

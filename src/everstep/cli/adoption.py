@@ -21,7 +21,7 @@ from everstep.base.foreign import Foreign, derived_ports, first_host, left_alone
 from everstep.cli.agent import take_part_in
 from everstep.cli.main import exit_code_of, run_command
 from everstep.cli.run_dir import RUNS
-from everstep.cli.tokens import TOKEN_VARIABLE
+from everstep.cli.tokens import TOKEN_VARIABLE, strong
 from everstep.runtime import wire
 from everstep.runtime.landing import FerryHere
 from everstep.runtime.meeting import address_towards, find_job, is_reachable, reserve
@@ -140,7 +140,7 @@ def _token(foreign: Foreign) -> bytes:
             f"none: set it to the same 64 hex digits everywhere (openssl rand -hex 32)"
         )
     try:
-        return wire.token_of(text, f"${TOKEN_VARIABLE}")
+        return strong(wire.token_of(text, f"${TOKEN_VARIABLE}"), f"${TOKEN_VARIABLE}")
     except ProtocolError as error:
         raise ConfigError(str(error)) from None
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -17,6 +16,7 @@ from everstep.base.config import Config, load_config, parse_set
 from everstep.base.domains import VARIABLE, found_domains
 from everstep.base.errors import ConfigError, EverstepError
 from everstep.base.etcd_address import SCHEMES, EtcdAddress
+from everstep.base.leaving import temporary_folder
 from everstep.cli.config_file import said_layers
 from everstep.cli.main import complain
 from everstep.cli.meeting import Met, folder_of, looking, moves, places_in, wait_for_job
@@ -168,7 +168,7 @@ def take_part_in(
     )
     known = _token(token_file, run_dir) if folder is None or token_file is not None else given_token()
     look, follows = looking(address, known, config, taken_secrets()), moves(address)
-    with tempfile.TemporaryDirectory(prefix="everstep-agent-") as kept:
+    with temporary_folder("everstep-agent-") as kept:
         before = False
         while True:
             met = wait_for_job(joining, look, known, folder, config, before=before)
@@ -177,7 +177,7 @@ def take_part_in(
                 return 0
             if refill is not None:
                 _refill(met, refill)
-            found = replace(met.joining, address=str(Path(kept) / COORDINATOR_FILE)) if follows else met.joining
+            found = replace(met.joining, address=str(kept / COORDINATOR_FILE)) if follows else met.joining
             left = take_part(found, met.token, look if follows else None)
             if left.words and left.exit_code:
                 complain(left.words)

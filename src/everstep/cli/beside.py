@@ -10,22 +10,28 @@ import contextlib
 import importlib.util
 import json
 import os
+import shlex
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from everstep.base.below import APPEND, open_below, write_atomically
 from everstep.base.config import Config
-from everstep.base.config_keys import NOTICES
+from everstep.base.config_keys import NOTICES, NotifyConfig
 from everstep.base.errors import ConfigError
-from everstep.runtime.address import METRICS_FILE, METRICS_TOKEN_FILE, write_atomically
-from everstep.runtime.process import die_with_parent, own_command
+from everstep.runtime.address import METRICS_FILE, METRICS_TOKEN_FILE
+from everstep.runtime.bound import bound_command
+from everstep.runtime.process import own_command
 from everstep.runtime.targets import put_target
 
 ANY_PORT = "127.0.0.1:0"
+NOTIFY_VARIABLE = "EVERSTEP_NOTIFY"
+"""What a job hands to the process that tells its notices."""
 _PUBLIC = {True: ["--public"], False: []}
 PUBLIC_HELP = "Whoever reaches the port may read, without the token."
 _SINK_WORDS_S = 15.0
@@ -115,16 +121,14 @@ def _target(address: str, run_dir: Path) -> dict[str, Any]:
 @contextlib.contextmanager
 def _beside(argv: list[str]) -> Iterator[tuple[str, str]]:
     """Run a command that prints its address; yields that, or "" and why there is none."""
-    parent = os.getpid()
     with tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(
-            own_command("everstep", *argv),
+            bound_command(*own_command("everstep", *argv)),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=errors,
             text=True,
             start_new_session=True,
-            preexec_fn=lambda: die_with_parent(parent),
         )
         try:
             address = process.stdout.readline().strip() if process.stdout is not None else ""
@@ -146,19 +150,19 @@ def told(config: Config) -> tuple[str, ...]:
 
 
 @contextlib.contextmanager
-def sinks_beside(run_dir: Path, names: Sequence[str], tell: Callable[[str], None]) -> Iterator[None]:
+def sinks_beside(run_dir: Path, config: Config, tell: Callable[[str], None]) -> Iterator[None]:
     """Publish the job to these sinks for as long as the block lasts, and what it left to tell after it.
 
     tell: a line for the user, for a sink that not everything has reached.
     """
     processes: list[tuple[str, Path, subprocess.Popen[bytes]]] = []
     try:
-        for name in names:
+        for name in told(config):
             log = run_dir / "logs" / f"sink-{name}.log"
             try:
-                processes.append((name, log, _start_sink(run_dir, name, log)))
+                processes.append((name, log, _start_sink(run_dir, name, log, config.notify)))
             except OSError as error:
-                tell(f"{name} could not be started: {error.strerror or error}; everstep publish {run_dir} --to {name}")
+                tell(f"{name} could not be started: {error.strerror or error}; {again(run_dir, name, config.notify)}")
         yield
     finally:
         for _, _, process in processes:
@@ -172,11 +176,22 @@ def sinks_beside(run_dir: Path, names: Sequence[str], tell: Callable[[str], None
                 process.kill()
                 code = process.wait()
             if code:
-                tell(f"not everything has reached {name}: everstep publish {run_dir} --to {name} does the rest ({log})")
+                tell(f"not everything has reached {name}: {again(run_dir, name, config.notify)} does the rest ({log})")
 
 
-def _start_sink(run_dir: Path, name: str, log: Path) -> subprocess.Popen[bytes]:
-    log.parent.mkdir(exist_ok=True)
+def again(run_dir: Path, name: str, notify: NotifyConfig) -> str:
+    """The command that tells a sink what it lacks."""
+    words = ["everstep", "publish", str(run_dir), "--to", name]
+    if name == NOTICES:
+        said = {"notify.command": notify.command, "notify.webhook": notify.webhook}
+        words += [word for key, value in said.items() if value is not None for word in ("--set", f"{key}={value}")]
+    return shlex.join(words)
+
+
+def _start_sink(run_dir: Path, name: str, log: Path, notify: NotifyConfig) -> subprocess.Popen[bytes]:
     command = own_command("everstep", "publish", str(run_dir), "--to", name, "--beside")
-    with open(log, "ab") as output:
-        return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=output, stderr=output, start_new_session=True)
+    environment = {**os.environ, **({NOTIFY_VARIABLE: json.dumps(asdict(notify))} if name == NOTICES else {})}
+    with os.fdopen(open_below(log, APPEND, 1, make=True), "ab") as output:
+        return subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=output, stderr=output, start_new_session=True, env=environment
+        )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import shlex
 import subprocess
 import time
@@ -17,9 +18,11 @@ from typing import Any
 
 import click
 
+from everstep.base.below import ANEW, open_below, write_atomically
 from everstep.base.config import parse_set
 from everstep.base.errors import ConfigError, EverstepError, JobFailed
 from everstep.base.given import read_json
+from everstep.base.leaving import before_leaving
 from everstep.chaos.account import FaultAccount, account, missing
 from everstep.chaos.kinds import KINDS
 from everstep.chaos.scenarios import SCENARIOS, TASK, TINY, Scenario, named
@@ -288,7 +291,7 @@ class Suite:
         structured = {key: value for key, value in config.items() if isinstance(value, list | dict)}
         if structured:  # JSON is YAML, and more than --set can say
             path = run_dir.with_suffix(".yaml")
-            path.write_text(json.dumps(structured) + "\n")
+            write_atomically(path, json.dumps(structured) + "\n")
             argv += ["--config", str(path)]
         return argv + [word for key in config if key not in structured for word in ("--set", f"{key}={config[key]}")]
 
@@ -313,17 +316,15 @@ def undisturbed_options(options: Sequence[str]) -> list[str]:
 
 def run_everstep(argv: list[str], run_dir: Path) -> int:
     """As a process of its own; its output goes to RUN_DIR.log. A job that does not end in time is ended."""
-    with open(run_dir.with_suffix(".log"), "wb") as log:
+    with os.fdopen(open_below(run_dir.with_suffix(".log"), ANEW), "wb") as log:
         process = subprocess.Popen(
             own_command("everstep", *argv), stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
         )
         try:
-            return process.wait(LIMIT_S)
+            with before_leaving(process.terminate):
+                return process.wait(LIMIT_S)
         except subprocess.TimeoutExpired:
             return _end(process)
-        except BaseException:
-            _end(process)
-            raise
 
 
 def _end(process: subprocess.Popen[bytes]) -> int:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
-import tempfile
+from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from everstep.base.errors import ConfigError
+from everstep.base.leaving import temporary_folder
 from everstep.cli.job import Request, effective_config
 from everstep.cli.probe import look
 from everstep.cli.seconds import Seconds
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 _LEAST_STEPS = 2
 _REFUSED = "what is said here is refused at the start of a job: change it"
 NOT_COVERED = (
-    "state in C extensions, files, databases, devices and other processes or threads",
-    "what first changes after the steps that were rehearsed (--steps)",
+    "state in C extensions, databases, devices and other processes or threads",
+    "what first changes after the steps that were rehearsed (--steps), in code that cannot be read",
     "what changes only after an evaluation, an epoch or a number of steps that the rehearsal does not come to",
     "attributes of objects of installed packages, but for modules, optimizers, schedulers and objects with state_dict",
     "values that differ between two undisturbed runs: unseeded generators, times, addresses",
@@ -61,17 +61,18 @@ def check(spec: TaskSpec, argv: tuple[str, ...], steps: int, max_seconds: float)
 
     Raises: ConfigError if it cannot be rehearsed.
     """
-    folder = tempfile.mkdtemp(prefix="everstep-check-")
+    with temporary_folder("everstep-check-") as folder:
+        return _check(spec, argv, steps, max_seconds, str(folder))
+
+
+def _check(spec: TaskSpec, argv: tuple[str, ...], steps: int, max_seconds: float, folder: str) -> dict[str, Any]:
     task = spec.canonical
     question = {"task": task, "argv": argv, "folder": folder, "steps": steps, "max_seconds": max_seconds}
-    server = EarlyForkServer(1, PRELOAD)
-    try:
-        said: dict[str, Any] = server.call(f"{__name__}:answer", question)
-    except ForkEnded as error:
-        raise ConfigError(f"{spec.text} cannot be rehearsed: its process ended ({error})") from None
-    finally:
-        server.close()
-        shutil.rmtree(folder, ignore_errors=True)
+    with closing(EarlyForkServer(1, PRELOAD)) as server:
+        try:
+            said: dict[str, Any] = server.call(f"{__name__}:answer", question)
+        except ForkEnded as error:
+            raise ConfigError(f"{spec.text} cannot be rehearsed: its process ended ({error})") from None
     if said["note"]:
         output = " ".join(said["output"].split()[-40:])
         tail = f"; it printed last: ... {output}" if output else ""
@@ -112,13 +113,14 @@ def _train(text: str, link: LifeLink) -> None:
     import sys
 
     from everstep.train.assembly import assemble_task
+    from everstep.train.rehearsal import WatchedLoop
     from everstep.train.trainer import train
 
     link.fill_up(link.config)
     task = load_task(text, link.config)
     run, early_stop = assemble_task(link, task)
     roots = {"task": task, **{n: v for n, v in vars(sys.modules[type(task).__module__]).items() if n[:2] != "__"}}
-    link.follow((), roots)
+    link.follow(WatchedLoop(roots=roots))
     train(task, run, early_stop)
 
 
@@ -146,6 +148,7 @@ def _report(spec: TaskSpec, verdict: Judgement) -> dict[str, Any]:
     covered += [owners[name] for name in sorted(owners)]
     covered += [f"{len(seen.facts)} values that the loop can reach, after step {seen.step}"] if seen.step else []
     unseen = [f"{name}: {what}" for name, what in sorted(seen.unseen.items())]
+    unseen += [f"{what}: its code cannot be read" for what in seen.read.notes]
     return {
         "ok": not found,
         "findings": found,

@@ -14,6 +14,7 @@ import click
 
 from everstep.base.config_keys import TierConfig
 from everstep.base.errors import BlobMissing, CheckpointCorrupt, ConfigError
+from everstep.cli.signed import not_before
 from everstep.report.words import aligned, size_text
 
 if TYPE_CHECKING:
@@ -181,12 +182,16 @@ def _line(row: dict[str, Any]) -> tuple[str, ...]:
 @click.argument("places", nargs=-1, required=True, metavar="PLACE...")
 @click.option("--step", "which", metavar="STEP", help="Only this one: a step, latest, best or a pin (all).")
 @click.option("--require-signature", "key_file", metavar="KEY", help="Each must be signed with this key: a PEM file.")
+@not_before
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
-def verify_command(places: tuple[str, ...], which: str | None, key_file: str | None, as_json: bool) -> int:
+def verify_command(
+    places: tuple[str, ...], which: str | None, key_file: str | None, not_before: int | None, as_json: bool
+) -> int:
     """Read every byte and compare it with its hash. Exit code 0: all is whole; 1: something is damaged.
 
-    With --require-signature also 1 where a checkpoint is unsigned, signed with another key, altered since, or, in a run
-    directory, of another job. KEY holds a public key, or the private one.
+    With --not-before also 1 where the newest checkpoint that is whole is older. With --require-signature also 1 where a
+    checkpoint is unsigned, signed with another key, altered since, or, in a run directory, of another job. KEY holds a
+    public key, or the private one.
     """
     from everstep.cli.checkpoints_exchange import required_key
 
@@ -197,8 +202,8 @@ def verify_command(places: tuple[str, ...], which: str | None, key_file: str | N
         number, found = _verify(_place(text), which, shown=not as_json)
         checked += number
         problems += found
-        if key is not None:
-            problems += _unsigned(text, _place(text), which, key)
+        unsigned = _unsigned(text, _place(text), which, key) if key is not None else []
+        problems += unsigned + _too_old(text, {p["step"] for p in found + unsigned}, not_before)
     if as_json:
         print(json.dumps({"checked": checked, "problems": problems}))
     else:
@@ -227,6 +232,18 @@ def _verify(place: StorePlace, which: str | None, *, shown: bool) -> tuple[int, 
 
         found = verify_store(place.store, steps if named else None, told)
     return len(steps), [{"place": place.store.url, "step": p.step, "name": p.name, "what": p.what} for p in found]
+
+
+def _too_old(text: str, bad: set[int], not_before: int | None) -> list[dict[str, Any]]:
+    """Whether an old checkpoint is the newest that can be used. bad: the steps of those that cannot."""
+    from everstep.checkpoint.reader import steps_in
+
+    store = _place(text).store
+    newest = max((step for step in steps_in(store) if step not in bad), default=0)
+    if not_before is None or newest >= not_before:
+        return []
+    what = f"the newest checkpoint that is right is of step {newest}: expected one of step {not_before} or later"
+    return [{"place": store.url, "step": newest, "name": store.url, "what": f"{store.url}: {what}"}]
 
 
 def _unsigned(text: str, place: StorePlace, which: str | None, key: str) -> list[dict[str, Any]]:

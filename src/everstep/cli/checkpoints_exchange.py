@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from everstep.base.errors import BlobMissing, CheckpointCorrupt, ConfigError
+from everstep.base.leaving import temporary_folder
 from everstep.checkpoint.hosts_store import HostsStore
 from everstep.checkpoint.names import BEST, LATEST, step_of
 from everstep.checkpoint.object_store import ObjectOptions
@@ -34,7 +34,7 @@ from everstep.runtime.address import JOB_FILE, TOKEN_FILE
 from everstep.runtime.commands import is_locked
 from everstep.runtime.handshake import PEER, role_token
 from everstep.runtime.peer import peer_connect
-from everstep.runtime.places import HOSTS_FILE, others
+from everstep.runtime.places import HOSTS_FILE, checkpoints_in, others
 from everstep.runtime.tls import Tls, shown_by
 
 if TYPE_CHECKING:
@@ -115,9 +115,9 @@ def import_command(
     from everstep.cli.checkpoint_import import import_weights
 
     place = find_place(target)
-    with tempfile.TemporaryDirectory(prefix="everstep-import-") as scratch:
+    with temporary_folder("everstep-import-") as scratch:
         say = (lambda words: None) if as_json else print
-        told = import_weights(path, task, place.store, config_file, settings, Path(scratch), say)
+        told = import_weights(path, task, place.store, config_file, settings, scratch, say)
     _tell(told, as_json, f"{told['to']}: step 0 of {task}; {told['taken']}")
     return 0
 
@@ -228,7 +228,7 @@ def find_place(text: str, endpoint: str | None = None, region: str | None = None
     if (folder / JOB_FILE).is_file():
         return StorePlace(_store_of(folder), step)
     if (folder / "checkpoints").is_dir() and not list(folder.glob("step-*")):
-        folder = folder / "checkpoints"
+        folder = checkpoints_in(folder)
     return StorePlace(DirectoryStore(folder), step)
 
 
@@ -271,7 +271,12 @@ def _store_of(run_dir: Path) -> BlobStore:
 
 def _of_run(run_dir: Path) -> str:
     path = read_job(run_dir).config.checkpoint.disk.path
-    return os.fspath(run_dir / "checkpoints") if path is None else path
+    if path is not None and "://" in path:  # a directory is prepared easily, and what is asked for may have keys
+        raise ConfigError(
+            f"{run_dir / JOB_FILE} has its checkpoints at {path[:200]!a}: no address is taken from a directory, give "
+            "it here in the place of the directory"
+        )
+    return os.fspath(checkpoints_in(run_dir)) if path is None else path
 
 
 def choose(place: StorePlace, which: str | None = None) -> Checkpoint:

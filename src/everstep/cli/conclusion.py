@@ -19,7 +19,8 @@ from everstep.report.facts import Facts
 from everstep.runtime.address import EVENTS_FILE
 
 if TYPE_CHECKING:
-    from everstep.runtime.job import Job, Outcome
+    from everstep.runtime.job import Job
+    from everstep.runtime.job_end import Outcome
 
 ENDS = ("job_completed", "job_failed")
 """Kinds of the event with which a job says how it ended."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import subprocess
 import time
 from collections.abc import Iterator
@@ -10,7 +11,9 @@ from pathlib import Path
 
 import click
 
+from everstep.base.below import ANEW, open_below
 from everstep.base.errors import ConfigError, JobFailed
+from everstep.base.leaving import before_leaving
 from everstep.cli.display import duration, sentence
 from everstep.cli.run_dir import in_runs, read_digest
 from everstep.cli.verify import compare
@@ -42,7 +45,9 @@ def command(steps: int, workers: int, run_dir: Path | None) -> int:
     began = time.monotonic()
     base.mkdir(parents=True, exist_ok=True)
     with _beside(_run(undisturbed, steps, 1, ""), base / "one-worker.log") as reference:
-        code = subprocess.call(_run(disturbed, steps, workers, chaos))
+        job = subprocess.Popen(_run(disturbed, steps, workers, chaos))
+        with before_leaving(job.terminate):
+            code = job.wait()
         if code:
             return code
         print("\nwaiting for the undisturbed run ...", flush=True)
@@ -68,10 +73,11 @@ def _run(run_dir: Path, steps: int, workers: int, chaos: str) -> list[str]:
 @contextlib.contextmanager
 def _beside(command: list[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
     """Run a command in the background; whatever happens here, it does not outlive the block."""
-    with open(log, "wb") as out:
+    with os.fdopen(open_below(log, ANEW), "wb") as out:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT)
     try:
-        yield process
+        with before_leaving(process.terminate):
+            yield process
     finally:
         process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):

@@ -164,7 +164,7 @@ def _route(head: str, config: Config, given: str | None) -> tuple[str | None, Ch
     except OSError as error:
         text = f"there is no route to {head} ({error.strerror or error}): see 'ip route get {head}'"
         return None, Checked("route", "wrong", text)
-    text = f"others would be told {own}, on {interface_of(own)}, which gloo and NCCL would take, too"
+    text = f"others would be told {own}, on {interface_of(own)}, which NCCL would take, too"
     return own, Checked("route", "ok", text)
 
 
@@ -234,7 +234,7 @@ def _told(heard: HeadFacts, config: Config) -> Iterator[Checked]:
     near = f"within {abs(heard.ahead_s) + heard.rtt_s / 2:.3f} s of the head's"
     yield Checked("clock", "warning" if words else "ok", words or near)
     theirs = {name: text for name, text in heard.versions.items() if name != "task file"}
-    differing = differences(versions(), theirs, mixed=config.hosts.mixed)
+    differing = differences(versions(), theirs)
     yield Checked("versions", "wrong" if differing else "ok", "; ".join(differing) or "as on the head's host")
 
 

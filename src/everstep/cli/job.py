@@ -9,6 +9,7 @@ import errno
 import importlib.metadata
 import json
 import platform
+import shlex
 import socket
 import time
 from collections.abc import Mapping, Sequence
@@ -16,14 +17,27 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from everstep.base.config import Config, dotted, known_of, load_config, numerics, to_dict, with_batch_size
+from everstep.base.below import write_atomically
+from everstep.base.config import (
+    Config,
+    default_workers,
+    dotted,
+    known_of,
+    load_config,
+    numerics,
+    read_layers,
+    to_dict,
+    with_batch_size,
+)
 from everstep.base.config_fields import shown
 from everstep.base.errors import ConfigError
 from everstep.base.given import read_json
 from everstep.base.stage_map import hosts_of, parse_map
 from everstep.chaos.spec import parse, simulated_failure
 from everstep.order.cursor import SampleOrder
-from everstep.runtime.address import DATASET_FILE, JOB_FILE, write_atomically
+from everstep.protocol.identity import Code, Kernels, read_code, read_kernels, told
+from everstep.report.words import one_line
+from everstep.runtime.address import DATASET_FILE, JOB_FILE
 
 _LOOPBACK = ("localhost", "127.0.0.1")
 _VERSIONED = ("everstep", "torch", "numpy", "safetensors", "msgspec")
@@ -50,8 +64,11 @@ class JobFile:
 
     dataset_size: in samples, None where only the script knows. begins_after: the step of another job's checkpoint that
     it began with, 0 if none; resumes_at: that of the checkpoint from which this run of it goes on. unit_ms: the
-    measured times of the units by which `cut` was chosen; empty if it was not.
-    split_checked: that the task can be split was seen before the start. unknown: by dotted key, what was read but is
+    measured times of the units by which `cut` was chosen; empty if it was not. batch_size: samples of a global batch,
+    None where the user has not said.
+    split_checked: that the task can be split was seen before the start. numerics: the kernels that it is computed with;
+    code: what its workers have imported; code_before: the same of an earlier run, from whose checkpoint this one goes
+    on; all None while nobody has said. unknown: by dotted key, what was read but is
     not known here, since another version wrote it; it has no effect.
     """
 
@@ -66,7 +83,11 @@ class JobFile:
     resumes_at: int = 0
     unit_ms: tuple[float, ...] = ()
     split_checked: bool = False
+    batch_size: int | None = None
     unknown: Mapping[str, Any] = field(default_factory=dict)
+    numerics: Kernels | None = None
+    code: Code | None = None
+    code_before: Code | None = None
 
     @property
     def name(self) -> str | None:
@@ -76,6 +97,7 @@ class JobFile:
     def to_dict(self) -> dict[str, Any]:
         """As job.json says it."""
         said = {**vars(self), "config": to_dict(self.config), "seed": self.config.seed}
+        said |= {name: told(said[name]) for name in ("numerics", "code", "code_before")}
         del said["unknown"]
         return said
 
@@ -88,8 +110,13 @@ def effective_config(defaults: Mapping[str, Any], request: Request, *, script: b
     Raises: ConfigError for unknown keys, bad values and contradictions.
     """
     layers: list[tuple[str, Mapping[str, Any]]] = [("the task's defaults", defaults), *request.layers]
+    given = read_layers(layers)
+    open_lanes = script and "lanes" not in given  # its workers will say: until then there are enough of them
+    workers = given.get("workers") or default_workers(given) or 1
+    if open_lanes and workers > Config.lanes:
+        layers.insert(0, ("the script", {"lanes": workers}))
     config = load_config(layers)
-    if request.batch_size is not None:
+    if request.batch_size is not None and not (open_lanes and request.batch_size % config.lanes):
         sized = with_batch_size({"lanes": config.lanes}, request.batch_size)
         config = load_config([*layers, ("--batch-size", sized)])
     if script and config.stages > 1:
@@ -185,7 +212,8 @@ def make_job(task: str, argv: Sequence[str], config: Config, dataset_size: int |
     versions = {"python": platform.python_version(), "platform": platform.platform()}
     for name in _VERSIONED:
         versions[name] = importlib.metadata.version(name)
-    return JobFile(task, tuple(argv), config, dataset_size, request.explicit, versions, time.time_ns())
+    explicit, created = request.explicit, time.time_ns()
+    return JobFile(task, tuple(argv), config, dataset_size, explicit, versions, created, batch_size=request.batch_size)
 
 
 def with_cut(job: JobFile, cut: Sequence[Sequence[int]], unit_ms: Sequence[float], before: JobFile | None) -> JobFile:
@@ -212,10 +240,25 @@ def differences(old: JobFile, new: JobFile) -> list[str]:
     if None not in (old.dataset_size, new.dataset_size) and old.dataset_size != new.dataset_size:
         found.append(f"the dataset has {old.dataset_size} samples there, {new.dataset_size} here")
     then, now = dotted(numerics(old.config)), dotted(numerics(new.config))
-    for key in sorted(then.keys() | now.keys()):
+    for key in sorted((then.keys() | now.keys()) - _said_later(old, new)):
         if then.get(key) != now.get(key):
             found.append(f"{key} is {then.get(key)} there, {now.get(key)} here")
     return found
+
+
+def _said_later(old: JobFile, new: JobFile) -> set[str]:
+    """The keys that both jobs leave to their script: its workers compare them with their checkpoints."""
+    if "lanes" in (*old.explicit, *new.explicit) or (old.dataset_size, new.dataset_size) != (None, None):
+        return set()
+    follows = old.batch_size is not None and old.batch_size == new.batch_size
+    return {"lanes", "micro_batch"} if follows else {"lanes"}
+
+
+def about_to_run(job: JobFile) -> str:
+    """What goes on with a job is about to run as this user: its task, and its command for notices."""
+    task = one_line(shlex.join([job.task, *job.argv]))
+    notify = job.config.notify.command
+    return f"this runs {task}" + (f", and for notices {one_line(notify)}" if notify else "")
 
 
 def write_job(run_dir: Path, job: JobFile) -> None:
@@ -252,7 +295,11 @@ def read_job(run_dir: Path, *, joined: bool = True) -> JobFile:
             resumes_at=_whole("resumes_at", data.get("resumes_at", 0)),
             unit_ms=tuple(float(ms) for ms in data.get("unit_ms", ())),
             split_checked=bool(data.get("split_checked", False)),
+            batch_size=_whole("batch_size", data.get("batch_size") or 0) or None,
             unknown={**unknown, **unknown_more},
+            numerics=read_kernels(data.get("numerics")),
+            code=read_code(data.get("code")),
+            code_before=read_code(data.get("code_before")),
         )
     except (FileNotFoundError, NotADirectoryError):
         raise ConfigError(f"{run_dir} is not a run directory: there is no {JOB_FILE}") from None

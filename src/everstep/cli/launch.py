@@ -17,6 +17,7 @@ from typing import Any
 
 import click
 
+from everstep.base.below import write_atomically
 from everstep.base.config import read_layers
 from everstep.base.doors import is_loopback
 from everstep.base.errors import ConfigError
@@ -345,7 +346,7 @@ def _prepare(run_dir: Path, name: str, text: str) -> Path:
         close_run_dir(run_dir)
         if token is not None or not (run_dir / TOKEN_FILE).exists():
             wire.write_token(run_dir / TOKEN_FILE, token or wire.new_token())
-        (folder / name).write_text(text)
+        write_atomically(folder / name, text, 1)
     except OSError as error:
         raise ConfigError(f"cannot write to {folder}: {error.strerror or error}") from None
     return folder / name

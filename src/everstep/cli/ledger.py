@@ -96,7 +96,7 @@ def read_rows(run_dir: Path) -> list[LedgerRow]:
 def _lines(path: Path) -> Iterator[bytes]:
     """Whole lines of a file, in portions; half a line at its end comes last. Raises: OSError."""
     lines = Lines()
-    with open_given(path) as file:
+    with open_given(path, 1) as file:
         yield from map(lines.whole, portions(file))
     yield lines.rest
 

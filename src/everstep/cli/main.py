@@ -128,7 +128,7 @@ def _run(argv: list[str] | None) -> int:
     except EverstepError as error:
         complain(str(error))
         return exit_code_of(error)
-    except (KeyboardInterrupt, click.Abort):
+    except click.Abort:
         complain("interrupted")
         return 128 + signal.SIGINT
     except BrokenPipeError:

@@ -59,12 +59,12 @@ def command(
     told = ask_running(run_dir, "profile", asked)
     watch = _Watch(run_dir, folder, told, sys.stderr if as_json else sys.stdout)
     watch.wait(timeout_s)
-    out = out or folder / "trace.json.gz"
+    folders, out = (None, out) if out is not None else (2, folder / "trace.json.gz")
     if not watch.written:
         missing = "; ".join(f"worker {i}: {why}" for i, why in sorted(watch.missing.items()))
         raise EverstepError(f"there is no profile: {missing}")
     paths = [watch.path(i) for i in sorted(watch.written)]
-    count = merge(paths, History(run_dir).load().facts, out)
+    count = merge(paths, History(run_dir).load().facts, out, folders)
     if as_json:
         result = {"path": str(out), "folder": str(folder), "events": count, "workers": sorted(watch.written)}
         result |= {"missing": {str(i): why for i, why in sorted(watch.missing.items())}}

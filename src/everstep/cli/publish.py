@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import click
 
 from everstep.base.cause import Cause
+from everstep.base.config import load_config
 from everstep.base.config_keys import NOTICES, SINKS
 from everstep.base.errors import ConfigError
 from everstep.base.readable import readable
+from everstep.cli.beside import NOTIFY_VARIABLE
+from everstep.cli.config_file import said_layers
 from everstep.cli.main import complain
 from everstep.observe.events import EventLog
 from everstep.report.history import History
 from everstep.runtime import commands
 from everstep.runtime.address import EVENTS_FILE, JOB_FILE
+from everstep.sinks.notices import check_notify
 from everstep.sinks.publication import Publication, follow, sole_publisher
 from everstep.sinks.sink import SinkFailed, check_installed, make_sink
 
@@ -31,10 +38,20 @@ _NICE = 10
 @click.command()
 @click.argument("run_dir", metavar="DIR", type=click.Path(path_type=Path))
 @click.option("--to", "names", multiple=True, required=True, metavar="SINK[,SINK]", help=f"{', '.join(SINKS)}.")
+@click.option("--config", "config_file", type=click.Path(path_type=Path), help="YAML file with notify.*, for notify.")
+@click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="A key of notify.*, for notify.")
 @click.option("--follow", "-f", "following", is_flag=True, help="Go on until the job is over.")
 @click.option("--beside", is_flag=True, hidden=True, help="Until standard input ends: for a run's own sinks.")
-def command(run_dir: Path, names: tuple[str, ...], following: bool, beside: bool) -> int:
-    """Tell the job in DIR to TensorBoard, Weights & Biases, MLflow or OpenTelemetry.
+def command(
+    run_dir: Path,
+    names: tuple[str, ...],
+    config_file: Path | None,
+    settings: tuple[str, ...],
+    following: bool,
+    beside: bool,
+) -> int:
+    """Tell the job in DIR to TensorBoard, Weights & Biases, MLflow or OpenTelemetry; or, with --to notify, to what
+    notify.command or notify.webhook names here (what DIR says of it is not run).
 
     Each step and event is told once, also when this is run again: it goes on where it was. What a sink knows is kept in
     DIR/SINK; remove that folder to begin anew.
@@ -47,7 +64,8 @@ def command(run_dir: Path, names: tuple[str, ...], following: bool, beside: bool
     check_installed(sinks)
     if (beside or following) and len(sinks) > 1:
         raise ConfigError(f"--follow: expected one sink, got {len(sinks)}: follow each in a process of its own")
-    results = [_publish(run_dir, name, following, beside) for name in sinks]
+    notify = _notify(said_layers(config_file, settings)) if NOTICES in sinks else {}
+    results = [_publish(run_dir, name, following, beside, notify) for name in sinks]
     return max(results)
 
 
@@ -62,9 +80,23 @@ def _sinks(names: tuple[str, ...]) -> list[str]:
     return list(dict.fromkeys(wanted))
 
 
-def _publish(run_dir: Path, name: str, following: bool, beside: bool) -> int:
+def _notify(layers: list[tuple[str, dict[str, Any]]]) -> dict[str, Any]:
+    """Whom to tell: as the command says, or the process that started it. Raises: ConfigError if neither does."""
+    if (said := os.environ.pop(NOTIFY_VARIABLE, None)) is not None:
+        return dict(json.loads(said))
+    config = load_config(layers).notify
+    if config.command is None and config.webhook is None:
+        raise ConfigError(
+            "--to notify: expected what to run or to call, as none is taken from DIR/job.json: give --set "
+            "notify.command=PROGRAM or --set notify.webhook=VARIABLE, or --config FILE"
+        )
+    check_notify(config)
+    return asdict(config)
+
+
+def _publish(run_dir: Path, name: str, following: bool, beside: bool, notify: dict[str, Any]) -> int:
     def make() -> Publication:
-        return Publication(run_dir, name, make_sink(name))
+        return Publication(run_dir, name, make_sink(name), notify)
 
     with sole_publisher(run_dir, name):
         if beside:

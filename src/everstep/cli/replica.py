@@ -19,8 +19,8 @@ from everstep.runtime.commands import run_lock
 from everstep.runtime.finding import Finder, Where
 from everstep.runtime.following import ReplicaLink
 from everstep.runtime.handshake import role_token
-from everstep.runtime.places import private_folder, word_in
-from everstep.runtime.replica import OWN_FOLDER, REPLICA_FILE, Replica
+from everstep.runtime.places import OWN_FOLDER, REPLICA_FILE, private_folder, word_in
+from everstep.runtime.replica import Replica
 from everstep.runtime.tls import Tls, shown_by
 
 _PATIENCE_S = 600.0
@@ -58,8 +58,8 @@ def _make_ready(folder: Path, job: str, token: bytes) -> str:
         own = folder / OWN_FOLDER
         for path in (own, folder / LOGS_FOLDER, folder / CHECKPOINTS_DIR):
             path.mkdir(parents=True, exist_ok=True)
-        if not (own / CHECKPOINTS_DIR).is_symlink():
-            (own / CHECKPOINTS_DIR).symlink_to(Path("..") / CHECKPOINTS_DIR)
+        if (own / CHECKPOINTS_DIR).is_symlink():
+            (own / CHECKPOINTS_DIR).unlink()  # earlier versions made it: `checkpoints_in` knows the way
         (folder / COORDINATOR_FILE).unlink(missing_ok=True)
         wire.write_token(folder / TOKEN_FILE, token)
         for role in PEOPLE:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import click
 
+from everstep.base.below import write_atomically
 from everstep.base.errors import ConfigError, EverstepError
 from everstep.cli.job import read_job
 from everstep.cli.ledger import audit_run
@@ -30,12 +31,14 @@ def report_command(run_dir: Path, out: Path | None, reference: Path | None) -> i
     history = open_run(run_dir)
     page = report_page(history, prove(run_dir, reference), history.running())
     target = out if out is not None else run_dir / REPORT_FILE
-    write_page(target, page)
+    write_page(target, page, named=out is not None)
     print(target)
     if not can_draw():
         print("no pictures: pip install 'everstep[report]' draws the figures as PNGs, too")
         return 0
-    for path in write_pictures(target.with_name(f"{target.stem}-figures"), figures(history)):
+    for path in write_pictures(
+        target.with_name(f"{target.stem}-figures"), figures(history), 1 if out is None else None
+    ):
         print(path)
     return 0
 
@@ -66,9 +69,13 @@ def prove(run_dir: Path, reference: Path | None) -> Proof:
     return Proof(ledger, note, str(reference), compare(reference, run_dir))
 
 
-def write_page(path: Path, page: str) -> None:
-    """Raises: ConfigError if it cannot be written."""
+def write_page(path: Path, page: str, *, named: bool = True) -> None:
+    """named: a user names this very file, which may be a link or a device. Raises: ConfigError if it cannot be
+    written."""
     try:
+        if not named:
+            write_atomically(path, page)
+            return
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(page, encoding="utf-8")
     except OSError as error:

@@ -40,6 +40,7 @@ from everstep.cli.doors import check_own_ports, head_doors, slots_here
 from everstep.cli.job import (
     JobFile,
     Request,
+    about_to_run,
     check_dataset,
     check_hosts,
     check_network,
@@ -57,6 +58,7 @@ from everstep.cli.probe import Probe, probe_task
 from everstep.cli.run_dir import (
     Found,
     StartPoint,
+    Trust,
     ask_object_store,
     close_to_others,
     default_run_dir,
@@ -65,6 +67,7 @@ from everstep.cli.run_dir import (
     named_directory,
     set_aside,
 )
+from everstep.cli.signed import not_before
 from everstep.cli.standby import begin_leased, check_lease, leaders_work
 from everstep.cli.task_loading import TaskSpec, parse_task
 from everstep.cli.tokens import given_token, token_in
@@ -79,11 +82,14 @@ from everstep.runtime.etcd_access import taken_secrets
 from everstep.runtime.fork_server_client import EarlyForkServer
 from everstep.runtime.interfaces import check_own
 from everstep.runtime.landing import check_ferry
+from everstep.runtime.private import owner_words
 from everstep.runtime.tls import check_tls
 from everstep.sinks.notices import check_notify
 from everstep.sinks.sink import check_installed as check_sinks
 
 if TYPE_CHECKING:
+    from everstep.runtime.job import Job
+    from everstep.runtime.succession import Succession
     from everstep.runtime.supervisor import LocalHost
 
 
@@ -91,8 +97,8 @@ if TYPE_CHECKING:
 class Invocation:
     """One `everstep run`, as the user typed it. port: where agents of others may come, None: they may not. token:
     which they know already. local: this host runs workers, `slots` at most (0: all that nobody
-    else runs). domains: in which it is. key: the public one that checkpoints to begin with must
-    be signed with. secrets: of this host's user in etcd."""
+    else runs). domains: in which it is. trust: in which checkpoints
+    to begin with. secrets: of this host's user in etcd."""
 
     spec: TaskSpec
     argv: tuple[str, ...]
@@ -107,7 +113,7 @@ class Invocation:
     token: bytes | None
     local: bool
     slots: int
-    key: str | None
+    trust: Trust
     domains: dict[str, str]
     secrets: dict[str, str] = dataclasses.field(repr=False)
 
@@ -156,6 +162,7 @@ class _Run(click.Command):
 @click.option("--fresh", is_flag=True, help="Begin anew; what the directory holds moves to previous-N/.")
 @click.option("--resume-from", help="Checkpoint (path or URL) to begin with.")
 @click.option("--require-signature", "key_file", metavar="KEY", help="Begin with no checkpoint that it did not sign.")
+@not_before
 @click.option("--listen", metavar="ADDR:PORT", help="Let agents join there; port 0 is any. Sets network.address.")
 @click.option("--address", "told", metavar="IP", help="Of --listen 0.0.0.0:PORT: which address others are told.")
 @click.option(
@@ -236,12 +243,12 @@ def command(
     options |= doors
     layers.append(("options", _said(options)))
     request = Request(tuple(layers), batch_size, simulate_failure)
-    run_dir = run_dir or default_run_dir(spec)
+    run_dir = _usable(run_dir, spec, dry_run)
     given = read_layers(request.layers)
     if port is not None and not is_loopback(given["network.address"]):
         slots = slots or slots_here(given, world_size)
     token, secrets = _token(given.get("security.token_file"), listen), taken_secrets()
-    key = read_public_key(key_file) if key_file is not None else None
+    trust = Trust(read_public_key(key_file) if key_file is not None else None, options["not_before"])
     if dashboard:
         check_installed("--dashboard")
     check_metrics(given.get("metrics.listen"), public)
@@ -250,8 +257,17 @@ def command(
     server = EarlyForkServer(threads if isinstance(threads, int) else 1, ("torch",) if dry_run else PRELOAD)
     with contextlib.closing(server):
         first = spec, argv, request, run_dir, server, fresh, as_json, dashboard, public
-        invocation = Invocation(*first, port, token, not no_local_workers, slots or 0, key, domains, secrets)
+        invocation = Invocation(*first, port, token, not no_local_workers, slots or 0, trust, domains, secrets)
         return _run_or_show(invocation, dry_run)
+
+
+def _usable(given: Path | None, spec: TaskSpec, dry_run: bool) -> Path:
+    """The run directory; one that is busy, or leads elsewhere, is refused before anything is imported."""
+    run_dir = given or default_run_dir(spec)
+    if run_dir.exists() and not dry_run:
+        with run_lock(run_dir):
+            pass
+    return run_dir
 
 
 def _follow(
@@ -276,7 +292,7 @@ def _follow(
 
 
 def _said(options: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in options.items() if value is not None}
+    return {key: value for key, value in options.items() if value is not None and key != "not_before"}
 
 
 def _token(path: str | None, listen: str | None) -> bytes | None:
@@ -343,15 +359,19 @@ def _run(invocation: Invocation, config: Config, probe: Probe) -> int:
         job = dataclasses.replace(job, created_unix_ns=found.job.created_unix_ns, begins_after=found.job.begins_after)
     warning = ask_object_store(config.checkpoint)
     job = with_cut(dataclasses.replace(job, split_checked=probe.split_checked), probe.cut, probe.unit_ms, found.job)
-    start = find_start(run_dir, job, script=invocation.is_script, key=invocation.key)
+    start = find_start(run_dir, job, script=invocation.is_script, trust=invocation.trust)
     job = dataclasses.replace(job, resumes_at=start.step)
+    if start.step and found.job is not None:
+        before = found.job.code or found.job.code_before
+        job = dataclasses.replace(job, numerics=found.job.numerics, code_before=before)
     if start.brought:
         job = dataclasses.replace(job, begins_after=start.step)
     write_job(run_dir, job)
     opening = _opening(run_dir, found, start, aside, invocation.is_script)
     if config.hosts.mixed:
-        opening.insert(0, "hosts.mixed: other instruction sets are admitted, so the result is not exact any more")
-    opening += [text for text in (warning, open_still) if text]
+        opening.insert(0, "hosts.mixed: hosts with other kernels are admitted, so the result is not exact any more")
+    opening += [about_to_run(job)] if found.job is not None else []
+    opening += [text for text in (owner_words(run_dir), warning, open_still) if text]
     return _launch(invocation, job, opening, start.step)
 
 
@@ -395,7 +415,6 @@ def _launch(invocation: Invocation, job: JobFile, opening: list[str], step: int)
     from everstep.runtime import job as runtime_job
 
     run_dir, config = invocation.run_dir, job.config
-    begin_ns = time.time_ns()
     port = 0
     if invocation.port is not None:
         port = invocation.port or free_port(config.network.address)
@@ -416,12 +435,20 @@ def _launch(invocation: Invocation, job: JobFile, opening: list[str], step: int)
         job.task,
         list(job.argv),
         _local_host(invocation, config),
-        lambda event: told_of(event),
         port=port,
         token=token,
         strikes=strikes_of(parse(config.chaos)),
         succession=succession,
     )
+    with runtime_job.hearing_signals(process):
+        return _see_through(process, succession, invocation, job, opening, step)
+
+
+def _see_through(
+    process: Job, succession: Succession, invocation: Invocation, job: JobFile, opening: list[str], step: int
+) -> int:
+    """Run the job to its end, and say what becomes of it."""
+    run_dir, config, begin_ns = invocation.run_dir, job.config, time.time_ns()
     total = total_steps(config, job.dataset_size)
     display = choose_display(run_dir, as_json=invocation.as_json, log_every=config.log_every, total_steps=total)
     watcher = Watcher(run_dir / EVENTS_FILE, begin_ns, display)
@@ -447,7 +474,7 @@ def _launch(invocation: Invocation, job: JobFile, opening: list[str], step: int)
                 for name, address in (("dashboard", page), ("metrics", metrics)):
                     if address:
                         display.note(f"{name} {address}")
-                exit_code = process.run()
+                exit_code = process.run(told_of)
             say_the_end(events, run_dir, begin_ns, process.outcome, exit_code)
     finally:
         events.close(wait_s=1.0)

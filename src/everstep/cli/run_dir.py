@@ -23,8 +23,9 @@ from everstep.checkpoint.names import MAX_STEP, manifest_name, step_of
 from everstep.cli.job import JobFile, differences, read_job
 from everstep.cli.task_loading import TaskSpec
 from everstep.observe.events import last_committed_step
-from everstep.runtime.address import CHECKPOINTS_DIR, EVENTS_FILE, JOB_FILE, LOCK_FILE
+from everstep.runtime.address import EVENTS_FILE, JOB_FILE, LOCK_FILE
 from everstep.runtime.gathering import NEWEST_FILE
+from everstep.runtime.places import checkpoints_in
 from everstep.runtime.private import close_folder, close_run_dir, close_store
 
 if TYPE_CHECKING:
@@ -96,7 +97,7 @@ def read_digest(run_dir: Path) -> dict[str, Any] | None:
     """
     path = run_dir / "final" / "digest.json"
     try:
-        data = read_json(path)
+        data = read_json(path, folders=1)
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError) as error:
@@ -155,9 +156,9 @@ class StartPoint:
 
 
 def checkpoint_dir(run_dir: Path, job: JobFile) -> Path:
-    """Where the job's own checkpoints are."""
+    """Where the job's own checkpoints are. Raises: ConfigError for a link."""
     path = job.config.checkpoint.disk.path
-    return Path(path) if path is not None else run_dir / CHECKPOINTS_DIR
+    return Path(path) if path is not None else checkpoints_in(run_dir)
 
 
 def newest_step(folder: Path) -> int:
@@ -182,10 +183,25 @@ def _newest_elsewhere(run_dir: Path) -> int:
     return 0
 
 
-def find_start(run_dir: Path, job: JobFile, *, script: bool, key: str | None = None) -> StartPoint:
-    """Where the job in a (locked) directory begins; brings what `--resume-from` names, if the directory has none.
+@dataclass(frozen=True)
+class Trust:
+    """In which checkpoints a job may begin with. key: the public one that all must be signed with, since damage may
+    make an older one count; None: any. not_before: the oldest step."""
 
-    key: the public one that all of its checkpoints must be signed with, since damage may make an older one count.
+    key: str | None = None
+    not_before: int | None = None
+
+    def refuse(self, step: int, where: str) -> None:
+        """Raises: ConfigError if a job would begin with this step, which is too old."""
+        if self.not_before is not None and step < self.not_before:
+            raise ConfigError(
+                f"--not-before {self.not_before}: the newest checkpoint that is whole in {where} is of step {step}: "
+                "bring a newer one, or give an earlier step"
+            )
+
+
+def find_start(run_dir: Path, job: JobFile, *, script: bool, trust: Trust = Trust()) -> StartPoint:
+    """Where the job in a (locked) directory begins; brings what `--resume-from` names, if the directory has none.
 
     Raises: ConfigError if that is no checkpoint, one of another job, or not signed so. CheckpointCorrupt, StoreError.
     """
@@ -195,21 +211,22 @@ def find_start(run_dir: Path, job: JobFile, *, script: bool, key: str | None = N
     folder = checkpoint_dir(run_dir, job)
     own = newest_step(folder)
     if own:
-        if key is not None:
-            _check_own(folder, job, key)
+        if trust.key is not None or trust.not_before is not None:
+            trust.refuse(_newest_good(folder, job, trust.key), str(folder))
         return StartPoint(own, f"goes on from the checkpoint of step {own} in {folder}")
     elsewhere = _newest_elsewhere(run_dir)
     if elsewhere:
-        if key is not None:
+        if trust.key is not None or trust.not_before is not None:
             raise ConfigError(
-                "--require-signature: expected the job's checkpoints here, they are on its hosts' own disks"
+                "--require-signature, --not-before: expected the job's checkpoints here, its hosts have them"
             )
         return StartPoint(elsewhere, f"goes on from the checkpoint of step {elsewhere}, which its hosts have")
     if config.resume_from is None:
+        trust.refuse(0, str(folder))
         return StartPoint()
     if not config.checkpoint.enabled:
         raise ConfigError("--resume-from needs checkpoint.enabled, which is false")
-    step, passed_over, origin = _bring(config.resume_from, folder, job, script=script, key=key)
+    step, passed_over, origin = _bring(config.resume_from, folder, job, script=script, trust=trust)
     words = [*passed_over, f"goes on from the checkpoint of step {step} in {config.resume_from} ({origin})"]
     return StartPoint(step, "\n".join(words), brought=True)
 
@@ -238,21 +255,29 @@ def ask_object_store(rule: CheckpointConfig) -> str:
     return ""
 
 
-def _check_own(folder: Path, job: JobFile, key: str) -> None:
-    """Raises: ConfigError if one of the job's checkpoints is not signed with this key, or of another job."""
-    from everstep.checkpoint.reader import steps_in
+def _newest_good(folder: Path, job: JobFile, key: str | None) -> int:
+    """The newest of the job's checkpoints of which every byte is right, 0 if none is.
+
+    Raises: ConfigError if one of them is not signed with this key, or of another job.
+    """
+    from everstep.checkpoint.reader import steps_in, verify_store
     from everstep.checkpoint.signing import check_signature
     from everstep.checkpoint.store import DirectoryStore
 
-    store = DirectoryStore(folder)
-    for step in steps_in(store):
+    store, newest = DirectoryStore(folder), 0
+    for step in sorted(steps_in(store)):
         try:
-            check_signature(store, step, key, job=None if step == job.begins_after else job.name)
+            if key is not None:
+                check_signature(store, step, key, job=None if step == job.begins_after else job.name)
+            elif verify_store(store, [step]):
+                continue
         except CheckpointCorrupt:
             continue  # no worker goes on from it either
+        newest = step
+    return newest
 
 
-def _bring(source: str, folder: Path, job: JobFile, *, script: bool, key: str | None) -> tuple[int, list[str], str]:
+def _bring(source: str, folder: Path, job: JobFile, *, script: bool, trust: Trust) -> tuple[int, list[str], str]:
     """Copy a checkpoint into the job's own: the one that is named, else the newest that is whole. Returns its step, why
     newer ones were passed over, and where it comes from."""
     from everstep.checkpoint.reader import steps_in
@@ -261,10 +286,11 @@ def _bring(source: str, folder: Path, job: JobFile, *, script: bool, key: str | 
     rule = job.config.checkpoint.object
     place = find_place(source, rule.endpoint, rule.region)
     steps = [place.step] if place.step is not None else sorted(steps_in(place.store), reverse=True)
+    trust.refuse(max(steps, default=0), place.store.url)
     passed_over: list[str] = []
-    for step in steps:
+    for step in (s for s in steps if s >= (trust.not_before or 0)):
         try:
-            step, origin = _bring_step(place, step, folder, job, script=script, key=key)
+            step, origin = _bring_step(place, step, folder, job, script=script, key=trust.key)
             return step, passed_over, origin
         except CheckpointCorrupt as error:
             if place.step is not None:

@@ -5,7 +5,6 @@ Apart because each command that takes checkpoints from elsewhere has `--require-
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING
 import click
 
 from everstep.base.errors import ConfigError
+from everstep.base.leaving import temporary_folder
 from everstep.checkpoint.names import manifest_name
 from everstep.checkpoint.reader import open_checkpoint
 from everstep.checkpoint.signing import check_signature
@@ -31,6 +31,10 @@ require_signature = click.option(
     "--require-signature", "key_file", metavar="KEY", help="Take no checkpoint that is not signed with this key (PEM)."
 )
 """KEY holds a public key, or the private one."""
+not_before = click.option(
+    "--not-before", metavar="STEP", type=click.IntRange(1), help="Take no older checkpoint, signed or not."
+)
+"""A signature says who wrote a checkpoint, not that it is the newest: who can write there may put back an old one."""
 
 
 def transfer_signed(
@@ -62,7 +66,7 @@ def vouched(found: Checkpoint, store: BlobStore, key: str | None, folder: Path |
     if key is None:
         yield found
         return
-    with tempfile.TemporaryDirectory(prefix=".everstep-signed-", dir=folder) as scratch:
-        own = DirectoryStore(Path(scratch))
+    with temporary_folder(".everstep-signed-", folder) as scratch:
+        own = DirectoryStore(scratch)
         transfer_signed(store, own, found.step, key)
         yield open_checkpoint(own, found.step)

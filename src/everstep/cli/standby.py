@@ -18,10 +18,10 @@ from everstep.base.domains import found_domains
 from everstep.base.doors import is_loopback
 from everstep.base.errors import ConfigError, EverstepError, ProtocolError, QuorumLost
 from everstep.base.etcd_address import EtcdAddress
-from everstep.cli.beside import parse_listen, sinks_beside, told
+from everstep.cli.beside import parse_listen, sinks_beside
 from everstep.cli.conclusion import ENDS, end_of, say_the_end
 from everstep.cli.display import Watcher, choose_display
-from everstep.cli.job import JobFile, check_network, read_job, total_steps
+from everstep.cli.job import JobFile, about_to_run, check_network, read_job, total_steps
 from everstep.cli.main import complain
 from everstep.cli.meeting import ETCD_S, etcd_at
 from everstep.cli.replica import replica_in
@@ -37,8 +37,7 @@ from everstep.runtime.etcd import Announced, Etcd
 from everstep.runtime.etcd_access import find_access
 from everstep.runtime.finding import among, in_etcd, local_address
 from everstep.runtime.fork_server_client import EarlyForkServer
-from everstep.runtime.places import new_word, word_in
-from everstep.runtime.replica import OWN_FOLDER
+from everstep.runtime.places import OWN_FOLDER, new_word, word_in
 from everstep.runtime.standing import place_of
 from everstep.runtime.succession import Succession, new_owner
 from everstep.runtime.tls import Tls, shown_by
@@ -119,10 +118,10 @@ def leaders_work(
             if event["kind"] in ("coordinator_leads", "coordinator_follows"):
                 working.close()
             if event["kind"] == "coordinator_leads":
-                working.enter_context(sinks_beside(run_dir, told(config), note))
+                working.enter_context(sinks_beside(run_dir, config, note))
 
         if leads:
-            working.enter_context(sinks_beside(run_dir, told(config), note))
+            working.enter_context(sinks_beside(run_dir, config, note))
         yield on_event
 
 
@@ -217,7 +216,7 @@ def _take_part(
     domains: Mapping[str, str],
 ) -> int:
     """As the process of a job that was started elsewhere. slots: of this host, -1 for none."""
-    from everstep.runtime.job import Job
+    from everstep.runtime.job import Job, hearing_signals
     from everstep.runtime.supervisor import LocalHost
 
     config, own = job.config, succession.address
@@ -254,6 +253,7 @@ def _take_part(
         process = Job(
             run_dir, config, job.task, list(job.argv), agent, on_event, port=port, token=token, succession=succession
         )
+        held.enter_context(hearing_signals(process))
         exit_code = process.run()
         outcome = process.outcome
         if led:
@@ -299,6 +299,7 @@ def takeover(run_dir: Path, listen: str | None, slots: int | None) -> int:
         _refuse_if_led(run_dir, job.config, token, own)
         _refuse_if_stopped(run_dir)
         check_network(_at(job.config, own), port)
+        print(about_to_run(job), file=sys.stderr, flush=True)
         succession = Succession(address=own, anew=True)
         name = os.uname().nodename
         return _take_part(run_dir, job, token, succession, slots or -1, name, port, found_domains(None, os.environ))

@@ -39,6 +39,12 @@ class SilentKeys:
                 termios.tcsetattr(fd, termios.TCSADRAIN, quiet)
                 self._fd = fd
 
+    def leave_screen(self) -> None:
+        """As it was before a picture that filled it, cursor and keys, without a word to those who draw that."""
+        with contextlib.suppress(OSError):
+            os.write(1, b"\x1b[?1049l\x1b[?25h")
+        self.restore()
+
     def restore(self) -> None:
         """As it was before; what was typed meanwhile is forgotten."""
         if self._fd >= 0:

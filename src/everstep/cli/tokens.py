@@ -3,12 +3,28 @@
 from __future__ import annotations
 
 import os
+from itertools import pairwise
 from pathlib import Path
 
 from everstep.base.errors import ConfigError, ProtocolError
 from everstep.runtime import wire
 
 TOKEN_VARIABLE = "EVERSTEP_TOKEN"
+
+
+_LEAST_VARIETY = 10
+
+
+def strong(token: bytes, where: str) -> bytes:
+    """A token that nobody guesses: of 16 random bytes 10 or more are unlike, and so are the steps between them, but for
+    one in 10^9. Raises: ConfigError, naming where it came from."""
+    steps = {(after - before) % 256 for before, after in pairwise(token)}
+    if min(len(set(token)), len(steps)) < _LEAST_VARIETY:
+        raise ConfigError(
+            f"expected a random token in {where}, got one that can be guessed (it repeats itself): make one with "
+            "'openssl rand -hex 32', the same for all hosts"
+        )
+    return token
 
 
 def given_token() -> bytes | None:
@@ -18,7 +34,7 @@ def given_token() -> bytes | None:
     """
     text = os.environ.pop(TOKEN_VARIABLE, "")
     try:
-        return wire.token_of(text, f"${TOKEN_VARIABLE}") if text else None
+        return strong(wire.token_of(text, f"${TOKEN_VARIABLE}"), f"${TOKEN_VARIABLE}") if text else None
     except ProtocolError as error:
         raise ConfigError(str(error)) from None
 
@@ -26,7 +42,7 @@ def given_token() -> bytes | None:
 def token_in(path: Path) -> bytes:
     """Raises: ConfigError if the file holds no token, or cannot be read."""
     try:
-        return wire.read_token(path)
+        return strong(wire.read_token(path, links=True), str(path))
     except OSError as error:
         raise ConfigError(f"cannot read the token in {path}: {error.strerror or error}") from None
     except (ProtocolError, UnicodeDecodeError) as error:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from everstep.base.errors import ConfigError
+from everstep.base.leaving import before_leaving
 from everstep.cli.seconds import Seconds
 from everstep.cli.terminal import LEVEL_STYLES, SilentKeys, console
 from everstep.dashboard.feed import RunFeed
@@ -52,7 +53,7 @@ def command(run_dir: Path, once: bool, interval: float, sort: str) -> int:
         return 0
     keys = SilentKeys()
     try:
-        with Live(console=shown, screen=True, auto_refresh=False) as live:
+        with before_leaving(keys.leave_screen), Live(console=shown, screen=True, auto_refresh=False) as live:
             while True:
                 live.update(picture(feed, sort, max(3, shown.height - 13), shown.width), refresh=True)
                 time.sleep(interval)

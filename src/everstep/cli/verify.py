@@ -154,7 +154,7 @@ def read_weights(path: Path) -> dict[str, StoredTensor]:
     Raises: ConfigError if it cannot be read or is not one.
     """
     try:
-        with open_given(path) as file:
+        with open_given(path, 1, links=path.parent.name != "final") as file:
             data = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
         (length,) = _LENGTH.unpack_from(data)
         if length > MOST_BYTES:

@@ -86,6 +86,6 @@ def trace(run_dir: Path, folder: str, name: str) -> bytes | None:
     if not _FOLDER.fullmatch(folder) or not _TRACE.fullmatch(name):
         return None
     try:
-        return read_given(run_dir / PROFILES_FOLDER / folder / name, _MOST_TRACE_BYTES)
+        return read_given(run_dir / PROFILES_FOLDER / folder / name, _MOST_TRACE_BYTES, 2)
     except OSError:
         return None

@@ -21,10 +21,10 @@ from starlette.datastructures import Headers
 from starlette.responses import JSONResponse, PlainTextResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from everstep.base.below import drafted
 from everstep.base.doors import is_loopback
 from everstep.base.errors import ConfigError
 from everstep.base.given import read_given
-from everstep.runtime.address import drafted
 
 TOKEN_HEADER = "x-everstep-token"
 TOKEN_PARAMETER = "token"
@@ -62,6 +62,8 @@ def checked_token(host: str, token: str | None, how: str = "give --token or EVER
         return secrets.token_urlsafe(24)
     if not is_loopback(host) and len(token) < SHORTEST_TOKEN:
         raise ConfigError(f"token: expected at least {SHORTEST_TOKEN} characters for {host}, got {len(token)}")
+    if not is_loopback(host) and len(set(token)) < SHORTEST_TOKEN // 2:
+        raise ConfigError(f"token: expected a random one for {host}, got one that repeats itself: openssl rand -hex 32")
     if not token or not token.isascii() or not token.isprintable() or " " in token:
         raise ConfigError("token: expected printable ASCII characters without spaces")
     return token
@@ -84,10 +86,9 @@ def kept_token(path: Path, like: str | None = None) -> str | None:
 
 def _make_token(path: Path, token: str) -> None:
     with drafted(path) as draft:
-        with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "w") as file:
-            file.write(token)
+        draft.write_bytes(token.encode())
         with contextlib.suppress(FileExistsError):  # another process was quicker
-            os.link(draft, path)
+            os.link(draft, draft.with_name(path.name))
 
 
 class Guard:

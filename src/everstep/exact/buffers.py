@@ -22,7 +22,9 @@ from everstep.exact.extra_state import SUFFIX, give, has_extra_state, packed
 from everstep.exact.layout import running_statistics
 
 SMALL_BYTES = 64 << 10
-"""Buffers up to this size are compared byte by byte after each lane, and their values travel in reports."""
+"""Buffers up to this size are compared byte by byte after each lane."""
+SENT_BYTES = 1 << 20
+"""Values up to this size travel in reports, for workers that compute no lane of the step."""
 _WATCHED_STEPS = 2
 _NO_STEP = -1
 
@@ -81,7 +83,7 @@ class _Guarded:
 
     def sendable(self, value: Tensor) -> bool:
         """Whether a value that a lane has left can go to others as its bytes alone."""
-        return self.small and self.saved is not None and _alike(value, self.saved)
+        return self.saved is not None and _alike(value, self.saved) and _size(value) <= SENT_BYTES
 
     def remember(self) -> tuple[Tensor, Tensor] | None:
         """Takes the present value as the step's; returns (copy, value) where the copy must still be filled."""
@@ -90,7 +92,7 @@ class _Guarded:
             self.saved = None
             return None
         self.version = _version(value)
-        self.small = value.numel() * value.element_size() <= SMALL_BYTES
+        self.small = _size(value) <= SMALL_BYTES
         if self.small and not self.statistic:
             self.start = _raw(value)
         if self.saved is not None and _alike(self.saved, value):
@@ -168,7 +170,7 @@ class _GuardedExtra(_Guarded):
         self.put(left)
 
     def sendable(self, value: Tensor) -> bool:
-        return value.numel() <= SMALL_BYTES
+        return _size(value) <= SENT_BYTES
 
     def remember(self) -> None:
         self.tensor = self.saved = value = packed(self.name, self.module)
@@ -200,8 +202,10 @@ class BufferGuard:
     changed behind the version counter (through `.data`) is noticed in the first two steps only.
     """
 
-    def __init__(self, model: nn.Module, modules: Container[int] | None = None) -> None:
-        """modules: ids of those modules whose buffers are guarded here; by default all."""
+    def __init__(self, model: nn.Module, modules: Container[int] | None = None, *, shared: bool = False) -> None:
+        """modules: ids of those modules whose buffers are guarded here; by default all. shared: other workers may have
+        to take over what lanes leave here, since they compute none of the step (standbys, and all that heal)."""
+        self._shared = shared
         statistics = {name for name, _ in running_statistics(model, model)}
         self._all: list[_Guarded] = []
         for prefix, module in model.named_modules():
@@ -278,7 +282,7 @@ class BufferGuard:
     def end_lane(self) -> dict[str, str]:
         """Looks what the lane changed: name -> digest (running statistics are not looked at).
 
-        Raises: ConfigError naming a buffer that lanes leave different.
+        Raises: ConfigError naming a buffer that lanes leave different, or one that is too large for others to get.
         """
         outcome: dict[int, str] = {}
         with torch.no_grad():
@@ -350,6 +354,12 @@ class BufferGuard:
             outcome[index], self._values[index], self._left[index] = "none", None, None
             return
         data = _raw(value) if guarded.sendable(value) else None
+        if self._shared and data is None and guarded.saved is not None and _alike(value, guarded.saved):
+            raise ConfigError(
+                f"{guarded} changes in every micro-batch and has {_size(value)} bytes: workers that compute none (a "
+                f"standby, one that heals) can be sent {SENT_BYTES} bytes at most; make it smaller, keep it out of the "
+                "forward pass, or train with one worker"
+            )
         if data is not None and self._values.get(index) == data:
             outcome[index] = self._outcome[index]
             return
@@ -365,8 +375,8 @@ class BufferGuard:
             guarded.set(change.value)
         else:
             raise ConfigError(
-                f"{guarded} is changed by every lane and too large ({SMALL_BYTES} bytes at most) to be "
-                "sent to workers without lanes; make it smaller, or run without standby workers"
+                f"{guarded} got another dtype, shape or size in every micro-batch of a step of which this worker has "
+                "computed none; create it before the first step"
             )
 
     @property
@@ -400,6 +410,10 @@ def _version(tensor: Tensor) -> int:
 
 def _alike(a: Tensor, b: Tensor) -> bool:
     return a.dtype == b.dtype and a.shape == b.shape
+
+
+def _size(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
 
 
 def _raw(tensor: Tensor) -> bytes:

@@ -136,13 +136,14 @@ class Outline(NamedTuple):
 
     groups: (unit's number, or one of `OUTSIDE`, `VALUES`, `FOREIGN`; how many entries) of each run of entries in blocks
     of their own, which lie in one plane. transient: entries of the model that its `state_dict` leaves out. stage: of a
-    stage's manifest, see `topology`.
+    stage's manifest, see `topology`. settings: how the model is set, see `exact.settings`; in no digest of the state.
     """
 
     groups: tuple[tuple[int, int], ...] = ()
     planes: tuple[Plane, ...] = ()
     transient: tuple[str, ...] = ()
     stage: Mapping[str, Any] | None = None
+    settings: Mapping[str, Any] = {}
 
 
 class Image:
@@ -197,7 +198,7 @@ class Image:
     @cached_property
     def manifest(self) -> dict[str, Any]:
         """JSON: format, block_bytes, entries, digests (of each entry), groups, planes, transient, values, stage (of a
-        stage's alone), blocks (the digest of each), and the digest of all the rest."""
+        stage's alone), settings (if some have changed), blocks (the digest of each), and the digest of all the rest."""
         blocks, digests = self._hashes()
         return manifest_of(self.entries, self.values, self.outline, blocks, digests)
 
@@ -214,6 +215,12 @@ class Image:
     def digest(self, *prefix: int) -> str:
         """Of everything but padding and places; equal exactly when names, types and bits are. prefix: the step, say."""
         return rows_digest(self.rows(), self.values, *prefix)
+
+    def part_digests(self, *prefix: int) -> tuple[str, dict[str, str]]:
+        """`digest`, and that of each entry and of each value (of each group of the optimizer), by name."""
+        rows = self.rows()
+        found = {name: digest for name, _, _, digest in rows} | value_digests(self.values)
+        return rows_digest(rows, self.values, *prefix), found
 
     def rows(self) -> list[tuple[str, str, tuple[int, ...], str]]:
         """(name, dtype, shape, digest) of every entry, by name."""
@@ -242,6 +249,8 @@ def manifest_of(
     }
     if outline.stage is not None:
         body["stage"] = dict(outline.stage)
+    if outline.settings:
+        body["settings"] = dict(outline.settings)
     return sealed(body)
 
 
@@ -305,6 +314,15 @@ def rows_digest(rows: Sequence[tuple[str, str, tuple[int, ...], str]], values: M
     """32 hex digits over the rows (name, dtype, shape, digest), which ascend by name, the values and the prefix."""
     plain = {key: canonical(value) for key, value in values.items()}
     return digest_bytes(json.dumps([*prefix, rows, plain], sort_keys=True).encode())
+
+
+def value_digests(values: Mapping[str, Any]) -> dict[str, str]:
+    """Of each value, and of each group of the optimizer, by name."""
+    found: dict[str, str] = {}
+    for key, value in sorted(values.items()):
+        each = {f"{key}/{k}": one for k, one in enumerate(value)} if isinstance(value, list) else {key: value}
+        found |= {name: digest_bytes(json.dumps(canonical(one), sort_keys=True).encode()) for name, one in each.items()}
+    return found
 
 
 def sealed(body: Mapping[str, Any]) -> dict[str, Any]:

@@ -36,6 +36,7 @@ from everstep.exact.image import (
 from everstep.exact.jsonable import decode, encode
 from everstep.exact.layout import BLOCK_ELEMENTS, GradientLayout, aligned_like, memory_of, round_up
 from everstep.exact.recollect import Collected, Recollection, encode_further, encode_groups
+from everstep.exact.settings import Settings
 from everstep.exact.snapshot import Snapshot, SnapshotMemory
 
 _MODEL, _OPTIMIZER = "model/", "optimizer/"
@@ -71,12 +72,13 @@ class ModelState:
         extras: Mapping[str, Any] | None = None,
         units: Sequence[nn.Module] = (),
         share: Share | None = None,
+        settings: Settings | None = None,
     ) -> None:
         """extras: name -> object with state_dict() and load_state_dict(). units: as for `GradientLayout.build`, whose
         grid the planes of the state lie on; all is `rest` without them. Parameters that require a gradient when this is
         made have a place on it, whatever becomes of them.
 
-        share: given where the model is one stage of a larger one.
+        share: given where the model is one stage of a larger one. settings: how the model is set; carried, too.
 
         Raises: ConfigError for an optimizer that needs closures, or that holds a foreign parameter or a tied one twice;
         and for units as the layout does.
@@ -86,9 +88,11 @@ class ModelState:
         self._keepers = dict(keepers(model))
         self._units = list(units)
         self._share = share
+        self.settings = settings or Settings(model, optimizer)
         self._foreign = dict(share.foreign) if share is not None else {}
         self.outline = Outline()
         """Of the state that `live_tensors` described last."""
+        self.part_names: tuple[str, ...] = ()
         self._image: Image | None = None
         self._arena: SnapshotMemory | None = None
         self._recollection = Recollection(model, optimizer, scheduler, self.extras)
@@ -111,8 +115,9 @@ class ModelState:
 
     def manifest(self) -> dict[str, Any]:
         """JSON that describes the state as it is now, with a digest per block. `read_block` belongs to the last one."""
-        self._image = None
-        return self._live().manifest
+        entries, tensors, values, outline = self._collect()
+        self._image = Image.of_tensors(entries, tensors, values, outline._replace(settings=self._settings_now()))
+        return self._image.manifest
 
     def read_block(self, index: int) -> memoryview:
         """A block of what `manifest` described; valid while the state does not change."""
@@ -125,6 +130,12 @@ class ModelState:
     def state_digest(self, step: int) -> str:
         """Of everything, and the step. 32 hex digits. Equal for any number of workers."""
         return Image.of_tensors(*self._collect()).digest(step)
+
+    def part_digests(self, step: int) -> tuple[str, dict[str, str]]:
+        """`state_digest`, and those of all that it is of, by name; `part_names` has the names from then on."""
+        digest, parts = Image.of_tensors(*self._collect()).part_digests(step)
+        self.part_names = tuple(name.removeprefix(_MODEL) for name in parts)
+        return digest, parts
 
     @property
     def names(self) -> frozenset[str]:
@@ -140,12 +151,15 @@ class ModelState:
         arena, self._arena = self._arena, None
         return Snapshot(entries, tensors, values, self.outline, now, arena, self._take_back)
 
-    def live_tensors(self) -> tuple[tuple[StateEntry, ...], list[Tensor], dict[str, Any], list[int]]:
+    def live_tensors(
+        self, settings: bool = True
+    ) -> tuple[tuple[StateEntry, ...], list[Tensor], dict[str, Any], list[int]]:
         """Entries, the tensors that they are of, the JSON values, and which tensors may change before the next update
-        (their indices); the others change in updates alone."""
+        (their indices); the others change in updates alone. settings: whether the outline is to have them."""
         found = self._recollection.recall()
         known = found is not None
-        entries, tensors, values, self.outline = found = found or self._collect()
+        entries, tensors, values, outline = found = found or self._collect()
+        self.outline = outline._replace(settings=self._settings_now() if settings else {})
         if not known:
             if not self._keepers:  # what they keep is asked for each time
                 self._recollection.remember(found)
@@ -200,6 +214,9 @@ class ModelState:
         transient = sorted(_MODEL + name for name in (*self._unique_params(), *buffers) if name not in kept)
         outline = Outline(groups, planes, tuple(transient), self._stage_facts())
         return entries, tensors, values, outline
+
+    def _settings_now(self) -> dict[str, Any]:
+        return self.settings.now()
 
     def _stage_facts(self) -> dict[str, Any] | None:
         share = self._share
@@ -333,6 +350,7 @@ class ModelState:
             give(module, tensors[_MODEL + name])
         for key, extra in self.extras.items():
             extra.load_state_dict(decode(values[f"extras/{key}"], tensors))
+        self.settings.restore(manifest.get("settings", {}))
 
     def _refuse_foreign(self, entries: Sequence[StateEntry], values: Mapping[str, Any]) -> None:
         theirs = {e.name: e for e in entries}

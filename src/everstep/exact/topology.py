@@ -145,6 +145,7 @@ def select(manifest: StateManifest, names: Collection[str]) -> tuple[dict[str, A
         **({"planes": rows_of(_planes(grids))} if "planes" in manifest else {}),
         "transient": [name for name in manifest["transient"] if name in wanted],
         "values": values,
+        **({"settings": manifest["settings"]} if "settings" in manifest else {}),
         "blocks": [manifest["blocks"][i] for i in blocks],
     }
     return sealed(body), tuple(blocks)

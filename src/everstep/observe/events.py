@@ -17,12 +17,13 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from everstep.base.below import APPEND, open_below
 from everstep.base.cause import Cause
 from everstep.base.given import open_given, portions
 
@@ -43,6 +44,7 @@ KINDS = frozenset(
         "checkpoint_skipped",
         "fallback",
         "coordinator_restarted",
+        "coordinator_killed",
         "commanded",
         "fault_injected",
         "fault_over",
@@ -64,14 +66,15 @@ _RETRY_S = 0.05
 
 
 class EventLog:
-    """Appends events to a file. Thread-safe; never raises for the file's sake.
+    """Appends events to a file (None: they go nowhere). Thread-safe; never raises for the file's sake.
 
     `defaults` are fields (worker_id, incarnation, pid, ...) that every event of this process bears unless it says
     otherwise.
     """
 
-    def __init__(self, path: str | os.PathLike[str], **defaults: Any) -> None:
-        self.path = Path(path)
+    def __init__(self, path: str | os.PathLike[str] | None, **defaults: Any) -> None:
+        self.path = Path(path or os.devnull)
+        self._nowhere = path is None
         self._defaults = dict(defaults)
         self._fd: int | None = None
         self._waiting = bytearray()
@@ -113,6 +116,9 @@ class EventLog:
 
     def _flush(self) -> bool:
         """Write what waits. Returns whether all of it is there."""
+        if self._nowhere:
+            self._waiting.clear()
+            self._lost = 0
         if not self._waiting and not self._lost:
             return True
         try:
@@ -129,7 +135,7 @@ class EventLog:
 
     def _append(self, lines: bytes) -> None:
         if self._fd is None:
-            self._fd = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            self._fd = open_below(self.path, APPEND)
         before = b"\n" if self._torn else b""  # ends the half line that a full disk left, so that it spoils no other
         written = os.write(self._fd, before + lines) - len(before)
         whole = lines.rfind(b"\n", 0, max(0, written)) + 1
@@ -198,8 +204,23 @@ def parse_events(data: bytes) -> Iterator[dict[str, Any]]:
             with contextlib.suppress(ValueError, RecursionError):
                 event = json.loads(text)
                 break
-        if isinstance(event, dict) and isinstance(event.get("kind"), str):
+        if isinstance(event, dict) and isinstance(event.get("kind"), str) and is_sane(event):
             yield event
+
+
+_MOST = {
+    "time_unix_ns": 1 << 62,
+    "step": _MAX_STEP,
+    "generation": 1 << 53,
+    "worker_id": 1 << 31,
+    "incarnation": 1 << 53,
+}
+
+
+def is_sane(line: Mapping[str, Any]) -> bool:
+    """Whether a line's times and counts are some that can be: what reads it computes with them."""
+    found = ((line.get(name), most) for name, most in _MOST.items())
+    return all(not isinstance(value, int | float) or -1 <= value <= most for value, most in found)
 
 
 def begun_last(line: bytes) -> bytes:

@@ -1,4 +1,4 @@
-"""Messages between workers: of one host through shared memory, of several over gloo.
+"""Messages between workers: of one host through shared memory, of several over our own sockets.
 
 On one host the sender writes into its own memory, and the receiver copies from there:
 
@@ -15,10 +15,10 @@ Why nothing wrong is read, without a lock:
   it has changed, the sender has left the generation, and so must the receiver, who throws the copy away.
 - Records are numbered through, and bear their generation: one of an older generation is never taken for a newer one.
 
-gloo moves bytes only when both sides have named them, and kills a process that receives another size than what was
-sent. So each *edge* (sender, receiver, kind, part) first says in a small *lead* how large its frames are, once in a
-generation; all its frames have that size, and a receiver can ask for many of them before it needs them. A message that
-is larger than its edge's frames says so in the frame, and its content follows as a message of its own.
+Sockets move bytes when both sides have named them, and the receiver has to know their size. So each *edge* (sender,
+receiver, kind, part) first says in a small *lead* how large its frames are, once in a generation; all its frames have
+that size, and a receiver can ask for many of them before it needs them. A message that is larger than its edge's frames
+says so in the frame, and its content follows as a message of its own.
 
 Tensors on other devices pass through host memory: gradients have NCCL, but single messages in any order would have to
 be paired by order on both sides, with each direction in a communicator of its own.
@@ -43,8 +43,7 @@ from everstep.parallel.fence import Fence
 from everstep.parallel.frame import HEAD_LENGTHS, Frame, frame_of, fresh_bytes, head_size, parse_head
 from everstep.parallel.group import GroupTransport
 from everstep.parallel.mapping import PAGE, Attached, Mapping, OwnMapping, PeerMapping, load_fence
-from everstep.parallel.mesh import Batch, GlooMesh
-from everstep.parallel.socket_mesh import SocketMesh
+from everstep.parallel.socket_mesh import Receipt, SocketMesh
 
 KINDS = ("act", "grad", "tied", "eval")
 
@@ -322,14 +321,14 @@ def _bytes(mapping: Mapping) -> torch.Tensor:
     return torch.frombuffer(mapping.array(ctypes.c_uint8, _ROOM_BYTES, _ROOM_AT), dtype=torch.uint8)
 
 
-# ---- between workers of several hosts: over the gloo group in which all members of a generation meet anyway
+# ---- between workers of several hosts: over the sockets with which all members of a generation meet anyway
 _HEADER = struct.Struct("<qiiiiQ")
 _LEAD = struct.Struct("<Q")
 _PARTS, _LANES = 1 << 10, 1 << 13
 _TAGS = 1 << 28
-_FRAME, _MORE = 0, 2
-"""Each hop has four tags: its frame and the marker behind it, and the same for content that the frame cannot hold."""
-_LEADS = _TAGS + 4 * len(KINDS) * _PARTS * _LANES
+_FRAME, _MORE = 0, 1
+"""Each hop has two tags: that of its frame, and that of content that the frame cannot hold."""
+_LEADS = _TAGS + 2 * len(KINDS) * _PARTS * _LANES
 
 
 class _Edge(NamedTuple):
@@ -340,15 +339,11 @@ class _Edge(NamedTuple):
 
 class _Coming(NamedTuple):
     content: torch.Tensor
-    batch: Batch
-
-    def complete(self) -> bool:
-        works = (*self.batch.works, *(marker for _, marker in self.batch.markers))
-        return all(work.is_completed() for work in works)
+    receipt: Receipt
 
 
 class GroupChannel:
-    """Satisfies `everstep.base.ports.Channel` over the mesh of `carrier`, a gloo transport of all members.
+    """Satisfies `everstep.base.ports.Channel` over the sockets of `carrier`, a transport of all members.
 
     The carrier is opened before the channel, and aborted with it. device: where received tensors are put.
     """
@@ -429,17 +424,17 @@ class GroupChannel:
         edge = _Edge(source, key.kind, key.part)
         with self._carrier.ticking():
             if edge in self._leads:
-                mesh.wait(self._leads[edge].batch)
+                mesh.wait(self._leads[edge].receipt)
                 self._ask(mesh)
             coming = self._coming.pop((source, key))
-            mesh.wait(coming.batch)
+            mesh.wait(coming.receipt)
             step, kind, part, lane, _, size = _HEADER.unpack(coming.content[: _HEADER.size].numpy().tobytes())
             found = Hop(step, KINDS[kind], part, lane)  # type: ignore[arg-type]
             check(found == key, f"expected {key} of worker {source}, got {found}")
             content = coming.content[ALIGN_BYTES:]
             if size > content.numel():
-                content, batch = _receive(mesh, size, source, _tag(key) + _MORE)
-                mesh.wait(batch)
+                content, receipt = _receive(mesh, size, source, _tag(key) + _MORE)
+                mesh.wait(receipt)
         length = head_size(content[:HEAD_LENGTHS].numpy().tobytes())
         layout = parse_head(content[:length].numpy().tobytes())
         return self._tensors(layout, content), layout.meta
@@ -460,20 +455,20 @@ class GroupChannel:
 
     # ---- inside
 
-    def _checked(self, peer: int, key: Hop) -> GlooMesh | SocketMesh:
+    def _checked(self, peer: int, key: Hop) -> SocketMesh:
         self._fence.check()
         check(peer in self._members, f"worker {peer} is no member of generation {self._fence.generation}")
         fits = 0 <= key.part < _PARTS and 0 <= key.lane < _LANES
         check(fits, f"{key}: at most {_PARTS} parts and {_LANES} lanes")
         return self._carrier.mesh
 
-    def _post(self, mesh: GlooMesh | SocketMesh, step: int, content: torch.Tensor, to: int, tag: int) -> None:
+    def _post(self, mesh: SocketMesh, step: int, content: torch.Tensor, to: int, tag: int) -> None:
         """What is sent is kept until the step is forgotten."""
-        self._sent.append((step, [content, *mesh.send_apart((content, to, tag))]))
+        self._sent.append((step, [content, mesh.send((content, to, tag))]))
 
-    def _ask(self, mesh: GlooMesh | SocketMesh) -> None:
+    def _ask(self, mesh: SocketMesh) -> None:
         """Begin to receive all that is wanted and whose size is known by now."""
-        for edge in [e for e, lead in self._leads.items() if lead.complete()]:
+        for edge in [e for e, lead in self._leads.items() if lead.receipt.is_completed()]:
             lead = self._leads.pop(edge)
             (self._frames[edge],) = _LEAD.unpack(lead.content.numpy().tobytes())
         for edge in [e for e in self._wanted if e in self._frames]:
@@ -494,9 +489,9 @@ def _filled(layout: Frame, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return content
 
 
-def _receive(mesh: GlooMesh | SocketMesh, size: int, source: int, tag: int) -> _Coming:
+def _receive(mesh: SocketMesh, size: int, source: int, tag: int) -> _Coming:
     content = fresh_bytes(size)
-    return _Coming(content, mesh.receive_apart((content, source, tag)))
+    return _Coming(content, mesh.receive((content, source, tag)))
 
 
 def _write(target: torch.Tensor, content: bytes) -> None:
@@ -504,8 +499,8 @@ def _write(target: torch.Tensor, content: bytes) -> None:
 
 
 def _tag(key: Hop) -> int:
-    return _TAGS + 4 * ((KINDS.index(key.kind) * _PARTS + key.part) * _LANES + key.lane)
+    return _TAGS + 2 * ((KINDS.index(key.kind) * _PARTS + key.part) * _LANES + key.lane)
 
 
 def _lead_tag(edge: _Edge) -> int:
-    return _LEADS + 4 * (KINDS.index(edge.kind) * _PARTS + edge.part)
+    return _LEADS + KINDS.index(edge.kind) * _PARTS + edge.part

@@ -1,8 +1,8 @@
-"""The transport between hosts: torch process groups (gloo, NCCL), one per generation, that can be aborted.
+"""The transport between hosts: connections of one generation after the other, that can be aborted.
 
-Nodes go point to point: everybody sends each block owner its part of every node, owners finish the tree, and send their
-result to everybody. Who sends what is settled before by an exchange of the nodes offered, because gloo kills a process
-that receives another size than it expects. Records go over sockets of their own (`peers`), gradients over gloo or NCCL.
+Nodes go point to point: each member sends each block owner its part of every node, owners finish the tree, and send
+their result to all. Records go over sockets of their own (`peers`); gradients over further ones, block by block as they
+become final (`streaming`), or over NCCL, once an exchange has settled who sends which nodes.
 """
 
 from __future__ import annotations
@@ -23,12 +23,11 @@ from everstep.exact.layout import BLOCK_ELEMENTS, GradientLayout
 from everstep.exact.reduce import NodePart, merge_presence
 from everstep.parallel.fence import Fence
 from everstep.parallel.mapping import record_key
-from everstep.parallel.mesh import GlooMesh, NcclLinks, Transfer
+from everstep.parallel.nccl_links import NcclLinks, Transfer
 from everstep.parallel.peers import Meeting, PeerSockets
 from everstep.parallel.reduction import (
     BlockFinisher,
     Flats,
-    batches,
     decode_offers,
     encode_offers,
     new_flat,
@@ -53,7 +52,7 @@ class GroupTransport:
 
     store: torch store that all members reach, best a `ControlStore`; keys bear the generation. key: the token of the
     role `peer`, which members prove to each other; tls: what they show where that covers them. device: where gradients
-    are; they go over sockets of our own from the CPU (over gloo's with `gloo`), and over NCCL from a CUDA device.
+    are; they go over sockets of our own from the CPU, and over NCCL from a CUDA device.
     flats: where nodes lie, None: in memory of its own.
     """
 
@@ -70,10 +69,8 @@ class GroupTransport:
         tls: Tls | None = None,
         landing: Landing | None = None,
         name: str = "",
-        gloo: bool = False,
         flats: Flats | None = None,
     ) -> None:
-        self._gloo = gloo
         self._key = key
         self._tls = tls
         self._landing = landing
@@ -86,9 +83,9 @@ class GroupTransport:
         self._fence = Fence()
         self._lock = threading.Lock()
         self._records: PeerSockets | None = None
-        self._links: GlooMesh | SocketMesh | NcclLinks | None = None
+        self._links: SocketMesh | NcclLinks | None = None
         self._stream: BlockStream | None = None
-        self._old: list[PeerSockets | GlooMesh | SocketMesh | NcclLinks] = []
+        self._old: list[PeerSockets | SocketMesh | NcclLinks] = []
         self._reaper = Reaper()
         self._tick = tick
         self._ticker = _Ticker(tick, lambda: self._fence.down)
@@ -132,9 +129,9 @@ class GroupTransport:
                     self._stream.begin(links)
 
     @property
-    def mesh(self) -> GlooMesh | SocketMesh:
+    def mesh(self) -> SocketMesh:
         """What else may go point to point among the members of the generation; not connected for a member alone."""
-        check(isinstance(self._links, GlooMesh | SocketMesh), "expected an open transport in host memory")
+        check(isinstance(self._links, SocketMesh), "expected an open transport in host memory")
         return self._links  # type: ignore[return-value]
 
     def ticking(self) -> AbstractContextManager[None]:
@@ -144,8 +141,6 @@ class GroupTransport:
     def settled(self) -> None:
         """All members are known to have received everything that was sent here in this generation."""
         self._retire_old()
-        if self._links is not None:
-            self._links.settled()
 
     def node(self, step: int, node: Node) -> torch.Tensor:
         """float32 [layout.numel] on the transport's device."""
@@ -226,9 +221,7 @@ class GroupTransport:
 
     # ---- inside
 
-    def _mesh_of(self, meeting: Meeting, stream: BlockStream | None) -> GlooMesh | SocketMesh:
-        if self._gloo:
-            return GlooMesh(meeting)
+    def _mesh_of(self, meeting: Meeting, stream: BlockStream | None) -> SocketMesh:
         self._stream = stream or BlockStream(
             self._me.worker_id,
             self._owned,
@@ -271,70 +264,28 @@ class GroupTransport:
         at = ids.index(self._me.worker_id)
         return ids[at + 1 :] + ids[:at]
 
-    def _start(self, worker_id: int) -> int:
-        return self._owned[worker_id][0] * BLOCK_ELEMENTS
-
     def _gather(self, tag: Tag, payload: bytes) -> dict[int, bytes]:
         """Records of all. Whoever wrote one has received all that was sent to him before."""
-        records, links = self._records, self._links
-        if records is None:
+        if self._records is None:
             raise InvariantViolation("an exchange before the transport was opened")
-        found = records.gather(record_key(self._fence.generation, tag), payload)
-        if links is not None:
-            links.settled()
-        return found
+        return self._records.gather(record_key(self._fence.generation, tag), payload)
 
     def _move(self, step: int, own: Mapping[Node, torch.Tensor], offers: Offers, result: torch.Tensor) -> None:
-        """Nodes to their owners, the tree finished by these, and their results to everybody."""
-        if isinstance(self._links, GlooMesh | SocketMesh):
-            try:
-                self._overlapped(self._links, step, own, offers, result)
-            finally:
-                self._links.forget()
-        elif self._links is not None:
-            self._phased(self._links, step, own, offers, result)
-        self._finisher.received(step)
-
-    def _overlapped(
-        self,
-        mesh: GlooMesh | SocketMesh,
-        step: int,
-        own: Mapping[Node, torch.Tensor],
-        offers: Offers,
-        result: torch.Tensor,
-    ) -> None:
-        """In batches: while one comes, the one before is finished and its result is on its way."""
-        me = self._me.worker_id
-        others = self._others()
-        mine = batches(*self._owned[me])
-        parts, recvs = self._parts(own, offers)
-        coming = [mesh.receive([_cut(t, self._start(me), run) for t in recvs]) for run in mine]
-        for w in others:
-            for run in batches(*self._owned[w]):
-                coming.append(mesh.receive([_cut((result, w, _TAG_RESULT), 0, run)]))
-        theirs = {w: batches(*self._owned[w]) for w in others}
-        for k in range(max(map(len, theirs.values()), default=0)):
-            for w in (w for w in others if k < len(theirs[w])):
-                mesh.send([_cut((flat, w, _TAG_NODE + i), 0, theirs[w][k]) for i, flat in enumerate(own.values())])
-        for run, batch in zip(mine, coming, strict=False):
-            mesh.wait(batch)
-            self._finisher.finish(step, run, parts, result)
-            mesh.send([_cut((result, w, _TAG_RESULT), 0, run) for w in others])
-        for batch in coming[len(mine) :]:
-            mesh.wait(batch)
-
-    def _phased(
-        self, links: NcclLinks, step: int, own: Mapping[Node, torch.Tensor], offers: Offers, result: torch.Tensor
-    ) -> None:
-        """One after the other: a group of NCCL begins and ends as a whole."""
+        """Nodes to their owners, the tree finished by these, and their results to all; one after the other, since a
+        group of NCCL begins and ends as a whole. A member alone has nothing to send."""
         others = [w for w in self._others() if self._owned[w][0] < self._owned[w][1]]
         parts, recvs = self._parts(own, offers)
         sends = [_cut((t, w, _TAG_NODE + k), 0, self._owned[w]) for w in others for k, t in enumerate(own.values())]
-        links.transfer(sends, recvs)
+        self._transfer(sends, recvs)
         run = self._owned[self._me.worker_id]
         self._finisher.finish(step, run, parts, result)
         sends = [_cut((result, w, _TAG_RESULT), 0, run) for w in self._others()] if run[0] < run[1] else []
-        links.transfer(sends, [_cut((result, w, _TAG_RESULT), 0, self._owned[w]) for w in others])
+        self._transfer(sends, [_cut((result, w, _TAG_RESULT), 0, self._owned[w]) for w in others])
+        self._finisher.received(step)
+
+    def _transfer(self, sends: list[Transfer], recvs: list[Transfer]) -> None:
+        if isinstance(self._links, NcclLinks):
+            self._links.transfer(sends, recvs)
 
     def _parts(self, own: Mapping[Node, torch.Tensor], offers: Offers) -> tuple[list[NodePart], list[Transfer]]:
         """Everybody's nodes over the own range, and what of them is to be received before they can be used."""

@@ -46,11 +46,9 @@ class Site:
         name: str,
         device: torch.device | str,
         *,
-        gloo: bool = False,
         slots: NodeSlots | None = None,
     ) -> GroupTransport:
-        """A group of that name, for gradients on that device. gloo: over its sockets, not over our own. slots: where
-        nodes lie, if not in its own memory."""
+        """A group of that name, for gradients on that device. slots: where nodes lie, if not in its own memory."""
         if self.store is None or not self.key:
             raise InvariantViolation("a store and the peers' token were looked for that nobody gave")
         return GroupTransport(
@@ -59,7 +57,6 @@ class Site:
             tls=self.tls,
             landing=self.landing,
             name=name,
-            gloo=gloo,
             flats=None if slots is None else NodeFlats(layout.numel, slots),
         )
 
@@ -104,14 +101,10 @@ def _either_meet(site: Site) -> tuple[Transport, Channel]:
     return records, EitherChannel(site.machine, near, lambda: GroupChannel(site.me, records.far, device=site.device))
 
 
-def _meet(site: Site, *, gloo: bool = False) -> tuple[Transport, Channel]:
+def _meet(site: Site) -> tuple[Transport, Channel]:
     """Records and single messages, by way of host memory wherever the tensors are."""
-    records = site.group(NO_GRADIENTS, "", "cpu", gloo=gloo)
+    records = site.group(NO_GRADIENTS, "", "cpu")
     return records, GroupChannel(site.me, records, device=site.device)
-
-
-def _gloo_pool(site: Site, layout: GradientLayout, name: str) -> Transport:
-    return site.group(layout, name, "cpu", gloo=True)
 
 
 KINDS: dict[str, TransportKind] = {
@@ -123,8 +116,6 @@ KINDS: dict[str, TransportKind] = {
         TransportKind("shm", ("cpu", "cuda"), False, _shm_meet, _shm_pool),
         # for members on any hosts, with gradients in host memory
         TransportKind("sockets", ("cpu",), True, _meet, lambda site, layout, name: site.group(layout, name, "cpu")),
-        # likewise, over gloo's sockets, which know no token
-        TransportKind("gloo", ("cpu",), True, lambda site: _meet(site, gloo=True), _gloo_pool),
         # likewise, but gradients stay on the device; records and single messages go over sockets
         TransportKind("nccl", ("cuda",), True, _meet, lambda site, layout, name: site.group(layout, name, site.device)),
         # as "auto", but connections between hosts are carried by their ferries

@@ -1,8 +1,8 @@
-"""One generation's own sockets for bulk data: what `GlooMesh` does, over connections whose ends have proved the token.
+"""One generation's own sockets for bulk data, over connections whose ends have proved the token.
 
-Apart from gloo, which takes whoever connects for a member and loses a descriptor to each stranger, because here each
-connection is authenticated before anything is read from it, and abort is a shutdown. Whoever receives says so first
-(`ask`), and whoever has it then sends: so each byte goes straight into the memory where it is wanted, and what nobody
+Not gloo's, which take any caller for a member, lose a descriptor to each stranger, and cannot be aborted: here each
+connection is authenticated before anything is read from it, and abort is a shutdown. A receiver asks first, and the
+member that has the tensor then sends it: so each byte goes straight into the memory where it is wanted, and what nobody
 asks for stays with its sender. Blocks of gradients are pushed, for their receiver has room for them (`Receiver`). Two
 threads move all bytes of a mesh, one out and one in, as nobody computes in them.
 Between hosts every byte is covered by a tag; on one host the frames around the bytes are.
@@ -19,14 +19,14 @@ import threading
 import time
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import NamedTuple, NoReturn, Protocol
 
 import torch
 
 from everstep.base.errors import CollectiveAborted, InvariantViolation, ProtocolError
 from everstep.base.ports import Node, OnTick
-from everstep.parallel.mesh import Batch, Transfer
+from everstep.parallel.nccl_links import Transfer
 from everstep.parallel.peers import Meeting, PeerSockets
 from everstep.runtime.handshake import TAG_BYTES, Seals
 
@@ -75,14 +75,14 @@ class Receiver(Protocol):
         """A connection has ended. Any thread."""
 
 
-class _Parcel:
-    """One tensor that is sent; it is kept by whoever sent it until it may be forgotten."""
+class Parcel:
+    """One tensor that is sent. Its sender keeps it until the receiver is known to have it."""
 
     def __init__(self, content: memoryview) -> None:
         self.content = content
 
 
-class _Receipt:
+class Receipt:
     """One tensor that is received. `is_completed`: it is there."""
 
     def __init__(self, worker_id: int, content: memoryview) -> None:
@@ -98,10 +98,6 @@ class _Receipt:
         self._there = True
         self.content = memoryview(b"")
 
-    def give_up(self) -> None:
-        """Nothing is to be written any more."""
-        self.content = memoryview(b"")
-
 
 class _Line(NamedTuple):
     """The connection with one member. out: frames that have not left yet, each of them pieces in order."""
@@ -113,7 +109,8 @@ class _Line(NamedTuple):
 
 
 class SocketMesh:
-    """The connections of one generation; see `GlooMesh` for what the methods promise."""
+    """The connections of one generation. Transfers between two members that bear the same tag are received in the order
+    in which they are sent."""
 
     def __init__(self, meeting: Meeting, tick: OnTick, receiver: Receiver | None = None) -> None:
         """receiver: of blocks that are pushed; without one none may be."""
@@ -124,11 +121,9 @@ class SocketMesh:
         self._lines: dict[int, _Line] = {}
         self._changed = threading.Condition()
         self._lost: dict[int, str] = {}
-        self._wanted: defaultdict[_Address, deque[_Receipt]] = defaultdict(deque)
-        self._parcels: defaultdict[_Address, deque[weakref.ref[_Parcel]]] = defaultdict(deque)
+        self._wanted: defaultdict[_Address, deque[Receipt]] = defaultdict(deque)
+        self._parcels: defaultdict[_Address, deque[weakref.ref[Parcel]]] = defaultdict(deque)
         self._asked: defaultdict[_Address, deque[int]] = defaultdict(deque)
-        self._sent: list[_Parcel] = []
-        self._posted: list[Batch] = []
         self._over = False
         self._broken: Exception | None = None
         self._wake_r, self._wake_w = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -148,31 +143,19 @@ class SocketMesh:
 
     # ---- what is sent and received
 
-    def receive(self, transfers: Sequence[Transfer]) -> Batch:
-        """Begin to receive contiguous tensors; `wait` says when they are there. Raises: CollectiveAborted."""
-        batch = Batch([self._want(*transfer) for transfer in transfers], [])
-        self._posted.append(batch)
-        return batch
+    def receive(self, transfer: Transfer) -> Receipt:
+        """Begin to receive a contiguous tensor; `wait` says when it is there. Raises: CollectiveAborted."""
+        return self._want(*transfer)
 
-    def send(self, transfers: Sequence[Transfer]) -> None:
-        """Begin to send contiguous tensors, which must not change until a later exchange. Raises: CollectiveAborted."""
-        self._sent += [self._give(*transfer) for transfer in transfers]
-
-    def receive_apart(self, transfer: Transfer) -> Batch:
-        """Begin one receive; the caller keeps the batch. Raises: CollectiveAborted."""
-        return Batch([self._want(*transfer)], [])
-
-    def send_apart(self, transfer: Transfer) -> list[object]:
-        """The other side of it; the caller keeps what this returns until all has been received.
-
-        Raises: CollectiveAborted.
-        """
-        return [self._give(*transfer)]
+    def send(self, transfer: Transfer) -> Parcel:
+        """Begin to send a contiguous tensor. The caller keeps what this returns, and does not change the tensor, until
+        all has been received. Raises: CollectiveAborted."""
+        return self._give(*transfer)
 
     def push(self, w: int, note: BlockNote, tensor: torch.Tensor) -> None:
         """Begin to send contiguous blocks for which the other side has room, or will not want them any more. They must
         not change until a later exchange. Nothing happens where the connection has ended."""
-        parcel = _Parcel(bytes_of(tensor))
+        parcel = Parcel(bytes_of(tensor))
         kind = _WHOLE_BLOCKS if note.whole else _BLOCKS
         head = _HEAD.pack(kind, note.step, len(parcel.content), note.lo, note.hi, note.first)
         with self._changed:
@@ -189,29 +172,13 @@ class SocketMesh:
         it is a thread of this mesh that could not go on."""
         self._fail(next(iter(self._lost), -1))
 
-    def wait(self, batch: Batch) -> None:
-        """Until all of the batch has come. Raises: CollectiveAborted."""
-        for receipt in batch.works:
-            with self._changed:
-                while not (receipt.is_completed() or receipt.worker_id in self._lost or self._fence.down):
-                    self._changed.wait(_WAIT_S)
-            if not receipt.is_completed():
-                self._fail(receipt.worker_id)
-
-    def forget(self) -> None:
-        """Afterwards nothing writes to receive buffers any more, whether or not the batches have come."""
+    def wait(self, receipt: Receipt) -> None:
+        """Until it is there. Raises: CollectiveAborted."""
         with self._changed:
-            receipts = [receipt for batch in self._posted for receipt in batch.works]
-            whole = all(receipt.is_completed() for receipt in receipts)
-            for receipt in receipts:
-                receipt.give_up()
-            self._posted.clear()
-        if not whole:
-            self.cut()  # the rest of what was under way would be taken for something else
-
-    def settled(self) -> None:
-        """All members are known to have received all that was sent here."""
-        self._sent.clear()
+            while not (receipt.is_completed() or receipt.worker_id in self._lost or self._fence.down):
+                self._changed.wait(_WAIT_S)
+        if not receipt.is_completed():
+            self._fail(receipt.worker_id)
 
     def cut(self) -> None:
         """Thread-safe. All pending transfers raise within milliseconds, here and at the other ends."""
@@ -231,8 +198,6 @@ class SocketMesh:
         for thread in self._threads:
             thread.join()
         self._threads.clear()
-        self._sent.clear()
-        self.forget()
         self._peers.retire()
         with self._changed:
             if self._wake_w >= 0:
@@ -242,8 +207,8 @@ class SocketMesh:
 
     # ---- inside
 
-    def _want(self, tensor: torch.Tensor, w: int, tag: int) -> _Receipt:
-        receipt = _Receipt(w, bytes_of(tensor))
+    def _want(self, tensor: torch.Tensor, w: int, tag: int) -> Receipt:
+        receipt = Receipt(w, bytes_of(tensor))
         size = len(receipt.content)
         self._check(w)
         with self._changed:
@@ -251,8 +216,8 @@ class SocketMesh:
             self._queue(w, _ASK, tag, size, None)
         return receipt
 
-    def _give(self, tensor: torch.Tensor, w: int, tag: int) -> _Parcel:
-        parcel = _Parcel(bytes_of(tensor))
+    def _give(self, tensor: torch.Tensor, w: int, tag: int) -> Parcel:
+        parcel = Parcel(bytes_of(tensor))
         self._check(w)
         with self._changed:
             waiting = self._parcels[w, tag]
@@ -293,10 +258,10 @@ class SocketMesh:
         self._fence.check()
         raise CollectiveAborted(f"generation {self._generation}: transfer with [{worker_id}]: {why}", [worker_id])
 
-    def _queue(self, w: int, kind: int, tag: int, size: int, parcel: _Parcel | None) -> None:
+    def _queue(self, w: int, kind: int, tag: int, size: int, parcel: Parcel | None) -> None:
         self._enqueue(w, _HEAD.pack(kind, tag, size, 0, 0, 0), parcel)
 
-    def _enqueue(self, w: int, head: bytes, parcel: _Parcel | None) -> None:
+    def _enqueue(self, w: int, head: bytes, parcel: Parcel | None) -> None:
         line = self._lines[w]
         line.out.append(_pieces(line.seals, head, parcel))
         self._wake()
@@ -450,7 +415,7 @@ class SocketMesh:
             self._asked[w, tag].append(size)
             self._match(w, tag)
 
-    def _receipt(self, w: int, tag: int, size: int) -> _Receipt:
+    def _receipt(self, w: int, tag: int, size: int) -> Receipt:
         with self._changed:
             wanted = self._wanted[w, tag]
             if not wanted:
@@ -461,7 +426,7 @@ class SocketMesh:
         return receipt
 
 
-def _pieces(seals: Seals, head: bytes, parcel: _Parcel | None) -> Iterator[memoryview]:
+def _pieces(seals: Seals, head: bytes, parcel: Parcel | None) -> Iterator[memoryview]:
     """One frame, piece by piece: tags are made in the order in which the pieces leave."""
     yield memoryview(head + seals.tag(head))
     if parcel is None:

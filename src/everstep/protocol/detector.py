@@ -20,6 +20,8 @@ _SUSPECT_Z = 4.264890793922825
 _DEAD_Z = 6.361340902404057
 _WINDOW = 100
 _MIN_DEVIATION_NS = 10_000_000
+_LATE_BEATS = 10
+_LATE_FACTOR = 4
 
 
 @dataclass(frozen=True)
@@ -45,12 +47,14 @@ class PhiDetector:
         self._ceiling_ns = ceiling_ns
         self._last_ns = now_ns
         self._least_mean_ns = 0
+        self._waits: deque[int] = deque(maxlen=_LATE_BEATS)
         # The expectation stands in until three real samples have replaced it.
         self._expected = 3
         self._intervals: deque[int] = deque([interval_ns] * self._expected, maxlen=_WINDOW)
 
-    def heartbeat(self, now_ns: int) -> None:
-        """A sign of life came."""
+    def heartbeat(self, now_ns: int, waited_ns: int = 0) -> None:
+        """A sign of life came. waited_ns: for how long its sender had waited for a processor since the last one."""
+        self._waits.append(waited_ns)
         if self._expected:
             self._expected -= 1
             self._intervals.popleft()
@@ -105,6 +109,9 @@ class PhiDetector:
 
     def _limits(self) -> tuple[int, int]:
         mean, deviation = self._moments()
-        dead = min(max(int(mean + _DEAD_Z * deviation), self._floor_ns), self._ceiling_ns)
+        longest = max(self._waits, default=0)
+        # A peer that waits for most of its time gets longer, within the ceiling; one with processors to spare does not.
+        late = _LATE_FACTOR * longest if longest > mean / 2 else 0
+        dead = min(max(int(mean + _DEAD_Z * deviation), self._floor_ns) + late, self._ceiling_ns)
         suspect = min(max(int(mean + _SUSPECT_Z * deviation), self._floor_ns // 2), dead)
         return suspect, dead

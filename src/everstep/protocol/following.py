@@ -5,7 +5,7 @@ A hello names the plan (`PlanName`). Whoever is asked for it (`PlanAsked`) shows
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from hashlib import blake2b
 from typing import Annotated
 
@@ -43,6 +43,13 @@ class PlanShown(OfLife, frozen=True, kw_only=True):
     plan: Plan | None
 
 
+class StatesAlike(OfLife, frozen=True, kw_only=True):
+    """From the leader: all members have found their states of this step to be alike, by stage with these digests."""
+
+    step: int
+    digests: dict[int, str]
+
+
 _encoder = msgspec.msgpack.Encoder()
 
 
@@ -51,5 +58,7 @@ def name_of(plan: Plan | None) -> PlanName | None:
     if plan is None:
         return None
     speeds = tuple((worker_id, float(speed)) for worker_id, speed in plan.speeds)
-    said = _encoder.encode(replace(plan, speeds=speeds))
+    named = replace(plan, speeds=speeds)
+    # What is known of states says nothing of who does what.
+    said = _encoder.encode({field.name: getattr(named, field.name) for field in fields(Plan) if field.name != "alike"})
     return PlanName(plan.term, plan.generation, blake2b(said, digest_size=16).hexdigest())

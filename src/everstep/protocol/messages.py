@@ -7,7 +7,7 @@ does not fit the schema raises `ProtocolError`. The runtime proves knowledge of 
 # ruff: noqa: RUF012 (msgspec copies defaults that can change)
 from __future__ import annotations
 
-from typing import Annotated, Any, Union
+from typing import Annotated, Any, Literal, Union
 
 import msgspec
 
@@ -17,10 +17,14 @@ from everstep.base.plan import Member, Plan
 from everstep.base.strikes import Strike
 from everstep.protocol.columns import PlanTold as PlanTold
 from everstep.protocol.following import PlanName
+from everstep.protocol.identity import Code, Kernels
 from everstep.protocol.messages_base import AnyMessage as AnyMessage
 from everstep.protocol.messages_base import FromAgent as FromAgent
+from everstep.protocol.messages_base import Heartbeat as Heartbeat
 from everstep.protocol.messages_base import Labels as Labels
+from everstep.protocol.messages_base import LoopLeft as LoopLeft
 from everstep.protocol.messages_base import OfLife as OfLife
+from everstep.protocol.messages_base import WorkerDone as WorkerDone
 from everstep.protocol.messages_base import WorkerLife as WorkerLife
 from everstep.protocol.messages_base import WorkerPulse as WorkerPulse
 
@@ -50,14 +54,6 @@ class AgentHello(FromAgent, frozen=True, kw_only=True):
     leaving: bool = False
     about: Annotated[dict[_Short, _Short], msgspec.Meta(max_length=16)] = {}
     domains: Labels = {}
-
-
-class Heartbeat(FromAgent, frozen=True, kw_only=True):
-    """From an agent, for all its workers. `seq` ascends; `rtt_ms` is the agent's last measured round trip."""
-
-    seq: int
-    rtt_ms: float
-    workers: list[WorkerPulse]
 
 
 class WorkerStarted(FromAgent, frozen=True, kw_only=True):
@@ -159,7 +155,8 @@ class WorkerHello(AnyMessage, frozen=True, kw_only=True):
 
     A worker without a plan has no state newer than step 0. `stages`: those whose state at `step` it has all of.
     `wants_spare`: it would rather be a spare. `state_bytes`: size of what it would have to copy to become a member, -1
-    if it does not know.
+    if it does not know. `lanes`: of its job, which a script says when it joins; 0 if it does not say. `kernels`,
+    `code`: what it computes with, and what it has imported by now.
     """
 
     member: Member
@@ -169,6 +166,15 @@ class WorkerHello(AnyMessage, frozen=True, kw_only=True):
     stages: tuple[int, ...] = ()
     wants_spare: bool = False
     state_bytes: int = -1
+    lanes: Annotated[int, msgspec.Meta(ge=0, le=1 << 20)] = 0
+    kernels: Kernels | None = None
+    code: Code | None = None
+
+
+class Imported(OfLife, frozen=True, kw_only=True):
+    """A worker has imported more since its hello. code: that alone."""
+
+    code: Code
 
 
 class WorkerHealed(OfLife, frozen=True, kw_only=True):
@@ -187,11 +193,13 @@ class HealFailed(OfLife, frozen=True, kw_only=True):
 
 
 class GenerationEntered(OfLife, frozen=True, kw_only=True):
-    """A worker has settled in a generation and computes `step` next. `phases_ms`: time spent per phase of recovery."""
+    """A worker has settled in a generation and computes `step` next. `phases_ms`: time spent per phase of recovery.
+    `loop`: what its application does after the step before: it has left its loop, or goes on; "": not known yet."""
 
     generation: int
     step: int
     phases_ms: dict[str, float]
+    loop: Literal["", "left", "on"] = ""
 
 
 class Progress(OfLife, frozen=True, kw_only=True):
@@ -222,8 +230,7 @@ class WorkerFailed(OfLife, frozen=True, kw_only=True):
     generation: in which it failed, 0 if in none. exit_code: of the job, if this ends it; 2 if what was asked for cannot
     be done.
     holds: its state is whole, and it stays until it is dismissed or the job ends. sound: states later than that of this
-    step are tainted, as it has found; -1 if there is no doubt.
-    """
+    step are tainted, as it has found before the step `tainted` (in `generation`); -1 if there is none."""
 
     step: int
     reason: str
@@ -234,22 +241,14 @@ class WorkerFailed(OfLife, frozen=True, kw_only=True):
     holds: bool = False
     cause: Cause = Cause.UNKNOWN
     sound: int = -1
-
-
-class WorkerDone(OfLife, frozen=True, kw_only=True):
-    """The worker has finished the last step; from the leader it also means that final/ is written."""
-
-    generation: int
-    step: int
-    final_written: bool
+    tainted: int = 0
 
 
 class SettleAgain(OfLife, frozen=True, kw_only=True):
     """What a worker stated when it settled does not hold (a damaged checkpoint, say): all are to settle anew.
 
     tainted: the step before which the workers' states were found to differ, as decided in `decided_in`; 0 if that is
-    not why. sound: states later than that of this step are tainted.
-    """
+    not why. sound: states later than that of this step are tainted. drift: since the script makes them differ."""
 
     generation: int
     reason: str
@@ -257,6 +256,7 @@ class SettleAgain(OfLife, frozen=True, kw_only=True):
     decided_in: int = 0
     cause: Cause = Cause.UNKNOWN
     sound: int = -1
+    drift: bool = False
 
 
 class Saved(OfLife, frozen=True, kw_only=True):
@@ -490,6 +490,10 @@ class KillWorker(OfLife, frozen=True, kw_only=True):
     cause: Cause = Cause.UNKNOWN
 
 
+class ShowStacks(OfLife, frozen=True, kw_only=True):
+    """Have this life write the Python stacks of all its threads to its log, and say in its pulses where it is."""
+
+
 class SetSlots(AnyMessage, frozen=True, kw_only=True):
     """Keep these worker ids running; start missing ones, dismiss none.
 
@@ -507,7 +511,7 @@ class Pong(AnyMessage, frozen=True, kw_only=True):
     seq: int
 
 
-# ---- gloo store over the control connection
+# ---- the store of a generation's connections and groups, over the control connection
 
 
 class StoreSet(AnyMessage, frozen=True, kw_only=True):

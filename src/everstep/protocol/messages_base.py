@@ -39,6 +39,21 @@ class OfLife(AnyMessage, frozen=True, kw_only=True):
 # ---- agent (one per host) -> coordinator
 
 
+class LoopLeft(OfLife, frozen=True, kw_only=True):
+    """The application has left its loop after this step, which is not the last one: all are to do the same."""
+
+    generation: int
+    step: int
+
+
+class WorkerDone(OfLife, frozen=True, kw_only=True):
+    """The worker has finished the last step; from the leader it also means that final/ is written."""
+
+    generation: int
+    step: int
+    final_written: bool
+
+
 class WorkerLife(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One live worker, as its agent knows it. `pid`: of the head of its cell; `limbs`: of the others, if it has any."""
 
@@ -52,7 +67,9 @@ class WorkerPulse(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """A worker's progress, read by its agent from shared memory. `still_ms`: how long the counter has not moved.
 
     compute_ms_per_lane: what a lane's forward and backward passes took of late, waiting excluded; 0 if not known.
-    slowest: of a cell of several, the rank whose counter that is.
+    slowest: of a cell of several, the rank whose counter that is. While it stands still: waited_ms: so much of
+    `still_ms` it waited for a processor; lifeless_ms: for how long it has shown no life, -1 if nobody knows; stopped:
+    by a signal; at: the innermost line of the user's code that it was seen in. cold: what it does may compile.
     """
 
     worker_id: int
@@ -63,6 +80,21 @@ class WorkerPulse(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     samples_per_s: float
     compute_ms_per_lane: float = 0.0
     slowest: int | None = None
+    waited_ms: int = 0
+    lifeless_ms: int = -1
+    stopped: bool = False
+    cold: bool = False
+    at: Annotated[str, msgspec.Meta(max_length=400)] = ""
+
+
+class Heartbeat(FromAgent, frozen=True, kw_only=True):
+    """From an agent, for all its workers. `seq` ascends; `rtt_ms` is the agent's last measured round trip. waited_ms:
+    for how long the agent has waited for a processor since the last one."""
+
+    seq: int
+    rtt_ms: float
+    workers: list[WorkerPulse]
+    waited_ms: int = 0
 
 
 # ---- between the head and a host that stands by with a replica of the job's directory

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from everstep.base.plan import WorkerKey
 from everstep.protocol import messages as m
-from everstep.protocol.following import PlanShown
+from everstep.protocol.following import PlanShown, StatesAlike
 from everstep.protocol.messages_base import ReplicaHeld, ReplicaHello
 
 AGENT = "agent"
@@ -53,7 +53,7 @@ SAYS: dict[type[m.AnyMessage], frozenset[str]] = {
         (
             *(m.WorkerHello, m.WorkerHealed, m.HealFailed, m.GenerationEntered, m.Progress, m.PeerFault),
             *(m.WorkerFailed, m.WorkerDone, m.SettleAgain, m.Saved, m.Profiled, m.StrikeDue, m.StoreSet, m.StoreGet),
-            *(m.ClaimFault, PlanShown),
+            *(m.ClaimFault, m.Imported, m.LoopLeft, PlanShown, StatesAlike),
         ),
         frozenset({WORKER}),
     ),

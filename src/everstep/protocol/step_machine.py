@@ -93,6 +93,7 @@ class StepMachine:
         self._arrived: dict[Key, dict[int, Record]] = {}  # of this generation, beyond position
         self._entered = False
         self._copied = self._served = False
+        self._untouched = True  # at step 0 the state is what this worker has built: no plan came, nothing was copied
         self._released = 0
 
     @property
@@ -164,7 +165,7 @@ class StepMachine:
     def _take(self, plan: Plan) -> list[StepEffect]:
         """Leave the old generation and state what is held in the new one."""
         effects: list[StepEffect] = []
-        fresh = self.generation == 0
+        fresh, self._untouched = self._untouched, False
         if self.plan is not None:
             effects.append(step_types.Leave(self.plan.generation, plan.reason))
         self.plan, self.generation = plan, plan.generation
@@ -245,7 +246,7 @@ class StepMachine:
     def _followed(self, event: step_types.Followed) -> list[StepEffect]:
         effects = self._move(event.position, event.records)
         self.stages, self._parts = event.stages, {}
-        self._asked = None
+        self._asked, self._untouched = None, False
         return effects + self._follow_switch()
 
     def _follow_switch(self) -> list[StepEffect]:
@@ -377,6 +378,14 @@ class StepMachine:
         self._asked = event
         return self._resume() if self.phase is Phase.IDLE else []
 
+    def _step_left(self, event: step_types.StepLeft) -> list[StepEffect]:
+        """Nothing was contributed to it: who has not computed its lanes has no gradient."""
+        if isinstance(self._asked, step_types.StepWanted):
+            self._asked, self._held, self._awaited = None, set(), set()
+            if self.phase in (Phase.COMPUTING, Phase.REDUCING):
+                self.phase = Phase.IDLE
+        return []
+
     def _seats(self, plan: Plan) -> set[tuple[int, int]]:
         """(stage, lane) of this worker's seats."""
         mine = self.me.worker_id
@@ -482,8 +491,10 @@ class StepMachine:
 
     def _tainted(self, event: step_types.UpdateRefused) -> list[StepEffect]:
         """Nothing goes on here before all have settled anew, further back."""
-        self.position, self.records = Key(self.position.step - 1, 0), {}
-        self._asked = step_types.StepWanted()
+        self._asked = None
+        if self.phase is Phase.UPDATING:
+            self.position, self.records = Key(self.position.step - 1, 0), {}
+            self._asked = step_types.StepWanted()
         self._switch, self._entered = None, False
         self._holdings.pop(self.generation, None)
         self.phase = Phase.SETTLING

@@ -16,6 +16,12 @@ import msgspec
 from everstep.base.extents import Extents
 from everstep.base.plan import Plan
 
+BY_SCRIPT = (
+    "the script makes them differ: does it change the model, the optimizer or state= depending on the worker "
+    "(run.is_main), its process, the clock or files?"
+)
+"""What a person is told where states differ for no other reason."""
+
 
 class Key(NamedTuple):
     """Of a decision."""
@@ -46,6 +52,8 @@ class Holding:
     `stages` and `snapshots` are whole. parts: of further stages, the blocks whose state at `position` it has;
     kept_parts: of further snapshots, by (stage, step), the blocks that are there.
 
+    fresh: its state was copied or read since it was last found to be that of all others.
+
     Digests of initial states, by stage: first: of those that members are known to have begun with; built: of those that
     it has built, at step 0 only.
     """
@@ -64,6 +72,7 @@ class Holding:
     kept_parts: Mapping[tuple[int, int], Extents] = field(default_factory=dict)
     first: Mapping[int, str] = field(default_factory=dict)
     built: Mapping[int, str] = field(default_factory=dict)
+    fresh: bool = False
 
 
 class Pieces(msgspec.Struct, frozen=True):
@@ -147,7 +156,8 @@ class Updated(StepEvent, frozen=True):
 
 
 class UpdateRefused(StepEvent, frozen=True):
-    """Instead of `Updated`: the decision's own records show that states differ, and nothing was applied.
+    """The decision's own records show that states differ: instead of `Updated`, as nothing was applied; or after
+    `Gathered`, which is answered by nobody.
 
     Later states than that of step `sound` count for nothing, at any worker, until all have gone back.
     """
@@ -174,6 +184,10 @@ class GatherWanted(StepEvent, frozen=True):
 
 class StepWanted(StepEvent, frozen=True):
     """The application wants the next step."""
+
+
+class StepLeft(StepEvent, frozen=True):
+    """The application does not want the step any more that it wanted, and lane results of it are gone."""
 
 
 class Followed(StepEvent, frozen=True):

@@ -52,7 +52,7 @@ def _nearest(lines: list[LogLine], time_ns: int, most: int) -> list[LogLine]:
 def _near(path: Path, time_ns: int) -> Iterator[dict[str, object]]:
     """The objects in a file about the place where that moment is."""
     data = b""
-    with contextlib.suppress(OSError), open_given(path) as file:
+    with contextlib.suppress(OSError), open_given(path, 1) as file:
         place = _place(file, time_ns)
         begin = max(0, place - _NEAR_BYTES)
         file.seek(begin)

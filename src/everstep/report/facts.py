@@ -288,8 +288,9 @@ class Facts:
     @property
     def faults(self) -> int:
         """Those that were injected, or noticed without having been injected."""
-        noticed = sum(self.counts.get(kind, 0) for kind in ("worker_evicted", "coordinator_restarted"))
-        return max(self.counts.get("fault_injected", 0), noticed)
+        count = self.counts.get
+        coordinators = max(count("coordinator_restarted", 0), count("coordinator_killed", 0))
+        return max(count("fault_injected", 0), count("worker_evicted", 0) + coordinators)
 
     @property
     def checkpoint_step(self) -> int:

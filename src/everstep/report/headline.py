@@ -21,6 +21,8 @@ _LATELY_S = 60.0
 _LONG_START_S = 60.0
 _LONG_WAIT_S = 10.0
 _BEYOND_HELP_S = 60.0
+_MANY_KILLS = 3
+_KILLS_LATELY_S = 600.0
 _BEYOND_HELP = 30.0
 _PASSIVE = ("reduce", "agree", "transfer", "settle", "idle", "stall")
 
@@ -70,11 +72,18 @@ class Now:
 
 def headline(facts: Facts, now: Now) -> Headline:
     """The sentence for this moment."""
-    for case in _CASES:
-        found = case(facts, now)
-        if found is not None:
-            return found
-    return _well(facts, now)
+    said = (found for case in _CASES if (found := case(facts, now)) is not None)
+    return _with_kills(next(said, None) or _well(facts, now), facts, now)
+
+
+def _with_kills(found: Headline, facts: Facts, now: Now) -> Headline:
+    """The same; and that the coordinator is killed again and again, where it is."""
+    kills, ago_s = facts.incidents.kills, _s(facts.incidents.killed_ns, now)
+    if kills < _MANY_KILLS or ago_s > _KILLS_LATELY_S or not now.running or facts.ended_ns is not None:
+        return found
+    text = f"{found.text} The coordinator was killed {kills} times, the last time {span(ago_s)} ago: it did not answer."
+    level = "warning" if found.level == "good" else found.level
+    return Headline(level, text, "Is the machine too busy? coordinator.silent_s is how long it may take.")
 
 
 def step_of(facts: Facts, now: Now) -> int:

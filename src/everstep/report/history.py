@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from everstep.base.doors import is_loopback
+from everstep.base.errors import ConfigError
 from everstep.base.given import read_json
 from everstep.checkpoint.names import manifest_name, step_of
 from everstep.observe.events import KINDS
@@ -26,7 +27,8 @@ from everstep.report.tally import Tally
 from everstep.report.usage import Usage
 from everstep.report.words import Event, as_dict, known, number, one_line, whole_number
 from everstep.runtime import commands
-from everstep.runtime.address import CHECKPOINTS_DIR, EVENTS_FILE, JOB_FILE, LOCK_FILE, METRICS_FOLDER
+from everstep.runtime.address import EVENTS_FILE, JOB_FILE, LOCK_FILE, METRICS_FOLDER
+from everstep.runtime.places import checkpoints_in
 
 PORTION_BYTES = 4 << 20
 _NOT_AGAIN = ("chaos", "resume_from", "network.address")
@@ -152,10 +154,10 @@ class History:
     def disk_step(self) -> int:
         """The newest step of which there is a checkpoint on disk, 0 if none; nothing is verified."""
         given = as_dict(as_dict(as_dict(self.job.get("config")).get("checkpoint")).get("disk")).get("path")
-        folder = Path(given) if isinstance(given, str) else self.run_dir / CHECKPOINTS_DIR
         try:
+            folder = Path(given) if isinstance(given, str) else checkpoints_in(self.run_dir)
             steps = [step for step in map(step_of, os.listdir(folder)) if step is not None]
-        except OSError:
+        except (OSError, ConfigError):
             return 0
         return max((step for step in steps if (folder / manifest_name(step)).is_file()), default=0)
 
@@ -214,7 +216,7 @@ class History:
             stamp = (found.st_mtime_ns, found.st_ino)
             stored = self._stored.get(name)
             if stored is None or stored[0] != stamp:
-                stored = self._stored[name] = (stamp, as_dict(read_json(path)))
+                stored = self._stored[name] = (stamp, as_dict(read_json(path, folders=name.count("/"))))
             return stored[1]
         except (OSError, ValueError):
             return {}

@@ -133,11 +133,14 @@ class Incident:
 
 @dataclass
 class Incidents:
-    """Takes in events in file order; `all`: the newest ones. `open`: what training has not gone on from yet."""
+    """Takes in events in file order; `all`: the newest ones. `open`: what training has not gone on from yet. kills: how
+    often the coordinator was killed for its silence since the job was started, the last time at `killed_ns`."""
 
     all: deque[Incident] = field(default_factory=lambda: deque(maxlen=_MOST))
     open: Incident | None = None
     count: int = 0
+    kills: int = 0
+    killed_ns: int = 0
     _homes: dict[int, str] = field(default_factory=dict)
     _redone: Incident | None = None
     _shrugged: dict[str, tuple[int, int, Hit]] = field(default_factory=dict)
@@ -295,7 +298,15 @@ class Incidents:
         where = f"the {one_line(event.get('source'), 20) or 'copy'} of step {back_to}" if back_to else "the start"
         incident.did(f"went back to {where}: {redone} steps again")
 
+    def _killed(self, event: Event, time_ns: int, step: int) -> None:
+        self.kills, self.killed_ns = self.kills + 1, time_ns
+        self._alone(Hit("coordinator", cause(event), _reason(event)), time_ns, step, "it was killed")
+
     def _coordinator(self, event: Event, time_ns: int, step: int) -> None:
+        newest = self.newest
+        if newest is not None and newest.begin_ns == self.killed_ns and cause(event) is Cause.HUNG:
+            newest.did("it was restarted")
+            return
         self._alone(Hit("coordinator", cause(event), _reason(event)), time_ns, step, "it was restarted")
 
     def _given_up(self, event: Event, time_ns: int, step: int) -> None:
@@ -320,6 +331,7 @@ class Incidents:
 
     def _over(self, event: Event, time_ns: int, step: int) -> None:
         self.begins()
+        self.kills = 0
 
 
 def _reason(event: Event) -> str:
@@ -359,6 +371,7 @@ _ACTS = {
     "waiting": Incidents._waiting,
     "fallback": Incidents._fallback,
     "coordinator_restarted": Incidents._coordinator,
+    "coordinator_killed": Incidents._killed,
     "warning": Incidents._given_up,
     "recovery_completed": Incidents._recovered,
     "job_started": Incidents._over,

@@ -98,7 +98,7 @@ class LogFiles:
             self._workers[worker_id] = Folder(self._folder, f"worker-{worker_id}.{self._of}*jsonl", self._last_bytes)
         for path in self._folder.glob("*.log") if not self._of else ():
             if path.name not in (OUTPUT_FILE.name, f"{OUTPUT_FILE.stem}.1.log"):  # also in the log of who printed it
-                self._texts.setdefault(path, Tail(path))
+                self._texts.setdefault(path, Tail(path, folders=1))
         sources = [_records(worker_id, folder) for worker_id, folder in sorted(self._workers.items())]
         sources += [_texts(path, tail) for path, tail in sorted(self._texts.items())]
         if self._events is not None:

@@ -8,10 +8,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from everstep.base.below import write_atomically
 from everstep.base.errors import ConfigError
 from everstep.base.given import read_json
 from everstep.report.words import as_dict, one_line
-from everstep.runtime.address import NOTES_FILE, write_atomically
+from everstep.runtime.address import NOTES_FILE
 
 MOST_TAGS, MOST_TAG, MOST_NOTE = 12, 40, 2000
 _MOST_BYTES = 1 << 16

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from everstep.base.below import APPEND, open_below
 from everstep.base.errors import ConfigError, EverstepError
 from everstep.base.given import read_json
 from everstep.runtime import commands
@@ -83,7 +84,7 @@ def _ask(run_dir: Path, args: dict[str, Any], timeout_s: float) -> dict[str, Any
 
 
 def _append(path: Path, data: bytes) -> None:
-    fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    fd = open_below(path, APPEND, 1)
     try:
         os.write(fd, data)
     finally:

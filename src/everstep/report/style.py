@@ -8,6 +8,7 @@ import re
 from importlib import resources
 from pathlib import Path
 
+from everstep.base.below import write_atomically
 from everstep.base.errors import ConfigError
 
 STATES = ("leader", "active", "standby", "spare", "healing", "suspect", "dead", "left")
@@ -33,8 +34,8 @@ def can_draw() -> bool:
     return True
 
 
-def write_pictures(folder: Path, figures: dict[str, str], scale: float = 2.0) -> list[Path]:
-    """One PNG per figure, light, `scale` times its nominal size.
+def write_pictures(folder: Path, figures: dict[str, str], folders: int | None, scale: float = 2.0) -> list[Path]:
+    """One PNG per figure, light, `scale` times its nominal size. folders: as for `drafted`.
 
     Raises: ConfigError if the folder cannot be written.
     """
@@ -42,12 +43,11 @@ def write_pictures(folder: Path, figures: dict[str, str], scale: float = 2.0) ->
 
     written = []
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(exist_ok=True)
         for name, svg in figures.items():
             path = folder / f"{name}.png"
-            path.write_bytes(
-                bytes(resvg_py.svg_to_bytes(svg_string=standalone(svg), zoom=scale, background=_LIGHT["panel"]))
-            )
+            png = bytes(resvg_py.svg_to_bytes(svg_string=standalone(svg), zoom=scale, background=_LIGHT["panel"]))
+            write_atomically(path, png, folders)
             written.append(path)
     except OSError as error:
         raise ConfigError(f"cannot write {folder}: {error.strerror or error}") from None

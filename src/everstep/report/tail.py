@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from everstep.base.given import open_given, skip_hole
-from everstep.observe.events import MOST_LINE_BYTES, begun_last
+from everstep.observe.events import MOST_LINE_BYTES, begun_last, is_sane
 
 CHUNK_BYTES = 1 << 20
 EVERYTHING = 1 << 62
@@ -25,7 +25,7 @@ _decode = msgspec.json.Decoder().decode
 
 
 def object_of(line: bytes) -> dict[str, Any] | None:
-    """The JSON object that a line holds, after half a line too; None if there is none."""
+    """The JSON object that a line holds, after half a line too; None if there is none, or its numbers are absurd."""
     try:
         found = _decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -33,17 +33,18 @@ def object_of(line: bytes) -> dict[str, Any] | None:
             found = json.loads(begun_last(line))  # or it has NaN, which strict readers refuse
         except (ValueError, RecursionError):
             return None
-    return found if isinstance(found, dict) else None
+    return found if isinstance(found, dict) and is_sane(found) else None
 
 
 class Tail:
     """One growing file. `replaced` counts how often another file came under its name, or it was cut off.
 
-    last_bytes: of what is there already, only so much of its end is read; None: all.
+    last_bytes: of what is there already, only so much of its end is read; None: all. folders: as for `base.below`.
     """
 
-    def __init__(self, path: Path, last_bytes: int | None = None) -> None:
+    def __init__(self, path: Path, last_bytes: int | None = None, folders: int = 0) -> None:
         self.path = path
+        self._folders = folders
         self._last_bytes = last_bytes
         self.replaced = 0
         self._position = 0
@@ -57,7 +58,7 @@ class Tail:
 
         A missing or unreadable file has nothing new. A torn last line waits for its end.
         """
-        with contextlib.suppress(OSError), open_given(self.path) as file:
+        with contextlib.suppress(OSError), open_given(self.path, self._folders) as file:
             self._look(file.fileno())
             file.seek(self._position)
             left = most_bytes
@@ -128,7 +129,9 @@ class Folder:
                 present[found.st_dev, found.st_ino] = (found.st_mtime_ns, path)
         except OSError:
             return
-        self._tails = {key: self._tails.get(key) or Tail(path, self._last_bytes) for key, (_, path) in present.items()}
+        self._tails = {
+            key: self._tails.get(key) or Tail(path, self._last_bytes, 1) for key, (_, path) in present.items()
+        }
         for key, (_, path) in sorted(present.items(), key=lambda item: item[1]):
             tail = self._tails[key]
             tail.path = path

@@ -16,6 +16,7 @@ from typing import IO, Any, cast
 
 import msgspec
 
+from everstep.base.below import drafted, placed
 from everstep.base.errors import ConfigError
 from everstep.base.given import open_given
 from everstep.report.facts import Facts
@@ -65,7 +66,7 @@ class Trace:
 def read_trace(path: Path) -> Trace:
     """Raises: ConfigError if the file is no trace of a worker."""
     try:
-        with open_given(path) as packed, gzip.open(packed, "rb") as file:
+        with open_given(path, 2) as packed, gzip.open(packed, "rb") as file:
             text = file.read(_MOST_BYTES + 1)
         if len(text) > _MOST_BYTES:
             raise ConfigError(f"{path} is no trace of a worker: it unpacks to more than {_MOST_BYTES} bytes")
@@ -75,33 +76,32 @@ def read_trace(path: Path) -> Trace:
         raise ConfigError(f"{path} is no trace of a worker: {type(error).__name__}: {error}") from None
 
 
-def merge(paths: Iterable[Path], facts: Facts, out: Path) -> int:
+def merge(paths: Iterable[Path], facts: Facts, out: Path, folders: int | None = None) -> int:
     """Write the traces at `paths`, and what `facts` knows of their time, into one. Returns how many events it has.
 
     One worker's trace is held in memory at a time. The file is gzipped if its name says so.
+    folders: as for `drafted`.
 
     Raises: ConfigError for a file that is no trace, or if the result cannot be written.
     """
-    temporary = out.with_name(f".{out.name}.part")
     begin_ns = end_ns = zero_ns = count = 0
     try:
-        with _open(temporary, out.suffix == ".gz") as file:
-            file.write(b'{"displayTimeUnit":"ms","traceEvents":[\n')
-            for path in paths:
-                trace = read_trace(path)
-                window = trace.window_ns
-                begin_ns = min(begin_ns or window[0], window[0])
-                end_ns = max(end_ns, window[1])
-                zero_ns = zero_ns or trace.base_ns
-                count += _write(file, worker_events(trace, zero_ns), count)
-                del trace
-            count += _write(file, job_events(facts, begin_ns, end_ns, zero_ns), count)
-            file.write(b'\n],"baseTimeNanoseconds":%d}\n' % zero_ns)
-        temporary.replace(out)
+        with drafted(out, folders) as draft:
+            with _open(draft, out.suffix == ".gz") as file:
+                file.write(b'{"displayTimeUnit":"ms","traceEvents":[\n')
+                for path in paths:
+                    trace = read_trace(path)
+                    window = trace.window_ns
+                    begin_ns = min(begin_ns or window[0], window[0])
+                    end_ns = max(end_ns, window[1])
+                    zero_ns = zero_ns or trace.base_ns
+                    count += _write(file, worker_events(trace, zero_ns), count)
+                    del trace
+                count += _write(file, job_events(facts, begin_ns, end_ns, zero_ns), count)
+                file.write(b'\n],"baseTimeNanoseconds":%d}\n' % zero_ns)
+            placed(draft, out.name)
     except OSError as error:
         raise ConfigError(f"cannot write {out}: {error.strerror or error}") from None
-    finally:
-        temporary.unlink(missing_ok=True)
     return count
 
 

@@ -19,6 +19,7 @@ WARNINGS = frozenset(
         "fallback",
         "checkpoint_failed",
         "coordinator_restarted",
+        "coordinator_killed",
         "fault_injected",
     }
 )
@@ -95,6 +96,7 @@ def sentence(event: Event) -> str:
         "worker_healed": f"{who} has healed{why}",
         "waiting": f"waiting{why}",
         "coordinator_restarted": f"the coordinator was restarted{why}",
+        "coordinator_killed": reason or "the coordinator was killed",
         "commanded": reason or "a command was given",
         "fault_injected": reason or "a fault was injected",
         "fault_over": reason or "a fault is over",

@@ -5,17 +5,17 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import msgspec
 
+from everstep.base.below import write_atomically
 from everstep.base.errors import ProtocolError
-from everstep.base.given import read_given
+from everstep.base.given import read_given, read_json
 from everstep.runtime.process import command_words
 
 LOCK_FILE = "lock"
@@ -89,20 +89,8 @@ def coordinator_here(path: Path, own: str) -> int:
     return there.pid if known else 0
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Readers see the old content or the new one, never a part. Raises: OSError; then nothing is left of it."""
-    with drafted(path) as draft:
-        draft.write_text(text)
-        os.replace(draft, path)
-
-
-@contextlib.contextmanager
-def drafted(path: Path) -> Iterator[Path]:
-    """Where to write a file before it gets its name: beside it, where nobody else writes, on another host of the same
-    directory neither. Nothing is left there."""
-    draft = path.with_name(f".{path.name}.{secrets.randbits(64)}")
-    try:
-        yield draft
-    finally:
-        with contextlib.suppress(OSError):
-            draft.unlink(missing_ok=True)
+def remember(run_dir: Path, facts: Mapping[str, Any]) -> None:
+    """Add to the facts of a job in job.json; a disk that refuses forgets them."""
+    with contextlib.suppress(OSError, ValueError, TypeError):
+        job = read_json(run_dir / JOB_FILE)
+        write_atomically(run_dir / JOB_FILE, json.dumps({**job, **facts}, indent=2) + "\n")

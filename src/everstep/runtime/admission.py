@@ -20,7 +20,7 @@ def why_not(facts: JobFacts, config: Config, joining: Joining) -> str:
     if joining.task and joining.task != facts.task:
         return f"--task: this host runs {joining.task} and nothing else, the job is to run {facts.task}"
     here = {**versions(), "task file": task_digest(facts.task)}
-    differing = differences(here, facts.versions, mixed=config.hosts.mixed)
+    differing = differences(here, facts.versions)
     if differing:
         return f"this host would not compute the same bits: {'; '.join(differing)}"
     try:

@@ -25,9 +25,11 @@ from everstep.protocol.messages import (
     WorkerPulse,
     WorkerStarted,
 )
+from everstep.protocol.patience import Figures, Vitals
 from everstep.protocol.roles import AGENT
 from everstep.runtime.board import Board
 from everstep.runtime.control import ControlClient
+from everstep.runtime.figures import figures_of
 from everstep.runtime.handshake import role_token
 from everstep.runtime.tls import Tls
 from everstep.runtime.versions import versions
@@ -37,6 +39,8 @@ MIN_INTERVAL_S = 0.2
 MAX_INTERVAL_S = 5.0
 RTT_FACTOR = 10.0
 _RATE_WINDOW_S = 2.0
+_STILL_MS = 500
+"""A worker that has not moved for so long is looked at."""
 
 
 class Rate:
@@ -70,13 +74,34 @@ class LaneTime:
         return self._ms
 
 
+class Stillness:
+    """What a worker could have done while its counter has not moved."""
+
+    def __init__(self) -> None:
+        self._vitals = Vitals()
+        self._waited_s = 0.0
+
+    def update(self, now_s: float, still_ms: int, look: Callable[[], Figures | None]) -> dict[str, Any]:
+        """Fields of its next pulse. still_ms: for how long it has not moved; look: asks the kernel about it."""
+        if still_ms < _STILL_MS:
+            self._vitals, self._waited_s = Vitals(), 0.0
+            return {}
+        self._waited_s += self._vitals.look(now_s, look())
+        lifeless_s = self._vitals.lifeless_s
+        return {
+            "waited_ms": int(1000 * self._waited_s),
+            "lifeless_ms": -1 if lifeless_s is None else int(1000 * lifeless_s),
+            "stopped": self._vitals.stopped,
+        }
+
+
 class AgentLink:
     """Speaks for the workers of one host.
 
     address, tls: as `ControlClient` has it. token: the job's. agent_id: of the host; it is also the host's name.
     room: for how many workers, 0 if that does not matter. own: the host's address; domains: in which it is. lives:
     called (from any thread) for the processes that run now; slots: likewise, how many are kept filled. on_message:
-    called in the connection's thread for what the coordinator says.
+    called in the connection's thread for what the coordinator says. seen_at: as `Workers` has it.
     """
 
     def __init__(
@@ -92,6 +117,7 @@ class AgentLink:
         tls: Tls | None = None,
         own: str = "",
         domains: Mapping[str, str] | None = None,
+        seen_at: Callable[[int, int], str] = lambda worker_id, since_ns: "",
     ) -> None:
         self.agent_id = agent_id
         self._about = {**versions(), "address": own}
@@ -106,7 +132,9 @@ class AgentLink:
         self._seq = 0
         self._sent: tuple[int, float] = (0, 0.0)
         self._rtts_ms: deque[float] = deque(maxlen=31)
-        self._paces: dict[tuple[int, int], tuple[Rate, LaneTime]] = {}
+        self._paces: dict[tuple[int, int], tuple[Rate, LaneTime, Stillness]] = {}
+        self._seen_at = seen_at
+        self._own_waits_s = 0.0
         self._next_s = 0.0
         self._lost: dict[int, SlotLost] = {}
         self._failed: HostFailed | None = None
@@ -138,8 +166,13 @@ class AgentLink:
         self._seq += 1
         rtt_ms = self._rtts_ms[-1] if self._rtts_ms else 0.0
         workers = list(self.pulses(self._lives(), now_s))
+        own = figures_of(os.getpid())
+        before_s, self._own_waits_s = self._own_waits_s, 0.0 if own is None else own.waited_s
+        waited_ms = int(1000 * max(0.0, self._own_waits_s - (before_s or self._own_waits_s)))
         self._sent = (self._seq, time.monotonic())
-        self.client.send(Heartbeat(agent_id=self.agent_id, seq=self._seq, rtt_ms=rtt_ms, workers=workers))
+        self.client.send(
+            Heartbeat(agent_id=self.agent_id, seq=self._seq, rtt_ms=rtt_ms, workers=workers, waited_ms=waited_ms)
+        )
 
     def beat_every(self, interval_s: float | None) -> None:
         """Seconds between heartbeats; None: ten median round trips within 0.2 to 5 s."""
@@ -148,21 +181,27 @@ class AgentLink:
     def pulses(self, lives: Iterable[WorkerLife], now_s: float) -> Iterable[WorkerPulse]:
         """What the board says of these lives."""
         now_ns = time.monotonic_ns()
-        keys = [(life.worker_id, life.incarnation) for life in lives]
-        self._paces = {key: self._paces.get(key) or (Rate(), LaneTime()) for key in keys}
-        for (worker_id, incarnation), (rate, lane_time) in self._paces.items():
+        there = {(life.worker_id, life.incarnation): life for life in lives}
+        self._paces = {key: self._paces.get(key) or (Rate(), LaneTime(), Stillness()) for key in there}
+        for key, (rate, lane_time, stillness) in self._paces.items():
+            worker_id, incarnation = key
             pulse = self._board.read(worker_id)
             if pulse.incarnation != incarnation or self._board.row(worker_id).hidden(now_ns):
                 continue
+            still_ms = pulse.still_ms(now_ns)
+            pid = (there[key].pid, *there[key].limbs)[pulse.slowest or 0]
             yield WorkerPulse(
                 worker_id=worker_id,
                 incarnation=incarnation,
                 step=pulse.step,
                 phase=pulse.phase,
-                still_ms=pulse.still_ms(now_ns),
+                still_ms=still_ms,
                 samples_per_s=rate.update(now_s, pulse.samples),
                 compute_ms_per_lane=lane_time.update(now_s, pulse.compute_ns, pulse.lanes),
                 slowest=pulse.slowest,
+                cold=pulse.cold,
+                **stillness.update(now_s, still_ms, lambda pid=pid: figures_of(pid, whole=True)),  # type: ignore[misc]
+                at=self._seen_at(worker_id, pulse.beat_ns) if still_ms else "",
             )
 
     # ---- births and deaths

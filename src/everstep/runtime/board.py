@@ -31,14 +31,14 @@ ROLES = ("", "leader", "active", "standby")
 _COUNTER, _BEAT_NS, _STEP, _PHASE, _SAMPLES, _INCARNATION, _PID, _GENERATION, _LANES, _UNSEEN_NS, _STAGE, _ROLE = range(
     12
 )
-_RANKS, _ENDING, _LEFT = 12, 13, 14
+_RANKS, _ENDING, _LEFT, _WARM = 12, 13, 14, 15
 _SPENT_NS = 16
 """From here on a word per phase."""
 _SENT_BYTES = 32
 """And from here on one per operation."""
 _ALLOCATED, _RESERVED = 40, 41
 """Bytes of device memory."""
-_FORWARD, _BACKWARD = PHASE_CODE["forward"], PHASE_CODE["backward"]
+_FORWARD, _BACKWARD, _UPDATE = PHASE_CODE["forward"], PHASE_CODE["backward"], PHASE_CODE["update"]
 _WORDS = ROW_BYTES // 8
 _monotonic_ns = time.monotonic_ns
 
@@ -51,7 +51,8 @@ class Pulse:
     phases begun; spent_ns: in each phase that has ended, in the order of `PHASES`;
     sent_bytes: given to others, in the order of `OPERATIONS`. ranks: processes of the worker, 0 or 1: this one alone;
     slowest: of several, the one that has stood still for the longest, whose `counter` and `beat_ns` these are.
-    allocated_bytes, reserved_bytes: of device memory, by torch's allocator; 0 on the CPU.
+    allocated_bytes, reserved_bytes: of device memory, by torch's allocator; 0 on the CPU. cold: what is done now may
+    compile: no update has followed a lane yet, in this life or of this shape.
     """
 
     counter: int
@@ -71,6 +72,7 @@ class Pulse:
     slowest: int | None = None
     allocated_bytes: int = 0
     reserved_bytes: int = 0
+    cold: bool = False
 
     @property
     def compute_ns(self) -> int:
@@ -117,6 +119,8 @@ class Row:
             if self._since_ns:
                 words[_SPENT_NS + words[_PHASE]] += now_ns - self._since_ns
             self._since_ns = now_ns
+            if words[_PHASE] == _UPDATE and words[_LANES]:
+                words[_WARM] = 1
             code = words[_PHASE] = PHASE_CODE[phase]
             words[_LANES] += code == _FORWARD
         if samples is not None:
@@ -125,6 +129,10 @@ class Row:
             words[_GENERATION] = generation
         words[_COUNTER] += 1
         words[_BEAT_NS] = now_ns
+
+    def chill(self) -> None:
+        """What is computed until the next update may have to be compiled."""
+        self._words[_WARM] = 0
 
     def mark(self, marks: list[tuple[int, str]] | None) -> None:
         """From now on each phase is noted there too, as (unix time in ns, name); None: no more."""
@@ -201,6 +209,7 @@ class Row:
             ranks=w[_RANKS],
             allocated_bytes=w[_ALLOCATED],
             reserved_bytes=w[_RESERVED],
+            cold=not w[_WARM],
         )
 
 

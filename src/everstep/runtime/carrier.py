@@ -16,10 +16,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from everstep.base.below import write_atomically
+from everstep.base.errors import ConfigError
 from everstep.base.given import open_given
 from everstep.protocol.messages import FilePiece, PieceTaken
-from everstep.runtime.address import CHECKPOINTS_DIR, EVENTS_FILE, METRICS_FOLDER, PROFILES_FOLDER, write_atomically
+from everstep.runtime.address import CHECKPOINTS_DIR, EVENTS_FILE, METRICS_FOLDER, PROFILES_FOLDER
 from everstep.runtime.gathering import ASK_AGAIN, LEDGER, METRICS, OUTPUT, WHOLE, digest_of
+from everstep.runtime.places import checkpoints_in
 
 HELD_FILE = "held.json"
 """What has arrived of the files that are brought whole: their digests by name."""
@@ -178,11 +181,11 @@ class Carrier:
             if load.asked and load.held >= load.size:
                 self._note(load)
                 return None
-            data = _read(load.file, load.held, PIECE_BYTES) if load.asked else b""
+            data = _read(load.file, load.path.count("/"), load.held, PIECE_BYTES) if load.asked else b""
         else:
             if load.file.stat().st_size <= load.held and load.asked:
                 return None
-            data = whole_lines(load.file, load.held) if load.asked else b""
+            data = whole_lines(load.file, load.path.count("/"), load.held) if load.asked else b""
             if load.asked and not data:
                 return None
         return FilePiece(
@@ -210,7 +213,7 @@ class Carrier:
             source = f"{self._source}-{found.st_ino}" if rotates else self._source
             load = _Load(name, source, whole, key, file=file)
             if whole:
-                load.size, load.digest = found.st_size, digest_of(file)
+                load.size, load.digest = found.st_size, digest_of(file, name.count("/"))
             self._loads[name] = load
         return load
 
@@ -218,8 +221,10 @@ class Carrier:
         top = self._folder
         if (top / EVENTS_FILE).exists():
             yield EVENTS_FILE, top / EVENTS_FILE
+        with contextlib.suppress(ConfigError):
+            if (latest := checkpoints_in(top) / "latest.json").exists():
+                yield f"{CHECKPOINTS_DIR}/latest.json", latest
         found = [*top.glob("*.json"), *(top / PROFILES_FOLDER).glob("*/worker-*.json.gz")]
-        found += (top / CHECKPOINTS_DIR).glob("latest.json")
         found += [path for folder in _FOLDERS for path in (top / folder).glob("*")]
         for path in found:
             name = path.relative_to(top).as_posix()
@@ -243,16 +248,16 @@ class Carrier:
                 self._arrived = arrived
 
 
-def _read(path: Path, at: int, most: int) -> bytes:
-    with open_given(path) as file:
+def _read(path: Path, folders: int, at: int, most: int) -> bytes:
+    with open_given(path, folders) as file:
         return os.pread(file.fileno(), most, at)
 
 
-def whole_lines(path: Path, at: int) -> bytes:
-    """What follows in a file up to the end of a line; b"" if none has ended yet."""
+def whole_lines(path: Path, folders: int, at: int) -> bytes:
+    """What follows in a file up to the end of a line; b"" if none has ended yet. folders: as for `base.below`."""
     most = PIECE_BYTES
     while True:
-        data = _read(path, at, most)
+        data = _read(path, folders, at, most)
         cut = data.rfind(b"\n") + 1
         if cut or len(data) < most or most > _MOST_LINE_BYTES:
             return data[:cut] if cut or most <= _MOST_LINE_BYTES else data

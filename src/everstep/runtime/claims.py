@@ -6,8 +6,8 @@ import os
 import re
 from pathlib import Path
 
+from everstep.base.below import drafted
 from everstep.base.given import read_given
-from everstep.runtime.address import drafted
 
 FOLDER = "chaos"
 _NAME = re.compile(r"[0-9][0-9.-]{0,40}")
@@ -18,13 +18,11 @@ def claim(run_dir: Path, name: str, text: str) -> tuple[bool, str]:
     """Whether this is the first claim of that name, and what the first one said. Raises: OSError; ValueError."""
     if not _NAME.fullmatch(name) or len(text) > _MOST_BYTES:
         raise ValueError(f"expected the number of a fault, got {name[:40]!r}")
-    folder = run_dir / FOLDER
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / name
-    with drafted(path) as draft:
+    path = run_dir / FOLDER / name
+    with drafted(path, 1, make=True) as draft:
         draft.write_text(text)
         try:
-            os.link(draft, path)
+            os.link(draft, draft.with_name(name))
         except FileExistsError:
-            return False, read_given(path, _MOST_BYTES).decode(errors="replace")
+            return False, read_given(path, _MOST_BYTES, 1).decode(errors="replace")
     return True, text

@@ -14,13 +14,15 @@ import select
 import threading
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from everstep.base.below import APPEND, open_below
 from everstep.observe.logs import RECORD, WorkerLog
 from everstep.protocol.messages import WorkerLife
 from everstep.runtime.board import OPERATIONS, PHASES, Board, Pulse
+from everstep.runtime.stacks import StackReader
 
 PRINTED_LEVEL = {"stdout": "info", "stderr": "warning"}
 _READ_BYTES = 1 << 16
@@ -30,7 +32,8 @@ _LAST_WAIT_S = 2.0
 
 
 class LineFile:
-    """A file of lines that is rotated: `x.jsonl`, then `x.1.jsonl` to `x.<keep>.jsonl`. Never raises for its sake.
+    """A file of lines, in a folder of the run directory, that is rotated: `x.jsonl`, then `x.1.jsonl` to
+    `x.<keep>.jsonl`. Never raises for its sake.
 
     dropped: lines that could not be written since the last that could.
     """
@@ -78,8 +81,7 @@ class LineFile:
             self._open()
 
     def _open(self) -> None:
-        self._path.parent.mkdir(exist_ok=True)
-        self._fd = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._fd = open_below(self._path, APPEND, 1, make=True)
         self._size = os.fstat(self._fd).st_size
         self._torn = self._torn and self._size > 0
 
@@ -93,6 +95,7 @@ class _Pipe:
     context: WorkerLog
     file: LineFile
     rest: bytes = b""
+    stacks: StackReader = field(default_factory=StackReader)
 
 
 class Collector:
@@ -105,6 +108,7 @@ class Collector:
         self._keep = keep
         self._files: dict[int, LineFile] = {}
         self._pipes: dict[int, _Pipe] = {}
+        self._seen: dict[int, tuple[int, str]] = {}
         self._epoll = select.epoll()
         self._closing_s: float | None = None
         self._wake_r, self._wake_w = os.pipe2(os.O_CLOEXEC)
@@ -129,6 +133,12 @@ class Collector:
             self._epoll.register(ours, select.EPOLLIN)
             ends.append(theirs)
         return ends[0], ends[1]
+
+    def seen_at(self, worker_id: int, since_ns: int) -> str:
+        """Where this worker was by the stacks that it has written since then (monotonic); "" if it has not. Any
+        thread."""
+        seen_ns, where = self._seen.get(worker_id, (0, ""))
+        return where if seen_ns >= since_ns else ""
 
     def close(self) -> None:
         """Take in what is still in the pipes, and end; what keeps on writing is not waited for."""
@@ -174,6 +184,10 @@ class Collector:
             lines.append(rest)
             rest = b""
         pipe.rest = rest
+        for line in lines if pipe.source == "stderr" else ():
+            where = pipe.stacks.take(line)
+            if where:
+                self._seen[pipe.context.worker_id] = time.monotonic_ns(), where
         self._write(pipe, lines)
 
     def _end(self, fd: int) -> None:

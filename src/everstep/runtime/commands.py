@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from everstep.base.below import open_below
 from everstep.base.errors import ConfigError, EverstepError, ProtocolError
 from everstep.base.given import open_given
 from everstep.protocol.messages import Command, CommandReply, decode, encode
@@ -18,6 +19,7 @@ from everstep.protocol.roles import COMMANDS, OPERATE
 from everstep.runtime import wire
 from everstep.runtime.address import COORDINATOR_FILE, LOCK_FILE, TOKEN_FILE, read_address, role_file
 from everstep.runtime.handshake import role_token
+from everstep.runtime.private import refuse_foreign, sweep_drafts
 from everstep.runtime.tls import Shown, Tls
 from everstep.runtime.wire import secured
 
@@ -112,30 +114,37 @@ def is_locked(run_dir: Path) -> bool:
         return False
 
 
-def run_lock(run_dir: Path) -> contextlib.AbstractContextManager[None]:
+@contextlib.contextmanager
+def run_lock(run_dir: Path) -> Iterator[None]:
     """Hold the directory's lock, which ends with this process at the latest.
 
-    Raises: ConfigError if another process holds it, or if the directory cannot be made or written.
+    Raises: ConfigError if another process holds it, if the directory cannot be made or written, or if it leads
+    elsewhere.
     """
     held = f"a job is still running in {run_dir}: wait for it, stop it, or choose another --run-dir"
-    return sole_holder(run_dir / LOCK_FILE, held, f"the run directory {run_dir}")
+    with sole_holder(run_dir, LOCK_FILE, held):
+        refuse_foreign(run_dir)
+        sweep_drafts(run_dir)
+        yield
 
 
 @contextlib.contextmanager
-def sole_holder(path: Path, held: str, folder: str) -> Iterator[None]:
-    """Hold a lock file, made with its folder if need be; the lock ends with this process at the latest.
+def sole_holder(run_dir: Path, name: str, held: str) -> Iterator[None]:
+    """Hold a lock file of a run directory, made with its folder if need be; the lock ends with this process at the
+    latest.
 
     The lock is one of the open file (F_OFD_SETLK), which can be asked for without being taken, and which a shared or
     exclusive flock of a stranger does not touch. The file names the process that holds it.
 
-    Raises: ConfigError, saying `held`, and by which process, if another holds it; naming `folder`, if that cannot be
-    made or written.
+    Raises: ConfigError, saying `held`, and by which process, if another holds it; or if the directory cannot be made or
+    written, or is another user's.
     """
+    path = run_dir / name
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        run_dir.mkdir(parents=True, exist_ok=True)
+        fd = open_below(path, os.O_RDWR | os.O_CREAT, name.count("/"), make=True)
     except OSError as error:
-        raise ConfigError(f"cannot write to {folder}: {error.strerror or error}") from None
+        raise ConfigError(f"cannot write to {error.filename or run_dir}: {error.strerror or error}") from None
     try:
         try:
             _lock(fd, fcntl.F_OFD_SETLK, fcntl.F_WRLCK)

@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from everstep.base.below import write_atomically
 from everstep.base.cause import Cause, Why
 from everstep.base.config import Config, load_config
 from everstep.base.config_keys import TlsConfig
@@ -74,12 +75,12 @@ class WorkerContext:
 
     def write_last_words(self, why: Why) -> None:
         """Raises: OSError."""
-        self.last_words_path.write_text(json.dumps(vars(why)) + "\n")
+        write_atomically(self.last_words_path, json.dumps(vars(why)) + "\n", 1)
 
     def read_last_words(self) -> Why | None:
         """What this worker wrote, None if it died without a word."""
         try:
-            found = parse_json(read_given(self.last_words_path).decode(errors="replace"))
+            found = parse_json(read_given(self.last_words_path, folders=1).decode(errors="replace"))
             return Why(Cause.read(found["cause"]), " ".join(str(found["reason"])[:2000].split()))
         except (OSError, ValueError, KeyError, TypeError):
             return None

@@ -37,6 +37,7 @@ from everstep.protocol.coordinator.types import (
     Knock,
     Knows,
     Received,
+    Remember,
     Report,
     Send,
     Tick,
@@ -63,22 +64,15 @@ from everstep.protocol.messages import (
 from everstep.protocol.roles import CONTROL_ROLES, PEOPLE
 from everstep.runtime import wire
 from everstep.runtime.about import answer
-from everstep.runtime.address import (
-    COORDINATOR_FILE,
-    EVENTS_FILE,
-    JOB_FILE,
-    TOKEN_FILE,
-    address_of,
-)
+from everstep.runtime.address import COORDINATOR_FILE, EVENTS_FILE, JOB_FILE, TOKEN_FILE, address_of, remember
 from everstep.runtime.coordinator_setup import coordinator_config, job_facts, scripted_strikes
 from everstep.runtime.files_desk import FilesDesk, Pages
 from everstep.runtime.following import premises_of
 from everstep.runtime.handshake import Ends, Greeter, Seals, keys_of
 from everstep.runtime.knocking import Knocker
-from everstep.runtime.places import word_in
+from everstep.runtime.places import OWN_FOLDER, word_in
 from everstep.runtime.porch import Complaints, Strangers
 from everstep.runtime.process import die_with_parent, raise_descriptor_limit
-from everstep.runtime.replica import OWN_FOLDER
 from everstep.runtime.replicas import Replicas
 from everstep.runtime.standing import (
     EtcdStore,
@@ -97,7 +91,6 @@ MAX_STRANGERS = 2048
 MAX_ASKED_BYTES = 64 << 10
 MOST_UNREAD = 4096
 MAX_UNSENT_BYTES = 256 << 20
-RETURN_NS = 30_000_000_000
 RARELY = (50_000, 20, 100)
 """When garbage is looked for: a plan for thousands makes tens of thousands of objects, none of which is any."""
 _LATE_S = _LOOK_S = 0.25
@@ -242,6 +235,8 @@ class ControlServer:
                 self._end(name)
             case Knock():
                 self._knocker.knock(effect)
+            case Remember(facts):
+                remember(self.events.path.parent, facts)
             case Report(kind, fields):
                 if kind == "recovery_completed":
                     fields = timed(fields, time.time_ns())
@@ -529,7 +524,7 @@ async def serve(place: Post) -> None:
         return await decline(cast(Tenure, tenure), own, error)
     events = EventLog(run_dir / EVENTS_FILE)
     sudden = tenure is not None and tenure.sudden
-    rules = coordinator_config(config, term, scripted_strikes(job), sudden=sudden)
+    rules = coordinator_config(config, term, scripted_strikes(job), job, sudden=sudden)
     coordinator = Coordinator(rules, journal.entries)
     board = Switchboard(job_facts(run_dir, job, 0 if place.owner else place.parent))
     server = ControlServer(coordinator, board, journal, events, token, Tls.of(shown), tenure)

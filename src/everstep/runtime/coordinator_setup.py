@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
 
-from everstep.base.config import Config, pool_wish
+from everstep.base.config import Config, inexact, pool_wish
 from everstep.base.stage_map import devices_of, hosts_of, parse_map
 from everstep.base.strikes import Strike
 from everstep.protocol.coordinator.types import (
+    Alike,
     CoordinatorConfig,
     HostRules,
 )
+from everstep.protocol.identity import Code, read_code, read_kernels
 from everstep.protocol.lease.candidate import GONE_PART
 from everstep.protocol.messages import (
     JobFacts,
@@ -27,19 +30,19 @@ from everstep.runtime.places import word_in
 from everstep.runtime.process import machine
 from everstep.runtime.versions import task_digest, versions
 
-MAX_STRANGERS = 2048
-MAX_ASKED_BYTES = 64 << 10
-MOST_UNREAD = 4096
-MAX_UNSENT_BYTES = 256 << 20
 RETURN_NS = 30_000_000_000
-_LATE_S = _LOOK_S = 0.25
 
 
 def coordinator_config(
-    config: Config, term: int = 0, strikes: Sequence[Strike] = (), *, sudden: bool = False
+    config: Config,
+    term: int = 0,
+    strikes: Sequence[Strike] = (),
+    job: Mapping[str, Any] = MappingProxyType({}),
+    *,
+    sudden: bool = False,
 ) -> CoordinatorConfig:
     """What the coordinator needs of the job's config. term: as `HostRules` has it. strikes: scripted faults of hosts
-    and links. sudden: as `Candidate` has it."""
+    and links. job: as job.json says it. sudden: as `Candidate` has it."""
     beat = config.heartbeat
     # Whoever takes another's place was not there before its lease was over: all had that time, too, or have it now.
     lacks_s = config.control.lease_s * (1 - GONE_PART) if sudden else 0.0
@@ -68,6 +71,13 @@ def coordinator_config(
             wait_ns=int(config.hosts.wait_s * 1e9),
             strikes=tuple(strikes),
             term=term,
+            hang_first_ns=int(config.hang_first_s * 1e9),
+            alike=Alike(
+                read_kernels(job.get("numerics")),
+                read_code(job.get("code")) or Code(),
+                read_code(job.get("code_before")) or Code(),
+                inexact(config),
+            ),
         ),
     )
 

@@ -25,8 +25,7 @@ from everstep.protocol.messages import (
 )
 from everstep.runtime.claims import claim
 from everstep.runtime.gathering import Receiving
-from everstep.runtime.places import PAGES, write_hosts
-from everstep.runtime.replica import OWN_FOLDER
+from everstep.runtime.places import OWN_FOLDER, PAGES, write_hosts
 
 _MOST_PAGE_BYTES = 64 << 10
 MOST_ASKED = 1000

@@ -45,6 +45,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from everstep.base.below import APPEND, open_below
 from everstep.base.cause import Why
 from everstep.base.errors import cause_of
 from everstep.runtime.board import MAX_RANKS, Board
@@ -58,6 +59,7 @@ from everstep.runtime.process import (
     outlives_workers,
     thread_count,
 )
+from everstep.runtime.stacks import show_on_signal
 
 log = logging.getLogger(__name__)
 
@@ -231,6 +233,7 @@ class ForkServer:
             if isinstance(sys.stdout, io.TextIOWrapper):
                 sys.stdout.reconfigure(line_buffering=True, write_through=False)  # a print is one write
             close_descriptors({self._board_fd, lifeline, *context.cell_fds})
+            show_on_signal(2)
             code = run_entry(entry, context)
             Board.attach(self._board_fd).row(context.worker_id, context.cell_rank).leave(code)
         except BaseException:
@@ -262,8 +265,7 @@ def _reset_signals() -> None:
 def redirect_output(path: Path) -> None:
     """Append stdout and stderr to a file; with a disk that refuses, to nowhere."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        fd = open_below(path, APPEND, 1, make=True)
     except OSError:
         fd = os.open(os.devnull, os.O_WRONLY)
     os.dup2(fd, 1)

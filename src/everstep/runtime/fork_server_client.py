@@ -13,13 +13,17 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from everstep.base.below import APPEND, open_below
 from everstep.base.errors import EverstepError
 from everstep.base.readable import readable
+from everstep.protocol.patience import Patience
 from everstep.runtime.board import MAX_ROWS, create_board_memory
 from everstep.runtime.context import Handed, WorkerContext
-from everstep.runtime.process import Pinged, own_command, pinned_environment, unreaped_status, why_ended
+from everstep.runtime.figures import ask_about
+from everstep.runtime.process import own_command, pinned_environment, unreaped_status, why_ended
 
 MODULE = "everstep.runtime.fork_server"
+SILENT_S = 5.0
 _DEATH_WAIT_S = 5.0
 
 
@@ -31,7 +35,8 @@ class ForkServerClient:
     """A fork server that runs. `ready` once it has imported everything; `fd` is readable when it has said something.
     `watch`: whether it answers pings.
 
-    sock: the way to it. process: where it is a child of this process. heard, greeting: as `Handed` has them.
+    sock: the way to it. process: where it is a child of this process. heard, greeting: as `Handed` has them. watch:
+    of the one before it.
     """
 
     def __init__(
@@ -41,13 +46,17 @@ class ForkServerClient:
         process: subprocess.Popen[bytes] | None = None,
         heard: str = "",
         greeting: dict[str, Any] | None = None,
+        watch: Patience | None = None,
     ) -> None:
         self.pid = pid
         self.pidfd = os.pidfd_open(pid)
         self.greeting = greeting or {}
         self.ready = bool(greeting)
         self._sock = sock
-        self.watch = Pinged()
+        self.watch = watch or Patience(SILENT_S)
+        self.watch.begins()
+        if self.ready:
+            self.watch.answered()
         self._process = process
         self._buffer = heard.encode()
 
@@ -91,8 +100,8 @@ class ForkServerClient:
         return messages
 
     def ping(self, now_s: float) -> None:
-        """Ask whether it answers, if it is time to; while it imports it does not have to. `now_s` is monotonic."""
-        if self.ready and self.watch.ask(now_s):
+        """Ask whether it answers, if it is time to; while it imports it cannot. `now_s` is monotonic."""
+        if ask_about(self.watch, self.pid, now_s) and self.ready:
             self._ask(op="ping")
 
     def call(self, entry: str, question: Any) -> Any:
@@ -144,22 +153,26 @@ class ForkServerClient:
         return why_ended(self._process.wait()).reason
 
 
-def start_fork_server(log_path: Path | None, board_fd: int, threads: int, preload: Sequence[str]) -> ForkServerClient:
-    """A new one, which ends with this process. log_path None: what it prints goes nowhere until `log_to`."""
+def start_fork_server(
+    log_path: Path | None, board_fd: int, threads: int, preload: Sequence[str], watch: Patience | None = None
+) -> ForkServerClient:
+    """A new one, which ends with this process. log_path None: what it prints goes nowhere until `log_to`. watch: of
+    the one before it."""
     ours, theirs = socket.socketpair()
     command = own_command(MODULE, "--fd", str(theirs.fileno()), "--board-fd", str(board_fd))
     command += ["--parent", str(os.getpid()), "--preload", ",".join(preload)]
-    with theirs, open(log_path or os.devnull, "ab") as log:
+    log = os.open(os.devnull, os.O_WRONLY) if log_path is None else open_below(log_path, APPEND, 1, make=True)
+    with theirs, os.fdopen(log, "ab") as output:
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
+            stdout=output,
+            stderr=output,
             pass_fds=(theirs.fileno(), board_fd),
             env=pinned_environment(threads),
             start_new_session=True,
         )
-    return ForkServerClient(ours, process.pid, process)
+    return ForkServerClient(ours, process.pid, process, watch=watch)
 
 
 class EarlyForkServer:

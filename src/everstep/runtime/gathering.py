@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 
+from everstep.base.below import APPEND, open_below
 from everstep.base.given import open_given, portions
 from everstep.observe.events import parse_events
 from everstep.observe.told import CAME_FROM, ToldFile
@@ -40,10 +41,10 @@ MOST_METRICS_BYTES = 64 << 20
 _encode = msgspec.json.Encoder().encode
 
 
-def digest_of(path: Path) -> str:
-    """BLAKE2b of a file, 32 hex digits. Raises: OSError."""
+def digest_of(path: Path, folders: int = 0) -> str:
+    """BLAKE2b of a file, 32 hex digits. folders: as for `base.below`. Raises: OSError."""
     found = hashlib.blake2b(digest_size=16)
-    with open_given(path) as file:
+    with open_given(path, folders) as file:
         for data in portions(file):
             found.update(data)
     return found.hexdigest()
@@ -112,7 +113,7 @@ class Receiving:
                     event[CAME_FROM] = f"{source}:{at}"
                     lines += _line(event)
         if lines:
-            if _append(self._run_dir / EVENTS_FILE, bytes(lines)) != len(lines):
+            if _append(self._run_dir / EVENTS_FILE, 0, bytes(lines)) != len(lines):
                 raise OSError("only a part fitted")  # what did is known by its place when it is read back
             self._told.look()
         self._grown[piece.path, source] = at
@@ -121,10 +122,9 @@ class Receiving:
     def _ledger(self, piece: FilePiece) -> int:
         """Into a file of its own, as a life of that number may have written another one here, in an earlier run."""
         path = self._run_dir / f"{piece.path.removesuffix('.jsonl')}-{piece.source}.jsonl"
-        path.parent.mkdir(exist_ok=True)
         held = path.stat().st_size if path.exists() else 0
         if piece.at == held and piece.data:
-            held += _append(path, piece.data)
+            held += _append(path, 1, piece.data)
         return held
 
     def _grow(self, piece: FilePiece) -> int:
@@ -133,11 +133,10 @@ class Receiving:
         held = self._grown.get(key, piece.at)
         if piece.at == held and piece.data:
             path = self._run_dir / piece.path
-            path.parent.mkdir(exist_ok=True)
             with contextlib.suppress(FileNotFoundError):
                 if path.stat().st_size > MOST_METRICS_BYTES:
                     os.replace(path, path.with_name(f"{path.stem}.1{path.suffix}"))
-            held += _append(path, piece.data)
+            held += _append(path, 1, piece.data)
         self._grown[key] = held
         return held
 
@@ -146,14 +145,14 @@ class Receiving:
         path = self._run_dir / (NEWEST_FILE if piece.path == _LATEST else piece.path)
         if self._done.get(piece.path) == piece.digest:
             return piece.size
-        path.parent.mkdir(parents=True, exist_ok=True)
+        folders = len(path.relative_to(self._run_dir).parts) - 1
         partial = path.with_name(f".{path.name}-{piece.digest}.partial")
         come = self._coming.get(piece.path)
         if come is None or come.digest != piece.digest:
             partial.unlink(missing_ok=True)
             come = self._coming[piece.path] = _Coming(piece.digest)
         if piece.at == come.held and come.held + len(piece.data) <= piece.size:
-            self._add(come, partial, piece.data)
+            self._add(come, partial, folders, piece.data)
         if come.held < piece.size:
             return come.held
         del self._coming[piece.path]
@@ -161,24 +160,24 @@ class Receiving:
             partial.unlink(missing_ok=True)
             return ASK_AGAIN
         if not piece.size:
-            partial.touch(0o600)
+            os.close(open_below(partial, APPEND, folders, make=True))
         os.replace(partial, path)
         self._done[piece.path] = piece.digest
         return piece.size
 
-    def _add(self, come: _Coming, partial: Path, data: bytes) -> None:
+    def _add(self, come: _Coming, partial: Path, folders: int, data: bytes) -> None:
         if not data:
             return
-        if _append(partial, data, come.held, durably=True) != len(data):
+        if _append(partial, folders, data, come.held, durably=True) != len(data):
             raise OSError("only a part fitted")
         come.found.update(data)
         come.held += len(data)
 
 
-def _append(path: Path, data: bytes, at: int | None = None, *, durably: bool = False) -> int:
-    """Returns how much of it is there. at: where it goes, None for the end. Raises: OSError."""
-    append = os.O_APPEND if at is None else 0
-    fd = os.open(path, os.O_WRONLY | append | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+def _append(path: Path, folders: int, data: bytes, at: int | None = None, *, durably: bool = False) -> int:
+    """Returns how much of it is there. folders: as for `base.below`. at: where it goes, None for the end. Raises:
+    OSError."""
+    fd = open_below(path, APPEND if at is None else os.O_WRONLY | os.O_CREAT, folders, make=True)
     try:
         written = os.write(fd, data) if at is None else os.pwrite(fd, data, at)
         if durably:

@@ -36,7 +36,6 @@ from everstep.runtime.tls import Shown, Tls
 from everstep.runtime.workers import Workers
 
 SERVER_HOPELESS = 3
-SERVER_SILENT_S = 5.0
 SERVER_LOG = Path(LOGS_FOLDER) / "fork-server.log"
 _END_WAIT_S = 5.0
 
@@ -86,7 +85,7 @@ class Host:
         self._sampler = self._start_sampler()
         if self.config.threads != joining.threads:
             server.close(0.0)
-            server = self._new_server()
+            server = self._new_server(server)
         self._server = server
         self._begin(server)
 
@@ -110,7 +109,7 @@ class Host:
 
     def ping_in(self, now_s: float) -> float:
         """Seconds until the fork server is asked whether it answers."""
-        return self._server.watch.due_in(now_s) if self._server.ready and self._server.fd >= 0 else inf
+        return self._server.watch.due_in(now_s) if self._server.fd >= 0 else inf
 
     def watch_server(self, now_s: float) -> None:
         """One that lives and answers nothing (stopped, or stuck in the kernel) is as good as dead."""
@@ -118,15 +117,16 @@ class Host:
         if server.fd < 0:
             return  # there is none any more
         server.ping(now_s)
-        silence_s = server.watch.silence_s(now_s)
-        if silence_s >= SERVER_SILENT_S:
-            text = f"the fork server has not answered for {silence_s:.1f} s: it is killed and started again"
-            self._notify("warning", Why(Cause.HUNG, text))
+        silent = server.watch.too_long()
+        if silent:
+            self.tell("warning", Why(Cause.HUNG, f"the fork server {silent}: it is killed and started again"))
+            server.watch.killed(now_s)
             server.kill()
             self._server_died()
 
-    def _new_server(self) -> ForkServerClient:
-        return start_fork_server(self.run_dir / SERVER_LOG, self._board.fd, self.config.threads, self._joining.preload)
+    def _new_server(self, before: ForkServerClient) -> ForkServerClient:
+        log, joining = self.run_dir / SERVER_LOG, self._joining
+        return start_fork_server(log, self._board.fd, self.config.threads, joining.preload, before.watch)
 
     def _begin(self, server: ForkServerClient) -> None:
         server.log_to(self.run_dir / SERVER_LOG)
@@ -150,7 +150,7 @@ class Host:
         if self._failures >= SERVER_HOPELESS:
             self._failed = Why(Cause.CRASH_LOOP, f"the fork server cannot start: {said}")
             return
-        self._server = self._new_server()
+        self._server = self._new_server(self._server)
         self._begin(self._server)
 
     # ---- the workers

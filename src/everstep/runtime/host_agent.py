@@ -36,6 +36,7 @@ from everstep.protocol.messages import (
     KillWorker,
     PieceTaken,
     SetSlots,
+    ShowStacks,
     StrikeNow,
     WorkerLife,
 )
@@ -128,6 +129,7 @@ class HostAgent:
             *(joining.where(), token, joining.host, joining.room, board),
             *(self._lives, self._slots, self._hear, Tls.of(shown), joining.own or joining.host),
             domains=joining.domains,
+            seen_at=lambda *about: "" if self._host is None else self._host.workers.seen_at(*about),
         )
 
     @property
@@ -239,6 +241,8 @@ class HostAgent:
         elif isinstance(message, KillWorker):
             if host.workers.kill(message.worker_id, message.incarnation):
                 self._notify("worker_killed", Why(message.cause, message.reason), worker_id=message.worker_id)
+        elif isinstance(message, ShowStacks):
+            host.workers.show_stacks(message.worker_id, message.incarnation)
         elif isinstance(message, StrikeNow) and message.kind == "kill":
             host.fall()
         elif isinstance(message, StrikeNow):
@@ -409,7 +413,7 @@ def main(argv: list[str] | None = None) -> int:
         left = take_part(joining, wire.read_token(Path(joining.token_file)))
     except (EverstepError, OSError) as error:
         print(f"everstep agent: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
-        return 2
+        return 1  # 2: it is refused, and would be again
     if left.words:
         print(f"everstep agent: {left.words}", file=sys.stderr, flush=True)
     return left.exit_code

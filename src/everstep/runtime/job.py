@@ -12,17 +12,19 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from math import inf
 from pathlib import Path
 from typing import Any
 
+from everstep.base.below import write_atomically
 from everstep.base.cause import Cause, Why
 from everstep.base.config import Config, to_dict
 from everstep.base.given import read_json
 from everstep.base.readable import readable
 from everstep.base.strikes import Strike
+from everstep.observe.events import EventLog
 from everstep.protocol.coordinator.commands import MOST_ASKED
 from everstep.protocol.messages import (
     AgentCount,
@@ -37,32 +39,33 @@ from everstep.protocol.messages import (
     Pong,
     StrikeNow,
 )
+from everstep.protocol.patience import Patience
 from everstep.protocol.roles import JOB, PEOPLE
 from everstep.runtime import wire
 from everstep.runtime.address import (
     COORDINATOR_FILE,
+    EVENTS_FILE,
     JOB_FILE,
     JOURNAL_FILE,
     LOGS_FOLDER,
     TOKEN_FILE,
     role_file,
-    write_atomically,
 )
 from everstep.runtime.control import ControlClient
+from everstep.runtime.figures import ask_about
 from everstep.runtime.handshake import role_token
+from everstep.runtime.job_end import JobEnd, Outcome, reserve_s
+from everstep.runtime.journal import end_in_file
 from everstep.runtime.places import HOSTS_FILE, leave_word
-from everstep.runtime.process import Inbox, Pinged, last_line, raise_descriptor_limit, taking_signals
+from everstep.runtime.process import Inbox, last_line, raise_descriptor_limit, taking_signals
 from everstep.runtime.succession import Lead, Succession
-from everstep.runtime.supervisor import CoordinatorProcess, LocalHost, Supervised
+from everstep.runtime.supervisor import REFUSED, CoordinatorProcess, LocalHost, Supervised
 from everstep.runtime.tls import Tls, shown_by
 
-COORDINATOR_SILENT_S = 5.0
-GRACE_S = 10.0
-AGENTS_WAIT_S = 40.0
 INTERRUPTED_WAIT_S = 3.0
-LAST_WAIT_S = 15.0
 GOODBYE_S = 1.0
-ALONE_S = 1.0
+JOURNAL_S = 2.0
+_ALONE = "the workers take the checkpoint among themselves, and leave"
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 Observer = Callable[[dict[str, Any]], None]
 
@@ -115,21 +118,25 @@ class Job:
         self._local = local
         self._end = JobEnd(config.quorum_wait_s)
         self._link: JobLink | None = None
-        self._silenced = 0
+        self._watch = Patience(config.coordinator.silent_s)
 
     # ---- from outside
 
-    def run(self) -> int:
-        """Run the job to its end. Returns the exit code; `outcome` says more. Nothing is left running on this host."""
+    def run(self, on_event: Observer | None = None) -> int:
+        """Run the job to its end. on_event: as the constructor has it, where that had none yet.
+
+        Returns the exit code; `outcome` says more. Nothing is left running on this host.
+        """
+        self._on_event = self._on_event or on_event
         try:
-            with taking_signals(_SIGNALS, self.interrupt):
+            with hearing_signals(self):
                 self._write_files()
                 self._start_coordinator()
                 self._start_local()
                 own = self._succession.address or self.config.network.address
                 shown = shown_by(self.config.security.tls, self._token, own)
                 where = self.run_dir / COORDINATOR_FILE
-                self._link = JobLink(where, self._token, self._inbox.put, Tls.of(shown))
+                self._link = JobLink(where, self._token, self._inbox.put, self._watch, Tls.of(shown))
                 while not self._end.over:
                     self._turn(self._link)
         finally:
@@ -166,6 +173,7 @@ class Job:
 
     def _start_coordinator(self) -> None:
         self._coordinator.start()
+        self._watch.begins()
         if self._link is not None:
             self._link.expect_anew()
         self._notify("coordinator_started", pid=self._coordinator.pid)
@@ -188,12 +196,13 @@ class Job:
         for item in self._inbox.take():
             self._take(item, link)
         now_s = time.monotonic()
-        link.ping(now_s)
+        if ask_about(self._watch, self._coordinator.pid, now_s):
+            link.ping()
         if self._end.outcome is None:
             led = self._lead.here
             self._lead.look(self._coordinator.pid)
             if self._lead.here and not led:
-                link.expect_anew()  # what was silent was the one before it
+                self._watch.answered()  # what was silent was the one before it
             self._check_processes(link, now_s)
             self._start_due(now_s)
             self._look_for_answer(link, now_s)
@@ -206,19 +215,23 @@ class Job:
     def _patience(self, link: JobLink, now_s: float) -> float:
         restarts = [process.restart_at_s for process in (self._coordinator, self._local) if process is not None]
         restart_s = min(restarts) - now_s if self._end.outcome is None and not self._end.alone else inf
-        return min(1.0, link.due_in(now_s), self._end.due_in(now_s), restart_s)
+        return min(1.0, self._watch.due_in(now_s), self._end.due_in(now_s), restart_s)
 
     def _start_due(self, now_s: float) -> None:
-        if self._coordinator.restart_at_s <= now_s:
+        if self._coordinator.restart_at_s <= now_s and not self._end.failing:
             self._start_coordinator()
         if self._local is not None and self._local.restart_at_s <= now_s and not self._end.alone:
             self._start_local()
 
     def _look_for_answer(self, link: JobLink, now_s: float) -> None:
-        """The job is to end, and no coordinator says how: the workers do it among themselves."""
+        """While the coordinator says nothing: its journal may say how the job ended; else, if the job is to end, the
+        workers do it among themselves."""
+        if self._succession.begins and link.unheard_s(now_s) >= JOURNAL_S:
+            ended = end_in_file(self.run_dir / JOURNAL_FILE)
+            if ended is not None:
+                self._end.told(ended, now_s)
         if self._local is not None and self._end.goes_alone(now_s, link.unheard_s(now_s)):
-            text = "no coordinator answers: the workers take the checkpoint among themselves, and leave"
-            self._notify("warning", Why(Cause.INTERRUPTED, text))
+            self._notify("warning", Why(Cause.INTERRUPTED, f"no coordinator answers: {_ALONE}"))
             self._local.end_alone()
 
     def _check_processes(self, link: JobLink, now_s: float) -> None:
@@ -226,16 +239,19 @@ class Job:
         woken = self._local.wake(now_s) if self._local is not None else ""
         if woken:
             self._notify("warning", Why(Cause.HUNG, woken))
-        if self._coordinator.pidfd < 0 or self._coordinator.pid == self._silenced or not self._lead.here:
+        if self._coordinator.pidfd < 0 or not self._lead.here:
             return
-        silence_s = link.silence_s(now_s)
+        silent = self._watch.too_long()
         stands_by = bool(self._succession.owner) and link.unheard_s(now_s) > self._coordinator.age_s(now_s)
-        if silence_s >= COORDINATOR_SILENT_S and not stands_by:
-            self._silenced = self._coordinator.pid
-            again = " and started again" if self._end.outcome is None else ": the job is over"
-            text = f"the coordinator has not answered for {silence_s:.1f} s: it is killed{again}"
-            self._notify("warning", Why(Cause.HUNG, text))
-            self._coordinator.kill()
+        if silent and not stands_by and self._coordinator.kill():
+            self._watch.killed(now_s)
+            again = f"and started again, with a limit of {self._watch.limit_s:g} s"
+            what = again if self._end.outcome is None else "the job is over"
+            about: dict[str, Any] = {"kills": self._watch.kills, "silent_s": self._watch.silence_s}
+            about |= {"cause": Cause.HUNG, "reason": f"the coordinator {silent}: it is killed, {what}"}
+            events = EventLog(self.run_dir / EVENTS_FILE, pid=self._coordinator.pid)
+            events.write("coordinator_killed", **about)
+            events.close()
 
     def _on_coordinator_death(self) -> None:
         why, hopeless = self._coordinator.died(time.monotonic())
@@ -244,27 +260,33 @@ class Job:
             self._end.present(())  # nobody will say when the agents have left
         if self._coordinator.moved:
             self._end.give_up(3, why)
-        elif hopeless and self._end.outcome is None:
+        elif hopeless and self._end.outcome is None and not self._end.alone:
             self._fail_start("the coordinator", self._coordinator, why)
 
     def _on_local_death(self) -> None:
         if self._local is None:
             return
         why, hopeless = self._local.died(time.monotonic())
-        if self._end.outcome is not None or self._local.restart_at_s == inf:
+        refused = self._local.exit_code == REFUSED
+        if self._end.outcome is not None or (self._local.restart_at_s == inf and not refused):
             return  # it has left, as it was to
         self._notify("agent_died", Why(Cause.HOST_LOST, why.reason))
-        if self._succession.owner and self._local.exit_code in (
-            2,
-            3,
-        ):  # it was refused, or no coordinator has come back
+        if self._succession.owner and self._local.exit_code in (REFUSED, 3):  # 3: no coordinator has come back
             self._end.give_up(self._local.exit_code, Why(Cause.UNKNOWN, last_line(self._local.log_path)))
+        elif refused and not self._end.others(self._local.name):
+            self._end.fail(Why(Cause.CONFIG, last_line(self._local.log_path).removeprefix("everstep agent: ")), REFUSED)
         elif hopeless:
             self._fail_start("the agent of this host", self._local, why)
 
     def _fail_start(self, what: str, process: Supervised, why: Why) -> None:
         text = f"{what} cannot start ({why.reason}): {last_line(process.log_path)}"
-        self._end.fail(Why(Cause.CRASH_LOOP, text))
+        rule = self.config.checkpoint
+        if process is self._coordinator and rule.enabled and self._local is not None and self._local.pidfd >= 0:
+            self._notify("warning", Why(Cause.CRASH_LOOP, f"{text}; {_ALONE}"))
+            self._end.fail_alone(Why(Cause.CRASH_LOOP, text), time.monotonic(), rule.grace_s)
+            self._local.end_alone()
+        else:
+            self._end.fail(Why(Cause.CRASH_LOOP, text))
 
     # ---- what comes
 
@@ -313,7 +335,7 @@ class Job:
         if not self._end.signal(number, time.monotonic(), grace_s):
             return
         why = Why(Cause.INTERRUPTED, f"interrupted by {name}")
-        save_s = 0.8 * (grace_s - _reserve_s(grace_s))
+        save_s = 0.8 * (grace_s - reserve_s(grace_s))
         args = {**vars(why), "exit_code": 128 + number, "grace_s": save_s}
         link.command("stop", args, time.monotonic() + save_s)
         self._notify("warning", Why(why.cause, f"{why.reason}: ending in order, once more ends at once"))
@@ -349,170 +371,50 @@ class Job:
             self._on_event({"time_unix_ns": time.time_ns(), "kind": kind, **said, **fields})
 
 
+def hearing_signals(job: Job) -> AbstractContextManager[None]:
+    """While inside, signals are noted, and acted upon while the job runs: also those that come before it does."""
+    return taking_signals(_SIGNALS, job.interrupt)
+
+
 def _forget(path: Path) -> None:
     with contextlib.suppress(OSError):
         path.unlink(missing_ok=True)
-
-
-# ---- how it comes to its end; time is passed in
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """How the job ended: 'completed', 'failed' or 'interrupted', and why."""
-
-    exit_code: int
-    state: str
-    why: Why
-
-
-class JobEnd:
-    """Says when the job is over, and how. finish_s: how long workers may go on after the last step.
-
-    alone: the workers of this host end it, since it was interrupted and no coordinator answered.
-    """
-
-    def __init__(self, finish_s: float) -> None:
-        self._finish_s = finish_s
-        self._signals = 0
-        self._left: set[str] = set()
-        self._present: set[str] = set()
-        self._deadline_s = self._asked_s = inf
-        self.interrupted = 0
-        self.alone = False
-        self.outcome: Outcome | None = None
-        self.over = False
-
-    def due_in(self, now_s: float) -> float:
-        """Seconds until `look` has something to say if nothing comes before."""
-        return self._deadline_s - now_s
-
-    def signal(self, number: int, now_s: float, grace_s: float) -> bool:
-        """One that is to end the job. grace_s: for a checkpoint and until all is over; 0: there is none.
-
-        Returns whether the coordinator is to be asked to end it; a second one ends everything now.
-        """
-        self._signals += 1
-        if self._signals > 1:
-            self.outcome = (None if self.interrupted else self.outcome) or _interrupted(number)
-            self.over = True
-            return False
-        self.interrupted = number
-        if self.outcome is not None:
-            return False
-        self._asked_s, self._deadline_s = now_s, now_s + (grace_s - _reserve_s(grace_s) or GRACE_S)
-        return True
-
-    def goes_alone(self, now_s: float, unheard_s: float) -> bool:
-        """Whether the workers of this host are to end the job from now on, by themselves. unheard_s: since the
-        coordinator was heard of."""
-        if self.alone or self.outcome is not None or min(now_s - self._asked_s, unheard_s) < ALONE_S:
-            return False
-        self.alone = True
-        return True
-
-    def told(self, message: JobEnded, now_s: float) -> None:
-        """The coordinator's word. Agents leave when their workers have."""
-        why = Why(message.cause, message.reason)
-        outcome = Outcome(message.exit_code, message.state, why)
-        if self.interrupted and message.state != "completed":
-            outcome = Outcome(128 + self.interrupted, "interrupted", why)
-        if self.outcome is None:
-            self.outcome = outcome
-            wait_s = AGENTS_WAIT_S + (self._finish_s if message.state == "completed" else 0.0)
-            self._deadline_s = min(now_s + wait_s, self._deadline_s if self.interrupted else inf)
-
-    def fail(self, why: Why) -> None:
-        """It cannot go on, and nobody is there who could end it in order."""
-        self.outcome = self.outcome or Outcome(1, "failed", why)
-        self.over = True
-
-    def give_up(self, exit_code: int, why: Why) -> None:
-        """This process leaves, whatever becomes of the job."""
-        self.outcome = self.outcome or Outcome(exit_code, "interrupted", why)
-        self.over = True
-
-    def present(self, agents: Iterable[str]) -> None:
-        """These agents are connected."""
-        self._present = set(agents)
-        self._left &= self._present
-
-    def all_left(self, agent_id: str) -> None:
-        """No worker of this agent runs or is about to."""
-        self._left.add(agent_id)
-
-    def started(self, agent_id: str) -> None:
-        """A worker of this agent runs."""
-        self._left.discard(agent_id)
-
-    def look(self, now_s: float, local: bool, leads: bool = True) -> None:
-        """Time has passed, or something has come. local: the agent of the job's own host runs. leads: so does the
-        coordinator that decides; else other hosts are another one's to wait for."""
-        late = now_s >= self._deadline_s
-        if self.outcome is not None:
-            self.over = self.over or late or not (local or (leads and self._present))
-        elif self.interrupted:
-            if late or (self.alone and not local):
-                self.outcome = _interrupted(self.interrupted, "; the coordinator did not answer")
-                self.over = True
-        elif not leads or not self._left or self._left < self._present:
-            self._deadline_s = inf
-        elif self._deadline_s == inf:
-            self._deadline_s = now_s + LAST_WAIT_S
-        elif late:
-            self.fail(Why(Cause.UNKNOWN, "all workers have left, but the coordinator has not said how the job ended"))
-
-
-def _reserve_s(grace_s: float) -> float:
-    """So much of the time between a signal and the end is for ending processes."""
-    return min(5.0, grace_s / 4)
-
-
-def _interrupted(number: int, more: str = "") -> Outcome:
-    text = f"interrupted by {signal.Signals(number).name}{more}"
-    return Outcome(128 + number, "interrupted", Why(Cause.INTERRUPTED, text))
 
 
 # ---- its connection to the coordinator
 
 
 class JobLink:
-    """Speaks for the job. on_message: called in the connection's thread for what the coordinator says. tls: as
-    `ControlClient` has it."""
+    """Speaks for the job. on_message: called in the connection's thread for what the coordinator says. watch: hears of
+    each word. tls: as `ControlClient` has it."""
 
     def __init__(
         self,
         coordinator_file: Path,
         token: bytes,
         on_message: Callable[[AnyMessage], None],
+        watch: Patience,
         tls: Tls | None = None,
     ) -> None:
         self._on_message = on_message
         self._numbers = itertools.count(1)
         self._asked: dict[int, tuple[Command, float | None]] = {}
-        self._watch = Pinged()
+        self._watch = watch
+        self._greeted = False
         self._told = threading.Event()
         self._spoke_s = time.monotonic()
         self._client = ControlClient(
             coordinator_file, role_token(token, JOB), JOB, f"job-{os.getpid()}", self._hello, self._receive, tls=tls
         )
 
-    def due_in(self, now_s: float) -> float:
-        """Seconds until the next ping."""
-        return self._watch.due_in(now_s)
-
-    def ping(self, now_s: float) -> None:
-        """Ask whether the coordinator answers, if it is time to. `now_s` is monotonic."""
-        if self._watch.ask(now_s) and self._client.connected:
+    def ping(self) -> None:
+        """Ask whether the coordinator answers."""
+        if self._client.connected:
             self._client.send(Ping(seq=next(self._numbers)))
 
     def expect_anew(self) -> None:
-        """The coordinator has just been started: its silence until now counts for nothing."""
-        self._watch.answered()
-
-    def silence_s(self, now_s: float) -> float:
-        """For how long the coordinator has answered nothing."""
-        return self._watch.silence_s(now_s)
+        """The coordinator has just been started: what the one before it has said is not its word."""
+        self._greeted = False
 
     def unheard_s(self, now_s: float) -> float:
         """Since the coordinator last said anything."""
@@ -534,6 +436,7 @@ class JobLink:
             self._told.wait(GOODBYE_S)
 
     def _hello(self) -> JobHello:
+        self._greeted = True
         return JobHello(asked=[_what_is_left(*asked) for asked in tuple(self._asked.values())])
 
     def close(self) -> None:
@@ -541,7 +444,8 @@ class JobLink:
         self._client.close(0.0)
 
     def _receive(self, message: AnyMessage) -> None:
-        self.expect_anew()
+        if self._greeted:
+            self._watch.answered()
         self._spoke_s = time.monotonic()
         if isinstance(message, Goodbye):
             self._told.set()

@@ -8,17 +8,20 @@ time the file is written anew, shorter, beside it and then in its place: until t
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
-import stat
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from everstep.base.below import open_below
 from everstep.base.errors import ConfigError
-from everstep.protocol.coordinator.restoring import sensible
+from everstep.base.given import read_given
+from everstep.protocol.coordinator.restoring import end_in, sensible
 from everstep.protocol.lease.writer import compacted
+from everstep.protocol.messages import JobEnded
 
 COMPACT_BYTES = 1 << 20
 _MOST_BYTES = 1 << 30
@@ -35,10 +38,12 @@ class Journal:
 
     def __init__(self, path: str | os.PathLike[str], compact_bytes: int = COMPACT_BYTES) -> None:
         self.path = Path(path)
-        self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        if not stat.S_ISREG(os.fstat(self._fd).st_mode):
-            os.close(self._fd)
-            raise ConfigError(f"{self.path} is no regular file: expected the journal that Everstep wrote")
+        try:
+            self._fd = open_below(self.path, os.O_RDWR | os.O_CREAT)
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.EISDIR, errno.ELOOP):
+                raise
+            raise ConfigError(f"{self.path}: expected the journal that Everstep wrote; {error.strerror}") from None
         data = self._read()
         self.entries, self._end = parse(data)
         self.cut_bytes = len(data) - self._end
@@ -108,7 +113,7 @@ class Journal:
         """Have these entries in the place of those that are in the file. Raises: OSError, and then they still are."""
         draft = self.path.with_name(f".{self.path.name}.0")
         draft.unlink(missing_ok=True)
-        fd = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        fd = open_below(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL)
         try:
             _write(fd, data)
             os.fsync(fd)
@@ -156,6 +161,14 @@ def _move(fd: int, draft: Path, path: Path) -> None:
     except OSError:
         if not _is_at(fd, path, size):
             raise
+
+
+def end_in_file(path: Path) -> JobEnded | None:
+    """How the job ended, as far as a journal that another process writes says so already."""
+    try:
+        return end_in(parse(read_given(path, _MOST_BYTES))[0])
+    except (OSError, ValueError):
+        return None
 
 
 def format_entry(entry: dict[str, Any]) -> bytes:

@@ -16,6 +16,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from everstep.base.below import write_atomically
 from everstep.base.config_keys import CheckpointConfig
 from everstep.base.domains import LABEL_VALUE, LABELS, Domains, ordered
 from everstep.base.errors import ConfigError
@@ -28,7 +29,6 @@ from everstep.runtime.address import (
     LOGS_FOLDER,
     address_of,
     announce,
-    write_atomically,
 )
 
 PLACE_FILE = "place"
@@ -36,6 +36,10 @@ SOURCE_FILE = "source"
 HOSTS_FILE = "hosts.json"
 PAGES = ("rehearsed.json",)
 """Small files of a job that workers of all hosts look at."""
+REPLICA_FILE = "replica.json"
+"""In a directory that is a replica: of which it is, and the versions of its files."""
+OWN_FOLDER = "host"
+"""In a replica: the files of this host's own agent, which brings them to whoever leads, itself too."""
 _MOST_WORD_BYTES = 64
 _NOBODY = 1
 
@@ -57,6 +61,22 @@ def leave_word(run_dir: Path, checkpoints: str | None, word: str = "") -> None:
         with contextlib.suppress(OSError):  # whoever writes checkpoints says it
             Path(checkpoints).mkdir(parents=True, exist_ok=True)
             write_atomically(Path(checkpoints) / PLACE_FILE, word)
+
+
+def checkpoints_in(run_dir: Path) -> Path:
+    """Where checkpoints lie that go into a run directory; a host that stands by has one folder for all that it has.
+
+    Raises: ConfigError for a link.
+    """
+    above = run_dir.parent if run_dir.name == OWN_FOLDER and (run_dir.parent / REPLICA_FILE).is_file() else run_dir
+    folder = above / CHECKPOINTS_DIR
+    if folder.is_symlink():
+        where = os.path.realpath(folder)
+        raise ConfigError(
+            f"{folder} is a symbolic link, and below a run directory none is followed: remove it, and say where "
+            f"checkpoints go with --set checkpoint.disk.path={where}"
+        )
+    return folder
 
 
 def word_in(folder: Path) -> str:
@@ -189,7 +209,7 @@ def disk_of(facts: JobFacts, place: Place, config: CheckpointConfig, host: str) 
     Raises: ConfigError if it is to be the job's, and is not.
     """
     given = config.disk.path
-    folder = Path(given) if given is not None else place.run_dir / CHECKPOINTS_DIR
+    folder = Path(given) if given is not None else checkpoints_in(place.run_dir)
     shared = not place.apart if given is None else not facts.place or word_in(folder) == facts.place
     if config.shared == "yes" and not shared:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""What a job writes is its owner's alone: directories 0700, files 0600.
+"""What a job writes is its owner's alone: directories 0700, files 0600; and in a directory that is the right user's.
 
 The umask sees to it, since every process of a job inherits it and libraries that write files by themselves heed it.
 What an older version or another umask left wider is closed when a job runs there again.
@@ -6,13 +6,17 @@ What an older version or another umask left wider is closed when a job runs ther
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import stat
+import time
 from collections.abc import Callable
 from pathlib import Path
 
+from everstep.base.below import DRAFT, folder_of, whose
 from everstep.base.config_keys import NOTICES, SINKS
+from everstep.base.errors import ConfigError
 from everstep.protocol.roles import PEOPLE
 from everstep.runtime import address, places
 
@@ -30,7 +34,13 @@ _OURS = {
 _OURS_TOO = re.compile(
     rf"previous-\d+|\.({'|'.join(map(re.escape, _OURS))})\.\d+"  # moved there by --fresh; being written
 )
+_WRITTEN_S = 10.0
+"""A younger draft may be one that a dashboard is writing."""
 _OF_A_STORE = re.compile(r"(step-|damaged-).*|(latest|best|pins)\.json")
+
+
+def _is_ours(name: str) -> bool:
+    return name in _OURS or _OURS_TOO.fullmatch(name) is not None
 
 
 def write_privately() -> None:
@@ -43,7 +53,48 @@ def close_run_dir(run_dir: Path) -> None:
 
     Raises: OSError.
     """
-    _close_what_is_ours(run_dir, lambda name: name in _OURS or _OURS_TOO.fullmatch(name) is not None)
+    _close_what_is_ours(run_dir, _is_ours)
+
+
+def refuse_foreign(run_dir: Path) -> None:
+    """Before a job uses a directory: it is no other user's, and nothing that the job opens, moves or removes there is a
+    link to somewhere else.
+
+    Raises: ConfigError.
+    """
+    places.checkpoints_in(run_dir)
+    try:
+        with folder_of(run_dir / address.LOCK_FILE) as folder:
+            links = [name for name in filter(_is_ours, os.listdir(folder)) if (run_dir / name).is_symlink()]
+    except OSError as error:
+        raise ConfigError(f"cannot use {run_dir}: {error.strerror or error}") from None
+    if links:
+        raise ConfigError(
+            f"{run_dir / links[0]} is a symbolic link, and below a run directory none is followed: remove it, or "
+            "choose another --run-dir"
+        )
+
+
+def owner_words(run_dir: Path) -> str:
+    """A warning for the user of a directory that root made for others, or that root uses; "" if there is no need.
+
+    Raises: OSError.
+    """
+    owner, own = whose(run_dir)
+    if owner == own:
+        return ""
+    who = "root" if owner == 0 else f"user {owner}"
+    return f"warning: {run_dir} belongs to {who}, and this job is user {own}'s: {who} can change what the job reads"
+
+
+def sweep_drafts(run_dir: Path) -> None:
+    """Remove what writers left in a (locked) directory who were killed before it had its name."""
+    folders = [run_dir, *(run_dir / name for name in _OURS - {address.CHECKPOINTS_DIR} if (run_dir / name).is_dir())]
+    for folder in folders:
+        for path in folder.glob(".*"):
+            with contextlib.suppress(OSError):
+                if DRAFT.fullmatch(path.name) and path.lstat().st_mtime < time.time() - _WRITTEN_S:
+                    path.unlink()
 
 
 def close_store(folder: Path) -> None:

@@ -182,9 +182,9 @@ def why_ended(code: int) -> Why:
 
 
 def last_line(path: Path) -> str:
-    """The last line of a text file that is not empty, '' if there is none."""
+    """The last line of a text file, in a folder of a run directory, that is not empty, '' if there is none."""
     with contextlib.suppress(OSError):
-        with open_given(path) as file:
+        with open_given(path, 1) as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - 8192))
             lines = file.read(8192).decode(errors="replace").split("\n")
         return next((line.strip() for line in reversed(lines) if line.strip()), "")
@@ -255,42 +255,6 @@ def _counter() -> Path:
     if "memory" in paths:
         return _ROOT / "memory" / paths["memory"] / "memory.oom_control"
     return _ROOT / paths.get("", "") / "memory.events"
-
-
-PING_S = 0.25
-SILENT_PINGS = 20
-
-
-class Pinged:
-    """Whether a process that is asked again and again still answers.
-
-    Silence counts once several pings have had time for an answer, so a process that was itself stopped for a while does
-    not blame the other.
-    """
-
-    def __init__(self) -> None:
-        self._next_s = 0.0
-        self.answered()
-
-    def due_in(self, now_s: float) -> float:
-        """Seconds until the next ping."""
-        return max(0.0, self._next_s - now_s)
-
-    def ask(self, now_s: float) -> bool:
-        """Whether it is time for a ping, which counts from now on."""
-        if now_s < self._next_s:
-            return False
-        self._next_s = now_s + PING_S
-        self._unanswered += 1
-        return True
-
-    def answered(self) -> None:
-        """It has said something, or was started anew."""
-        self._unanswered, self._heard_s = 0, time.monotonic()
-
-    def silence_s(self, now_s: float) -> float:
-        """For how long it has answered nothing."""
-        return now_s - self._heard_s if self._unanswered > SILENT_PINGS else 0.0
 
 
 T = TypeVar("T")

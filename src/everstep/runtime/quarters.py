@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from everstep.base.below import write_atomically
 from everstep.base.config_keys import CheckpointConfig
 from everstep.base.errors import ConfigError
 from everstep.base.given import open_given, read_given
@@ -27,7 +28,7 @@ from everstep.protocol.messages import (
     JobPage,
     PieceTaken,
 )
-from everstep.runtime.address import LOGS_FOLDER, write_atomically
+from everstep.runtime.address import LOGS_FOLDER
 from everstep.runtime.carrier import Carrier
 from everstep.runtime.commands import run_lock
 from everstep.runtime.context import Joining
@@ -202,6 +203,6 @@ def log_bytes(folder: Path, name: str, start: int) -> bytes:
     """Some bytes of one of them; b"" of what is none."""
     if not _LOG.fullmatch(name):
         return b""
-    with contextlib.suppress(OSError, OverflowError), open_given(folder / name) as file:
+    with contextlib.suppress(OSError, OverflowError), open_given(folder / name, 1) as file:
         return os.pread(file.fileno(), LOG_BYTES, max(0, start))
     return b""

@@ -18,15 +18,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from everstep.base.below import open_below, write_atomically
 from everstep.base.given import read_json
 from everstep.protocol.messages_base import ReplicaPiece, ReplicaPieces
-from everstep.runtime.address import DATASET_FILE, EVENTS_FILE, JOB_FILE, NOTES_FILE, write_atomically
-from everstep.runtime.places import PAGES
+from everstep.runtime.address import DATASET_FILE, EVENTS_FILE, JOB_FILE, NOTES_FILE
+from everstep.runtime.places import PAGES, REPLICA_FILE
 
-REPLICA_FILE = "replica.json"
-"""In a directory that is one: of which it is, and the versions of its files."""
-OWN_FOLDER = "host"
-"""In a replica: the files of this host's own agent, which brings them to whoever leads, itself too."""
 GROWS = re.compile(
     r"events\.jsonl|ledger/worker-\d{1,7}-\d{1,9}(-[0-9a-f]{16})?\.jsonl"
     r"|metrics/[A-Za-z0-9_][A-Za-z0-9._-]{0,69}\.jsonl|logs/output(\.1)?\.log"
@@ -117,9 +114,8 @@ class Replica:
         found: _Versions = {}
         for piece in pieces:
             if GROWS.fullmatch(piece.path) and self._versions.get(piece.path) != piece.version and not piece.at:
-                path = self._folder / piece.path
-                path.parent.mkdir(parents=True, exist_ok=True)
-                os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600))
+                flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+                os.close(open_below(self._folder / piece.path, flags, piece.path.count("/"), make=True))
                 found[piece.path] = piece.version
         if found:
             self._versions.update(found)
@@ -138,7 +134,6 @@ class Replica:
         path = self._folder / piece.path
         partial = path.with_name(f".{path.name}.partial")
         if piece.at == 0:
-            path.parent.mkdir(parents=True, exist_ok=True)
             partial.unlink(missing_ok=True)
             self._coming[piece.path] = (piece.version, hashlib.blake2b(digest_size=16))
         version, digest = self._coming.get(piece.path, ("", None))
@@ -190,7 +185,7 @@ def _move(source: Path, target: Path) -> None:
 
 def _write(path: Path, piece: ReplicaPiece) -> bool:
     """At its place in the file; what fitted only in part is not there."""
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    fd = open_below(path, os.O_WRONLY | os.O_CREAT, piece.path.count("/"), make=True)
     try:
         whole = os.pwrite(fd, piece.data, piece.at) == len(piece.data)
         if not whole:

@@ -144,18 +144,18 @@ class Supply:
     def _piece(self, want: Wanted) -> ReplicaPiece | None:
         path = self._run_dir / want.path
         if GROWS.fullmatch(want.path):
-            data = whole_lines(path, want.at)
+            data = whole_lines(path, want.path.count("/"), want.at)
             new = self._held.get(want.path, ("", 0))[0] != want.version
             return ReplicaPiece(path=want.path, version=want.version, at=want.at, data=data) if data or new else None
         digest = self._digest(want, path)
-        with open_given(path) as file:
+        with open_given(path, want.path.count("/")) as file:
             data, size = os.pread(file.fileno(), PIECE_BYTES, want.at), os.fstat(file.fileno()).st_size
         return ReplicaPiece(path=want.path, version=want.version, at=want.at, data=data, size=size, digest=digest)
 
     def _digest(self, want: Wanted, path: Path) -> str:
         version, digest = self._digests.get(want.path, ("", ""))
         if version != want.version:
-            digest = digest_of(path)
+            digest = digest_of(path, want.path.count("/"))
             self._digests[want.path] = (want.version, digest)
         return digest
 

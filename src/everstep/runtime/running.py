@@ -39,10 +39,10 @@ class Running:
         """SIGKILL, to all of it. Returns whether anybody was there."""
         return sum(_send(pidfd, signal.SIGKILL) for pidfd in self._pidfds.values()) > 0
 
-    def go_on(self) -> None:
-        """SIGCONT, to all of it."""
+    def send(self, number: int) -> None:
+        """This signal, to all of it."""
         for pidfd in self._pidfds.values():
-            _send(pidfd, signal.SIGCONT)
+            _send(pidfd, number)
 
     def close(self) -> None:
         """It is over, or to be over at once."""
@@ -90,7 +90,7 @@ class Running:
         return signal.SIGKILL if row.exit_code is None else row.exit_code << 8
 
 
-def _send(pidfd: int, number: signal.Signals) -> bool:
+def _send(pidfd: int, number: int) -> bool:
     try:
         signal.pidfd_send_signal(pidfd, number)
     except ProcessLookupError:

@@ -12,16 +12,19 @@ from collections.abc import Mapping, Sequence
 from math import inf
 from pathlib import Path
 
+from everstep.base.below import APPEND, open_below
 from everstep.base.cause import Cause, Why
 from everstep.base.config import Config
 from everstep.base.errors import EverstepError
+from everstep.protocol.patience import Patience
 from everstep.runtime.address import COORDINATOR_FILE, COORDINATOR_MODULE, LOGS_FOLDER, TOKEN_FILE, read_address
 from everstep.runtime.context import Joining
+from everstep.runtime.figures import ask_about
 from everstep.runtime.following import MOVED
 from everstep.runtime.fork_server import DEFAULT_PRELOAD
 from everstep.runtime.fork_server_client import EarlyForkServer
 from everstep.runtime.letting_go import stop, throttle
-from everstep.runtime.process import END_ALONE, Pinged, is_stopped, last_line, own_command, why_ended
+from everstep.runtime.process import END_ALONE, killed_from_outside, last_line, own_command, why_ended
 from everstep.runtime.standing import DEPOSED
 from everstep.runtime.succession import Succession
 
@@ -29,6 +32,8 @@ AGENT_MODULE = "everstep.runtime.host_agent"
 SHORT_LIFE_S = 2.0
 STOPPED_S = 5.0
 HOPELESS = 8
+REFUSED = 2
+"""Exit code of an agent that cannot take part."""
 MAX_BACKOFF_S = 5.0
 LAST_WAIT_S = 15.0
 _SERVER_WAIT_S = 0.5
@@ -46,6 +51,7 @@ class Supervised(ABC):
         self._started_s = 0.0
         self._silent = False
         self._short_lives = 0
+        self._failed_starts = 0
         self.death: Why | None = None
         self.exit_code = 0
         self.died_unix_ns = 0
@@ -74,7 +80,7 @@ class Supervised(ABC):
         self, command: Sequence[str], descriptors: Sequence[int] = (), secrets: Mapping[str, str] | None = None
     ) -> None:
         """Start a life as this command, which inherits these descriptors. secrets: for its environment alone."""
-        with open(self.log_path, "ab") as log:
+        with os.fdopen(open_below(self.log_path, APPEND, 1, make=True), "ab") as log:
             # A session of its own: what is sent to the job's process group is for the job to act upon.
             self._process = subprocess.Popen(
                 command,
@@ -89,16 +95,19 @@ class Supervised(ABC):
         self.pidfd = os.pidfd_open(self._process.pid)
         self.restart_at_s = inf
 
-    def kill(self) -> None:
-        """SIGKILL: it lives, but does nothing. `pidfd` becomes readable."""
-        if self._process is not None:
-            self._silent = True
-            self._process.kill()
+    def kill(self) -> bool:
+        """SIGKILL: it lives, but does nothing. `pidfd` becomes readable. Returns whether it was not killed before."""
+        if self._process is None or self._silent:
+            return False
+        self._silent = True
+        self._process.kill()
+        return True
 
     def died(self, now_s: float) -> tuple[Why, bool]:
         """Call when `pidfd` is readable; sets `restart_at_s`.
 
-        Returns why it died, and whether another start is hopeless.
+        Returns why it died, and whether another start is hopeless: it ends itself each time. One that is killed from
+        outside could have begun.
         """
         self.died_unix_ns = time.time_ns()
         self.exit_code = self._process.wait() if self._process is not None else 0
@@ -106,10 +115,13 @@ class Supervised(ABC):
         if self._silent:
             self.death, self._silent = Why(Cause.HUNG, self.death.reason), False
         self._drop()
-        self._short_lives = self._short_lives + 1 if now_s - self._started_s < SHORT_LIFE_S else 0
+        short = now_s - self._started_s < SHORT_LIFE_S
+        self._short_lives = self._short_lives + 1 if short else 0
+        if not killed_from_outside(self.exit_code):
+            self._failed_starts = self._failed_starts + 1 if short else 0
         delay_s = 0.0 if self._short_lives <= 1 else min(MAX_BACKOFF_S, 0.05 * 2**self._short_lives)
         self.restart_at_s = now_s + delay_s
-        return self.death, self._short_lives >= HOPELESS
+        return self.death, self._failed_starts >= HOPELESS
 
     def end(self, timeout_s: float = 2.0) -> None:
         """Stop it for good: SIGTERM, and SIGKILL after so long. One that stands still is continued first."""
@@ -212,8 +224,13 @@ class LocalHost(Supervised):
         self._domains = dict(domains or {})
         self._files = files
         self._handed = False
-        self._moves = Pinged()
+        self._moves = Patience(STOPPED_S, spoke=True)
         self._continued = False
+
+    @property
+    def name(self) -> str:
+        """What its agent is called."""
+        return self._named[0]
 
     @property
     def room(self) -> int:
@@ -249,13 +266,12 @@ class LocalHost(Supervised):
     def wake(self, now_s: float) -> str:
         """One that a signal has stopped speaks for its workers no more: it is continued, and killed if that is no help.
         Call again and again. Returns what was done, in words."""
-        if self.pidfd < 0 or not self._moves.ask(now_s):
+        if self.pidfd < 0 or not ask_about(self._moves, self.pid, now_s):
             return ""
-        if not is_stopped(self.pid):
-            self._moves.answered()
+        stopped_s = self._moves.stopped_s
+        if not stopped_s:
             self._continued = False
             return ""
-        stopped_s = self._moves.silence_s(now_s)
         words = f"the agent of this host has been stopped for {stopped_s:.1f} s: it is"
         if stopped_s >= 2 * STOPPED_S:
             self._moves.answered()
@@ -274,11 +290,12 @@ class LocalHost(Supervised):
                 signal.pidfd_send_signal(self.pidfd, END_ALONE)
 
     def died(self, now_s: float) -> tuple[Why, bool]:
-        """As ever; but an agent that was told of the job's end, maybe before the job was, is not started again."""
+        """As ever; but an agent that was told of the job's end, maybe before the job was, is not started again; nor one
+        that was refused, which the next one would be, too."""
         if self._early is not None:  # a child of this process, which does not outlive the agent that had it
             self._early.close(_SERVER_WAIT_S)
         found = super().died(now_s)
-        if self.exit_code == 0:
+        if self.exit_code in (0, REFUSED):
             self.restart_at_s = inf
         return found
 

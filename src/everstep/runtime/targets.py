@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from everstep.base.below import open_below, write_atomically
 from everstep.base.given import read_json
-from everstep.runtime.address import write_atomically
 from everstep.runtime.commands import is_locked
 
 TARGETS_FILE = "everstep-targets.json"
@@ -67,7 +67,7 @@ def _run_of(target: Any) -> str:
 @contextlib.contextmanager
 def _alone(folder: Path) -> Iterator[None]:
     """Hold the folder's lock. Raises: OSError if another process does not let go of it."""
-    fd = os.open(folder / _LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    fd = open_below(folder / _LOCK_FILE, os.O_RDWR | os.O_CREAT)
     deadline_s = time.monotonic() + _PATIENCE_S
     try:
         while True:

@@ -1,4 +1,4 @@
-"""What has to be alike on all hosts of a job for its bits to be those of one host: versions, instruction set, the task.
+"""What has to be alike on all hosts of a job before anything is started: versions, Everstep's own sources, the task.
 
 Nothing is imported to find out, and nothing of the task is run.
 """
@@ -6,6 +6,7 @@ Nothing is imported to find out, and nothing of the task is run.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import platform
 import sys
@@ -16,7 +17,6 @@ from pathlib import Path
 from everstep.base.given import read_given
 
 _PACKAGES = ("everstep", "torch", "numpy")
-_SETS = ("avx512f", "avx2", "avx", "sse4_2", "sve", "asimd")
 _MOST_FILE_BYTES = 16 << 20
 
 
@@ -26,17 +26,16 @@ def versions() -> dict[str, str]:
     for name in _PACKAGES:
         with contextlib.suppress(metadata.PackageNotFoundError):
             found[name] = metadata.version(name)
-    return {**found, "instruction set": f"{platform.machine()} {instruction_set()}".strip()}
+    return {**found, "everstep's sources": own_sources()}
 
 
-def instruction_set() -> str:
-    """The widest that libraries choose between; "" if it cannot be told."""
-    with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="ascii", errors="replace") as file:
-        for line in file:
-            name, _, flags = line.partition(":")
-            if name.strip() in ("flags", "Features"):
-                return next((known for known in _SETS if known in flags.split()), "")
-    return ""
+@functools.cache
+def own_sources() -> str:
+    """A digest of the source files that this Everstep is made of, 16 digits: a checkout has the version of another."""
+    folder, found = Path(__file__).parents[1], hashlib.blake2b(digest_size=8)
+    for path in sorted(folder.rglob("*.py")):
+        found.update(f"{path.relative_to(folder)}\0".encode() + read_given(path))
+    return found.hexdigest()
 
 
 def task_digest(task: str) -> str:
@@ -51,15 +50,14 @@ def task_digest(task: str) -> str:
         files = []
     for file in files:
         with contextlib.suppress(OSError, ValueError):
-            return hashlib.sha256(read_given(file, _MOST_FILE_BYTES)).hexdigest()[:16]
+            return hashlib.sha256(read_given(file, _MOST_FILE_BYTES, links=True)).hexdigest()[:16]
     return ""
 
 
-def differences(here: Mapping[str, str], there: Mapping[str, str], *, mixed: bool = False) -> list[str]:
-    """What is not alike, in plain words. there: of the job's own host. mixed: other instruction sets are admitted."""
-    passed = {"instruction set"} if mixed else set()
+def differences(here: Mapping[str, str], there: Mapping[str, str]) -> list[str]:
+    """What is not alike, in plain words. there: of the job's own host."""
     return [
         f"{name} is {here.get(name) or 'not here'}, the job's host has {theirs}"
         for name, theirs in sorted(there.items())
-        if theirs and here.get(name) != theirs and name not in passed
+        if theirs and here.get(name) != theirs
     ]

@@ -50,7 +50,8 @@ class Waited:
             while True:
                 found, _ = self._listener.accept()
                 with found, contextlib.suppress(OSError):
-                    found.sendall(_CODE.pack(exit_code & 0xFF))
+                    if user_of(found) == os.getuid():
+                        found.sendall(_CODE.pack(exit_code & 0xFF))
         self._listener.close()
 
 

@@ -11,7 +11,6 @@ functions of bytes; asyncio and blocking sockets share them.
 from __future__ import annotations
 
 import ipaddress
-import os
 import secrets
 import socket
 import ssl
@@ -20,6 +19,7 @@ import zlib
 from collections.abc import Callable
 from pathlib import Path
 
+from everstep.base.below import write_atomically
 from everstep.base.errors import ProtocolError, TokenRefused, Untrusted
 from everstep.base.given import read_given
 from everstep.base.plan import Plan
@@ -46,15 +46,15 @@ def new_token() -> bytes:
 
 def write_token(path: Path, token: bytes) -> None:
     """Store the token in hex, readable by the owner alone."""
-    path.unlink(missing_ok=True)
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(fd, "w") as file:
-        file.write(token.hex())
+    write_atomically(path, token.hex())
 
 
-def read_token(path: Path) -> bytes:
-    """Raises: ProtocolError if the file holds no token; OSError if it cannot be read."""
-    return token_of(read_given(path, _MOST_TOKEN_BYTES).decode("latin-1"), str(path))
+def read_token(path: Path, *, links: bool = False) -> bytes:
+    """The token in a file. links: a user names this file, which may be a link.
+
+    Raises: ProtocolError if the file holds no token; OSError if it cannot be read.
+    """
+    return token_of(read_given(path, _MOST_TOKEN_BYTES, links=links).decode("latin-1"), str(path))
 
 
 def token_of(text: str, where: str) -> bytes:

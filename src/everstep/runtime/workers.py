@@ -24,6 +24,7 @@ from everstep.runtime.context import WorkerContext
 from everstep.runtime.fork_server_client import ForkServerClient
 from everstep.runtime.process import MemoryKills, end_strays, killed_from_outside, why_ended
 from everstep.runtime.running import Running
+from everstep.runtime.stacks import SHOW_STACKS
 
 _COMPUTING = ("load", "forward", "backward", "reduce", "agree", "update", "evaluate")
 _ORDERLY_CODES = (0, 75)  # done; evicted, as it was told
@@ -169,7 +170,18 @@ class Workers:
     def go_on(self) -> None:
         """SIGCONT to everyone: whatever has stopped one may not be there any more to let go of it."""
         for running in self._running.values():
-            running.go_on()
+            running.send(signal.SIGCONT)
+
+    def show_stacks(self, worker_id: int, incarnation: int) -> None:
+        """Have this life write its stacks to its log. One that has yet to begin would die of that."""
+        slot, running = self._slots.get(worker_id), self._running.get(worker_id)
+        there = slot is not None and slot.incarnation == incarnation
+        if running is not None and there and self._board.read(worker_id).phase != "starting":
+            running.send(SHOW_STACKS)
+
+    def seen_at(self, worker_id: int, since_ns: int) -> str:
+        """Where this worker was seen in the user's code, by its stacks, since then (monotonic); "" if it was not."""
+        return self._collector.seen_at(worker_id, since_ns)
 
     def kill_all(self) -> None:
         """SIGKILL everyone."""

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from itertools import chain
 
 import msgspec
 
 from everstep.base.plan import Plan, WorkerKey
 from everstep.base.ports import Tag
-from everstep.protocol.driver.records import AgreePayload, decode_holding, decode_record
+from everstep.protocol.driver.records import AgreePayload, decode_holding, decode_record, last_states
 from everstep.protocol.settling import sound_limit
 from everstep.protocol.step_types import Holding, Key, Record
 from everstep.sim.model import (
@@ -122,6 +123,18 @@ class SimRecords:
         """A member states what it holds."""
         self.holdings.setdefault(generation, {})[worker_id] = decode_holding(payload)
 
+    def compared(self, records: Mapping[int, Record]) -> bool:
+        """Whether all said what their states were before the step."""
+        return all(section.digest for r in records.values() for section in _agree.decode(r.payload).sections)
+
+    def said(self, key: Key, records: Mapping[int, Record]) -> dict[int, set[str]]:
+        """By stage the digests that members compare in a decision."""
+        agree = (section for r in records.values() for section in _agree.decode(r.payload).sections)
+        said: dict[int, set[str]] = {}
+        for section in chain.from_iterable(last_states(records).values()) if key.seq else agree:
+            said.setdefault(section.stage, set()).update({section.digest} - {""})
+        return said
+
     def copies(self, records: Mapping[int, Record]) -> dict[int, set[int]]:
         """What the copies of each stage were before the step."""
         copies: dict[int, set[int]] = {}
@@ -134,14 +147,14 @@ class SimRecords:
 class Taint:
     """P1, with flipped bits: what a comparison can show is never built upon, and all go back behind it.
 
-    verify_every: steps between comparisons. flipped: a bit has. found: a comparison has shown it. unnoticed: all copies
-    of every stage were alike in a comparison, and some were wrong: then nobody can know.
+    flipped: a bit has. found: a comparison has shown it. unnoticed: all copies of every stage were alike in a
+    comparison, and some were wrong: then nobody can know.
     """
 
-    def __init__(self, records: SimRecords, verify_every: int) -> None:
+    def __init__(self, records: SimRecords) -> None:
         self.records = records
-        self.verify_every = verify_every
         self.flipped = self.found = self.unnoticed = False
+        self._alike: dict[tuple[int, int], set[str]] = {}  # by step and stage
 
     def flip(self) -> None:
         """A bit of a copy has flipped."""
@@ -151,13 +164,11 @@ class Taint:
         """What is another state than that of the undisturbed run was there from the first step: nobody can know."""
         self.unnoticed = True
 
-    def _due(self, step: int) -> bool:
-        """Whether states are compared before the step."""
-        return bool(self.verify_every) and step % self.verify_every == 0
-
     def applies(self, who: WorkerKey, step: int, records: Mapping[int, Record]) -> None:
         """A worker is about to apply a step, decided by these records."""
-        if not self._due(step):
+        for stage, digests in self.records.said(Key(step, 0), records).items():
+            self._alike.setdefault((step - 1, stage), set()).update(digests)
+        if not self.records.compared(records):
             return
         copies = self.records.copies(records)
         differing = sorted(stage for stage, states in copies.items() if len(states) > 1)
@@ -167,16 +178,26 @@ class Taint:
     def invalidated(self, who: WorkerKey, sound: int) -> None:
         """A worker has found that states after this step count for nothing."""
         shown = any(
-            key.step > sound
-            and not key.seq
-            and self._due(key.step)
+            key.step >= sound + (not key.seq)
             and tuple(sorted(given)) == self.records.plans[generation].worker_ids
-            and any(len(states) > 1 for states in self.records.copies(given).values())
+            and self._differ(key, given)
             for key, made in self.records.exchanged.items()
             for generation, given in made.items()
         )
-        require(shown, "P1", f"{who} finds states after step {sound} tainted, but all copies are alike")
+        require(
+            shown or self.unnoticed, "P1", f"{who} finds states after step {sound} tainted, but all copies are alike"
+        )
         self.found = True
+
+    def _differ(self, key: Key, given: Mapping[int, Record]) -> bool:
+        """Among those who say it, or from what was said of the same state before."""
+        said, step = self.records.said(key, given), key.step if key.seq else key.step - 1
+        return any(len(digests | self._alike.get((step, k), set())) > 1 for k, digests in said.items())
+
+    def last(self, states: Mapping[int, Blocks], plan: Plan) -> None:
+        """The result is written, by a worker that holds these stages: of one that nobody else holds nobody can know."""
+        alone = all(len(plan.pool(stage)) == 1 for stage, state in states.items() if wrong(state))
+        self.unnoticed = self.unnoticed or (alone and any(map(wrong, states.values())))
 
     def went_back(self, who: WorkerKey, generation: int, step: int, held: Mapping[int, Blocks]) -> bool:
         """Whether a member of the generation knew of taint: then it is behind it. Once a plan has told of taint, or a
@@ -202,6 +223,9 @@ class Exact:
         self.taint = taint
         self.states = undisturbed(job)
         self.finals: list[dict[int, Blocks]] = []
+        self.left: dict[WorkerKey, int] = {}
+        """After which step loops were left of which others know nothing."""
+        self.ended_at = 0
 
     def cut_anew(self, job: SimJob) -> None:
         """The same states, as the stages of another cut of the model."""
@@ -229,7 +253,9 @@ class Exact:
 
     def final(self, who: WorkerKey, step: int, states: Mapping[int, Blocks]) -> None:
         """The leader of the first stage wrote its part of the result; the others' are checked like any state."""
-        require(step == self.job.steps, "P1", f"{who} finished at step {step} of {self.job.steps}")
+        right = step == self.job.last or self.left.get(who) == step
+        require(right, "P1", f"{who} finished at step {step} of {self.job.last}")
+        self.ended_at = step
         for stage, state in states.items():
             self.state(who, step, stage, state)
             require(None not in state, "P1", f"{who} finished without blocks of stage {stage}")
@@ -291,11 +317,11 @@ class Views:
 class Checks:
     """The promises, over one simulation: each by itself, and here what concerns several of them."""
 
-    def __init__(self, job: SimJob, views: Views, verify_every: int) -> None:
+    def __init__(self, job: SimJob, views: Views) -> None:
         self.job = job
         self.views = views
         self.records = SimRecords()
-        self.taint = Taint(self.records, verify_every)
+        self.taint = Taint(self.records)
         self.exact = Exact(job, self.taint)
         self.effects = Effects()
         self.lost_everything = 0
@@ -433,5 +459,5 @@ class Checks:
     def finish(self) -> None:
         """The job is said to be completed."""
         require(bool(self.exact.finals), "P1", "completed without a result")
-        missing = [s for s in range(1, self.job.steps + 1) if s not in self.effects.effects]
+        missing = [s for s in range(1, self.exact.ended_at + 1) if s not in self.effects.effects]
         require(not missing, "P2", f"completed, but the effects of steps {missing} never left")

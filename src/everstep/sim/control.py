@@ -23,6 +23,7 @@ from everstep.protocol.coordinator.types import (
     Knows,
     Persist,
     Received,
+    Remember,
     Report,
     Send,
     Tick,
@@ -30,6 +31,7 @@ from everstep.protocol.coordinator.types import (
 from everstep.protocol.driver.driver import Driver
 from everstep.protocol.roles import COMMANDS
 from everstep.protocol.telling import parts_of
+from everstep.sim.checks import require
 from everstep.sim.life import Life, SimSite
 from everstep.sim.mesh import SimControlClient
 from everstep.sim.worker import SimWorker
@@ -131,6 +133,8 @@ class SimCoordinator(Process):
             case Send(connection=name, message=message):
                 if isinstance(message, wire.PlanNow | wire.PlanPrepared):
                     self.control.checks.records.plan(message.plan)
+                    kinds = {member.host == self.control.site.foreign for member in message.plan.members}
+                    require(len(kinds) == 1, "P1", f"some members have other kernels in {message.plan}")
                 if self.world.tracing and not isinstance(message, wire.Pong):
                     self.world.log(self.name, "->", name, message)
                 if name in self.peers:
@@ -145,6 +149,8 @@ class SimCoordinator(Process):
                     connection.close(self)
             case Knock(key=key):
                 self.soon(MS, 5 * MS, self._knocked, key)
+            case Remember(facts=facts):
+                self.control.site.facts.update(facts)
             case Report(kind=kind, fields=fields):
                 self.world.log(self.name, "reports", kind, fields)
                 self.control.fate.report(kind, fields)
@@ -197,6 +203,7 @@ class AgentProcess(Process):
         self.workers: dict[int, SimWorker] = {}
         self.heartbeat_ns = heartbeat_ns
         self.seq = 0
+        self._told_ns = 0
         self.ended = False
         self.client = SimControlClient(self, control.dial, f"agent {self.name}", self._hello, self._deliver)
         for worker_id in self.slots:
@@ -281,7 +288,10 @@ class AgentProcess(Process):
         self.later(self.heartbeat_ns, self._heartbeat)
         self.seq += 1
         pulses = [w.ties.pulse() for _, w in sorted(self.workers.items()) if w.alive]
-        self.client.send(wire.Heartbeat(agent_id=self.name, seq=self.seq, rtt_ms=1.0, workers=pulses))
+        waited_ms, self._told_ns = (self.waited_ns - self._told_ns) // MS, self.waited_ns
+        self.client.send(
+            wire.Heartbeat(agent_id=self.name, seq=self.seq, rtt_ms=1.0, workers=pulses, waited_ms=waited_ms)
+        )
 
     def _deliver(self, message: wire.AnyMessage) -> None:
         match message:
@@ -295,6 +305,10 @@ class AgentProcess(Process):
                     worker.die(f"killed by its agent: {reason}")
             case wire.JobEnded():
                 self.ended = True
+            case wire.AgentRefused():
+                self.world.seen["hosts", "refused"] += 1
+                self.dismissed = True
+                self.die("its host was refused")
             case wire.HostDismissed():
                 self.world.seen["hosts", "drained"] += 1
                 self.dismissed = True
@@ -481,6 +495,9 @@ class Control:
             elif isinstance(effect, Report) and effect.kind == "worker_evicted":
                 believed = [w for w in machine.status()["workers"] if w["role"] in ("leader", "active", "standby")]
                 who = _whose(effect.fields)
+                worker, cause = self.workers.get(who), effect.fields["cause"]
+                starved = worker is not None and worker.starved and cause is Cause.HUNG
+                require(not starved, "P8", f"{who} is taken for hung, but it waits for a processor")
                 excused = bool(believed) or self._cut_off(who, effect.fields["cause"])
                 self.checks.given_up_by(term, who, excused=excused)
 

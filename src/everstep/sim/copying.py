@@ -12,13 +12,14 @@ from typing import Any
 
 from everstep.base.cause import Cause, Why
 from everstep.base.extents import NONE, WHOLE, Extents
+from everstep.base.plan import Plan
 from everstep.protocol.chunks import Chunk, Chunks
 from everstep.protocol.driver import operations as do
 from everstep.protocol.driver.operations import AbandonSave, Save, SaveEnded
 from everstep.protocol.step_types import Record
 from everstep.sim.life import Life, SimCopy, nothing
 from everstep.sim.mesh import Mesh
-from everstep.sim.model import NOTHING, PLANES, Blocks, SimGradient, merged, present, without, wrong
+from everstep.sim.model import NOTHING, PLANES, Blocks, SimGradient, digest, merged, present, without, wrong
 from everstep.sim.world import MS, SimConnection
 
 NO_ROOM = Why(Cause.CONFIG, "there is no room")
@@ -82,8 +83,8 @@ class Memory:
 _GRACE_NS = 500 * MS
 
 
-def _ended(number: int, ok: bool) -> SaveEnded:
-    return SaveEnded(number, True, "", "disk") if ok else SaveEnded(number, False, "no space left on the disk")
+def _ended(number: int, wrong: str) -> SaveEnded:
+    return SaveEnded(number, not wrong, wrong, "" if wrong else "disk", differs=wrong == "parts differ")
 
 
 class SimSaver:
@@ -96,22 +97,20 @@ class SimSaver:
         life.install({do.Linger: lambda operation: life.soon(10 * MS, 2000 * MS, life.done, operation)})
 
     def _save(self, effect: Save) -> None:
-        """Each stage's leader writes its part; the job's leader hears when the last one is there."""
+        """Each worker copies what it holds; the job's leader hears when the last part is there."""
         life, number = self.life, effect.step
         me, disk = life.me.worker_id, life.site.disk
         if effect.plan.leader(0) == me:
-            disk.ask(number, lambda ok: life.later(0, life.handle, _ended(number, ok)))
+            disk.ask(number, lambda wrong: life.later(0, life.handle, _ended(number, wrong)))
         for stage in effect.plan.stages_of(me):
-            if effect.plan.leader(stage) == me:
-                state = life.state.stages[stage]
-                life.soon(MS, 60 * MS, self._written, effect.plan.generation, stage, number, state)
+            life.soon(MS, 60 * MS, self._written, effect.plan, stage, number, life.state.stages[stage])
 
-    def _written(self, generation: int, stage: int, number: int, state: Blocks) -> None:
+    def _written(self, plan: Plan, stage: int, number: int, state: Blocks) -> None:
         """What is not complete when its generation ends, or when it is invalidated, is abandoned."""
         driver = self.life.driver
         sound = driver.machine.sound
-        if driver.generation == generation and (sound < 0 or number <= sound):
-            self.life.site.disk.write(stage, number, state)
+        if driver.generation == plan.generation and (sound < 0 or number <= sound):
+            self.life.site.disk.write(stage, number, self.life.me.worker_id, state, plan)
 
     def _invalidate(self, effect: do.Invalidate) -> None:
         self.life.site.checks.taint.invalidated(self.life.me, effect.sound)
@@ -161,7 +160,12 @@ class SimSaver:
     def _finished(self, operation: do.Finish) -> None:
         life = self.life
         leads = operation.plan.leader(0) == life.me.worker_id
+        agreed = {k: operation.digests.get(k, "") for k in life.state.stages}
+        if leads and any(said and said != format(digest(life.state.stages[k]), "x") for k, said in agreed.items()):
+            life.tainted(operation, "the state is not the one that all have agreed on", torn=True)
+            return
         if leads:
+            life.site.checks.taint.last(life.state.stages, operation.plan)
             life.site.checks.exact.final(life.me, life.state.at, life.state.stages)
         life.done(operation, leads)
 

@@ -125,16 +125,12 @@ Strikes = Callable[["SimInjector", SimFault, SimWorker | None], None]
 
 
 class SimInjector:
-    """The faults that are still to strike. verify_every: steps between comparisons of the copies. more: what kinds do
-    that are not in the table here."""
+    """The faults that are still to strike. more: what kinds do that are not in the table here."""
 
-    def __init__(
-        self, control: Control, faults: tuple[SimFault, ...], verify_every: int, more: Mapping[str, Strikes] = {}
-    ) -> None:
+    def __init__(self, control: Control, faults: tuple[SimFault, ...], more: Mapping[str, Strikes] = {}) -> None:
         self._more = more
         self.control = control
         self.world = control.world
-        self.verify_every = verify_every
         self.stopped = False
         for fault in faults:
             self.world.later(fault.at_ms * MS, self._arm, fault)
@@ -246,6 +242,12 @@ def _raises(injector: SimInjector, fault: SimFault, target: SimWorker) -> None:
     target.later(0, target.loop.raises, f"error of {target.me} at {injector.world.now_ns}")
 
 
+def _leave(injector: SimInjector, fault: SimFault, target: SimWorker) -> None:
+    """Its application leaves its loop, and no other does."""
+    if target.driver.machine.step:
+        target.later(0, target.loop.leave)
+
+
 def _stale_plan(injector: SimInjector, fault: SimFault, target: SimWorker) -> None:
     """A plan comes once more, late."""
     plans = [p for _, p in sorted(injector.control.checks.records.plans.items()) if p.has(target.me)]
@@ -319,12 +321,13 @@ def _pool(injector: SimInjector, fault: SimFault, worker: SimWorker | None) -> N
 
 
 def _flip(injector: SimInjector, fault: SimFault, worker: SimWorker | None) -> None:
-    """A bit of one copy of a stage, as soon as there is another copy, and time for a comparison to show it."""
+    """A bit of one copy of a stage, as soon as there is another copy; not one that was healed, and not compared since:
+    that would be taken for drift."""
     site = injector.control.site
     found = [
         (one, stage)
         for one in ([worker] if worker is not None else injector.control.live_workers())
-        if one.can_flip and one.state.at + 2 * injector.verify_every <= site.checks.job.steps
+        if one.can_flip and not one.driver.fresh
         for stage in sorted(set(one.driver.machine.stages) & set(one.state.stages))
         if site.copies(one, stage) > 1
     ]
@@ -550,6 +553,7 @@ _KINDS: dict[str, tuple[int, Strikes]] = {
     "last_words": (2, _one(_last_words)),
     "stale_plan": (2, _one(_stale_plan)),
     "raises": (2, _one(_raises)),
+    "leave": (0, _one(_leave)),
     "damage": (1, _damage),
     "stop": (1, _stop),
     "pool": (0, _pool),

@@ -295,15 +295,9 @@ class Reduction:
         for k, lanes in mine.items():
             last = k + 1 == plan.stages
             reports = [LaneReport(n, 0.0, 1.0, 1, hash((step, n)) & _USE) for n in lanes] if last else []
-            sections.append(
-                StageSection(k, reports, (0, 0), b"", [], [msgspec.msgpack.encode(vote)], self._digest(step, k))
-            )
+            said = format(self._state(k), "x") if operation.compare else ""
+            sections.append(StageSection(k, reports, (0, 0), b"", [], [msgspec.msgpack.encode(vote)], said))
         return AgreePayload(sections)
-
-    def _digest(self, step: int, stage: int) -> str:
-        """Of the state before the step, if a comparison is due."""
-        every = self.life.driver.config.verify_every
-        return format(self._state(stage), "x") if every and step % every == 0 else ""
 
     def _state(self, stage: int) -> int:
         """As it is told; of one that lacks blocks nobody will hear."""

@@ -13,7 +13,7 @@ from typing import Any
 
 from everstep.base.cause import Cause, Why
 from everstep.base.extents import Extents
-from everstep.base.plan import WorkerKey
+from everstep.base.plan import Plan, WorkerKey
 from everstep.protocol import messages as wire
 from everstep.protocol.driver import operations as do
 from everstep.protocol.driver.driver import Driver
@@ -59,18 +59,19 @@ class Phases:
 class Disk:
     """Checkpoints, by step and stage. `hosts`: who sees the directory; everybody if None."""
 
-    def __init__(self, stages: int, hosts: frozenset[str] | None) -> None:
-        self.stages = stages
+    def __init__(self, hosts: frozenset[str] | None) -> None:
         self.hosts = hosts
         self.parts: dict[int, dict[int, Blocks]] = {}
         self.damaged: set[int] = set()
         self.saving: dict[int, set[int]] = {}
         """By step, the workers that have begun the last checkpoint, which has a part of each."""
-        self._asking: dict[int, Callable[[bool], None]] = {}
+        self._asking: dict[int, Callable[[str], None]] = {}
+        self._said: dict[tuple[int, int], dict[tuple[int, int], Blocks]] = {}
+        """By step and generation what each seat's worker, by stage and worker, has copied."""
         self._full = 0
 
-    def ask(self, step: int, ended: Callable[[bool], None]) -> None:
-        """Call `ended` when the parts of all stages are there, or one will never be."""
+    def ask(self, step: int, ended: Callable[[str], None]) -> None:
+        """Call `ended` when all parts are there, or will never be: with what is wrong, "" if nothing is."""
         self._asking = {step: ended}
 
     def fill(self) -> None:
@@ -85,33 +86,34 @@ class Disk:
         """There is room again."""
         self._full = 0
 
-    def write(self, stage: int, step: int, state: Blocks) -> None:
-        """One stage's part is on disk, if there is room; the last one completes the checkpoint."""
-        if self._full:
+    def write(self, stage: int, step: int, who: int, state: Blocks, plan: Plan) -> None:
+        """One seat's part is on disk, if there is room; the last one completes the checkpoint, if all are alike."""
+        said = self._said.setdefault((step, plan.generation), {})
+        said[stage, who] = state
+        complete = said.keys() >= {(k, seat.worker_id) for k in range(plan.stages) for seat in plan.pool(k)}
+        if self._full or complete:
+            alike = all(one == said[k, plan.leader(k)] for (k, _), one in said.items()) if complete else True
+            wrong = "no space left on the disk" if self._full else "" if alike else "parts differ"
+            if not wrong:
+                self.parts[step] = {k: said[k, plan.leader(k)] for k in range(plan.stages)}
+                self.damaged.discard(step)
             if step in self._asking:
-                self._asking.pop(step)(False)
-            return
-        self.parts.setdefault(step, {})[stage] = state
-        self.damaged.discard(step)
-        if len(self.parts[step]) == self.stages and step in self._asking:
-            self._asking.pop(step)(True)
+                self._asking.pop(step)(wrong)
 
     def newest(self, host: str, limit: int | None) -> tuple[int, ...]:
         """Steps of the newest two checkpoints that a host can read, up to the limit."""
         if self.hosts is not None and host not in self.hosts:
             return ()
-        whole = (step for step, parts in self.parts.items() if len(parts) == self.stages)
-        return tuple(sorted(step for step in whole if limit is None or step <= limit)[-2:])
+        return tuple(sorted(step for step in self.parts if limit is None or step <= limit)[-2:])
 
     def cut_anew(self, job: SimJob) -> None:
         """What is complete is read as the stages of another cut from now on; nobody is left to write the rest."""
-        whole = {step: parts for step, parts in self.parts.items() if len(parts) == self.stages}
-        self.parts = {step: cut_anew(parts, job) for step, parts in whole.items()}
-        self.stages, self._asking, self.saving = job.stages, {}, {}
+        self.parts = {step: cut_anew(parts, job) for step, parts in self.parts.items()}
+        self._asking, self._said, self.saving = {}, {}, {}
 
     def damage(self) -> None:
         """The newest complete checkpoint cannot be read any more."""
-        self.damaged.update(sorted(step for step, parts in self.parts.items() if len(parts) == self.stages)[-1:])
+        self.damaged.update(sorted(self.parts)[-1:])
 
     def read(self, stage: int, step: int) -> Blocks | None:
         """A stage's state, or None if the checkpoint turns out to be damaged: then it is set aside."""
@@ -123,6 +125,7 @@ class Disk:
     def invalidate(self, sound: int) -> None:
         """Later checkpoints are set aside."""
         self.parts = {step: parts for step, parts in self.parts.items() if step <= sound}
+        self._said = {key: said for key, said in self._said.items() if key[0] <= sound}
 
 
 @dataclass(frozen=True)
@@ -241,10 +244,20 @@ class SimSite:
     """What the workers of a simulation share."""
 
     def __init__(
-        self, world: World, checks: Checks, disk: Disk, donors: int = 1, differs: WorkerKey | None = None
+        self,
+        world: World,
+        checks: Checks,
+        disk: Disk,
+        donors: int = 1,
+        differs: WorkerKey | None = None,
+        foreign: str = "",
+        drifts: str = "",
     ) -> None:
-        """donors: how many are asked for a state at once. differs: who builds another initial state than all others."""
-        self.differs = differs
+        """donors: how many are asked for a state at once. differs: who builds another initial state than all others.
+        foreign: the host with other kernels than all others; facts: what the coordinator has had put into job.json.
+        drifts: whose script changes its state after each update ("leader", "healed"; "": nobody's)."""
+        self.differs, self.foreign, self.drifts = differs, foreign, drifts
+        self.facts: dict[str, Any] = {}
         self.donors = donors
         self.world = world
         self.checks = checks
@@ -404,8 +417,7 @@ class Life(Process):
             reason=reason,
             signature=reason,
             fatal=False,
-            generation=self.driver.generation,
-            **more,
+            **{"generation": self.driver.generation, **more},
         )
 
     def die(self, reason: str) -> None:

@@ -1,9 +1,9 @@
 """What ties one simulated worker to others: a connection to every peer per generation, and to the coordinator.
 
-The first stand where shared memory, gloo or NCCL stand in production, with what they have in common: a peer's death or
-a broken link is seen, silence is not (a limit on how long a message may be stuck is). What is lost ends the operation
-that needs it; nothing else does. What the coordinator says is treated as in production: it is asked at once whether it
-interrupts the operation under way, and handed in; the driver takes it in when it may.
+The first stand where shared memory, sockets or NCCL stand in production, with what they have in common: a peer's death
+or a broken link is seen, silence is not (a limit on how long a message may be stuck is). What is lost ends the
+operation that needs it; nothing else does. What the coordinator says is treated as in production: it is asked at once
+whether it interrupts the operation under way, and handed in; the driver takes it in when it may.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from everstep.protocol import messages as wire
 from everstep.protocol.driver import operations as do
 from everstep.protocol.driver.driver import interrupts
 from everstep.protocol.following import PlanAsked, PlanShown, name_of
+from everstep.protocol.identity import Kernels
 from everstep.protocol.lease.terms import Terms
 from everstep.protocol.telling import Listener
 from everstep.sim.life import Life, nothing
@@ -277,6 +278,7 @@ class Ties:
             prepared=standing.prepared,
             stages=standing.stages,
             state_bytes=size,
+            kernels=Kernels(("f" if life.host == life.site.foreign else "0") * 32, life.host, 1),
         )
         return [hello, *standing.messages]
 
@@ -299,6 +301,8 @@ class Ties:
             still_ms=still,
             samples_per_s=100.0 / life.slowness,
             compute_ms_per_lane=2.0 * life.slowness,
+            waited_ms=still if life.starved else 0,
+            stopped=life.letter == "T",
         )
 
     def deliver(self, message: wire.AnyMessage) -> None:
@@ -328,9 +332,9 @@ class Ties:
         if operation is not None and operation.generation <= generation:
             life.soon(0, 2 * MS, life.abort, operation)
 
-    def fail(self, reason: str, cause: Cause = Cause.EXCEPTION, sound: int = -1) -> None:
+    def fail(self, reason: str, cause: Cause = Cause.EXCEPTION, **more: int) -> None:
         """End by an exception, with last words."""
-        self.client.send(self.life.last_words(cause, reason, sound=sound))
+        self.client.send(self.life.last_words(cause, reason, **more))
         self.life.end(cause, reason)
 
     def _tell(self, effect: do.Tell) -> None:
@@ -339,4 +343,5 @@ class Ties:
         self.client.send(effect.message)
 
     def _outvoted(self, effect: do.Outvoted) -> None:
-        self.fail(effect.reason, Cause.CORRUPT, effect.sound)
+        found = {"tainted": effect.step, "generation": effect.generation, "sound": effect.sound}
+        self.fail(effect.reason, Cause.CORRUPT, **found)

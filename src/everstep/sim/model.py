@@ -37,8 +37,9 @@ class SimJob:
     """What is trained: `steps` updates over `lanes` lanes, with gathers after every `gather_every` steps.
 
     stages: of the model. keep_every: every so many steps a snapshot of each stage is kept in memory, one of them by a
-    worker of another pool; 0: never. write_every: the same for checkpoints on disk; 0: only
-    those that a plan asks for. units: the finest cut of the model; 0: as many as there are stages.
+    worker of another pool; 0: never. write_every: the same for checkpoints on disk; 0: only those that a plan asks for.
+    leaves_after: the step after which all loops are left; 0: the last one. units: the finest cut of the model; 0: as
+    many as there are stages.
     """
 
     steps: int
@@ -49,6 +50,12 @@ class SimJob:
     write_every: int = 0
     state_bytes: int = -1
     units: int = 0
+    leaves_after: int = 0
+
+    @property
+    def last(self) -> int:
+        """The step with which it ends."""
+        return self.leaves_after or self.steps
 
     def units_of(self, stage: int) -> range:
         """The units that a stage is made of."""

@@ -20,9 +20,10 @@ from everstep.base.config_keys import CheckpointConfig, DiskTierConfig, MemoryTi
 from everstep.base.plan import WorkerKey
 from everstep.base.pool_wish import PoolWish, even_homes
 from everstep.protocol.coordinator.coordinator import Coordinator
-from everstep.protocol.coordinator.types import CoordinatorConfig, HostRules
+from everstep.protocol.coordinator.types import Alike, CoordinatorConfig, HostRules
 from everstep.protocol.driver.driver import Driver, DriverConfig
 from everstep.protocol.driver.saver import SavingRules
+from everstep.protocol.identity import read_kernels
 from everstep.protocol.step_machine import StepMachine
 from everstep.protocol.step_types import Key
 from everstep.sim.checks import Checks, Views, freed
@@ -33,11 +34,21 @@ from everstep.sim.control import (
     Control,
     SimCoordinator,
 )
-from everstep.sim.faults import DIFFERS, SimFault, SimInjector, draw, draw_losses, draw_more, draw_one, draw_split
+from everstep.sim.faults import (
+    DIFFERS,
+    SimFault,
+    SimInjector,
+    draw,
+    draw_losses,
+    draw_more,
+    draw_one,
+    draw_split,
+)
 from everstep.sim.faults import KNOWN as FAULTS
 from everstep.sim.leases import LEASE_FAULTS, LeasedControl, draw_leases
 from everstep.sim.life import Disk, Life, SimSite
 from everstep.sim.model import SimJob, wrong
+from everstep.sim.starving import STARVING_FAULTS, SimLauncher, draw_starved
 from everstep.sim.worker import KNOWN as WAYS
 from everstep.sim.worker import METRIC
 from everstep.sim.world import MS, SECOND, SimConnection, World
@@ -51,6 +62,7 @@ FAULTS_STOP_NS = 6 * SECOND
 LIVENESS_NS = 120 * SECOND
 DRAIN_NS = 5 * SECOND
 LOOK_NS = 200 * MS
+DRIFT = ("ends", "drift")
 MOST_LOOKS = 5
 _NEVER_S = 1e9
 
@@ -73,7 +85,8 @@ class Setup:
     rewindable: bool = True  # applications can go on from an earlier step, in place
     verify_every: int = 0  # steps between comparisons of the copies; 0: none
     donors: int = 1  # how many are asked for a state at once
-    differs: int | None = None  # whose first life builds another initial state than all others
+    # Whose first life builds another initial state than all others; or whose script changes its state in each step.
+    differs: int | Literal["leader", "healed"] | None = None
 
     def with_losses(self, seed: int, horizon_ms: int) -> Setup:
         """The same; now and then blocks are lost, or several donors are asked at once."""
@@ -94,6 +107,25 @@ class Setup:
             more, job = _cut_anew(rng, more, job)
         faults = tuple(sorted((*self.faults, *more), key=lambda f: f.at_ms))
         return replace(self, job=job, faults=faults, differs=differs)
+
+    def with_leaving(self, seed: int, horizon_ms: int) -> Setup:
+        """The same; now and then all loops are left before the last step, or one of them is."""
+        rng = Random(f"leaving {seed}")
+        drawn = rng.random()
+        if self.verify_every or drawn > 0.16:
+            return self
+        if drawn > 0.06:
+            return replace(self, job=replace(self.job, leaves_after=rng.randint(1, self.job.steps - 1)))
+        one = replace(draw_one(rng, rng.randint(20, horizon_ms)), kind="leave", count=1)
+        phase = rng.choice(("", "settling", "gathering", "computing"))  # in that moment, or in what follows
+        second = replace(draw_one(rng, one.at_ms + rng.randint(0, 30), phase), kind="kill")
+        faults = (*self.faults, one, *((second,) if rng.random() < 0.4 else ()))
+        return replace(self, faults=tuple(sorted(faults, key=lambda f: f.at_ms)))
+
+    def with_starved(self, seed: int, horizon_ms: int) -> Setup:
+        """The same; now and then somebody gets no processor."""
+        faults = (*self.faults, *draw_starved(Random(f"starved {seed}"), horizon_ms))
+        return replace(self, faults=tuple(sorted(faults, key=lambda f: f.at_ms)))
 
     def with_state_of(self, size: int) -> Setup:
         """The same, with workers whose state has so many bytes."""
@@ -119,12 +151,17 @@ class Setup:
         compared = f"; compared every {self.verify_every}" if self.verify_every else ""
         compared += f"; {self.donors} donors at once" if self.donors > 1 else ""
         compared += f"; worker {self.differs} begins differently" if self.differs is not None else ""
+        compared += f"; all loops are left after step {self.job.leaves_after}" if self.job.leaves_after else ""
         compared += "; two coordinators and a lease" if isinstance(self, LeasedSetup) else ""
         lines = [
             f"{self.workers} workers and {self.spares} spares on {self.hosts} hosts, at least {self.min_workers}, "
             f"on_failure {self.on_failure}; {self.job.steps} steps of {self.job.lanes} lanes{split}{compared}"
         ]
         return "\n".join(lines + [f"  {fault}" for fault in self.faults])
+
+
+class UnlikeSetup(Setup):
+    """The same; the last host computes with other kernels than all others."""
 
 
 class LeasedSetup(Setup):
@@ -157,7 +194,9 @@ def set_up(seed: int) -> Setup:
         save_ms=rng.choice((0, 300)),
     )
     chosen = chosen.with_state_of(rng.choice((-1, 1))).with_corruption(rng).with_losses(seed, 60 + steps * 40)
-    return chosen.with_more(seed, 60 + steps * 40)
+    return (
+        chosen.with_more(seed, 60 + steps * 40).with_leaving(seed, 60 + steps * 40).with_starved(seed, 60 + steps * 40)
+    )
 
 
 def set_up_split(seed: int) -> Setup:
@@ -182,7 +221,9 @@ def set_up_split(seed: int) -> Setup:
         save_ms=rng.choice((0, 300)),
     )
     chosen = chosen.with_state_of(rng.choice((-1, -1, 1))).with_corruption(rng).with_losses(seed, 60 + steps * 60)
-    return chosen.with_more(seed, 60 + steps * 60)
+    return (
+        chosen.with_more(seed, 60 + steps * 60).with_leaving(seed, 60 + steps * 60).with_starved(seed, 60 + steps * 60)
+    )
 
 
 def set_up_leased(seed: int) -> Setup:
@@ -235,18 +276,22 @@ class Simulation:
     ) -> None:
         self.setup = setup
         self.world = World(seed, tracing)
-        self.checks = Checks(setup.job, Views(self._holders, self._positions, self._settled), setup.verify_every)
+        self.checks = Checks(setup.job, Views(self._holders, self._positions, self._settled))
         self.new_machine, self.new_driver, self.new_coordinator = machine, driver, coordinator
         hosts = [f"host{i}" for i in range(setup.hosts)]
         seeing = None if setup.disk_hosts is None else frozenset(hosts[: setup.disk_hosts])
-        self.differs = None if setup.differs is None else WorkerKey(setup.differs, 0)
+        drifts = setup.differs if isinstance(setup.differs, str) else ""
+        self.differs = WorkerKey(setup.differs, 0) if isinstance(setup.differs, int) else None
         self.world.seen[DIFFERS] += self.differs is not None
-        site = SimSite(self.world, self.checks, Disk(setup.job.stages, seeing), setup.donors, self.differs)
+        foreign = hosts[-1] if isinstance(setup, UnlikeSetup) else ""
+        site = SimSite(self.world, self.checks, Disk(seeing), setup.donors, self.differs, foreign, drifts)
+        self.facts = site.facts
         control = LeasedControl if isinstance(setup, LeasedSetup) else Control
         self.control = control(site, hosts, (setup.workers, setup.spares), self._coordinator, self._driver)
         for host in hosts:
             self.control.boot(host)
-        self.injector = SimInjector(self.control, setup.faults, setup.verify_every, LEASE_FAULTS)
+        self.injector = SimInjector(self.control, setup.faults, {**LEASE_FAULTS, **STARVING_FAULTS})
+        self.launcher = None if isinstance(setup, LeasedSetup) else SimLauncher(self.control)
         self.unused: dict[SimConnection, int] = {}  # and how often they were seen
         self._look()
 
@@ -264,7 +309,12 @@ class Simulation:
             heartbeat_ceiling_ns=1500 * MS,
             heartbeat_interval_ns=HEARTBEAT_NS,
             quorum_wait_ns=3600 * SECOND,
-            hosts=HostRules(grace_ns=1 * SECOND, return_ns=2 * SECOND, term=term),
+            hosts=HostRules(
+                grace_ns=1 * SECOND,
+                return_ns=2 * SECOND,
+                term=term,
+                alike=Alike(read_kernels(self.facts.get("numerics"))),
+            ),
             save_ns=setup.save_ms * MS,
             wish=PoolWish(
                 homes=even_homes(workers, stages),
@@ -320,12 +370,22 @@ class Simulation:
                 return f"P4: no end {LIVENESS_NS / SECOND:.0f} s after the faults stopped: {self._where()}"
         if self.setup.differs is not None and "initial state" in self.control.fate.failed:
             return ""  # its state was the first one, so all others were refused
+        odd = self.checks.taint.flipped or self.setup.differs is not None
+        drifted = odd and "the script makes" in self.control.fate.failed
+        self.world.seen[DRIFT] += drifted
+        if drifted or self._disagreed():
+            return ""
         if self.control.fate.failed:
             return f"P4: the job failed: {self.control.fate.failed}"
         if not self.control.fate.stopped:
             self.checks.finish()
         self._sweep()
         return ""
+
+    def _disagreed(self) -> bool:
+        """Whether the job ended since one loop was left, by whom it says, and after which step."""
+        text, left = self.control.fate.failed, self.checks.exact.left.items()
+        return any(f"worker {who.worker_id} left the loop after step {step}" in text for who, step in left)
 
     def _sweep(self) -> None:
         """What is left when the job has ended, and a while later, when nobody should be there any more."""

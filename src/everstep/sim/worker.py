@@ -9,6 +9,7 @@ from everstep.base.cause import Cause
 from everstep.base.extents import Extents
 from everstep.protocol.driver import operations as do
 from everstep.protocol.driver.driver import Driver
+from everstep.protocol.driver.records import StageSection
 from everstep.protocol.step_types import BlocksLost, Discard, Key, Release
 from everstep.sim.checks import freed
 from everstep.sim.copying import KNOWN as COPIES
@@ -17,7 +18,7 @@ from everstep.sim.fetching import Fetcher, Follower
 from everstep.sim.lanes import Reduction, SimLanes
 from everstep.sim.life import UNINTERRUPTED, Exited, Life, SimSite, nothing
 from everstep.sim.mesh import Dial, Mesh, Ties
-from everstep.sim.model import SimGradient, evaluates
+from everstep.sim.model import SimGradient, digest, evaluates
 from everstep.sim.world import MS, SimConnection
 
 METRIC = "score"
@@ -35,6 +36,7 @@ class Loop:
         self.life = life
         self.lanes = lanes
         self.raised = ""
+        self.leaves = self._ends = False
         self._step = self._gathers = 0
         self._evaluated = False
         lanes.when_left(self._left)
@@ -59,9 +61,20 @@ class Loop:
         if isinstance(self.life.operation, do.Compute):
             self.life.abort(self.life.operation, (), reason)
 
+    def leave(self) -> None:
+        """The application leaves its loop: where it computes, or as soon as it has the turn."""
+        self.leaves = True
+        if isinstance(self.life.operation, do.Compute):
+            self.life.abort(self.life.operation, (), "its loop was left")
+
     def _left(self) -> None:
         if self.raised:
             self._hold()
+        elif self.leaves and not self._ends and self.life.operation is not None:
+            self.life.later(MS, self._left)  # what it was doing is left in the middle, and that takes a while
+        elif self.leaves and not self._ends:
+            self._ends = True
+            self.life.handle(self._next())
 
     def _hold(self) -> None:
         """What it holds may be needed: stay for a while."""
@@ -74,7 +87,7 @@ class Loop:
         life.site.checks.exact.stands(life.me, effect.step, at)
         freed(life.me, f"lanes, at step {at}", [s for s in self.lanes.held if s != at + 1])
         freed(life.me, f"gathers, at step {at}", [k for k in life.driver.gathered if k.step != at])
-        self._step, self._gathers, self._evaluated = effect.step, 0, False
+        self._step, self._gathers, self._evaluated, self._ends = effect.step, 0, False, False
         self._go_on()
 
     def _gathered(self, effect: do.GatherDone) -> None:
@@ -92,20 +105,35 @@ class Loop:
         if self.raised:
             life.later(pause, self._hold)
         else:
+            self._ends = self.leaves
             life.later(pause, life.handle, self._next())
 
     def _next(self) -> do.Ask:
         job, step, gathers = self.life.job, self._step, self._gathers
+        if self.leaves:
+            self.life.site.checks.exact.left[self.life.me] = self.life.state.at
+            return do.EndAsked(True, _said(self.life), step)
         if evaluates(job, step) and not self._evaluated:
             return do.EvaluateAsked()
         if gathers < job.gathers(step):
             if gathers % 2:
                 return do.SaveAsked({METRIC: float(step % 5)})
             return do.GatherAsked(f"{self.life.me} {step} {gathers}".encode())
-        return do.StepAsked(step + 1) if step < job.steps else do.EndAsked()
+        return do.StepAsked(step + 1) if step < job.last else self._over(step)
+
+    def _over(self, step: int) -> do.Ask:
+        return do.EndAsked(step < self.life.job.steps, _said(self.life), step)
 
     def _exit(self, effect: do.Exit) -> None:
         self.life.end(Cause.EXITED, effect.reason, not (effect.drained or effect.failed), effect.drained)
+
+
+def _said(life: Life) -> tuple[StageSection, ...]:
+    """What is to be compared of the last state; nothing where this worker is alone."""
+    plan, stages = life.driver.plan, life.state.stages
+    held = () if plan is None or len(plan.members) == 1 else plan.stages_of(life.me.worker_id)
+    whole = [(k, stages[k]) for k in held if None not in stages[k]]
+    return tuple(StageSection(k, [], (0, 0), b"", [], [], format(digest(state), "x")) for k, state in whole)
 
 
 _EFFECTS: tuple[type, ...] = (*do.AtOnce.__subclasses__(), *do.Answer.__subclasses__(), Release, Discard)
@@ -212,7 +240,17 @@ class SimWorker(Life):
 
     def _updated(self, operation: do.Update, gradients: dict[int, SimGradient]) -> None:
         self.state.apply(operation.step, operation.records, gradients)
+        self._drift()
         self.done(operation, self.world.now_ns)
+
+    def _drift(self) -> None:
+        """The script changes the state, here alone."""
+        plan, drifts = self.driver.plan, self.site.drifts
+        leads = drifts == "leader" and plan is not None and plan.leader(0) == self.me.worker_id
+        if leads or (drifts == "healed" and self.me.incarnation):
+            self.site.checks.taint.flip()
+            for stage in self.state.stages:
+                self.state.flip(stage)
 
     def _release(self, effect: Release) -> None:
         driver = self.driver

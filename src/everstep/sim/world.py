@@ -145,7 +145,8 @@ def _pair(a: str, b: str) -> tuple[str, str]:
 
 
 class Process:
-    """Something that runs on a host, until it dies. While frozen it does nothing, and does it all afterwards."""
+    """Something that runs on a host, until it dies. While frozen it does nothing, and does it all afterwards: a signal
+    has stopped it, or (`starved`) it waits for a processor. waited_ns: for how long it has done that."""
 
     def __init__(self, world: World, name: str, host: str) -> None:
         self.world = world
@@ -153,6 +154,8 @@ class Process:
         self.host = host
         self.alive = True
         self.frozen_ns: int | None = None
+        self.starved = False
+        self.waited_ns = 0
         self._backlog: list[tuple[Act, tuple[Any, ...]]] = []
 
     def later(self, delay_ns: int, act: Act, *args: Any) -> None:
@@ -171,16 +174,22 @@ class Process:
         else:
             act(*args)
 
-    def freeze(self) -> None:
+    @property
+    def letter(self) -> str:
+        """Its state, as the kernel calls it."""
+        return "S" if self.frozen_ns is None else "R" if self.starved else "T"
+
+    def freeze(self, *, starved: bool = False) -> None:
         if self.alive and self.frozen_ns is None:
-            self.world.log(self.name, "FROZEN")
-            self.frozen_ns = self.world.now_ns
+            self.world.log(self.name, "STARVED" if starved else "FROZEN")
+            self.frozen_ns, self.starved = self.world.now_ns, starved
 
     def thaw(self) -> None:
         if not self.alive or self.frozen_ns is None:
             return
         self.world.log(self.name, "THAWED")
-        self.frozen_ns = None
+        self.waited_ns += self.world.now_ns - self.frozen_ns if self.starved else 0
+        self.frozen_ns, self.starved = None, False
         backlog, self._backlog = self._backlog, []
         for act, args in backlog:
             self.wake(act, args)

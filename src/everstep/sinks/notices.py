@@ -24,13 +24,13 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from everstep.base.below import write_atomically
 from everstep.base.config_fields import SECRET_VARIABLES
 from everstep.base.config_keys import NotifyConfig
 from everstep.base.errors import ConfigError
 from everstep.base.given import read_json
 from everstep.report.words import Event, as_dict, cause, known, one_line, whole_number
-from everstep.runtime.address import write_atomically
-from everstep.runtime.process import die_with_parent
+from everstep.runtime.bound import bound_command
 from everstep.sinks.sink import Sink, SinkFailed, SinkJob
 
 _DELIVERED_FILE = "delivered.json"
@@ -113,7 +113,7 @@ class Notices(Sink):
             self._ways.append(("notify.webhook", lambda notice: self._post(url, notice)))
         self._file = run.folder / _DELIVERED_FILE
         with contextlib.suppress(OSError, ValueError):
-            told = as_dict(read_json(self._file, _MOST_BYTES)).get("told")
+            told = as_dict(read_json(self._file, _MOST_BYTES, 1)).get("told")
             self._told.extend(str(one)[:200] for one in (told if isinstance(told, list) else []))
         self._about = {
             "run": run.name,
@@ -182,23 +182,20 @@ class Notices(Sink):
         raise SinkFailed(f"{way} did not take a notice: {why}")
 
     def _remember(self) -> None:
-        self._file.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(self._file, json.dumps({"told": list(self._told)}))
+        write_atomically(self._file, json.dumps({"told": list(self._told)}), 1, make=True)
 
     def _run(self, words: list[str], notice: Notice) -> str:
         """Run the command with the notice on its standard input; "" if it went well, else why not."""
         env = {name: value for name, value in os.environ.items() if name not in SECRET_VARIABLES}
         env |= {"EVERSTEP_EVENT": notice["event"], "EVERSTEP_TEXT": notice["text"], "EVERSTEP_RUN": notice["run"]}
-        parent = os.getpid()
         try:
             process = subprocess.Popen(
-                words,
+                bound_command(*words),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 env=env,
                 start_new_session=True,
-                preexec_fn=lambda: die_with_parent(parent),
             )
         except (OSError, ValueError) as error:
             return f"{words[0]!r} cannot be run: {getattr(error, 'strerror', None) or type(error).__name__}"

@@ -11,12 +11,15 @@ import bisect
 import contextlib
 import hashlib
 import json
+import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
+from everstep.base.below import folder_of, write_atomically
 from everstep.base.config_keys import NOTICES
 from everstep.base.given import read_given
 from everstep.report.account import goodput
@@ -24,7 +27,6 @@ from everstep.report.history import History
 from everstep.report.settings import shown_settings
 from everstep.report.usage import Newest
 from everstep.report.words import Event, as_dict, number, one_line, sentence, whole_number
-from everstep.runtime.address import write_atomically
 from everstep.runtime.commands import sole_holder
 from everstep.sinks.sink import Sink, SinkFailed, SinkJob
 
@@ -51,7 +53,7 @@ class SinkCursor:
 def read_cursor(folder: Path) -> SinkCursor:
     """Of a sink's folder; a fresh one if there is none, or it says something else."""
     try:
-        return msgspec.json.decode(read_given(folder / CURSOR_FILE), type=SinkCursor)
+        return msgspec.json.decode(read_given(folder / CURSOR_FILE, folders=1), type=SinkCursor)
     except (OSError, ValueError, RecursionError):
         return SinkCursor()
 
@@ -59,12 +61,14 @@ def read_cursor(folder: Path) -> SinkCursor:
 class Publication:
     """Tells a sink what is new in a run directory each time `advance` is called.
 
-    steps, events: how many were delivered by this object.
+    steps, events: how many were delivered by this object. notify: what is run or called for notices, which whoever
+    publishes has to say: a directory may have been prepared.
     """
 
-    def __init__(self, run_dir: Path, name: str, sink: Sink) -> None:
+    def __init__(self, run_dir: Path, name: str, sink: Sink, notify: Mapping[str, Any] | None = None) -> None:
         self.run_dir = run_dir
         self.name = name
+        self._notify = notify or {}
         self.folder = run_dir / name
         self.history = History(run_dir, heard=self._event)
         self.steps = self.events = 0
@@ -234,9 +238,12 @@ class Publication:
         known_as = (self.history.name, str(job.get("task", "")), identity, created_ns)
         self._run = SinkJob(self.run_dir, self.folder, *known_as, fresh, self._told_step, memory)
         with self._failing():
-            self.folder.mkdir(parents=True, exist_ok=True)
-            config = as_dict(job.get("config"))
-            self._sink.begin(self._run, config if self.name == NOTICES else shown_settings(config))
+            with folder_of(self.folder / CURSOR_FILE, 1, make=True) as folder:
+                links = [entry.name for entry in os.scandir(folder) if entry.is_symlink()]
+            if links:
+                raise SinkFailed(f"{self.folder / links[0]} is a symbolic link: remove it, none is followed there")
+            config = shown_settings(as_dict(job.get("config")))
+            self._sink.begin(self._run, {NOTICES: self._notify} if self.name == NOTICES else config)
 
     def _keep(self, everything: bool) -> None:
         """What was told has arrived, and is never told again. everything: also what samples of others may complete."""
@@ -252,7 +259,7 @@ class Publication:
     def _save(self, run: SinkJob) -> None:
         self._cursor.memory = run.memory
         with self._failing():
-            write_atomically(self.folder / CURSOR_FILE, json.dumps(asdict(self._cursor)) + "\n")
+            write_atomically(self.folder / CURSOR_FILE, json.dumps(asdict(self._cursor)) + "\n", 1)
 
     @contextlib.contextmanager
     def _failing(self) -> Iterator[None]:
@@ -283,7 +290,7 @@ def sole_publisher(run_dir: Path, name: str) -> Iterator[None]:
     Raises: ConfigError if somebody does, or the sink's folder cannot be written.
     """
     held = f"{run_dir} is being published to {name} by another process: a running job with it among its sinks?"
-    with sole_holder(run_dir / name / _LOCK_FILE, held, str(run_dir / name)):
+    with sole_holder(run_dir, f"{name}/{_LOCK_FILE}", held):
         yield
 
 

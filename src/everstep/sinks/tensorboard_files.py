@@ -6,6 +6,7 @@ No writer thread: one that meets a full disk dies silently, and this is a proces
 from __future__ import annotations
 
 import json
+import os
 import socket
 import time
 from collections.abc import Mapping
@@ -15,6 +16,7 @@ from tensorboard.compat.proto import event_pb2, summary_pb2, tensor_pb2, tensor_
 from tensorboard.plugins.hparams import plugin_data_pb2
 from tensorboard.summary.writer.record_writer import RecordWriter
 
+from everstep.base.below import NEW, open_below
 from everstep.base.config import dotted
 from everstep.report.words import Event, whole_number
 from everstep.sinks.sink import OVER, Sink, SinkJob
@@ -34,7 +36,7 @@ class TensorBoardFiles(Sink):
         """A new file; one that goes on voids what an older one may hold beyond the steps that it is known to hold."""
         seconds, rest = divmod(time.time_ns(), 10**9)  # readers go by the order of names
         name = f"events.out.tfevents.{seconds:010d}.{rest:09d}.{socket.gethostname()}.everstep"
-        self._writer = RecordWriter(open(run.folder / name, "xb"))  # noqa: SIM115
+        self._writer = RecordWriter(os.fdopen(open_below(run.folder / name, NEW, 1), "wb"))
         self._last_ns = run.created_ns
         first = event_pb2.Event(wall_time=self._last_ns / 1e9, file_version="brain.Event:2")
         self._writer.write(first.SerializeToString())

@@ -17,6 +17,7 @@ from everstep.placement.cuts import units_of
 from everstep.train.composition import check_units
 from everstep.train.elastic import AnyOrder, ElasticOrder, sample_order
 from everstep.train.link import WorkerLink
+from everstep.train.loop_survey import watching
 from everstep.train.precision import prepare_torch
 from everstep.train.replica import StageReplica
 from everstep.train.run import Run
@@ -36,8 +37,10 @@ def assemble(
     collate: Callable[[list[Any]], Any],
     device: torch.device,
     rewindable: bool = False,
+    ignored: tuple[Any, ...] | None = None,
 ) -> Run:
-    """A run over these parts, of a model that is not split. rewindable: as for `Session`.
+    """A run over these parts, of a model that is not split. rewindable: as for `Session`. ignored: what the loop may
+    change without being told of it; None if nobody looks.
 
     Raises: ConfigError if the job is to have stages.
     """
@@ -51,7 +54,12 @@ def assemble(
         parts = replace(parts, extras={**parts.extras, "everstep.order": order})
     replica = StageReplica(parts, link.config, device)
     whole = Whole.of(parts.model)
-    return Run(Session(link, Stages.unsplit(replica), device, dataset, collate, order, whole, rewindable), parts.model)
+    session = Session(link, Stages.unsplit(replica), device, dataset, collate, order, whole, rewindable)
+    if ignored is None or not session.saver.on:
+        return Run(session, parts.model)
+    survey = watching(session.view, dataset, collate, ignored)
+    session.saver.watch(survey)
+    return Run(session, parts.model, survey)
 
 
 def assemble_task(link: WorkerLink, task: Task) -> tuple[Run, EarlyStop]:

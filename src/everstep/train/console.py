@@ -15,6 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TextIO
 
+from everstep.base.below import APPEND, open_below
+
 _MOST_WAITING = 10_000  # characters of a script that prints before it joins
 MOST_UNSHOWN_BYTES = 1 << 20
 """Of lines that wait for a full disk."""
@@ -119,7 +121,7 @@ class LeaderConsole(io.TextIOBase):
     def _put(self) -> None:
         """Append what waits; a full disk does not stop training, and what did not fit comes later."""
         try:
-            with open(self._path, "ab", buffering=0, opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
+            with os.fdopen(open_below(self._path, APPEND, 1), "ab", buffering=0) as file:
                 del self._unshown[: file.write(self._unshown)]
                 if self._lost and not self._unshown:
                     said = stamped(f"everstep: {self._lost} lines are missing here: the disk was full\n")

@@ -18,6 +18,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from everstep.base.below import drafted, placed
+from everstep.base.cause import Cause, Why
 from everstep.base.digests import DIGEST_VERSION
 from everstep.base.errors import EverstepError
 from everstep.base.plan import Plan
@@ -25,34 +27,43 @@ from everstep.exact import topology
 from everstep.exact.extra_state import is_extra, to_file, unpack
 from everstep.exact.image import BLOCK_BYTES, Scatter, entries_of, write_blocks
 from everstep.exact.state import ModelState
+from everstep.protocol.driver.comparing import WHOLE
 from everstep.protocol.driver.operations import Finish
-from everstep.runtime.address import drafted
 from everstep.runtime.peer import PeerConnection
 from everstep.train import heal
+from everstep.train.executor import Unusable
 from everstep.train.view import WorkerView
 
 log = logging.getLogger(__name__)
 _MODEL = "model/"
 
 
-def write_final(run_dir: Path, tensors: Mapping[str, Tensor], model_digest: str, state_digest: str, step: int) -> None:
+def write_final(
+    run_dir: Path,
+    tensors: Mapping[str, Tensor],
+    model_digest: str,
+    state_digest: str,
+    step: int,
+    *,
+    left: bool = False,
+) -> None:
     """Write final/model.safetensors and, last, final/digest.json. Atomic, and the same bytes whoever does it.
 
-    tensors: by their names in the whole model's state_dict.
+    tensors: by their names in the whole model's state_dict. left: the loop was left before the last step.
     """
     final = run_dir / "final"
-    final.mkdir(parents=True, exist_ok=True)
     digest = {"version": DIGEST_VERSION, "step": step, "model": model_digest, "state": state_digest}
+    digest |= {"left": True} if left else {}
     _put(final / "model.safetensors", lambda path: save_file(dict(tensors), path))
-    _put(final / "digest.json", lambda path: path.write_text(json.dumps(digest, indent=2) + "\n"))
+    _put(final / "digest.json", lambda path: path.write_bytes(json.dumps(digest, indent=2).encode() + b"\n"))
 
 
 def _put(path: Path, write: Callable[[Path], object]) -> None:
-    with drafted(path) as draft:
+    with drafted(path, 1, make=True) as draft:
         write(draft)
         with draft.open("rb") as file:
             os.fsync(file.fileno())
-        os.replace(draft, path)
+        placed(draft, path.name)
 
 
 def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -76,20 +87,26 @@ class Finisher:
     def write(self, operation: Finish) -> bool:
         """Whether it was written: by the job's leader, unless the plan changed meanwhile."""
         plan, number, run_dir = operation.plan, operation.step, self._view.link.run_dir
+        left = number < self._view.order.total_steps
         self._view.phase("finish", number, plan)
         if run_dir is None or not self._view.is_main:
             return False
         if not self._view.stages.split:
             model, state = self._view.stages.only.parts.model, self._view.stages.only.state
-            write_final(run_dir, model_tensors(model), state.model_digest(), state.state_digest(number), number)
+            digest = state.state_digest(number)
+            _refuse_other({0: digest}, operation)
+            write_final(run_dir, model_tensors(model), state.model_digest(), digest, number, left=left)
             return self._arrived(plan)
         parts = self._collect(plan, number)
         if parts is None:
             return False
+        _refuse_other({k: topology.state_digest(manifest, number) for k, (manifest, _) in enumerate(parts)}, operation)
         merged = topology.merge([manifest for manifest, _ in parts])
         tensors = {name: t for _, found in parts for name, t in found.items()}
         ordered = {name: tensors[name] for name in sorted(tensors)}
-        write_final(run_dir, ordered, topology.model_digest(merged), topology.state_digest(merged, number), number)
+        write_final(
+            run_dir, ordered, topology.model_digest(merged), topology.state_digest(merged, number), number, left=left
+        )
         return self._arrived(plan)
 
     def _arrived(self, plan: Plan) -> bool:
@@ -148,6 +165,15 @@ class Finisher:
         manifest = self._manifest(stage, number)
         connection.send_json({"manifest": manifest, "names": names_of(replica.parts.model, replica.state)})
         heal.send_blocks(connection, replica.state)
+
+
+def _refuse_other(digests: Mapping[int, str], operation: Finish) -> None:
+    """Raises: Unusable if a stage is not the one that all have agreed on."""
+    for stage, digest in digests.items():
+        agreed = operation.digests.get(stage, "")[:WHOLE]
+        if agreed and digest != agreed:
+            text = f"stage {stage} has changed since all had agreed on it after the last step"
+            raise Unusable(Why(Cause.CORRUPT, f"{text} ({digest[:12]}, expected {agreed[:12]})"), torn=True)
 
 
 def names_of(model: nn.Module, state: ModelState) -> dict[str, str]:

@@ -39,6 +39,7 @@ log = logging.getLogger(__name__)
 
 MAX_BACKLOG = 16
 _SERVE_TIMEOUT_S = 60.0
+_MOST_NAMES = 50
 _MOST_BYTES = 1 << 36
 _MOST_PARAMETERS = 1 << 20
 _OTHER_FORMS = (
@@ -127,7 +128,7 @@ class Offer:
 
     application: the state of the user's loop right after the update, where the snapshots may have a later one; empty if
     the loop has none. parts: of snapshots that are not whole, what is there. untold: of steps up to there that may not
-    have been told.
+    have been told. changed: names that the loop has changed, and that are not carried.
     """
 
     position: Key
@@ -137,6 +138,7 @@ class Offer:
     application: bytes = b""
     parts: Mapping[int, Extents] = field(default_factory=dict)
     untold: bytes = b""
+    changed: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -355,7 +357,7 @@ def serve_blocks(
 def _header(offer: Offer, stages: Sequence[int], manifests: bool) -> dict[str, Any]:
     """manifests: else whoever takes only blocks has them of another donor."""
     gathers = {f"{k.step},{k.seq}": encode(v).hex() for k, v in offer.gathers.items()}
-    header = {
+    header: dict[str, Any] = {
         "position": list(offer.position),
         "records": encode(offer.records).hex(),
         "gathers": gathers,
@@ -364,6 +366,7 @@ def _header(offer: Offer, stages: Sequence[int], manifests: bool) -> dict[str, A
         "manifests": [offer.snapshots[k].manifest() for k in stages] if manifests else [],
     }
     parts = {str(k): offer.parts[k].encoded() for k in stages if k in offer.parts}
+    header |= {"changed": list(offer.changed)} if offer.changed else {}
     return {**header, "parts": parts} if parts else header
 
 
@@ -383,6 +386,7 @@ class ReceivedOffer:
     states: Mapping[int, StageState]
     application: bytes
     untold: bytes
+    changed: tuple[str, ...] = ()
 
 
 def receive_blocks(
@@ -407,7 +411,8 @@ def offered(header: Mapping[str, Any], states: Mapping[int, StageState]) -> Rece
         }
         records, (step, seq) = decode_records(bytes.fromhex(header["records"])), header["position"]
         application, untold = bytes.fromhex(header["application"]), bytes.fromhex(header["untold"])
-        return ReceivedOffer(Key(int(step), int(seq)), records, gathers, states, application, untold)
+        changed = tuple(msgspec.convert(header.get("changed", []), list[str])[:_MOST_NAMES])
+        return ReceivedOffer(Key(int(step), int(seq)), records, gathers, states, application, untold, changed)
 
 
 def parts_in(header: Mapping[str, Any], stages: Sequence[int]) -> dict[int, Extents]:
@@ -493,9 +498,16 @@ def _receive_gradient(connection: PeerConnection, step: int, told: dict[str, Any
 # ---- small states
 
 
-def pack_state(state: ModelState) -> bytes:
-    """A small state (of the user's loop, say) in one piece."""
-    return _packed(state.manifest(), state)
+def pack_state(state: ModelState, settings: Mapping[str, Any] | None = None) -> bytes:
+    """A small state (of the user's loop, say) in one piece. settings: of the model, if not the present ones."""
+    manifest: Mapping[str, Any] = state.manifest()
+    return _packed(manifest if settings is None else with_settings(manifest, settings), state)
+
+
+def with_settings(manifest: Mapping[str, Any], settings: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The same manifest, of a state in which the model is set so."""
+    body = {key: value for key, value in manifest.items() if key not in ("digest", "settings")}
+    return sealed({**body, "settings": dict(settings)} if settings else body)
 
 
 def _packed(manifest: Mapping[str, Any], of: ModelState | Image) -> bytes:
@@ -511,7 +523,7 @@ class StateCopy:
 
     def take(self, state: ModelState) -> None:
         """The state as it is now."""
-        entries, tensors, values, _ = state.live_tensors()
+        entries, tensors, values, _ = state.live_tensors(settings=False)
         alike = [(t.dtype, t.shape, t.device) for t in tensors] == [(t.dtype, t.shape, t.device) for t in self._tensors]
         with torch.no_grad():
             if alike:
@@ -521,12 +533,12 @@ class StateCopy:
                 self._tensors = [tensor.detach().clone() for tensor in tensors]
         self._image = partial(Image.of_tensors, entries, self._tensors, values, state.outline)
 
-    def packed(self) -> bytes:
-        """As `pack_state`; empty if nothing was taken."""
+    def packed(self, settings: Mapping[str, Any]) -> bytes:
+        """As `pack_state`, with these settings of the model; empty if nothing was taken."""
         if self._image is None:
             return b""
         image = self._image()
-        return _packed(image.manifest, image)
+        return _packed(with_settings(image.manifest, settings), image)
 
 
 def unpack_state(state: ModelState, data: bytes) -> None:

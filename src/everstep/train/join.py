@@ -16,20 +16,22 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import default_collate
 
+from everstep.base.below import write_atomically
 from everstep.base.cause import Cause
-from everstep.base.config import Config, load_config, to_dict
+from everstep.base.config import Config, load_config, to_dict, with_batch_size
 from everstep.base.errors import ConfigError
 from everstep.exact.seeding import build_seed, seed_all
 from everstep.protocol import messages as wire
-from everstep.runtime.address import DATASET_FILE, write_atomically
+from everstep.runtime.address import DATASET_FILE
 from everstep.runtime.landing import check_mpi
-from everstep.runtime.private import close_run_dir, write_privately
+from everstep.runtime.private import close_run_dir, refuse_foreign, write_privately
 from everstep.train.adopted import become_job
 from everstep.train.assembly import assemble
 from everstep.train.link import LaunchedLink, LoneLink, WorkerLink
+from everstep.train.loop_values import LoopValues
 from everstep.train.precision import prepare_torch
 from everstep.train.published import Publisher
-from everstep.train.rehearsal import LifeLink
+from everstep.train.rehearsal import LifeLink, WatchedLoop
 from everstep.train.rehearsing import Conclude, beside_script
 from everstep.train.restarts import unpassed
 from everstep.train.run import Run
@@ -72,6 +74,12 @@ def hold(words: wire.WorkerFailed) -> None:
         _run.hold(words)
 
 
+def leave() -> None:
+    """The script has ended; if its loop has not, it was left."""
+    if _run is not None:
+        _run.loop.leave()
+
+
 def close() -> None:
     """The script is over."""
     if _run is not None:
@@ -91,7 +99,7 @@ def join(
     micro_batch: int = 8,
     scheduler: Any = None,
     clip_norm: float | None = None,
-    state: Mapping[str, Any] | None = None,
+    state: Mapping[str, Any] | LoopValues | None = None,
     *,
     units: Sequence[nn.Module] | None = None,
     collate: Callable[[list[Any]], Any] = default_collate,
@@ -102,9 +110,10 @@ def join(
     """Make this process a worker of a job, and return the job's steps to iterate over.
 
     The global batch is `lanes` x `micro_batch` samples, whoever computes them. `state`: anything else to be healed and
-    saved, by name: objects with state_dict and load_state_dict. `units`: the finest cuts of the model, in order.
+    saved: what everstep.state(best=1e9, wait=0) returns, or, by name, such objects and others with state_dict and
+    load_state_dict. `units`: the finest cuts of the model, in order.
     `config`: further keys of the config (steps=..., epochs=..., precision=..., seed=...). Under `everstep run`, keys
-    given there win, except `lanes`, which must be the same. `run_dir`: where a job of one worker writes, if anywhere;
+    given there win. `run_dir`: where a job of one worker writes, if anywhere;
     it takes checkpoints there, and goes on from the newest one when the script is run again. What this process writes
     from then on, there and elsewhere, is readable by its owner alone, as in launched workers; os.umask changes that.
 
@@ -128,19 +137,22 @@ def join(
     _called = True
     given = {"lanes": lanes, "micro_batch": micro_batch, "clip_norm": clip_norm, **config}
     link = _link(given, Path(run_dir) if run_dir is not None else None)
+    extras = {"state": state} if isinstance(state, LoopValues) else dict(state or {})
     refuse_unsupported(model, optimizer, scheduler)
     refuse_unmade(model)
     refuse_group()
-    lost = unpassed_scheduler(optimizer, (scheduler, *(state or {}).values()), ignore, sys._getframe())
+    lost = unpassed_scheduler(optimizer, (scheduler, *extras.values()), ignore, sys._getframe())
     if lost is not None and link.config.rehearse and not isinstance(link, LifeLink):
         raise ConfigError(str(unpassed(*lost)))
     device = prepare_torch(link.config, link.me.worker_id)
-    parts = Parts(model, optimizer, scheduler, list(units) if units else [model], dict(state or {}))
+    parts = Parts(model, optimizer, scheduler, list(units) if units else [model], extras)
     _tell_ledger(link, dataset)
-    _run = assemble(link, parts, dataset, collate, device)
+    watched = link.config.rehearse and not isinstance(link, LifeLink)
+    _run = assemble(link, parts, dataset, collate, device, ignored=tuple(ignore) if watched else None)
     if isinstance(link, LifeLink):
-        link.follow(ignore, unpassed=lost)
-    elif note := _await_rehearsal(link):
+        link.follow(WatchedLoop(tuple(ignore), unpassed=lost, data=(dataset, collate)))
+        return _run
+    if note := _await_rehearsal(link):
         with contextlib.closing(Publisher(link.run_dir, link.me)) as publisher:
             publisher.emit("warning", step=0, cause=Cause.CONFIG, reason=note)
     return _run
@@ -157,7 +169,12 @@ def _link(given: Mapping[str, Any], run_dir: Path | None) -> WorkerLink:
     link = LoneLink(_alone(given), run_dir)
     if run_dir is not None:
         write_privately()
-        with contextlib.suppress(OSError):  # there is none yet
+        try:
+            run_dir.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"cannot make {run_dir}: {error.strerror or error}") from None
+        refuse_foreign(run_dir)
+        with contextlib.suppress(OSError):  # what is root's
             close_run_dir(run_dir)
     return link
 
@@ -177,7 +194,13 @@ def _tell_ledger(link: WorkerLink, dataset: Any) -> None:
     if link.run_dir is None or not hasattr(dataset, "__len__"):
         return
     config = link.config
-    facts = {"size": len(dataset), "micro_batch": config.micro_batch, "steps": config.steps, "epochs": config.epochs}
+    facts = {
+        "size": len(dataset),
+        "lanes": config.lanes,
+        "micro_batch": config.micro_batch,
+        "steps": config.steps,
+        "epochs": config.epochs,
+    }
     facts["seed"] = config.seed  # which samples a lane has goes by it
     with contextlib.suppress(OSError):  # a full disk does not stop training; `everstep ledger` will say what it lacks
         link.run_dir.mkdir(parents=True, exist_ok=True)
@@ -200,12 +223,9 @@ def _alone(given: Mapping[str, Any]) -> Config:
 def _merge(link: LaunchedLink | LifeLink, given: Mapping[str, Any]) -> Config:
     """The job's config, filled up with what the script gives and the user has not set."""
     job = to_dict(link.config)
-    if given["lanes"] != link.config.lanes:
-        raise ConfigError(
-            f"the script joins with lanes={given['lanes']}, the job was started with lanes={link.config.lanes}; "
-            f"start it with --set lanes={given['lanes']}"
-        )
     own = {k: v for k, v in given.items() if v is not None and k not in link.job.get("explicit", ())}
+    if size := link.job.get("batch_size"):
+        own = with_batch_size({"lanes": job["lanes"], **own}, size)
     merged = load_config([("job.json", job), ("join", own)])
     if merged.steps is None and merged.epochs is None:
         merged = load_config([("job.json", to_dict(merged)), ("join", {"epochs": 1})])

@@ -23,6 +23,7 @@ from everstep.placement.schedules import PipeOp
 from everstep.protocol.driver.operations import Compute, Open, Opened
 from everstep.train.part_pass import Lane
 from everstep.train.saving import Restorer
+from everstep.train.shapes import Shapes, compiling
 from everstep.train.view import WorkerView
 
 _AHEAD = 8
@@ -47,6 +48,7 @@ class Lanes:
         self._view = view
         self._restorer = restorer
         self._samples = 0
+        self._shapes = Shapes()
         self._loader = LaneLoader(Recipe(dataset, view.order, collate, view.config.seed), view.config.loader)
 
     def handlers(self) -> dict[type, Callable[[Any], Any]]:
@@ -114,6 +116,8 @@ class Lanes:
     def batch(self, number: int, lane: int) -> tuple[Any, Any]:
         """A lane's batch on the device, and its samples (none: the lane is empty)."""
         batch, samples = self._loader.batch(number, lane)
+        if compiling() and self._shapes.new(batch):
+            self._view.link.row.chill()
         return to_device(batch, self.device), samples
 
     def samples(self, number: int, lane: int) -> Any:

@@ -5,6 +5,7 @@ Apart so that the session is the same in both cases.
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import queue
@@ -21,7 +22,7 @@ from typing import Any
 
 from everstep.base.cause import Cause, Why
 from everstep.base.config import Config
-from everstep.base.errors import NonFinite
+from everstep.base.errors import EverstepError
 from everstep.base.given import read_json
 from everstep.base.plan import Member, Plan, Rank, Seat, WorkerKey
 from everstep.checkpoint.hosts_store import HostsStore
@@ -44,6 +45,7 @@ log = logging.getLogger(__name__)
 
 _LAST_WORDS_S = 5.0
 _CLAIM_S = 2.0
+FINAL_DIGEST = "final/digest.json"
 Faults = Callable[[int, str, Plan], None]
 FaultNow = Callable[[str, int, int, str, Plan | None], None]
 Deliver = Callable[[wire.AnyMessage], None]
@@ -125,7 +127,14 @@ class WorkerLink:
     def turn(self, view: Any, over: bool) -> None:
         """The loop asks for the next step, or, if it is over, for no more. view: the `WorkerView`."""
 
-    def stop_words(self, error: NonFinite, step: int) -> wire.WorkerFailed | None:
+    def at_exit(self, act: Callable[[], None]) -> None:
+        """Have this done when the script has ended, unless by an exception, where nobody else does it."""
+
+    def finished(self, step: int) -> bool:
+        """Whether a script that is run again has nothing to do after this step, which somebody else would see else."""
+        return False
+
+    def stop_words(self, error: EverstepError, step: int) -> wire.WorkerFailed | None:
         """What is to be told at once of a loop that is to stop; None: whoever runs the loop tells."""
         return None
 
@@ -213,7 +222,7 @@ class LaunchedLink(WorkerLink):
             return True
         try:
             held, path = read_json(self._context.run_path / HELD_FILE), self._context.run_path / name
-            return bool(held.get(name) == digest_of(path))
+            return bool(held.get(name) == digest_of(path, name.count("/")))
         except (OSError, ValueError, AttributeError):
             return False
 
@@ -296,7 +305,32 @@ class LoneLink(WorkerLink):
         seat = Seat(0, 0, "active", tuple(range(self.config.lanes)))
         return Plan(generation, why.reason, (member,), (seat,), self.config.lanes, cause=why.cause, save=save)
 
-    def stop_words(self, error: NonFinite, step: int) -> wire.WorkerFailed:
+    def at_exit(self, act: Callable[[], None]) -> None:
+        def ended() -> None:
+            if getattr(sys, "last_value", None) is None:
+                try:
+                    act()
+                except Exception as error:
+                    sys.stdout.flush()
+                    print(f"everstep: {error}", file=sys.stderr, flush=True)
+                    os._exit(1)
+
+        atexit.register(ended)
+
+    def finished(self, step: int) -> bool:
+        if self.run_dir is None:
+            return False
+        try:
+            said = read_json(self.run_dir / FINAL_DIGEST)
+            found = bool(said["left"]) and said["step"] == step
+        except (OSError, ValueError, TypeError, KeyError):
+            return False
+        if found:
+            text = f"this job has finished: its loop was left after step {step}, in {self.run_dir}"
+            print(f"everstep: {text}; give another run_dir to train anew", file=sys.stderr)
+        return found
+
+    def stop_words(self, error: EverstepError, step: int) -> wire.WorkerFailed:
         return wire.WorkerFailed(
             worker_id=0,
             incarnation=0,

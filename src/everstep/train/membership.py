@@ -9,7 +9,7 @@ import itertools
 import os
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from everstep.base.errors import DeterminismError
@@ -22,6 +22,7 @@ from everstep.protocol.following import PlanAsked, PlanShown, name_of
 from everstep.runtime.peer import PeerConnection
 from everstep.train.executor import Executor
 from everstep.train.first_place import of_plan
+from everstep.train.imported import LateImports
 from everstep.train.view import WorkerView
 
 _LATE = 4
@@ -42,6 +43,7 @@ class GenerationTies:
     _profile: Callable[[wire.ProfileNow], None]
     _late: tuple[wire.AnyMessage, ...] = ()
     _placed: bool = False
+    _imports: LateImports = field(default_factory=LateImports)
 
     def handlers(self) -> dict[type, Callable[[Any], Any]]:
         """What it does for the driver."""
@@ -101,6 +103,9 @@ class GenerationTies:
             prepared=standing.prepared,
             stages=standing.stages,
             state_bytes=self._view.stages.expected_bytes,
+            lanes=self._view.config.lanes,
+            kernels=self._view.kernels,
+            code=self._imports.all(),
         )
         return hello, standing.plan
 
@@ -134,6 +139,9 @@ class GenerationTies:
             self._view.phase("settle", self._view.step, plan)
         elif tag.seq == 0:
             self._view.phase("agree", tag.step, plan)
+            more = self._imports.more()
+            if more is not None:
+                self._view.link.tell(wire.Imported(**vars(self._view.link.me), code=more))
         return self._view.transport.exchange(tag, operation.payload)
 
     def _entered(self, effect: do.EnteredPlan) -> None:
@@ -156,7 +164,7 @@ class GenerationTies:
 
 
 class Rendezvous:
-    """The store with which a gloo or NCCL group finds together: kept by the coordinator, per generation.
+    """The store with which connections and NCCL groups find together: kept by the coordinator, per generation.
 
     Sets and gets keys through control messages; keys begin with "generation<g>/". Two threads meet here: the training
     thread waits for keys, the control thread brings them, or the news that the generation is over, which frees whoever

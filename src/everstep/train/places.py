@@ -18,7 +18,7 @@ class Places:
         self._lines: dict[str, int] = {}
         self._joined = 0
         try:
-            tree = ast.parse(read_given(script))
+            tree = ast.parse(read_given(script, links=True))
         except (OSError, ValueError, SyntaxError):
             return
         for node in ast.walk(tree):
@@ -26,12 +26,15 @@ class Places:
                 self._joined = self._joined or node.lineno
             if isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign):
                 for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
-                    name = ast.unparse(target)
-                    self._lines[name] = min(node.lineno, self._lines.get(name, node.lineno))
+                    for one in target.elts if isinstance(target, ast.Tuple) else [target]:
+                        name = ast.unparse(one)
+                        self._lines[name] = min(node.lineno, self._lines.get(name, node.lineno))
 
     def of(self, finding: Finding) -> Finding:
         """The finding with its place."""
         name = finding.object
         last = name.split(".")[-1]
         line = self._lines.get(name) or self._lines.get(f"self.{last}") or self._lines.get(name.split(".")[0])
+        if not line and finding.line:
+            return replace(finding, file=os.path.basename(finding.file))
         return replace(finding, file=self._file, line=line or self._joined)

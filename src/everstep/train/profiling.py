@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from everstep.base.below import drafted, folder_of, placed
 from everstep.protocol import messages as wire
 from everstep.runtime.address import PROFILES_FOLDER, TRACE_KEY
 from everstep.train.link import WorkerLink
@@ -99,23 +100,21 @@ class WorkerProfiling:
         try:
             trace = recording.stop()
         except Exception as error:
+            recording.held.close()
             log.warning("no profile: %s", error, exc_info=True)
             self._fail(request, f"its trace cannot be written: {error}")
             return
-        self._writing = threading.Thread(target=self._compress, args=(request, trace), name="everstep-profile")
+        self._writing = threading.Thread(target=self._compress, args=(recording, trace), name="everstep-profile")
         self._writing.start()
 
-    def _compress(self, request: wire.ProfileNow, trace: Path) -> None:
-        small = trace.with_suffix(".json.gz")
+    def _compress(self, recording: _Recording, trace: Path) -> None:
+        request = recording.request
         try:
-            with open(trace, "rb") as plain, gzip.open(small, "wb", _GZIP_LEVEL) as file:
-                shutil.copyfileobj(plain, file, 1 << 20)
-            trace.unlink()
-            small.rename(small.with_name(small.name.lstrip(".")))
+            with recording.held, drafted(recording.path, 2) as small:
+                with open(trace, "rb") as plain, gzip.open(small, "wb", _GZIP_LEVEL) as file:
+                    shutil.copyfileobj(plain, file, 1 << 20)
+                placed(small, recording.path.name)
         except Exception as error:
-            for path in (trace, small):
-                with contextlib.suppress(OSError):
-                    path.unlink(missing_ok=True)
             self._fail(request, f"its trace cannot be written: {error}")
             return
         name = f"{PROFILES_FOLDER}/{request.name}/worker-{self._link.me.worker_id}.json.gz"
@@ -150,10 +149,12 @@ class _Recording:
             raise FileNotFoundError("there is no run directory")
         self.request = request
         self.steps: list[tuple[int, int]] = []
+        self.held = contextlib.ExitStack()  # the draft of the trace
         self._phases: list[tuple[int, str]] = []
         self._link = link
-        self._path = link.run_dir / PROFILES_FOLDER / request.name / f".worker-{link.me.worker_id}.json"
-        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self.path = link.run_dir / PROFILES_FOLDER / request.name / f"worker-{link.me.worker_id}.json.gz"
+        with folder_of(self.path, 2, make=True):
+            pass  # it can be written there
         activities = [torch.profiler.ProfilerActivity.CPU]
         if device.type == "cuda":
             activities.append(torch.profiler.ProfilerActivity.CUDA)
@@ -167,7 +168,7 @@ class _Recording:
         link.row.mark(self._phases)
 
     def stop(self) -> Path:
-        """Returns where the trace is."""
+        """Returns where the trace is, until `held` is closed."""
         end_ns = time.time_ns()
         link, log_context = self._link, self._link.log
         link.row.mark(None)
@@ -185,6 +186,7 @@ class _Recording:
         self._profiler.add_metadata_json(TRACE_KEY, json.dumps(said))
         self._profiler.stop()
         link.row.tick()
-        self._profiler.export_chrome_trace(str(self._path))
+        draft = self.held.enter_context(drafted(self.path, 2))
+        self._profiler.export_chrome_trace(str(draft))
         link.row.tick()
-        return self._path
+        return draft

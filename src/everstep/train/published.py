@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 
+from everstep.base.below import folder_of, open_below
 from everstep.base.cause import Cause
 from everstep.base.given import parse_json, read_given
 from everstep.base.plan import WorkerKey
@@ -61,12 +62,13 @@ class Publisher:
         self._leading = False
         self._released = 0
         self._reports: dict[tuple[str, int], dict[str, Any]] = {}
-        events = rows = Path(os.devnull)
-        self._events_path = events / EVENTS_FILE  # nothing is there
+        events = rows = None
+        self._events_path = Path(os.devnull, EVENTS_FILE)  # nothing is there
         if run_dir is not None:
             self._events_path = events = run_dir / EVENTS_FILE
             rows = run_dir / "ledger" / f"worker-{me.worker_id}-{me.incarnation}.jsonl"
-            rows.parent.mkdir(parents=True, exist_ok=True)
+            with folder_of(rows, 1, make=True):
+                pass  # now it is there
         self._events = EventLog(events, worker_id=me.worker_id, incarnation=me.incarnation, pid=os.getpid())
         self._ledger = LedgerFile(rows)
         self.untold = Untold(self._events_path)
@@ -302,7 +304,7 @@ class LedgerFile:
     `error`: what the disk said last.
     """
 
-    def __init__(self, path: Path, most_bytes: int = MOST_WAITING_BYTES) -> None:
+    def __init__(self, path: Path | None, most_bytes: int = MOST_WAITING_BYTES) -> None:
         self.path = path
         self.waiting = 0
         self.given_up = 0
@@ -321,7 +323,10 @@ class LedgerFile:
 
     def flush(self) -> bool:
         """Write what waits. Returns whether all of it is on disk; the rest waits for the next call."""
-        if not self._lines:
+        if self.path is None:
+            self._lines.clear()
+            self.waiting = 0
+        if self.path is None or not self._lines:
             return True
         try:
             if self._fd < 0:
@@ -358,7 +363,7 @@ def _open_whole(path: Path) -> int:
 
     Raises: OSError.
     """
-    fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    fd = open_below(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 1)
     try:
         size = end = os.fstat(fd).st_size
         while end > 0:

@@ -10,9 +10,11 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import math
 import random
 import sys
 import sysconfig
+import time
 import types
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -83,6 +85,8 @@ class Carried:
             if isinstance(other, nn.Module):
                 tensors += [*other.parameters(), *other.buffers()]
                 objects |= {id(module): module for module in other.modules()}
+            elif isinstance(other, Tensor):
+                tensors.append(other)
         tensors += [p.grad for p in model.parameters() if p.grad is not None]
         return Carried(model, objects, {_storage(t) for t in tensors}, [tuple(p.shape) for p in model.parameters()])
 
@@ -139,6 +143,10 @@ class Survey:
     """Objects whose methods are on the frames, so that their attributes are variables of the loop."""
     globals: Iterable[dict[str, Any]] = ()
     """Of the frames' files, whose names are among the roots."""
+    until_s: float = math.inf
+    """By the processor time of this thread: what is not seen by then is not, however busy the machine is."""
+    most_bytes: int = 1 << 62
+    """Of a tensor: a larger one is known by its memory and by how often it was written to."""
     facts: dict[str, Fact] = field(default_factory=dict)
     unseen: dict[str, str] = field(default_factory=dict)
     _seen: dict[int, Any] = field(default_factory=dict)
@@ -151,7 +159,7 @@ class Survey:
         self._queue.extend(_Place(name, value) for name, value in roots)
         self._seen.update((id(names), names) for names in self.globals)
         self._model()
-        while self._queue and len(self._seen) < _MOST_PLACES:
+        while self._queue and len(self._seen) < _MOST_PLACES and time.thread_time() < self.until_s:
             place = self._queue.popleft()
             if not self._is_ignored(place):
                 self._visit(place)
@@ -160,7 +168,7 @@ class Survey:
         for place in self._tensors:  # now that it is known which belong to something else
             self._tensor(place)
         if self._queue:
-            self.unseen["..."] = f"more than {_MOST_PLACES} values"
+            self.unseen["..."] = f"more than {len(self._seen)} values"
 
     def _is_ignored(self, place: _Place) -> bool:
         for given in self.ignored:
@@ -198,20 +206,18 @@ class Survey:
     # ---- what there is
 
     def _model(self) -> None:
-        """Attributes of the model's modules that are neither parameters nor buffers; `join` does not carry these."""
+        """Attributes of the model's modules that are neither parameters nor buffers. Plain values among them that
+        the loop changes are carried (`exact.settings`), and those that forward passes change are of their lanes."""
         for name, module in self.carried.model.named_modules():
             path = f"model.{name}" if name else "model"
             owner = Fact("", "module", path, type(module).__name__)
-            if not name:
-                self._note(
-                    _Place("model.training", module.training, owner=owner), str(module.training), "value", hard=True
-                )
-            if _users_class(type(module)):
-                self._push(_Place(path, module), _attributes(module), owner)
+            if users_class(type(module)):
+                found = [pair for pair in _attributes(module) if not isinstance(pair[1], _SCALARS)]
+                self._push(_Place(path, module), found, owner)
 
     def _given(self, place: _Place) -> None:
         """What `join` was given says itself what its state is; other objects may hang on to it."""
-        if _users_class(type(place.value)) and not isinstance(place.value, nn.Module | Optimizer):
+        if users_class(type(place.value)) and not isinstance(place.value, nn.Module | Optimizer):
             self._push(place, _attributes(place.value))
 
     def _module_of_user(self, place: _Place) -> None:
@@ -219,7 +225,7 @@ class Survey:
         self._push(place, [(f".{name}", value) for name, value in list(names) if not name.startswith("__")])
 
     def _class(self, place: _Place) -> None:
-        if not _users_class(place.value):
+        if not users_class(place.value):
             return
         for name, value in list(vars(place.value).items()):
             if not name.startswith("__") and not isinstance(value, property | classmethod | staticmethod):
@@ -253,8 +259,13 @@ class Survey:
         tensor = place.value.detach()
         if not self.carried.has(tensor) and _storage(tensor) not in self._known:
             shape = tuple(tensor.shape) if tensor.is_floating_point() else None
+            if time.thread_time() > self.until_s:
+                self.unseen[place.name] = f"{_type_name(tensor)} (no time left)"
+                return
             try:
-                self._note(place, tensor_digest(tensor), "tensor", hard=_is_hard(place.owner), shape=shape)
+                large = tensor.nbytes > self.most_bytes
+                digest = f"{_storage(tensor)} {place.value._version}" if large else tensor_digest(tensor)
+                self._note(place, digest, "tensor", hard=_is_hard(place.owner), shape=shape)
             except Exception as error:  # without memory, sparse, ...
                 self.unseen[place.name] = f"{_type_name(tensor)} ({type(error).__name__})"
 
@@ -268,7 +279,7 @@ class Survey:
 
     def _stateful(self, place: _Place) -> None:
         """An object with a state of its own: its `state_dict`, and the values among its attributes."""
-        value, kind = place.value, _kind(place.value)
+        value, kind = place.value, kind_of(place.value)
         in_scope = any(value is scope for scope in self.scopes)
         owner: Fact | None = Fact("", kind, place.name, _type_name(value))
         if isinstance(value, nn.Module):
@@ -278,7 +289,7 @@ class Survey:
             self._note(said, _digest(value.state_dict()), "value", hard=_is_hard(owner))
         elif in_scope:
             owner = None  # `self` of a loop that is a method
-        if _users_class(type(value)) or kind == "meter":
+        if users_class(type(value)) or kind == "meter":
             self._push(place, _attributes(value), owner)
 
     def _mapping(self, place: _Place) -> None:
@@ -358,12 +369,13 @@ def _ours(kind: type) -> bool:
     return kind.__module__.split(".")[0] == "everstep"
 
 
-def _users_class(kind: type) -> bool:
+def users_class(kind: type) -> bool:
+    """Whether a class is the user's."""
     module = sys.modules.get(kind.__module__)
     return of_user(getattr(module, "__file__", None)) or kind.__module__ in ("__main__", "<run_path>")
 
 
-def _kind(value: Any) -> str:
+def kind_of(value: Any) -> str:
     """Of an object with a state of its own, "" if it has none."""
     if _has(value, "update") and _has(value, "reset") and not _has(value, "step"):
         return "meter"
@@ -438,10 +450,10 @@ _VISITS: list[tuple[_Test, _Visit]] = [
     (lambda s, v: isinstance(v, np.ndarray), Survey._array),
     (lambda s, v: isinstance(v, _GENERATORS), Survey._generator),
     (lambda s, v: _ours(type(v)) or _of_modules(type(v), _SHOWS), Survey._foreign),
-    (lambda s, v: _kind(v) != "", Survey._stateful),
+    (lambda s, v: kind_of(v) != "", Survey._stateful),
     (lambda s, v: isinstance(v, dict | types.MappingProxyType), Survey._mapping),
     (lambda s, v: isinstance(v, _CONTAINERS), Survey._container),
     (lambda s, v: isinstance(v, (types.GeneratorType, _BaseDataLoaderIter, *_ITERATORS)), Survey._iterator),
-    (lambda s, v: _users_class(type(v)) or _of_modules(type(v), _WALKED), Survey._object),
+    (lambda s, v: users_class(type(v)) or _of_modules(type(v), _WALKED), Survey._object),
     (lambda s, v: True, Survey._foreign),
 ]

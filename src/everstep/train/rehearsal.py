@@ -15,27 +15,30 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from everstep.base.below import write_atomically
 from everstep.base.config import Config, device_of
 from everstep.base.errors import EverstepError
 from everstep.base.given import read_given, read_json
 from everstep.base.plan import Plan
 from everstep.base.readable import readable
 from everstep.protocol import messages as wire
-from everstep.runtime.address import CHECKPOINTS_DIR, write_atomically
+from everstep.runtime.address import CHECKPOINTS_DIR
 from everstep.runtime.fork_server import redirect_output
 from everstep.runtime.process import close_descriptors, die_with_parent, why_ended
+from everstep.train.carried_names import Read, Trained, is_run, read_loop
 from everstep.train.importing import import_from_script
 from everstep.train.link import Deliver, Hello, LoneLink
+from everstep.train.loop_values import held
 from everstep.train.places import Places
 from everstep.train.reachable import Carried, Fact, Survey, loop_frames, variables
-from everstep.train.restarts import TRAINING, Finding, differing, findings, unpassed
+from everstep.train.restarts import TRAINING, Finding, differing, findings, read_in_code, unpassed, with_code
 from everstep.train.task import where
 from everstep.train.view import WorkerView
 
@@ -52,7 +55,7 @@ _MOST_OUTPUT = 2_000
 class Rehearsed:
     """What is rehearsed: a script with its arguments (else a task), in which folder, up to which step.
 
-    config: of the job, None where the script's own is all there is; explicit: the keys that the user has set.
+    config: of the job, None where the script's own is all there is; said: the job's facts, as job.json has them.
     """
 
     script: str
@@ -60,7 +63,7 @@ class Rehearsed:
     folder: str
     steps: int = STEPS
     config: Config | None = None
-    explicit: tuple[str, ...] = ()
+    said: Mapping[str, Any] = field(default_factory=dict)
 
     def path(self, name: str) -> Path:
         """Of a file or folder of the rehearsal's own."""
@@ -70,7 +73,8 @@ class Rehearsed:
 @dataclass(frozen=True)
 class Sighting:
     """What a life has seen at its end. step: the last one that it did. error: why it ended otherwise, "" if it did not;
-    known: Everstep itself has refused something. unpassed: name and type of a scheduler that `join` was not given."""
+    known: Everstep itself has refused something. unpassed: name and type of a scheduler that `join` was not given.
+    read: what the loop's code says, which was read before the first step."""
 
     step: int = 0
     facts: Mapping[str, Fact] = field(default_factory=dict)
@@ -79,6 +83,7 @@ class Sighting:
     error: str = ""
     known: bool = False
     unpassed: tuple[str, str] | None = None
+    read: Read = field(default_factory=Read)
 
 
 @dataclass(frozen=True)
@@ -93,6 +98,17 @@ class Judgement:
     seen: Sighting = field(default_factory=Sighting)
 
 
+@dataclass(frozen=True)
+class WatchedLoop:
+    """What is looked at in a life. ignored: as join has it; roots: what is looked at where it is not the loop's names;
+    unpassed: what is known to be missing, by name and type; data: dataset and collate."""
+
+    ignored: tuple[Any, ...] = ()
+    roots: Mapping[str, Any] | None = None
+    unpassed: tuple[str, str] | None = None
+    data: tuple[Any, Any] = (None, None)
+
+
 class LifeLink(LoneLink):
     """The ties of a life that is rehearsed: to nobody. `job`, `fill_up`: as those of a launched worker.
     `launched`: there is a config of a job, which the script's own fills up.
@@ -102,7 +118,7 @@ class LifeLink(LoneLink):
 
     def __init__(self, what: Rehearsed, life: str) -> None:
         super().__init__(_calm(what.config or Config()), what.path(life))
-        self.job = {"explicit": what.explicit}
+        self.job = dict(what.said)
         self.launched = what.config is not None
         self.task = "rehearsal"
         self.joined = False
@@ -113,9 +129,8 @@ class LifeLink(LoneLink):
         self._asked = False
         self._hand: Deliver | None = None
         self._current: Plan | None = None
-        self._ignored: tuple[Any, ...] = ()
-        self._unpassed: tuple[str, str] | None = None
-        self._roots: Mapping[str, Any] | None = None
+        self._followed = WatchedLoop()
+        self.read: Read | None = None
 
     def fill_up(self, config: Config) -> None:
         """The script has joined. A life that goes on waits for what it goes on from."""
@@ -124,14 +139,12 @@ class LifeLink(LoneLink):
             report(self._what, self._life, Sighting(error="rehearse is false"))
         while self._life == "b" and not self._what.path("b").exists():
             time.sleep(_WAIT_S)
+        if self.run_dir is not None:
+            self.run_dir.mkdir(exist_ok=True)
 
-    def follow(
-        self, ignored: Iterable[Any], roots: Mapping[str, Any] | None = None, unpassed: tuple[str, str] | None = None
-    ) -> None:
-        """Look, at the end of the last step, at what can be reached from the loop, or from these roots. unpassed: what
-        is known to be missing already, by name and type."""
-        self._ignored, self._roots = tuple(ignored), roots
-        self._unpassed = unpassed
+    def follow(self, followed: WatchedLoop) -> None:
+        """Look at this: in the code before the first step, and at what can be reached at the end of the last one."""
+        self._followed = followed
 
     def connect(self, hello: Hello, deliver: Deliver, connected: Callable[[], None]) -> None:
         def first(message: wire.AnyMessage) -> None:
@@ -151,6 +164,10 @@ class LifeLink(LoneLink):
     def turn(self, view: WorkerView, over: bool) -> None:
         """The rehearsal ends here if there is no more to do."""
         self._last = min(self._what.steps, view.order.total_steps)
+        if self.read is None:
+            self.read = (
+                self._read(view, sys._getframe(1)) if self._life == "a" and self._followed.roots is None else Read()
+            )
         if view.step >= self._last or over:
             report(self._what, self._life, self._look(view, sys._getframe(1)))
 
@@ -172,23 +189,44 @@ class LifeLink(LoneLink):
             shutil.copytree(self.run_dir / CHECKPOINTS_DIR, whole / CHECKPOINTS_DIR, copy_function=os.link)
             whole.rename(self._what.path("b"))
 
+    def _read(self, view: WorkerView, frame: FrameType) -> Read:
+        """What the code of the loop says that is about to begin."""
+        parts = view.stages.only.parts
+        state, (dataset, collate) = held(parts.extras), self._followed.data
+        trained = Trained(
+            parts.model, parts.optimizer, parts.scheduler, state, dataset, collate, is_run, self._followed.ignored
+        )
+        try:
+            return read_loop(loop_frames(frame), trained)
+        except Exception as error:  # the user's objects may raise wherever they are looked at
+            return Read(notes=(f"the loop ({type(error).__name__}: {error})",))
+
     def _look(self, view: WorkerView, frame: FrameType) -> Sighting:
         replica = view.stages.only
         parts = replica.parts
         if view.step < 2:
             return Sighting(view.step, error="it does fewer than two steps")
-        carried = Carried.of(parts.model, parts.optimizer, parts.scheduler, *parts.extras.values())
+        carried = Carried.of(parts.model, parts.optimizer, parts.scheduler, *held(parts.extras))
         frames = loop_frames(frame)
         scopes = [f.f_locals["self"] for f in frames if "self" in f.f_locals]
-        survey = Survey(carried, self._ignored, scopes, [f.f_globals for f in frames])
-        survey.look(variables(frames) if self._roots is None else self._roots.items())
+        survey = Survey(carried, self._followed.ignored, scopes, [f.f_globals for f in frames])
+        survey.look(variables(frames) if self._followed.roots is None else self._followed.roots.items())
         replica.lanes.settle_buffers()
         manifest = replica.state.manifest()
         rows = {f"{TRAINING}: {e[0]}": d for e, d in zip(manifest["entries"], manifest["digests"], strict=True)}
-        rows |= {f"{TRAINING}: {name}": json.dumps(value) for name, value in manifest["values"].items()}
+        settings = {k: v for k, v in manifest.get("settings", {}).items() if k != "hyperparameters"}
+        values = {**manifest["values"], "settings": settings}
+        rows |= {f"{TRAINING}: {name}": json.dumps(value) for name, value in values.items()}
         facts = {name: Fact(digest, "training", TRAINING, "state", hard=True) for name, digest in rows.items()}
         whole = {**survey.facts, **facts}
-        return Sighting(view.step, whole, survey.unseen, tuple(carried.shapes), unpassed=self._unpassed)
+        return Sighting(
+            view.step,
+            whole,
+            survey.unseen,
+            tuple(carried.shapes),
+            unpassed=self._followed.unpassed,
+            read=self.read or Read(),
+        )
 
 
 def _calm(config: Config) -> Config:
@@ -208,7 +246,7 @@ def _calm(config: Config) -> Config:
 
 def report(what: Rehearsed, life: str, found: Sighting) -> None:
     """Write down what this life has seen, and end it: nothing of what follows in the script is done."""
-    write_atomically(what.path(f"{life}.json"), json.dumps(asdict(found)))
+    write_atomically(what.path(f"{life}.json"), json.dumps(asdict(found)), 1)
     os._exit(0)
 
 
@@ -227,7 +265,8 @@ def live(what: Rehearsed, life: str, body: Callable[[LifeLink], None]) -> None:
         error = f"it left with exit code {leaving.code}"
     except BaseException as fault:  # whatever the user's code raises ends this life, and nothing else
         error = f"{type(fault).__name__}: {fault}{where(fault)}"
-    report(what, life, Sighting(error=" ".join(error.split())[:_MOST_TEXT], known=known))
+    said = " ".join(error.split())[:_MOST_TEXT]
+    report(what, life, Sighting(error=said, known=known, read=link.read or Read()))
 
 
 def run_script(what: Rehearsed) -> None:
@@ -290,8 +329,12 @@ class Rehearsal:
 
     def _judge(self, listed: bool) -> Judgement:
         first = self._result("a")
+        places = Places(self._what.script)
+        read = [read_in_code(*row) for row in first.read.carried]
         if first.known:
             return Judgement(refused=first.error, seen=first)
+        if read and first.error:
+            return Judgement(tuple(map(places.of, read)), seen=first)
         if not first.error and not self._what.path("b").exists():
             return Judgement(note="nothing was saved that a life could go on from", seen=first)
         resumed = first if first.error else self._result("b")
@@ -308,7 +351,7 @@ class Rehearsal:
             found = findings(first.facts, resumed.facts, names, first.shapes)
         if first.unpassed is not None and first.unpassed[0] not in [f.object for f in found]:
             found = [unpassed(*first.unpassed), *found]
-        places = Places(self._what.script)
+        found = with_code(found, read, first.read.harmless)
         return Judgement(tuple(places.of(f) for f in found if f.refused or listed), seen=first)
 
     def _result(self, life: str) -> Sighting:
@@ -330,13 +373,15 @@ class Rehearsal:
     def _output(self, life: str) -> str:
         """The last that this life has printed."""
         try:
-            return read_given(self._what.path(f"{life}.log")).decode(errors="replace")[-_MOST_OUTPUT:]
+            return read_given(self._what.path(f"{life}.log"), folders=1).decode(errors="replace")[-_MOST_OUTPUT:]
         except OSError:
             return ""
 
 
 def _read(path: Path) -> Sighting:
-    data = read_json(path)
+    data = read_json(path, folders=1)
     facts = {name: Fact(**fact) for name, fact in data.pop("facts").items()}
     facts = {n: replace(f, shape=None if f.shape is None else tuple(f.shape)) for n, f in facts.items()}
-    return Sighting(**{**data, "facts": facts, "shapes": tuple(tuple(s) for s in data["shapes"])})
+    read = data.pop("read")
+    read = Read(tuple(map(tuple, read["carried"])), tuple(read["harmless"]), tuple(read["notes"]))
+    return Sighting(**{**data, "facts": facts, "shapes": tuple(tuple(s) for s in data["shapes"]), "read": read})

@@ -20,10 +20,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from pathlib import Path
 
+from everstep.base.below import write_atomically
 from everstep.base.errors import ConfigError
 from everstep.base.given import read_given, read_json
 from everstep.base.readable import readable
-from everstep.runtime.address import write_atomically
 from everstep.runtime.fork_server import redirect_output
 from everstep.runtime.process import close_descriptors, die_with_parent, own_command, pinned_environment
 from everstep.train.link import LaunchedLink
@@ -54,7 +54,7 @@ def beside_worker(link: LaunchedLink, script: str, argv: list[str], enter: Calla
     if link.me.worker_id:
         return lambda: _await_others(run_dir, digest, link.row.tick)
     folder = _cleared(run_dir)
-    what = Rehearsed(script, tuple(argv), str(folder), config=link.config, explicit=tuple(link.job.get("explicit", ())))
+    what = Rehearsed(script, tuple(argv), str(folder), config=link.config, said=link.job)
     pid = _fork(what, enter)
     conclude = _once(lambda: _conclude(pid, run_dir, script, digest, link.row.tick))
     if _gpus():
@@ -92,7 +92,7 @@ def perform(what: Rehearsed, enter: Callable[[LifeLink], None]) -> None:
 
     verdict = Rehearsal(what, body, in_turn=_gpus()).verdict()
     said = {"note": verdict.note or verdict.refused, "refused": [str(f) for f in verdict.findings]}
-    write_atomically(what.path(_VERDICT), json.dumps(said))
+    write_atomically(what.path(_VERDICT), json.dumps(said), 1)
 
 
 def refusal(script: str, lines: list[str]) -> ConfigError:
@@ -129,7 +129,7 @@ def _conclude(pid: int, run_dir: Path, script: str, digest: str, tick: Callable[
     os.waitpid(pid, 0)
     folder = run_dir / _FOLDER
     try:
-        said = read_json(folder / _VERDICT)
+        said = read_json(folder / _VERDICT, folders=1)
         note, lines = str(said["note"]), [str(line) for line in said["refused"]]
     except (OSError, ValueError, KeyError, TypeError):
         note, lines = "its process ended without a word", []
@@ -187,7 +187,7 @@ def _gpus() -> bool:
 
 def script_digest(script: str, argv: Iterable[str]) -> str:
     """Of a script, of the modules that it imports from its own folder, and of its arguments; 32 hex digits."""
-    found = hashlib.blake2b(read_given(script), digest_size=16)
+    found = hashlib.blake2b(read_given(script, links=True), digest_size=16)
     found.update(json.dumps(list(argv)).encode())
     first, *others = files_of(script)
     for path in others:
@@ -198,7 +198,7 @@ def script_digest(script: str, argv: Iterable[str]) -> str:
 
 def _content(path: Path) -> bytes:
     try:
-        return read_given(path)
+        return read_given(path, links=True)
     except (OSError, ValueError):
         return b""  # nor can the script import it
 

@@ -25,7 +25,9 @@ from everstep.exact.gradient import GradientHandOver, clip_factor, gradient_norm
 from everstep.exact.layout import BLOCK_ELEMENTS, GradientLayout, align_parameters, untie
 from everstep.exact.reduce import TiePlace, block_norms, stage_terms
 from everstep.exact.seeding import derive, seed_all
+from everstep.exact.settings import Settings
 from everstep.exact.state import ModelState
+from everstep.protocol.driver.comparing import PART
 from everstep.protocol.driver.records import StageSection, StepOutcome, nonfinite
 from everstep.train.elastic import LrPolicy
 from everstep.train.loop_guard import refused
@@ -38,14 +40,16 @@ log = logging.getLogger(__name__)
 
 TiedGradients = Mapping[TiePlace, torch.Tensor | None]
 _UPDATE_SEED = 1 << 33
+_MOST_PARTS = 1 << 14
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class StageReplica:
     """Model, optimizer and the rest of one stage's state, and what a step does to it. An unsplit job has one stage.
 
-    lanes: those of the step under way. `updating`: the optimizer is being stepped. `update_proven`: it is known to be
-    deterministic (its first update is made twice), or the state comes from somebody who knows.
+    lanes: those of the step under way. `updating`: the optimizer is being
+    stepped. `update_proven`: it is known to be deterministic (its first update is made twice), or the state comes from
+    somebody who knows.
     """
 
     def __init__(
@@ -80,8 +84,10 @@ class StageReplica:
         extras = {"everstep.scaler": scaler, **parts.extras}
         if config.batch == "per_worker":  # otherwise the number of workers is no part of the state
             extras["everstep.lr_policy"] = self._lr_policy
-        self.state = ModelState(parts.model, parts.optimizer, parts.scheduler, extras, parts.units, spec.share)
-        self.application = ModelState(nn.Module(), extras=parts.extras)
+        settings = Settings(parts.model, parts.optimizer)
+        everything = (parts.model, parts.optimizer, parts.scheduler, extras, parts.units, spec.share, settings)
+        self.state = ModelState(*everything)
+        self.application = ModelState(nn.Module(), extras=parts.extras, settings=settings)
         self._needs_norms = config.clip_norm is not None or scaler.enabled or config.on_nonfinite != "warn"
 
     @property
@@ -97,10 +103,12 @@ class StageReplica:
         digest: str,
         received: TiedGradients | None = None,
         verify: bool = False,
+        settings: bytes = b"",
     ) -> StageSection:
         """This stage's part of the agree record: its lanes, and the norms of the blocks that it reduced.
 
         received: what `tied_out` gave in other stages. verify: state the digests of parameters held by several stages.
+        settings: digests of how the model is set.
         """
         norms, ties = b"", []
         if self._needs_norms:
@@ -116,7 +124,18 @@ class StageReplica:
             buffers=self.lanes.buffer_reports(),
             digest=digest,
             tied=self._tied_digests() if verify else {},
+            settings=settings,
         )
+
+    def said(self, step: int) -> StageSection:
+        """What is to be compared of the state of a step, as part of a record."""
+        return StageSection(self.spec.stage, [], (0, 0), b"", [], [], self.compared(step), self._tied_digests())
+
+    def compared(self, step: int) -> str:
+        """The digest of everything that is trained, and what tells which part of it differs."""
+        self.lanes.settle_buffers()
+        digest, parts = self.state.part_digests(step)
+        return digest + ("".join(one[:PART] for one in parts.values()) if len(parts) <= _MOST_PARTS else "")
 
     def _tied_digests(self) -> dict[str, str]:
         """Of each parameter that other stages hold too, with what the optimizer keeps for it."""

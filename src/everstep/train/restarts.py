@@ -7,19 +7,29 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from everstep.train.reachable import Fact
 
 TRAINING = "what is trained"
 _DRAWS = (
-    "draw from the global generators of torch, numpy and random, which are seeded for every step, or keep it in an "
-    "object with state_dict and load_state_dict that is given to join as state={{'{key}': ...}}"
+    "draw from the global generators of torch, numpy and random, which are seeded for every step, or give join "
+    "state=everstep.state({key}={name})"
 )
-_KEEP = "keep it in an object with state_dict and load_state_dict, and give that to join: state={{'{key}': ...}}"
+_CARRIES = (
+    "the loop carries it from step to step, and what is trained depends on it: it begins anew in a worker that is "
+    "resumed or healed, as join does not carry it"
+)
 _ANEW = "this {} begins anew in a worker that is resumed or healed, as join does not carry it"
 _GIVE = "give it to join: state={{'{key}': {name}}}"
+_STATE = (
+    "write kept = everstep.state({key}={name}), give it to join as state=kept, and use kept.{key} in the loop instead"
+)
 _REMEDIES = {
+    "carried": _STATE,
+    "cache": "let what it returns depend on its arguments alone",
+    "count": "count from step.number",
+    "file": "keep what it holds in everstep.state(...), and give that to join as state=",
     "scheduler": "give it to join: scheduler={name}, which steps it once per update, or state={{'{key}': {name}}} to "
     "step it yourself",
     "optimizer": _GIVE,
@@ -91,10 +101,10 @@ def findings(
 def _finding(kind: str, name: str, facts: Sequence[Fact], shapes: Sequence[tuple[int, ...]]) -> Finding:
     refused = any(fact.hard for fact in facts)
     found = [fact.shape for fact in facts if fact.shape is not None]
-    if not refused and found and _like_parameters(found, shapes):
+    if not refused and found and like_parameters(found, shapes):
         refused = True
     key = re.split(r"[.\[]", name)[-1] or name
-    remedy = _REMEDIES.get(kind, _KEEP).format(name=name, key=key)
+    remedy = _REMEDIES.get(kind, _STATE).format(name=name, key=key)
     if kind != "training":
         remedy += f"; or join(ignore=['{name}']) if no later step depends on it"
     type_name = facts[0].type_name
@@ -112,6 +122,35 @@ def unpassed(name: str, type_name: str) -> Finding:
     return Finding("scheduler", name, type_name, True, remedy, says=_ANEW.format(type_name))
 
 
+def read_in_code(name: str, kind: str, file: str, line: int) -> Finding:
+    """A name that the loop carries from round to round, and that what is trained depends on."""
+    key = re.split(r"[.\[]", name)[-1].strip("]'\"") or name
+    remedy = _REMEDIES[kind].format(name=name, key=key)
+    remedy += f"; or join(ignore=['{name}']) if no later step depends on it"
+    return Finding(kind, name, "", True, remedy, file, line, _CARRIES)
+
+
+def with_code(found: Sequence[Finding], read: Sequence[Finding], harmless: Sequence[str]) -> list[Finding]:
+    """What two lives tell, and what the code tells. harmless: names on which nothing that is trained depends."""
+    named = {_last(f.object) for f in found if f.refused}
+    told = [f for f in read if _last(f.object) not in named]
+    own = {_last(f.object) for f in told}
+    rest = [f for f in found if _last(f.object) not in own and not (told and f.kind == "training")]
+    rest = [f if f.refused or is_one_of(f.object, harmless) else replace(f, refused=True) for f in rest]
+    return sorted([*told, *rest], key=lambda f: not f.refused)
+
+
+def _last(name: str) -> str:
+    return name.split(".")[-1]
+
+
+def is_one_of(name: str, names: Iterable[str]) -> bool:
+    """Whether it is one of these, a part of one, or has one as a part."""
+    return any(
+        name == n or name.startswith((f"{n}.", f"{n}[")) or n.startswith((f"{name}.", f"{name}[")) for n in names
+    )
+
+
 def _accused(finding: Finding, suspects: Sequence[str]) -> Finding:
     named = ", ".join(suspects[:5])
     return Finding(
@@ -125,7 +164,7 @@ def _accused(finding: Finding, suspects: Sequence[str]) -> Finding:
     )
 
 
-def _like_parameters(found: Sequence[tuple[int, ...]], shapes: Sequence[tuple[int, ...]]) -> bool:
+def like_parameters(found: Sequence[tuple[int, ...]], shapes: Sequence[tuple[int, ...]]) -> bool:
     """Whether tensors look like an average, or another copy, of the parameters: a matrix of the same shape, all of
     them, or all in one vector."""
     if any(len(shape) > 1 and shape in shapes for shape in found):

@@ -7,8 +7,8 @@ when the update has been applied. So the user's other lines run once per step.
 from __future__ import annotations
 
 import contextlib
-import inspect
 import math
+import sys
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
@@ -17,14 +17,14 @@ import torch
 from torch import nn
 
 from everstep.base.cause import Cause
-from everstep.base.errors import JobFailed, NonFinite, TaskError
+from everstep.base.errors import EverstepError, JobFailed, NonFinite, TaskError, Uncarried
 from everstep.data.batch import to_device
 from everstep.exact.seeding import derive, preserve_rng, seed_all
+from everstep.exact.settings import evaluating
 from everstep.order.ledger import use_digest
 from everstep.protocol import messages as wire
 from everstep.protocol.driver.operations import (
     Compute,
-    EndAsked,
     Evaluate,
     EvaluateAsked,
     HoldAsked,
@@ -35,7 +35,9 @@ from everstep.train.elastic import ElasticOrder
 from everstep.train.evaluation import Waves, evaluate
 from everstep.train.executor import StateJumped
 from everstep.train.loop_guard import LoopGuard
+from everstep.train.loop_survey import LoopSurvey
 from everstep.train.session import Session
+from everstep.train.user_loop import UserLoop
 
 _LOOP_SEED = 1 << 34
 _NOT_EXACT = (
@@ -56,7 +58,16 @@ class Step:
 
     def __iter__(self) -> Iterator[Any]:
         """This worker's batches: one per lane; more of them after a failure."""
+        try:
+            yield from self._batches()
+        except Uncarried as error:
+            self._save_first(error)
+            raise
+
+    def _batches(self) -> Iterator[Any]:
         session = self._session
+        if not self.done:
+            session.view.stages.only.state.settings.before_lanes()
         turn = None if self.done else session.executor.ask(StepAsked(self.number))
         while isinstance(turn, Compute):
             for lane in self._begin(turn):
@@ -116,16 +127,20 @@ class Step:
             self.done = True
 
     def _stop_if_nonfinite(self) -> None:
-        """Raises: NonFinite, after a checkpoint in a job of one worker; else whoever runs the loop sees to that."""
-        session = self._session
+        """Raises: NonFinite."""
         try:
-            session.updates.stop_if_nonfinite(self.number)
+            self._session.updates.stop_if_nonfinite(self.number)
         except NonFinite as error:
-            words = session.view.link.stop_words(error, self.number)
-            if words is not None and session.saver.on:
-                with contextlib.suppress(JobFailed):  # the end that was told
-                    session.executor.ask(HoldAsked(words, session.view.hold_until_ns()))
+            self._save_first(error)
             raise
+
+    def _save_first(self, error: EverstepError) -> None:
+        """In a job of one worker: take a checkpoint before the loop ends; else the worker's process sees to that."""
+        session = self._session
+        words = session.view.link.stop_words(error, self.number)
+        if words is not None and session.saver.on:
+            with contextlib.suppress(JobFailed):  # the end that was told
+                session.executor.ask(HoldAsked(words, session.view.hold_until_ns()))
 
     def backward(self, loss: torch.Tensor, weight: float | torch.Tensor | None = None) -> None:
         """Backward of this batch. `loss` is its mean; or its sum, with `weight` (number of tokens, say).
@@ -146,30 +161,35 @@ class Step:
 class Run:
     """A job, as its user's loop sees it. Iterate it for steps."""
 
-    def __init__(self, session: Session, model: nn.Module) -> None:
+    def __init__(self, session: Session, model: nn.Module, survey: LoopSurvey | None = None) -> None:
         self._session = session
         self.model = model
         self._stopped = False
-        self._kept: Generator[Step] | None = None
+        self._survey = survey
         self._guard: AbstractContextManager[None] = contextlib.nullcontext()
         if not session.view.stages.split:
             replica = session.view.stages.only
             self._guard = LoopGuard(model, replica.parts.optimizer, lambda: replica.updating)
+        self.loop = UserLoop(session, self._guard)
 
     def __iter__(self) -> Iterator[Step]:
-        """One iteration per update that is applied here, up to the last; ends when the job has ended."""
-        steps = self._steps()
-        if self._session.saver.on:
-            self._kept = steps  # a loop that raises must not close what could still be saved
-        return steps
+        """One iteration per update that is applied here, up to the last; ends when the job has ended. A loop that is
+        left before ends the job in order, which all workers must do after the same step."""
+        return self.loop.begin(self._steps())
 
     def _steps(self) -> Generator[Step]:
         session = self._session
         try:
-            self._join()
             with self._guard:
+                if not session.view.stages.split:
+                    session.view.stages.only.state.settings.begin()
+                self._join()
+                if session.view.link.finished(session.view.step):
+                    return
                 while True:
                     session.view.link.turn(session.view, self._stopped)
+                    if self._survey is not None:
+                        self._survey.turn(sys._getframe())
                     if session.executor.arrived():
                         self._stopped = False
                         if session.view.step > session.transfers.past:
@@ -180,9 +200,7 @@ class Run:
                         self._refuse_undone(step)
                     else:
                         with contextlib.suppress(StateJumped):
-                            session.profiling.end()
-                            session.view.link.row.set(step=session.view.step, phase="finish")
-                            session.executor.ask(EndAsked())
+                            self.loop.end()
                             return
         finally:
             session.close()
@@ -218,13 +236,12 @@ class Run:
 
         Raises: what ends a member, such as Evicted.
         """
-        if self._kept is not None and inspect.getgeneratorstate(self._kept) != inspect.GEN_CLOSED:
+        if self._session.saver.on and self.loop.begun:
             self._session.executor.ask(HoldAsked(words, self._session.view.hold_until_ns()))
 
     def close(self) -> None:
         """The loop is over, be it that it raised."""
-        if self._kept is not None:
-            self._kept.close()
+        self.loop.close()
 
     @property
     def is_split(self) -> bool:
@@ -271,22 +288,17 @@ class Run:
         """
         session = self._session
         chunks = self._begin_evaluation(dataset, batch_size)
-        was_training = self.model.training
-        self.model.eval()
-        try:
-            guard = session.view.stages.only.lanes.passes[0].guard
-            # Who evaluates what must not be seen by what the loop draws next, nor in buffers.
-            with torch.no_grad(), preserve_rng(), guard.shielded():
-                found = evaluate(
-                    fn,
-                    chunks,
-                    lambda i: self._chunk(dataset, i, batch_size, collate),
-                    gather=session.membership.gather,
-                    members=session.membership.members,
-                    seed=session.view.config.seed,
-                )
-        finally:
-            self.model.train(was_training)
+        guard = session.view.stages.only.lanes.passes[0].guard
+        # Who evaluates what must not be seen by what the loop draws next, nor in buffers.
+        with evaluating(self.model), torch.no_grad(), preserve_rng(), guard.shielded():
+            found = evaluate(
+                fn,
+                chunks,
+                lambda i: self._chunk(dataset, i, batch_size, collate),
+                gather=session.membership.gather,
+                members=session.membership.members,
+                seed=session.view.config.seed,
+            )
         self._judge(found)
         return found
 

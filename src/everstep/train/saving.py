@@ -7,6 +7,7 @@ Which are taken and given up is the driver's to say.
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
@@ -16,8 +17,8 @@ from typing import Any
 
 from torch import nn
 
-from everstep.base.cause import UNSAID, Why
-from everstep.base.config import numerics
+from everstep.base.cause import UNSAID, Cause, Why
+from everstep.base.config import inexact, numerics
 from everstep.base.errors import CheckpointCorrupt, ConfigError, EverstepError, PartsAway, StoreError
 from everstep.base.plan import Member
 from everstep.checkpoint.checkpointer import Checkpointer
@@ -34,12 +35,13 @@ from everstep.protocol.driver.operations import AbandonSave, PartsThere, Save, S
 from everstep.protocol.driver.records import decode_records, encode
 from everstep.protocol.driver.saver import SavingRules
 from everstep.protocol.step_types import Record
-from everstep.runtime.address import CHECKPOINTS_DIR
 from everstep.runtime.peer import PeerConnection
+from everstep.runtime.places import checkpoints_in
 from everstep.train.elastic import AnyOrder
 from everstep.train.executor import Unusable
 from everstep.train.heal import StateCopy, pack_state, unpack_state
 from everstep.train.link import WorkerLink
+from everstep.train.loop_survey import LoopSurvey
 from everstep.train.view import Stages, WorkerView
 
 log = logging.getLogger(__name__)
@@ -73,25 +75,47 @@ class Whole:
 
 
 class LoopState:
-    """What the user's loop changes (`state=` of join), as it was right after the newest update: from there whoever gets
-    this step's state enters the loop's body, which has gone on here by then."""
+    """What the user's loop changes (`state=` of join, and how the model is set), as it was right after the newest
+    update: from there whoever gets this step's state enters the loop's body, which has gone on here by then."""
 
     def __init__(self, stages: Stages) -> None:
         self._stages = stages
         self._initial = b"" if stages.split else pack_state(stages.only.application)
         self._step = -1
         self._copy = StateCopy()
+        self.survey: LoopSurvey | None = None
+
+    def watch(self, survey: LoopSurvey) -> None:
+        """What else the loop changes is looked at with each checkpoint."""
+        self.survey = survey
+
+    def changed(self) -> tuple[str, ...]:
+        """The names of what was found to have changed, and is not carried."""
+        return self.survey.changed if self.survey is not None else ()
+
+    def refuse(self, names: Sequence[str], where: str) -> None:
+        """This worker's loop begins anew, with a state in which these had changed. Raises: ConfigError."""
+        if self.survey is not None and names:
+            self.survey.refuse(names, where)
 
     def remember(self, number: int) -> None:
         """The state is that of this step, and the loop does not know it yet."""
-        application = self._stages.any.application
-        if application.extras and self._step != number:  # whoever stays at a step has gone on since
-            self._copy.take(application)
+        replica = self._stages.any
+        if self._step != number:  # whoever stays at a step has gone on since
+            replica.state.settings.after_update()
+            if replica.application.extras:
+                self._copy.take(replica.application)
         self._step = number
 
     def after(self, number: int) -> bytes:
         """Right after this step's update; empty if the loop has no state, or the update is not the newest."""
-        return self._copy.packed() if self._step == number else b""
+        if self._step != number:
+            return b""
+        replica = self._stages.any
+        settings = replica.state.settings.after()
+        if replica.application.extras:
+            return self._copy.packed(settings)
+        return pack_state(replica.application, settings) if settings or replica.state.settings.now() else b""
 
     def went_back(self, number: int) -> None:
         """The state is that of this step: the loop goes on from there."""
@@ -137,9 +161,9 @@ class PartSaver:
             created = link.job.get("created_unix_ns")  # names this job, and no other one of the same kind
             job = "" if created is None else f"{int(created):x}"
             self.checkpointer = Checkpointer(
-                link.run_dir / CHECKPOINTS_DIR,
+                checkpoints_in(link.run_dir),
                 self._saving.rule,
-                JobIdentity(link.task, numerics(view.config), whole.tensors, job),
+                JobIdentity(link.task, numerics(view.config), whole.tensors, job, view.kernels),
                 view.me,
                 send=self._send,
                 events=self._told,
@@ -147,12 +171,17 @@ class PartSaver:
                 ended=self._ended,
                 proven=view.driver.proven,
                 opened=link.checkpoints_at,
+                inexact=inexact(view.config),
             )
 
     @property
     def on(self) -> bool:
         """Whether checkpoints are taken."""
         return self.checkpointer is not None
+
+    def watch(self, survey: LoopSurvey) -> None:
+        """Look, with each checkpoint, at what the loop has changed."""
+        self._loop.watch(survey)
 
     def handlers(self) -> dict[type, Callable[[Any], Any]]:
         """What it does for the driver."""
@@ -188,7 +217,11 @@ class PartSaver:
             parts = {**self._loop_part(effect), **parts}
         states = {stage: view.stages[stage].state for stage in plan.stages_of(view.me)}
         self._leaders = {**dict(list(self._leaders.items())[-3:]), number: plan.member(plan.leader(0))}
-        extent = Extent(number, effect.due, encode(effect.records), parts, effect.metrics)
+        survey = self._loop.survey
+        if survey is not None:
+            survey.begin(sys._getframe())
+        late = survey.record if survey is not None else dict
+        extent = Extent(number, effect.due, encode(effect.records), parts, effect.metrics, late)
         checkpointer.start(extent, states, plan)
 
     def _loop_part(self, effect: Save) -> dict[str, bytes]:
@@ -249,7 +282,7 @@ class PartSaver:
         """In the job's leader's thread for manifests."""
         number = outcome.step
         if outcome.manifest is None:
-            self._note(SaveEnded(number, False, (outcome.failed or UNSAID).reason))
+            self._note(SaveEnded(number, False, (outcome.failed or UNSAID).reason, differs=outcome.differs))
         else:
             self._note(SaveEnded(number, True, outcome.why.reason, self.where(number), outcome.cost_s))
 
@@ -405,7 +438,7 @@ class Restorer:
         try:
             if checkpointer is None:
                 raise StoreError("checkpoint.enabled is false")
-            return checkpointer.load(number, states, ready=ready, twice=trained)
+            manifest = checkpointer.load(number, states, ready=ready, twice=trained)
         except (CheckpointCorrupt, StoreError) as error:
             self._refused.add(number)
             torn = bool(written) and not view.stages.split
@@ -414,6 +447,19 @@ class Restorer:
                     view.stages.rebuild(stage)
             why = Why(error.cause, f"the checkpoint of step {number} cannot be used: {error}")
             raise Unusable(why, torn) from error
+        if view.is_main:
+            self._say_kernels(manifest)
+        return manifest
+
+    def _say_kernels(self, manifest: Manifest) -> None:
+        """Unless the checkpoint is known to be of the kernels that this job computes with."""
+        there, view = manifest.numerics, self._view
+        how = "does not say which kernels computed it, so nobody knows whether these give the same bits"
+        if there is not None:
+            how = f"is of kernels that give {view.kernels.unlike(there, 'it')}: the result is not exact any more"
+        if there is None or there.fingerprint != view.kernels.fingerprint:
+            reason, step = f"the checkpoint of step {manifest.step} {how}", manifest.step
+            view.publisher.emit("warning", step=step, cause=Cause.NONDETERMINISTIC, reason=reason)
 
     @staticmethod
     def records_of(restored: Manifest) -> dict[int, Record]:

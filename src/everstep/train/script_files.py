@@ -35,7 +35,7 @@ def _imports(path: Path, folder: Path) -> Iterator[tuple[str, ...]]:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            tree = ast.parse(read_given(path))
+            tree = ast.parse(read_given(path, links=True))
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
         return
     package = path.parent.relative_to(folder).parts

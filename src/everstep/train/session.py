@@ -25,6 +25,7 @@ from everstep.train.executor import Cutter, Executor
 from everstep.train.final import Finisher
 from everstep.train.heal import Donor
 from everstep.train.keeping import SnapshotKeeper
+from everstep.train.kernels import kernels_of
 from everstep.train.lanes import Lanes
 from everstep.train.link import WorkerLink
 from everstep.train.membership import GenerationTies, Rendezvous
@@ -54,7 +55,11 @@ class Session:
         rewindable: the loop can go on from an earlier step; else this worker starts anew then."""
         config, begins_after = link.config, int(link.job.get("begins_after", 0))
         saving = saving_of(link, stages.split, order)
-        driver_config = DriverConfig(config.lanes, rewindable, config.verify_every, begins_after, saving)
+        driver_config = DriverConfig(
+            *(config.lanes, rewindable, config.verify_every, begins_after, saving),
+            repeats=config.batch != "per_worker",
+            names=lambda stage: stages[stage].state.part_names if stage in stages else (),
+        )
         driver = Driver(link.me, driver_config, StepMachine(link.me))
         rendezvous = Rendezvous(link.tell)
         kind = config.transport
@@ -72,7 +77,8 @@ class Session:
             device=device,
         )
         publisher = Publisher(link.run_dir, link.me)
-        view = WorkerView(link, stages, order, driver, Cutter(transport.abort), publisher, transport)
+        kernels = kernels_of(config.precision, device, config.threads)
+        view = WorkerView(link, stages, order, driver, Cutter(transport.abort), publisher, transport, kernels)
         executor = Executor(driver, view.cutter, view.tick, lambda: link.row.end_asked, link.waits)
         loop = LoopState(stages)
         saver = PartSaver(view, whole, loop, executor.note)

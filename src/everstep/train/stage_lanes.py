@@ -64,7 +64,7 @@ class StageLanes:
                 self._call,  # type: ignore[arg-type]
                 loss,  # type: ignore[arg-type]
                 LaneAccumulator(layout, parts.model, here),
-                BufferGuard(parts.model, modules),
+                BufferGuard(parts.model, modules, shared=config.workers + config.spares > 1),
                 ParameterWatch(parts.model, units),
                 self.seeder,
                 lambda: autocast(config.precision, device),

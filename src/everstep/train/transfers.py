@@ -22,6 +22,7 @@ from everstep.train import heal
 from everstep.train.executor import Unusable
 from everstep.train.heal import Donor, Held, Layers, Offer, Readable, ReceivedOffer, StageState
 from everstep.train.keeping import SnapshotKeeper
+from everstep.train.loop_survey import CHANGED, recorded
 from everstep.train.replica import StageReplica
 from everstep.train.saving import LOOP, PAST, LoopState, Restorer
 from everstep.train.taking import BlocksDamaged, FollowedDonor, Gathering, Taker
@@ -92,7 +93,9 @@ class Transfers:
         """Of the state as it is, but for the loop's: whoever takes it enters the loop's body right after the update."""
         position, snapshots = effect.position, {stage: self._snapshot(stage) for stage in stages}
         loop, untold = self._loop.after(position.step), self._view.publisher.untold.packed()
-        return Offer(position, effect.records, dict(effect.gathers), snapshots, loop, untold=untold)
+        return Offer(
+            position, effect.records, dict(effect.gathers), snapshots, loop, untold=untold, changed=self._loop.changed()
+        )
 
     def _snapshot(self, stage: int) -> Snapshot:
         replica = self._view.stages[stage]
@@ -214,6 +217,8 @@ class Transfers:
 
     def _take_loop(self, restored: Manifest) -> None:
         """Where the user's loop goes on: right after the update, or beyond what follows it."""
+        changed = recorded(restored.application.get(CHANGED))
+        self._loop.refuse(changed, f"the checkpoint of step {restored.step} cannot be gone on from")
         if restored.application.get(LOOP):
             heal.unpack_state(self._view.stages.any.application, restored.application[LOOP])
         if PAST in restored.application and not self._view.driver.in_memory(restored.step):  # all do the same
@@ -235,6 +240,8 @@ class Transfers:
             self._offers = [self._taker.offered(feed) for feed in self._feeds]
         except (EverstepError, OSError) as error:
             raise CollectiveAborted(str(error)) from error
+        for offer in self._offers:
+            self._loop.refuse(offer.changed, f"worker {view.me} cannot be healed at step {offer.position.step}")
         return tuple(offer.position for offer in self._offers)
 
     def watch(self, operation: do.Watch) -> list[do.Seen]:

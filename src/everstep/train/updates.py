@@ -15,7 +15,7 @@ from everstep.base.plan import Plan
 from everstep.base.ports import Hop, Reduced
 from everstep.exact.reduce import TiePlace, tied_out
 from everstep.protocol.driver import operations as do
-from everstep.protocol.driver.records import AgreePayload, StepOutcome, committed_unix_ns, nonfinite
+from everstep.protocol.driver.records import AgreePayload, StageSection, StepOutcome, committed_unix_ns, nonfinite
 from everstep.protocol.step_types import Discard, Record, Release
 from everstep.train.elastic import ElasticOrder
 from everstep.train.heal import Donor, StageGradient, pack_state
@@ -83,13 +83,22 @@ class Updates:
         found = {k: StageGradient(reduced[k], received.get(k, {})) for k in lanes}
         before = self._reduced[number][1] if number in self._reduced else {}
         self._reduced[number] = plan.generation, {**before, **found}
-        every = view.config.verify_every
-        due = bool(every and number % every == 0)
+        settings = [stages[k].state.settings.digests() for k in found]  # refused before anything is made of these lanes
+        due = operation.compare
         sections = [
-            stages[k].section(g.reduced, lanes[k], stages[k].digest(number - 1) if due else "", g.received, due)
-            for k, g in found.items()
+            stages[k].section(g.reduced, lanes[k], stages[k].compared(number - 1) if due else "", g.received, due, how)
+            for (k, g), how in zip(found.items(), settings, strict=True)
         ]
         return AgreePayload(sections)
+
+    def last_states(self, left: bool) -> tuple[StageSection, ...]:
+        """What is to be compared of the state after the last step; nothing in a job of one worker. left: a lane of the
+        next one may have begun, of which nothing counts."""
+        plan, view = self._view.plan, self._view
+        held = () if plan is None or len(plan.members) == 1 else plan.stages_of(view.me)
+        for stage in held if left else ():
+            view.stages[stage].lanes.drop()
+        return tuple(view.stages[stage].said(view.step) for stage in held)
 
     def update(self, operation: do.Update) -> int:
         """Apply a decided step; returns the unix time in ns at which that began."""

@@ -14,6 +14,7 @@ from everstep.base.errors import check
 from everstep.base.plan import Plan
 from everstep.parallel.staged import StagedTransport
 from everstep.protocol.driver.driver import Driver
+from everstep.protocol.identity import Kernels
 from everstep.train.elastic import AnyOrder
 from everstep.train.executor import Cutter
 from everstep.train.link import WorkerLink
@@ -110,6 +111,7 @@ class WorkerView:
     cutter: Cutter
     publisher: Publisher
     transport: StagedTransport
+    kernels: Kernels
 
     @property
     def me(self) -> int:

@@ -22,6 +22,7 @@ from everstep.base.errors import (
     NonFinite,
     StateTainted,
     TaskError,
+    Uncarried,
     cause_of,
 )
 from everstep.protocol import messages as wire
@@ -38,7 +39,7 @@ from everstep.train.trainer import train
 log = logging.getLogger(__name__)
 
 EVICTED_EXIT_CODE = 75
-_FATAL = (ConfigError, DeterminismError, NonFinite)
+_FATAL = (ConfigError, DeterminismError, NonFinite, Uncarried)
 _STATELESS = (JobFailed, Evicted, DeterminismError, ConfigError, StateTainted)
 """What ends a worker without leaving a state that is worth to be saved."""
 
@@ -66,7 +67,9 @@ def run_worker(
             task = load(config)
             run, early_stop = assemble_task(link, task)
             with contextlib.closing(run), _held(link, context, run.hold):
-                train(task, run, early_stop)
+                with _leaving():
+                    train(task, run, early_stop)
+                run.loop.leave()
         elif script is not None:
             _run_script(link, script, context)
         return 0
@@ -93,6 +96,16 @@ def _held(link: LaunchedLink, context: WorkerContext, hold: Callable[[wire.Worke
         raise
 
 
+@contextlib.contextmanager
+def _leaving() -> Iterator[None]:
+    """sys.exit(0) ends the user's code in order. Raises: TaskError for another exit code, which says that it failed."""
+    try:
+        yield
+    except SystemExit as end:
+        if end.code not in (None, 0):
+            raise TaskError(f"sys.exit({end.code!r:.200}) was called") from None
+
+
 def _run_script(link: LaunchedLink, script: str, context: WorkerContext) -> None:
     conclude = beside_worker(link, script, context.argv, join.rehearsed_with)
     join.launched_with(link, conclude)
@@ -103,7 +116,9 @@ def _run_script(link: LaunchedLink, script: str, context: WorkerContext) -> None
     with contextlib.redirect_stdout(console):
         try:
             with _held(link, context, join.hold):
-                runpy.run_path(script, run_name="__main__")
+                with _leaving():
+                    runpy.run_path(script, run_name="__main__")
+                join.leave()
         finally:
             join.close()
             console.finish()
@@ -125,6 +140,7 @@ def failure(
     link: LaunchedLink, context: WorkerContext, error: Exception, reason: str, *, holds: bool = False
 ) -> wire.WorkerFailed:
     """The message that tells the coordinator."""
+    tainted = error if isinstance(error, StateTainted) else None
     signature = getattr(error, "signature", "") or hashlib.blake2b(reason.encode(), digest_size=8).hexdigest()
     return wire.WorkerFailed(
         worker_id=context.worker_id,
@@ -134,10 +150,11 @@ def failure(
         reason=reason,
         signature=signature,
         fatal=isinstance(error, _FATAL) or (isinstance(error, TaskError) and link.row.read().step == 0),
-        generation=link.row.read().generation,
+        generation=tainted.generation if tainted else link.row.read().generation,
         exit_code=2 if isinstance(error, ConfigError) else 1,
         holds=holds,
-        sound=error.sound if isinstance(error, StateTainted) else -1,
+        sound=tainted.sound if tainted else -1,
+        tainted=tainted.step if tainted else 0,
     )
 
 

@@ -102,7 +102,7 @@ def test_accepted(key, value, expected):
         ({"precision": "fp8"}, ["expected fp32 | bf16 | fp16, got 'fp8'"]),
         (
             {"transport": "udp"},
-            ["sockets | gloo | nccl | mpi, got 'udp' (from run.yaml): give e.g. transport=auto"],
+            ["sockets | nccl | mpi, got 'udp' (from run.yaml): give e.g. transport=auto"],
         ),
         ({"device": "tpu"}, ["like cpu, cuda or cuda:0, got 'tpu'"]),
         ({"recompute": 1}, ["recompute: expected true or false, got 1"]),
@@ -233,7 +233,7 @@ def test_numerics_hold_what_the_bits_depend_on():
         "spares": 1,
         "loader.workers": 2,
         "log_every": 7,
-        "transport": "gloo",
+        "transport": "sockets",
         "stages": 2,
         "pool": 2,
         "schedule": "gpipe",

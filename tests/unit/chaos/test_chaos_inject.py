@@ -35,6 +35,7 @@ class Reports:
 
 
 def injector(spec: str, run_dir: Path, worker_id: int = 0, incarnation: int = 0) -> tuple[Injector, Reports]:
+    run_dir.mkdir(parents=True, exist_ok=True)
     reports = Reports()
     return Injector(parse(spec), run_dir, WorkerKey(worker_id, incarnation), reports, seed=1), reports
 

@@ -21,7 +21,7 @@ from everstep.base.errors import CheckpointCorrupt, ConfigError
 from everstep.base.plan import Member, Plan, Rank, Seat
 from everstep.checkpoint.checkpointer import Checkpointer
 from everstep.checkpoint.manifest_writer import Extent, WriteOutcome
-from everstep.checkpoint.part import Base, LiveState, PartJob, PartReport, PartWriter
+from everstep.checkpoint.part import Base, LiveState, PartJob, PartReport, PartWriter, check_of
 from everstep.checkpoint.reader import open_checkpoint, steps_in
 from everstep.checkpoint.store import DirectoryStore, Draft
 from everstep.exact.image import BLOCK_BYTES
@@ -281,6 +281,48 @@ def test_an_update_before_the_disk_is_ready(tmp_path: Path, limit_blocks: int) -
     else:
         assert "limit_mb" in reports[0].error and reports[0].file is None
         assert list(tmp_path.rglob("*.safetensors")) == []
+
+
+@pytest.mark.parametrize("limit_blocks", [100, 3])
+def test_what_others_write_is_compared_too_and_takes_no_memory(tmp_path: Path, limit_blocks: int) -> None:
+    """Whatever is read by the writer or, since the update comes too early, before that."""
+    state = make_state(1)
+    live = LiveState(state)
+    expected = b"".join(check_of(state.read_block(k)) for k in range(len(state.manifest()["blocks"])))
+    store, reports = Gate(tmp_path), list[PartReport]()
+    report = PartReport(1, 1, 0, 0, live.n_blocks - 2, live.n_blocks)
+    job = PartJob(report, True, limit_blocks * BLOCK_BYTES, compare=True)
+    writer = PartWriter(store, job, live, Base, reports.append)
+    threading.Thread(target=writer.run, daemon=True).start()
+    assert writer.before_update(0.01)
+    with torch.no_grad():
+        for parameter in state.model.parameters():
+            parameter.add_(1)
+    store.open.set()
+    assert writer.join(60.0)
+    assert reports[0].checks == expected and len(reports[0].digests) == 2 * 32
+    assert {"what it consists of", "groups/0", "state"} <= set(reports[0].facts)
+
+
+def test_a_checkpoint_of_different_states_does_not_count(start: Callable[..., Job]) -> None:
+    job = start(2)
+    name, parameter = next(iter(job.states[1].model.named_parameters()))
+    with torch.no_grad():
+        parameter.mul_(0.999)
+    job.save(5)
+    assert job.workers[0].drain(60.0)
+    assert steps_in(job.workers[0].store) == [] and job.ended[-1].differs
+    failed = job.ended[-1].failed
+    assert failed is not None and failed.cause is Cause.CORRUPT
+    assert failed.reason.startswith("workers 0, 1 hold different states of step 5, in the blocks of ")
+    assert name in failed.reason
+    assert list(job.workers[0].store.list("step-0000000005/")) == []
+    with torch.no_grad():
+        parameter.copy_(next(job.states[0].model.parameters()))
+    job.states[1].optimizer.param_groups[0]["lr"] = 0.5
+    job.save(6)
+    assert job.workers[0].drain(60.0)
+    assert "in the blocks of groups/0" in str(job.ended[-1].failed)
 
 
 def test_a_manifest_names_no_part_that_is_elsewhere(start: Callable[..., Job], tmp_path: Path) -> None:

@@ -110,3 +110,20 @@ def test_an_index_that_says_something_else(folder: Path, name: str, monkeypatch:
 def test_an_index_that_is_none(folder: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / ".metadata").write_bytes(TEXTS[name])
     refused(folder, monkeypatch)
+
+
+@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp"])
+def test_a_pipe_in_the_place_of_a_file_is_refused_at_once(
+    folder: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / name).unlink()
+    os.mkfifo(folder / name)
+    refused(folder, monkeypatch)
+
+
+def test_a_pipe_in_the_place_of_a_shard_is_refused_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "hf"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    os.mkfifo(folder / "model.safetensors")
+    refused(folder, monkeypatch)

@@ -6,6 +6,7 @@ import json
 import os
 import random
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from safetensors.numpy import load_file
 from checkpoint_saving import SHAPES, advance, base_of, identity_of, make_state, save, write_part
 from everstep.base.config_keys import DiskTierConfig
 from everstep.base.errors import BlobMissing, CheckpointCorrupt, ConfigError, StoreError
-from everstep.checkpoint.manifest import refuse_foreign
+from everstep.checkpoint.manifest import decode, refuse_foreign, refuse_kernels
 from everstep.checkpoint.names import BEST, LATEST, manifest_name
 from everstep.checkpoint.pointers import read_pins, read_pointer, seal, write_pins
 from everstep.checkpoint.reader import newest_complete, open_checkpoint, steps_in, verify_blocks, verify_store
@@ -23,6 +24,7 @@ from everstep.checkpoint.retention import Shelf
 from everstep.checkpoint.store import DirectoryStore
 from everstep.checkpoint.stores.table import open_store
 from everstep.exact.image import BLOCK_BYTES
+from everstep.protocol.identity import Kernels
 
 TINY = {"weight": (50, 40), "bias": (9,)}
 
@@ -316,3 +318,18 @@ def test_what_a_writer_of_pointers_left_behind_goes_with_the_next_sweep(tmp_path
     left = {path.name for path in tmp_path.iterdir() if not path.name.startswith("step-")}
     assert {name for name in left if "-" in name} == {".tmp-pins-0c", "latest-notes"}
     assert read_pointer(store, LATEST) == 1
+
+
+def test_other_kernels_are_refused_by_name(tmp_path: Path) -> None:
+    state, wide = make_state(1), Kernels("a" * 32, "a CPU by AVX512", 1)
+    narrow, manifest = Kernels("b" * 32, "a CPU by AVX2", 1), replace(save(tmp_path, state, 1), numerics=wide)
+    again = decode(manifest.encode(), "manifest.json")
+    assert again == manifest and b'"numerics":{"fingerprint":"aaaa' in manifest.encode().replace(b" ", b"")
+    refuse_kernels(again, wide)
+    refuse_kernels(again, None)
+    refuse_kernels(replace(manifest, numerics=None), narrow)  # of an older version
+    assert b'"AVX2"' not in replace(manifest, numerics=None).encode()
+    with pytest.raises(
+        ConfigError, match=r"step 1 .*computes with a CPU by AVX2, it with a CPU by AVX512; .*changed=warn"
+    ):
+        refuse_kernels(again, narrow)

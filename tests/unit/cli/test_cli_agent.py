@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import random
 import socket
 import threading
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
@@ -14,9 +16,12 @@ from everstep.cli import agent, meeting
 from everstep.cli.job import check_network
 from everstep.cli.main import run_command
 from everstep.cli.meeting import moves, wait_for_job
+from everstep.cli.tokens import strong, token_in
 from everstep.runtime import wire
 from everstep.runtime.about import HeadFacts
 from everstep.runtime.context import Joining
+
+GIVEN = sha256(b"ab").hexdigest()
 
 
 def said(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str]:
@@ -62,8 +67,8 @@ def test_bad_input(
 
 
 def test_the_token_of_the_environment_is_for_this_process_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("EVERSTEP_TOKEN", "ab" * 32)
-    assert agent.given_token() == bytes.fromhex("ab" * 32)
+    monkeypatch.setenv("EVERSTEP_TOKEN", GIVEN)
+    assert agent.given_token() == bytes.fromhex(GIVEN)
     assert agent.given_token() is None
     monkeypatch.setenv("EVERSTEP_TOKEN", "xyz")
     with pytest.raises(ConfigError, match="hex digits, in \\$EVERSTEP_TOKEN"):
@@ -158,9 +163,13 @@ TORCHRUN = {"TORCHELASTIC_RUN_ID": "x", "RANK": "0", "WORLD_SIZE": "2", "LOCAL_R
     [
         ({}, [], "on several hosts: expected the job's token in EVERSTEP_TOKEN on all of them, got none"),
         ({"EVERSTEP_TOKEN": "xyz"}, [], "hex digits, in $EVERSTEP_TOKEN"),
-        ({"EVERSTEP_TOKEN": "ab" * 32}, [], "started by torchrun as process 0 of 2 on several hosts: set MASTER_ADDR"),
         (
-            {"EVERSTEP_TOKEN": "ab" * 32, "MASTER_ADDR": "127.0.0.1"},
+            {"EVERSTEP_TOKEN": GIVEN},
+            [],
+            "started by torchrun as process 0 of 2 on several hosts: set MASTER_ADDR",
+        ),
+        (
+            {"EVERSTEP_TOKEN": GIVEN, "MASTER_ADDR": "127.0.0.1"},
             [],
             "calls itself 127.0.0.1, which other hosts do not reach",
         ),
@@ -262,3 +271,20 @@ def test_an_address_of_the_sixth_version_is_no_place_to_wait_for_a_job(capsys: p
     for address in ("[::1]:29400", "::1:29400"):
         code, words = said(capsys, "agent", "--join", address, "--token-file", "none")
         assert code == 2 and "got the IPv6 address" in words and words.count("\n") == 1, words
+
+
+@pytest.mark.parametrize("text", ["ab" * 32, "00" * 16, "0123456789abcdef" * 4, bytes(range(32)).hex(), "deadbeef" * 8])
+def test_a_token_that_can_be_guessed_is_refused(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EVERSTEP_TOKEN", text)
+    with pytest.raises(ConfigError, match="openssl rand -hex 32"):
+        agent.given_token()
+    (tmp_path / "token").write_text(text)
+    with pytest.raises(ConfigError, match="can be guessed"):
+        token_in(tmp_path / "token")
+
+
+def test_no_random_token_is_refused() -> None:
+    source = random.Random(7)
+    for _ in range(20_000):
+        strong(source.randbytes(16), "here")
+        strong(source.randbytes(32), "here")

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
@@ -40,7 +41,7 @@ from fake_coordinator import handshake_server
 from everstep.protocol.roles import CONTROL_ROLES
 
 NOBODYS = "192.0.2.77"
-TOKEN = bytes(range(32))
+TOKEN = sha256(b"door").digest()
 
 
 class FakeHead:
@@ -156,7 +157,7 @@ def said(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str]:
             ["--set", "network.ports=29500-29503", "--workers", "3"],
             "expected at least 6 ports for 3 workers on a host (2 for each), got 4 (29500-29503)",
         ),
-        (["--set", "network.ports=29500-29599", "--set", "transport=gloo"], "which listens at any port"),
+        (["--set", "network.ports=29500-29599", "--set", "transport=nccl"], "which listens at any port"),
         (["--set", "network.listen=300.1.1.1"], "network.listen: expected one IPv4 address"),
         (["--set", "hosts.min=0"], "hosts.min: expected whole number, at least 1"),
     ],

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from everstep.base.config import load_config
-from everstep.base.errors import CheckpointCorrupt
+from everstep.base.errors import CheckpointCorrupt, ConfigError
 from everstep.cli.checkpoint_import import initial_replica
 from everstep.cli.job import JobFile, Request, effective_config
 from everstep.cli.main import run_command
-from everstep.cli.run_dir import find_start, newest_step
+from everstep.cli.run_dir import Trust, find_start, newest_step
 from everstep.cli.task_loading import make_task, parse_task
 from foreign_checkpoints import ESCAPE, PART, escaping, idle, prepare, renamed, tree_of
 
@@ -99,6 +99,30 @@ def test_an_older_good_one_is_taken(tmp_path: Path) -> None:
     start = find_start(tmp_path / "run", job, script=True)
     assert start.step == 1 and start.brought
     assert start.words.startswith("passed over step 2: ") and ESCAPE in start.words
+
+
+def test_no_older_one_is_taken_where_that_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Who can write there may damage the newest, or put an old one back, however it is signed."""
+    run_dir = tmp_path / "run"
+    for folder in (tmp_path / "evil", run_dir / "checkpoints"):
+        prepare(folder, lambda body: None, 1)
+        prepare(folder, lambda body: None, 2)
+        newest = folder / PART.replace("step-0000000001", "step-0000000002")
+        newest.write_bytes(newest.read_bytes()[:-1])
+    brought = JobFile("task", (), load_config([("test", {"resume_from": str(tmp_path / "evil")})]))
+    own = JobFile("task", (), load_config([("test", {})]))
+    for where, job in ((tmp_path / "new", brought), (run_dir, own)):
+        where.mkdir(exist_ok=True)
+        with pytest.raises((ConfigError, CheckpointCorrupt), match=r"not-before 2|passed over step 2"):
+            find_start(where, job, script=True, trust=Trust(not_before=2))
+    assert find_start(run_dir, own, script=True, trust=Trust(not_before=1)).step == 2, (
+        "workers pass over what is damaged"
+    )
+    with pytest.raises(ConfigError, match="--not-before 3"):
+        find_start(tmp_path / "new", brought, script=True, trust=Trust(not_before=3))
+    verify = ["checkpoints", "verify", str(run_dir / "checkpoints"), "--json", "--not-before"]
+    found = [(run_command([*verify, step]), "of step 2 or later" in capsys.readouterr().out) for step in ("1", "2")]
+    assert found == [(1, False), (1, True)]
 
 
 def test_nothing_is_written_where_a_target_leads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -47,6 +47,21 @@ def test_batch_size_is_the_global_batch() -> None:
     assert "micro_batch" in request(batch_size=24).explicit
 
 
+def test_a_script_says_its_lanes_unless_the_user_has() -> None:
+    """What depends on them is looked at when it joins."""
+    more = effective_config({}, request(options={"workers": 12}, batch_size=36), script=True)
+    assert more.lanes >= more.workers == 12
+    odd = request(batch_size=20)
+    assert make_job("train.py", (), effective_config({}, odd, script=True), None, odd).batch_size == 20
+    with pytest.raises(ConfigError, match="at most 4 for 4 lanes"):
+        effective_config({}, request(options={"workers": 12, "lanes": 4}), script=True)
+    one, many = (
+        make_job("train.py", (), effective_config({}, asked, script=True), None, asked)
+        for asked in (request(options={"workers": 2}), request(options={"workers": 16}))
+    )
+    assert differences(one, many) == [], "resumed with more workers"
+
+
 @pytest.mark.parametrize(
     ("asked", "words"),
     [

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import subprocess
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -112,17 +113,17 @@ def test_the_token_that_is_given_is_the_one_of_all_hosts(
     (tmp_path / "shared").chmod(0o755)
     (tmp_path / "shared" / "of others").touch()
     for name in ("own", "shared"):
-        monkeypatch.setenv("EVERSTEP_TOKEN", "ab" * 32)
+        monkeypatch.setenv("EVERSTEP_TOKEN", sha256(b"ab").hexdigest())
         run_dir = tmp_path / name
         assert run_command(["launch", "slurm", "resnet18-digits", "--hosts", "2", "--run-dir", str(run_dir)]) == 0
-        assert (run_dir / "token").read_text() == "ab" * 32
+        assert (run_dir / "token").read_text() == sha256(b"ab").hexdigest()
         assert (run_dir / "launch").stat().st_mode & 0o077 == 0
     assert (tmp_path / "own").stat().st_mode & 0o077 == 0
     assert (tmp_path / "shared").stat().st_mode & 0o077 == 0o055, "it is not the job's alone"
-    monkeypatch.setenv("EVERSTEP_TOKEN", "cd" * 32)
+    monkeypatch.setenv("EVERSTEP_TOKEN", sha256(b"cd").hexdigest())
     capsys.readouterr()
     secret, *_ = yaml.safe_load_all(printed(capsys, *K8S, "--hosts", "2", "--name", "mine"))
-    assert secret["stringData"]["token"] == "cd" * 32
+    assert secret["stringData"]["token"] == sha256(b"cd").hexdigest()
     assert secret["metadata"]["name"] == "mine-token" and secret["immutable"], "the pods that run know this one"
 
 

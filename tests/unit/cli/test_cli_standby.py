@@ -15,8 +15,7 @@ from everstep.cli.main import run_command
 from everstep.cli.replica import kept_apart
 from everstep.runtime import wire
 from everstep.runtime.address import EVENTS_FILE, JOB_FILE, JOURNAL_FILE, TOKEN_FILE
-from everstep.runtime.places import leave_word
-from everstep.runtime.replica import OWN_FOLDER, REPLICA_FILE
+from everstep.runtime.places import OWN_FOLDER, REPLICA_FILE, checkpoints_in, leave_word
 
 JOB, OTHER = "ab" * 16, "cd" * 16
 
@@ -57,7 +56,8 @@ def test_what_is_of_before_is_set_aside_but_for_the_checkpoints(tmp_path: Path) 
         (tmp_path / name).touch()
     assert "previous-1" in replica._make_ready(tmp_path, JOB, bytes(32))
     assert (tmp_path / "previous-1" / "events.jsonl").exists() and not (tmp_path / "events.jsonl").exists()
-    assert (tmp_path / OWN_FOLDER / "checkpoints" / "part").exists()
+    (tmp_path / REPLICA_FILE).touch()
+    assert (checkpoints_in(tmp_path / OWN_FOLDER) / "part").exists()
     assert not (tmp_path / "place").exists()
     assert replica._make_ready(tmp_path, JOB, bytes(32)) == ""
 

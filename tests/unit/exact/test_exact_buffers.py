@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 from torch import nn
@@ -135,19 +137,41 @@ def test_workers_must_agree_and_those_without_lanes_learn() -> None:
         guards[0].commit([guards[0].report(), guards[1].report()])
 
 
-def test_large_changed_buffer_is_kept_here_and_refused_elsewhere() -> None:
-    models = [Counting(20_000), Counting(20_000)]
-    guards = [BufferGuard(m) for m in models]
+def test_a_changed_buffer_is_sent_up_to_a_mebibyte() -> None:
+    models = [Counting(131_072), Counting(131_072)]
+    guards = [BufferGuard(m, shared=True) for m in models]
     guards[0].begin_step(1)
     guards[0].begin_lane()
     models[0].count.add_(1)
     guards[0].end_lane()
-    report = guards[0].report()
-    assert len(report.encode()) < 200
-    guards[0].commit([report])
-    assert models[0].count.sum().item() == 20_000
-    with pytest.raises(ConfigError, match="count"):
-        guards[1].commit([report])
+    report = BufferReport.decode(guards[0].report().encode())
+    for guard in guards:
+        guard.commit([report])
+    assert [m.count.sum().item() for m in models] == [131_072, 131_072]
+
+
+def test_a_larger_one_is_refused_at_the_first_lane_wherever_others_may_need_it() -> None:
+    for shared in (True, False):
+        model = Counting(131_073)
+        guard = BufferGuard(model, shared=shared)
+        guard.begin_step(1)
+        guard.begin_lane()
+        model.count.add_(1)
+        with pytest.raises(ConfigError, match=r"count.*1048584 bytes") if shared else contextlib.nullcontext():
+            guard.end_lane()
+
+
+def test_a_buffer_that_begins_to_exist_in_a_lane_may_be_large() -> None:
+    """A cache that the first forward pass makes: it is part of the state from the next step on."""
+    model = Counting(1)
+    model.register_buffer("cache", None)
+    guard = BufferGuard(model, shared=True)
+    guard.begin_step(1)
+    guard.begin_lane()
+    model.cache = torch.ones(400_000)
+    guard.end_lane()
+    guard.commit([guard.report()])
+    assert model.cache.sum().item() == 400_000
 
 
 def test_running_statistics_are_isolated_but_not_reported() -> None:

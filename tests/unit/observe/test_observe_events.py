@@ -63,6 +63,7 @@ def test_lines_of_several_processes_do_not_mix(tmp_path: Path) -> None:
 def test_events_wait_for_a_full_disk_and_what_is_never_written_is_counted(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("everstep.observe.events.open_below", lambda *_: os.open("/dev/full", os.O_WRONLY))
     log = EventLog("/dev/full")
     assert log.write("warning")
     assert log.write("warning")

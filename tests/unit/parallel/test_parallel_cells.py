@@ -56,7 +56,7 @@ class Cells:
             transport.close()
 
 
-@pytest.fixture(params=["shm", "sockets", "gloo"])
+@pytest.fixture(params=["shm", "sockets"])
 def cells(request: pytest.FixtureRequest) -> Iterator[Cells]:
     found = Cells(request.param)
     yield found

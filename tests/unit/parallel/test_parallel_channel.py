@@ -42,7 +42,7 @@ class Crew:
             self.channels[i] = SharedMemoryChannel(key, self.tick)
         else:
             self.carriers[i] = GroupTransport(
-                key, GradientLayout((), (), 0), LANES, self.store, self.tick, key=b"k" * 32, gloo=self.kind == "gloo"
+                key, GradientLayout((), (), 0), LANES, self.store, self.tick, key=b"k" * 32
             )
             self.channels[i] = GroupChannel(key, self.carriers[i])
 
@@ -71,7 +71,7 @@ class Crew:
             found.close()
 
 
-@pytest.fixture(params=["shm", "sockets", "gloo"])
+@pytest.fixture(params=["shm", "sockets"])
 def crew(request: pytest.FixtureRequest) -> Iterator[Crew]:
     found = Crew(request.param)
     yield found

@@ -15,7 +15,6 @@ from everstep.base.config_keys import TlsConfig
 from everstep.base.errors import CollectiveAborted, InvariantViolation
 from everstep.parallel.fence import Fence
 from everstep.parallel.peers import _AT_ONCE_BYTES, _HEADER, Meeting, PeerSockets, _Talk
-from everstep.parallel.reduction import batches
 from everstep.runtime.handshake import GREETING_BYTES, PEER, TAG_BYTES, Caller, Seals
 from everstep.runtime.tls import Tls, shown_by
 from everstep.runtime.wire import HANDSHAKE_TIMEOUT_S, ends, recv_exact, secured
@@ -98,13 +97,6 @@ def test_who_hangs_up_is_accused(pair: list[PeerSockets]) -> None:
     with pytest.raises(CollectiveAborted) as caught:
         pair[0].gather(KEY, b"x" * 10_000_000)
     assert caught.value.accused == (7,)
-
-
-@pytest.mark.parametrize(("first", "last"), [(0, 0), (5, 6), (0, 32), (7, 200), (191, 382)])
-def test_batches_are_one_to_three_runs_side_by_side(first: int, last: int) -> None:
-    runs = batches(first, last)
-    assert [b for lo, hi in runs for b in range(lo, hi)] == list(range(first, last))
-    assert all(lo < hi for lo, hi in runs) and len(runs) <= 3
 
 
 @pytest.mark.parametrize("size", [_AT_ONCE_BYTES // 2, 3 * _AT_ONCE_BYTES])

@@ -16,7 +16,7 @@ from everstep.base.config_keys import TlsConfig
 from everstep.base.errors import CollectiveAborted, InvariantViolation
 from everstep.parallel.fence import Fence
 from everstep.parallel.peers import Meeting
-from everstep.parallel.socket_mesh import _HEAD, BlockNote, SocketMesh
+from everstep.parallel.socket_mesh import _HEAD, BlockNote, Parcel, SocketMesh
 from everstep.runtime.handshake import TAG_BYTES
 from everstep.runtime.tls import Tls, shown_by
 
@@ -51,65 +51,63 @@ def test_tensors_arrive_whoever_is_first(meshes: list[SocketMesh]) -> None:
     """Large and empty ones, both ways at once, asked for before and after they are sent, out of order."""
     given = [*tensors(4, 700_000), torch.empty(0)]
 
-    def give_and_take(mesh: SocketMesh, other: int, first: bool) -> list[torch.Tensor]:
+    def give_and_take(mesh: SocketMesh, other: int, first: bool) -> tuple[list[torch.Tensor], list[Parcel]]:
         got = [torch.empty_like(t) for t in given]
         if first:
-            mesh.send([(t, other, 2 + k) for k, t in enumerate(given)])
-        batch = mesh.receive([(got[k], other, 2 + k) for k in reversed(range(len(given)))])
+            kept = [mesh.send((t, other, 2 + k)) for k, t in enumerate(given)]
+        coming = [mesh.receive((got[k], other, 2 + k)) for k in reversed(range(len(given)))]
         if not first:
-            mesh.send([(t, other, 2 + k) for k, t in enumerate(given)])
-        mesh.wait(batch)
-        mesh.forget()
-        return got
+            kept = [mesh.send((t, other, 2 + k)) for k, t in enumerate(given)]
+        for receipt in coming:
+            mesh.wait(receipt)
+        return got, kept
 
     for _ in range(3):
         found = together(lambda: give_and_take(meshes[0], 7, True), lambda: give_and_take(meshes[1], 3, False))
-        for got in found:
-            assert isinstance(got, list), got
-            assert all(same_bits(ours, theirs) for ours, theirs in zip(got, given, strict=True))
-        for mesh in meshes:
-            mesh.settled()
+        for one in found:
+            assert isinstance(one, tuple), one
+            assert all(same_bits(ours, theirs) for ours, theirs in zip(one[0], given, strict=True))
 
 
 def test_two_under_one_tag_come_in_the_order_in_which_they_were_sent(meshes: list[SocketMesh]) -> None:
     first, second = tensors(2, 1000)
     got = [torch.empty(1000), torch.empty(1000)]
-    batch = meshes[1].receive([(got[0], 3, 5), (got[1], 3, 5)])
-    meshes[0].send([(first, 7, 5)])
-    meshes[0].send([(second, 7, 5)])
-    meshes[1].wait(batch)
-    assert same_bits(got[0], first) and same_bits(got[1], second)
+    coming = [meshes[1].receive((tensor, 3, 5)) for tensor in got]
+    kept = [meshes[0].send((tensor, 7, 5)) for tensor in (first, second)]
+    for receipt in coming:
+        meshes[1].wait(receipt)
+    assert same_bits(got[0], first) and same_bits(got[1], second) and kept
 
 
 def test_what_was_let_go_of_is_not_sent(meshes: list[SocketMesh]) -> None:
     old, new = tensors(2, 100)
-    kept = meshes[0].send_apart((old, 7, 9))
-    kept.clear()
-    kept = meshes[0].send_apart((new, 7, 9))
+    kept = meshes[0].send((old, 7, 9))
+    del kept
+    kept = meshes[0].send((new, 7, 9))
     got = torch.empty(100)
-    meshes[1].wait(meshes[1].receive_apart((got, 3, 9)))
+    meshes[1].wait(meshes[1].receive((got, 3, 9)))
     assert same_bits(got, new) and kept
 
 
 def test_another_size_than_was_asked_for_ends_the_generation_and_nothing_else(meshes: list[SocketMesh]) -> None:
-    kept = meshes[0].send_apart((torch.zeros(10), 7, 9))
-    batch = meshes[1].receive_apart((torch.empty(20), 3, 9))
+    kept = meshes[0].send((torch.zeros(10), 7, 9))
+    receipt = meshes[1].receive((torch.empty(20), 3, 9))
     with pytest.raises(CollectiveAborted, match="it wants 80 bytes where 40 are sent"):
         for _ in range(1000):
-            meshes[0].receive_apart((torch.empty(1), 7, 11))
+            meshes[0].receive((torch.empty(1), 7, 11))
             threading.Event().wait(0.01)
     with pytest.raises(CollectiveAborted) as caught:
-        meshes[1].wait(batch)
+        meshes[1].wait(receipt)
     assert caught.value.accused == (3,) and kept
 
 
 @pytest.mark.parametrize("what", [b"\xff" * FRAME_BYTES, bytes(FRAME_BYTES), b"\x02".ljust(FRAME_BYTES, b"\0")])
 def test_bytes_of_somebody_on_the_way_are_not_taken(meshes: list[SocketMesh], what: bytes) -> None:
     got = torch.zeros(1000)
-    batch = meshes[1].receive_apart((got, 3, 9))
+    receipt = meshes[1].receive((got, 3, 9))
     meshes[0]._lines[7].sock.sendall(what)
     with pytest.raises(CollectiveAborted, match="something else") as caught:
-        meshes[1].wait(batch)
+        meshes[1].wait(receipt)
     assert caught.value.accused == (3,) and not got.any()
 
 
@@ -132,45 +130,35 @@ class Relay:
 def test_between_hosts_not_one_byte_can_be_changed(meshes: list[SocketMesh]) -> None:
     line = meshes[0]._lines[7]
     meshes[0]._lines[7] = line._replace(sock=Relay(line.sock))  # type: ignore[arg-type]
-    batch = meshes[1].receive_apart((torch.empty(1000), 3, 9))
-    kept = meshes[0].send_apart((torch.zeros(1000), 7, 9))
+    receipt = meshes[1].receive((torch.empty(1000), 3, 9))
+    kept = meshes[0].send((torch.zeros(1000), 7, 9))
     if line.seals.bulk_tags:
         with pytest.raises(CollectiveAborted, match="got others") as caught:
-            meshes[1].wait(batch)
+            meshes[1].wait(receipt)
         assert caught.value.accused == (3,)
     else:
-        meshes[1].wait(batch)
+        meshes[1].wait(receipt)
     assert kept
 
 
-def test_who_gives_up_in_the_middle_leaves_for_good(meshes: list[SocketMesh]) -> None:
-    """Else the rest of what is under way would be taken for the next one."""
-    meshes[1].receive([(torch.empty(4), 3, 9)])
-    meshes[1].forget()
-    for mesh, other in zip(meshes, (7, 3), strict=True):
-        with pytest.raises(CollectiveAborted):
-            mesh.wait(mesh.receive([(torch.empty(4), other, 9)]))
-
-
 def test_nobody_is_sent_what_it_did_not_ask_for(meshes: list[SocketMesh]) -> None:
-    batch = meshes[1].receive_apart((torch.empty(4), 3, 9))
+    receipt = meshes[1].receive((torch.empty(4), 3, 9))
     meshes[0]._queue(7, 2, 12345, 1 << 50, None)
     with pytest.raises(CollectiveAborted, match="that nobody asked for"):
-        meshes[1].wait(batch)
+        meshes[1].wait(receipt)
 
 
 def test_a_cut_frees_who_waits_and_nothing_is_written_any_more(meshes: list[SocketMesh]) -> None:
     got = torch.zeros(1000)
-    batch = meshes[1].receive([(got, 3, 9)])
+    receipt = meshes[1].receive((got, 3, 9))
     waiter = threading.Timer(0.05, meshes[1]._fence.abort, (1,))
     waiter.start()
     with pytest.raises(CollectiveAborted):
-        meshes[1].wait(batch)
-    meshes[1].forget()
+        meshes[1].wait(receipt)
     waiter.join()
     with pytest.raises(CollectiveAborted):
         for _ in range(1000):
-            meshes[0].send([(torch.ones(1000), 7, 9)])
+            meshes[0].send((torch.ones(1000), 7, 9))
             threading.Event().wait(0.01)
     assert not got.any()
 
@@ -178,7 +166,7 @@ def test_a_cut_frees_who_waits_and_nothing_is_written_any_more(meshes: list[Sock
 def test_blocks_that_nobody_takes_end_the_generation(meshes: list[SocketMesh]) -> None:
     meshes[0].push(7, BlockNote(1, 0, 4, 0, True), torch.zeros(1000))
     with pytest.raises(CollectiveAborted, match="blocks that nobody here takes") as caught:
-        meshes[1].wait(meshes[1].receive_apart((torch.empty(1), 3, 9)))
+        meshes[1].wait(meshes[1].receive((torch.empty(1), 3, 9)))
     assert caught.value.accused == (3,)
 
 
@@ -196,5 +184,5 @@ def test_a_mesh_that_cannot_make_room_ends_its_own_worker(meshes: list[SocketMes
     meshes[1]._receiver = Full()
     meshes[0].push(7, BlockNote(1, 0, 4, 0, True), torch.zeros(1000))
     with pytest.raises(InvariantViolation, match="not enough memory"):
-        meshes[1].wait(meshes[1].receive_apart((torch.empty(1), 3, 9)))
+        meshes[1].wait(meshes[1].receive((torch.empty(1), 3, 9)))
     assert not meshes[1].whole

@@ -115,7 +115,7 @@ def even(pools: dict[int, list[int]]) -> Pools:
     }
 
 
-@pytest.fixture(params=["shm", "sockets", "gloo", "two machines"])
+@pytest.fixture(params=["shm", "sockets", "two machines"])
 def crew(request: pytest.FixtureRequest) -> Iterator[Crew]:
     found = Crew(request.param)
     yield found
@@ -252,7 +252,7 @@ def test_what_cannot_be_is_a_config_error() -> None:
     with pytest.raises(ConfigError, match="carrier pigeon"):
         StagedTransport(WorkerKey(0, 0), LANES, lambda: None, kind="carrier pigeon")
     with pytest.raises(ConfigError, match="store"):
-        StagedTransport(WorkerKey(0, 0), LANES, lambda: None, kind="gloo")
+        StagedTransport(WorkerKey(0, 0), LANES, lambda: None, kind="sockets")
     with pytest.raises(ConfigError, match="nccl with cuda"):
         StagedTransport(WorkerKey(0, 0), LANES, lambda: None, kind="nccl", store=HashStore())
 

@@ -22,7 +22,7 @@ from everstep.exact.reduce import finish
 from everstep.parallel import reduction, tiers
 from everstep.parallel.either import EitherTransport
 from everstep.parallel.kinds import KINDS, Site
-from everstep.parallel.mesh import Transfer
+from everstep.parallel.nccl_links import Transfer
 from everstep.parallel.socket_mesh import BlockNote
 from everstep.parallel.tiers import FinalBlocks, TieredTransport
 from everstep.placement.tiers import Tiers, folded

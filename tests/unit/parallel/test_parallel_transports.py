@@ -39,9 +39,7 @@ class Crew:
         if self.kind == "shm":
             self.transports[worker_id] = SharedMemoryTransport(key, SHAPE, LANES, self.tick, record_bytes=4096)
         else:
-            self.transports[worker_id] = GroupTransport(
-                key, SHAPE, LANES, self.store, self.tick, key=b"k" * 32, gloo=self.kind == "gloo"
-            )
+            self.transports[worker_id] = GroupTransport(key, SHAPE, LANES, self.store, self.tick, key=b"k" * 32)
         return self.transports[worker_id]
 
     def plan(self, generation: int, ids: list[int], runs: list[tuple[int, ...]] | None = None) -> Plan:
@@ -64,7 +62,7 @@ class Crew:
             transport.close()
 
 
-@pytest.fixture(params=["shm", "sockets", "gloo"])
+@pytest.fixture(params=["shm", "sockets"])
 def crew(request: pytest.FixtureRequest) -> Iterator[Crew]:
     found = Crew(request.param)
     yield found

@@ -181,14 +181,15 @@ class World:
             ),
         )
 
-    def beat(self, *pulses: tuple[int, int, str, int], agent: str = "a1") -> None:
-        """pulses: (worker_id, incarnation, phase, still_ms)."""
+    def beat(self, *pulses: tuple[int, int, str, int], agent: str = "a1", late_ms: int = 0, **more: Any) -> None:
+        """pulses: (worker_id, incarnation, phase, still_ms). late_ms: that the agent waited; more: fields of all."""
         self.seq += 1
+        fields = {"step": 4, "samples_per_s": 9.5, **more}
         said = [
-            m.WorkerPulse(worker_id=i, incarnation=n, step=4, phase=phase, still_ms=still, samples_per_s=9.5)
+            m.WorkerPulse(worker_id=i, incarnation=n, phase=phase, still_ms=still, **fields)
             for i, n, phase, still in pulses
         ]
-        self.say(agent, m.Heartbeat(agent_id=agent, seq=self.seq, rtt_ms=1.0, workers=said))
+        self.say(agent, m.Heartbeat(agent_id=agent, seq=self.seq, rtt_ms=1.0, workers=said, waited_ms=late_ms))
 
     def command(self, name: str, **args: Any) -> m.CommandReply:
         self.connect("c1", COMMANDS.get(name, OPERATE))

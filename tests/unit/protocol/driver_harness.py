@@ -72,9 +72,9 @@ def records_of(
     return {i: Record(prepared, encode(payload(given, i, found.get(i, "")))) for i in given.worker_ids if i != but}
 
 
-def gather_records(given: Plan, **data: bytes) -> dict[int, Record]:
-    """The records of a gather; data: w0=b"...", by worker."""
-    return {i: Record(0, encode(GatherPayload(data.get(f"w{i}", b""), 0))) for i in given.worker_ids}
+def gather_records(given: Plan, ends: bool = False, **data: bytes) -> dict[int, Record]:
+    """The records of a gather; data: w0=b"...", by worker. ends: the loops of all are over."""
+    return {i: Record(0, encode(GatherPayload(data.get(f"w{i}", b""), 0, ends))) for i in given.worker_ids}
 
 
 def at(step: int, seq: int = 0, stages: tuple[int, ...] = (0,), **more: Any) -> Holding:

@@ -287,7 +287,7 @@ def test_states_that_differ() -> None:
     assert world.report("recovery_completed")["cause"] is Cause.CORRUPT
     again = {**differ, "decided_in": 2}
     world.say("w0.0", m.SettleAgain(worker_id=0, generation=2, **again))
-    assert world.report("job_failed")["cause"] is Cause.CORRUPT
+    assert world.report("job_failed")["cause"] is Cause.NONDETERMINISTIC
 
 
 @pytest.mark.parametrize(

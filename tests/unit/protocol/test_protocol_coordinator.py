@@ -10,7 +10,7 @@ from everstep.protocol import messages as m
 from everstep.protocol.coordinator.agreement import timed
 from everstep.protocol.coordinator.links import smallest_cover
 from everstep.protocol.coordinator.types import Tick
-from everstep.protocol.following import name_of
+from everstep.protocol.following import StatesAlike, name_of
 
 # ---- start
 
@@ -324,7 +324,59 @@ def test_states_that_differ_once_are_gone_back_from_and_twice_fail_the_job():
     assert (told["step"], told["steps_redone"]) == (8, 10) and "the state differs before step 20" in told["reason"]
     differ(world, 0, 2, 2)
     ended = world.last(m.JobEnded, "a1")
-    assert ended.state == "failed" and "second time at this step" in ended.reason
+    assert ended.state == "failed" and "second time since they were alike" in ended.reason
+
+
+def alike(world, step, **digests):
+    said = {int(k[1:]): digest for k, digest in digests.items()}
+    world.say("w0.0", StatesAlike(worker_id=0, incarnation=0, step=step, digests=said))
+
+
+@pytest.mark.parametrize(("step", "ends"), [(18, True), (19, False)])
+def test_states_that_were_alike_again_where_they_had_differed_may_differ_once_more(step, ends):
+    world = running()
+    world.progress(0, 1, 18)
+    differ(world, 0, 1, 1)
+    for worker in range(3):
+        world.entered(worker, 2, 9)
+    alike(world, step, s0="a")
+    differ(world, 0, 2, 2)
+    assert (world.last(m.JobEnded, "a1") is not None) == ends
+
+
+def test_plans_say_at_which_steps_all_were_alike():
+    world = running()
+    for step in range(10, 60, 10):
+        alike(world, step, s0=f"{step}" + "x" * 9000, s7="no such stage")
+    world.progress(0, 1, 18)
+    differ(world, 0, 1, 1)
+    assert [(step, stage, digest[:3]) for step, stage, digest in world.plan.alike] == [
+        (step, 0, f"{step}x") for step in (20, 30, 40, 50)
+    ]
+    assert max(len(digest) for _, _, digest in world.plan.alike) <= 4096
+    again = world.restart()
+    assert again.plan.alike == world.plan.alike
+
+
+def test_drift_ends_the_job_at_once_and_names_what_counts():
+    world = running()
+    world.progress(0, 1, 18)
+    words = {"reason": "worker 1 was healed", "cause": Cause.NONDETERMINISTIC, "tainted": 20, "decided_in": 1}
+    world.say("w0.0", m.SettleAgain(worker_id=0, incarnation=0, generation=1, sound=12, drift=True, **words))
+    ended = world.last(m.JobEnded, "a1")
+    assert (ended.state, ended.exit_code, ended.cause) == ("failed", 1, Cause.NONDETERMINISTIC)
+    assert ended.reason.endswith("the newest checkpoint up to step 12 counts")
+
+
+def test_who_is_outvoted_in_another_generation_ends_the_job():
+    world = running()
+    words = {"reason": "it deviates", "signature": "t", "fatal": False, "step": 19, "tainted": 19, "sound": 0}
+    world.say("w2.0", m.WorkerFailed(worker_id=2, incarnation=0, generation=1, **words))
+    assert world.plan.generation == 2 and world.last(m.JobEnded, "a1") is None
+    world.say("w1.0", m.WorkerFailed(worker_id=1, incarnation=0, generation=2, **words))
+    ended = world.last(m.JobEnded, "a1")
+    assert ended.state == "failed" and "second time since they were alike" in ended.reason
+    assert ended.reason.endswith("no checkpoint counts")
 
 
 def test_a_fatal_error_fails_the_job_at_once():

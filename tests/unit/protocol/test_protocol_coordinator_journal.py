@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from coordinator_harness import World, running
+from coordinator_harness import World, member, running
 
 from everstep.base.cause import Cause
+from everstep.protocol import messages as m
 
 SENSELESS: tuple[dict[str, Any], ...] = (
     {"kind": "plan", "plan": None},
@@ -79,3 +80,28 @@ def test_a_journal_of_nothing_but_nonsense_is_that_of_a_new_job() -> None:
     world = before.restart(list(SENSELESS))
     back(world, 1)
     assert world.plan == before.plan
+
+
+def joins(world: World, worker: int, lanes: int, incarnation: int = 0) -> None:
+    world.connect(f"w{worker}.{incarnation}", "worker")
+    me = member(worker, incarnation)
+    world.say(f"w{worker}.{incarnation}", m.WorkerHello(member=me, step=0, lanes=lanes))
+
+
+def test_the_lanes_are_those_that_the_script_joins_with() -> None:
+    """Told by the first hello, kept by the journal, and held against everybody who comes later with others."""
+    world = World()
+    world.agent(0, 1, 2)
+    for i in range(3):
+        joins(world, i, 4)
+    assert world.plan is not None and world.plan.lanes == 4
+    assert sorted(lane for seat in world.plan.seats for lane in seat.lanes) == [0, 1, 2, 3]
+    PLANS[1] = world.plan
+    world = world.restart(world.journal)
+    back(world, 1)
+    assert world.plan == PLANS[1]
+    world.exited(1)
+    world.started(1, 1)
+    joins(world, 1, 8, incarnation=1)
+    (refused,) = [said for name, said in world.sent if name == "w1.1" and isinstance(said, m.Dismissed)]
+    assert refused.cause == Cause.CONFIG and refused.reason == "it joins with lanes=8, the job has lanes=4"

@@ -116,3 +116,28 @@ def test_window_forgets_old_rhythms():
 def test_impossible_settings_are_refused(floor, ceiling, interval):
     with pytest.raises(InvariantViolation):
         PhiDetector(floor_ns=floor, ceiling_ns=ceiling, interval_ns=interval, now_ns=0)
+
+
+def beating(*waits_ms: int) -> PhiDetector:
+    """One that beats every second, and says so of its waits."""
+    detector = PhiDetector(floor_ns=2 * S, ceiling_ns=20 * S, interval_ns=S, now_ns=0)
+    for n in range(200):
+        detector.heartbeat(n * S, (waits_ms[n % len(waits_ms)] if waits_ms else 0) * 1_000_000)
+    return detector
+
+
+@pytest.mark.parametrize(
+    ("waits_ms", "dead_s"), [((), 2.7), ((0, 400), 2.7), ((0, 0, 800), 5.8), ((3_000,), 14.6), ((30_000,), 20.0)]
+)
+def test_only_who_waits_for_most_of_its_time_is_given_longer(waits_ms: tuple[int, ...], dead_s: float) -> None:
+    detector, last = beating(*waits_ms), 199 * S
+    times = [last + n * S // 10 for n in range(210)]
+    found = next(at for at in times if detector.suspicion(at).dead)
+    assert (found - last) / S == pytest.approx(dead_s, abs=0.11)
+
+
+def test_a_machine_that_is_no_longer_busy_is_waited_for_no_longer() -> None:
+    detector = beating(3_000)
+    for n in range(200, 210):
+        detector.heartbeat(n * S)
+    assert detector.suspicion(209 * S + 3 * S).dead

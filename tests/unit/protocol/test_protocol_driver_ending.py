@@ -8,7 +8,7 @@ from driver_harness import MS, Worker, at, gather_records, joiner, member_worker
 from everstep.base.ports import Tag
 from everstep.protocol import messages as wire
 from everstep.protocol.driver import operations as do
-from everstep.protocol.step_types import Key
+from everstep.protocol.step_types import Key, LaneDone
 
 COMPLETED = wire.JobEnded(state="completed", reason="done", exit_code=0)
 WORDS = wire.WorkerFailed(
@@ -21,7 +21,7 @@ def finishing() -> Worker:
     w = member_worker(0, 1)
     w.step(1)
     w.ask(do.EndAsked())
-    w.exchange(gather_records(w.plan))
+    w.exchange(gather_records(w.plan, ends=True))
     return w
 
 
@@ -43,7 +43,7 @@ def test_the_end_is_a_gather_and_then_finish_and_then_the_end_of_the_job() -> No
     w.step(1)
     w.ask(do.EndAsked())
     assert w.op.tag == Tag("decide", 1, 1) and w.driver._application.asked == 2
-    w.exchange(gather_records(w.plan))
+    w.exchange(gather_records(w.plan, ends=True))
     assert w.out[-1] == do.Finish(w.op.op, 1, w.plan, 1, None)
     w.done(True)
     done = wire.WorkerDone(worker_id=0, incarnation=0, generation=1, step=1, final_written=True)
@@ -88,7 +88,7 @@ def test_the_end_is_asked_again_after_going_back() -> None:
     w = Worker(plan(1, (0,), (1,)))
     w.step(1)
     w.ask(do.EndAsked())
-    w.exchange(gather_records(w.plan))
+    w.exchange(gather_records(w.plan, ends=True))
     w.done(True)
     w.hear(plan(2, (0,), (1,)))
     w.settle(w1=at(0, stages=(1,)))
@@ -97,7 +97,7 @@ def test_the_end_is_asked_again_after_going_back() -> None:
     assert w.out[-1] == do.WentBack(0) and w.driver._application.asked == 0
     w.step(1)
     w.ask(do.EndAsked())
-    w.exchange(gather_records(w.plan))
+    w.exchange(gather_records(w.plan, ends=True))
     assert isinstance(w.op, do.Finish) and w.op.generation == 2
 
 
@@ -107,7 +107,7 @@ def test_an_end_that_is_asked_twice_in_a_generation_is_finished_twice() -> None:
     w.ask(do.HoldAsked(WORDS, 0))
     assert w.out[-1] == do.Released()
     w.ask(do.EndAsked())
-    w.exchange(gather_records(w.plan))
+    w.exchange(gather_records(w.plan, ends=True))
     assert isinstance(w.op, do.Finish)
 
 
@@ -137,6 +137,73 @@ def test_nothing_is_finished_that_was_not_asked_to_end() -> None:
     w.ask(do.StepAsked(2))
     w.abort(1)
     assert [type(e) for e in w.out] == [do.Tell] and w.op is None
+
+
+# ---- the loop is left
+
+
+def left_told(w: Worker) -> list[int]:
+    return [said.step for said in w.told(wire.LoopLeft)]
+
+
+def test_a_loop_that_is_left_says_so_and_ends_as_the_last_step_does() -> None:
+    w = member_worker(0, 1)
+    w.step(1)
+    w.ask(do.EndAsked(left=True))
+    assert left_told(w) == [1] and w.op.tag == Tag("decide", 1, 1)
+    w.exchange(gather_records(w.plan, ends=True))
+    assert isinstance(w.op, do.Finish) and w.op.step == 1
+
+
+def test_a_step_that_was_begun_is_dropped_with_its_lanes() -> None:
+    w = member_worker(0, 1)
+    w.step(1)
+    w.ask(do.StepAsked(2))
+    w.on(LaneDone(2, 0, 0))
+    w.abort()
+    w.ask(do.EndAsked(left=True))
+    assert do.DropLanes() in w.out and w.op.tag == Tag("decide", 1, 1)
+    assert w.driver.machine.holding().lacking == (0, 2), "nothing of the step is held"
+    w.exchange(gather_records(w.plan, ends=True))
+    assert isinstance(w.op, do.Finish) and w.op.step == 1
+
+
+@pytest.mark.parametrize("ask", [do.EndAsked(), do.GatherAsked(b"")])
+def test_where_loops_disagree_nobody_finishes_and_nobody_gets_an_answer(ask: do.Ask) -> None:
+    """Whose loop is over has said so; the others must not take that for an answer to what they gather."""
+    w = member_worker(0, 1)
+    w.step(1)
+    w.ask(ask)
+    both = {**gather_records(w.plan), 1: gather_records(w.plan, ends=True)[1]}
+    mine = isinstance(ask, do.EndAsked)
+    w.exchange(both if not mine else {**gather_records(w.plan, ends=True), 1: gather_records(w.plan)[1]})
+    assert w.op is None and not [e for e in w.out if isinstance(e, do.Answer)]
+    assert left_told(w) == ([1] if mine else [])
+    w.hear(plan(2, (0, 1)))
+    w.settle(w1=at(1, 1))
+    (entered,) = [said for said in w.told(wire.GenerationEntered) if said.generation == 2]
+    assert entered.loop == ("left" if mine else "on")
+
+
+@pytest.mark.parametrize(("ask", "loop"), [(do.StepAsked(2), "on"), (do.EndAsked(left=True), "left")])
+def test_in_a_new_generation_it_is_said_what_the_loop_does(ask: do.Ask, loop: str) -> None:
+    w = member_worker(0, 1)
+    w.step(1)
+    w.ask(ask)
+    w.hear(plan(2, (0, 1)))
+    w.abort()
+    w.settle(w1=at(1))
+    assert w.told(wire.GenerationEntered)[-1].loop == loop
+
+
+def test_a_step_that_is_still_being_done_says_nothing_of_the_loop() -> None:
+    w = member_worker(0, 1)
+    w.ask(do.StepAsked(1))
+    w.hear(plan(2, (0, 1)))
+    w.abort()
+    w.settle()
+    assert w.told(wire.GenerationEntered)[-1].loop == "on", "it is beyond step 0"
+    assert Worker(plan(1, (0,), (1,))).told(wire.GenerationEntered)[-1].loop == ""
 
 
 # ---- leave
@@ -179,7 +246,7 @@ def test_a_gather_that_was_decided_is_answered_though_the_job_is_over() -> None:
     w = member_worker(0, 1)
     w.ask(do.GatherAsked(b""))
     w.hear(COMPLETED)
-    w.exchange(gather_records(w.plan))
+    w.exchange(gather_records(w.plan, ends=True))
     assert isinstance(w.out[-1], do.GatherDone) and set(w.out[-1].records) == {0, 1}
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from driver_harness import gather_records, plan, records_of
 
 from everstep.base.cause import Cause
+from everstep.protocol.driver.comparing import Comparing, Statements
 from everstep.protocol.driver.records import (
     AgreePayload,
     LaneReport,
@@ -24,10 +25,11 @@ def record(
     owned: tuple[int, int] = (0, 0),
     norms: tuple[float, ...] = (),
     ties: list[float] | None = None,
+    settings: bytes = b"",
     **more: Any,
 ) -> Record:
     lanes = [LaneReport(lane, loss, 1.0, 2, 0) for lane, loss in losses.items()]
-    section = StageSection(0, lanes, owned, struct.pack(f"{len(norms)}d", *norms), ties or [], [b"b"], "")
+    section = StageSection(0, lanes, owned, struct.pack(f"{len(norms)}d", *norms), ties or [], [b"b"], "", {}, settings)
     return Record(0, encode(AgreePayload([section], **more)))
 
 
@@ -72,3 +74,21 @@ def test_digests_and_buffers_are_sorted_by_stage_and_worker() -> None:
 
 def test_data_of_a_gather_by_worker() -> None:
     assert gathered(gather_records(plan(1, (0, 1)), w1=b"x")) == {0: b"", 1: b"x"}
+
+
+def test_a_model_that_one_worker_has_set_otherwise_is_a_state_that_differs() -> None:
+    """In the step in which it is, whether states are compared before it or not; old records say nothing of it."""
+    alike, other = b"aaaabbbbccccddddeeee", b"aaaabbbbccccDDDDeeee"
+    said = [alike, other, alike]
+    records = {k: record({k: 1.0}, settings=settings) for k, settings in enumerate(said)}
+    found = judged(3, records)
+    assert found is not None and found.outvoted == {1} and not found.drift
+    assert "how the script has set the model (hyperparameters) differs among the workers before step 7" in found.reason
+    assert "(modes)" not in found.reason and "worker 1 (stage 0) deviates" in found.reason
+    two = judged(2, {k: record({k: 1.0}, settings=said[k]) for k in range(2)})
+    assert two is not None and not two.outvoted and "no copy is outvoted" in two.reason
+    assert judged(2, {0: record({0: 1.0}, settings=alike), 1: record({1: 1.0})}) is None
+
+
+def judged(n_lanes: int, records: dict[int, Record]) -> Any:
+    return Comparing(0, 0).judge(Statements.before(conclude(7, n_lanes, records)))

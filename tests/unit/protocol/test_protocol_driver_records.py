@@ -8,6 +8,7 @@ import struct
 import pytest
 
 from everstep.base.errors import InvariantViolation
+from everstep.protocol.driver.comparing import Comparing, Statements
 from everstep.protocol.driver.records import (
     AgreePayload,
     GatherPayload,
@@ -16,7 +17,6 @@ from everstep.protocol.driver.records import (
     committed_unix_ns,
     conclude,
     decode_holding,
-    differing,
     encode,
     encode_holding,
 )
@@ -88,6 +88,6 @@ def test_copies_of_a_tied_parameter_are_compared_across_stages(there: str) -> No
     last = StageSection(1, [lane(0, 0.1)], (0, 0), b"", [], [b""], "y", {"embed.weight": there})
     records = {w: Record(0, encode(AgreePayload([s], 0))) for w, s in ((3, first), (4, last))}
     outcome = conclude(6, 1, records)
-    assert outcome.ties == {"embed.weight": {(0, 3): "aa", (1, 4): there}}
-    found = differing(outcome)
+    assert outcome.ties == {"the tied parameter embed.weight": {(0, 3): "aa", (1, 4): there}}
+    found = Comparing(0, 0).judge(Statements.before(outcome))
     assert (found is None) == (there == "aa")

@@ -64,7 +64,7 @@ class Alone:
     def update(self, number: int, *tiers: str) -> list[do.Effect]:
         self.machine.position = Key(number, 0)
         save = (tiers, "it is time")
-        said = StepOutcome(number, (), {}, 0.0, 1.0, 0.0, 0, {}, {}, save=save, save_cause=Cause.SCHEDULED)
+        said = StepOutcome(number, (), {}, 0.0, 1.0, 0.0, {}, {}, save=save, save_cause=Cause.SCHEDULED)
         self.saver.updated(said, RECORDS)
         return self.out.drain()
 

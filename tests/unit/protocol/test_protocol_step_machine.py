@@ -574,6 +574,13 @@ def test_a_worker_that_was_in_no_plan_before_trusts_what_it_has_built():
     assert peers.machine.settled and peers.machine.stages == (0,)
 
 
+def test_a_worker_that_has_copied_a_first_state_does_not_take_it_for_its_own():
+    peers = Peers([0, 1], enter=False)
+    peers.on(Followed(Key(0, 0)))
+    effects = peers.on(PlanArrived(replace(plan(1, [0, 1]), sound=0)))
+    assert [e.holding.stages for e in effects if isinstance(e, SendHolding)] == [()]
+
+
 def test_the_live_state_that_was_found_to_differ_is_not_gone_back_to():
     peers = Peers([0, 1])
     peers.compute(), peers.reduce(), peers.agree()

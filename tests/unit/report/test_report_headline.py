@@ -27,11 +27,20 @@ STOPPED = {"cause": "interrupted", "state": "interrupted", "exit_code": 130, "re
 FULL = {"cause": "disk", "reason": "rows of the ledger cannot be written: No space left on device"}
 FAILED = {"cause": "disk", "tier": "disk", "step": 9, "reason": "No space left on device"}
 DONE = event("job_completed", 7, step=10, state="completed", exit_code=0)
+KILLED = [event("coordinator_killed", 5 + n / 10, cause="hung", reason="silent", kills=n) for n in range(3)]
 GONE = {"running": False, "disk_step": 6, "resume": "everstep run digits --run-dir runs/a"}
 
 Events = list[dict[str, Any]]
 CASES: dict[str, tuple[Events, float, Mapping[str, Any], str, tuple[str, ...]]] = {
     "all is well": (trained(), 5.8, {}, "good", ("All is well: step 10, 4 of 4 workers.", "No fault so far.")),
+    "a coordinator that is killed again and again": (
+        [*trained(), *KILLED],
+        5.8,
+        {},
+        "warning",
+        ("All is well", "The coordinator was killed 3 times, the last time 0.6 s ago", "coordinator.silent_s"),
+    ),
+    "a coordinator that was killed twice": ([*trained(), *KILLED[:2]], 5.8, {}, "good", ("Last fault 0.7 s ago",)),
     "worker killed, at once": ([*trained(), killed(2, 5.8)], 6, {}, "warning", ("worker 2 was killed 0.2 s ago",)),
     "worker killed": (LOST, 11.7, {}, "warning", ("No step for 6 s (usually 0.3 s): redoing step 11 since worker 2",)),
     "after that": (

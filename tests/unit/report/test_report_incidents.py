@@ -76,6 +76,16 @@ def test_what_training_does_not_stand_still_for() -> None:
     ]
 
 
+def test_a_coordinator_that_was_killed_and_restarted_is_one_incident() -> None:
+    killed = event("coordinator_killed", 5.8, cause="hung", reason="the coordinator has not answered for 5.0 s")
+    restarted = event("coordinator_restarted", 5.9, cause="hung", reason="continues from its journal")
+    facts = facts_of([*trained(), killed, restarted])
+    assert [incident.line() for incident in facts.incidents.all] == [
+        "the coordinator hung (the coordinator has not answered for 5.0 s); it was killed; it was restarted"
+    ]
+    assert facts.faults == 1
+
+
 def test_a_fault_that_was_injected_is_told_once() -> None:
     struck = event("fault_injected", 5.8, worker_id=2, cause="injected", reason="chaos fault 'x' strikes")
     died = [*trained(), struck, killed(2, 5.8), plan(5.9, 2, [[0, 1, 3]]), recovered(2, 5.8, 6.2)]

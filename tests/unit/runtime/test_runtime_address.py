@@ -11,13 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from everstep.base.below import drafted, write_atomically
 from everstep.runtime.address import (
     COORDINATOR_MODULE,
     address_of,
     announce,
     coordinator_here,
-    drafted,
-    write_atomically,
 )
 from everstep.runtime.private import close_run_dir
 
@@ -52,12 +51,12 @@ def test_nothing_is_left_of_what_could_not_be_written(tmp_path: Path, monkeypatc
     path = tmp_path / "job.json"
     write_atomically(path, "old")
 
-    def full(self: Path, text: str) -> int:
+    def full(self: Path, data: bytes) -> int:
         self.touch()
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as disk, pytest.raises(OSError, match="No space"):
-        disk.setattr(Path, "write_text", full)
+        disk.setattr(Path, "write_bytes", full)
         write_atomically(path, "new")
     assert [one.name for one in tmp_path.iterdir()] == ["job.json"] and path.read_text() == "old"
 

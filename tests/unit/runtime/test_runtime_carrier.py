@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from everstep.base.below import write_atomically
 from everstep.observe.events import EventLog, format_event, read_events
 from everstep.protocol import messages as m
 from everstep.protocol.messages import FilePiece, PieceTaken
 from everstep.runtime import carrier as carrier_module
-from everstep.runtime.address import write_atomically
 from everstep.runtime.carrier import HELD_FILE, TOLD_FILE, Carrier
 from everstep.runtime.files_desk import FilesDesk, Pages
 from everstep.runtime.gathering import ASK_AGAIN, Receiving, digest_of
@@ -263,11 +263,11 @@ def test_what_cannot_be_read_has_not_arrived_and_holds_up_nothing_else(
 ) -> None:
     looked = threading.Semaphore(0)
 
-    def damaged(path: Path) -> str:
+    def damaged(path: Path, folders: int) -> str:
         if path.name == "rehearsed.json":
             looked.release()
             raise OSError(errno.EIO, "Input/output error")
-        return digest_of(path)
+        return digest_of(path, folders)
 
     monkeypatch.setattr(carrier_module, "digest_of", damaged)
     (wire.own / "rehearsed.json").write_text("{}")

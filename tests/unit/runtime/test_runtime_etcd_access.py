@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
@@ -103,7 +104,7 @@ def test_commands_refuse_it_in_one_line(
         (str(PLAIN), f"${CERT}: expected an address like etcds://"),
         ("etcds://", "--join: expected members of etcd and a prefix"),
     ]:
-        monkeypatch.setenv("EVERSTEP_TOKEN", "ab" * 32)
+        monkeypatch.setenv("EVERSTEP_TOKEN", sha256(b"ab").hexdigest())
         code, words = said(address)
         assert code == 2 and expected in words and words.count("\n") == 1, words
 
@@ -112,6 +113,6 @@ def test_commands_refuse_it_in_one_line(
 def test_a_host_may_say_its_files_after_set(
     command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("EVERSTEP_TOKEN", "ab" * 32)
+    monkeypatch.setenv("EVERSTEP_TOKEN", sha256(b"ab").hexdigest())
     assert run_command([command, "--join", str(SECURED), "--set", "control.etcd_ca=/nowhere"]) == 2
     assert "control.etcd_ca: cannot read /nowhere: No such file" in capsys.readouterr().err

@@ -16,11 +16,14 @@ from fake_coordinator import PATIENCE_S, FakeCoordinator
 
 from everstep.base.cause import Cause, Why
 from everstep.base.config import load_config
+from everstep.observe.events import read_events
 from everstep.protocol import messages as m
-from everstep.runtime.address import COORDINATOR_FILE, address_of, announce
+from everstep.runtime.address import COORDINATOR_FILE, JOURNAL_FILE, address_of, announce
 from everstep.runtime.following import MOVED
 from everstep.runtime.job import Job, JobLink
-from everstep.runtime.supervisor import Supervised
+from everstep.runtime.job_end import JobEnd
+from everstep.runtime.journal import format_entry
+from everstep.runtime.supervisor import REFUSED, Supervised
 
 TOKEN = b"0123456789abcdef"
 
@@ -41,6 +44,7 @@ class FakeProcess(Supervised):
         self.alone = threading.Semaphore(0)
         self.ended = 0
         self.room = 0
+        self.leaves_alone = False
 
     @property
     def pid(self) -> int:
@@ -59,14 +63,18 @@ class FakeProcess(Supervised):
 
     def end_alone(self) -> None:
         self.alone.release()
+        if self.leaves_alone:
+            self.in_order = True
+            self.die()
 
     def die(self) -> None:
         alive, self._alive = self._alive, -1
         os.close(alive)  # from here on there may be another life
 
-    def kill(self) -> None:
+    def kill(self) -> bool:
         self.kills.release()
         self.die()
+        return True
 
     def died(self, now_s: float) -> tuple[Why, bool]:
         self._drop()
@@ -83,12 +91,12 @@ class FakeProcess(Supervised):
 class Started:
     """A job in a thread, and whom it speaks with."""
 
-    def __init__(self, run_dir: Path, *, local: bool, hopeless: bool) -> None:
+    def __init__(self, run_dir: Path, *, local: bool, hopeless: bool, silent_s: float = 600.0) -> None:
         run_dir.mkdir()
         self.events: list[dict[str, Any]] = []
         self.coordinator = FakeCoordinator(TOKEN)
         self.local = FakeProcess(run_dir, hopeless=hopeless) if local else None
-        config = load_config([("test", {"checkpoint.grace_s": 3})])
+        config = load_config([("test", {"checkpoint.grace_s": 3, "coordinator.silent_s": silent_s})])
         job = Job(run_dir, config, "task", ["--one"], self.local, self.events.append, token=TOKEN)  # type: ignore[arg-type]
         self.process = FakeProcess(run_dir, self.coordinator.port)
         job._coordinator = self.process  # type: ignore[assignment]
@@ -188,14 +196,31 @@ def test_a_coordinator_that_died_is_started_again(started: Started) -> None:
     assert started.kinds() == ["coordinator_started", "coordinator_died", "coordinator_started", "job_ended"]
 
 
-def test_a_coordinator_that_does_not_answer_is_killed(started: Started, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("everstep.runtime.job.COORDINATOR_SILENT_S", 0.0)
-    monkeypatch.setattr("everstep.runtime.process.SILENT_PINGS", 0)
+@pytest.mark.parametrize("started", [{"silent_s": 0.1}], indirect=True)
+def test_a_coordinator_that_does_not_answer_is_killed(started: Started) -> None:
     started.coordinator.answers = False
+    started.coordinator.say(m.AgentCount(agent_ids=[]))  # its first word
     assert started.process.kills.acquire(timeout=PATIENCE_S)
     started.over()
     started.end()
-    assert any(event.get("cause") == Cause.HUNG for event in started.events)
+    [killed, *_] = [e for e in read_events(started.job.run_dir / "events.jsonl") if e["kind"] == "coordinator_killed"]
+    assert (killed["cause"], killed["kills"], killed["pid"]) == ("hung", 1, 1001)
+    assert "has not answered" in killed["reason"] and "with a limit of 0.2 s" in killed["reason"]
+
+
+@with_agent
+def test_a_coordinator_that_cannot_be_started_leaves_a_checkpoint(started: Started) -> None:
+    local = started.local
+    assert local is not None and local.started.acquire(timeout=PATIENCE_S)
+    local.leaves_alone = True
+    started.process.log_path.write_text("no module named uvloop\n")
+    started.process._hopeless = True
+    started.process.die()
+    assert started.end() == 1 and local.alone.acquire(timeout=PATIENCE_S)
+    outcome = started.job.outcome
+    assert outcome is not None and (outcome.state, outcome.why.cause) == ("failed", Cause.CRASH_LOOP)
+    assert outcome.why.reason.startswith("the coordinator cannot start (") and "uvloop" in outcome.why.reason
+    assert any("the workers take the checkpoint among themselves" in e.get("reason", "") for e in started.events)
 
 
 @with_agent
@@ -221,6 +246,22 @@ def test_an_agent_that_cannot_be_started_ends_the_job(started: Started) -> None:
     assert started.end() == 1
     assert started.job.outcome is not None
     assert started.job.outcome.why.reason.endswith("cannot start (killed by SIGKILL): no module named torch")
+
+
+@with_agent
+def test_a_refused_agent_is_not_started_again_and_ends_the_job_if_there_is_no_other(started: Started) -> None:
+    local = started.local
+    assert local is not None and local.started.acquire(timeout=PATIENCE_S)
+    local.log_path.write_text("everstep agent: host h1: its code is not the job's\n")
+    local.name, local.exit_code, local.in_order = "h1", REFUSED, True  # type: ignore[attr-defined]
+    local.die()
+    assert started.end() == 2 and started.job.outcome is not None
+    assert started.job.outcome.why == Why(Cause.CONFIG, "host h1: its code is not the job's")
+    end = JobEnd(1.0)
+    end.present(["h1", "h2"])
+    assert end.others("h1")
+    end.present(["h1"])
+    assert not end.others("h1")
 
 
 @with_agent
@@ -258,3 +299,12 @@ def test_where_another_host_leads_in_its_own_directory_it_ends_and_no_other_host
     assert started.end() == 3
     assert not said and started.process.starts == 1
     assert started.kinds() == ["coordinator_started", "coordinator_died", "job_ended"]
+
+
+def test_the_end_that_the_journal_has_is_the_end_though_nobody_says_so(started: Started) -> None:
+    """The coordinator is silent, or what came of it went astray."""
+    entry = {"kind": "ended", "cause": str(Cause.COMPLETED), "state": "completed", "reason": "all done", "exit_code": 0}
+    (started.job.run_dir / JOURNAL_FILE).write_bytes(format_entry({"kind": "unknown"}) + format_entry(entry))
+    started.coordinator.answers = False
+    assert started.end() == 0
+    assert started.job.outcome is not None and started.job.outcome.why.reason == "all done"

@@ -9,7 +9,7 @@ import pytest
 
 from everstep.base.cause import Cause, Why
 from everstep.protocol.messages import JobEnded
-from everstep.runtime.job import AGENTS_WAIT_S, ALONE_S, GRACE_S, LAST_WAIT_S, JobEnd
+from everstep.runtime.job_end import AGENTS_WAIT_S, ALONE_S, GRACE_S, LAST_WAIT_S, JobEnd
 
 FINISH_S = 100.0
 

@@ -13,8 +13,10 @@ import pytest
 from everstep.base.config import load_config
 from everstep.base.errors import ConfigError
 from everstep.cli.run_dir import RUNS, close_to_others
+from everstep.runtime import private
 from everstep.runtime.commands import LOCK_FILE, is_locked, run_lock
-from everstep.runtime.private import close_run_dir, close_store
+from everstep.runtime.places import checkpoints_in
+from everstep.runtime.private import close_run_dir, close_store, owner_words
 
 
 def make(folder: Path, *names: str) -> None:
@@ -116,3 +118,46 @@ def test_who_holds_it_is_named(tmp_path: Path) -> None:
         (tmp_path / LOCK_FILE).write_text("")
         with pytest.raises(ConfigError, match=r"another --run-dir$"), run_lock(tmp_path):
             pass
+
+
+@pytest.mark.parametrize("name", ["lock", "events.jsonl", "logs", "final", "ledger", "report.html", ".job.json.1"])
+def test_a_job_begins_in_no_directory_with_links_of_its_names(tmp_path: Path, name: str) -> None:
+    make(tmp_path / "elsewhere", "x")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / name).symlink_to(tmp_path / "elsewhere" / "x")
+    with pytest.raises(ConfigError, match=r"symbolic link|cannot write"), run_lock(tmp_path / "run"):
+        pass
+    assert (tmp_path / "elsewhere" / "x").read_bytes() == b""
+
+
+def test_linked_checkpoints_say_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "run" / "checkpoints").symlink_to(tmp_path / "disk")
+    with pytest.raises(ConfigError, match=f"checkpoint.disk.path={tmp_path}/disk"), run_lock(tmp_path / "run"):
+        pass
+    with pytest.raises(ConfigError, match=r"checkpoint\.disk\.path"):
+        checkpoints_in(tmp_path / "run")
+
+
+def test_a_link_of_another_name_is_the_users(tmp_path: Path) -> None:
+    (tmp_path / "data").symlink_to("/dev/null")
+    with run_lock(tmp_path):
+        pass
+
+
+def test_drafts_of_killed_writers_are_swept(tmp_path: Path) -> None:
+    make(tmp_path, ".coordinator.json.77", "final/.model.safetensors.5", ".mine", ".young.1", "mine/.x.1")
+    for path in tmp_path.rglob("*"):
+        if path.is_file() and "young" not in path.name:
+            os.utime(path, (1, 1))
+    with run_lock(tmp_path):
+        pass
+    left = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
+    assert left == {".mine", ".young.1", "mine/.x.1", "lock"}
+
+
+def test_whose_a_directory_is_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert owner_words(tmp_path) == ""
+    monkeypatch.setattr(private, "whose", lambda _: (0, 1000))
+    assert "belongs to root" in owner_words(tmp_path) and "user 1000" in owner_words(tmp_path)

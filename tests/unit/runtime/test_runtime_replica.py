@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from everstep.base.below import write_atomically
 from everstep.observe.events import EventLog
 from everstep.protocol.messages import AnyMessage, FilePiece, PieceTaken
 from everstep.protocol.messages_base import ReplicaHeld, ReplicaHello, ReplicaPiece, ReplicaPieces
 from everstep.runtime import replicas
-from everstep.runtime.address import write_atomically
 from everstep.runtime.files_desk import FilesDesk
 from everstep.runtime.following import MOVED, Premises, premises_of
 from everstep.runtime.gathering import digest_of

@@ -12,7 +12,7 @@ import pytest
 
 from everstep.base.readable import readable
 from everstep.runtime.board import Board
-from everstep.runtime.process import Pinged, unreaped_status
+from everstep.runtime.process import unreaped_status
 from everstep.runtime.running import Running
 
 PATIENCE_S = 60.0
@@ -98,17 +98,6 @@ def test_the_kernel_kills_who_has_lost_the_last_writer_even_if_it_is_stopped() -
     for worker in workers:
         assert worker.stdout is not None
         worker.stdout.close()
-
-
-def test_only_several_unanswered_pings_are_silence() -> None:
-    watch = Pinged()
-    begin = watch._heard_s
-    assert watch.silence_s(begin + 100) == 0.0, "the one who asks was away"
-    times = [begin + n for n in range(30)]
-    assert all(watch.ask(now) for now in times) and not watch.ask(times[-1])
-    assert watch.silence_s(begin + 30) == 30.0
-    watch.answered()
-    assert watch.silence_s(begin + 60) == 0.0
 
 
 def test_how_anothers_child_has_ended_can_be_seen_until_it_is_waited_for() -> None:

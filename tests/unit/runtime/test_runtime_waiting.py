@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -90,3 +91,13 @@ def test_nobody_comes() -> None:
     )
     assert "the first process of this host has not begun" in ended.stderr
     assert wait_for.__doc__ is not None
+
+
+def test_another_user_is_told_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    key = secrets.token_hex(8)
+    first = Waited(key)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as stranger:
+        stranger.connect(f"\0everstep-{os.getuid()}-{key}")
+        monkeypatch.setattr("everstep.runtime.waiting.user_of", lambda _: os.getuid() + 1)
+        first.tell(7)
+        assert stranger.recv(1) == b""

@@ -16,7 +16,8 @@ from everstep.runtime.supervisor import STOPPED_S, LocalHost
 
 
 @pytest.fixture
-def host(tmp_path: Path) -> Iterator[LocalHost]:
+def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalHost]:
+    monkeypatch.setattr("everstep.runtime.figures.own_waits_s", lambda: 0.0)
     (tmp_path / "logs").mkdir()
     found = LocalHost(tmp_path, load_config([]), "module:entry")
     found.spawn([sys.executable, "-c", "import time; time.sleep(1000)"])
@@ -24,29 +25,30 @@ def host(tmp_path: Path) -> Iterator[LocalHost]:
     found.end(0.0)
 
 
-def looked(host: LocalHost, first_s: float, last_s: float) -> list[str]:
+def looked(host: LocalHost, for_s: float, begin_s: float = 0.0) -> list[str]:
     """What is done in this time, of which every quarter of a second is looked at."""
-    begin_s = host._moves._heard_s
-    times = [begin_s + first_s + 0.25 * n for n in range(int(4 * (last_s - first_s)))]
-    return [said for now_s in times if (said := host.wake(now_s))]
+    return [said for n in range(int(4 * for_s) + 1) if (said := host.wake(begin_s + 0.25 * n))]
 
 
 def test_one_that_runs_is_left_alone(host: LocalHost) -> None:
-    assert looked(host, 0.0, 30.0) == []
+    assert looked(host, 30.0) == []
 
 
-@pytest.mark.parametrize(("after_s", "word"), [(STOPPED_S, "continued"), (2 * STOPPED_S, "killed")])
-def test_one_that_is_stopped(host: LocalHost, after_s: float, word: str) -> None:
+@pytest.mark.parametrize("helps", [True, False])
+def test_one_that_is_stopped(host: LocalHost, helps: bool) -> None:
     os.kill(host.pid, signal.SIGSTOP)
     while not is_stopped(host.pid):
         pass
-    begin_s = host._moves._heard_s
-    assert looked(host, 0.0, STOPPED_S) == []
-    said = host.wake(begin_s + after_s)
-    assert word in said
-    if word == "killed":
-        assert host.died(0.0)[0].reason == "killed by SIGKILL"
-    else:
+    [said] = looked(host, STOPPED_S)
+    assert said.endswith("stopped for 5.0 s: it is continued")
+    if helps:
         while is_stopped(host.pid):
             pass
-        assert host.wake(begin_s + after_s + 1) == ""
+        assert looked(host, 30.0, STOPPED_S + 0.25) == []
+    else:
+        os.kill(host.pid, signal.SIGSTOP)
+        while not is_stopped(host.pid):
+            pass
+        [said] = looked(host, STOPPED_S - 0.25, STOPPED_S + 0.25)
+        assert said.endswith("stopped for 10.0 s: it is killed and started again")
+        assert host.died(0.0)[0].reason == "killed by SIGKILL"

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from everstep.exact.settings import Settings
 from everstep.exact.state import ModelState
 from everstep.train.heal import unpack_state
 from everstep.train.saving import LoopState
@@ -31,9 +32,14 @@ class Average:
         self.count += 1
 
 
-def loop_state(extras: dict[str, Any]) -> LoopState:
+SETTINGS = Settings(nn.Linear(1, 1), torch.optim.SGD([torch.zeros(1)]))
+
+
+def loop_state(extras: dict[str, Any], model: nn.Module | None = None) -> LoopState:
     application = ModelState(nn.Module(), extras=extras)
-    whole: Any = SimpleNamespace(split=False, only=SimpleNamespace(application=application))
+    settings = Settings(model, torch.optim.SGD(model.parameters())) if model is not None else SETTINGS
+    application.settings = settings
+    whole: Any = SimpleNamespace(split=False, only=SimpleNamespace(application=application, state=application))
     whole.any = whole.only
     return LoopState(whole)
 
@@ -69,3 +75,20 @@ def test_a_loop_without_state_gives_none() -> None:
     loop = loop_state({})
     loop.remember(2)
     assert loop.after(2) == b""
+
+
+def test_what_the_loop_has_set_since_the_update_is_not_given_and_who_takes_it_sets_it() -> None:
+    """Its body is run again from there: a dropout that becomes less in each step does so once."""
+    here, there = (nn.Sequential(nn.Dropout(0.5), nn.Linear(1, 1)) for _ in range(2))
+    loop, taker = loop_state({}, here), loop_state({}, there)
+    for each in (loop, taker):
+        each._stages.any.state.settings.begin()
+    here[0].p = 0.4
+    loop.remember(1)
+    assert loop.after(1)
+    here[0].p = 0.3
+    here[0].eval()
+    given = loop.after(1)
+    unpack_state(taker._stages.any.application, given)
+    assert (there[0].p, there[0].training, here[0].p) == (0.4, True, 0.3)
+    assert loop_state({}).after(-1) == b""

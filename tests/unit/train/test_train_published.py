@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from pathlib import Path
 
 import pytest
@@ -52,7 +53,7 @@ def test_it_does_not_repeat_what_was_told(tmp_path: Path) -> None:
 
 def step(publisher: Publisher, number: int, leads: bool = True) -> None:
     lanes = tuple(LaneReport(lane, 0.5, 1.0, 2, 7) for lane in range(2))
-    publisher.hold(StepOutcome(number, lanes, {0: 0, 1: 0}, 0.5, 1.0, 0.0, 4, {}, {}), 1, {})
+    publisher.hold(StepOutcome(number, lanes, {0: 0, 1: 0}, 0.5, 1.0, 0.0, {}, {}), 1, {})
     publisher.release(number, leads)
 
 
@@ -178,15 +179,19 @@ def warnings(run_dir: Path) -> list[str]:
     return [event["reason"] for event in read_events(run_dir / "events.jsonl") if event["kind"] == "warning"]
 
 
-def test_rows_wait_for_a_full_disk_and_it_is_said_once(tmp_path: Path) -> None:
+def full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("everstep.train.published.open_below", lambda *_: os.open("/dev/full", os.O_RDWR))
+
+
+def test_rows_wait_for_a_full_disk_and_it_is_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     publisher = Publisher(tmp_path, WorkerKey(0, 0))
     rows = tmp_path / "ledger" / "worker-0-0.jsonl"
-    rows.symlink_to("/dev/full")
-    for number in (1, 2, 3):
-        step(publisher, number)
+    with monkeypatch.context() as disk:
+        full_disk(disk)
+        for number in (1, 2, 3):
+            step(publisher, number)
     [said] = warnings(tmp_path)
     assert "No space left on device" in said and "wait in memory" in said
-    rows.unlink()
     step(publisher, 4)
     assert list(steps_of(rows.read_bytes())) == [1, 2, 3, 4]
     publisher.close()
@@ -199,7 +204,7 @@ def test_leaving_without_rows_is_said(
     monkeypatch.setattr("everstep.train.published.LedgerFile", functools.partial(LedgerFile, most_bytes=150))
     monkeypatch.setattr(LedgerFile.close, "__defaults__", (0.0,))
     publisher = Publisher(tmp_path, WorkerKey(0, 0))
-    (tmp_path / "ledger" / "worker-0-0.jsonl").symlink_to("/dev/full")
+    full_disk(monkeypatch)
     for number in (1, 2, 3):
         step(publisher, number)
     publisher.close()

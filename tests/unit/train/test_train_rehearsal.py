@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+import carried_loops
 import everstep
 import rehearsed_scripts
 from everstep.base.errors import ConfigError
@@ -111,3 +112,21 @@ def test_two_steps_are_enough(tmp_path: Path) -> None:
     loop = rehearsed_scripts.Loop("two", "n = 0", after="n += 1")
     verdict = rehearsed(tmp_path, loop.text.replace("steps=6", "steps=2"), in_turn=True)
     assert [f["object"] for f in verdict["findings"]] == ["n"] and not verdict["note"]
+
+
+def test_what_first_matters_later_is_refused(tmp_path: Path) -> None:
+    (loop,) = (one for one in carried_loops.BAD if one.name == "plateau")
+    verdict = rehearsed(tmp_path, loop.text)
+    assert {f["object"] for f in verdict["findings"]} == {"best", "wait"} and not verdict["note"]
+    line = loop.text.splitlines().index("best, wait = 1e9, 0") + 1
+    for found in verdict["findings"]:
+        assert found["refused"] and (found["file"], found["line"]) == ("script.py", line)
+        assert f"everstep.state({found['object']}=" in found["remedy"]
+
+
+def test_what_the_code_says_counts_where_a_life_fails(tmp_path: Path) -> None:
+    loop = rehearsed_scripts.Loop(
+        "fails", "n = 0", after="n += 1\nif n > 40: halve()\nif n == 2: raise ValueError('x')"
+    )
+    (found,) = rehearsed(tmp_path, loop.text)["findings"]
+    assert (found["object"], found["refused"]) == ("n", True)

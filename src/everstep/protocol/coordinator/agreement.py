@@ -7,7 +7,7 @@ go back is known when the first of them has settled; only then it is told.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -20,7 +20,8 @@ from everstep.protocol.coordinator.claims import Claims
 from everstep.protocol.coordinator.desk import Desk, listed
 from everstep.protocol.coordinator.membership import Membership, Worker
 from everstep.protocol.following import PlanName, name_of
-from everstep.protocol.messages import JobEnded
+from everstep.protocol.messages import JobEnded, SettleAgain, WorkerFailed
+from everstep.protocol.step_types import BY_SCRIPT
 
 NO_PLAN = Plan(generation=0, reason="", cause=Cause.UNKNOWN, members=(), seats=(), lanes=0)
 
@@ -181,6 +182,7 @@ def check_seats(plan: Plan) -> None:
         check(lanes == list(range(plan.lanes)), f"seats must cover each lane of stage {stage} once, got {lanes}")
 
 
+_ALIKE, _MOST_DIGEST = 4, 4096
 PHASES = ("notice", "decide", "unblock", "regroup", "settle", "redo", "heal")
 
 
@@ -199,7 +201,9 @@ class JobProgress:
         self._desk, self._agreement = desk, agreement
         self._fell_from = 0  # the step that had been reached when all state was lost
         self._doubt: Why | None = None  # why all go back
-        self._tainted: dict[int, int] = {}  # step before which states differed -> generation in which that was found
+        self._tainted = (0, 0)  # step before which states differed, and generation in which that was found
+        self._alike: dict[int, dict[int, str]] = {}  # digests by step and stage
+        self._hung: dict[tuple[int, str], int] = {}  # the generation in which a worker hung, by step and phase
 
     def reached(self, step: int, step_ms: float = 0) -> None:
         """Somebody has committed this step, which has taken so long; 0: that is not known."""
@@ -225,10 +229,38 @@ class JobProgress:
         self._doubt = why
         self.sound = sound if self.sound < 0 else min(self.sound, sound)
 
-    def differed_before(self, step: int, generation: int) -> bool:
-        """States differed before this step, as was found in this generation. Returns whether they had before, in
-        another one: then that is no chance."""
-        return self._tainted.setdefault(step, generation) != generation
+    def differ(self, why: Why, said: SettleAgain | WorkerFailed) -> bool:
+        """A member has found that states differ. Returns whether that ends the job: it is drift, or had happened in
+        another generation, and states have not been alike since at this step or a later one."""
+        drift = isinstance(said, SettleAgain) and said.drift
+        generation = said.decided_in if isinstance(said, SettleAgain) else said.generation
+        (step, found_in), at = self._tainted, said.tainted
+        self._tainted = (max(at, step), generation)
+        if drift or (step and found_in != generation):
+            since = "" if drift else f"; it is the second time since they were alike, so {BY_SCRIPT}"
+            left = f"the newest checkpoint up to step {said.sound}" if said.sound > 0 else "no checkpoint"
+            text = f"{why.reason}{since} Mend that; {left} counts"
+            self.end("failed", Why(Cause.NONDETERMINISTIC, text), 1)
+            return True
+        return False
+
+    def alike(self, step: int, digests: Mapping[int, str]) -> None:
+        """All members had states with these digests after this step: what is done again has to come to them."""
+        told = {k: digest[:_MOST_DIGEST] for k, digest in digests.items() if 0 <= k < self._desk.config.stages}
+        self._alike[step] = {**self._alike.get(step, {}), **told}
+        self._alike = {at: self._alike[at] for at in sorted(self._alike)[-_ALIKE:]}
+        if step + 1 >= self._tainted[0]:
+            self._tainted = (0, 0)
+
+    @property
+    def known_alike(self) -> tuple[tuple[int, int, str], ...]:
+        """The same, as plans say it."""
+        return tuple((at, k, digest) for at, of in sorted(self._alike.items()) for k, digest in sorted(of.items()))
+
+    def hung_before(self, step: int, phase: str, generation: int) -> bool:
+        """A worker hung in this phase of this step, in this generation. Returns whether one had before, in another
+        one: then that is no chance."""
+        return self._hung.setdefault((step, phase), generation) != generation
 
     def settled(self, plan: Plan, step: int, cause: Cause) -> None:
         """A member has settled at this step; the first one of a generation knows whether there was a way back.
@@ -263,7 +295,9 @@ class JobProgress:
             who = "; ".join(f"worker {listed(s.worker_id for s in plan.pool(k))} takes stage {k}" for k in lost)
             what = f"stage {listed(lost)} had lost its whole pool: {who}, and every stage goes on from {source}"
         redone = max(0, reached - step)
-        text = f"{what}: {redone} step{'s are' if redone != 1 else ' is'} done again, to the same bits"
+        text = f"{what}: {redone} step{'s are' if redone != 1 else ' is'} done again"
+        known = [at for at in self._alike if step < at <= reached]
+        text += f", and compared with the state of step {listed(known)} that all had come to" if known else ""
         from_what = "start" if not step else "checkpoint" if all_gone else "copy"
         fields = {"step": step, "generation": plan.generation, "steps_redone": redone, "source": from_what}
         self._desk.report("fallback", Why(cause, text), **fields)
@@ -297,6 +331,8 @@ class JobProgress:
     def replay_plan(self, plan: Plan) -> None:
         """The newest plan of the journal: nobody may have entered it yet."""
         self.sound = plan.sound
+        for step, stage, digest in plan.alike:
+            self.alike(step, {stage: digest})
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ from everstep.protocol.coordinator.desk import MILLISECOND_NS, Alarm
 from everstep.protocol.coordinator.job import JobState
 from everstep.protocol.coordinator.membership import Agent, Worker
 from everstep.protocol.coordinator.restoring import restore
-from everstep.protocol.following import PlanShown
+from everstep.protocol.following import PlanShown, StatesAlike
 
 LATE_NS = 500 * MILLISECOND_NS
 _MOST_ROUNDS = 20
@@ -62,13 +62,16 @@ FROM_WORKERS: dict[type, Callable[[JobState, Worker, Any], None]] = {
     m.GenerationEntered: workers.entered,
     m.Progress: workers.progressed,
     m.WorkerDone: workers.done,
+    m.LoopLeft: workers.loop_left,
     m.PeerFault: workers.peer_fault,
     m.WorkerHealed: joins.worker_healed,
     m.HealFailed: joins.heal_failed,
     m.WorkerFailed: workers.worker_failed,
     m.StrikeDue: strikes.strike_due,
     m.SettleAgain: workers.settle_again,
+    StatesAlike: lambda job, worker, message: job.progress.alike(message.step, message.digests),
     m.Saved: workers.saved,
+    m.Imported: workers.imported,
     m.Profiled: lambda job, worker, message: job.profiling.profiled(worker, message),
     m.StoreSet: lambda job, worker, message: job.store.set(message),
     PlanShown: workers.plan_shown,
@@ -84,6 +87,7 @@ ALARMS: dict[Alarm, Callable[[JobState, Any], None]] = {
     Alarm.HOSTS: gathering.hosts_due,
     Alarm.JOINS: lambda job, about: job.desk.change(),
     Alarm.KNOCK: knocks.knock_due,
+    Alarm.LEFT: lambda job, about: job.saving.leaving.due(),
     Alarm.LINKS: workers.links_due,
     Alarm.QUORUM: plans.quorum_due,
     Alarm.SPREAD: hosts.spread_due,

@@ -17,6 +17,7 @@ from everstep.protocol.coordinator.types import (
     Knock,
     Knows,
     Persist,
+    Remember,
     Report,
     Send,
 )
@@ -49,6 +50,7 @@ class Alarm(IntEnum):
     HOSTS = auto()  # hosts may have been waited for in vain
     JOINS = auto()  # joiners have been waited for long enough, or one may try again
     KNOCK = auto()  # hosts that have lost all connections may be back, or dead
+    LEFT = auto()  # all had the time to leave their loops after the same step
     LINKS = auto()  # all who have lost a peer had the time to say so
     QUORUM = auto()  # workers may have been waited for in vain
     SPREAD = auto()  # hosts may have slots that others have had too few of for long enough
@@ -132,6 +134,10 @@ class Desk:
         self._number = max(self.now, self._number + 1)
         return self._number
 
+    def takes_lanes(self, lanes: int) -> None:
+        """The job has so many lanes: its script says so, before there is a plan."""
+        self.config = replace(self.config, lanes=lanes)
+
     # ---- connections
 
     def connected(self, name: str, role: str, who: str | None) -> None:
@@ -155,6 +161,10 @@ class Desk:
     def report(self, kind: str, why: Why, **fields: Any) -> None:
         """Tell people: an event."""
         self._effects.append(Report(kind, {"cause": why.cause, "reason": why.reason, **fields}))
+
+    def remember(self, **facts: Any) -> None:
+        """Have later runs of this job, and its next coordinator, know this."""
+        self._effects.append(Remember(facts))
 
     @property
     def said(self) -> int:

@@ -6,13 +6,14 @@ counter that stands still, or, where no agent speaks for it, from the end of its
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 from everstep.base.cause import Cause, Why
 from everstep.base.plan import WorkerKey
 from everstep.protocol import messages as m
 from everstep.protocol.coordinator import hosts
-from everstep.protocol.coordinator.desk import MILLISECOND_NS, SECOND_NS, Alarm
+from everstep.protocol.coordinator.desk import MILLISECOND_NS, SECOND_NS, Alarm, describe
 from everstep.protocol.coordinator.job import JobState
 from everstep.protocol.coordinator.membership import Agent, Worker
 from everstep.protocol.coordinator.profiling import STANDSTILL_NS
@@ -143,7 +144,7 @@ def host_failed(job: JobState, agent: Agent, message: m.HostFailed) -> None:
 def heartbeat(job: JobState, agent: Agent, message: m.Heartbeat) -> None:
     """An agent lives, and says how its workers get on."""
     membership, now = job.membership, job.desk.now
-    agent.heartbeat(now, message.rtt_ms, job.desk.config.heartbeat_interval_ns)
+    agent.heartbeat(now, message.rtt_ms, job.desk.config.heartbeat_interval_ns, message.waited_ms * MILLISECOND_NS)
     job.agents.whereabouts.heard(agent.agent_id)
     # The detector expects more of an agent the longer it knows it: an alarm that was set before may ring too late.
     job.desk.alarms.set(Alarm.AGENT, now + job.desk.config.heartbeat_floor_ns // 2, agent.agent_id)
@@ -189,24 +190,58 @@ def hang_limit_ns(job: JobState, worker: Worker) -> int:
     return limit if job.agreement.in_any_plan(worker.key) else limit * HANG_FACTOR
 
 
+def _limit_of(job: JobState, worker: Worker, pulse: m.WorkerPulse) -> tuple[int, str]:
+    """How long it may stand still where it is, and the key that says so. What may compile has longer, if it shows
+    life."""
+    limit, config = hang_limit_ns(job, worker), job.desk.config
+    lifeless_ns = pulse.lifeless_ms * MILLISECOND_NS
+    lives = 0 <= lifeless_ns < (config.hang_limit_ns or HANG_UNKNOWN_NS) and not pulse.stopped
+    if lives and (pulse.cold or pulse.phase == "evaluate") and limit < config.hosts.hang_first_ns:
+        return config.hosts.hang_first_ns, "hang_first_s"
+    return limit, "hang_limit_s"
+
+
 def _check_hang(job: JobState, worker: Worker, pulse: m.WorkerPulse) -> None:
-    still_ns = pulse.still_ms * MILLISECOND_NS
+    still_ns = max(0, pulse.still_ms - pulse.waited_ms) * MILLISECOND_NS
     if pulse.phase in EXEMPT_PHASES:
         # It may rest while nothing is asked of it; after an order its phase has to change.
         still_ns = min(still_ns, job.desk.now - worker.ordered_ns) if _owes(job, worker) else 0
     if still_ns < (job.desk.config.hang_limit_ns or HANG_FLOOR_NS) // 2:  # whatever the exact limit is
         worker.suspect(False)
         return
-    limit = hang_limit_ns(job, worker)
+    limit, key = _limit_of(job, worker, pulse)
     who = "" if pulse.slowest is None else f"its rank {pulse.slowest}: "
-    what = f"{who}no progress for {still_ns / 1e9:.1f} s in phase '{pulse.phase}' of step {pulse.step}"
-    why = Why(Cause.HUNG, f"{what} (limit {limit / 1e9:.1f} s)")
+    where = ", stopped by a signal" if pulse.stopped else f", in {pulse.at}" if pulse.at else ""
+    what = f"{who}no progress for {still_ns / 1e9:.1f} s in phase '{pulse.phase}' of step {pulse.step}{where}"
+    why = Why(Cause.HUNG, f"{what} (limit {limit / 1e9:.1f} s, {key})")
     if still_ns >= limit:
-        evict(job, worker, why, kill=True, notice_ns=still_ns)
+        _hung(job, worker, pulse, why, still_ns)
     elif still_ns >= limit // 2:
-        suspect(job, worker, why)
+        _doubt(job, worker, pulse, why)
     else:
         worker.suspect(False)
+
+
+def _doubt(job: JobState, worker: Worker, pulse: m.WorkerPulse, why: Why) -> bool:
+    """It may hang: have it show where it is. Returns whether that is new."""
+    agent, new = job.agents.of(worker), suspect(job, worker, why)
+    if new and agent is not None and not pulse.stopped:
+        job.desk.send(agent.connection, m.ShowStacks(**asdict(worker.key)))
+    return new
+
+
+def _hung(job: JobState, worker: Worker, pulse: m.WorkerPulse, why: Why, still_ns: int) -> None:
+    """It is evicted. If a step hangs again in the same phase, of a generation that the worker had settled in, another
+    life is no help; several that hang at once are no proof of that."""
+    generation, settled = job.agreement.plan.generation, worker.key.worker_id in job.agreement.entered
+    again = settled and not pulse.stopped and job.progress.hung_before(pulse.step, pulse.phase, generation)
+    if again and not pulse.at and _doubt(job, worker, pulse, why):
+        return  # where it is comes with its next pulse
+    evict(job, worker, why, kill=True, notice_ns=still_ns)
+    if not again:
+        return
+    text = f"{describe(worker.key)}: {why.reason}; it is the second hang there, its stacks are in its log"
+    job.saving.end_after_saving("failed", Why(why.cause, text), 1, job.desk.config.save_ns)
 
 
 def _owes(job: JobState, worker: Worker) -> bool:
@@ -216,11 +251,13 @@ def _owes(job: JobState, worker: Worker) -> bool:
     return job.agreement.owes(worker.key) if join is None else join.copying
 
 
-def suspect(job: JobState, worker: Worker, why: Why) -> None:
-    """Say once that a worker may be in trouble."""
-    if worker.suspect():
+def suspect(job: JobState, worker: Worker, why: Why) -> bool:
+    """Say once that a worker may be in trouble. Returns whether that is new."""
+    new = worker.suspect()
+    if new:
         where = {"step": worker.step, "generation": job.agreement.plan.generation}
         job.desk.report("worker_suspected", why, **worker.named, **where)
+    return new
 
 
 # ---- silence

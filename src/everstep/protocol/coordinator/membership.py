@@ -18,6 +18,7 @@ from everstep.base.errors import check
 from everstep.base.plan import Member, WorkerKey
 from everstep.protocol.coordinator.closed import ClosedDoors
 from everstep.protocol.coordinator.desk import MILLISECOND_NS, SECOND_NS, Alarm, Desk
+from everstep.protocol.coordinator.likeness import Likeness
 from everstep.protocol.coordinator.whereabouts import Whereabouts
 from everstep.protocol.detector import PhiDetector
 from everstep.protocol.messages import AgentHello, SetSlots, WorkerHello, WorkerLife, WorkerPulse
@@ -126,7 +127,7 @@ class Membership:
     journal have to come back.
 
     workers: the newest life of each slot that has one, by worker id. came: the slots that have said hello to this life
-    of the coordinator, living or not.
+    of the coordinator, living or not. likeness: what all of them have to compute with and run.
     """
 
     def __init__(self, desk: Desk) -> None:
@@ -138,6 +139,7 @@ class Membership:
         self.came: set[int] = set()
         self._to_come: dict[int, Worker] = {}  # at least all who live and have not said hello
         self._grace_since_ns = 0
+        self.likeness = Likeness(desk)
         self._absent_since_ns: int | None = None  # grace goes on: all who hold the state have yet to come back
 
     def alive(self, key: WorkerKey) -> Worker | None:
@@ -349,12 +351,12 @@ class Agent:
         self.restored.discard(key)
         self._killed_ns.pop(key, None)
 
-    def heartbeat(self, now_ns: int, rtt_ms: float, fixed_interval_ns: int | None) -> None:
+    def heartbeat(self, now_ns: int, rtt_ms: float, fixed_interval_ns: int | None, waited_ns: int = 0) -> None:
         """A sign of life. fixed_interval_ns: how often one is to come; None: every 10 median round trips, within 0.2 to
-        5 s."""
+        5 s. waited_ns: for how long it has waited for a processor since the last one."""
         if rtt_ms > 0:
             self._rtts_ms.append(rtt_ms)
-        self.detector.heartbeat(now_ns)
+        self.detector.heartbeat(now_ns, waited_ns)
         wanted = int(10 * median(self._rtts_ms) * MILLISECOND_NS) if self._rtts_ms else SECOND_NS
         clamped = min(max(wanted, HEARTBEAT_LEAST_NS), HEARTBEAT_MOST_NS)
         self.detector.expect(clamped if fixed_interval_ns is None else fixed_interval_ns)

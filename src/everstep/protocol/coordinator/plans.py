@@ -125,6 +125,7 @@ def _plan(job: JobState, members: Iterable[Worker], seats: tuple[Seat, ...], why
         leaders=leaders(seats, config.wish),
         cause=why.cause,
         term=config.hosts.term,
+        alike=job.progress.known_alike,
         **rest,
     )
 

@@ -1,6 +1,6 @@
 """How a journal makes a coordinator's parts what they were. Pure.
 
-Entries are JSON-able dicts with a `kind`: target, plan, entered, evict, ticket, slot_lost, grants, drained,
+Entries are JSON-able dicts with a `kind`: lanes, target, plan, entered, evict, ticket, slot_lost, grants, drained,
 struck, strike_asked, ended.
 Those of a kind that is not known are passed over, so that an older program can read a newer journal's common part.
 Those that make no sense are set aside, and the rest counts: what is lacking by that is learned from the workers, whose
@@ -35,6 +35,10 @@ class _Entry(msgspec.Struct, frozen=True, tag_field="kind"):
     @property
     def because(self) -> Cause:
         return Cause.read(self.cause)
+
+
+class _Lanes(_Entry, frozen=True, kw_only=True, tag="lanes"):
+    lanes: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
 
 
 class _Target(_Entry, frozen=True, kw_only=True, tag="target"):
@@ -92,6 +96,10 @@ class _Ended(_Entry, frozen=True, kw_only=True, tag="ended"):
     reason: str
     exit_code: _Code
 
+    @property
+    def told(self) -> JobEnded:
+        return JobEnded(state=self.state, cause=self.because, reason=self.reason, exit_code=self.exit_code)
+
 
 _KINDS = {kind.__struct_config__.tag: kind for kind in _Entry.__subclasses__()}
 
@@ -116,6 +124,12 @@ def restore(config: CoordinatorConfig, journal: Iterable[dict[str, Any]]) -> tup
 def sensible(journal: Iterable[dict[str, Any]]) -> bool:
     """Whether each entry is one of its kind, as far as it can be told without the others."""
     return not _read(journal)[1]
+
+
+def end_in(journal: Iterable[dict[str, Any]]) -> JobEnded | None:
+    """How the job ended, if the journal says so."""
+    said = [entry for entry in _read(journal)[0].values() if isinstance(entry, _Ended)]
+    return said[0].told if said else None
 
 
 def _read(journal: Iterable[dict[str, Any]]) -> tuple[dict[int, _Entry | None], dict[int, str]]:
@@ -147,6 +161,8 @@ def _words(error: Exception) -> str:
 
 def _take(job: JobState, entry: _Entry | None) -> None:
     match entry:
+        case _Lanes():
+            job.desk.takes_lanes(entry.lanes)
         case _Target():
             job.slots.take_wish(entry.target, set(entry.slots), entry.because)
         case _Planned():
@@ -171,8 +187,7 @@ def _take(job: JobState, entry: _Entry | None) -> None:
         case _StrikeAsked():
             job.struck.replay_asked(entry.strike)
         case _Ended():
-            ended = JobEnded(state=entry.state, cause=entry.because, reason=entry.reason, exit_code=entry.exit_code)
-            job.progress.replay_ended(ended)
+            job.progress.replay_ended(entry.told)
 
 
 def _take_plan(job: JobState, entry: _Planned) -> None:

@@ -17,6 +17,7 @@ from everstep.base.plan import WorkerKey
 from everstep.protocol.coordinator.agreement import Agreement, JobProgress
 from everstep.protocol.coordinator.arrivals import Quorum
 from everstep.protocol.coordinator.desk import Alarm, Desk, describe
+from everstep.protocol.coordinator.leaving import Leaving
 from everstep.protocol.coordinator.membership import Membership, Worker
 from everstep.protocol.messages import Command, CommandReply, Saved, SaveNow, WorkerFailed
 
@@ -32,7 +33,7 @@ class Ending:
 
 
 class Saving:
-    """ending: how the job is about to end, if it is."""
+    """ending: how the job is about to end, if it is. leaving: loops that are left before the last step."""
 
     def __init__(
         self, desk: Desk, membership: Membership, agreement: Agreement, progress: JobProgress, quorum: Quorum
@@ -45,6 +46,7 @@ class Saving:
         # By step and signature: who failed like this first, and in which generation.
         self._first: dict[tuple[int, str], tuple[WorkerKey, int]] = {}
         self._staying: dict[WorkerKey, Why] = {}
+        self.leaving = Leaving(desk, agreement, self._end_disagreed, lambda: self.ending is not None)
 
     # ---- before the end
 
@@ -65,6 +67,9 @@ class Saving:
             self.ending = Ending(state, why, exit_code, self._desk.now + grace_ns)
             self._desk.alarms.set(Alarm.END, self.ending.until_ns)
             agreement.break_off(Why(why.cause, f"{why.reason}: a checkpoint is taken first"))
+
+    def _end_disagreed(self, why: Why) -> None:
+        self.end_after_saving("failed", why, 1, self._desk.config.save_ns)
 
     def end_with(self, outcome: str) -> None:
         """The end that was about to come is there; `outcome`: of the checkpoint before it."""
@@ -131,8 +136,10 @@ class Saving:
             elif self.ending is None:
                 self.end_after_saving("failed", why, message.exit_code, self._desk.config.save_ns)
             return False
-        if message.sound >= 0 and self._agreement.plan.has(worker.key):
-            self._progress.in_doubt(Why(cause, message.reason), message.sound)
+        if message.sound >= 0:  # it is outvoted
+            if not self._progress.differ(Why(cause, message.reason), message) and self._agreement.plan.has(worker.key):
+                self._progress.in_doubt(Why(cause, message.reason), message.sound)
+            return True
         now = (worker.key, message.generation)
         first, generation = self._first.setdefault((message.step, message.signature), now)
         needed = message.holds and self._is_needed(worker)

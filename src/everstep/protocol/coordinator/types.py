@@ -9,7 +9,19 @@ from typing import Any, NamedTuple
 from everstep.base.plan import Plan, WorkerKey
 from everstep.base.pool_wish import PoolWish
 from everstep.base.strikes import Strike
+from everstep.protocol.identity import Code, Kernels
 from everstep.protocol.messages import AnyMessage
+
+
+@dataclass(frozen=True)
+class Alike:
+    """What all workers have to have alike, as far as it is known. kernels, code: the job's; before: the code with which
+    an earlier run of it was done; warns: other kernels are told, not refused."""
+
+    kernels: Kernels | None = None
+    code: Code = field(default_factory=Code)
+    before: Code = field(default_factory=Code)
+    warns: bool = False
 
 
 @dataclass(frozen=True)
@@ -20,8 +32,10 @@ class HostRules:
     has lost all its connections. return_ns: after so long slots move to hosts that have fewer than others; None: never.
     device: of the workers; devices: of those that have another one, by worker id.
     least: hosts that have to be there before the job begins; named: where the map wants workers, by worker id; wait_ns:
-    how long it waits for all of them. strikes: scripted faults of hosts and links.
-    term: of the coordinator among those that may take each other's place; 0 where there is but one.
+    how long it waits for all of them. strikes: scripted faults of hosts and links. hang_first_ns: how long workers may
+    stand still where they may compile.
+    term: of the coordinator among those that may take each other's place; 0 where there is but one. alike: what their
+    workers have to have alike.
     """
 
     grace_ns: int = 2_000_000_000
@@ -34,6 +48,8 @@ class HostRules:
     wait_ns: int = 600_000_000_000
     strikes: tuple[Strike, ...] = ()
     term: int = 0
+    hang_first_ns: int = 600_000_000_000
+    alike: Alike = field(default_factory=Alike)
 
     def gpu(self, worker_id: int) -> str:
         """The GPU of a worker, as its host calls it; "" if it has none."""
@@ -156,6 +172,12 @@ class Report(NamedTuple):
     fields: dict[str, Any]
 
 
+class Remember(NamedTuple):
+    """Put these facts of the job into job.json."""
+
+    facts: dict[str, Any]
+
+
 class Knows(NamedTuple):
     """Who is at the other end of a connection has this plan: if none was told over it yet, it counts as told."""
 
@@ -163,4 +185,4 @@ class Knows(NamedTuple):
     plan: Plan
 
 
-CoordinatorEffect = Persist | Send | Close | Report | Knows | Knock
+CoordinatorEffect = Persist | Send | Close | Report | Remember | Knows | Knock

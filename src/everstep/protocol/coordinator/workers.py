@@ -9,6 +9,7 @@ from everstep.base.cause import Cause, Why
 from everstep.base.plan import Plan, WorkerKey
 from everstep.protocol import messages as m
 from everstep.protocol.coordinator import adopting
+from everstep.protocol.coordinator.agreement import NO_PLAN
 from everstep.protocol.coordinator.desk import SECOND_NS, Alarm, describe
 from everstep.protocol.coordinator.job import JobState
 from everstep.protocol.coordinator.links import WINDOW_NS
@@ -35,6 +36,9 @@ def worker_hello(job: JobState, name: str, hello: m.WorkerHello) -> None:
     job.desk.introduce(name, worker=key)
     if job.progress.tell_end(name):
         return
+    if hello.lanes not in (0, job.desk.config.lanes) and job.agreement.plan is NO_PLAN:
+        job.desk.takes_lanes(hello.lanes)
+        job.desk.persist("lanes", lanes=hello.lanes)
     refusal = _refusal(job, hello)
     if refusal is not None:
         job.desk.send(name, m.Dismissed(cause=refusal.cause, reason=refusal.reason, drained=False))
@@ -43,7 +47,13 @@ def worker_hello(job: JobState, name: str, hello: m.WorkerHello) -> None:
     if known is not None and known.key != key:
         why = Why(Cause.REPLACED, f"its slot already runs incarnation {key.incarnation}")
         evict(job, known, why, kill=True)
-    worker = membership.alive(key) or membership.add(key)
+    worker = membership.alive(key) or membership.add(key, hello.member.host)
+    host = hello.member.host
+    unlike = job.membership.likeness.kernels(hello.kernels, host) or job.membership.likeness.code(hello.code, host)
+    if unlike is not None:
+        job.desk.send(name, m.Dismissed(cause=unlike.cause, reason=unlike.reason, drained=False))
+        refuse(job, worker, unlike)
+        return
     if worker.connection != name:
         job.desk.close(worker.connection, "replaced by a newer connection of the same worker")
     first = not worker.greeted and not job.agreement.in_any_plan(key)
@@ -61,7 +71,9 @@ def worker_hello(job: JobState, name: str, hello: m.WorkerHello) -> None:
 def _refusal(job: JobState, hello: m.WorkerHello) -> Why | None:
     """Why this life has to go, if it has."""
     key, membership = hello.member.key, job.membership
-    known = membership.workers.get(key.worker_id)
+    known, lanes = membership.workers.get(key.worker_id), job.desk.config.lanes
+    if hello.lanes not in (0, lanes):
+        return Why(Cause.CONFIG, f"it joins with lanes={hello.lanes}, the job has lanes={lanes}")
     if membership.is_fenced(key):
         return Why(membership.fenced_for(key.worker_id), f"{describe(key)} was evicted or replaced")
     if membership.newer(key):
@@ -70,6 +82,38 @@ def _refusal(job: JobState, hello: m.WorkerHello) -> Why | None:
         text = f"slot {key.worker_id} runs on host {known.host}, as incarnation {known.key.incarnation}"
         return Why(Cause.REPLACED, text)
     return None
+
+
+def imported(job: JobState, worker: Worker, message: m.Imported) -> None:
+    """A worker has imported more."""
+    unlike = job.membership.likeness.code(message.code, worker.host)
+    if unlike is not None:
+        refuse(job, worker, unlike)
+
+
+def refuse(job: JobState, worker: Worker, why: Why) -> None:
+    """This worker computes with or runs something else than the job, and so would its next life: its host is sent away,
+    or, if others there are as they should be (code was edited while they ran, say), this slot alone is given up. If
+    that leaves too few, the job ends; so it does, by its own process, if its own host is sent away and there is no
+    other one."""
+    agent, agents, slots = job.agents.of(worker), job.agents, job.slots
+    evict(job, worker, why, kill=worker.greeted)
+    if agent is None:  # nobody knows its host: another life is refused like this one
+        return
+    there = [w for w in job.membership.workers.values() if agents.of(w) is agent]
+    if any(w.member is not None for w in there):
+        if slots.lose(worker.key.worker_id, agent.agent_id, why):
+            agent.repeat_slots()
+        if slots.left() < slots.least:
+            job.progress.end("failed", why, 2)
+    else:
+        job.desk.report("warning", Why(why.cause, f"host {agent.host} is sent away: {why.reason}"))
+        job.desk.send(agent.connection, m.AgentRefused(cause=why.cause, reason=why.reason))
+        agents.remove(agent.agent_id)
+        slots.not_run(agent.agent_id)
+        job.desk.close(agent.connection, f"host {agent.host} was sent away")
+        for other in there:
+            evict(job, other, why, kill=False)
 
 
 def runs_elsewhere(job: JobState, known: Worker, host: str) -> bool:
@@ -151,6 +195,7 @@ def entered(job: JobState, worker: Worker, message: m.GenerationEntered) -> None
         if job.agreement.enter(worker.key.worker_id):
             _report_healed(job, worker, step)
         job.recovery.entered(message.generation, message.phases_ms)
+        job.saving.leaving.entered(worker.key, message.generation, step, message.loop)
     if worker.key.worker_id == plan.leader(0):
         job.saving.remind()
 
@@ -173,6 +218,14 @@ def progressed(job: JobState, worker: Worker, message: m.Progress) -> None:
     if here and message.generation:
         job.agreement.enter(worker.key.worker_id)
         job.recovery.complete(job.progress.step, message.committed_unix_ns)
+
+
+def loop_left(job: JobState, worker: Worker, message: m.LoopLeft) -> None:
+    """Its loop was left before the last step; it waits until all others have done that, too."""
+    follow(job, message.generation)
+    worker.reached(message.step)
+    if job.agreement.plan.has(worker.key):
+        job.saving.leaving.left(worker.key, message.step)
 
 
 def done(job: JobState, worker: Worker, message: m.WorkerDone) -> None:
@@ -205,13 +258,12 @@ def links_due(job: JobState, about: Any) -> None:
 def settle_again(job: JobState, worker: Worker, message: m.SettleAgain) -> None:
     """What a member had stated does not hold: all settle in a new generation, with what holds.
 
-    Where states differ, all go back to where they were alike, once. If they differ there again, that is no chance.
+    Where states differ, all go back to where they were alike, once. If they differ again before they have come as far
+    and were alike, that is no chance.
     """
     agreement, why = job.agreement, Why(message.cause, message.reason)
     if message.tainted:
-        if job.progress.differed_before(message.tainted, message.decided_in):
-            text = f"{message.reason}; this is the second time at this step, going back does not help"
-            job.progress.end("failed", Why(message.cause, text), 1)
+        if job.progress.differ(why, message):
             return
         job.progress.in_doubt(why, message.sound)
     if message.generation == agreement.plan.generation and agreement.plan.has(worker.key):

@@ -5,6 +5,8 @@ Apart because an ask may outlive several generations: what it waits for is found
 
 from __future__ import annotations
 
+from typing import Literal
+
 from everstep.base.cause import Cause, Why
 from everstep.base.errors import check
 from everstep.protocol import messages as wire
@@ -36,6 +38,8 @@ class Application:
         self._finished = 0
         self._jumped = False
         self._followers = False
+        self._told_left = Key(-1, 0)
+        self._data = b""
 
     @property
     def settled(self) -> bool:
@@ -46,6 +50,18 @@ class Application:
     def holds(self) -> bool:
         """Whether it has raised, and computes nothing more."""
         return isinstance(self.ask, do.HoldAsked)
+
+    @property
+    def loop(self) -> Literal["", "left", "on"]:
+        """What it does after the step whose state this worker has: it has left its loop, or goes on; "": who knows."""
+        match self.ask:
+            case do.EndAsked(left=left) if left or self._gathers.disagrees(self._gather):
+                return "" if self._jumped else "left"
+            case do.GatherAsked() | do.SaveAsked() if self._gathers.disagrees(self._gather):
+                return "on"
+            case do.StepAsked() if self.past and not self._jumped:
+                return "on"
+        return ""
 
     @property
     def past(self) -> bool:
@@ -77,7 +93,8 @@ class Application:
 
     def take(self, event: do.Ask) -> bytes | None:
         """An ask begins. Returns what it wants gathered, if it does."""
-        check(self.ask is None or isinstance(event, do.HoldAsked), f"{event} before {self.ask} was answered")
+        leaves = isinstance(event, do.HoldAsked | do.EndAsked)
+        check(self.ask is None or leaves, f"{event} before {self.ask} was answered")
         self.ask = event
         match event:
             case do.StepAsked():
@@ -89,14 +106,31 @@ class Application:
                 return self._begin_gather(self._saver.verdict(event))
             case do.EndAsked():
                 self._finished, self.asked = 0, self._machine.step + 1
+                if event.left:
+                    self._tell_left()
                 return self._begin_gather(b"")  # proves that all have committed the last step, whatever follows
             case do.HoldAsked():
                 self._hold(event)
         return None
 
+    def _tell_left(self) -> None:
+        machine = self._machine
+        if self._told_left != machine.position:
+            self._told_left = machine.position
+            self._out.tell(wire.LoopLeft, generation=machine.generation, step=machine.step)
+
+    def again(self) -> bytes | None:
+        """A generation goes on. Returns what is to be gathered once more: those whose loops were over, while others
+        went on, may be gone."""
+        if isinstance(self.ask, do.GatherAsked | do.SaveAsked | do.EndAsked) and self._gathers.disagrees(self._gather):
+            return self._begin_gather(self._data)
+        return None
+
     def _begin_gather(self, data: bytes) -> bytes | None:
-        at, before = self._machine.position.step, self._gather
+        at, before, self._data = self._machine.position.step, self._gather, data
         self._gather = Key(at, before.seq + 1 if before.step == at else 1)
+        while self._gathers.disagrees(self._gather):
+            self._gather = Key(at, self._gather.seq + 1)
         if self._gather in self._gathers.known or self.ended:
             return None
         return data
@@ -125,12 +159,15 @@ class Application:
             self.answer(answer)
         elif self.settled and isinstance(self.ask, do.EvaluateAsked):
             self._out.start(do.Evaluate, machine.generation, machine.plan, self._gather.seq)
-        elif (
-            self.settled and isinstance(self.ask, do.EndAsked) and self._known and self._finished != machine.generation
-        ):
+        elif not self.settled or not isinstance(self.ask, do.EndAsked) or self._gather not in self._gathers.known:
+            return
+        elif self._gathers.disagrees(self._gather):
+            self._tell_left()
+        elif self._finished != machine.generation:
             self._finished = machine.generation
             save = self._saver.boundary(Why(Cause.COMPLETED, "the end of the job"), past=self.past)
-            self._out.start(do.Finish, machine.generation, machine.plan, machine.step, save)
+            digests = {section.stage: section.digest for section in self.ask.states if self.ask.at == machine.step}
+            self._out.start(do.Finish, machine.generation, machine.plan, machine.step, save, digests)
 
     def _answer(self) -> do.Answer | None:
         """What the ask has come to, if it has."""
@@ -158,13 +195,11 @@ class Application:
             return do.WentBack(at)
         return do.Exit(f"the others are at step {at}, while step {wanted} was under way here: this worker starts anew")
 
-    @property
-    def _known(self) -> bool:
-        return self._gather in self._gathers.known
-
     def _answer_gather(self, ask: do.GatherAsked | SaveAsked | do.EndAsked) -> do.Answer | None:
-        if not isinstance(ask, do.EndAsked) and (self._known or self.ended):
+        if not isinstance(ask, do.EndAsked) and (self._gather in self._gathers.known or self.ended):
             records = self._gathers.known.get(self._gather, {})
+            if self._gathers.disagrees(self._gather) and not self.ended:
+                return None  # whose loop is over has told so: the job ends
             if isinstance(ask, SaveAsked) and not self.ended:
                 self._saver.judged(ask, records, past=self.past)
             return do.GatherDone(records)

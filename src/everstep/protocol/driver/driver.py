@@ -26,11 +26,12 @@ from everstep.protocol import messages as wire
 from everstep.protocol import step_types as step
 from everstep.protocol.driver import operations as do
 from everstep.protocol.driver.application import Application
+from everstep.protocol.driver.comparing import Comparing, Names
 from everstep.protocol.driver.outbox import Gathers, Outbox, Standing
 from everstep.protocol.driver.records import AgreePayload
 from everstep.protocol.driver.saver import Keeper, Saver, SavingRules
 from everstep.protocol.driver.settler import SETTLE, Settler
-from everstep.protocol.driver.stepper import Joiner, Stepper
+from everstep.protocol.driver.stepper import Differs, Joiner, Stepper
 from everstep.protocol.step_machine import StepMachine
 from everstep.protocol.step_phases import Phase
 from everstep.protocol.step_types import Key
@@ -53,13 +54,16 @@ def interrupts(message: wire.AnyMessage) -> int | None:
 @dataclass(frozen=True)
 class DriverConfig:
     """What a driver goes by. lanes: of the global batch. rewindable: the application can go on from an earlier step;
-    else this worker starts anew for that. verify_every, begins_after: as for `Stepper`. saving: of checkpoints."""
+    else this worker starts anew for that. verify_every, begins_after, repeats, names: as for `Comparing`. saving: of
+    checkpoints."""
 
     lanes: int
     rewindable: bool = True
     verify_every: int = 0
     begins_after: int = 0
     saving: SavingRules = field(default_factory=SavingRules)
+    repeats: bool = True
+    names: Names = lambda stage: ()
 
 
 class Driver:
@@ -72,9 +76,11 @@ class Driver:
         self.standing = Standing()
         self._out = out = Outbox(me)
         self._gathers = Gathers()
-        self._stepper = Stepper(machine, out, self._gathers, config.lanes, config.verify_every, config.begins_after)
-        self._keeper = Keeper(machine, out, self._stepper.proven)
-        self._settler = Settler(machine, out, self._gathers, self._keeper, config.rewindable)
+        every, after = config.verify_every, config.begins_after
+        self._comparing = Comparing(every, after, repeats=config.repeats, names=config.names)
+        self._stepper = Stepper(machine, out, self._gathers, config.lanes, self._comparing)
+        self._keeper = Keeper(machine, out, self._comparing.proven)
+        self._settler = Settler(machine, out, self._gathers, self._keeper, config.rewindable, self._comparing)
         self._saver = Saver(machine, out, self._gathers, config.saving)
         self._application = Application(machine, out, self._gathers, self._saver, config.rewindable)
         self._joiner = Joiner(out, self._stepper, self._gathers)
@@ -122,7 +128,12 @@ class Driver:
 
     def proven(self, number: int) -> int:
         """After so many steps: the newest one whose state has been compared among the workers, and was alike."""
-        return self._stepper.proven(number)
+        return self._comparing.proven(number)
+
+    @property
+    def fresh(self) -> bool:
+        """Whether this worker was healed or resumed since all states were alike."""
+        return self._comparing.fresh
 
     def progress(self, number: int, step_ms: float, committed_unix_ns: int = 0) -> wire.AnyMessage:
         """How far the job is, as told of this generation."""
@@ -161,11 +172,20 @@ class Driver:
         }
 
     def _asked(self, event: do.Ask) -> None:
+        if isinstance(event, do.EndAsked) and isinstance(self._application.ask, do.StepAsked):
+            self._out.put(do.DropLanes())
+            self._feed(step.StepLeft())
         data = self._application.take(event)
         if data is not None:
-            self._feed(self._stepper.gather(data))
+            self._gather(data)
         elif isinstance(event, do.StepAsked) and self.ended is None:
             self._feed(step.StepWanted())
+
+    def _gather(self, data: bytes) -> None:
+        ask, at = self._application.ask, self.machine.position.step
+        ends = isinstance(ask, do.EndAsked)
+        states = ask.states if isinstance(ask, do.EndAsked) and ask.at == at else ()
+        self._feed(self._stepper.gather(data, ends, states))
 
     def _advance(self) -> None:
         """Whatever can be done before the next operation's end, the application's next ask, or the next message."""
@@ -296,7 +316,10 @@ class Driver:
 
     def _entered(self, effect: step.Entered) -> None:
         self._stepper.entered(effect.generation)
-        self._settler.entered(effect)
+        self._settler.entered(effect, self._application.loop)
+        again = self._application.again()
+        if again is not None:
+            self._gather(again)
         self._saver.entered(self._settler.positions)
         plan = self.machine.current_plan()
         why = Why(plan.cause, plan.save)
@@ -317,21 +340,24 @@ class Driver:
     def _gathered(self, effect: step.Gathered) -> None:
         if effect.here:  # else others may still be copying the state
             self._settler.unshelve()
-        self._stepper.gathered(effect)
+        self._refuse(self._stepper.gathered(effect))
 
     def _update(self, effect: step.StepDecided) -> None:
-        """Unless the records show that the states before the step differ: then all go back, but for the outvoted."""
         self._settler.unshelve()
-        differs = self._stepper.update(effect)
+        self._refuse(self._stepper.update(effect))
+
+    def _refuse(self, differs: Differs | None) -> None:
+        """If a decision's records show that states differ all go back, but for the outvoted; or the job ends."""
         if differs is None:
             return
         self._saver.invalidated()
+        tainted = differs.tainted, differs.generation
         if differs.outvoted:
-            self._application.answer(do.Outvoted(differs.why.reason, effect.step, differs.generation, differs.sound))
+            self._application.answer(do.Outvoted(differs.why.reason, *tainted, differs.sound))
             return
         self._queue = deque(e for e in self._queue if not isinstance(e, step.SendHolding))
         self._feed(step.UpdateRefused(differs.sound))
-        self._settler.anew(differs.why, effect.step, differs.generation)
+        self._settler.anew(differs.why, *tainted, drift=differs.drift)
 
     # ---- operations that have ended
 
@@ -347,7 +373,7 @@ class Driver:
             do.Restore: self._restored,
             do.OpenFeeds: joiner.opened,
             do.Watch: joiner.saw,
-            do.Adopt: joiner.adopted,
+            do.Adopt: self._adopted,
             do.Replay: self._replayed,
             do.Evaluate: lambda operation, result: self._application.answer(do.Evaluated()),
             do.SaveLast: self._saved_last,
@@ -365,16 +391,22 @@ class Driver:
         return self._stepper.all_contributed(operation, payloads)
 
     def _reduced(self, operation: do.Reduce, payload: AgreePayload) -> Iterable[step.StepEvent]:
-        return self._stepper.reduced(operation, payload, self._keeper.complete, self._saver.due(operation.step))
+        kept, due, saved = self._keeper.complete, self._saver.due(operation.step), self._saver.newest
+        return self._stepper.reduced(operation, payload, kept, due, saved)
 
     def _updated(self, operation: do.Update, began_unix_ns: int) -> Iterable[step.StepEvent]:
         self._saver.updated(operation.outcome, operation.records)
         self._keeper.updated(operation.outcome, operation.records)
         return self._stepper.updated(operation, began_unix_ns)
 
+    def _adopted(self, operation: do.Adopt, result: do.Copied) -> Iterable[step.StepEvent]:
+        self._comparing.copied()
+        return self._joiner.adopted(operation, result)
+
     def _replayed(self, operation: do.Replay, result: None) -> Iterable[step.StepEvent]:
         self._saver.ending.decided(operation.outcome)
         self._keeper.updated(operation.outcome, operation.records)
+        self._stepper.concluded(operation.outcome)
         return self._joiner.replayed(operation)
 
     def _saved_last(self, operation: do.SaveLast, where: str) -> None:

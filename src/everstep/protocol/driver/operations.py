@@ -17,7 +17,7 @@ from everstep.base.plan import Member, Plan
 from everstep.base.ports import Tag
 from everstep.protocol import messages as wire
 from everstep.protocol.driver.policy import Due
-from everstep.protocol.driver.records import StepOutcome
+from everstep.protocol.driver.records import StageSection, StepOutcome
 from everstep.protocol.step_types import Discard, Key, Piecewise, Record, Release
 
 LEFT = Why(Cause.LINK, "")
@@ -71,10 +71,11 @@ class Compute(Operation, frozen=True):
 
 class Reduce(Operation, frozen=True):
     """Offer the lanes' sums and finish the reduction, of all own stages; answered with the agree record's
-    `AgreePayload`."""
+    `AgreePayload`. compare: it says the digests of the states before the step."""
 
     plan: Plan
     step: int
+    compare: bool = False
 
 
 class Update(Operation, frozen=True):
@@ -185,11 +186,12 @@ class Linger(Operation, frozen=True):
 
 class Finish(Operation, frozen=True):
     """All steps are done: leave a checkpoint, and where this worker is the job's leader write final/; answered with
-    whether that was written. save: as in `SaveLast`."""
+    whether that was written. save: as in `SaveLast`. digests: by stage, of the state that all hold."""
 
     plan: Plan
     step: int
     save: Save | None
+    digests: Mapping[int, str] = {}
 
 
 class Opened(msgspec.Struct, frozen=True):
@@ -515,13 +517,14 @@ class PartsThere(DriverEvent, frozen=True):
 
 class SaveEnded(DriverEvent, frozen=True):
     """A checkpoint is on disk, or will never be. reason: it was taken; or was not completed. where: it is. cost_s: what
-    one costs, if that is known by now."""
+    one costs, if that is known by now. differs: there is none since members hold different states of the step."""
 
     step: int
     ok: bool
     reason: str
     where: str = ""
     cost_s: float | None = None
+    differs: bool = False
 
 
 class Ask(DriverEvent, frozen=True):
@@ -549,7 +552,12 @@ class EvaluateAsked(Ask, frozen=True):
 
 
 class EndAsked(Ask, frozen=True):
-    """The application is through with the last step."""
+    """The application is through with the last step. left: with an earlier one, after which it has left its loop; it
+    may have begun the next one. states: as in `GatherPayload`, after the step `at`."""
+
+    left: bool = False
+    states: tuple[StageSection, ...] = ()
+    at: int = 0
 
 
 class HoldAsked(Ask, frozen=True):

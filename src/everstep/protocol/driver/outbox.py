@@ -14,6 +14,7 @@ from everstep.base.errors import InvariantViolation
 from everstep.base.plan import Plan, WorkerKey
 from everstep.protocol import messages as wire
 from everstep.protocol.driver import operations as do
+from everstep.protocol.driver.records import ends
 from everstep.protocol.step_types import Key, Record
 
 
@@ -144,6 +145,10 @@ class Gathers:
         """For somebody who is given the state: with the one that was decided by these records, though the application
         here may not have asked for it yet."""
         return {**self.known, position: records} if records else dict(self.known)
+
+    def disagrees(self, key: Key) -> bool:
+        """Whether, at this decision, the loops of some members were over, and those of others were not."""
+        return len(ends(self.known.get(key, {}))) > 1
 
     def of_update(self, number: int) -> Mapping[int, Record]:
         """By which the step itself was decided, if it is known."""

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from everstep.base.cause import Cause, Why
 from everstep.base.config_keys import CheckpointConfig, TierConfig
 
-Tier = Literal["memory", "disk", "object", "end"]
+Tier = Literal["memory", "disk", "object", "end", "compare"]
 TIERS: tuple[Tier, ...] = ("memory", "disk", "object")
 END: Tier = "end"
 """Among the tiers of an agree record: the job ends with the checkpoint of that step."""
+COMPARE: Tier = "compare"
+"""Likewise: all compare their states before the next step, since parts of a checkpoint were of different ones."""
 
 LEAST_INTERVAL_S = 10.0
 MOST_INTERVAL_S = 3600.0
@@ -88,6 +90,7 @@ class SaveSchedule:
     wanted: list[Why] = field(default_factory=list)
     cost_s: float | None = None
     failures: int = 0
+    _suspected: bool = False
     _began_s: float | None = None
     _last_s: dict[Tier, float] = field(default_factory=dict)
 
@@ -111,6 +114,18 @@ class SaveSchedule:
         """Whoever asked for one gets it after the next step."""
         if why not in self.wanted:
             self.wanted.append(why)
+
+    def suspect(self) -> None:
+        """Parts of a checkpoint were of different states: all are to compare theirs."""
+        self._suspected = True
+
+    def compared(self) -> None:
+        """They do."""
+        self._suspected = False
+
+    def with_comparison(self, due: Due) -> Due:
+        """The same, and a comparison if one is due."""
+        return replace(due, tiers=(*due.tiers, COMPARE)) if self._suspected else due
 
     def interval(self, now_s: float) -> SaveInterval:
         """Of the disk where it has no rule of its own, as it is now, with its reason."""

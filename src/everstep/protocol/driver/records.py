@@ -1,14 +1,13 @@
 """What travels in the records of decisions, and what everybody concludes from them.
 
 Apart because both halves must agree to the bit: a conclusion is a function of the records alone, folded in lane order.
-So all workers come to the same one, also about whether all copies of the state are alike, and which one is not.
+What follows from states that are not alike is in `comparing`.
 Pure.
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -19,8 +18,12 @@ from everstep.base.cause import Cause
 from everstep.base.errors import InvariantViolation, ProtocolError, check
 from everstep.base.extents import Coded, Extents
 from everstep.placement.tree import fold, total_sumsq
-from everstep.protocol.driver.policy import END, Due
+from everstep.protocol.driver.policy import COMPARE, END, Due
 from everstep.protocol.step_types import Holding, Key, Record
+
+SETTINGS = ("modes", "requires_grad", "flags of torch", "hyperparameters", "attributes of modules")
+"""How a model is set; each has `SETTING_BYTES` in the digests of a record."""
+SETTING_BYTES = 4
 
 
 class LaneReport(msgspec.Struct, frozen=True, array_like=True):
@@ -40,7 +43,8 @@ class StageSection(msgspec.Struct, frozen=True, array_like=True):
     owned[0]..owned[1]-1, unnormalised. ties: further summands, the same from every worker of the stage. buffers: what
     the lanes did to buffers (an encoded `BufferReport` per part of the stage). digest: of the stage's state before this
     step ("" if not due). tied: likewise of each parameter (by name) that other stages hold too, with its optimizer
-    state.
+    state. settings: digests of how the model is set while the step's lanes are computed (modes, flags, hyperparameters,
+    ...), by `SETTINGS`; empty if the worker has none.
     """
 
     stage: int
@@ -51,6 +55,7 @@ class StageSection(msgspec.Struct, frozen=True, array_like=True):
     buffers: list[bytes]
     digest: str
     tied: dict[str, str] = {}
+    settings: bytes = b""
 
 
 class AgreePayload(msgspec.Struct, frozen=True, array_like=True):
@@ -58,7 +63,8 @@ class AgreePayload(msgspec.Struct, frozen=True, array_like=True):
 
     committed_unix_ns: when this worker committed the step before. kept: the newest step of which it has kept, and
     handed on, all snapshots in memory that it is to; 0 if none. save, save_cause: from the job's leader, the tiers that
-    take a checkpoint after this step, and why; from whoever knows that the job is to end, that, too (`END`).
+    take a checkpoint after this step, and why; from whoever knows that the job is to end, that, too (`END`). saved:
+    from the job's leader, the newest step whose checkpoint counts.
     """
 
     sections: list[StageSection]
@@ -66,20 +72,22 @@ class AgreePayload(msgspec.Struct, frozen=True, array_like=True):
     kept: int = 0
     save: tuple[tuple[str, ...], str] = ((), "")
     save_cause: Cause = Cause.UNKNOWN
+    saved: int = 0
 
-    def stamped(self, committed_unix_ns: int, kept: int, due: Due) -> AgreePayload:
-        """The same, saying when the step before was committed, what is kept, and what is due."""
-        save = (tuple(due.tiers), due.reason)
-        return msgspec.structs.replace(
-            self, committed_unix_ns=committed_unix_ns, kept=kept, save=save, save_cause=due.cause
-        )
+    def stamped(self, committed_unix_ns: int, kept: int, due: Due, saved: int = 0) -> AgreePayload:
+        """The same, saying when the step before was committed, what is kept, due and saved."""
+        said = {"save": (tuple(due.tiers), due.reason), "save_cause": due.cause, "saved": saved}
+        return msgspec.structs.replace(self, committed_unix_ns=committed_unix_ns, kept=kept, **said)
 
 
 class GatherPayload(msgspec.Struct, frozen=True, array_like=True):
-    """A worker's part of a gather after a step; `data` belongs to whoever asked for it."""
+    """A worker's part of a gather after a step; `data` belongs to whoever asked for it. ends: its loop is over.
+    states: then, of the state that this worker holds (of each section the digests alone)."""
 
     data: bytes
     committed_unix_ns: int
+    ends: bool = False
+    states: list[StageSection] = []
 
 
 @dataclass(frozen=True)
@@ -87,12 +95,12 @@ class StepOutcome:
     """What a step's records say: the same at every worker.
 
     workers: who computed each lane (at the last stage). loss: mean over the global weight. weight: of the global batch.
-    sumsq: sum of squares of the whole model's unnormalised gradient, NaN without norms. samples: how many
-    were used. buffers: by stage, for every worker there its encoded reports, one per part. digests: of the state before
+    sumsq: sum of squares of the whole model's unnormalised gradient, NaN without norms.
+    buffers: by stage, for every worker there its encoded reports, one per part. digests: of the state before
     the step, by stage and worker, where they were due; ties: those of the copies of each parameter that several stages
-    hold, by name and (stage, worker). nonfinite_lanes: those whose loss is no finite number. gradient_finite: whether
-    that of the global batch is, as far as norms were exchanged. kept: the newest step that is in memory in all stages.
-    save, save_cause: as in `AgreePayload`.
+    hold, and of how the model is set where that differs, by name and (stage, worker). nonfinite_lanes: those whose loss
+    is no finite number. gradient_finite: whether that of the global batch is, as far as norms were exchanged. kept: the
+    newest step that is in memory in all stages. save, save_cause, saved: as in `AgreePayload`.
     """
 
     step: int
@@ -101,7 +109,6 @@ class StepOutcome:
     loss: float
     weight: float
     sumsq: float
-    samples: int
     buffers: Mapping[int, tuple[tuple[bytes, ...], ...]]
     digests: Mapping[int, Mapping[int, str]]
     kept: int = 0
@@ -110,6 +117,17 @@ class StepOutcome:
     ties: Mapping[str, Mapping[tuple[int, int], str]] = field(default_factory=dict)
     nonfinite_lanes: tuple[int, ...] = ()
     gradient_finite: bool = True
+    saved: int = 0
+
+    @property
+    def samples(self) -> int:
+        """How many were used."""
+        return sum(report.count for report in self.lanes)
+
+    @property
+    def compares(self) -> bool:
+        """Whether all compare their states before the next step."""
+        return COMPARE in self.save[0]
 
     @property
     def ends(self) -> bool:
@@ -164,7 +182,6 @@ def conclude(step: int, n_lanes: int, records: Mapping[int, Record]) -> StepOutc
         loss=loss / weight if weight else math.nan,
         weight=weight,
         sumsq=sumsq,
-        samples=sum(r.count for r in lanes),
         buffers={k: tuple(tuple(s.buffers) for s in stage.values()) for k, stage in enumerate(sections)},
         digests={k: {w: s.digest for w, s in stage.items() if s.digest} for k, stage in enumerate(sections)},
         kept=min(p.kept for p in payloads.values()),
@@ -173,6 +190,7 @@ def conclude(step: int, n_lanes: int, records: Mapping[int, Record]) -> StepOutc
         ties=_ties(sections),
         nonfinite_lanes=tuple(k for k, r in used.items() if not math.isfinite(r.loss) or not math.isfinite(r.weight)),
         gradient_finite=not normed or math.isfinite(sumsq),
+        saved=max(p.saved for p in payloads.values()),
     )
 
 
@@ -191,7 +209,17 @@ def _ties(sections: Sequence[Mapping[int, StageSection]]) -> dict[str, dict[tupl
     for stage, said in enumerate(sections):
         for worker_id, section in said.items():
             for name, digest in section.tied.items():
-                found.setdefault(name, {})[stage, worker_id] = digest
+                found.setdefault(f"the tied parameter {name}", {})[stage, worker_id] = digest
+        found |= _settings(stage, {w: section.settings for w, section in said.items() if section.settings})
+    return found
+
+
+def _settings(stage: int, said: Mapping[int, bytes]) -> dict[str, dict[tuple[int, int], str]]:
+    """By name of what differs, where something does."""
+    found = {}
+    for k, label in enumerate(SETTINGS if len(set(said.values())) > 1 else ()):
+        at = slice(k * SETTING_BYTES, (k + 1) * SETTING_BYTES)
+        found[f"how the script has set the model ({label})"] = {(stage, w): d[at].hex() for w, d in said.items()}
     return found
 
 
@@ -221,14 +249,23 @@ def committed_unix_ns(records: Mapping[int, Record], is_agree: bool) -> int:
     return min((t for t in times if t), default=0)
 
 
+def last_states(records: Mapping[int, Record]) -> dict[int, list[StageSection]]:
+    """What the records of a gather say of the last state, by worker id."""
+    return {w: states for w in sorted(records) if (states := _decoded(_gather, records[w].payload).states)}
+
+
 def gathered(records: Mapping[int, Record]) -> dict[int, bytes]:
     """The data of a gather by worker id."""
     return {w: _decoded(_gather, records[w].payload).data for w in sorted(records)}
 
 
+def ends(records: Mapping[int, Record]) -> set[bool]:
+    """Of a gather: whether the members' loops are over; both, if they do not agree."""
+    return {_decoded(_gather, record.payload).ends for record in records.values()}
+
+
 class _Held(msgspec.Struct, frozen=True, array_like=True):
-    step: int
-    seq: int
+    position: tuple[int, int]
     gradient_step: int
     digest: str
     records: dict[int, Record]
@@ -242,6 +279,7 @@ class _Held(msgspec.Struct, frozen=True, array_like=True):
     kept_parts: tuple[tuple[int, int, Coded], ...] = ()
     first: dict[int, str] = {}
     built: dict[int, str] = {}
+    fresh: bool = False
 
 
 _held = msgspec.msgpack.Decoder(_Held)
@@ -249,7 +287,7 @@ _held = msgspec.msgpack.Decoder(_Held)
 
 _ALIKE = (
     *("gradient_step", "digest", "records", "stages", "lacking", "snapshots", "disk", "gradient_stages", "sound"),
-    *("first", "built"),
+    *("first", "built", "fresh"),
 )
 
 
@@ -276,11 +314,10 @@ def decode_records(data: bytes) -> dict[int, Record]:
 
 def encode_holding(holding: Holding) -> bytes:
     """For the exchange in which members settle."""
-    step, seq = holding.position
     parts = {k: part.encoded() for k, part in holding.parts.items()}
     kept_parts = tuple((k, at, part.encoded()) for (k, at), part in sorted(holding.kept_parts.items()))
     alike = {name: getattr(holding, name) for name in _ALIKE}
-    return msgspec.msgpack.encode(_Held(step=step, seq=seq, parts=parts, kept_parts=kept_parts, **alike))
+    return msgspec.msgpack.encode(_Held(position=holding.position, parts=parts, kept_parts=kept_parts, **alike))
 
 
 def decode_holding(data: bytes) -> Holding:
@@ -292,45 +329,4 @@ def decode_holding(data: bytes) -> Holding:
     except (InvariantViolation, ValueError) as error:
         raise ProtocolError(f"expected what another member holds: {str(error)[:200]!a}") from None
     alike = {name: getattr(held, name) for name in _ALIKE}
-    return Holding(position=Key(held.step, held.seq), parts=parts, kept_parts=kept_parts, **alike)
-
-
-def differing(outcome: StepOutcome) -> tuple[str, frozenset[int]] | None:
-    """What is wrong with the states before the step, in words, and which workers are outvoted; None if all are alike.
-
-    A worker is outvoted where more than half of the copies (of a stage, or of a parameter that several stages hold)
-    agree on another state.
-    """
-    split = any(outcome.digests)
-    places = [
-        (f"stage {stage}" if split else "the state", {str(worker): (worker, digest) for worker, digest in of.items()})
-        for stage, of in sorted(outcome.digests.items())
-    ]
-    for name, of_ties in sorted(outcome.ties.items()):
-        copies = {f"{worker} (stage {k})": (worker, digest) for (k, worker), digest in sorted(of_ties.items())}
-        places.append((f"the tied parameter {name}", copies))
-    found: list[str] = []
-    outvoted: set[int] = set()
-    for place, copies in places:
-        digests = {who: digest for who, (_, digest) in copies.items()}
-        if len(set(digests.values())) > 1:
-            odd = _minority(digests)
-            outvoted.update(copies[who][0] for who in odd)
-            found.append(_words(place, outcome.step, digests, odd))
-    return ("; ".join(found), frozenset(outvoted)) if found else None
-
-
-def _minority(digests: Mapping[str, str]) -> list[str]:
-    """Whoever has another digest than more than half of all; nobody if there is no such digest."""
-    (common, count), *_ = Counter(digests.values()).most_common(1)
-    return [who for who, digest in digests.items() if digest != common] if 2 * count > len(digests) else []
-
-
-def _words(place: str, step: int, digests: Mapping[str, str], odd: list[str]) -> str:
-    by: dict[str, list[str]] = {}
-    for who, digest in digests.items():
-        by.setdefault(digest, []).append(who)
-    said = ", ".join(f"{digest[:12]} at worker {' and '.join(who)}" for digest, who in sorted(by.items()))
-    deviates = " and ".join(odd)
-    verdict = f"worker {deviates} deviates" if deviates else "no copy is outvoted"
-    return f"{place} differs among the workers before step {step} ({said}): {verdict}"
+    return Holding(position=Key(*held.position), parts=parts, kept_parts=kept_parts, **alike)

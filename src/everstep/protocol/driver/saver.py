@@ -22,7 +22,7 @@ from everstep.protocol.driver import operations as do
 from everstep.protocol.driver.ending import EndAlone
 from everstep.protocol.driver.operations import AbandonSave, PartsThere, Save, SaveAsked, SaveEnded
 from everstep.protocol.driver.outbox import Gathers, Outbox
-from everstep.protocol.driver.policy import END, Due, SaveSchedule, Tier
+from everstep.protocol.driver.policy import COMPARE, END, Due, SaveSchedule, Tier
 from everstep.protocol.driver.records import StepOutcome, gathered
 from everstep.protocol.step_machine import StepMachine
 from everstep.protocol.step_types import Key, Record, SnapshotsKept
@@ -51,7 +51,8 @@ class SavingRules:
 
 
 class Saver:
-    """One worker's part in the job's checkpoints. ending: whether the job ends with the next one."""
+    """One worker's part in the job's checkpoints. ending: whether the job ends with the next one. newest: the newest
+    step whose checkpoint was completed here, of parts that were of one state."""
 
     def __init__(self, machine: StepMachine, out: Outbox, gathers: Gathers, config: SavingRules) -> None:
         self.ending = EndAlone()
@@ -67,6 +68,7 @@ class Saver:
         self._begun, self._begun_at = 0, Key(0, 0)
         self._best: float | None = None
         self._deferred: Why | None = None
+        self.newest = 0
 
     @property
     def on(self) -> bool:
@@ -98,7 +100,7 @@ class Saver:
             return _memory_alone(self._config, number)
         if self._said[0] != number:
             self._said = (number, self._decide(number))
-        return self._said[1]
+        return self._schedule.with_comparison(self._said[1])
 
     def _decide(self, number: int) -> Due:
         schedule, now_s = self._schedule, self._out.times.now_ns / 1e9
@@ -131,7 +133,9 @@ class Saver:
     def updated(self, outcome: StepOutcome, records: Mapping[int, Record]) -> None:
         """The state is that of this step, and the application has not gone on yet."""
         self.ending.decided(outcome)
-        tiers: tuple[Tier, ...] = tuple(t for t in outcome.save[0] if t != "memory")  # type: ignore[misc]
+        if outcome.compares:
+            self._schedule.compared()
+        tiers: tuple[Tier, ...] = tuple(t for t in outcome.save[0] if t not in ("memory", COMPARE))  # type: ignore[misc]
         if tiers and END not in tiers and self.on and self._machine.settled:
             due = Due(tiers, outcome.save[1], outcome.save_cause)
             self._out.put(self._begin(Key(outcome.step, 0), due, records))
@@ -186,6 +190,7 @@ class Saver:
         """States of later steps count for nothing, nor does what was saved of them."""
         self._plan, self._begun, self._incomplete = None, 0, None
         self._best = self._deferred = None
+        self.newest = 0
 
     # ---- what became of it
 
@@ -197,6 +202,9 @@ class Saver:
     def ended(self, event: SaveEnded) -> None:
         """It is on disk, or will never be."""
         self.parts_there(PartsThere(event.step))
+        self.newest = max(self.newest, event.step) if event.ok else self.newest
+        if event.differs:
+            self._schedule.suspect()
         if event.cost_s is not None:
             self._schedule.cost(event.cost_s)
         if event.step == self._answering != 0:

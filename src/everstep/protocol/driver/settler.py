@@ -14,6 +14,7 @@ from everstep.base.ports import Tag
 from everstep.protocol import messages as wire
 from everstep.protocol import step_types as step
 from everstep.protocol.driver import operations as do
+from everstep.protocol.driver.comparing import Comparing
 from everstep.protocol.driver.first_states import FirstStates
 from everstep.protocol.driver.outbox import Gathers, Outbox
 from everstep.protocol.driver.records import decode_holding, encode_holding
@@ -28,12 +29,21 @@ SETTLE = Tag("settle", 0, 0)
 class Settler:
     """From a plan to the moment at which all go on in it."""
 
-    def __init__(self, machine: StepMachine, out: Outbox, gathers: Gathers, keeper: Keeper, rewindable: bool) -> None:
+    def __init__(
+        self,
+        machine: StepMachine,
+        out: Outbox,
+        gathers: Gathers,
+        keeper: Keeper,
+        rewindable: bool,
+        comparing: Comparing,
+    ) -> None:
         self._machine = machine
         self._keeper = keeper
         self._out = out
         self._gathers = gathers
         self._rewindable = rewindable
+        self._comparing = comparing
         self._stated: Mapping[int, step.Holding] = {}
         self._disk: tuple[int, ...] = ()
         self._first = FirstStates()
@@ -61,6 +71,7 @@ class Settler:
         """Meet the members."""
         machine = self._machine
         self._out.times.freed(plan.generation)
+        self._comparing.learn(plan)
         doubt = machine.sound >= 0
         disk = not machine.step or doubt or plan.stages > 1  # else what is in memory will do
         limit = machine.sound if doubt else None
@@ -79,18 +90,21 @@ class Settler:
         """Tell the members what is held, and hear it of them."""
         first = self._first
         holding = replace(self._machine.holding(), disk=self._disk, first=first.agreed, built=first.built)
+        holding = replace(holding, fresh=self._comparing.fresh)
         self._out.start(do.Exchange, self._machine.generation, SETTLE, encode_holding(holding))
 
     def all_stated(self, operation: do.Exchange, payloads: Mapping[int, bytes]) -> Iterable[step.StepEvent]:
         """Everybody has said what it holds."""
         self._out.times.note("settle")
         self._stated = {worker_id: decode_holding(payloads[worker_id]) for worker_id in sorted(payloads)}
-        self._first.settled(settle(self._machine.current_plan(), self._stated).target.step, self._stated)
+        settled = settle(self._machine.current_plan(), self._stated)
+        self._first.settled(settled.target.step, self._stated)
+        self._comparing.entered(self._stated, settled.wants)
         return [step.HoldingArrived(operation.generation, w, holding) for w, holding in self._stated.items()]
 
-    def anew(self, why: Why, tainted: int = 0, decided_in: int = 0) -> None:
-        """What was stated does not do. tainted: the step before which states were found to differ, in the generation
-        `decided_in`. What the machine holds for sound is told."""
+    def anew(self, why: Why, tainted: int = 0, decided_in: int = 0, *, drift: bool = False) -> None:
+        """What was stated does not do; what the machine holds for sound is told. tainted, decided_in, drift: as in
+        `SettleAgain`."""
         generation = self._machine.generation
         self._out.tell(
             wire.SettleAgain,
@@ -100,6 +114,7 @@ class Settler:
             tainted=tainted,
             decided_in=decided_in,
             sound=self._machine.sound,
+            drift=drift,
         )
 
     def lacks(self, event: step.BlocksLost) -> None:
@@ -117,8 +132,8 @@ class Settler:
         """Why this worker cannot go on with what it has built; "" if it can."""
         return self._first.wrong
 
-    def entered(self, effect: step.Entered) -> None:
-        """All go on from here."""
+    def entered(self, effect: step.Entered, loop: str) -> None:
+        """All go on from here. loop: as `GenerationEntered` has it."""
         plan = self._machine.current_plan()
         self._out.put(do.EnteredPlan(plan, effect.step))
         top = max((h.position.step for h in self._stated.values()), default=0)
@@ -126,7 +141,8 @@ class Settler:
             self._out.tell(wire.Progress, lasting=False, generation=plan.generation - 1, step=top, step_ms=0.0)
         self._out.nothing_stands()
         phases_ms = self._out.times.taken()
-        self._out.tell(wire.GenerationEntered, generation=plan.generation, step=effect.step + 1, phases_ms=phases_ms)
+        number = effect.step + 1
+        self._out.tell(wire.GenerationEntered, generation=plan.generation, step=number, phases_ms=phases_ms, loop=loop)
 
     # ---- state for others
 
@@ -177,6 +193,7 @@ class Settler:
 
     def fetched(self, operation: do.Fetch, result: do.Copied) -> Iterable[step.StepEvent]:
         """What was lacking is there."""
+        self._comparing.copied()
         self._out.times.note("heal")
         if operation.position != self._machine.position:
             self._out.put(do.CutFeeds())
@@ -185,6 +202,9 @@ class Settler:
 
     def restored(self, operation: do.Restore, result: do.Copied) -> Iterable[step.StepEvent]:
         """The state is that of the step."""
+        self._comparing.copied()
+        if operation.step and not all(operation.sources.values()):
+            self._comparing.saved(operation.step)  # a checkpoint counts only if all who wrote it were alike
         self._out.times.note("heal")
         self._out.put(do.CutFeeds())
         self._gathers.applied(operation.step, result.records)

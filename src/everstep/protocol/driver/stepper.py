@@ -20,47 +20,49 @@ from everstep.base.ports import Tag
 from everstep.protocol import messages as wire
 from everstep.protocol import step_types as step
 from everstep.protocol.driver import operations as do
+from everstep.protocol.driver.comparing import Comparing, Statements
 from everstep.protocol.driver.outbox import Gathers, Outbox
 from everstep.protocol.driver.policy import Due
 from everstep.protocol.driver.records import (
     AgreePayload,
     GatherPayload,
+    StageSection,
     StepOutcome,
     conclude,
     decode_record,
-    differing,
     encode,
+    last_states,
 )
+from everstep.protocol.following import StatesAlike
 from everstep.protocol.step_machine import StepMachine
 from everstep.protocol.step_types import Key, Record, StepEvent
 
 
 class Differs(msgspec.Struct, frozen=True):
-    """The records of a step show that the states before it differ. sound: the last step at which they were alike.
-    generation: in which the step was decided, the same at all."""
+    """The records of a decision show that states differ. tainted: the step that cannot be done with them. sound: the
+    last step at which they were alike. generation: in which that was decided, the same at all. drift: see
+    `Disagreement`."""
 
     why: Why
+    tainted: int
     sound: int
     outvoted: bool
+    drift: bool
     generation: int
 
 
 class Stepper:
     """What is done for one decision after the other.
 
-    lanes: of the global batch. verify_every: steps between comparisons of states, 0 for none; each is of the state
-    before its step. begins_after: the step whose state the job began with.
+    lanes: of the global batch. comparing: when states are, and what came of it.
     """
 
-    def __init__(
-        self, machine: StepMachine, out: Outbox, gathers: Gathers, lanes: int, verify_every: int, begins_after: int
-    ) -> None:
+    def __init__(self, machine: StepMachine, out: Outbox, gathers: Gathers, lanes: int, comparing: Comparing) -> None:
         self._machine = machine
         self._out = out
         self._gathers = gathers
         self._lanes = lanes
-        self._verify_every = verify_every
-        self._begins_after = begins_after
+        self._comparing = comparing
         self._committed_ns = 0
         self._entered = self._generation = 0
 
@@ -80,17 +82,20 @@ class Stepper:
 
     def reduce(self, effect: step.ReductionDue) -> None:
         """All own lanes are there."""
-        self._out.start(do.Reduce, effect.generation, self._machine.plan, effect.step)
+        compare = self._comparing.due(effect.step, self._machine.current_plan())
+        self._out.start(do.Reduce, effect.generation, self._machine.plan, effect.step, compare)
 
-    def reduced(self, operation: do.Reduce, payload: AgreePayload, kept: int, due: Due) -> Iterable[step.StepEvent]:
+    def reduced(
+        self, operation: do.Reduce, payload: AgreePayload, kept: int, due: Due, saved: int
+    ) -> Iterable[step.StepEvent]:
         """The whole reduced gradient is held here. kept: the newest step whose snapshots are where they are to be. due:
-        what is taken after this one."""
-        data = encode(payload.stamped(self._committed_ns, kept, due))
+        what is taken after this one. saved: the newest step whose checkpoint is known to count."""
+        data = encode(payload.stamped(self._committed_ns, kept, due, saved))
         return [step.GradientReduced(operation.generation, operation.step, data)]
 
-    def gather(self, data: bytes) -> step.GatherWanted:
-        """What the application contributes, as a record says it."""
-        return step.GatherWanted(encode(GatherPayload(data, self._committed_ns)))
+    def gather(self, data: bytes, ends: bool, states: Sequence[StageSection] = ()) -> step.GatherWanted:
+        """What the application contributes, as a record says it. ends: its loop is over, with these last states."""
+        return step.GatherWanted(encode(GatherPayload(data, self._committed_ns, ends, list(states))))
 
     def contribute(self, effect: step.SendRecord) -> None:
         """Give the own record to all, and get theirs."""
@@ -108,16 +113,21 @@ class Stepper:
         """One was taken, in this generation, and is to be carried out."""
         self._generation = generation
 
-    def gathered(self, effect: step.Gathered) -> None:
-        """A gather is decided."""
-        self._decided(effect.key, effect.here)
-        self._gathers.decided(effect.key, effect.records)
+    def gathered(self, effect: step.Gathered) -> Differs | None:
+        """A gather is decided, unless its records show that the last states differ."""
+        said = last_states(effect.records) if effect.here else {}  # else whoever hands it over has compared
+        found = self._compare(Statements.last(effect.key.step, said)) if said else None
+        if found is None:
+            self._decided(effect.key, effect.here)
+            self._gathers.decided(effect.key, effect.records)
+        return found
 
     def update(self, effect: step.StepDecided) -> Differs | None:
         """Apply a step, unless its records show that nothing must be applied."""
         outcome = self.outcome(effect.step, effect.records)
         found = self.compare(outcome)
         if found is None:
+            self.concluded(outcome)
             self._decided(Key(effect.step, 0))
             generation, stages = self._machine.generation, self._machine.stages
             self._out.start(do.Update, generation, effect.step, effect.records, outcome, stages)
@@ -133,22 +143,35 @@ class Stepper:
         """What everybody concludes from the records of a step."""
         return conclude(number, self._lanes, records)
 
+    def concluded(self, outcome: StepOutcome) -> None:
+        """What the records of a step, that counts, say of comparisons to come and of checkpoints."""
+        if outcome.compares:
+            self._comparing.ask(outcome.step + 1)
+        self._comparing.saved(outcome.saved)
+
     def compare(self, outcome: StepOutcome) -> Differs | None:
         """None if all copies of the state were alike before the step."""
-        found = differing(outcome)
-        if found is None:
-            return None
-        reason, outvoted = found
-        mine, sound = self._machine.me.worker_id, self.proven(outcome.step - 1)
-        everybody = {who for digests in outcome.digests.values() for who in digests}
-        self._out.put(do.Invalidate(sound, first=mine == min(everybody - outvoted, default=mine)))
-        reason += f"; all steps after {sound} are tainted" if sound else "; all steps are tainted"
-        return Differs(Why(Cause.CORRUPT, reason), sound, mine in outvoted, self._generation)
+        return self._compare(Statements.before(outcome))
 
-    def proven(self, number: int) -> int:
-        """After so many steps: the newest one whose state has been compared among the workers, and was alike."""
-        every = self._verify_every
-        return max(0, number // every * every - 1 if every else 0, self._begins_after)
+    def _compare(self, said: Statements) -> Differs | None:
+        machine, fresh = self._machine, self._comparing.fresh
+        mine, plan = machine.me.worker_id, machine.plan
+        found = self._comparing.judge(said, member=plan is not None)
+        if found is None:
+            digests = self._comparing.told(said.step)
+            if digests and plan is not None and plan.leader(0) == mine:
+                self._out.tell(StatesAlike, lasting=False, step=said.step, digests=digests)
+            return None
+        sound = self._comparing.proven(said.step)
+        everybody = {who for digests in said.digests.values() for who in digests}
+        knows = plan is not None and not (fresh and found.drift and self._comparing.any_stayed(everybody))
+        if knows:  # else others know better what was alike, and see to what all share
+            self._out.put(do.Invalidate(sound, first=mine == min(everybody - found.outvoted, default=mine)))
+        doubt = f"; all steps after {sound} are tainted" if sound else "; all steps are tainted"
+        reason = found.reason + ("" if found.drift else doubt)
+        cause = Cause.NONDETERMINISTIC if found.drift else Cause.CORRUPT
+        outvoted = mine in found.outvoted
+        return Differs(Why(cause, reason), said.step + 1, sound, outvoted, found.drift, self._generation)
 
     def _decided(self, key: Key, here: bool = True) -> None:
         first = here and self._entered == self._generation

@@ -1,0 +1,436 @@
+"""How a model is set: modes, `requires_grad`, plain attributes of modules, hyperparameters, flags of torch. State that
+is no tensor, and that a script may change between steps.
+
+What is carried is what differs from the beginning of the loop, which a script sets up alike in every life. A step has
+three moments here: `before_lanes`, `digests` once the lanes are computed, and `after_update`. What changes between the
+update and the next lanes was done by the loop; an attribute of a class of the user's own that changes while lanes are
+computed (a counter of calls, the size of a cache) depends on who computed them, so it is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from operator import attrgetter, itemgetter
+from typing import Any, NamedTuple
+
+import msgspec
+import xxhash
+from torch import Tensor, dtype, nn
+from torch.optim import Optimizer
+
+from everstep.base.errors import CheckpointCorrupt, ConfigError, Uncarried
+from everstep.exact import flags
+from everstep.exact.extra_state import has_extra_state
+from everstep.exact.jsonable import decode, encode
+from everstep.exact.structure import Structure
+
+_SCALARS = frozenset({bool, int, float, str, bytes, type(None), dtype})
+_CONTAINERS = frozenset({list, tuple, dict})
+_INTERNAL = frozenset({*vars(nn.Module()), "zero_grad"})  # which is replaced while the loop runs
+_MOST_ITEMS, _MOST_TEXT = 64, 4096
+_training, _requires_grad = attrgetter("training"), attrgetter("requires_grad")
+
+_Key = tuple[str, str]  # of a module, and of its attribute
+
+
+class _Packed(NamedTuple):
+    """A small container, as it was."""
+
+    text: str
+
+
+class _Other(NamedTuple):
+    """What cannot be carried. One of a type is as good as another: forward passes make them, too."""
+
+    type_name: str
+
+
+class Said(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
+    """What is carried, as JSON has it: what is another than when the loop began, by name. hyperparameters: those that
+    the loop has ever changed, by number of the group and name."""
+
+    modes: dict[str, bool] = {}
+    requires_grad: dict[str, bool] = {}
+    attributes: dict[str, dict[str, Any]] = {}
+    flags: dict[str, Any] = {}
+    hyperparameters: dict[str, dict[str, Any]] = {}
+
+
+class _Watched:
+    """The attributes of one module: as the loop began, and as they were when they were looked at last."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.of_torch = type(module).__module__.startswith("torch.")
+        self.first = self.look()
+
+    def look(self) -> dict[str, Any]:
+        """Have a new look, and return it."""
+        self.now = _attributes(self.module)
+        return self.now
+
+
+class _Attributes:
+    """The attributes of all modules, looked at twice in each step: so all plain ones are compared at once."""
+
+    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
+        self.of = {name: _Watched(module) for name, module in modules.items()}
+        self._seen: tuple[list[int], list[Any]] | None = None
+        self.remember()
+
+    def follow(self, modules: Mapping[str, nn.Module]) -> None:
+        """Some may have been exchanged for others of their kind."""
+        for name, watched in self.of.items():
+            if modules.get(name, watched.module) is not watched.module:
+                watched.module, self._seen = modules[name], None
+
+    def remember(self) -> None:
+        """What was looked at last is what later looks are compared with."""
+        self._fields, self._plain, self._packed = [], [], []
+        for watched in self.of.values():
+            fields = vars(watched.module)
+            plain = [k for k, v in watched.now.items() if not isinstance(v, _Packed | _Other)]
+            self._fields.append(fields)
+            self._plain += [(itemgetter(*plain), fields)] if plain else []
+            self._packed += [(fields, k, v) for k, v in watched.now.items() if isinstance(v, _Packed)]
+        self._seen = self._look()
+
+    def _look(self) -> tuple[list[int], list[Any]]:
+        return [*map(len, self._fields)], [get(fields) for get, fields in self._plain]
+
+    def same(self) -> bool:
+        """Whether all is as it was: values by value, others by their number."""
+        try:
+            if self._look() != self._seen:
+                return False
+        except (KeyError, RuntimeError, ValueError):  # one is gone, or is a tensor now
+            return False
+        return all(k in fields and _pack(fields[k]) == v for fields, k, v in self._packed)
+
+    def changed(self) -> dict[_Key, tuple[Any, Any]]:
+        """Those that are others than at the last look: (before, now). None stands for none, too."""
+        if self.same():
+            return {}
+        found: dict[_Key, tuple[Any, Any]] = {}
+        for name, watched in self.of.items():
+            before, now = watched.now, watched.look()
+            keys = (key for key in now.keys() | before.keys() if now.get(key) != before.get(key))
+            found |= {(name, key): (before.get(key), now.get(key)) for key in keys}
+        self.remember()
+        return found
+
+
+class _Modes(NamedTuple):
+    """What is looked at in every step."""
+
+    modes: bytes
+    requires_grad: bytes
+    flags: tuple[Any, ...]
+    groups: tuple[dict[str, Any], ...]
+
+
+class Settings:
+    """Of one model and its optimizer. Before `begin` nothing is carried, compared or refused."""
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer | None) -> None:
+        self._model, self._optimizer = model, optimizer
+        self._structure: Structure | None = None
+        self._lanes, self._refused = False, ""
+        self._changed: dict[_Key, Any] = {}
+        self._held: dict[_Key, Any] = {}
+        self._by_lanes: set[_Key] = set()
+        self._driven: set[tuple[int, str]] = set()
+        self._digested: tuple[_Modes | None, list[bytes]] = (None, [])
+
+    def begin(self) -> None:
+        """The loop is about to begin: what is set by now is so in every life."""
+        if self._optimizer is None:
+            return
+        self._structure = Structure(self._model, self._optimizer)
+        self._attributes = _Attributes(self._structure.modules)
+        self._modules = self._attributes.of
+        self._parameters = dict(self._model.named_parameters())
+        self._plain, self._own = list(self._structure.modules.values()), list(self._parameters.values())
+        self._first = self._updated = self._look()
+        self._told = self._first
+
+    # ---- the moments of a step
+
+    def before_lanes(self) -> None:
+        """The loop asks for a step. Raises: Uncarried for what the loop has changed and cannot be carried."""
+        if self._structure is not None and not self._lanes:
+            if not self._structure.check(lanes=False):
+                self._follow(self._structure)
+            self._by_loop()
+            if self._refused:
+                raise Uncarried(self._refused)
+            self._lanes = True
+
+    def digests(self) -> bytes:
+        """Of all that members must have alike, as `SETTINGS` of `protocol/driver/records.py` lists it.
+
+        Raises: Uncarried for a change that cannot be carried.
+        """
+        if self._structure is None:
+            return b""
+        if not self._structure.check():
+            self._follow(self._structure)
+        now = self._look()
+        before, parts = self._digested
+        if now != before:
+            groups = repr([sorted(group.items()) for group in now.groups])
+            parts = [_short(now.modes), _short(now.requires_grad), _short(repr(now.flags)), _short(groups)]
+            self._digested = now, parts
+        return b"".join([*parts, _short(repr(sorted(self._changed.items(), key=str)))])
+
+    def after_update(self) -> None:
+        """The state is that of a step, and the loop does not know it yet."""
+        if self._structure is None:
+            return
+        if self._lanes:
+            self._by_forward()
+        else:
+            self._by_loop()  # no lane was computed here
+        looked = self._digested[0] if self._lanes else None  # when the lanes were computed; updates change groups alone
+        now = looked._replace(groups=self._groups()) if looked is not None else self._look()
+        self._told, self._updated = self._updated, now
+        self._lanes, self._held = False, {}
+
+    # ---- what changes
+
+    def _look(self) -> _Modes:
+        return _Modes(
+            bytes(map(_training, self._plain)),
+            bytes(map(_requires_grad, self._own)),
+            flags.read(),
+            self._groups(),
+        )
+
+    @property
+    def _param_groups(self) -> list[dict[str, Any]]:
+        return self._optimizer.param_groups if self._optimizer is not None else []
+
+    def _groups(self) -> tuple[dict[str, Any], ...]:
+        return tuple([_hyperparameters(group) for group in self._param_groups])
+
+    def _follow(self, structure: Structure) -> None:
+        """Modules were made by a forward pass, or exchanged for others of their kind."""
+        self._attributes.follow(structure.modules)
+        self._plain = [watched.module for watched in self._modules.values()]
+
+    def _differing(self) -> dict[_Key, tuple[Any, Any]]:
+        return {key: pair for key, pair in self._attributes.changed().items() if key not in self._by_lanes}
+
+    def _by_loop(self) -> None:
+        """What was changed since the update."""
+        for (name, key), (before, now) in self._differing().items():
+            if isinstance(now, _Other):
+                self._refused = (
+                    f"the loop has set {name or 'the model'}.{key} to a {now.type_name}, which a worker that is "
+                    "resumed or healed would lack: make it a buffer of the model before the loop, or keep it elsewhere"
+                )
+                continue
+            self._held.setdefault((name, key), before)
+            self._set(name, key, now)
+        now = self._groups()
+        for k, (mine, before) in enumerate(zip(now, self._updated.groups, strict=False)):
+            if mine != before:
+                self._driven |= {(k, key) for key in mine if mine[key] != before.get(key)}
+
+    def _by_forward(self) -> None:
+        """What was changed while lanes were computed."""
+        for (name, key), (_, now) in self._differing().items():
+            if self._modules[name].of_torch and not isinstance(now, _Other):
+                self._set(name, key, now)  # not by its own forward pass
+            else:
+                self._by_lanes.add((name, key))
+                self._changed.pop((name, key), None)
+
+    def _set(self, name: str, key: str, now: Any) -> None:
+        watched = self._modules[name]
+        first = watched.first
+        if key in watched.now and (key not in first or first[key] != now or type(first[key]) is not type(now)):
+            self._changed[name, key] = now
+        else:  # as it was, or taken away
+            self._changed.pop((name, key), None)
+
+    # ---- what is carried
+
+    def now(self) -> dict[str, Any]:
+        """As JSON: as it is. Nothing if all is as when the loop began."""
+        if self._structure is None:
+            return {}
+        if not self._lanes:
+            self._by_loop()
+        return self._said(self._look(), self._changed)
+
+    def after(self) -> dict[str, Any]:
+        """As JSON: as it was right after the newest update, from where a loop that takes this goes on."""
+        if self._structure is None:
+            return {}
+        self.now()
+        attributes = dict(self._changed)
+        for (name, key), before in self._held.items():
+            attributes.pop((name, key), None)
+            if self._modules[name].first.get(key) != before and not isinstance(before, _Other):
+                attributes[name, key] = before
+        return self._said(self._updated, attributes)
+
+    def _said(self, now: _Modes, attributes: Mapping[_Key, Any]) -> dict[str, Any]:
+        first, said = self._first, Said()
+        if now.modes != first.modes:
+            said.modes = {n: bool(b) for n, _, b in _apart(self._modules, first.modes, now.modes)}
+        if now.requires_grad != first.requires_grad:
+            apart = _apart(self._parameters, first.requires_grad, now.requires_grad)
+            said.requires_grad = {n: bool(b) for n, _, b in apart}
+        if now.flags != first.flags:
+            said.flags = {n: encode(b, n, {}) for n, _, b in _apart(flags.NAMES, first.flags, now.flags)}
+        for (name, key), value in sorted(attributes.items()):
+            said.attributes.setdefault(name, {})[key] = _node(value)
+        for k, key in sorted(self._driven):
+            if key in now.groups[k]:
+                said.hyperparameters.setdefault(str(k), {})[key] = encode(now.groups[k][key], key, {})
+        found: dict[str, Any] = msgspec.to_builtins(said)
+        return found
+
+    def restore(self, given: Mapping[str, Any]) -> None:
+        """Set all as `now` or `after` gave it in a worker whose loop began alike.
+
+        Raises: CheckpointCorrupt if it is none of that; ConfigError if this model has no such thing.
+        """
+        if self._structure is None:
+            if given:
+                raise ConfigError(
+                    f"the state was trained with settings that its loop has changed ({_listed(given)}), which this "
+                    "job cannot take on: resume it as it was started"
+                )
+            return
+        try:
+            said = msgspec.convert(dict(given), Said)
+        except msgspec.ValidationError as error:
+            raise CheckpointCorrupt(f"settings of a model are not as Everstep writes them: {error}") from None
+        (self._by_forward if self._lanes else self._by_loop)()
+        self._put_modes(said)
+        first_flags = dict(zip(flags.NAMES, self._first.flags, strict=True))
+        wanted = {**first_flags, **{name: decode(node, {}) for name, node in said.flags.items()}}
+        now = dict(zip(flags.NAMES, flags.read(), strict=True))
+        flags.write({name: value for name, value in wanted.items() if name not in now or now[name] != value})
+        self._put_attributes({(n, k): node for n, of in said.attributes.items() for k, node in of.items()})
+        for number, values in said.hyperparameters.items():
+            groups = self._param_groups
+            k = int(number) if number.isdecimal() else len(groups)
+            if k >= len(groups) or not values.keys() <= groups[k].keys() - {"params"}:
+                raise ConfigError(f"the state sets {list(values)[:5]} of group {number[:20]!a}, which is not there")
+            groups[k].update({key: decode(node, {}) for key, node in values.items()})
+            self._driven |= {(k, key) for key in values}
+        self._attributes.changed()
+        self._held, self._lanes = {}, False
+        self._updated = self._told = self._look()
+
+    def _put_modes(self, said: Said) -> None:
+        modules, parameters = self._modules, self._parameters
+        strangers = [*(said.modes.keys() - modules.keys()), *(said.requires_grad.keys() - parameters.keys())]
+        strangers += [name for name in said.attributes if name not in modules]
+        if strangers:
+            raise ConfigError(f"the state has settings of {strangers[0][:100]!a}, which the model does not have")
+        for (name, watched), mode in zip(modules.items(), self._first.modes, strict=True):
+            watched.module.training = said.modes.get(name, bool(mode))
+        for (name, parameter), grad in zip(parameters.items(), self._first.requires_grad, strict=True):
+            if parameter.requires_grad != said.requires_grad.get(name, bool(grad)):
+                parameter.requires_grad_(not parameter.requires_grad)
+
+    def _put_attributes(self, nodes: Mapping[_Key, Any]) -> None:
+        for name, key in self._changed.keys() - nodes.keys():
+            watched = self._modules[name]
+            if key in watched.first:
+                setattr(watched.module, key, decode(_node(watched.first[key]), {}))
+            else:
+                vars(watched.module).pop(key, None)
+        self._changed = {}
+        for (name, key), node in nodes.items():
+            module = self._modules[name].module
+            fits = key.isidentifier() and not key.startswith("__") and key not in _INTERNAL
+            if not fits or hasattr(type(module), key) or key in module._modules.keys() | module._parameters.keys():
+                raise ConfigError(f"the state sets {key[:100]!a} of module {name!a}, which is no plain attribute")
+            setattr(module, key, decode(node, {}))
+            self._changed[name, key] = _attributes(module).get(key)
+
+    # ---- in words
+
+    def changes(self) -> list[str]:
+        """What is another than right after the update before this one, with old and new values."""
+        if self._structure is None:
+            return []
+        old, new = self._told, self._look()
+        modes, grads = _apart(self._modules, old.modes, new.modes), (old.requires_grad, new.requires_grad)
+        found = [f"{n or 'the model'}.training: {bool(a)} -> {bool(b)}" for n, a, b in modes]
+        found += [f"{n}.requires_grad: {bool(a)} -> {bool(b)}" for n, a, b in _apart(self._parameters, *grads)]
+        found += [f"torch's {n}: {a} -> {b}" for n, a, b in _apart(flags.NAMES, old.flags, new.flags)]
+        for k, (before, now) in enumerate(zip(old.groups, new.groups, strict=False)):
+            found += [f"group {k}'s {n}: {before.get(n)} -> {v}" for n, v in now.items() if v != before.get(n)]
+        return found
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Meanwhile all of the model is in eval mode; afterwards each module is in its own mode again."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+def _apart(names: Iterable[str], one: Iterable[Any], other: Iterable[Any]) -> list[tuple[str, Any, Any]]:
+    """(name, value, other value) where they differ."""
+    return [(n, a, b) for n, a, b in zip(names, one, other, strict=True) if a != b]
+
+
+def _hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: v for k, v in group.items() if type(v) in _SCALARS or type(v) is tuple}
+
+
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    """What a module keeps in attributes of its own: scalars as they are, small containers packed, others by place.
+
+    Nothing of a module that has extra state: that says itself what is carried, and setting it changes attributes.
+    """
+    if has_extra_state(module):
+        return {}
+    found: dict[str, Any] = {}
+    for key, value in vars(module).items():
+        kind = type(value)
+        if kind in _SCALARS:
+            if key not in _INTERNAL:
+                found[key] = value
+        elif key not in _INTERNAL:
+            packed = _pack(value) if kind in _CONTAINERS else None
+            found[key] = packed or _Other(kind.__name__)
+    return found
+
+
+def _pack(value: Any) -> _Packed | None:
+    """A small container of plain values; None if it is none."""
+    tensors: dict[str, Tensor] = {}
+    if len(value) > _MOST_ITEMS:
+        return None
+    try:
+        text = msgspec.json.encode(encode(value, "", tensors)).decode()
+    except ConfigError:
+        return None
+    return None if tensors or len(text) > _MOST_TEXT else _Packed(text)
+
+
+def _node(value: Any) -> Any:
+    return msgspec.json.decode(value.text) if isinstance(value, _Packed) else encode(value, "", {})
+
+
+def _short(data: bytes | str) -> bytes:
+    return xxhash.xxh32_digest(data.encode() if isinstance(data, str) else data)
+
+
+def _listed(given: Mapping[str, Any]) -> str:
+    return ", ".join(sorted(str(key)[:40] for key in given))

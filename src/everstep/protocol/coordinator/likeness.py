@@ -1,0 +1,59 @@
+"""All workers of a job have to compute with and run the same: what that is, and why a worker has to go. Pure."""
+
+from __future__ import annotations
+
+from everstep.base.cause import Cause, Why
+from everstep.protocol.coordinator.desk import Desk
+from everstep.protocol.identity import Code, Kernels, told
+
+
+class Likeness:
+    """The job's kernels and code: those of the first worker, and of what came later whatever nobody had told before."""
+
+    def __init__(self, desk: Desk) -> None:
+        self._desk = desk
+        self._kernels, self._code = desk.config.hosts.alike.kernels, desk.config.hosts.alike.code
+        self._warned: set[str] = set()
+
+    def kernels(self, said: Kernels | None, host: str) -> Why | None:
+        """A worker computes with these. Returns why it may not take part, None if it may."""
+        words = "" if said is None or self._kernels is None else said.unlike(self._kernels)
+        if said is None or (not words and self._kernels is not None):
+            return None
+        if not words:
+            self._is_with(said)
+        elif not self._desk.config.hosts.alike.warns:
+            remedy = "take hosts of one kind, or set numerics.changed=warn to go on inexactly"
+            return Why(Cause.NONDETERMINISTIC, f"host {host}: its kernels give {words}: {remedy}")
+        elif said.fingerprint not in self._warned:
+            if not self._code.packages:  # it is the first of this run: the job goes on with its kernels
+                self._is_with(said)
+            self._warned.add(said.fingerprint)
+            text = f"host {host}: its kernels give {words}: the result is not exact any more (numerics.changed=warn)"
+            self._desk.report("warning", Why(Cause.NONDETERMINISTIC, text))
+        return None
+
+    def _is_with(self, said: Kernels) -> None:
+        self._kernels = said
+        self._desk.remember(numerics=told(said))
+
+    def code(self, said: Code | None, host: str) -> Why | None:
+        """A worker has imported this. Returns why it may not take part, None if it may."""
+        if said is None:
+            return None
+        words = said.unlike(self._code, f"on host {host}", "in the job")
+        if words:
+            remedy = (
+                "bring the same files and packages to all hosts; to go on with code that was edited while the job ran, "
+                "stop the job and run it again"
+            )
+            return Why(Cause.CONFIG, f"host {host}: its code is not the job's: {words}: {remedy}")
+        new = said.beyond(self._code)
+        if new.files or new.packages:
+            changed = new.unlike(self._desk.config.hosts.alike.before, "now", "when it ran last")
+            if changed:
+                text = f"the code has changed since this job last ran; it goes on with the code as it is now: {changed}"
+                self._desk.report("warning", Why(Cause.CONFIG, text))
+            self._code = self._code.joined(new)
+            self._desk.remember(code=told(self._code))
+        return None

@@ -1,0 +1,234 @@
+"""Whether all members hold the same state, and what follows if they do not. Pure.
+
+All judge the same statements by the same function, so all come to the same verdict:
+
+- A member that was healed or resumed since all were last alike differs from those that were not: the script itself
+  makes states differ, for every bit that it was given was verified. So does one whose steps, done again, end otherwise
+  than they did before. That is *drift*: going back does not help, and the job ends.
+- Else a bit has changed by itself. Of the members that were not healed or resumed since, more than half hold the right
+  state; the others are outvoted, and healed. All go back to the last step at which states were alike, since what was
+  computed from the wrong state is in all of them.
+
+A digest may say more than whether states are alike: after `WHOLE` hex digits come `PART` for each part of the state, by
+which a person is told which of them differ.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from everstep.base.plan import Plan
+from everstep.protocol.driver.records import StageSection, StepOutcome
+from everstep.protocol.step_types import BY_SCRIPT, Holding
+
+WHOLE, PART = 32, 8
+_KEPT = 8
+_NAMED = 3
+_MOST_TOLD = 4096
+
+_VERIFIED = f"from state that was verified, so {BY_SCRIPT}"
+
+Names = Callable[[int], Sequence[str]]
+"""By stage: what each part of its state is called, in the order in which a digest has them."""
+
+
+@dataclass(frozen=True)
+class Statements:
+    """What members say of the state of `step`. digests: by stage and worker; ties: by name and (stage, worker)."""
+
+    step: int
+    when: str
+    digests: Mapping[int, Mapping[int, str]]
+    ties: Mapping[str, Mapping[tuple[int, int], str]] = field(default_factory=dict)
+
+    @staticmethod
+    def before(outcome: StepOutcome) -> Statements:
+        """Those of a step's records."""
+        return Statements(outcome.step - 1, f"before step {outcome.step}", outcome.digests, outcome.ties)
+
+    @staticmethod
+    def last(step: int, said: Mapping[int, Sequence[StageSection]]) -> Statements:
+        """Those of members that are through with the last step."""
+        digests: dict[int, dict[int, str]] = {}
+        ties: dict[str, dict[tuple[int, int], str]] = {}
+        for worker_id, sections in sorted(said.items()):
+            for section in sections:
+                digests.setdefault(section.stage, {})[worker_id] = section.digest
+                for name, digest in section.tied.items():
+                    ties.setdefault(f"the tied parameter {name}", {})[section.stage, worker_id] = digest
+        return Statements(step, f"after step {step}, the last", digests, ties)
+
+
+@dataclass(frozen=True)
+class Disagreement:
+    """What differs, in words; who is outvoted; whether it is drift."""
+
+    reason: str
+    outvoted: frozenset[int] = frozenset()
+    drift: bool = False
+
+
+@dataclass(frozen=True)
+class Copies:
+    """What should be alike. said: by the name of each copy, whose it is and its digest. agreed: what members said of it
+    before, "" if they did not. parts: names."""
+
+    place: str
+    said: Mapping[str, tuple[int, str]]
+    agreed: str = ""
+    parts: Sequence[str] = ()
+
+
+def verdict(when: str, copies: Iterable[Copies], fresh: Collection[int]) -> Disagreement | None:
+    """None if all is alike. fresh: who was healed or resumed since it was last."""
+    found = [one for each in copies if (one := _judge(when, each, fresh)) is not None]
+    if not found:
+        return None
+    # What changed by itself may be the reason for the rest; what is outvoted then heals.
+    by_itself = [one for one in found if not one.drift]
+    outvoted = frozenset(worker for one in by_itself for worker in one.outvoted)
+    return Disagreement("; ".join(one.reason for one in by_itself or found), outvoted, not by_itself)
+
+
+def _judge(when: str, copies: Copies, fresh: Collection[int]) -> Disagreement | None:
+    digests = {who: digest[:WHOLE] for who, (_, digest) in copies.said.items() if digest}
+    owner = {who: worker for who, (worker, _) in copies.said.items()}
+    agreed = copies.agreed[:WHOLE]
+    if len({*digests.values(), *([agreed] if agreed and digests else [])}) <= 1:
+        return None
+    stayed = {who: digest for who, digest in digests.items() if owner[who] not in fresh}
+    if agreed in digests.values():
+        right = agreed
+    elif len(set(digests.values())) == 1:
+        return Disagreement(_differs_from_before(when, copies, digests), drift=True)
+    else:
+        right = _majority(stayed)
+    odd = [who for who, digest in digests.items() if right and digest != right]
+    text = _words(when, copies, digests)
+    if len({*stayed.values(), *([agreed] if right == agreed else [])}) <= 1:
+        blamed = odd or list(digests)
+        were = f"workers {' and '.join(blamed)} were" if len(blamed) > 1 else f"worker {blamed[0]} was"
+        return Disagreement(f"{text}; {were} healed or resumed since all were alike, {_VERIFIED}", drift=True)
+    judged = f"worker {' and '.join(odd)} deviates" if odd else "no copy is outvoted"
+    return Disagreement(f"{text}: {judged}", frozenset(owner[who] for who in odd))
+
+
+def _majority(digests: Mapping[str, str]) -> str:
+    """The digest that more than half of them have; "" if there is none."""
+    common, count = next(iter(Counter(digests.values()).most_common(1)), ("", 0))
+    return common if 2 * count > len(digests) else ""
+
+
+def _words(when: str, copies: Copies, digests: Mapping[str, str]) -> str:
+    by: dict[str, list[str]] = {}
+    for who, digest in digests.items():
+        by.setdefault(digest, []).append(who)
+    said = ", ".join(f"{digest[:12]} at worker {' and '.join(who)}" for digest, who in sorted(by.items()))
+    where = named([digest for _, digest in copies.said.values()], copies.parts)
+    return f"{copies.place} differs among the workers {when} ({said}){where}"
+
+
+def _differs_from_before(when: str, copies: Copies, digests: Mapping[str, str]) -> str:
+    now = next(digest for _, digest in copies.said.values() if digest)
+    where = named([copies.agreed, now], copies.parts)
+    return (
+        f"{copies.place} {when} is not the one that all workers had come to before ({now[:12]}, expected "
+        f"{copies.agreed[:12]}){where}; the steps were done again, {_VERIFIED}"
+    )
+
+
+def named(digests: Sequence[str], parts: Sequence[str]) -> str:
+    """Which parts differ, for the end of a sentence; "" if that is not known."""
+    tails = [digest[WHOLE:] for digest in digests if len(digest) == WHOLE + PART * len(parts)]
+    if len(tails) < 2:
+        return ""
+    columns = ([tail[PART * k : PART * (k + 1)] for tail in tails] for k in range(len(parts)))
+    found = [name for name, column in zip(parts, columns, strict=True) if len(set(column)) > 1]
+    more = f" and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
+    return f", in {', '.join(found[:_NAMED])}{more}" if found else ""
+
+
+class Comparing:
+    """What one worker knows of comparisons: when the next is due, and up to which step all were alike.
+
+    every: steps between comparisons, 0 for none; each is of the state before its step. begins_after: the step whose
+    state the job began with. repeats: whether a step that is done again gives the same bits. names: see `Names`.
+    """
+
+    def __init__(self, every: int, begins_after: int, *, repeats: bool = True, names: Names = lambda stage: ()) -> None:
+        self.fresh = False  # this worker was healed or resumed since all were alike
+        self._every, self._begins_after, self._repeats, self._names = every, begins_after, repeats, names
+        self._members: frozenset[int] = frozenset()  # of this generation those that were
+        self._alike: dict[int, Mapping[int, str]] = {}  # by step; digests by stage where they are known
+        self._asked = 0
+
+    # ---- when
+
+    def entered(self, holdings: Mapping[int, Holding], copy: Collection[int]) -> None:
+        """A generation has settled. copy: who had to copy its state for that, or to read it."""
+        self._members = frozenset({*copy, *(i for i, holding in holdings.items() if holding.fresh)})
+
+    def copied(self) -> None:
+        """This worker's state is not the one that it has computed itself."""
+        self.fresh = True
+
+    def ask(self, number: int) -> None:
+        """A comparison is due before this step, as the records of the one before it say."""
+        self._asked = number
+
+    def due(self, number: int, plan: Plan) -> bool:
+        """Whether members compare their states before this step."""
+        periodic = bool(self._every) and number % self._every == 0
+        known = self._repeats and bool(self._alike.get(number - 1))
+        return periodic or known or (len(plan.members) > 1 and (bool(self._members) or self._asked == number))
+
+    # ---- what came of it
+
+    def learn(self, plan: Plan) -> None:
+        """What the plan says of steps at which all were alike."""
+        for step, stage, digest in plan.alike:
+            self._note(step, {**self._alike.get(step, {}), stage: digest})
+
+    def judge(self, said: Statements, *, member: bool = True) -> Disagreement | None:
+        """None if all copies are alike. member: this worker is one of those who say it."""
+        places = []
+        for stage, of in sorted(said.digests.items()):
+            copies = {str(worker): (worker, digest) for worker, digest in of.items()}
+            agreed = self._alike.get(said.step, {}).get(stage, "") if self._repeats else ""
+            place = f"stage {stage}" if any(said.digests) else "the state"
+            places.append(Copies(place, copies, agreed, self._names(stage)))
+        for name, tied in sorted(said.ties.items()):
+            copies = {f"{worker} (stage {k})": (worker, digest) for (k, worker), digest in sorted(tied.items())}
+            places.append(Copies(name, copies))
+        found = verdict(said.when, places, self._members)
+        if found is None and any(said.digests.values()):
+            self._note(said.step, {stage: next(iter(of.values())) for stage, of in said.digests.items() if of})
+            if member:
+                self.fresh, self._members = False, frozenset()
+        return found
+
+    def any_stayed(self, workers: Iterable[int]) -> bool:
+        """Whether any of these was not healed or resumed since all were alike."""
+        return any(worker not in self._members for worker in workers)
+
+    def told(self, step: int) -> dict[int, str]:
+        """By stage the digests of a step at which all were alike, as somebody is told who keeps them."""
+        digests = self._alike.get(step, {}) if self._repeats else {}
+        return {k: digest if len(digest) <= _MOST_TOLD else digest[:WHOLE] for k, digest in digests.items()}
+
+    def saved(self, step: int) -> None:
+        """A checkpoint of this step counts: those who wrote it were alike."""
+        if step > self._begins_after:
+            self._note(step, self._alike.get(step, {}))
+
+    def proven(self, number: int) -> int:
+        """After so many steps: the newest one whose state has been compared among the workers, and was alike."""
+        every = self._every
+        periodic = number // every * every - 1 if every else 0
+        return max(0, periodic, self._begins_after, *(step for step in self._alike if step <= number))
+
+    def _note(self, step: int, digests: Mapping[int, str]) -> None:
+        known = {**self._alike, step: digests}
+        self._alike = {at: known[at] for at in sorted(known)[-_KEPT:]}  # as a whole: another thread may read it

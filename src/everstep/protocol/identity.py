@@ -1,0 +1,93 @@
+"""What a worker computes with and which code it runs, as it says them; how they are compared, and told. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Any
+
+import msgspec
+
+_Short = Annotated[str, msgspec.Meta(max_length=100)]
+_Name = Annotated[str, msgspec.Meta(max_length=200)]
+_Digest = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{16}\Z")]
+MOST_FILES, MOST_PACKAGES, MOST_VERSIONS = 4096, 1024, 16
+_NAMED = 3
+
+
+class Kernels(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a process computes with. fingerprint: a digest of the bits that fixed small kernels give; it decides. The
+    rest explains: the device and its instruction set, intra-op threads, versions of libraries by name."""
+
+    fingerprint: Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{32}\Z")]
+    device: _Name
+    threads: Annotated[int, msgspec.Meta(ge=1)]
+    versions: Annotated[dict[_Short, _Short], msgspec.Meta(max_length=MOST_VERSIONS)] = {}
+
+    def unlike(self, other: Kernels, whose: str = "the job") -> str:
+        """How these kernels, this host's, differ from others, in one line; "" if they give the same bits."""
+        if self.fingerprint == other.fingerprint:
+            return ""
+        names = sorted({*self.versions, *other.versions})
+        said = [("", self.device, other.device), ("threads ", str(self.threads), str(other.threads))]
+        said += [(f"{name} ", self.versions.get(name, "none"), other.versions.get(name, "none")) for name in names]
+        words = [f"{what}{here}, {whose} with {what}{there}" for what, here, there in said if here != there]
+        same = f"{self.device}, as {whose} does, so it is the environment, a driver, or a device that computes wrongly"
+        values = f"fingerprint {self.fingerprint[:8]} here, {other.fingerprint[:8]} there"
+        return f"other bits ({values}): this host computes with {'; with '.join(words) or same}"
+
+
+class Code(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a process has imported. files: digests of the user's own source files, by name; packages: versions of
+    installed packages, by name."""
+
+    files: Annotated[dict[_Name, _Digest], msgspec.Meta(max_length=MOST_FILES)] = {}
+    packages: Annotated[dict[_Short, _Short], msgspec.Meta(max_length=MOST_PACKAGES)] = {}
+
+    def unlike(self, other: Code, here: str, there: str) -> str:
+        """Of what both have imported, how it differs, in words; "" if it is alike. here, there: whose each is."""
+        both = ((self.files, other.files), (self.packages, other.packages))
+        found = [
+            f"{name} is {value} {here}, {theirs[name]} {there}"
+            for mine, theirs in both
+            for name, value in sorted(mine.items())
+            if theirs.get(name, value) != value
+        ]
+        return "; ".join([*found[:_NAMED], *([f"and {len(found) - _NAMED} more"] if len(found) > _NAMED else [])])
+
+    def beyond(self, other: Code) -> Code:
+        """What this one has imported and the other has not."""
+        return Code(_without(self.files, other.files), _without(self.packages, other.packages))
+
+    def joined(self, other: Code) -> Code:
+        """What either has imported, the other's where both have, as far as there is room."""
+        files, packages = {**self.files, **other.files}, {**self.packages, **other.packages}
+        return Code(dict(_first(files.items(), MOST_FILES)), dict(_first(packages.items(), MOST_PACKAGES)))
+
+
+def read_kernels(found: object) -> Kernels | None:
+    """As a file says them; None if it does not, or makes no sense."""
+    try:
+        return msgspec.convert(found, Kernels)
+    except msgspec.ValidationError:
+        return None
+
+
+def read_code(found: object) -> Code | None:
+    """As a file says it; None if it does not, or makes no sense."""
+    try:
+        return msgspec.convert(found, Code)
+    except msgspec.ValidationError:
+        return None
+
+
+def told(said: Kernels | Code | None) -> Any:
+    """As JSON has it."""
+    return msgspec.to_builtins(said)
+
+
+def _without(mine: Mapping[str, str], theirs: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in mine.items() if name not in theirs}
+
+
+def _first(items: Iterable[tuple[str, str]], most: int) -> list[tuple[str, str]]:
+    return sorted(items)[:most]

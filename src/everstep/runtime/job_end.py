@@ -1,0 +1,148 @@
+"""How a job comes to its end: whose word counts, who is waited for, and for how long. Pure: time is passed in."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import inf
+
+from everstep.base.cause import Cause, Why
+from everstep.protocol.messages import JobEnded
+
+GRACE_S = 10.0
+AGENTS_WAIT_S = 40.0
+LAST_WAIT_S = 15.0
+ALONE_S = 1.0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How the job ended: 'completed', 'failed' or 'interrupted', and why."""
+
+    exit_code: int
+    state: str
+    why: Why
+
+
+class JobEnd:
+    """Says when the job is over, and how. finish_s: how long workers may go on after the last step.
+
+    alone: the workers of this host end it, since no coordinator answers, or none can be started.
+    """
+
+    def __init__(self, finish_s: float) -> None:
+        self._finish_s = finish_s
+        self._signals = 0
+        self._left: set[str] = set()
+        self._present: set[str] = set()
+        self._deadline_s = self._asked_s = inf
+        self.interrupted = 0
+        self.alone = False
+        self._failing: Why | None = None
+        self.outcome: Outcome | None = None
+        self.over = False
+
+    @property
+    def failing(self) -> bool:
+        """Whether no coordinator can be started, and the workers leave."""
+        return self._failing is not None
+
+    def due_in(self, now_s: float) -> float:
+        """Seconds until `look` has something to say if nothing comes before."""
+        return self._deadline_s - now_s
+
+    def signal(self, number: int, now_s: float, grace_s: float) -> bool:
+        """One that is to end the job. grace_s: for a checkpoint and until all is over; 0: there is none.
+
+        Returns whether the coordinator is to be asked to end it; a second one ends everything now.
+        """
+        self._signals += 1
+        if self._signals > 1:
+            self.outcome = (None if self.interrupted else self.outcome) or _interrupted(number)
+            self.over = True
+            return False
+        self.interrupted = number
+        if self.outcome is not None:
+            return False
+        self._asked_s, self._deadline_s = now_s, now_s + (grace_s - reserve_s(grace_s) or GRACE_S)
+        return True
+
+    def goes_alone(self, now_s: float, unheard_s: float) -> bool:
+        """Whether the workers of this host are to end the job from now on, by themselves. unheard_s: since the
+        coordinator was heard of."""
+        if self.alone or self.outcome is not None or min(now_s - self._asked_s, unheard_s) < ALONE_S:
+            return False
+        self.alone = True
+        return True
+
+    def told(self, message: JobEnded, now_s: float) -> None:
+        """The coordinator's word. Agents leave when their workers have."""
+        why = Why(message.cause, message.reason)
+        outcome = Outcome(message.exit_code, message.state, why)
+        if self.interrupted and message.state != "completed":
+            outcome = Outcome(128 + self.interrupted, "interrupted", why)
+        if self.outcome is None:
+            self.outcome = outcome
+            wait_s = AGENTS_WAIT_S + (self._finish_s if message.state == "completed" else 0.0)
+            self._deadline_s = min(now_s + wait_s, self._deadline_s if self.interrupted else inf)
+
+    def fail(self, why: Why, exit_code: int = 1) -> None:
+        """It cannot go on, and nobody is there who could end it in order."""
+        self.outcome = self.outcome or Outcome(exit_code, "failed", why)
+        self.over = True
+
+    def fail_alone(self, why: Why, now_s: float, grace_s: float) -> None:
+        """It cannot go on, and the workers of this host end it by themselves, within so long."""
+        self.alone, self._failing = True, why
+        self._deadline_s = min(self._deadline_s, now_s + grace_s)
+
+    def give_up(self, exit_code: int, why: Why) -> None:
+        """This process leaves, whatever becomes of the job."""
+        self.outcome = self.outcome or Outcome(exit_code, "interrupted", why)
+        self.over = True
+
+    def present(self, agents: Iterable[str]) -> None:
+        """These agents are connected."""
+        self._present = set(agents)
+        self._left &= self._present
+
+    def others(self, agent_id: str) -> bool:
+        """Whether another agent than this one is connected."""
+        return bool(self._present - {agent_id})
+
+    def all_left(self, agent_id: str) -> None:
+        """No worker of this agent runs or is about to."""
+        self._left.add(agent_id)
+
+    def started(self, agent_id: str) -> None:
+        """A worker of this agent runs."""
+        self._left.discard(agent_id)
+
+    def look(self, now_s: float, local: bool, leads: bool = True) -> None:
+        """Time has passed, or something has come. local: the agent of the job's own host runs. leads: so does the
+        coordinator that decides; else other hosts are another one's to wait for."""
+        late = now_s >= self._deadline_s
+        if self.outcome is not None:
+            self.over = self.over or late or not (local or (leads and self._present))
+        elif self.interrupted or self._failing is not None:
+            if late or (self.alone and not local):
+                failed = Outcome(1, "failed", self._failing) if self._failing is not None else None
+                self.outcome = failed or _interrupted(self.interrupted, "; the coordinator did not answer")
+                self.over = True
+        elif not leads or not self._left or self._left < self._present:
+            self._deadline_s = inf
+        elif self._deadline_s == inf:
+            self._deadline_s = now_s + LAST_WAIT_S
+        elif late:
+            self.fail(Why(Cause.UNKNOWN, "all workers have left, but the coordinator has not said how the job ended"))
+
+
+def reserve_s(grace_s: float) -> float:
+    """So much of the time between a signal and the end is for ending processes."""
+    return min(5.0, grace_s / 4)
+
+
+def _interrupted(number: int, more: str = "") -> Outcome:
+    text = f"interrupted by {signal.Signals(number).name}{more}"
+    return Outcome(128 + number, "interrupted", Why(Cause.INTERRUPTED, text))

@@ -1,0 +1,329 @@
+"""What calls do, of a loop's code that is read: to what they are given, to what is trained, and what comes of them.
+
+The user's functions are read in turn (`flow_functions`); of all others, what their names say (`flow_words`): a method
+that changes its object, a function that changes its argument, a draw, a file. What is not known changes nothing.
+"""
+
+from __future__ import annotations
+
+import ast
+import types
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from everstep.train.flow_functions import Functions, Given, method_of
+from everstep.train.flow_memory import MISSING, NOTHING, RANDOM, SCALARS, STEP, Origin, RoundMemory, Value, joined
+from everstep.train.flow_reader import Reader, Scope
+from everstep.train.flow_words import (
+    ALIASING,
+    CHANGING,
+    COPIES,
+    DRAWS,
+    EXITS,
+    FIRST_CHANGED,
+    FORGETTING,
+    PASSING,
+    READS,
+    SEEDS,
+    SETTING,
+    SILENT,
+    SILENT_HERE,
+    TOGETHER,
+    WRITES,
+)
+
+
+@dataclass(frozen=True)
+class BesideLoop:
+    """What is run beside the loop's code. samples: functions that make samples and batches, with what they
+    are given; hooks: at each backward pass; updates: at each update. data: what holds the samples."""
+
+    samples: Sequence[tuple[types.FunctionType, tuple[Any, ...]]] = ()
+    hooks: Sequence[tuple[types.FunctionType, tuple[Any, ...]]] = ()
+    updates: Sequence[tuple[types.FunctionType, tuple[Any, ...]]] = ()
+    data: Sequence[tuple[str, Any]] = ()
+
+
+@dataclass
+class Calls:
+    """Of one reader."""
+
+    reader: Reader
+    feeds: BesideLoop
+    functions: Functions
+
+    @property
+    def memory(self) -> RoundMemory:
+        """What is known of the round."""
+        return self.reader.memory
+
+    def iterate(self, value: Value, node: ast.expr) -> Value:
+        """Each value that an iterable gives."""
+        memory = self.memory
+        if "run" in value.flags:
+            return value.element or Value(frozenset((STEP,)), flags=frozenset(("step",)), title="step")
+        if "step" in value.flags:
+            return self._batch()
+        for thing in value.objects:
+            if hasattr(type(thing), "__next__"):
+                memory.mutate(value, Value())
+        deps = memory.use(value)
+        if value.element is not None:
+            return value.element.with_deps(value.deps)
+        if value.items:
+            return joined(value.items).with_deps(deps)
+        found = [self._elements(thing, value.title) for thing in value.objects]
+        flags = value.flags & {"trained"}
+        if found:
+            one = joined(found)
+            contents = frozenset(("object", id(t)) for t in value.objects)
+            return replace(one, deps=one.deps | deps, homes=value.homes | contents, flags=one.flags | flags)
+        return Value(deps, homes=value.homes, flags=flags, title=value.title)
+
+    def _elements(self, thing: Any, title: str) -> Value:
+        memory, kind = self.memory, type(thing)
+        method = method_of(kind, "__iter__")
+        if method is not None and memory.judge.of_user(thing):
+            found = self.functions.run(method, [memory.live(thing, title)], {})
+            return found.element or found
+        inner: list[Any] = []
+        if kind.__module__ in ("builtins", "collections") and isinstance(thing, list | tuple | set):
+            inner = list(thing)[:8]
+        elif isinstance(getattr(thing, "_modules", None), dict):
+            inner = list(thing._modules.values())[:8]
+        lives = [memory.live(one, f"{title}[{k}]") for k, one in enumerate(inner)]
+        return joined(lives) if lives else Value(title=title)
+
+    def _batch(self) -> Value:
+        """What the dataset and what collates make of it: training depends on that."""
+        memory = self.memory
+        deps: frozenset[Origin] = frozenset((STEP,))
+        for title, thing in self.feeds.data:
+            place = ("object", id(thing))
+            memory.kept[id(thing)] = thing
+            memory.titles.setdefault(place, title)
+            deps |= memory.values[place].deps if place in memory.values else frozenset((place,))
+        for function, given in self.feeds.samples:
+            deps |= memory.use(self._beside(function, given))
+        memory.sink(deps)
+        return Value(deps)
+
+    def updated(self) -> None:
+        """An update is made: schedulers, and hooks of the optimizer."""
+        for function, given in self.feeds.updates:
+            self.memory.sink(self.memory.use(self._beside(function, given)))
+
+    def _beside(self, function: types.FunctionType, given: tuple[Any, ...]) -> Value:
+        code = function.__code__
+        own = [self.memory.live(thing, title) for title, thing in given]
+        rest = [
+            Value(frozenset((("arg", id(code), k),)), key=frozenset((("arg", id(code), k),)))
+            for k in range(code.co_argcount - len(own))
+        ]
+        return self.functions.run(function, [*own, *rest], {})
+
+    def call(self, node: ast.Call, scope: Scope) -> Value:
+        """The value of a call, whose effects are noted."""
+        reader = self.reader
+        plain = tuple(reader.value(a, scope) for a in node.args)
+        named = {k.arg or f"**{n}": reader.value(k.value, scope) for n, k in enumerate(node.keywords)}
+        given = Given(plain, named)
+        if isinstance(node.func, ast.Attribute):
+            base = reader.value(node.func.value, scope)
+            return self._method(node, base, node.func.attr, given, scope)
+        callee = reader.value(node.func, scope)
+        name = node.func.id if isinstance(node.func, ast.Name) else ""
+        return self._function(node, callee, name, given, scope)
+
+    def _method(self, node: ast.Call, base: Value, name: str, given: Given, scope: Scope) -> Value:
+        memory = self.memory
+        if "step" in base.flags:
+            if name == "backward":
+                self._backward(given)
+            return Value(frozenset((STEP,)))
+        if "run" in base.flags:
+            return self._of_run(name, given)
+        func = node.func
+        of_module = any(isinstance(t, types.ModuleType) for t in base.objects)
+        found = []
+        for thing in base.objects:
+            if isinstance(thing, types.ModuleType | type):
+                continue
+            method = method_of(type(thing), name) if memory.judge.of_user(thing) else None
+            if method is not None and name not in getattr(thing, "__dict__", {}):
+                found.append(self.functions.run(method, [memory.live(thing, base.title), *given.plain], given.named))
+        if found:
+            return joined(found)
+        callee = self.reader.attribute_of(base, name)
+        held = any(_is_held(memory.attribute(thing, name)[1]) for thing in base.objects)
+        if callee.code is not None or held or any(self.functions.is_users(t) for t in callee.objects) or of_module:
+            return self._function(node, callee, name, given, scope)
+        return self._foreign_method(func, base, name, given, scope)
+
+    def _backward(self, given: Given) -> None:
+        memory = self.memory
+        memory.sink(frozenset().union(*(memory.use(v) for v in given.all)))
+        for function, own in self.feeds.hooks:
+            memory.sink(memory.use(self._beside(function, own)))
+
+    def _of_run(self, name: str, given: Given) -> Value:
+        if name in ("stop", *TOGETHER):
+            self.memory.sink(NOTHING)
+        if name == "__iter__":
+            return Value(flags=frozenset(("run",)))
+        for value in given.plain:
+            self.functions.handed(value, [Value()])
+        return Value(frozenset((STEP,)))
+
+    def _foreign_method(self, func: Any, base: Value, name: str, given: Given, scope: Scope) -> Value:
+        memory = self.memory
+        together = frozenset().union(*(memory.use(v) for v in given.all))
+        flags = frozenset(f for v in given.all for f in v.flags & {"copy"})
+        restless = any("restless" in memory.judge.flags(thing) for thing in base.objects)
+        in_place = name.endswith("_") and not name.endswith("__")
+        if name in CHANGING or in_place or restless or name.startswith(("set_", "add_", "register_", "log_")):
+            first = given.plain[0] if given.plain else Value()
+            keys = first.key or NOTHING if name == "setdefault" else NOTHING
+            value = Value(together - keys if name == "setdefault" else together, flags=flags)
+            sets = name in SETTING or name == "setdefault"
+            memory.mutate(base, value, keys=keys, sets=sets, forgets=name in FORGETTING)
+            self.reader.grow(func.value, base, value, scope)
+            if any("drives" in memory.judge.flags(thing) for thing in base.objects):
+                memory.sink(together)
+        if name == "backward" and "inputs" in given.named:
+            memory.mutate(given.named["inputs"], Value(memory.use(base)))
+        self._changed_arguments(name, given, together)
+        for value in given.all:
+            self.functions.handed(value, [Value(memory.use(base))])
+        title = f"{base.title}.{name}()"
+        if name in READS | WRITES:
+            together |= self._file(name, [base], memory.use(base) | together)
+        if name in SILENT or (name in SILENT_HERE and all(isinstance(t, dict | set | list) for t in base.objects)):
+            return Value()
+        if name in ("items", "values", "keys"):
+            each = self.iterate(replace(base, items=None), func)
+            key = Value(memory.use(base))
+            inner = joined(
+                [memory.live(v, base.title) for d in base.objects if isinstance(d, dict) for v in [*d.values()][:8]]
+                or [each]
+            )
+            one = replace(inner, deps=each.deps, homes=each.homes, flags=each.flags | inner.flags)
+            return Value(memory.use(base), element=Value(items=(key, one)) if name == "items" else one)
+        flags = base.flags & {"trained", "copy"} if name in ALIASING else frozenset()
+        if name.startswith("named_"):
+            one = Value(memory.use(base), homes=self._homes(base), flags=flags, title=base.title)
+            return Value(memory.use(base), element=Value(items=(Value(), one)))
+        if name in COPIES and "trained" in base.flags:
+            flags |= {"copy"}
+        homes = self._homes(base) if name in ALIASING or in_place else NOTHING
+        return Value(memory.use(base) | together, homes=homes, flags=flags, title=title if not homes else base.title)
+
+    def _homes(self, base: Value) -> frozenset[Origin]:
+        alone = base.objects if "trained" not in base.flags else ()
+        return base.homes | {("object", id(t)) for t in alone if not isinstance(t, SCALARS)}
+
+    def _function(self, node: ast.Call, callee: Value, name: str, given: Given, scope: Scope) -> Value:
+        memory = self.memory
+        if callee.code is not None:
+            return self.functions.closure(callee.code, given.plain, given.named)
+        found = [v for thing in callee.objects if (v := self.functions.live(thing, callee, given)) is not None]
+        if found:
+            return joined(found)
+        together = frozenset().union(*(memory.use(v) for v in given.all)) | callee.deps
+        module = ast.unparse(node.func).split(".")[0] if isinstance(node.func, ast.Attribute) else ""
+        special = self._special(name, node, given, together, scope)
+        if special is not None:
+            return special
+        if name in SEEDS or (name.startswith("set_") and module == "torch"):
+            memory.sink(together)
+        if name in EXITS:
+            memory.sink(NOTHING)
+        if name in READS | WRITES or name == "open":
+            together |= self._file(_opened(node) if name == "open" else name, given.all, together)
+        self._changed_arguments(name, given, together)
+        for value in given.all:
+            self.functions.handed(value, [Value(together)])
+        if name in DRAWS and "generator" not in given.named:
+            together |= {RANDOM}
+        types_made = [t for t in callee.objects if isinstance(t, type)]
+        drives = any("copies" in memory.judge.flags(t) for t in types_made) or name in COPIES
+        flags = frozenset(f for v in given.all for f in v.flags & {"copy"})
+        if drives and any(v.flags & {"trained", "copy"} for v in given.all):
+            flags |= {"copy"}
+        return Value(together, flags=flags, title=name)
+
+    def _special(
+        self, name: str, node: ast.Call, given: Given, together: frozenset[Origin], scope: Scope
+    ) -> Value | None:
+        """Of functions whose results share something with what they are given; None for all others."""
+        plain = given.plain
+        running = next((v for v in plain if "run" in v.flags), None)
+        if name == "enumerate" and plain:
+            inner = self.iterate(plain[0], node)
+            flags = frozenset(("run",)) if running is not None else frozenset()
+            return Value(
+                NOTHING if running else together,
+                element=Value(items=(Value(self.memory.use(plain[0])), inner)),
+                flags=flags,
+            )
+        if name == "zip" and plain:
+            each = tuple(self.iterate(v, node) for v in plain)
+            flags = frozenset(("run",)) if running is not None else frozenset()
+            return Value(NOTHING if running else together, element=Value(items=each), flags=flags)
+        if running is not None:
+            return replace(running, objects=())
+        if name == "next" and plain:
+            if any(v.flags & {"step"} for v in plain):
+                return self._batch()
+            self.memory.mutate(plain[0], Value())
+            return self.iterate(plain[0], node).with_deps(self.memory.use(plain[0]))
+        if name == "map" and len(plain) > 1:
+            return Value(together, element=self.functions.handed(plain[0], [self.iterate(v, node) for v in plain[1:]]))
+        if name in ("Path", "str", "fspath") and len(plain) == 1:
+            return replace(plain[0], title=name)
+        if name in PASSING and plain:
+            return replace(joined(plain), deps=together, key=None)
+        if name == "getattr" and len(node.args) > 1 and isinstance(node.args[1], ast.Constant):
+            found = self.reader.attribute_of(plain[0], str(node.args[1].value))
+            return joined([found, *plain[2:]])
+        if name == "setattr" and len(node.args) > 2 and isinstance(node.args[1], ast.Constant):
+            self.reader.store_attribute(plain[0], str(node.args[1].value), plain[2], node.args[0], scope)
+            return Value()
+        if name == "super" and not plain:
+            return Value()
+        return None
+
+    def _changed_arguments(self, name: str, given: Given, together: frozenset[Origin]) -> None:
+        memory = self.memory
+        for key in ("generator", "out", "rng"):
+            if key in given.named:
+                memory.mutate(given.named[key], Value(together))
+        in_place = (name.endswith("_") and not name.startswith("_")) or (
+            name.startswith("_foreach_") and name.endswith("_")
+        )
+        if given.plain and (name in FIRST_CHANGED or in_place):
+            changed = given.plain[1] if name in ("vector_to_parameters",) and len(given.plain) > 1 else given.plain[0]
+            memory.mutate(changed, Value(together))
+
+    def _file(self, name: str, named: Iterable[Value], deps: frozenset[Origin]) -> frozenset[Origin]:
+        """A file is written or read, where its name is known. Returns what that which is read depends on."""
+        found: frozenset[Origin] = NOTHING
+        for path in (str(t) for v in named for t in v.objects if isinstance(t, str) or hasattr(type(t), "__fspath__")):
+            place = ("file", path)
+            found |= self.memory.read(place, MISSING, path).deps
+            if name in WRITES:
+                self.memory.write(place, Value(deps | {place}), title=path, strong=False)
+        return found if name in READS else NOTHING
+
+
+def _is_held(found: Any) -> bool:
+    """Whether an attribute is an object of its own, and no method of its class."""
+    return found is not MISSING and not isinstance(found, property) and not hasattr(type(found), "__get__")
+
+
+def _opened(node: ast.Call) -> str:
+    """What opening a file is for."""
+    given = [*node.args[1:2], *(k.value for k in node.keywords if k.arg == "mode")]
+    modes = [str(g.value) for g in given if isinstance(g, ast.Constant)]
+    return "dump" if modes and set(modes[0]) & set("wax+") else "load"

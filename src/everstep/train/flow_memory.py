@@ -1,0 +1,294 @@
+"""What is known of a loop while one round of it is read: places, what they depend on, and what reaches training.
+
+A place is something that outlives the round: a variable, an attribute of an object, or what an object holds. At the
+round's beginning each depends on itself alone; so what depends on a place at the end depends on what it was before.
+Pure: nothing of the user's is run; live objects are only told apart, and their attributes looked up.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+Origin = tuple[Any, ...]
+"""("name", scope, NAME), ("attr", id, NAME), ("object", id), ("file", PATH), ("count", LINE, N); or what is no place
+but varies: ("step",), ("random",), ("trained",), ("arg", ...); ("if", PLACE): what it decides."""
+
+STEP, RANDOM, TRAINED = ("step",), ("random",), ("trained",)
+_VARYING = ("step", "random", "trained", "arg")
+SCALARS = (bool, int, float, complex, str, bytes, type(None), type, types.ModuleType, types.FunctionType)
+_INNER = ("_modules", "_parameters", "_buffers")
+_MOST = 64
+MISSING: Any = object()
+NOTHING: frozenset[Origin] = frozenset()
+
+
+@dataclass(frozen=True, eq=False)
+class Value:
+    """What an expression may be. deps: the places that it depends on. objects: what it may be, of those that live.
+    homes: what is changed with it where it is changed in place. flags: run, step, trained, copy (of what is trained).
+    items: of a tuple; element: of what is iterated over; code: of a function in the code itself. key: the one place
+    that it is the bare value of. title: as a person calls it."""
+
+    deps: frozenset[Origin] = NOTHING
+    objects: tuple[Any, ...] = ()
+    homes: frozenset[Origin] = NOTHING
+    flags: frozenset[str] = frozenset()
+    items: tuple[Value, ...] | None = None
+    element: Value | None = None
+    code: Any = None
+    key: frozenset[Origin] | None = None
+    title: str = ""
+
+    def with_deps(self, deps: Iterable[Origin]) -> Value:
+        """Depending on these, too."""
+        more = frozenset(deps) - self.deps
+        return replace(self, deps=normal(self.deps | more), key=self.key if not more else None) if more else self
+
+
+def normal(deps: frozenset[Origin]) -> frozenset[Origin]:
+    """What depends on a value depends on what that value decides."""
+    dropped = {d for d in deps if d[0] == "if" and d[1] in deps}
+    return deps - dropped if dropped else deps
+
+
+def decided(deps: Iterable[Origin]) -> frozenset[Origin]:
+    """The dependence of what happens under a condition that depends on these."""
+    return frozenset(d if d[0] == "if" else ("if", d) for d in deps)
+
+
+def joined(values: Iterable[Value]) -> Value:
+    """One of these."""
+    values = list(values)
+    if len(values) == 1:
+        return values[0]
+    objects: dict[int, Any] = {id(o): o for v in values for o in v.objects}
+    sizes = {len(v.items) if v.items is not None else -1 for v in values}
+    items = None
+    if len(sizes) == 1 and -1 not in sizes:
+        items = tuple(joined(column) for column in zip(*(v.items or () for v in values), strict=True))
+    elements = [v.element for v in values if v.element is not None]
+    codes = [v.code for v in values if v.code is not None]
+    return Value(
+        normal(frozenset().union(*(v.deps for v in values))),
+        tuple(list(objects.values())[:_MOST]),
+        frozenset().union(*(v.homes for v in values)),
+        frozenset().union(*(v.flags for v in values)),
+        items,
+        joined(elements) if elements else None,
+        codes[0] if codes else None,
+        None,
+        next((v.title for v in values if v.title), ""),
+    )
+
+
+@dataclass(frozen=True)
+class Judge:
+    """What is known of live objects. flags: run, trained, carried, restless (any method changes it), drives (what it is
+    given changes what is trained), copies (a class whose objects copy). of_user: its class is the user's."""
+
+    flags: Callable[[Any], frozenset[str]]
+    of_user: Callable[[Any], bool]
+
+
+@dataclass(frozen=True)
+class WrittenOnce:
+    """A write: what was written, the keys that it was written under, and under which conditions."""
+
+    deps: frozenset[Origin]
+    keys: frozenset[Origin]
+
+
+@dataclass
+class RoundMemory:
+    """All places. written: by place, file and line of the first write; stores: all writes. copies: places that came to
+    hold a copy of what is trained. sinks: what training was found to depend on. control: what it depends on whether the
+    present statement is done. kept: live objects by id; made: stand-ins for objects that are made in the round.
+    owners: by cell of a closure, its function."""
+
+    judge: Judge
+    values: dict[Origin, Value] = field(default_factory=dict)
+    written: dict[Origin, tuple[str, int]] = field(default_factory=dict)
+    stores: dict[Origin, list[WrittenOnce]] = field(default_factory=dict)
+    titles: dict[Origin, str] = field(default_factory=dict)
+    copies: set[Origin] = field(default_factory=set)
+    sinks: set[Origin] = field(default_factory=set)
+    control: frozenset[Origin] = NOTHING
+    at: tuple[str, int] = ("", 0)
+    kept: dict[int, Any] = field(default_factory=dict)
+    made: dict[int, Any] = field(default_factory=dict)
+    owners: dict[int, int] = field(default_factory=dict)
+
+    # ---- reading
+
+    def live(self, thing: Any, title: str, deps: frozenset[Origin] = NOTHING) -> Value:
+        """An object that lives."""
+        if thing is MISSING:
+            return Value(deps, title=title)
+        self.kept[id(thing)] = thing
+        return Value(deps, (thing,), flags=self.judge.flags(thing) - {"carried", "restless"}, title=title)
+
+    def read(self, place: Origin, thing: Any, title: str) -> Value:
+        """What is there; thing: at the beginning of the round."""
+        self.titles.setdefault(place, title)
+        if place not in self.values:
+            self.values[place] = replace(self.live(thing, title, frozenset((place,))), key=frozenset((place,)))
+        return self.values[place]
+
+    def contents(self, thing: Any) -> frozenset[Origin]:
+        """What an object holds depends on these."""
+        if isinstance(thing, SCALARS):
+            return NOTHING
+        place = ("object", id(thing))
+        found = self.values[place].deps if place in self.values else frozenset((place,))
+        names = getattr(thing, "__dict__", None)
+        if isinstance(names, dict) and self.judge.of_user(thing) and "trained" not in self.judge.flags(thing):
+            for name in list(names)[:_MOST]:
+                inner = ("attr", id(thing), name)
+                found |= self.values[inner].deps if inner in self.values else {inner}
+        return found
+
+    def use(self, value: Value) -> frozenset[Origin]:
+        """All that computing with it depends on."""
+        found = value.deps.union(*(self.contents(thing) for thing in value.objects))
+        found = found.union(*(self.values[h].deps for h in value.homes if h in self.values))
+        for inner in (*(value.items or ()), *([value.element] if value.element is not None else ())):
+            found |= self.use(inner)
+        return found | {TRAINED} if "trained" in value.flags else found
+
+    def attribute(self, thing: Any, name: str) -> tuple[Origin, Any]:
+        """Where an attribute of a live object is, and its value; MISSING if there is none."""
+        self.kept[id(thing)] = thing
+        if isinstance(thing, types.ModuleType):
+            return ("name", id(vars(thing)), name), vars(thing).get(name, MISSING)
+        own = getattr(thing, "__dict__", {})
+        if name in own:
+            return ("attr", id(thing), name), own[name]
+        for inner in _INNER:
+            if isinstance(own.get(inner), dict) and name in own[inner]:
+                return ("attr", id(thing), name), own[inner][name]
+        for kind in thing.__mro__ if isinstance(thing, type) else type(thing).__mro__:
+            found = vars(kind).get(name, MISSING)
+            if found is MISSING:
+                continue
+            if isinstance(found, types.MemberDescriptorType):
+                return ("attr", id(thing), name), getattr(thing, name, MISSING)
+            if callable(found) or hasattr(type(found), "__get__") or isinstance(thing, type):
+                self.kept[id(kind)] = kind
+                return ("attr", id(kind), name), found
+            place, shared = ("attr", id(thing), name), ("attr", id(kind), name)
+            if place not in self.values:  # the class's, until the object has its own
+                self.kept[id(kind)] = kind
+                self.values[place] = self.live(found, "", frozenset((place, shared)))
+            return place, found
+        return ("attr", id(thing), name), MISSING
+
+    # ---- writing
+
+    def write(self, place: Origin, value: Value, *, title: str = "", strong: bool = True, keys: Any = NOTHING) -> None:
+        """A value comes to a place; strong: and replaces what was there."""
+        self.titles.setdefault(place, title)
+        self.written.setdefault(place, self.at)
+        deps = self.use(value) if not strong or place[0] != "name" else value.deps
+        self.stores.setdefault(place, []).append(WrittenOnce(normal(self.use(value) | self.control), frozenset(keys)))
+        value = value.with_deps(deps | self.control)
+        if not strong:
+            before = self.values.get(place, Value(frozenset((place,))))
+            value = joined([before, value]) if place[0] != "object" else before.with_deps(value.deps)
+        if "copy" in value.flags:
+            self.copies.add(place)
+        own = bool(value.title and (value.objects or value.homes))
+        self.values[place] = replace(value, deps=normal(value.deps), title=value.title if own else title)
+
+    def mutate(
+        self, value: Value, given: Value, *, keys: Iterable[Origin] = NOTHING, sets: bool = False, forgets: bool = False
+    ) -> None:
+        """Something is changed in place. sets: what was there does not matter for what is then; forgets: what is there
+        may be found again."""
+        if value.flags & {"trained", "step"}:
+            self.sink(self.use(given))
+        places = [("object", id(thing)) for thing in value.objects if not isinstance(thing, SCALARS)]
+        for place in (*places, *value.homes):
+            if forgets:
+                self.written.setdefault(place, self.at)
+                self.titles.setdefault(place, value.title)
+            else:
+                deps = self.use(given) | (NOTHING if sets else {place})
+                plain = Value(deps, flags=given.flags & {"copy"})
+                self.write(place, plain, title=value.title, strong=False, keys=keys)
+            if (sets or forgets) and len(places) == 1 and not value.homes and not keys and not self.control:
+                self.values[place] = Value(self.use(given), title=value.title)
+
+    def sink(self, deps: Iterable[Origin]) -> None:
+        """Training depends on these, here."""
+        self.sinks |= normal(frozenset(deps) | self.control)
+
+    @contextmanager
+    def reading(self, file: str = "", line: int = 0) -> Iterator[None]:
+        """What is read meanwhile stands in this file, or at this line."""
+        before, self.at = self.at, (file or self.at[0], line or self.at[1])
+        try:
+            yield
+        finally:
+            self.at = before
+
+    @contextmanager
+    def under(self, deps: Iterable[Origin]) -> Iterator[None]:
+        """What is done meanwhile is done under a condition that depends on these."""
+        before, self.control = self.control, self.control | decided(deps)
+        try:
+            yield
+        finally:
+            self.control = before
+
+    def branches(self, acts: Iterable[Callable[[], None]]) -> None:
+        """One of these is done, nobody knows which."""
+        before, ends = self.values, []
+        for act in acts:
+            self.values = dict(before)
+            act()
+            ends.append(self.values)
+        merged: dict[Origin, Value] = {}
+        for place in {p for end in ends for p in end}:
+            found = [end.get(place) or before.get(place) for end in ends]
+            known = [v for v in found if v is not None]
+            if len(known) == len(found) and all(v is known[0] for v in known):
+                merged[place] = known[0]
+            else:
+                untouched = [Value(frozenset((place,)))] if len(known) < len(found) else []
+                merged[place] = joined([*known, *untouched])
+        self.values = merged
+
+    # ---- what comes of it
+
+    def reaching(self) -> set[Origin]:
+        """The places that what is trained depends on, in this round or a later one; ("if", PLACE) where one decides."""
+        found: set[Origin] = set()
+        left = list(self.sinks)
+        while left:
+            one = left.pop()
+            if one in found:
+                continue
+            found.add(one)
+            place = one[1] if one[0] == "if" else one
+            value = self.values.get(place)
+            if place in self.written and value is not None:
+                left += value.deps
+                left += [d for store in self.stores.get(place, ()) for d in store.deps if d != ("if", place)]
+        return found
+
+    def remembers(self, place: Origin) -> bool:
+        """Whether what is there is a function of the key that it is written under, whenever that is."""
+        stores = self.stores.get(place, [])
+        return bool(stores) and all(
+            d == ("if", place) or not self._varies(d) or (d[1] if d[0] == "if" else d) in store.keys
+            for store in stores
+            for d in store.deps
+        )
+
+    def _varies(self, dep: Origin) -> bool:
+        place = dep[1] if dep[0] == "if" else dep
+        return place[0] in _VARYING or place in self.written

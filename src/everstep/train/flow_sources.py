@@ -1,0 +1,90 @@
+"""The source of functions and loops, as syntax trees: found by file and line, each file parsed once.
+
+Apart from what reads them, because here is all that touches files: `linecache`, which knows notebooks' cells, too.
+"""
+
+from __future__ import annotations
+
+import ast
+import linecache
+import types
+from dataclasses import dataclass, field
+from typing import Any
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
+_SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)
+_MOST_CHARACTERS = 2_000_000
+
+
+@dataclass
+class SyntaxTrees:
+    """Of the user's files."""
+
+    _trees: dict[str, ast.Module | None] = field(default_factory=dict)
+    _functions: dict[str, dict[tuple[str, int], Function]] = field(default_factory=dict)
+
+    def tree(self, filename: str) -> ast.Module | None:
+        """None if there is no source that can be read."""
+        if filename not in self._trees:
+            text = "".join(linecache.getlines(filename))
+            try:
+                self._trees[filename] = ast.parse(text) if 0 < len(text) < _MOST_CHARACTERS else None
+            except (SyntaxError, ValueError, RecursionError, MemoryError):
+                self._trees[filename] = None
+        return self._trees[filename]
+
+    def function(self, code: types.CodeType) -> Function | None:
+        """The definition of a function, None if it is not found."""
+        filename = code.co_filename
+        if filename not in self._functions:
+            tree = self.tree(filename)
+            found: dict[tuple[str, int], Function] = {}
+            for node in ast.walk(tree) if tree is not None else ():
+                if isinstance(node, Function):
+                    name = getattr(node, "name", "<lambda>")
+                    decorators = getattr(node, "decorator_list", [])
+                    for line in (node.lineno, *(d.lineno for d in decorators)):
+                        found.setdefault((name, line), node)
+            self._functions[filename] = found
+        return self._functions[filename].get((code.co_name, code.co_firstlineno))
+
+    def loop(self, frame: types.FrameType) -> ast.For | ast.While | None:
+        """The innermost loop that this frame is in; None if there is none, or no source."""
+        code = frame.f_code
+        top: Any = self.tree(code.co_filename) if code.co_name == "<module>" else self.function(code)
+        best: ast.For | ast.While | None = None
+        for node in _inside(top) if top is not None else ():
+            if isinstance(node, ast.For | ast.While) and node.lineno <= frame.f_lineno <= (node.end_lineno or 0):
+                best = node if best is None or node.lineno >= best.lineno else best
+        return best
+
+
+def _inside(top: ast.AST) -> list[ast.AST]:
+    """All nodes of this scope, not of those within."""
+    found, left = [], list(ast.iter_child_nodes(top))
+    while left:
+        node = left.pop()
+        found.append(node)
+        if not isinstance(node, _SCOPES):
+            left += ast.iter_child_nodes(node)
+    return found
+
+
+def names_of(node: Function) -> frozenset[str]:
+    """The names that are a function's own: its parameters, and what it assigns to."""
+    arguments = node.args
+    parameters = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
+    found = {a.arg for a in (*parameters, *(x for x in (arguments.vararg, arguments.kwarg) if x is not None))}
+    others: set[str] = set()
+    for inner in _inside(node):
+        if isinstance(inner, ast.Name) and isinstance(inner.ctx, ast.Store | ast.Del):
+            found.add(inner.id)
+        elif isinstance(inner, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            found.add(inner.name)
+        elif isinstance(inner, ast.Import | ast.ImportFrom):
+            found |= {(alias.asname or alias.name).split(".")[0] for alias in inner.names}
+        elif isinstance(inner, ast.ExceptHandler) and inner.name:
+            found.add(inner.name)
+        elif isinstance(inner, ast.Global | ast.Nonlocal):
+            others |= set(inner.names)
+    return frozenset(found - others)

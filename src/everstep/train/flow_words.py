@@ -1,0 +1,54 @@
+"""What calls of functions and methods that are not the user's do, as far as their names say it."""
+
+from __future__ import annotations
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+CHANGING = _words(
+    "append appendleft extend extendleft insert add update setdefault pop popleft popitem remove discard "
+    "clear sort reverse rotate put put_nowait get_nowait push send step load_state_dict train eval "
+    "requires_grad_ add_param_group update_parameters register_buffer register_module add_module observe "
+    "tell ask record seed setstate set_state manual_seed fill itemset resize partition __setitem__ "
+    "__next__ __setattr__ subtract advance next tick"
+)
+"""Methods that change their object."""
+FORGETTING = _words("clear popitem")
+"""Those that leave less."""
+SILENT = _words("append appendleft extend extendleft insert clear sort reverse")
+"""Those whose result says nothing."""
+SILENT_HERE = _words("add update remove discard")
+"""Those whose result says nothing, of the builtin containers."""
+SETTING = _words("train eval requires_grad_ zero_grad copy_ zero_ fill_")
+"""Those after which it does not matter what was there before."""
+ALIASING = _words(
+    "parameters named_parameters buffers named_buffers modules named_modules children named_children "
+    "state_dict values items get detach view reshape flatten view_as t transpose permute squeeze "
+    "unsqueeze narrow select expand numpy unbind split chunk get_parameter get_submodule get_buffer "
+    "__getitem__ __iter__ keys pop setdefault"
+)
+"""Methods whose result shares something with their object."""
+PASSING = _words("list tuple iter reversed sorted filter chain from_iterable vars cast islice cycle set dict")
+"""Functions whose result shares something with what they are given."""
+DRAWS = _words(
+    "rand randn randint randperm normal bernoulli multinomial rand_like randn_like randint_like random "
+    "uniform choice choices shuffle sample gauss randrange permutation standard_normal getrandbits "
+    "betavariate"
+)
+"""Draws from a global generator."""
+SEEDS = _words("manual_seed seed manual_seed_all set_rng_state setstate set_state seed_everything")
+"""What sets a global generator."""
+COPIES = _words("deepcopy copy clone parameters_to_vector state_dict")
+"""What copies."""
+WRITES = _words("save dump write_text write_bytes savez savetxt to_csv rename replace touch")
+"""What writes a file."""
+READS = _words("load read_text read_bytes loadtxt read_csv fromfile exists is_file")
+"""What reads one."""
+FIRST_CHANGED = _words("heappush heappop heapify shuffle copyto setattr delattr vector_to_parameters insort")
+"""Functions that change their first argument."""
+EXITS = _words("exit _exit quit")
+"""What ends the process."""
+TOGETHER = _words("evaluate barrier")
+"""What all workers must do in the same step."""

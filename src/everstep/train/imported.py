@@ -1,0 +1,77 @@
+"""Which code this process has imported: the user's own source files by content, installed packages by version.
+
+A file is the user's if `reachable.of_user` says so: in any folder but Python's own, site-packages and Everstep's; so
+packages that are installed as editable are. Compiled modules are not looked at.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import sys
+import sysconfig
+from contextlib import suppress
+from importlib import metadata
+
+from everstep.base.given import read_given
+from everstep.protocol.identity import MOST_FILES, MOST_PACKAGES, Code
+from everstep.train.reachable import of_user
+
+_OWN = __name__.partition(".")[0]
+_STANDARD = (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"))
+
+
+def code_here() -> Code:
+    """All that is imported by now."""
+    files: dict[str, str] = {}
+    packages: dict[str, str] = {}
+    for name, module in sorted(sys.modules.items()):
+        path = getattr(module, "__file__", None)
+        top = name.partition(".")[0]
+        if not isinstance(path, str) or top in (_OWN, "__mp_main__"):
+            continue
+        if "site-packages" in path or "dist-packages" in path:
+            if top == name and len(packages) < MOST_PACKAGES:
+                packages |= {top[:100]: version} if (version := _version(top)) else {}
+        elif path.endswith(".py") and not path.startswith(_STANDARD) and len(files) < MOST_FILES and of_user(path):
+            with suppress(OSError, ValueError):
+                files[_file_of(name, path)] = hashlib.sha256(read_given(path)).hexdigest()[:16]
+    return Code(files, packages)
+
+
+def _file_of(name: str, path: str) -> str:
+    """What a module's file is called, wherever its folder is."""
+    if name == "__main__":
+        return os.path.basename(path)[:200]
+    return f"{name.replace('.', '/')}{'/__init__' * path.endswith('__init__.py')}.py"[-200:]
+
+
+@functools.cache
+def _version(name: str) -> str:
+    """Of an installed package that is imported by this name; "" if it does not say."""
+    said = vars(sys.modules[name]).get("__version__")  # nothing of it is run
+    with suppress(metadata.PackageNotFoundError):
+        said = said if isinstance(said, str) else metadata.version(name)
+    return str(said)[:100] if isinstance(said, str) else ""
+
+
+class LateImports:
+    """What is imported after it was told what is."""
+
+    def __init__(self) -> None:
+        self._modules = 0
+        self._told = Code()
+
+    def all(self) -> Code:
+        """To be told of everything, now."""
+        self._modules, self._told = len(sys.modules), code_here()
+        return self._told
+
+    def more(self) -> Code | None:
+        """What has come since then; None if nothing has. To ask costs next to nothing."""
+        if len(sys.modules) == self._modules:
+            return None
+        before = self._told
+        more = self.all().beyond(before)
+        return more if more.files or more.packages else None

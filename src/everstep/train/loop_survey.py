@@ -1,0 +1,153 @@
+"""What a running loop has changed beside what `join` carries: looked at with each checkpoint, off the step's path.
+
+The first look is before the first step of a life, the second after its first steps, which the rehearsal answers for.
+What is the same in both and another later, and is harmless by no code that was read, a resumed worker would lose. Apart
+from the rehearsal because this is about the job itself, for as long as it lasts.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any
+
+import msgspec
+
+from everstep.base.cause import Cause
+from everstep.base.errors import ConfigError
+from everstep.train.carried_names import Read, Trained, is_run, read_loop
+from everstep.train.loop_values import held
+from everstep.train.reachable import Carried, Fact, Survey, loop_frames, variables
+from everstep.train.restarts import differing, is_one_of
+from everstep.train.view import WorkerView
+
+CHANGED = "changed"
+"""Part of a checkpoint: the names that had changed, with what was not looked at."""
+LIMIT_S = 0.1
+_FIRST_LIMIT_S = 0.05
+_PATIENCE_S = 1.0
+_STEPS = 3
+_MOST_NAMES, _MOST_CHARACTERS = 50, 200
+_MOST_TENSOR_BYTES = 1 << 16
+
+
+class _Recorded(msgspec.Struct):
+    changed: list[str]
+    unseen: list[str] = []
+
+
+@dataclass
+class LoopSurvey:
+    """Of one life. carried: what `join` carries, as it is then; trained: the same, for the reading of code. tell: says
+    a sentence to the user."""
+
+    carried: Callable[[], Carried]
+    trained: Trained
+    tell: Callable[[str], None]
+    changed: tuple[str, ...] = ()
+    _unseen: tuple[str, ...] = ()
+    _turns: int = 0
+    _first: dict[str, Fact] = field(default_factory=dict)
+    _moving: set[str] = field(default_factory=set)
+    _read: Read = field(default_factory=Read)
+    _thread: threading.Thread | None = None
+
+    def turn(self, frame: FrameType) -> None:
+        """A step is about to begin."""
+        if self._turns == 0:
+            frames = loop_frames(frame)
+            self._first = self._look(frames, _FIRST_LIMIT_S)
+            try:
+                self._read = read_loop(frames, self.trained)
+            except Exception as error:  # the user's objects may raise wherever they are looked at
+                self._read = Read(notes=(f"the loop ({type(error).__name__})",))
+        elif self._turns == _STEPS:
+            self._moving = differing(self._first, self._look(loop_frames(frame), LIMIT_S))
+        self._turns += 1
+
+    def begin(self, frame: FrameType) -> None:
+        """A checkpoint is being taken: look, in a thread."""
+        if self._turns > _STEPS and (self._thread is None or not self._thread.is_alive()):
+            frames = loop_frames(frame)
+            self._thread = threading.Thread(target=self._compare, args=(frames,), name="everstep-survey", daemon=True)
+            self._thread.start()
+
+    def record(self) -> dict[str, bytes]:
+        """What is to be said in the checkpoint. Waits for the look that goes on, not in the training thread."""
+        if self._thread is not None:
+            self._thread.join(_PATIENCE_S)
+        if not self.changed:
+            return {}
+        said = {"changed": list(self.changed[:_MOST_NAMES]), "unseen": list(self._unseen[:_MOST_NAMES])}
+        return {CHANGED: json.dumps(said).encode()}
+
+    def refuse(self, names: Sequence[str], where: str) -> None:
+        """A loop that begins anew goes on from a state in which these had changed.
+
+        Raises: ConfigError if one of them may not be lost.
+        """
+        ignored = [given for given in self.trained.ignored if isinstance(given, str)]
+        lost = [name for name in names if not is_one_of(name, ignored)]
+        if lost:
+            raise ConfigError(
+                f"{where}: the loop had changed {', '.join(lost[:5])}, which join does not carry, so this worker would "
+                "go on with other values: give join state=everstep.state(...) that holds it, or "
+                f"ignore={lost[:5]!r} if no later step depends on it"
+            )
+
+    def _compare(self, frames: Sequence[FrameType]) -> None:
+        found = self._look(frames, LIMIT_S)
+        both = {name: fact for name, fact in found.items() if name in self._first}
+        moved = differing({name: self._first[name] for name in both}, both) - self._moving
+        named = sorted({_whole(name) for name in moved if not is_one_of(_whole(name), self._read.harmless)})
+        news = [name for name in named if name not in self.changed][: _MOST_NAMES - len(self.changed)]
+        self.changed = (*self.changed, *(name[:_MOST_CHARACTERS] for name in news))
+        for name in news:
+            self.tell(
+                f"{name} has changed since the first steps, and join does not carry it: a worker that is resumed or "
+                "healed would begin with another value, and is refused; give join state=everstep.state(...) that holds "
+                f"it, or ignore=['{name}'] if no later step depends on it"
+            )
+
+    def _look(self, frames: Sequence[FrameType], limit_s: float) -> dict[str, Fact]:
+        scopes = [f.f_locals["self"] for f in frames if "self" in f.f_locals]
+        named = [f.f_globals for f in frames]
+        until_s = time.thread_time() + limit_s
+        survey = Survey(
+            self.carried(), self.trained.ignored, scopes, named, until_s=until_s, most_bytes=_MOST_TENSOR_BYTES
+        )
+        survey.look(list(variables(frames)))
+        self._unseen = tuple(f"{name}: {what}"[:_MOST_CHARACTERS] for name, what in survey.unseen.items())
+        return {name: fact for name, fact in survey.facts.items() if name != "model" and not name.startswith("model.")}
+
+
+def recorded(data: bytes | None) -> tuple[str, ...]:
+    """The names that a checkpoint says."""
+    if not data:
+        return ()
+    try:
+        return tuple(msgspec.json.decode(data, type=_Recorded).changed[:_MOST_NAMES])
+    except msgspec.MsgspecError:
+        return ("something that its manifest does not name",)
+
+
+def _whole(name: str) -> str:
+    """A container, rather than what lies in it."""
+    return name.split("[")[0]
+
+
+def watching(view: WorkerView, dataset: Any, collate: Any, ignored: tuple[Any, ...]) -> LoopSurvey:
+    """The survey of this worker's life."""
+    parts = view.stages.only.parts
+    given = parts.model, parts.optimizer, parts.scheduler
+
+    def tell(reason: str) -> None:
+        if view.is_main:
+            view.publisher.emit("warning", step=view.step, cause=Cause.CONFIG, reason=reason)
+
+    trained = Trained(*given, held(parts.extras), dataset, collate, is_run, ignored)
+    return LoopSurvey(lambda: Carried.of(*given, *held(parts.extras)), trained, tell)

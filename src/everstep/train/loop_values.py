@@ -1,0 +1,107 @@
+"""`everstep.state`: what a loop keeps from step to step, as attributes of one object that `join` carries."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+_OBJECTS = "objects"
+_VALUES = "values"
+
+
+class LoopValues:
+    """An object with attributes that is healed and saved: numbers, strings, tensors, arrays, containers of these,
+    random generators, and objects with state_dict and load_state_dict, which are loaded in place."""
+
+    def __init__(self, /, **values: Any) -> None:
+        vars(self).update(values)
+
+    def __repr__(self) -> str:
+        return f"everstep.state({', '.join(f'{name}={value!r}' for name, value in vars(self).items())})"
+
+    def state_dict(self) -> dict[str, Any]:
+        """All attributes; of an object with a state of its own, that state."""
+        found: dict[str, dict[str, Any]] = {_VALUES: {}, _OBJECTS: {}}
+        for name, value in vars(self).items():
+            state = _state_of(value)
+            found[_VALUES if state is None else _OBJECTS][name] = value if state is None else state
+        return found
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The attributes are those that were saved: others that there are by now go."""
+        values, objects = dict(state[_VALUES]), dict(state[_OBJECTS])
+        for name in list(vars(self)):
+            if name not in values and name not in objects:
+                del vars(self)[name]
+        for name, value in values.items():
+            if not _refill(vars(self).get(name), value):
+                vars(self)[name] = copy.deepcopy(value)
+        for name, saved in objects.items():
+            _load(getattr(self, name), saved)
+
+
+def state(**values: Any) -> LoopValues:
+    """What your loop keeps from step to step: give it to join as `state=`, and read and write its attributes.
+
+    It is saved with every checkpoint, and a worker that is resumed or healed goes on with it.
+    """
+    return LoopValues(**values)
+
+
+def held(extras: Mapping[str, Any]) -> list[Any]:
+    """All that is carried beside the model: what `join` was given, and what is in it."""
+    found = list(extras.values())
+    return [*found, *(v for thing in found if isinstance(thing, LoopValues) for v in vars(thing).values())]
+
+
+def _refill(value: Any, saved: Any) -> bool:
+    """Put what was saved into the present object, for the loop may have other names for it. False if it cannot be."""
+    if type(value) is not type(saved):
+        return False
+    if isinstance(value, torch.Tensor) and (value.shape, value.dtype) == (saved.shape, saved.dtype):
+        with torch.no_grad():
+            value.copy_(saved)
+    elif isinstance(value, np.ndarray) and (value.shape, value.dtype) == (saved.shape, saved.dtype):
+        value[...] = saved
+    elif isinstance(value, list | deque) and getattr(value, "maxlen", None) == getattr(saved, "maxlen", None):
+        value.clear()
+        value.extend(copy.deepcopy(saved))
+    elif isinstance(value, dict | set):
+        value.clear()
+        value.update(copy.deepcopy(saved))
+    else:
+        return False
+    return True
+
+
+def _state_of(value: Any) -> Any:
+    """None if the value is its own state."""
+    if callable(getattr(type(value), "load_state_dict", None)):
+        return value.state_dict()
+    if isinstance(value, torch.Generator):
+        return value.get_state()
+    if isinstance(value, random.Random):
+        return value.getstate()
+    if isinstance(value, np.random.RandomState):
+        return value.get_state(legacy=False)
+    return value.bit_generator.state if isinstance(value, np.random.Generator) else None
+
+
+def _load(value: Any, saved: Any) -> None:
+    if isinstance(value, torch.Generator):
+        value.set_state(saved.clone())
+    elif isinstance(value, random.Random):
+        value.setstate(saved)
+    elif isinstance(value, np.random.RandomState):
+        value.set_state(saved)
+    elif isinstance(value, np.random.Generator):
+        generator: Any = value.bit_generator
+        generator.__setstate__(saved)
+    else:
+        value.load_state_dict(saved)

@@ -1,0 +1,79 @@
+"""Scripts that leave their loop before the last step: in order, or, where workers disagree, with a word about who."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from everstep.cli.ledger import audit_run
+from job_harness import Jobs
+
+SCRIPT = """
+import os, sys
+import torch
+from torch import nn
+import everstep
+
+torch.manual_seed(0)
+data = [(torch.randn(4), torch.tensor(i % 2)) for i in range(64)]
+model = nn.Linear(4, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+run = everstep.join(model, optimizer, data, lanes=4, micro_batch=2, steps=12, rehearse=False)
+
+
+def train():
+    for step in run:
+        for x, y in step:
+            if sys.argv[1] == "inside" and step.number == 6:
+                raise LookupError("enough")
+            step.backward(nn.functional.cross_entropy(model(x), y))
+        if sys.argv[1] == "leader" and step.number == 5 and run.is_main:
+            return
+        if sys.argv[1] == "all" and step.number == 5:
+            break
+    print("after the loop")
+
+
+try:
+    train()
+except LookupError:
+    print("after the loop")
+"""
+
+
+def script(folder: Path) -> str:
+    path = folder / "leaves.py"
+    path.write_text(SCRIPT)
+    return str(path)
+
+
+def test_a_job_whose_loops_are_left_is_complete(jobs: Jobs, tmp_path: Path) -> None:
+    """A spare is there, which is not asked; the job is finished, and running it again says so."""
+    text = script(tmp_path)
+    job = jobs.start(text, "--spares", "1", "--", "all", workers=2)
+    assert job.end() == 0, job.account()
+    (completed,) = job.of_kind("job_completed")
+    assert [e["step"] for e in job.of_kind("step_committed")] == [1, 2, 3, 4, 5] and completed["step"] == 5
+    digest = json.loads((job.run_dir / "final" / "digest.json").read_text())
+    assert digest["step"] == 5 and (job.run_dir / "checkpoints" / "step-0000000005").is_dir(), job.account()
+    report = audit_run(job.run_dir)
+    assert report.clean and report.steps == 5, report
+    logs = {path.name: path.read_text() for path in (job.run_dir / "logs").iterdir()}
+    assert all("after the loop" in logs[f"worker-{i}.jsonl"] for i in range(2)), job.account()
+    assert not job.of_kind("worker_evicted") and len(job.of_kind("generation_started")) == 1, job.account()
+    inside = jobs.start(text, "--", "inside", workers=2)
+    assert inside.end() == 0, inside.account()
+    assert json.loads((inside.run_dir / "final" / "digest.json").read_text()) == digest
+    again = jobs.start(text, "--spares", "1", "--", "all", workers=2, run_dir=job.run_dir)
+    assert again.end() == 0, again.account()
+    assert "this job has finished: step 5" in again.run_dir.with_suffix(".out").read_text()
+
+
+def test_where_one_leaves_its_loop_the_job_says_who(jobs: Jobs, tmp_path: Path) -> None:
+    job = jobs.start(script(tmp_path), "--", "leader", workers=2)
+    assert job.end() == 1, job.account()
+    (failed,) = job.of_kind("job_failed")
+    assert failed["cause"] == "left", job.account()
+    assert "worker 0 left the loop after step 5, worker 1 went on" in failed["reason"]
+    assert (job.run_dir / "checkpoints" / "step-0000000005").is_dir(), job.account()
+    assert not (job.run_dir / "final").exists() and not job.of_kind("worker_evicted"), job.account()

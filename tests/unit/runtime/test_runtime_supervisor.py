@@ -1,0 +1,55 @@
+"""Lives of a process that is started again: which of their ends say that another start is hopeless."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from math import inf
+from pathlib import Path
+
+import pytest
+
+from everstep.base.readable import readable
+from everstep.runtime.supervisor import HOPELESS, Supervised
+
+
+class Dying(Supervised):
+    """Each life ends as it is told."""
+
+    def __init__(self, log_path: Path, end: str) -> None:
+        super().__init__(log_path)
+        self._end = end
+
+    def start(self) -> None:
+        self.spawn([sys.executable, "-S", "-E", "-c", f"import os, signal\n{self._end}"])
+
+
+@pytest.mark.parametrize(
+    ("end", "hopeless"),
+    [
+        ("os.kill(os.getpid(), signal.SIGKILL)", False),
+        ("os.kill(os.getpid(), signal.SIGTERM)", False),
+        ("signal.signal(signal.SIGSEGV, signal.SIG_DFL); os.kill(os.getpid(), signal.SIGSEGV)", True),
+        ("os.kill(os.getpid(), signal.SIGABRT)", True),
+        ("os._exit(1)", True),
+    ],
+)
+def test_who_is_killed_from_outside_could_have_begun(tmp_path: Path, end: str, hopeless: bool) -> None:
+    process, found = Dying(tmp_path / "log", end), []
+    for _ in range(HOPELESS):
+        process.start()
+        readable([process.pidfd], None)
+        process._started_s = 10.0  # whatever this machine takes
+        found.append(process.died(10.5)[1])
+    assert found == [False] * (HOPELESS - 1) + [hopeless]
+    assert 10.5 < process.restart_at_s < inf
+
+
+def test_it_is_killed_for_its_silence_once(tmp_path: Path) -> None:
+    process = Dying(tmp_path / "log", "signal.pause()")
+    assert not process.kill()
+    process.start()
+    assert process.kill() and not process.kill()
+    readable([process.pidfd], None)
+    why, _ = process.died(0.0)
+    assert (why.cause, why.reason) == ("hung", f"killed by {signal.SIGKILL.name}")

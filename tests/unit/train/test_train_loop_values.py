@@ -1,0 +1,91 @@
+"""`everstep.state`: any attributes come back with the same types and bits, in the objects that the loop holds."""
+
+from __future__ import annotations
+
+import collections
+import math
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import everstep
+from everstep.base.errors import ConfigError
+from everstep.exact.state import ModelState
+from everstep.train.heal import pack_state, unpack_state
+
+
+def made() -> Any:
+    return everstep.state(
+        best=math.inf,
+        wait=0,
+        name="a",
+        nothing=None,
+        losses=[1.5, [2]],
+        last=collections.deque([1], maxlen=2),
+        by_class={3: torch.zeros(2)},
+        weight=torch.ones(2),
+        array=np.zeros(2),
+        layer=nn.Linear(2, 1),
+        rng=random.Random(1),
+        generator=torch.Generator().manual_seed(1),
+        numpy=np.random.default_rng(1),
+        legacy=np.random.RandomState(1),
+    )
+
+
+def move(state: Any) -> list[Any]:
+    """Change everything; returns what comes next."""
+    state.best, state.wait, state.nothing = -0.0, state.wait + 1, ("x", 1.0)
+    state.losses.append(0.5)
+    state.last.append(7)
+    state.by_class[3].add_(1)
+    state.weight.add_(1)
+    state.array += 1
+    state.extra = 5
+    with torch.no_grad():
+        state.layer.weight.add_(1)
+    return draws(state)
+
+
+def draws(state: Any) -> list[Any]:
+    return [
+        state.rng.random(),
+        float(torch.rand(1, generator=state.generator)),
+        state.numpy.random(),
+        state.legacy.rand(),
+    ]
+
+
+def carried(state: Any) -> ModelState:
+    return ModelState(nn.Module(), extras={"state": state})
+
+
+def test_a_state_comes_back() -> None:
+    one, other = made(), made()
+    move(one)
+    aliases = other.losses, other.weight, other.array
+    unpack_state(carried(other), pack_state(carried(one)))
+    assert (other.best, other.wait, other.nothing, other.extra) == (0.0, 1, ("x", 1.0), 5)
+    assert math.copysign(1, other.best) == -1
+    assert other.losses == [1.5, [2], 0.5] and other.last == collections.deque([1, 7], 2)
+    assert torch.equal(other.by_class[3], torch.ones(2)) and torch.equal(other.weight, torch.full((2,), 2.0))
+    assert torch.equal(one.layer.weight, other.layer.weight)
+    assert draws(one) == draws(other)
+    assert aliases[0] is other.losses and aliases[1] is other.weight and aliases[2] is other.array
+
+
+def test_attributes_that_were_not_saved_go() -> None:
+    state = made()
+    saved = pack_state(carried(state))
+    move(state)
+    unpack_state(carried(state), saved)
+    assert not hasattr(state, "extra") and repr(state).startswith("everstep.state(best=inf, wait=0, name='a'")
+
+
+def test_what_cannot_be_saved_is_named() -> None:
+    with pytest.raises(ConfigError, match="thing is a object, which cannot be saved"):
+        pack_state(carried(everstep.state(thing=object())))

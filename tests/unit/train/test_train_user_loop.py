@@ -1,0 +1,159 @@
+"""How a loop is let go: left by break or return for certain, or perhaps by an exception; and what is raised late."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import everstep
+from everstep.base.errors import Evicted
+from everstep.train.user_loop import LoopIterator, raise_soon
+
+
+def numbers() -> Iterator[int]:
+    yield from range(4)
+
+
+Around = Callable[[Iterable[int]], Iterable[Any]]
+
+
+class Steps:
+    """What is iterated, and how each loop over it was let go."""
+
+    def __init__(self) -> None:
+        self.said: list[bool] = []
+
+    def __iter__(self) -> LoopIterator:
+        self.steps = numbers()  # as a run keeps it
+        return LoopIterator(self.steps, self.said.append)
+
+
+def passed_on(steps: Iterable[int]) -> Iterator[int]:
+    for one in steps:  # noqa: UP028 - as a progress bar does
+        yield one
+
+
+def breaks(steps: Iterable[int]) -> None:
+    for _ in steps:
+        break
+
+
+def breaks_inside(steps: Iterable[int]) -> None:
+    for one in steps:
+        with open("/dev/null"):
+            try:
+                if one:
+                    break
+            finally:
+                pass
+
+
+def returns(steps: Iterable[int]) -> int:
+    for one in steps:
+        for _ in range(2):
+            return one + 1
+    return 0
+
+
+def raises(steps: Iterable[int], around: Around) -> None:
+    for _ in around(steps):
+        raise ValueError
+
+
+def fails_in_a_call(steps: Iterable[int], around: Around) -> None:
+    for _ in around(steps):
+        int("x")
+
+
+def is_thrown_into(steps: Iterable[int], around: Around) -> None:
+    for _ in around(steps):
+        with open("/dev/null"):
+            raise ValueError
+
+
+@pytest.mark.parametrize("loop", [breaks, breaks_inside, returns])
+def test_a_loop_that_is_left_is_known_for_certain(loop: Callable[[Any], Any]) -> None:
+    steps = Steps()
+    loop(steps)
+    for one in passed_on(steps):
+        if one:
+            break
+    for one, _ in enumerate(steps):
+        if one:
+            break
+    assert steps.said == [True, True, True]
+
+
+@pytest.mark.parametrize("loop", [raises, fails_in_a_call, is_thrown_into])
+def test_an_exception_is_never_taken_for_that(loop: Callable[[Any], Any]) -> None:
+    steps = Steps()
+    arounds: tuple[Around, ...] = (enumerate, passed_on, lambda found: zip(found, range(9), strict=False))
+    for around in arounds:
+        with pytest.raises(ValueError):
+            loop(steps, around)
+    assert steps.said == [False, False, False]
+
+
+def test_a_loop_that_comes_to_its_end_was_not_left() -> None:
+    steps = Steps()
+    assert list(steps) == [0, 1, 2, 3] and steps.said == []
+
+
+def test_what_is_raised_late_is_what_it_was() -> None:
+    def late() -> None:
+        raise_soon(Evicted("its slot", drained=True))
+
+    with pytest.raises(Evicted, match="its slot") as caught:
+        late()
+        for _ in range(9):
+            pass
+    assert caught.value.drained
+
+
+DATA = [(torch.randn(4, generator=torch.manual_seed(i)), torch.tensor(i % 2)) for i in range(64)]
+
+
+def train(folder: Path, left_at: int = 0, inside: bool = False) -> int:
+    """A job of one worker; returns the number of steps that the loop began."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 2)
+    begun = 0
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    options: dict[str, Any] = {"lanes": 4, "micro_batch": 2, "steps": 8, "rehearse": False, "run_dir": folder}
+    for step in everstep.join(model, optimizer, DATA, **options):
+        begun += 1
+        for x, y in step:
+            if inside and step.number == left_at:
+                return begun
+            step.backward(nn.functional.cross_entropy(model(x), y))
+        if step.number == left_at:
+            break
+    return begun
+
+
+def digest(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "final" / "digest.json").read_text())
+    return found
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_by_itself_a_job_ends_in_order_and_stays_ended(
+    inside: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The update of a step counts that was done; run again, there is no more to do."""
+    last = 4 if inside else 5
+    assert train(tmp_path / "left", left_at=5, inside=inside) == 5
+    assert digest(tmp_path / "left")["step"] == last
+    events = [json.loads(line) for line in (tmp_path / "left" / "events.jsonl").read_text().splitlines()]
+    assert [e["step"] for e in events if e["kind"] == "step_committed"] == list(range(1, last + 1))
+    assert train(tmp_path / "left") == 0
+    assert f"finished: its loop was left after step {last}" in capsys.readouterr().err
+    assert train(tmp_path / "whole", left_at=last) == last
+    same = {**digest(tmp_path / "whole"), "left": True}
+    assert digest(tmp_path / "left") == same
