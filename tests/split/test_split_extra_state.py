@@ -21,6 +21,7 @@ from everstep.exact.topology import select
 from everstep.train.replica import StageReplica
 
 VALUES: dict[str, Any] = {"lanes": 4, "micro_batch": 2}
+SAVES = {"checkpoint": {"disk": {"every_steps": 2}}}
 STEPS = 4
 SHAPES: dict[str, Any] = {
     "none": None,
@@ -71,16 +72,20 @@ def make_model(shape: str, root_counts: bool) -> Keeper:
     return Keeper(SHAPES[shape], root_counts, inner, nn.Linear(4, 2))
 
 
-def train(shape: str, run_dir: Path | None, stop: int = STEPS) -> Keeper:
+class Interrupted(Exception):
+    """The script ends in the middle of its loop."""
+
+
+def train(shape: str, run_dir: Path | None, interrupted_in: int | None = None) -> Keeper:
     torch.manual_seed(0)
     model = make_model(shape, True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    run = everstep.join(model, optimizer, Points(), steps=STEPS, run_dir=run_dir, rehearse=False, **VALUES)
+    run = everstep.join(model, optimizer, Points(), steps=STEPS, run_dir=run_dir, rehearse=False, **VALUES, **SAVES)
     for step in run:
         for batch in step:
+            if step.number == interrupted_in:
+                raise Interrupted
             step.backward(functional.cross_entropy(model(batch[0]), batch[1]))
-        if step.number == stop:
-            run.stop()
     return model
 
 
@@ -95,7 +100,8 @@ def test_a_job_goes_on_from_a_checkpoint_with_the_extra_state_of_root_and_nested
     shape: str, tmp_path: Path
 ) -> None:
     undisturbed = train(shape, None)
-    train(shape, tmp_path / "run", stop=2)
+    with pytest.raises(Interrupted):
+        train(shape, tmp_path / "run", interrupted_in=3)
     resumed = train(shape, tmp_path / "run")
     assert resumed.calls == 4 and type(resumed.value) is type(SHAPES[shape])
     assert facts(resumed) == facts(undisturbed)
