@@ -196,7 +196,7 @@ def test_a_live_job_as_others_see_it(run_dir: Path, small_task: str, undisturbed
     """Status, a second run in its directory, strangers at its port, scale, drain."""
     hold = run_dir.with_name("hold")
     hold.touch()
-    pace = {"E2E_LANE_S": "0.1", "E2E_HOLD": str(hold)}
+    pace = {"E2E_LANE_S": "0.5", "E2E_HOLD": str(hold)}  # 60 steps take far longer than the commands
     with Running(small_task, "--workers", "2", "--run-dir", run_dir, "--steps", "60", "--metrics", **pace) as job:
         job.wait_for_step(1)
         assert {"everstep_running 1.0", "everstep_wanted_workers 2.0"} <= metrics_of(run_dir)

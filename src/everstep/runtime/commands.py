@@ -144,7 +144,7 @@ def sole_holder(run_dir: Path, name: str, held: str) -> Iterator[None]:
         run_dir.mkdir(parents=True, exist_ok=True)
         fd = open_below(path, os.O_RDWR | os.O_CREAT, name.count("/"), make=True)
     except OSError as error:
-        raise ConfigError(f"cannot write to {error.filename or run_dir}: {error.strerror or error}") from None
+        raise ConfigError(f"the run directory {run_dir} cannot be written to: {error.strerror or error}") from None
     try:
         try:
             _lock(fd, fcntl.F_OFD_SETLK, fcntl.F_WRLCK)

@@ -117,9 +117,7 @@ class LoopSurvey:
         scopes = [f.f_locals["self"] for f in frames if "self" in f.f_locals]
         named = [f.f_globals for f in frames]
         until_s = time.thread_time() + limit_s
-        survey = Survey(
-            self.carried(), self.trained.ignored, scopes, named, until_s=until_s, most_bytes=_MOST_TENSOR_BYTES
-        )
+        survey = Survey(self.carried(), self.trained.ignored, scopes, named, until_s, _MOST_TENSOR_BYTES, trusting=True)
         survey.look(list(variables(frames)))
         self._unseen = tuple(f"{name}: {what}"[:_MOST_CHARACTERS] for name, what in survey.unseen.items())
         return {name: fact for name, fact in survey.facts.items() if name != "model" and not name.startswith("model.")}

@@ -147,6 +147,8 @@ class Survey:
     """By the processor time of this thread: what is not seen by then is not, however busy the machine is."""
     most_bytes: int = 1 << 62
     """Of a tensor: a larger one is known by its memory and by how often it was written to."""
+    trusting: bool = False
+    """Whether what the `state_dict` of a carried object says is carried; else it is looked at like the rest."""
     facts: dict[str, Fact] = field(default_factory=dict)
     unseen: dict[str, str] = field(default_factory=dict)
     _seen: dict[int, Any] = field(default_factory=dict)
@@ -218,7 +220,9 @@ class Survey:
     def _given(self, place: _Place) -> None:
         """What `join` was given says itself what its state is; other objects may hang on to it."""
         if users_class(type(place.value)) and not isinstance(place.value, nn.Module | Optimizer):
-            self._push(place, _attributes(place.value))
+            found = dict(_defaults(type(place.value))) | dict(_attributes(place.value))
+            stated = _stated(place.value) if self.trusting else {}
+            self._push(place, [(name, v) for name, v in found.items() if not _is_stated(name, v, stated)])
 
     def _module_of_user(self, place: _Place) -> None:
         names = vars(place.value).items()
@@ -399,6 +403,38 @@ def _attributes(value: Any) -> list[tuple[str, Any]]:
         of_module = vars(nn.Module())
         found = {name: v for name, v in found.items() if name not in of_module and not name.startswith("_forward_")}
     return [(f".{name}", v) for name, v in found.items()]
+
+
+def _defaults(kind: type) -> list[tuple[str, Any]]:
+    """What objects of this class have until they set it themselves."""
+    found: dict[str, Any] = {}
+    for parent in kind.__mro__:
+        if users_class(parent):
+            values = {f".{n}": v for n, v in vars(parent).items() if not n.startswith("__")}
+            found = {n: v for n, v in values.items() if not callable(v) and not hasattr(type(v), "__get__")} | found
+    return list(found.items())
+
+
+def _stated(value: Any) -> dict[str, Any]:
+    """What an object's `state_dict` holds, inner containers too, by key."""
+    found: dict[str, Any] = {}
+    layer = [("", value.state_dict())] if _has(value, "state_dict") else []
+    while layer and len(found) < _MOST_ITEMS:
+        name, inner = layer.pop()
+        found[name.lstrip("_") or f"{len(found)}"] = inner
+        if isinstance(inner, Mapping):
+            layer += [(str(key), v) for key, v in inner.items()]
+        elif isinstance(inner, list | tuple):
+            layer += [(f"{name}[{k}]", v) for k, v in enumerate(inner[:_MOST_ITEMS])]
+    return found
+
+
+def _is_stated(name: str, value: Any, stated: Mapping[str, Any]) -> bool:
+    """Whether an attribute is in its object's state, under its name or another."""
+    plain = isinstance(value, _SCALARS)
+    return name.lstrip("._") in stated or any(
+        type(v) is type(value) and v == value if plain else v is value for v in stated.values()
+    )
 
 
 def _generator_state(value: Any) -> Any:
