@@ -147,12 +147,13 @@ class Proxy:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(30)
 
-    def set(self, mode: str, **more: Any) -> None:
-        """From now on; connections that are open are reset."""
+    def set(self, mode: str, reset: bool = True, **more: Any) -> None:
+        """From now on; connections that are open are reset, if it is so wished."""
         self.mode = mode
         for name, value in more.items():
             setattr(self, name, value)
-        self._loop.call_soon_threadsafe(lambda: [_reset(w) for w in list(self._writers)])
+        if reset:
+            self._loop.call_soon_threadsafe(lambda: [_reset(w) for w in list(self._writers)])
 
     def wait_for_connections(self, more: int, timeout_s: float = 60.0) -> None:
         """Until so many more came."""
@@ -181,7 +182,9 @@ class Proxy:
             elif self.mode == "error":
                 await reader.readuntil(b"\r\n\r\n")
                 writer.write(b"HTTP/1.1 503 Slow Down\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
-                await writer.drain()
+                writer.write_eof()
+                while await reader.read(1 << 16):
+                    pass  # the request's body: what is closed with it unread is reset, and the answer lost
                 writer.close()
             else:
                 host, _, port = self.upstream.removeprefix("http://").partition(":")
