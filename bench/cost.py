@@ -1,6 +1,6 @@
 """What fault tolerance costs: the same epoch with it, without it, and in plain DistributedDataParallel on gloo.
 
-    python bench/cost.py [--model transformer-small] [--workers 2] [--steps 150] [--rounds 3] [--out FILE]
+    python bench/cost.py [--model transformer-small] [--workers 2] [--steps 150] [--rounds 3] [--parts] [--out FILE]
 
 Whole runs, one after the other, in turn:
 - on: as jobs are by default, with a copy in memory and a checkpoint on disk every 30 steps;
@@ -13,12 +13,17 @@ Of each, between the ends of steps 10 and `--steps`, all processes of the job to
 - cpu_s: processor time per epoch;
 - memory_mb: the most that was held, shared pages divided among those who share them (PSS);
 - heartbeat_bytes_per_s: what the coordinator received and sent (`ss`), which is all of the control plane.
+
+`--parts` measures instead, in one job of a plain script (8 lanes, `verify_every` 100), what share of the workers'
+processor time single guards take, by the clocks of their threads: how a model is set, digested in every step
+(settings); states compared (comparing); the survey of what the loop carries (survey). Whole runs spread by more.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import re
 import subprocess
 import sys
@@ -26,6 +31,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +119,20 @@ def measure_ours(model: str, workers: int, steps: int, epoch: int, settings: dic
     return watch.between(at[FIRST], at[steps], steps - FIRST, epoch)
 
 
+def measure_parts(model: str, workers: int, steps: int) -> dict[str, float]:
+    """Percent of the workers' processor time, by part."""
+    with tempfile.TemporaryDirectory(prefix="everstep-bench-") as name:
+        told = Path(name) / "parts"
+        variables = {"COST_PARTS": str(told), "COST_MODEL": model, "COST_STEPS": str(steps)}
+        script = str(BENCH / "cost_script.py")
+        settings = {"verify_every": 100}
+        run_dir = Path(name) / "run"
+        EverstepJob(script, run_dir, "--workers", str(workers), settings=settings, variables=variables).wait()
+        lines = [json.loads(line) for line in told.read_text().splitlines()]
+    whole = sum(line.pop("process") for line in lines)
+    return {part: 100 * sum(line.get(part, 0.0) for line in lines) / whole for part in sorted({*chain(*lines)})}
+
+
 def measure_ddp(model: str, workers: int, steps: int, epoch: int) -> dict[str, float]:
     """One run of the peer, until it has come as far."""
     defaults = MODELS[model].defaults
@@ -140,7 +160,14 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--out", help="also write the JSON here")
+    parser.add_argument("--parts", action="store_true", help="what single guards take, instead")
     options = parser.parse_args()
+    if options.parts:
+        shares = [measure_parts(options.model, options.workers, options.steps) for _ in range(options.rounds)]
+        report = {"bench": "cost of parts, percent", **machine(), "model": options.model, "workers": options.workers}
+        report |= {part: spread([one[part] for one in shares], digits=3) for part in shares[0]}
+        write_report(report, options.out)
+        return
     task = MODELS[options.model]
     dataset: Any = task().build_dataset("train")
     epoch = len(dataset) // (task.defaults["lanes"] * task.defaults["micro_batch"])
@@ -155,7 +182,7 @@ def main() -> None:
         for name in runs if number % 2 == 0 else reversed(runs):
             found[name].append(runs[name]())
             print(f"{name}: {found[name][-1]}", file=sys.stderr, flush=True)
-    report: dict[str, Any] = {"bench": "cost", **machine(), "model": options.model, "workers": options.workers}
+    report = {"bench": "cost", **machine(), "model": options.model, "workers": options.workers}
     report["steps_of_an_epoch"] = epoch
     for name, results in found.items():
         report[name] = {key: spread([one[key] for one in results], digits=2) for key in results[0]}

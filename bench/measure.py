@@ -35,13 +35,24 @@ def _paths() -> list[str]:
 class EverstepJob:
     """A real `everstep run`, its output going to a pipe."""
 
-    def __init__(self, task: str, run_dir: Path, *arguments: str, settings: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        task: str,
+        run_dir: Path,
+        *arguments: str,
+        settings: Mapping[str, Any] | None = None,
+        variables: Mapping[str, str] | None = None,
+    ) -> None:
         self.run_dir = run_dir
         command = [sys.executable, "-m", "everstep", "run", task, "--run-dir", str(run_dir), *arguments]
         for key, value in (settings or {}).items():
             command += ["--set", f"{key}={value}"]
         self.process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment(), start_new_session=True
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env=environment(**(variables or {})),
+            start_new_session=True,
         )
         self._said: list[bytes] = []
         self._reader = threading.Thread(target=self._drain, daemon=True)

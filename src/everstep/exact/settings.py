@@ -90,10 +90,11 @@ class _Attributes:
         self._fields, self._plain, self._packed = [], [], []
         for watched in self.of.values():
             fields = vars(watched.module)
-            plain = [k for k, v in watched.now.items() if not isinstance(v, _Packed | _Other)]
+            packed = {k: v for k, v in watched.now.items() if isinstance(v, _Packed) and not _is_fixed(fields[k])}
+            plain = [k for k, v in watched.now.items() if not isinstance(v, _Other) and k not in packed]
             self._fields.append(fields)
             self._plain += [(itemgetter(*plain), fields)] if plain else []
-            self._packed += [(fields, k, v) for k, v in watched.now.items() if isinstance(v, _Packed)]
+            self._packed += [(fields, k, v) for k, v in packed.items()]
         self._seen = self._look()
 
     def _look(self) -> tuple[list[int], list[Any]]:
@@ -410,6 +411,11 @@ def _attributes(module: nn.Module) -> dict[str, Any]:
             packed = _pack(value) if kind in _CONTAINERS else None
             found[key] = packed or _Other(kind.__name__)
     return found
+
+
+def _is_fixed(value: Any) -> bool:
+    """Whether nothing in it can be changed: so it may be compared by what it was."""
+    return type(value) is tuple and all(type(item) in _SCALARS for item in value)
 
 
 def _pack(value: Any) -> _Packed | None:

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Mapping
-from operator import attrgetter
+from itertools import chain
+from operator import attrgetter, methodcaller
 from typing import Any
 
 from torch import nn
 from torch.nn.modules import module as _torch_module
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from everstep.base.errors import Uncarried
 
@@ -24,6 +26,7 @@ _KINDS = {
     "_backward_pre_hooks": "backward pre-hook",
 }
 _GRADIENT_KINDS = {"_backward_hooks": "gradient hook", "_post_accumulate_grad_hooks": "gradient hook (accumulated)"}
+_values = methodcaller("values")
 _at_gradients, _after_gradients = map(attrgetter, _GRADIENT_KINDS)
 _STEP_KINDS = {"_optimizer_step_pre_hooks": "step pre-hook", "_optimizer_step_post_hooks": "step post-hook"}
 _REMEDY = (
@@ -55,11 +58,12 @@ class Structure:
 
     def _look(self) -> tuple[Any, ...]:
         """All of it by identity, fast."""
+        self._registered = RemovableHandle.next_id
         groups = self._optimizer.param_groups
         return (
-            [id(child) for tree in self._trees for child in tree.values()],
+            self._tree(),
             [*map(type, self.modules.values())],
-            [id(parameter) for own in self._own for parameter in own.values()],
+            [*map(id, chain.from_iterable(map(_values, self._own)))],
             [*map(len, self._hooks)],
             [*map(tuple, self._hooked)],
             [tuple(found) for found in map(_at_gradients, self._leaves) if found],
@@ -68,11 +72,17 @@ class Structure:
             [len(group["params"]) for group in groups],
         )
 
+    def _tree(self) -> list[int]:
+        return [*map(id, chain.from_iterable(map(_values, self._trees)))]
+
     def check(self, lanes: bool = True) -> bool:
-        """Whether it is the same. lanes: forward passes have run, which may make modules without parameters.
+        """Whether it is the same. lanes: forward passes have run, which may make modules without parameters; what they
+        can change is all that is looked at then: modules, and whether torch has numbered another hook.
 
         Raises: Uncarried naming a change that cannot be carried.
         """
+        if lanes and self._registered == RemovableHandle.next_id and self._tree() == self._seen[0]:
+            return True
         if self._look() == self._seen:
             return True
         before, known = self._facts, self.modules

@@ -254,6 +254,14 @@ def test_a_hook_that_is_taken_away_is_refused_and_one_in_the_place_of_another_to
         life.step()
 
 
+@pytest.mark.parametrize("what", ["gradient hook", "forward hook", "step hook"])
+def test_a_hook_that_is_registered_while_lanes_are_computed_is_refused_in_that_step(what: str) -> None:
+    life = Life()
+    life.step()
+    with pytest.raises(Uncarried, match=REFUSED[what][1]):
+        life.step(inside=lambda: REFUSED[what][0](life))
+
+
 def hooked(handles: list[Any]) -> nn.Module:
     model: Any = build()
     handles.append(model[1].register_forward_hook(noop))

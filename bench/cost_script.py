@@ -1,0 +1,78 @@
+"""The job of `bench/cost.py --parts`: a plain script whose processes note how long some functions of Everstep took.
+
+Each function is wrapped with the clock of its thread, so what else runs on the machine does not count. After the
+loop each adds a line of JSON to the file COST_PARTS: processor seconds of
+the process and of each part since its first steps.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import json
+import os
+import time
+from collections import defaultdict
+from typing import Any
+
+import torch
+
+import everstep
+from models import MODELS
+
+PARTS = {
+    "settings": ("everstep.exact.settings:Settings", ("before_lanes", "digests", "after_update")),
+    "comparing": ("everstep.train.replica:StageReplica", ("digest",)),
+    "survey": ("everstep.train.loop_survey:LoopSurvey", ("turn", "_compare")),
+}
+"""Names of parts, and whose methods they are."""
+FIRST = 10
+"""The step from which on time counts."""
+
+spent: defaultdict[str, float] = defaultdict(float)
+
+
+def timed(part: str, inner: Any) -> Any:
+    """The same method, its thread's time added up."""
+
+    @functools.wraps(inner)
+    def outer(*given: Any, **more: Any) -> Any:
+        began = time.thread_time()
+        try:
+            return inner(*given, **more)
+        finally:
+            spent[part] += time.thread_time() - began
+
+    return outer
+
+
+def wrap() -> None:
+    """Have all parts timed."""
+    for part, (place, methods) in PARTS.items():
+        module, _, name = place.partition(":")
+        owner = getattr(importlib.import_module(module), name)
+        for method in methods:
+            setattr(owner, method, timed(part, getattr(owner, method)))
+
+
+def tell() -> None:
+    """One line for this process."""
+    with open(os.environ["COST_PARTS"], "a") as file:
+        file.write(json.dumps({"process": time.process_time() - begun, **spent}) + "\n")
+
+
+wrap()
+task = MODELS[os.environ["COST_MODEL"]]()
+torch.manual_seed(0)
+model = task.build_model()
+optimizer = task.build_optimizer(list(model.parameters()))
+given = {k: task.defaults[k] for k in ("lanes", "micro_batch")}
+run = everstep.join(model, optimizer, task.build_dataset("train"), steps=int(os.environ["COST_STEPS"]), **given)
+begun = 0.0
+for step in run:
+    if step.number == FIRST:
+        spent.clear()
+        begun = time.process_time()
+    for batch in step:
+        step.backward(task.loss(model, batch))
+tell()
