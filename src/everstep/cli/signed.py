@@ -15,10 +15,7 @@ import click
 from everstep.base.errors import ConfigError
 from everstep.base.leaving import temporary_folder
 from everstep.checkpoint.names import manifest_name
-from everstep.checkpoint.reader import open_checkpoint
-from everstep.checkpoint.signing import check_signature
 from everstep.checkpoint.store import BlobStore, DirectoryStore
-from everstep.checkpoint.transfer import transfer
 
 if TYPE_CHECKING:
     from everstep.checkpoint.reader import Checkpoint
@@ -45,6 +42,9 @@ def transfer_signed(
     Raises: ConfigError if it is not signed so: there is no such checkpoint in the target then. BlobMissing,
     CheckpointCorrupt, StoreError.
     """
+    from everstep.checkpoint.signing import check_signature  # these import torch, and commands import this
+    from everstep.checkpoint.transfer import transfer
+
     if key is None:
         return transfer(source, target, step, progress=progress)
     check_signature(source, step, key, with_files=False)
@@ -63,6 +63,8 @@ def vouched(found: Checkpoint, store: BlobStore, key: str | None, folder: Path |
 
     Raises: as `transfer_signed`.
     """
+    from everstep.checkpoint.reader import open_checkpoint
+
     if key is None:
         yield found
         return

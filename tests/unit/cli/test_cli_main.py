@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import pkgutil
 import subprocess
 import sys
 
 import pytest
 
+import everstep.cli
 from everstep.base.config import load_config
 from everstep.base.errors import CheckpointCorrupt, ConfigError, EverstepError, JobFailed, QuorumLost, TaskError
 from everstep.cli.main import COMMANDS, cli, exit_code_of, run_command
@@ -24,6 +26,19 @@ def test_help_does_not_import_torch() -> None:
     assert done.stdout.splitlines()[-1] == "False"
     for name in COMMANDS:
         assert f"  {name} " in done.stdout
+
+
+COMPUTING = ("checkpoint_import", "checkpoints_exchange", "evaluate")
+
+
+def test_commands_that_compute_nothing_do_not_import_torch() -> None:
+    """It takes two seconds: of every start, in the launcher before anything else, and of each look at a job."""
+    modules = [f"everstep.cli.{m.name}" for m in pkgutil.iter_modules(everstep.cli.__path__) if m.name not in COMPUTING]
+    modules += ["everstep.runtime.coordinator_main", "everstep.runtime.host_agent"]
+    lines = [f"import {name}\nassert 'torch' not in sys.modules, {name!r}" for name in modules]
+    code = "\n".join(["import sys", *lines])
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr.splitlines()[-1]
 
 
 @pytest.mark.parametrize("name", ["run", "demo", "status", "verify", "ledger", "scale", "drain", "eval", "schedule"])

@@ -91,4 +91,4 @@ def test_what_cannot_be_written_is_one_line(run_dir: Path, capsys: pytest.Captur
     (run_dir / "tensorboard").write_text("in the way")
     pytest.importorskip("tensorboard")
     assert run_command(["publish", str(run_dir), "--to", "tensorboard"]) == 2
-    assert "cannot write to" in capsys.readouterr().err
+    assert "cannot be written to" in capsys.readouterr().err
