@@ -5,12 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from msgspec import structs
 
 from everstep.protocol.driver import comparing
 from everstep.protocol.driver import operations as do
+from everstep.protocol.driver.records import AgreePayload
 from everstep.protocol.driver.stepper import Stepper
 from everstep.protocol.step_machine import StepMachine
 from everstep.sim.faults import SimFault
+from everstep.sim.lanes import Reduction
 from everstep.sim.model import SimJob, by_unit, cut_anew, flipped, leaf, undisturbed, update, wrong
 from everstep.sim.scenario import DRIFT, Setup, Verdict, set_up, set_up_split, simulate
 
@@ -114,6 +117,30 @@ def test_a_script_that_changes_the_state_of_who_was_healed_ends_the_job_at_its_f
     outcomes = [simulate(seed, setup=drifting("healed", 3, True, SimFault("kill", 60, pick=1))) for seed in range(12)]
     assert all(o.ok for o in outcomes) and any(drifted(o) for o in outcomes)
     assert all(drifted(o) or o.unnoticed or not o.flipped for o in outcomes), "all begin again, and drift alike"
+
+
+@pytest.mark.parametrize("workers", [2, 3, 4])
+@pytest.mark.parametrize("fault", [(), (SimFault("kill", 60, pick=1),)], ids=["alone", "killed"])
+def test_a_script_that_sets_the_leaders_model_alone_ends_the_job(workers, fault, monkeypatch):
+    """As `if run.is_main: bn.eval()` from step 3 on: compared in every step, with no state that differs."""
+    payload = Reduction._payload
+
+    def set_otherwise(reduction, operation, gradients):
+        leads = operation.plan.leader(0) == reduction.life.me.worker_id and operation.step >= 3
+        if leads:
+            reduction.life.site.checks.taint.flip()
+        sections = [
+            structs.replace(s, settings=bytes(20 - leads) + bytes([1] * leads))
+            for s in payload(reduction, operation, gradients).sections
+        ]
+        return AgreePayload(sections)
+
+    monkeypatch.setattr(Reduction, "_payload", set_otherwise)
+    for seed in range(6):
+        setup = quiet(workers, SimJob(8, 6, 4), 100, *fault)
+        outcome = simulate(seed, setup=setup)
+        assert outcome.ok and drifted(outcome), outcome
+        assert "job_completed" not in outcome.reports
 
 
 def test_a_second_flip_before_all_have_come_as_far_is_taken_for_drift():

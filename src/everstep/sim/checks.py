@@ -128,11 +128,12 @@ class SimRecords:
         return all(section.digest for r in records.values() for section in _agree.decode(r.payload).sections)
 
     def said(self, key: Key, records: Mapping[int, Record]) -> dict[int, set[str]]:
-        """By stage the digests that members compare in a decision."""
+        """By stage the digests that members compare in a decision; below zero those of how the model is set."""
         agree = (section for r in records.values() for section in _agree.decode(r.payload).sections)
         said: dict[int, set[str]] = {}
         for section in chain.from_iterable(last_states(records).values()) if key.seq else agree:
             said.setdefault(section.stage, set()).update({section.digest} - {""})
+            said.setdefault(~section.stage, set()).update({section.settings.hex()} - {""})
         return said
 
     def copies(self, records: Mapping[int, Record]) -> dict[int, set[int]]:
