@@ -244,12 +244,20 @@ class PicturesCounting(Pictures):
 
 
 class PicturesNonFinite(PicturesOneCycle):
-    """The loss of whatever batch holds sample 5 is NaN, in every epoch."""
+    """The loss of whatever batch holds the odd sample is NaN, in every epoch."""
+
+    odd: ClassVar[int] = 5
 
     def build_dataset(self, split: str) -> Dataset[Any]:
         data = Glyphs(augmented=False)
-        data.pictures[5] = torch.nan
+        data.pictures[self.odd] = torch.nan
         return data
+
+
+class PicturesNonFiniteLater(PicturesNonFinite):
+    """The same, from step 6 on."""
+
+    odd: ClassVar[int] = 118
 
 
 class Sentences(Dataset[torch.Tensor]):

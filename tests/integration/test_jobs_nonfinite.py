@@ -1,4 +1,4 @@
-"""Jobs whose loss is not finite in some steps: said once, counted, left out or the end, whatever dies meanwhile."""
+"""Jobs whose loss is not finite in some steps: told, counted, left out or the end, whatever dies meanwhile."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from everstep.report.history import History
 from job_harness import Job, Jobs, healed
 
 CHAOS = "kill:target=worker:1,at=2,phase=backward; kill:target=leader:0,at=9,phase=agree"
@@ -20,8 +21,8 @@ def summary_of(job: Job) -> dict[str, Any]:
     return found
 
 
-def warnings_of(job: Job) -> list[dict[str, Any]]:
-    return [event for event in job.of_kind("warning") if event["cause"] == "nonfinite"]
+def history_of(job: Job) -> History:
+    return History(job.run_dir).load()
 
 
 def strange_steps(job: Job) -> list[int]:
@@ -35,17 +36,39 @@ def test_a_job_that_skips_goes_on_with_the_same_bits(jobs: Jobs, settings: dict[
     strange = strange_steps(job)
     left_out = [event["step"] for event in job.of_kind("step_committed") if not event["applied"]]
     assert strange and strange == left_out, job.account()
-    (warning,) = warnings_of(job)
-    assert warning["step"] == strange[0] and "the loss of lane" in warning["reason"], job.account()
-    assert summary_of(job)["nonfinite"] == {"steps": len(strange), "first": strange[0]}
+    told = job.of_kind("nonfinite")
+    assert [event["step"] for event in told] == strange and "the loss of lane" in told[0]["reason"], job.account()
+    assert all(5 in event["samples"] and len(event["lanes"]) == 1 for event in told), told
+    assert summary_of(job)["nonfinite"] == {"steps": len(strange), "first": strange[0], "last": strange[-1]}
 
 
-def test_by_default_it_is_said_once_and_counted(jobs: Jobs) -> None:
-    job = jobs.run("PicturesNonFinite", chaos=CHAOS, pace=PACE)
-    (warning,) = warnings_of(job)
+def test_without_a_limit_all_are_told(jobs: Jobs) -> None:
+    job = jobs.run("PicturesNonFinite", chaos=CHAOS, pace=PACE, numerics={"nonfinite_limit": 0})
     strange = strange_steps(job)
-    assert warning["step"] == strange[0] and strange == list(range(strange[0], 31))
-    assert summary_of(job)["nonfinite"] == {"steps": len(strange), "first": strange[0]}
+    assert strange == list(range(strange[0], 31)) == [event["step"] for event in job.of_kind("nonfinite")]
+    assert summary_of(job)["nonfinite"] == {"steps": len(strange), "first": strange[0], "last": 30}
+    said = history_of(job).headline(False)
+    assert said.level == "bad" and f"was not finite from step {strange[0]} to the last" in said.text
+
+
+@pytest.mark.parametrize("settings", [{}, {"stages": 2}])
+def test_so_many_in_a_row_end_the_job_alike_whoever_dies(jobs: Jobs, settings: dict[str, Any]) -> None:
+    first = 6
+    rule = {"nonfinite_limit": 6, "checkpoint.disk.every_steps": 2, "checkpoint.disk.keep_last": 1, **settings}
+    chaos = f"kill:target=worker:1,at={first + 2},phase=backward; kill:target=leader:0,at={first + 4},phase=agree"
+    job = jobs.start("PicturesNonFiniteLater", workers=2, settings=rule, chaos=chaos, pace=PACE)
+    assert job.end() == 1, job.account()
+    (failed,) = job.of_kind("job_failed")
+    assert failed["cause"] == "nonfinite" and failed["step"] == first + 5, job.account()
+    assert f"as in all steps since {first} (nonfinite_limit is 6)" in failed["reason"], job.account()
+    assert [event["in_a_row"] for event in job.of_kind("nonfinite")][:5] == [1, 2, 3, 4, 5], job.account()
+    kept = {int(path.parent.name[5:]) for path in (job.run_dir / "checkpoints").glob("step-*/manifest.json")}
+    sound = [step for step in kept if step < first]
+    assert sound == [(first - 1) // 2 * 2] and max(kept) == first + 5, kept  # the newest that is finite
+    said = history_of(job).headline(False)
+    assert said.level == "bad" and "is not finite" in said.text
+    again = jobs.start("PicturesNonFiniteLater", workers=2, settings=rule, run_dir=job.run_dir)
+    assert again.end() == 1 and again.of_kind("job_failed")[-1]["step"] == first + 6, again.account()
 
 
 @pytest.mark.parametrize("settings", [{}, {"stages": 2}])

@@ -15,7 +15,8 @@ from torch.nn import functional
 import everstep
 from everstep import Task
 from everstep.base.errors import NonFinite
-from everstep.protocol.driver.records import StepOutcome, nonfinite
+from everstep.protocol.driver.nonfinite import NonfiniteRule, judged
+from everstep.protocol.driver.records import Finiteness, StepOutcome
 
 STEPS = 3
 VALUES: dict[str, Any] = {"lanes": 4, "micro_batch": 2}
@@ -102,15 +103,28 @@ def test_a_gradient_that_is_not_finite_alone_is_left_out_too() -> None:
     assert run.digests(0) == before and math.isfinite(run.losses[0])
 
 
-def test_words() -> None:
-    def outcome(lanes: tuple[int, ...], finite: bool) -> StepOutcome:
-        return StepOutcome(1, (), {}, 0.0, 1.0, 0.0, {}, {}, nonfinite_lanes=lanes, gradient_finite=finite)
+def outcome(lanes: tuple[int, ...], finite: bool, before: int = 0) -> StepOutcome:
+    return StepOutcome(20, (), {}, 0.0, 1.0, 0.0, {}, {}, finiteness=Finiteness(lanes, finite, before))
 
-    assert nonfinite(outcome((), True), scaled=False) == ""
-    assert nonfinite(outcome((3,), True), scaled=True) == "the loss of lane 3 is not finite"
-    assert nonfinite(outcome((0, 3), False), scaled=False) == "the loss of lanes 0, 3 is not finite"
-    assert "the gradient is not finite" in nonfinite(outcome((), False), scaled=False)
-    assert nonfinite(outcome((), False), scaled=True) == ""  # a loss scaler leaves the step out, and halves its scale
+
+def test_words() -> None:
+    plain, scaled = NonfiniteRule("warn", 10, False), NonfiniteRule("warn", 10, True)
+    assert judged(outcome((), True, 9), plain) == judged(outcome((), False, 9), scaled)  # it halves its scale
+    assert not judged(outcome((), True, 9), plain).words
+    assert judged(outcome((3,), True), scaled).words == "the loss of lane 3 is not finite"
+    assert judged(outcome((0, 3), False), plain).words == "the loss of lanes 0, 3 is not finite"
+    assert "the gradient is not finite" in judged(outcome((), False), plain).words
+
+
+def test_so_many_in_a_row_end_the_job() -> None:
+    strange = outcome((3,), True, 9)
+    for policy in ("warn", "skip"):
+        found = judged(strange, NonfiniteRule(policy, 10, False))
+        assert (found.in_a_row, found.left_out) == (10, policy == "skip")
+        assert "as in all steps since 11 (nonfinite_limit is 10)" in found.ends
+        assert not judged(strange, NonfiniteRule(policy, 11, False)).ends
+        assert not judged(strange, NonfiniteRule(policy, 0, False)).ends
+    assert "on_nonfinite: stop" in judged(outcome((3,), True), NonfiniteRule("stop", 0, False)).ends
 
 
 def test_a_script_by_itself_stops_with_a_checkpoint_and_goes_on_from_it(tmp_path: Any) -> None:

@@ -344,6 +344,9 @@ class Config:
         "is left out; stop: likewise, and the job ends with a checkpoint",
         choices=("warn", "stop", "skip"),
     )
+    nonfinite_limit: int = key(
+        10, "so many steps in a row that are not finite end the job, with exit code 1; 0: never", low=0
+    )
 
     workers: int = key(1, "worker processes in all", low=1)
     spares: int = key(0, "idle processes that stand in at once", low=0)

@@ -138,6 +138,7 @@ def assemble(assembly: Assembly, older: Callable[[int | None], Manifest | None],
         base=known.step,
         depth=known.depth,
         written_bytes=sum(r.written_bytes for r in assembly.reports.values()),
+        finite=all(r.finite for r in assembly.reports.values()),
         **facts,
     )
 

@@ -116,6 +116,7 @@ class Manifest:
     `depth` such steps back to a full one. records: of the step's decision. application: further opaque parts by name.
     identity: as `JobIdentity.to_dict`. written_bytes: what was new in it. hosts: by file, the hosts that had it then;
     empty where all see one directory. numerics: the kernels of the worker that wrote it, None where it does not say.
+    finite: False if parameters or optimizer state are known not to be.
     """
 
     step: int
@@ -134,6 +135,7 @@ class Manifest:
     state: Mapping[str, Any]
     hosts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     numerics: Kernels | None = None
+    finite: bool = True
 
     @property
     def n_blocks(self) -> int:
@@ -175,6 +177,8 @@ class Manifest:
         for name in ("hosts", "numerics"):
             if not body[name]:
                 del body[name]
+        if self.finite:
+            del body["finite"]
         return seal(KIND, body, self.state["format"])
 
 
@@ -197,6 +201,7 @@ def decode(data: bytes | bytearray | memoryview, name: str) -> Manifest:
                 "state": body["state"],
                 "hosts": body.get("hosts", {}),
                 "numerics": form["numerics"] or None,
+                "finite": form["finite"],
             }
         )
     except (ValueError, OverflowError, RecursionError) as error:
@@ -345,6 +350,7 @@ class Form(msgspec.Struct, forbid_unknown_fields=True):
     state: State
     hosts: dict[str, tuple[HostName, ...]] | UnsetType = UNSET
     numerics: Kernels | UnsetType = UNSET
+    finite: bool = True
 
 
 def check_form(body: Mapping[str, Any], version: int) -> Form:

@@ -40,6 +40,7 @@ _BYTES_PER_RUN = 112
 _PATIENCE_S = 0.05
 _ATTEMPTS = 1000
 CHECK_BYTES = 8
+_FLOATS = frozenset({"float64", "float32", "float16", "bfloat16", "complex64", "complex128"})
 
 
 class PartReport(msgspec.Struct, frozen=True):
@@ -48,8 +49,8 @@ class PartReport(msgspec.Struct, frozen=True):
     first, last: its block range in the stage's own state. digests: of each of its blocks, 32 hex digits each, in one
     text. written: (first block, count) of the runs in `file`, in order; the other blocks are in older checkpoints, the
     newest being of step `base`. entry_digests: of the tensors that begin in the range (empty ones left out). file: None
-    if nothing in it was new. entries, values and outline: from the first worker of a pool alone. error and cause: why
-    there is none.
+    if nothing in it was new. entries, values and outline: from the first worker of a pool alone. finite: whether
+    parameters and optimizer state in the range are. error and cause: why there is none.
 
     checks, facts: what all workers of a pool have to say alike: `CHECK_BYTES` of the digest of each block of their
     state, and the digests of what else it is, by name.
@@ -76,6 +77,7 @@ class PartReport(msgspec.Struct, frozen=True):
     stall_s: float = 0.0
     duration_s: float = 0.0
     cpu_s: float = 0.0
+    finite: bool = True
     error: str = ""
     cause: Cause = Cause.UNKNOWN
 
@@ -295,6 +297,7 @@ class PartWriter:
         digests: list[str] = []
         runs: list[tuple[int, int]] = []
         tree: list[str] = []
+        finite = True
         for index in self._order:
             block = self._take(index, buffer)
             if block is None:
@@ -307,6 +310,8 @@ class PartWriter:
             for k, lo, hi in pieces_of(live.entries, index):
                 if k in mine:
                     mine[k].update(view[lo - index * BLOCK_BYTES : hi - index * BLOCK_BYTES])
+                piece = block[lo - index * BLOCK_BYTES : hi - index * BLOCK_BYTES]
+                finite = finite and (k in live.passing or _is_finite(piece, live.entries[k].dtype))
             if index >= last:
                 continue
             digest = digest_bytes(view)
@@ -339,6 +344,7 @@ class PartWriter:
             file=file,
             base=base.step,
             depth=base.depth,
+            finite=finite,
             written_bytes=len(tree) * BLOCK_BYTES,
         )
 
@@ -375,6 +381,13 @@ class PartWriter:
 def entries_within(entries: Sequence[StateEntry], first: int, last: int) -> list[int]:
     """The numbers of the entries that begin in these blocks; empty ones belong to none."""
     return [k for k, e in enumerate(entries) if e.nbytes and first * BLOCK_BYTES <= e.offset < last * BLOCK_BYTES]
+
+
+def _is_finite(piece: Tensor, dtype: str) -> bool:
+    """Of a piece of a tensor, as bytes."""
+    if dtype not in _FLOATS or not piece.numel():
+        return True
+    return bool(piece.view(getattr(torch, dtype)).isfinite().all())
 
 
 def check_of(view: memoryview) -> bytes:
@@ -430,6 +443,7 @@ class LiveState:
     def __init__(self, state: ModelState) -> None:
         self.entries, tensors, self.values, now = state.live_tensors()
         self.outline, self.n_blocks = state.outline, block_count(self.entries)
+        self.passing = frozenset(now)  # buffers and the like, in which masks have infinities
         self._tensors: list[Tensor] = list(tensors)
         with torch.no_grad():
             for k in now:

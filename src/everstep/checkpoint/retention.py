@@ -29,6 +29,8 @@ class Shelf:
     scores: dict[int, float] = field(default_factory=dict)
     broken: dict[int, str] = field(default_factory=dict)
     aside: frozenset[str] = frozenset()
+    strange: frozenset[int] = frozenset()
+    """Steps whose state is not finite."""
 
     @staticmethod
     def read(store: BlobStore, metric: str | None = None) -> Shelf:
@@ -50,6 +52,7 @@ class Shelf:
     def add(self, manifest: Manifest) -> None:
         """A checkpoint was completed."""
         self.files[manifest.step] = frozenset(f.name for f in manifest.files)
+        self.strange = self.strange - {manifest.step} if manifest.finite else self.strange | {manifest.step}
         if self.metric is not None and self.metric in manifest.metrics:
             self.scores[manifest.step] = manifest.metrics[self.metric]
 
@@ -70,7 +73,9 @@ class Shelf:
         Raises: StoreError. CheckpointCorrupt if the pins cannot be read.
         """
         pins = {*read_pins(self.store).values(), *held}
-        stay = kept(self.steps, rule, pins=pins, scores=self.scores, best_mode=mode, proven=proven)
+        stay = kept(
+            self.steps, rule, pins=pins, scores=self.scores, best_mode=mode, proven=proven, strange=self.strange
+        )
         return [step for step in self.steps if step not in stay]
 
     def retire(self, steps: Collection[int]) -> None:

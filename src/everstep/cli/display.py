@@ -304,8 +304,8 @@ def step_line(facts: Facts, number: int, total_steps: int | None) -> str:
     """step 12/200  loss 1.2345  lr 0.001  812 samples/s (or tokens/s, where the task counts them)  eta 1m02s ..."""
     parts = [f"step {number}" + (f"/{total_steps}" if total_steps else "")]
     rate, eta_s = facts.samples_per_s(), facts.eta_s(total_steps)
-    if facts.loss is not None:
-        parts.append(f"loss {facts.loss:.4f}")
+    if facts.loss_text:
+        parts.append(f"loss {facts.loss_text}")
     learning_rate = facts.steps.columns[4][-1] if facts.steps.x else math.nan
     if math.isfinite(learning_rate):
         parts.append(f"lr {learning_rate:.3g}")
@@ -322,7 +322,8 @@ def step_line(facts: Facts, number: int, total_steps: int | None) -> str:
 def sentence(event: Event) -> str | None:
     """An event as a line for people; None for those that say nothing new (each step, what agents do)."""
     kind = event["kind"]
-    return words_of(event) if kind in KINDS and kind not in _UNTOLD else None
+    repeated = kind == "nonfinite" and event.get("in_a_row") != 1
+    return words_of(event) if kind in KINDS and kind not in _UNTOLD and not repeated else None
 
 
 def duration(seconds: float) -> str:
@@ -333,13 +334,20 @@ def duration(seconds: float) -> str:
     return f"{whole // 60}m{whole % 60:02d}s" if whole >= 60 else f"{whole}s"
 
 
+def _last_loss(summary: dict[str, Any]) -> str:
+    if summary["loss"] is not None:
+        return f"{summary['loss']:.4f}"
+    strange = summary.get("nonfinite")
+    return "nan" if strange and strange["last"] >= summary["steps"] else "unknown"
+
+
 def summary_lines(summary: dict[str, Any]) -> list[tuple[str, str]]:
     """The summary as names and values for people."""
     digest, recovery, metrics = summary["digest"] or {}, summary["recovery_s"], summary["metrics"] or {}
     rows = [
         ("state", summary["state"]),
         ("steps", str(summary["steps"])),
-        ("loss", f"{summary['loss']:.4f}" if summary["loss"] is not None else "unknown"),
+        ("loss", _last_loss(summary)),
         *((f"test {name}", f"{value:.4f}") for name, value in metrics.items() if value is not None),
         ("faults survived", str(summary["faults_survived"])),
         ("steps lost", str(summary["steps_lost"])),
@@ -347,7 +355,10 @@ def summary_lines(summary: dict[str, Any]) -> list[tuple[str, str]]:
     ]
     strange = summary.get("nonfinite")
     if strange:
-        rows.append(("not finite", f"loss or gradient of {strange['steps']} steps, first in step {strange['first']}"))
+        within = (
+            f"steps, {strange['first']} to {strange['last']}" if strange["steps"] > 1 else f"step, {strange['first']}"
+        )
+        rows.append(("not finite", f"loss or gradient of {strange['steps']} {within}"))
     if summary["recoveries"]:
         times = f"median {1000 * recovery['median']:.0f} ms, worst {1000 * recovery['max']:.0f} ms to the next step"
         rows.append(("recoveries", f"{summary['recoveries']}, {times}"))
@@ -392,6 +403,7 @@ def summary(
 
     missing_rows: what the ledger lacks. A job that was done in order is completed, but without the proof not in order.
     """
+    strange = facts.strange
     states = {0: "completed", 130: "interrupted", 143: "interrupted"}
     times = sorted(recovery.duration_s for recovery in facts.recoveries)
     return {
@@ -403,7 +415,7 @@ def summary(
         "steps": int(digest["step"]) if digest is not None else facts.step,
         "faults_survived": facts.faults,
         "steps_lost": facts.steps_lost,
-        "nonfinite": {"steps": facts.nonfinite[0], "first": facts.nonfinite[1]} if facts.nonfinite else None,
+        "nonfinite": {"steps": strange.count, "first": strange.first, "last": strange.last} if strange else None,
         "recoveries": facts.counts.get("recovery_completed", 0),
         "recovery_s": {"median": statistics.median(times) if times else None, "max": times[-1] if times else None},
         "generations": facts.generation,

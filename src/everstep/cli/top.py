@@ -97,8 +97,8 @@ def _numbers(facts: dict[str, Any]) -> str:
         f"generation {facts['generation']}",
         *([f"workers {facts['members']}/{facts['wanted']}"] if facts["running"] else []),
     ]
-    if facts["loss"] is not None:
-        found.append(f"loss {facts['loss']:.4f}")
+    if facts["loss_text"]:
+        found.append(f"loss {facts['loss_text']}")
     if facts["rate"]:
         found.append(f"{facts['rate']:.1f} samples/s")
     if facts["eta_s"]:

@@ -50,6 +50,8 @@ def list_row(history: History, running: bool, notes: Notes) -> ListRow:
         "step": facts.step,
         "total": history.total_steps,
         "loss": facts.loss,
+        "loss_text": facts.loss_text,
+        "level": facts.strange.level if facts.strange is not None else "",
         "goodput": history.goodput(running),
         "faults": facts.faults,
         "digest": one_line(digest, 64),

@@ -14,9 +14,9 @@ from typing import Any
 
 from everstep.base.given import read_given
 from everstep.report.excerpt import around, newest
-from everstep.report.facts import Line
 from everstep.report.logfiles import LogLine
 from everstep.report.pulled import pull_logs
+from everstep.report.told import Line
 from everstep.report.words import one_line
 from everstep.runtime.address import PROFILES_FOLDER
 

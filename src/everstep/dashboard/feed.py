@@ -19,10 +19,10 @@ from everstep.base.errors import ConfigError, EverstepError
 from everstep.dashboard.catalog import Catalog, ListRow, list_row
 from everstep.dashboard.details import as_line
 from everstep.protocol.roles import INJECT, OPERATE
-from everstep.report.facts import Line
 from everstep.report.history import History
 from everstep.report.logfiles import LogFiles
 from everstep.report.notes import checked_notes, read_notes, write_notes
+from everstep.report.told import Line
 from everstep.runtime import commands
 
 Audit = Callable[[Path], dict[str, Any]]

@@ -17,11 +17,12 @@ from everstep.base.config import dotted
 from everstep.dashboard.details import row
 from everstep.dashboard.feed import RunFeed
 from everstep.report.account import goodput
-from everstep.report.facts import MEMBERS, Facts, Line, WorkerFact
+from everstep.report.facts import MEMBERS, Facts
 from everstep.report.headline import headline
 from everstep.report.history import History
 from everstep.report.pace import RECENT_STEPS
 from everstep.report.settings import shown_settings
+from everstep.report.told import Line, WorkerFact
 from everstep.report.usage import Newest
 from everstep.report.words import as_dict, number, one_line, whole_number
 
@@ -147,6 +148,7 @@ def head(feed: RunFeed, rows: Mapping[int, WorkerRow]) -> dict[str, Any]:
         "step": step,
         "total": total,
         "loss": facts.loss,
+        "loss_text": facts.loss_text,
         "rate": rate,
         "rate_points": RECENT_STEPS,
         "mean_rate": facts.mean_samples_per_s(),
@@ -163,7 +165,7 @@ def head(feed: RunFeed, rows: Mapping[int, WorkerRow]) -> dict[str, Any]:
         "faults": facts.faults,
         "recoveries": facts.counts.get("recovery_completed", 0),
         "steps_lost": facts.steps_lost,
-        "not_finite": facts.not_finite,
+        "strange": {"level": strange.level, "text": str(strange)} if (strange := facts.strange) else None,
         "incident": _incident(facts),
     }
 

@@ -37,6 +37,7 @@ KINDS = frozenset(
         "leader_changed",
         "generation_started",
         "waiting",
+        "nonfinite",
         "step_committed",
         "recovery_completed",
         "checkpoint_completed",
@@ -281,12 +282,6 @@ def told_lately(path: str | os.PathLike[str]) -> set[tuple[str, int]]:
 def _step_of(event: dict[str, Any]) -> int | None:
     step = event.get("step")
     return step if type(step) is int and 0 <= step <= _MAX_STEP else None
-
-
-def warned_of(path: str | os.PathLike[str], cause: Cause) -> bool:
-    """Whether there is a warning with this cause, as `told_lately` looks."""
-    events, _ = _newest(path, 1 << 20)
-    return any(event["kind"] == "warning" and event.get("cause") == cause for event in events)
 
 
 def _newest(path: str | os.PathLike[str], size: int) -> tuple[list[dict[str, Any]], bool]:

@@ -5,9 +5,10 @@ Everything is bounded: curves are decimated, lists keep their newest entries and
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from everstep.base.cause import Cause
@@ -17,6 +18,7 @@ from everstep.report.pace import Pace
 from everstep.report.recovery import RecoveryFact, recovery_of
 from everstep.report.seats import seats_of
 from everstep.report.series import POINTS, Series
+from everstep.report.told import CheckpointFact, Generation, Line, Mark, Span, Strange, Trouble, WorkerFact
 from everstep.report.words import (
     Event,
     cause,
@@ -42,104 +44,12 @@ _MARKED |= {"coordinator_restarted": "coordinator", "fallback": "fallback", "wor
 
 
 @dataclass
-class WorkerFact:
-    """What is known of one worker. state: leader, active, standby, spare, healing, suspect, dead or left; role: the
-    same, whether it lives or not. cause and reason: of the state, None and "" where there is nothing to say."""
-
-    worker_id: int
-    incarnation: int = 0
-    state: str = "spare"
-    stage: int | None = None
-    stages: tuple[int, ...] = ()
-    lanes: tuple[int, ...] = ()
-    pid: int | None = None
-    pids: tuple[int, ...] = ()
-    host: str = ""
-    since_ns: int = 0
-    cause: Cause | None = None
-    reason: str = ""
-    role: str = "spare"
-
-
-@dataclass(frozen=True)
-class Generation:
-    """One agreed membership, from when, and why."""
-
-    number: int
-    time_ns: int
-    step: int
-    cause: Cause
-    reason: str
-    members: int
-    leaders: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class CheckpointFact:
-    """One that was completed; or else (`ok` false) skipped because it was not its turn, or failed."""
-
-    tier: str
-    step: int
-    time_ns: int
-    ok: bool
-    duration_s: float
-    size_bytes: int
-    stall_s: float
-    cause: Cause
-    reason: str
-    skipped: bool = False
-
-
-@dataclass(frozen=True)
-class Trouble:
-    """Something that is wrong, since it was told."""
-
-    time_ns: int
-    reason: str
-
-
-@dataclass
-class Span:
-    """A stretch of a worker's life in one state; `end_ns` None while it lasts."""
-
-    worker_id: int
-    incarnation: int
-    state: str
-    begin_ns: int
-    end_ns: int | None = None
-
-
-@dataclass(frozen=True)
-class Mark:
-    """Something to be marked on the charts."""
-
-    time_ns: int
-    step: int
-    kind: str
-    worker_id: int | None
-    cause: Cause
-    text: str
-
-
-@dataclass(frozen=True)
-class Line:
-    """An event in the log; `number` counts all that there were."""
-
-    number: int
-    time_ns: int
-    level: str
-    kind: str
-    worker_id: int | None
-    step: int | None
-    text: str
-
-
-@dataclass
 class Facts:
     """Takes in events in file order. `counts`: events by kind. `rates`: samples, seconds by number of workers.
-    `nonfinite`: how many steps had a loss or gradient that was not finite, and the first of them. `redo_to`: up to this
-    step steps are done again that had been done before, 0 if none are; `began_again_ns`: since when. `stopping`: why
-    the job is being ended; `full`: newest trouble with the disk, None if a checkpoint was written since."""
+    `loss`: of the newest step, None if there is none or it is not finite; `strange`: steps that were not. `redo_to`: up
+    to this step steps are done again that had been done before, 0 if none are; `began_again_ns`: since when.
+    `stopping`: why the job is being ended; `full`: newest trouble with the disk, None if a checkpoint was written
+    since."""
 
     state: str = "starting"
     cause: Cause | None = None
@@ -150,7 +60,7 @@ class Facts:
     wanted: int = 0
     steps_lost: int = 0
     tokens_per_sample: float | None = None
-    nonfinite: tuple[int, int] | None = None
+    strange: Strange | None = None
     exit_code: int | None = None
     workers: dict[int, WorkerFact] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
@@ -273,12 +183,11 @@ class Facts:
         return self.pace.eta_s(self.step, total_steps)
 
     @property
-    def not_finite(self) -> str:
-        """In words, how many steps had a loss or gradient that was not finite; empty if none."""
-        if self.nonfinite is None:
-            return ""
-        count, first = self.nonfinite
-        return f"{count} steps, the first is {first}" if count > 1 else f"step {first}"
+    def loss_text(self) -> str:
+        """Of the newest step; "nan" if it is not finite, "" if there is none."""
+        if self.loss is not None:
+            return f"{self.loss:.4f}"
+        return "nan" if self.strange is not None and self.strange.last == self.step else ""
 
     @property
     def began_ns(self) -> int:
@@ -323,16 +232,15 @@ class Facts:
         self.step, self.began_again_ns = max(self.step, start), time_ns
         self.last_step_ns, self._clean = 0, False
         self.pace.begin()
-        self.nonfinite = self.nonfinite if self.step else None
+        self.strange = self.strange if self.step else None
 
     def _step_committed(self, event: Event, time_ns: int) -> None:
         step = int(event["step"])
         self.step = step
         loss = _float(event.get("loss"))
-        self.loss = self.loss if loss is None else loss
-        if event.get("nonfinite"):
-            count, first = self.nonfinite or (0, step)
-            self.nonfinite = (count + 1, first)
+        self.loss = loss if loss is not None and math.isfinite(loss) else None
+        empty = self.loss is None and not whole_number(event.get("samples"))
+        self._finite(step, empty or (self.loss is not None and not event.get("nonfinite")))
         rate = event.get("lr")
         lr = _float(rate[0] if isinstance(rate, list) and rate else rate)
         samples = whole_number(event.get("samples"))
@@ -357,6 +265,14 @@ class Facts:
         unsettled = self.state != "running" or self._suspected or self.started_ns is not None
         if (unsettled or self._fault_ns is not None) and self.incidents.open is None and self.ended_ns is None:
             self._go_on(time_ns)
+
+    def _finite(self, step: int, finite: bool) -> None:
+        strange = self.strange
+        if finite and strange is not None:
+            self.strange = replace(strange, in_a_row=0)
+        elif not finite:
+            before = strange or Strange(0, step, 0, 0)
+            self.strange = Strange(before.count + 1, before.first, step, before.in_a_row + 1)
 
     def _go_on(self, time_ns: int) -> None:
         """A step was committed: every member is alive, nothing is waited for."""

@@ -9,10 +9,11 @@ from itertools import pairwise
 from typing import Any
 
 from everstep.report.account import PHASES
-from everstep.report.facts import Facts, Mark, Span
+from everstep.report.facts import Facts
 from everstep.report.history import History
 from everstep.report.style import COLOURS, STATES
 from everstep.report.svg import Bar, Curve, Upright, columns_chart, line_chart, rows_chart, stacked_bar
+from everstep.report.told import Mark, Span
 from everstep.report.usage import PHASES as PHASES_OF_WORK
 from everstep.report.words import time_text
 

@@ -118,9 +118,15 @@ def _over(facts: Facts, now: Now) -> Headline | None:
     if facts.ended_ns is None and not (now.finished and not now.running):
         return None
     ran_s = sum(v for k, v in facts.account.seconds().items() if k != "not running")
+    strange = facts.strange
+    if (now.finished or facts.state == "completed") and strange is not None and strange.in_a_row:
+        since = strange.last - strange.in_a_row + 1
+        text = f"Finished, but the loss or gradient was not finite from step {since} to the last."
+        return Headline("bad", text, "The weights are of no use: go on from a checkpoint before that step.")
     if now.finished or facts.state == "completed":
         faults = f"{facts.faults} fault{'s' * (facts.faults != 1)} survived." if facts.faults else "No fault."
-        return Headline("good", f"Finished: all {facts.step} steps are done, in {span(ran_s)}.", faults)
+        more = " ".join(filter(None, (faults, _was_strange(facts))))
+        return Headline("good", f"Finished: all {facts.step} steps are done, in {span(ran_s)}.", more)
     reason = facts.reason or "no reason was given"
     more = _behind(facts, now)
     if facts.state == "interrupted":
@@ -292,6 +298,30 @@ def _again(facts: Facts, now: Now) -> Headline | None:
     return Headline("bad" if late else "warning", text, f"That takes {span(passed_s)} already." if late else "")
 
 
+def _strange(facts: Facts, now: Now) -> Headline | None:
+    """The newest step is not finite."""
+    strange = facts.strange
+    if strange is None or not strange.in_a_row:
+        return None
+    if strange.level == "warning":
+        return Headline("warning", f"The loss or gradient of step {strange.last} is not finite.", "Training goes on.")
+    since = strange.last - strange.in_a_row + 1
+    text = f"The loss or gradient is not finite for {strange.in_a_row} steps, since step {since}."
+    return Headline(
+        "bad", text, "Training goes on, for nothing: stop it, and go on from a checkpoint before that step."
+    )
+
+
+def _was_strange(facts: Facts) -> str:
+    """That some steps were not finite, in a job that goes on well."""
+    strange = facts.strange
+    if strange is None:
+        return ""
+    if strange.count == 1:
+        return f"The loss or gradient of step {strange.last} was not finite."
+    return f"The loss or gradient of {strange.count} steps was not finite, the last was step {strange.last}."
+
+
 def _troubled(facts: Facts, now: Now) -> Headline | None:
     """Files cannot be written."""
     if _is_full(now):
@@ -335,10 +365,12 @@ def _well(facts: Facts, now: Now) -> Headline:
     members = sum(worker.state in MEMBERS for worker in facts.workers.values())
     text = f"All is well: step {step_of(facts, now)}{total}, {members} of {facts.wanted or members} workers."
     last = facts.incidents.newest
+    strange = _was_strange(facts)
     if last is None:
-        return Headline("good", text, "No fault so far.")
+        return Headline("good", text, strange or "No fault so far.")
     went = f"; training went on after {span((last.end_ns - last.begin_ns) / 1e9)}" if last.end_ns else ""
-    return Headline("good", text, f"Last fault {span(_s(last.begin_ns, now))} ago: {last.brief}{went}.")
+    told = f"Last fault {span(_s(last.begin_ns, now))} ago: {last.brief}{went}."
+    return Headline("good", text, f"{told} {strange}".strip())
 
 
 def _is_full(now: Now) -> bool:
@@ -360,6 +392,7 @@ _CASES: tuple[Callable[[Facts, Now], Headline | None], ...] = (
     _silent,
     _again,
     _standing,
+    _strange,
     _troubled,
     _fewer,
 )

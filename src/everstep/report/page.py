@@ -15,12 +15,12 @@ from typing import Any
 from everstep.base.digests import version_of
 from everstep.report import figures
 from everstep.report.account import goodput
-from everstep.report.facts import CheckpointFact
 from everstep.report.history import History
 from everstep.report.logfiles import LogFiles
 from everstep.report.settings import shown_settings
 from everstep.report.style import PAGE_CSS
 from everstep.report.svg import escape
+from everstep.report.told import CheckpointFact
 from everstep.report.words import as_dict, number, one_line, size_text, time_text, whole_number
 
 _MOST_ROWS = 60
@@ -172,7 +172,7 @@ def _tiles(history: History, seconds: dict[str, float], running: bool) -> str:
         ("median recovery", time_text(durations[len(durations) // 2]) if durations else "none needed"),
         ("steps lost", str(facts.steps_lost)),
     ]
-    tiles += [("loss or gradient not finite", facts.not_finite)] if facts.not_finite else []
+    tiles += [("loss or gradient not finite", str(facts.strange))] if facts.strange else []
     tiles += [(f"test {name}", f"{value:.4f}") for name, value in list(facts.metrics.items())[:4]]
     cells = "".join(
         f'<div class="tile"><b>{escape(value)}</b><span>{escape(name)}</span></div>' for name, value in tiles
@@ -344,7 +344,7 @@ def _at(history: History, time_ns: int) -> str:
 
 
 def _loss(history: History) -> str:
-    return f"{number(history.facts.loss):.4f}" if history.facts.loss is not None else "none"
+    return history.facts.loss_text or "none"
 
 
 def _rate(history: History) -> str:

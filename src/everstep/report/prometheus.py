@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from math import inf
+from math import inf, nan
 from typing import Any
 
 from prometheus_client import CollectorRegistry
@@ -17,9 +17,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
-from everstep.report.facts import WorkerFact
 from everstep.report.history import History
 from everstep.report.tally import TOTAL, Histogram
+from everstep.report.told import WorkerFact
 from everstep.report.usage import Newest
 from everstep.report.words import as_dict, number, one_line, whole_number
 from everstep.runtime.board import OPERATIONS
@@ -81,6 +81,7 @@ def device_families(found: Iterable[Device] | None = None) -> Iterator[Metric]:
 
 def _progress(history: History, running: bool, now_ns: int) -> Iterator[Metric]:
     facts, tally, job = history.facts, history.tally, history.job
+    strange = facts.loss is None and facts.loss_text
     info = GaugeMetricFamily("everstep_run_info", "The run: its directory's name and its task.", labels=["run", "task"])
     info.add_metric([one_line(history.name, 120), one_line(job.get("task"), 200)], 1)
     yield info
@@ -89,7 +90,9 @@ def _progress(history: History, running: bool, now_ns: int) -> Iterator[Metric]:
     yield _counter("samples", "Samples trained in committed steps, likewise.", tally.samples)
     yield _gauge("step", "Newest committed step.", facts.step)
     yield _gauge("target_step", "Step after which the job ends, where the config says so.", history.total_steps)
-    yield _gauge("loss", "Loss of the newest committed step.", facts.loss)
+    yield _gauge("loss", "Loss of the newest committed step, NaN if it is not finite.", nan if strange else facts.loss)
+    text = "Steps whose loss or gradient was not finite."
+    yield _counter("nonfinite_steps", text, tally.nonfinite_steps)
     rate = (facts.samples_per_s(now_ns) or 0.0) if running else 0.0
     yield _gauge("samples_per_second", "Samples trained per second, over the newest steps.", rate)
     yield _gauge("generation", "Number of the newest generation.", facts.generation)

@@ -53,6 +53,7 @@ class Tally:
         self.checkpoint_bytes: dict[str, int] = {}
         self.checkpoint_ns: dict[str, int] = {}
         self.coordinator_restarts = 0
+        self.nonfinite_steps = 0
         self.started_ns = 0
         self.progress_ns = 0
         self._step = 0
@@ -72,6 +73,7 @@ class Tally:
         step, samples = whole_number(event.get("step")), whole_number(event.get("samples"))
         samples = samples if 0 <= samples <= _MOST_SAMPLES else 0
         self.steps += 1
+        self.nonfinite_steps += bool(event.get("nonfinite"))
         self.samples += samples
         if step == self._step + 1 and time_ns > self._step_ns > 0:
             self.step_seconds.add((time_ns - self._step_ns) / 1e9)

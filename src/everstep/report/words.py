@@ -15,6 +15,7 @@ WARNINGS = frozenset(
     {
         "warning",
         "worker_suspected",
+        "nonfinite",
         "waiting",
         "fallback",
         "checkpoint_failed",
@@ -138,7 +139,15 @@ def time_text(seconds: float) -> str:
 
 def _step(event: Event, why: str) -> str:
     loss = event.get("loss")
-    return f"step {event.get('step')}" + (f", loss {loss:.4f}" if isinstance(loss, float) else "")
+    shown = f", loss {loss:.4f}" if isinstance(loss, float) else ", loss nan" if event.get("nonfinite") else ""
+    return f"step {event.get('step')}{shown}"
+
+
+def _nonfinite(event: Event, why: str) -> str:
+    samples = event.get("samples")
+    found = [str(n) for n in samples if isinstance(n, int)] if isinstance(samples, list) else []
+    named = f" (samples {', '.join(found[:8])}{' and more' if len(found) > 8 else ''})" if found else ""
+    return f"step {event.get('step')} is not finite{why}{named}"
 
 
 def _recovered(event: Event, why: str) -> str:
@@ -187,6 +196,7 @@ def _tier(event: Event) -> str:
 
 _SPECIAL = {
     "step_committed": _step,
+    "nonfinite": _nonfinite,
     "recovery_completed": _recovered,
     "evaluated": _evaluated,
     "generation_started": _generation,

@@ -20,7 +20,7 @@ from everstep.base.below import folder_of, open_below
 from everstep.base.cause import Cause
 from everstep.base.given import parse_json, read_given
 from everstep.base.plan import WorkerKey
-from everstep.observe.events import EventLog, encoded, told_lately, warned_of
+from everstep.observe.events import EventLog, encoded, told_lately
 from everstep.observe.told import ToldFile
 from everstep.order.ledger import LaneUse, LedgerRow, encode_row
 from everstep.protocol.driver.records import StepOutcome
@@ -58,7 +58,7 @@ class Publisher:
     def __init__(self, run_dir: Path | None, me: WorkerKey) -> None:
         self._pending: dict[int, _Held] = {}
         self._committed_ns: dict[int, int] = {}
-        self._told_waiting = self._told_given_up = self._told_nonfinite = False
+        self._told_waiting = self._told_given_up = False
         self._leading = False
         self._released = 0
         self._reports: dict[tuple[str, int], dict[str, Any]] = {}
@@ -166,14 +166,6 @@ class Publisher:
             reason = f"rows of the ledger are given up: {ledger.waiting} wait for the disk, and no more are kept"
             self._told_given_up = self.emit("warning", cause=Cause.DISK, reason=reason)
 
-    def _warn_of_nonfinite(self, step: int, generation: int, found: str) -> None:
-        """Said once: what follows is in the events of the steps. Before the step's own event, so that whoever leads
-        next, and looks what was told, finds neither or both."""
-        if not self._told_nonfinite and not warned_of(self._events_path, Cause.NONFINITE):
-            reason = f"step {step}: {found}; further such steps are counted"
-            self.emit("warning", step=step, generation=generation, cause=Cause.NONFINITE, reason=reason)
-        self._told_nonfinite = True
-
     def _event_of(self, outcome: StepOutcome, generation: int, extra: _Fields) -> _Fields:
         return {
             "time_unix_ns": self._committed_ns.get(outcome.step) or time.time_ns(),
@@ -186,8 +178,11 @@ class Publisher:
         }
 
     def _report(self, fields: _Fields) -> None:
-        if "nonfinite" in fields:
-            self._warn_of_nonfinite(fields["step"], fields["generation"], fields["nonfinite"])
+        strange = fields.pop("strange", None)
+        if isinstance(strange, dict):
+            said = {name: fields[name] for name in ("time_unix_ns", "generation", "step")}
+            said |= {name: strange.get(name) for name in ("lanes", "samples", "in_a_row")}
+            self._events.write("nonfinite", cause=Cause.NONFINITE, reason=fields.get("nonfinite"), **said)
         self._events.write("step_committed", **fields)
 
 

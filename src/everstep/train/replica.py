@@ -28,7 +28,8 @@ from everstep.exact.seeding import derive, seed_all
 from everstep.exact.settings import Settings
 from everstep.exact.state import ModelState
 from everstep.protocol.driver.comparing import PART
-from everstep.protocol.driver.records import StageSection, StepOutcome, nonfinite
+from everstep.protocol.driver.nonfinite import NonfiniteRule, judged
+from everstep.protocol.driver.records import StageSection, StepOutcome
 from everstep.train.elastic import LrPolicy
 from everstep.train.loop_guard import refused
 from everstep.train.model_call import Loss
@@ -159,10 +160,7 @@ class StageReplica:
         sumsq = outcome.sumsq
         if self._needs_norms:
             told["grad_norm"] = gradient_norm(sumsq, scale)
-        found = nonfinite(outcome, scaled=self._scaler.enabled)
-        if found:
-            told |= {"nonfinite": found, "nonfinite_lanes": list(outcome.nonfinite_lanes)}
-        left_out = bool(found) and self._config.on_nonfinite != "warn"
+        left_out = judged(outcome, NonfiniteRule.of(self._config)).left_out
         self.lanes.commit_buffers(outcome.step, () if left_out else outcome.buffers[self.spec.stage])
         if not left_out:
             self._handover.commit_statistics(reduced)

@@ -161,7 +161,8 @@ class Transfers:
         agreed = offer.gathers.get(Key(number, 0)) or (offer.records if not offer.position.seq else None)
         if agreed:
             outcome = conclude(number, self._view.config.lanes, agreed)
-            self._view.publisher.hold(outcome, self._view.driver.generation, {})  # who gave it may be gone then
+            strange = self._updates.strange(outcome)
+            self._view.publisher.hold(outcome, self._view.driver.generation, strange)  # who gave it may be gone then
         self._updates.arrive(outcome, number)
 
     # ---- going back
@@ -196,7 +197,7 @@ class Transfers:
             if restored is not None:
                 self._take_loop(restored)
         if restored is not None and outcome is not None:  # they may have died before they could tell of it
-            self._view.publisher.hold(outcome, operation.generation, {})
+            self._view.publisher.hold(outcome, operation.generation, self._updates.strange(outcome))
         self._updates.arrive(outcome, number)
         return do.Copied(records, built=built)
 

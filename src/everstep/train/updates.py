@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import msgspec
@@ -15,7 +16,8 @@ from everstep.base.plan import Plan
 from everstep.base.ports import Hop, Reduced
 from everstep.exact.reduce import TiePlace, tied_out
 from everstep.protocol.driver import operations as do
-from everstep.protocol.driver.records import AgreePayload, StageSection, StepOutcome, committed_unix_ns, nonfinite
+from everstep.protocol.driver.nonfinite import Nonfinite, NonfiniteRule, judged
+from everstep.protocol.driver.records import AgreePayload, StageSection, StepOutcome, committed_unix_ns
 from everstep.protocol.step_types import Discard, Record, Release
 from everstep.train.elastic import ElasticOrder
 from everstep.train.heal import Donor, StageGradient, pack_state
@@ -24,6 +26,7 @@ from everstep.train.saving import LoopState, PartSaver
 from everstep.train.view import WorkerView
 
 _PROGRESS_NS = 200_000_000
+_MOST_SAMPLES = 32
 
 
 @dataclass
@@ -56,12 +59,10 @@ class Updates:
 
     def stop_if_nonfinite(self, number: int) -> None:
         """The loop is through with a step. Raises: NonFinite if the job is to end for what was in it."""
-        config, outcome = self._view.config, self.outcome
-        if config.on_nonfinite != "stop" or outcome is None or outcome.step != number:
-            return
-        found = nonfinite(outcome, scaled=config.precision == "fp16")
-        if found:
-            raise NonFinite(f"step {number}: {found}; its update is left out, and the job stops (on_nonfinite: stop)")
+        outcome = self.outcome
+        found = judged(outcome, NonfiniteRule.of(self._view.config)) if outcome is not None else Nonfinite()
+        if found.ends and outcome is not None and outcome.step == number:
+            raise NonFinite(found.ends)
 
     def begin_step(self) -> None:
         """The loop is about to ask for a step."""
@@ -89,7 +90,9 @@ class Updates:
             stages[k].section(g.reduced, lanes[k], stages[k].compared(number - 1) if due else "", g.received, due, how)
             for (k, g), how in zip(found.items(), settings, strict=True)
         ]
-        return AgreePayload(sections)
+        last = self.outcome
+        in_a_row = judged(last, NonfiniteRule.of(view.config)).in_a_row if last is not None else 0
+        return AgreePayload(sections, nonfinite=in_a_row)
 
     def last_states(self, left: bool) -> tuple[StageSection, ...]:
         """What is to be compared of the state after the last step; nothing in a job of one worker. left: a lane of the
@@ -127,12 +130,25 @@ class Updates:
         for stage, replica in view.stages.items():
             found = gradients[stage]
             extra = replica.apply(outcome, found.reduced, workers, found.received)
+        extra |= self.strange(outcome)
         if isinstance(order, ElasticOrder):
             order.advance(number, outcome.samples, len(set(outcome.workers.values())))
         self.arrive(outcome, number)
         self._reduced = {n: found for n, found in self._reduced.items() if n >= number}
         view.publisher.hold(outcome, generation, extra)
         self._saver.prepare()
+
+    def strange(self, outcome: StepOutcome) -> dict[str, Any]:
+        """What is to be told of a step that is not finite: in words, how many in a row, lanes, and indices into the
+        dataset of their first samples."""
+        found = judged(outcome, NonfiniteRule.of(self._view.config))
+        if not found.words:
+            return {}
+        order, lanes = self._view.order, outcome.finiteness.lanes
+        past = isinstance(order, ElasticOrder) and order.step >= outcome.step  # it knows of coming steps alone
+        samples = () if past else (index for lane in lanes for _, index in order.samples(outcome.step, lane))
+        more = {"lanes": list(lanes), "samples": list(islice(samples, _MOST_SAMPLES)), "in_a_row": found.in_a_row}
+        return {"nonfinite": found.words, "strange": more}
 
     def before(self, number: int, records: Mapping[int, Record], gradients: Mapping[int, StageGradient]) -> None:
         """A step is about to be applied: pass it on, and let what is being copied be copied."""

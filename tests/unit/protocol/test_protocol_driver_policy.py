@@ -76,6 +76,8 @@ def test_what_is_kept() -> None:
     assert set(kept([4], TierConfig())) == {4}
     assert set(kept([10, 20, 30], TierConfig(keep_last=1), proven=29)) == {20, 30}
     assert set(kept([10, 20, 30], TierConfig(keep_last=1), proven=0)) == {30}
+    assert set(kept([10, 20, 30], TierConfig(keep_last=1), proven=30, strange={20, 30})) == {10, 30}
+    assert set(kept([10, 20, 30], TierConfig(keep_last=1), strange={10, 20, 30})) == {30}
     assert kept([], TierConfig()) == {}
     assert best_of([1, 2, 3], {1: 0.5, 2: 0.5, 3: 0.1}, "max") == [1, 2, 3]
 

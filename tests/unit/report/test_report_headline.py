@@ -30,6 +30,10 @@ DONE = event("job_completed", 7, step=10, state="completed", exit_code=0)
 KILLED = [event("coordinator_killed", 5 + n / 10, cause="hung", reason="silent", kills=n) for n in range(3)]
 GONE = {"running": False, "disk_step": 6, "resume": "everstep run digits --run-dir runs/a"}
 
+STRANGE = [
+    event("step_committed", 5.7 + 0.3 * n, step=10 + n, loss=None, samples=8, nonfinite="x") for n in range(1, 5)
+]
+
 Events = list[dict[str, Any]]
 CASES: dict[str, tuple[Events, float, Mapping[str, Any], str, tuple[str, ...]]] = {
     "all is well": (trained(), 5.8, {}, "good", ("All is well: step 10, 4 of 4 workers.", "No fault so far.")),
@@ -41,6 +45,34 @@ CASES: dict[str, tuple[Events, float, Mapping[str, Any], str, tuple[str, ...]]] 
         ("All is well", "The coordinator was killed 3 times, the last time 0.6 s ago", "coordinator.silent_s"),
     ),
     "a coordinator that was killed twice": ([*trained(), *KILLED[:2]], 5.8, {}, "good", ("Last fault 0.7 s ago",)),
+    "the first step that is not finite": (
+        [*trained(), *STRANGE[:1]],
+        6.1,
+        {},
+        "warning",
+        ("The loss or gradient of step 11 is not finite.", "Training goes on."),
+    ),
+    "it goes on": (
+        [*trained(), *STRANGE],
+        7,
+        {},
+        "bad",
+        ("The loss or gradient is not finite for 4 steps, since step 11.", "for nothing"),
+    ),
+    "finite again": (
+        [*trained(), *STRANGE[:2], commit(13, 6.6)],
+        6.7,
+        {},
+        "good",
+        ("All is well: step 13", "The loss or gradient of 2 steps was not finite, the last was step 12."),
+    ),
+    "not finite to the end": (
+        [*trained(), *STRANGE[:2], event("job_completed", 7, step=12, state="completed", exit_code=0)],
+        8,
+        {"running": False, "finished": True},
+        "bad",
+        ("Finished, but the loss or gradient was not finite from step 11 to the last.",),
+    ),
     "worker killed, at once": ([*trained(), killed(2, 5.8)], 6, {}, "warning", ("worker 2 was killed 0.2 s ago",)),
     "worker killed": (LOST, 11.7, {}, "warning", ("No step for 6 s (usually 0.3 s): redoing step 11 since worker 2",)),
     "after that": (

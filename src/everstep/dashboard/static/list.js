@@ -84,12 +84,13 @@ export class RunList {
     const line = this.lines.get(key) ?? this.made(key);
     const { cells } = line;
     const digest = row.digest ? row.digest.slice(0, 12) : "–";
-    const texts = [null, row.state, `${row.step}${row.total ? ` / ${row.total}` : ""}`, number(row.loss, 4), percent(row.goodput), String(row.faults), digest, row.began_ms ? began(row.began_ms) : "–"];
+    const texts = [null, row.state, `${row.step}${row.total ? ` / ${row.total}` : ""}`, row.loss_text || "–", percent(row.goodput), String(row.faults), digest, row.began_ms ? began(row.began_ms) : "–"];
     write(line.link, row.name);
     attribute(line.link, "aria-current", String(key === this.current));
     attribute(line.link, "title", row.task);
     texts.forEach((text, i) => i && write(cells[i], text));
     attribute(cells[1], "data-state", row.state);
+    attribute(cells[3], "data-level", row.level);
     attribute(cells[6], "title", row.digest);
     if (line.tick.checked !== this.ticks.has(key)) line.tick.checked = this.ticks.has(key);
     attribute(line.tick, "aria-label", `compare ${row.name}`);

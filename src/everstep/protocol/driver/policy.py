@@ -205,11 +205,13 @@ def kept(
     scores: Mapping[int, float] | None = None,
     best_mode: str = "max",
     proven: int = 0,
+    strange: Collection[int] = (),
 ) -> dict[int, str]:
     """The steps of checkpoints that stay, each with the reason; the newest one always does.
 
     scores: the metric by step, where it was evaluated (NaN counts as the worst). proven: the newest step whose state is
     known to be right: should a later one turn out wrong, the newest checkpoint up to that step is what is left.
+    strange: the steps whose state is not finite.
     """
     ordered = sorted(set(steps), reverse=True)
     reasons: dict[int, str] = {}
@@ -217,6 +219,8 @@ def kept(
         reasons[step] = "one of the newest"
     for step in [step for step in ordered if step <= proven][:1]:
         reasons.setdefault(step, "the newest that was compared among the workers")
+    for step in [step for step in ordered if step not in strange][:1]:
+        reasons.setdefault(step, "the newest that is finite")
     for step in best_of(ordered, scores or {}, best_mode)[: rule.keep_best]:
         reasons.setdefault(step, "one of the best")
     for step in ordered:

@@ -64,7 +64,8 @@ class AgreePayload(msgspec.Struct, frozen=True, array_like=True):
     committed_unix_ns: when this worker committed the step before. kept: the newest step of which it has kept, and
     handed on, all snapshots in memory that it is to; 0 if none. save, save_cause: from the job's leader, the tiers that
     take a checkpoint after this step, and why; from whoever knows that the job is to end, that, too (`END`). saved:
-    from the job's leader, the newest step whose checkpoint counts.
+    from the job's leader, the newest step whose checkpoint counts. nonfinite: how many steps in a row before this one
+    were not finite, as far as this worker knows.
     """
 
     sections: list[StageSection]
@@ -73,6 +74,7 @@ class AgreePayload(msgspec.Struct, frozen=True, array_like=True):
     save: tuple[tuple[str, ...], str] = ((), "")
     save_cause: Cause = Cause.UNKNOWN
     saved: int = 0
+    nonfinite: int = 0
 
     def stamped(self, committed_unix_ns: int, kept: int, due: Due, saved: int = 0) -> AgreePayload:
         """The same, saying when the step before was committed, what is kept, due and saved."""
@@ -91,6 +93,16 @@ class GatherPayload(msgspec.Struct, frozen=True, array_like=True):
 
 
 @dataclass(frozen=True)
+class Finiteness:
+    """lanes: those whose loss is no finite number. gradient: whether that of the global batch is finite, as far as norms
+    were exchanged. before: how many steps in a row before this one were not, the most that anybody says."""
+
+    lanes: tuple[int, ...] = ()
+    gradient: bool = True
+    before: int = 0
+
+
+@dataclass(frozen=True)
 class StepOutcome:
     """What a step's records say: the same at every worker.
 
@@ -98,9 +110,8 @@ class StepOutcome:
     sumsq: sum of squares of the whole model's unnormalised gradient, NaN without norms.
     buffers: by stage, for every worker there its encoded reports, one per part. digests: of the state before
     the step, by stage and worker, where they were due; ties: those of the copies of each parameter that several stages
-    hold, and of how the model is set where that differs, by name and (stage, worker). nonfinite_lanes: those whose loss
-    is no finite number. gradient_finite: whether that of the global batch is, as far as norms were exchanged. kept: the
-    newest step that is in memory in all stages. save, save_cause, saved: as in `AgreePayload`.
+    hold, and of how the model is set where that differs, by name and (stage, worker). kept: the newest step that
+    is in memory in all stages. save, save_cause, saved: as in `AgreePayload`.
     """
 
     step: int
@@ -115,8 +126,7 @@ class StepOutcome:
     save: tuple[tuple[str, ...], str] = ((), "")
     save_cause: Cause = Cause.UNKNOWN
     ties: Mapping[str, Mapping[tuple[int, int], str]] = field(default_factory=dict)
-    nonfinite_lanes: tuple[int, ...] = ()
-    gradient_finite: bool = True
+    finiteness: Finiteness = Finiteness()
     saved: int = 0
 
     @property
@@ -188,20 +198,13 @@ def conclude(step: int, n_lanes: int, records: Mapping[int, Record]) -> StepOutc
         save=due[0].save if due else ((), ""),
         save_cause=due[0].save_cause if due else Cause.UNKNOWN,
         ties=_ties(sections),
-        nonfinite_lanes=tuple(k for k, r in used.items() if not math.isfinite(r.loss) or not math.isfinite(r.weight)),
-        gradient_finite=not normed or math.isfinite(sumsq),
+        finiteness=Finiteness(
+            tuple(k for k, r in used.items() if not math.isfinite(r.loss) or not math.isfinite(r.weight)),
+            not normed or math.isfinite(sumsq),
+            max(p.nonfinite for p in payloads.values()),
+        ),
         saved=max(p.saved for p in payloads.values()),
     )
-
-
-def nonfinite(outcome: StepOutcome, *, scaled: bool) -> str:
-    """What of a step is not finite, in words; empty if nothing is. scaled: a gradient that is not finite alone is the
-    business of a loss scaler."""
-    lanes = outcome.nonfinite_lanes
-    if lanes:
-        listed = ", ".join(str(lane) for lane in lanes)
-        return f"the loss of lane{'s' if len(lanes) > 1 else ''} {listed} is not finite"
-    return "" if outcome.gradient_finite or scaled else "the gradient is not finite, though the loss of every lane is"
 
 
 def _ties(sections: Sequence[Mapping[int, StageSection]]) -> dict[str, dict[tuple[int, int], str]]:

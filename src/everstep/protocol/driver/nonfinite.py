@@ -1,0 +1,66 @@
+"""What follows from a step whose loss or gradient is not finite. Pure.
+
+All members judge the same records, so all come to the same. How many such steps there were in a row is in the records,
+too: whoever was healed or resumed knows it from those of the step that it goes on from.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from everstep.base.config import Config
+from everstep.protocol.driver.records import StepOutcome
+
+
+@dataclass(frozen=True)
+class NonfiniteRule:
+    """What the config says. on_nonfinite, limit: its `on_nonfinite` and `nonfinite_limit`. scaled: a loss scaler deals
+    with a gradient that is not finite, where the loss is: it leaves the step out, and halves its scale."""
+
+    on_nonfinite: str
+    limit: int
+    scaled: bool
+
+    @staticmethod
+    def of(config: Config) -> NonfiniteRule:
+        """As the config has it."""
+        return NonfiniteRule(config.on_nonfinite, config.nonfinite_limit, config.precision == "fp16")
+
+
+@dataclass(frozen=True)
+class Nonfinite:
+    """words: what is not finite, "" if all is. in_a_row: such steps up to this one, it included. left_out: its update
+    is not made. ends: why the job ends after it, "" if it goes on."""
+
+    words: str = ""
+    in_a_row: int = 0
+    left_out: bool = False
+    ends: str = ""
+
+
+def judged(outcome: StepOutcome, rule: NonfiniteRule) -> Nonfinite:
+    """What is to be done about a step."""
+    words = _words(outcome, rule.scaled)
+    if not words:
+        return Nonfinite()
+    step, in_a_row = outcome.step, outcome.finiteness.before + 1
+    ends = ""
+    if rule.on_nonfinite == "stop":
+        ends = f"step {step}: {words}; its update is left out, and the job stops (on_nonfinite: stop)"
+    elif rule.limit and in_a_row >= rule.limit:
+        since = f", as in all steps since {step - in_a_row + 1}" if in_a_row > 1 else ""
+        ends = (
+            f"step {step}: {words}{since} (nonfinite_limit is {rule.limit}): go on from a checkpoint before that "
+            "(--resume-from), with a smaller learning rate or without the samples that the events name"
+        )
+    return Nonfinite(words, in_a_row, rule.on_nonfinite != "warn", ends)
+
+
+def _words(outcome: StepOutcome, scaled: bool) -> str:
+    lanes = outcome.finiteness.lanes
+    if lanes:
+        listed = ", ".join(str(lane) for lane in lanes)
+        return f"the loss of lane{'s' if len(lanes) > 1 else ''} {listed} is not finite"
+    return (
+        "" if outcome.finiteness.gradient or scaled else "the gradient is not finite, though the loss of every lane is"
+    )
