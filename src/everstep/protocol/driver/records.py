@@ -94,8 +94,8 @@ class GatherPayload(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True)
 class Finiteness:
-    """lanes: those whose loss is no finite number. gradient: whether that of the global batch is finite, as far as norms
-    were exchanged. before: how many steps in a row before this one were not, the most that anybody says."""
+    """lanes: those whose loss is no finite number. gradient: whether that of the global batch is, as far as norms were
+    exchanged. before: how many steps in a row before this one were not finite, the most that anybody says."""
 
     lanes: tuple[int, ...] = ()
     gradient: bool = True
