@@ -338,6 +338,13 @@ class Config:
         100, "steps between comparisons of states, beside those at checkpoints, heals and the end", low=0
     )
 
+    spot_check: float = key(
+        0.0,
+        "share of the lanes that a second worker computes too, to see that it gets the same, beside those of workers "
+        "that join and one every `verify_every` steps",
+        low=0.0,
+        high=1.0,
+    )
     on_nonfinite: str = key(
         "warn",
         "what becomes of a step whose loss or gradient is not finite. warn: it is applied, and said; skip: its update "

@@ -106,6 +106,11 @@ class LaneAccumulator:
         if wanted and self._pending:
             self._replan()
 
+    @property
+    def watches(self) -> bool:
+        """Whether the first lane is still to come: then `enter` lends nothing."""
+        return self._watch is not None
+
     def enter(self, lane: int) -> None:
         """The lane's forward and backward pass come next. May be left out, or called again for the same lane.
 

@@ -274,6 +274,21 @@ class BufferGuard:
         """What lanes of this step have left so far does not count (a lane was computed on trial)."""
         self._lanes, self._outcome, self._values, self._left = 0, {}, {}, {}
 
+    @contextmanager
+    def on_trial(self) -> Iterator[None]:
+        """What lanes leave meanwhile does not count; what others have left before does."""
+        kept = self._lanes, self._outcome, self._values, self._left
+        self.forget_lanes()
+        try:
+            yield
+        finally:
+            self._lanes, self._outcome, self._values, self._left = kept
+
+    @property
+    def untouched(self) -> bool:
+        """Whether no lane of this step has left anything yet."""
+        return not self._lanes
+
     def resume_lane(self, lane: int) -> None:
         """Puts the lane's own buffers in place again: its backward pass comes next."""
         for guarded, tensor in self._in_flight.pop(lane):

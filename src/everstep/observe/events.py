@@ -38,6 +38,7 @@ KINDS = frozenset(
         "generation_started",
         "waiting",
         "nonfinite",
+        "probe_done",
         "step_committed",
         "recovery_completed",
         "checkpoint_completed",

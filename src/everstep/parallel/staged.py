@@ -131,6 +131,11 @@ class StagedTransport:
         """
         return self._pools[stage].reduce(step, presence)
 
+    def void(self) -> None:
+        """What was reduced of the present step counts for nothing: the next `open` begins with new memory, for blocks
+        that are finished are finished once per step."""
+        self._layouts = {}
+
     def exchange(self, tag: Tag, payload: bytes) -> dict[int, bytes]:
         """All-gather of small records over all members of all stages, by worker id, this one's included."""
         found = self._records.exchange(tag, payload)
@@ -162,7 +167,7 @@ class StagedTransport:
     def _renew(self, layouts: Mapping[int, GradientLayout]) -> None:
         """Close the transports of stages that are gone, make those of stages that are new, keep the others."""
         prints = {stage: layouts[stage].fingerprint() for stage in sorted(layouts)}
-        kept = {s: pool for s, pool in self._pools.items() if prints.get(s) == self._layouts[s]}
+        kept = {s: pool for s, pool in self._pools.items() if s in prints and prints[s] == self._layouts.get(s)}
         gone = [pool for s, pool in self._pools.items() if s not in kept]
         fresh = {s: self._kind.pool(self._site, layouts[s], f"stage{s}") for s in prints if s not in kept}
         with self._lock:

@@ -248,7 +248,10 @@ class SettleAgain(OfLife, frozen=True, kw_only=True):
     """What a worker stated when it settled does not hold (a damaged checkpoint, say): all are to settle anew.
 
     tainted: the step before which the workers' states were found to differ, as decided in `decided_in`; 0 if that is
-    not why. sound: states later than that of this step are tainted. drift: since the script makes them differ."""
+    not why. sound: states later than that of this step are tainted. drift: since the script makes them differ.
+
+    lane: of the step `tainted` which `workers` have computed and did not get the same; -1 if that is not why. odd: who
+    of them is wrong, none if nobody knows."""
 
     generation: int
     reason: str
@@ -257,6 +260,9 @@ class SettleAgain(OfLife, frozen=True, kw_only=True):
     cause: Cause = Cause.UNKNOWN
     sound: int = -1
     drift: bool = False
+    lane: int = -1
+    workers: list[int] = []
+    odd: list[int] = []
 
 
 class Saved(OfLife, frozen=True, kw_only=True):

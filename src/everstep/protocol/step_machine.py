@@ -498,6 +498,9 @@ class StepMachine:
         self._switch, self._entered = None, False
         self._holdings.pop(self.generation, None)
         self.phase = Phase.SETTLING
+        if event.intact:  # sums of lanes may have taken in those of others by now
+            self._held, self._gradient_step = set(), 0
+            return [step_types.Discard(self.position.step + 1)]
         self._doubt(event.sound)
         return []
 

@@ -52,7 +52,8 @@ class Holding:
     `stages` and `snapshots` are whole. parts: of further stages, the blocks whose state at `position` it has;
     kept_parts: of further snapshots, by (stage, step), the blocks that are there.
 
-    fresh: its state was copied or read since it was last found to be that of all others.
+    fresh: its state was copied or read since it was last found to be that of all others. proven: it was seen to compute
+    as others do.
 
     Digests of initial states, by stage: first: of those that members are known to have begun with; built: of those that
     it has built, at step 0 only.
@@ -73,6 +74,7 @@ class Holding:
     first: Mapping[int, str] = field(default_factory=dict)
     built: Mapping[int, str] = field(default_factory=dict)
     fresh: bool = False
+    proven: bool = False
 
 
 class Pieces(msgspec.Struct, frozen=True):
@@ -159,10 +161,12 @@ class UpdateRefused(StepEvent, frozen=True):
     """The decision's own records show that states differ: instead of `Updated`, as nothing was applied; or after
     `Gathered`, which is answered by nobody.
 
-    Later states than that of step `sound` count for nothing, at any worker, until all have gone back.
+    Later states than that of step `sound` count for nothing, at any worker, until all have gone back. intact: no state
+    is in doubt, the step alone is done again.
     """
 
     sound: int
+    intact: bool = False
 
 
 class StateCopied(StepEvent, frozen=True):

@@ -105,11 +105,12 @@ class StageReplica:
         received: TiedGradients | None = None,
         verify: bool = False,
         settings: bytes = b"",
+        probes: Mapping[int, str] | None = None,
     ) -> StageSection:
         """This stage's part of the agree record: its lanes, and the norms of the blocks that it reduced.
 
         received: what `tied_out` gave in other stages. verify: state the digests of parameters held by several stages.
-        settings: digests of how the model is set.
+        settings: digests of how the model is set. probes: by lane, what those gave that several workers compute.
         """
         norms, ties = b"", []
         if self._needs_norms:
@@ -126,6 +127,7 @@ class StageReplica:
             digest=digest,
             tied=self._tied_digests() if verify else {},
             settings=settings,
+            probes=dict(probes or {}),
         )
 
     def said(self, step: int) -> StageSection:

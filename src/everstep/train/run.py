@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import sys
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import nn
 
 from everstep.base.cause import Cause
 from everstep.base.errors import EverstepError, JobFailed, NonFinite, TaskError, Uncarried
+from everstep.base.plan import Plan
 from everstep.data.batch import to_device
 from everstep.exact.seeding import derive, preserve_rng, seed_all
 from everstep.exact.settings import evaluating
@@ -70,7 +71,10 @@ class Step:
             session.view.stages.only.state.settings.before_lanes()
         turn = None if self.done else session.executor.ask(StepAsked(self.number))
         while isinstance(turn, Compute):
-            for lane in self._begin(turn):
+            own = self._begin(turn)
+            for lane in turn.probes:
+                yield from self._trial(turn, lane, own)
+            for lane in own:
                 if session.view.cutter.over(turn.generation):
                     break
                 yield from self._lane(turn, lane)
@@ -105,16 +109,41 @@ class Step:
             return
         self._share = len(samples) / view.order.micro_batch
         view.phase("forward", self.number, operation.plan)
-        loop.enter(self.number, lane)
-        probes = loop.probes()
+        probed = lane in operation.probes
+        loop.enter(self.number, lane, apart=probed)
+        probes = loop.probes(self._alone_due(operation.plan))
         yield batch
         if probes:
             loop.again()
             yield batch
             loop.compare()
+        if probed:
+            self._session.updates.probed(self.number, lane, loop.said(batch))
         loop.leave(lane, len(samples), use_digest(samples))
         lanes.count(len(samples))
         lanes.done(self.number, 0, lane)
+
+    def _trial(self, operation: Compute, lane: int, own: Collection[int]) -> Iterator[Any]:
+        """A lane of another worker's, or one that was computed before anybody asked what it gives: once more, to tell.
+        Nothing of it is added up."""
+        session, view = self._session, self._session.view
+        if session.updates.has_probed(self.number, lane) or lane in own:
+            return  # or it is about to be computed, and told of then
+        view.phase("load", self.number, operation.plan)
+        batch, samples = session.lanes.batch(self.number, lane)
+        if not samples or view.cutter.over(operation.generation):
+            return
+        self._share = len(samples) / view.order.micro_batch
+        view.phase("forward", self.number, operation.plan)
+        with view.stages.only.loop.trial(self.number, lane):
+            yield batch
+            session.updates.probed(self.number, lane, view.stages.only.loop.said(batch))
+
+    def _alone_due(self, plan: Plan) -> bool:
+        """Whether nobody else can compute a lane of this step, so that this worker does it twice."""
+        every = self._session.view.config.verify_every
+        alone = sum(bool(seat.lanes) for seat in plan.pool(0)) == 1
+        return alone and every > 0 and self.number % every == 0
 
     def run_split(self) -> None:
         """Compute the lanes of a split model wherever they pass through this worker, until the update is done.

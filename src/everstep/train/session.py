@@ -13,8 +13,10 @@ from typing import Any
 
 import torch
 
+from everstep.base.config import inexact
 from everstep.parallel.kinds import KINDS, ControlStore
 from everstep.parallel.staged import StagedTransport
+from everstep.placement.probes import ProbeRule
 from everstep.protocol.driver import operations as do
 from everstep.protocol.driver.driver import Driver, DriverConfig
 from everstep.protocol.step_machine import StepMachine
@@ -58,6 +60,9 @@ class Session:
         driver_config = DriverConfig(
             *(config.lanes, rewindable, config.verify_every, begins_after, saving),
             repeats=config.batch != "per_worker",
+            probes=ProbeRule(
+                config.seed, 0 if inexact(config) else config.verify_every, config.spot_check, not inexact(config)
+            ),
             names=lambda stage: stages[stage].state.part_names if stage in stages else (),
         )
         driver = Driver(link.me, driver_config, StepMachine(link.me))

@@ -5,11 +5,14 @@ Apart from the replica because nothing here changes the state: the same lanes gi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from everstep.base.config import Config
 from everstep.base.errors import DeterminismError, TaskError, check
@@ -230,13 +233,16 @@ class LoopLane:
         self._loss = 0.0
         self._weight = 0.0
         self._spoke = False
-        self._probed = False
+        self._probed = self._apart = self._on_trial = False
         self._first = ""
 
-    def enter(self, step: int, lane: int) -> None:
-        """Seed everything, put the step's buffers in place, and begin autocast: the forward pass may run."""
+    def enter(self, step: int, lane: int, *, apart: bool = False) -> None:
+        """Seed everything, put the step's buffers in place, and begin autocast: the forward pass may run. apart: its
+        gradient is to lie in `.grad` by itself, for `said`."""
         self._pass.guard.begin_lane()
-        self._pass.accumulator.enter(lane)
+        if not apart or self._pass.accumulator.watches:
+            self._pass.accumulator.enter(lane)
+        self._apart = apart
         self._step, self._lane = step, lane
         self._lanes.seeder.begin_lane(step, lane)
         self._loss = self._weight = 0.0
@@ -253,7 +259,8 @@ class LoopLane:
         if self._spoke:
             raise TaskError("step.backward(loss) was called twice for one batch; add the losses up and call it once")
         scaled, self._loss, self._weight = measured(loss, weight, share)
-        self._pass.accumulator.capture(self._lane)
+        if not self._on_trial:
+            self._pass.accumulator.capture(self._lane)
         self._pass.guard.end_lane()
         torch.autograd.backward(scaled * self._scaler.scale if self._scaler.enabled else scaled)
         self._spoke = True
@@ -270,9 +277,11 @@ class LoopLane:
 
     # ---- the lane that is computed twice
 
-    def probes(self) -> bool:
-        """Whether the lane about to be computed is to be computed twice, to see that it gives the same bits."""
-        due, self._probed = not self._probed, True
+    def probes(self, due: bool) -> bool:
+        """Whether the lane about to be computed is to be computed twice, to see that it gives the same bits: the first
+        of this life, and those that are due, if they are the first of their step."""
+        due = not self._probed or (due and self._pass.guard.untouched)
+        self._probed = True
         return due
 
     def again(self) -> None:
@@ -282,7 +291,7 @@ class LoopLane:
         self._pass.guard.forget_lanes()
         for parameter in self._model.parameters():
             parameter.grad = None
-        self.enter(self._step, self._lane)
+        self.enter(self._step, self._lane, apart=self._apart)
 
     def compare(self) -> None:
         """Raises: DeterminismError if the lane just computed again gave something else."""
@@ -291,6 +300,30 @@ class LoopLane:
                 f"lane {self._lane} of step {self._step} was computed twice and gave different gradients: "
                 f"{NOT_DETERMINISTIC}"
             )
+
+    # ---- lanes that several workers compute
+
+    def said(self, batch: Any) -> str:
+        """Of the lane just computed: digests of what went in, and of what came out."""
+        samples = named_digest([(str(k), _as_tensor(leaf)) for k, leaf in enumerate(tree_leaves(batch))])
+        return f"{samples} {self._digest()}"
+
+    @contextmanager
+    def trial(self, step: int, lane: int) -> Iterator[None]:
+        """Enter a lane of which nothing is to be left behind. Raises: TaskError, after it, if it called no backward."""
+        with self._pass.guard.on_trial():
+            self._on_trial = True
+            self.enter(step, lane, apart=True)
+            try:
+                yield
+                if not self._spoke:
+                    raise TaskError("a batch was taken without step.backward(loss); call it once for every batch")
+            finally:
+                self._end_autocast()
+                self._lanes.seeder.end_lane()
+                self._on_trial = False
+                for parameter in self._model.parameters():
+                    parameter.grad = None
 
     def _digest(self) -> str:
         """Of the gradients and buffers that a lane has left, and its loss."""
@@ -304,3 +337,12 @@ class LoopLane:
         if self._autocast is not None:
             self._autocast.__exit__(None, None, None)
             self._autocast = None
+
+
+def _as_tensor(leaf: Any) -> torch.Tensor:
+    """What is known of a part of a batch; of what is neither tensor nor plain value, its type."""
+    if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided:
+        return leaf
+    text = repr(leaf) if isinstance(leaf, bool | int | float | str | bytes | None) else type(leaf).__name__
+    data = leaf.tobytes() if isinstance(leaf, np.ndarray) and leaf.dtype != object else text.encode()
+    return torch.frombuffer(bytearray(data) or bytearray(1), dtype=torch.uint8)

@@ -41,6 +41,8 @@ class Updates:
     outcome: StepOutcome | None = None
     _reduced: dict[int, tuple[int, dict[int, StageGradient]]] = field(default_factory=dict)
     """By step: in which generation, and by stage."""
+    _probes: tuple[int, dict[int, str]] = (0, {})
+    """Of one step: by lane, what it has given here."""
     _entered: int = 0
     _began_ns: int = 0
     _told_ns: int = 0
@@ -64,6 +66,16 @@ class Updates:
         if found.ends and outcome is not None and outcome.step == number:
             raise NonFinite(found.ends)
 
+    def probed(self, number: int, lane: int, said: str) -> None:
+        """What a lane that several workers compute has given here."""
+        if self._probes[0] != number:
+            self._probes = number, {}
+        self._probes[1][lane] = said
+
+    def has_probed(self, number: int, lane: int) -> bool:
+        """Whether that is known."""
+        return self._probes[0] == number and lane in self._probes[1]
+
     def begin_step(self) -> None:
         """The loop is about to ask for a step."""
         self._began_ns = time.monotonic_ns()
@@ -86,8 +98,11 @@ class Updates:
         self._reduced[number] = plan.generation, {**before, **found}
         settings = [stages[k].state.settings.digests() for k in found]  # refused before anything is made of these lanes
         due = operation.compare
+        probes = self._probes[1] if self._probes[0] == number else {}
         sections = [
-            stages[k].section(g.reduced, lanes[k], stages[k].compared(number - 1) if due else "", g.received, due, how)
+            stages[k].section(
+                *(g.reduced, lanes[k], stages[k].compared(number - 1) if due else "", g.received, due, how, probes)
+            )
             for (k, g), how in zip(found.items(), settings, strict=True)
         ]
         last = self.outcome
@@ -134,6 +149,9 @@ class Updates:
         if isinstance(order, ElasticOrder):
             order.advance(number, outcome.samples, len(set(outcome.workers.values())))
         self.arrive(outcome, number)
+        for lane, said in sorted(outcome.probes.items()) if view.is_main else ():
+            about: dict[str, Any] = {"lane": lane, "workers": sorted(said), "equal": True}
+            view.publisher.emit("probe_done", step=number, generation=generation, **about)
         self._reduced = {n: found for n, found in self._reduced.items() if n >= number}
         view.publisher.hold(outcome, generation, extra)
         self._saver.prepare()
@@ -211,8 +229,14 @@ class Updates:
 
     def discard(self, effect: Discard) -> None:
         """Lane results of this step and older are of no use any more."""
+        undone = effect.step > self._view.step
         for replica in self._view.stages.values():
+            if undone:
+                replica.lanes.settle_buffers()
             replica.lanes.discard()
+        if undone:  # it is done again, from the same state
+            self._view.transport.void()
+            self.forget()
 
     def _tell_progress(self, number: int, step_ms: float, committed_unix_ns: int = 0) -> None:
         self._view.link.tell(self._view.driver.progress(number, step_ms, committed_unix_ns))

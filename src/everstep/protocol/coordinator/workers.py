@@ -262,6 +262,9 @@ def settle_again(job: JobState, worker: Worker, message: m.SettleAgain) -> None:
     and were alike, that is no chance.
     """
     agreement, why = job.agreement, Why(message.cause, message.reason)
+    if message.lane >= 0:
+        _computed_otherwise(job, message, why)
+        return
     if message.tainted:
         if job.progress.differ(why, message):
             return
@@ -269,6 +272,25 @@ def settle_again(job: JobState, worker: Worker, message: m.SettleAgain) -> None:
     if message.generation == agreement.plan.generation and agreement.plan.has(worker.key):
         text = message.reason if message.tainted else f"worker {worker.key.worker_id}: {message.reason}"
         agreement.break_off(Why(message.cause, text))
+        job.recovery.begin(why)
+
+
+def _computed_otherwise(job: JobState, message: m.SettleAgain, why: Why) -> None:
+    """Members did not get the same of a lane: whoever is wrong goes, and so would its next life; or the job ends, since
+    nobody knows who is."""
+    if message.generation != job.agreement.plan.generation or job.agreement.broken:
+        return  # another member has said it before
+    at = {"step": message.tainted, "lane": message.lane, "generation": message.decided_in}
+    job.desk.report("probe_done", why, **at, workers=message.workers, equal=False)
+    odd = [w for i in message.odd for w in job.membership.workers.values() if w.key.worker_id == i]
+    for worker in odd:
+        refuse(job, worker, why)
+    if not message.odd:
+        job.progress.in_doubt(why, message.sound)
+        left = f"the newest checkpoint up to step {message.sound}" if message.sound > 0 else "no checkpoint"
+        job.progress.end("failed", Why(why.cause, f"{why.reason}; {left} counts"), 1)
+    elif job.progress.ended is None:
+        job.agreement.break_off(why)
         job.recovery.begin(why)
 
 

@@ -22,12 +22,14 @@ from typing import Any
 from everstep.base.cause import Cause, Why
 from everstep.base.errors import check
 from everstep.base.plan import Plan, WorkerKey
+from everstep.placement.probes import ProbeRule
 from everstep.protocol import messages as wire
 from everstep.protocol import step_types as step
 from everstep.protocol.driver import operations as do
 from everstep.protocol.driver.application import Application
 from everstep.protocol.driver.comparing import Comparing, Names
 from everstep.protocol.driver.outbox import Gathers, Outbox, Standing
+from everstep.protocol.driver.probing import Probing
 from everstep.protocol.driver.records import AgreePayload
 from everstep.protocol.driver.saver import Keeper, Saver, SavingRules
 from everstep.protocol.driver.settler import SETTLE, Settler
@@ -55,7 +57,7 @@ def interrupts(message: wire.AnyMessage) -> int | None:
 class DriverConfig:
     """What a driver goes by. lanes: of the global batch. rewindable: the application can go on from an earlier step;
     else this worker starts anew for that. verify_every, begins_after, repeats, names: as for `Comparing`. saving: of
-    checkpoints."""
+    checkpoints. probes: of lanes."""
 
     lanes: int
     rewindable: bool = True
@@ -64,6 +66,7 @@ class DriverConfig:
     saving: SavingRules = field(default_factory=SavingRules)
     repeats: bool = True
     names: Names = lambda stage: ()
+    probes: ProbeRule = field(default_factory=ProbeRule)
 
 
 class Driver:
@@ -78,9 +81,11 @@ class Driver:
         self._gathers = Gathers()
         every, after = config.verify_every, config.begins_after
         self._comparing = Comparing(every, after, repeats=config.repeats, names=config.names)
-        self._stepper = Stepper(machine, out, self._gathers, config.lanes, self._comparing)
+        probing = Probing(config.probes, after)
+        self._stepper = Stepper(machine, out, self._gathers, config.lanes, self._comparing, probing)
         self._keeper = Keeper(machine, out, self._comparing.proven)
-        self._settler = Settler(machine, out, self._gathers, self._keeper, config.rewindable, self._comparing)
+        settling = config.rewindable, self._comparing, probing
+        self._settler = Settler(machine, out, self._gathers, self._keeper, *settling)
         self._saver = Saver(machine, out, self._gathers, config.saving)
         self._application = Application(machine, out, self._gathers, self._saver, config.rewindable)
         self._joiner = Joiner(out, self._stepper, self._gathers)
@@ -350,14 +355,16 @@ class Driver:
         """If a decision's records show that states differ all go back, but for the outvoted; or the job ends."""
         if differs is None:
             return
-        self._saver.invalidated()
+        probe = differs.probe
+        if probe is None or not probe.odd:
+            self._saver.invalidated()
         tainted = differs.tainted, differs.generation
         if differs.outvoted:
             self._application.answer(do.Outvoted(differs.why.reason, *tainted, differs.sound))
             return
         self._queue = deque(e for e in self._queue if not isinstance(e, step.SendHolding))
-        self._feed(step.UpdateRefused(differs.sound))
-        self._settler.anew(differs.why, *tainted, drift=differs.drift)
+        self._feed(step.UpdateRefused(differs.sound, probe is not None and bool(probe.odd)))
+        self._settler.anew(differs.why, *tainted, drift=differs.drift, probe=probe)
 
     # ---- operations that have ended
 

@@ -61,12 +61,14 @@ class Compute(Operation, frozen=True):
     """Compute lanes of the step; each is reported at each stage by `LaneDone`, in between.
 
     lanes: of an unsplit model, those that this worker lacks; of a split one, those that some member lacks, the same at
-    all: each passes through all of its seats. It is ended between two lanes or passes.
+    all: each passes through all of its seats. It is ended between two lanes or passes. probes: lanes, own or not, of
+    which the record is to say what they give.
     """
 
     plan: Plan
     step: int
     lanes: tuple[int, ...]
+    probes: tuple[int, ...] = ()
 
 
 class Reduce(Operation, frozen=True):

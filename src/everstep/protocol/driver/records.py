@@ -56,6 +56,7 @@ class StageSection(msgspec.Struct, frozen=True, array_like=True):
     digest: str
     tied: dict[str, str] = {}
     settings: bytes = b""
+    probes: dict[int, str] = {}
 
 
 class AgreePayload(msgspec.Struct, frozen=True, array_like=True):
@@ -111,7 +112,8 @@ class StepOutcome:
     buffers: by stage, for every worker there its encoded reports, one per part. digests: of the state before
     the step, by stage and worker, where they were due; ties: those of the copies of each parameter that several stages
     hold, and of how the model is set where that differs, by name and (stage, worker). kept: the newest step that
-    is in memory in all stages. save, save_cause, saved: as in `AgreePayload`.
+    is in memory in all stages. save, save_cause, saved: as in `AgreePayload`. probes: by lane and worker what members
+    got that computed the same lane.
     """
 
     step: int
@@ -128,6 +130,7 @@ class StepOutcome:
     ties: Mapping[str, Mapping[tuple[int, int], str]] = field(default_factory=dict)
     finiteness: Finiteness = Finiteness()
     saved: int = 0
+    probes: Mapping[int, Mapping[int, str]] = field(default_factory=dict)
 
     @property
     def samples(self) -> int:
@@ -204,7 +207,16 @@ def conclude(step: int, n_lanes: int, records: Mapping[int, Record]) -> StepOutc
             max(p.nonfinite for p in payloads.values()),
         ),
         saved=max(p.saved for p in payloads.values()),
+        probes=_probes(sections[-1]),
     )
+
+
+def _probes(said: Mapping[int, StageSection]) -> dict[int, dict[int, str]]:
+    found: dict[int, dict[int, str]] = {}
+    for worker_id, section in said.items():
+        for lane, digest in section.probes.items():
+            found.setdefault(lane, {})[worker_id] = digest
+    return found
 
 
 def _ties(sections: Sequence[Mapping[int, StageSection]]) -> dict[str, dict[tuple[int, int], str]]:
@@ -283,6 +295,7 @@ class _Held(msgspec.Struct, frozen=True, array_like=True):
     first: dict[int, str] = {}
     built: dict[int, str] = {}
     fresh: bool = False
+    proven: bool = False
 
 
 _held = msgspec.msgpack.Decoder(_Held)
@@ -290,7 +303,7 @@ _held = msgspec.msgpack.Decoder(_Held)
 
 _ALIKE = (
     *("gradient_step", "digest", "records", "stages", "lacking", "snapshots", "disk", "gradient_stages", "sound"),
-    *("first", "built", "fresh"),
+    *("first", "built", "fresh", "proven"),
 )
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from typing import Any
 
 from everstep.base.cause import Cause, Why
 from everstep.base.plan import Plan
@@ -17,6 +18,7 @@ from everstep.protocol.driver import operations as do
 from everstep.protocol.driver.comparing import Comparing
 from everstep.protocol.driver.first_states import FirstStates
 from everstep.protocol.driver.outbox import Gathers, Outbox
+from everstep.protocol.driver.probing import ProbeVerdict, Probing
 from everstep.protocol.driver.records import decode_holding, encode_holding
 from everstep.protocol.driver.saver import Keeper
 from everstep.protocol.settling import settle
@@ -37,6 +39,7 @@ class Settler:
         keeper: Keeper,
         rewindable: bool,
         comparing: Comparing,
+        probing: Probing,
     ) -> None:
         self._machine = machine
         self._keeper = keeper
@@ -44,6 +47,7 @@ class Settler:
         self._gathers = gathers
         self._rewindable = rewindable
         self._comparing = comparing
+        self._probing = probing
         self._stated: Mapping[int, step.Holding] = {}
         self._disk: tuple[int, ...] = ()
         self._first = FirstStates()
@@ -90,7 +94,7 @@ class Settler:
         """Tell the members what is held, and hear it of them."""
         first = self._first
         holding = replace(self._machine.holding(), disk=self._disk, first=first.agreed, built=first.built)
-        holding = replace(holding, fresh=self._comparing.fresh)
+        holding = replace(holding, fresh=self._comparing.fresh, proven=self._probing.proven)
         self._out.start(do.Exchange, self._machine.generation, SETTLE, encode_holding(holding))
 
     def all_stated(self, operation: do.Exchange, payloads: Mapping[int, bytes]) -> Iterable[step.StepEvent]:
@@ -100,11 +104,23 @@ class Settler:
         settled = settle(self._machine.current_plan(), self._stated)
         self._first.settled(settled.target.step, self._stated)
         self._comparing.entered(self._stated, settled.wants)
+        self._probing.entered(self._stated)
         return [step.HoldingArrived(operation.generation, w, holding) for w, holding in self._stated.items()]
 
-    def anew(self, why: Why, tainted: int = 0, decided_in: int = 0, *, drift: bool = False) -> None:
+    def anew(
+        self,
+        why: Why,
+        tainted: int = 0,
+        decided_in: int = 0,
+        *,
+        drift: bool = False,
+        probe: ProbeVerdict | None = None,
+    ) -> None:
         """What was stated does not do; what the machine holds for sound is told. tainted, decided_in, drift: as in
         `SettleAgain`."""
+        told: dict[str, Any] = {}
+        if probe is not None:
+            told = {"lane": probe.lane, "workers": list(probe.workers), "odd": sorted(probe.odd)}
         generation = self._machine.generation
         self._out.tell(
             wire.SettleAgain,
@@ -113,8 +129,9 @@ class Settler:
             reason=why.reason,
             tainted=tainted,
             decided_in=decided_in,
-            sound=self._machine.sound,
+            sound=self._machine.sound if probe is None else probe.sound,
             drift=drift,
+            **told,
         )
 
     def lacks(self, event: step.BlocksLost) -> None:

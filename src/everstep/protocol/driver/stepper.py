@@ -23,6 +23,7 @@ from everstep.protocol.driver import operations as do
 from everstep.protocol.driver.comparing import Comparing, Statements
 from everstep.protocol.driver.outbox import Gathers, Outbox
 from everstep.protocol.driver.policy import Due
+from everstep.protocol.driver.probing import ProbeVerdict, Probing
 from everstep.protocol.driver.records import (
     AgreePayload,
     GatherPayload,
@@ -39,9 +40,10 @@ from everstep.protocol.step_types import Key, Record, StepEvent
 
 
 class Differs(msgspec.Struct, frozen=True):
-    """The records of a decision show that states differ. tainted: the step that cannot be done with them. sound: the
-    last step at which they were alike. generation: in which that was decided, the same at all. drift: see
-    `Disagreement`."""
+    """The records of a decision show that states differ; or, with `probe`, what was computed from them.
+
+    tainted: the step that cannot be done with them. sound: the last step at which they were alike. generation: in which
+    that was decided, the same at all. drift: see `Disagreement`."""
 
     why: Why
     tainted: int
@@ -49,20 +51,24 @@ class Differs(msgspec.Struct, frozen=True):
     outvoted: bool
     drift: bool
     generation: int
+    probe: ProbeVerdict | None = None
 
 
 class Stepper:
     """What is done for one decision after the other.
 
-    lanes: of the global batch. comparing: when states are, and what came of it.
+    lanes: of the global batch. comparing: when states are, and what came of it; probing: the same of lanes.
     """
 
-    def __init__(self, machine: StepMachine, out: Outbox, gathers: Gathers, lanes: int, comparing: Comparing) -> None:
+    def __init__(
+        self, machine: StepMachine, out: Outbox, gathers: Gathers, lanes: int, comparing: Comparing, probing: Probing
+    ) -> None:
         self._machine = machine
         self._out = out
         self._gathers = gathers
         self._lanes = lanes
         self._comparing = comparing
+        self._probing = probing
         self._committed_ns = 0
         self._entered = self._generation = 0
 
@@ -78,7 +84,8 @@ class Stepper:
         if plan is not None and plan.stages > 1:
             rerun = self._machine.rerun
             lanes = tuple(range(plan.lanes)) if rerun is None else tuple(sorted(rerun))
-        self._out.start(do.Compute, self._machine.generation, plan, effect.step, lanes)
+        owed = self._probing.owed(effect.step, plan, self._machine.me.worker_id)
+        self._out.start(do.Compute, self._machine.generation, plan, effect.step, lanes, owed)
 
     def reduce(self, effect: step.ReductionDue) -> None:
         """All own lanes are there."""
@@ -125,7 +132,7 @@ class Stepper:
     def update(self, effect: step.StepDecided) -> Differs | None:
         """Apply a step, unless its records show that nothing must be applied."""
         outcome = self.outcome(effect.step, effect.records)
-        found = self.compare(outcome)
+        found = self.compare(outcome) or self._probed(outcome)
         if found is None:
             self.concluded(outcome)
             self._decided(Key(effect.step, 0))
@@ -152,6 +159,18 @@ class Stepper:
     def compare(self, outcome: StepOutcome) -> Differs | None:
         """None if all copies of the state were alike before the step."""
         return self._compare(Statements.before(outcome))
+
+    def _probed(self, outcome: StepOutcome) -> Differs | None:
+        """None if all who computed a lane got the same."""
+        mine = self._machine.me.worker_id
+        found = self._probing.judge(outcome, mine)
+        if found is None:
+            return None
+        if not found.odd:  # whatever was computed since the last probe may be wrong
+            self._out.put(do.Invalidate(found.sound, first=mine == min(found.workers)))
+        sound = outcome.step - 1 if found.odd else found.sound
+        why = Why(Cause.NONDETERMINISTIC, found.reason)
+        return Differs(why, outcome.step, sound, mine in found.odd, False, self._generation, found)
 
     def _compare(self, said: Statements) -> Differs | None:
         machine, fresh = self._machine, self._comparing.fresh

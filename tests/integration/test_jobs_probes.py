@@ -1,0 +1,123 @@
+"""Members that compute from other data, or other code, than the rest: found by lanes that two of them compute."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from job_harness import Event, Job, Jobs, same
+
+SCRIPT = """
+import os, time, torch
+from torch import nn
+import everstep
+
+def told(name):
+    try:
+        return float(open(os.path.join(os.path.dirname(__file__), name)).read())
+    except FileNotFoundError:
+        return 0.0
+
+class Data(torch.utils.data.Dataset):
+    shift = told("shift")
+    def __init__(self):
+        generator = torch.Generator().manual_seed(1)
+        self.x, self.y = torch.randn(160, 6, generator=generator), torch.randn(160, 1, generator=generator)
+    def __len__(self): return 160
+    def __getitem__(self, i): return self.x[i] + self.shift, self.y[i]
+
+factor = 1.0 + told("factor")
+torch.manual_seed(0)
+data = Data()
+model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.2), nn.Tanh(), nn.Linear(8, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+run = everstep.join(model, optimizer, data, lanes=8, micro_batch=2, steps=24)
+me = run._session.view.me
+for step in run:
+    for x, y in step:
+        time.sleep(float(os.environ.get("LANE_S", "0")))
+        loss = factor * nn.functional.mse_loss(model(x), y)
+        {lane}
+        step.backward(loss)
+"""
+PACE = {"LANE_S": "0.04"}
+
+
+def write(folder: Path, lane: str = "pass") -> Path:
+    script = folder / "train.py"
+    script.write_text(SCRIPT.replace("{lane}", lane))
+    return script
+
+
+def probed(job: Job) -> list[Event]:
+    return job.of_kind("probe_done")
+
+
+@pytest.mark.parametrize(("file", "says"), [("shift", "other samples"), ("factor", "another gradient from the same")])
+def test_a_worker_that_comes_back_with_other_data_or_code_is_refused_and_the_job_goes_on(
+    jobs: Jobs, tmp_path: Path, file: str, says: str
+) -> None:
+    script = write(tmp_path)
+    undisturbed = jobs.start(str(script), workers=1)
+    assert undisturbed.end() == 0, undisturbed.account()
+    job = jobs.start(str(script), workers=2, environment=PACE)
+    job.wait_for("step_committed", step=3)
+    (tmp_path / file).write_text("0.5")
+    second = next(e for e in job.of_kind("worker_joined") if e["worker_id"] == 1)
+    os.kill(second["pid"], signal.SIGKILL)
+    assert job.end() == 0, job.account()
+    same(undisturbed.run_dir, job)
+    first, odd = probed(job)[0], next(e for e in probed(job) if not e["equal"])
+    assert first["step"] == 1 and first["equal"] and first["workers"] == [0, 1], job.account()
+    assert odd["workers"] == [0, 1] and f"worker 1 {'gets' if file == 'shift' else 'computes'}" in odd["reason"]
+    assert says in odd["reason"] and "worker 0: " in odd["reason"], odd
+    evicted = [e for e in job.of_kind("worker_evicted") if says in e["reason"]]
+    assert [e["worker_id"] for e in evicted] == [1], job.account()
+    lives = [e["incarnation"] for e in job.of_kind("worker_joined") if e["worker_id"] == 1]
+    assert lives == [0, 1], "it is not started again"
+
+
+def test_of_three_that_begin_the_odd_one_goes(jobs: Jobs, tmp_path: Path) -> None:
+    script = write(tmp_path, "loss = loss * (1.5 if me == 2 else 1.0)")
+    undisturbed = jobs.start(str(script), workers=1)
+    assert undisturbed.end() == 0, undisturbed.account()
+    job = jobs.start(str(script), workers=3)
+    assert job.end() == 0, job.account()
+    same(undisturbed.run_dir, job)
+    (evicted,) = job.of_kind("worker_evicted")
+    assert evicted["worker_id"] == 2 and "computes another gradient" in evicted["reason"], job.account()
+
+
+@pytest.mark.parametrize(
+    ("lane", "step", "settings"),
+    [
+        ("loss = loss * (1.5 if me else 1.0)", 1, {}),
+        ("loss = loss * (1.5 if me and step.number > 6 else 1.0)", 12, {"verify_every": 4}),
+        ("loss = loss * (1.5 if me and step.number == 7 else 1.0)", 7, {"spot_check": 1.0}),
+    ],
+    ids=["from the first step", "from step 7", "once"],
+)
+def test_one_against_one_ends_the_job(
+    jobs: Jobs, tmp_path: Path, lane: str, step: int, settings: dict[str, Any]
+) -> None:
+    job = jobs.start(str(write(tmp_path, lane)), workers=2, settings={"checkpoint.disk.every_steps": 2, **settings})
+    assert job.end() == 1, job.account()
+    (failed,) = job.of_kind("job_failed")
+    said = failed["reason"]
+    assert f"of step {step}" in said or (step == 12 and "of step 8" in said), said
+    assert "nobody knows which" in said and "worker 0: " in said and "worker 1: " in said, said
+    kept = [int(path.parent.name[5:]) for path in job.run_dir.glob("checkpoints/step-*/manifest.json")]
+    assert max(kept, default=0) < 7 and ("checkpoint up to step" in said) == bool(kept), job.account()
+    assert not (job.run_dir / "final").exists()
+
+
+def test_a_worker_alone_computes_a_lane_again(jobs: Jobs, tmp_path: Path) -> None:
+    lane = "loss = loss * (1.0 if step.number < 8 else 1.0 + time.time() % 0.1)"
+    job = jobs.start(str(write(tmp_path, lane)), workers=1, settings={"verify_every": 4, "rehearse": "false"})
+    assert job.end() != 0, job.account()
+    assert "was computed twice and gave different gradients" in job.of_kind("job_failed")[-1]["reason"], job.account()
+    assert "of step 8 " in job.of_kind("job_failed")[-1]["reason"]
