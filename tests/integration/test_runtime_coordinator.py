@@ -184,7 +184,7 @@ def test_one_job_per_directory(tmp_path: Path) -> None:
 
 def test_a_directory_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="cannot write"), run_lock(tmp_path / "file" / "run"):
+    with pytest.raises(ConfigError, match="cannot be written to"), run_lock(tmp_path / "file" / "run"):
         pass
 
 

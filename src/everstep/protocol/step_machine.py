@@ -75,8 +75,10 @@ class StepMachine:
         self.generation = 0  # of the plan, or the newest that has left this worker out; what is of older ones is over
         self.position = Key(0, 0)  # of the last decision
         self.records: Mapping[int, Record] = {}  # of that decision, by worker id
+        self._before: tuple[Key, Mapping[int, Record]] = self.position, self.records  # the decision before
         self._digest = digest
         self._gradient_step = 0
+        self.undone = 0  # the newest step that was decided, and is done again from the same state
         self._gradient_stages: tuple[int, ...] = (0,)
         self.stages: tuple[int, ...] = (0,)  # whose state at `position` is held, all of it; ascending
         self._parts: dict[int, Extents] = {}  # of others, what blocks that were lost have left of them
@@ -464,6 +466,7 @@ class StepMachine:
         return len(records) == len(self._members())
 
     def _decide(self, key: Key, records: dict[int, Record]) -> list[StepEffect]:
+        self._before = self.position, self.records
         effects = self._move(key, records)
         self._asked = None
         self.sound = -1
@@ -493,14 +496,17 @@ class StepMachine:
         """Nothing goes on here before all have settled anew, further back."""
         self._asked = None
         if self.phase is Phase.UPDATING:
-            self.position, self.records = Key(self.position.step - 1, 0), {}
+            if not event.intact:
+                self._before = Key(self.position.step - 1, 0), {}
+            self.position, self.records = self._before
             self._asked = step_types.StepWanted()
         self._switch, self._entered = None, False
         self._holdings.pop(self.generation, None)
         self.phase = Phase.SETTLING
         if event.intact:  # sums of lanes may have taken in those of others by now
             self._held, self._gradient_step = set(), 0
-            return [step_types.Discard(self.position.step + 1)]
+            self.undone = self.position.step + 1
+            return [step_types.Discard(self.position.step + 1, undone=True)]
         self._doubt(event.sound)
         return []
 

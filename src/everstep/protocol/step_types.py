@@ -314,9 +314,11 @@ class Release(StepEffect, frozen=True):
 
 
 class Discard(StepEffect, frozen=True):
-    """Drop lane results and gradients of this step and older: the state has moved past them."""
+    """Drop lane results and gradients of this step and older: the state has moved past them; or (undone) the step was
+    reduced, and is done again from the same state."""
 
     step: int
+    undone: bool = False
 
 
 class ServeState(StepEffect, frozen=True):

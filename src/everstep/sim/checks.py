@@ -128,12 +128,15 @@ class SimRecords:
         return all(section.digest for r in records.values() for section in _agree.decode(r.payload).sections)
 
     def said(self, key: Key, records: Mapping[int, Record]) -> dict[int, set[str]]:
-        """By stage the digests that members compare in a decision; below zero those of how the model is set."""
+        """By stage the digests that members compare in a decision; below zero those of how the model is set, and of
+        lanes that several have computed."""
         agree = (section for r in records.values() for section in _agree.decode(r.payload).sections)
         said: dict[int, set[str]] = {}
         for section in chain.from_iterable(last_states(records).values()) if key.seq else agree:
             said.setdefault(section.stage, set()).update({section.digest} - {""})
             said.setdefault(~section.stage, set()).update({section.settings.hex()} - {""})
+            for lane, digest in section.probes.items():
+                said.setdefault(-100 - lane, set()).add(digest)
         return said
 
     def copies(self, records: Mapping[int, Record]) -> dict[int, set[int]]:

@@ -62,6 +62,7 @@ class SimLanes:
         self.mesh = mesh
         self.held: dict[int, dict[int, Sums]] = {}  # by step and stage
         self.busy = False
+        self.probed: tuple[int, dict[int, str]] = (0, {})  # of a step: by lane, what it gives here
         self._operation: Compute | None = None
         self._leaving: tuple[tuple[int, ...], str] | None = None
         self._todo: deque[Pass] = deque()
@@ -108,6 +109,8 @@ class SimLanes:
         if step != self.life.state.at + 1:
             raise AssertionError(f"{self.life.me} is to compute step {step} at state {self.life.state.at}")
         self._operation, self._leaving = operation, None
+        if plan.stages == 1:
+            self._probe(operation)
         self._under = {k: set(plan.lanes_of(me, k)) for k in plan.stages_of(me)}
         self._wanted = {(k, n) for k in self._under for n in self._under[k] if n in operation.lanes}
         for stage, lane in sorted(self._wanted):
@@ -176,12 +179,32 @@ class SimLanes:
         state = self.life.state.stages[stage]
         if operation.plan.stages == 1:
             del self._came[one]
-            self._hold(operation, stage, lane, leaf(state, step, lane))
+            self._hold(operation, stage, lane, self._leaf(step, lane))
         elif kind == "forward":
             self._forward(operation.plan, step, stage, lane, state)
         else:
             self._backward(operation, step, stage, lane, state)
         self._next()
+
+    def _leaf(self, step: int, lane: int) -> SimGradient:
+        """The gradient of a lane, of a model that is one stage."""
+        found = leaf(self.life.state.stages[0], step, lane)
+        return (
+            tuple(tuple(hash((value, "odd")) | 1 for value in block) for block in found)
+            if self.life.site.is_odd(self.life)
+            else found
+        )
+
+    def _probe(self, operation: Compute) -> None:
+        """Say what these lanes give."""
+        if self.probed[0] != operation.step:
+            self.probed = operation.step, {}
+        for lane in operation.probes:
+            self.probed[1][lane] = f"samples {hash(self._leaf(operation.step, lane))}"
+        alone = sum(bool(seat.lanes) for seat in operation.plan.pool(0)) == 1
+        if self.life.site.is_odd(self.life) and alone:  # nobody can know
+            self.life.site.checks.taint.flip()
+            self.life.site.checks.taint.accept()
 
     def _hold(self, operation: Compute, stage: int, lane: int, gradient: SimGradient) -> None:
         """Keep it, added up as far as it goes; a result that is held already is not replaced."""
@@ -296,7 +319,9 @@ class Reduction:
             last = k + 1 == plan.stages
             reports = [LaneReport(n, 0.0, 1.0, 1, hash((step, n)) & _USE) for n in lanes] if last else []
             said = format(self._state(k), "x") if operation.compare else ""
-            sections.append(StageSection(k, reports, (0, 0), b"", [], [msgspec.msgpack.encode(vote)], said))
+            probes = self.lanes.probed[1] if self.lanes.probed[0] == step and not k else {}
+            vote_of_it = [msgspec.msgpack.encode(vote)]
+            sections.append(StageSection(k, reports, (0, 0), b"", [], vote_of_it, said, probes=dict(probes)))
         return AgreePayload(sections)
 
     def _state(self, stage: int) -> int:

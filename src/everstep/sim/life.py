@@ -252,10 +252,13 @@ class SimSite:
         differs: WorkerKey | None = None,
         foreign: str = "",
         drifts: str = "",
+        odd: WorkerKey | None = None,
     ) -> None:
         """donors: how many are asked for a state at once. differs: who builds another initial state than all others.
         foreign: the host with other kernels than all others; facts: what the coordinator has had put into job.json.
-        drifts: whose script changes its state after each update ("leader", "healed"; "": nobody's)."""
+        drifts: whose script changes its state after each update ("leader", "healed"; "": nobody's). odd: the first of
+        the lives that compute lanes otherwise."""
+        self.odd = odd
         self.differs, self.foreign, self.drifts = differs, foreign, drifts
         self.facts: dict[str, Any] = {}
         self.donors = donors
@@ -265,6 +268,10 @@ class SimSite:
         self.lives: dict[WorkerKey, Life] = {}
         self.phases = Phases()
         self.went_back: list[int] = []  # to which steps
+
+    def is_odd(self, life: Life) -> bool:
+        """Whether it computes lanes otherwise than all others."""
+        return self.odd is not None and self.odd.worker_id == life.me.worker_id and life.me >= self.odd
 
     def copies(self, life: Life, stage: int) -> int:
         """How many members of a worker's generation hold a stage."""

@@ -19,6 +19,7 @@ from typing import Any, Literal
 from everstep.base.config_keys import CheckpointConfig, DiskTierConfig, MemoryTierConfig
 from everstep.base.plan import WorkerKey
 from everstep.base.pool_wish import PoolWish, even_homes
+from everstep.placement.probes import ProbeRule
 from everstep.protocol.coordinator.coordinator import Coordinator
 from everstep.protocol.coordinator.types import Alike, CoordinatorConfig, HostRules
 from everstep.protocol.driver.driver import Driver, DriverConfig
@@ -63,6 +64,7 @@ LIVENESS_NS = 120 * SECOND
 DRAIN_NS = 5 * SECOND
 LOOK_NS = 200 * MS
 DRIFT = ("ends", "drift")
+UNLIKE = ("ends", "members that compute otherwise")
 MOST_LOOKS = 5
 _NEVER_S = 1e9
 
@@ -85,8 +87,17 @@ class Setup:
     rewindable: bool = True  # applications can go on from an earlier step, in place
     verify_every: int = 0  # steps between comparisons of the copies; 0: none
     donors: int = 1  # how many are asked for a state at once
-    # Whose first life builds another initial state than all others; or whose script changes its state in each step.
-    differs: int | Literal["leader", "healed"] | None = None
+    # Whose first life builds another initial state than all others; or whose script changes its state in each step; or
+    # the first of the lives of a slot that compute lanes otherwise.
+    differs: int | Literal["leader", "healed"] | WorkerKey | None = None
+
+    def with_odd(self, seed: int) -> Setup:
+        """The same; now and then with a slot whose lives compute otherwise, from the first or the second one on."""
+        rng = Random(f"odd {seed}")
+        if self.workers < 2 or rng.random() > 0.12 or self.differs is not None:
+            return self
+        odd = WorkerKey(rng.randrange(self.workers), rng.choice((0, 1, 1)))
+        return replace(self, differs=odd, min_workers=1, on_failure=self.on_failure.replace("wait", "shrink"))
 
     def with_losses(self, seed: int, horizon_ms: int) -> Setup:
         """The same; now and then blocks are lost, or several donors are asked at once."""
@@ -150,7 +161,8 @@ class Setup:
         split = f"; {self.job}, {self.active} active, disk on {self.disk_hosts}" if self.job.stages > 1 else ""
         compared = f"; compared every {self.verify_every}" if self.verify_every else ""
         compared += f"; {self.donors} donors at once" if self.donors > 1 else ""
-        compared += f"; worker {self.differs} begins differently" if self.differs is not None else ""
+        compared += f"; worker {self.differs} begins differently" if isinstance(self.differs, int) else ""
+        compared += f"; {self.differs} computes otherwise" if isinstance(self.differs, WorkerKey) else ""
         compared += f"; all loops are left after step {self.job.leaves_after}" if self.job.leaves_after else ""
         compared += "; two coordinators and a lease" if isinstance(self, LeasedSetup) else ""
         lines = [
@@ -194,9 +206,8 @@ def set_up(seed: int) -> Setup:
         save_ms=rng.choice((0, 300)),
     )
     chosen = chosen.with_state_of(rng.choice((-1, 1))).with_corruption(rng).with_losses(seed, 60 + steps * 40)
-    return (
-        chosen.with_more(seed, 60 + steps * 40).with_leaving(seed, 60 + steps * 40).with_starved(seed, 60 + steps * 40)
-    )
+    more = chosen.with_more(seed, 60 + steps * 40).with_leaving(seed, 60 + steps * 40)
+    return more.with_starved(seed, 60 + steps * 40).with_odd(seed)
 
 
 def set_up_split(seed: int) -> Setup:
@@ -284,7 +295,8 @@ class Simulation:
         self.differs = WorkerKey(setup.differs, 0) if isinstance(setup.differs, int) else None
         self.world.seen[DIFFERS] += self.differs is not None
         foreign = hosts[-1] if isinstance(setup, UnlikeSetup) else ""
-        site = SimSite(self.world, self.checks, Disk(seeing), setup.donors, self.differs, foreign, drifts)
+        odd = setup.differs if isinstance(setup.differs, WorkerKey) else None
+        site = SimSite(self.world, self.checks, Disk(seeing), setup.donors, self.differs, foreign, drifts, odd)
         self.facts = site.facts
         control = LeasedControl if isinstance(setup, LeasedSetup) else Control
         self.control = control(site, hosts, (setup.workers, setup.spares), self._coordinator, self._driver)
@@ -329,7 +341,8 @@ class Simulation:
         memory, judged = MemoryTierConfig(every_steps=job.keep_every or None), job.write_every == 2
         disk = DiskTierConfig(job.write_every or None, keep_best=int(judged))
         rule = CheckpointConfig(memory=memory, disk=disk, interval=_NEVER_S, best_metric=METRIC if judged else None)
-        config = DriverConfig(job.lanes, self.setup.rewindable, every, saving=SavingRules(rule, on=True))
+        saving, rule_of_probes = SavingRules(rule, on=True), ProbeRule(every=every, joins=True)
+        config = DriverConfig(job.lanes, self.setup.rewindable, every, saving=saving, probes=rule_of_probes)
         return self.new_driver(key, config, self.new_machine(key))
 
     def _holders(self) -> dict[WorkerKey, set[tuple[int, int]]]:
@@ -370,6 +383,10 @@ class Simulation:
                 return f"P4: no end {LIVENESS_NS / SECOND:.0f} s after the faults stopped: {self._where()}"
         if self.setup.differs is not None and "initial state" in self.control.fate.failed:
             return ""  # its state was the first one, so all others were refused
+        unlike = isinstance(self.setup.differs, WorkerKey) or self.checks.taint.flipped
+        if unlike and "another gradient from the same samples in lane" in self.control.fate.failed:
+            self.world.seen[UNLIKE] += 1
+            return ""  # nobody knows who is wrong, or too few are left
         odd = self.checks.taint.flipped or self.setup.differs is not None
         drifted = odd and "the script makes" in self.control.fate.failed
         self.world.seen[DRIFT] += drifted

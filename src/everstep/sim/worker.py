@@ -255,7 +255,8 @@ class SimWorker(Life):
     def _release(self, effect: Release) -> None:
         driver = self.driver
         position = driver.position
-        if driver.machine.sound >= 0 and effect.step == position.step:  # the decision was not carried out
+        undone = driver.machine.sound >= 0 or driver.machine.undone == effect.step + 1
+        if undone and effect.step == position.step:  # the decision was not carried out
             position = Key(effect.step + 1, 0)
         self.state.release(effect.step, position)
         if driver.plan is not None and driver.plan.leader(0) == self.me.worker_id:

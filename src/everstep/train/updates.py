@@ -229,12 +229,11 @@ class Updates:
 
     def discard(self, effect: Discard) -> None:
         """Lane results of this step and older are of no use any more."""
-        undone = effect.step > self._view.step
         for replica in self._view.stages.values():
-            if undone:
+            if effect.undone:
                 replica.lanes.settle_buffers()
             replica.lanes.discard()
-        if undone:  # it is done again, from the same state
+        if effect.undone:
             self._view.transport.void()
             self.forget()
 

@@ -14,6 +14,15 @@ class Likeness:
         self._desk = desk
         self._kernels, self._code = desk.config.hosts.alike.kernels, desk.config.hosts.alike.code
         self._warned: set[str] = set()
+        self._odd: dict[tuple[int, str], Why] = {}
+
+    def differed(self, worker_id: int, host: str, why: Why) -> None:
+        """A life of this slot, on this host, computed a lane otherwise than others."""
+        self._odd[worker_id, host] = why
+
+    def lane(self, worker_id: int, host: str) -> Why | None:
+        """Why a later life of it may not take part, None if it may."""
+        return self._odd.get((worker_id, host))
 
     def kernels(self, said: Kernels | None, host: str) -> Why | None:
         """A worker computes with these. Returns why it may not take part, None if it may."""

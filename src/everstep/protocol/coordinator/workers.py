@@ -49,7 +49,9 @@ def worker_hello(job: JobState, name: str, hello: m.WorkerHello) -> None:
         evict(job, known, why, kill=True)
     worker = membership.alive(key) or membership.add(key, hello.member.host)
     host = hello.member.host
-    unlike = job.membership.likeness.kernels(hello.kernels, host) or job.membership.likeness.code(hello.code, host)
+    likeness = job.membership.likeness
+    unlike = likeness.kernels(hello.kernels, host) or likeness.code(hello.code, host)
+    unlike = unlike or likeness.lane(key.worker_id, host)
     if unlike is not None:
         job.desk.send(name, m.Dismissed(cause=unlike.cause, reason=unlike.reason, drained=False))
         refuse(job, worker, unlike)
@@ -284,6 +286,7 @@ def _computed_otherwise(job: JobState, message: m.SettleAgain, why: Why) -> None
     job.desk.report("probe_done", why, **at, workers=message.workers, equal=False)
     odd = [w for i in message.odd for w in job.membership.workers.values() if w.key.worker_id == i]
     for worker in odd:
+        job.membership.likeness.differed(worker.key.worker_id, worker.host, why)
         refuse(job, worker, why)
     if not message.odd:
         job.progress.in_doubt(why, message.sound)

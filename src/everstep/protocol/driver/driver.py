@@ -359,6 +359,9 @@ class Driver:
         if probe is None or not probe.odd:
             self._saver.invalidated()
         tainted = differs.tainted, differs.generation
+        if differs.outvoted and probe is not None:  # its state is right, what it makes of it is not
+            self._application.answer(do.Exit(differs.why.reason))
+            return
         if differs.outvoted:
             self._application.answer(do.Outvoted(differs.why.reason, *tainted, differs.sound))
             return

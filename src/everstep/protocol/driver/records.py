@@ -294,8 +294,7 @@ class _Held(msgspec.Struct, frozen=True, array_like=True):
     kept_parts: tuple[tuple[int, int, Coded], ...] = ()
     first: dict[int, str] = {}
     built: dict[int, str] = {}
-    fresh: bool = False
-    proven: bool = False
+    standing: tuple[bool, bool] = (False, False)  # fresh, proven
 
 
 _held = msgspec.msgpack.Decoder(_Held)
@@ -303,7 +302,7 @@ _held = msgspec.msgpack.Decoder(_Held)
 
 _ALIKE = (
     *("gradient_step", "digest", "records", "stages", "lacking", "snapshots", "disk", "gradient_stages", "sound"),
-    *("first", "built", "fresh", "proven"),
+    *("first", "built"),
 )
 
 
@@ -333,6 +332,7 @@ def encode_holding(holding: Holding) -> bytes:
     parts = {k: part.encoded() for k, part in holding.parts.items()}
     kept_parts = tuple((k, at, part.encoded()) for (k, at), part in sorted(holding.kept_parts.items()))
     alike = {name: getattr(holding, name) for name in _ALIKE}
+    alike["standing"] = holding.fresh, holding.proven
     return msgspec.msgpack.encode(_Held(position=holding.position, parts=parts, kept_parts=kept_parts, **alike))
 
 
@@ -345,4 +345,5 @@ def decode_holding(data: bytes) -> Holding:
     except (InvariantViolation, ValueError) as error:
         raise ProtocolError(f"expected what another member holds: {str(error)[:200]!a}") from None
     alike = {name: getattr(held, name) for name in _ALIKE}
+    alike["fresh"], alike["proven"] = held.standing
     return Holding(position=Key(*held.position), parts=parts, kept_parts=kept_parts, **alike)
