@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import pytest
 
+from everstep.base.plan import WorkerKey
 from everstep.protocol.coordinator.likeness import Likeness
+from everstep.protocol.driver.probing import Probing
 from everstep.sim.faults import SimFault
 from everstep.sim.model import SimJob
 from everstep.sim.scenario import Setup, UnlikeSetup, set_up, simulate
@@ -65,3 +67,19 @@ def test_hosts_that_compute_otherwise_never_train_together(monkeypatch: pytest.M
     monkeypatch.setattr(Likeness, "kernels", lambda self, said, host: None)
     problems = [simulate(seed, setup=foreign(seed)).problem for seed in range(3)]
     assert any("have other kernels" in problem for problem in problems), problems
+
+
+def odd(seed: int) -> Setup:
+    """Any faults, and one slot whose lives compute lanes otherwise, from the first or the second one on."""
+    drawn = set_up(seed)
+    return replace(drawn, differs=WorkerKey(seed % drawn.workers, seed // 2 % 2), min_workers=1, on_failure="replace")
+
+
+def test_no_bit_of_lives_that_compute_otherwise_gets_into_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    outcomes = [simulate(seed, setup=odd(seed)) for seed in range(40)]
+    failed = [str(outcome) for outcome in outcomes if not outcome.ok]
+    assert not failed, failed[0]
+    assert sum(outcome.reports.get("probe_done", 0) for outcome in outcomes) > 10
+    monkeypatch.setattr(Probing, "judge", lambda self, outcome, me: None)
+    problems = [simulate(seed, setup=odd(seed)).problem for seed in range(12)]
+    assert any("P1" in problem for problem in problems), problems
