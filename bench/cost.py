@@ -16,7 +16,8 @@ Of each, between the ends of steps 10 and `--steps`, all processes of the job to
 
 `--parts` measures instead, in one job of a plain script (8 lanes, `verify_every` 100), what share of the workers'
 processor time single guards take, by the clocks of their threads: how a model is set, digested in every step
-(settings); states compared (comparing); the survey of what the loop carries (survey). Whole runs spread by more.
+(settings); states compared (comparing); the survey of what the loop carries (survey); lanes that are computed a second
+time, and digests of them (probe). Whole runs spread by more.
 """
 
 from __future__ import annotations

@@ -7,12 +7,14 @@ the process and of each part since its first steps.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import json
 import os
 import time
 from collections import defaultdict
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -46,6 +48,24 @@ def timed(part: str, inner: Any) -> Any:
     return outer
 
 
+def probes(lanes: Any) -> None:
+    """The same for lanes that are computed for a comparison alone, with the user's own code in them, and for what is
+    said of those that are compared. lanes: `LoopLane`."""
+    trial, said = lanes.trial, lanes.said
+
+    @contextlib.contextmanager
+    def timed_trial(*given: Any) -> Iterator[None]:
+        began = time.thread_time()
+        with trial(*given):
+            yield
+        spent["probe"] += time.thread_time() - began
+
+    def timed_said(self: Any, batch: Any) -> Any:
+        return said(self, batch) if self._on_trial else timed("probe", said)(self, batch)
+
+    lanes.trial, lanes.said = timed_trial, timed_said
+
+
 def wrap() -> None:
     """Have all parts timed."""
     for part, (place, methods) in PARTS.items():
@@ -53,6 +73,7 @@ def wrap() -> None:
         owner = getattr(importlib.import_module(module), name)
         for method in methods:
             setattr(owner, method, timed(part, getattr(owner, method)))
+    probes(importlib.import_module("everstep.train.stage_lanes").LoopLane)
 
 
 def tell() -> None:
