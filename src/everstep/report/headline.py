@@ -120,8 +120,7 @@ def _over(facts: Facts, now: Now) -> Headline | None:
     ran_s = sum(v for k, v in facts.account.seconds().items() if k != "not running")
     strange = facts.strange
     if (now.finished or facts.state == "completed") and strange is not None and strange.in_a_row:
-        since = strange.last - strange.in_a_row + 1
-        text = f"Finished, but the loss or gradient was not finite from step {since} to the last."
+        text = f"Finished, but the loss or gradient was not finite from step {strange.since} to the last."
         return Headline("bad", text, "The weights are of no use: go on from a checkpoint before that step.")
     if now.finished or facts.state == "completed":
         faults = f"{facts.faults} fault{'s' * (facts.faults != 1)} survived." if facts.faults else "No fault."
@@ -147,6 +146,12 @@ def _behind(facts: Facts, now: Now) -> str:
     """How far the newest checkpoint is behind, and the command that goes on from it."""
     saved = facts.checkpoint_step if now.disk_step is None else now.disk_step
     again = max(0, facts.step - saved)
+    strange = facts.strange
+    if saved and strange is not None and strange.in_a_row and saved >= strange.since:
+        return (
+            f"The newest checkpoint is of step {saved}, but nothing is finite since step {strange.since}: go on from one "
+            "of before that (--resume-from)."
+        )
     if not saved:
         text = "There is no checkpoint: it would start again from step 0."
     elif again:
@@ -305,8 +310,7 @@ def _strange(facts: Facts, now: Now) -> Headline | None:
         return None
     if strange.level == "warning":
         return Headline("warning", f"The loss or gradient of step {strange.last} is not finite.", "Training goes on.")
-    since = strange.last - strange.in_a_row + 1
-    text = f"The loss or gradient is not finite for {strange.in_a_row} steps, since step {since}."
+    text = f"The loss or gradient is not finite for {strange.in_a_row} steps, since step {strange.since}."
     return Headline(
         "bad", text, "Training goes on, for nothing: stop it, and go on from a checkpoint before that step."
     )

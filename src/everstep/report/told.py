@@ -118,5 +118,10 @@ class Strange:
         """How bad it is now: "" (the newest step was finite), warning, or bad: it goes on."""
         return "" if not self.in_a_row else "bad" if self.in_a_row >= _GOES_ON else "warning"
 
+    @property
+    def since(self) -> int:
+        """The first of those in a row."""
+        return self.last - self.in_a_row + 1
+
     def __str__(self) -> str:
         return f"{self.count} steps, {self.first} to {self.last}" if self.count > 1 else f"step {self.first}"

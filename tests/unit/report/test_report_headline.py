@@ -66,6 +66,13 @@ CASES: dict[str, tuple[Events, float, Mapping[str, Any], str, tuple[str, ...]]] 
         "good",
         ("All is well: step 13", "The loss or gradient of 2 steps was not finite, the last was step 12."),
     ),
+    "failed since nothing was finite": (
+        [*trained(), *STRANGE, event("job_failed", 7, step=14, state="failed", exit_code=1, reason="x")],
+        8,
+        {**GONE, "disk_step": 14},
+        "bad",
+        ("The newest checkpoint is of step 14, but nothing is finite since step 11", "--resume-from"),
+    ),
     "not finite to the end": (
         [*trained(), *STRANGE[:2], event("job_completed", 7, step=12, state="completed", exit_code=0)],
         8,
