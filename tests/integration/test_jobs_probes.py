@@ -115,6 +115,19 @@ def test_one_against_one_ends_the_job(
     assert not (job.run_dir / "final").exists()
 
 
+def test_what_happens_once_is_told_and_the_job_goes_on(jobs: Jobs, tmp_path: Path) -> None:
+    lane = "if me and step.number == 7 and not told('once'): open(ONCE, 'w').write('1'); loss = loss * 1.5"
+    script = write(tmp_path, lane.replace("ONCE", repr(str(tmp_path / "once"))))
+    job = jobs.start(str(script), workers=2, settings={"spot_check": 1.0, "rehearse": "false"})
+    assert job.end() == 0, job.account()
+    odd = [e for e in probed(job) if not e["equal"]]
+    assert len(odd) == 1 and odd[0]["step"] == 7 and "once more" in odd[0]["reason"], job.account()
+    assert not job.of_kind("worker_evicted"), job.account()
+    undisturbed = jobs.start(str(script), workers=1, settings={"rehearse": "false"})
+    assert undisturbed.end() == 0, undisturbed.account()
+    same(undisturbed.run_dir, job)
+
+
 def test_a_worker_alone_computes_a_lane_again(jobs: Jobs, tmp_path: Path) -> None:
     lane = "loss = loss * (1.0 if step.number < 8 else 1.0 + time.time() % 0.1)"
     job = jobs.start(str(write(tmp_path, lane)), workers=1, settings={"verify_every": 4, "rehearse": "false"})

@@ -251,7 +251,7 @@ class SettleAgain(OfLife, frozen=True, kw_only=True):
     not why. sound: states later than that of this step are tainted. drift: since the script makes them differ.
 
     lane: of the step `tainted` which `workers` have computed and did not get the same; -1 if that is not why. odd: who
-    of them is wrong, none if nobody knows."""
+    of them is wrong, none if nobody knows. ends: and nobody will."""
 
     generation: int
     reason: str
@@ -263,6 +263,7 @@ class SettleAgain(OfLife, frozen=True, kw_only=True):
     lane: int = -1
     workers: list[int] = []
     odd: list[int] = []
+    ends: bool = False
 
 
 class Saved(OfLife, frozen=True, kw_only=True):

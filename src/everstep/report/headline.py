@@ -149,8 +149,8 @@ def _behind(facts: Facts, now: Now) -> str:
     strange = facts.strange
     if saved and strange is not None and strange.in_a_row and saved >= strange.since:
         return (
-            f"The newest checkpoint is of step {saved}, but nothing is finite since step {strange.since}: go on from one "
-            "of before that (--resume-from)."
+            f"The newest checkpoint is of step {saved}, but nothing is finite since step {strange.since}: go on from "
+            "one of before that (--resume-from)."
         )
     if not saved:
         text = "There is no checkpoint: it would start again from step 0."

@@ -233,7 +233,8 @@ class Updates:
             if effect.undone:
                 replica.lanes.settle_buffers()
             replica.lanes.discard()
-        if effect.undone:
+        if effect.undone:  # it is done again, from the same state
+            self._probes = 0, {}
             self._view.transport.void()
             self.forget()
 

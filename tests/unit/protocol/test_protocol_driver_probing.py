@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
+from unittest.mock import ANY
 
+import pytest
+
+from everstep.base.plan import Plan
 from everstep.placement.probes import ProbeRule
 from everstep.protocol.driver.probing import Probing
 from everstep.protocol.driver.records import StepOutcome
@@ -40,8 +44,30 @@ def test_other_samples_are_called_that() -> None:
 def test_where_all_are_new_most_are_right_and_one_against_one_is_nobody() -> None:
     found = probing(NEW, NEW, NEW).judge(outcome(1, {0: {0: "s b", 1: "s a", 2: "s a"}}), 0)
     assert found is not None and found.odd == {0}
-    found = probing(NEW, NEW).judge(outcome(1, {0: {0: "s b", 1: "s a"}}), 0)
-    assert found is not None and not found.odd and "nobody knows which" in found.reason
+    kept, odd = probing(NEW, NEW), outcome(1, {0: {0: "s b", 1: "s a"}})
+    found, again = kept.judge(odd, 0), kept.judge(odd, 0)
+    assert found is not None and (found.odd, found.ends) == (frozenset(), False) and "once more" in found.reason
+    assert again is not None and again.ends and "nobody knows which" in again.reason
+
+
+@pytest.mark.parametrize(
+    ("second", "odd", "ends"),
+    [
+        ({0: "s b", 1: "s a", 2: "s a"}, {0}, False),
+        ({0: "s b", 1: "s c"}, {1}, False),
+        ({0: "s c", 1: "s d"}, set(), True),
+        ({0: "s b", 1: "s a"}, set(), True),
+        ({0: "s a", 1: "s a"}, None, False),
+    ],
+)
+def test_the_second_look_knows_more(second: dict[int, str], odd: set[int] | None, ends: bool) -> None:
+    kept, step = probing(OLD, OLD, OLD), Plan(1, "", (), (), 3)
+    assert kept.judge(outcome(10, {2: {0: "s b", 1: "s a"}}), 0) is not None
+    assert kept.owed(10, step, 2) == (2,) and kept.owed(11, step, 2) == ()
+    found = kept.judge(outcome(10, {2: second}), 0)
+    assert (found is None) == (odd is None)
+    assert found is None or (found.odd, found.ends) == (odd, ends)
+    assert kept.owed(10, step, 2) == ()
 
 
 def test_one_against_one_of_those_that_were_alike_goes_back_behind_the_last_probe() -> None:
@@ -50,6 +76,7 @@ def test_one_against_one_of_those_that_were_alike_goes_back_behind_the_last_prob
     assert kept.judge(outcome(14, {}), 0) is None
     found = kept.judge(outcome(20, {1: {0: "s c", 1: "s d"}}), 0)
     assert found is not None and (found.odd, found.sound) == (frozenset(), 10)
+    assert kept.judge(outcome(20, {1: {0: "s c", 1: "s d"}}), 0) == replace(found, ends=True, reason=ANY)
 
 
 def test_who_was_seen_to_be_alike_is_new_no_more() -> None:

@@ -278,8 +278,8 @@ def settle_again(job: JobState, worker: Worker, message: m.SettleAgain) -> None:
 
 
 def _computed_otherwise(job: JobState, message: m.SettleAgain, why: Why) -> None:
-    """Members did not get the same of a lane: whoever is wrong goes, and so would its next life; or the job ends, since
-    nobody knows who is."""
+    """Members did not get the same of a lane. Whoever is wrong goes, and so would its next life; where nobody knows who
+    is, all do the step once more; then the job ends."""
     if message.generation != job.agreement.plan.generation or job.agreement.broken:
         return  # another member has said it before
     at = {"step": message.tainted, "lane": message.lane, "generation": message.decided_in}
@@ -288,7 +288,7 @@ def _computed_otherwise(job: JobState, message: m.SettleAgain, why: Why) -> None
     for worker in odd:
         job.membership.likeness.differed(worker.key.worker_id, worker.host, why)
         refuse(job, worker, why)
-    if not message.odd:
+    if message.ends:
         job.progress.in_doubt(why, message.sound)
         left = f"the newest checkpoint up to step {message.sound}" if message.sound > 0 else "no checkpoint"
         job.progress.end("failed", Why(why.cause, f"{why.reason}; {left} counts"), 1)

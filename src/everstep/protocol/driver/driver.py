@@ -356,7 +356,7 @@ class Driver:
         if differs is None:
             return
         probe = differs.probe
-        if probe is None or not probe.odd:
+        if probe is None or probe.ends:
             self._saver.invalidated()
         tainted = differs.tainted, differs.generation
         if differs.outvoted and probe is not None:  # its state is right, what it makes of it is not
@@ -366,7 +366,7 @@ class Driver:
             self._application.answer(do.Outvoted(differs.why.reason, *tainted, differs.sound))
             return
         self._queue = deque(e for e in self._queue if not isinstance(e, step.SendHolding))
-        self._feed(step.UpdateRefused(differs.sound, probe is not None and bool(probe.odd)))
+        self._feed(step.UpdateRefused(differs.sound, probe is not None and not probe.ends))
         self._settler.anew(differs.why, *tainted, drift=differs.drift, probe=probe)
 
     # ---- operations that have ended

@@ -22,13 +22,15 @@ _SHOWN = 12
 @dataclass(frozen=True)
 class ProbeVerdict:
     """Members computed a lane otherwise. odd: those who are wrong; none if nobody knows who is. workers: all who said
-    what it gives. sound: the last step up to which nobody had differed, as far as lanes were compared."""
+    what it gives. sound: the last step up to which nobody had differed, as far as lanes were compared. ends: nobody
+    will know; else the step is done again, and all compute that lane where nobody is odd."""
 
     lane: int
     workers: tuple[int, ...]
     odd: frozenset[int]
     reason: str
     sound: int
+    ends: bool = False
 
 
 class Probing:
@@ -39,6 +41,7 @@ class Probing:
         self._rule = rule
         self._unproven: frozenset[int] = frozenset()
         self._sound = begins_after
+        self._doubt: tuple[int, int, Mapping[int, str]] = (0, 0, {})  # step, lane and what was said of it at first
 
     def entered(self, holdings: Mapping[int, Holding]) -> None:
         """A generation has settled."""
@@ -48,6 +51,8 @@ class Probing:
         """The lanes of a step of which this worker has to say what it gets."""
         if plan is None:
             return ()
+        if self._doubt[0] == step and plan.stages == 1:
+            return (self._doubt[1],)
         return tuple(lane for lane, who in probes(plan, step, self._rule, self._unproven).items() if me in who)
 
     def judge(self, outcome: StepOutcome, me: int) -> ProbeVerdict | None:
@@ -56,6 +61,7 @@ class Probing:
         for lane, of in said.items():
             if len(set(of.values())) > 1:
                 return self._differ(outcome.step, lane, of)
+        self._doubt = (0, 0, {})
         seen = {worker for of in said.values() for worker in of}
         alone = len(set(outcome.workers.values())) == 1
         self._unproven = frozenset() if alone else self._unproven - seen
@@ -69,13 +75,20 @@ class Probing:
         common, count = Counter(of.values()).most_common(1)[0]
         right = next(iter(known)) if len(known) == 1 else common if 2 * count > len(of) else ""
         odd = frozenset(worker for worker, digest in of.items() if right and digest != right)
+        again = self._doubt[:2] == (step, lane)
+        if again and not odd:  # who said something else at first
+            changed = frozenset(worker for worker, digest in self._doubt[2].items() if of.get(worker) != digest)
+            odd = changed if len(changed) < len(of) else odd
+        self._doubt = (0, 0, {}) if again or odd else (step, lane, of)
+        ends = again and not odd
         data = len({digest.partition(" ")[0] for digest in of.values()}) > 1
         what = "gets other samples" if data else "computes another gradient from the same samples"
         values = "; ".join(f"worker {worker}: {_shown(digest, data)}" for worker, digest in sorted(of.items()))
-        who = f"worker {' and '.join(map(str, sorted(odd)))}" if odd else "one of them, nobody knows which,"
-        return ProbeVerdict(
-            lane, tuple(sorted(of)), odd, f"{who} {what} in lane {lane} of step {step} ({values})", self._sound
-        )
+        who = f"worker {' and '.join(map(str, sorted(odd)))}" if odd else "one of them"
+        who += ", nobody knows which," if ends else ""
+        later = "" if ends or odd else ": all compute it once more"
+        reason = f"{who} {what} in lane {lane} of step {step} ({values}){later}"
+        return ProbeVerdict(lane, tuple(sorted(of)), odd, reason, self._sound, ends)
 
 
 def _shown(digest: str, data: bool) -> str:

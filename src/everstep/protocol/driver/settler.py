@@ -120,7 +120,7 @@ class Settler:
         `SettleAgain`."""
         told: dict[str, Any] = {}
         if probe is not None:
-            told = {"lane": probe.lane, "workers": list(probe.workers), "odd": sorted(probe.odd)}
+            told = {"lane": probe.lane, "workers": list(probe.workers), "odd": sorted(probe.odd), "ends": probe.ends}
         generation = self._machine.generation
         self._out.tell(
             wire.SettleAgain,

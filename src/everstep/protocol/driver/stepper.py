@@ -166,9 +166,9 @@ class Stepper:
         found = self._probing.judge(outcome, mine)
         if found is None:
             return None
-        if not found.odd:  # whatever was computed since the last probe may be wrong
+        if found.ends:  # whatever was computed since the last probe may be wrong
             self._out.put(do.Invalidate(found.sound, first=mine == min(found.workers)))
-        sound = outcome.step - 1 if found.odd else found.sound
+        sound = found.sound if found.ends else outcome.step - 1
         why = Why(Cause.NONDETERMINISTIC, found.reason)
         return Differs(why, outcome.step, sound, mine in found.odd, False, self._generation, found)
 
