@@ -33,6 +33,11 @@ class Gated(Small):
         while os.path.exists(os.environ["E2E_GATE"]):
             time.sleep(0.05)
         return super().build_model()
+
+    def loss(self, model, batch):
+        factor = float(os.environ["E2E_FACTOR"])
+        loss = super().loss(model, batch)
+        return loss + (factor * loss).detach()
 """
 
 
@@ -53,7 +58,8 @@ def firing(data: Any) -> dict[str, set[str]]:
 
 
 def break_down(job: Running, run_dir: Path, gate: Path) -> None:
-    """Its disk is away, worker 1 and the coordinator are killed again and again, and the last life never gets ready."""
+    """Its loss is no number (all the time), its disk is away, worker 1 and the coordinator are killed again and again,
+    and the last life never gets ready."""
     for number in itertools.count():  # the job writes there meanwhile
         (run_dir / "checkpoints").rename(run_dir / f"away-{number}")
         with contextlib.suppress(FileExistsError):
@@ -85,7 +91,7 @@ def test_each_rule_fires_when_something_breaks_and_none_without(tmp_path: Path) 
     runs, folder = tmp_path / "runs", tmp_path / "prometheus"
     runs.mkdir(mode=0o700)
     folder.mkdir()
-    settings = ("checkpoint.disk.every_steps=2", "backoff.initial_s=0.1", "hang_limit_s=600")
+    settings = ("checkpoint.disk.every_steps=2", "backoff.initial_s=0.1", "hang_limit_s=600", "nonfinite_limit=0")
     options = ["--metrics", "--steps", "100000", *(word for setting in settings for word in ("--set", setting))]
     breaks = ("--workers", "2", "--min-workers", "2")
     faults = ("--workers", "3", "--spares", "1", "--chaos", "kill:target=worker:1,at=6; kill:target=coordinator,at=12")
@@ -100,10 +106,24 @@ def test_each_rule_fires_when_something_breaks_and_none_without(tmp_path: Path) 
 
     with (
         Running(
-            small_task, "--run-dir", runs / "broken", *options, *breaks, E2E_LANE_S="0.05", E2E_GATE=str(gate)
+            small_task,
+            "--run-dir",
+            runs / "broken",
+            *options,
+            *breaks,
+            E2E_LANE_S="0.05",
+            E2E_GATE=str(gate),
+            E2E_FACTOR="nan",
         ) as broken,
         Running(
-            small_task, "--run-dir", runs / "healthy", *options, *faults, E2E_LANE_S="0.05", E2E_GATE="no"
+            small_task,
+            "--run-dir",
+            runs / "healthy",
+            *options,
+            *faults,
+            E2E_LANE_S="0.05",
+            E2E_GATE="no",
+            E2E_FACTOR="0",
         ) as healthy,
     ):
         server = PrometheusServer(folder, runs, quicker(rules))
