@@ -305,8 +305,11 @@ def test_no_address_is_taken_from_a_directory(tmp_path: Path, capsys: pytest.Cap
 
 
 @pytest.mark.parametrize("name", ["time_unix_ns", "step", "generation", "worker_id"])
-@pytest.mark.parametrize("number", ["9" * 400, "1e308", "-1e308", "-" + "9" * 30])
-def test_absurd_numbers_in_events_stop_nobody(tmp_path: Path, name: str, number: str) -> None:
+@pytest.mark.parametrize("number", [LARGE, "9" * 400, "1e308", "-1e308", "1e999", "NaN", "-" + "9" * 30])
+def test_absurd_numbers_in_events_are_said_and_cost_nothing(
+    tmp_path: Path, name: str, number: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`logs` and `report` show all other events, name the first such line, its field and its value, and exit with 2."""
     run_dir = good_run(tmp_path)
     kinds = ("generation_started", "step_committed", "worker_evicted", "fault_injected", "job_completed")
     lines = ""
@@ -314,5 +317,22 @@ def test_absurd_numbers_in_events_stop_nobody(tmp_path: Path, name: str, number:
         said = json.dumps({"time_unix_ns": 1, "kind": kind, "step": 1, "worker_id": 0, "generation": 1})
         lines += f"{said}\n{said[:-1]}, {json.dumps(name)}: {number}}}\n"
     (run_dir / "events.jsonl").write_text(lines)
-    for command in ("logs", "status", "report"):
-        assert run_command([command, str(run_dir)]) == 0
+    assert run_command(["status", str(run_dir)]) == 0
+    for command in ("logs", "report", "logs --follow", "logs --lines 0"):
+        capsys.readouterr()
+        assert run_command([*command.split(), str(run_dir)]) == 2
+        told = capsys.readouterr()
+        assert told.err.startswith(f"error: {run_dir / 'events.jsonl'}, line 2: expected {name} from -1 to ")
+        assert told.err.count("\n") == 1 and len(told.err) < 400, told.err
+        shown = sum(" event " in line for line in told.out.splitlines())  # the page is there, or the good lines
+        assert Path(told.out.split()[0]).is_file() if command == "report" else shown == (0 if "0" in command else 4)
+
+
+def test_the_line_of_an_absurd_number_counts_all_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Those that are empty, torn or longer than a line may be, too."""
+    run_dir = good_run(tmp_path)
+    lines = ["", '{"time_unix', "x" * (20 << 20), '{"time_unix_ns":1,"kind":"warning","step":1e99}']
+    (run_dir / "events.jsonl").write_text("\n".join(lines) + "\n")
+    for command in ("logs", "report"):
+        assert run_command([command, str(run_dir)]) == 2
+        assert f"events.jsonl, line {len(lines)}: expected step" in capsys.readouterr().err

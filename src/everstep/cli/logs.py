@@ -70,6 +70,8 @@ def command(
         if not _show(wanted(), as_json) and not running:
             break
         time.sleep(_POLL_S)
+    if files.absurd:
+        raise ConfigError(files.absurd)
     return 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 
@@ -33,13 +34,13 @@ def report_command(run_dir: Path, out: Path | None, reference: Path | None) -> i
     target = out if out is not None else run_dir / REPORT_FILE
     write_page(target, page, named=out is not None)
     print(target)
-    if not can_draw():
+    if can_draw():
+        folder = target.with_name(f"{target.stem}-figures")
+        for path in write_pictures(folder, figures(history), 1 if out is None else None):
+            print(path)
+    else:
         print("no pictures: pip install 'everstep[report]' draws the figures as PNGs, too")
-        return 0
-    for path in write_pictures(
-        target.with_name(f"{target.stem}-figures"), figures(history), 1 if out is None else None
-    ):
-        print(path)
+    _refuse_absurd([history])
     return 0
 
 
@@ -89,6 +90,15 @@ def compare_command(run_dirs: tuple[Path, ...], out: Path) -> int:
     """Overlay the runs in DIR... in one HTML file."""
     if len(run_dirs) < 2:
         raise click.UsageError("expected two runs or more to compare, got one; everstep report DIR shows a single one")
-    write_page(out, compare_page([open_run(path) for path in run_dirs]))
+    histories = [open_run(path) for path in run_dirs]
+    write_page(out, compare_page(histories))
     print(out)
+    _refuse_absurd(histories)
     return 0
+
+
+def _refuse_absurd(histories: Iterable[History]) -> None:
+    """Raises: ConfigError, after all was written, if an event has numbers that cannot be."""
+    for history in histories:
+        if history.absurd:
+            raise ConfigError(history.absurd)

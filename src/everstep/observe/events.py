@@ -61,6 +61,7 @@ _MAX_STEP = 10**10 - 1
 MOST_LINE_BYTES = 8 << 20
 """What is longer is no line of ours."""
 _TAIL_BYTES = 1 << 16
+_MOST_SHOWN = 24
 _START = b'{"time_unix_ns":'
 MOST_WAITING_BYTES = 4 << 20
 """Of each process: about 10,000 events."""
@@ -206,7 +207,7 @@ def parse_events(data: bytes) -> Iterator[dict[str, Any]]:
             with contextlib.suppress(ValueError, RecursionError):
                 event = json.loads(text)
                 break
-        if isinstance(event, dict) and isinstance(event.get("kind"), str) and is_sane(event):
+        if isinstance(event, dict) and isinstance(event.get("kind"), str) and not absurd(event):
             yield event
 
 
@@ -219,10 +220,17 @@ _MOST = {
 }
 
 
-def is_sane(line: Mapping[str, Any]) -> bool:
-    """Whether a line's times and counts are some that can be: what reads it computes with them."""
-    found = ((line.get(name), most) for name, most in _MOST.items())
-    return all(not isinstance(value, int | float) or -1 <= value <= most for value, most in found)
+def absurd(line: Mapping[str, Any]) -> str:
+    """The first of a line's times and counts that cannot be, in words; "" if all can: readers compute with them."""
+    for name, most in _MOST.items():
+        value = line.get(name)
+        if isinstance(value, int | float) and not -1 <= value <= most:
+            return f"expected {name} from -1 to {most}, got {_shortened(str(value))}"
+    return ""
+
+
+def _shortened(number: str) -> str:
+    return number if len(number) <= _MOST_SHOWN else f"{number[:_MOST_SHOWN]}... ({len(number)} digits)"
 
 
 def begun_last(line: bytes) -> bytes:

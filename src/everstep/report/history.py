@@ -58,11 +58,11 @@ class History:
         for lines in self._events.read(most_bytes):
             if self._events.replaced > self.resets:
                 self._reset()
-            for event in self._objects(lines):
+            for event in self._known(lines, self._events.objects(lines)):
                 self._event(event)
             changed = True
         for lines in self._metrics.read(most_bytes):
-            for sample in self._objects(lines):
+            for sample in self._known(lines, map(object_of, lines)):
                 self.usage.take(sample)
             changed = True
         if not changed or not (self._events.unread_bytes() or self._metrics.unread_bytes()):
@@ -74,6 +74,11 @@ class History:
         while self.poll():
             pass
         return self
+
+    @property
+    def absurd(self) -> str:
+        """In which line of events.jsonl numbers stand that cannot be, "" if in none that was read."""
+        return self._events.absurd
 
     @property
     def name(self) -> str:
@@ -189,9 +194,8 @@ class History:
         self.facts, self.tally, self.usage = Facts(), Tally(), Usage()
         self._metrics = Folder(self.run_dir / METRICS_FOLDER, "*.jsonl")
 
-    def _objects(self, lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
-        for line in lines:
-            found = object_of(line)
+    def _known(self, lines: Iterable[bytes], objects: Iterable[Event | None]) -> Iterator[Event]:
+        for line, found in zip(lines, objects, strict=True):
             if found is not None:
                 yield found
             else:

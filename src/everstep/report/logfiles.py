@@ -92,6 +92,11 @@ class LogFiles:
         found = (WORKER_FILE.match(path.name) for path in self._folder.glob(f"worker-*.{self._of}*"))
         return {int(match[1]) for match in found if match}
 
+    @property
+    def absurd(self) -> str:
+        """In which line of events.jsonl numbers stand that cannot be, "" if in none that was read."""
+        return self._events.absurd if self._events is not None else ""
+
     def read(self) -> Iterator[LogLine]:
         """What is new, by time, as far as memory need not hold it all. It is to be read to its end."""
         for worker_id in self.worker_ids - self._workers.keys():
@@ -137,7 +142,7 @@ def _texts(path: Path, tail: Tail) -> Iterator[LogLine]:
 
 
 def _events(tail: Tail, steps: bool) -> Iterator[LogLine]:
-    found = (event_line(event) for event in filter(None, map(object_of, tail.lines())))
+    found = (event_line(event) for event in tail.objects(tail.lines()) if event)
     return (line for line in found if line is not None and (steps or line.fields["kind"] != "step_committed"))
 
 

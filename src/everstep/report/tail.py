@@ -10,34 +10,45 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from everstep.base.given import open_given, skip_hole
-from everstep.observe.events import MOST_LINE_BYTES, begun_last, is_sane
+from everstep.observe.events import MOST_LINE_BYTES, absurd, begun_last
 
 CHUNK_BYTES = 1 << 20
 EVERYTHING = 1 << 62
+_MOST_DIGITS = 400
 _decode = msgspec.json.Decoder().decode
 
 
 def object_of(line: bytes) -> dict[str, Any] | None:
     """The JSON object that a line holds, after half a line too; None if there is none, or its numbers are absurd."""
+    found = _parsed(line)
+    return None if found is None or absurd(found) else found
+
+
+def _parsed(line: bytes) -> dict[str, Any] | None:
     try:
         found = _decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         try:
-            found = json.loads(begun_last(line))  # or it has NaN, which strict readers refuse
+            found = json.loads(begun_last(line), parse_int=_whole)  # or it has NaN, which strict readers refuse
         except (ValueError, RecursionError):
             return None
-    return found if isinstance(found, dict) and is_sane(found) else None
+    return found if isinstance(found, dict) else None
+
+
+def _whole(digits: str) -> float:
+    return int(digits) if len(digits) < _MOST_DIGITS else float(digits)  # int refuses longer ones, and all the line
 
 
 class Tail:
-    """One growing file. `replaced` counts how often another file came under its name, or it was cut off.
+    """One growing file. `replaced` counts how often another file came under its name, or it was cut off; `absurd` says
+    in which line numbers stand that cannot be, "" if in none.
 
     last_bytes: of what is there already, only so much of its end is read; None: all. folders: as for `base.below`.
     """
@@ -47,6 +58,8 @@ class Tail:
         self._folders = folders
         self._last_bytes = last_bytes
         self.replaced = 0
+        self.absurd = ""
+        self._number = 0
         self._position = 0
         self._rest = b""
         self._skipping = False
@@ -54,7 +67,8 @@ class Tail:
         self._head = b""
 
     def read(self, most_bytes: int = 64 << 20) -> Iterator[list[bytes]]:
-        """What has been appended since the last call: lists of whole lines, at most about `most_bytes` in all.
+        """What has been appended since the last call: lists of whole lines, at most about `most_bytes` in all. A list
+        is empty where what was read has no end of a line of ours.
 
         A missing or unreadable file has nothing new. A torn last line waits for its end.
         """
@@ -71,13 +85,21 @@ class Tail:
                 self._position = file.tell()
                 if len(self._head) < 64:
                     self._head = os.pread(file.fileno(), 64, 0)
-                lines = self._split(data)
-                if lines:
-                    yield lines
+                yield self._split(data)
 
     def lines(self) -> Iterator[bytes]:
         """All that has been appended since, line by line."""
         return (line for lines in self.read(EVERYTHING) for line in lines)
+
+    def objects(self, lines: Iterable[bytes]) -> Iterator[dict[str, Any] | None]:
+        """What `object_of` finds in lines of this file, all of them, in order; the first that is absurd is kept."""
+        for line in lines:
+            self._number += 1
+            found = _parsed(line)
+            wrong = "" if found is None else absurd(found)
+            if wrong and not self.absurd:
+                self.absurd = f"{self.path}, line {self._number}: {wrong}: the line is left out"
+            yield None if wrong else found
 
     def unread_bytes(self) -> int:
         """How much is left to be read."""
@@ -94,6 +116,7 @@ class Tail:
         if not same:
             self.replaced += 1
             self._position, self._rest, self._skipping, self._head = 0, b"", False, b""
+            self._number, self.absurd = 0, ""
         if self._known is None and self._last_bytes is not None and found.st_size > self._last_bytes:
             self._position, self._skipping = found.st_size - self._last_bytes, True
         self._known = known
@@ -104,6 +127,7 @@ class Tail:
             if cut < 0:
                 return []
             data, self._skipping = data[cut + 1 :], False
+            self._number += 1
         lines = (self._rest + data).split(b"\n")
         self._rest = lines.pop()
         if len(self._rest) > MOST_LINE_BYTES:
