@@ -27,7 +27,7 @@ def test_interrupted_in_order_and_started_again(run_dir: Path, small_task: str) 
     assert json.loads(everstep("status", run_dir, "--json").stdout)["state"] == "interrupted"
     again = everstep("run", small_task, *options)
     assert again.returncode == 0, again.stderr
-    assert "goes on from the checkpoint of step" in again.stdout
+    assert "goes on from the checkpoint of step" in again.stdout and f"this runs {small_task}\n" in again.stdout
     events = events_of(run_dir)
     assert [e["step"] for e in events if e["kind"] == "step_committed"] == list(range(1, 41))
     assert everstep("ledger", run_dir).returncode == 0

@@ -40,6 +40,15 @@ BAD: list[tuple[Rule, str, str]] = [
     (rules.pickles, "everstep.exact.x", "torch.load('x')"),
     (rules.unguarded, "everstep.cli.x", "text = (run_dir / 'job.json').read_text()"),
     (rules.unguarded, "everstep.cli.x", "shown = Console(stderr=True)"),
+    (rules.opened_elsewhere, "everstep.cli.x", "open(run_dir / 'job.json', 'w')"),
+    (rules.opened_elsewhere, "everstep.cli.x", "with path.open(mode='ab') as file: pass"),
+    (rules.opened_elsewhere, "everstep.cli.x", "gzip.open(path, given)"),
+    (rules.opened_elsewhere, "everstep.cli.x", "os.open(path, os.O_WRONLY | os.O_CREAT)"),
+    (rules.opened_elsewhere, "everstep.cli.x", "os.open(path, os.O_RDONLY | os.O_CREAT)"),
+    (rules.opened_elsewhere, "everstep.cli.x", "os.open(path, flags)"),
+    (rules.opened_elsewhere, "everstep.cli.x", "(run_dir / 'lock').touch()"),
+    (rules.opened_elsewhere, "everstep.cli.x", "path.write_text('x')"),
+    (rules.opened_elsewhere, "everstep.cli.x", "shutil.copy(path, run_dir)"),
     (rules.held, "everstep.chaos.x", "os.kill(pid, signal.SIGSTOP)"),
     (rules.limited_waits, "everstep.data.x", "import select\nselect.select([fd], [], [], 0)"),
     (rules.limited_waits, "everstep.data.x", "from select import select"),
@@ -74,6 +83,10 @@ BAD: list[tuple[Rule, str, str]] = [
 ]
 
 GOOD: list[tuple[Rule, str, str]] = [
+    (rules.opened_elsewhere, "everstep.base.below", "os.open(path, os.O_WRONLY | os.O_CREAT)"),
+    (rules.opened_elsewhere, "everstep.cli.x", "open(path)\npath.open('rb')\nos.open(path, os.O_RDONLY)"),
+    (rules.opened_elsewhere, "everstep.cli.x", "open(fd, 'wb')\nos.open(os.devnull, os.O_RDWR)"),
+    (rules.opened_elsewhere, "everstep.cli.x", "Image.open(given)\nwebbrowser.open(url)\nwrite_atomically(path, 'x')"),
     (rules.unguarded, "everstep.cli.terminal", "shown = Console(file=raw(stream))"),
     (rules.unguarded, "everstep.runtime.process", "said = Path('/proc/self/cgroup').read_text()"),
     (rules.wrong_directions, "everstep.cli.x", "from everstep.base.errors import check"),

@@ -42,7 +42,7 @@ def open_below(path: str | os.PathLike[str], flags: int = os.O_RDONLY, folders: 
                 kind = "a directory" if is_folder else "no regular file"
                 raise OSError(errno.EISDIR if is_folder else errno.EINVAL, f"it is {kind}")
             if flags & _WRITES:
-                _refuse_others(found.st_uid, folder)
+                refuse_others(found.st_uid, folder)
             if flags & os.O_TRUNC:
                 os.ftruncate(fd, 0)
         except BaseException:
@@ -72,7 +72,7 @@ def folder_of(
             os.close(above)
         if writes:
             with _named(path.parent, "", fd):
-                _refuse_others(os.fstat(fd).st_uid, fd, root_too=True)
+                refuse_others(os.fstat(fd).st_uid, fd, root_too=True)
         yield fd
     finally:
         os.close(fd)
@@ -120,8 +120,9 @@ def whose(folder: Path) -> tuple[int, int]:
         os.close(fd)
 
 
-def _refuse_others(owner: int, folder: int, *, root_too: bool = False) -> None:
-    """root_too: what is root's is no other user's. Root itself writes everywhere. Raises: PermissionError."""
+def refuse_others(owner: int, folder: int, *, root_too: bool = False) -> None:
+    """Before something that this owner has is written, in the folder of this descriptor: it is no other user's.
+    root_too: what is root's is no other user's. Root itself writes everywhere. Raises: PermissionError."""
     own = os.geteuid()
     if owner == own or own == _ROOT or (root_too and owner == _ROOT):
         return

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Protocol
 from uuid import uuid4
 
+from everstep.base.below import refuse_others
 from everstep.base.errors import BlobExists, BlobForeign, BlobMissing, StoreError, check
 from everstep.checkpoint.names import PART_EXAMPLE, is_plain
 
@@ -89,8 +90,8 @@ class Draft:
 class DirectoryStore:
     """Blobs are files below a directory. Writing is atomic (temporary name, sync, rename, sync of the directory).
 
-    The directory may hold what others put there: below it no symbolic link is followed, and nothing is read that is no
-    regular file.
+    The directory may hold what others put there: below it no symbolic link is followed, nothing is read that is no
+    regular file, and nothing is written to folders or files of another user. The directory itself is where a user says.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -151,7 +152,7 @@ class DirectoryStore:
 
     def move(self, old: str, new: str) -> None:
         here, there = words_of(old)[-1], words_of(new)[-1]
-        with self._folder(new, "move") as target, self._folder(old, "move") as source:
+        with self._folder(new, "move", writes=True) as target, self._folder(old, "move", writes=True) as source:
             os.link(here, there, src_dir_fd=source[-1], dst_dir_fd=target[-1], follow_symlinks=False)
             os.unlink(here, dir_fd=source[-1])
             os.fsync(source[-1])
@@ -196,8 +197,9 @@ class DirectoryStore:
     # ---- the way to a file
 
     @contextmanager
-    def _folder(self, name: str, verb: str, *, make: bool = False) -> Iterator[Sequence[int]]:
-        """The folders on the way to a name, open, the store's own first. What goes wrong meanwhile is a StoreError."""
+    def _folder(self, name: str, verb: str, *, make: bool = False, writes: bool = False) -> Iterator[Sequence[int]]:
+        """The folders on the way to a name, open, the store's own first. What goes wrong meanwhile is a StoreError.
+        make: those that are missing; with it, or with `writes`, none of them is another user's."""
         opened: list[int] = []
         words = words_of(name)
         try:
@@ -206,6 +208,8 @@ class DirectoryStore:
             opened.append(os.open(self.path, _FOLDER))
             for word in words[:-1]:
                 opened.append(_enter(opened[-1], word, make))
+                if make or writes:
+                    refuse_others(os.fstat(opened[-1]).st_uid, opened[-1], root_too=True)
             yield opened
         except OSError as error:
             raise _translated(error, verb, self.path / name) from None
@@ -215,11 +219,15 @@ class DirectoryStore:
 
     @contextmanager
     def _open(self, name: str, verb: str, mode: int) -> Iterator[int]:
-        with self._folder(name, verb) as folders:
+        writes = mode != os.O_RDONLY
+        with self._folder(name, verb, writes=writes) as folders:
             how = mode | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # a pipe that nobody is at the other end of
             fd = os.open(words_of(name)[-1], how, dir_fd=folders[-1])
             try:
-                self._refuse_foreign(name, os.fstat(fd))
+                found = os.fstat(fd)
+                self._refuse_foreign(name, found)
+                if writes:
+                    refuse_others(found.st_uid, folders[-1])
                 yield fd
             finally:
                 os.close(fd)

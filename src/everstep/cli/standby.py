@@ -154,7 +154,7 @@ def stand_by(
         replica = name if (shown / OWN_FOLDER).is_dir() else ""
         succession = Succession(True, new_owner(), found.revision, own, replica=replica, secrets=secrets)
         how = "" if shared else ", with files of its own"
-        print(f"{name} stands by for the job in {shown}{how}", file=sys.stderr, flush=True)
+        print(f"{name} stands by for the job in {shown}{how}; {about_to_run(job)}", file=sys.stderr, flush=True)
         exit_code = _take_part(shown, job, token, succession, slots, name, 0, domains)
         if not (exit_code or shared or run_dir or word_in(shown)):  # the job is over, and was led elsewhere
             shutil.rmtree(shown, ignore_errors=True)

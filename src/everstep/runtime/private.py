@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from everstep.base.below import DRAFT, folder_of, whose
+from everstep.base.below import DRAFT, folder_of, refuse_others, whose
 from everstep.base.config_keys import NOTICES, SINKS
 from everstep.base.errors import ConfigError
 from everstep.protocol.roles import PEOPLE
@@ -57,22 +57,25 @@ def close_run_dir(run_dir: Path) -> None:
 
 
 def refuse_foreign(run_dir: Path) -> None:
-    """Before a job uses a directory: it is no other user's, and nothing that the job opens, moves or removes there is a
-    link to somewhere else.
+    """Before a job uses a directory: neither it nor what the job opens, moves or removes there is another user's, and
+    none of that is a link to somewhere else.
 
     Raises: ConfigError.
     """
     places.checkpoints_in(run_dir)
+    path = run_dir
     try:
         with folder_of(run_dir / address.LOCK_FILE) as folder:
-            links = [name for name in filter(_is_ours, os.listdir(folder)) if (run_dir / name).is_symlink()]
+            for name in filter(_is_ours, os.listdir(folder)):
+                path = run_dir / name
+                with contextlib.suppress(FileNotFoundError):  # the draft of a dashboard
+                    found = os.stat(name, dir_fd=folder, follow_symlinks=False)
+                    if stat.S_ISLNK(found.st_mode):
+                        words = "is a symbolic link, and below a run directory none is followed"
+                        raise ConfigError(f"{path} {words}: remove it, or choose another --run-dir")
+                    refuse_others(found.st_uid, folder, root_too=True)
     except OSError as error:
-        raise ConfigError(f"cannot use {run_dir}: {error.strerror or error}") from None
-    if links:
-        raise ConfigError(
-            f"{run_dir / links[0]} is a symbolic link, and below a run directory none is followed: remove it, or "
-            "choose another --run-dir"
-        )
+        raise ConfigError(f"cannot use {path}: {error.strerror or error}") from None
 
 
 def owner_words(run_dir: Path) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from everstep.base import below
 from everstep.base.errors import BlobForeign, CheckpointCorrupt, StoreError
 from everstep.checkpoint.manifest import decode
 from everstep.checkpoint.names import LATEST, PINS, is_part, part_name
@@ -21,6 +22,7 @@ from everstep.checkpoint.transfer import transfer
 from foreign_checkpoints import ESCAPE, PART, Body, body_of, escaping, idle, prepare, renamed, signed, text_of, tree_of
 
 STEP = "step-0000000001"
+OTHER = 4711
 OUTSIDE = [
     ESCAPE,
     "/etc/cron.d/job",
@@ -318,6 +320,30 @@ def test_nothing_is_written_or_deleted_behind_a_link(tmp_path: Path) -> None:
         store.mend("latest.json", 0, memoryview(b"x"))
     store.write("latest.json", [b"new"], 3)
     assert bytes(store.read("latest.json")) == b"new" and tree_of(outside) == before, "the link itself is replaced"
+
+
+@pytest.mark.parametrize("theirs", [STEP, f"{STEP}/x"])
+def test_nothing_is_written_to_what_is_another_users(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, theirs: str
+) -> None:
+    """A folder of a step, or a file in it; the store itself lies where a user says, and may be anybody's."""
+    store = DirectoryStore(tmp_path / "store")
+    store.write(f"{STEP}/x", [b"theirs"], 6)
+    if os.geteuid() == 0:
+        os.chown(store.path / theirs, OTHER, OTHER)
+    own = OTHER + 1 if theirs == STEP else 0
+    monkeypatch.setattr(below, "_makers", {tmp_path.stat().st_dev: OTHER + 1})
+    monkeypatch.setattr(os, "geteuid", lambda: OTHER + 1)
+    writes: list[Callable[[], Any]] = [lambda: store.mend(f"{STEP}/x", 0, memoryview(b"x"))]
+    if own:
+        writes.append(lambda: store.write(f"{STEP}/y", [b"y"], 1))
+        writes.append(lambda: store.move(f"{STEP}/x", "y"))
+        writes.append(lambda: store.move("z", f"{STEP}/z"))
+    store.write("z", [b"z"], 1)
+    for write in writes:
+        with pytest.raises(StoreError, match=f"{STEP}.* belongs to another user"):
+            write()
+    assert bytes(store.read(f"{STEP}/x")) == b"theirs" and store.list() == [f"{STEP}/x", "z"]
 
 
 def test_a_store_may_itself_lie_behind_a_link(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import io
 import json
 from pathlib import Path
 
@@ -15,6 +17,7 @@ from everstep.cli.main import run_command
 from everstep.cli.replica import kept_apart
 from everstep.runtime import wire
 from everstep.runtime.address import EVENTS_FILE, JOB_FILE, JOURNAL_FILE, TOKEN_FILE
+from everstep.runtime.etcd import Announced
 from everstep.runtime.places import OWN_FOLDER, REPLICA_FILE, checkpoints_in, leave_word
 
 JOB, OTHER = "ab" * 16, "cd" * 16
@@ -69,7 +72,7 @@ def to_take_over(run_dir: Path, monkeypatch: pytest.MonkeyPatch, address: str = 
     """A directory whose job was led at this address; who takes over does nothing more."""
     write_job(run_dir, JobFile("task.py:Task", (), load_config([("test", {"network.address": address})])))
     (run_dir / JOURNAL_FILE).touch()
-    wire.write_token(run_dir / TOKEN_FILE, bytes(32))
+    wire.write_token(run_dir / TOKEN_FILE, hashlib.sha256(b"x").digest())
     monkeypatch.setattr(standby, "_take_part", lambda *given: 0)
     return run_dir
 
@@ -84,9 +87,36 @@ def test_a_job_of_several_hosts_is_not_taken_over_where_no_other_host_comes(
     assert words.count("\n") == 1
 
 
-def test_a_job_of_one_host_is_taken_over_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_of_one_host_is_taken_over_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     run_dir = to_take_over(tmp_path, monkeypatch)
     assert run_command(["takeover", str(run_dir), "--listen", "127.0.0.1:0"]) == 0
+    assert capsys.readouterr().err == "this runs task.py:Task\n"
+
+
+@pytest.mark.parametrize("command", ["takeover", "agent --standby"])
+def test_whoever_takes_over_says_first_what_it_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    """A directory, or a lease, that somebody else prepared names the task and the command for notices."""
+    said: list[str] = []
+    run_dir = to_take_over(tmp_path, monkeypatch)
+    config = load_config([("test", {"notify.command": "mail \x1b[1m me", "notify.events": ["job_failed"]})])
+    write_job(run_dir, JobFile("task.py:Task", ("--lr", "a b"), config))
+    monkeypatch.setattr(standby, "_take_part", lambda *given: said.append(capsys.readouterr().err) or 0)
+    if command == "takeover":
+        assert run_command(["takeover", str(run_dir)]) == 0
+    else:
+        monkeypatch.setattr(standby, "etcd_at", lambda *given: io.BytesIO())  # something that can be closed
+        monkeypatch.setattr(standby, "_announced", lambda etcd: Announced({"run_dir": str(run_dir)}, 1))
+        monkeypatch.setattr(standby, "_sees", lambda *given: True)
+        token_file = tmp_path / TOKEN_FILE
+        argv = ["agent", "--standby", "--join", "etcd://127.0.0.1:5/j", "--address", "127.0.0.1", "--host-name", "h"]
+        assert run_command([*argv, "--token-file", str(token_file)]) == 0
+    before = "" if command == "takeover" else f"h stands by for the job in {run_dir}; "
+    assert len(said) == 1 and said[0].startswith(f"{before}this runs task.py:Task --lr 'a b', and for notices mail ")
+    assert "\x1b" not in said[0] and said[0].count("\n") == 1
 
 
 @pytest.mark.parametrize(

@@ -10,13 +10,16 @@ from pathlib import Path
 
 import pytest
 
+from everstep.base import below
 from everstep.base.config import load_config
 from everstep.base.errors import ConfigError
 from everstep.cli.run_dir import RUNS, close_to_others
 from everstep.runtime import private
 from everstep.runtime.commands import LOCK_FILE, is_locked, run_lock
 from everstep.runtime.places import checkpoints_in
-from everstep.runtime.private import close_run_dir, close_store, owner_words
+from everstep.runtime.private import close_run_dir, close_store, owner_words, refuse_foreign
+
+OTHER = 4711
 
 
 def make(folder: Path, *names: str) -> None:
@@ -138,6 +141,21 @@ def test_linked_checkpoints_say_what_to_do(tmp_path: Path) -> None:
         pass
     with pytest.raises(ConfigError, match=r"checkpoint\.disk\.path"):
         checkpoints_in(tmp_path / "run")
+
+
+def test_a_job_begins_in_no_directory_with_names_of_another_user(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    monkeypatch.setattr(below, "_makers", {tmp_path.stat().st_dev: OTHER})
+    monkeypatch.setattr(os, "geteuid", lambda: OTHER)
+    if os.getuid() == 0:
+        os.chown(tmp_path, OTHER, OTHER)
+        refuse_foreign(tmp_path)  # what is root's is no other user's
+        os.chown(tmp_path / "checkpoints", OTHER + 1, OTHER + 1)
+    with pytest.raises(ConfigError, match="belongs to another user") as caught:
+        refuse_foreign(tmp_path)
+    assert os.getuid() or f"cannot use {tmp_path}/checkpoints: " in str(caught.value)
 
 
 def test_a_link_of_another_name_is_the_users(tmp_path: Path) -> None:
