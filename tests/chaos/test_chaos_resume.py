@@ -59,6 +59,7 @@ def test_an_interrupted_job_goes_on_with_other_workers_and_stages(jobs: Jobs) ->
     assert stop(job, signal.SIGINT) == 130, job.account()
     saved = job.of_kind("checkpoint_completed")[-1]["step"]
     assert saved >= 8 and f"checkpoint of step {saved}" in job.of_kind("job_failed")[0]["reason"], job.account()
+    assert job.of_kind("step_committed")[-1]["step"] == saved == audit_run(job.run_dir).steps, job.account()
     job = again(jobs, job, "Pictures", "--stages", "3", workers=3, pace=ENDLESS)
     job.wait_for("step_committed", step(saved + 5))
     assert stop(job, signal.SIGTERM) == 143, job.account()

@@ -22,7 +22,8 @@ newest step that every stage has (its state in somebody's memory, or on disk).
 
 Why going back cannot be observed: the state after a step is a function of the step alone, so steps done again give the
 same bits, whoever does them; and effects leave with `Release`, which names each step once at a worker, in order, after
-every member had decided it. What had not been released is released when it is done again; what had, is not.
+every member had decided it: a later decision proves that, or the step's complete checkpoint. What had not been released
+is released when it is done again; what had, is not.
 
 What the driver must keep to:
 
@@ -486,7 +487,13 @@ class StepMachine:
             self._unasked = None
         self.position, self.records = position, records
         self._arrived = {k: r for k, r in self._arrived.items() if k > position}
-        proven = position.step if position.seq else position.step - 1
+        return self._prove(position.step if position.seq else position.step - 1)
+
+    def _step_saved(self, event: step_types.StepSaved) -> list[StepEffect]:
+        return self._prove(event.step) if event.step == self.position.step else []
+
+    def _prove(self, proven: int) -> list[StepEffect]:
+        """Every member has decided this step."""
         if proven <= self._released:
             return []
         self._released = proven

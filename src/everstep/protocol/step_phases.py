@@ -18,6 +18,7 @@ from everstep.protocol.step_types import (
     SnapshotsKept,
     StateCopied,
     StepLeft,
+    StepSaved,
     StepWanted,
     Updated,
     UpdateRefused,
@@ -65,6 +66,7 @@ TRANSITIONS: tuple[tuple[type, frozenset[Phase], str, frozenset[Phase]], ...] = 
     (StateCopied, frozenset({Phase.FETCHING}), "_state_copied", _RESUMED),
     (Followed, OUTSIDE, "_followed", frozenset({Phase.SETTLING})),
     (SnapshotsKept, _ALL, "_snapshots_kept", frozenset()),
+    (StepSaved, _ALL, "_step_saved", frozenset()),
     (BlocksLost, _ALL - {Phase.UPDATING, Phase.FETCHING}, "_blocks_lost", frozenset({Phase.LACKING})),
 )
 BY_EVENT = {event: (phases, handler, reach) for event, phases, handler, reach in TRANSITIONS}

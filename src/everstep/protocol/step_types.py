@@ -219,6 +219,12 @@ class SnapshotsKept(StepEvent, frozen=True):
     parts: Mapping[tuple[int, int], Extents] = {}
 
 
+class StepSaved(StepEvent, frozen=True):
+    """The checkpoint of the present step is complete: all members have written their parts of it, and so decided it."""
+
+    step: int
+
+
 class BlocksLost(StepEvent, frozen=True):
     """Blocks of a stage's present state are not there any more, or not to be trusted, and nothing has been computed
     from what is there instead. This worker goes no further in this generation; the next settle repairs them."""

@@ -258,6 +258,8 @@ class SimWorker(Life):
         undone = driver.machine.sound >= 0 or driver.machine.undone == effect.step + 1
         if undone and effect.step == position.step:  # the decision was not carried out
             position = Key(effect.step + 1, 0)
+        elif effect.step in self.site.disk.parts:  # all have written theirs
+            position = max(position, Key(effect.step, 1))
         self.state.release(effect.step, position)
         if driver.plan is not None and driver.plan.leader(0) == self.me.worker_id:
             self.ties.client.send(driver.progress(effect.step, 10.0))

@@ -18,7 +18,7 @@ from everstep.exact.reduce import TiePlace, tied_out
 from everstep.protocol.driver import operations as do
 from everstep.protocol.driver.nonfinite import Nonfinite, NonfiniteRule, judged
 from everstep.protocol.driver.records import AgreePayload, StageSection, StepOutcome, committed_unix_ns
-from everstep.protocol.step_types import Discard, Record, Release
+from everstep.protocol.step_types import Discard, Key, Record, Release
 from everstep.train.elastic import ElasticOrder
 from everstep.train.heal import Donor, StageGradient, pack_state
 from everstep.train.keeping import SnapshotKeeper
@@ -125,6 +125,7 @@ class Updates:
         self._view.stages.keep(operation.stages)
         generation, gradients = self._reduced[number]
         self.apply(operation.outcome, operation.records, gradients, generation)
+        self._view.publisher.committed(number, began)  # until the records of a later decision say who was first
         return began
 
     def apply(
@@ -207,7 +208,7 @@ class Updates:
         machine = view.driver.machine
         leads = view.is_main and machine.settled  # before that, the leader of before may still tell
         key, records = machine.position, machine.records  # of the decision that proves it
-        if records:
+        if records and key > Key(number, 0):
             view.publisher.committed(number, committed_unix_ns(records, key.seq == 0))
         view.publisher.release(number, leads)
         self._keeper.state()

@@ -15,7 +15,7 @@ from everstep.protocol.driver import operations as do
 from everstep.protocol.driver.policy import END
 from everstep.protocol.driver.records import AgreePayload, conclude, encode
 from everstep.protocol.driver.saver import SavingRules
-from everstep.protocol.step_types import Record
+from everstep.protocol.step_types import Record, Release
 
 WHY = Why(Cause.INTERRUPTED, "no coordinator")
 RULES = SavingRules(CheckpointConfig(), on=True)
@@ -46,6 +46,7 @@ def test_all_save_the_step_in_whose_records_it_stands(told: int) -> None:
     assert isinstance(w.op, do.SaveLast) and w.op.step == 2
     assert w.op.save is not None and w.op.save.due.tiers == ("disk",) and not w.op.save.past
     w.done("checkpoints/step-2")
+    assert Release(2) in w.out, "who has written its part has decided the step: it is told"
     assert w.out[-1] == do.Exit(WHY.reason, failed=True) and w.driver.ended is not None
     assert w.driver.ended.state == "interrupted"
 
@@ -73,6 +74,7 @@ def test_a_job_without_checkpoints_ends_at_one_step_too() -> None:
     w.done(1001)
     assert isinstance(w.op, do.SaveLast) and w.op.save is None
     w.done("")
+    assert not any(isinstance(e, Release) for e in w.out), "nothing says that the others have decided it"
     assert w.out[-1] == do.Exit(WHY.reason, failed=True)
 
 

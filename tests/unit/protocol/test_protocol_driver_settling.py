@@ -585,7 +585,7 @@ def test_a_plan_that_asks_for_a_checkpoint_gets_it_before_anything_else() -> Non
     assert isinstance(w.op, do.SaveLast) and (w.op.plan, w.op.step, w.op.save.due.reason) == (last, 1, "stop")
     w.done("somewhere")
     saved = wire.Saved(worker_id=0, incarnation=0, step=1, ok=True, where="somewhere")
-    assert w.out == [do.Tell(saved), do.Linger(w.op.op, 2)]
+    assert w.out == [Release(1), do.Tell(saved), do.Linger(w.op.op, 2)], "rows and events of it come before the end"
     assert saved not in w.driver.standing.messages
     w.done()
     assert isinstance(w.op, do.Compute)
@@ -596,7 +596,7 @@ def test_nobody_but_the_main_tells_of_it() -> None:
     w.ask(do.StepAsked(1))
     w.enter(plan(2, (0, 1), save="stop"))
     w.done("somewhere")
-    assert w.out == [do.Linger(w.op.op, 2)]
+    assert w.out == [do.Linger(w.op.op, 2)], "none of step 0 is told"
 
 
 # ---- states that differ

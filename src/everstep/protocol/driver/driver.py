@@ -420,6 +420,8 @@ class Driver:
         return self._joiner.replayed(operation)
 
     def _saved_last(self, operation: do.SaveLast, where: str) -> None:
+        for effect in self.machine.handle(step.StepSaved(operation.step)) if where else ():
+            self._effects[type(effect)](effect)  # at once: nothing is carried out any more when this worker leaves
         self._saver.last(operation, where)
         ending = self._saver.ending
         if ending.agreed is not None:
