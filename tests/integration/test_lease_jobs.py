@@ -8,12 +8,17 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from hashlib import sha256
 from pathlib import Path
 
 import pytest
 
 from etcd_members import EtcdMembers, etcd_there
+from everstep.base.etcd_address import EtcdAddress
+from everstep.protocol.lease.requests import Load, Loaded
+from everstep.runtime.address import COORDINATOR_FILE, read_address
+from everstep.runtime.etcd import JOURNAL, Etcd
 from job_harness import HERE, Jobs, healed
 
 EVERSTEP = (sys.executable, "-P", "-m", "everstep")
@@ -92,6 +97,26 @@ def test_decisions_wait_for_etcd_and_training_goes_on(members: EtcdMembers, jobs
     job.wait_for("coordinator_restarted", cause="lease")
     job.wait_for("worker_evicted", worker_id=2)
     jobs.check(job, "Text", NUMERICS)
+
+
+def test_a_journal_that_was_cut_off_is_not_believed(members: EtcdMembers, jobs: Jobs, tmp_path: Path) -> None:
+    """Its last entries are gone, and the next coordinator finds nothing wrong with the rest: but it has seen them."""
+    members.wait()
+    token, prefix = sha256(b"ef").digest(), "/jobs/cut"
+    (tmp_path / "token").write_text(token.hex())
+    settings = {"control.etcd": members.url(prefix), "security.token_file": tmp_path / "token"}
+    job = jobs.start("Text", workers=2, numerics={"steps": 2000}, settings=settings, lane_s=0.05)
+    job.wait_for("step_committed")
+    with closing(Etcd(EtcdAddress.parse("a test", members.url(prefix)), token, 5.0)) as etcd:
+        assert etcd.announced() is not None
+        found = etcd.ask(Load())
+        assert isinstance(found, Loaded) and found.number > 1
+        span = etcd._span(f"{JOURNAL}{found.number - 1:010d}", f"{JOURNAL}:")
+        etcd._post("kv/deleterange", span)
+    os.kill(read_address(job.run_dir / COORDINATOR_FILE).pid, signal.SIGKILL)
+    job.wait_for_words("somebody has put an older one in its place")
+    assert job.end() == 1
+    assert not job.of_kind("coordinator_restarted")
 
 
 def test_a_host_without_the_jobs_directory_takes_over(members: EtcdMembers, jobs: Jobs, tmp_path: Path) -> None:

@@ -52,7 +52,7 @@ def members() -> Iterator[EtcdMembers]:
     found.close()
 
 
-def client(members: EtcdMembers, prefix: str, token: bytes = TOKEN, job: int = 0) -> Etcd:
+def client(members: EtcdMembers, prefix: str, token: bytes = TOKEN, job: str = "") -> Etcd:
     return Etcd(EtcdAddress.parse("a test", members.url(prefix)), token, 5.0, job)
 
 
@@ -147,8 +147,9 @@ def test_what_shortens_the_journal_late_does_not_put_an_older_one_back(
 def test_a_journal_of_which_something_is_gone_is_refused(members: EtcdMembers) -> None:
     etcd = client(members, "/gone")
     term = held(etcd, "one").term
-    for number in (1, 3):
+    for number in (1, 2, 3):
         assert etcd.ask(Append(term, number, [entry(number)])) == Appended()
+    etcd._post("kv/deleterange", {"key": etcd._name("/journal/0000000002")})
     with pytest.raises(ProtocolError, match=r"expected /journal/0000000002 .* found /journal/0000000003"):
         etcd.ask(Load())
 
@@ -223,11 +224,13 @@ def test_a_job_begins_with_an_empty_journal_unless_one_runs(members: EtcdMembers
     assert late.begin({"run_dir": "/two"}, "two", 30) is None
     found = late.announced()
     assert found is not None
-    assert (found.facts, found.revision) == ({"run_dir": "/two"}, late.job)
+    assert (found.facts, found.job) == ({"run_dir": "/two"}, late.job)
     assert late.ask(Load()) == Loaded([], 1)
     late.resign(held(late, "two").lease)
     etcd.ask(Campaign("one", WHERE, 30))  # of the job that was there before
-    assert etcd.ask(Look()) == HolderSeen(None)
+    assert late.ask(Look()) == HolderSeen(None)
+    with pytest.raises(ProtocolError, match="another job has begun"):
+        etcd.ask(Look())
 
 
 def test_what_strangers_wrote_is_refused(members: EtcdMembers) -> None:

@@ -152,7 +152,7 @@ def stand_by(
         job = read_job(shown, joined=False)
         check_lease(job.config, secrets)
         replica = name if (shown / OWN_FOLDER).is_dir() else ""
-        succession = Succession(True, new_owner(), found.revision, own, replica=replica, secrets=secrets)
+        succession = Succession(True, new_owner(), found.job, own, replica=replica, secrets=secrets)
         how = "" if shared else ", with files of its own"
         print(f"{name} stands by for the job in {shown}{how}; {about_to_run(job)}", file=sys.stderr, flush=True)
         exit_code = _take_part(shown, job, token, succession, slots, name, 0, domains)

@@ -572,7 +572,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--cause", default="", help="what the predecessor died of")
     parser.add_argument("--host", default="", help="listen there, not where the config says")
     parser.add_argument("--owner", default="", help="among those that may hold the job's lease")
-    parser.add_argument("--job", type=int, default=0, help="revision of the job in etcd")
+    parser.add_argument("--job", default="", help="name of the job in etcd")
     parser.add_argument("--replica", default="", help="name of this host, whose directory is a replica of the job's")
     parser.add_argument("--anew", action="store_true", help="take the place of a coordinator on another host")
     arguments = parser.parse_args(argv)

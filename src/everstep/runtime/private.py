@@ -24,7 +24,7 @@ _OTHERS = 0o077
 _OURS = {
     *(address.LOCK_FILE, address.TOKEN_FILE, address.JOB_FILE, address.DATASET_FILE, address.EVENTS_FILE),
     *(address.COORDINATOR_FILE, address.JOURNAL_FILE, address.METRICS_FILE, address.METRICS_TOKEN_FILE),
-    address.NOTES_FILE,
+    *(address.NEWEST_FILE, address.NOTES_FILE),
     *(places.PLACE_FILE, places.SOURCE_FILE, places.HOSTS_FILE, *places.PAGES),
     *("newest-checkpoint.json", "replica.json", "host"),
     *(address.LOGS_FOLDER, address.METRICS_FOLDER, address.PROFILES_FOLDER, address.CHECKPOINTS_DIR),

@@ -35,7 +35,7 @@ from everstep.protocol.lease.requests import (
     Unanswered,
 )
 from everstep.protocol.lease.writer import MOST_TERM, Writer
-from everstep.runtime.address import COORDINATOR_FILE, JOURNAL_FILE, announce
+from everstep.runtime.address import COORDINATOR_FILE, JOURNAL_FILE, NEWEST_FILE, announce
 from everstep.runtime.etcd import Etcd
 from everstep.runtime.etcd_access import find_access
 from everstep.runtime.following import Premises
@@ -160,7 +160,11 @@ class EtcdStore:
             if self._before_end is not None and isinstance(request, Append) and _ends(request):
                 await self._before_end()
                 self._before_end = None
-            answer = await self._etcd.ask(request)
+            try:
+                answer = await self._etcd.ask(request)
+            except ProtocolError as error:
+                self._refused(str(error))
+                return
             count = self._writer.answered(answer)
             if self._writer.fenced:
                 self._fenced(self._writer.fenced)
@@ -359,7 +363,7 @@ class Post:
     host: str = ""
     port: int = 0
     owner: str = ""
-    job: int = 0
+    job: str = ""
     anew: bool = False
     replica: str = ""
     down_since_unix_ns: int = 0
@@ -382,7 +386,7 @@ async def open_journal(
     lease_s, loop = config.control.lease_s, asyncio.get_running_loop()
     address = EtcdAddress.parse("control.etcd", config.control.etcd)
     access = find_access(address, config.control, os.environ)
-    asked = Etcd(address, token, min(2.0, lease_s / 4), place.job, access)
+    asked = Etcd(address, token, min(2.0, lease_s / 4), place.job, access, place.run_dir / NEWEST_FILE)
     etcd = Asker(asked, lambda text: warn(events, Why(Cause.LEASE, text)))
     path = place.run_dir / COORDINATOR_FILE
     mine = {**where, "place": premises.word}

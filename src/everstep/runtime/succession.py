@@ -24,7 +24,7 @@ class Succession:
 
     guest: bool = False
     owner: str = ""
-    job: int = 0
+    job: str = ""
     address: str = ""
     anew: bool = False
     word: str = ""
@@ -38,7 +38,7 @@ class Succession:
 
     def words(self) -> list[str]:
         """For the command line of the coordinator."""
-        words = ["--owner", self.owner, "--job", str(self.job)] if self.owner else []
+        words = ["--owner", self.owner, "--job", self.job] if self.owner else []
         words += ["--replica", self.replica] if self.replica else []
         return [*words, *(["--host", self.address] if self.address else []), *(["--anew"] if self.anew else [])]
 

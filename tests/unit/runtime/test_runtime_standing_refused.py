@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+from everstep.base.errors import ProtocolError
 from everstep.protocol.lease.requests import Appended, JournalEntry, Loaded, StoreAnswer, StoreRequest, TooMuch
 from everstep.runtime.standing import Asker, EtcdStore
 
@@ -36,3 +37,27 @@ def test_an_entry_that_etcd_does_not_take_ends_the_coordinator_with_words() -> N
     asyncio.run(write())
     assert written == [1] and len(said) == 1
     assert "does not take an entry (plan)" in said[0] and "--max-request-bytes" in said[0]
+
+
+class Changed(Asker):
+    """An etcd whose journal somebody has changed."""
+
+    def __init__(self) -> None:
+        pass
+
+    async def ask(self, request: StoreRequest) -> StoreAnswer:
+        raise ProtocolError("entry 6 is not as it was left")
+
+
+def test_a_journal_that_somebody_changed_ends_the_coordinator_with_words() -> None:
+    said: list[str] = []
+
+    async def write() -> None:
+        store = EtcdStore(Changed(), 7, Loaded([], 1), said.append, said.append)
+        store.append([{"kind": "ticket", "ticket": 1}])
+        async with asyncio.timeout(30):
+            while not said:
+                await asyncio.sleep(0)
+
+    asyncio.run(write())
+    assert said == ["entry 6 is not as it was left"]
