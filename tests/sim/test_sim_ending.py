@@ -39,6 +39,21 @@ def test_all_leave_at_one_step_which_is_saved(at_ms: int, stages: int) -> None:
             assert step < JOB.steps and len(simulation.control.site.disk.parts[step]) == stages, seed
 
 
+def test_a_coordinator_that_is_back_while_all_leave_says_what_was_saved() -> None:
+    """As far as it has been told: in the simulation nothing waits for a connection."""
+    told = 0
+    for seed in SEEDS:
+        setup = Setup(4, 0, 2, 1, "replace", SimJob(60, 6, 3), (SimFault("end_alone", 250, for_ms=5 + 5 * (seed % 3)),))
+        simulation = Simulation(seed, setup, tracing=False)
+        assert simulation.run() == "", seed
+        control, newest = simulation.control, max(simulation.control.site.disk.parts)
+        assert newest == max(worker.driver.position.step for worker in control.workers.values()), seed
+        where, unknown = f"checkpoint of step {newest} in disk", "no checkpoint is known of: nobody is left"
+        assert control.fate.why in (f"stopped by request; {where}", f"stopped by request; {unknown}"), seed
+        told += where in control.fate.why
+    assert told > len(SEEDS) // 2
+
+
 def test_while_a_member_joins() -> None:
     for seed in SEEDS:
         assert simulate(seed, setup=alone(220, SimFault("kill", 90, pick=1))).ok, seed

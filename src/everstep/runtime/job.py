@@ -230,7 +230,9 @@ class Job:
             ended = end_in_file(self.run_dir / JOURNAL_FILE)
             if ended is not None:
                 self._end.told(ended, now_s)
-        if self._local is not None and self._end.goes_alone(now_s, link.unheard_s(now_s)):
+        unheard_s = link.unheard_s(now_s)
+        starting = self._coordinator.pidfd >= 0 and self._coordinator.age_s(now_s) < unheard_s
+        if self._local is not None and self._end.goes_alone(now_s, unheard_s, starting):
             self._notify("warning", Why(Cause.INTERRUPTED, f"no coordinator answers: {_ALONE}"))
             self._local.end_alone()
 

@@ -68,10 +68,11 @@ class JobEnd:
         self._asked_s, self._deadline_s = now_s, now_s + (grace_s - reserve_s(grace_s) or GRACE_S)
         return True
 
-    def goes_alone(self, now_s: float, unheard_s: float) -> bool:
+    def goes_alone(self, now_s: float, unheard_s: float, starting: bool = False) -> bool:
         """Whether the workers of this host are to end the job from now on, by themselves. unheard_s: since the
-        coordinator was heard of."""
-        if self.alone or self.outcome is not None or min(now_s - self._asked_s, unheard_s) < ALONE_S:
+        coordinator was heard of. starting: it has been started again since then, which may take a busy machine long."""
+        patience_s = max(ALONE_S, (self._deadline_s - self._asked_s) / 4) if starting else ALONE_S
+        if self.alone or self.outcome is not None or min(now_s - self._asked_s, unheard_s) < patience_s:
             return False
         self.alone = True
         return True

@@ -344,6 +344,7 @@ class Fate:
         self.completed = False
         self.failed = ""
         self.stopped = False  # as the user asked
+        self.why = ""  # then
         self.reports: dict[str, int] = {}
 
     def began(self, state: str, reason: str) -> None:
@@ -358,7 +359,7 @@ class Fate:
         if kind == "job_completed":
             self.completed = True
         elif kind == "job_failed" and fields.get("state") == "interrupted":
-            self.stopped = True
+            self.stopped, self.why = True, str(fields.get("reason"))
         elif kind == "job_failed":
             self.failed = str(fields.get("reason"))
 

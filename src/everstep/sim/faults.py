@@ -489,13 +489,19 @@ def _stop(injector: SimInjector, fault: SimFault, worker: SimWorker | None) -> N
 
 
 def _end_alone(injector: SimInjector, fault: SimFault, worker: SimWorker | None) -> None:
-    """A signal to the job while its coordinator is dead: the workers of its own host are told, and no others."""
+    """A signal to the job while its coordinator is dead: the workers of its own host are told, and no others.
+
+    for_ms: after which the coordinator is there again, and asked to end the job; 0: never."""
     control, why = injector.control, Why(Cause.INTERRUPTED, "interrupted")
     control.coordinator.die("SIGKILL")
     for target in control.live_workers():
         if target.host == control.hosts[0]:
             target.later(0, target.handle, do.EndOrdered(why))
-    _all_gone(injector)
+    if fault.for_ms:
+        injector.for_a_while(fault, control.start_coordinator)
+        injector.for_a_while(fault, control.command, "stop", {"grace_s": 10.0})
+    else:
+        _all_gone(injector)
 
 
 def _all_gone(injector: SimInjector) -> None:

@@ -19,7 +19,7 @@ from torch import nn
 
 from everstep.base.cause import UNSAID, Cause, Why
 from everstep.base.config import inexact, numerics
-from everstep.base.errors import CheckpointCorrupt, ConfigError, EverstepError, PartsAway, StoreError
+from everstep.base.errors import CheckpointCorrupt, CollectiveAborted, ConfigError, EverstepError, PartsAway, StoreError
 from everstep.base.plan import Member
 from everstep.checkpoint.checkpointer import Checkpointer
 from everstep.checkpoint.interchange import NAMES, names_record
@@ -331,20 +331,33 @@ class LastCheckpoint:
         return {do.SaveLast: self.save, do.Linger: self.linger}
 
     def save(self, operation: do.SaveLast) -> str:
-        """A plan asks for one; returns where that of the step is, empty if there is none."""
+        """A plan asks for one; returns where that of the step is, empty if there is none.
+
+        Raises: CollectiveAborted if there is none because its generation is over.
+        """
         saver, number = self._saver, operation.step
         there = saver.has(number)
         self._take(operation, uploads=True)
         self._await_manifest(operation)
-        return saver.where(number) if there or saver.has(number) else ""
+        if there or saver.has(number):
+            return saver.where(number)
+        self._refuse_if_over(operation)
+        return ""
 
     def linger(self, operation: do.Linger) -> None:
-        """Until the generation is over, or for as long as the checkpoint before might have taken; or this worker's host
-        ends the job."""
+        """For as long as the checkpoint before might have taken; or until this worker's host ends the job.
+
+        Raises: CollectiveAborted once the generation is over.
+        """
         view, deadline = self._view, time.monotonic() + self._view.config.checkpoint.grace_s
         while not (view.cutter.over(operation.generation) or view.link.row.end_asked) and time.monotonic() < deadline:
             view.tick()
             time.sleep(0.005)
+        self._refuse_if_over(operation)
+
+    def _refuse_if_over(self, operation: do.Operation) -> None:
+        if self._view.cutter.over(operation.generation):
+            raise CollectiveAborted(f"generation {operation.generation} is over")
 
     def _await_manifest(self, operation: do.SaveLast) -> None:
         """Who leaves before the job's leader has completed it makes the others doubt that it can be."""

@@ -37,6 +37,26 @@ def test_a_stop_is_taken_by_the_coordinator_that_follows() -> None:
     assert world.report("job_failed")["exit_code"] == 143 and "step 4 in there" in world.report("job_failed")["reason"]
 
 
+def test_workers_that_had_ended_the_job_by_themselves_have_told_of_their_checkpoint() -> None:
+    world = running(2)
+    world.progress(0, 1, 4)
+    world.say("w0.0", m.Saved(worker_id=0, incarnation=0, step=5, ok=True, where="there"))
+    said_hello(world, STOP)
+    for i in range(2):
+        world.exited(i)
+    assert world.report("job_failed")["reason"] == "interrupted by SIGTERM; checkpoint of step 5 in there"
+
+
+def test_a_checkpoint_of_long_ago_is_not_that_of_the_end() -> None:
+    world = running(2)
+    world.say("w0.0", m.Saved(worker_id=0, incarnation=0, step=3, ok=True, where="there"))
+    world.progress(0, 1, 4)
+    said_hello(world, STOP)
+    for i in range(2):
+        world.exited(i)
+    assert world.report("job_failed")["reason"].endswith("; no checkpoint is known of: nobody is left")
+
+
 def test_a_stop_before_anybody_has_settled_still_has_its_checkpoint() -> None:
     """A worker was lost a moment ago: the others hold the state, and the plan without it is out."""
     world = running(3)

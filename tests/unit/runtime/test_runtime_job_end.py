@@ -100,6 +100,13 @@ def test_without_an_answer_the_workers_end_it_alone_and_are_told_once() -> None:
     assert end.over and end.outcome is not None and (end.outcome.exit_code, end.outcome.state) == (143, "interrupted")
 
 
+def test_a_coordinator_that_is_being_started_has_a_quarter_of_the_time_to_say_something() -> None:
+    end = JobEnd(FINISH_S)
+    end.signal(signal.SIGTERM, 10.0, 45.0)
+    assert not end.goes_alone(19.0, 9.0, True), "a busy machine takes its time"
+    assert end.goes_alone(20.0, 10.0, True)
+
+
 def test_a_job_that_is_over_is_not_ended_alone() -> None:
     end = JobEnd(FINISH_S)
     end.signal(signal.SIGTERM, 0.0, 30.0)

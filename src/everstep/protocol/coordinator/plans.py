@@ -352,7 +352,7 @@ def _newcomers(job: JobState, survivors: int, needed: int, lost: Sequence[int]) 
 def _fall_back(job: JobState, why: Why) -> None:
     """Nobody holds the state of the plan any more: start over with whoever comes, from the newest that is left."""
     if job.saving.ending is not None:
-        job.saving.end_with("no checkpoint: nobody is left")
+        job.saving.end_without_workers()
         return
     slots, quorum = job.slots, job.quorum
     quorum.start_over()

@@ -46,6 +46,7 @@ class Saving:
         # By step and signature: who failed like this first, and in which generation.
         self._first: dict[tuple[int, str], tuple[WorkerKey, int]] = {}
         self._staying: dict[WorkerKey, Why] = {}
+        self._saved: Saved | None = None  # the last checkpoint that was complete
         self.leaving = Leaving(desk, agreement, self._end_disagreed, lambda: self.ending is not None)
 
     # ---- before the end
@@ -70,6 +71,12 @@ class Saving:
 
     def _end_disagreed(self, why: Why) -> None:
         self.end_after_saving("failed", why, 1, self._desk.config.save_ns)
+
+    def end_without_workers(self) -> None:
+        """Nobody is left, maybe since the workers of a host have ended the job by themselves meanwhile."""
+        saved = self._saved
+        known = saved is not None and saved.step >= self._progress.step
+        self.end_with(_where(saved) if known and saved is not None else "no checkpoint is known of: nobody is left")
 
     def end_with(self, outcome: str) -> None:
         """The end that was about to come is there; `outcome`: of the checkpoint before it."""
@@ -96,12 +103,12 @@ class Saving:
 
     def saved(self, message: Saved) -> None:
         """A checkpoint that was asked for has ended, one way or the other."""
+        self._saved = message if message.ok else self._saved
         if self.ending is None:
             error = "" if message.ok else f"no checkpoint of step {message.step}: {message.reason}"
             self._reply(error, {"step": message.step, "path": message.where} if message.ok else {})
         elif self._agreement.plan.save:
-            where = f"checkpoint of step {message.step} in {message.where}"
-            self.end_with(where if message.ok else f"no checkpoint: {message.reason}")
+            self.end_with(_where(message) if message.ok else f"no checkpoint: {message.reason}")
 
     def give_up(self) -> None:
         """Once the job has ended, tell those who wait for a checkpoint that there will be none."""
@@ -169,3 +176,7 @@ class Saving:
         """The checkpoint is there, or the time for it is over. Returns who can go now, and why."""
         staying, self._staying = self._staying, {}
         return [(worker, staying[worker.key]) for worker in self._membership.living(sorted(staying))]
+
+
+def _where(saved: Saved) -> str:
+    return f"checkpoint of step {saved.step} in {saved.where}"
