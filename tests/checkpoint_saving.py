@@ -14,9 +14,10 @@ from everstep.base.cause import Cause
 from everstep.base.config_keys import DiskTierConfig
 from everstep.base.errors import CheckpointCorrupt, StoreError
 from everstep.checkpoint.manifest import JobIdentity, Manifest
-from everstep.checkpoint.manifest_writer import Extent, ManifestWriter, Sign, WriteOutcome, unsigned
+from everstep.checkpoint.manifest_writer import Extent, ManifestWriter, WriteOutcome
 from everstep.checkpoint.part import Base, LiveState, PartJob, PartReport, PartWriter
 from everstep.checkpoint.reader import open_checkpoint, steps_in
+from everstep.checkpoint.signing import Signer
 from everstep.checkpoint.store import DirectoryStore
 from everstep.exact.state import ModelState
 from everstep.placement.owners import owners
@@ -89,13 +90,14 @@ def write_part(
     base: Base | None = None,
     job: str = "job-a",
     limit_bytes: int = 1 << 30,
+    signed: bool = False,
 ) -> PartReport:
     """One worker's part."""
     live = LiveState(state)
     first, last = owners(live.n_blocks, range(workers))[worker_id]
     reports: list[PartReport] = []
     who = PartReport(step, generation, 0, worker_id, first, last)
-    what = PartJob(who, worker_id == 0, limit_bytes, {"job": job})
+    what = PartJob(who, worker_id == 0, limit_bytes, {"job": job}, signed=signed)
     writer = PartWriter(store, what, live, lambda: base or Base(), reports.append)
     threading.Thread(target=writer.run, daemon=True).start()
     writer.before_update(60.0)
@@ -114,7 +116,7 @@ def save(
     incremental: bool = False,
     rule: DiskTierConfig | None = None,
     job: str = "job-a",
-    sign: Sign = unsigned,
+    signer: Signer | None = None,
     **facts: Any,
 ) -> Manifest:
     """A checkpoint of an unsplit job. Raises: StoreError if there is none in the end."""
@@ -128,7 +130,12 @@ def save(
         ended.set()
 
     writer = ManifestWriter(
-        store, identity_of(state, job), rule or DiskTierConfig(keep_last=1000), done, best_metric="accuracy", sign=sign
+        store,
+        identity_of(state, job),
+        rule or DiskTierConfig(keep_last=1000),
+        done,
+        best_metric="accuracy",
+        signer=signer,
     )
     try:
         due = Due(("disk",), facts.pop("reason", ""), Cause.REQUESTED)
@@ -144,6 +151,7 @@ def save(
                     generation=generation,
                     base=base,
                     job=job,
+                    signed=signer is not None,
                 )
             )
         if not ended.wait(60.0):

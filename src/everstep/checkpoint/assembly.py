@@ -82,6 +82,10 @@ class Assembly:
         """The names of the files that were written for it."""
         return [report.file.name for report in self.reports.values() if report.file is not None]
 
+    def sums(self) -> dict[str, str]:
+        """The SHA-256 of these files, as their writers made them."""
+        return {report.file.name: report.sha256 for report in self.reports.values() if report.file is not None}
+
     def stage_manifest(self, stage: int) -> dict[str, Any]:
         """Of one stage, as its own state would describe itself."""
         parts = self._parts(stage)

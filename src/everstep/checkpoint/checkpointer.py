@@ -21,8 +21,9 @@ from everstep.base.config_keys import CheckpointConfig
 from everstep.base.errors import CheckpointCorrupt, EverstepError, PartsAway, StoreError, cause_of
 from everstep.base.plan import Plan
 from everstep.checkpoint.hosts_store import HostsStore
+from everstep.checkpoint.keys import read_public_key
 from everstep.checkpoint.manifest import JobIdentity, Manifest, decode, refuse_foreign, refuse_kernels
-from everstep.checkpoint.manifest_writer import Extent, ManifestWriter, WriteOutcome, unsigned
+from everstep.checkpoint.manifest_writer import Extent, ManifestWriter, WriteOutcome
 from everstep.checkpoint.names import DAMAGED, manifest_name, step_name
 from everstep.checkpoint.part import (
     Base,
@@ -45,7 +46,7 @@ from everstep.checkpoint.reader import (
     steps_in,
 )
 from everstep.checkpoint.repair import Copy, Elsewhere, Lost, Repairer, Source
-from everstep.checkpoint.signing import Signer
+from everstep.checkpoint.signing import Signer, sums_signed
 from everstep.checkpoint.store import DirectoryStore
 from everstep.checkpoint.transfer import Uploader, open_object_tier, open_uploader
 from everstep.exact.image import BLOCK_BYTES
@@ -153,19 +154,23 @@ class Checkpointer:
             {"job": self.identity.job, "task": self.identity.task, "worker": str(self.worker_id)},
             0 if plan.member(self.worker_id).limbs else None,
             len(pool) > 1,
+            self._config.sign_key is not None,
         )
         part = PartWriter(self.store, job, live, self._find_base, self._report)
         self._parts.append(part)
         self._runner.run(part.run)
 
     def _find_base(self) -> Base:
-        """The newest checkpoint, to write only what changed since; nothing if it is time for a full one."""
+        """The newest checkpoint, to write only what changed since; nothing if it is time for a full one, or if this job
+        signs, and its key has not signed that one."""
         with suppress(EverstepError, IndexError):
             step = steps_in(self.store)[-1]
             if step != self._base.step:
                 name = manifest_name(step)
-                manifest = decode(read_sealed(self.store, name), name)
-                self._base = Base(step, manifest.depth, frozenset(manifest.state["blocks"]))
+                text, key = read_sealed(self.store, name), self._config.sign_key
+                manifest = decode(text, name)
+                known = key is None or sums_signed(read_public_key(key), manifest, text) is not None
+                self._base = Base(step, manifest.depth, frozenset(manifest.state["blocks"] if known else ()))
             return self._base if self._base.depth + 1 < self._config.disk.full_every else Base()
         return Base()
 
@@ -226,7 +231,7 @@ class Checkpointer:
                     lambda: self._uploader.holds if self._uploader is not None else (),
                     self._proven,
                     self._collected,
-                    Signer(config.sign_key).sign if config.sign_key is not None else unsigned,
+                    Signer(config.sign_key) if config.sign_key is not None else None,
                     config.copies,
                 )
             return self._manifests

@@ -30,19 +30,13 @@ from everstep.checkpoint.manifest import JobIdentity, Manifest
 from everstep.checkpoint.names import manifest_name
 from everstep.checkpoint.part import Base, LiveState, PartJob, PartReport, PartWriter
 from everstep.checkpoint.pointers import MOST_BYTES
-from everstep.checkpoint.reader import open_checkpoint, set_aside
+from everstep.checkpoint.reader import open_checkpoint, read_manifest, set_aside
 from everstep.checkpoint.retention import Shelf
+from everstep.checkpoint.signing import Signer
 from everstep.checkpoint.store import DirectoryStore
 from everstep.exact.state import ModelState
 from everstep.exact.topology import same_state
 from everstep.protocol.driver.policy import Due
-
-Sign = Callable[[DirectoryStore, Manifest, bytes], bytes]
-
-
-def unsigned(store: DirectoryStore, manifest: Manifest, text: bytes) -> bytes:
-    """The text as it is."""
-    return text
 
 
 @dataclass(frozen=True)
@@ -103,17 +97,17 @@ class ManifestWriter:
         held: Callable[[], Collection[int]] = tuple,
         proven: Callable[[int], int] = lambda step: 0,
         collected: Callable[[int], None] = lambda step: None,
-        sign: Sign = unsigned,
+        signer: Signer | None = None,
         copies: int = 1,
     ) -> None:
         """done: called from the thread for every step that was expected, once. held: steps that must stay for now.
         proven: after so many steps, the newest one whose state is known to be right. collected: called before that, by
-        whoever brings the last report or gives the step up. sign: what makes a manifest's text a signed one. copies:
-        on how many hosts each part is to be, where they see different directories."""
+        whoever brings the last report or gives the step up. signer: signs the manifests. copies: on how many hosts
+        each part is to be, where they see different directories."""
         self._proven = proven
         self._store, self._identity, self._rule, self._done = store, identity, rule, done
         self._metric, self._mode, self._held = best_metric, best_mode, held
-        self._collected, self._sign, self._copies = collected, sign, copies
+        self._collected, self._signer, self._copies = collected, signer, copies
         self._lock = threading.Condition()
         self._current: _Expected | None = None
         self._early: list[PartReport] = []
@@ -218,7 +212,9 @@ class ManifestWriter:
         if isinstance(self._store, HostsStore):
             manifest = replace(manifest, hosts=self._store.spread(manifest.files, self._copies))
         self._check_files(manifest)
-        data = self._sign(self._store, manifest, manifest.encode())
+        data = manifest.encode()
+        if self._signer is not None:
+            data = self._signer.sign(manifest, data, assembly.sums())
         if len(data) > MOST_BYTES:
             raise StoreError(f"its manifest has {len(data)} bytes: at most {MOST_BYTES} can be read again")
         try:
@@ -261,7 +257,8 @@ class ManifestWriter:
             if step is None and shelf.steps:
                 step = shelf.steps[-1]
             if step is not None:
-                return open_checkpoint(self._store, step).manifest
+                manifest, text = read_manifest(self._store, step)
+                return manifest if self._signer is None or self._signer.knows(manifest, text) else None
         return None
 
     def _withdraw(self, assembly: Assembly) -> None:
@@ -316,15 +313,17 @@ def write_whole(
     step: int = 0,
     reason: str = "",
     application: Mapping[str, bytes] | None = None,
-    sign: Sign = unsigned,
+    signer: Signer | None = None,
 ) -> Manifest:
-    """Writes the state as the checkpoint of a step; durable when it returns. sign: as for `ManifestWriter`.
+    """Writes the state as the checkpoint of a step; durable when it returns. signer: as for `ManifestWriter`.
 
     Raises: ConfigError if the store has that step already. StoreError.
     """
     live = LiveState(state)
     reports: list[PartReport] = []
-    job = PartJob(PartReport(step, 0, 0, 0, 0, live.n_blocks), True, 0, {"job": identity.job})
+    job = PartJob(
+        PartReport(step, 0, 0, 0, 0, live.n_blocks), True, 0, {"job": identity.job}, signed=signer is not None
+    )
     writer = PartWriter(store, job, live, Base, reports.append)
     writer.run()
     assembly = Assembly(step, 0, 1)
@@ -335,7 +334,9 @@ def write_whole(
         raise StoreError(f"cannot write {store.url}: {failed.reason if failed else 'nothing was written'}")
     extent = Extent(step, Due(reason=reason), application=application or {})
     manifest = assemble(assembly, lambda _: None, _facts(identity, extent))
-    text = sign(store, manifest, manifest.encode())
+    text = manifest.encode()
+    if signer is not None:
+        text = signer.sign(manifest, text, assembly.sums())
     try:
         store.write(manifest_name(step), [text], len(text), if_absent=True)
     except BlobExists:

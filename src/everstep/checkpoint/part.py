@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
@@ -29,6 +29,7 @@ from everstep.base.cause import Cause, Why
 from everstep.base.errors import EverstepError, ProtocolError, StoreError, cause_of, check
 from everstep.checkpoint.manifest import PartFile
 from everstep.checkpoint.names import part_name
+from everstep.checkpoint.part_digest import PartDigest
 from everstep.checkpoint.store import DirectoryStore, Draft, write_all
 from everstep.exact.digest import bytes_of, digest_bytes
 from everstep.exact.image import BLOCK_BYTES, FOREIGN, Outline, StateEntry, block_count, pieces_of, value_digests
@@ -50,7 +51,8 @@ class PartReport(msgspec.Struct, frozen=True):
     text. written: (first block, count) of the runs in `file`, in order; the other blocks are in older checkpoints, the
     newest being of step `base`. entry_digests: of the tensors that begin in the range (empty ones left out). file: None
     if nothing in it was new. entries, values and outline: from the first worker of a pool alone. finite: whether
-    parameters and optimizer state in the range are. error and cause: why there is none.
+    parameters and optimizer state in the range are. sha256: of `file`, as `part_digest` makes it, where checkpoints are
+    signed. error and cause: why there is none.
 
     checks, facts: what all workers of a pool have to say alike: `CHECK_BYTES` of the digest of each block of their
     state, and the digests of what else it is, by name.
@@ -78,6 +80,7 @@ class PartReport(msgspec.Struct, frozen=True):
     duration_s: float = 0.0
     cpu_s: float = 0.0
     finite: bool = True
+    sha256: Annotated[str, msgspec.Meta(pattern=r"\A([0-9a-f]{64})?\Z")] = ""
     error: str = ""
     cause: Cause = Cause.UNKNOWN
 
@@ -115,7 +118,8 @@ class Base:
 class PartJob:
     """A part that is to be written. report: what can be said of it beforehand. with_state: whether its report has the
     stage's entries and values. limit_bytes: memory that may be taken when the update comes too early. metadata: text
-    for the safetensors header. cell_rank: of a worker whose cell has several. compare: others hold the state, too."""
+    for the safetensors header. cell_rank: of a worker whose cell has several. compare: others hold the state, too.
+    signed: its report has the SHA-256."""
 
     report: PartReport
     with_state: bool
@@ -123,6 +127,7 @@ class PartJob:
     metadata: Mapping[str, str] = field(default_factory=dict)
     cell_rank: int | None = None
     compare: bool = False
+    signed: bool = False
 
     def name(self, attempt: int = 0) -> str:
         """Of its file; attempt: as for `part_name`."""
@@ -265,8 +270,9 @@ class PartWriter:
         report = None
         try:
             base = self._find_base()
-            with self._store.draft(job.name()) as draft:
-                report = self._write(draft.fd, base)
+            sums = PartDigest(self._live.buffer, wanted=job.signed)
+            with self._store.draft(job.name()) as draft, sums:
+                report = self._write(draft.fd, base, sums)
                 if report.file is not None:
                     report = replace(report, file=report.file._replace(name=self._publish(draft)))
         except (EverstepError, OSError, MemoryError, RuntimeError) as error:  # CUDA errors are RuntimeErrors
@@ -288,18 +294,18 @@ class PartWriter:
         finally:
             self._ended.set()
 
-    def _write(self, fd: int, base: Base) -> PartReport:
+    def _write(self, fd: int, base: Base, sums: PartDigest) -> PartReport:
         job, report = self._job, self._job.report
         first, last = report.first, report.last
         data_at = round_up(512 + _BYTES_PER_RUN * ((last - first) // 2 + 1), _PAGE)
-        live, buffer, n_own = self._live, self._live.buffer(), self._live.n_own
+        live, n_own = self._live, self._live.n_own
         mine = {k: xxhash.xxh3_128() for k in entries_within(live.entries, first, last)}
         digests: list[str] = []
         runs: list[tuple[int, int]] = []
         tree: list[str] = []
         finite = True
         for index in self._order:
-            block = self._take(index, buffer)
+            block = self._take(index, sums.room())
             if block is None:
                 continue
             view = bytes_of(block)
@@ -318,6 +324,7 @@ class PartWriter:
             digests.append(digest)
             if digest in base.digests or index >= n_own:
                 continue
+            sums.add(view)
             write_all(fd, view, data_at + len(tree) * BLOCK_BYTES)
             tree.append(digest)
             if runs and runs[-1][0] + runs[-1][1] == index:
@@ -331,6 +338,7 @@ class PartWriter:
             os.fsync(fd)
             size = data_at + len(tree) * BLOCK_BYTES
             file = PartFile("", size, data_at, digest_bytes(header), tree_digest(tree))
+            report = replace(report, sha256=sums.of(header))
         if job.compare:
             checks = b"".join(self._checked[index] for index in range(live.n_blocks))
             report = replace(report, checks=checks, facts=_facts(live))

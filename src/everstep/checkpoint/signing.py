@@ -2,8 +2,9 @@
 
 A manifest's own digests find damage, not an enemy: xxh3 is made for speed, and who can write a file can make one that
 has the digest of another. So what is signed names each file's SHA-256 besides, and the whole text of the manifest:
-step, job, task, files and the digest of the state. The signature stands in the manifest itself, after its body, so that
-there is none without the other. `docs/checkpoint-format.md` has the bytes.
+step, job, task, files and the digest of the state. Each SHA-256 is made from memory by who writes the file
+(`part_digest`), and comes to the signer over the job's own connections. The signature stands in the manifest itself,
+after its body, so that there is none without the other. `docs/checkpoint-format.md` has the bytes.
 """
 
 from __future__ import annotations
@@ -14,14 +15,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from everstep.base.errors import BlobMissing, CheckpointCorrupt, ConfigError
-from everstep.checkpoint.keys import is_signature, read_private_key
+from everstep.base.errors import BlobMissing, CheckpointCorrupt, ConfigError, StoreError
+from everstep.checkpoint.keys import is_signature, read_private_key, read_public_key
 from everstep.checkpoint.manifest import Manifest, PartFile
+from everstep.checkpoint.part_digest import digest_of
 from everstep.checkpoint.pointers import attach, detach
 from everstep.checkpoint.reader import checked_bytes, read_manifest
 from everstep.checkpoint.store import BlobStore
 
-_PURPOSE = b"everstep checkpoint signature 1\n"
+_PURPOSE = b"everstep checkpoint signature 2\n"
+_IN_ORDER = b"everstep checkpoint signature 1\n"
+"""Of before: its digests are of the files' bytes from first to last."""
 
 
 class Signer:
@@ -31,20 +35,40 @@ class Signer:
         self._path = Path(path)
         self._known: dict[tuple[str, str], str] = {}
 
-    def sign(self, store: BlobStore, manifest: Manifest, text: bytes) -> bytes:
-        """The text of a manifest, signed. Reads all files that it lists and this one has not read before, and compares
-        them with their digests on the way.
+    def knows(self, manifest: Manifest, text: bytes) -> bool:
+        """Whether this key has signed an older manifest, so that the next one may have files of it.
 
-        Raises: ConfigError if there is no such key. CheckpointCorrupt if a file is not as the manifest says.
+        Raises: ConfigError if there is no such key.
+        """
+        found = sums_signed(read_public_key(self._path), manifest, text)
+        self._known |= found or {}
+        return found is not None
+
+    def sign(self, manifest: Manifest, text: bytes, sums: Mapping[str, str]) -> bytes:
+        """The text of a manifest, signed. sums: of the files that are new, by name, as their writers made them. Nothing
+        is read from the store, which so cannot have other bytes signed.
+
+        Raises: ConfigError if there is no such key. StoreError if nobody has said the digest of a file.
         """
         private = read_private_key(self._path)
-        marked = [(file.name, file.mark) for file in manifest.files]
-        before, self._known = self._known, {}
-        for mark, file in zip(marked, manifest.files, strict=True):
-            self._known[mark] = before.get(mark) or _sha256(store, file)
-        files = [*self._known.values()]
-        key, value = private.public_key().public_bytes_raw(), private.sign(_message(text, files))
+        known = {(f.name, f.mark): sums.get(f.name) or self._known.get((f.name, f.mark), "") for f in manifest.files}
+        unknown = next((name for (name, _), digest in known.items() if not digest), None)
+        if unknown is not None:
+            raise StoreError(f"{unknown} cannot be signed: expected its SHA-256 from who wrote it, got none")
+        self._known, files = known, [*known.values()]
+        key, value = private.public_key().public_bytes_raw(), private.sign(_message(_PURPOSE, text, files))
         return attach(text, {"key": key.hex(), "files": files, "value": value.hex()})
+
+
+def sums_signed(key: str, manifest: Manifest, text: bytes) -> dict[tuple[str, str], str] | None:
+    """What a manifest that this key has signed says of its files, by name and mark: digests that their writers made;
+    None if it has not, or what was signed is of before that."""
+    signature = detach(text)[1]
+    if signature is None or signature["key"] != key or len(signature["files"]) != len(manifest.files):
+        return None
+    if _purpose(key, text, signature) != _PURPOSE:
+        return None
+    return {(f.name, f.mark): digest for f, digest in zip(manifest.files, signature["files"], strict=True)}
 
 
 def check_signature(store: BlobStore, step: int, key: str, *, job: str | None = None, with_files: bool = True) -> None:
@@ -61,32 +85,35 @@ def check_signature(store: BlobStore, step: int, key: str, *, job: str | None = 
     if signature["key"] != key:
         raise ConfigError(f"{where} is signed by {signature['key'][:16]}: expected {key[:16]}")
     files = list(signature["files"])
-    if len(files) != len(manifest.files) or not _verified(key, text, signature):
+    purpose = _purpose(key, text, signature)
+    if len(files) != len(manifest.files) or purpose is None:
         raise ConfigError(f"{where} does not match its signature: it was altered, or the signature is of another one")
     if job is not None and manifest.identity["job"] != job:
         theirs = str(manifest.identity["job"])[:40] or "none"
         raise ConfigError(f"{where} is signed, but of job {theirs}, not of {job}: it was brought here from elsewhere")
     for file, digest in zip(manifest.files, files if with_files else (), strict=False):
         try:
-            found = _sha256(store, file)
+            found = _sha256(store, file, in_order=purpose == _IN_ORDER)
         except (BlobMissing, CheckpointCorrupt) as error:
             raise ConfigError(f"{where} is not what was signed: {error}") from None
         if found != digest:
             raise ConfigError(f"{where} is not what was signed: {file.name} has another SHA-256")
 
 
-def _verified(key: str, text: bytes, signature: Mapping[str, Any]) -> bool:
-    message = _message(detach(text)[0], signature["files"])
-    return is_signature(bytes.fromhex(key), bytes.fromhex(signature["value"]), message)
+def _purpose(key: str, text: bytes, signature: Mapping[str, Any]) -> bytes | None:
+    """What the signature is for; None if it is not of this key, or of another text."""
+    public, value, bare = bytes.fromhex(key), bytes.fromhex(signature["value"]), detach(text)[0]
+    made = (p for p in (_PURPOSE, _IN_ORDER) if is_signature(public, value, _message(p, bare, signature["files"])))
+    return next(made, None)
 
 
-def _message(text: bytes, files: list[str]) -> bytes:
+def _message(purpose: bytes, text: bytes, files: list[str]) -> bytes:
     """What is signed. text: the manifest without a signature."""
-    return _PURPOSE + "\n".join([hashlib.sha256(text).hexdigest(), *files, ""]).encode()
+    return purpose + "\n".join([hashlib.sha256(text).hexdigest(), *files, ""]).encode()
 
 
-def _sha256(store: BlobStore, file: PartFile) -> str:
-    digest = hashlib.sha256()
-    for chunk in checked_bytes(store, file):
-        digest.update(chunk)
-    return digest.hexdigest()
+def _sha256(store: BlobStore, file: PartFile, *, in_order: bool) -> str:
+    head, blocks = hashlib.sha256(), hashlib.sha256()
+    for number, chunk in enumerate(checked_bytes(store, file)):
+        (head if in_order or number == 0 else blocks).update(chunk)
+    return head.hexdigest() if in_order else digest_of(head.digest(), blocks.digest())

@@ -15,7 +15,7 @@ from everstep.checkpoint.interchange import NAMES, names_record, take_weights
 from everstep.checkpoint.interchange_formats import detect, load_weights
 from everstep.checkpoint.keys import read_public_key
 from everstep.checkpoint.manifest import JobIdentity
-from everstep.checkpoint.manifest_writer import unsigned, write_whole
+from everstep.checkpoint.manifest_writer import write_whole
 from everstep.checkpoint.reader import steps_in
 from everstep.checkpoint.signing import Signer
 from everstep.checkpoint.store import BlobStore, DirectoryStore
@@ -73,7 +73,7 @@ def import_weights(
         identity,
         reason=f"imported from {path}",
         application=application,
-        sign=Signer(key).sign if key is not None else unsigned,
+        signer=Signer(key) if key is not None else None,
     )
     if target is not store:
         transfer(target, store, manifest.step)

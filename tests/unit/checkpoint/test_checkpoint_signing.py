@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +14,20 @@ import pytest
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ed25519, rsa
 
-from checkpoint_saving import advance, identity_of, make_state, save
-from everstep.base.errors import CheckpointCorrupt, ConfigError
+from checkpoint_saving import advance, identity_of, make_state, save, write_part
+from everstep.base.config_keys import CheckpointConfig
+from everstep.base.errors import CheckpointCorrupt, ConfigError, StoreError
+from everstep.checkpoint.checkpointer import Checkpointer
 from everstep.checkpoint.keys import make_keys, read_private_key, read_public_key
 from everstep.checkpoint.manifest import decode
 from everstep.checkpoint.manifest_writer import write_whole
 from everstep.checkpoint.names import manifest_name
+from everstep.checkpoint.part import decode_report, encode_report
+from everstep.checkpoint.part_digest import digest_of
 from everstep.checkpoint.pointers import attach, detach
 from everstep.checkpoint.reader import open_checkpoint, verify_store
 from everstep.checkpoint.signing import Signer, check_signature
-from everstep.checkpoint.store import DirectoryStore
+from everstep.checkpoint.store import DirectoryStore, Draft
 from everstep.checkpoint.transfer import transfer
 from everstep.cli.main import run_command
 
@@ -43,8 +49,8 @@ def write(folder: Path, key: Path | None, step: int = 1, job: str = JOB) -> Dire
     """A checkpoint of one part, signed if there is a key."""
     store = DirectoryStore(folder)
     state = make_state(step, SHAPES)
-    sign = {} if key is None else {"sign": Signer(key).sign}
-    write_whole(store, state, identity_of(state, job), step=step, **sign)
+    signer = None if key is None else Signer(key)
+    write_whole(store, state, identity_of(state, job), step=step, signer=signer)
     return store
 
 
@@ -72,9 +78,9 @@ def test_a_copy_keeps_the_signature(tmp_path: Path, keys: tuple[Path, Path]) -> 
 def test_a_saver_signs_what_refers_to_older_files_too(tmp_path: Path, keys: tuple[Path, Path]) -> None:
     state = make_state(1, {"large": (600, 600), "small": (3,)})
     key, signer = read_public_key(keys[0]), Signer(keys[0])
-    save(tmp_path, state, 1, sign=signer.sign)
+    save(tmp_path, state, 1, signer=signer)
     advance(state, 2)
-    manifest = save(tmp_path, state, 2, incremental=True, sign=signer.sign)
+    manifest = save(tmp_path, state, 2, incremental=True, signer=signer)
     for step in (1, 2):
         check_signature(DirectoryStore(tmp_path), step, key)
     signature = detach(manifest_at(tmp_path, 2).read_bytes())[1]
@@ -172,12 +178,104 @@ def test_a_damaged_signature_is_damage(tmp_path: Path, keys: tuple[Path, Path]) 
         open_checkpoint(store, 1)
 
 
-def test_nobody_signs_what_was_altered_since_it_was_written(tmp_path: Path, keys: tuple[Path, Path]) -> None:
-    store = write(tmp_path, None)
-    change_part(tmp_path)
+class Altering(DirectoryStore):
+    """Keeps other bytes than those that are written into it, and makes what names their xxh3 fit them."""
+
+    @contextmanager
+    def draft(self, name: str) -> Iterator[Draft]:
+        with super().draft(name) as draft:
+            publish = draft.publish
+
+            def altered(to: str, **how: Any) -> None:
+                publish(to, **how)
+                flip(self.path / to, -5000)
+
+            draft.publish = altered if "part-" in name else publish  # type: ignore[method-assign]
+            yield draft
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_a_store_that_keeps_other_bytes_has_none_of_them_signed(
+    tmp_path: Path, keys: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, workers: int
+) -> None:
+    """Whoever reads them back finds them as the manifest says, as far as xxh3 goes."""
+    key = read_public_key(keys[0])
+    state = make_state(1, {"large": (600, 600), "more": (600, 600)})
+    good = save(tmp_path / "good", state, 1, signer=Signer(keys[0]), workers=workers)
+    check_signature(DirectoryStore(tmp_path / "good"), 1, key)
+    trees = {file.name: file.tree for file in good.files}
+    asked = iter([*trees.values()] * 9)
+    monkeypatch.setattr("everstep.checkpoint.reader.tree_digest", lambda digests: next(asked))
+    save(Altering(tmp_path / "bad"), state, 1, signer=Signer(keys[0]), workers=workers)
+    asked = iter([*trees.values()] * 9)
+    with pytest.raises(ConfigError, match="another SHA-256"):
+        check_signature(DirectoryStore(tmp_path / "bad"), 1, key)
+
+
+def test_nobody_signs_a_file_whose_writer_said_no_digest(tmp_path: Path, keys: tuple[Path, Path]) -> None:
+    write(tmp_path, None)
     text = manifest_at(tmp_path).read_bytes()
-    with pytest.raises(CheckpointCorrupt, match="does not match its hash"):
-        Signer(keys[0]).sign(store, decode(text, "m"), text)
+    with pytest.raises(StoreError, match=r"part-.* cannot be signed: expected its SHA-256 from who wrote it, got none"):
+        Signer(keys[0]).sign(decode(text, "m"), text, {})
+
+
+def signed_before(folder: Path, key: Path) -> None:
+    """As an older version signs it: the SHA-256 of each file's bytes in order."""
+    text = manifest_at(folder).read_bytes()
+    files = [hashlib.sha256((folder / file.name).read_bytes()).hexdigest() for file in decode(text, "m").files]
+    said = "\n".join(["everstep checkpoint signature 1", hashlib.sha256(text).hexdigest(), *files, ""])
+    value = read_private_key(key).sign(said.encode())
+    signature = {"key": read_public_key(key), "files": files, "value": value.hex()}
+    manifest_at(folder).write_bytes(attach(text, signature))
+
+
+def test_what_an_older_version_signed_is_verified(tmp_path: Path, keys: tuple[Path, Path]) -> None:
+    store, key = write(tmp_path, None), read_public_key(keys[0])
+    signed_before(tmp_path, keys[0])
+    check_signature(store, 1, key, job=JOB)
+    for change in (change_padding, change_part):
+        change(tmp_path)
+        with pytest.raises(ConfigError, match="is not what was signed"):
+            check_signature(store, 1, key)
+        change(tmp_path)
+    other_file(tmp_path)
+    with pytest.raises(ConfigError, match="does not match its signature"):
+        check_signature(store, 1, key)
+
+
+@pytest.mark.parametrize("before", ["nobody", "another key", "an older version", "this key"])
+def test_files_of_a_checkpoint_that_this_key_has_not_signed_are_not_taken_on(
+    tmp_path: Path, keys: tuple[Path, Path], before: str
+) -> None:
+    """They are signed with the next one: the store would say what is in them."""
+    state = make_state(1, {"large": (600, 600), "small": (3,)})
+    signer = {"another key": Signer(keys[1]), "this key": Signer(keys[0])}.get(before)
+    save(tmp_path, state, 1, signer=signer, job=JOB)
+    if before == "an older version":
+        signed_before(tmp_path, keys[0])
+    config = CheckpointConfig(sign_key=str(keys[0]))
+    checkpointer = Checkpointer(tmp_path, config, identity_of(state, JOB), 0, send=lambda data: None)
+    assert bool(checkpointer._find_base().digests) == (before == "this key")
+    checkpointer.close()
+    if before == "this key":
+        manifest = save(tmp_path, state, 2, incremental=True, signer=Signer(keys[0]), job=JOB)
+        assert {file.name[:15] for file in manifest.files} == {"step-0000000001"}
+        check_signature(DirectoryStore(tmp_path), 2, read_public_key(keys[0]))
+    else:
+        with pytest.raises(StoreError, match="taken from an older checkpoint, which has gone since"):
+            save(tmp_path, state, 2, incremental=True, signer=Signer(keys[0]), job=JOB)
+
+
+def test_each_worker_says_the_digest_of_its_part_and_other_jobs_none(tmp_path: Path) -> None:
+    state = make_state(1, {"large": (600, 600)})
+    store = DirectoryStore(tmp_path)
+    for worker_id in range(2):
+        report = write_part(store, state, 1, workers=2, worker_id=worker_id, signed=True)
+        assert report.file is not None
+        data, at = (tmp_path / report.file.name).read_bytes(), report.file.data_at
+        assert report.sha256 == digest_of(hashlib.sha256(data[:at]).digest(), hashlib.sha256(data[at:]).digest())
+        assert decode_report(encode_report(report)) == report
+    assert write_part(store, state, 2).sha256 == ""
 
 
 def test_another_step_or_job_is_not_taken_for_it(
