@@ -40,7 +40,7 @@ from everstep.protocol.ferrying import (
     Way,
     Word,
 )
-from everstep.runtime.landing import READY, Landing, dialled, is_own
+from everstep.runtime.landing import READY, VARIABLE, Landing, dialled, is_own
 from everstep.runtime.process import die_with_parent, raise_descriptor_limit
 
 _BACKLOG = 1024
@@ -362,7 +362,6 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     for name in ("rank", "size", "parent"):
         parser.add_argument(f"--{name}", type=int, required=True)
-    parser.add_argument("--name", required=True)
     arguments = parser.parse_args(sys.argv[2:])
     die_with_parent(arguments.parent)
     raise_descriptor_limit()
@@ -370,7 +369,11 @@ def main() -> int:
     os.dup2(2, 1)  # MPI has words of its own
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)  # for its parent to act upon
-    listener = Landing(arguments.rank, arguments.name).listen(_BACKLOG)
+    landing = Landing.here(os.environ)
+    if landing is None:
+        print(f"expected the name of this ferry's socket in {VARIABLE}, got none", file=first, flush=True)
+        return 2
+    listener = landing.listen(_BACKLOG)
     try:
         torch.distributed.init_process_group("mpi")
     except (RuntimeError, ValueError) as error:

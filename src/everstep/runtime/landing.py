@@ -1,7 +1,8 @@
 """Where the processes of a host find its ferry, which carries their connections to other hosts over MPI.
 
-An abstract socket, which ends with the ferry. The kernel says whose process is at the other end of it: only those of
-the same user count. Whoever calls says where to; from then on the connection is one with who listens there.
+An abstract socket, which ends with the ferry, and whose name nobody can guess, or see before it is taken. The kernel
+says whose process is at the other end of it: only those of the same user count. Whoever calls says where to; from then
+on the connection is one with who listens there.
 """
 
 from __future__ import annotations
@@ -102,9 +103,9 @@ class FerryHere:
     def __init__(self, rank: int, size: int) -> None:
         check_mpi()
         landing = Landing(rank, secrets.token_hex(16))
-        words = ["--rank", str(rank), "--size", str(size), "--name", landing.name, "--parent", str(os.getpid())]
-        command = lasting_command("everstep.runtime.ferry", *words)
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        words = ["--rank", str(rank), "--size", str(size), "--parent", str(os.getpid())]
+        command, named = lasting_command("everstep.runtime.ferry", *words), {**os.environ, VARIABLE: landing.text()}
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=named)
         stdout = self._process.stdout
         if not readable([stdout.fileno()], _PATIENCE_S):  # type: ignore[union-attr]
             print("waits until all that mpirun has started have begun with transport=mpi", file=sys.stderr, flush=True)

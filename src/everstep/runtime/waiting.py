@@ -1,14 +1,16 @@
 """How processes of one host that a foreign launcher has started wait for the one of them that became the job or the
 agent, and learn its exit code.
 
-The one listens at an abstract socket of the host, which ends with it; the others connect and wait. The kernel says
-whose process is at the other end, so only those of the same user count.
+The one listens at an abstract socket of the host, which ends with it; the others connect and wait. Nobody can take its
+name first: half of it is random, and the others find it in the kernel's list of sockets. The kernel says whose process
+is at the other end, so only those of the same user count.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import select
 import signal
 import socket
@@ -23,25 +25,28 @@ _AGAIN_S = 0.1
 _PEER = struct.Struct("3i")
 _CODE = struct.Struct("B")
 _MOST_WAITING = 4096
+_LISTENS = b"00010000"
+_NAME_AT = 7  # in a row of /proc/net/unix; source: proc(5)
 
 
 class Waited:
     """What the others on this host wait for; key: names the launcher's start on this host.
 
-    Raises: ConfigError if somebody sits there already.
+    Raises: ConfigError if a process of this user is that already.
     """
 
     def __init__(self, key: str) -> None:
+        name = _prefix(key) + secrets.token_hex(16).encode()
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            self._listener.bind(_name(key))
-        except OSError as error:
-            self._listener.close()
-            raise ConfigError(
-                f"another process of this host is the first of this launcher's ({error.strerror}): expected one with "
-                "local rank 0"
-            ) from None
+        self._listener.bind(name)
         self._listener.listen(_MOST_WAITING)
+        for other in _listening(key) - {name}:
+            if (found := _own_at(other)) is not None:
+                found.close()
+                self._listener.close()
+                raise ConfigError(
+                    "another process of this host is the first of this launcher's: expected one with local rank 0"
+                )
 
     def tell(self, exit_code: int) -> None:
         """The others that have come by now end with this code, too; those that come later find nobody."""
@@ -60,16 +65,13 @@ def wait_for(key: str, patience_s: float = PATIENCE_S) -> int:
 
     The first SIGINT or SIGTERM is for that one to act upon, which gets it too; a second one ends the wait.
 
-    Raises: QuorumLost if there is none for so long; ConfigError if it is another user's.
+    Raises: QuorumLost if there is none for so long.
     """
     signals: list[int] = []
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda found, frame: signals.append(found))
     with _connected(key, time.monotonic() + patience_s, signals) as sock:
-        uid = user_of(sock)
-        if uid != os.getuid():
-            raise ConfigError(f"expected the first process of this host to be this user's, got one of user {uid}")
         poller = select.poll()
         poller.register(sock, select.POLLIN)
         while not poller.poll(1000.0):
@@ -92,17 +94,36 @@ def user_of(sock: socket.socket) -> int:
 
 def _connected(key: str, end_s: float, signals: list[int]) -> socket.socket:
     while True:
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            sock.connect(_name(key))
-            return sock
-        except OSError as error:
-            sock.close()
-            why = error.strerror
+        for name in _listening(key):
+            if (found := _own_at(name)) is not None:
+                return found
         if signals or time.monotonic() > end_s:
-            raise QuorumLost(f"the first process of this host has not begun ({why}): its own words say why")
+            raise QuorumLost("the first process of this host has not begun: its own words say why")
         time.sleep(_AGAIN_S)
 
 
-def _name(key: str) -> str:
-    return f"\0everstep-{os.getuid()}-{key}"
+def _own_at(name: bytes) -> socket.socket | None:
+    """A connection with a process of this user that listens at an abstract name; None if none does. Never waits."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    with contextlib.suppress(OSError):
+        sock.setblocking(False)
+        sock.connect(name)
+        if user_of(sock) == os.getuid():
+            sock.setblocking(True)
+            return sock
+    sock.close()
+    return None
+
+
+def _prefix(key: str) -> bytes:
+    return f"\0everstep-{os.getuid()}-{key}-".encode()
+
+
+def _listening(key: str) -> set[bytes]:
+    """The abstract names that begin as the first process's does, and at which anybody listens."""
+    prefix = _prefix(key)
+    with contextlib.suppress(OSError), open("/proc/net/unix", "rb") as file:
+        rows = (line.rstrip(b"\n").split(None, _NAME_AT) for line in file)
+        found = (row[_NAME_AT] for row in rows if len(row) > _NAME_AT and row[3] == _LISTENS)
+        return {b"\0" + name[1:] for name in found if name.startswith(b"@" + prefix[1:])}
+    return set()

@@ -9,11 +9,14 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from everstep.base.errors import ConfigError
+from everstep.runtime import landing, waiting
 from everstep.runtime.process import own_command
 from everstep.runtime.waiting import Waited, wait_for
 
@@ -40,7 +43,7 @@ def until_it_has_come(pid: int) -> None:
         held = {os.readlink(fd) for fd in Path(f"/proc/{pid}/fd").iterdir()}
         with open("/proc/net/unix") as file:
             rows = [line.split() for line in file]
-        connected = any(row[5] == "03" and f"socket:[{row[6]}]" in held for row in rows[1:])
+        connected = any(row[5] == "03" and f"socket:[{row[6]}]" in held for row in rows[1:] if len(row) > 6)
 
 
 @pytest.mark.parametrize("code", [0, 1, 3, 143])
@@ -96,8 +99,78 @@ def test_nobody_comes() -> None:
 def test_another_user_is_told_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     key = secrets.token_hex(8)
     first = Waited(key)
+    (name,) = waiting._listening(key)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as stranger:
-        stranger.connect(f"\0everstep-{os.getuid()}-{key}")
-        monkeypatch.setattr("everstep.runtime.waiting.user_of", lambda _: os.getuid() + 1)
+        stranger.connect(name)
+        monkeypatch.setattr(waiting, "user_of", lambda _: os.getuid() + 1)
         first.tell(7)
         assert stranger.recv(1) == b""
+
+
+@pytest.fixture
+def strangers() -> Iterator[Callable[[bytes], None]]:
+    """Makes another user listen at an abstract name: first a process of root, which is another one there."""
+    if os.getuid() != 0:
+        pytest.skip("needs root, to become another user")
+    held: list[subprocess.Popen[str]] = []
+
+    def listen(name: bytes) -> None:
+        script = (
+            "import os, socket; os.setuid(65534); s = socket.socket(socket.AF_UNIX); "
+            f"s.bind({name!r}); s.listen(1); print('here', flush=True); input()"
+        )
+        command = [sys.executable, "-c", script]
+        held.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
+        stdout = held[-1].stdout
+        assert stdout is not None and stdout.readline() == "here\n"
+
+    yield listen
+    for process in held:
+        process.kill()
+        process.wait()
+
+
+def test_no_name_that_another_user_has_taken_is_in_the_way(strangers: Callable[[bytes], None]) -> None:
+    """Neither that of before, nor any that begins as it must; a full one does not hold the others up."""
+    key = secrets.token_hex(8)
+    plain = f"\0everstep-{os.getuid()}-{key}".encode()
+    for name in (plain, plain + b"-", plain + b"-" + b"0" * 32, plain + b"- \n x"):
+        strangers(name)
+    full = [socket.socket(socket.AF_UNIX) for _ in range(2)]
+    for sock in full:
+        sock.setblocking(False)
+        sock.connect(plain + b"-")
+    waited = Waited(key)
+    other = waiter(key)
+    until_it_has_come(other.pid)
+    waited.tell(3)
+    assert other.wait(60) == 3
+    for sock in full:
+        sock.close()
+
+
+def test_a_name_is_not_known_before_it_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    key, names = secrets.token_hex(8), set[bytes]()
+    for _ in range(20):
+        waited = Waited(key)
+        names |= waiting._listening(key)
+        waited.tell(0)
+    assert len(names) == 20 and not waiting._listening(key)
+
+
+def test_the_name_of_a_ferry_is_in_no_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others could read it there, and take it before the ferry does."""
+    started: list[tuple[list[str], dict[str, str]]] = []
+
+    class Started:
+        def __init__(self, command: list[str], *, env: dict[str, str], **_: Any) -> None:
+            started.append((command, env))
+            raise OSError("enough")
+
+    monkeypatch.setattr(landing, "check_mpi", lambda: None)
+    monkeypatch.setattr(landing.subprocess, "Popen", Started)
+    with pytest.raises(OSError, match="enough"):
+        landing.FerryHere(0, 2)
+    ((command, environment),) = started
+    found = landing.Landing.here(environment)
+    assert found is not None and found.rank == 0 and found.name not in " ".join(command)
