@@ -103,6 +103,7 @@ def test_what_nobody_carries_is_told_and_then_refused(jobs: Jobs, tmp_path: Path
     stopped = jobs.start(script, workers=2, settings=SAVED, pace=[{"kind": "never"}])
     told = stopped.wait_for("warning")
     assert "box.level has changed since the first steps" in told["reason"]
+    stopped.wait_for("checkpoint_completed")
     os.kill(stopped.pid_of(1), signal.SIGKILL)
     assert stopped.end() == 2, stopped.account()
     assert "cannot be healed" in stopped.of_kind("job_failed")[-1]["reason"]

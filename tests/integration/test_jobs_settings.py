@@ -29,13 +29,14 @@ model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), Counts(), nn.Dropout(0
 model[4].register_forward_hook(lambda module, args, out: 2 * out)
 nn.utils.parametrizations.weight_norm(model[5])
 optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-run = everstep.join(model, optimizer, data, lanes=8, micro_batch=2, steps=24)
+kept = everstep.state(rounds=0, rng=torch.Generator().manual_seed(3), rate=1.0)
+run = everstep.join(model, optimizer, data, lanes=8, micro_batch=2, steps=24, state=kept)
 for step in run:
+    scale = 1.0
+    {before}
     for x, y in step:
         time.sleep(float(os.environ.get("LANE_S", "0")))
-        step.backward(nn.functional.mse_loss(model(x), y))
-    model[3].p *= 0.95
-    optimizer.param_groups[0]["momentum"] *= 0.97
+        step.backward(nn.functional.mse_loss(model(x * scale), y))
     if step.number == 5:
         model[1].eval()
     if step.number == 7:
@@ -43,17 +44,33 @@ for step in run:
         torch.set_float32_matmul_precision("medium")
     {more}
 """
+BEFORE = """
+    kept.rounds += 1
+    scale = 0.5 + torch.rand(1, generator=kept.rng)
+    model[3].p *= 0.99
+    if step.number > 3:
+        optimizer.param_groups[0]["lr"] *= 0.97
+"""
+AFTER = """
+    kept.rate *= float(scale)
+    optimizer.param_groups[0]["weight_decay"] = 0.001 * kept.rate / kept.rounds
+    with torch.no_grad():
+        model[5].bias.mul_(0.99)
+        model[1].running_mean.mul_(0.9)
+    model[3].p *= 0.95
+    optimizer.param_groups[0]["momentum"] *= 0.97
+"""
 PACE = {"LANE_S": "0.03"}
 
 
-def write(folder: Path, more: str = "pass") -> str:
+def write(folder: Path, more: str = "pass", before: str = "pass") -> str:
     script = folder / "sets.py"
-    script.write_text(SCRIPT.replace("{more}", more))
+    script.write_text(SCRIPT.replace("{more}", more.strip()).replace("{before}", before.strip()))
     return str(script)
 
 
 def test_a_killed_worker_and_a_resumed_job_are_set_as_the_loop_has_set_them(jobs: Jobs, tmp_path: Path) -> None:
-    script = write(tmp_path)
+    script = write(tmp_path, AFTER, BEFORE)
     undisturbed = jobs.start(script, workers=1)
     chaos = "kill:target=worker:1,at=4; kill:target=worker:0,at=9"
     job = jobs.start(script, workers=2, chaos=chaos, pace=[healed(1), healed(0)], environment=PACE)
@@ -69,19 +86,35 @@ def test_a_killed_worker_and_a_resumed_job_are_set_as_the_loop_has_set_them(jobs
 
 
 @pytest.mark.parametrize(
-    ("more", "says"),
+    ("lines", "says", "remedy"),
     [
-        ("if step.number == 9: model[4] = nn.ReLU()", "module 4 (Tanh) was made a ReLU in the loop"),
-        ("if step.number == 9: model[5].bias.register_hook(lambda g: 2 * g)", "was registered on 5.bias in the loop"),
+        (
+            ("if step.number == 9: model[4] = nn.ReLU()",),
+            "module 4 (Tanh) was made a ReLU in the loop",
+            "before the loop",
+        ),
+        (
+            ("if step.number == 9: model[5].bias.register_hook(lambda g: 2 * g)",),
+            *("was registered on 5.bias in the loop", "before the loop"),
+        ),
+        (
+            ("if step.number == 9: optimizer.best = step.loss",),
+            *("set the optimizer's attribute best", "everstep.state(best=...)"),
+        ),
+        (("if step.number == 9: run.best = step.loss",), "set run.best", "everstep.state(best=...)"),
+        (
+            ("pass", "if step.number == 10: model[5].bias.detach().mul_(2)"),
+            *("parameter 5.bias was changed by the loop before the batches", "change it after the batches"),
+        ),
     ],
 )
 def test_what_cannot_be_carried_ends_the_job_before_anything_is_lost(
-    jobs: Jobs, tmp_path: Path, more: str, says: str
+    jobs: Jobs, tmp_path: Path, lines: tuple[str, ...], says: str, remedy: str
 ) -> None:
-    job = jobs.start(write(tmp_path, more), workers=2)
+    job = jobs.start(write(tmp_path, *lines), workers=2)
     assert job.end() == 1, job.account()
     failed = job.of_kind("job_failed")[-1]["reason"]
-    assert says in failed and "checkpoint of step 9" in failed and "before the loop" in failed, job.account()
+    assert says in failed and "checkpoint of step 9" in failed and remedy in failed, job.account()
     assert "Traceback" not in failed
     assert job.of_kind("checkpoint_completed")[-1]["step"] == 9
     again = jobs.start(job.what.split()[1], workers=1, run_dir=job.run_dir)  # from there, as if nothing had been said

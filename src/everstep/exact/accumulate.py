@@ -111,6 +111,11 @@ class LaneAccumulator:
         """Whether the first lane is still to come: then `enter` lends nothing."""
         return self._watch is not None
 
+    def begin_lanes(self, step: int) -> None:
+        """Running statistics are those that the step starts from, though it may have been begun before."""
+        if step == self._step:
+            self._statistics.begin_step()
+
     def enter(self, lane: int) -> None:
         """The lane's forward and backward pass come next. May be left out, or called again for the same lane.
 

@@ -50,6 +50,14 @@ def assign(optimizer: Optimizer, values: Mapping[str, Any]) -> None:
             setattr(optimizer, name, value)
 
 
+def added(optimizer: Optimizer) -> dict[str, Any]:
+    """What somebody has added to an optimizer of torch's own, by public name: nobody carries that."""
+    if not _of_torch(optimizer):
+        return {}
+    known = _OF_TORCH | _OF_OTHERS
+    return {n: v for n, v in vars(optimizer).items() if n not in known and not n.startswith("_")}
+
+
 class Watched:
     """The attributes that cannot be carried, before an update; `changed` names those that are another afterwards."""
 
@@ -73,11 +81,15 @@ class Watched:
 
 def _own(optimizer: Optimizer) -> Iterator[tuple[str, Any]]:
     """What the class of the user's own has added."""
-    if type(optimizer).__module__.startswith("torch.optim"):
+    if _of_torch(optimizer):
         return
     for name, value in sorted(vars(optimizer).items()):
         if name not in _OF_TORCH and name not in _OF_OTHERS and not name.endswith("_hooks"):
             yield name, value
+
+
+def _of_torch(optimizer: Optimizer) -> bool:
+    return type(optimizer).__module__.startswith("torch.optim")
 
 
 def _storage(tensor: Tensor) -> int:

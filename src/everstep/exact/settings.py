@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from everstep.base.errors import CheckpointCorrupt, ConfigError, Uncarried
 from everstep.exact import flags
+from everstep.exact.attributes import added
 from everstep.exact.extra_state import has_extra_state
 from everstep.exact.jsonable import decode, encode
 from everstep.exact.structure import Structure
@@ -131,6 +132,14 @@ class _Modes(NamedTuple):
     groups: tuple[dict[str, Any], ...]
 
 
+class Moment:
+    """How all was set then. held: what attributes were, of those that have changed since."""
+
+    def __init__(self, modes: _Modes) -> None:
+        self.modes = modes
+        self.held: dict[_Key, Any] = {}
+
+
 class Settings:
     """Of one model and its optimizer. Before `begin` nothing is carried, compared or refused."""
 
@@ -139,7 +148,6 @@ class Settings:
         self._structure: Structure | None = None
         self._lanes, self._refused = False, ""
         self._changed: dict[_Key, Any] = {}
-        self._held: dict[_Key, Any] = {}
         self._by_lanes: set[_Key] = set()
         self._driven: set[tuple[int, str]] = set()
         self._digested: tuple[_Modes | None, list[bytes]] = (None, [])
@@ -153,10 +161,20 @@ class Settings:
         self._modules = self._attributes.of
         self._parameters = dict(self._model.named_parameters())
         self._plain, self._own = list(self._structure.modules.values()), list(self._parameters.values())
-        self._first = self._updated = self._look()
-        self._told = self._first
+        self._first = self._look()
+        self._updated = Moment(self._first)
+        self._entered = [self._updated]
+        self._added = _told_of(added(self._optimizer))
 
     # ---- the moments of a step
+
+    def enter(self) -> Moment | None:
+        """The loop's body is about to be entered, for the next step. The moments of the last two are kept up."""
+        if self._structure is None:
+            return None
+        self._by_loop()
+        self._entered = [Moment(self._look()), *self._entered[:1]]
+        return self._entered[0]
 
     def before_lanes(self) -> None:
         """The loop asks for a step. Raises: Uncarried for what the loop has changed and cannot be carried."""
@@ -195,8 +213,7 @@ class Settings:
             self._by_loop()  # no lane was computed here
         looked = self._digested[0] if self._lanes else None  # when the lanes were computed; updates change groups alone
         now = looked._replace(groups=self._groups()) if looked is not None else self._look()
-        self._told, self._updated = self._updated, now
-        self._lanes, self._held = False, {}
+        self._updated, self._lanes = Moment(now), False
 
     # ---- what changes
 
@@ -228,25 +245,42 @@ class Settings:
         for (name, key), (before, now) in self._differing().items():
             if isinstance(now, _Other):
                 self._refused = (
-                    f"the loop has set {name or 'the model'}.{key} to a {now.type_name}, which a worker that is "
-                    "resumed or healed would lack: make it a buffer of the model before the loop, or keep it elsewhere"
+                    f"the loop has set {f'{name}.{key}' if name else f'{key} of the model'} to a {now.type_name}, "
+                    "which a worker that is resumed or healed would lack: make it a buffer of the model before the "
+                    "loop, or keep it elsewhere"
                 )
                 continue
-            self._held.setdefault((name, key), before)
+            self._hold((name, key), before)
             self._set(name, key, now)
+        self._by_optimizer()
         now = self._groups()
-        for k, (mine, before) in enumerate(zip(now, self._updated.groups, strict=False)):
+        for k, (mine, before) in enumerate(zip(now, self._updated.modes.groups, strict=False)):
             if mine != before:
                 self._driven |= {(k, key) for key in mine if mine[key] != before.get(key)}
 
+    def _by_optimizer(self) -> None:
+        now = _told_of(added(self._optimizer)) if self._optimizer is not None else {}
+        for name in now.keys() | self._added.keys():
+            if now.get(name) != self._added.get(name):
+                self._refused = (
+                    f"the loop has set the optimizer's attribute {name}, which a worker that is resumed or healed "
+                    f"would lack: write kept = everstep.state({name}=...), give it to join as state=kept, and use "
+                    f"kept.{name} in the loop instead"
+                )
+
     def _by_forward(self) -> None:
         """What was changed while lanes were computed."""
-        for (name, key), (_, now) in self._differing().items():
+        for (name, key), (before, now) in self._differing().items():
             if self._modules[name].of_torch and not isinstance(now, _Other):
+                self._hold((name, key), before)
                 self._set(name, key, now)  # not by its own forward pass
             else:
                 self._by_lanes.add((name, key))
                 self._changed.pop((name, key), None)
+
+    def _hold(self, key: _Key, before: Any) -> None:
+        for moment in (self._updated, *self._entered):
+            moment.held.setdefault(key, before)
 
     def _set(self, name: str, key: str, now: Any) -> None:
         watched = self._modules[name]
@@ -268,15 +302,18 @@ class Settings:
 
     def after(self) -> dict[str, Any]:
         """As JSON: as it was right after the newest update, from where a loop that takes this goes on."""
-        if self._structure is None:
-            return {}
-        self.now()
+        return {} if self._structure is None else self.as_of(self._updated)
+
+    def as_of(self, moment: Moment) -> dict[str, Any]:
+        """As JSON: as it was then, by all that is known by now."""
+        if not self._lanes:
+            self._by_loop()
         attributes = dict(self._changed)
-        for (name, key), before in self._held.items():
+        for (name, key), before in moment.held.items():
             attributes.pop((name, key), None)
             if self._modules[name].first.get(key) != before and not isinstance(before, _Other):
                 attributes[name, key] = before
-        return self._said(self._updated, attributes)
+        return self._said(moment.modes, attributes)
 
     def _said(self, now: _Modes, attributes: Mapping[_Key, Any]) -> dict[str, Any]:
         first, said = self._first, Said()
@@ -326,8 +363,7 @@ class Settings:
             groups[k].update({key: decode(node, {}) for key, node in values.items()})
             self._driven |= {(k, key) for key in values}
         self._attributes.changed()
-        self._held, self._lanes = {}, False
-        self._updated = self._told = self._look()
+        self._updated, self._lanes = Moment(self._look()), False
 
     def _put_modes(self, said: Said) -> None:
         modules, parameters = self._modules, self._parameters
@@ -356,21 +392,6 @@ class Settings:
                 raise ConfigError(f"the state sets {key[:100]!a} of module {name!a}, which is no plain attribute")
             setattr(module, key, decode(node, {}))
             self._changed[name, key] = _attributes(module).get(key)
-
-    # ---- in words
-
-    def changes(self) -> list[str]:
-        """What is another than right after the update before this one, with old and new values."""
-        if self._structure is None:
-            return []
-        old, new = self._told, self._look()
-        modes, grads = _apart(self._modules, old.modes, new.modes), (old.requires_grad, new.requires_grad)
-        found = [f"{n or 'the model'}.training: {bool(a)} -> {bool(b)}" for n, a, b in modes]
-        found += [f"{n}.requires_grad: {bool(a)} -> {bool(b)}" for n, a, b in _apart(self._parameters, *grads)]
-        found += [f"torch's {n}: {a} -> {b}" for n, a, b in _apart(flags.NAMES, old.flags, new.flags)]
-        for k, (before, now) in enumerate(zip(old.groups, new.groups, strict=False)):
-            found += [f"group {k}'s {n}: {before.get(n)} -> {v}" for n, v in now.items() if v != before.get(n)]
-        return found
 
 
 @contextmanager
@@ -401,13 +422,16 @@ def _attributes(module: nn.Module) -> dict[str, Any]:
     """
     if has_extra_state(module):
         return {}
+    return _told_of({key: value for key, value in vars(module).items() if key not in _INTERNAL})
+
+
+def _told_of(values: Mapping[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for key, value in vars(module).items():
+    for key, value in values.items():
         kind = type(value)
         if kind in _SCALARS:
-            if key not in _INTERNAL:
-                found[key] = value
-        elif key not in _INTERNAL:
+            found[key] = value
+        else:
             packed = _pack(value) if kind in _CONTAINERS else None
             found[key] = packed or _Other(kind.__name__)
     return found

@@ -59,6 +59,17 @@ class SyntaxTrees:
         return best
 
 
+def prepares(frame: types.FrameType) -> bool:
+    """Whether the loop that this frame is in may do something in a round before it comes to the step's batches."""
+    loop = SyntaxTrees().loop(frame)
+    first = loop.body[0] if isinstance(loop, ast.For) else None
+    over = first.iter if isinstance(first, ast.For) else None
+    if isinstance(over, ast.Call) and isinstance(over.func, ast.Name) and over.func.id == "enumerate":
+        over = over.args[0] if len(over.args) == 1 else None
+    targets = ast.walk(loop.target) if isinstance(loop, ast.For) else ()
+    return not isinstance(over, ast.Name) or over.id not in [n.id for n in targets if isinstance(n, ast.Name)]
+
+
 def _inside(top: ast.AST) -> list[ast.AST]:
     """All nodes of this scope, not of those within."""
     found, left = [], list(ast.iter_child_nodes(top))

@@ -126,7 +126,7 @@ def joint_manifest(told: Sequence[tuple[dict[str, Any], Extents]], own: Iterable
 class Offer:
     """Snapshots on offer, by stage: state and records at `position`, with the gathers of that step.
 
-    application: the state of the user's loop right after the update, where the snapshots may have a later one; empty if
+    application: what `LoopState.told` gives, where the snapshots may have a later state; empty if
     the loop has none. parts: of snapshots that are not whole, what is there. untold: of steps up to there that may not
     have been told. changed: names that the loop has changed, and that are not carried.
     """
@@ -498,6 +498,14 @@ def _receive_gradient(connection: PeerConnection, step: int, told: dict[str, Any
 # ---- small states
 
 
+class _Small(msgspec.Struct, array_like=True):
+    """A small state in one piece. entry: another one that goes with it, see `LoopState`."""
+
+    manifest: str
+    blocks: list[bytes]
+    entry: bytes = b""
+
+
 def pack_state(state: ModelState, settings: Mapping[str, Any] | None = None) -> bytes:
     """A small state (of the user's loop, say) in one piece. settings: of the model, if not the present ones."""
     manifest: Mapping[str, Any] = state.manifest()
@@ -511,7 +519,14 @@ def with_settings(manifest: Mapping[str, Any], settings: Mapping[str, Any]) -> M
 
 
 def _packed(manifest: Mapping[str, Any], of: ModelState | Image) -> bytes:
-    return msgspec.msgpack.encode((json.dumps(manifest), [bytes(of.read_block(i)) for i in range(of.n_blocks)]))
+    return msgspec.msgpack.encode(_Small(json.dumps(manifest), [bytes(of.read_block(i)) for i in range(of.n_blocks)]))
+
+
+def with_entry(data: bytes, entry: bytes) -> bytes:
+    """What `pack_state` made, with another such state beside it."""
+    if not entry:
+        return data
+    return msgspec.msgpack.encode(msgspec.structs.replace(msgspec.msgpack.decode(data, type=_Small), entry=entry))
 
 
 class StateCopy:
@@ -541,11 +556,13 @@ class StateCopy:
         return _packed(with_settings(image.manifest, settings), image)
 
 
-def unpack_state(state: ModelState, data: bytes) -> None:
-    """Load what `pack_state` made. Raises: CheckpointCorrupt if it was altered."""
+def unpack_state(state: ModelState, data: bytes) -> bytes:
+    """Load what `pack_state` made; returns what `with_entry` put beside it. Raises: CheckpointCorrupt if it was
+    altered."""
     try:
-        manifest, blocks = msgspec.msgpack.decode(data, type=tuple[str, list[bytes]])
-        state.load(json.loads(manifest), lambda i: blocks[i])
+        small = msgspec.msgpack.decode(data, type=_Small)
+        state.load(json.loads(small.manifest), lambda i: small.blocks[i])
+        return small.entry
     except _OTHER_FORMS as error:
         raise CheckpointCorrupt(f"expected a small state, got another form ({error!r:.200})") from error
 

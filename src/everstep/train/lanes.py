@@ -105,7 +105,7 @@ class Lanes:
         lanes, mine = self._view.stages[stage].lanes, plan.lanes_of(self._view.me, stage)
         transport = self._view.transport
         offer = transport.offering(stage, number) if settled else None
-        lanes.begin(number, mine, lambda node: transport.node(stage, number, node), offer)
+        lanes.begin(number, mine, lambda node: transport.node(stage, number, node), offer, entered=settled)
         missing = lanes.missing
         return tuple(lane for lane in lanes.lacking(mine) if lane in missing)
 

@@ -118,6 +118,7 @@ class PartPass:
         """A step begins: nothing of another one is in flight."""
         self.guard.begin_step(step)
         self.watch.begin_step()
+        self.accumulator.begin_lanes(step)
         self._flights = {}
 
     def drop(self) -> None:

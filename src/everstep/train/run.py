@@ -35,12 +35,18 @@ from everstep.protocol.driver.operations import (
 from everstep.train.elastic import ElasticOrder
 from everstep.train.evaluation import Waves, evaluate
 from everstep.train.executor import StateJumped
+from everstep.train.flow_sources import prepares
 from everstep.train.loop_guard import LoopGuard
 from everstep.train.loop_survey import LoopSurvey
+from everstep.train.reachable import loop_frames
 from everstep.train.session import Session
 from everstep.train.user_loop import UserLoop
 
 _LOOP_SEED = 1 << 34
+_OF_RUN = frozenset({"_session", "model", "_stopped", "_survey", "_guard", "loop"})
+_UNDONE = (
+    "the loop left step {number} before its batches were used up: iterate `for batch in step:` to its end in every step"
+)
 _NOT_EXACT = (
     "batch is per_worker: the global batch follows the number of workers, so the result depends on who came and went "
     "when, and is not bitwise that of an undisturbed run; use batch: constant for exactness"
@@ -67,6 +73,7 @@ class Step:
 
     def _batches(self) -> Iterator[Any]:
         session = self._session
+        session.loop.reach()
         if not self.done:
             session.view.stages.only.state.settings.before_lanes()
         turn = None if self.done else session.executor.ask(StepAsked(self.number))
@@ -201,6 +208,14 @@ class Run:
             self._guard = LoopGuard(model, replica.parts.optimizer, lambda: replica.updating)
         self.loop = UserLoop(session, self._guard)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in _OF_RUN:
+            raise Uncarried(
+                f"the script has set run.{name}, which a worker that is resumed or healed would lack: write "
+                f"kept = everstep.state({name}=...), give it to join as state=kept, and use kept.{name} instead"
+            )
+        super().__setattr__(name, value)
+
     def __iter__(self) -> Iterator[Step]:
         """One iteration per update that is applied here, up to the last; ends when the job has ended. A loop that is
         left before ends the job in order, which all workers must do after the same step."""
@@ -211,7 +226,8 @@ class Run:
         try:
             with self._guard:
                 if not session.view.stages.split:
-                    session.view.stages.only.state.settings.begin()
+                    frames = loop_frames(sys._getframe())
+                    session.loop.begin(not frames or prepares(frames[0]))
                 self._join()
                 if session.view.link.finished(session.view.step):
                     return
@@ -222,11 +238,15 @@ class Run:
                     if session.executor.arrived():
                         self._stopped = False
                         if session.view.step > session.transfers.past:
+                            session.loop.enter_again(session.view.step)
                             yield Step(session, session.view.step, done=True)
+                            session.loop.reach()
                     elif not self._stopped and session.view.step < self.total_steps:
                         step = Step(session, self._begin_step())
+                        session.loop.enter(step.number)
                         yield step
-                        self._refuse_undone(step)
+                        if not step.done and not session.executor.jumped:
+                            raise TaskError(_UNDONE.format(number=step.number))
                     else:
                         with contextlib.suppress(StateJumped):
                             self.loop.end()
@@ -250,13 +270,6 @@ class Run:
             session.profiling.begin_step(number)
         session.updates.begin_step()
         return number
-
-    def _refuse_undone(self, step: Step) -> None:
-        if not step.done and not self._session.executor.jumped:
-            raise TaskError(
-                f"the loop left step {step.number} before its batches were used up: iterate `for batch in step:` to "
-                "its end in every step"
-            )
 
     def hold(self, words: wire.WorkerFailed) -> None:
         """The user's loop has raised. If the state is whole, say so, and stay a member, who computes nothing, until the
@@ -305,7 +318,8 @@ class Run:
 
     def barrier(self) -> None:
         """Wait until all workers are here."""
-        self._session.membership.gather(b"")
+        with self._session.loop.paused():
+            self._session.membership.gather(b"")
 
     def evaluate(
         self, fn: Callable[[Any], Mapping[str, Any]], dataset: Any, *, batch_size: int = 64, collate: Any = None
@@ -319,7 +333,7 @@ class Run:
         chunks = self._begin_evaluation(dataset, batch_size)
         guard = session.view.stages.only.lanes.passes[0].guard
         # Who evaluates what must not be seen by what the loop draws next, nor in buffers.
-        with evaluating(self.model), torch.no_grad(), preserve_rng(), guard.shielded():
+        with session.loop.paused(), evaluating(self.model), torch.no_grad(), preserve_rng(), guard.shielded():
             found = evaluate(
                 fn,
                 chunks,

@@ -39,10 +39,10 @@ from everstep.runtime.peer import PeerConnection
 from everstep.runtime.places import checkpoints_in
 from everstep.train.elastic import AnyOrder
 from everstep.train.executor import Unusable
-from everstep.train.heal import StateCopy, pack_state, unpack_state
 from everstep.train.link import WorkerLink
+from everstep.train.loop_state import LoopState
 from everstep.train.loop_survey import LoopSurvey
-from everstep.train.view import Stages, WorkerView
+from everstep.train.view import WorkerView
 
 log = logging.getLogger(__name__)
 
@@ -50,8 +50,8 @@ _AUTOMATIC_EVERY = 10
 """Steps between snapshots in memory of a split job whose config says nothing: five steps are done again on average, and
 copying a stage to one other worker takes a small part of ten steps."""
 LOOP, PAST = "loop", "past"
-"""Parts of a checkpoint: the state of the user's loop as it was right after the update, where the checkpoint was taken
-later; and that the loop was through with the step."""
+"""Parts of a checkpoint: the state of the user's loop, for whoever enters its body again for this step; and that the
+loop was through with the step, with its state as it was when the body was entered for the next one."""
 _MODEL = "model/"
 _MOST_REPORT_BYTES = 1 << 30
 _STATED = 2
@@ -72,57 +72,6 @@ class Whole:
         named = [(e.name.removeprefix(_MODEL), e) for e in entries if e.name.startswith(_MODEL)]
         tensors = tuple((name, e.dtype, e.shape) for name, e in named if not is_extra(name))
         return Whole(tensors, names_record(model))
-
-
-class LoopState:
-    """What the user's loop changes (`state=` of join, and how the model is set), as it was right after the newest
-    update: from there whoever gets this step's state enters the loop's body, which has gone on here by then."""
-
-    def __init__(self, stages: Stages) -> None:
-        self._stages = stages
-        self._initial = b"" if stages.split else pack_state(stages.only.application)
-        self._step = -1
-        self._copy = StateCopy()
-        self.survey: LoopSurvey | None = None
-
-    def watch(self, survey: LoopSurvey) -> None:
-        """What else the loop changes is looked at with each checkpoint."""
-        self.survey = survey
-
-    def changed(self) -> tuple[str, ...]:
-        """The names of what was found to have changed, and is not carried."""
-        return self.survey.changed if self.survey is not None else ()
-
-    def refuse(self, names: Sequence[str], where: str) -> None:
-        """This worker's loop begins anew, with a state in which these had changed. Raises: ConfigError."""
-        if self.survey is not None and names:
-            self.survey.refuse(names, where)
-
-    def remember(self, number: int) -> None:
-        """The state is that of this step, and the loop does not know it yet."""
-        replica = self._stages.any
-        if self._step != number:  # whoever stays at a step has gone on since
-            replica.state.settings.after_update()
-            if replica.application.extras:
-                self._copy.take(replica.application)
-        self._step = number
-
-    def after(self, number: int) -> bytes:
-        """Right after this step's update; empty if the loop has no state, or the update is not the newest."""
-        if self._step != number:
-            return b""
-        replica = self._stages.any
-        settings = replica.state.settings.after()
-        if replica.application.extras:
-            return self._copy.packed(settings)
-        return pack_state(replica.application, settings) if settings or replica.state.settings.now() else b""
-
-    def went_back(self, number: int) -> None:
-        """The state is that of this step: the loop goes on from there."""
-        state = self.after(number) if number else self._initial
-        if state:
-            unpack_state(self._stages.any.application, state)
-        self._step = -1
 
 
 def saving_of(link: WorkerLink, split: bool, order: AnyOrder) -> SavingRules:
@@ -210,11 +159,10 @@ class PartSaver:
             if view.is_main:
                 self._note(SaveEnded(number, True, effect.due.reason, self.where(number)))
             return
-        parts = {NAMES: self._whole.names}
+        parts = {**self._loop_part(effect), NAMES: self._whole.names}
         if effect.boundary:
             for replica in view.stages.values():
                 replica.lanes.settle_buffers()
-            parts = {**self._loop_part(effect), **parts}
         states = {stage: view.stages[stage].state for stage in plan.stages_of(view.me)}
         self._leaders = {**dict(list(self._leaders.items())[-3:]), number: plan.member(plan.leader(0))}
         survey = self._loop.survey
@@ -225,8 +173,10 @@ class PartSaver:
         checkpointer.start(extent, states, plan)
 
     def _loop_part(self, effect: Save) -> dict[str, bytes]:
-        after = self._loop.after(effect.step)
-        return {PAST: b""} if effect.past else {LOOP: after} if after else {}
+        if effect.past:
+            return {PAST: self._loop.entered(effect.step + 1)}
+        told = self._loop.told(effect.step) if effect.boundary or self._loop.entered(effect.step) else b""
+        return {LOOP: told} if told else {}
 
     def before_update(self) -> None:
         """Before anything changes the state."""

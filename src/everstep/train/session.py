@@ -30,10 +30,11 @@ from everstep.train.keeping import SnapshotKeeper
 from everstep.train.kernels import kernels_of
 from everstep.train.lanes import Lanes
 from everstep.train.link import WorkerLink
+from everstep.train.loop_state import LoopState
 from everstep.train.membership import GenerationTies, Rendezvous
 from everstep.train.profiling import WorkerProfiling
 from everstep.train.published import Publisher
-from everstep.train.saving import LastCheckpoint, LoopState, PartSaver, Restorer, Whole, saving_of
+from everstep.train.saving import LastCheckpoint, PartSaver, Restorer, Whole, saving_of
 from everstep.train.transfers import Transfers
 from everstep.train.updates import Updates
 from everstep.train.view import Stages, WorkerView
@@ -108,7 +109,7 @@ class Session:
             executor.install(part.handlers())
         self.view, self.executor, self.membership, self.profiling = view, executor, membership, profiling
         self.lanes, self.updates, self.transfers = lanes, updates, transfers
-        self.saver, self._keeper = saver, keeper
+        self.saver, self.loop, self._keeper = saver, loop, keeper
 
     def close(self) -> None:
         """Give back processes and memory. The link is its owner's: last words may have to be said."""

@@ -77,14 +77,24 @@ class StageLanes:
         self._scaler = scaler
         self._reports: dict[int, LaneReport] = {}
         self._step = 0
+        self._entered = False
 
     def begin(
-        self, step: int, lanes: Sequence[int], buffer: Callable[[Node], torch.Tensor], offer: OnFinal | None = None
+        self,
+        step: int,
+        lanes: Sequence[int],
+        buffer: Callable[[Node], torch.Tensor],
+        offer: OnFinal | None = None,
+        *,
+        entered: bool = True,
     ) -> None:
         """The lanes of a step that are wanted from here; what has been computed of them already counts. offer: as in
-        `StageSums.begin`."""
+        `StageSums.begin`. entered: the loop has come to the step's batches, so that nobody changes the state any more
+        before its lanes are computed."""
         if step != self._step:
-            self._step, self._reports = step, {}
+            self._step, self._reports, self._entered = step, {}, False
+        if entered and not self._entered:
+            self._entered = True
             for part in self.passes.values():
                 part.begin_step(step)
         self._sums.begin(step, lanes, buffer, offer)

@@ -22,9 +22,10 @@ from everstep.train import heal
 from everstep.train.executor import Unusable
 from everstep.train.heal import Donor, Held, Layers, Offer, Readable, ReceivedOffer, StageState
 from everstep.train.keeping import SnapshotKeeper
+from everstep.train.loop_state import LoopState
 from everstep.train.loop_survey import CHANGED, recorded
 from everstep.train.replica import StageReplica
-from everstep.train.saving import LOOP, PAST, LoopState, Restorer
+from everstep.train.saving import LOOP, PAST, Restorer
 from everstep.train.taking import BlocksDamaged, FollowedDonor, Gathering, Taker
 from everstep.train.updates import Updates
 from everstep.train.view import WorkerView
@@ -92,7 +93,7 @@ class Transfers:
     def _live(self, effect: do.Shelve | do.OfferFeeds, stages: Sequence[int]) -> Offer:
         """Of the state as it is, but for the loop's: whoever takes it enters the loop's body right after the update."""
         position, snapshots = effect.position, {stage: self._snapshot(stage) for stage in stages}
-        loop, untold = self._loop.after(position.step), self._view.publisher.untold.packed()
+        loop, untold = self._loop.told(position.step), self._view.publisher.untold.packed()
         return Offer(
             position, effect.records, dict(effect.gathers), snapshots, loop, untold=untold, changed=self._loop.changed()
         )
@@ -153,7 +154,7 @@ class Transfers:
         for stage, state in offer.states.items():
             _load_stage(self._view.stages[stage], state)
         if offer.application:
-            heal.unpack_state(self._view.stages.any.application, offer.application)
+            self._loop.take(offer.application, offer.position.step)
 
     def _arrive(self, offer: ReceivedOffer) -> None:
         number, outcome = offer.position.step, None
@@ -221,9 +222,10 @@ class Transfers:
         changed = recorded(restored.application.get(CHANGED))
         self._loop.refuse(changed, f"the checkpoint of step {restored.step} cannot be gone on from")
         if restored.application.get(LOOP):
-            heal.unpack_state(self._view.stages.any.application, restored.application[LOOP])
+            self._loop.take(restored.application[LOOP], restored.step)
         if PAST in restored.application and not self._view.driver.in_memory(restored.step):  # all do the same
             self.past = restored.step
+            self._loop.take_entered(restored.application[PAST])
 
     # ---- following
 
@@ -283,7 +285,7 @@ class Transfers:
         """Apply the step that all feeds have."""
         items = [feed.steps.pop(0) for feed in self._feeds]
         self._view.phase("heal", operation.step, operation.plan)
-        heal.unpack_state(self._view.stages.any.application, items[0].application)
+        self._loop.take(items[0].application, operation.step)
         gradients = {k: g for item in items for k, g in item.gradients.items()}
         self._updates.apply(operation.outcome, operation.records, gradients, operation.plan.generation)
 

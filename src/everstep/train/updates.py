@@ -20,9 +20,10 @@ from everstep.protocol.driver.nonfinite import Nonfinite, NonfiniteRule, judged
 from everstep.protocol.driver.records import AgreePayload, StageSection, StepOutcome, committed_unix_ns
 from everstep.protocol.step_types import Discard, Key, Record, Release
 from everstep.train.elastic import ElasticOrder
-from everstep.train.heal import Donor, StageGradient, pack_state
+from everstep.train.heal import Donor, StageGradient
 from everstep.train.keeping import SnapshotKeeper
-from everstep.train.saving import LoopState, PartSaver
+from everstep.train.loop_state import LoopState
+from everstep.train.saving import PartSaver
 from everstep.train.view import WorkerView
 
 _PROGRESS_NS = 200_000_000
@@ -174,7 +175,7 @@ class Updates:
         stages = self._view.stages
         numel = {k: replica.layout.numel for k, replica in stages.items()}
         held = {k: gradients[k] for k in stages}
-        self._donor.feed(number, records, held, numel, lambda: pack_state(stages.any.application))
+        self._donor.feed(number, records, held, numel, lambda: self._loop.fed(number))
         self.stand_still()
 
     def stand_still(self) -> None:

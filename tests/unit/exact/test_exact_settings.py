@@ -302,20 +302,7 @@ def test_without_a_loop_nothing_is_looked_at_and_foreign_settings_are_refused() 
     settings = Settings(model, torch.optim.SGD(model.parameters()))
     settings.before_lanes()
     model[3] = nn.ReLU()  # type: ignore[operator]
-    assert (settings.digests(), settings.now(), settings.after(), settings.changes()) == (b"", {}, {}, [])
+    assert (settings.digests(), settings.now(), settings.after(), settings.enter()) == (b"", {}, {}, None)
     settings.restore({})
     with pytest.raises(ConfigError, match="settings that its loop has changed"):
         settings.restore({"modes": {"1": False}})
-
-
-def test_changes_are_said_with_old_and_new_values() -> None:
-    life = Life()
-    life.step()
-    life.model[1].eval()
-    life.model[4].bias.requires_grad_(False)
-    life.optimizer.param_groups[0]["momentum"] = 0.5
-    torch.set_default_dtype(torch.float64)
-    said = life.settings.changes()
-    assert said[:2] == ["1.training: True -> False", "4.bias.requires_grad: True -> False"]
-    assert "torch's default_dtype: torch.float32 -> torch.float64" in said
-    assert "group 0's momentum: 0.9 -> 0.5" in said

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
+from everstep.base.errors import Uncarried
 from everstep.exact.settings import Settings
 from everstep.exact.state import ModelState
+from everstep.train.flow_sources import prepares
 from everstep.train.heal import unpack_state
-from everstep.train.saving import LoopState
+from everstep.train.loop_state import LoopState
 
 
 class Average:
@@ -37,9 +42,13 @@ SETTINGS = Settings(nn.Linear(1, 1), torch.optim.SGD([torch.zeros(1)]))
 
 def loop_state(extras: dict[str, Any], model: nn.Module | None = None) -> LoopState:
     application = ModelState(nn.Module(), extras=extras)
-    settings = Settings(model, torch.optim.SGD(model.parameters())) if model is not None else SETTINGS
+    optimizer = torch.optim.SGD(model.parameters()) if model is not None else None
+    settings = Settings(model, optimizer) if model is not None else SETTINGS
     application.settings = settings
-    whole: Any = SimpleNamespace(split=False, only=SimpleNamespace(application=application, state=application))
+    parts = SimpleNamespace(model=model, optimizer=optimizer)
+    whole: Any = SimpleNamespace(
+        split=False, only=SimpleNamespace(application=application, state=application, parts=parts)
+    )
     whole.any = whole.only
     return LoopState(whole)
 
@@ -79,6 +88,8 @@ def test_a_loop_without_state_gives_none() -> None:
 
 def test_what_the_loop_has_set_since_the_update_is_not_given_and_who_takes_it_sets_it() -> None:
     """Its body is run again from there: a dropout that becomes less in each step does so once."""
+    here: Any
+    there: Any
     here, there = (nn.Sequential(nn.Dropout(0.5), nn.Linear(1, 1)) for _ in range(2))
     loop, taker = loop_state({}, here), loop_state({}, there)
     for each in (loop, taker):
@@ -92,3 +103,100 @@ def test_what_the_loop_has_set_since_the_update_is_not_given_and_who_takes_it_se
     unpack_state(taker._stages.any.application, given)
     assert (there[0].p, there[0].training, here[0].p) == (0.4, True, 0.3)
     assert loop_state({}).after(-1) == b""
+
+
+def test_a_round_that_is_done_begins_as_it_began_and_ends_as_after_its_update() -> None:
+    """Before its batches a loop counts, and sets what its model drops; in the worker that takes the state both are
+    done once more, from where they were done first, and put back."""
+    here: Any
+    there: Any
+    here, there = (nn.Sequential(nn.Dropout(0.5), nn.Linear(1, 1)) for _ in range(2))
+    averages = Average(), Average()
+    loop, taker = loop_state({"a": averages[0]}, here), loop_state({"a": averages[1]}, there)
+    for each in (loop, taker):
+        each.begin(prepares=True)
+    for number, p in ((1, 0.4), (2, 0.3)):
+        loop.enter(number)
+        averages[0].go_on()
+        here[0].p = p
+        loop.reach()
+        loop.remember(number)
+    loop.enter(3)
+    here[0].p = 0.1
+    averages[0].go_on()
+    taker.take(loop.told(2), 2)
+    taker.remember(2)
+    taker.enter_again(2)
+    assert (averages[1].count, there[0].p) == (1, 0.4)
+    assert taker.after(2) == loop.after(2) and taker.entered(2) == loop.entered(2)
+    averages[1].go_on()
+    there[0].p = 0.3
+    averages[1].go_on()
+    taker.reach()
+    assert (averages[1].count, there[0].p) == (2, 0.3)
+    taker.take_entered(loop.entered(3))
+    assert (averages[1].count, there[0].p) == (2, 0.3)
+    assert loop.entered(1) == b"", "two rounds are known"
+
+
+def test_tensors_stand_still_before_the_batches_of_a_step() -> None:
+    model: Any = nn.Sequential(nn.Linear(1, 1), nn.BatchNorm1d(1))
+    loop = loop_state({}, model)
+    optimizer = loop._stages.only.parts.optimizer
+    optimizer.state[model[0].bias]["momentum_buffer"] = torch.zeros(1)
+    loop.begin(prepares=True)
+
+    def scale(tensor: torch.Tensor) -> None:
+        with torch.no_grad():
+            tensor.mul_(2)
+
+    def renew() -> None:
+        optimizer.state[model[0].bias]["momentum_buffer"] = torch.zeros(1)
+
+    acts: dict[str, Any] = {
+        "parameter 0.weight": lambda: scale(model[0].weight),
+        "buffer 1.running_mean": lambda: scale(model[1].running_mean),
+        "the optimizer's momentum_buffer of 0.bias": renew,
+    }
+    for number, (name, act) in enumerate(acts.items()):
+        loop.enter(number)
+        with loop.paused():
+            act()  # an evaluation, say
+        loop.reach()
+        act()  # past the batches
+        loop.enter(number)
+        act()
+        with pytest.raises(Uncarried, match=f"{name} was changed by the loop before the batches"):
+            loop.reach()
+
+
+@pytest.mark.parametrize(
+    ("head", "body", "found"),
+    [
+        ("for step in run", "for x in step: pass", False),
+        ("for k, step in enumerate(run)", "for x in step: pass", False),
+        ("for step in run", "for k, x in enumerate(step): pass", False),
+        ("for step in run", "n = 1\n    for x in step: pass", True),
+        ("for step in run", "for x in more(step): pass", True),
+        ("for step in run", "for x in others: pass\n    for x in step: pass", True),
+    ],
+)
+def test_whether_a_loop_does_something_before_the_batches_its_code_says(
+    tmp_path: Path, head: str, body: str, found: bool
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(f"{head}:\n    {body}\n")
+
+    class Seen(Exception):
+        """The frame is known."""
+
+    class Asks:
+        def __iter__(self) -> Any:
+            return self
+
+        def __next__(self) -> Any:
+            raise Seen(prepares(sys._getframe(1)))
+
+    with pytest.raises(Seen) as seen:
+        exec(compile(script.read_text(), str(script), "exec"), {"run": Asks()})
+    assert seen.value.args == (found,)
