@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 from pathlib import Path
 
+import pytest
 from e2e_cli import COMMAND, Running, environment, events_of, everstep
 
 SLOW = ("--workers", "2", "--steps", "500")
@@ -88,3 +90,23 @@ def processes_of(run_dir: Path) -> list[str]:
             if str(run_dir) in line:
                 found.append(line)
     return found
+
+
+@pytest.mark.parametrize("how", ["moved", "removed"])
+def test_a_run_directory_that_is_taken_away_ends_the_job(run_dir: Path, small_task: str, how: str) -> None:
+    """In one line; and another directory of its name stays as it is."""
+    there = run_dir.with_name("there")
+    with Running(small_task, "--workers", "2", "--steps", "5000", "--run-dir", run_dir, E2E_LANE_S="0.1") as job:
+        job.wait_for_step(2)
+        if how == "moved":
+            run_dir.rename(there)
+        while run_dir.exists():
+            shutil.rmtree(run_dir, ignore_errors=True)  # as long as files come that were being written
+        run_dir.mkdir()
+        code, _, errors = job.end()
+    assert (code, errors.count("error: "), "Traceback" in errors) == (1, 1, False), errors
+    assert f"the run directory {run_dir} was {how}" in errors
+    assert not list(run_dir.iterdir())
+    if how == "moved":
+        assert next(e["reason"] for e in events_of(there) if e["kind"] == "job_failed") in errors
+        assert json.loads(everstep("status", there, "--json").stdout)["state"] == "failed"

@@ -27,7 +27,54 @@ ANEW = os.O_WRONLY | os.O_TRUNC | os.O_CREAT
 NEW = os.O_WRONLY | os.O_EXCL | os.O_CREAT
 DRAFT = re.compile(r"\..+\.\d{1,20}")
 """Names of drafts."""
+_ANOTHER = "it is another directory than the one that this process began in"
 _makers: dict[int, int] = {}
+_homes: dict[Path, int] = {}
+
+
+def keep_to(directory: Path) -> None:
+    """From now on this process writes below this path only while that is the very directory of now: one that is moved,
+    or removed and made anew, is another job's. Raises: OSError."""
+    if directory not in _homes:
+        _homes[directory] = os.open(directory, _FOLDER)  # kept open, so that no other one gets its number
+
+
+def leave(directory: Path) -> None:
+    """This process has nothing to do there any more."""
+    fd = _homes.pop(directory, None)
+    if fd is not None:
+        os.close(fd)
+
+
+def moved(directory: Path) -> str:
+    """What has become of a directory that this process keeps to, in words; "" if it is where it was."""
+    try:
+        if directory not in _homes or _is_home(directory, os.stat(directory)):
+            return ""
+    except FileNotFoundError:
+        pass
+    except OSError:
+        return ""  # a file server that does not answer, say: nobody knows
+    there = home(directory)
+    return "was removed" if there is None else f"was moved to {os.readlink(there)}"
+
+
+def home(directory: Path) -> Path | None:
+    """A path to a directory that this process keeps to, wherever it is by now; None if it is nowhere."""
+    there = Path(f"/proc/self/fd/{_homes[directory]}")
+    return None if os.readlink(there).endswith(" (deleted)") else there
+
+
+def refuse_moved(path: Path) -> None:
+    """Before something is written below a path by other means. Raises: OSError if the directory that this process keeps
+    to is not there any more."""
+    for directory in (path, *path.parents):
+        if directory in _homes and not _is_home(directory, os.stat(directory)):
+            raise OSError(errno.ESTALE, _ANOTHER, str(directory))
+
+
+def _is_home(directory: Path, found: os.stat_result) -> bool:
+    return os.path.samestat(found, os.fstat(_homes[directory]))
 
 
 def open_below(path: str | os.PathLike[str], flags: int = os.O_RDONLY, folders: int = 0, *, make: bool = False) -> int:
@@ -60,8 +107,11 @@ def folder_of(
     Raises: OSError, with its own words.
     """
     path = Path(path)
-    fd = os.open(path.parents[folders], _FOLDER)
+    top = path.parents[folders]
+    fd = os.open(top, _FOLDER)
     try:
+        if writes and top in _homes and not _is_home(top, os.fstat(fd)):
+            raise OSError(errno.ESTALE, _ANOTHER, str(top))
         for depth in range(folders, 0, -1):
             inner, above = path.parents[depth - 1], fd
             with _named(inner, inner.name, fd):

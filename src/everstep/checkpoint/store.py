@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Protocol
 from uuid import uuid4
 
-from everstep.base.below import refuse_others
+from everstep.base.below import refuse_moved, refuse_others
 from everstep.base.errors import BlobExists, BlobForeign, BlobMissing, StoreError, check
 from everstep.checkpoint.names import PART_EXAMPLE, is_plain
 
@@ -203,6 +203,8 @@ class DirectoryStore:
         opened: list[int] = []
         words = words_of(name)
         try:
+            if make or writes:
+                refuse_moved(self.path)
             if make:
                 self.path.mkdir(parents=True, exist_ok=True)
             opened.append(os.open(self.path, _FOLDER))

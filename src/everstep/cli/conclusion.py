@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from everstep.base.below import home, moved
 from everstep.base.cause import Cause
 from everstep.base.errors import ConfigError
 from everstep.checkpoint.store import DirectoryStore
@@ -30,6 +31,8 @@ def end_of(
     process: Job, run_dir: Path, job: JobFile, events: EventLog, facts: Facts, exit_code: int, *, as_json: bool = False
 ) -> int:
     """What is left to do when the process of a job is over. Returns the command's exit code."""
+    if moved(run_dir):
+        return conclude(run_dir, facts, process.outcome, exit_code, "", as_json=as_json)
     DirectoryStore(checkpoint_dir(run_dir, job)).drop_leftovers()  # workers may have been killed while they wrote
     lacking = lacking_rows(run_dir, process.reached - 1)  # when a step was applied, the one before it was released
     if lacking:  # the end was told by the coordinator, who does not read the ledger: pages and reports shall say it too
@@ -40,7 +43,12 @@ def end_of(
 
 def say_the_end(events: EventLog, run_dir: Path, begin_ns: int, outcome: Outcome | None, exit_code: int) -> None:
     """The coordinator reports the end; if it could not, the job's own word stands in."""
-    told = (e["kind"] in ENDS and e["time_unix_ns"] >= begin_ns for e in read_events(run_dir / EVENTS_FILE))
+    there = home(run_dir) if moved(run_dir) else run_dir
+    if there is None:
+        return
+    if there != run_dir:
+        events = EventLog(there / EVENTS_FILE)
+    told = (e["kind"] in ENDS and e["time_unix_ns"] >= begin_ns for e in read_events(there / EVENTS_FILE))
     if outcome is not None and not any(told):
         why, kind = outcome.why, ENDS[bool(exit_code)]
         events.write(kind, cause=why.cause, reason=why.reason, state=outcome.state, exit_code=exit_code)

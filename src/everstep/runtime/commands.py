@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from everstep.base.below import open_below
+from everstep.base.below import keep_to, leave, open_below
 from everstep.base.errors import ConfigError, EverstepError, ProtocolError
 from everstep.base.given import open_given
 from everstep.protocol.messages import Command, CommandReply, decode, encode
@@ -125,7 +125,11 @@ def run_lock(run_dir: Path) -> Iterator[None]:
     with sole_holder(run_dir, LOCK_FILE, held):
         refuse_foreign(run_dir)
         sweep_drafts(run_dir)
-        yield
+        keep_to(run_dir)
+        try:
+            yield
+        finally:
+            leave(run_dir)
 
 
 @contextlib.contextmanager

@@ -20,6 +20,7 @@ from typing import Any, cast
 
 import uvloop
 
+from everstep.base.below import keep_to
 from everstep.base.cause import Cause, Why
 from everstep.base.config import load_config
 from everstep.base.errors import EverstepError, ProtocolError, check
@@ -491,6 +492,7 @@ class ControlSocket(asyncio.Protocol):
 async def serve(place: Post) -> None:
     """Run the server until the process is ended."""
     run_dir = place.run_dir
+    keep_to(run_dir)
     job = read_json(run_dir / JOB_FILE)
     config = load_config([(JOB_FILE, job["config"])])
     host = place.host or config.network.address

@@ -11,6 +11,7 @@ from math import inf
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from everstep.base.below import keep_to
 from everstep.base.cause import Cause, Why
 from everstep.base.config import Config, load_config
 from everstep.base.plan import WorkerKey
@@ -77,6 +78,7 @@ class Host:
             facts, joining, self.config.checkpoint, wire, link.client.send, lambda: link.client.connected
         )
         self.run_dir = self.quarters.run_dir
+        keep_to(self.run_dir)
         logs = self.config.logs
         self._collector = Collector(self.run_dir / LOGS_FOLDER, board, int(logs.max_mb * (1 << 20)), logs.keep)
         self.workers = Workers(

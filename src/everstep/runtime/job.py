@@ -18,7 +18,7 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from everstep.base.below import write_atomically
+from everstep.base.below import moved, write_atomically
 from everstep.base.cause import Cause, Why
 from everstep.base.config import Config, to_dict
 from everstep.base.given import read_json
@@ -195,6 +195,9 @@ class Job:
             self._on_local_death()
         for item in self._inbox.take():
             self._take(item, link)
+        away = _taken_away(self.run_dir) if self._end.outcome is None and not self._succession.guest else None
+        if away is not None:
+            self._end.fail(away)
         now_s = time.monotonic()
         if ask_about(self._watch, self._coordinator.pid, now_s):
             link.ping()
@@ -376,6 +379,14 @@ class Job:
 def hearing_signals(job: Job) -> AbstractContextManager[None]:
     """While inside, signals are noted, and acted upon while the job runs: also those that come before it does."""
     return taking_signals(_SIGNALS, job.interrupt)
+
+
+def _taken_away(run_dir: Path) -> Why | None:
+    """Without its directory nothing of a job can be told, saved or started again."""
+    words = moved(run_dir)
+    text = f"the run directory {run_dir} {words} while the job used it, so nothing can be saved any more"
+    then = "put it back, or a copy of it, and run the job again, which goes on from its newest checkpoint"
+    return Why(Cause.DISK, f"{text}: {then}") if words else None
 
 
 def _forget(path: Path) -> None:

@@ -20,6 +20,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from everstep.base.below import keep_to
 from everstep.base.cause import Cause, Why
 from everstep.base.config import Config
 from everstep.base.errors import EverstepError
@@ -149,6 +150,7 @@ class LaunchedLink(WorkerLink):
         row = Board.attach(context.board_fd).row(context.worker_id)
         log = set_up_worker_log(2, context.worker_id, context.incarnation)
         token, run_dir = context.peer_token_bytes(), context.run_path
+        keep_to(run_dir)
         super().__init__(context.key, context.task, context.host, config, run_dir, row, token, log, faults)
         self.tls = context.tls_shown()
         self.cell = Head(context, lambda: self.row.tick())

@@ -10,7 +10,22 @@ from pathlib import Path
 import pytest
 
 from everstep.base import below
-from everstep.base.below import ANEW, APPEND, NEW, drafted, folder_of, open_below, placed, whose, write_atomically
+from everstep.base.below import (
+    ANEW,
+    APPEND,
+    NEW,
+    drafted,
+    folder_of,
+    home,
+    keep_to,
+    leave,
+    moved,
+    open_below,
+    placed,
+    refuse_moved,
+    whose,
+    write_atomically,
+)
 from everstep.base.given import open_given, read_given, read_json
 
 OTHER = 4711
@@ -125,3 +140,30 @@ def test_what_a_user_names_may_be_a_link(run_dir: Path, victim: Path) -> None:
         assert file.read() == b"mine"
     with drafted(run_dir / "key", None) as draft, folder_of(run_dir / "key") as folder:
         assert draft.parent.samefile(f"/proc/self/fd/{folder}")
+
+
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("how", ["moved", "removed"])
+def test_nothing_is_written_into_another_directory_of_the_same_name(tmp_path: Path, how: str, again: bool) -> None:
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    keep_to(run_dir)
+    try:
+        assert moved(run_dir) == ""
+        if how == "moved":
+            run_dir.rename(tmp_path / "there")
+        else:
+            run_dir.rmdir()
+        if again:
+            run_dir.mkdir()
+        assert moved(run_dir) == (f"was moved to {tmp_path / 'there'}" if how == "moved" else "was removed")
+        there = home(run_dir)
+        assert there is None if how == "removed" else there is not None and there.samefile(tmp_path / "there")
+        for folders in (0, 1):
+            with pytest.raises(OSError):
+                open_below(run_dir.joinpath(*["logs"] * folders, "a.log"), APPEND, folders, make=True)
+        with pytest.raises(OSError):
+            refuse_moved(run_dir / "checkpoints")
+        assert run_dir.exists() == again and not list(run_dir.glob("*"))
+    finally:
+        leave(run_dir)
