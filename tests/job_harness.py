@@ -168,10 +168,10 @@ class Jobs:
         run_dir: Path | None = None,
         environment: Mapping[str, str] | None = None,
     ) -> Job:
-        """Start a job. task: a class of job_tasks, or a script's path. pace: what it takes its time for. run_dir: that
-        of a job that was stopped."""
+        """Start a job. task: a class of job_tasks, or of a file (FILE.py:NAME), or a script's path. pace: what it takes
+        its time for. run_dir: that of a job that was stopped."""
         run_dir = run_dir or self.base / f"{next(self._names):02d}-{Path(task).stem}"
-        argv = ["run", task if task.endswith(".py") else f"{HERE / 'job_tasks.py'}:{task}", "--run-dir", str(run_dir)]
+        argv = ["run", task if ".py" in task else f"{HERE / 'job_tasks.py'}:{task}", "--run-dir", str(run_dir)]
         argv += ["--workers", str(workers), "--json"]
         for key, value in {**(numerics or {}), **(settings or {})}.items():
             argv += ["--set", f"{key}={value}"]

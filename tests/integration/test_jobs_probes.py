@@ -134,3 +134,113 @@ def test_a_worker_alone_computes_a_lane_again(jobs: Jobs, tmp_path: Path) -> Non
     assert job.end() != 0, job.account()
     assert "was computed twice and gave different gradients" in job.of_kind("job_failed")[-1]["reason"], job.account()
     assert "of step 8 " in job.of_kind("job_failed")[-1]["reason"]
+
+
+STAGES = """
+import os, time, torch
+from torch import nn
+from everstep import Task
+
+def told(name):
+    try:
+        return float(open(os.path.join(os.path.dirname(__file__), name)).read())
+    except FileNotFoundError:
+        return 0.0
+
+def is_odd():
+    return os.path.exists(os.path.join(os.path.dirname(__file__), f"odd-{os.getpid()}"))
+
+SHIFT, FACTOR = told("shift"), 1.0 + told("factor")
+
+class Data(torch.utils.data.Dataset):
+    def __init__(self):
+        generator = torch.Generator().manual_seed(1)
+        self.x, self.y = torch.randn(160, 6, generator=generator), torch.randn(160, 1, generator=generator)
+    def __len__(self): return 160
+    def __getitem__(self, i): return self.x[i], self.y[i] + SHIFT
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.norm, self.drop = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.2)
+    def forward(self, x):
+        time.sleep(float(os.environ.get("LANE_S", "0")))
+        noise = time.time() % 0.1 if told("noise") else 0.0
+        return self.drop(torch.tanh(self.norm(self.linear(x)))) * (FACTOR * (2.0 if is_odd() else 1.0) + noise)
+
+class Stages(Task):
+    defaults = {"lanes": 8, "micro_batch": 2, "steps": 24}
+    def build_model(self):
+        return nn.Sequential(nn.Linear(6, 8), Scaled(), nn.ReLU(inplace=True), Scaled(), nn.Linear(8, 1))
+    def units(self, model): return list(model.children())
+    def build_optimizer(self, params): return torch.optim.SGD(params, lr=0.05, momentum=0.9)
+    def build_dataset(self, split): return Data()
+    def loss(self, model, batch): return nn.functional.mse_loss(model(batch[0]), batch[1])
+"""
+
+
+def staged(folder: Path) -> str:
+    (folder / "stages.py").write_text(STAGES)
+    return f"{folder / 'stages.py'}:Stages"
+
+
+def same_as_one(jobs: Jobs, task: str, job: Job) -> None:
+    undisturbed = jobs.start(task, workers=1)
+    assert undisturbed.end() == 0, undisturbed.account()
+    same(undisturbed.run_dir, job)
+
+
+PARTS = [
+    ("shift", {}, "gets other samples"),
+    ("factor", {}, "another output from the same input"),
+    ("factor", {"chunks": 2, "schedule": "interleaved", "recompute": "true"}, "another output from the same input"),
+]
+
+
+@pytest.mark.parametrize(("file", "settings", "says"), PARTS, ids=["data", "code", "code, in chunks"])
+def test_a_worker_of_a_stage_that_comes_back_otherwise_is_refused(
+    jobs: Jobs, tmp_path: Path, file: str, settings: dict[str, Any], says: str
+) -> None:
+    task = staged(tmp_path)
+    job = jobs.start(task, workers=4, settings={"stages": 2, **settings}, environment=PACE)
+    job.wait_for("step_committed", step=3)
+    (tmp_path / file).write_text("0.5")
+    last = max(e["worker_id"] for e in job.of_kind("worker_joined"))
+    os.kill(next(e["pid"] for e in job.of_kind("worker_joined") if e["worker_id"] == last), signal.SIGKILL)
+    assert job.end() == 0, job.account()
+    (tmp_path / file).unlink()
+    same_as_one(jobs, task, job)
+    first, odd = probed(job)[0], [e for e in probed(job) if not e["equal"]]
+    assert first["step"] == 1 and first["equal"] and len(first["workers"]) == 4 and first["alone"] == [], first
+    assert any(f"worker {last} " in e["reason"] and says in e["reason"] for e in odd), job.account()
+    assert {e["worker_id"] for e in job.of_kind("worker_evicted") if says in e["reason"]} == {last}, job.account()
+
+
+def test_one_against_one_in_a_stage_ends_the_job(jobs: Jobs, tmp_path: Path) -> None:
+    settings = {"stages": 2, "verify_every": 4, "rehearse": "false", "checkpoint.disk.every_steps": 1}
+    job = jobs.start(staged(tmp_path), workers=4, settings=settings, environment=PACE)
+    job.wait_for("step_committed", step=5)
+    odd = job.of_kind("worker_joined")[-1]["pid"]
+    (tmp_path / f"odd-{odd}").touch()
+    assert job.end() == 1, job.account()
+    said = job.of_kind("job_failed")[-1]["reason"]
+    assert "nobody knows which" in said and ", part " in said and "the newest checkpoint up to step" in said, said
+    step = int(said.partition("of step ")[2].partition(",")[0])
+    kept = [int(path.parent.name[5:]) for path in job.run_dir.glob("checkpoints/step-*/manifest.json")]
+    assert step % 4 == 0 and max(kept) <= step - 4, job.account()
+    assert not (job.run_dir / "final").exists()
+
+
+def test_where_each_stage_has_one_worker_it_computes_a_lane_twice_and_that_is_said(jobs: Jobs, tmp_path: Path) -> None:
+    settings = {"stages": 2, "verify_every": 4, "rehearse": "false"}
+    task = staged(tmp_path)
+    job = jobs.start(task, workers=2, settings=settings)
+    assert job.end() == 0, job.account()
+    assert [e["step"] for e in probed(job)] == [4, 8, 12, 16, 20, 24], job.account()
+    assert all(e["alone"] == [0, 1] and e["equal"] for e in probed(job))
+    same_as_one(jobs, task, job)
+    job = jobs.start(task, workers=1, settings=settings, environment=PACE)
+    job.wait_for("step_committed", step=5)
+    (tmp_path / "noise").write_text("1")
+    assert job.end() != 0, job.account()
+    assert "was computed twice and gave different outputs" in job.of_kind("job_failed")[-1]["reason"], job.account()

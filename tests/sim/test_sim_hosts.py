@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import fields, replace
 
 import pytest
@@ -12,7 +13,7 @@ from everstep.protocol.coordinator.likeness import Likeness
 from everstep.protocol.driver.probing import Probing
 from everstep.sim.faults import SimFault
 from everstep.sim.model import SimJob
-from everstep.sim.scenario import Setup, UnlikeSetup, set_up, simulate
+from everstep.sim.scenario import Setup, UnlikeSetup, set_up, set_up_leased, set_up_split, simulate
 
 JOB = SimJob(14, 6, 3)
 SPLIT = SimJob(12, 4, 3, stages=2, keep_every=2)
@@ -69,9 +70,9 @@ def test_hosts_that_compute_otherwise_never_train_together(monkeypatch: pytest.M
     assert any("have other kernels" in problem for problem in problems), problems
 
 
-def odd(seed: int) -> Setup:
+def odd(seed: int, draw: Callable[[int], Setup] = set_up) -> Setup:
     """Any faults, and one slot whose lives compute lanes otherwise, from the first or the second one on."""
-    drawn = set_up(seed)
+    drawn = draw(seed)
     return replace(drawn, differs=WorkerKey(seed % drawn.workers, seed // 2 % 2), min_workers=1, on_failure="replace")
 
 
@@ -83,3 +84,28 @@ def test_no_bit_of_lives_that_compute_otherwise_gets_into_a_step(monkeypatch: py
     monkeypatch.setattr(Probing, "judge", lambda self, outcome, me: None)
     problems = [simulate(seed, setup=odd(seed)).problem for seed in range(12)]
     assert any("P1" in problem for problem in problems), problems
+
+
+def test_nor_into_any_stage_of_a_split_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    outcomes = [simulate(seed, setup=odd(seed, set_up_split)) for seed in range(40)]
+    failed = [str(outcome) for outcome in outcomes if not outcome.ok]
+    assert not failed, failed[0]
+    assert sum(outcome.reports.get("probe_done", 0) for outcome in outcomes) > 10
+    monkeypatch.setattr(Probing, "judge", lambda self, outcome, me: None)
+    problems = [simulate(seed, setup=odd(seed, set_up_split)).problem for seed in range(12)]
+    assert any("P1" in problem for problem in problems), problems
+
+
+@pytest.mark.parametrize(
+    ("draw", "seed"),
+    [
+        (set_up, 960395),  # lanes of a new member were computed in one generation and agreed on in the next
+        (set_up, 970435),  # what looks like another device is a flipped bit of the state
+        (set_up_split, 11),  # a member catches up with the step in which others have been compared
+        (set_up_split, 972105),  # the odd one dies, and what others made of what it gave them lives on
+        (set_up_leased, 971337),  # all go back behind the step up to which lanes were compared
+    ],
+)
+def test_what_was_found_once_is_noticed(draw: Callable[[int], Setup], seed: int) -> None:
+    outcome = simulate(seed, setup=draw(seed))
+    assert outcome.ok, str(outcome)

@@ -30,6 +30,9 @@ class Tag(NamedTuple):
     seq: int
 
 
+MOST_LANES = 1 << 13
+"""What is sent between stages bears a number below this one: those of lanes, and of lanes that are computed twice."""
+
 HopKind = Literal["act", "grad", "tied", "eval"]
 
 

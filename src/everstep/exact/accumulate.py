@@ -446,7 +446,7 @@ class _Statistics:
                 end = entry.stop if entry.stop == region.stop else round_up(entry.stop, ALIGN_ELEMENTS)
                 size = end - entry.offset
                 device = by_name[entry.name].device
-                tail = torch.zeros(size - entry.numel, device=device)
+                tail = torch.zeros(size - entry.numel, dtype=torch.float32, device=device)
                 tail[0] = 1.0
                 self._tails.append(tail)
                 segments.append(torch.full((size,), len(segments), dtype=torch.int64, device=device))
@@ -462,7 +462,8 @@ class _Statistics:
         value = self._gather()
         check(self._start is not None, "begin() comes before add()")
         differs = value.view(torch.int32) != self._start.view(torch.int32)  # type: ignore[union-attr]
-        changed = torch.zeros(len(self._where), device=value.device).index_add_(0, self._segment, differs.float())
+        changed = torch.zeros(len(self._where), dtype=torch.float32, device=value.device)
+        changed.index_add_(0, self._segment, differs.float())
         value = torch.where((changed > 0)[self._segment], value, 0.0)
         return list(torch.split_with_sizes(value, self._sizes))
 

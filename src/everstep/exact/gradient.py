@@ -106,7 +106,7 @@ class GradientHandOver:
     def _memory(self) -> Tensor:
         if self._flat is None:
             device = next((p.device for p in self._params.values()), torch.device("cpu"))
-            self._flat = torch.zeros(self.layout.numel, device=device)
+            self._flat = torch.zeros(self.layout.numel, dtype=torch.float32, device=device)
             for i, parameter in self._params.items():
                 entry = self.layout.entries[i]
                 self._views[i] = entry.view(self._flat)

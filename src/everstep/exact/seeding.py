@@ -106,6 +106,7 @@ class UnitSeeder:
         self._step = 0
         self._lane = 0
         self._part = 0
+        self._flight = (0, 0)
         self._in_flight: dict[tuple[int, int], dict[int, list[_Call]]] = {}
         self._calls: dict[int, list[_Call]] = {}
         self._hooks = [
@@ -113,12 +114,14 @@ class UnitSeeder:
             for number, unit in zip(range(len(units)) if numbers is None else numbers, units, strict=True)
         ]
 
-    def begin_lane(self, step: int, lane: int, part: int = 0) -> None:
-        """Seeds all generators for the lane and starts counting its calls."""
+    def begin_lane(self, step: int, lane: int, part: int = 0, flight: int | None = None) -> None:
+        """Seeds all generators for the lane and starts counting its calls. flight: the number by which it is known
+        here, if that is another one: the lane is computed twice."""
         if step != self._step:
             self._in_flight.clear()
         self._step, self._lane, self._part = step, lane, part
-        self._calls = self._in_flight[lane, part] = {}
+        self._flight = lane if flight is None else flight, part
+        self._calls = self._in_flight[self._flight] = {}
         seed_all(derive(_LANE, self._seed, step, lane))
         self._active = True
 
@@ -126,17 +129,18 @@ class UnitSeeder:
         """From here on the units' entries do nothing; the lane's calls are remembered."""
         self._active = False
 
-    def resume(self, lane: int, part: int = 0) -> None:
-        """The lane's backward pass comes next."""
+    def resume(self, lane: int, part: int = 0, flight: int | None = None) -> None:
+        """The lane's backward pass comes next. flight: as for `begin_lane`."""
         self._lane, self._part = lane, part
-        self._calls = self._in_flight[lane, part]
+        self._flight = lane if flight is None else flight, part
+        self._calls = self._in_flight[self._flight]
         seed_all(derive(_BACKWARD, self._seed, self._step, lane, part))
         self._active = True
 
     def end_lane(self) -> None:
         """From here on the units' entries do nothing; the lane is forgotten."""
         self._active = False
-        self._in_flight.pop((self._lane, self._part), None)
+        self._in_flight.pop(self._flight, None)
 
     def close(self) -> None:
         """Removes the hooks."""

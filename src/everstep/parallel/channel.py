@@ -37,7 +37,7 @@ import xxhash
 
 from everstep.base.errors import CollectiveAborted, InvariantViolation, check
 from everstep.base.plan import Plan, WorkerKey
-from everstep.base.ports import Hop, OnTick
+from everstep.base.ports import MOST_LANES, Hop, OnTick
 from everstep.exact.layout import ALIGN_BYTES
 from everstep.parallel.fence import Fence
 from everstep.parallel.frame import HEAD_LENGTHS, Frame, frame_of, fresh_bytes, head_size, parse_head
@@ -324,11 +324,11 @@ def _bytes(mapping: Mapping) -> torch.Tensor:
 # ---- between workers of several hosts: over the sockets with which all members of a generation meet anyway
 _HEADER = struct.Struct("<qiiiiQ")
 _LEAD = struct.Struct("<Q")
-_PARTS, _LANES = 1 << 10, 1 << 13
+_PARTS = 1 << 10
 _TAGS = 1 << 28
 _FRAME, _MORE = 0, 1
 """Each hop has two tags: that of its frame, and that of content that the frame cannot hold."""
-_LEADS = _TAGS + 2 * len(KINDS) * _PARTS * _LANES
+_LEADS = _TAGS + 2 * len(KINDS) * _PARTS * MOST_LANES
 
 
 class _Edge(NamedTuple):
@@ -458,8 +458,8 @@ class GroupChannel:
     def _checked(self, peer: int, key: Hop) -> SocketMesh:
         self._fence.check()
         check(peer in self._members, f"worker {peer} is no member of generation {self._fence.generation}")
-        fits = 0 <= key.part < _PARTS and 0 <= key.lane < _LANES
-        check(fits, f"{key}: at most {_PARTS} parts and {_LANES} lanes")
+        fits = 0 <= key.part < _PARTS and 0 <= key.lane < MOST_LANES
+        check(fits, f"{key}: at most {_PARTS} parts and {MOST_LANES} lanes")
         return self._carrier.mesh
 
     def _post(self, mesh: SocketMesh, step: int, content: torch.Tensor, to: int, tag: int) -> None:
@@ -499,7 +499,7 @@ def _write(target: torch.Tensor, content: bytes) -> None:
 
 
 def _tag(key: Hop) -> int:
-    return _TAGS + 2 * ((KINDS.index(key.kind) * _PARTS + key.part) * _LANES + key.lane)
+    return _TAGS + 2 * ((KINDS.index(key.kind) * _PARTS + key.part) * MOST_LANES + key.lane)
 
 
 def _lead_tag(edge: _Edge) -> int:

@@ -93,7 +93,7 @@ _HUGE_BYTES = 8 << 20
 def new_flat(numel: int, device: torch.device) -> torch.Tensor:
     """float32 [numel], at least 64-byte aligned; on the CPU in huge pages where the kernel gives them."""
     if device.type != "cpu" or numel * 4 < _HUGE_BYTES:
-        return torch.empty(numel, device=device)
+        return torch.empty(numel, dtype=torch.float32, device=device)
     memory = mmap.mmap(-1, numel * 4, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):  # a kernel without them
         memory.madvise(mmap.MADV_HUGEPAGE)

@@ -1,16 +1,20 @@
-"""Which lanes of a step are computed by a second member, to see that it computes the same. Pure.
+"""Which lanes of a step are computed once more by other members, to see that they compute the same. Pure.
 
-All members come to the same answer from the same plan. A lane is probed by who is new in the job, in its first step,
-and every so many steps by somebody else than its owner, on another host where there is one.
+All members come to the same answer from the same plan. A *trial* is a lane that goes through the stages a second time,
+at each of them through another member than its owner where the pool has one: of who is new in the job, in its first
+step, and every so many steps of somebody else, on another host where there is one. What a trial gives is compared and
+thrown away.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from everstep.base.plan import Plan, Seat
+from everstep.base.ports import MOST_LANES
 
 
 @dataclass(frozen=True)
@@ -24,45 +28,103 @@ class ProbeRule:
     joins: bool = False
 
 
-def probes(plan: Plan, step: int, rule: ProbeRule, unproven: Collection[int]) -> dict[int, tuple[int, ...]]:
-    """By lane, who computes it: its owner first. unproven: members that nobody has compared yet.
+@dataclass(frozen=True)
+class Trial:
+    """A lane that is computed once more. holders: by stage, the member that does; its owner where it is alone."""
 
-    Of a model that is split, and of a pool in which one member has all lanes, there are none.
+    lane: int
+    holders: tuple[int, ...]
+
+
+def computing(plan: Plan) -> Sequence[Sequence[Seat]]:
+    """By stage, the seats that have lanes."""
+    return [[seat for seat in plan.pool(stage) if seat.lanes] for stage in range(plan.stages)]
+
+
+def alone(plan: Plan) -> dict[int, int]:
+    """By stage, who computes all of its lanes, where that is one member."""
+    return {stage: pool[0].worker_id for stage, pool in enumerate(computing(plan)) if len(pool) == 1}
+
+
+def probes(plan: Plan, step: int, rule: ProbeRule, unproven: Collection[int]) -> tuple[Trial, ...]:
+    """The trials of a step. unproven: members that nobody has compared yet.
+
+    Of a model that is not split, and that one member computes, there are none: it sees to that by itself.
     """
-    pool = [seat for seat in plan.pool(0) if seat.lanes] if plan.stages == 1 else []
-    if len(pool) < 2:
-        return {}
-    found: dict[int, set[int]] = {}
-    proven = [seat for seat in pool if seat.worker_id not in unproven] or pool[:1]
-    for seat in pool if rule.joins else ():
-        if seat.worker_id in unproven and seat not in proven:
-            by = _apart(plan, seat, proven)[0]
-            found.setdefault(by.lanes[step % len(by.lanes)], set()).add(seat.worker_id)
+    pools = computing(plan)
+    widest = max(pools, key=len)
+    if plan.stages == len(widest) == 1:
+        return ()
+    found = [*_joining(plan, pools, step, unproven)] if rule.joins else []
+    lanes = _drawn(step, plan.lanes, rule)
     if rule.every and step % rule.every == 0:
         turn = step // rule.every
-        owner = pool[turn % len(pool)]
-        _add(plan, pool, owner.lanes[turn // len(pool) % len(owner.lanes)], found)
-    for lane in _drawn(step, range(plan.lanes), rule):
-        _add(plan, pool, lane, found)
-    owners = {lane: seat.worker_id for seat in pool for lane in seat.lanes}
-    return {lane: (owners[lane], *sorted(who - {owners[lane]})) for lane, who in sorted(found.items())}
+        owner = widest[turn % len(widest)]
+        lanes.insert(0, owner.lanes[turn // len(widest) % len(owner.lanes)])
+    for lane in lanes:
+        seats = (_partner(plan, pool, _owner(plan, stage, lane)) for stage, pool in enumerate(pools))
+        found.append(Trial(lane, tuple(seat.worker_id for seat in seats)))
+    return tuple(dict.fromkeys(found))[: MOST_LANES - plan.lanes]
 
 
-def _add(plan: Plan, pool: Sequence[Seat], lane: int, found: dict[int, set[int]]) -> None:
-    """The member that is to compute this lane, too: the one with the fewest lanes."""
-    owner = next(seat for seat in pool if lane in seat.lanes)
-    others = _apart(plan, owner, [seat for seat in pool if seat is not owner])
-    fewest = min(len(seat.lanes) for seat in others)
-    found.setdefault(lane, set()).add(next(seat.worker_id for seat in others if len(seat.lanes) == fewest))
+def once_more(plan: Plan, lane: int) -> tuple[Trial, ...]:
+    """This lane, by all who have lanes, at each stage."""
+    pools = computing(plan)
+    owners = [_owner(plan, stage, lane) for stage in range(plan.stages)]
+    others = [[s for s in pool if s is not o] or [o] for pool, o in zip(pools, owners, strict=True)]
+    found = (Trial(lane, tuple(of[k % len(of)].worker_id for of in others)) for k in range(max(map(len, others))))
+    return tuple(found)[: MOST_LANES - plan.lanes]
 
 
-def _apart(plan: Plan, one: Seat, seats: Sequence[Seat]) -> list[Seat]:
+def owed(trials: Collection[Trial], plan: Plan, worker_id: int) -> tuple[int, ...]:
+    """Of a model that is not split: the lanes of which this worker has to say what it gets."""
+    return tuple(sorted({t.lane for t in trials if worker_id in (plan.holder(0, t.lane), *t.holders)}))
+
+
+def with_trials(plan: Plan, trials: Sequence[Trial]) -> Plan:
+    """The same plan, where trials are lanes as well: they are numbered on from its own."""
+    more: dict[tuple[int, int], list[int]] = {}
+    for number, trial in enumerate(trials, plan.lanes):
+        for stage, worker_id in enumerate(trial.holders):
+            more.setdefault((worker_id, stage), []).append(number)
+    own = ((seat, more.get((seat.worker_id, seat.stage), ())) for seat in plan.seats)
+    return replace(plan, seats=tuple(replace(s, lanes=(*s.lanes, *of)) if of else s for s, of in own))
+
+
+def _joining(plan: Plan, pools: Sequence[Sequence[Seat]], step: int, unproven: Collection[int]) -> Iterator[Trial]:
+    """Until each member that is new has computed a lane of one that is not; where all are, of the first."""
+    proven = [[s for s in pool if s.worker_id not in unproven] or pool[:1] for pool in pools]
+    right = [{seat.worker_id for seat in seats} for seats in proven]
+    waiting = [deque(s for s in pool if s.worker_id not in known) for pool, known in zip(pools, right, strict=True)]
+    for stage, new in enumerate(waiting):
+        while new:
+            by = _apart(plan, new[0], proven[stage])[0]
+            lane = by.lanes[step % len(by.lanes)]
+            holders = []
+            for at, pool in enumerate(pools):
+                owner = _owner(plan, at, lane)
+                due = waiting[at] and owner.worker_id in right[at]
+                holders.append(waiting[at].popleft() if due else _partner(plan, pool, owner))
+            yield Trial(lane, tuple(seat.worker_id for seat in holders))
+
+
+def _owner(plan: Plan, stage: int, lane: int) -> Seat:
+    return plan.seat(plan.holder(stage, lane), stage)
+
+
+def _partner(plan: Plan, pool: Sequence[Seat], owner: Seat) -> Seat:
+    """Who is to compute a lane of this owner, too: the one with the fewest lanes."""
+    others = _apart(plan, owner, [seat for seat in pool if seat is not owner] or [owner])
+    return min(others, key=lambda seat: len(seat.lanes))
+
+
+def _apart(plan: Plan, one: Seat, seats: Sequence[Seat]) -> Sequence[Seat]:
     """Of these, those on other hosts than this one; all, if there is none."""
     host = plan.member(one.worker_id).host
-    return [seat for seat in seats if plan.member(seat.worker_id).host != host] or list(seats)
+    return [seat for seat in seats if plan.member(seat.worker_id).host != host] or seats
 
 
-def _drawn(step: int, lanes: Iterable[int], rule: ProbeRule) -> list[int]:
+def _drawn(step: int, lanes: int, rule: ProbeRule) -> list[int]:
     if not rule.share:
         return []
     limit = round(rule.share * (1 << 64))
@@ -71,4 +133,4 @@ def _drawn(step: int, lanes: Iterable[int], rule: ProbeRule) -> list[int]:
         said = f"probe {rule.seed} {step} {lane}".encode()
         return int.from_bytes(hashlib.blake2b(said, digest_size=8).digest(), "little")
 
-    return [lane for lane in lanes if drawn(lane) < limit]
+    return [lane for lane in range(lanes) if drawn(lane) < limit]

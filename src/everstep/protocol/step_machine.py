@@ -511,11 +511,15 @@ class StepMachine:
         self._holdings.pop(self.generation, None)
         self.phase = Phase.SETTLING
         if event.intact:  # sums of lanes may have taken in those of others by now
-            self._held, self._gradient_step = set(), 0
             self.undone = self.position.step + 1
-            return [step_types.Discard(self.position.step + 1, undone=True)]
+            return [self.void()]
         self._doubt(event.sound)
         return []
+
+    def void(self) -> step_types.Discard:
+        """Nothing that has been computed of the next step counts: what is to be dropped."""
+        self._held, self._gradient_step = set(), 0
+        return step_types.Discard(self.position.step + 1, undone=True)
 
     def _doubt(self, sound: int) -> None:
         """States after this step count for nothing; nor does the live one of it, in which copies have just differed."""

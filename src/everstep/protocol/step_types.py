@@ -37,6 +37,28 @@ class Record(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     payload: bytes
 
 
+class LaneSaid(msgspec.Struct, frozen=True, array_like=True):
+    """Digests of what a member got when it computed a lane in a part of the model, in the order in which that came to
+    be; "" for what there is not. data: the lane's batch. took, made: what came into the forward pass, and what came out
+    (buffers and the loss, too). back, gave: of the backward pass, likewise (the parameters' gradients, too)."""
+
+    data: str = ""
+    took: str = ""
+    made: str = ""
+    back: str = ""
+    gave: str = ""
+
+
+class Doubt(msgspec.Struct, frozen=True, array_like=True):
+    """Members computed a lane of this step otherwise, in this part of the model, and nobody knows who is wrong. said:
+    by worker, what each got."""
+
+    step: int = 0
+    lane: int = 0
+    part: int = 0
+    said: dict[int, LaneSaid] = {}
+
+
 @dataclass(frozen=True)
 class Holding:
     """What a worker states when it settles.
@@ -53,7 +75,7 @@ class Holding:
     kept_parts: of further snapshots, by (stage, step), the blocks that are there.
 
     fresh: its state was copied or read since it was last found to be that of all others. proven: it was seen to compute
-    as others do.
+    as others do. doubt: what it knows of members that do not compute alike.
 
     Digests of initial states, by stage: first: of those that members are known to have begun with; built: of those that
     it has built, at step 0 only.
@@ -75,6 +97,7 @@ class Holding:
     built: Mapping[int, str] = field(default_factory=dict)
     fresh: bool = False
     proven: bool = False
+    doubt: Doubt = field(default_factory=Doubt)
 
 
 class Pieces(msgspec.Struct, frozen=True):

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from itertools import chain
 
 import msgspec
+from msgspec.structs import astuple
 
 from everstep.base.plan import Plan, WorkerKey
 from everstep.base.ports import Tag
@@ -58,6 +59,8 @@ class Vote(msgspec.Struct, frozen=True, array_like=True):
 
 _agree = msgspec.msgpack.Decoder(AgreePayload)
 _vote = msgspec.msgpack.Decoder(Vote)
+_PROBED = -100
+"""From here down: what lanes have given that several have computed."""
 
 
 class SimRecords:
@@ -135,8 +138,10 @@ class SimRecords:
         for section in chain.from_iterable(last_states(records).values()) if key.seq else agree:
             said.setdefault(section.stage, set()).update({section.digest} - {""})
             said.setdefault(~section.stage, set()).update({section.settings.hex()} - {""})
-            for lane, digest in section.probes.items():
-                said.setdefault(-100 - lane, set()).add(digest)
+            for lane, parts in section.probes.items():
+                for part, one in parts.items():
+                    for what, digest in enumerate(astuple(one)):
+                        said.setdefault(_PROBED - 5 * (lane * 100 + part) - what, set()).add(digest)
         return said
 
     def copies(self, records: Mapping[int, Record]) -> dict[int, set[int]]:
@@ -171,6 +176,8 @@ class Taint:
     def applies(self, who: WorkerKey, step: int, records: Mapping[int, Record]) -> None:
         """A worker is about to apply a step, decided by these records."""
         for stage, digests in self.records.said(Key(step, 0), records).items():
+            alike = stage > _PROBED or len(digests) == 1
+            require(alike, "P1", f"{who} applies step {step}, of which members have computed a lane otherwise")
             self._alike.setdefault((step - 1, stage), set()).update(digests)
         if not self.records.compared(records):
             return

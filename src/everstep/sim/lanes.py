@@ -20,11 +20,13 @@ import msgspec
 from everstep.base.plan import Plan
 from everstep.base.ports import Node
 from everstep.placement.owners import owners
+from everstep.placement.probes import alone, owed, with_trials
 from everstep.placement.tree import Merge, children, cover, fold_order, root
 from everstep.protocol.driver import operations as do
 from everstep.protocol.driver.operations import Compute
+from everstep.protocol.driver.probing import LanesGiven
 from everstep.protocol.driver.records import AgreePayload, LaneReport, StageSection
-from everstep.protocol.step_types import Discard, LaneDone
+from everstep.protocol.step_types import Discard, LaneDone, LaneSaid
 from everstep.sim.checks import Vote
 from everstep.sim.life import Life
 from everstep.sim.mesh import Mesh
@@ -62,7 +64,9 @@ class SimLanes:
         self.mesh = mesh
         self.held: dict[int, dict[int, Sums]] = {}  # by step and stage
         self.busy = False
-        self.probed: tuple[int, dict[int, str]] = (0, {})  # of a step: by lane, what it gives here
+        self.given = LanesGiven()
+        self._repeated: dict[int, int] = {}  # of the present operation: trials, and the lanes that they repeat
+        self._is_told: set[int] = set()
         self._operation: Compute | None = None
         self._leaving: tuple[tuple[int, ...], str] | None = None
         self._todo: deque[Pass] = deque()
@@ -97,6 +101,7 @@ class SimLanes:
     def _discard(self, effect: Discard) -> None:
         """Drop the results of this step and older."""
         self.held = {s: v for s, v in self.held.items() if s > effect.step}
+        self.given.drop(effect.step)
 
     def sums(self, plan: Plan, step: int, stage: int) -> Sums:
         """What this worker has to hand over at a stage."""
@@ -109,10 +114,18 @@ class SimLanes:
         if step != self.life.state.at + 1:
             raise AssertionError(f"{self.life.me} is to compute step {step} at state {self.life.state.at}")
         self._operation, self._leaving = operation, None
+        self._look_who_is_alone(plan)
         if plan.stages == 1:
-            self._probe(operation)
+            self._repeated, self._is_told = {}, set(owed(operation.trials, plan, me))
+            for lane in self._is_told:
+                self.given.note(step, lane, 0, LaneSaid(gave=str(hash(self._leaf(step, lane)))))
+        else:
+            self._repeated = {number: trial.lane for number, trial in enumerate(operation.trials, plan.lanes)}
+            self._is_told = set(self._repeated.values())
         self._under = {k: set(plan.lanes_of(me, k)) for k in plan.stages_of(me)}
-        self._wanted = {(k, n) for k in self._under for n in self._under[k] if n in operation.lanes}
+        there = self._with_trials(operation)
+        lanes = {*operation.lanes, *self._repeated}
+        self._wanted = {(k, n) for k in self._under for n in lanes.intersection(there.lanes_of(me, k))}
         for stage, lane in sorted(self._wanted):
             if plan.stages == 1:
                 self._came["backward", step, 0, lane] = 0
@@ -149,7 +162,7 @@ class SimLanes:
         """Workers from which something is still to come."""
         if self._operation is None:
             return set()
-        plan, found = self._operation.plan, set()
+        plan, found = self._with_trials(self._operation), set()
         for stage, lane in self._wanted:
             if stage > 0:
                 found.add(plan.holder(stage - 1, lane))
@@ -181,7 +194,7 @@ class SimLanes:
             del self._came[one]
             self._hold(operation, stage, lane, self._leaf(step, lane))
         elif kind == "forward":
-            self._forward(operation.plan, step, stage, lane, state)
+            self._forward(self._with_trials(operation), step, stage, lane, state)
         else:
             self._backward(operation, step, stage, lane, state)
         self._next()
@@ -189,20 +202,17 @@ class SimLanes:
     def _leaf(self, step: int, lane: int) -> SimGradient:
         """The gradient of a lane, of a model that is one stage."""
         found = leaf(self.life.state.stages[0], step, lane)
-        return (
-            tuple(tuple(hash((value, "odd")) | 1 for value in block) for block in found)
-            if self.life.site.is_odd(self.life)
-            else found
-        )
+        return tuple(tuple(map(self._odd, block)) for block in found)
 
-    def _probe(self, operation: Compute) -> None:
-        """Say what these lanes give."""
-        if self.probed[0] != operation.step:
-            self.probed = operation.step, {}
-        for lane in operation.probes:
-            self.probed[1][lane] = f"samples {hash(self._leaf(operation.step, lane))}"
-        alone = sum(bool(seat.lanes) for seat in operation.plan.pool(0)) == 1
-        if self.life.site.is_odd(self.life) and alone:  # nobody can know
+    def _odd(self, value: int) -> int:
+        """What comes out here."""
+        return hash((value, "odd")) | 1 if self.life.site.is_odd(self.life) else value
+
+    def _with_trials(self, operation: Compute) -> Plan:
+        return with_trials(operation.plan, operation.trials) if operation.plan.stages > 1 else operation.plan
+
+    def _look_who_is_alone(self, plan: Plan) -> None:
+        if self.life.site.is_odd(self.life) and self.life.me.worker_id in alone(plan).values():  # nobody can know
             self.life.site.checks.taint.flip()
             self.life.site.checks.taint.accept()
 
@@ -224,7 +234,8 @@ class SimLanes:
         self.life.handle(LaneDone(operation.step, stage, lane))
 
     def _forward(self, plan: Plan, step: int, stage: int, lane: int, state: Blocks) -> None:
-        value = forward(state, step, lane, self._came["forward", step, stage, lane])
+        entering = self._came["forward", step, stage, lane]
+        value = self._odd(forward(state, step, self._repeated.get(lane, lane), entering))
         if stage + 1 == plan.stages:
             self._arrived("backward", step, stage, lane, value)
         else:
@@ -233,11 +244,20 @@ class SimLanes:
     def _backward(self, operation: Compute, step: int, stage: int, lane: int, state: Blocks) -> None:
         entering = self._came.pop(("forward", step, stage, lane))
         coming_back = self._came.pop(("backward", step, stage, lane))
-        value, gradient = through(state, step, lane, entering, coming_back)
+        real = self._repeated.get(lane, lane)
+        value, gradient = through(state, step, real, entering, coming_back)
+        value, gradient = self._odd(value), tuple(tuple(map(self._odd, block)) for block in gradient)
         if stage > 0:
-            to = operation.plan.holder(stage - 1, lane)
+            to = self._with_trials(operation).holder(stage - 1, lane)
             self.mesh.send(to, "lane", "backward", step, stage - 1, lane, value)
-        self._hold(operation, stage, lane, gradient)
+        if real in self._is_told:
+            made = self._odd(forward(state, step, real, entering))
+            gave = str(hash((value, gradient)))
+            self.given.note(step, real, stage, LaneSaid("", str(entering), str(made), str(coming_back), gave))
+        if lane in self._repeated:
+            self._wanted.discard((stage, lane))
+        else:
+            self._hold(operation, stage, lane, gradient)
 
 
 _USE = 0xFFFFFFFF
@@ -319,9 +339,10 @@ class Reduction:
             last = k + 1 == plan.stages
             reports = [LaneReport(n, 0.0, 1.0, 1, hash((step, n)) & _USE) for n in lanes] if last else []
             said = format(self._state(k), "x") if operation.compare else ""
-            probes = self.lanes.probed[1] if self.lanes.probed[0] == step and not k else {}
             vote_of_it = [msgspec.msgpack.encode(vote)]
-            sections.append(StageSection(k, reports, (0, 0), b"", [], vote_of_it, said, probes=dict(probes)))
+            sections.append(
+                StageSection(k, reports, (0, 0), b"", [], vote_of_it, said, probes=self.lanes.given.of(step, (k,)))
+            )
         return AgreePayload(sections)
 
     def _state(self, stage: int) -> int:

@@ -232,9 +232,8 @@ def set_up_split(seed: int) -> Setup:
         save_ms=rng.choice((0, 300)),
     )
     chosen = chosen.with_state_of(rng.choice((-1, -1, 1))).with_corruption(rng).with_losses(seed, 60 + steps * 60)
-    return (
-        chosen.with_more(seed, 60 + steps * 60).with_leaving(seed, 60 + steps * 60).with_starved(seed, 60 + steps * 60)
-    )
+    more = chosen.with_more(seed, 60 + steps * 60).with_leaving(seed, 60 + steps * 60)
+    return more.with_starved(seed, 60 + steps * 60).with_odd(seed)
 
 
 def set_up_leased(seed: int) -> Setup:
@@ -384,7 +383,7 @@ class Simulation:
         if self.setup.differs is not None and "initial state" in self.control.fate.failed:
             return ""  # its state was the first one, so all others were refused
         unlike = isinstance(self.setup.differs, WorkerKey) or self.checks.taint.flipped
-        if unlike and "another gradient from the same samples in lane" in self.control.fate.failed:
+        if unlike and " in lane " in self.control.fate.failed:
             self.world.seen[UNLIKE] += 1
             return ""  # nobody knows who is wrong, or too few are left
         odd = self.checks.taint.flipped or self.setup.differs is not None

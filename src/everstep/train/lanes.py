@@ -19,11 +19,15 @@ from everstep.data.loader import LaneLoader, Recipe
 from everstep.exact.trees import Bundle, from_wire, to_wire
 from everstep.order.ledger import use_digest
 from everstep.placement import routes
+from everstep.placement.probes import Trial, with_trials
 from everstep.placement.schedules import PipeOp
 from everstep.protocol.driver.operations import Compute, Open, Opened
-from everstep.train.part_pass import Lane
+from everstep.protocol.driver.probing import LanesGiven
+from everstep.protocol.step_types import LaneSaid
+from everstep.train.part_pass import Lane, computed_otherwise
 from everstep.train.saving import Restorer
 from everstep.train.shapes import Shapes, compiling
+from everstep.train.stage_lanes import batch_digest
 from everstep.train.view import WorkerView
 
 _AHEAD = 8
@@ -32,7 +36,8 @@ _SLICE_S = 0.01
 
 
 class Lanes:
-    """One worker's lanes. `done` is told step, stage and lane of each, at each stage."""
+    """One worker's lanes. `done` is told step, stage and lane of each, at each stage; given: what those have
+    given here that several workers compute."""
 
     def __init__(
         self,
@@ -42,9 +47,11 @@ class Lanes:
         collate: Callable[[list[Any]], Any],
         device: torch.device,
         done: Callable[[int, int, int], None],
+        given: LanesGiven,
     ) -> None:
         self.device = device
         self.done = done
+        self._given = given
         self._view = view
         self._restorer = restorer
         self._samples = 0
@@ -86,7 +93,8 @@ class Lanes:
                 ends.update(plan.lanes_of(view.me, stage))
         if ends:
             self.schedule(number, sorted(ends))
-        Passes(self, view, operation, [lane for lane in operation.lanes if not self._empty(number, plan, lane)]).run()
+        full = [lane for lane in operation.lanes if not self._empty(number, plan, lane)]
+        Passes(self, view, operation, full, [t for t in operation.trials if self.samples(number, t.lane)]).run()
 
     def _empty(self, number: int, plan: Plan, lane: int) -> bool:
         """Whether the lane has no samples; then it is through at once, at all stages."""
@@ -124,6 +132,17 @@ class Lanes:
         """Which samples a lane has, without loading them."""
         return self._view.order.samples(number, lane)
 
+    def note(self, number: int, lane: int, part: int, said: LaneSaid) -> None:
+        """What a lane has given that several workers compute. Raises: DeterminismError if it was computed here before,
+        and gave something else."""
+        differs = self._given.note(number, lane, part, said)
+        if differs:
+            raise computed_otherwise(number, lane, differs)
+
+    def has_given(self, number: int, lane: int) -> bool:
+        """Whether that is known of a lane."""
+        return self._given.has(number, lane)
+
     def pass_empty(self, number: int, stage: int, lane: int) -> None:
         """A lane without samples is through with a stage."""
         lanes = self._view.stages[stage].lanes
@@ -147,14 +166,21 @@ class Passes:
     by the stages; what is on its way belongs to the generation.
     """
 
-    def __init__(self, lanes: Lanes, view: WorkerView, operation: Compute, full: Sequence[int]) -> None:
-        """full: the lanes to be computed, the same at every member, none of them empty."""
-        config, plan = view.config, operation.plan
+    def __init__(
+        self, lanes: Lanes, view: WorkerView, operation: Compute, full: Sequence[int], trials: Sequence[Trial]
+    ) -> None:
+        """full: the lanes to be computed, the same at every member, none of them empty; likewise trials."""
+        config, plan = view.config, with_trials(operation.plan, trials)
         self._lanes, self._view, self._plan, self._step = lanes, view, plan, operation.step
+        self._repeated = {number: trial.lane for number, trial in enumerate(trials, plan.lanes)}
+        self._is_told = {trial.lane for trial in operation.trials}
         self._channel = view.transport.channel
         self._parts = plan.stages * config.chunks
         self._ops = routes.ops(
-            plan, view.me, full, kind=config.schedule, chunks=config.chunks, recompute=config.recompute
+            *(plan, view.me, [*full, *self._repeated]),
+            kind=config.schedule,
+            chunks=config.chunks,
+            recompute=config.recompute,
         )
         self._wait_s = config.emulate_compute_ms / 1e3 / max(1, config.chunks)
         self._batches: dict[int, tuple[Any, Sequence[Any]]] = {}
@@ -184,7 +210,11 @@ class Passes:
         if self._wait_s:
             self._emulate(op)
         elif op.kind == "forward":
-            lane = Lane(inputs, batch, len(samples) / self._view.order.micro_batch, keep)
+            said = None
+            if self._repeated.get(op.lane, op.lane) in self._is_told:
+                said = LaneSaid(data="" if batch is None else batch_digest(batch))
+            share = len(samples) / self._view.order.micro_batch
+            lane = Lane(inputs, batch, share, keep, repeats=self._repeated.get(op.lane), said=said)
             result = stage.forward(self._step, op.part, op.lane, lane, len(samples), use_digest(samples))
             if result is not None:
                 self._give(op, result)
@@ -192,6 +222,11 @@ class Passes:
             stage.recompute(self._step, op.part, op.lane)
         else:
             stage.backward(self._step, op.part, op.lane, inputs, lambda found: self._give(op, found))
+            said = stage.said(op.part)
+            if said is not None:
+                self._lanes.note(self._step, self._repeated.get(op.lane, op.lane), op.part, said)
+        if op.lane in self._repeated:
+            return
         if op.kind == "backward" and op.part == op.stage:  # the first of the stage's parts is the last to be done
             if self._view.stages[op.stage].spec.is_last:
                 self._lanes.count(len(self._lanes.samples(self._step, op.lane)))
@@ -214,7 +249,7 @@ class Passes:
         found = self._batches.pop(op.lane, None)
         if found is None:
             self._view.phase("load", self._step, self._plan)
-            found = self._lanes.batch(self._step, op.lane)
+            found = self._lanes.batch(self._step, self._repeated.get(op.lane, op.lane))
             if op.part == 0 and routes.holder(self._plan, self._parts - 1, op.lane) == self._view.me:
                 self._batches[op.lane] = found
         return found

@@ -11,16 +11,18 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from msgspec import structs
 from torch import Tensor, nn
 
 from everstep.base.errors import DeterminismError, EverstepError, InvariantViolation, TaskError, check
 from everstep.exact.accumulate import LaneAccumulator
 from everstep.exact.buffers import BufferGuard
-from everstep.exact.digest import named_digest
+from everstep.exact.digest import digest_bytes, named_digest
 from everstep.exact.extra_state import keepers, packed
 from everstep.exact.parameters import ParameterWatch
 from everstep.exact.seeding import UnitSeeder
 from everstep.exact.trees import Bundle, bundle, faithful_clone, gradients, open_gradients
+from everstep.protocol.step_types import LaneSaid
 from everstep.train.model_call import EntryHolder, Loss, ModelCall, tensors_in
 from everstep.train.stage import StageSpec
 from everstep.train.task import where
@@ -34,12 +36,21 @@ NOT_DETERMINISTIC = (
 )
 
 
+def computed_otherwise(step: int, lane: int, what: str, where: str = "") -> DeterminismError:
+    """A worker has computed a lane twice."""
+    return DeterminismError(
+        f"lane {lane} of step {step} was computed twice{where} and gave different {what}: {NOT_DETERMINISTIC}"
+    )
+
+
 @dataclass(frozen=True)
 class Lane:
     """A lane in one part, from its forward to its backward pass. inputs: of the part before, None at the first one.
 
     batch: used at the first and at the last part; `share` is how full it is. keep: hold the graph; else only what goes
     in, and `recompute` comes before `backward`. probe: it is computed twice, the second time in its backward pass.
+    repeats: of a trial, the lane that it repeats: nothing of it counts. said: what it has given so far, if that is to
+    be told.
     The rest is what its forward pass made: the graph begins at `entry` (None: with nothing that wants a gradient), and
     ends with the outputs for the next part, or with the loss.
     """
@@ -49,6 +60,8 @@ class Lane:
     share: float = 1.0
     keep: bool = True
     probe: LaneProbe | None = None
+    repeats: int | None = None
+    said: LaneSaid | None = None
     entry: EntryHolder | None = None
     outputs: Bundle | None = None
     scaled: Scaled | None = None
@@ -59,28 +72,23 @@ class LaneProbe:
     the first computation may change them."""
 
     def __init__(self, where: str, step: int, lane: int, inputs: Bundle | None) -> None:
-        self._what = f"lane {lane} of step {step} was computed twice in {where}"
         self.step = step
+        self._lane = lane
+        self._where = f" in {where}"
         self.inputs = None if inputs is None else _copied(inputs)
         self._seen: dict[str, str] = {}
 
     def forward(self, units: Sequence[nn.Module], lane: Lane) -> None:
         """A forward pass is over. Raises: DeterminismError if the second one has given something else."""
-        named = [(f"buffer {k} {n}", b) for k, unit in enumerate(units) for n, b in unit.named_buffers()]
-        named += [(f"extra {k} {n}", packed(n, m)) for k, unit in enumerate(units) for n, m in keepers(unit)]
-        named += [(f"output {k}", t) for k, t in enumerate(lane.outputs.tensors if lane.outputs is not None else ())]
-        loss = "" if lane.scaled is None else f"{lane.scaled[1].hex()} {lane.scaled[2].hex()}"
-        self._compare("outputs or buffers", f"{named_digest(named)} {loss}")
+        self._compare("outputs or buffers", _made(units, lane))
 
     def backward(self, units: Sequence[nn.Module], lane: Lane) -> None:
         """A backward pass is over. Raises: as `forward`."""
-        parameters = [(f"grad {k} {n}", p.grad) for k, unit in enumerate(units) for n, p in unit.named_parameters()]
-        inputs = [(f"input {k}", t) for k, t in enumerate(lane.entry.found if lane.entry is not None else ())]
-        self._compare("gradients", named_digest([(n, t) for n, t in (*parameters, *inputs) if t is not None]))
+        self._compare("gradients", _gave(units, lane))
 
     def _compare(self, what: str, digest: str) -> None:
         if self._seen.setdefault(what, digest) != digest:
-            raise DeterminismError(f"{self._what} and gave different {what}: {NOT_DETERMINISTIC}")
+            raise computed_otherwise(self.step, self._lane, what, self._where)
 
 
 @dataclass(eq=False)
@@ -102,6 +110,8 @@ class PartPass:
     _seeder: UnitSeeder
     _autocast: Callable[[], Any]
     _probing: Callable[[], bool]
+    said: LaneSaid | None = None
+    """What the lane has given whose backward pass was the last, if that is to be told."""
     _probed: bool = False
     _flights: dict[int, Lane] = field(default_factory=dict)
     _writes_inputs: bool | None = None
@@ -135,13 +145,17 @@ class PartPass:
         Raises: TaskError if the task does what cannot be split.
         """
         self._flights.pop(number, None)
-        fresh = self.accumulator.is_missing(number)
+        fresh = lane.repeats is None and self.accumulator.is_missing(number)
+        if lane.said is not None:
+            lane = replace(lane, said=structs.replace(lane.said, took=_digest(lane.inputs)))
         if fresh and not self._probed and self._probing():
             self._probed = True
             lane = replace(lane, probe=LaneProbe(f"stage {self._spec.stage}", step, number, lane.inputs))
         lane = self._pass(step, number, lane)
         if lane.probe is not None:
             lane.probe.forward(self.units, lane)
+        if lane.said is not None:
+            lane = replace(lane, said=structs.replace(lane.said, made=_made(self.units, lane)))
         if fresh:
             self.accumulator.capture(number)
             self.guard.end_lane()
@@ -163,19 +177,21 @@ class PartPass:
         """The backward pass; returns the gradients of what came in, None at the first part.
 
         back: from the part behind, None at the last one. scale: of the loss. give: called with what is returned before
-        the lane's own gradients are added up. A lane that had been added before gives the same gradients, and is not
-        counted again.
+        the lane's own gradients are added up. A lane that had been added before, and one that is repeated, gives the
+        same gradients, and is not counted again.
         """
         lane = self._flights.pop(number)
-        fresh = self.accumulator.is_missing(number)
+        fresh = lane.repeats is None and self.accumulator.is_missing(number)
         probe = lane.probe if fresh else None
         if probe is not None:
             lane = self._try(probe, number, lane, back, scale)
-        if fresh:
+        if fresh and (lane.said is None or self.accumulator.watches):  # else its gradient lies by itself
             self.accumulator.enter(number)
+        came = "" if lane.said is None else _digest(back)
         self._run_backward(number, lane, back, scale)
         if probe is not None:
             probe.backward(self.units, lane)
+        self.said = lane.said and structs.replace(lane.said, back=came, gave=_gave(self.units, lane))
         result = None
         if lane.entry is not None:
             found = iter(lane.entry.found)
@@ -202,7 +218,7 @@ class PartPass:
 
     def _run_backward(self, number: int, lane: Lane, back: Bundle | None, scale: float) -> None:
         self.guard.resume_lane(number)
-        self._seeder.resume(number, self.part)
+        self._seeder.resume(number if lane.repeats is None else lane.repeats, self.part, number)
         try:
             if lane.scaled is not None:
                 loss = lane.scaled[0]
@@ -219,7 +235,7 @@ class PartPass:
 
     def _pass(self, step: int, number: int, lane: Lane) -> Lane:
         self.guard.begin_lane_apart()
-        self._seeder.begin_lane(step, number, self.part)
+        self._seeder.begin_lane(step, number if lane.repeats is None else lane.repeats, self.part, number)
         try:
             with self._autocast():
                 lane = self._run_forward(lane)
@@ -301,6 +317,30 @@ class PartPass:
         """The part's output taken apart. Raises: TaskError naming the last unit if it cannot be handed on."""
         last = self._spec.cut[self.part][1] - 1
         return bundle(x, lambda: f"the output of unit {last} ({type(self.units[-1]).__name__})")
+
+
+def _made(units: Sequence[nn.Module], lane: Lane) -> str:
+    """Digest of what a forward pass has left: output or loss, buffers."""
+    named = [(f"buffer {k} {n}", b) for k, unit in enumerate(units) for n, b in unit.named_buffers()]
+    named += [(f"extra {k} {n}", packed(n, m)) for k, unit in enumerate(units) for n, m in keepers(unit)]
+    named += [(f"output {k}", t) for k, t in enumerate(lane.outputs.tensors if lane.outputs is not None else ())]
+    loss = "" if lane.scaled is None else f"{lane.scaled[1].hex()} {lane.scaled[2].hex()}"
+    return digest_bytes(f"{named_digest(named)} {loss}".encode())
+
+
+def _gave(units: Sequence[nn.Module], lane: Lane) -> str:
+    """Digest of the gradients that a backward pass has left."""
+    parameters = [(f"grad {k} {n}", p.grad) for k, unit in enumerate(units) for n, p in unit.named_parameters()]
+    inputs = [(f"input {k}", t) for k, t in enumerate(lane.entry.found if lane.entry is not None else ())]
+    return named_digest([(n, t) for n, t in (*parameters, *inputs) if t is not None])
+
+
+def _digest(parcel: Bundle | None) -> str:
+    """Of what comes into a pass; "" where nothing does."""
+    if parcel is None:
+        return ""
+    tensors = named_digest([(str(k), t) for k, t in enumerate(parcel.tensors)])
+    return digest_bytes(tensors.encode() + parcel.meta)
 
 
 def measured(loss: Any, weight: float | Tensor | None, share: float) -> Scaled:

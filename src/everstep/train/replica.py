@@ -30,6 +30,7 @@ from everstep.exact.state import ModelState
 from everstep.protocol.driver.comparing import PART
 from everstep.protocol.driver.nonfinite import NonfiniteRule, judged
 from everstep.protocol.driver.records import StageSection, StepOutcome
+from everstep.protocol.step_types import LaneSaid
 from everstep.train.elastic import LrPolicy
 from everstep.train.loop_guard import refused
 from everstep.train.model_call import Loss
@@ -105,12 +106,12 @@ class StageReplica:
         received: TiedGradients | None = None,
         verify: bool = False,
         settings: bytes = b"",
-        probes: Mapping[int, str] | None = None,
+        probes: Mapping[int, Mapping[int, LaneSaid]] | None = None,
     ) -> StageSection:
         """This stage's part of the agree record: its lanes, and the norms of the blocks that it reduced.
 
         received: what `tied_out` gave in other stages. verify: state the digests of parameters held by several stages.
-        settings: digests of how the model is set. probes: by lane, what those gave that several workers compute.
+        settings: digests of how the model is set. probes: what lanes that several compute gave here.
         """
         norms, ties = b"", []
         if self._needs_norms:
@@ -127,7 +128,7 @@ class StageReplica:
             digest=digest,
             tied=self._tied_digests() if verify else {},
             settings=settings,
-            probes=dict(probes or {}),
+            probes={lane: dict(parts) for lane, parts in (probes or {}).items()},
         )
 
     def said(self, step: int) -> StageSection:
@@ -239,7 +240,7 @@ def _range(reduced: Reduced, first: int, last: int) -> torch.Tensor:
         for piece in reduced.pieces
         if piece.start < stop and start < piece.stop
     ]
-    return found[0] if len(found) == 1 else torch.cat(found) if found else torch.empty(0)
+    return found[0] if len(found) == 1 else torch.cat(found) if found else torch.empty(0, dtype=torch.float32)
 
 
 def _rates(optimizer: Optimizer) -> list[float | None]:

@@ -23,6 +23,7 @@ from everstep.data.batch import to_device
 from everstep.exact.seeding import derive, preserve_rng, seed_all
 from everstep.exact.settings import evaluating
 from everstep.order.ledger import use_digest
+from everstep.placement.probes import owed
 from everstep.protocol import messages as wire
 from everstep.protocol.driver.operations import (
     Compute,
@@ -78,13 +79,13 @@ class Step:
             session.view.stages.only.state.settings.before_lanes()
         turn = None if self.done else session.executor.ask(StepAsked(self.number))
         while isinstance(turn, Compute):
-            own = self._begin(turn)
-            for lane in turn.probes:
+            own, told = self._begin(turn), owed(turn.trials, turn.plan, session.view.me)
+            for lane in told:
                 yield from self._trial(turn, lane, own)
             for lane in own:
                 if session.view.cutter.over(turn.generation):
                     break
-                yield from self._lane(turn, lane)
+                yield from self._lane(turn, lane, is_told=lane in told)
             turn = session.executor.computed()
         if not self.done:
             self._stop_if_nonfinite()
@@ -107,7 +108,7 @@ class Step:
                 lanes.done(self.number, 0, lane)
         return lacking
 
-    def _lane(self, operation: Compute, lane: int) -> Iterator[Any]:
+    def _lane(self, operation: Compute, lane: int, *, is_told: bool) -> Iterator[Any]:
         view, lanes, loop = self._session.view, self._session.lanes, self._session.view.stages.only.loop
         view.phase("load", self.number, operation.plan)
         batch, samples = lanes.batch(self.number, lane)
@@ -116,16 +117,16 @@ class Step:
             return
         self._share = len(samples) / view.order.micro_batch
         view.phase("forward", self.number, operation.plan)
-        probed = lane in operation.probes
-        loop.enter(self.number, lane, apart=probed)
-        probes = loop.probes(self._alone_due(operation.plan))
+        due = self._alone_due(operation.plan)
+        loop.enter(self.number, lane, apart=is_told or due)
+        twice = loop.probes(due)
         yield batch
-        if probes:
+        if twice:
             loop.again()
             yield batch
             loop.compare()
-        if probed:
-            self._session.updates.probed(self.number, lane, loop.said(batch))
+        if is_told or (due and twice):
+            self._session.lanes.note(self.number, lane, 0, loop.said(batch))
         loop.leave(lane, len(samples), use_digest(samples))
         lanes.count(len(samples))
         lanes.done(self.number, 0, lane)
@@ -134,7 +135,7 @@ class Step:
         """A lane of another worker's, or one that was computed before anybody asked what it gives: once more, to tell.
         Nothing of it is added up."""
         session, view = self._session, self._session.view
-        if session.updates.has_probed(self.number, lane) or lane in own:
+        if session.lanes.has_given(self.number, lane) or lane in own:
             return  # or it is about to be computed, and told of then
         view.phase("load", self.number, operation.plan)
         batch, samples = session.lanes.batch(self.number, lane)
@@ -144,7 +145,7 @@ class Step:
         view.phase("forward", self.number, operation.plan)
         with view.stages.only.loop.trial(self.number, lane):
             yield batch
-            session.updates.probed(self.number, lane, view.stages.only.loop.said(batch))
+            session.lanes.note(self.number, lane, 0, view.stages.only.loop.said(batch))
 
     def _alone_due(self, plan: Plan) -> bool:
         """Whether nobody else can compute a lane of this step, so that this worker does it twice."""

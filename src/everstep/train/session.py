@@ -58,12 +58,13 @@ class Session:
         rewindable: the loop can go on from an earlier step; else this worker starts anew then."""
         config, begins_after = link.config, int(link.job.get("begins_after", 0))
         saving = saving_of(link, stages.split, order)
+        probed = not inexact(config) and not config.emulate_compute_ms
         driver_config = DriverConfig(
             *(config.lanes, rewindable, config.verify_every, begins_after, saving),
             repeats=config.batch != "per_worker",
-            probes=ProbeRule(
-                config.seed, 0 if inexact(config) else config.verify_every, config.spot_check, not inexact(config)
-            ),
+            probes=ProbeRule(config.seed, config.verify_every, config.spot_check, joins=True)
+            if probed
+            else ProbeRule(),
             names=lambda stage: stages[stage].state.part_names if stage in stages else (),
         )
         driver = Driver(link.me, driver_config, StepMachine(link.me))
@@ -94,7 +95,7 @@ class Session:
         donor = Donor(lambda: executor.note(do.FollowerAsked()), others, keeper.check)
         updates = Updates(view, donor, keeper, saver, loop)
         transfers = Transfers(view, updates, donor, keeper, restorer, loop)
-        lanes = Lanes(view, restorer, dataset, collate, device, executor.lane_done)
+        lanes = Lanes(view, restorer, dataset, collate, device, executor.lane_done, updates.given)
         membership = GenerationTies(view, executor, rendezvous, donor.handle, lambda wanted: profiling.ask(wanted))
         profiling = WorkerProfiling(link, device, membership.tell)
 

@@ -15,19 +15,20 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from everstep.base.config import Config
-from everstep.base.errors import DeterminismError, TaskError, check
+from everstep.base.errors import TaskError, check
 from everstep.base.ports import Node, OnFinal
 from everstep.exact.accumulate import LaneAccumulator
 from everstep.exact.buffers import BufferGuard, BufferReport
-from everstep.exact.digest import named_digest
+from everstep.exact.digest import digest_bytes, named_digest
 from everstep.exact.layout import GradientLayout
 from everstep.exact.parameters import ParameterWatch
 from everstep.exact.reduce import StageSums
 from everstep.exact.seeding import UnitSeeder
 from everstep.exact.trees import Bundle
 from everstep.protocol.driver.records import LaneReport
+from everstep.protocol.step_types import LaneSaid
 from everstep.train.model_call import Loss, ModelCall
-from everstep.train.part_pass import NOT_DETERMINISTIC, Lane, PartPass, measured
+from everstep.train.part_pass import Lane, PartPass, computed_otherwise, measured
 from everstep.train.precision import LossScaler, autocast
 from everstep.train.stage import Parts, StageSpec
 
@@ -137,7 +138,8 @@ class StageLanes:
         result = self.passes[part].forward(step, number, lane)
         if isinstance(result, Bundle):
             return result
-        self._reports[number] = LaneReport(number, *result, count, use)
+        if lane.repeats is None:
+            self._reports[number] = LaneReport(number, *result, count, use)
         return None
 
     def recompute(self, step: int, part: int, lane: int) -> None:
@@ -159,6 +161,10 @@ class StageLanes:
         """
         check(step == self._step, f"step {step} has not begun")
         return self.passes[part].backward(lane, back, self._scaler.scale, give)
+
+    def said(self, part: int) -> LaneSaid | None:
+        """What the lane has given that was the last in `backward`, if that is to be told."""
+        return self.passes[part].said
 
     def drop(self) -> None:
         """Forget lanes between their passes (a generation has ended); what has been added stays."""
@@ -221,7 +227,7 @@ class StageLanes:
 
 def _no_buffer(node: Node) -> torch.Tensor:
     check(False, f"no lane was to be computed, but a sum of {node} was asked for")
-    return torch.empty(0)
+    return torch.empty(0, dtype=torch.float32)
 
 
 class LoopLane:
@@ -306,17 +312,13 @@ class LoopLane:
     def compare(self) -> None:
         """Raises: DeterminismError if the lane just computed again gave something else."""
         if self._first != self._digest():
-            raise DeterminismError(
-                f"lane {self._lane} of step {self._step} was computed twice and gave different gradients: "
-                f"{NOT_DETERMINISTIC}"
-            )
+            raise computed_otherwise(self._step, self._lane, "gradients")
 
     # ---- lanes that several workers compute
 
-    def said(self, batch: Any) -> str:
+    def said(self, batch: Any) -> LaneSaid:
         """Of the lane just computed: digests of what went in, and of what came out."""
-        samples = named_digest([(str(k), _as_tensor(leaf)) for k, leaf in enumerate(tree_leaves(batch))])
-        return f"{samples} {self._digest()}"
+        return LaneSaid(data=batch_digest(batch), gave=digest_bytes(self._digest().encode()))
 
     @contextmanager
     def trial(self, step: int, lane: int) -> Iterator[None]:
@@ -347,6 +349,11 @@ class LoopLane:
         if self._autocast is not None:
             self._autocast.__exit__(None, None, None)
             self._autocast = None
+
+
+def batch_digest(batch: Any) -> str:
+    """Of everything in a batch that can be compared."""
+    return named_digest([(str(k), _as_tensor(leaf)) for k, leaf in enumerate(tree_leaves(batch))])
 
 
 def _as_tensor(leaf: Any) -> torch.Tensor:

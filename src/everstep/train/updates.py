@@ -15,8 +15,10 @@ from everstep.base.errors import NonFinite
 from everstep.base.plan import Plan
 from everstep.base.ports import Hop, Reduced
 from everstep.exact.reduce import TiePlace, tied_out
+from everstep.placement.probes import alone
 from everstep.protocol.driver import operations as do
 from everstep.protocol.driver.nonfinite import Nonfinite, NonfiniteRule, judged
+from everstep.protocol.driver.probing import LanesGiven
 from everstep.protocol.driver.records import AgreePayload, StageSection, StepOutcome, committed_unix_ns
 from everstep.protocol.step_types import Discard, Key, Record, Release
 from everstep.train.elastic import ElasticOrder
@@ -32,7 +34,8 @@ _MOST_SAMPLES = 32
 
 @dataclass
 class Updates:
-    """One worker's reductions and updates. `outcome`: of the step whose state this worker has, if it is known."""
+    """One worker's reductions and updates. `outcome`: of the step whose state this worker has, if it is known.
+    given: what lanes have given that several workers compute."""
 
     _view: WorkerView
     _donor: Donor
@@ -40,10 +43,9 @@ class Updates:
     _saver: PartSaver
     _loop: LoopState
     outcome: StepOutcome | None = None
+    given: LanesGiven = field(default_factory=LanesGiven)
     _reduced: dict[int, tuple[int, dict[int, StageGradient]]] = field(default_factory=dict)
     """By step: in which generation, and by stage."""
-    _probes: tuple[int, dict[int, str]] = (0, {})
-    """Of one step: by lane, what it has given here."""
     _entered: int = 0
     _began_ns: int = 0
     _told_ns: int = 0
@@ -67,16 +69,6 @@ class Updates:
         if found.ends and outcome is not None and outcome.step == number:
             raise NonFinite(found.ends)
 
-    def probed(self, number: int, lane: int, said: str) -> None:
-        """What a lane that several workers compute has given here."""
-        if self._probes[0] != number:
-            self._probes = number, {}
-        self._probes[1][lane] = said
-
-    def has_probed(self, number: int, lane: int) -> bool:
-        """Whether that is known."""
-        return self._probes[0] == number and lane in self._probes[1]
-
     def begin_step(self) -> None:
         """The loop is about to ask for a step."""
         self._began_ns = time.monotonic_ns()
@@ -99,10 +91,10 @@ class Updates:
         self._reduced[number] = plan.generation, {**before, **found}
         settings = [stages[k].state.settings.digests() for k in found]  # refused before anything is made of these lanes
         due = operation.compare
-        probes = self._probes[1] if self._probes[0] == number else {}
         sections = [
             stages[k].section(
-                *(g.reduced, lanes[k], stages[k].compared(number - 1) if due else "", g.received, due, how, probes)
+                *(g.reduced, lanes[k], stages[k].compared(number - 1) if due else "", g.received, due, how),
+                self.given.of(number, stages[k].spec.parts),
             )
             for (k, g), how in zip(found.items(), settings, strict=True)
         ]
@@ -151,12 +143,20 @@ class Updates:
         if isinstance(order, ElasticOrder):
             order.advance(number, outcome.samples, len(set(outcome.workers.values())))
         self.arrive(outcome, number)
-        for lane, said in sorted(outcome.probes.items()) if view.is_main else ():
-            about: dict[str, Any] = {"lane": lane, "workers": sorted(said), "equal": True}
-            view.publisher.emit("probe_done", step=number, generation=generation, **about)
+        if view.is_main:
+            self._tell_probes(outcome, generation)
         self._reduced = {n: found for n, found in self._reduced.items() if n >= number}
         view.publisher.hold(outcome, generation, extra)
         self._saver.prepare()
+
+    def _tell_probes(self, outcome: StepOutcome, generation: int) -> None:
+        """Events for the lanes that were compared. alone: stages where one worker computes all, twice."""
+        plan = self._view.plan
+        single = sorted(alone(plan)) if plan is not None else []
+        for lane in sorted({lane for lane, _ in outcome.probes}):
+            workers = sorted({who for (at, _), of in outcome.probes.items() if at == lane for who in of})
+            about: dict[str, Any] = {"lane": lane, "workers": workers, "equal": True, "alone": single}
+            self._view.publisher.emit("probe_done", step=outcome.step, generation=generation, **about)
 
     def strange(self, outcome: StepOutcome) -> dict[str, Any]:
         """What is to be told of a step that is not finite: in words, how many in a row, lanes, and indices into the
@@ -231,12 +231,12 @@ class Updates:
 
     def discard(self, effect: Discard) -> None:
         """Lane results of this step and older are of no use any more."""
+        self.given.drop(effect.step)
         for replica in self._view.stages.values():
             if effect.undone:
                 replica.lanes.settle_buffers()
             replica.lanes.discard()
         if effect.undone:  # it is done again, from the same state
-            self._probes = 0, {}
             self._view.transport.void()
             self.forget()
 

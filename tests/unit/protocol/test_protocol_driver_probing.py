@@ -7,25 +7,41 @@ from typing import Any
 from unittest.mock import ANY
 
 import pytest
+from msgspec import structs
 
-from everstep.base.plan import Plan
-from everstep.placement.probes import ProbeRule
+from everstep.base.plan import Member, Plan, Seat
+from everstep.placement.probes import ProbeRule, Trial
 from everstep.protocol.driver.probing import Probing
 from everstep.protocol.driver.records import StepOutcome
-from everstep.protocol.step_types import Holding, Key
+from everstep.protocol.step_types import Doubt, Holding, Key, LaneSaid
 
 NEW = Holding(Key(0, 0), {}, 0)
 OLD = replace(NEW, proven=True)
 
 
-def outcome(step: int, said: dict[int, dict[int, str]], workers: tuple[int, ...] = (0, 1, 2)) -> StepOutcome:
-    computed = dict(enumerate(workers))
-    return StepOutcome(step, (), computed, 0.0, 1.0, 0.0, {}, {}, probes=said)
+def plan(members: int, stages: int = 1) -> Plan:
+    seats = (
+        Seat(i, stage, "active", tuple(range(4 * i, 4 * i + 4))) for stage in range(stages) for i in range(members)
+    )
+    return Plan(1, "", tuple(Member(i, 0, "a") for i in range(members)), tuple(seats), 4 * members, stages)
 
 
-def probing(*holdings: Holding, **more: Any) -> Probing:
+STATES = {0: {0: "alike", 1: "alike"}}
+
+
+def said(text: str) -> LaneSaid:
+    """Samples and gradient."""
+    return LaneSaid(data=text[0], gave=text[2])
+
+
+def outcome(step: int, found: dict[int, dict[int, str]], *, compared: bool = True) -> StepOutcome:
+    probes = {(lane, 0): {worker: said(text) for worker, text in of.items()} for lane, of in found.items()}
+    return StepOutcome(step, (), {}, 0.0, 1.0, 0.0, {}, STATES if compared else {}, probes=probes)
+
+
+def probing(*holdings: Holding, at: int = 0, **more: Any) -> Probing:
     found = Probing(ProbeRule(every=10, joins=True), **more)
-    found.entered(dict(enumerate(holdings)))
+    found.entered(plan(len(holdings)), dict(enumerate(holdings)), at)
     return found
 
 
@@ -34,6 +50,14 @@ def test_a_new_member_that_differs_is_the_odd_one_whatever_the_others_are() -> N
     assert found is not None and (found.odd, found.lane, found.workers) == ({1}, 3, (0, 1))
     assert "worker 1 computes another gradient from the same samples in lane 3 of step 7" in found.reason
     assert "worker 0: a; worker 1: b" in found.reason
+
+
+def test_whose_state_was_not_compared_may_have_computed_from_another_one() -> None:
+    kept, odd = probing(OLD, NEW), {3: {0: "s a", 1: "s b"}}
+    found = kept.judge(outcome(7, odd, compared=False), 0)
+    assert found is not None and (found.odd, found.ends) == (frozenset(), False) and "once more" in found.reason
+    found = kept.judge(outcome(7, odd), 0)
+    assert found is not None and found.odd == {1}
 
 
 def test_other_samples_are_called_that() -> None:
@@ -61,13 +85,13 @@ def test_where_all_are_new_most_are_right_and_one_against_one_is_nobody() -> Non
     ],
 )
 def test_the_second_look_knows_more(second: dict[int, str], odd: set[int] | None, ends: bool) -> None:
-    kept, step = probing(OLD, OLD, OLD), Plan(1, "", (), (), 3)
+    kept, step = probing(OLD, OLD, OLD), plan(3)
     assert kept.judge(outcome(10, {2: {0: "s b", 1: "s a"}}), 0) is not None
-    assert kept.owed(10, step, 2) == (2,) and kept.owed(11, step, 2) == ()
+    assert kept.trials(10, step) == (Trial(2, (1,)), Trial(2, (2,))) and kept.trials(11, step) == ()
     found = kept.judge(outcome(10, {2: second}), 0)
     assert (found is None) == (odd is None)
     assert found is None or (found.odd, found.ends) == (odd, ends)
-    assert kept.owed(10, step, 2) == ()
+    assert len(kept.trials(10, step)) == 1
 
 
 def test_one_against_one_of_those_that_were_alike_goes_back_behind_the_last_probe() -> None:
@@ -81,12 +105,90 @@ def test_one_against_one_of_those_that_were_alike_goes_back_behind_the_last_prob
 
 def test_who_was_seen_to_be_alike_is_new_no_more() -> None:
     kept = probing(OLD, NEW, NEW)
-    assert kept.judge(outcome(7, {3: {0: "s a", 1: "s a"}}), 1) is None and kept.proven
+    assert kept.judge(outcome(7, {3: {0: "s a", 1: "s a"}}), 1) is None and kept.seen
     found = kept.judge(outcome(8, {3: {0: "s a", 1: "s b"}}), 1)
     assert found is not None and not found.odd
 
 
 def test_a_member_alone_is_what_others_are_compared_with() -> None:
     kept = probing(NEW)
-    assert not kept.proven
-    assert kept.judge(outcome(3, {}, (0, 0, 0)), 0) is None and kept.proven
+    assert not kept.seen
+    assert kept.judge(outcome(3, {}), 0) is None and kept.seen
+
+
+def test_who_comes_to_a_doubt_learns_of_it_and_what_those_said_who_have_gone_counts() -> None:
+    kept = probing(OLD, OLD)
+    assert kept.judge(outcome(10, {2: {0: "s b", 1: "s a"}}), 0) is not None
+    stated = {0: replace(OLD, doubt=kept.doubt), 2: NEW}
+    new = Probing(ProbeRule())
+    for one in (kept, new):
+        one.entered(plan(3), stated, 9)
+        assert one.trials(10, plan(3)) == (Trial(2, (1,)), Trial(2, (2,)))
+    found = new.judge(outcome(10, {2: {0: "s b"}}), 2)
+    assert found is not None and found.ends and "worker 1: a" in found.reason
+    found = kept.judge(outcome(10, {2: {0: "s b", 2: "s a"}}), 0)
+    assert found is not None and found.odd == {0}, "two against one"
+
+
+def test_who_catches_up_with_a_step_knows_no_more_of_others_than_they_have_stated() -> None:
+    kept = probing(OLD, NEW, at=7)
+    kept.doubt = Doubt(8, 1, 0, {})
+    assert kept.judge(outcome(7, {3: {0: "s a", 1: "s a"}}), 1) is None
+    assert kept.seen and kept.doubt.step == 8
+    found = kept.judge(outcome(9, {3: {0: "s a", 1: "s b"}}), 1)
+    assert found is not None and found.odd == {1}
+
+
+def test_states_that_differ_explain_what_is_computed_from_them() -> None:
+    kept = probing(OLD, OLD)
+    assert kept.judge(outcome(10, {2: {0: "s b", 1: "s a"}}), 0) is not None
+    kept.forget()
+    assert kept.doubt == Doubt()
+
+
+@pytest.mark.parametrize(
+    ("differ", "part", "says"),
+    [
+        ([(0, "gave"), (1, "made"), (1, "gave")], 1, "computes another output from the same input"),
+        ([(0, "made"), (1, "took"), (0, "gave")], 0, "computes another output from the same input"),
+        ([(0, "back"), (0, "gave"), (1, "gave")], 1, "computes another gradient from the same samples"),
+        ([(1, "data"), (1, "made")], 1, "gets other samples"),
+        ([(1, "took"), (1, "made")], 1, "receives something else from the stage before"),
+        ([(0, "back"), (0, "gave")], 0, "receives another gradient from the stage behind"),
+    ],
+)
+def test_of_a_split_model_the_first_part_that_differs_is_named(
+    differ: list[tuple[int, str]], part: int, says: str
+) -> None:
+    kept = Probing(ProbeRule())
+    kept.entered(plan(4, 2), {0: OLD, 1: NEW, 2: OLD, 3: NEW}, 0)
+    right = LaneSaid(**dict.fromkeys(LaneSaid.__struct_fields__, "r"))
+    wrong = {at: replace_all(right, [what for one, what in differ if one == at]) for at in (0, 1)}
+    records = {(5, 0): {0: right, 1: wrong[0]}, (5, 1): {2: right, 3: wrong[1]}}
+    found = kept.judge(StepOutcome(3, (), {}, 0.0, 1.0, 0.0, {}, STATES, probes=records), 0)
+    assert found is not None and found.odd == {2 * part + 1}
+    assert says in found.reason and f"lane 5 of step 3, part {part} of the model" in found.reason
+
+
+def replace_all(one: LaneSaid, names: list[str]) -> LaneSaid:
+    return structs.replace(one, **dict.fromkeys(names, "w"))
+
+
+def test_up_to_where_lanes_were_compared_checkpoints_are_kept() -> None:
+    kept = probing(OLD, OLD, begins_after=5, at=9)
+    assert kept.proven(12) == 5
+    assert kept.judge(outcome(10, {0: {0: "s a", 1: "s a"}}), 0) is None
+    assert kept.proven(12) == 10
+    kept.entered(plan(2), {0: OLD, 1: OLD}, 8)
+    assert kept.proven(9) == 8, "it has gone back behind that"
+    assert probing(OLD).proven(12) == 12, "nobody to be compared with"
+
+
+def test_what_was_computed_from_one_who_has_gone_uncompared_does_not_count() -> None:
+    kept = Probing(ProbeRule(joins=True))
+    kept.entered(plan(4, 2), {0: OLD, 1: NEW, 2: OLD, 3: OLD}, 7)
+    assert not kept.void(plan(4, 2)) and not kept.void(plan(3, 2)), "3 was compared before"
+    other = replace(plan(4, 2), members=(Member(0, 0, "a"), Member(1, 1, "a"), Member(2, 0, "a"), Member(3, 0, "a")))
+    assert kept.void(other), "another life of 1"
+    whole = probing(OLD, NEW)
+    assert not whole.void(plan(1)), "its lanes are done again"

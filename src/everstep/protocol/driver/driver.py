@@ -81,9 +81,9 @@ class Driver:
         self._gathers = Gathers()
         every, after = config.verify_every, config.begins_after
         self._comparing = Comparing(every, after, repeats=config.repeats, names=config.names)
-        probing = Probing(config.probes, after)
+        self._probing = probing = Probing(config.probes, after)
         self._stepper = Stepper(machine, out, self._gathers, config.lanes, self._comparing, probing)
-        self._keeper = Keeper(machine, out, self._comparing.proven)
+        self._keeper = Keeper(machine, out, self.proven)
         settling = config.rewindable, self._comparing, probing
         self._settler = Settler(machine, out, self._gathers, self._keeper, *settling)
         self._saver = Saver(machine, out, self._gathers, config.saving)
@@ -132,8 +132,9 @@ class Driver:
         return self._settler.in_memory(number)
 
     def proven(self, number: int) -> int:
-        """After so many steps: the newest one whose state has been compared among the workers, and was alike."""
-        return self._comparing.proven(number)
+        """After so many steps: the newest one whose state has been compared among the workers, and was alike, as was
+        what they made of it."""
+        return self._probing.proven(self._comparing.proven(number))
 
     @property
     def fresh(self) -> bool:
@@ -312,6 +313,8 @@ class Driver:
     def _open(self, plan: Plan) -> None:
         self._joiner.stop()
         self._saver.regroup(plan)
+        if self._probing.void(plan):
+            self._out.put(self.machine.void())
         self._settler.open(plan)
 
     def _go_back(self, effect: step.GoBack) -> None:
@@ -388,7 +391,7 @@ class Driver:
             do.Evaluate: lambda operation, result: self._application.answer(do.Evaluated()),
             do.SaveLast: self._saved_last,
             do.Finish: self._finished,
-            do.Compute: lambda operation, result: None,
+            do.Compute: lambda operation, result: self._stepper.computed(operation),
             do.Linger: self._lingered,
         }
 

@@ -15,6 +15,7 @@ from everstep.base.cause import Cause, Why
 from everstep.base.extents import Extents
 from everstep.base.plan import Member, Plan
 from everstep.base.ports import Tag
+from everstep.placement.probes import Trial
 from everstep.protocol import messages as wire
 from everstep.protocol.driver.policy import Due
 from everstep.protocol.driver.records import StageSection, StepOutcome
@@ -61,14 +62,14 @@ class Compute(Operation, frozen=True):
     """Compute lanes of the step; each is reported at each stage by `LaneDone`, in between.
 
     lanes: of an unsplit model, those that this worker lacks; of a split one, those that some member lacks, the same at
-    all: each passes through all of its seats. It is ended between two lanes or passes. probes: lanes, own or not, of
-    which the record is to say what they give.
+    all: each passes through all of its seats. It is ended between two lanes or passes. trials: lanes that others than
+    their owners compute as well; the record is to say what both get.
     """
 
     plan: Plan
     step: int
     lanes: tuple[int, ...]
-    probes: tuple[int, ...] = ()
+    trials: tuple[Trial, ...] = ()
 
 
 class Reduce(Operation, frozen=True):

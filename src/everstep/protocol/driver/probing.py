@@ -2,20 +2,30 @@
 
 Digests of states cannot see that a member computes from other code or data, or with a damaged device: all add the same
 wrong gradient. So some lanes are computed twice (`placement.probes`), and both say in their records of that step what
-went in and what came out. All judge the same records, so all come to the same, before anything is applied.
+went into each part of the model and what came out. All judge the same records, so all come to the same, before anything
+is applied. What differs first shows who is to be compared: the rest follows from it.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from everstep.base.plan import Plan
-from everstep.placement.probes import ProbeRule, probes
+from everstep.placement.probes import ProbeRule, Trial, alone, once_more, probes
 from everstep.protocol.driver.records import StepOutcome
-from everstep.protocol.step_types import Holding
+from everstep.protocol.step_types import Doubt, Holding, LaneSaid
 
+_FORWARD = {
+    "data": "gets other samples",
+    "took": "receives something else from the stage before",
+    "made": "computes another output from the same input",
+}
+_BACKWARD = {
+    "back": "receives another gradient from the stage behind",
+    "gave": "computes another gradient from the same samples",
+}
 _SHOWN = 12
 
 
@@ -37,61 +47,138 @@ class Probing:
     """What one worker knows of probes. begins_after: the step whose state the job began with."""
 
     def __init__(self, rule: ProbeRule, begins_after: int = 0) -> None:
-        self.proven = False  # that this worker computes as others do
+        self.seen = False  # that this worker computes as others do
+        self.doubt = Doubt()
         self._rule = rule
         self._unproven: frozenset[int] = frozenset()
         self._sound = begins_after
-        self._doubt: tuple[int, int, Mapping[int, str]] = (0, 0, {})  # step, lane and what was said of it at first
+        self._at = 0
+        self._plan: Plan | None = None
+        self._alone: frozenset[int] = frozenset()
+        self._split = self._single = False
 
-    def entered(self, holdings: Mapping[int, Holding]) -> None:
-        """A generation has settled."""
+    def entered(self, plan: Plan, holdings: Mapping[int, Holding], at: int) -> None:
+        """A generation has settled, to go on from step `at`. Who was not there when members differed learns of it."""
+        self._at, self._sound = at, min(self._sound, at)
+        self._plan = plan
+        self._single = len(alone(plan)) == plan.stages
+        self._alone, self._split = frozenset(alone(plan).values()), plan.stages > 1
         self._unproven = frozenset(i for i, holding in holdings.items() if not holding.proven)
+        self.doubt = max((holdings[i].doubt for i in sorted(holdings)), key=lambda d: (d.step, d.lane, d.part))
 
-    def owed(self, step: int, plan: Plan | None, me: int) -> tuple[int, ...]:
-        """The lanes of a step of which this worker has to say what it gets."""
+    def void(self, plan: Plan) -> bool:
+        """Whether nothing that was computed of the present step counts in this plan: of a split model, others have
+        computed it from what somebody gave them who has gone before anybody compared it."""
+        before = self._plan
+        if before is None or not self._split:
+            return False
+        return any(m.worker_id in self._unproven and not plan.has(m.key) for m in before.members)
+
+    def proven(self, number: int) -> int:
+        """Of the steps up to this one, whose states were alike: the last of which that is known of what members make of
+        them."""
+        return min(self._sound, number) if (self._rule.every or self._rule.share) and not self._single else number
+
+    def forget(self) -> None:
+        """Members that computed otherwise did so from other states."""
+        self.doubt = Doubt()
+
+    def trials(self, step: int, plan: Plan | None) -> tuple[Trial, ...]:
+        """The lanes of a step that are computed more than once."""
         if plan is None:
             return ()
-        if self._doubt[0] == step and plan.stages == 1:
-            return (self._doubt[1],)
-        return tuple(lane for lane, who in probes(plan, step, self._rule, self._unproven).items() if me in who)
+        doubted = self.doubt.step == step
+        return once_more(plan, self.doubt.lane) if doubted else probes(plan, step, self._rule, self._unproven)
 
     def judge(self, outcome: StepOutcome, me: int) -> ProbeVerdict | None:
         """What the records of a step show; None if nobody differs."""
-        said = {lane: of for lane, of in sorted(outcome.probes.items()) if len(of) > 1}
-        for lane, of in said.items():
-            if len(set(of.values())) > 1:
-                return self._differ(outcome.step, lane, of)
-        self._doubt = (0, 0, {})
-        seen = {worker for of in said.values() for worker in of}
-        alone = len(set(outcome.workers.values())) == 1
-        self._unproven = frozenset() if alone else self._unproven - seen
-        self.proven = self.proven or me in seen or alone
-        if any(not self._unproven.intersection(of) for of in said.values()):
+        said = dict(outcome.probes)
+        doubt = self.doubt
+        if doubt.step == outcome.step:  # what those said who have gone still counts
+            at = doubt.lane, doubt.part
+            said[at] = {**doubt.said, **said.get(at, {})}
+        differs = _first_difference(said)
+        if differs is not None:
+            return self._differ(outcome, *differs, said[differs[:2]])
+        self.doubt = Doubt() if doubt.step <= outcome.step else doubt
+        compared = [frozenset(of) for of in said.values() if len(of) > 1]
+        seen = self._alone.union(*compared)
+        if outcome.step > self._at:  # else this worker only catches up with what the others have stated
+            self._unproven -= seen
+        self.seen = self.seen or me in seen
+        if any(not self._unproven & of for of in compared):
             self._sound = outcome.step
         return None
 
-    def _differ(self, step: int, lane: int, of: Mapping[int, str]) -> ProbeVerdict:
-        known = {digest for worker, digest in of.items() if worker not in self._unproven}
+    def _differ(
+        self, outcome: StepOutcome, lane: int, part: int, what: str, said: Mapping[int, LaneSaid]
+    ) -> ProbeVerdict:
+        step = outcome.step
+        of: dict[int, str] = {worker: getattr(one, what) for worker, one in sorted(said.items())}
+        first = self.doubt.said if (self.doubt.step, self.doubt.lane, self.doubt.part) == (step, lane, part) else {}
+        known = {digest for worker, digest in of.items() if worker not in self._unproven and worker not in first}
         common, count = Counter(of.values()).most_common(1)[0]
         right = next(iter(known)) if len(known) == 1 else common if 2 * count > len(of) else ""
         odd = frozenset(worker for worker, digest in of.items() if right and digest != right)
-        again = self._doubt[:2] == (step, lane)
-        if again and not odd:  # who said something else at first
-            changed = frozenset(worker for worker, digest in self._doubt[2].items() if of.get(worker) != digest)
+        if first and not odd:  # who said something else at first
+            changed = frozenset(worker for worker, one in first.items() if one != said.get(worker))
             odd = changed if len(changed) < len(of) else odd
-        self._doubt = (0, 0, {}) if again or odd else (step, lane, of)
+        again = self.doubt.step == step
+        if again or (odd and any(outcome.digests.values())):
+            self.doubt = Doubt()
+        else:  # it may have computed from another state: the next time states are compared, too
+            self.doubt, odd = Doubt(step, lane, part, {} if odd else dict(said)), frozenset()
         ends = again and not odd
-        data = len({digest.partition(" ")[0] for digest in of.values()}) > 1
-        what = "gets other samples" if data else "computes another gradient from the same samples"
-        values = "; ".join(f"worker {worker}: {_shown(digest, data)}" for worker, digest in sorted(of.items()))
+        values = "; ".join(f"worker {worker}: {digest[:_SHOWN]}" for worker, digest in of.items())
         who = f"worker {' and '.join(map(str, sorted(odd)))}" if odd else "one of them"
         who += ", nobody knows which," if ends else ""
         later = "" if ends or odd else ": all compute it once more"
-        reason = f"{who} {what} in lane {lane} of step {step} ({values}){later}"
+        where = f"lane {lane} of step {step}" + (f", part {part} of the model" if self._split else "")
+        reason = f"{who} {(_FORWARD | _BACKWARD)[what]} in {where} ({values}){later}"
         return ProbeVerdict(lane, tuple(sorted(of)), odd, reason, self._sound, ends)
 
 
-def _shown(digest: str, data: bool) -> str:
-    """Of what is said of a lane, the part that differs."""
-    samples, _, gradient = digest.partition(" ")
-    return (samples if data else gradient)[:_SHOWN]
+class LanesGiven:
+    """What lanes that several members compute have given at this one, of one step."""
+
+    def __init__(self) -> None:
+        self._step = 0
+        self._said: dict[int, dict[int, LaneSaid]] = {}  # by lane and part of the model
+
+    def note(self, step: int, lane: int, part: int, said: LaneSaid) -> str:
+        """Returns what has come out otherwise than when it was computed here before, from the same; "" if nothing."""
+        if self._step != step:
+            self._step, self._said = step, {}
+        first = self._said.setdefault(lane, {}).setdefault(part, said)
+        if (first.data, first.took) != (said.data, said.took):
+            return ""
+        if first.made != said.made:
+            return "outputs"
+        return "gradients" if first.back == said.back and first.gave != said.gave else ""
+
+    def has(self, step: int, lane: int) -> bool:
+        """Whether it is known what the lane gives."""
+        return self._step == step and lane in self._said
+
+    def of(self, step: int, parts: Collection[int]) -> dict[int, dict[int, LaneSaid]]:
+        """What is to be told of these parts of the model, by lane and part."""
+        known = self._said if self._step == step else {}
+        found = {lane: {part: one for part, one in said.items() if part in parts} for lane, said in known.items()}
+        return {lane: said for lane, said in found.items() if said}
+
+    def drop(self, step: int) -> None:
+        """What lanes of this step and older ones have given is of no use."""
+        if self._step <= step:
+            self._step = 0
+
+
+def _first_difference(said: Mapping[tuple[int, int], Mapping[int, LaneSaid]]) -> tuple[int, int, str] | None:
+    """Lane, part and what of it: the first, in the order in which a lane is computed, in which members differ."""
+    for lane in sorted({lane for lane, _ in said}):
+        parts = sorted(part for at, part in said if at == lane)
+        order = [(part, what) for part in parts for what in _FORWARD]
+        order += [(part, what) for part in reversed(parts) for what in _BACKWARD]
+        for part, what in order:
+            if len({getattr(one, what) for one in said[lane, part].values()}) > 1:
+                return lane, part, what
+    return None

@@ -19,7 +19,7 @@ from everstep.base.errors import InvariantViolation, ProtocolError, check
 from everstep.base.extents import Coded, Extents
 from everstep.placement.tree import fold, total_sumsq
 from everstep.protocol.driver.policy import COMPARE, END, Due
-from everstep.protocol.step_types import Holding, Key, Record
+from everstep.protocol.step_types import Doubt, Holding, Key, LaneSaid, Record
 
 SETTINGS = ("modes", "requires_grad", "flags of torch", "hyperparameters", "attributes of modules")
 """How a model is set; each has `SETTING_BYTES` in the digests of a record."""
@@ -44,7 +44,8 @@ class StageSection(msgspec.Struct, frozen=True, array_like=True):
     the lanes did to buffers (an encoded `BufferReport` per part of the stage). digest: of the stage's state before this
     step ("" if not due). tied: likewise of each parameter (by name) that other stages hold too, with its optimizer
     state. settings: digests of how the model is set while the step's lanes are computed (modes, flags, hyperparameters,
-    ...), by `SETTINGS`; empty if the worker has none.
+    ...), by `SETTINGS`; empty if the worker has none. probes: what lanes that several members compute have given here,
+    by lane and part of the model.
     """
 
     stage: int
@@ -56,7 +57,7 @@ class StageSection(msgspec.Struct, frozen=True, array_like=True):
     digest: str
     tied: dict[str, str] = {}
     settings: bytes = b""
-    probes: dict[int, str] = {}
+    probes: dict[int, dict[int, LaneSaid]] = {}
 
 
 class AgreePayload(msgspec.Struct, frozen=True, array_like=True):
@@ -112,8 +113,8 @@ class StepOutcome:
     buffers: by stage, for every worker there its encoded reports, one per part. digests: of the state before
     the step, by stage and worker, where they were due; ties: those of the copies of each parameter that several stages
     hold, and of how the model is set where that differs, by name and (stage, worker). kept: the newest step that
-    is in memory in all stages. save, save_cause, saved: as in `AgreePayload`. probes: by lane and worker what members
-    got that computed the same lane.
+    is in memory in all stages. save, save_cause, saved: as in `AgreePayload`. probes: by lane and part of the model
+    what the members got that computed it, by worker.
     """
 
     step: int
@@ -130,7 +131,7 @@ class StepOutcome:
     ties: Mapping[str, Mapping[tuple[int, int], str]] = field(default_factory=dict)
     finiteness: Finiteness = Finiteness()
     saved: int = 0
-    probes: Mapping[int, Mapping[int, str]] = field(default_factory=dict)
+    probes: Mapping[tuple[int, int], Mapping[int, LaneSaid]] = field(default_factory=dict)
 
     @property
     def samples(self) -> int:
@@ -207,15 +208,16 @@ def conclude(step: int, n_lanes: int, records: Mapping[int, Record]) -> StepOutc
             max(p.nonfinite for p in payloads.values()),
         ),
         saved=max(p.saved for p in payloads.values()),
-        probes=_probes(sections[-1]),
+        probes=_probes(sections),
     )
 
 
-def _probes(said: Mapping[int, StageSection]) -> dict[int, dict[int, str]]:
-    found: dict[int, dict[int, str]] = {}
-    for worker_id, section in said.items():
-        for lane, digest in section.probes.items():
-            found.setdefault(lane, {})[worker_id] = digest
+def _probes(sections: Sequence[Mapping[int, StageSection]]) -> dict[tuple[int, int], dict[int, LaneSaid]]:
+    found: dict[tuple[int, int], dict[int, LaneSaid]] = {}
+    for worker_id, section in (one for stage in sections for one in stage.items()):
+        for lane, parts in section.probes.items():
+            for part, said in parts.items():
+                found.setdefault((lane, part), {})[worker_id] = said
     return found
 
 
@@ -294,7 +296,7 @@ class _Held(msgspec.Struct, frozen=True, array_like=True):
     kept_parts: tuple[tuple[int, int, Coded], ...] = ()
     first: dict[int, str] = {}
     built: dict[int, str] = {}
-    standing: tuple[bool, bool] = (False, False)  # fresh, proven
+    standing: tuple[bool, bool, Doubt | None] = (False, False, None)  # fresh, proven, doubt
 
 
 _held = msgspec.msgpack.Decoder(_Held)
@@ -332,7 +334,7 @@ def encode_holding(holding: Holding) -> bytes:
     parts = {k: part.encoded() for k, part in holding.parts.items()}
     kept_parts = tuple((k, at, part.encoded()) for (k, at), part in sorted(holding.kept_parts.items()))
     alike = {name: getattr(holding, name) for name in _ALIKE}
-    alike["standing"] = holding.fresh, holding.proven
+    alike["standing"] = holding.fresh, holding.proven, holding.doubt if holding.doubt.step else None
     return msgspec.msgpack.encode(_Held(position=holding.position, parts=parts, kept_parts=kept_parts, **alike))
 
 
@@ -345,5 +347,6 @@ def decode_holding(data: bytes) -> Holding:
     except (InvariantViolation, ValueError) as error:
         raise ProtocolError(f"expected what another member holds: {str(error)[:200]!a}") from None
     alike = {name: getattr(held, name) for name in _ALIKE}
-    alike["fresh"], alike["proven"] = held.standing
+    alike["fresh"], alike["proven"], doubt = held.standing
+    alike["doubt"] = doubt or Doubt()
     return Holding(position=Key(*held.position), parts=parts, kept_parts=kept_parts, **alike)

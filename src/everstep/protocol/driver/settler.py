@@ -94,17 +94,19 @@ class Settler:
         """Tell the members what is held, and hear it of them."""
         first = self._first
         holding = replace(self._machine.holding(), disk=self._disk, first=first.agreed, built=first.built)
-        holding = replace(holding, fresh=self._comparing.fresh, proven=self._probing.proven)
+        probing = self._probing
+        holding = replace(holding, fresh=self._comparing.fresh, proven=probing.seen, doubt=probing.doubt)
         self._out.start(do.Exchange, self._machine.generation, SETTLE, encode_holding(holding))
 
     def all_stated(self, operation: do.Exchange, payloads: Mapping[int, bytes]) -> Iterable[step.StepEvent]:
         """Everybody has said what it holds."""
         self._out.times.note("settle")
         self._stated = {worker_id: decode_holding(payloads[worker_id]) for worker_id in sorted(payloads)}
-        settled = settle(self._machine.current_plan(), self._stated)
+        plan = self._machine.current_plan()
+        settled = settle(plan, self._stated)
         self._first.settled(settled.target.step, self._stated)
         self._comparing.entered(self._stated, settled.wants)
-        self._probing.entered(self._stated)
+        self._probing.entered(plan, self._stated, settled.target.step)
         return [step.HoldingArrived(operation.generation, w, holding) for w, holding in self._stated.items()]
 
     def anew(

@@ -17,6 +17,7 @@ import msgspec
 from everstep.base.cause import Cause, Why
 from everstep.base.errors import check
 from everstep.base.ports import Tag
+from everstep.placement.probes import owed
 from everstep.protocol import messages as wire
 from everstep.protocol import step_types as step
 from everstep.protocol.driver import operations as do
@@ -71,6 +72,8 @@ class Stepper:
         self._probing = probing
         self._committed_ns = 0
         self._entered = self._generation = 0
+        self._tried = (0, 0)  # generation and step
+        self._after: step.ReductionDue | None = None
 
     def entered(self, generation: int) -> None:
         """The next decision is the first one of this generation."""
@@ -79,18 +82,35 @@ class Stepper:
     # ---- towards a decision
 
     def compute(self, effect: step.LanesNeeded) -> None:
-        """Lanes are lacking."""
-        plan, lanes = self._machine.plan, effect.lanes
-        if plan is not None and plan.stages > 1:
-            rerun = self._machine.rerun
+        """Lanes are lacking. Of a model that is split trials go with them where all members compute."""
+        machine, plan, lanes = self._machine, self._machine.current_plan(), effect.lanes
+        trials, rerun = self._probing.trials(effect.step, plan), machine.rerun
+        if plan.stages > 1:
             lanes = tuple(range(plan.lanes)) if rerun is None else tuple(sorted(rerun))
-        owed = self._probing.owed(effect.step, plan, self._machine.me.worker_id)
-        self._out.start(do.Compute, self._machine.generation, plan, effect.step, lanes, owed)
+            trials = trials if len(lanes) == plan.lanes else ()
+        if trials:
+            self._tried = machine.generation, effect.step
+        self._out.start(do.Compute, machine.generation, plan, effect.step, lanes, trials)
+
+    def computed(self, operation: do.Compute) -> Iterable[step.StepEvent]:
+        """It is over: what waited for it goes on."""
+        effect, self._after = self._after, None
+        if effect is not None and effect.generation == operation.generation:
+            self.reduce(effect)
+        return ()
 
     def reduce(self, effect: step.ReductionDue) -> None:
-        """All own lanes are there."""
-        compare = self._comparing.due(effect.step, self._machine.current_plan())
-        self._out.start(do.Reduce, effect.generation, self._machine.plan, effect.step, compare)
+        """All own lanes are there; trials may still be due, if lanes were computed in an older generation."""
+        machine, plan = self._machine, self._machine.current_plan()
+        trials, split = self._probing.trials(effect.step, plan), plan.stages > 1
+        at = effect.generation, effect.step
+        if self._tried != at and (trials if split else owed(trials, plan, machine.me.worker_id)):
+            self._tried, self._after = at, effect
+            lanes = tuple(sorted({trial.lane for trial in trials})) if split else ()
+            self._out.start(do.Compute, effect.generation, plan, effect.step, lanes, trials)
+            return
+        compare = self._comparing.due(effect.step, plan) or self._probing.doubt.step == effect.step
+        self._out.start(do.Reduce, effect.generation, machine.plan, effect.step, compare)
 
     def reduced(
         self, operation: do.Reduce, payload: AgreePayload, kept: int, due: Due, saved: int
@@ -132,7 +152,10 @@ class Stepper:
     def update(self, effect: step.StepDecided) -> Differs | None:
         """Apply a step, unless its records show that nothing must be applied."""
         outcome = self.outcome(effect.step, effect.records)
-        found = self.compare(outcome) or self._probed(outcome)
+        found = self.compare(outcome)
+        if found is not None:
+            self._probing.forget()
+        found = found or self._probed(outcome)
         if found is None:
             self.concluded(outcome)
             self._decided(Key(effect.step, 0))
