@@ -43,6 +43,8 @@ def test_where_one_leaves_and_others_go_on_the_job_ends_with_a_checkpoint() -> N
     assert world.plan.generation == 3 and world.plan.save, "it is saved first"
     for i in range(3):
         entered(world, i, "left" if i == 1 else "on")
+    world.wait(3 * S)
+    assert world.plan.generation == 3, "nobody is asked again while it is saved"
     world.say("w0.0", m.Saved(worker_id=0, incarnation=0, step=4, ok=True, where="there", reason=""))
     failed = world.report("job_failed")
     assert failed["cause"] is Cause.LEFT
@@ -99,3 +101,56 @@ def test_a_coordinator_that_is_started_again_hears_of_it_again() -> None:
     world.wait(2 * S)
     assert world.coordinator.job.progress.ended is not None
     assert "worker 1 left the loop after step 4" in world.report("job_failed")["reason"]
+
+
+def asked() -> World:
+    """Worker 1 has left its loop, and a plan has been made for that."""
+    world = running()
+    left(world, 1)
+    world.wait(3 * S // 2)
+    assert world.plan is not None and world.plan.generation == 2
+    return world
+
+
+def test_one_whose_loop_goes_on_again_has_not_left_it() -> None:
+    """Its state was put back to that of an earlier step."""
+    world = asked()
+    for i in (1, 0, 2):
+        entered(world, i, "on")
+    world.wait(3 * S)
+    assert world.plan is not None and world.plan.generation == 2 and world.coordinator.job.progress.ended is None
+
+
+def test_what_a_loop_did_in_an_earlier_generation_says_nothing_of_now() -> None:
+    world = asked()
+    for i in (1, 0, 2):
+        entered(world, i, "on")
+    left(world, 1, step=5)
+    world.wait(3 * S // 2)
+    assert world.plan is not None and world.plan.generation == 3
+    for i in (1, 0, 2):
+        entered(world, i, "left")
+    world.wait(3 * S)
+    assert world.plan.generation == 3 and world.coordinator.job.progress.ended is None
+
+
+def test_who_has_not_come_to_that_step_has_not_gone_on() -> None:
+    world = asked()
+    entered(world, 1, "left", step=6)
+    for i in (0, 2):
+        entered(world, i, "on", step=5)
+    assert world.plan is not None and world.plan.generation == 2, "it may leave there, too"
+    world.wait(3 * S // 2)
+    assert world.plan.generation == 3 and not world.plan.save
+
+
+def test_who_leaves_while_a_plan_is_being_settled_is_not_forgotten() -> None:
+    world = asked()
+    entered(world, 1, "")
+    left(world, 1, step=5)
+    world.wait(3 * S)
+    assert world.plan is not None and world.plan.generation == 2
+    for i in (0, 2):
+        entered(world, i, "")
+    world.wait(3 * S // 2)
+    assert world.plan.generation == 3 and world.plan.reason.startswith("worker 1 left the loop after step 5")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +15,10 @@ from torch import nn
 
 import everstep
 from everstep.base.errors import Evicted
-from everstep.train.user_loop import LoopIterator, raise_soon
+from everstep.protocol.driver.operations import EndAsked
+from everstep.protocol.step_phases import Phase
+from everstep.train.executor import StateJumped
+from everstep.train.user_loop import LoopIterator, UserLoop, raise_soon
 
 
 def numbers() -> Iterator[int]:
@@ -114,6 +119,71 @@ def test_what_is_raised_late_is_what_it_was() -> None:
         for _ in range(9):
             pass
     assert caught.value.drained
+
+
+class Session:
+    """As much of one as a loop asks of it. asked: whether each end that was asked for came before the last step."""
+
+    def __init__(self, phase: Phase = Phase.COMPUTING, step: int = 3, jumps: int = 0) -> None:
+        machine = SimpleNamespace(phase=phase)
+        self.exits: list[Callable[[], None]] = []
+        self.asked: list[bool] = []
+        self._jumps = jumps
+        link = SimpleNamespace(row=SimpleNamespace(set=lambda **_: None), at_exit=self.exits.append)
+        order, driver = SimpleNamespace(total_steps=8), SimpleNamespace(machine=machine)
+        self.view = SimpleNamespace(step=step, order=order, driver=driver, link=link)
+        self.profiling = SimpleNamespace(end=lambda: None)
+        self.updates = SimpleNamespace(last_states=lambda left: b"")
+        self.executor = SimpleNamespace(ask=self._ask)
+
+    def _ask(self, event: EndAsked) -> None:
+        self.asked.append(event.left)
+        if len(self.asked) <= self._jumps:
+            raise StateJumped("to another step")
+
+
+def loop_of(session: Session) -> tuple[UserLoop, LoopIterator]:
+    """One that has begun."""
+    loop = UserLoop(session, contextlib.nullcontext())  # type: ignore[arg-type]
+    steps = loop.begin(numbers())
+    next(steps)
+    return loop, steps
+
+
+def test_a_loop_that_is_left_ends_the_job_wherever_the_state_is_put_to() -> None:
+    session = Session(jumps=2)
+    loop, _steps = loop_of(session)
+    loop.leave()
+    assert session.asked == [True, True, True] and not loop.begun
+    loop.leave()
+    assert len(session.asked) == 3, "it is over"
+
+
+def test_after_an_update_that_failed_there_is_no_state_to_end_with() -> None:
+    session = Session(Phase.UPDATING)
+    loop, _steps = loop_of(session)
+    loop.leave()
+    assert session.asked == [] and loop.begun
+
+
+@pytest.mark.parametrize(("step", "left"), [(7, True), (8, False)])
+def test_a_loop_that_came_to_its_last_step_was_not_left(step: int, left: bool) -> None:
+    session = Session(step=step)
+    UserLoop(session, contextlib.nullcontext()).end()  # type: ignore[arg-type]
+    assert session.asked == [left]
+
+
+def test_where_an_exception_may_be_on_its_way_the_end_of_the_script_ends_the_job() -> None:
+    session = Session()
+    loop = UserLoop(session, contextlib.nullcontext())  # type: ignore[arg-type]
+    with contextlib.suppress(ValueError):
+        for one in loop.begin(numbers()):
+            if one:
+                raise ValueError
+    assert session.asked == [] and loop.begun
+    for act in session.exits:
+        act()
+    assert session.asked == [True] and not loop.begun
 
 
 DATA = [(torch.randn(4, generator=torch.manual_seed(i)), torch.tensor(i % 2)) for i in range(64)]
