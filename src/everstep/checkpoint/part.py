@@ -243,7 +243,7 @@ class PartWriter:
             kept = low < self._n_own
             memory = torch.empty(BLOCK_BYTES, dtype=torch.uint8) if kept or passing is None else passing
             self._changed.wait_for(lambda: not self._copying)
-            if low < self._next:  # it came to it while this one waited
+            if self._stop or low < self._next:  # it has failed, or came to it, while this one waited
                 break
             self._live.copy_block(order[low], memory)
             if kept:

@@ -283,6 +283,23 @@ def test_an_update_before_the_disk_is_ready(tmp_path: Path, limit_blocks: int) -
         assert list(tmp_path.rglob("*.safetensors")) == []
 
 
+def test_a_disk_that_refuses_while_the_update_waits_gives_the_part_up_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The worker goes on: the thread has let go of the state meanwhile, which is no error of the training."""
+    live = LiveState(make_state(1))
+    job = PartJob(PartReport(1, 1, 0, 0, 0, live.n_blocks), True, 100 * BLOCK_BYTES)
+    writer = PartWriter(DirectoryStore(tmp_path), job, live, Base, lambda report: None)
+
+    def refuses(predicate: Callable[[], bool], timeout: float | None = None) -> bool:
+        writer._stop = Why(Cause.DISK, "No space left on device")
+        live.release()
+        return True
+
+    monkeypatch.setattr(writer._changed, "wait_for", refuses)
+    assert not writer.before_update()
+
+
 @pytest.mark.parametrize("limit_blocks", [100, 3])
 def test_what_others_write_is_compared_too_and_takes_no_memory(tmp_path: Path, limit_blocks: int) -> None:
     """Whatever is read by the writer or, since the update comes too early, before that."""
