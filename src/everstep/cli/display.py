@@ -137,7 +137,7 @@ class LiveDisplay(Display):
 
         total, (width, height) = self._total_steps, self._live.console.size
         phases = {i: str(newest.row.get("phase") or "") for i, newest in self._usage.workers.items()}
-        said = headline(facts, Now(time.time_ns(), phases=phases, total=total))
+        said = headline(facts, Now(time.time_ns(), phases=phases, total=total, free_bytes=self._samples.free_bytes))
         head = Table.grid(padding=(0, 2))
         bar = ProgressBar(total=total or 100, completed=facts.step if total else 0, width=min(32, width // 5))
         head.add_row(bar, Text(step_line(facts, facts.step, total), overflow="ellipsis", no_wrap=True))

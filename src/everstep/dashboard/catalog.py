@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from everstep.base.errors import ConfigError
+from everstep.report.headline import disk_trouble
 from everstep.report.history import History
 from everstep.report.notes import Notes, checked_notes, read_notes, write_notes
 from everstep.report.words import one_line
@@ -46,6 +47,7 @@ def list_row(history: History, running: bool, notes: Notes) -> ListRow:
         "task": one_line(history.job.get("task"), 200),
         "state": state,
         "running": running,
+        "disk_trouble": disk_trouble(facts, history.now(running)),
         "loaded": history.loaded,
         "step": facts.step,
         "total": history.total_steps,

@@ -73,7 +73,25 @@ class Now:
 def headline(facts: Facts, now: Now) -> Headline:
     """The sentence for this moment."""
     said = (found for case in _CASES if (found := case(facts, now)) is not None)
-    return _with_kills(next(said, None) or _well(facts, now), facts, now)
+    return _with_full(_with_kills(next(said, None) or _well(facts, now), facts, now), facts, now)
+
+
+def disk_trouble(facts: Facts, now: Now) -> bool:
+    """Whether the disk of a job that runs is full, or refused something and has not shown since that it takes more: by
+    a checkpoint, or by steps that were told for a minute."""
+    if not now.running or facts.ended_ns is not None:
+        return False
+    refused_ns = facts.full.time_ns if facts.full is not None else None
+    return _is_full(now) or (refused_ns is not None and facts.last_step_ns - refused_ns < _LATELY_S * 1e9)
+
+
+def _with_full(found: Headline, facts: Facts, now: Now) -> Headline:
+    """The same; and that there is trouble with the disk, whatever else is to be said."""
+    if not disk_trouble(facts, now) or " disk " in found.text:
+        return found
+    level = "warning" if found.level == "good" else found.level
+    what = f"The disk is full ({_free(now)} left)." if _is_full(now) else "The disk refuses what is written."
+    return Headline(level, f"{found.text} {what}", f"{found.more} Free some space.".strip())
 
 
 def _with_kills(found: Headline, facts: Facts, now: Now) -> Headline:
@@ -215,7 +233,7 @@ def _silent(facts: Facts, now: Now) -> Headline | None:
     if not facts.last_step_ns:
         return None
     told = now.live is not None and step_of(facts, now) > facts.step + 1 and not facts.redo_to
-    if told and facts.stands_still(now.time_ns):
+    if (told or (_is_full(now) and facts.incidents.open is None)) and facts.stands_still(now.time_ns):
         since = span(_s(facts.last_step_ns, now))
         full = f": the disk is full ({_free(now)} left)" if _is_full(now) else ": can its files be written?"
         text = f"Training is at step {step_of(facts, now)}, but nothing has been written for {since}{full}."
@@ -334,7 +352,7 @@ def _troubled(facts: Facts, now: Now) -> Headline | None:
             f"The disk is full ({_free(now)} left): training goes on, and what it tells waits in memory.",
             "Free some space.",
         )
-    if facts.full is not None and (_s(facts.full.time_ns, now) < _LATELY_S or not facts.checkpoints):
+    if facts.full is not None and disk_trouble(facts, now):
         return Headline(
             "warning",
             f"Trouble with the disk {span(_s(facts.full.time_ns, now))} ago: {facts.full.reason}.",

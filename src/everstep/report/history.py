@@ -22,7 +22,7 @@ from everstep.observe.events import KINDS
 from everstep.report.account import goodput
 from everstep.report.facts import Facts
 from everstep.report.headline import Headline, Now, headline
-from everstep.report.tail import Folder, Tail, object_of
+from everstep.report.tail import Folder, Tail, free_bytes, object_of
 from everstep.report.tally import Tally
 from everstep.report.usage import Usage
 from everstep.report.words import Event, as_dict, known, number, one_line, whole_number
@@ -181,7 +181,7 @@ class History:
             bool(self.digest),
             self.resume if over else "",
             number(as_dict(self.job.get("config")).get("quorum_wait_s")) or None,
-            _free_bytes(self.run_dir),
+            free_bytes(self.run_dir),
             self._taken_ns() if self.begins(running) else None,
         )
 
@@ -245,12 +245,3 @@ def _value(config: Mapping[str, Any], key: str) -> Any:
     for part in key.split("."):
         found = as_dict(found).get(part)
     return found
-
-
-def _free_bytes(folder: Path) -> int | None:
-    """What is left for this user on the disk of a folder, None if nobody knows."""
-    try:
-        found = os.statvfs(folder)
-    except OSError:
-        return None
-    return found.f_bavail * found.f_frsize

@@ -144,6 +144,11 @@ class Folder:
         self._pattern = pattern
         self._tails: dict[tuple[int, int], Tail] = {}
 
+    @property
+    def free_bytes(self) -> int | None:
+        """What is left for this user on its disk, None if nobody knows."""
+        return free_bytes(self._folder)
+
     def read(self, most_bytes: int = 64 << 20) -> Iterator[list[bytes]]:
         """New lines of all files, the oldest file first; files that are gone are forgotten."""
         present: dict[tuple[int, int], tuple[int, Path]] = {}
@@ -172,3 +177,12 @@ class Folder:
     def unread_bytes(self) -> int:
         """How much is left to be read of the files that were there at the last look."""
         return sum(tail.unread_bytes() for tail in self._tails.values())
+
+
+def free_bytes(folder: Path) -> int | None:
+    """What is left for this user on the disk of a folder, None if nobody knows."""
+    try:
+        found = os.statvfs(folder)
+    except OSError:
+        return None
+    return found.f_bavail * found.f_frsize

@@ -168,6 +168,27 @@ CASES: dict[str, tuple[Events, float, Mapping[str, Any], str, tuple[str, ...]]] 
         "warning",
         ("Trouble with the disk", "rows of"),
     ),
+    "the disk stays full, and another thing is to be said": (
+        [*trained(), CUT],
+        6.8,
+        {"free_bytes": 0},
+        "warning",
+        ("worker 1", "The disk is full (0 kB left)."),
+    ),
+    "the disk stays full, nobody answers": (
+        trained(),
+        400,
+        {"free_bytes": 0},
+        "warning",
+        ("nothing has been written for", "the disk is full"),
+    ),
+    "the disk has refused rows for long": (
+        [*trained(), event("warning", 5.75, **FULL)],
+        300,
+        {"live": {"step": 900, "state": "running"}},
+        "warning",
+        ("nothing has been written for", "The disk refuses what is written."),
+    ),
     "checkpoints fail": (
         [*trained(), SAVED, event("checkpoint_failed", 5.6, **{**FAILED, "cause": "store"})],
         5.8,
