@@ -427,6 +427,19 @@ BAD = [
         after="best = sorted([*best, step.loss])[:5]\noptimizer.param_groups[0]['lr'] = 0.1 * max(b for b in best)",
         refused=("best",),
     ),
+    Loop(
+        "memo_of_numbers",
+        "class First(nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.cache = {}\n"
+        "    def forward(self, x):\n"
+        "        n = x.shape[1]\n"
+        "        if n not in self.cache: self.cache[n] = x.detach().mean()\n"
+        "        return x * self.cache[n]\n"
+        "model.append(First())",
+        refused=("model.cache",),
+    ),
 ]
 
 CLEAN = [
@@ -741,5 +754,50 @@ CLEAN = [
         after="history._losses = torch.cat([history._losses, torch.tensor([step.loss])])\n"
         "if step.number == 4: history.best = min(history.best, step.loss)\n"
         "optimizer.param_groups[0]['lr'] = 0.1 if history.best > 1 else 0.05",
+    ),
+    Loop(
+        "memo_of_shapes",
+        "class Rotary(nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.cache = {}\n"
+        "    def forward(self, x):\n"
+        "        n = x.shape[1]\n"
+        "        if n not in self.cache: self.cache[n] = torch.arange(n).float().cos()\n"
+        "        return x * self.cache[n]\n"
+        "model.append(Rotary())",
+    ),
+    Loop(
+        "hook_shows",
+        "acts = {}\nmodel[0].register_forward_hook(lambda m, given, out: acts.__setitem__('a', out.detach().mean()))",
+        after="print(acts.get('a'))",
+    ),
+    Loop(
+        "logged_by_a_thread",
+        "import threading\nlog = []",
+        after="t = threading.Thread(target=log.append, args=(step.loss,))\nt.start()\nt.join()\ndel t",
+    ),
+    Loop(
+        "eta",
+        "start = time.time()",
+        after="print((time.time() - start) / step.number)",
+    ),
+    Loop(
+        "criterion_counts",
+        "class Criterion(nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.calls = 0\n"
+        "    def forward(self, given, wanted):\n"
+        "        self.calls += 1\n"
+        "        return nn.functional.cross_entropy(given, wanted)\n"
+        "loss_fn = Criterion()",
+    ),
+    Loop(
+        "warm_up",
+        "warm = lr_scheduler.LinearLR(optimizer, 0.1, total_iters=2)\n"
+        "cos = lr_scheduler.CosineAnnealingLR(optimizer, 4)\n"
+        "s = lr_scheduler.SequentialLR(optimizer, [warm, cos], [3])",
+        "scheduler=s",
     ),
 ]

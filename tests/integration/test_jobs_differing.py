@@ -42,6 +42,17 @@ def test_a_script_that_changes_the_leaders_weights_ends_with_the_checkpoint_that
     assert not (job.run_dir / "final").exists()
 
 
+def test_a_mode_that_the_leader_alone_has_set_ends_the_job_by_name(jobs: Jobs, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    text = SCRIPT.format(after=5).replace("with torch.no_grad():\n            model.weight.mul_(0.999)", "model.eval()")
+    assert "mul_" not in text
+    script.write_text(text)
+    job = jobs.start(str(script), workers=2)
+    assert job.end() == 1, job.account()
+    reason = job.of_kind("job_failed")[-1]["reason"]
+    assert "how the script has set the model (modes) differs among the workers" in reason and "run.is_main" in reason
+
+
 def test_what_differs_after_the_last_step_alone_is_seen(jobs: Jobs, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT.format(after=10))

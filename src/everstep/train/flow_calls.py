@@ -292,6 +292,12 @@ class Calls:
             return Value()
         if name == "super" and not plain:
             return Value()
+        if name == "Thread":
+            by_name = {k.arg: k.value for k in node.keywords}
+            target, args = by_name.get("target"), by_name.get("args")
+            if target is not None and isinstance(args, ast.Tuple | None):
+                call = ast.Call(target, args.elts if args is not None else [], [])
+                return self.call(ast.copy_location(call, node), scope)
         return None
 
     def _changed_arguments(self, name: str, given: Given, together: frozenset[Origin]) -> None:

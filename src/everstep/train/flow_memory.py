@@ -289,6 +289,14 @@ class RoundMemory:
             for d in store.deps
         )
 
+    def is_plain(self, dep: Origin) -> bool:
+        """Whether this is no place that begins anew in another life: batches, shapes, what is carried."""
+        place = dep[1] if dep[0] == "if" else dep
+        if place in (STEP, RANDOM, TRAINED) or place[:2] == ("arg", "shape"):
+            return True
+        thing = self.kept.get(place[1]) if place[0] in ("object", "attr") else None
+        return thing is not None and "carried" in self.judge.flags(thing)
+
     def _varies(self, dep: Origin) -> bool:
         place = dep[1] if dep[0] == "if" else dep
         return place[0] in _VARYING or place in self.written

@@ -13,8 +13,19 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from everstep.train.flow_memory import MISSING, NOTHING, SCALARS, STEP, Origin, RoundMemory, Value, decided, joined
+from everstep.train.flow_memory import (
+    MISSING,
+    NOTHING,
+    SCALARS,
+    STEP,
+    Origin,
+    RoundMemory,
+    Value,
+    decided,
+    joined,
+)
 from everstep.train.flow_sources import Function, SyntaxTrees, names_of
+from everstep.train.flow_words import SHAPES
 
 _DEEPEST = 10
 _MOST_STATEMENTS = 30_000
@@ -410,7 +421,18 @@ def _name(reader: Reader, node: ast.Name, scope: Scope) -> Value:
 
 
 def _attribute(reader: Reader, node: ast.Attribute, scope: Scope) -> Value:
-    return reader.attribute_of(reader.value(node.value, scope), node.attr)
+    base = reader.value(node.value, scope)
+    return _shape(reader, base, node) if node.attr in SHAPES else reader.attribute_of(base, node.attr)
+
+
+def _shape(reader: Reader, base: Value, node: ast.expr) -> Value:
+    """What says nothing of a batch's numbers: the same in every step, as far as it is told apart by its value."""
+    found = reader.attribute_of(base, node.attr) if isinstance(node, ast.Attribute) else base
+    deps = reader.memory.use(found)
+    if base.objects:
+        return found
+    key = frozenset((("arg", "shape", id(node)),))
+    return Value(key | {d for d in deps if not reader.memory.is_plain(d)}, key=key, title=found.title)
 
 
 def _subscript(reader: Reader, node: ast.Subscript, scope: Scope) -> Value:
@@ -418,6 +440,8 @@ def _subscript(reader: Reader, node: ast.Subscript, scope: Scope) -> Value:
     memory = reader.memory
     title = f"{base.title}[{ast.unparse(node.slice)}]"
     deps = memory.use(base) | memory.use(index)
+    if base.key and isinstance(node.slice, ast.Constant) and all(d[:2] == ("arg", "shape") for d in base.key):
+        return _shape(reader, base, node)
     if base.items is not None and isinstance(node.slice, ast.Constant) and isinstance(node.slice.value, int):
         return part_of(base, node.slice.value, len(base.items))
     inner = [found for thing in base.objects if (found := _item(thing, node.slice)) is not MISSING]

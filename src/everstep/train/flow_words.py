@@ -17,7 +17,7 @@ CHANGING = _words(
 """Methods that change their object."""
 FORGETTING = _words("clear popitem")
 """Those that leave less."""
-SILENT = _words("append appendleft extend extendleft insert clear sort reverse")
+SILENT = _words("append appendleft extend extendleft insert clear sort reverse __setitem__ __setattr__")
 """Those whose result says nothing."""
 SILENT_HERE = _words("add update remove discard")
 """Those whose result says nothing, of the builtin containers."""
@@ -40,6 +40,8 @@ DRAWS = _words(
 """Draws from a global generator."""
 SEEDS = _words("manual_seed seed manual_seed_all set_rng_state setstate set_state seed_everything")
 """What sets a global generator."""
+SHAPES = _words("shape dtype device ndim")
+"""What of a tensor says nothing of its numbers."""
 COPIES = _words("deepcopy copy clone parameters_to_vector state_dict")
 """What copies."""
 WRITES = _words("save dump write_text write_bytes savez savetxt to_csv rename replace touch")

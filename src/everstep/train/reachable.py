@@ -79,7 +79,8 @@ class Carried:
     @staticmethod
     def of(model: nn.Module, *others: Any) -> Carried:
         """others: the optimizer, the scheduler and what else has a state, None where there is none."""
-        objects = {id(thing): thing for thing in (*model.modules(), *(o for o in others if o is not None))}
+        given = [inner for other in others if other is not None for inner in _with_schedulers(other)]
+        objects = {id(thing): thing for thing in (*model.modules(), *given)}
         tensors: list[Tensor] = [*model.parameters(), *model.buffers()]
         for other in others:
             if isinstance(other, nn.Module):
@@ -93,6 +94,13 @@ class Carried:
     def has(self, tensor: Tensor) -> bool:
         """Whether it shares memory with what is carried."""
         return _storage(tensor) in self.storages
+
+
+def _with_schedulers(thing: Any) -> Iterator[Any]:
+    """This, and the schedulers that it consists of: its `state_dict` has theirs (`SequentialLR`)."""
+    yield thing
+    for inner in getattr(thing, "_schedulers", ()) if isinstance(thing, LRScheduler) else ():
+        yield from _with_schedulers(inner)
 
 
 @dataclass(frozen=True)

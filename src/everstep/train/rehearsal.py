@@ -342,16 +342,17 @@ class Rehearsal:
             note = resumed.error if first.error else f"a life that went on from step 1 ended early: {resumed.error}"
             return Judgement(note=note, output=self._output("a" if first.error else "b"), seen=first)
         names = differing(first.facts, resumed.facts)
-        found = findings(first.facts, resumed.facts, names, first.shapes)
-        if any(f.refused or listed for f in found):
+        harmless = first.read.harmless
+        found = findings(first.facts, resumed.facts, names, first.shapes, harmless)
+        if any(f.refused or listed for f in with_code(found, read, harmless)):
             again = self._result("c")
             if again.error:
                 return Judgement(note=again.error, output=self._output("c"), seen=first)
             names -= differing(first.facts, again.facts)
-            found = findings(first.facts, resumed.facts, names, first.shapes)
+            found = findings(first.facts, resumed.facts, names, first.shapes, harmless)
         if first.unpassed is not None and first.unpassed[0] not in [f.object for f in found]:
             found = [unpassed(*first.unpassed), *found]
-        found = with_code(found, read, first.read.harmless)
+        found = with_code(found, read, harmless)
         return Judgement(tuple(places.of(f) for f in found if f.refused or listed), seen=first)
 
     def _result(self, life: str) -> Sighting:

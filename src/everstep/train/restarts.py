@@ -6,6 +6,7 @@ Apart from `reachable`, which looks, because this decides what is refused, what 
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -25,6 +26,7 @@ _GIVE = "give it to join: state={{'{key}': {name}}}"
 _STATE = (
     "write kept = everstep.state({key}={name}), give it to join as state=kept, and use kept.{key} in the loop instead"
 )
+_GIVEN = "and give that to join as state="
 _REMEDIES = {
     "carried": _STATE,
     "cache": "let what it returns depend on its arguments alone",
@@ -76,12 +78,16 @@ def findings(
     resumed: Mapping[str, Fact],
     names: Iterable[str],
     shapes: Sequence[tuple[int, ...]],
+    harmless: Sequence[str] = (),
 ) -> list[Finding]:
-    """One per object, the refused ones first. names: the facts that differ. shapes: of the model's parameters."""
+    """One per object, the refused ones first. names: the facts that differ. shapes: of the model's parameters.
+    harmless: names on which nothing that is trained depends."""
     grown = {name.removesuffix("[...]") for name in names if name.endswith("[...]")}
     by_object: dict[tuple[str, str], list[Fact]] = {}
     for name in sorted(names, key=lambda n: (n.count(".") + n.count("["), n)):
         fact = undisturbed.get(name) or resumed[name]
+        if fact.kind == "module" and name in harmless:  # a count of its calls, say
+            fact = replace(fact, hard=False)
         parents = [g for g in grown if name.startswith(f"{g}[") and not name.endswith("[...]")]
         if parents:
             continue  # what is in a container that has grown differently
@@ -103,8 +109,7 @@ def _finding(kind: str, name: str, facts: Sequence[Fact], shapes: Sequence[tuple
     found = [fact.shape for fact in facts if fact.shape is not None]
     if not refused and found and like_parameters(found, shapes):
         refused = True
-    key = re.split(r"[.\[]", name)[-1] or name
-    remedy = _REMEDIES.get(kind, _STATE).format(name=name, key=key)
+    remedy = _remedy(kind, name)
     if kind != "training":
         remedy += f"; or join(ignore=['{name}']) if no later step depends on it"
     type_name = facts[0].type_name
@@ -113,6 +118,17 @@ def _finding(kind: str, name: str, facts: Sequence[Fact], shapes: Sequence[tuple
     else:
         says = _ANEW.format(type_name)
     return Finding(kind, name, type_name, refused, remedy, says=says)
+
+
+def _remedy(kind: str, name: str) -> str:
+    """What to write instead."""
+    wanted = _REMEDIES.get(kind, _STATE)
+    key = re.split(r"[.\[]", name)[-1].strip("]'\"") or name
+    if wanted is _STATE and re.fullmatch(r"default\d+", key):
+        return f"keep what the default argument of {name.rpartition('.')[0]} holds in everstep.state(...), {_GIVEN}"
+    if wanted is _STATE and (name.split(".")[0] in sys.stdlib_module_names or not key.isidentifier()):
+        return f"keep that in everstep.state(...) instead, {_GIVEN}"
+    return wanted.format(name=name, key=key)
 
 
 def unpassed(name: str, type_name: str) -> Finding:
@@ -124,8 +140,7 @@ def unpassed(name: str, type_name: str) -> Finding:
 
 def read_in_code(name: str, kind: str, file: str, line: int) -> Finding:
     """A name that the loop carries from round to round, and that what is trained depends on."""
-    key = re.split(r"[.\[]", name)[-1].strip("]'\"") or name
-    remedy = _REMEDIES[kind].format(name=name, key=key)
+    remedy = _remedy(kind, name)
     remedy += f"; or join(ignore=['{name}']) if no later step depends on it"
     return Finding(kind, name, "", True, remedy, file, line, _CARRIES)
 

@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
+import everstep
 from everstep.base.errors import ConfigError
 from everstep.train.evaluation import evaluate
 
@@ -49,3 +51,23 @@ def test_metrics_of_another_shape_are_refused() -> None:
         evaluate(
             lambda b: {"x": torch.zeros(3)}, 1, lambda i: i, gather=lambda d: {0: d}, members=lambda: (0, (0,)), seed=0
         )
+
+
+def test_an_evaluation_leaves_each_module_in_its_own_mode() -> None:
+    data = [(torch.randn(2), torch.tensor(0)) for _ in range(8)]
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Dropout(0.5))
+    model[1].eval()
+    seen = []
+
+    def count(batch: Any) -> dict[str, Any]:
+        seen.append([m.training for m in model])
+        return {"n": torch.tensor([1.0, 1.0])}
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run = everstep.join(model, optimizer, data, lanes=2, micro_batch=2, steps=2)
+    for step in run:
+        for x, y in step:
+            step.backward(nn.functional.cross_entropy(model(x), y))
+        run.evaluate(count, data)
+        assert [m.training for m in model] == [True, False, True]
+    assert seen == [[False] * 3] * 2

@@ -19,6 +19,7 @@ import rehearsed_scripts
 from everstep.base.errors import ConfigError
 from everstep.train.join import rehearsed_with
 from everstep.train.rehearsal import Rehearsal, Rehearsed, run_script
+from everstep.train.restarts import read_in_code
 
 
 def rehearsed(folder: Path, text: str, limit_s: float = 120.0, in_turn: bool = False) -> dict[str, Any]:
@@ -130,3 +131,15 @@ def test_what_the_code_says_counts_where_a_life_fails(tmp_path: Path) -> None:
     )
     (found,) = rehearsed(tmp_path, loop.text)["findings"]
     assert (found["object"], found["refused"]) == ("n", True)
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("late.default0", "keep what the default argument of late holds in everstep.state(...), and give that to join"),
+        ("os.environ", "keep that in everstep.state(...) instead, and give that to join as state="),
+        ("box.best", "write kept = everstep.state(best=box.best), give it to join as state=kept"),
+    ],
+)
+def test_remedies_can_be_written(name: str, says: str) -> None:
+    assert says in read_in_code(name, "carried", "train.py", 3).remedy
