@@ -10,11 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from everstep.base.errors import ProtocolError
-from everstep.protocol.roles import CONTROL_ROLES, PEOPLE
+from everstep.protocol.roles import CONTROL_ROLES, PEOPLE, READ, WORKER
 from everstep.runtime import wire
 from everstep.runtime.handshake import (
     MAX_ANSWER_BYTES,
     MAX_NAME_BYTES,
+    PEER,
     Caller,
     Ends,
     Greeter,
@@ -188,3 +189,9 @@ def test_and_none_on_one_host() -> None:
 def test_tokens_of_people_tell_nothing_of_others() -> None:
     made = {role_token(TOKEN, role) for role in (*PEOPLE, "agent", "job", "peer")}
     assert len(made) == 6 and TOKEN not in made
+
+
+def test_a_server_has_no_token_for_roles_that_it_does_not_deal_with() -> None:
+    keys = keys_of(b"t" * 32, frozenset({READ}))
+    assert keys(READ, "") is not None
+    assert [role for role in (PEER, WORKER, *PEOPLE, "", "nobody") if role != READ and keys(role, "")] == []

@@ -102,6 +102,15 @@ def open_door() -> Iterator[Callable[..., Door]]:
         door.close()
 
 
+def test_no_older_tls_is_spoken(open_door: Callable[..., Door], answerer: Tls) -> None:
+    door = open_door(answerer)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    context.minimum_version = context.maximum_version = ssl.TLSVersion.TLSv1_2
+    with socket.create_connection(door.address, PATIENCE_S) as sock, pytest.raises(ssl.SSLError, match="VERSION"):
+        context.wrap_socket(sock)
+
+
 def test_between_hosts_all_is_said_over_tls_1_3(open_door: Callable[..., Door], caller: Tls, answerer: Tls) -> None:
     door = open_door(answerer)
     with door.call(caller) as sock:
