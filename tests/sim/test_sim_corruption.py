@@ -80,8 +80,10 @@ def test_nothing_escapes_where_nothing_else_happens(name):
 
 @pytest.mark.parametrize(("set_one_up", "split"), [(set_up, False), (set_up_split, True)])
 def test_seeds_meet_what_they_are_meant_to_meet(set_one_up, split):
-    """Most flips are found; a few are lost with their copy, or reach all copies before a comparison."""
-    chosen = [seed for seed in range(250) if any(f.kind == "flip" for f in set_one_up(seed).faults)]
+    """Most flips are found; a few are lost with their copy, or reach all copies before a comparison. A seed with a
+    worker that computes otherwise is left out: where that worker is alone in a pool, nobody can know."""
+    setups = {seed: set_one_up(seed) for seed in range(320)}
+    chosen = [n for n, one in setups.items() if one.differs is None and any(f.kind == "flip" for f in one.faults)]
     outcomes = [simulate(seed, split=split) for seed in chosen]
     failed = [str(o) for o in outcomes if not o.ok]
     assert not failed, failed[0]
