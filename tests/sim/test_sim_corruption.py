@@ -93,6 +93,23 @@ def test_seeds_meet_what_they_are_meant_to_meet(set_one_up, split):
     assert sum(o.unnoticed for o in struck) < len(struck) // 8
 
 
+def test_whoever_copies_the_last_state_compares_it_with_what_all_agreed_on():
+    """The others are through with the last step, and compare nothing any more. A bit flips in the copy of one of them
+    while the leader, who is to write the result, is copying it."""
+    copying = SimFault("flip", 62, "fetching", 1, 135, 38, same=True)
+    cut, kill = (
+        SimFault("cut_control", 377, "agreeing", 1, 167, 69, 1616),
+        SimFault("kill", 390, "fetching", 1, 432, 66),
+    )
+    setup = Setup(3, 0, 3, 3, "wait", SimJob(9, 4, 3), (copying, cut, kill), verify_every=3, rewindable=True)
+    outcomes = [simulate(seed, setup=setup) for seed in range(800, 824)]
+    failed = [str(o) for o in outcomes if not o.ok]
+    assert not failed, failed[0]
+    struck = [o for o in outcomes if o.flipped]
+    assert len(struck) > len(outcomes) // 2
+    assert sum(map(drifted, struck)) > len(struck) // 2
+
+
 # ---- drift
 
 

@@ -5,6 +5,7 @@ Apart because an ask may outlive several generations: what it waits for is found
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal
 
 from everstep.base.cause import Cause, Why
@@ -16,7 +17,7 @@ from everstep.protocol.driver.outbox import Gathers, Outbox
 from everstep.protocol.driver.saver import Saver
 from everstep.protocol.step_machine import StepMachine
 from everstep.protocol.step_phases import Phase
-from everstep.protocol.step_types import Key
+from everstep.protocol.step_types import Key, Record
 
 _UNSETTLED = frozenset({Phase.WAITING, Phase.SETTLING, Phase.FETCHING, Phase.UPDATING, Phase.LEFT, Phase.LACKING})
 
@@ -50,6 +51,16 @@ class Application:
     def holds(self) -> bool:
         """Whether it has raised, and computes nothing more."""
         return isinstance(self.ask, do.HoldAsked)
+
+    @property
+    def finishing(self) -> tuple[do.EndAsked, Mapping[int, Record]] | None:
+        """Its end, and the records by which all are through with the last step, until the result is begun in this
+        generation."""
+        ask, machine = self.ask, self._machine
+        ready = self.settled and not self.ended and self._gather in self._gathers.known
+        if not ready or not isinstance(ask, do.EndAsked) or self._finished == machine.generation:
+            return None
+        return None if self._gathers.disagrees(self._gather) else (ask, self._gathers.known[self._gather])
 
     @property
     def loop(self) -> Literal["", "left", "on"]:
@@ -109,8 +120,11 @@ class Application:
                 if event.left:
                     self._tell_left()
                 return self._begin_gather(b"")  # proves that all have committed the last step, whatever follows
+            case do.HoldAsked() if self.settled and self._machine.step:
+                self._out.put(do.DropLanes())
+                self._out.send(event.words)
             case do.HoldAsked():
-                self._hold(event)
+                self.answer(do.Released())
         return None
 
     def _tell_left(self) -> None:
@@ -142,13 +156,6 @@ class Application:
             self._followers = False
             known = dict(self._gathers.known)
             self._out.put(do.OfferFeeds(machine.position, machine.records, known, machine.stages))
-
-    def _hold(self, event: do.HoldAsked) -> None:
-        if not self.settled or not self._machine.step:
-            self.answer(do.Released())
-            return
-        self._out.put(do.DropLanes())
-        self._out.send(event.words)
 
     # ---- answers
 

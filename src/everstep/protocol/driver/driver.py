@@ -206,16 +206,21 @@ class Driver:
                 return
 
     def _go_on(self) -> None:
-        differs = None if self.ended else self._joiner.go_on()
-        if differs is not None:
-            self._feeds_lost(differs.why)
+        late = None if self.ended else self._joiner.go_on()
+        if late is not None:
+            self._feeds_lost(late.why)
         ending = self._saver.ending
         if self.ended is not None or self._out.operation is not None:
             self._application.go_on()
         elif self.machine.plan is None and ending.asked is not None:
             self._leave_alone(ending.asked)
         elif ending.agreed is None:
-            self._application.go_on()
+            end = self._application.finishing
+            differs = None if end is None else self._stepper.ends(*end)
+            if differs is None:
+                self._application.go_on()
+            else:
+                self._refuse(differs)
         elif self._application.settled and ending.begin(self.machine.generation):
             self._save_alone(ending.agreed)
 

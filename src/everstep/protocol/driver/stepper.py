@@ -149,6 +149,14 @@ class Stepper:
             self._gathers.decided(effect.key, effect.records)
         return found
 
+    def ends(self, ask: do.EndAsked, records: Mapping[int, Record]) -> Differs | None:
+        """None if the last state of this worker is the one that these records say. Those who made the records have
+        compared theirs; this worker may have copied its state, from one that has changed since."""
+        said, mine = last_states(records), self._machine.me.worker_id
+        if not said or ask.at != self._machine.step or said.get(mine) == list(ask.states):
+            return None
+        return self._compare(Statements.last(ask.at, {**said, mine: ask.states}))
+
     def update(self, effect: step.StepDecided) -> Differs | None:
         """Apply a step, unless its records show that nothing must be applied."""
         outcome = self.outcome(effect.step, effect.records)
