@@ -380,6 +380,13 @@ def test_drain_below_min_workers_or_of_nobody_is_refused():
     assert world.prepared is None
 
 
+def test_slots_that_were_given_up_do_not_count_as_left_by_a_drain():
+    world = running(min_workers=1)
+    world.say("a1", m.SlotLost(agent_id="a1", worker_id=1, reason="crash loop"))
+    assert world.command("drain", worker_id=0).ok
+    assert "0 workers would be left" in world.command("drain", worker_id=2).error
+
+
 def test_a_drain_waits_while_a_fault_has_left_too_few():
     world = running(min_workers=2)
     assert world.command("drain", worker_id=1).ok
