@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import builtins
 import re
 import sys
 from collections import Counter
@@ -68,6 +69,7 @@ REASONS_OF = {  # why a checkpoint was taken, as its manifest notes it
     "everstep.cli.checkpoints",
 }
 NAMES = re.compile(r"[\w.:]+")
+RAISED = re.compile(r"(?<![`\w.])[A-Z][a-z]\w+(?=[ ,.;:)\n]|$)")
 CALLED_BY_OTHERS = frozenset(  # by enum, ctypes, pickle, torch, io, asyncio, uvicorn, yaml, click, rich, urllib, otel
     {"_missing_", "_fields_", "find_class", "persistent_id", "persistent_load", "load_bytes", "encoding", "writable"}
     | {
@@ -393,6 +395,48 @@ def unused_names(sources: Mapping[str, Source]) -> Iterator[tuple[str, str]]:
                     inside = sum(word == name for word in _mentions(node)) if hasattr(node, "body") else 0
                     if mentions[name] <= inside and not name.startswith("__") and not _is_command(node):
                         yield name, f"{source.path}:{node.lineno}: {name} is used nowhere"
+
+
+def untrue_raises(sources: Iterable[Source]) -> Iterator[str]:
+    """Names after `Raises:` of our own types that are no exceptions, or that neither the body nor anything it mentions,
+    by name and however far away, raises. What the interpreter or a library raises is taken on trust."""
+    bases: dict[str, set[str]] = {}
+    mentions: dict[str, set[str]] = {}
+    stated: list[tuple[str, str, str]] = []
+    for source in sources:
+        tables = (node for node in source.tree.body if isinstance(node, ast.Assign | ast.AnnAssign))
+        for node in (*tables, *source.nodes):
+            if isinstance(node, ast.ClassDef):
+                bases.setdefault(node.name, set()).update({*map(_last_name, node.bases)} - {node.name})
+            if isinstance(node, ast.ClassDef | ast.FunctionDef):
+                text = (ast.get_docstring(node) or "").partition("Raises:")[2].partition("\n\n")[0]
+                stated += [(f"{source.path}:{node.lineno}", node.name, name) for name in RAISED.findall(text)]
+            for name in _defined(node):
+                mentions.setdefault(name, set()).update(_mentions(node))
+    faults = {name for name in bases if "Exception" in _ancestors(name, bases)}
+    raised = {name: found & faults for name, found in mentions.items()}
+    calls = {name: found & mentions.keys() for name, found in mentions.items()}
+    before = -1
+    while before != (before := sum(map(len, raised.values()))):
+        for name, found in raised.items():
+            found.update(*(raised[called] for called in calls[name]))
+    for where, function, name in stated:
+        if name in bases and name not in faults:
+            yield f"{where}: {name} after Raises: is no exception"
+        elif name in bases and not any(name in _ancestors(one, bases) for one in raised[function]):
+            yield f"{where}: {function} says Raises: {name}, which nothing that it mentions raises"
+
+
+def _last_name(node: ast.expr) -> str:
+    return node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
+
+
+def _ancestors(name: str, bases: Mapping[str, set[str]]) -> set[str]:
+    """A class and all that it derives from, by name; "Exception" for any of the interpreter's own."""
+    if name not in bases:
+        kind = getattr(builtins, name, None)
+        return {name, "Exception"} if isinstance(kind, type) and issubclass(kind, BaseException) else {name}
+    return {name}.union(*(_ancestors(base, bases) for base in bases[name]))
 
 
 def shared_names(sources: Iterable[Source]) -> Iterator[str]:

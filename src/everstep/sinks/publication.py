@@ -85,7 +85,7 @@ class Publication:
     def advance(self, over: bool) -> bool:
         """Deliver what is new, and remember that; returns whether there was anything. over: the job has ended.
 
-        Raises: SinkFailed. Then begin with another Publication, which goes on where this one got to.
+        Raises: SinkFailed. Then begin with a fresh publication, which goes on where this one got to.
         """
         before = (self.steps, self.events, self._cursor.sampled_step)
         while self.history.poll():

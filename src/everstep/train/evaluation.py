@@ -92,7 +92,7 @@ class Waves:
     def run(self, gather: Callable[[bytes], Mapping[int, bytes]], wave: Callable[[], object]) -> dict[str, float]:
         """All chunks, whatever happens to the members; as `evaluate`. wave: has `pass_on` carried out, if it can be.
 
-        Raises: WentBack if the state is another one meanwhile.
+        Raises: StateJumped if the state is another one meanwhile.
         """
         while True:
             stated = gather(msgspec.msgpack.encode((self._view.driver.generation, self._mine)))

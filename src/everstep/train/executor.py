@@ -155,7 +155,7 @@ class Executor:
     def ask(self, event: do.Ask) -> do.Answer | do.Compute:
         """Wait for the answer, or for lanes to compute.
 
-        Raises: WentBack, Evicted, JobFailed, StateTainted: what ends what the application was doing.
+        Raises: StateJumped, Evicted, JobFailed, StateTainted: what ends what the application was doing.
         """
         while self._handed is not None or self._effects:  # what it was doing was left in the middle
             self._give_back(left=True)

@@ -156,7 +156,7 @@ class Step:
     def run_split(self) -> None:
         """Compute the lanes of a split model wherever they pass through this worker, until the update is done.
 
-        Raises: WentBack if the step was left for another one.
+        Raises: StateJumped if the step was left for another one.
         """
         if not self.done:
             self._session.executor.ask(StepAsked(self.number))
@@ -356,7 +356,7 @@ class Run:
     ) -> dict[str, float]:
         """As `evaluate`, for a split model, with the same result: `metrics(model, batch)` is the task's.
 
-        Raises: WentBack if the state is another one meanwhile.
+        Raises: StateJumped if the state is another one meanwhile.
         """
         session = self._session
         chunks = self._begin_evaluation(dataset, batch_size)
