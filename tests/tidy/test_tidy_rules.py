@@ -152,6 +152,31 @@ def test_unused_names() -> None:
     assert [name for name, _ in rules.unused_names(sources)] == ["B", "f", "C", "x", "g", "h"]
 
 
+RAISING = """class Gone(ValueError): ...
+class Answer: ...
+def h():
+    raise Gone
+TABLE = {"h": h}
+def f():
+    'Do. Raises: NAME if it is gone; OSError.'
+    BODY"""
+
+
+@pytest.mark.parametrize("body", ["raise Gone", "h()", "TABLE['h']()"])
+def test_what_is_raised(body: str) -> None:
+    text = RAISING.replace("NAME", "Gone").replace("BODY", body)
+    assert not list(rules.untrue_raises([source_of("everstep.base.x", text)]))
+
+
+@pytest.mark.parametrize(
+    ("name", "complaint"), [("Gone", "nothing that it mentions raises"), ("Answer", "no exception")]
+)
+def test_what_is_not_raised(name: str, complaint: str) -> None:
+    text = RAISING.replace("NAME", name).replace("BODY", "pass")
+    (found,) = rules.untrue_raises([source_of("everstep.base.x", text)])
+    assert complaint in found
+
+
 def test_shared_names() -> None:
     texts = {
         "everstep.a": "class Ox: pass\nBee = int\nCAT = 1\n_Dog = str",

@@ -62,6 +62,11 @@ def test_nothing_is_unused() -> None:
     assert not known - found.keys(), "let off without need"
 
 
+def test_what_is_said_to_be_raised_is() -> None:
+    problems = list(rules.untrue_raises(rules.all_sources()))
+    assert not problems, "\n" + "\n".join(problems)
+
+
 def test_a_name_means_one_thing() -> None:
     problems = list(rules.shared_names(rules.all_sources()))
     assert not problems, "\n" + "\n".join(problems)
