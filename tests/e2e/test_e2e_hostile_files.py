@@ -295,6 +295,31 @@ def test_no_command_is_taken_from_a_directory(tmp_path: Path, capsys: pytest.Cap
     assert told.exists() and not (tmp_path / "theirs").exists()
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        "checkpoints prune {}",
+        "checkpoints pin {} mine",
+        "checkpoints copy {} {}",
+        "checkpoints import x --task t --to {}",
+    ],
+)
+def test_no_folder_to_write_to_is_taken_from_a_directory(
+    tmp_path: Path, command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Else a prepared directory could have somebody's own checkpoints deleted, which lie elsewhere."""
+    run_dir, theirs = good_run(tmp_path / "run"), tmp_path / "theirs"
+    theirs.mkdir()
+    job = json.loads((run_dir / "job.json").read_text())
+    job["config"]["checkpoint"] = {"disk": {"path": str(theirs)}}
+    (run_dir / "job.json").write_text(json.dumps(job))
+    assert run_command(command.format(run_dir, run_dir).split()) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and f"checkpoints at {str(theirs)!r}" in said and "give it here" in said, said
+    assert not list(theirs.iterdir())
+    assert run_command(["checkpoints", "prune", str(theirs)]) == 0
+
+
 def test_no_address_is_taken_from_a_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_dir = good_run(tmp_path / "run")
     job = json.loads((run_dir / "job.json").read_text())
