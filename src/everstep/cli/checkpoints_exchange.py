@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from everstep.base.below import folder_of
 from everstep.base.errors import BlobMissing, CheckpointCorrupt, ConfigError
 from everstep.base.leaving import temporary_folder
 from everstep.checkpoint.hosts_store import HostsStore
@@ -231,6 +232,8 @@ def find_place(
         return StorePlace(_store_of(folder, writes), step)
     if (folder / "checkpoints").is_dir() and not list(folder.glob("step-*")):
         folder = checkpoints_in(folder)
+        if writes:
+            _refuse_others(folder)
     return StorePlace(DirectoryStore(folder), step)
 
 
@@ -279,7 +282,24 @@ def _of_run(run_dir: Path, writes: bool) -> str:
             f"{run_dir / JOB_FILE} has its checkpoints at {path[:200]!a}: {what} is taken from a directory, give "
             "it here in the place of the directory"
         )
-    return os.fspath(checkpoints_in(run_dir)) if path is None else path
+    if path is not None:
+        return path
+    folder = checkpoints_in(run_dir)
+    if writes:
+        _refuse_others(folder)
+    return os.fspath(folder)
+
+
+def _refuse_others(folder: Path) -> None:
+    """Raises: ConfigError if a folder of checkpoints below a run directory, or that one, is another user's."""
+    for path, folders in ((folder, 0), (folder / "any", 1)):
+        try:
+            with folder_of(path, folders):
+                pass
+        except FileNotFoundError:
+            pass  # it is made
+        except OSError as error:
+            raise ConfigError(f"cannot write {path.parent}: {error.strerror or error}") from None
 
 
 def choose(place: StorePlace, which: str | None = None) -> Checkpoint:
