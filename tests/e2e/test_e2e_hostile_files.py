@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from everstep.base import below
 from everstep.cli.main import run_command
 
 MARGIN_BYTES = 1 << 30
@@ -293,6 +294,51 @@ def test_no_command_is_taken_from_a_directory(tmp_path: Path, capsys: pytest.Cap
     given = ["--set", f"notify.command=touch {told}"]
     assert run_command(["publish", str(run_dir), "--to", "notify", *given]) == 0
     assert told.exists() and not (tmp_path / "theirs").exists()
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "checkpoints prune {}",
+        "checkpoints pin {} mine",
+        "checkpoints copy {} {}",
+        "checkpoints import x --task t --to {}",
+    ],
+)
+def test_no_folder_to_write_to_is_taken_from_a_directory(
+    tmp_path: Path, command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Else a prepared directory could have somebody's own checkpoints deleted, which lie elsewhere."""
+    run_dir, theirs = good_run(tmp_path / "run"), tmp_path / "theirs"
+    theirs.mkdir()
+    job = json.loads((run_dir / "job.json").read_text())
+    job["config"]["checkpoint"] = {"disk": {"path": str(theirs)}}
+    (run_dir / "job.json").write_text(json.dumps(job))
+    assert run_command(command.format(run_dir, run_dir).split()) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and f"checkpoints at {str(theirs)!r}" in said and "give it here" in said, said
+    assert not list(theirs.iterdir())
+    assert run_command(["checkpoints", "prune", str(theirs)]) == 0
+
+
+@pytest.mark.parametrize("job", [True, False])
+def test_checkpoints_of_another_users_run_are_read_and_not_written(
+    tmp_path: Path, job: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = good_run(tmp_path / "run")
+    if not job:
+        (run_dir / "job.json").unlink()
+    me = os.geteuid()
+    if me == 0:
+        os.chown(run_dir, 4321, -1)
+        os.chown(run_dir / "checkpoints", 4321, -1)
+    monkeypatch.setattr(below, "_makers", {run_dir.stat().st_dev: 1234})
+    monkeypatch.setattr(os, "geteuid", lambda: 1234)
+    for command in (["prune", str(run_dir)], ["pin", str(run_dir), "mine"], ["copy", str(run_dir), str(run_dir)]):
+        assert run_command(["checkpoints", *command]) == 2
+        assert "it belongs to another user" in capsys.readouterr().err
+    assert run_command(["checkpoints", "ls", str(run_dir)]) == 0
+    assert not list((run_dir / "checkpoints").iterdir())
 
 
 def test_no_address_is_taken_from_a_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

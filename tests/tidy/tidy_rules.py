@@ -276,10 +276,13 @@ WRITES_ELSEWHERE = {
     "everstep.runtime.delaying": "a device",
 }
 """Modules in which files are opened for writing in other ways than `everstep.base.below`, and why."""
-WRITERS = frozenset({"write_text", "write_bytes", "touch", "symlink_to", "hardlink_to", "mkfifo", "mknod"})
+WRITERS = frozenset({"write_text", "write_bytes", "touch", "symlink_to", "hardlink_to", "mkfifo", "mknod", "tofile"})
+LIBRARY_WRITERS = frozenset({"save_file", "FileHandler", "RotatingFileHandler", "savez", "savez_compressed", "memmap"})
+"""However they were imported."""
 WRITING_CALLS = frozenset(
     {"os.truncate", "os.symlink", "os.mkfifo", "os.mknod", "os.creat", "shutil.copy", "shutil.copy2", "shutil.move"}
     | {"shutil.copyfile", "shutil.copytree", "shutil.copyfileobj", "sqlite3.connect", "tempfile.mkstemp"}
+    | {"shutil.unpack_archive", "shutil.make_archive", "os.link", "torch.save", "np.save", "numpy.save"}
 )
 OPENS = frozenset({"open", "io.open", "gzip.open", "bz2.open", "lzma.open", "codecs.open"})
 
@@ -296,7 +299,8 @@ def opened_elsewhere(source: Source) -> Iterator[str]:
 def _opens_to_write(node: ast.Call, name: str) -> bool:
     method = isinstance(node.func, ast.Attribute)
     given = {keyword.arg: keyword.value for keyword in node.keywords}
-    if name in WRITING_CALLS or (method and name.rpartition(".")[2] in WRITERS):
+    last = name.rpartition(".")[2]
+    if name in WRITING_CALLS or last in LIBRARY_WRITERS or (method and last in WRITERS):
         return True
     if name == "os.open":
         flags = ast.unparse(node.args[1] if len(node.args) > 1 else given.get("flags", ast.Constant(0)))

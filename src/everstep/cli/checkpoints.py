@@ -367,7 +367,7 @@ def prune_command(
     if keep_best and metric is None:
         raise ConfigError("--keep-best needs --metric: name the metric that checkpoints are compared by")
     rule = TierConfig(keep_last=keep_last, keep_every=keep_every, keep_best=keep_best)
-    stores, prune = [_place(text).store for text in places], would_go if dry_run else apply
+    stores, prune = [_place(text, writes=not dry_run).store for text in places], would_go if dry_run else apply
     told = [{"place": store.url, "deleted": prune(store, rule, metric, mode)} for store in stores]
     if as_json:
         print(json.dumps({"dry_run": dry_run, "places": told}))
@@ -388,7 +388,7 @@ def pin_command(place: str, name: str, which: str | None, remove: bool) -> int:
     from everstep.checkpoint.pointers import read_pins, write_pins
     from everstep.cli.checkpoints_exchange import choose
 
-    where = _place(place)
+    where = _place(place, writes=True)
     pins = read_pins(where.store)
     if name.isdecimal() or name in ("latest", "best"):
         raise ConfigError(f"expected a name that is no step, 'latest' or 'best', got {name!r}: choose another")
@@ -427,13 +427,13 @@ def keygen_command(file: Path, as_json: bool) -> int:
 # ---- words
 
 
-def _place(text: str) -> StorePlace:
-    """Raises: ConfigError if it does not exist."""
+def _place(text: str, *, writes: bool = False) -> StorePlace:
+    """writes: as for `find_place`. Raises: ConfigError if it does not exist."""
     from everstep.checkpoint.hosts_store import HostsStore
     from everstep.checkpoint.store import DirectoryStore
     from everstep.cli.checkpoints_exchange import find_place
 
-    place = find_place(text)
+    place = find_place(text, writes=writes)
     scattered = isinstance(place.store, HostsStore) and place.store.scattered
     if isinstance(place.store, DirectoryStore) and not scattered and not place.store.path.is_dir():
         raise ConfigError(f"there are no checkpoints at {text}: {place.store.path} does not exist")

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from everstep.base.below import folder_of
 from everstep.base.errors import BlobMissing, CheckpointCorrupt, ConfigError
 from everstep.base.leaving import temporary_folder
 from everstep.checkpoint.hosts_store import HostsStore
@@ -114,7 +115,7 @@ def import_command(
     """
     from everstep.cli.checkpoint_import import import_weights
 
-    place = find_place(target)
+    place = find_place(target, writes=True)
     with temporary_folder("everstep-import-") as scratch:
         say = (lambda words: None) if as_json else print
         told = import_weights(path, task, place.store, config_file, settings, scratch, say)
@@ -139,7 +140,7 @@ def copy_command(
     """
     if everything and which is not None:
         raise ConfigError("--all and --step contradict each other: give one of them")
-    origin, goal = find_place(source), find_place(target)
+    origin, goal = find_place(source), find_place(target, writes=True)
     if goal.step is not None:
         raise ConfigError(f"{target} names one checkpoint: give the directory or URL that is to hold the copy")
     if origin.store.url == goal.store.url:
@@ -211,11 +212,13 @@ class StorePlace:
     step: int | None = None
 
 
-def find_place(text: str, endpoint: str | None = None, region: str | None = None) -> StorePlace:
+def find_place(
+    text: str, endpoint: str | None = None, region: str | None = None, *, writes: bool = False
+) -> StorePlace:
     """The store that PATH or a URL names; `.../step-0000000010` names one checkpoint in it. It may still be empty.
 
     A run directory stands for where its job puts checkpoints. endpoint, region: of an object store; None: from the
-    environment.
+    environment. writes: something is to be written or deleted there, which a run directory says only of itself.
 
     Raises: ConfigError.
     """
@@ -226,9 +229,11 @@ def find_place(text: str, endpoint: str | None = None, region: str | None = None
         return StorePlace(open_store(top, ObjectOptions(endpoint, region)), step)
     folder = Path(top.removeprefix("file://"))
     if (folder / JOB_FILE).is_file():
-        return StorePlace(_store_of(folder), step)
+        return StorePlace(_store_of(folder, writes), step)
     if (folder / "checkpoints").is_dir() and not list(folder.glob("step-*")):
         folder = checkpoints_in(folder)
+        if writes:
+            _refuse_others(folder)
     return StorePlace(DirectoryStore(folder), step)
 
 
@@ -259,9 +264,9 @@ def job_of(text: str) -> tuple[str | None, int]:
     return None, 0
 
 
-def _store_of(run_dir: Path) -> BlobStore:
+def _store_of(run_dir: Path, writes: bool) -> BlobStore:
     """With what hosts with disks of their own have, while a job runs there."""
-    job, path = read_job(run_dir), _of_run(run_dir)
+    job, path = read_job(run_dir), _of_run(run_dir, writes)
     if "://" in path or not (run_dir / HOSTS_FILE).exists() or not is_locked(run_dir):
         return open_store(path)
     token, me = token_in(run_dir / TOKEN_FILE), job.config.network.address
@@ -269,14 +274,32 @@ def _store_of(run_dir: Path) -> BlobStore:
     return HostsStore(path, me, lambda: others(run_dir, me), lambda at, asked: peer_connect(at, key, asked, tls=tls))
 
 
-def _of_run(run_dir: Path) -> str:
+def _of_run(run_dir: Path, writes: bool) -> str:
     path = read_job(run_dir).config.checkpoint.disk.path
-    if path is not None and "://" in path:  # a directory is prepared easily, and what is asked for may have keys
+    if path is not None and (writes or "://" in path):  # a directory is prepared easily, and URLs may need keys
+        what = "no address" if "://" in path else "no other folder to write to"
         raise ConfigError(
-            f"{run_dir / JOB_FILE} has its checkpoints at {path[:200]!a}: no address is taken from a directory, give "
+            f"{run_dir / JOB_FILE} has its checkpoints at {path[:200]!a}: {what} is taken from a directory, give "
             "it here in the place of the directory"
         )
-    return os.fspath(checkpoints_in(run_dir)) if path is None else path
+    if path is not None:
+        return path
+    folder = checkpoints_in(run_dir)
+    if writes:
+        _refuse_others(folder)
+    return os.fspath(folder)
+
+
+def _refuse_others(folder: Path) -> None:
+    """Raises: ConfigError if a folder of checkpoints below a run directory, or that one, is another user's."""
+    for path, folders in ((folder, 0), (folder / "any", 1)):
+        try:
+            with folder_of(path, folders):
+                pass
+        except FileNotFoundError:
+            pass  # it is made
+        except OSError as error:
+            raise ConfigError(f"cannot write {path.parent}: {error.strerror or error}") from None
 
 
 def choose(place: StorePlace, which: str | None = None) -> Checkpoint:

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from everstep.base.below import APPEND, open_below
+from everstep.base.below import APPEND, folder_of, open_below
 from everstep.base.errors import ConfigError, EverstepError
 from everstep.base.given import read_json
 from everstep.runtime import commands
@@ -24,6 +24,8 @@ MOST_BYTES = 64 << 20
 _HOST = re.compile(r"[A-Za-z0-9._-]{1,100}")
 _LOG = re.compile(r"worker-(\d{1,7})(\.\d{1,3})?\.jsonl")
 _MOST_FILES = 4096
+_MOST_WAITS = 6
+"""For so many hosts that are silent others wait."""
 
 
 def hosts_apart(run_dir: Path) -> list[str]:
@@ -46,7 +48,13 @@ def pull_logs(run_dir: Path, host: str | None = None, *, timeout_s: float = 10.0
         listed = ", ".join(hosts) or "none"
         raise ConfigError(f"--host: expected a host of {run_dir} with logs of its own ({listed}), got {host!r}")
     problems: list[str] = []
+    end_s = time.monotonic() + _MOST_WAITS * timeout_s
     for name in hosts if host is None else [host]:
+        if time.monotonic() > end_s:
+            problems.append(
+                f"the logs of {name} and later hosts did not come: others took {_MOST_WAITS * timeout_s:g} s"
+            )
+            break
         try:
             _pull(run_dir, name, timeout_s)
         except commands.NoJobRunning:
@@ -61,16 +69,18 @@ def _pull(run_dir: Path, host: str, timeout_s: float) -> None:
     folder = run_dir / LOGS_FOLDER
     told = _ask(run_dir, {"host": host}, timeout_s)
     wanted: dict[str, tuple[str, int]] = {}
-    for name, row in list(told.get("logs", {}).items())[:_MOST_FILES]:
-        found = _LOG.fullmatch(str(name))
+    for name, (number, size) in list(told.get("logs", {}).items())[:_MOST_FILES]:
+        found = _LOG.fullmatch(name)
         if found is not None:
-            wanted[f"worker-{found[1]}.{host}-{int(row[0])}.jsonl"] = (str(name), int(row[1]))
-    for path in folder.glob(f"worker-*.{host}-*.jsonl"):
-        if path.name not in wanted:
-            path.unlink(missing_ok=True)
+            wanted[f"worker-{found[1]}.{host}-{number}.jsonl"] = (name, size)
+    own = re.compile(rf"worker-\d{{1,7}}\.{re.escape(host)}-\d{{1,20}}\.jsonl")
+    with folder_of(folder / "any", 1) as opened:  # links are not followed here either
+        for found_name in filter(own.fullmatch, os.listdir(opened)):
+            if found_name not in wanted:
+                os.unlink(found_name, dir_fd=opened)
     for mirror, (name, size) in wanted.items():
         path = folder / mirror
-        at = path.stat().st_size if path.exists() else 0
+        at = path.lstat().st_size if path.exists() else 0
         while at < size and left > 0 and time.monotonic() < end_s:
             data = _ask(run_dir, {"host": host, "name": name, "start": at}, timeout_s).get("data", b"")
             if not data:

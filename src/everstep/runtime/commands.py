@@ -7,6 +7,7 @@ import fcntl
 import os
 import socket
 import struct
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,13 @@ from everstep.protocol.messages import Command, CommandReply, decode, encode
 from everstep.protocol.roles import COMMANDS, OPERATE
 from everstep.runtime import wire
 from everstep.runtime.address import COORDINATOR_FILE, LOCK_FILE, TOKEN_FILE, read_address, role_file
+from everstep.runtime.answers import check_answer
 from everstep.runtime.handshake import role_token
 from everstep.runtime.private import refuse_foreign, sweep_drafts
 from everstep.runtime.tls import Shown, Tls
 from everstep.runtime.wire import secured
 
+_PORTION_BYTES = 1 << 16
 _FLOCK = struct.Struct("hhqqi4x")  # struct flock of 64-bit Linux: type, whence, start, length, pid
 
 
@@ -69,6 +72,7 @@ def ask(run_dir: Path, name: str, args: dict[str, Any] | None = None, timeout_s:
         raise NoJobRunning(f"no job is running in {run_dir}: its coordinator {where}", where) from None
     if not reply.ok:
         raise ConfigError(reply.error)
+    check_answer(name, reply.result)
     return reply.result
 
 
@@ -77,16 +81,23 @@ def ask_at(
 ) -> CommandReply:
     """What the coordinator that listens there answers. key: the role's token.
 
-    Raises: ProtocolError if it is none of this job; OSError (TimeoutError if it is silent).
+    Raises: ProtocolError if it is none of this job; OSError (TimeoutError if it is silent, or says other things for as
+    long).
     """
     with secured(socket.create_connection(where, timeout=timeout_s), tls) as sock:
         sock.settimeout(timeout_s)
         seals = wire.handshake_client(sock, key, role, f"everstep-{os.getpid()}")
         wire.send_frame(sock, seals, encode(Command(request=1, name=name, args=args)))
-        while True:
-            reply = decode(wire.recv_frame(sock, seals))
-            if isinstance(reply, CommandReply):
-                return reply
+        reader, end_s = wire.FrameReader(seals), time.monotonic() + timeout_s
+        while (left_s := end_s - time.monotonic()) > 0:
+            sock.settimeout(left_s)
+            data = sock.recv(_PORTION_BYTES)
+            if not data:
+                raise ProtocolError("the connection ended before an answer")
+            for reply in map(decode, reader.feed(data)):
+                if isinstance(reply, CommandReply):
+                    return reply
+        raise TimeoutError(f"there is no answer after {timeout_s:g} s")
 
 
 def has_token(run_dir: Path, role: str) -> bool:

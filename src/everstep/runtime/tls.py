@@ -245,6 +245,10 @@ class TlsSocket(ssl.SSLSocket):
         self._patience_s = value
         super().settimeout(0.0)
 
+    def gettimeout(self) -> float | None:
+        """As a socket has it."""
+        return self._patience_s
+
     def setblocking(self, flag: bool) -> None:
         """As a socket has it."""
         self.settimeout(None if flag else 0.0)

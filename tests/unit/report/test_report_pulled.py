@@ -65,6 +65,20 @@ def test_what_is_new_is_fetched_and_what_was_rotated_away_goes(asked: list[dict[
     assert {found.text for found in LogFiles(job, events=False, host="host2").read()} == {"anew"}
 
 
+def test_nothing_goes_behind_a_link_nor_of_a_host_of_a_longer_name(asked: list[dict[str, Any]], tmp_path: Path) -> None:
+    job, elsewhere = tmp_path / "job", tmp_path / "elsewhere"
+    (job / "logs" / "worker-0.b.host2-1.jsonl").write_text(line("of host b.host2"))
+    assert pulled.pull_logs(job) == []
+    assert (job / "logs" / "worker-0.b.host2-1.jsonl").exists()
+    elsewhere.mkdir()
+    (elsewhere / "worker-0.host2-1.jsonl").write_text(line("of another job"))
+    (job / "logs").rename(job / "before")
+    (job / "logs").symlink_to(elsewhere)
+    (problem,) = pulled.pull_logs(job)
+    assert "symbolic link" in problem
+    assert (elsewhere / "worker-0.host2-1.jsonl").exists()
+
+
 def test_a_host_that_there_is_not_is_one_line(asked: list[dict[str, Any]], tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"--host: expected a host of .* \(host2\), got 'host9'"):
         pulled.pull_logs(tmp_path / "job", "host9")
