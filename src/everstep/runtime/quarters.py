@@ -30,11 +30,11 @@ from everstep.protocol.messages import (
 )
 from everstep.runtime.address import LOGS_FOLDER
 from everstep.runtime.carrier import Carrier
-from everstep.runtime.commands import run_lock
 from everstep.runtime.context import Joining
 from everstep.runtime.peer import PeerConnection, PeerServer, peer_connect
 from everstep.runtime.places import PAGES, disk_of, find_place, word_in, word_in_source, write_hosts, write_job
 from everstep.runtime.private import close_run_dir
+from everstep.runtime.run_lock import run_lock
 from everstep.runtime.tls import Tls
 
 _TURN_S = 0.25
