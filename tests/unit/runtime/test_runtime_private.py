@@ -14,11 +14,11 @@ from everstep.base import below
 from everstep.base.config import load_config
 from everstep.base.errors import ConfigError
 from everstep.cli.run_dir import RUNS, close_to_others
-from everstep.runtime import private
 from everstep.runtime.commands import LOCK_FILE
-from everstep.runtime.places import checkpoints_in
-from everstep.runtime.private import close_run_dir, close_store, owner_words, refuse_foreign
-from everstep.runtime.run_lock import is_locked, run_lock
+from everstep.runtime.files import private
+from everstep.runtime.files.places import checkpoints_in
+from everstep.runtime.files.private import close_run_dir, close_store, owner_words, refuse_foreign
+from everstep.runtime.files.run_lock import is_locked, run_lock
 
 OTHER = 4711
 
