@@ -169,7 +169,7 @@ def test_asking_where_nobody_runs(tmp_path: Path) -> None:
 
 def test_one_job_per_directory(tmp_path: Path) -> None:
     script = (
-        "import sys; from pathlib import Path; from everstep.runtime.commands import run_lock\n"
+        "import sys; from pathlib import Path; from everstep.runtime.files.run_lock import run_lock\n"
         "with run_lock(Path(sys.argv[1])): print('held', flush=True); sys.stdin.read()"
     )
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
