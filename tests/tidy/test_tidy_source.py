@@ -9,6 +9,7 @@ import tidy_rules as rules
 
 EACH = [
     rules.wrong_directions,
+    rules.wrong_rooms,
     rules.impurities,
     rules.long_functions,
     rules.long_file,

@@ -37,6 +37,8 @@ LAYERS = {
     "sinks": 8,
     "cli": 9,
 }
+ROOMS = {"process": 0, "process_figures": 0, "versions": 0, "link": 1, "files": 2, "lead": 3, "host": 4}
+"""Floors inside `runtime`, for rooms and for the files beside them; any other file there is above them all."""
 PURE = ("placement", "order", "protocol")
 IMPURE_MODULES = frozenset(
     {"torch", "numpy", "random", "secrets", "uuid", "time", "datetime", "sched"}
@@ -87,7 +89,7 @@ CALLED_BY_OTHERS = frozenset(  # by enum, ctypes, pickle, torch, io, asyncio, uv
     | {"generate_trace_id", "generate_span_id", "on_end"}
 )
 READ_AS_THEY_ARE = frozenset(  # the kernel's files, our own, and the user's data
-    {"everstep.runtime.process", "everstep.runtime.collector", "everstep.report.style", "everstep.dashboard.app"}
+    {"everstep.runtime.process", "everstep.runtime.host.collector", "everstep.report.style", "everstep.dashboard.app"}
     | {"everstep.data.text"}
 )
 PUBLIC = frozenset(  # what users name, and nothing here does
@@ -95,7 +97,7 @@ PUBLIC = frozenset(  # what users name, and nothing here does
 )
 SEAMS = frozenset({"Limb", "blocks_of"})  # what sharding will stand on: tests alone use it so far
 DRIVING = ("everstep.train.", "everstep.protocol.driver.", "everstep.protocol.coordinator.", "everstep.sim.")
-DRIVING += ("everstep.runtime.job", "everstep.runtime.host_agent")
+DRIVING += ("everstep.runtime.job", "everstep.runtime.host.host_agent")
 MAX_ATTRIBUTES = 15
 MAX_METHODS = 20
 CROWDED = frozenset({"everstep.protocol.driver.driver.Driver"})  # not taken apart yet
@@ -173,6 +175,21 @@ def wrong_directions(source: Source) -> Iterator[str]:
             yield f"{source.path}:{line}: {room} (L{LAYERS[room]}) imports {name} (L{LAYERS[other]})"
         elif room == "sim" and LAYERS[other] > 2:
             yield f"{source.path}:{line}: sim imports L0 to L2 alone, not {name}"
+
+
+def wrong_rooms(source: Source) -> Iterator[str]:
+    """Imports from one room of `runtime` into a room above it."""
+    own = _floor(source.module)
+    for line, name in imports(source):
+        other = _floor(name)
+        if own is not None and other is not None and other > own:
+            yield f"{source.path}:{line}: {source.module} imports {name}, which is above it"
+
+
+def _floor(module: str) -> int | None:
+    """The floor of a module of `runtime`; None for what is none."""
+    parts = module.split(".")
+    return ROOMS.get(parts[2], len(ROOMS)) if parts[:2] == [PACKAGE, "runtime"] and len(parts) > 2 else None
 
 
 def impurities(source: Source) -> Iterator[str]:
@@ -270,10 +287,10 @@ WRITES_ELSEWHERE = {
     "everstep.report.traces": "a draft that `drafted` made",
     "everstep.train.profiling": "a draft that `drafted` made",
     "everstep.train.final": "a draft that `drafted` made",
-    "everstep.runtime.claims": "a draft that `drafted` made",
+    "everstep.runtime.files.claim_files": "a draft that `drafted` made",
     "everstep.dashboard.guard": "a draft that `drafted` made",
     "everstep.train.rehearsal": "links to checkpoints of its own, in a folder of its own",
-    "everstep.runtime.delaying": "a device",
+    "everstep.runtime.host.delaying": "a device",
 }
 """Modules in which files are opened for writing in other ways than `everstep.base.below`, and why."""
 WRITERS = frozenset({"write_text", "write_bytes", "touch", "symlink_to", "hardlink_to", "mkfifo", "mknod", "tofile"})
@@ -330,18 +347,18 @@ def own_processes(source: Source) -> Iterator[str]:
             if ast.unparse(node) == "sys.executable":
                 yield f"{source.path}:{node.lineno}: sys.executable; use everstep.runtime.process.own_command"
         elif isinstance(node, ast.keyword) and node.arg == "preexec_fn":
-            yield f"{source.path}:{node.lineno}: preexec_fn; use everstep.runtime.bound"
+            yield f"{source.path}:{node.lineno}: preexec_fn; use everstep.runtime.host.bound"
 
 
 def held(source: Source) -> Iterator[str]:
     """Who stops a process, or leaves one behind that is to undo something, does it where letting go is seen to."""
-    if source.module in ("everstep.runtime.letting_go", "everstep.runtime.process"):
+    if source.module in ("everstep.runtime.host.undoing", "everstep.runtime.process"):
         return
     for node in source.nodes:
         if isinstance(node, ast.Attribute | ast.Name) and ast.unparse(node) in HELD:
-            yield f"{source.path}:{node.lineno}: {ast.unparse(node)}; use everstep.runtime.letting_go"
+            yield f"{source.path}:{node.lineno}: {ast.unparse(node)}; use everstep.runtime.host.undoing"
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and "-STOP" in node.value:
-            yield f"{source.path}:{node.lineno}: {node.value!r}; use everstep.runtime.letting_go"
+            yield f"{source.path}:{node.lineno}: {node.value!r}; use everstep.runtime.host.undoing"
 
 
 def limited_waits(source: Source) -> Iterator[str]:

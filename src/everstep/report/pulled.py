@@ -16,8 +16,8 @@ from everstep.base.below import APPEND, folder_of, open_below
 from everstep.base.errors import ConfigError, EverstepError
 from everstep.base.given import read_json
 from everstep.runtime import commands
-from everstep.runtime.address import LOGS_FOLDER
-from everstep.runtime.places import HOSTS_FILE
+from everstep.runtime.files.places import HOSTS_FILE
+from everstep.runtime.link.address import LOGS_FOLDER
 
 MOST_BYTES = 64 << 20
 """At once, of one host; the rest comes with the next call."""

@@ -14,8 +14,9 @@ from everstep.protocol.messages import HostPlace
 from everstep.report import pulled
 from everstep.report.excerpt import newest
 from everstep.report.logfiles import LogFiles
-from everstep.runtime import commands, quarters
-from everstep.runtime.places import write_hosts
+from everstep.runtime import commands
+from everstep.runtime.files import quarters
+from everstep.runtime.files.places import write_hosts
 
 Pull = Callable[..., list[str]]
 

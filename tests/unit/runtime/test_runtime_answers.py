@@ -16,9 +16,10 @@ from everstep.base.errors import ConfigError
 from everstep.cli.main import run_command
 from everstep.protocol import messages as m
 from everstep.protocol.roles import CONTROL_ROLES
-from everstep.runtime import commands, wire
+from everstep.runtime import commands
 from everstep.runtime.answers import check_answer
-from everstep.runtime.handshake import Seals, keys_of
+from everstep.runtime.link import wire
+from everstep.runtime.link.handshake import Seals, keys_of
 
 TOKEN = bytes(range(32))
 PATIENCE_S = 0.2

@@ -15,10 +15,10 @@ from everstep.base.below import write_atomically
 from everstep.observe.events import EventLog, format_event, read_events
 from everstep.protocol import messages as m
 from everstep.protocol.messages import FilePiece, PieceTaken
-from everstep.runtime import carrier as carrier_module
-from everstep.runtime.carrier import HELD_FILE, TOLD_FILE, Carrier
-from everstep.runtime.files_desk import FilesDesk, Pages
-from everstep.runtime.gathering import ASK_AGAIN, Receiving, digest_of
+from everstep.runtime.files import carrier as carrier_module
+from everstep.runtime.files.carrier import HELD_FILE, TOLD_FILE, Carrier
+from everstep.runtime.files.files_desk import FilesDesk, Pages
+from everstep.runtime.files.gathering import ASK_AGAIN, Receiving, digest_of
 
 SOURCE = "0123456789abcdef"
 PATIENCE_S = 60.0

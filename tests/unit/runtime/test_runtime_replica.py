@@ -13,13 +13,13 @@ from everstep.base.below import write_atomically
 from everstep.observe.events import EventLog
 from everstep.protocol.messages import AnyMessage, FilePiece, PieceTaken
 from everstep.protocol.messages_base import ReplicaHeld, ReplicaHello, ReplicaPiece, ReplicaPieces
-from everstep.runtime import replicas
-from everstep.runtime.files_desk import FilesDesk
-from everstep.runtime.following import MOVED, Premises, premises_of
-from everstep.runtime.gathering import digest_of
-from everstep.runtime.places import PLACE_FILE, leave_word
-from everstep.runtime.replica import LATE_S, REPLICA_FILE, Replica, ReplicaState, replicated
-from everstep.runtime.replicas import FileSeen, InStep, Replicas, Supply, Wanted, wanted
+from everstep.runtime.files import replicas
+from everstep.runtime.files.files_desk import FilesDesk
+from everstep.runtime.files.following import MOVED, Premises, premises_of
+from everstep.runtime.files.gathering import digest_of
+from everstep.runtime.files.places import PLACE_FILE, leave_word
+from everstep.runtime.files.replica import LATE_S, REPLICA_FILE, Replica, ReplicaState, replicated
+from everstep.runtime.files.replicas import FileSeen, InStep, Replicas, Supply, Wanted, wanted
 
 PLACE, OTHER = "ab" * 16, "cd" * 16
 
@@ -209,7 +209,7 @@ def test_what_has_taken_its_place_again_is_kept_though_that_could_not_be_noted(
     fill(job, replica)
     replica.take(ReplicaPieces(place=OTHER, number=1, pieces=[], rest=True))
     with monkeypatch.context() as disk, pytest.raises(OSError, match="No space"):
-        disk.setattr("everstep.runtime.replica.write_atomically", full)
+        disk.setattr("everstep.runtime.files.replica.write_atomically", full)
         replica.fall_back()
     again = Replica(own)
     assert again.state(None).usable
@@ -235,7 +235,7 @@ def test_a_replica_that_could_not_begin_anew_is_no_mixture(
             raise OSError(errno.ENOSPC, "No space left on device")
         write_atomically(path, text)
 
-    monkeypatch.setattr("everstep.runtime.replica.write_atomically", full)
+    monkeypatch.setattr("everstep.runtime.files.replica.write_atomically", full)
     with pytest.raises(OSError, match="No space"):
         fill(other, replica, OTHER)
     assert replica.state(None).usable, "what was complete is there still"
@@ -377,7 +377,7 @@ def test_a_directory_of_before_is_not_led_in(
     def leave(code: int) -> None:
         raise SystemExit(code)
 
-    monkeypatch.setattr("everstep.runtime.following.os._exit", leave)
+    monkeypatch.setattr("everstep.runtime.files.following.os._exit", leave)
     found = premises_of(job, "", bytes(32), None, 2.0)
     assert found.word == PLACE and found.may_lead() and found.taken(None) == ""
     found.saw("")
