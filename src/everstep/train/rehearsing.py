@@ -17,7 +17,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import asdict
 from pathlib import Path
 
 from everstep.base.below import kept_descriptors, write_atomically
@@ -72,9 +71,9 @@ def beside_script(run_dir: Path) -> Conclude:
     if is_rehearsed(run_dir, digest):
         return _nothing
     folder = _cleared(run_dir)
-    what = Rehearsed(script, tuple(argv), str(folder))
+    said = json.dumps({"script": script, "folder": str(folder), "parent": os.getpid()})
     process = subprocess.Popen(
-        own_command(PROCESS, json.dumps({**asdict(what), "parent": os.getpid()})),
+        own_command(PROCESS, said, *argv),  # as they came: one argument alone has a limit
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
