@@ -187,7 +187,7 @@ class BreaksLater(PicturesOneCycle):
                 if time.monotonic() > end_s:
                     break
                 time.sleep(0.01)
-            raise ValueError("the data of step 7 cannot be read")
+            raise ValueError("the data of step 7 cannot be read: caf\udce9.jpg")
         return loss
 
 

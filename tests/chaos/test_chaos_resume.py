@@ -259,9 +259,10 @@ def test_a_script_by_itself_goes_on_too(jobs: Jobs, tmp_path: Path) -> None:
 
     def run(run_dir: Path, stop_at: int) -> subprocess.CompletedProcess[str]:
         environment = {**os.environ, "STOP_AT": str(stop_at)}
-        command = [sys.executable, str(script), str(run_dir)]
+        command = [sys.executable, str(script), str(run_dir), *more]
         return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
 
+    more = 200 * ["x" * 1000]  # more than one argument alone may have
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
     assert run(whole, 0).returncode == 0 and run(stopped, 17).returncode == 9
     again = run(stopped, 0)

@@ -32,6 +32,7 @@ REFUSED: list[tuple[list[str], list[str]]] = [
     (["--steps", "0"], ["steps", "0"]),
     (["--set", "early_stop.metric=loss"], ["early_stop.metric", "eval_every"]),
     (["--", "--an-argument"], ["--an-argument"]),
+    (["--run-dir", "caf\udce9"], ["UTF-8", "caf\\udce9"]),
     (["--stages", "2"], ["stages", "1 unit", "2 parts"]),
     (["--set", "device=cuda:99"], ["cuda:99"]),
     (["--config", "far.yaml"], ["worker 0", "'far-away'", "localhost"]),

@@ -46,6 +46,11 @@ def leave(directory: Path) -> None:
         os.close(fd)
 
 
+def kept_descriptors() -> set[int]:
+    """By which this process knows the directories that it keeps to: a fork that closes all others needs them."""
+    return set(_homes.values())
+
+
 def moved(directory: Path) -> str:
     """What has become of a directory that this process keeps to, in words; "" if it is where it was."""
     try:

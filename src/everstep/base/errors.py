@@ -30,6 +30,8 @@ from collections.abc import Iterable
 
 from everstep.base.cause import Cause
 
+_MOST_SAID = 2000
+
 
 class EverstepError(Exception):
     """Root of all operating faults. `cause`: what a fault of this class is, as data."""
@@ -196,6 +198,14 @@ def cause_of(error: BaseException) -> Cause:
     if isinstance(root, OSError) and root.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS):
         return Cause.DISK
     return Cause.EXCEPTION
+
+
+def one_line(text: str) -> str:
+    """What a message and an event can bear of what others have written: in one line, 2,000 characters at most, and
+    with a replacement for what no UTF-8 has, such as a file's name in bytes of another encoding."""
+    line = " ".join(text.split())
+    more = f"... ({len(line)} characters)" if len(line) > _MOST_SAID else ""
+    return line[:_MOST_SAID].encode(errors="replace").decode() + more
 
 
 def check(condition: bool, message: str) -> None:

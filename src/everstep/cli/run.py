@@ -9,7 +9,7 @@ import os
 import re
 import shlex
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -243,7 +243,7 @@ def command(
     options |= doors
     layers.append(("options", _said(options)))
     request = Request(tuple(layers), batch_size, simulate_failure)
-    run_dir = _usable(run_dir, spec, dry_run)
+    run_dir = _usable(run_dir, spec, argv, dry_run)
     given = read_layers(request.layers)
     if port is not None and not is_loopback(given["network.address"]):
         slots = slots or slots_here(given, world_size)
@@ -261,9 +261,12 @@ def command(
         return _run_or_show(invocation, dry_run)
 
 
-def _usable(given: Path | None, spec: TaskSpec, dry_run: bool) -> Path:
+def _usable(given: Path | None, spec: TaskSpec, argv: Sequence[str], dry_run: bool) -> Path:
     """The run directory; one that is busy, or leads elsewhere, is refused before anything is imported."""
     run_dir = given or default_run_dir(spec)
+    for text in (*argv, spec.canonical, str(run_dir.absolute())):
+        if text != text.encode(errors="replace").decode():  # no message could bear it
+            raise ConfigError(f"expected arguments and names of folders in UTF-8, got {text!a}")
     if run_dir.exists() and not dry_run:
         with run_lock(run_dir):
             pass

@@ -370,11 +370,7 @@ class BufferGuard:
             return
         data = _raw(value) if guarded.sendable(value) else None
         if self._shared and data is None and guarded.saved is not None and _alike(value, guarded.saved):
-            raise ConfigError(
-                f"{guarded} changes in every micro-batch and has {_size(value)} bytes: workers that compute none (a "
-                f"standby, one that heals) can be sent {SENT_BYTES} bytes at most; make it smaller, keep it out of the "
-                "forward pass, or train with one worker"
-            )
+            raise _too_large(guarded, value)
         if data is not None and self._values.get(index) == data:
             outcome[index] = self._outcome[index]
             return
@@ -388,6 +384,8 @@ class BufferGuard:
             guarded.take_over(self._left[index])
         elif change.value is not None:
             guarded.set(change.value)
+        elif guarded.tensor is not None and _size(guarded.tensor) > SENT_BYTES:
+            raise _too_large(guarded, guarded.tensor)
         else:
             raise ConfigError(
                 f"{guarded} got another dtype, shape or size in every micro-batch of a step of which this worker has "
@@ -417,6 +415,14 @@ class BufferGuard:
             "during a step, let it depend on what all have alike (a count, say), or make it a running statistic of a "
             "BatchNorm-like module"
         )
+
+
+def _too_large(guarded: _Guarded, value: Tensor) -> ConfigError:
+    return ConfigError(
+        f"{guarded} changes in every micro-batch and has {_size(value)} bytes: workers that compute none (a standby, "
+        f"one that heals) can be sent {SENT_BYTES} bytes at most; make it smaller, keep it out of the forward pass, or "
+        "train with one worker"
+    )
 
 
 def _version(tensor: Tensor) -> int:

@@ -22,7 +22,6 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from everstep.base.errors import CollectiveAborted, InvariantViolation, ProtocolError, StaleGeneration
 from everstep.base.ports import OnTick
 from everstep.parallel.fence import Fence
-from everstep.protocol.messages import MAX_FRAME_BYTES
 from everstep.runtime.link.handshake import GREETING_BYTES, PEER, PROOF_BYTES, TAG_BYTES, Caller, Seals, peer_keys
 from everstep.runtime.link.landing import Landing
 from everstep.runtime.link.listening import listen
@@ -37,6 +36,8 @@ _WAIT_MS = 5
 _GRACE_S = 0.1
 _HEADER = struct.Struct("<Q40s")
 _RETRY_S = 0.01
+_MOST_RECORD_BYTES = 1 << 30
+"""Members of one host have no such limit, so a job finds it when the first other host joins."""
 _AT_ONCE_BYTES = 32 << 10
 """What the kernel of whoever is late takes in any case."""
 _BACKLOG = 1024
@@ -397,8 +398,8 @@ class _Talk:
 
     def _begin_body(self) -> None:
         length, _ = _HEADER.unpack(self._in)
-        if length > MAX_FRAME_BYTES:
-            raise ConnectionError(f"expected a record of at most {MAX_FRAME_BYTES} bytes, got one of {length}")
+        if length > _MOST_RECORD_BYTES:
+            raise ConnectionError(f"expected a record of at most {_MOST_RECORD_BYTES} bytes, got one of {length}")
         self._in += bytes(length + TAG_BYTES)
         self._body = True
 

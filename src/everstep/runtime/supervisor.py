@@ -290,12 +290,12 @@ class LocalHost(Supervised):
                 signal.pidfd_send_signal(self.pidfd, END_ALONE)
 
     def died(self, now_s: float) -> tuple[Why, bool]:
-        """As ever; but an agent that was told of the job's end, maybe before the job was, is not started again; nor one
-        that was refused, which the next one would be, too."""
+        """As ever; but an agent that was told of the job's end, maybe before the job was, or before it could hear, is
+        not started again; nor one that was refused, which the next one would be, too."""
         if self._early is not None:  # a child of this process, which does not outlive the agent that had it
             self._early.close(_SERVER_WAIT_S)
         found = super().died(now_s)
-        if self.exit_code in (0, REFUSED):
+        if self.exit_code in (0, REFUSED, -END_ALONE):
             self.restart_at_s = inf
         return found
 

@@ -288,7 +288,7 @@ class Donor:
 
     def _serve_ranges(self, connection: PeerConnection, offer: Offer, request: dict[str, Any]) -> None:
         """Manifests and records first, then the blocks that are asked for."""
-        connection.send_json(_header(offer, request["stages"], request["ranges"] == "first"))
+        _send_header(connection, offer, request["stages"], request["ranges"] == "first")
         step = offer.position.step
         serve_blocks(connection, offer.snapshots, offer.parts, lambda stage: self._doubt(stage, step))
 
@@ -354,20 +354,35 @@ def serve_blocks(
             connection.send_bytes([snapshot.read_block(n)] if held else [])
 
 
-def _header(offer: Offer, stages: Sequence[int], manifests: bool) -> dict[str, Any]:
-    """manifests: else whoever takes only blocks has them of another donor."""
-    gathers = {f"{k.step},{k.seq}": encode(v).hex() for k, v in offer.gathers.items()}
-    header: dict[str, Any] = {
+def _send_header(connection: PeerConnection, offer: Offer, stages: Sequence[int], manifests: bool) -> None:
+    """All of it as runs of bytes, since a frame has a limit, and the loop's state and the records have none.
+
+    manifests: else whoever takes only blocks has them of another donor.
+    """
+    said: dict[str, Any] = {
         "position": list(offer.position),
-        "records": encode(offer.records).hex(),
-        "gathers": gathers,
-        "application": offer.application.hex(),
-        "untold": offer.untold.hex() if manifests else "",
+        "gathers": [list(key) for key in offer.gathers],
         "manifests": [offer.snapshots[k].manifest() for k in stages] if manifests else [],
     }
     parts = {str(k): offer.parts[k].encoded() for k in stages if k in offer.parts}
-    header |= {"changed": list(offer.changed)} if offer.changed else {}
-    return {**header, "parts": parts} if parts else header
+    said |= {"parts": parts} if parts else {}
+    said |= {"changed": list(offer.changed)} if offer.changed else {}
+    for run in (json.dumps(said).encode(), encode(offer.records), *map(encode, offer.gathers.values())):
+        connection.send_bytes([run])
+    connection.send_bytes([offer.application])
+    connection.send_bytes([offer.untold if manifests else b""])
+
+
+def receive_header(connection: PeerConnection) -> dict[str, Any]:
+    """What a donor tells before the blocks. Raises: CollectiveAborted if it goes; ProtocolError for another form."""
+    with _Sent("what a donor offers"):
+        header = json.loads(connection.recv_bytes(_MOST_BYTES))
+        header["records"] = decode_records(bytes(connection.recv_bytes(_MOST_BYTES)))
+        header["gathers"] = {
+            Key(*map(int, key)): decode_records(bytes(connection.recv_bytes(_MOST_BYTES))) for key in header["gathers"]
+        }
+        header["application"], header["untold"] = (bytes(connection.recv_bytes(_MOST_BYTES)) for _ in range(2))
+        return dict(header)
 
 
 def send_blocks(connection: PeerConnection, snapshot: Readable | ModelState) -> None:
@@ -405,14 +420,10 @@ def receive_blocks(
 def offered(header: Mapping[str, Any], states: Mapping[int, StageState]) -> ReceivedOffer:
     """What a donor has told, with the states that came. Raises: ProtocolError if that is none of it."""
     with _Sent("a donor's offer"):
-        gathers = {
-            Key(*map(int, name.split(","))): decode_records(bytes.fromhex(text))
-            for name, text in header["gathers"].items()
-        }
-        records, (step, seq) = decode_records(bytes.fromhex(header["records"])), header["position"]
-        application, untold = bytes.fromhex(header["application"]), bytes.fromhex(header["untold"])
+        step, seq = header["position"]
         changed = tuple(msgspec.convert(header.get("changed", []), list[str])[:_MOST_NAMES])
-        return ReceivedOffer(Key(int(step), int(seq)), records, gathers, states, application, untold, changed)
+        told = (states, header["application"], header["untold"], changed)
+        return ReceivedOffer(Key(int(step), int(seq)), header["records"], header["gathers"], *told)
 
 
 def parts_in(header: Mapping[str, Any], stages: Sequence[int]) -> dict[int, Extents]:

@@ -1,4 +1,4 @@
-"""The process that rehearses a script which is run by itself: `python -m everstep.train.rehearsal_process WHAT`.
+"""The process that rehearses a script which is run by itself: `python -m everstep.train.rehearsal_process WHAT [ARGV]`.
 
 Apart from the script's own process, where devices and threads of the user's may be in use already.
 """
@@ -16,11 +16,11 @@ from everstep.train.rehearsing import perform
 
 
 def main() -> int:
-    """Rehearse what the argument says."""
+    """Rehearse what the first argument says, with the others."""
     said = json.loads(sys.argv[1])
     die_with_parent(int(said.pop("parent")))
     preload(list(DEFAULT_PRELOAD))  # once for all lives
-    what = Rehearsed(str(said["script"]), tuple(said["argv"]), str(said["folder"]))
+    what = Rehearsed(str(said["script"]), tuple(sys.argv[2:]), str(said["folder"]))
     perform(what, rehearsed_with)
     return 0
 

@@ -17,10 +17,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import asdict
 from pathlib import Path
 
-from everstep.base.below import write_atomically
+from everstep.base.below import kept_descriptors, write_atomically
 from everstep.base.errors import ConfigError
 from everstep.base.given import read_given, read_json
 from everstep.base.readable import readable
@@ -72,9 +71,9 @@ def beside_script(run_dir: Path) -> Conclude:
     if is_rehearsed(run_dir, digest):
         return _nothing
     folder = _cleared(run_dir)
-    what = Rehearsed(script, tuple(argv), str(folder))
+    said = json.dumps({"script": script, "folder": str(folder), "parent": os.getpid()})
     process = subprocess.Popen(
-        own_command(PROCESS, json.dumps({**asdict(what), "parent": os.getpid()})),
+        own_command(PROCESS, said, *argv),  # as they came: one argument alone has a limit
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
@@ -110,7 +109,7 @@ def _fork(what: Rehearsed, enter: Callable[[LifeLink], None]) -> int:
         try:
             die_with_parent(parent)
             redirect_output(what.path("rehearsal.log"))
-            close_descriptors(set())
+            close_descriptors(kept_descriptors())
             perform(what, enter)
         finally:
             os._exit(0)

@@ -81,7 +81,7 @@ class Donation:
     def header(self) -> dict[str, Any]:
         """What is offered, as soon as it is. Raises: EverstepError or OSError."""
         if self._header is None:
-            self._header = self.connect().recv_json()
+            self._header = heal.receive_header(self.connect())
         return self._header
 
     def there(self) -> Mapping[int, Extents] | None:

@@ -24,6 +24,7 @@ from everstep.base.errors import (
     TaskError,
     Uncarried,
     cause_of,
+    one_line,
 )
 from everstep.protocol import messages as wire
 from everstep.runtime.link.context import WorkerContext
@@ -160,7 +161,7 @@ def failure(
 
 def describe(error: Exception) -> str:
     """One line for the user."""
-    text = " ".join(str(error).split()) or "no message"
+    text = one_line(str(error)) or "no message"
     if isinstance(error, EverstepError):
         return text
     if isinstance(error, InvariantViolation):

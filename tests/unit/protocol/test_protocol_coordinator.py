@@ -272,6 +272,25 @@ def test_what_no_restart_can_help_ends_the_job_after_a_checkpoint_where_the_stat
     assert "lane 3 is not finite; checkpoint of step 7 in x/step-7" in ended.reason
 
 
+def test_what_a_joiner_alone_cannot_do_ends_the_job_after_a_checkpoint_of_the_members():
+    """A limit that nobody meets but who heals costs no step."""
+    world = running(save_ns=30 * S)
+    world.say("w2.0", m.WorkerFailed(worker_id=2, generation=1, **{**WORDS, "signature": "y", "holds": False}))
+    for worker in (0, 1):
+        world.entered(worker, 2, 7)
+    world.exited(2)
+    world.started(2, 1)
+    world.hello(2, 1)
+    words = {"step": 7, "reason": "buffer b is too large", "signature": "z", "fatal": True, "exit_code": 2}
+    world.say("w2.1", m.WorkerFailed(worker_id=2, incarnation=1, generation=2, **words))
+    assert world.last(m.JobEnded) is None and world.plan.worker_ids == (0, 1) and world.plan.save
+    for worker in (0, 1):
+        world.entered(worker, 3, 8)
+    world.say("w0.0", m.Saved(worker_id=0, incarnation=0, step=7, ok=True, where="x/step-7"))
+    ended = world.last(m.JobEnded, "a1")
+    assert ended.exit_code == 2 and ended.reason.endswith("buffer b is too large; checkpoint of step 7 in x/step-7")
+
+
 def test_who_waits_for_a_checkpoint_in_vain_is_let_go():
     world = running(1, save_ns=5 * S)
     world.say("w0.0", m.WorkerFailed(worker_id=0, generation=1, **WORDS))

@@ -69,6 +69,11 @@ def test_last_words_keep_their_cause(tmp_path: Path) -> None:
     assert context.read_last_words() is None
     context.write_last_words(Why(Cause.OOM, "CUDA out of memory\nin linear"))
     assert context.read_last_words() == Why(Cause.OOM, "CUDA out of memory in linear")
+    context.write_last_words(Why(Cause.EXCEPTION, "no file caf\udce9.jpg" + 5000 * "x"))
+    said = context.read_last_words()
+    assert said is not None and said.reason.startswith("no file caf?.jpgxx")
+    assert said.reason.endswith("... (5016 characters)")
+    assert len(said.reason.encode()) < 2100, "a message and an event bear it"
     for spoilt in ("not JSON", "[]", '{"reason": "x"}', '"x"'):
         context.last_words_path.write_text(spoilt)
         assert context.read_last_words() is None

@@ -6,12 +6,13 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
+from math import inf
 from pathlib import Path
 
 import pytest
 
 from everstep.base.config import load_config
-from everstep.runtime.process import is_stopped
+from everstep.runtime.process import END_ALONE, is_stopped
 from everstep.runtime.supervisor import STOPPED_S, LocalHost
 
 
@@ -52,3 +53,11 @@ def test_one_that_is_stopped(host: LocalHost, helps: bool) -> None:
         [said] = looked(host, STOPPED_S - 0.25, STOPPED_S + 0.25)
         assert said.endswith("stopped for 10.0 s: it is killed and started again")
         assert host.died(0.0)[0].reason == "killed by SIGKILL"
+
+
+def test_one_that_was_told_to_end_before_it_could_hear_is_not_started_again(host: LocalHost) -> None:
+    """Ctrl-C in the first moments: nobody has set a handler there yet, and no worker has begun."""
+    host.end_alone()
+    os.waitid(os.P_PIDFD, host.pidfd, os.WEXITED | os.WNOWAIT)
+    host.died(0.0)
+    assert host.exit_code == -END_ALONE and host.restart_at_s == inf

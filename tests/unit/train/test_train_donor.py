@@ -21,6 +21,7 @@ from everstep.train.heal import (
     StageState,
     next_item,
     offered,
+    receive_header,
 )
 
 RECORDS = {1: Record(0, b"r")}
@@ -110,7 +111,7 @@ class Follower:
         """What is offered, with its one block."""
         self.pipe.open.set()
         joiner = self.pipe.joiner
-        header = joiner.recv_json()
+        header = receive_header(joiner)  # type: ignore[arg-type]
         joiner.send_json({"stage": 0, "blocks": [[0, 1]]})
         state = StageState(header["manifests"][0], [memoryview(joiner.recv_bytes())])
         joiner.send_json({"enough": True})
@@ -238,7 +239,7 @@ def test_who_settles_is_given_what_is_shelved_for_its_generation() -> None:
     request = {"kind": "settle", "generation": 3, "ranges": "first"}
     pipe.joiner.send_json({"enough": True})
     donor.handle(pipe.donor, {**request, "stages": [0]})  # type: ignore[arg-type]
-    assert offered(pipe.joiner.recv_json(), {}).records == RECORDS
+    assert offered(receive_header(pipe.joiner), {}).records == RECORDS  # type: ignore[arg-type]
     donor.handle(pipe.donor, {**request, "stages": [1]})  # type: ignore[arg-type]
     assert pipe.left() == [], "a stage that is not there is not given"
 

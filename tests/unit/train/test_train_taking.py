@@ -18,6 +18,7 @@ from everstep.base.ports import Piece, Reduced
 from everstep.exact.image import BLOCK_BYTES, sizes_of
 from everstep.exact.state import ModelState
 from everstep.protocol.driver import operations as do
+from everstep.protocol.messages import MAX_FRAME_BYTES
 from everstep.protocol.step_types import Key, Pieces, Record
 from everstep.runtime.link.peer import PeerConnection, PeerServer, peer_connect
 from everstep.train import taking
@@ -84,10 +85,12 @@ class Peer:
         parts = {} if there.whole else {0: there}
         self.donor.shelve(3, Offer(AT, RECORDS, {AT: RECORDS}, {0: shown}, parts=parts))
 
-    def offer(self, shown: Shown, position: Key = AT) -> None:
+    def offer(
+        self, shown: Shown, position: Key = AT, records: Mapping[int, Record] = RECORDS, loop: bytes = b""
+    ) -> None:
         """To who has asked by now."""
         assert self.asked.wait(GENEROUS_S)
-        self.donor.offer(lambda: Offer(position, RECORDS, {}, {0: shown}))
+        self.donor.offer(lambda: Offer(position, records, {}, {0: shown}, loop))
 
     def die(self) -> None:
         self.server.abort_all()
@@ -334,6 +337,17 @@ def _step(connection: PeerConnection) -> FollowedStep:
     while not isinstance(item := next_item(connection, {0: 3}), FollowedStep):
         pass
     return item
+
+
+def test_neither_the_state_of_the_loop_nor_the_records_of_a_step_have_a_limit(peers):
+    """What trains must be able to heal: a frame is less than the average of a small model's weights, told twice."""
+    state, large = make_state(), bytes(MAX_FRAME_BYTES + 1)
+    copying = taker()
+    asked = copying.ask(1, [peers[0].member], [0])
+    peers[0].offer(Shown(state), records={0: Record(0, large)}, loop=large)
+    received = copying.offered(asked)
+    assert received.application == large and received.records[0].payload == large
+    asked.connection.close()
 
 
 def test_one_that_is_elsewhere_is_let_go(peers, several):

@@ -138,7 +138,8 @@ class Saving:
         who, cause = describe(worker.key), message.cause
         if message.fatal:
             why = Why(cause, f"{who}: {message.reason}")
-            if not message.holds:
+            apart = self._progress.step and not self._agreement.plan.has(worker.key)  # members hold the state
+            if not message.holds and not apart:
                 self._progress.end("failed", why, message.exit_code)
             elif self.ending is None:
                 self.end_after_saving("failed", why, message.exit_code, self._desk.config.save_ns)

@@ -47,7 +47,7 @@ from typing import Any
 
 from everstep.base.below import APPEND, open_below
 from everstep.base.cause import Why
-from everstep.base.errors import cause_of
+from everstep.base.errors import cause_of, one_line
 from everstep.runtime.host.board import MAX_RANKS, Board
 from everstep.runtime.host.stacks import show_on_signal
 from everstep.runtime.link.context import WorkerContext
@@ -281,7 +281,7 @@ def run_entry(entry: str, context: WorkerContext) -> int:
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else (0 if error.code is None else 1)
     except BaseException as error:
-        text = " ".join(f"{type(error).__name__}: {error}".split())
+        text = one_line(f"{type(error).__name__}: {error}")
         log.critical("%s", text, exc_info=True)
         with contextlib.suppress(OSError):
             if not context.last_words_path.exists():  # else the worker has said something better itself

@@ -13,7 +13,7 @@ from everstep.base.below import write_atomically
 from everstep.base.cause import Cause, Why
 from everstep.base.config import Config, load_config
 from everstep.base.config_keys import TlsConfig
-from everstep.base.errors import ConfigError
+from everstep.base.errors import ConfigError, one_line
 from everstep.base.given import parse_json, read_given
 from everstep.base.plan import WorkerKey
 from everstep.runtime.link.tls import Shown, Tls
@@ -81,7 +81,7 @@ class WorkerContext:
         """What this worker wrote, None if it died without a word."""
         try:
             found = parse_json(read_given(self.last_words_path, folders=1).decode(errors="replace"))
-            return Why(Cause.read(found["cause"]), " ".join(str(found["reason"])[:2000].split()))
+            return Why(Cause.read(found["cause"]), one_line(str(found["reason"])))
         except (OSError, ValueError, KeyError, TypeError):
             return None
 
