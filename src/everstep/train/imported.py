@@ -24,11 +24,11 @@ _OWN = __name__.partition(".")[0]
 _STANDARD = (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"))
 
 
-Read = dict[str, tuple[Any, str]]
+FilesRead = dict[str, tuple[Any, str]]
 """By module: what it was imported by (a reload takes another spec), and the digest of its file as it was then."""
 
 
-def code_here(read: Read | None = None) -> Code:
+def code_here(read: FilesRead | None = None) -> Code:
     """All that is imported by now. read: what is known of before is not read again: if a file has been edited since,
     this process still runs what it held."""
     read = {} if read is None else read
@@ -49,7 +49,7 @@ def code_here(read: Read | None = None) -> Code:
     return Code(files, packages)
 
 
-def _digest(name: str, path: str, read: Read) -> str:
+def _digest(name: str, path: str, read: FilesRead) -> str:
     spec = getattr(sys.modules[name], "__spec__", None)
     known = read.get(name)
     if known is None or known[0] is not spec:
@@ -88,7 +88,7 @@ class LateImports:
     """What is imported after it was told what is."""
 
     def __init__(self) -> None:
-        self._read: Read = {}
+        self._read: FilesRead = {}
         self._modules = 0
         self._told = Code()
 

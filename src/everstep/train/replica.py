@@ -133,10 +133,11 @@ class StageReplica:
 
     def how_set(self) -> bytes:
         """Digests of how the model is set for the step's lanes, for the agree record. Raises: Uncarried."""
-        digests, statistics = self.state.settings.digests(), self.lanes.statistics()
-        if not digests or statistics is None:
+        digests = self.state.settings.digests()
+        statistics = [value for part in self.lanes.passes.values() for value in part.guard.start()]
+        if not digests or not statistics:
             return digests
-        return digests + bytes.fromhex(digest_bytes(bytes_of(statistics)))[:SETTING_BYTES]
+        return digests + bytes.fromhex(digest_bytes(bytes_of(torch.cat(statistics))))[:SETTING_BYTES]
 
     def said(self, step: int) -> StageSection:
         """What is to be compared of the state of a step, as part of a record."""

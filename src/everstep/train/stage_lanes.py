@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from everstep.base.config import Config
@@ -196,11 +196,6 @@ class StageLanes:
     def buffer_reports(self) -> list[bytes]:
         """What the lanes have made of the buffers, by part."""
         return [part.guard.report().encode() for part in self.passes.values()]
-
-    def statistics(self) -> Tensor | None:
-        """The running statistics that the step starts from, on end; None if there are none."""
-        found = [value for part in self.passes.values() for value in part.guard.start()]
-        return torch.cat(found) if found else None
 
     def commit_buffers(self, step: int, reports: Sequence[Sequence[bytes]]) -> None:
         """A step was decided: the buffers become what all lanes together make of them. reports: by worker, by part."""
