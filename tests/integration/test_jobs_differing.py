@@ -67,3 +67,33 @@ def test_a_bit_that_flips_in_the_last_step_is_healed_by_the_majority(jobs: Jobs)
     job = jobs.run("Pictures", workers=3, chaos="flip:target=worker:1,at=30,phase=load", settings=settings)
     (evicted,) = job.of_kind("worker_evicted")
     assert evicted["worker_id"] == 1 and "after step 30, the last" in evicted["reason"], job.account()
+
+
+STATISTICS = """
+import os
+import torch
+from torch import nn
+import everstep
+
+torch.manual_seed(0)
+data = [(torch.randn(4), torch.tensor(i % 2)) for i in range(64)]
+model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+run = everstep.join(model, optimizer, data, lanes=4, micro_batch=2, steps=11)
+for step in run:
+    for x, y in step:
+        step.backward(nn.functional.cross_entropy(model(x), y))
+    if run.is_main and step.number == 6:
+        model[1].running_mean.zero_()
+"""
+
+
+def test_running_statistics_that_the_leader_alone_has_set_end_the_job_by_name(jobs: Jobs, tmp_path: Path) -> None:
+    """One step later all would hold the same: the mean of what their lanes have made of different ones."""
+    script = tmp_path / "train.py"
+    script.write_text(STATISTICS)
+    job = jobs.start(str(script), workers=2)
+    assert job.end() == 1, job.account()
+    reason = job.of_kind("job_failed")[-1]["reason"]
+    assert "(running statistics) differs among the workers before step 7" in reason and "run.is_main" in reason
+    assert not (job.run_dir / "final").exists()

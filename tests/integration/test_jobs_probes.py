@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from everstep.runtime.link.address import read_address
 from job_harness import Event, Job, Jobs, same
 
 SCRIPT = """
@@ -79,6 +80,42 @@ def test_a_worker_that_comes_back_with_other_data_or_code_is_refused_and_the_job
     assert [e["worker_id"] for e in evicted] == [1], job.account()
     lives = [e["incarnation"] for e in job.of_kind("worker_joined") if e["worker_id"] == 1]
     assert lives == [0, 1], "it is not started again"
+
+
+EDITED = SCRIPT.replace("factor = 1.0", "import helper_of_train\nfactor = helper_of_train.FACTOR")
+
+
+def edited(jobs: Jobs, folder: Path) -> Job:
+    """A job of two, of whose script a helper has just been edited: what runs is what was imported."""
+    (folder / "helper_of_train.py").write_text("FACTOR = 1.0\n")
+    (folder / "train.py").write_text(EDITED.replace("{lane}", "pass"))
+    job = jobs.start(str(folder / "train.py"), workers=2, environment=PACE)
+    job.wait_for("step_committed", step=3)
+    (folder / "helper_of_train.py").write_text("FACTOR = 1.5  # tried out for the next run\n")
+    return job
+
+
+def test_an_edit_while_a_job_runs_is_no_difference_of_its_workers(jobs: Jobs, tmp_path: Path) -> None:
+    """A coordinator that is started again asks all workers once more what they run."""
+    job = edited(jobs, tmp_path)
+    os.kill(read_address(job.run_dir / "coordinator.json").pid, signal.SIGKILL)
+    job.wait_for("coordinator_restarted")
+    assert job.end() == 0, job.account()
+    assert not job.of_kind("worker_evicted"), job.account()
+    undisturbed = jobs.start(str(write(tmp_path)), workers=1)
+    assert undisturbed.end() == 0, undisturbed.account()
+    same(undisturbed.run_dir, job)
+
+
+def test_a_life_with_an_edited_helper_is_refused_at_once(jobs: Jobs, tmp_path: Path) -> None:
+    """It does not wait for a rehearsal of the edited script: nobody makes one."""
+    job = edited(jobs, tmp_path)
+    os.kill(job.pid_of(1), signal.SIGKILL)
+    job.wait_for("warning", lambda e: "helper_of_train.py is " in e["reason"], worker_id=1, incarnation=1)
+    assert job.end() == 0, job.account()
+    undisturbed = jobs.start(str(write(tmp_path)), workers=1)
+    assert undisturbed.end() == 0, undisturbed.account()
+    same(undisturbed.run_dir, job)
 
 
 def test_of_three_that_begin_the_odd_one_goes(jobs: Jobs, tmp_path: Path) -> None:

@@ -396,6 +396,27 @@ REPLAYED = {
             donors=3,
         ),
     ),
+    # The leader had gone to another stage, and lost blocks of the one that it had left: that is no part of the result.
+    "a leader that has lost blocks of the stage it left": (
+        77200088,
+        Setup(
+            6,
+            1,
+            3,
+            1,
+            "shrink",
+            SimJob(7, 4, 4, 2, 3),
+            (
+                SimFault("lose", 50, "fetching", 3, 0, 5, 577),
+                SimFault("old_plan", 55, "", 1, 259, 54, 92),
+                SimFault("kill", 62, "", 2, 0, 91, 1390),
+                SimFault("freeze", 319, "computing", 2, 0, 60, 3052, True),
+            ),
+            lasting_ms=50,
+            save_ms=300,
+            differs=5,
+        ),
+    ),
 }
 
 

@@ -316,6 +316,14 @@ class BufferGuard:
         """The extra state of modules as it is now, by name."""
         return [(g.name, packed(g.name, g.module)) for g in self._others if isinstance(g, _GuardedExtra)]
 
+    def start(self) -> Iterator[Tensor]:
+        """The running statistics that the step starts from. After it all hold the mean of what lanes have made of them:
+        a member that had started from others could not be told from the rest any more."""
+        for guarded in self._statistics:
+            value = guarded.current() if self._step is None else guarded.saved
+            if value is not None:
+                yield value.detach().reshape(-1)
+
     def report(self) -> BufferReport:
         """For the agree record."""
         changes = tuple(Change(i, digest, self._values[i]) for i, digest in sorted(self._outcome.items()))

@@ -160,13 +160,14 @@ class SimSaver:
     def _finished(self, operation: do.Finish) -> None:
         life = self.life
         leads = operation.plan.leader(0) == life.me.worker_id
-        agreed = {k: operation.digests.get(k, "") for k in life.state.stages}
-        if leads and any(said and said != format(digest(life.state.stages[k]), "x") for k, said in agreed.items()):
+        held = {k: life.state.stages[k] for k in life.driver.machine.stages}  # not what it has left, or lost in part
+        agreed = {k: operation.digests.get(k, "") for k in held}
+        if leads and any(said and said != format(digest(held[k]), "x") for k, said in agreed.items()):
             life.tainted(operation, "the state is not the one that all have agreed on", torn=True)
             return
         if leads:
-            life.site.checks.taint.last(life.state.stages, operation.plan)
-            life.site.checks.exact.final(life.me, life.state.at, life.state.stages)
+            life.site.checks.taint.last(held, operation.plan)
+            life.site.checks.exact.final(life.me, life.state.at, held)
         life.done(operation, leads)
 
 

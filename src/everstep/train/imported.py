@@ -1,7 +1,8 @@
 """Which code this process has imported: the user's own source files by content, installed packages by version.
 
-A file is the user's if `reachable.of_user` says so: in any folder but Python's own, site-packages and Everstep's; so
-packages that are installed as editable are. Compiled modules are not looked at.
+A file is the user's if `reachable.of_user` says so: in any folder but Python's own, site-packages and Everstep's. So
+are packages that are installed as editable, also where a link in site-packages leads to them. Compiled modules are not
+looked at.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import sys
 import sysconfig
 from contextlib import suppress
 from importlib import metadata
+from typing import Any
 
 from everstep.base.given import read_given
 from everstep.protocol.identity import MOST_FILES, MOST_PACKAGES, Code
@@ -22,8 +24,14 @@ _OWN = __name__.partition(".")[0]
 _STANDARD = (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"))
 
 
-def code_here() -> Code:
-    """All that is imported by now."""
+FilesRead = dict[str, tuple[Any, str]]
+"""By module: what it was imported by (a reload takes another spec), and the digest of its file as it was then."""
+
+
+def code_here(read: FilesRead | None = None) -> Code:
+    """All that is imported by now. read: what is known of before is not read again: if a file has been edited since,
+    this process still runs what it held."""
+    read = {} if read is None else read
     files: dict[str, str] = {}
     packages: dict[str, str] = {}
     for name, module in sorted(sys.modules.items()):
@@ -31,13 +39,33 @@ def code_here() -> Code:
         top = name.partition(".")[0]
         if not isinstance(path, str) or top in (_OWN, "__mp_main__"):
             continue
+        path = _without_links(path)
         if "site-packages" in path or "dist-packages" in path:
             if top == name and len(packages) < MOST_PACKAGES:
                 packages |= {top[:100]: version} if (version := _version(top)) else {}
         elif path.endswith(".py") and not path.startswith(_STANDARD) and len(files) < MOST_FILES and of_user(path):
             with suppress(OSError, ValueError):
-                files[_file_of(name, path)] = hashlib.sha256(read_given(path)).hexdigest()[:16]
+                files[_file_of(name, path)] = _digest(name, path, read)
     return Code(files, packages)
+
+
+def _digest(name: str, path: str, read: FilesRead) -> str:
+    spec = getattr(sys.modules[name], "__spec__", None)
+    known = read.get(name)
+    if known is None or known[0] is not spec:
+        known = read[name] = spec, hashlib.sha256(read_given(path, links=True)).hexdigest()[:16]
+    return known[1]
+
+
+def _without_links(path: str) -> str:
+    """Where a package really is that lies in site-packages; its files alone may be links (to a cache)."""
+    folder, _, file = path.rpartition("/")
+    return f"{_real(folder)}/{file}" if "-packages" in path else path
+
+
+@functools.cache
+def _real(folder: str) -> str:
+    return os.path.realpath(folder)
 
 
 def _file_of(name: str, path: str) -> str:
@@ -60,12 +88,13 @@ class LateImports:
     """What is imported after it was told what is."""
 
     def __init__(self) -> None:
+        self._read: FilesRead = {}
         self._modules = 0
         self._told = Code()
 
     def all(self) -> Code:
         """To be told of everything, now."""
-        self._modules, self._told = len(sys.modules), code_here()
+        self._modules, self._told = len(sys.modules), code_here(self._read)
         return self._told
 
     def more(self) -> Code | None:

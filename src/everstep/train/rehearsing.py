@@ -24,6 +24,7 @@ from everstep.base.errors import ConfigError
 from everstep.base.given import read_given, read_json
 from everstep.base.readable import readable
 from everstep.runtime.host.fork_server import redirect_output
+from everstep.runtime.link.address import JOB_FILE
 from everstep.runtime.process import close_descriptors, die_with_parent, own_command, pinned_environment
 from everstep.train.link import LaunchedLink
 from everstep.train.reachable import of_user
@@ -49,6 +50,8 @@ def beside_worker(link: LaunchedLink, script: str, argv: list[str], enter: Calla
     run_dir = link.run_dir
     digest = script_digest(script, argv)
     if run_dir is None or not link.config.rehearse or is_rehearsed(run_dir, digest, tried=link.me.incarnation > 0):
+        return _nothing
+    if _is_under_way(run_dir):  # so the script has been edited since: this life will be compared, and refused
         return _nothing
     if link.me.worker_id:
         return lambda: _await_others(run_dir, digest, link.row.tick)
@@ -147,10 +150,18 @@ def _conclude(pid: int, run_dir: Path, script: str, digest: str, tick: Callable[
 def _await_others(run_dir: Path, digest: str, tick: Callable[[], None]) -> str:
     """Worker 0 rehearses: wait until it is through. If it refuses the script the job ends meanwhile."""
     until_s = time.monotonic() + _PATIENCE_S
-    while not is_rehearsed(run_dir, digest, tried=True) and time.monotonic() < until_s:
+    while not (is_rehearsed(run_dir, digest, tried=True) or _is_under_way(run_dir)) and time.monotonic() < until_s:
         tick()
         time.sleep(_TICK_S)
     return ""
+
+
+def _is_under_way(run_dir: Path) -> bool:
+    """Whether a worker of this run has said what it has imported, and so was through with waiting for the verdict."""
+    try:
+        return read_json(run_dir / JOB_FILE).get("code") is not None
+    except (OSError, ValueError, AttributeError):
+        return False
 
 
 def _once(act: Conclude) -> Conclude:

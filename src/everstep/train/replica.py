@@ -20,7 +20,7 @@ from everstep.base.config import Config
 from everstep.base.errors import ConfigError, DeterminismError, check
 from everstep.base.ports import Reduced
 from everstep.exact.attributes import Watched
-from everstep.exact.digest import named_digest, tensor_digest
+from everstep.exact.digest import bytes_of, digest_bytes, named_digest, tensor_digest
 from everstep.exact.gradient import GradientHandOver, clip_factor, gradient_norm
 from everstep.exact.layout import BLOCK_ELEMENTS, GradientLayout, align_parameters, untie
 from everstep.exact.reduce import TiePlace, block_norms, stage_terms
@@ -29,7 +29,7 @@ from everstep.exact.settings import Settings
 from everstep.exact.state import ModelState
 from everstep.protocol.driver.comparing import PART
 from everstep.protocol.driver.nonfinite import NonfiniteRule, judged
-from everstep.protocol.driver.records import StageSection, StepOutcome
+from everstep.protocol.driver.records import SETTING_BYTES, StageSection, StepOutcome
 from everstep.protocol.step_types import LaneSaid
 from everstep.train.elastic import LrPolicy
 from everstep.train.loop_guard import refused
@@ -111,7 +111,7 @@ class StageReplica:
         """This stage's part of the agree record: its lanes, and the norms of the blocks that it reduced.
 
         received: what `tied_out` gave in other stages. verify: state the digests of parameters held by several stages.
-        settings: digests of how the model is set. probes: what lanes that several compute gave here.
+        settings: as `how_set` says. probes: what lanes that several compute gave here.
         """
         norms, ties = b"", []
         if self._needs_norms:
@@ -130,6 +130,14 @@ class StageReplica:
             settings=settings,
             probes={lane: dict(parts) for lane, parts in (probes or {}).items()},
         )
+
+    def how_set(self) -> bytes:
+        """Digests of how the model is set for the step's lanes, for the agree record. Raises: Uncarried."""
+        digests = self.state.settings.digests()
+        statistics = [value for part in self.lanes.passes.values() for value in part.guard.start()]
+        if not digests or not statistics:
+            return digests
+        return digests + bytes.fromhex(digest_bytes(bytes_of(torch.cat(statistics))))[:SETTING_BYTES]
 
     def said(self, step: int) -> StageSection:
         """What is to be compared of the state of a step, as part of a record."""

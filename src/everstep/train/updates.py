@@ -89,7 +89,7 @@ class Updates:
         found = {k: StageGradient(reduced[k], received.get(k, {})) for k in lanes}
         before = self._reduced[number][1] if number in self._reduced else {}
         self._reduced[number] = plan.generation, {**before, **found}
-        settings = [stages[k].state.settings.digests() for k in found]  # refused before anything is made of these lanes
+        settings = [stages[k].how_set() for k in found]  # refused before anything is made of these lanes
         due = operation.compare
         sections = [
             stages[k].section(

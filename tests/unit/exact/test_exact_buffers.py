@@ -187,6 +187,17 @@ def test_running_statistics_are_isolated_but_not_reported() -> None:
     assert torch.equal(model[0].running_mean, torch.zeros(3)) and model[0].num_batches_tracked.item() == 1
 
 
+def test_it_says_which_running_statistics_a_step_starts_from() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(3))
+    guard = BufferGuard(model)
+    model[0].running_mean.fill_(2.0)
+    assert [value.tolist() for value in guard.start()] == [[2.0] * 3, [1.0] * 3], "nor has a worker without lanes begun"
+    guard.begin_step(1)
+    guard.begin_lane()
+    model(torch.randn(8, 3))
+    assert [value.tolist() for value in guard.start()] == [[2.0] * 3, [1.0] * 3]
+
+
 def test_what_a_step_has_committed_is_not_taken_back() -> None:
     """Who only follows the others' decisions begins and commits a step without computing a lane of it."""
     model = nn.Sequential(nn.BatchNorm1d(3))

@@ -8,7 +8,8 @@ from driver_harness import MS, Worker, at, gather_records, joiner, member_worker
 from everstep.base.ports import Tag
 from everstep.protocol import messages as wire
 from everstep.protocol.driver import operations as do
-from everstep.protocol.step_types import Key, LaneDone
+from everstep.protocol.driver.records import GatherPayload, StageSection, encode
+from everstep.protocol.step_types import Key, LaneDone, Record
 
 COMPLETED = wire.JobEnded(state="completed", reason="done", exit_code=0)
 WORDS = wire.WorkerFailed(
@@ -36,6 +37,16 @@ def holding(until_ns: int = 1 << 60) -> Worker:
 
 
 # ---- finish
+
+
+def test_the_result_is_held_against_what_all_have_said_of_every_stage() -> None:
+    w = Worker(plan(1, (0,), (1,)))
+    w.step(1)
+    said = {k: StageSection(k, [], (0, 0), b"", [], [], digest) for k, digest in enumerate(("aa", "bb"))}
+    w.ask(do.EndAsked(states=(said[0],), at=1))
+    records = {k: Record(0, encode(GatherPayload(b"", 0, True, [said[k]]))) for k in w.plan.worker_ids}
+    w.exchange(records)
+    assert w.op == do.Finish(w.op.op, 1, w.plan, 1, None, {0: "aa", 1: "bb"})
 
 
 def test_the_end_is_a_gather_and_then_finish_and_then_the_end_of_the_job() -> None:

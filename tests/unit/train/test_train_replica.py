@@ -9,6 +9,7 @@ from torch import nn
 from everstep.base.config import load_config
 from everstep.base.errors import InvariantViolation, TaskError
 from everstep.base.ports import Node
+from everstep.protocol.driver.records import SETTING_BYTES, SETTINGS
 from everstep.train.replica import StageReplica
 from everstep.train.stage import Parts, StageSpec
 
@@ -100,3 +101,16 @@ def test_lanes_of_a_split_model_are_not_for_the_loop() -> None:
     stage = StageReplica(Parts(model, optimizer, None, list(model)), config, torch.device("cpu"), spec)
     with pytest.raises(InvariantViolation, match="go through its parts"):
         _ = stage.loop
+
+
+def test_members_say_which_running_statistics_their_lanes_start_from() -> None:
+    workers = [replica() for _ in range(3)]
+    workers[2].parts.model[1].running_mean.data.add_(0.5)
+    for worker in workers:
+        assert worker.how_set() == b"", "the loop has not begun"
+        worker.state.settings.begin()
+        worker.lanes.begin(1, (0,), Memory(worker.layout.numel))
+        compute(worker, (0,))
+    said = [worker.how_set() for worker in workers]
+    assert said[0] == said[1] and len(said[0]) == len(SETTINGS) * SETTING_BYTES
+    assert said[0][:-SETTING_BYTES] == said[2][:-SETTING_BYTES] and said[0] != said[2]

@@ -14,6 +14,7 @@ from everstep.protocol import messages as wire
 from everstep.protocol.driver import operations as do
 from everstep.protocol.driver.operations import SaveAsked
 from everstep.protocol.driver.outbox import Gathers, Outbox
+from everstep.protocol.driver.records import last_states
 from everstep.protocol.driver.saver import Saver
 from everstep.protocol.step_machine import StepMachine
 from everstep.protocol.step_phases import Phase
@@ -173,7 +174,8 @@ class Application:
         elif self._finished != machine.generation:
             self._finished = machine.generation
             save = self._saver.boundary(Why(Cause.COMPLETED, "the end of the job"), past=self.past)
-            digests = {section.stage: section.digest for section in self.ask.states if self.ask.at == machine.step}
+            said = last_states(self._gathers.known[self._gather]).values()
+            digests = {one.stage: one.digest for states in said for one in states}
             self._out.start(do.Finish, machine.generation, machine.plan, machine.step, save, digests)
 
     def _answer(self) -> do.Answer | None:

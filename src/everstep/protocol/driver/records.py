@@ -21,8 +21,15 @@ from everstep.placement.tree import fold, total_sumsq
 from everstep.protocol.driver.policy import COMPARE, END, Due
 from everstep.protocol.step_types import Doubt, Holding, Key, LaneSaid, Record
 
-SETTINGS = ("modes", "requires_grad", "flags of torch", "hyperparameters", "attributes of modules")
-"""How a model is set; each has `SETTING_BYTES` in the digests of a record."""
+SETTINGS = (
+    "modes",
+    "requires_grad",
+    "flags of torch",
+    "hyperparameters",
+    "attributes of modules",
+    "running statistics",
+)
+"""How a model is set; each has `SETTING_BYTES` in the digests of a record, the last none where a model has none."""
 SETTING_BYTES = 4
 
 
@@ -44,8 +51,8 @@ class StageSection(msgspec.Struct, frozen=True, array_like=True):
     the lanes did to buffers (an encoded `BufferReport` per part of the stage). digest: of the stage's state before this
     step ("" if not due). tied: likewise of each parameter (by name) that other stages hold too, with its optimizer
     state. settings: digests of how the model is set while the step's lanes are computed (modes, flags, hyperparameters,
-    ...), by `SETTINGS`; empty if the worker has none. probes: what lanes that several members compute have given here,
-    by lane and part of the model.
+    ...), and of the running statistics that they start from, by `SETTINGS`; empty if the worker has none. probes: what
+    lanes that several members compute have given here, by lane and part of the model.
     """
 
     stage: int
