@@ -39,6 +39,11 @@ def keep_to(directory: Path) -> None:
         _homes[directory] = os.open(directory, _FOLDER)  # kept open, so that no other one gets its number
 
 
+def kept_open() -> set[int]:
+    """The descriptors that this keeps: a fork that closes what it inherits leaves them, or can write nowhere."""
+    return set(_homes.values())
+
+
 def leave(directory: Path) -> None:
     """This process has nothing to do there any more."""
     fd = _homes.pop(directory, None)

@@ -22,7 +22,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from everstep.base.below import write_atomically
+from everstep.base.below import kept_open, write_atomically
 from everstep.base.config import Config, device_of
 from everstep.base.errors import EverstepError
 from everstep.base.given import read_given, read_json
@@ -284,7 +284,7 @@ def _fork_life(what: Rehearsed, life: str, body: Callable[[LifeLink], None]) -> 
         try:
             die_with_parent(parent)
             redirect_output(what.path(f"{life}.log"))
-            close_descriptors(set())
+            close_descriptors(kept_open())
             with open(1, "w", 1, closefd=False) as out, redirect_stdout(out), redirect_stderr(out):
                 live(what, life, body)
         finally:

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from pathlib import Path
 
-from everstep.base.below import write_atomically
+from everstep.base.below import kept_open, write_atomically
 from everstep.base.errors import ConfigError
 from everstep.base.given import read_given, read_json
 from everstep.base.readable import readable
@@ -110,7 +110,7 @@ def _fork(what: Rehearsed, enter: Callable[[LifeLink], None]) -> int:
         try:
             die_with_parent(parent)
             redirect_output(what.path("rehearsal.log"))
-            close_descriptors(set())
+            close_descriptors(kept_open())
             perform(what, enter)
         finally:
             os._exit(0)
