@@ -18,7 +18,6 @@ _C = torch._C
 _BY_NAME = ("cudnn_enabled", "cudnn_benchmark", "cudnn_deterministic", "mkldnn_enabled", "mkldnn_deterministic")
 _PRECISIONS = (("cuda", "matmul"), ("cuda", "conv"), ("cuda", "rnn"), ("mkldnn", "matmul"), ("mkldnn", "conv"))
 _LEGACY = ("cublas_allow_tf32", "cudnn_allow_tf32")
-_AUTOCAST = ("cpu", "cuda")
 _KERNELS = ("flash", "mem_efficient", "math", "cudnn")
 
 _Access = tuple[Callable[[], Any], Callable[[Any], Any]]
@@ -31,11 +30,6 @@ def _table() -> dict[str, _Access]:
         "grad_enabled": (torch.is_grad_enabled, torch.set_grad_enabled),
         "num_threads": (torch.get_num_threads, torch.set_num_threads),
     }
-    for device in _AUTOCAST:
-        on, to = partial(torch.is_autocast_enabled, device), partial(torch.set_autocast_enabled, device)
-        table[f"autocast_{device}"] = on, to
-        into = partial(torch.get_autocast_dtype, device), partial(torch.set_autocast_dtype, device)
-        table[f"autocast_{device}_dtype"] = into
     pairs = [(name, f"_get_{name}", f"_set_{name}") for name in _BY_NAME]
     pairs += [(f"sdp_{name}", f"_get_{name}_sdp_enabled", f"_set_sdp_use_{name}") for name in _KERNELS]
     if hasattr(_C, "_get_fp32_precision_getter"):
@@ -71,3 +65,9 @@ def write(values: Mapping[str, Any]) -> None:
             put(value)
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
             raise CheckpointCorrupt(f"flag {name[:80]!a} of torch cannot be {value!r:.80}: {error}") from None
+
+
+def autocast() -> tuple[bool, ...]:
+    """Whether it is on, by device. No flag that is set again: while it is left on it keeps casts of weights, which
+    nobody can see."""
+    return tuple(map(torch.is_autocast_enabled, ("cpu", "cuda")))
