@@ -112,6 +112,13 @@ class Attempt:
     raised: frozenset[Origin] = NOTHING
     surprised: frozenset[Origin] = NOTHING
 
+    def note(self, deps: frozenset[Origin], surely: bool) -> None:
+        """It depends on these, too. surely: the code says so."""
+        if surely:
+            self.raised |= deps
+        else:
+            self.surprised |= deps
+
 
 @dataclass
 class RoundMemory:
@@ -294,11 +301,7 @@ class RoundMemory:
     def may_raise(self, deps: Iterable[Origin] = NOTHING, *, surely: bool = False) -> None:
         """What is tried ends here, if these say so. surely: where the code comes here."""
         if self._attempts:
-            attempt, found = self._attempts[-1], decided(frozenset(deps) | self.control)
-            if surely:
-                attempt.raised |= found
-            else:
-                attempt.surprised |= found
+            self._attempts[-1].note(decided(frozenset(deps) | self.control), surely)
 
     @property
     def raised(self) -> frozenset[Origin]:

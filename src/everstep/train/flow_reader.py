@@ -240,6 +240,7 @@ class Reader:
             self.store(target.value, value, scope)
 
     def store_attribute(self, base: Value, name: str, value: Value, node: ast.expr, scope: Scope) -> None:
+        """Set an attribute of what this may be, or run what the user's class does instead."""
         memory = self.memory
         if base.flags & {"trained", "step"}:
             memory.sink(memory.use(value))
