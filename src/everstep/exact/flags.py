@@ -65,3 +65,9 @@ def write(values: Mapping[str, Any]) -> None:
             put(value)
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
             raise CheckpointCorrupt(f"flag {name[:80]!a} of torch cannot be {value!r:.80}: {error}") from None
+
+
+def autocast() -> tuple[bool, ...]:
+    """Whether it is on, by device. No flag that is set again: while it is left on it keeps casts of weights, which
+    nobody can see."""
+    return tuple(map(torch.is_autocast_enabled, ("cpu", "cuda")))

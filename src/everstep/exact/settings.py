@@ -150,6 +150,7 @@ class Settings:
         self._changed: dict[_Key, Any] = {}
         self._by_lanes: set[_Key] = set()
         self._driven: set[tuple[int, str]] = set()
+        self._at_entry: tuple[bool, ...] | None = None
         self._digested: tuple[_Modes | None, list[bytes]] = (None, [])
 
     def begin(self) -> None:
@@ -165,6 +166,7 @@ class Settings:
         self._updated = Moment(self._first)
         self._entered = [self._updated]
         self._added = _told_of(added(self._optimizer))
+        self._autocast, self._at_entry = flags.autocast(), None
 
     # ---- the moments of a step
 
@@ -173,6 +175,7 @@ class Settings:
         if self._structure is None:
             return None
         self._by_loop()
+        self._at_entry = flags.autocast()
         self._entered = [Moment(self._look()), *self._entered[:1]]
         return self._entered[0]
 
@@ -182,6 +185,11 @@ class Settings:
             if not self._structure.check(lanes=False):
                 self._follow(self._structure)
             self._by_loop()
+            if (self._at_entry or flags.autocast()) != self._autocast:
+                raise Uncarried(
+                    "torch.autocast was left on, or off, by the loop, which a worker that is resumed or healed would "
+                    "lack: write with torch.autocast(...) round the forward pass of every step"
+                )
             if self._refused:
                 raise Uncarried(self._refused)
             self._lanes = True

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import io
+import itertools
 import random
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -23,11 +24,12 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from everstep.train.flow_calls import BesideLoop, Calls
-from everstep.train.flow_functions import Functions
+from everstep.train.flow_functions import Functions, unwrapped
 from everstep.train.flow_memory import Judge, Origin, RoundMemory, Value
 from everstep.train.flow_reader import Reader, Scope
 from everstep.train.flow_sources import SyntaxTrees
-from everstep.train.reachable import kind_of, of_user, users_class, variables
+from everstep.train.flow_syntax import SYNTAX
+from everstep.train.reachable import kind_of, of_user, storage_of, users_class, variables
 from everstep.train.restarts import like_parameters
 
 _GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, np.random.BitGenerator, torch.Generator)
@@ -81,7 +83,7 @@ def read_loop(frames: Sequence[types.FrameType], trained: Trained) -> Read:
     """Read the round of the loop that these frames are in, the innermost first."""
     names = _names(frames)
     sources, memory = SyntaxTrees(), RoundMemory(_judge(trained))
-    reader = Reader(memory, sources)
+    reader = Reader(memory, sources, SYNTAX)
     keyed = [(frame, id(frame)) for frame in frames if frame.f_code.co_name != "<module>"]
     reader.ask(Calls(reader, _feeds(trained, names), Functions(reader, _users_modules, keyed)))
     seen = False
@@ -222,14 +224,18 @@ def _judge(trained: Trained) -> Judge:
         parts += [module, module._parameters, module._buffers, module._modules]
         parts += [t for t in (*module._parameters.values(), *module._buffers.values()) if t is not None]
     ids = {id(part): part for part in parts if part is not None}
+    storages = {storage_of(part) for part in ids.values() if isinstance(part, Tensor)}
     carried = {id(thing) for thing in _within(trained.carried)}
     nothing: frozenset[str] = frozenset()
+
+    def is_trained(thing: Any) -> bool:
+        return id(thing) in ids or (isinstance(thing, Tensor) and storage_of(thing) in storages)
 
     def flags(thing: Any) -> frozenset[str]:
         found = nothing
         if trained.is_run(thing):
             return frozenset(("run",))
-        if id(thing) in ids:
+        if is_trained(thing) or _are_all(thing, is_trained):
             found |= {"trained"}
         if id(thing) in carried:
             found |= {"carried"}
@@ -247,6 +253,12 @@ def _judge(trained: Trained) -> Judge:
         return users_class(thing if isinstance(thing, type) else type(thing))
 
     return Judge(flags, users)
+
+
+def _are_all(thing: Any, test: Callable[[Any], bool]) -> bool:
+    """Whether it is a container, and this is so of all that is in it, as far as one looks."""
+    inner = thing.values() if isinstance(thing, dict) else thing if isinstance(thing, list | tuple) else ()
+    return len(inner) > 0 and all(test(one) for one in itertools.islice(inner, _WIDE))
 
 
 def _iterates(thing: Any) -> bool:
@@ -304,6 +316,7 @@ def _methods(thing: Any, wanted: Iterable[str]) -> Iterator[types.FunctionType]:
     for name in wanted:
         for kind in type(thing).__mro__:
             found = vars(kind).get(name)
+            found = unwrapped(found)
             if isinstance(found, types.FunctionType) and of_user(found.__code__.co_filename):
                 yield found
                 break
@@ -322,7 +335,8 @@ def _updates(trained: Trained, names: Mapping[int, str]) -> list[Any]:
     ]
     scheduler = trained.scheduler
     found += _functions(dict(enumerate(getattr(scheduler, "lr_lambdas", []))), names)
-    return found + [(f, (("scheduler", scheduler),)) for f in _methods(scheduler, ("get_lr", "step"))]
+    found += [(f, (("scheduler", scheduler),)) for f in _methods(scheduler, ("get_lr", "step"))]
+    return found + [(f, (("optimizer", trained.optimizer),)) for f in _methods(trained.optimizer, ("step",))]
 
 
 def _functions(hooks: Any, names: Mapping[int, str]) -> list[Any]:

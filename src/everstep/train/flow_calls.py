@@ -7,17 +7,32 @@ that changes its object, a function that changes its argument, a draw, a file. W
 from __future__ import annotations
 
 import ast
+import inspect
 import types
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
 from everstep.train.flow_functions import Functions, Given, method_of
-from everstep.train.flow_memory import MISSING, NOTHING, RANDOM, SCALARS, STEP, Origin, RoundMemory, Value, joined
+from everstep.train.flow_memory import (
+    CHOSEN,
+    MISSING,
+    NOTHING,
+    RANDOM,
+    SCALARS,
+    STEP,
+    Origin,
+    RoundMemory,
+    Value,
+    joined,
+)
 from everstep.train.flow_reader import Reader, Scope
 from everstep.train.flow_words import (
     ALIASING,
     CHANGING,
+    CONVERTS,
     COPIES,
     DRAWS,
     EXITS,
@@ -25,6 +40,7 @@ from everstep.train.flow_words import (
     FORGETTING,
     PASSING,
     READS,
+    REFUSING,
     SEEDS,
     SETTING,
     SILENT,
@@ -32,6 +48,10 @@ from everstep.train.flow_words import (
     TOGETHER,
     WRITES,
 )
+from everstep.train.reachable import of_user
+
+_MOST_METHODS = 32
+_OPENED = ("opened to read", "opened to write")
 
 
 @dataclass(frozen=True)
@@ -114,11 +134,17 @@ class Calls:
         for function, given in self.feeds.updates:
             self.memory.sink(self.memory.use(self._beside(function, given)))
 
-    def _beside(self, function: types.FunctionType, given: tuple[Any, ...]) -> Value:
+    def operate(self, value: Value, name: str, given: Sequence[Value]) -> Value | None:
+        """What a method of the user's gives that Python calls by itself; None if there is none."""
+        return self.functions.operate(value, name, given)
+
+    def _beside(
+        self, function: types.FunctionType, given: tuple[Any, ...], flags: frozenset[str] = frozenset()
+    ) -> Value:
         code = function.__code__
         own = [self.memory.live(thing, title) for title, thing in given]
         rest = [
-            Value(frozenset((("arg", id(code), k),)), key=frozenset((("arg", id(code), k),)))
+            Value(frozenset((("arg", id(code), k),)), flags=flags, key=frozenset((("arg", id(code), k),)))
             for k in range(code.co_argcount - len(own))
         ]
         return self.functions.run(function, [*own, *rest], {})
@@ -130,7 +156,11 @@ class Calls:
         named = {k.arg or f"**{n}": reader.value(k.value, scope) for n, k in enumerate(node.keywords)}
         given = Given(plain, named)
         if isinstance(node.func, ast.Attribute):
-            base = reader.value(node.func.value, scope)
+            inner = node.func.value
+            if isinstance(inner, ast.Call) and isinstance(inner.func, ast.Name) and inner.func.id == "super":
+                base, result = self.functions.upwards(scope, node.func.attr, given)
+                return result or self._foreign_method(node.func, base, node.func.attr, given, scope)
+            base = reader.value(inner, scope)
             return self._method(node, base, node.func.attr, given, scope)
         callee = reader.value(node.func, scope)
         name = node.func.id if isinstance(node.func, ast.Name) else ""
@@ -148,6 +178,18 @@ class Calls:
         of_module = any(isinstance(t, types.ModuleType) for t in base.objects)
         found = []
         for thing in base.objects:
+            if isinstance(thing, type) and issubclass(thing, torch.autograd.Function) and name == "apply":
+                found.append(self.functions.autograd(thing, given))
+            if isinstance(thing, type) and name in CHANGING and not memory.judge.of_user(thing) and given.plain:
+                memory.mutate(given.plain[0], Value(together(memory, given)))  # dict.update(group, ...)
+            raw = inspect.getattr_static(thing, name, None)
+            if isinstance(raw, classmethod) and memory.judge.of_user(thing):
+                kind = thing if isinstance(thing, type) else type(thing)
+                found.append(self.functions.run(raw, [memory.live(kind, base.title), *given.plain], given.named))
+                continue
+            if isinstance(raw, staticmethod) and self.functions.is_users(raw.__func__):
+                found.append(self.functions.run(raw, given.plain, given.named))
+                continue
             if isinstance(thing, types.ModuleType | type):
                 continue
             method = method_of(type(thing), name) if memory.judge.of_user(thing) else None
@@ -157,7 +199,7 @@ class Calls:
             return joined(found)
         callee = self.reader.attribute_of(base, name)
         held = any(_is_held(memory.attribute(thing, name)[1]) for thing in base.objects)
-        if callee.code is not None or held or any(self.functions.is_users(t) for t in callee.objects) or of_module:
+        if callee.codes or held or any(self.functions.is_users(t) for t in callee.objects) or of_module:
             return self._function(node, callee, name, given, scope)
         return self._foreign_method(func, base, name, given, scope)
 
@@ -165,7 +207,7 @@ class Calls:
         memory = self.memory
         memory.sink(frozenset().union(*(memory.use(v) for v in given.all)))
         for function, own in self.feeds.hooks:
-            memory.sink(memory.use(self._beside(function, own)))
+            memory.sink(memory.use(self._beside(function, own, frozenset(("grad",)))))
 
     def _of_run(self, name: str, given: Given) -> Value:
         if name in ("stop", *TOGETHER):
@@ -178,27 +220,29 @@ class Calls:
 
     def _foreign_method(self, func: Any, base: Value, name: str, given: Given, scope: Scope) -> Value:
         memory = self.memory
-        together = frozenset().union(*(memory.use(v) for v in given.all))
+        whole = together(memory, given)
         flags = frozenset(f for v in given.all for f in v.flags & {"copy"})
         restless = any("restless" in memory.judge.flags(thing) for thing in base.objects)
         in_place = name.endswith("_") and not name.endswith("__")
-        if name in CHANGING or in_place or restless or name.startswith(("set_", "add_", "register_", "log_")):
+        stored = name.startswith("execute") and _changes_tables(given)
+        if name in CHANGING or in_place or restless or stored or name.startswith(("set_", "add_", "register_", "log_")):
             first = given.plain[0] if given.plain else Value()
             keys = first.key or NOTHING if name == "setdefault" else NOTHING
-            value = Value(together - keys if name == "setdefault" else together, flags=flags)
+            value = Value(whole - keys if name == "setdefault" else whole, flags=flags)
             sets = name in SETTING or name == "setdefault"
             memory.mutate(base, value, keys=keys, sets=sets, forgets=name in FORGETTING)
             self.reader.grow(func.value, base, value, scope)
             if any("drives" in memory.judge.flags(thing) for thing in base.objects):
-                memory.sink(together)
+                memory.sink(whole)
         if name == "backward" and "inputs" in given.named:
             memory.mutate(given.named["inputs"], Value(memory.use(base)))
-        self._changed_arguments(name, given, together)
-        for value in given.all:
-            self.functions.handed(value, [Value(memory.use(base))])
+        self._changed_by_name(given, whole)
+        self.functions.handed_on(given, base)
+        if name in REFUSING:
+            memory.may_raise(memory.use(base))
         title = f"{base.title}.{name}()"
         if name in READS | WRITES:
-            together |= self._file(name, [base], memory.use(base) | together)
+            whole |= self._file(name, [(func.value, base)], memory.use(base) | whole)
         if name in SILENT or (name in SILENT_HERE and all(isinstance(t, dict | set | list) for t in base.objects)):
             return Value()
         if name in ("items", "values", "keys"):
@@ -210,14 +254,14 @@ class Calls:
             )
             one = replace(inner, deps=each.deps, homes=each.homes, flags=each.flags | inner.flags)
             return Value(memory.use(base), element=Value(items=(key, one)) if name == "items" else one)
-        flags = base.flags & {"trained", "copy"} if name in ALIASING else frozenset()
+        flags = base.flags & {"trained", "copy", "grad"} if name in ALIASING else frozenset()
         if name.startswith("named_"):
             one = Value(memory.use(base), homes=self._homes(base), flags=flags, title=base.title)
             return Value(memory.use(base), element=Value(items=(Value(), one)))
         if name in COPIES and "trained" in base.flags:
             flags |= {"copy"}
         homes = self._homes(base) if name in ALIASING or in_place else NOTHING
-        return Value(memory.use(base) | together, homes=homes, flags=flags, title=title if not homes else base.title)
+        return Value(memory.use(base) | whole, homes=homes, flags=flags, title=title if not homes else base.title)
 
     def _homes(self, base: Value) -> frozenset[Origin]:
         alone = base.objects if "trained" not in base.flags else ()
@@ -225,33 +269,39 @@ class Calls:
 
     def _function(self, node: ast.Call, callee: Value, name: str, given: Given, scope: Scope) -> Value:
         memory = self.memory
-        if callee.code is not None:
-            return self.functions.closure(callee.code, given.plain, given.named)
-        found = [v for thing in callee.objects if (v := self.functions.live(thing, callee, given)) is not None]
+        found = []
+        chosen = "chosen" in callee.flags or len(callee.codes) + len(callee.objects) > 1
+        with memory.under(callee.deps if chosen else NOTHING):
+            found += [self.functions.closure(code, given.plain, given.named) for code in callee.codes]
+            found += [v for thing in callee.objects if (v := self.functions.live(thing, callee, given)) is not None]
         if found:
             return joined(found)
-        together = frozenset().union(*(memory.use(v) for v in given.all)) | callee.deps
+        whole = together(memory, given) | memory.use(callee)
+        whole = whole.union(*(memory.fields(thing, callee.title) for thing in callee.objects))
         module = ast.unparse(node.func).split(".")[0] if isinstance(node.func, ast.Attribute) else ""
-        special = self._special(name, node, given, together, scope)
+        special = self._special(name, node, given, whole, scope)
         if special is not None:
             return special
         if name in SEEDS or (name.startswith("set_") and module == "torch"):
-            memory.sink(together)
+            memory.sink(whole)
         if name in EXITS:
             memory.sink(NOTHING)
+        if name in CONVERTS and given.plain:
+            whole |= self.reader.operate(given.plain[0], CONVERTS[name])
         if name in READS | WRITES or name == "open":
-            together |= self._file(_opened(node) if name == "open" else name, given.all, together)
-        self._changed_arguments(name, given, together)
-        for value in given.all:
-            self.functions.handed(value, [Value(together)])
+            named = list(zip(node.args, given.plain, strict=False))
+            named = named[:1] if name == "open" else named
+            whole |= self._file(_opened(node) if name == "open" else name, named, whole)
+        self._changed_arguments(name, given, whole)
+        self.functions.handed_on(given)
         if name in DRAWS and "generator" not in given.named:
-            together |= {RANDOM}
+            whole |= {RANDOM}
         types_made = [t for t in callee.objects if isinstance(t, type)]
         drives = any("copies" in memory.judge.flags(t) for t in types_made) or name in COPIES
         flags = frozenset(f for v in given.all for f in v.flags & {"copy"})
         if drives and any(v.flags & {"trained", "copy"} for v in given.all):
             flags |= {"copy"}
-        return Value(together, flags=flags, title=name)
+        return Value(whole, flags=flags, title=name)
 
     def _special(
         self, name: str, node: ast.Call, given: Given, together: frozenset[Origin], scope: Scope
@@ -277,6 +327,10 @@ class Calls:
             if any(v.flags & {"step"} for v in plain):
                 return self._batch()
             self.memory.mutate(plain[0], Value())
+            self.memory.may_raise(self.memory.use(plain[0]))
+            own = self.functions.operate(plain[0], "__next__", ())
+            if own is not None:
+                return own
             return self.iterate(plain[0], node).with_deps(self.memory.use(plain[0]))
         if name == "map" and len(plain) > 1:
             return Value(together, element=self.functions.handed(plain[0], [self.iterate(v, node) for v in plain[1:]]))
@@ -284,14 +338,8 @@ class Calls:
             return replace(plain[0], title=name)
         if name in PASSING and plain:
             return replace(joined(plain), deps=together, key=None)
-        if name == "getattr" and len(node.args) > 1 and isinstance(node.args[1], ast.Constant):
-            found = self.reader.attribute_of(plain[0], str(node.args[1].value))
-            return joined([found, *plain[2:]])
-        if name == "setattr" and len(node.args) > 2 and isinstance(node.args[1], ast.Constant):
-            self.reader.store_attribute(plain[0], str(node.args[1].value), plain[2], node.args[0], scope)
-            return Value()
-        if name == "super" and not plain:
-            return Value()
+        if name in ("getattr", "setattr") and len(plain) > 1:
+            return self._named(name, node, plain, together, scope)
         if name == "Thread":
             by_name = {k.arg: k.value for k in node.keywords}
             target, args = by_name.get("target"), by_name.get("args")
@@ -300,11 +348,28 @@ class Calls:
                 return self.call(ast.copy_location(call, node), scope)
         return None
 
-    def _changed_arguments(self, name: str, given: Given, together: frozenset[Origin]) -> None:
-        memory = self.memory
+    def _named(self, name: str, node: ast.Call, plain: Any, whole: frozenset[Origin], scope: Scope) -> Value:
+        """`getattr` and `setattr`."""
+        memory, key = self.memory, node.args[1] if len(node.args) > 1 else None
+        if name == "getattr" and isinstance(key, ast.Constant):
+            return joined([self.reader.attribute_of(plain[0], str(key.value)), *plain[2:]])
+        if name == "getattr":
+            inner = [memory.live(one, "") for thing in plain[0].objects for one in _methods(thing)]
+            return replace(joined(inner or [Value()]), deps=whole, flags=CHOSEN)
+        if isinstance(key, ast.Constant) and len(plain) > 2:
+            self.reader.store_attribute(plain[0], str(key.value), plain[2], node.args[0], scope)
+        else:
+            memory.mutate(plain[0], Value(whole))
+        return Value()
+
+    def _changed_by_name(self, given: Given, whole: frozenset[Origin]) -> None:
         for key in ("generator", "out", "rng"):
             if key in given.named:
-                memory.mutate(given.named[key], Value(together))
+                self.memory.mutate(given.named[key], Value(whole))
+
+    def _changed_arguments(self, name: str, given: Given, together: frozenset[Origin]) -> None:
+        memory = self.memory
+        self._changed_by_name(given, together)
         in_place = (name.endswith("_") and not name.startswith("_")) or (
             name.startswith("_foreach_") and name.endswith("_")
         )
@@ -312,15 +377,45 @@ class Calls:
             changed = given.plain[1] if name in ("vector_to_parameters",) and len(given.plain) > 1 else given.plain[0]
             memory.mutate(changed, Value(together))
 
-    def _file(self, name: str, named: Iterable[Value], deps: frozenset[Origin]) -> frozenset[Origin]:
-        """A file is written or read, where its name is known. Returns what that which is read depends on."""
+    def _file(self, name: str, named: Iterable[tuple[ast.expr, Value]], deps: frozenset[Origin]) -> frozenset[Origin]:
+        """A file is written or read, known by its name, or by how that is made. Returns what that which is read depends
+        on."""
         found: frozenset[Origin] = NOTHING
-        for path in (str(t) for v in named for t in v.objects if isinstance(t, str) or hasattr(type(t), "__fspath__")):
-            place = ("file", path)
-            found |= self.memory.read(place, MISSING, path).deps
-            if name in WRITES:
-                self.memory.write(place, Value(deps | {place}), title=path, strong=False)
-        return found if name in READS else NOTHING
+        for node, value in named:
+            paths = [str(t) for t in value.objects if isinstance(t, str) or hasattr(type(t), "__fspath__")]
+            made = isinstance(node, ast.JoinedStr | ast.BinOp | ast.Call) or name in _OPENED
+            for path in paths or ([ast.unparse(node)] if made else []):
+                place = ("file", path)
+                found |= self.memory.read(place, MISSING, path).deps
+                if name in (*WRITES, _OPENED[1]):
+                    self.memory.write(place, Value(deps | {place}), title=path, strong=False)
+        reads = name in (*READS, _OPENED[0])
+        if reads:
+            self.memory.may_raise(found)
+        return found if reads else NOTHING
+
+
+def together(memory: RoundMemory, given: Given) -> frozenset[Origin]:
+    """All that arguments depend on."""
+    return NOTHING.union(*(memory.use(v) for v in given.all))
+
+
+def _methods(thing: Any) -> list[Any]:
+    """The user's functions that this object has, bound: one of these is meant by a name that is made."""
+    found: list[Any] = []
+    for kind in type(thing).__mro__:
+        for one in vars(kind).values():
+            if isinstance(one, types.FunctionType) and of_user(one.__code__.co_filename):
+                found.append(types.MethodType(one, thing))
+    inner = vars(thing).values() if isinstance(thing, types.ModuleType) else ()
+    found += [one for one in list(inner) if isinstance(one, types.FunctionType) and of_user(one.__code__.co_filename)]
+    return found[:_MOST_METHODS]
+
+
+def _changes_tables(given: Given) -> bool:
+    """Whether a database is told to change what it holds, as far as that can be read."""
+    said = [t for v in given.plain[:1] for t in v.objects if isinstance(t, str)]
+    return not any(text.lstrip().lower().startswith(("select", "pragma", "explain")) for text in said)
 
 
 def _is_held(found: Any) -> bool:
@@ -332,4 +427,4 @@ def _opened(node: ast.Call) -> str:
     """What opening a file is for."""
     given = [*node.args[1:2], *(k.value for k in node.keywords if k.arg == "mode")]
     modes = [str(g.value) for g in given if isinstance(g, ast.Constant)]
-    return "dump" if modes and set(modes[0]) & set("wax+") else "load"
+    return _OPENED[bool(modes and set(modes[0]) & set("wax+"))]

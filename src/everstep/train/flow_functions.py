@@ -13,6 +13,9 @@ from typing import Any
 
 from everstep.train.flow_memory import NOTHING, RoundMemory, Value, joined
 from everstep.train.flow_reader import Closure, Reader, Scope
+from everstep.train.reachable import of_user
+
+_MOST_WRAPPED = 10
 
 
 @dataclass(frozen=True)
@@ -43,7 +46,7 @@ class Functions:
 
     def is_users(self, thing: Any) -> bool:
         """Whether this is a function of the user's."""
-        return isinstance(thing, types.FunctionType) and self.memory.judge.of_user(thing)
+        return isinstance(thing, types.FunctionType) and self.memory.judge.of_user(unwrapped(thing))
 
     def live(self, thing: Any, callee: Value, given: Given) -> Value | None:
         """The result, where this object's code can be read."""
@@ -77,8 +80,7 @@ class Functions:
     def run(self, function: Any, plain: Sequence[Value], named: Mapping[str, Value]) -> Value:
         """The result of a live function of the user's."""
         memory, reader = self.memory, self.reader
-        while not isinstance(function, types.FunctionType) and hasattr(function, "__wrapped__"):
-            function = function.__wrapped__
+        function = unwrapped(function)
         node = reader.sources.function(function.__code__) if isinstance(function, types.FunctionType) else None
         found = None
         if node is not None:
@@ -106,10 +108,50 @@ class Functions:
 
     def handed(self, value: Value, plain: Sequence[Value]) -> Value:
         """What is handed to somebody as a function is called by him."""
-        if value.code is not None:
-            return self.closure(value.code, plain, {})
-        found = [self.run(thing, plain, {}) for thing in value.objects if self.is_users(thing)]
+        found = [self.closure(code, plain, {}) for code in value.codes]
+        for thing in value.objects:
+            if isinstance(thing, types.FunctionType | types.MethodType | functools.partial):
+                found.append(self.live(thing, value, Given(tuple(plain), {})) or Value())
         return joined(found) if found else Value()
+
+    def handed_on(self, given: Given, base: Value | None = None) -> None:
+        """Functions among what somebody is given are called by him, with anything of the rest."""
+        values = [*given.all, *([base] if base is not None else [])]
+        functions = [v for v in values if v.codes or any(map(callable, v.objects))]
+        for function in functions:
+            rest = [v for v in values if v is not function]
+            flags = frozenset(f for v in rest for f in v.flags & {"trained", "copy", "grad"})
+            one = joined(rest) if rest else Value()
+            self.handed(
+                function, [replace(one, deps=one.deps.union(*map(self.memory.use, rest)), flags=flags, items=None)]
+            )
+
+    def operate(self, value: Value, name: str, given: Sequence[Value]) -> Value | None:
+        """What a method of the user's gives that Python calls by itself; None if there is none."""
+        found = []
+        for thing in value.objects:
+            method = method_of(type(thing), name) if self.memory.judge.of_user(thing) else None
+            if method is not None and not isinstance(thing, type | types.FunctionType) and self.is_users(method):
+                found.append(self.run(method, [self.memory.live(thing, value.title), *given], {}))
+        return joined(found) if found else None
+
+    def upwards(self, scope: Scope, name: str, given: Given) -> tuple[Value, Value | None]:
+        """`super().name(...)`: the object, and the result if a method of the user's is meant."""
+        (_, home), own = scope.place("__class__"), scope.first
+        me = self.memory.values.get(("name", scope.key, own), Value())
+        for kind in home.__mro__[1:] if isinstance(home, type) else ():
+            method = vars(kind).get(name)
+            if isinstance(method, classmethod | staticmethod):
+                break
+            if method is not None:
+                return me, self.run(method, [me, *given.plain], given.named) if self.is_users(method) else None
+        return me, None
+
+    def autograd(self, kind: type, given: Given) -> Value:
+        """Of `torch.autograd.Function.apply`: both passes."""
+        passes = [vars(kind).get(name) for name in ("forward", "setup_context", "backward")]
+        found = [self.run(one.__func__, [Value(), *given.plain], {}) for one in passes if isinstance(one, staticmethod)]
+        return Value(NOTHING.union(*(self.memory.use(v) for v in (*found, *given.all))))
 
     def _cached(self, thing: Any, title: str, given: Given) -> Value:
         """Of `functools.cache`: the same for the same arguments, if it depends on nothing else."""
@@ -121,8 +163,9 @@ class Functions:
             for v, k in zip(given.all, keys, strict=True)
         ]
         plain, names = unknown[: len(given.plain)], dict(zip(given.named, unknown[len(given.plain) :], strict=True))
-        result = self.run(thing, plain, names)
-        memory.write(place, Value(memory.use(result)), title=title, strong=False, keys=frozenset().union(*keys))
+        with memory.unconditionally():
+            result = self.run(thing, plain, names)
+            memory.write(place, Value(memory.use(result)), title=title, strong=False, keys=frozenset().union(*keys))
         together = frozenset().union(*(memory.use(v) for v in given.all))
         return Value(frozenset((place,)) | together)
 
@@ -140,6 +183,16 @@ class Functions:
         mine = [v for p, v in self.memory.values.items() if p[:2] == ("attr", id(made))]
         flags |= {f for v in mine for f in v.flags & {"copy"}}
         return Value(frozenset().union(*(self.memory.use(v) for v in given.all)), flags=flags)
+
+
+def unwrapped(function: Any) -> Any:
+    """The user's function in what `functools.wraps`, a library's decorator or a method have made of it."""
+    for _ in range(_MOST_WRAPPED):
+        inner = getattr(function, "__func__", None) or getattr(function, "__wrapped__", None)
+        if inner is None or (isinstance(function, types.FunctionType) and of_user(function.__code__.co_filename)):
+            break
+        function = inner
+    return function
 
 
 def method_of(kind: type, name: str) -> Any:

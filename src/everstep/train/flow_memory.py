@@ -24,13 +24,15 @@ _INNER = ("_modules", "_parameters", "_buffers")
 _MOST = 64
 MISSING: Any = object()
 NOTHING: frozenset[Origin] = frozenset()
+CHOSEN = frozenset(("chosen",))
+"""The flag of a function that is one of several."""
 
 
 @dataclass(frozen=True, eq=False)
 class Value:
     """What an expression may be. deps: the places that it depends on. objects: what it may be, of those that live.
     homes: what is changed with it where it is changed in place. flags: run, step, trained, copy (of what is trained).
-    items: of a tuple; element: of what is iterated over; code: of a function in the code itself. key: the one place
+    items: of a tuple; element: of what is iterated over; codes: of functions in the code itself. key: the one place
     that it is the bare value of. title: as a person calls it."""
 
     deps: frozenset[Origin] = NOTHING
@@ -39,7 +41,7 @@ class Value:
     flags: frozenset[str] = frozenset()
     items: tuple[Value, ...] | None = None
     element: Value | None = None
-    code: Any = None
+    codes: tuple[Any, ...] = ()
     key: frozenset[Origin] | None = None
     title: str = ""
 
@@ -71,7 +73,7 @@ def joined(values: Iterable[Value]) -> Value:
     if len(sizes) == 1 and -1 not in sizes:
         items = tuple(joined(column) for column in zip(*(v.items or () for v in values), strict=True))
     elements = [v.element for v in values if v.element is not None]
-    codes = [v.code for v in values if v.code is not None]
+    codes = {id(code): code for v in values for code in v.codes}
     return Value(
         normal(frozenset().union(*(v.deps for v in values))),
         tuple(list(objects.values())[:_MOST]),
@@ -79,7 +81,7 @@ def joined(values: Iterable[Value]) -> Value:
         frozenset().union(*(v.flags for v in values)),
         items,
         joined(elements) if elements else None,
-        codes[0] if codes else None,
+        tuple(codes.values()),
         None,
         next((v.title for v in values if v.title), ""),
     )
@@ -103,6 +105,22 @@ class WrittenOnce:
 
 
 @dataclass
+class Attempt:
+    """What is tried. raised: on what it depends whether the code raises, so that the rest is not done; surprised: on
+    what it may depend whether somebody else does."""
+
+    raised: frozenset[Origin] = NOTHING
+    surprised: frozenset[Origin] = NOTHING
+
+    def note(self, deps: frozenset[Origin], surely: bool) -> None:
+        """It depends on these, too. surely: the code says so."""
+        if surely:
+            self.raised |= deps
+        else:
+            self.surprised |= deps
+
+
+@dataclass
 class RoundMemory:
     """All places. written: by place, file and line of the first write; stores: all writes. copies: places that came to
     hold a copy of what is trained. sinks: what training was found to depend on. control: what it depends on whether the
@@ -121,6 +139,8 @@ class RoundMemory:
     kept: dict[int, Any] = field(default_factory=dict)
     made: dict[int, Any] = field(default_factory=dict)
     owners: dict[int, int] = field(default_factory=dict)
+    _attempts: list[Attempt] = field(default_factory=list)
+    _set: dict[int, set[Origin]] = field(default_factory=dict)
 
     # ---- reading
 
@@ -144,11 +164,23 @@ class RoundMemory:
             return NOTHING
         place = ("object", id(thing))
         found = self.values[place].deps if place in self.values else frozenset((place,))
+        found = found.union(*(self.values[inner].deps for inner in self._set.get(id(thing), ())))
         names = getattr(thing, "__dict__", None)
         if isinstance(names, dict) and self.judge.of_user(thing) and "trained" not in self.judge.flags(thing):
             for name in list(names)[:_MOST]:
                 inner = ("attr", id(thing), name)
                 found |= self.values[inner].deps if inner in self.values else {inner}
+        return found
+
+    def fields(self, thing: Any, title: str) -> frozenset[Origin]:
+        """What an object keeps in its attributes: what its own code does, which is not read, depends on these."""
+        own = getattr(thing, "__dict__", {})
+        if isinstance(thing, SCALARS) or "trained" in self.judge.flags(thing):
+            return NOTHING
+        pairs = [pair for inner in (own, *(own.get(k) for k in _INNER)) for pair in dict(inner or {}).items()][:_MOST]
+        found = NOTHING
+        for name, value in pairs:
+            found |= self.read(("attr", id(thing), name), value, f"{title}.{name}").deps | self.contents(value)
         return found
 
     def use(self, value: Value) -> frozenset[Origin]:
@@ -192,6 +224,8 @@ class RoundMemory:
         """A value comes to a place; strong: and replaces what was there."""
         self.titles.setdefault(place, title)
         self.written.setdefault(place, self.at)
+        if place[0] == "attr":
+            self._set.setdefault(place[1], set()).add(place)
         deps = self.use(value) if not strong or place[0] != "name" else value.deps
         self.stores.setdefault(place, []).append(WrittenOnce(normal(self.use(value) | self.control), frozenset(keys)))
         value = value.with_deps(deps | self.control)
@@ -208,9 +242,11 @@ class RoundMemory:
     ) -> None:
         """Something is changed in place. sets: what was there does not matter for what is then; forgets: what is there
         may be found again."""
-        if value.flags & {"trained", "step"}:
+        if value.flags & {"trained", "step", "grad"}:
             self.sink(self.use(given))
         places = [("object", id(thing)) for thing in value.objects if not isinstance(thing, SCALARS)]
+        if "trained" in value.flags:
+            return  # which is carried
         for place in (*places, *value.homes):
             if forgets:
                 self.written.setdefault(place, self.at)
@@ -243,6 +279,34 @@ class RoundMemory:
             yield
         finally:
             self.control = before
+
+    @contextmanager
+    def unconditionally(self) -> Iterator[None]:
+        """When what is done meanwhile is done does not matter: it is the same whenever that is."""
+        before, self.control = self.control, NOTHING
+        try:
+            yield
+        finally:
+            self.control = before
+
+    @contextmanager
+    def attempt(self) -> Iterator[Attempt]:
+        """What is read meanwhile is tried."""
+        self._attempts.append(Attempt())
+        try:
+            yield self._attempts[-1]
+        finally:
+            self._attempts.pop()
+
+    def may_raise(self, deps: Iterable[Origin] = NOTHING, *, surely: bool = False) -> None:
+        """What is tried ends here, if these say so. surely: where the code comes here."""
+        if self._attempts:
+            self._attempts[-1].note(decided(frozenset(deps) | self.control), surely)
+
+    @property
+    def raised(self) -> frozenset[Origin]:
+        """On what it depends that the rest of what is tried is done."""
+        return self._attempts[-1].raised if self._attempts else NOTHING
 
     def branches(self, acts: Iterable[Callable[[], None]]) -> None:
         """One of these is done, nobody knows which."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import functools
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,16 +17,13 @@ from typing import Any, Protocol
 from everstep.train.flow_memory import (
     MISSING,
     NOTHING,
-    SCALARS,
     STEP,
     Origin,
     RoundMemory,
     Value,
-    decided,
     joined,
 )
 from everstep.train.flow_sources import Function, SyntaxTrees, names_of
-from everstep.train.flow_words import SHAPES
 
 _DEEPEST = 10
 _MOST_STATEMENTS = 30_000
@@ -37,8 +35,8 @@ _EACH = 8
 class Scope:
     """Names of one function, or of a module. own: the names that live here; cells: places of free variables, with what
     is there; parent: of a function that is defined in code that is read. lasting: what is here outlives the round;
-    is_round: a `break` ends the training. left, gone: on what it depends that the rest of the loop's body, or of the
-    function, is done at all."""
+    is_round: a `break` ends the training. first: the first parameter. left, gone: on what it depends that the rest of
+    the loop's body, or of the function, is done at all."""
 
     key: Any
     globals: Mapping[str, Any]
@@ -48,6 +46,7 @@ class Scope:
     parent: Scope | None = None
     lasting: bool = False
     is_round: bool = False
+    first: str = ""
     left: frozenset[Origin] = NOTHING
     gone: set[Origin] = field(default_factory=set)
     results: list[Value] = field(default_factory=list)
@@ -88,13 +87,17 @@ class CallReader(Protocol):
     def updated(self) -> None:
         """The step's batches are used up."""
 
+    def operate(self, value: Value, name: str, given: Sequence[Value]) -> Value | None:
+        """What a method of the user's gives that Python calls by itself; None if there is none."""
+
 
 @dataclass
 class Reader:
-    """Of one round. notes: what could not be followed."""
+    """Of one round. syntax: by kind of statement and expression, how it is read. notes: what could not be followed."""
 
     memory: RoundMemory
     sources: SyntaxTrees
+    syntax: Mapping[type, Callable[[Any, Any, Scope], Any]]
     calls: CallReader | None = None
     notes: list[str] = field(default_factory=list)
     _active: list[Any] = field(default_factory=list)
@@ -112,7 +115,9 @@ class Reader:
         if len(self._active) >= _DEEPEST or self._active.count(node) > 1:
             return None
         self._active.append(node)
-        inner = replace(scope, key=self.fresh(), own=names_of(node), results=[], gone=set(), left=NOTHING)
+        inner = replace(
+            scope, key=self.fresh(), own=names_of(node), first=_first(node), results=[], gone=set(), left=NOTHING
+        )
         try:
             self._bind(node, inner, given, named)
             if isinstance(node, ast.Lambda):
@@ -182,9 +187,9 @@ class Reader:
                 return
             with (
                 self.memory.reading(line=getattr(statement, "lineno", 0)),
-                self.memory.under(scope.left | scope.gone),
+                self.memory.under(scope.left | scope.gone | self.memory.raised),
             ):
-                handler = _STATEMENTS.get(type(statement))
+                handler = self.syntax.get(type(statement))
                 if handler is not None:
                     handler(self, statement, scope)
                 else:
@@ -217,6 +222,8 @@ class Reader:
             if lasting:
                 memory.read(place, scope.place(target.id)[1], target.id)
                 memory.write(place, value, title=memory.titles.get(place, target.id))
+                if _acts(value):
+                    memory.sink((place,))  # whoever calls it does something else from then on
             else:
                 memory.values[place] = value.with_deps(memory.control)
         elif isinstance(target, ast.Attribute):
@@ -224,7 +231,7 @@ class Reader:
         elif isinstance(target, ast.Subscript):
             base, index = self.value(target.value, scope), self.value(target.slice, scope)
             given = value.with_deps(memory.use(index) if index.key is None else NOTHING)
-            memory.mutate(base, given, keys=_bare(index), sets=True)
+            memory.mutate(base, given, keys=bare(index), sets=True)
             self.grow(target.value, base, given, scope)
         elif isinstance(target, ast.Tuple | ast.List):
             for k, inner in enumerate(target.elts):
@@ -233,6 +240,7 @@ class Reader:
             self.store(target.value, value, scope)
 
     def store_attribute(self, base: Value, name: str, value: Value, node: ast.expr, scope: Scope) -> None:
+        """Set an attribute of what this may be, or run what the user's class does instead."""
         memory = self.memory
         if base.flags & {"trained", "step"}:
             memory.sink(memory.use(value))
@@ -240,7 +248,15 @@ class Reader:
             memory.mutate(base, value)
             self.grow(node, base, value, scope)
         for thing in base.objects:
+            setter = getattr(getattr(type(thing), name, None), "fset", None) if memory.judge.of_user(thing) else None
+            if isinstance(setter, types.FunctionType):
+                self.run_function(setter, [memory.live(thing, base.title), value])
+                continue
+            if self.calls is not None:
+                self.calls.operate(memory.live(thing, base.title), "__setattr__", [Value(), value])
             place, found = memory.attribute(thing, name)
+            if _acts(value) or (_is_shared(thing) and callable(found)):
+                memory.sink((place,))
             if place[0] == "attr" and place[1] != id(thing):
                 place = ("attr", id(thing), name)
             memory.read(place, found, f"{base.title}.{name}")
@@ -259,12 +275,22 @@ class Reader:
                 if "copy" in given.flags or "copy" in value.flags:
                     self.memory.copies.add(place)
 
+    def operate(self, value: Value, names: Iterable[str], *given: Value) -> frozenset[Origin]:
+        """What the user's own operators say depends on these."""
+        found = [self.calls.operate(value, name, given) for name in names] if self.calls is not None else []
+        return NOTHING.union(*(self.memory.use(one) for one in found if one is not None))
+
+    def truth(self, node: ast.expr, scope: Scope) -> frozenset[Origin]:
+        """On what it depends whether this is true."""
+        value = self.value(node, scope)
+        return self.memory.use(value) | self.operate(value, ("__bool__", "__len__"))
+
     def each(self, over: Value, node: ast.expr) -> Value:
         return self.calls.iterate(over, node) if self.calls is not None else Value(self.memory.use(over))
 
     def value(self, node: ast.expr, scope: Scope) -> Value:
         """What an expression may be."""
-        handler: Any = _EXPRESSIONS.get(type(node))
+        handler: Any = self.syntax.get(type(node))
         found: Value = handler(self, node, scope) if handler is not None else self.anything(node, scope)
         return found
 
@@ -286,16 +312,29 @@ class Reader:
         for thing in base.objects:
             place, inner = memory.attribute(thing, name)
             getter = inner.fget if isinstance(inner, property) else None
-            if isinstance(getter, types.FunctionType) and self.calls is not None:
-                found.append(self.run_function(getter, [base]))
+            mine = ("attr", id(thing), name)
+            if name == "__dict__":
+                found.append(base)
+            elif isinstance(getter, types.FunctionType) and self.calls is not None:
+                made = self.run_function(getter, [base])
+                if not memory.judge.of_user(getter):
+                    made = made.with_deps(memory.read(mine, MISSING, f"{base.title}.{name}").deps)
+                found.append(made)
+            elif isinstance(inner, functools.cached_property) and isinstance(inner.func, types.FunctionType):
+                with memory.unconditionally():
+                    made = self.run_function(inner.func, [base])
+                    memory.write(mine, made, title=f"{base.title}.{name}", strong=False)
+                found.append(made.with_deps(memory.values[mine].deps))
             elif inner is MISSING and not memory.judge.of_user(thing) and place not in memory.values:
                 found.append(replace(base, title=f"{base.title}.{name}", key=None))  # a view of the same
             else:
                 value = memory.read(place, inner, f"{base.title}.{name}")
-                found.append(value.with_deps(base.deps) if base.deps - value.deps else value)
+                value = value if value.title else replace(value, title=f"{base.title}.{name}")
+                whole = memory.values.get(("object", id(thing)), Value()).deps  # setattr, vars
+                found.append(value.with_deps(base.deps | whole))
         if found:
             return replace(joined(found), homes=joined(found).homes | base.homes)
-        return replace(base, items=None, element=None, code=None, key=None, title=f"{base.title}.{name}")
+        return replace(base, items=None, element=None, codes=(), key=None, title=f"{base.title}.{name}")
 
     def run_function(self, function: types.FunctionType, given: Sequence[Value]) -> Value:
         """The result of a live function of the user's."""
@@ -304,217 +343,28 @@ class Reader:
         return found or Value(frozenset().union(*(self.memory.use(v) for v in given)))
 
 
-# ---- statements and expressions, by kind
+def _acts(value: Value) -> bool:
+    """Whether it is a function."""
+    functions = (types.FunctionType, types.MethodType, functools.partial)
+    return bool(value.codes) or any(isinstance(thing, functions) for thing in value.objects)
 
 
-def _assign(reader: Reader, node: ast.Assign, scope: Scope) -> None:
-    value = reader.value(node.value, scope)
-    for target in node.targets:
-        reader.store(target, value, scope)
-        reader.same(node.value, target, scope)
+def _is_shared(thing: Any) -> bool:
+    """Whether functions are found here by all that computes: a class, or a module, but not one of Everstep's."""
+    return isinstance(thing, type | types.ModuleType) and not _home_of(thing).startswith("everstep.")
 
 
-def _annotated(reader: Reader, node: ast.AnnAssign, scope: Scope) -> None:
-    if node.value is not None:
-        reader.store(node.target, reader.value(node.value, scope), scope)
+def _home_of(thing: Any) -> str:
+    return str(getattr(thing, "__name__" if isinstance(thing, types.ModuleType) else "__module__", ""))
 
 
-def _augmented(reader: Reader, node: ast.AugAssign, scope: Scope) -> None:
-    read = ast.copy_location(_loaded(node.target), node.target)
-    old, added = reader.value(read, scope), reader.value(node.value, scope)
-    deps = reader.memory.use(old) | reader.memory.use(added)
-    in_place = any(not isinstance(thing, SCALARS) for thing in old.objects) or "trained" in old.flags
-    if in_place:
-        reader.memory.mutate(old, added)
-    kept = old if in_place else Value()
-    reader.store(node.target, replace(kept, deps=frozenset(deps), key=None), scope)
+def _first(node: Function) -> str:
+    parameters = [*node.args.posonlyargs, *node.args.args]
+    return parameters[0].arg if parameters else ""
 
 
-def _if(reader: Reader, node: ast.If, scope: Scope) -> None:
-    deps = reader.memory.use(reader.value(node.test, scope))
-    with reader.memory.under(deps):
-        reader.memory.branches((lambda: reader.block(node.body, scope), lambda: reader.block(node.orelse, scope)))
-
-
-def _leave(reader: Reader, node: ast.Continue | ast.Break, scope: Scope) -> None:
-    scope.leave(reader.memory.control)
-    if scope.is_round and isinstance(node, ast.Break):
-        reader.memory.sink(NOTHING)
-
-
-def _return(reader: Reader, node: ast.Return, scope: Scope) -> None:
-    value = reader.value(node.value, scope) if node.value is not None else Value()
-    scope.results.append(value.with_deps(reader.memory.control))
-    scope.gone.update(reader.memory.control)
-    if scope.lasting:
-        reader.memory.sink(NOTHING)
-
-
-def _loop(reader: Reader, node: ast.For | ast.While, scope: Scope) -> None:
-    memory = reader.memory
-    over = reader.value(node.iter, scope) if isinstance(node, ast.For) else None
-    trains = over is not None and bool(over.flags & {"run", "step"})
-
-    def once() -> None:
-        if over is not None and isinstance(node, ast.For):
-            deps = NOTHING if trains else memory.use(over)
-            reader.store(node.target, reader.each(over, node.iter), scope)
-        else:
-            deps = memory.use(reader.value(node.test, scope)) if isinstance(node, ast.While) else NOTHING
-        inner = replace(scope, left=NOTHING, is_round=False)
-        with memory.under(deps | scope.left):
-            reader.block(node.body, inner)
-        if trains:
-            memory.sink(inner.left)
-
-    for _ in range(_AGAIN):
-        memory.branches((once, lambda: None))
-    if trains and reader.calls is not None:
-        reader.calls.updated()
-    reader.block(node.orelse, scope)
-
-
-def _match(reader: Reader, node: ast.Match, scope: Scope) -> None:
-    value = reader.value(node.subject, scope)
-    for case in node.cases:
-        for pattern in ast.walk(case.pattern):
-            name = getattr(pattern, "name", None) or getattr(pattern, "rest", None)
-            if isinstance(name, str):
-                reader.store(ast.Name(name, ast.Store()), Value(reader.memory.use(value)), scope)
-    guards = [reader.memory.use(reader.value(case.guard, scope)) for case in node.cases if case.guard is not None]
-    with reader.memory.under(reader.memory.use(value).union(*guards)):
-        reader.memory.branches([lambda c=c: reader.block(c.body, scope) for c in node.cases])  # type: ignore[misc]
-
-
-def _try(reader: Reader, node: ast.Try, scope: Scope) -> None:
-    reader.block(node.body, scope)
-    handlers = [lambda h=h: reader.block(h.body, scope) for h in node.handlers]
-    reader.memory.branches([*handlers, lambda: reader.block(node.orelse, scope)])
-    reader.block(node.finalbody, scope)
-
-
-def _with(reader: Reader, node: ast.With, scope: Scope) -> None:
-    for item in node.items:
-        value = reader.value(item.context_expr, scope)
-        if item.optional_vars is not None:
-            reader.store(item.optional_vars, value, scope)
-    reader.block(node.body, scope)
-
-
-def _define(reader: Reader, node: ast.FunctionDef, scope: Scope) -> None:
-    reader.store(ast.Name(node.name, ast.Store()), Value(code=Closure(node, scope)), scope)
-
-
-def _delete(reader: Reader, node: ast.Delete, scope: Scope) -> None:
-    for target in node.targets:
-        if isinstance(target, ast.Subscript):
-            reader.memory.mutate(reader.value(target.value, scope), reader.value(target.slice, scope), forgets=True)
-
-
-def _name(reader: Reader, node: ast.Name, scope: Scope) -> Value:
-    place, thing = scope.place(node.id)
-    if place in reader.memory.values:
-        return reader.memory.values[place]
-    if place[1] == scope.key and not scope.lasting:
-        return Value(title=node.id)
-    return reader.memory.read(place, thing, node.id)
-
-
-def _attribute(reader: Reader, node: ast.Attribute, scope: Scope) -> Value:
-    base = reader.value(node.value, scope)
-    return _shape(reader, base, node) if node.attr in SHAPES else reader.attribute_of(base, node.attr)
-
-
-def _shape(reader: Reader, base: Value, node: ast.expr) -> Value:
-    """What says nothing of a batch's numbers: the same in every step, as far as it is told apart by its value."""
-    found = reader.attribute_of(base, node.attr) if isinstance(node, ast.Attribute) else base
-    deps = reader.memory.use(found)
-    if base.objects:
-        return found
-    key = frozenset((("arg", "shape", id(node)),))
-    return Value(key | {d for d in deps if not reader.memory.is_plain(d)}, key=key, title=found.title)
-
-
-def _subscript(reader: Reader, node: ast.Subscript, scope: Scope) -> Value:
-    base, index = reader.value(node.value, scope), reader.value(node.slice, scope)
-    memory = reader.memory
-    title = f"{base.title}[{ast.unparse(node.slice)}]"
-    deps = memory.use(base) | memory.use(index)
-    if base.key and isinstance(node.slice, ast.Constant) and all(d[:2] == ("arg", "shape") for d in base.key):
-        return _shape(reader, base, node)
-    if base.items is not None and isinstance(node.slice, ast.Constant) and isinstance(node.slice.value, int):
-        return part_of(base, node.slice.value, len(base.items))
-    inner = [found for thing in base.objects if (found := _item(thing, node.slice)) is not MISSING]
-    contents = frozenset(("object", id(t)) for t in base.objects if not isinstance(t, SCALARS))
-    lasting = base.flags & {"trained", "copy"}
-    if inner:
-        lives = joined([memory.live(thing, title) for thing in inner])
-        scalar = all(isinstance(thing, SCALARS) for thing in inner)
-        flags = lives.flags if scalar else lives.flags | lasting
-        return replace(lives, deps=deps, homes=base.homes | (NOTHING if scalar else contents), flags=flags)
-    return Value(deps, homes=base.homes | contents, flags=lasting, title=title)
-
-
-def _constant(reader: Reader, node: ast.Constant, scope: Scope) -> Value:
-    return Value(objects=(node.value,)) if isinstance(node.value, str) else Value()
-
-
-def _tuple(reader: Reader, node: ast.Tuple | ast.List, scope: Scope) -> Value:
-    items = tuple(reader.value(e, scope) for e in node.elts)
-    keys = [_bare(item) for item in items]
-    key = frozenset().union(*keys) if all(i.key is not None or not reader.memory.use(i) for i in items) else None
-    deps = frozenset().union(*(reader.memory.use(i) for i in items))
-    return Value(deps, items=items, key=key, flags=frozenset(f for i in items for f in i.flags & {"copy"}))
-
-
-def _choice(reader: Reader, node: ast.IfExp, scope: Scope) -> Value:
-    deps = decided(reader.memory.use(reader.value(node.test, scope)))
-    return joined([reader.value(node.body, scope), reader.value(node.orelse, scope)]).with_deps(deps)
-
-
-def _comprehension(reader: Reader, node: Any, scope: Scope) -> Value:
-    deps: frozenset[Origin] = NOTHING
-    own = frozenset(n.id for g in node.generators for n in ast.walk(g.target) if isinstance(n, ast.Name))
-    inner = Scope(reader.fresh(), scope.globals, own, parent=scope)
-    for generator in node.generators:
-        over = reader.value(generator.iter, inner)
-        deps |= reader.memory.use(over)
-        reader.store(generator.target, reader.each(over, generator.iter), inner)
-        for test in generator.ifs:
-            deps |= reader.memory.use(reader.value(test, inner))
-    parts = [node.key, node.value] if isinstance(node, ast.DictComp) else [node.elt]
-    values = [reader.value(part, inner) for part in parts]
-    deps = deps.union(*(reader.memory.use(v) for v in values))
-    return Value(deps, homes=values[-1].homes, flags=values[-1].flags, element=values[-1])
-
-
-def _yield(reader: Reader, node: ast.Yield | ast.YieldFrom, scope: Scope) -> Value:
-    if node.value is not None:
-        value = reader.value(node.value, scope)
-        element = reader.each(value, node.value) if isinstance(node, ast.YieldFrom) else value
-        scope.results.append(Value(element.deps | reader.memory.control, element=element))
-    return Value()
-
-
-def _call(reader: Reader, node: ast.Call, scope: Scope) -> Value:
-    return reader.calls.call(node, scope) if reader.calls is not None else reader.anything(node, scope)
-
-
-def _walrus(reader: Reader, node: ast.NamedExpr, scope: Scope) -> Value:
-    value = reader.value(node.value, scope)
-    reader.store(node.target, value, scope)
-    return value
-
-
-def _lambda(reader: Reader, node: ast.Lambda, scope: Scope) -> Value:
-    return Value(code=Closure(node, scope))
-
-
-def _starred(reader: Reader, node: ast.Starred, scope: Scope) -> Value:
-    return reader.value(node.value, scope)
-
-
-def _bare(value: Value) -> frozenset[Origin]:
+def bare(value: Value) -> frozenset[Origin]:
+    """The place that it is the bare value of, if there is one."""
     return value.key if value.key is not None else NOTHING
 
 
@@ -524,67 +374,3 @@ def part_of(value: Value, k: int, count: int) -> Value:
         return value.items[k].with_deps(value.deps - value.items[k].deps) if value.deps else value.items[k]
     flags = value.flags & {"trained", "copy", "step"}
     return Value(value.deps, homes=value.homes, flags=flags, key=value.key, title=value.title, element=value.element)
-
-
-def _item(thing: Any, index: ast.expr) -> Any:
-    if isinstance(index, ast.UnaryOp) and isinstance(index.op, ast.USub) and isinstance(index.operand, ast.Constant):
-        key: Any = -index.operand.value  # type: ignore[operator]
-    elif isinstance(index, ast.Constant):
-        key = index.value
-    else:
-        return MISSING
-    if type(thing).__module__ in ("builtins", "collections") and isinstance(thing, dict | list | tuple):
-        try:
-            return thing[key] if not isinstance(thing, dict) or key in thing else MISSING
-        except (LookupError, TypeError):
-            return MISSING
-    return MISSING
-
-
-def _loaded(target: ast.expr) -> ast.expr:
-    """The same place, read."""
-    if isinstance(target, ast.Name):
-        return ast.Name(target.id, ast.Load())
-    if isinstance(target, ast.Attribute):
-        return ast.Attribute(target.value, target.attr, ast.Load())
-    return ast.Subscript(target.value, target.slice, ast.Load()) if isinstance(target, ast.Subscript) else target
-
-
-_Handler = Callable[[Reader, Any, Scope], Any]
-_STATEMENTS: dict[type, _Handler] = {
-    ast.Assign: _assign,
-    ast.AnnAssign: _annotated,
-    ast.AugAssign: _augmented,
-    ast.If: _if,
-    ast.For: _loop,
-    ast.AsyncFor: _loop,
-    ast.While: _loop,
-    ast.Continue: _leave,
-    ast.Break: _leave,
-    ast.Return: _return,
-    ast.Match: _match,
-    ast.Try: _try,
-    ast.With: _with,
-    ast.AsyncWith: _with,
-    ast.FunctionDef: _define,
-    ast.Delete: _delete,
-}
-_EXPRESSIONS: dict[type, _Handler] = {
-    ast.Name: _name,
-    ast.Constant: _constant,
-    ast.Attribute: _attribute,
-    ast.Subscript: _subscript,
-    ast.Tuple: _tuple,
-    ast.List: _tuple,
-    ast.IfExp: _choice,
-    ast.ListComp: _comprehension,
-    ast.SetComp: _comprehension,
-    ast.DictComp: _comprehension,
-    ast.GeneratorExp: _comprehension,
-    ast.Yield: _yield,
-    ast.YieldFrom: _yield,
-    ast.Call: _call,
-    ast.NamedExpr: _walrus,
-    ast.Lambda: _lambda,
-    ast.Starred: _starred,
-}

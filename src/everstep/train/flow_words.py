@@ -11,7 +11,7 @@ CHANGING = _words(
     "append appendleft extend extendleft insert add update setdefault pop popleft popitem remove discard "
     "clear sort reverse rotate put put_nowait get_nowait push send step load_state_dict train eval "
     "requires_grad_ add_param_group update_parameters register_buffer register_module add_module observe "
-    "tell ask record seed setstate set_state manual_seed fill itemset resize partition __setitem__ "
+    "tell ask record seed setstate set set_state manual_seed fill itemset resize partition __setitem__ "
     "__next__ __setattr__ subtract advance next tick"
 )
 """Methods that change their object."""
@@ -48,9 +48,25 @@ WRITES = _words("save dump write_text write_bytes savez savetxt to_csv rename re
 """What writes a file."""
 READS = _words("load read_text read_bytes loadtxt read_csv fromfile exists is_file")
 """What reads one."""
-FIRST_CHANGED = _words("heappush heappop heapify shuffle copyto setattr delattr vector_to_parameters insort")
+FIRST_CHANGED = _words(
+    "heappush heappop heapify shuffle copyto delattr vector_to_parameters insort insort_left "
+    "insort_right setitem delitem iadd isub imul itruediv pack_into"
+)
 """Functions that change their first argument."""
 EXITS = _words("exit _exit quit")
 """What ends the process."""
 TOGETHER = _words("evaluate barrier")
 """What all workers must do in the same step."""
+OPERATORS = {
+    **{k: (f"__{n}__", f"__r{n}__") for k, n in (("Add", "add"), ("Sub", "sub"), ("Mult", "mul"), ("Div", "truediv"))},
+    **{k: (f"__{n}__", f"__r{n}__") for k, n in (("FloorDiv", "floordiv"), ("Mod", "mod"), ("Pow", "pow"))},
+    **{k: (f"__{n}__", f"__r{n}__") for k, n in (("MatMult", "matmul"), ("BitAnd", "and"), ("BitOr", "or"))},
+    **{k: (f"__{n}__",) for k, n in (("Lt", "lt"), ("LtE", "le"), ("Gt", "gt"), ("GtE", "ge"), ("Eq", "eq"))},
+    **{k: (f"__{n}__",) for k, n in (("NotEq", "ne"), ("In", "contains"), ("NotIn", "contains"))},
+    **{k: (f"__{n}__",) for k, n in (("USub", "neg"), ("Invert", "invert"), ("Not", "bool"))},
+}
+"""By node of the syntax tree, the methods that an operator calls."""
+CONVERTS = {n: (f"__{n}__",) for n in ("bool", "float", "int", "len", "abs", "round", "str", "iter", "next")}
+"""By builtin function, the methods that it calls."""
+REFUSING = _words("pop popleft popitem get_nowait remove index fetchone")
+"""Methods that may raise, of what holds nothing more."""

@@ -89,11 +89,11 @@ class Carried:
             elif isinstance(other, Tensor):
                 tensors.append(other)
         tensors += [p.grad for p in model.parameters() if p.grad is not None]
-        return Carried(model, objects, {_storage(t) for t in tensors}, [tuple(p.shape) for p in model.parameters()])
+        return Carried(model, objects, {storage_of(t) for t in tensors}, [tuple(p.shape) for p in model.parameters()])
 
     def has(self, tensor: Tensor) -> bool:
         """Whether it shares memory with what is carried."""
-        return _storage(tensor) in self.storages
+        return storage_of(tensor) in self.storages
 
 
 def _with_schedulers(thing: Any) -> Iterator[Any]:
@@ -269,14 +269,14 @@ class Survey:
 
     def _tensor(self, place: _Place) -> None:
         tensor = place.value.detach()
-        if not self.carried.has(tensor) and _storage(tensor) not in self._known:
+        if not self.carried.has(tensor) and storage_of(tensor) not in self._known:
             shape = tuple(tensor.shape) if tensor.is_floating_point() else None
             if time.thread_time() > self.until_s:
                 self.unseen[place.name] = f"{_type_name(tensor)} (no time left)"
                 return
             try:
                 large = tensor.nbytes > self.most_bytes
-                digest = f"{_storage(tensor)} {place.value._version}" if large else tensor_digest(tensor)
+                digest = f"{storage_of(tensor)} {place.value._version}" if large else tensor_digest(tensor)
                 self._note(place, digest, "tensor", hard=_is_hard(place.owner), shape=shape)
             except Exception as error:  # without memory, sparse, ...
                 self.unseen[place.name] = f"{_type_name(tensor)} ({type(error).__name__})"
@@ -295,7 +295,7 @@ class Survey:
         in_scope = any(value is scope for scope in self.scopes)
         owner: Fact | None = Fact("", kind, place.name, _type_name(value))
         if isinstance(value, nn.Module):
-            self._known.update(_storage(t) for t in (*value.parameters(), *value.buffers()))
+            self._known.update(storage_of(t) for t in (*value.parameters(), *value.buffers()))
         if _has(value, "state_dict"):
             said = _Place(f"{place.name}.state_dict()", None, owner=owner)
             self._note(said, _digest(value.state_dict()), "value", hard=_is_hard(owner))
@@ -364,7 +364,8 @@ def _filled(cell: Any) -> bool:
         return False
 
 
-def _storage(tensor: Tensor) -> int:
+def storage_of(tensor: Tensor) -> int:
+    """A number that tensors have alike which share memory."""
     return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else id(tensor)
 
 

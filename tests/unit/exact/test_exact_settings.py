@@ -242,6 +242,20 @@ def test_what_cannot_be_carried_is_refused_by_name_before_the_update(name: str) 
     assert "\n" not in str(found.value) and "before the loop" in str(found.value)
 
 
+def test_autocast_that_is_left_on_is_refused_and_round_a_step_it_is_not() -> None:
+    life = Life()
+    life.settings.enter()
+    with torch.autocast("cpu", dtype=torch.bfloat16):  # begun after the round, over before the next one
+        life.step()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        life.settings.enter()
+        with pytest.raises(Uncarried, match="autocast was left on"):
+            life.step()
+    life = Life()
+    with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(Uncarried, match="autocast was left on"):
+        life.step()
+
+
 def test_a_hook_that_is_taken_away_is_refused_and_one_in_the_place_of_another_too() -> None:
     handles: list[Any] = []
     life = Life(lambda: hooked(handles))

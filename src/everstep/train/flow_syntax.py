@@ -1,0 +1,383 @@
+"""What statements and expressions mean, by kind, in the code of a round that is read.
+
+Apart from `flow_reader`, which reads functions and knows names, because this is a table.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from everstep.train.flow_memory import CHOSEN, MISSING, NOTHING, SCALARS, Origin, Value, decided, joined
+from everstep.train.flow_reader import Closure, Reader, Scope, bare, part_of
+from everstep.train.flow_words import OPERATORS, SHAPES
+
+_AGAIN = 2
+_MOST_CHOICES = 32
+
+
+def _assign(reader: Reader, node: ast.Assign, scope: Scope) -> None:
+    value = reader.value(node.value, scope)
+    for target in node.targets:
+        reader.store(target, value, scope)
+        reader.same(node.value, target, scope)
+
+
+def _annotated(reader: Reader, node: ast.AnnAssign, scope: Scope) -> None:
+    if node.value is not None:
+        reader.store(node.target, reader.value(node.value, scope), scope)
+
+
+def _augmented(reader: Reader, node: ast.AugAssign, scope: Scope) -> None:
+    read = ast.copy_location(_loaded(node.target), node.target)
+    old, added = reader.value(read, scope), reader.value(node.value, scope)
+    deps = reader.memory.use(old) | reader.memory.use(added)
+    deps |= reader.operate(old, (f"__i{n.strip('_')}__" for n in OPERATORS.get(type(node.op).__name__, ())[:1]), added)
+    deps |= reader.operate(old, OPERATORS.get(type(node.op).__name__, ())[:1], added)
+    in_place = any(not isinstance(thing, SCALARS) for thing in old.objects) or "trained" in old.flags
+    if in_place:
+        reader.memory.mutate(old, added)
+    kept = old if in_place else Value()
+    reader.store(node.target, replace(kept, deps=frozenset(deps), key=None), scope)
+
+
+def _if(reader: Reader, node: ast.If, scope: Scope) -> None:
+    deps = reader.truth(node.test, scope)
+    with reader.memory.under(deps):
+        reader.memory.branches((lambda: reader.block(node.body, scope), lambda: reader.block(node.orelse, scope)))
+
+
+def _leave(reader: Reader, node: ast.Continue | ast.Break, scope: Scope) -> None:
+    scope.leave(reader.memory.control)
+    if scope.is_round and isinstance(node, ast.Break):
+        reader.memory.sink(NOTHING)
+
+
+def _return(reader: Reader, node: ast.Return, scope: Scope) -> None:
+    value = reader.value(node.value, scope) if node.value is not None else Value()
+    scope.results.append(value.with_deps(reader.memory.control))
+    scope.gone.update(reader.memory.control)
+    if scope.lasting:
+        reader.memory.sink(NOTHING)
+
+
+def _loop(reader: Reader, node: ast.For | ast.While, scope: Scope) -> None:
+    memory = reader.memory
+    over = reader.value(node.iter, scope) if isinstance(node, ast.For) else None
+    trains = over is not None and bool(over.flags & {"run", "step"})
+    left: list[frozenset[Origin]] = []
+
+    def once() -> None:
+        if over is not None and isinstance(node, ast.For):
+            deps = NOTHING if trains else memory.use(over)
+            reader.store(node.target, reader.each(over, node.iter), scope)
+        else:
+            deps = reader.truth(node.test, scope) if isinstance(node, ast.While) else NOTHING
+        inner = replace(scope, left=NOTHING, is_round=False)
+        with memory.under(deps | scope.left):
+            reader.block(node.body, inner)
+        left.append(inner.left)
+        if trains:
+            memory.sink(inner.left)
+
+    for _ in range(_AGAIN):
+        memory.branches((once, lambda: None))
+    if trains and reader.calls is not None:
+        reader.calls.updated()
+    with memory.under(NOTHING.union(*left)):
+        reader.block(node.orelse, scope)
+
+
+def _match(reader: Reader, node: ast.Match, scope: Scope) -> None:
+    value = reader.value(node.subject, scope)
+    for case in node.cases:
+        for pattern in ast.walk(case.pattern):
+            name = getattr(pattern, "name", None) or getattr(pattern, "rest", None)
+            if isinstance(name, str):
+                reader.store(ast.Name(name, ast.Store()), Value(reader.memory.use(value)), scope)
+    guards = [reader.memory.use(reader.value(case.guard, scope)) for case in node.cases if case.guard is not None]
+    with reader.memory.under(reader.memory.use(value).union(*guards)):
+        reader.memory.branches([lambda c=c: reader.block(c.body, scope) for c in node.cases])  # type: ignore[misc]
+
+
+def _try(reader: Reader, node: ast.Try, scope: Scope) -> None:
+    memory = reader.memory
+    with memory.attempt() as attempt:
+        reader.block(node.body, scope)
+    with memory.under(attempt.raised | attempt.surprised):
+        handlers = [lambda h=h: reader.block(h.body, scope) for h in node.handlers]
+        memory.branches([*handlers, lambda: reader.block(node.orelse, scope)])
+    if not node.handlers:
+        memory.may_raise(attempt.raised, surely=True)
+    reader.block(node.finalbody, scope)
+
+
+def _raise(reader: Reader, node: ast.Raise, scope: Scope) -> None:
+    for part in (node.exc, node.cause):
+        if part is not None:
+            reader.value(part, scope)
+    reader.memory.may_raise(surely=True)
+
+
+def _assert(reader: Reader, node: ast.Assert, scope: Scope) -> None:
+    reader.memory.may_raise(reader.truth(node.test, scope), surely=True)
+
+
+def _with(reader: Reader, node: ast.With, scope: Scope) -> None:
+    calls, entered = reader.calls, []
+    for item in node.items:
+        value = reader.value(item.context_expr, scope)
+        own = calls.operate(value, "__enter__", ()) if calls is not None else None
+        entered.append(value)
+        if item.optional_vars is not None:
+            given = own or value.element or value  # a function that `contextmanager` has made yields it
+            reader.store(item.optional_vars, given.with_deps(reader.memory.use(value)) if own else given, scope)
+    reader.block(node.body, scope)
+    for value in reversed(entered):
+        if calls is not None:
+            calls.operate(value, "__exit__", [Value(), Value(), Value()])
+
+
+def _define(reader: Reader, node: ast.FunctionDef, scope: Scope) -> None:
+    reader.store(ast.Name(node.name, ast.Store()), Value(codes=(Closure(node, scope),)), scope)
+
+
+def _delete(reader: Reader, node: ast.Delete, scope: Scope) -> None:
+    for target in node.targets:
+        if isinstance(target, ast.Subscript):
+            reader.memory.mutate(reader.value(target.value, scope), reader.value(target.slice, scope), forgets=True)
+
+
+def _name(reader: Reader, node: ast.Name, scope: Scope) -> Value:
+    place, thing = scope.place(node.id)
+    if place in reader.memory.values:
+        return reader.memory.values[place]
+    if place[1] == scope.key and not scope.lasting:
+        return Value(title=node.id)
+    return reader.memory.read(place, thing, node.id)
+
+
+def _attribute(reader: Reader, node: ast.Attribute, scope: Scope) -> Value:
+    base = reader.value(node.value, scope)
+    return _shape(reader, base, node) if node.attr in SHAPES else reader.attribute_of(base, node.attr)
+
+
+def _shape(reader: Reader, base: Value, node: ast.expr) -> Value:
+    """What says nothing of a batch's numbers: the same in every step, as far as it is told apart by its value."""
+    found = reader.attribute_of(base, node.attr) if isinstance(node, ast.Attribute) else base
+    deps = reader.memory.use(found)
+    if base.objects:
+        return found
+    key = frozenset((("arg", "shape", id(node)),))
+    return Value(key | {d for d in deps if not reader.memory.is_plain(d)}, key=key, title=found.title)
+
+
+def _subscript(reader: Reader, node: ast.Subscript, scope: Scope) -> Value:
+    base, index = reader.value(node.value, scope), reader.value(node.slice, scope)
+    memory = reader.memory
+    title = f"{base.title}[{ast.unparse(node.slice)}]"
+    deps = memory.use(base) | memory.use(index)
+    if base.key and isinstance(node.slice, ast.Constant) and all(d[:2] == ("arg", "shape") for d in base.key):
+        return _shape(reader, base, node)
+    if base.items is not None and isinstance(node.slice, ast.Constant) and isinstance(node.slice.value, int):
+        return part_of(base, node.slice.value, len(base.items))
+    own = reader.operate(base, ("__getitem__",), index)
+    if isinstance(node.ctx, ast.Load):
+        memory.may_raise(deps | own)
+    if not isinstance(node.slice, ast.Constant):
+        chosen = [memory.live(one, title) for thing in base.objects for one in _callables(thing)]
+        chosen += [item for item in base.items or () if item.codes or any(map(callable, item.objects))]
+        chosen += [base.element] if base.element is not None and base.element.codes else []
+        if chosen:
+            one = joined(chosen).with_deps(deps)
+            return replace(one, flags=one.flags | CHOSEN)
+    deps |= own
+    inner = [found for thing in base.objects if (found := _item(thing, node.slice)) is not MISSING]
+    contents = frozenset(("object", id(t)) for t in base.objects if not isinstance(t, SCALARS))
+    lasting = base.flags & {"trained", "copy"}
+    if inner:
+        lives = joined([memory.live(thing, title) for thing in inner])
+        scalar = all(isinstance(thing, SCALARS) for thing in inner)
+        flags = lives.flags if scalar else lives.flags | lasting
+        return replace(lives, deps=deps, homes=base.homes | (NOTHING if scalar else contents), flags=flags)
+    return Value(deps, homes=base.homes | contents, flags=lasting, title=title)
+
+
+def _constant(reader: Reader, node: ast.Constant, scope: Scope) -> Value:
+    return Value(objects=(node.value,)) if isinstance(node.value, str) else Value()
+
+
+def _tuple(reader: Reader, node: ast.Tuple | ast.List, scope: Scope) -> Value:
+    items = tuple(reader.value(e, scope) for e in node.elts)
+    keys = [bare(item) for item in items]
+    key = frozenset().union(*keys) if all(i.key is not None or not reader.memory.use(i) for i in items) else None
+    deps = frozenset().union(*(reader.memory.use(i) for i in items))
+    return Value(deps, items=items, key=key, flags=frozenset(f for i in items for f in i.flags & {"copy"}))
+
+
+def _choice(reader: Reader, node: ast.IfExp, scope: Scope) -> Value:
+    deps = decided(reader.truth(node.test, scope))
+    found: list[Value] = []
+    acts = [lambda part=part: found.append(reader.value(part, scope)) for part in (node.body, node.orelse)]
+    with reader.memory.under(deps):
+        reader.memory.branches(acts)  # type: ignore[arg-type]
+    return joined(found).with_deps(deps)
+
+
+def _both(reader: Reader, node: ast.BoolOp, scope: Scope) -> Value:
+    """The next one is looked at if those before it say so."""
+    deps = reader.truth(node.values[0], scope)
+    flags = frozenset[str]()
+    for part in node.values[1:]:
+        found: list[Value] = []
+        with reader.memory.under(deps):
+            reader.memory.branches((lambda p=part, f=found: f.append(reader.value(p, scope)), lambda: None))  # type: ignore[misc]
+        value = found[0]
+        deps |= reader.memory.use(value) | reader.operate(value, ("__bool__", "__len__"))
+        flags |= value.flags & {"copy"}
+    return Value(deps, flags=flags)
+
+
+def _operation(reader: Reader, node: Any, scope: Scope) -> Value:
+    """Operators; the user's own are read."""
+    parts = [node.left, *node.comparators] if isinstance(node, ast.Compare) else None
+    parts = parts or ([node.operand] if isinstance(node, ast.UnaryOp) else [node.left, node.right])
+    values = [reader.value(part, scope) for part in parts]
+    ops = node.ops if isinstance(node, ast.Compare) else [node.op]
+    names = [name for op in ops for name in OPERATORS.get(type(op).__name__, ())]
+    deps: frozenset[Origin] = NOTHING
+    for k, value in enumerate(values):
+        deps |= reader.memory.use(value) | reader.operate(value, names, *values[:k], *values[k + 1 :])
+    return Value(deps, flags=frozenset(f for v in values for f in v.flags & {"copy"}))
+
+
+def _dictionary(reader: Reader, node: ast.Dict, scope: Scope) -> Value:
+    keys = [reader.value(key, scope) for key in node.keys if key is not None]
+    values = [reader.value(value, scope) for value in node.values]
+    deps = NOTHING.union(*(reader.memory.use(v) for v in (*keys, *values)))
+    flags = frozenset(f for v in values for f in v.flags & {"copy"})
+    return Value(deps, flags=flags, element=joined(values) if values else None)
+
+
+def _comprehension(reader: Reader, node: Any, scope: Scope) -> Value:
+    deps: frozenset[Origin] = NOTHING
+    own = frozenset(n.id for g in node.generators for n in ast.walk(g.target) if isinstance(n, ast.Name))
+    inner = Scope(reader.fresh(), scope.globals, own, parent=scope)
+    for generator in node.generators:
+        over = reader.value(generator.iter, inner)
+        deps |= reader.memory.use(over)
+        reader.store(generator.target, reader.each(over, generator.iter), inner)
+        for test in generator.ifs:
+            deps |= reader.truth(test, inner)
+    parts = [node.key, node.value] if isinstance(node, ast.DictComp) else [node.elt]
+    with reader.memory.under(deps):
+        values = [reader.value(part, inner) for part in parts]
+    deps = deps.union(*(reader.memory.use(v) for v in values))
+    return Value(deps, homes=values[-1].homes, flags=values[-1].flags, element=values[-1])
+
+
+def _yield(reader: Reader, node: ast.Yield | ast.YieldFrom, scope: Scope) -> Value:
+    if node.value is not None:
+        value = reader.value(node.value, scope)
+        element = reader.each(value, node.value) if isinstance(node, ast.YieldFrom) else value
+        scope.results.append(Value(element.deps | reader.memory.control, element=element))
+    return Value()
+
+
+def _call(reader: Reader, node: ast.Call, scope: Scope) -> Value:
+    return reader.calls.call(node, scope) if reader.calls is not None else reader.anything(node, scope)
+
+
+def _walrus(reader: Reader, node: ast.NamedExpr, scope: Scope) -> Value:
+    value = reader.value(node.value, scope)
+    reader.store(node.target, value, scope)
+    return value
+
+
+def _lambda(reader: Reader, node: ast.Lambda, scope: Scope) -> Value:
+    return Value(codes=(Closure(node, scope),))
+
+
+def _starred(reader: Reader, node: ast.Starred, scope: Scope) -> Value:
+    return reader.value(node.value, scope)
+
+
+def _callables(thing: Any) -> list[Any]:
+    """What can be called of what is in a container: one of these is chosen."""
+    if type(thing).__module__ not in ("builtins", "collections") or not isinstance(thing, dict | list | tuple):
+        return []
+    inner = list(thing.values() if isinstance(thing, dict) else thing)[:_MOST_CHOICES]
+    return [one for one in inner if callable(one)]
+
+
+def _item(thing: Any, index: ast.expr) -> Any:
+    if isinstance(index, ast.UnaryOp) and isinstance(index.op, ast.USub) and isinstance(index.operand, ast.Constant):
+        key: Any = -index.operand.value  # type: ignore[operator]
+    elif isinstance(index, ast.Constant):
+        key = index.value
+    else:
+        return MISSING
+    if type(thing).__module__ in ("builtins", "collections") and isinstance(thing, dict | list | tuple):
+        try:
+            return thing[key] if not isinstance(thing, dict) or key in thing else MISSING
+        except (LookupError, TypeError):
+            return MISSING
+    return MISSING
+
+
+def _loaded(target: ast.expr) -> ast.expr:
+    """The same place, read."""
+    if isinstance(target, ast.Name):
+        return ast.Name(target.id, ast.Load())
+    if isinstance(target, ast.Attribute):
+        return ast.Attribute(target.value, target.attr, ast.Load())
+    return ast.Subscript(target.value, target.slice, ast.Load()) if isinstance(target, ast.Subscript) else target
+
+
+_STATEMENTS: dict[type, Callable[[Reader, Any, Scope], Any]] = {
+    ast.Assign: _assign,
+    ast.AnnAssign: _annotated,
+    ast.AugAssign: _augmented,
+    ast.If: _if,
+    ast.For: _loop,
+    ast.AsyncFor: _loop,
+    ast.While: _loop,
+    ast.Continue: _leave,
+    ast.Break: _leave,
+    ast.Return: _return,
+    ast.Match: _match,
+    ast.Try: _try,
+    ast.Raise: _raise,
+    ast.Assert: _assert,
+    ast.With: _with,
+    ast.AsyncWith: _with,
+    ast.FunctionDef: _define,
+    ast.Delete: _delete,
+}
+_EXPRESSIONS: dict[type, Callable[[Reader, Any, Scope], Any]] = {
+    ast.Name: _name,
+    ast.Constant: _constant,
+    ast.Attribute: _attribute,
+    ast.Subscript: _subscript,
+    ast.Tuple: _tuple,
+    ast.List: _tuple,
+    ast.IfExp: _choice,
+    ast.BoolOp: _both,
+    ast.BinOp: _operation,
+    ast.UnaryOp: _operation,
+    ast.Compare: _operation,
+    ast.Dict: _dictionary,
+    ast.ListComp: _comprehension,
+    ast.SetComp: _comprehension,
+    ast.DictComp: _comprehension,
+    ast.GeneratorExp: _comprehension,
+    ast.Yield: _yield,
+    ast.YieldFrom: _yield,
+    ast.Call: _call,
+    ast.NamedExpr: _walrus,
+    ast.Lambda: _lambda,
+    ast.Starred: _starred,
+}
+SYNTAX: Mapping[type, Callable[[Reader, Any, Scope], Any]] = {**_STATEMENTS, **_EXPRESSIONS}
