@@ -29,8 +29,12 @@ def train():
             step.backward(nn.functional.cross_entropy(model(x), y))
         if sys.argv[1] == "leader" and step.number == 5 and run.is_main:
             return
-        if sys.argv[1] == "all" and step.number == 5:
+        if sys.argv[1] in ("all", "twice") and step.number == 5:
             break
+        if sys.argv[1] == "interrupt" and step.number == 5:
+            raise KeyboardInterrupt
+        if sys.argv[1] == "torn" and step.number == 5:
+            os._exit(0)
     print("after the loop")
 
 
@@ -38,6 +42,9 @@ try:
     train()
 except LookupError:
     print("after the loop")
+if sys.argv[1] == "twice":
+    for step in run:
+        print("never")
 """
 
 
@@ -77,3 +84,28 @@ def test_where_one_leaves_its_loop_the_job_says_who(jobs: Jobs, tmp_path: Path) 
     assert "worker 0 left the loop after step 5, worker 1 went on" in failed["reason"]
     assert (job.run_dir / "checkpoints" / "step-0000000005").is_dir(), job.account()
     assert not (job.run_dir / "final").exists() and not job.of_kind("worker_evicted"), job.account()
+
+
+def test_what_is_no_exception_ends_the_job_as_one_does(jobs: Jobs, tmp_path: Path) -> None:
+    """The state is held for a checkpoint; that it comes again in another life is seen."""
+    job = jobs.start(script(tmp_path), "--", "interrupt", workers=2, settings={"backoff.initial_s": 0.05})
+    assert job.end() == 1, job.account()
+    (failed,) = job.of_kind("job_failed")
+    assert failed["cause"] == "exception" and "KeyboardInterrupt" in failed["reason"], job.account()
+    assert (job.run_dir / "checkpoints" / "step-0000000005").is_dir(), job.account()
+
+
+def test_a_process_that_ends_itself_in_a_step_has_not_left_in_order(jobs: Jobs, tmp_path: Path) -> None:
+    job = jobs.start(script(tmp_path), "--", "torn", workers=2, settings={"backoff.initial_s": 0.05})
+    assert job.end() == 1, job.account()
+    (failed,) = job.of_kind("job_failed")
+    assert failed["cause"] == "crash_loop" and "exit code 0" in failed["reason"], job.account()
+
+
+def test_a_second_loop_and_what_else_fails_after_the_loop_is_told(jobs: Jobs, tmp_path: Path) -> None:
+    job = jobs.start(script(tmp_path), "--", "twice", workers=2)
+    assert job.end() == 0, job.account()
+    (completed,) = job.of_kind("job_completed")
+    told = {event["worker_id"]: event["reason"] for event in job.of_kind("warning")}
+    assert completed["step"] == 5 and told.keys() == {0, 1}, job.account()
+    assert all("begun again, after step 5" in reason for reason in told.values()), told

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -91,3 +92,34 @@ def test_a_job_that_is_to_stop_ends_with_a_checkpoint_and_can_be_continued(
 def jobs_first(jobs: Jobs) -> Job:
     """An undisturbed run that skips."""
     return Job(jobs.reference("PicturesNonFinite", {"on_nonfinite": "skip"}), "", 0)
+
+
+LAST = """
+import torch
+from torch import nn
+import everstep
+
+torch.manual_seed(0)
+data = [(torch.randn(4), torch.tensor(i % 2)) for i in range(64)]
+model = nn.Linear(4, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+run = everstep.join(model, optimizer, data, lanes=4, micro_batch=2, steps=4, rehearse=False)
+for step in run:
+    for x, y in step:
+        out = model(x)
+        if step.number == 4:
+            out.register_hook(lambda grad: grad * float("nan"))
+        step.backward(nn.functional.cross_entropy(out, y))
+"""
+
+
+def test_weights_that_the_last_step_spoils_are_told(jobs: Jobs, tmp_path: Path) -> None:
+    """No loss shows it."""
+    script = tmp_path / "last.py"
+    script.write_text(LAST)
+    job = jobs.start(str(script), workers=2)
+    assert job.end() == 0, job.account()
+    (warning,) = job.of_kind("warning")
+    assert warning["cause"] == "nonfinite" and "weight (and 1 more) is not finite" in warning["reason"], warning
+    said = history_of(job).headline(False)
+    assert said.level == "bad" and "was not finite from step 4 to the last" in said.text, said

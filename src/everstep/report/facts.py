@@ -434,6 +434,9 @@ class Facts:
     def _warning(self, event: Event, time_ns: int) -> None:
         if cause(event) is Cause.DISK:
             self.full = Trouble(time_ns, one_line(event.get("reason")))
+        step = _integer(event, "step")
+        if cause(event) is Cause.NONFINITE and (self.strange is None or self.strange.last < step):
+            self._finite(step, False)  # the last one: its loss does not show it
 
     def _ended(self, event: Event, time_ns: int) -> None:
         default = "completed" if event["kind"] == "job_completed" else "failed"

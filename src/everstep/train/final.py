@@ -89,6 +89,7 @@ class Finisher:
         plan, number, run_dir = operation.plan, operation.step, self._view.link.run_dir
         left = number < self._view.order.total_steps
         self._view.phase("finish", number, plan)
+        self._look(plan, number)
         if run_dir is None or not self._view.is_main:
             return False
         if not self._view.stages.split:
@@ -108,6 +109,19 @@ class Finisher:
             run_dir, ordered, topology.model_digest(merged), topology.state_digest(merged, number), number, left=left
         )
         return self._arrived(plan)
+
+    def _look(self, plan: Plan, number: int) -> None:
+        """Say if what was trained is not finite: the loss does not show a gradient of the last step, or one of what it
+        does not depend on any more."""
+        for stage in self._view.driver.machine.stages if self._view.link.run_dir is not None else ():
+            if plan.leader(stage) != self._view.me:
+                continue
+            named = self._view.stages[stage].parts.model.named_parameters()
+            strange = [name for name, p in named if p.requires_grad and not bool(p.isfinite().all())]
+            if strange:
+                more = f" (and {len(strange) - 1} more)" if len(strange) > 1 else ""
+                reason = f"after step {number}, the last, {strange[0]}{more} is not finite: the weights are of no use"
+                self._view.publisher.emit("warning", step=number, cause=Cause.NONFINITE, reason=reason)
 
     def _arrived(self, plan: Plan) -> bool:
         """Where the job's directory is on another host: until final/ is there too; False if the plan changed before."""

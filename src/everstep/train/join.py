@@ -80,6 +80,11 @@ def leave() -> None:
         _run.loop.leave()
 
 
+def over() -> bool:
+    """Whether the job that the script has joined is complete."""
+    return _run is not None and _run.loop.over
+
+
 def close() -> None:
     """The script is over."""
     if _run is not None:

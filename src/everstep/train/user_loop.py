@@ -18,6 +18,7 @@ from contextlib import AbstractContextManager
 from types import FrameType
 from typing import Any
 
+from everstep.base.errors import TaskError
 from everstep.protocol.driver.operations import EndAsked
 from everstep.protocol.step_phases import Phase
 from everstep.train.executor import StateJumped
@@ -25,6 +26,10 @@ from everstep.train.session import Session
 
 _LEAVING = frozenset(dis.opmap[name] for name in ("POP_TOP", "POP_ITER") if name in dis.opmap)
 """What `break` and `return` do with the iterator of the loop that they leave; neither can raise."""
+_AGAIN = (
+    "a loop over the run was begun again, after step {step}: a job has one loop, and ends when that is left; put "
+    "everything into the one, by step.number, or catch what it raises inside of it"
+)
 _WAITING = frozenset(dis.opmap[name] for name in ("YIELD_VALUE", "RESUME"))
 
 
@@ -37,7 +42,12 @@ class UserLoop:
         self._steps: Generator[Any] | None = None
 
     def begin(self, steps: Generator[Any]) -> LoopIterator:
-        """What the loop iterates. A loop that raises does not close what could still be saved."""
+        """What the loop iterates. A loop that raises does not close what could still be saved.
+
+        Raises: TaskError if there was a loop before: the job ends with that, or is about to.
+        """
+        if self._steps is not None and inspect.getgeneratorstate(self._steps) != inspect.GEN_CREATED:
+            raise TaskError(_AGAIN.format(step=self._session.view.step))
         self._steps = steps
         return LoopIterator(steps, self._let_go)
 
@@ -45,6 +55,12 @@ class UserLoop:
     def begun(self) -> bool:
         """Whether it has begun, and its end has not come."""
         return self._steps is not None and inspect.getgeneratorstate(self._steps) == inspect.GEN_SUSPENDED
+
+    @property
+    def over(self) -> bool:
+        """Whether the job is complete."""
+        ended = self._session.view.driver.ended
+        return ended is not None and ended.state == "completed"
 
     def end(self) -> None:
         """No more steps are wanted. Raises: StateJumped if the loop has to go on; what ends a member otherwise."""

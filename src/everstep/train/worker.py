@@ -33,6 +33,7 @@ from everstep.train.assembly import assemble_task
 from everstep.train.console import LeaderConsole
 from everstep.train.importing import import_from_script
 from everstep.train.link import Faults, LaunchedLink
+from everstep.train.published import Publisher
 from everstep.train.rehearsing import beside_worker
 from everstep.train.task import Task, where
 from everstep.train.trainer import train
@@ -99,12 +100,17 @@ def _held(link: LaunchedLink, context: WorkerContext, hold: Callable[[wire.Worke
 
 @contextlib.contextmanager
 def _leaving() -> Iterator[None]:
-    """sys.exit(0) ends the user's code in order. Raises: TaskError for another exit code, which says that it failed."""
+    """sys.exit(0) ends the user's code in order. Raises: TaskError for another exit code, which says that it failed,
+    and for what is no Exception (KeyboardInterrupt, say): who holds the state, and what comes again, goes by that."""
     try:
         yield
     except SystemExit as end:
         if end.code not in (None, 0):
             raise TaskError(f"sys.exit({end.code!r:.200}) was called") from None
+    except Exception:
+        raise
+    except BaseException as error:
+        raise TaskError(describe(error)) from error
 
 
 def _run_script(link: LaunchedLink, script: str, context: WorkerContext) -> None:
@@ -130,6 +136,10 @@ def _run_script(link: LaunchedLink, script: str, context: WorkerContext) -> None
 def _last_words(link: LaunchedLink, context: WorkerContext, error: Exception) -> None:
     reason = describe(error)
     log.critical("%s", reason, exc_info=error)
+    if join.over():  # else nobody would hear of it: the job has ended well
+        text = f"worker {link.me.worker_id}: the job is complete, but what follows the script's loop failed: {reason}"
+        with contextlib.closing(Publisher(link.run_dir, link.me)) as publisher:
+            publisher.emit("warning", step=link.row.read().step, cause=cause_of(error), reason=text)
     try:
         context.write_last_words(Why(cause_of(error), reason))
     except OSError as problem:
@@ -159,7 +169,7 @@ def failure(
     )
 
 
-def describe(error: Exception) -> str:
+def describe(error: BaseException) -> str:
     """One line for the user."""
     text = one_line(str(error)) or "no message"
     if isinstance(error, EverstepError):

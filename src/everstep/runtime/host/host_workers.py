@@ -27,7 +27,7 @@ from everstep.runtime.link.context import WorkerContext
 from everstep.runtime.process import MemoryKills, end_strays, killed_from_outside, why_ended
 
 _COMPUTING = ("load", "forward", "backward", "reduce", "agree", "update", "evaluate")
-_ORDERLY_CODES = (0, 75)  # done; evicted, as it was told
+_EVICTED_CODE = 75  # as it was told
 
 
 class Workers:
@@ -257,12 +257,15 @@ class Workers:
             running.kill()
 
     def _exited(self, worker_id: int, incarnation: int, code: int, why: Why, unix_ns: int) -> None:
-        slot, in_order = self._slots[worker_id], code == 0
+        slot, pulse = self._slots[worker_id], self._board.read(worker_id)
+        # os._exit(0) in the middle of a step, say: it neither left nor was let go.
+        torn_off = pulse.phase in _COMPUTING and self._board.row(worker_id).exit_code is None
+        in_order = code == 0 and not torn_off
         about = {"worker_id": worker_id, "incarnation": incarnation, "pid": slot.pid, "in_order": in_order}
         words = self._make_context(worker_id, incarnation).read_last_words()
         if words is not None and not in_order:
             why = Why(words.cause, f"{why.reason}: {words.reason}")
-        pulse, now_s = self._board.read(worker_id), time.monotonic()
+        now_s = time.monotonic()
         ready = pulse.incarnation == incarnation and pulse.phase != "starting"
         killed, random = killed_from_outside(code), self._jitter.random()
         lost = slot.exited(now_s, self._config, why, in_order=in_order, ready=ready, killed=killed, random=random)
@@ -274,7 +277,7 @@ class Workers:
         self._notify("worker_exited", why, **about)
         if self._stopping:
             return
-        if ready and not words and not killed and code not in _ORDERLY_CODES and pulse.phase in _COMPUTING:
+        if ready and not words and not killed and code != _EVICTED_CODE and not in_order and pulse.phase in _COMPUTING:
             self._judge_crash(worker_id, pulse.step, code, why.reason)
         if lost is not None:
             self._link.slot_lost(worker_id, lost)
