@@ -141,7 +141,16 @@ class GenerationTies:
             self._view.phase("agree", tag.step, plan)
         return self._view.transport.exchange(tag, operation.payload)
 
-    def tell_imports(self, step: int, plan: Plan | None) -> None:
+    def telling_imports(self, reduce: Callable[[do.Reduce], Any]) -> Callable[[do.Reduce], Any]:
+        """The same, after what was imported since was told."""
+
+        def told(operation: do.Reduce) -> Any:
+            self._tell_imports(operation.step, operation.plan)
+            return reduce(operation)
+
+        return told
+
+    def _tell_imports(self, step: int, plan: Plan | None) -> None:
         """What was imported since: lanes may have been computed with it, so nobody gets any of them before the
         coordinator has compared it. Raises: CollectiveAborted if this worker is refused, or a newer plan comes."""
         more, link = self._imports.more(), self._view.link

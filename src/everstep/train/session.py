@@ -19,7 +19,6 @@ from everstep.parallel.staged import StagedTransport
 from everstep.placement.probes import ProbeRule
 from everstep.protocol.driver import operations as do
 from everstep.protocol.driver.driver import Driver, DriverConfig
-from everstep.protocol.driver.records import AgreePayload
 from everstep.protocol.step_machine import StepMachine
 from everstep.runtime.landing import Landing
 from everstep.runtime.process import machine
@@ -100,10 +99,6 @@ class Session:
         membership = GenerationTies(view, executor, rendezvous, donor.handle, lambda wanted: profiling.ask(wanted))
         profiling = WorkerProfiling(link, device, membership.tell)
 
-        def reduce(operation: do.Reduce) -> AgreePayload:
-            membership.tell_imports(operation.step, operation.plan)
-            return updates.reduce(operation)
-
         def finish(operation: do.Finish) -> bool:
             """Nobody leaves before all have committed the last step and the leader has written final/."""
             last.at_end(operation)
@@ -113,7 +108,7 @@ class Session:
         executor.install({do.Finish: finish})
         for part in (membership, lanes, updates, transfers, saver, last, keeper):
             executor.install(part.handlers())
-        executor.install({do.Reduce: reduce})
+        executor.install({do.Reduce: membership.telling_imports(updates.reduce)})
         self.view, self.executor, self.membership, self.profiling = view, executor, membership, profiling
         self.lanes, self.updates, self.transfers = lanes, updates, transfers
         self.saver, self.loop, self._keeper = saver, loop, keeper
