@@ -281,3 +281,27 @@ def test_where_each_stage_has_one_worker_it_computes_a_lane_twice_and_that_is_sa
     (tmp_path / "noise").write_text("1")
     assert job.end() != 0, job.account()
     assert "was computed twice and gave different outputs" in job.of_kind("job_failed")[-1]["reason"], job.account()
+
+
+def test_a_late_import_of_another_file_is_refused_before_a_lane_counts(jobs: Jobs, tmp_path: Path) -> None:
+    """Whoever tells first has what the job has; nothing of the other's is in the result."""
+    for factor in ("1.0", "1.5"):
+        (tmp_path / factor).mkdir()
+        (tmp_path / factor / "helper_of_lane.py").write_text(f"FACTOR = {factor}\n")
+    late = "\n        ".join(
+        (
+            "if step.number >= 10:",
+            "    import sys",
+            f"    sys.path.insert(0, {str(tmp_path)!r} + '/' + os.environ.get('FACTOR', ('1.0', '1.5')[me]))",
+            "    import helper_of_lane",
+            "    loss = loss * helper_of_lane.FACTOR",
+        )
+    )
+    script, settings = str(write(tmp_path, late)), {"rehearse": "false"}
+    job = jobs.start(script, workers=2, settings=settings)
+    assert job.end() == 0, job.account()
+    evicted = next(e for e in job.of_kind("worker_evicted") if "helper_of_lane.py is " in e["reason"])
+    right = {"FACTOR": "1.5" if evicted["worker_id"] == 0 else "1.0"}
+    undisturbed = jobs.start(script, workers=1, settings=settings, environment=right)
+    assert undisturbed.end() == 0, undisturbed.account()
+    same(undisturbed.run_dir, job)

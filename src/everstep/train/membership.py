@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from everstep.base.errors import DeterminismError
+from everstep.base.errors import CollectiveAborted, DeterminismError
 from everstep.base.foreign import WORKER_MARK
 from everstep.base.plan import Member, Plan
 from everstep.protocol import messages as wire
@@ -139,10 +139,29 @@ class GenerationTies:
             self._view.phase("settle", self._view.step, plan)
         elif tag.seq == 0:
             self._view.phase("agree", tag.step, plan)
-            more = self._imports.more()
-            if more is not None:
-                self._view.link.tell(wire.Imported(**vars(self._view.link.me), code=more))
         return self._view.transport.exchange(tag, operation.payload)
+
+    def telling_imports(self, reduce: Callable[[do.Reduce], Any]) -> Callable[[do.Reduce], Any]:
+        """The same, after what was imported since was told."""
+
+        def told(operation: do.Reduce) -> Any:
+            self._tell_imports(operation.step, operation.plan)
+            return reduce(operation)
+
+        return told
+
+    def _tell_imports(self, step: int, plan: Plan | None) -> None:
+        """What was imported since: lanes may have been computed with it, so nobody gets any of them before the
+        coordinator has compared it. Raises: CollectiveAborted if this worker is refused, or a newer plan comes."""
+        more, link = self._imports.more(), self._view.link
+        if more is None:
+            return
+        link.tell(wire.Imported(**vars(link.me), code=more))
+        if plan is not None and len(plan.members) > 1:
+            key = f"generation{plan.generation}/imported/{link.me.worker_id}/{step}"
+            self._rendezvous.set_key(key, b"1")
+            if self._rendezvous.get_keys([key]) is None:
+                raise CollectiveAborted("what was imported is not what the others have, or a newer plan has come")
 
     def _entered(self, effect: do.EnteredPlan) -> None:
         """All have settled. Raises: DeterminismError if the job would begin with something else than it was to."""

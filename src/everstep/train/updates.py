@@ -53,7 +53,6 @@ class Updates:
     def handlers(self) -> dict[type, Callable[[Any], Any]]:
         """What it does for the driver."""
         return {
-            do.Reduce: self.reduce,
             do.Update: self.update,
             do.Decided: self.decided,
             Release: self.release,
