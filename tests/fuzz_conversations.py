@@ -52,7 +52,7 @@ def holding() -> bytes:
 def agree() -> bytes:
     """What one says of a step, of one stage and two lanes."""
     lanes = [records.LaneReport(k, 0.5, 1.0, 2, 7) for k in range(2)]
-    section = records.StageSection(0, lanes, (0, 1), bytes(8), [0.25], [b"", b"x"], "ab", {"w": "cd"})
+    section = records.StageSection(0, lanes, ((0, 1),), bytes(8), [0.25], [b"", b"x"], "ab", {"w": "cd"})
     return records.encode(records.AgreePayload([section], 5, 2, (("disk",), "why")))
 
 
@@ -268,7 +268,7 @@ def blocks(data: bytes) -> int:
     finisher = BlockFinisher(_LAYOUT, 8, lambda: None)
     out = torch.zeros(BLOCK_ELEMENTS)
     stream = BlockStream(
-        *(1, {1: (0, 1)}, _LAYOUT, 8, finisher, lambda _, n: torch.zeros(n), lambda _: out, Reach([1], [1]))
+        *(1, {1: ((0, 1),)}, _LAYOUT, 8, finisher, lambda _, n: torch.zeros(n), lambda _: out, Reach([1], [1]))
     )
     room = 0
     for at in range(0, len(data) - _HEAD.size + 1, _HEAD.size):

@@ -492,7 +492,7 @@ def _receive_gradient(connection: PeerConnection, step: int, told: dict[str, Any
         tied = torch.empty(size, dtype=torch.float32)
         connection.recv_into(bytes_of(tied))
         received[TiePlace(name, unit, stage)] = tied
-    return StageGradient(Reduced(step, (Piece(0, numel, flat),), bytes(presence), (0, 0)), received)
+    return StageGradient(Reduced(step, (Piece(0, numel, flat),), bytes(presence), ()), received)
 
 
 # ---- small states

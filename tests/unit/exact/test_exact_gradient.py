@@ -17,7 +17,7 @@ from everstep.exact.layout import GradientLayout, untie
 def reduced_of(layout: GradientLayout, flat: torch.Tensor, presence: bytes | None = None) -> Reduced:
     border = layout.numel // 3
     pieces = (Piece(0, border, flat[:border]), Piece(border, layout.numel, flat[border:]))
-    return Reduced(1, pieces, presence or bytes([1]) * len(layout.entries), (0, layout.n_blocks))
+    return Reduced(1, pieces, presence or bytes([1]) * len(layout.entries), ((0, layout.n_blocks),))
 
 
 def test_gradients_are_multiplied_once_and_the_kept_one_is_not_touched() -> None:

@@ -137,8 +137,8 @@ def crossing(plan: Plan, machine_of: dict[int, str]) -> int:
     total = 0
     for there in tiers.hosts:
         sums = folded([n for w in there for n in cover(plan.lanes_of(w), LANES)], LANES)
-        for w, (first, last) in tiers.shares(SHAPE.n_blocks).items():
-            total += (last - first) * BLOCK_ELEMENTS * (len(sums) + 1) if w not in there else 0
+        for w, runs in tiers.shares(SHAPE.n_blocks).items():
+            total += sum(hi - lo for lo, hi in runs) * BLOCK_ELEMENTS * (len(sums) + 1) if w not in there else 0
     return total
 
 
@@ -178,7 +178,7 @@ def test_a_block_leaves_and_its_result_is_there_before_the_last_lane_is_done(cre
     plan = crew.open(1, FOUR)
     presence = {i: fill(crew.transports[i], SHAPE, step, (node,)) for i, node in nodes.items()}
     tiers = Tiers.of(FOUR)
-    owner = next(w for w, (first, last) in tiers.shares(BLOCKS).items() if first <= 4 < last)
+    owner = next(w for w, runs in tiers.shares(BLOCKS).items() for first, last in runs if first <= 4 < last)
     [elsewhere] = tiers.outside(owner)
     courier = elsewhere[0]
     crew.offer(elsewhere[0], step, {nodes[elsewhere[0]]: [2, 3, 4]})
@@ -300,7 +300,7 @@ def test_blocks_that_came_from_another_host_are_not_finished_again_in_place(
     """Partial sums would show to whoever reads the earlier result."""
     four = {0: "a", 1: "a", 2: "b", 3: "c"}
     held = crew.reduce(crew.open(1, four), 7)[0]
-    (_, last), mine = Tiers.of(four).shares(SHAPE.n_blocks)[0], crew.transports[0]._near.result(0, 7)
+    ((_, last),), mine = Tiers.of(four).shares(SHAPE.n_blocks)[0], crew.transports[0]._near.result(0, 7)
     written: list[int] = []
 
     def watched(shape: object, n_lanes: int, parts: object, start: int, stop: int, out: torch.Tensor) -> None:
@@ -310,7 +310,7 @@ def test_blocks_that_came_from_another_host_are_not_finished_again_in_place(
 
     monkeypatch.setattr(reduction, "finish", watched)
     again = crew.reduce(crew.open(2, {0: "a", 1: "a"}), 7)
-    assert again[0].owned[1] > last, "worker 0 owns now what it had as a courier"
+    assert again[0].owned[-1][1] > last, "worker 0 owns now what it had as a courier"
     assert not written, "it has all of the result"
     check_step([held, *again], 7)
 

@@ -53,7 +53,7 @@ def section(given: Plan, worker_id: int, stage: int, digest: str = "", tied: Map
     """What an agree record says of one stage."""
     lanes = given.lanes_of(worker_id, stage) if stage == given.stages - 1 else ()
     reports = [LaneReport(lane, 1.0, 1.0, 1, 0) for lane in lanes]
-    return StageSection(stage, reports, (0, 0), b"", [], [b""], digest, dict(tied or {}))
+    return StageSection(stage, reports, (), b"", [], [b""], digest, dict(tied or {}))
 
 
 def payload(given: Plan, worker_id: int, digest: str | Mapping[int, str] = "", **more: Any) -> AgreePayload:

@@ -126,7 +126,7 @@ class Follower:
 def gradient(presence: bytes = b"\x01\x00") -> StageGradient:
     pieces = (Piece(0, 2, torch.tensor([1.0, 2.0])), Piece(2, 3, torch.tensor([3.0])))
     received = {TiePlace("w", 0, 1): torch.tensor([5.0]), TiePlace("v", 1, 1): None}
-    return StageGradient(Reduced(4, pieces, presence, (0, 2)), received)
+    return StageGradient(Reduced(4, pieces, presence, ((0, 2),)), received)
 
 
 def feed(donor: Donor, step: int, stage: int = 0) -> None:

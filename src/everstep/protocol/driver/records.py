@@ -10,13 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import TypeVar
 
 import msgspec
 
 from everstep.base.cause import Cause
 from everstep.base.errors import InvariantViolation, ProtocolError, check
-from everstep.base.extents import Coded, Extents
+from everstep.base.extents import Coded, Extents, Runs
 from everstep.placement.tree import fold, total_sumsq
 from everstep.protocol.driver.policy import COMPARE, END, Due
 from everstep.protocol.step_types import Doubt, Holding, Key, LaneSaid, Record
@@ -39,18 +40,19 @@ class LaneReport(msgspec.Struct, frozen=True, array_like=True):
 class StageSection(msgspec.Struct, frozen=True, array_like=True):
     """What an agree record says of one of the worker's stages.
 
-    lanes: as computed, at the last stage alone (where the loss is). norms: float64 sums of squares of the blocks
-    owned[0]..owned[1]-1, unnormalised. ties: further summands, the same from every worker of the stage. buffers: what
-    the lanes did to buffers (an encoded `BufferReport` per part of the stage). digest: of the stage's state before this
-    step ("" if not due). tied: likewise of each parameter (by name) that other stages hold too, with its optimizer
-    state. settings: digests of how the model is set while the step's lanes are computed (modes, flags, hyperparameters,
-    ...), by `SETTINGS`; empty if the worker has none. probes: what lanes that several members compute have given here,
-    by lane and part of the model.
+    lanes: as computed, at the last stage alone (where the loss is). owned: blocks of the gradient, each of which
+    one worker of the stage tells of. norms: of each of them the float64 sum of squares, unnormalised. ties: further
+    summands, the same from every worker of the stage. buffers: what the lanes did to buffers (an encoded
+    `BufferReport` per part of the stage). digest: of the stage's state before this step ("" if not due). tied:
+    likewise of each parameter (by name) that other stages hold too, with its optimizer state. settings: digests of
+    how the model is set while the step's lanes are computed (modes, flags, hyperparameters, ...), by `SETTINGS`;
+    empty if the worker has none. probes: what lanes that several members compute have given here, by lane and part
+    of the model.
     """
 
     stage: int
     lanes: list[LaneReport]
-    owned: tuple[int, int]
+    owned: Runs
     norms: bytes
     ties: list[float]
     buffers: list[bytes]
@@ -246,15 +248,19 @@ def _sumsq(stages: Sequence[Mapping[int, StageSection]]) -> float:
     ties: list[float] = []
     for stage in stages:
         check(len(stage) > 0, "every stage has a section in some record")
-        before = len(values)
-        for section in sorted(stage.values(), key=lambda s: s.owned):
-            first, last = section.owned
-            if first == last:
-                continue
-            if not section.norms:
+        told: dict[tuple[int, int], Sequence[float]] = {}
+        for section in stage.values():
+            if section.owned and not section.norms:
                 return math.nan
-            check(first == len(values) - before, f"block norms begin at {first}, expected {len(values) - before}")
-            values.extend(memoryview(section.norms).cast("d"))
+            said, at = memoryview(section.norms).cast("d"), 0
+            for lo, hi in section.owned:
+                told[lo, hi], at = said[at : at + hi - lo], at + hi - lo
+            check(at == len(said), f"expected norms of {at} blocks, got {len(said)}")
+        end = 0
+        for (lo, hi), norms in sorted(told.items(), key=itemgetter(0)):
+            check(lo == end, f"block norms begin at {lo}, expected {end}")
+            values.extend(norms)
+            end = hi
         ties.extend(next(iter(stage.values())).ties)
     return total_sumsq(values) + total_sumsq(ties)
 
