@@ -17,7 +17,7 @@ import msgspec
 
 from everstep.base.cause import Cause
 from everstep.base.errors import InvariantViolation, ProtocolError, check
-from everstep.base.extents import Coded, Extents, Runs
+from everstep.base.extents import WHOLE, Coded, Extents, Runs
 from everstep.placement.tree import fold, total_sumsq
 from everstep.protocol.driver.policy import COMPARE, END, Due
 from everstep.protocol.step_types import Doubt, Holding, Key, LaneSaid, Record
@@ -296,7 +296,7 @@ class _Held(msgspec.Struct, frozen=True, array_like=True):
     lacking: tuple[int, ...] = ()
     snapshots: tuple[tuple[int, int], ...] = ()
     disk: tuple[int, ...] = ()
-    gradient_stages: tuple[int, ...] = (0,)
+    gradients: dict[int, Coded | None] = {}  # None: the whole
     sound: int = -1
     parts: dict[int, Coded] = {}
     kept_parts: tuple[tuple[int, int, Coded], ...] = ()
@@ -309,7 +309,7 @@ _held = msgspec.msgpack.Decoder(_Held)
 
 
 _ALIKE = (
-    *("gradient_step", "digest", "records", "stages", "lacking", "snapshots", "disk", "gradient_stages", "sound"),
+    *("gradient_step", "digest", "records", "stages", "lacking", "snapshots", "disk", "sound"),
     *("first", "built"),
 )
 
@@ -340,6 +340,7 @@ def encode_holding(holding: Holding) -> bytes:
     parts = {k: part.encoded() for k, part in holding.parts.items()}
     kept_parts = tuple((k, at, part.encoded()) for (k, at), part in sorted(holding.kept_parts.items()))
     alike = {name: getattr(holding, name) for name in _ALIKE}
+    alike["gradients"] = {k: None if part.whole else part.encoded() for k, part in holding.gradients.items()}
     alike["standing"] = holding.fresh, holding.proven, holding.doubt if holding.doubt.step else None
     return msgspec.msgpack.encode(_Held(position=holding.position, parts=parts, kept_parts=kept_parts, **alike))
 
@@ -350,9 +351,10 @@ def decode_holding(data: bytes) -> Holding:
     try:
         parts = {k: Extents.decoded(coded) for k, coded in held.parts.items()}
         kept_parts = {(k, at): Extents.decoded(coded) for k, at, coded in held.kept_parts}
+        gradients = {k: WHOLE if coded is None else Extents.decoded(coded) for k, coded in held.gradients.items()}
     except (InvariantViolation, ValueError) as error:
         raise ProtocolError(f"expected what another member holds: {str(error)[:200]!a}") from None
     alike = {name: getattr(held, name) for name in _ALIKE}
     alike["fresh"], alike["proven"], doubt = held.standing
     alike["doubt"] = doubt or Doubt()
-    return Holding(position=Key(*held.position), parts=parts, kept_parts=kept_parts, **alike)
+    return Holding(position=Key(*held.position), parts=parts, kept_parts=kept_parts, gradients=gradients, **alike)
