@@ -93,7 +93,7 @@ def offered(data: bytes) -> Any:
 
 def fed() -> bytes:
     """A step that a donor feeds, and that it has no more."""
-    told = {"presence": 2, "numel": _NUMEL, "tied": [["w", 0, 1, 2]], "absent": [["v", 0, 1]]}
+    told = {"presence": 2, "numel": _NUMEL, "ranges": [[0, _NUMEL]], "tied": [["w", 0, 1, 2]], "absent": [["v", 0, 1]]}
     common = [records.encode({0: Record(0, b"abc")}), b"loop"]
     header = {"kind": "step", "step": 4, "nbytes": [len(p) for p in common], "stages": {"0": told}}
     runs = [*common, b"\x01\x01", bytes(4 * _NUMEL), bytes(8)]
