@@ -52,7 +52,7 @@ def holding() -> bytes:
 def agree() -> bytes:
     """What one says of a step, of one stage and two lanes."""
     lanes = [records.LaneReport(k, 0.5, 1.0, 2, 7) for k in range(2)]
-    section = records.StageSection(0, lanes, ((0, 1),), bytes(8), [0.25], [b"", b"x"], "ab", {"w": "cd"})
+    section = records.StageSection(0, lanes, (0, 1), bytes(8), [0.25], [b"", b"x"], "ab", {"w": "cd"})
     return records.encode(records.AgreePayload([section], 5, 2, (("disk",), "why")))
 
 

@@ -10,6 +10,7 @@ import logging
 import math
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -121,7 +122,7 @@ class StageReplica:
         return StageSection(
             stage=self.spec.stage,
             lanes=self.lanes.reports(lanes) if self.spec.is_last else [],
-            owned=reduced.owned,
+            owned=tuple(chain.from_iterable(reduced.owned)),
             norms=norms,
             ties=ties,
             buffers=self.lanes.buffer_reports(),

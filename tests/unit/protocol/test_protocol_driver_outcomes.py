@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from itertools import chain
 from typing import Any
 
 from driver_harness import gather_records, plan, records_of
@@ -30,7 +31,8 @@ def record(
     **more: Any,
 ) -> Record:
     lanes = [LaneReport(lane, loss, 1.0, 2, 0) for lane, loss in losses.items()]
-    section = StageSection(0, lanes, owned, struct.pack(f"{len(norms)}d", *norms), ties or [], [b"b"], "", {}, settings)
+    packed = struct.pack(f"{len(norms)}d", *norms)
+    section = StageSection(0, lanes, tuple(chain.from_iterable(owned)), packed, ties or [], [b"b"], "", {}, settings)
     return Record(0, encode(AgreePayload([section], **more)))
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import struct
+from itertools import chain
 
+import msgspec
 import pytest
 
 from everstep.base.errors import InvariantViolation
@@ -26,7 +28,9 @@ from everstep.protocol.step_types import Holding, Key, Record
 
 def record(lanes: list[LaneReport], owned: Runs = (), norms: tuple[float, ...] = (), at: int = 0) -> Record:
     packed = struct.pack(f"{len(norms)}d", *norms)
-    return Record(0, encode(AgreePayload([StageSection(0, lanes, owned, packed, [], [b""], "")], at)))
+    return Record(
+        0, encode(AgreePayload([StageSection(0, lanes, tuple(chain.from_iterable(owned)), packed, [], [b""], "")], at))
+    )
 
 
 def lane(number: int, loss: float, weight: float = 1.0, count: int = 8) -> LaneReport:
@@ -77,6 +81,15 @@ def test_each_block_has_one_norm(one: Runs, two: Runs) -> None:
     """Blocks that nobody tells of, or two; and one norm where there are to be two."""
     with pytest.raises(InvariantViolation, match="norms"):
         conclude(1, 1, {0: record([lane(0, 1.0)], one, (1.0,)), 1: record([], two, (1.0,))})
+
+
+def test_records_that_were_written_when_each_owned_one_run_are_read() -> None:
+    """A checkpoint has the records of its step; nothing was (n, n) then."""
+    lanes, norms = [[0, 1.0, 1.0, 1, 0]], [struct.pack("2d", 1.0, 2.0), b""]
+    old = [msgspec.msgpack.encode([[[0, lanes[k:], (2 * k, 2), norms[k], [], [b""], ""]]]) for k in (0, 1)]
+    assert conclude(1, 1, {k: Record(0, payload) for k, payload in enumerate(old)}).sumsq == 3.0
+    with pytest.raises(InvariantViolation, match="runs"):
+        conclude(1, 1, {0: Record(0, msgspec.msgpack.encode([[[0, lanes, (2,), b"", [], [], ""]]]))})
 
 
 def test_first_commit_counts() -> None:

@@ -40,19 +40,19 @@ class LaneReport(msgspec.Struct, frozen=True, array_like=True):
 class StageSection(msgspec.Struct, frozen=True, array_like=True):
     """What an agree record says of one of the worker's stages.
 
-    lanes: as computed, at the last stage alone (where the loss is). owned: blocks of the gradient, each of which
-    one worker of the stage tells of. norms: of each of them the float64 sum of squares, unnormalised. ties: further
-    summands, the same from every worker of the stage. buffers: what the lanes did to buffers (an encoded
-    `BufferReport` per part of the stage). digest: of the stage's state before this step ("" if not due). tied:
-    likewise of each parameter (by name) that other stages hold too, with its optimizer state. settings: digests of
-    how the model is set while the step's lanes are computed (modes, flags, hyperparameters, ...), by `SETTINGS`;
-    empty if the worker has none. probes: what lanes that several members compute have given here, by lane and part
-    of the model.
+    lanes: as computed, at the last stage alone (where the loss is). owned: where runs of blocks of the gradient
+    begin and end, each of which one worker of the stage tells of. norms: of each of them the float64 sum of
+    squares, unnormalised. ties: further summands, the same from every worker of the stage. buffers: what the lanes
+    did to buffers (an encoded `BufferReport` per part of the stage). digest: of the stage's state before this step
+    ("" if not due). tied: likewise of each parameter (by name) that other stages hold too, with its optimizer
+    state. settings: digests of how the model is set while the step's lanes are computed (modes, flags,
+    hyperparameters, ...), by `SETTINGS`; empty if the worker has none. probes: what lanes that several members
+    compute have given here, by lane and part of the model.
     """
 
     stage: int
     lanes: list[LaneReport]
-    owned: Runs
+    owned: tuple[int, ...]
     norms: bytes
     ties: list[float]
     buffers: list[bytes]
@@ -60,6 +60,12 @@ class StageSection(msgspec.Struct, frozen=True, array_like=True):
     tied: dict[str, str] = {}
     settings: bytes = b""
     probes: dict[int, dict[int, LaneSaid]] = {}
+
+    @property
+    def runs(self) -> Runs:
+        """The blocks of `owned`. Raises: InvariantViolation if these are no runs."""
+        check(len(self.owned) % 2 == 0, f"expected where runs of blocks begin and end, got {self.owned}")
+        return tuple((lo, hi) for lo, hi in zip(self.owned[::2], self.owned[1::2], strict=True) if lo < hi)
 
 
 class AgreePayload(msgspec.Struct, frozen=True, array_like=True):
@@ -250,10 +256,10 @@ def _sumsq(stages: Sequence[Mapping[int, StageSection]]) -> float:
         check(len(stage) > 0, "every stage has a section in some record")
         told: dict[tuple[int, int], Sequence[float]] = {}
         for section in stage.values():
-            if section.owned and not section.norms:
+            if section.runs and not section.norms:
                 return math.nan
             said, at = memoryview(section.norms).cast("d"), 0
-            for lo, hi in section.owned:
+            for lo, hi in section.runs:
                 told[lo, hi], at = said[at : at + hi - lo], at + hi - lo
             check(at == len(said), f"expected norms of {at} blocks, got {len(said)}")
         end = 0
