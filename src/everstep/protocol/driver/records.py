@@ -302,7 +302,7 @@ class _Held(msgspec.Struct, frozen=True, array_like=True):
     lacking: tuple[int, ...] = ()
     snapshots: tuple[tuple[int, int], ...] = ()
     disk: tuple[int, ...] = ()
-    gradients: dict[int, Coded | None] = {}  # None: the whole
+    gradients: tuple[int | tuple[int, Coded], ...] = (0,)  # a stage alone: all of it
     sound: int = -1
     parts: dict[int, Coded] = {}
     kept_parts: tuple[tuple[int, int, Coded], ...] = ()
@@ -346,7 +346,7 @@ def encode_holding(holding: Holding) -> bytes:
     parts = {k: part.encoded() for k, part in holding.parts.items()}
     kept_parts = tuple((k, at, part.encoded()) for (k, at), part in sorted(holding.kept_parts.items()))
     alike = {name: getattr(holding, name) for name in _ALIKE}
-    alike["gradients"] = {k: None if part.whole else part.encoded() for k, part in holding.gradients.items()}
+    alike["gradients"] = tuple(k if part.whole else (k, part.encoded()) for k, part in holding.gradients.items())
     alike["standing"] = holding.fresh, holding.proven, holding.doubt if holding.doubt.step else None
     return msgspec.msgpack.encode(_Held(position=holding.position, parts=parts, kept_parts=kept_parts, **alike))
 
@@ -357,7 +357,8 @@ def decode_holding(data: bytes) -> Holding:
     try:
         parts = {k: Extents.decoded(coded) for k, coded in held.parts.items()}
         kept_parts = {(k, at): Extents.decoded(coded) for k, at, coded in held.kept_parts}
-        gradients = {k: WHOLE if coded is None else Extents.decoded(coded) for k, coded in held.gradients.items()}
+        told = [(one, None) if isinstance(one, int) else one for one in held.gradients]
+        gradients = {k: WHOLE if coded is None else Extents.decoded(coded) for k, coded in told}
     except (InvariantViolation, ValueError) as error:
         raise ProtocolError(f"expected what another member holds: {str(error)[:200]!a}") from None
     alike = {name: getattr(held, name) for name in _ALIKE}
