@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from everstep.base.errors import InvariantViolation
 from everstep.base.extents import NONE, WHOLE, BlockRun, Extents
 from everstep.base.plan import Member, Plan, Seat, Shard
-from everstep.placement.shards import divided, finishers, spread, writers
+from everstep.placement.shards import divided, finishers, lost_stages, spread, writers
 
 sizes = st.lists(st.integers(0, 9), min_size=1, max_size=4).map(lambda n: tuple((f"p{k}", s) for k, s in enumerate(n)))
 ids = st.sets(st.integers(0, 40), min_size=1, max_size=20)
@@ -89,6 +90,15 @@ def test_who_holds_parts_finishes_and_writes_some_of_them():
     assert writers(plan, 1, of) == {2: ((0, 2), (4, 6)), 4: ((2, 4), (6, 8))}
     joined = pool({**held, 9: (WHOLE, WHOLE)})
     assert writers(joined, 1, of) == {2: ((0, 2), (4, 5)), 4: ((2, 3), (6, 7)), 9: ((3, 4), (5, 6), (7, 8))}
+
+
+def test_a_stage_is_lost_with_the_last_holder_of_a_block():
+    of = (("model", 2), ("optimizer/m", 3))
+    held = {i: (Extents.numbered(of, [0, 1, 2 + i, 2 + (i + 1) % 3]), WHOLE) for i in range(3)}
+    plan = replace(pool(held), stages=1, seats=tuple(replace(s, stage=0) for s in pool(held).seats), shards=())
+    plan = replace(plan, shards=tuple(Shard(i, 0, state) for i, (state, _) in held.items()))
+    assert [lost_stages(plan, gone) for gone in ({0, 1, 2}, {0, 1}, {1, 2}, {1}, ())] == [[], [], [], [0], [0]]
+    assert lost_stages(replace(plan, shards=()), {1}) == [] and lost_stages(pool(held), {0, 1, 2}) == [0]
 
 
 def test_a_share_is_a_set_of_blocks():

@@ -11,11 +11,11 @@ different failure domains, and so that what is held already moves as little as p
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 
 from everstep.base.errors import check
-from everstep.base.extents import WHOLE, Extents, Runs, Sizes
+from everstep.base.extents import NONE, WHOLE, Extents, Runs, Sizes
 from everstep.base.plan import Plan
 from everstep.placement.domains import Crowd, DomainsOf, hosts_in_order
 
@@ -64,6 +64,15 @@ def finishers(pool: Plan, n_blocks: int) -> dict[int, Runs]:
 def writers(plan: Plan, stage: int, of: Sizes) -> dict[int, Runs]:
     """Which blocks of a stage's state, of such sizes, each member of its pool writes to a checkpoint."""
     return divided(of, {seat.worker_id: plan.shard(seat.worker_id, stage).state for seat in plan.pool(stage)})
+
+
+def lost_stages(plan: Plan, worker_ids: Collection[int]) -> list[int]:
+    """The stages of a plan that these members do not have all blocks of among them, as far as the plan says."""
+    held = dict.fromkeys(range(plan.stages), NONE)
+    for seat in plan.seats:
+        if seat.worker_id in worker_ids:
+            held[seat.stage] |= plan.shard(seat.worker_id, seat.stage).state
+    return [stage for stage, blocks in held.items() if not blocks.whole]
 
 
 Holders = tuple[tuple[int, ...], ...]
