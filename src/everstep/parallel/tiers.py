@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -252,7 +253,7 @@ class TieredTransport:
         lanes: dict[int, Sequence[int]] = dict.fromkeys(plan.worker_ids, ())
         lanes.update((seat.worker_id, seat.lanes) for seat in plan.seats)
         self._stream = TierStream(*(self._me, self._layout, self._n_lanes, self._near, self._scratch, tiers, lanes))
-        self._far.open(plan, self._stream)
+        self._far.open(replace(plan, shards=()), self._stream)  # it has no gradient of its own
 
     def leave(self) -> None:
         """Nothing is written any more of the generation, which has been cut, or all have left it."""
