@@ -13,6 +13,7 @@ from torch import nn
 from everstep.base.cause import Cause
 from everstep.base.config_keys import DiskTierConfig
 from everstep.base.errors import CheckpointCorrupt, StoreError
+from everstep.base.extents import WHOLE
 from everstep.checkpoint.manifest import JobIdentity, Manifest
 from everstep.checkpoint.manifest_writer import Extent, ManifestWriter, WriteOutcome
 from everstep.checkpoint.part import Base, LiveState, PartJob, PartReport, PartWriter
@@ -20,7 +21,7 @@ from everstep.checkpoint.reader import open_checkpoint, steps_in
 from everstep.checkpoint.signing import Signer
 from everstep.checkpoint.store import DirectoryStore
 from everstep.exact.state import ModelState
-from everstep.placement.owners import owners
+from everstep.placement.shards import divided
 from everstep.protocol.driver.policy import Due
 
 NUMERICS = {"lanes": 8, "seed": 3, "micro_batch": 4}
@@ -94,9 +95,9 @@ def write_part(
 ) -> PartReport:
     """One worker's part."""
     live = LiveState(state)
-    first, last = owners(live.n_blocks, range(workers))[worker_id]
+    runs = divided((("all", live.n_blocks),), dict.fromkeys(range(workers), WHOLE))[worker_id]
     reports: list[PartReport] = []
-    who = PartReport(step, generation, 0, worker_id, first, last)
+    who = PartReport(step, generation, 0, worker_id, runs)
     what = PartJob(who, worker_id == 0, limit_bytes, {"job": job}, signed=signed)
     writer = PartWriter(store, what, live, lambda: base or Base(), reports.append)
     threading.Thread(target=writer.run, daemon=True).start()

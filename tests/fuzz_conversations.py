@@ -101,7 +101,7 @@ class _Runs:
 
 def fed() -> bytes:
     """A step that a donor feeds, and that it has no more."""
-    told = {"presence": 2, "numel": _NUMEL, "tied": [["w", 0, 1, 2]], "absent": [["v", 0, 1]]}
+    told = {"presence": 2, "numel": _NUMEL, "ranges": [[0, _NUMEL]], "tied": [["w", 0, 1, 2]], "absent": [["v", 0, 1]]}
     common = [records.encode({0: Record(0, b"abc")}), b"loop"]
     header = {"kind": "step", "step": 4, "nbytes": [len(p) for p in common], "stages": {"0": told}}
     runs = [*common, b"\x01\x01", bytes(4 * _NUMEL), bytes(8)]
@@ -276,7 +276,7 @@ def blocks(data: bytes) -> int:
     finisher = BlockFinisher(_LAYOUT, 8, lambda: None)
     out = torch.zeros(BLOCK_ELEMENTS)
     stream = BlockStream(
-        *(1, {1: (0, 1)}, _LAYOUT, 8, finisher, lambda _, n: torch.zeros(n), lambda _: out, Reach([1], [1]))
+        *(1, {1: ((0, 1),)}, _LAYOUT, 8, finisher, lambda _, n: torch.zeros(n), lambda _: out, Reach([1], [1]))
     )
     room = 0
     for at in range(0, len(data) - _HEAD.size + 1, _HEAD.size):

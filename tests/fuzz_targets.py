@@ -380,7 +380,7 @@ def targets() -> list[FuzzTarget]:
     as_json: Callable[[Any], bytes] = lambda found: json.dumps(found, sort_keys=True).encode()  # noqa: E731
     manifests = _manifest_samples()
     record = records.encode(Record(prepared=1, payload=b"abc"))
-    report = encode_report(PartReport(1, 1, 0, 0, 0, 4))
+    report = encode_report(PartReport(1, 1, 0, 0, ((0, 4),)))
     return [
         FuzzTarget("json", [as_json(_JOB), b'{"a":{"b":[1,2,null]}}'], parse_json, (ValueError,), as_json),
         FuzzTarget("etcd-address", [b"etcd://10.0.0.1,[::1]:2379/jobs/mine", b"etcds://e1/j"], _etcd_address),

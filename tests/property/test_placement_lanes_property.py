@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from itertools import pairwise
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,7 +10,6 @@ from hypothesis import strategies as st
 from everstep.base.plan import Seat
 from everstep.base.pool_wish import PoolWish
 from everstep.placement.lanes import place
-from everstep.placement.owners import owners
 from everstep.placement.tree import cover
 
 speeds_of_workers = st.floats(0.01, 100.0)
@@ -151,7 +151,9 @@ def test_every_stage_takes_every_lane_once(case, stages, data):
     if len(ids) < stages:
         return
     standby = data.draw(st.sets(st.sampled_from(ids)))
-    pools = [sorted(ids)[first:last] for first, last in owners(len(ids), range(stages)).values()]
+    size, larger = divmod(len(ids), stages)  # of the first pools
+    ends = [k * size + min(k, larger) for k in range(stages + 1)]
+    pools = [sorted(ids)[first:last] for first, last in pairwise(ends)]
     if any(set(pool) <= standby for pool in pools):
         return
     wish = PoolWish(active=tuple(len(set(pool) - standby) for pool in pools), standby=tuple(standby))
@@ -161,12 +163,3 @@ def test_every_stage_takes_every_lane_once(case, stages, data):
         assert_every_lane_once([s for s in seats if s.stage == stage], lanes)
     assert {s.worker_id for s in seats if not s.lanes} == standby
     assert place(ids, lanes, stages=stages, wish=wish, previous=seats) == seats
-
-
-@given(st.integers(0, 500), st.sets(st.integers(0, 40), min_size=1, max_size=20))
-def test_owners_cut_the_blocks_evenly(n_blocks, ids):
-    ranges = owners(n_blocks, ids)
-    assert list(ranges) == sorted(ids)
-    assert [block for first, last in ranges.values() for block in range(first, last)] == list(range(n_blocks))
-    sizes = [last - first for first, last in ranges.values()]
-    assert max(sizes) - min(sizes) <= 1 and sizes == sorted(sizes, reverse=True)

@@ -1,4 +1,4 @@
-"""Settling with parts of stages, against a dumb oracle that knows sets of single blocks."""
+"""Settling with parts of stages, lost or never had, against a dumb oracle that knows sets of single blocks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from everstep.base.extents import WHOLE, Extents
-from everstep.base.plan import Member, Plan, Seat
+from everstep.base.plan import Member, Plan, Seat, Shard
 from everstep.protocol.settling import Settlement, settle
 from everstep.protocol.step_types import Holding, Key, Record
 
@@ -52,14 +52,15 @@ def members(draw):
     live: dict[int, Blocks] = {k: draw(LIVE) for k in STAGES}
     kept = {(k, s): draw(SOME | st.just(ALL)) for k in STAGES for s in STEPS[1:] if draw(st.integers(0, 3)) == 0}
     whole = tuple(k for k in STAGES if live[k] == ALL)
-    rolls = draw(st.booleans()) and at.step < 2 and bool(whole)
+    gradients = {k: draw(st.sampled_from([blocks, blocks, frozenset({0, 3})])) for k, blocks in live.items() if blocks}
+    rolls = draw(st.booleans()) and at.step < 2 and bool(gradients)
     return Holding(
         position=at,
         records={9: Record(0, b"")} if at.step else {},
         gradient_step=at.step + 1 if rolls else 0,
         digest="same" if at.step == 0 else "",
         stages=whole,
-        gradient_stages=whole,
+        gradients={k: extents(blocks) for k, blocks in gradients.items()},
         snapshots=tuple(sorted(key for key, blocks in kept.items() if blocks == ALL)),
         disk=(1,) if draw(st.integers(0, 5)) == 0 else (),
         parts={k: extents(blocks) for k, blocks in live.items() if blocks and blocks != ALL},
@@ -71,7 +72,17 @@ def members(draw):
 def cases(draw):
     n = draw(st.integers(1, 4))
     plan = plan_of(n, [draw(st.sampled_from(STAGES)) for _ in range(n)])
+    held = {seat: draw(st.just(ALL) | SOME) for seat in plan.seats}
+    shards = (Shard(s.worker_id, s.stage, extents(blocks)) for s, blocks in held.items() if blocks != ALL)
+    plan = replace(plan, shards=tuple(shards))
     return plan, {i: draw(members()) for i in range(n)}
+
+
+def taken(holding: Holding, stage: int) -> Blocks:
+    """Blocks that a member has after one more decision."""
+    live = ALL if stage in holding.stages else numbers(holding.parts.get(stage, Extents()))
+    gradient = numbers(holding.gradients.get(stage, Extents()))
+    return gradient if gradient <= live else frozenset()
 
 
 def has(holding: Holding, stage: int, step: int, *, rolled: bool = False) -> Blocks:
@@ -79,8 +90,8 @@ def has(holding: Holding, stage: int, step: int, *, rolled: bool = False) -> Blo
     found: Blocks = frozenset()
     if holding.position.step == step:
         found |= ALL if stage in holding.stages else numbers(holding.parts.get(stage, Extents()))
-    if rolled and stage in holding.stages:
-        found |= ALL
+    if rolled:
+        found |= taken(holding, stage)
     if (stage, step) in holding.snapshots:
         found |= ALL
     return found | numbers(holding.kept_parts.get((stage, step), Extents()))
@@ -104,8 +115,9 @@ def own(settled: Settlement, holdings: Mapping[int, Holding], worker_id: int, st
     if not settled.back:
         holding = holdings[worker_id]
         live = holding.position.step == settled.target.step
-        part = numbers(holding.parts.get(stage, Extents())) if live else frozenset()
-        return ALL if stage in holding.stages and (live or rolled) else part
+        return has(
+            replace(holding, snapshots=(), kept_parts={}), stage, settled.target.step, rolled=rolled and not live
+        )
     return has(holdings[worker_id], stage, settled.target.step, rolled=rolled)
 
 
@@ -118,21 +130,21 @@ def test_everybody_gets_what_it_lacks_of_whoever_has_it_and_nothing_else(case):
         for stage in plan.stages_of(i):
             mine = own(settled, holdings, i, stage)
             sources = settled.wants.get(i, {}).get(stage)
-            pieces = settled.pieces.get(i, {}).get(stage)
+            pieces, share = settled.pieces.get(i, {}).get(stage), numbers(plan.shard(i, stage).state)
             if sources is None:
-                assert mine == ALL, "who gets nothing has all"
+                assert mine >= share, "who gets nothing has all that it is to have"
             elif not sources:
                 assert settled.back, "disk, or anew"
                 assert settled.target.step == 0 or settled.target.step in holdings[i].disk
             elif sources[0] == i:
-                assert mine == ALL and pieces is None
+                assert mine >= share and pieces is None
             else:
                 donors = [j for j in sources if j != i]
                 given = {j: own(settled, holdings, j, stage) for j in donors}
                 missing = ALL if pieces is None else numbers(pieces.missing)
                 assert missing <= frozenset().union(*given.values()), "it can be had"
                 if pieces is not None:
-                    assert missing == ALL - mine, "what is one's own is not asked for"
+                    assert missing == share - mine, "what is one's own is not asked for"
                     for j in donors:
                         assert numbers(pieces.given.get(j, WHOLE)) <= given[j], "nobody is asked for what it lacks"
                         assert given[j] & missing
@@ -153,5 +165,6 @@ def test_nobody_goes_back_further_than_it_must(case):
 @given(cases())
 def test_with_whole_stages_there_is_nothing_in_pieces(case):
     plan, holdings = case
-    whole = {i: replace(h, parts={}, kept_parts={}) for i, h in holdings.items()}
-    assert settle(plan, whole).pieces == {}
+    gradients = {i: dict.fromkeys(h.stages, WHOLE) for i, h in holdings.items()}
+    whole = {i: replace(h, parts={}, kept_parts={}, gradients=gradients[i]) for i, h in holdings.items()}
+    assert settle(replace(plan, shards=()), whole).pieces == {}

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from everstep.base.extents import WHOLE
 from everstep.protocol import step_machine
 from everstep.protocol.settling import Settlement, settle
 from everstep.protocol.step_machine import StepMachine
@@ -137,7 +138,7 @@ class StatesItsSeatsAlone(StepMachine):
 
     def _settle(self) -> list[StepEffect]:
         if self._copied:
-            self.stages = self.current_plan().stages_of(self.me.worker_id)
+            self._blocks = dict.fromkeys(self.current_plan().stages_of(self.me.worker_id), WHOLE)
         return super()._settle()
 
 

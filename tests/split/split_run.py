@@ -81,7 +81,7 @@ def reduce_pool(
     pieces = (Piece(0, layout.numel, out),)
     last = len(members) - 1
     ends = [layout.n_blocks * k // len(members) for k in range(len(members) + 1)]
-    return [Reduced(step, pieces, row, (ends[k], ends[k + 1])) for k in range(last + 1)]
+    return [Reduced(step, pieces, row, ((ends[k], ends[k + 1]),)) for k in range(last + 1)]
 
 
 class SplitRun:

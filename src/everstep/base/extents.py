@@ -20,7 +20,21 @@ Sizes = tuple[tuple[str, int], ...]
 Coded = tuple[Sizes, tuple[tuple[int, int, int], ...]]
 """A proper part as it travels: sizes, and (place of the plane among them, lo, hi)."""
 
+Runs = tuple[tuple[int, int], ...]
+"""Blocks by their numbers: (first, one beyond the last), ascending, none empty, none beginning where another ends."""
+
 _Spans = list[tuple[int, int]]
+
+
+def within(runs: Runs) -> tuple[int, int]:
+    """(first, one beyond the last) of them all; (0, 0) if there are none."""
+    return (runs[0][0], runs[-1][1]) if runs else (0, 0)
+
+
+def common(left: Runs, right: Runs) -> Runs:
+    """The blocks that are in both."""
+    found = ((max(a, c), min(b, d)) for a, b in left for c, d in right)
+    return tuple(run for run in found if run[0] < run[1])
 
 
 class BlockRun(NamedTuple):

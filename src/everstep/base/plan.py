@@ -16,6 +16,7 @@ from typing import Literal
 from everstep.base.cause import Cause
 from everstep.base.domains import Domains, ordered
 from everstep.base.errors import MembershipError, check
+from everstep.base.extents import WHOLE, Extents
 
 Role = Literal["active", "standby"]
 
@@ -100,6 +101,22 @@ class Seat:
 
 
 @dataclass(frozen=True)
+class Shard:
+    """What a seat holds of its stage, where that is less than all: blocks of the state, and of the reduced gradient."""
+
+    worker_id: int
+    stage: int
+    state: Extents = WHOLE
+    gradient: Extents = WHOLE
+
+    def __post_init__(self) -> None:
+        for held in (self.state, self.gradient):
+            check(
+                held.whole or held == Extents.part(held.of, held.runs), f"expected a shard of blocks, got {held!r:.200}"
+            )
+
+
+@dataclass(frozen=True)
 class Plan:
     """One generation: who takes part, who does what, and why.
 
@@ -112,6 +129,7 @@ class Plan:
     `sound`: states later than that of this step are tainted, as the coordinator has heard; -1 if there is no doubt.
     `term`: in which the coordinator that made it holds the lease (its create revision); 0 where there is no lease.
     `alike`: (step, stage, digest of its state) of the newest steps at which all members were found to be alike.
+    `shards`: what seats hold that do not hold all of their stage.
     """
 
     generation: int
@@ -130,6 +148,7 @@ class Plan:
     sound: int = -1
     term: int = 0
     alike: tuple[tuple[int, int, str], ...] = ()
+    shards: tuple[Shard, ...] = ()
 
     def __post_init__(self) -> None:
         ids = [m.worker_id for m in self.members]
@@ -147,6 +166,10 @@ class Plan:
     @cached_property
     def _by_place(self) -> dict[tuple[int, int], Seat]:
         return {(s.worker_id, s.stage): s for s in self.seats}
+
+    @cached_property
+    def _shares(self) -> dict[tuple[int, int], Shard]:
+        return {(s.worker_id, s.stage): s for s in self.shards}
 
     @cached_property
     def _by_lane(self) -> dict[tuple[int, int], int]:
@@ -172,6 +195,15 @@ class Plan:
             return self
         return replace(self, members=tuple(m.at_rank(cell_rank) for m in self.members))
 
+    def of_pool(self, stage: int) -> Plan:
+        """The plan as the pool of one stage sees it: nobody else takes part."""
+        seats = self.pool(stage)
+        ids = {seat.worker_id for seat in seats}
+        members = tuple(m for m in self.members if m.worker_id in ids)
+        joining = tuple(w for w in self.joining if w in ids)
+        shards = tuple(share for share in self.shards if share.stage == stage)
+        return replace(self, members=members, seats=seats, joining=joining, shards=shards)
+
     def has(self, key: WorkerKey) -> bool:
         member = self._by_id.get(key.worker_id)
         return member is not None and member.incarnation == key.incarnation
@@ -188,6 +220,10 @@ class Plan:
     def seat(self, worker_id: int, stage: int = 0) -> Seat:
         """Raises: KeyError if the worker has no seat there."""
         return self._by_place[worker_id, stage]
+
+    def shard(self, worker_id: int, stage: int) -> Shard:
+        """What the worker's seat in the stage holds."""
+        return self._shares.get((worker_id, stage), Shard(worker_id, stage))
 
     def stages_of(self, worker_id: int) -> tuple[int, ...]:
         """The stages in which the worker has a seat, ascending; none for somebody who is not a member."""

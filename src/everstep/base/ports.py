@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol
 
+from everstep.base.extents import Runs
 from everstep.base.plan import Plan
 
 
@@ -61,17 +62,18 @@ class Piece:
 
 @dataclass(frozen=True)
 class Reduced:
-    """The whole reduced (summed, not normalised) flat gradient of a step, as this worker holds it.
+    """The reduced (summed, not normalised) flat gradient of a step, as far as this worker holds it.
 
-    `pieces` ascend and cover the layout. `presence`: one byte per layout entry, 1 where at least one lane had it.
-    `owned`: the block range [first, last) that this worker reduced itself. The memory stays valid and unchanged
-    until a member begins with the reduction of step + 2, even if the process that owns it dies.
+    `pieces` ascend and cover what the plan has this worker hold of the layout. `presence`: one byte per layout entry, 1
+    where at least one lane had it. `owned`: the blocks whose norms this worker tells; each is one worker's. The memory
+    stays valid and unchanged until a member begins with the reduction of step + 2, even if the process that owns it
+    dies.
     """
 
     step: int
     pieces: tuple[Piece, ...]
     presence: bytes
-    owned: tuple[int, int]
+    owned: Runs
 
 
 class Transport(Protocol):

@@ -55,10 +55,10 @@ class Assembly:
             if not any(p.entries is not None for p in parts):
                 return f"what the state of stage {stage} consists of"
             at = 0
-            for part in parts:
-                if part.first > at:
-                    return f"blocks {at} to {part.first - 1} of stage {stage}"
-                at = max(at, part.last)
+            for first, last in sorted(run for part in parts for run in part.runs):
+                if first > at:
+                    return f"blocks {at} to {first - 1} of stage {stage}"
+                at = max(at, last)
             n_blocks = _n_blocks(parts)
             if at < n_blocks:
                 return f"blocks {at} to {n_blocks - 1} of stage {stage}"
@@ -94,8 +94,10 @@ class Assembly:
         blocks = [""] * _n_blocks(parts)
         digests = [_EMPTY] * len(entries)
         for part in parts:
-            blocks[part.first : part.last] = split_digests(part.digests)
-            numbers = entries_within(entries, part.first, part.last)
+            numbers = [k for run in part.runs for k in range(*run)]
+            for k, digest in zip(numbers, split_digests(part.digests), strict=True):
+                blocks[k] = digest
+            numbers = entries_within(entries, part.runs)
             for k, digest in zip(numbers, split_digests(part.entry_digests), strict=True):
                 digests[k] = digest
         return manifest_of(entries, first.values, first.outline or Outline(), blocks, digests)
@@ -111,7 +113,7 @@ class Assembly:
         return places
 
     def _parts(self, stage: int) -> list[PartReport]:
-        return sorted((r for (s, _), r in self.reports.items() if s == stage), key=lambda r: (r.first, r.last))
+        return [r for (s, _), r in sorted(self.reports.items()) if s == stage]
 
 
 def assemble(assembly: Assembly, older: Callable[[int | None], Manifest | None], facts: Mapping[str, Any]) -> Manifest:

@@ -49,9 +49,9 @@ from everstep.checkpoint.repair import Copy, Elsewhere, Lost, Repairer, Source
 from everstep.checkpoint.signing import Signer, sums_signed
 from everstep.checkpoint.store import DirectoryStore
 from everstep.checkpoint.transfer import Uploader, open_object_tier, open_uploader
-from everstep.exact.image import BLOCK_BYTES
+from everstep.exact.image import BLOCK_BYTES, plane_sizes
 from everstep.exact.state import ModelState
-from everstep.placement.owners import owners
+from everstep.placement.shards import writers
 
 log = logging.getLogger(__name__)
 
@@ -135,7 +135,7 @@ class Checkpointer:
 
     def _start_part(self, extent: Extent, stage: int, state: ModelState, plan: Plan, began: float) -> None:
         pool = [seat.worker_id for seat in plan.pool(stage)]
-        report = PartReport(extent.step, plan.generation, stage, self.worker_id, 0, 0)
+        report = PartReport(extent.step, plan.generation, stage, self.worker_id)
         self._parts = [part for part in self._parts if not part.ended]
         if any(part.step != extent.step for part in self._parts):
             text = "its part of an earlier checkpoint is still being written"
@@ -146,9 +146,9 @@ class Checkpointer:
         except (EverstepError, MemoryError, RuntimeError) as error:
             self._report(report.failed(Why(cause_of(error), str(error))))
             return
-        first, last = owners(live.n_blocks, pool)[self.worker_id]
+        runs = writers(plan, stage, plane_sizes(live.outline.planes))[self.worker_id]
         job = PartJob(
-            replace(report, first=first, last=last, stall_s=time.monotonic() - began),
+            replace(report, runs=runs, stall_s=time.monotonic() - began),
             self.worker_id == min(pool),
             self._config.memory.limit_mb * _MB,
             {"job": self.identity.job, "task": self.identity.task, "worker": str(self.worker_id)},

@@ -11,6 +11,7 @@ import os
 import queue
 import threading
 import time
+from bisect import bisect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -27,6 +28,7 @@ from torch import Tensor
 
 from everstep.base.cause import Cause, Why
 from everstep.base.errors import EverstepError, ProtocolError, StoreError, cause_of, check
+from everstep.base.extents import Runs
 from everstep.checkpoint.manifest import PartFile
 from everstep.checkpoint.names import part_name
 from everstep.checkpoint.part_digest import PartDigest
@@ -47,11 +49,11 @@ _FLOATS = frozenset({"float64", "float32", "float16", "bfloat16", "complex64", "
 class PartReport(msgspec.Struct, frozen=True):
     """What a worker tells the job's leader about its part. Goes over connections as `encode_report` says.
 
-    first, last: its block range in the stage's own state. digests: of each of its blocks, 32 hex digits each, in one
-    text. written: (first block, count) of the runs in `file`, in order; the other blocks are in older checkpoints, the
-    newest being of step `base`. entry_digests: of the tensors that begin in the range (empty ones left out). file: None
-    if nothing in it was new. entries, values and outline: from the first worker of a pool alone. finite: whether
-    parameters and optimizer state in the range are. sha256: of `file`, as `part_digest` makes it, where checkpoints are
+    runs: its blocks of the stage's own state. digests: of each of them, 32 hex digits each, in one text. written:
+    (first block, count) of the runs in `file`, in order; the other blocks are in older checkpoints, the newest
+    being of step `base`. entry_digests: of the tensors that begin in its blocks (empty ones left out). file: None
+    if nothing in them was new. entries, values and outline: from the first worker of a pool alone. finite: whether
+    parameters and optimizer state in them are. sha256: of `file`, as `part_digest` makes it, where checkpoints are
     signed. error and cause: why there is none.
 
     checks, facts: what all workers of a pool have to say alike: `CHECK_BYTES` of the digest of each block of their
@@ -62,8 +64,7 @@ class PartReport(msgspec.Struct, frozen=True):
     generation: int
     stage: int
     worker_id: int
-    first: int
-    last: int
+    runs: Runs = ()
     digests: str = ""
     entry_digests: str = ""
     checks: bytes = b""
@@ -180,22 +181,23 @@ class PartWriter:
         self._began = time.monotonic()
 
     @cached_property
-    def _end(self) -> int:
-        """The block after the last one that is read: blocks after its own are not written, but needed for the digest of
-        an entry."""
-        report, entries = self._job.report, self._live.entries
-        mine = entries_within(entries, report.first, report.last)
-        return max([report.last, *(entries[k].blocks.stop for k in mine)])
+    def _own(self) -> dict[int, bool]:
+        """The blocks that are read, and whether they are written: those after its own are only needed for the digest of
+        an entry. Ascending."""
+        runs, entries = self._job.report.runs, self._live.entries
+        written = {block: True for run in runs for block in range(*run)}
+        for k in entries_within(entries, runs):
+            for block in entries[k].blocks:
+                written.setdefault(block, False)
+        return dict(sorted(written.items()))
 
     @cached_property
     def _order(self) -> Sequence[int]:
         """The blocks in the order in which they are read; those after the own ones are only compared."""
-        own = range(self._job.report.first, self._end)
-        return [*own, *range(self._end, self._live.n_blocks), *range(own.start)] if self._job.compare else own
-
-    @property
-    def _n_own(self) -> int:
-        return self._end - self._job.report.first
+        own = list(self._own)
+        others = [k for k in range(self._live.n_blocks) if k not in self._own] if self._job.compare else []
+        after = bisect(others, own[-1]) if own else 0
+        return [*own, *others[after:], *others[:after]]
 
     @property
     def step(self) -> int:
@@ -237,10 +239,10 @@ class PartWriter:
         room, order, passing = self._job.limit_bytes // BLOCK_BYTES, self._order, None
         low = len(order)
         while low - 1 > self._next or (low - 1 == self._next and not self._copying):
-            if low <= self._n_own and len(self._saved) >= room:
+            if low <= len(self._own) and len(self._saved) >= room:
                 break
             low -= 1
-            kept = low < self._n_own
+            kept = low < len(self._own)
             memory = torch.empty(BLOCK_BYTES, dtype=torch.uint8) if kept or passing is None else passing
             self._changed.wait_for(lambda: not self._copying)
             if self._stop or low < self._next:  # it has failed, or came to it, while this one waited
@@ -296,10 +298,9 @@ class PartWriter:
 
     def _write(self, fd: int, base: Base, sums: PartDigest) -> PartReport:
         job, report = self._job, self._job.report
-        first, last = report.first, report.last
-        data_at = round_up(512 + _BYTES_PER_RUN * ((last - first) // 2 + 1), _PAGE)
+        data_at = round_up(512 + _BYTES_PER_RUN * sum((hi - lo) // 2 + 1 for lo, hi in report.runs), _PAGE)
         live, n_own = self._live, self._live.n_own
-        mine = {k: xxhash.xxh3_128() for k in entries_within(live.entries, first, last)}
+        mine = {k: xxhash.xxh3_128() for k in entries_within(live.entries, report.runs)}
         digests: list[str] = []
         runs: list[tuple[int, int]] = []
         tree: list[str] = []
@@ -311,14 +312,14 @@ class PartWriter:
             view = bytes_of(block)
             if job.compare:
                 self._checked[index] = check_of(view)
-            if not first <= index < self._end:
+            if index not in self._own:
                 continue
             for k, lo, hi in pieces_of(live.entries, index):
                 if k in mine:
                     mine[k].update(view[lo - index * BLOCK_BYTES : hi - index * BLOCK_BYTES])
                 piece = block[lo - index * BLOCK_BYTES : hi - index * BLOCK_BYTES]
                 finite = finite and (k in live.passing or _is_finite(piece, live.entries[k].dtype))
-            if index >= last:
+            if not self._own[index]:
                 continue
             digest = digest_bytes(view)
             digests.append(digest)
@@ -386,9 +387,10 @@ class PartWriter:
         raise StoreError(f"{self._job.name(_ATTEMPTS - 1)} and {_ATTEMPTS - 1} further names are taken")
 
 
-def entries_within(entries: Sequence[StateEntry], first: int, last: int) -> list[int]:
+def entries_within(entries: Sequence[StateEntry], runs: Runs) -> list[int]:
     """The numbers of the entries that begin in these blocks; empty ones belong to none."""
-    return [k for k, e in enumerate(entries) if e.nbytes and first * BLOCK_BYTES <= e.offset < last * BLOCK_BYTES]
+    bounds = [(first * BLOCK_BYTES, last * BLOCK_BYTES) for first, last in runs]
+    return [k for k, e in enumerate(entries) if e.nbytes and any(lo <= e.offset < hi for lo, hi in bounds)]
 
 
 def _is_finite(piece: Tensor, dtype: str) -> bool:

@@ -67,6 +67,8 @@ class GradientHandOver:
         order, after the multiplication. The gradients stay valid until the next call.
         """
         check(len(reduced.presence) == len(self.layout.entries), "the presence is not of this layout")
+        ends = [0, *(end for piece in reduced.pieces for end in (piece.start, piece.stop)), self.layout.numel]
+        check(ends[::2] == ends[1::2], f"expected all of a gradient of {self.layout.numel} elements, got {ends[1:-1]}")
         with torch.no_grad():
             flat = self._memory()
             for piece in reduced.pieces:

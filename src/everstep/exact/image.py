@@ -385,7 +385,12 @@ def planes_of(manifest: Mapping[str, object]) -> tuple[Plane, ...]:
 
 def sizes_of(manifest: Mapping[str, Any]) -> Sizes:
     """Of the planes in blocks, in the order of the blocks' numbers, as sets of blocks (`base.extents`) are told."""
-    return tuple((plane.name, plane.stop - plane.start) for plane in planes_of(manifest))
+    return plane_sizes(planes_of(manifest))
+
+
+def plane_sizes(planes: Sequence[Plane]) -> Sizes:
+    """The same of planes that are known."""
+    return tuple((plane.name, plane.stop - plane.start) for plane in planes)
 
 
 def plane_at(planes: Sequence[Plane], block: int) -> Plane | None:

@@ -222,4 +222,6 @@ def machines_of(plan: Plan) -> dict[int, str]:
 def _on(machine: str, plan: Plan) -> Plan:
     """The plan's part on one machine, with the segments as the transports there name them."""
     here = [m for m in plan.members if m.segment.startswith(f"{machine}/")]
-    return replace(plan, members=tuple(replace(m, segment=m.segment.partition("/")[2]) for m in here))
+    members = tuple(replace(m, segment=m.segment.partition("/")[2]) for m in here)
+    # With members elsewhere nothing is finished among those here alone.
+    return replace(plan, members=members, shards=plan.shards if len(here) == len(plan.members) else ())

@@ -17,6 +17,7 @@ import torch
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from everstep.base.errors import ConfigError, InvariantViolation, check
+from everstep.base.extents import Runs, within
 from everstep.base.plan import Plan, WorkerKey
 from everstep.base.ports import Node, OnFinal, OnTick, Piece, Reduced, Tag
 from everstep.exact.layout import BLOCK_ELEMENTS, GradientLayout
@@ -35,7 +36,7 @@ from everstep.parallel.reduction import (
 )
 from everstep.parallel.socket_mesh import SocketMesh
 from everstep.parallel.streaming import BlockStream
-from everstep.placement.owners import owners
+from everstep.placement.shards import finishers
 from everstep.runtime.link.landing import Landing
 from everstep.runtime.link.tls import Tls
 
@@ -89,7 +90,7 @@ class GroupTransport:
         self._reaper = Reaper()
         self._tick = tick
         self._ticker = _Ticker(tick, lambda: self._fence.down)
-        self._owned: dict[int, tuple[int, int]] = {}
+        self._owned: dict[int, Runs] = {}
         self._flats = flats or Flats(layout.numel, self._device)
         self._finisher = BlockFinisher(layout, n_lanes, self._fence.check)
         self._results: list[torch.Tensor | None] = [None, None]
@@ -116,7 +117,7 @@ class GroupTransport:
             meeting = Meeting(plan.worker_ids, self._me.worker_id, store, host, self._fence, *proofs)
             records = self._records = PeerSockets(meeting, self._tick)
             self.leave()
-            self._owned = owners(self._layout.n_blocks, plan.worker_ids)
+            self._owned = finishers(plan, self._layout.n_blocks)
             cuda = self._device.type == "cuda"
             links = NcclLinks(meeting, self._device) if cuda else self._mesh_of(meeting, stream)
             self._links = links
@@ -273,14 +274,15 @@ class GroupTransport:
     def _move(self, step: int, own: Mapping[Node, torch.Tensor], offers: Offers, result: torch.Tensor) -> None:
         """Nodes to their owners, the tree finished by these, and their results to all; one after the other, since a
         group of NCCL begins and ends as a whole. A member alone has nothing to send."""
-        others = [w for w in self._others() if self._owned[w][0] < self._owned[w][1]]
+        others, mine = self._others(), self._owned[self._me.worker_id]
         parts, recvs = self._parts(own, offers)
-        sends = [_cut((t, w, _TAG_NODE + k), 0, self._owned[w]) for w in others for k, t in enumerate(own.values())]
-        self._transfer(sends, recvs)
-        run = self._owned[self._me.worker_id]
-        self._finisher.finish(step, run, parts, result)
-        sends = [_cut((result, w, _TAG_RESULT), 0, run) for w in self._others()] if run[0] < run[1] else []
-        self._transfer(sends, [_cut((result, w, _TAG_RESULT), 0, self._owned[w]) for w in others])
+        nodes = [(t, w, _TAG_NODE + k) for w in others for k, t in enumerate(own.values())]
+        self._transfer([cut for node in nodes for cut in _cut(node, 0, self._owned[node[1]])], recvs)
+        for run in mine:
+            self._finisher.finish(step, run, parts, result)
+        results = [(result, w, _TAG_RESULT) for w in others]
+        sends = [cut for one in results for cut in _cut(one, 0, mine)]
+        self._transfer(sends, [cut for one in results for cut in _cut(one, 0, self._owned[one[1]])])
         self._finisher.received(step)
 
     def _transfer(self, sends: list[Transfer], recvs: list[Transfer]) -> None:
@@ -290,13 +292,14 @@ class GroupTransport:
     def _parts(self, own: Mapping[Node, torch.Tensor], offers: Offers) -> tuple[list[NodePart], list[Transfer]]:
         """Everybody's nodes over the own range, and what of them is to be received before they can be used."""
         me = self._me.worker_id
-        start, stop = (block * BLOCK_ELEMENTS for block in self._owned[me])
+        mine = self._owned[me]
+        start, stop = (block * BLOCK_ELEMENTS for block in within(mine))
         parts = [NodePart(node, own[node], row) for node, row in offers[me]]
         recvs: list[Transfer] = []
         for w in self._others() if stop > start else ():
             for k, (node, row) in enumerate(offers[w]):
-                part = self._flats.scratch(len(recvs), stop - start)
-                recvs.append((part, w, _TAG_NODE + k))
+                part = self._flats.scratch(len(parts), stop - start)
+                recvs += _cut((part, w, _TAG_NODE + k), start, mine)
                 parts.append(NodePart(node, part, row, start))
         parts.sort(key=lambda part: part.node)
         return parts, recvs
@@ -344,11 +347,11 @@ class _Ticker:
             pause.wait(_TICK_S)
 
 
-def _cut(transfer: Transfer, origin: int, run: tuple[int, int]) -> Transfer:
-    """The part of a transfer that lies in the blocks `run`; `origin`: the element at which its tensor begins."""
+def _cut(transfer: Transfer, origin: int, runs: Runs) -> list[Transfer]:
+    """The parts of a transfer that lie in these blocks; `origin`: the element at which its tensor begins."""
     tensor, worker_id, tag = transfer
-    first, last = (block * BLOCK_ELEMENTS - origin for block in run)
-    return tensor[first:last], worker_id, tag
+    elements = [[block * BLOCK_ELEMENTS - origin for block in run] for run in runs]
+    return [(tensor[first:last], worker_id, tag) for first, last in elements]
 
 
 def _own_host(plan: Plan, me: WorkerKey) -> str:

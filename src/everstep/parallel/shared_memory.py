@@ -24,6 +24,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from everstep.base.errors import CollectiveAborted, check
+from everstep.base.extents import Runs
 from everstep.base.plan import Plan, WorkerKey
 from everstep.base.ports import Node, OnTick, Piece, Reduced, Tag
 from everstep.exact.layout import BLOCK_ELEMENTS, GradientLayout
@@ -43,7 +44,7 @@ from everstep.parallel.mapping import (
     record_key,
 )
 from everstep.parallel.reduction import BlockFinisher, decode_offers, encode_offers, zero_absent
-from everstep.placement.owners import owners
+from everstep.placement.shards import finishers
 
 _WAIT_S = 0.005
 _LIFE_CHECK_S = 0.05
@@ -73,7 +74,7 @@ class SharedMemoryTransport:
         self._peers: dict[int, PeerSegment] = {}
         self._attached = Attached(me, lambda m: PeerSegment(m.segment, m.key, self._geometry))
         self._fence = Fence()
-        self._owned: dict[int, tuple[int, int]] = {}
+        self._owned: dict[int, Runs] = {}
         self._exchanges = 0
         self._final: tuple[bytes, int, dict[Node, bytearray]] = (b"", 0, {})
         self._slots = NodeSlots(self._own)
@@ -97,7 +98,7 @@ class SharedMemoryTransport:
         self._fence.enter(plan.generation)
         self._peers = {}
         self._peers = self._attached.meet(plan, self._fence)
-        self._owned = owners(self._layout.n_blocks, plan.worker_ids)
+        self._owned = finishers(plan, self._layout.n_blocks)
 
     def node(self, step: int, node: Node) -> torch.Tensor:
         """float32 [layout.numel] in the own segment."""
@@ -137,7 +138,8 @@ class SharedMemoryTransport:
         parts += self._await_nodes(key)
         parts.sort(key=lambda part: part.node)
         owned = self._owned[self._me.worker_id]
-        self.finisher.finish(step, owned, parts, self.result(self._me.worker_id, step))
+        for run in owned:
+            self.finisher.finish(step, run, parts, self.result(self._me.worker_id, step))
         self.finish_together(step)
         return Reduced(step, self._pieces(step), union(parts), owned)
 
@@ -265,9 +267,7 @@ class SharedMemoryTransport:
 
     def _pieces(self, step: int) -> tuple[Piece, ...]:
         pieces = []
-        for worker_id, (first, last) in self._owned.items():
-            if first == last:
-                continue
+        for (first, last), worker_id in sorted((run, w) for w, runs in self._owned.items() for run in runs):
             start, stop = first * BLOCK_ELEMENTS, last * BLOCK_ELEMENTS
             pieces.append(Piece(start, stop, self.result(worker_id, step)[start:stop]))
         return tuple(pieces)
@@ -277,7 +277,7 @@ class SharedMemoryTransport:
         flat = self.node(step, root)
         zero_absent(self._layout, flat, present)
         self._slots.keep_result(step, root)
-        return Reduced(step, (Piece(0, self._layout.numel, flat),), present, (0, self._layout.n_blocks))
+        return Reduced(step, (Piece(0, self._layout.numel, flat),), present, self._owned[self._me.worker_id])
 
     def _await(self, ready: Ready, what: str) -> None:
         """Until `ready` has said yes once for every peer.

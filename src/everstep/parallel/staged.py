@@ -106,7 +106,7 @@ class StagedTransport:
         told = self._tell_segments(plan.generation)
         self._channel.open(_at_segments(plan, {w: segments[""] for w, segments in told.items()}))
         for stage, pool in self._pools.items():
-            part = _restricted(plan, stage)
+            part = plan.of_pool(stage)
             pool.open(_at_segments(part, {w: told[w][str(stage)] for w in part.worker_ids}))
 
     def node(self, stage: int, step: int, node: Node) -> torch.Tensor:
@@ -183,15 +183,6 @@ class StagedTransport:
         own = {"": self._channel.segment, **{str(stage): pool.segment for stage, pool in self._pools.items()}}
         records = self._records.exchange(Tag(_OPEN, generation, 0), msgspec.msgpack.encode(own))
         return {w: msgspec.msgpack.decode(record, type=dict[str, str]) for w, record in records.items()}
-
-
-def _restricted(plan: Plan, stage: int) -> Plan:
-    """The plan as the pool of one stage sees it: nobody else takes part."""
-    seats = plan.pool(stage)
-    ids = {seat.worker_id for seat in seats}
-    members = tuple(m for m in plan.members if m.worker_id in ids)
-    joining = tuple(w for w in plan.joining if w in ids)
-    return replace(plan, members=members, seats=seats, joining=joining)
 
 
 def _at_segments(plan: Plan, segments: Mapping[int, str]) -> Plan:

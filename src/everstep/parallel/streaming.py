@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 
 from everstep.base.errors import CollectiveAborted, ProtocolError, check
+from everstep.base.extents import Runs, common, within
 from everstep.base.ports import Node
 from everstep.exact.layout import BLOCK_ELEMENTS, GradientLayout
 from everstep.exact.reduce import NodePart
@@ -73,12 +74,13 @@ Rows = Mapping[int, Sequence[tuple[Node, bytes]]]
 
 class BlockSums:
     """Sums of some of a node's lanes, block by block as they come, until a block is there of all of them: then it can
-    be added up, once. Not thread-safe. Blocks [first, last)."""
+    be added up, once. Not thread-safe. runs: of these blocks."""
 
-    def __init__(self, into: Node, first: int, last: int) -> None:
+    def __init__(self, into: Node, runs: Runs) -> None:
         self.into = into
-        self._first = first
-        size = last - first
+        self._runs = runs
+        self._first, last = within(runs)
+        size = last - self._first
         self._lanes: set[int] = set()
         self._came: dict[Node, bytearray] = {}
         self._whole = [0] * size
@@ -106,22 +108,22 @@ class BlockSums:
 
         Raises: ProtocolError if one of them was here before.
         """
-        lo, hi = max(first - self._first, 0), min(last - self._first, len(self._taken))
-        if lo >= hi:
-            return []
-        came = self._came[node]
-        if any(came[lo:hi]):
-            raise ProtocolError(f"blocks {first}..{last - 1} of the lanes {node.lo}..{node.hi - 1} came twice")
-        came[lo:hi] = b"\x01" * (hi - lo)
-        for k in range(lo, hi):
-            self._there[k] += node.hi - node.lo
-            self._whole[k] += (node.hi - node.lo) * whole
-        return self._take(range(lo, hi))
+        came, found = self._came[node], list[int]()
+        for begin, end in common(self._runs, ((first, last),)):
+            lo, hi = begin - self._first, end - self._first
+            if any(came[lo:hi]):
+                raise ProtocolError(f"blocks {first}..{last - 1} of the lanes {node.lo}..{node.hi - 1} came twice")
+            came[lo:hi] = b"\x01" * (hi - lo)
+            for k in range(lo, hi):
+                self._there[k] += node.hi - node.lo
+                self._whole[k] += (node.hi - node.lo) * whole
+            found += self._take(range(lo, hi))
+        return found
 
     def tell(self) -> list[int]:
         """It is known what is absent in all nodes. Returns the blocks that can be added up now."""
         self._told = True
-        return self._take(range(len(self._taken)))
+        return [k for lo, hi in self._runs for k in self._take(range(lo - self._first, hi - self._first))]
 
     def _take(self, among: range) -> list[int]:
         wanted = self.into.hi - self.into.lo
@@ -135,14 +137,11 @@ class BlockSums:
 class StepBlocks(BlockSums):
     """How far one step's reduction is. Of the own blocks: which lanes have come of each. Not thread-safe.
 
-    own: blocks [first, last) that are finished here. out: the flat result. awaited: blocks whose result will be here,
-    None: all.
+    own: blocks that are finished here. out: the flat result. awaited: blocks whose result will be here, None: all.
     """
 
-    def __init__(
-        self, own: tuple[int, int], n_blocks: int, n_lanes: int, out: torch.Tensor, awaited: int | None = None
-    ) -> None:
-        super().__init__(Node(0, n_lanes), *own)
+    def __init__(self, own: Runs, n_blocks: int, n_lanes: int, out: torch.Tensor, awaited: int | None = None) -> None:
+        super().__init__(Node(0, n_lanes), own)
         self.out = out
         self._results = bytearray(n_blocks)
         self._pushed: dict[Node, bytearray] = {}
@@ -156,7 +155,7 @@ class StepBlocks(BlockSums):
         self._results[first:last] = b"\x01" * (last - first)
         self.open -= last - first
 
-    def leave(self, node: Node, first: int, last: int) -> list[tuple[int, int]]:
+    def leave(self, node: Node, first: int, last: int) -> Runs:
         """The runs of an own node in there that have not left yet; they have now."""
         left = self._pushed.setdefault(node, bytearray(len(self._results)))
         runs = []
@@ -165,7 +164,7 @@ class StepBlocks(BlockSums):
             stop = last if stop < 0 else stop
             runs.append((first, stop))
             left[first:stop] = b"\x01" * (stop - first)
-        return runs
+        return tuple(runs)
 
 
 class Reach(NamedTuple):
@@ -192,14 +191,14 @@ class Work(NamedTuple):
 class BlockStream:
     """The reductions of one generation. `offer` and `reduce` are called by one thread.
 
-    owned: block ranges by worker. scratch: receive buffers by number, as `Flats.scratch`. result: of a step, the flat
+    owned: blocks by worker. scratch: receive buffers by number, as `Flats.scratch`. result: of a step, the flat
     tensor for its result. reach: None: everybody sends all owners what it has.
     """
 
     def __init__(
         self,
         me: int,
-        owned: Mapping[int, tuple[int, int]],
+        owned: Mapping[int, Runs],
         layout: GradientLayout,
         n_lanes: int,
         finisher: BlockFinisher,
@@ -261,11 +260,8 @@ class BlockStream:
             if node not in blocks.parts:
                 blocks.add(self._me, node, flat, 0)
             runs = blocks.leave(node, first, last)
-            lo, hi = self._owned[self._me]
-            for run in runs:
-                begin, end = max(run[0], lo), min(run[1], hi)
-                if begin < end:
-                    self._finishable(step, blocks.come(node, begin, end, whole))
+            for begin, end in runs:
+                self._finishable(step, blocks.come(node, begin, end, whole))
         for w, begin, end in self._in_turns(runs):
             self._push(w, BlockNote(step, node.lo, node.hi, begin, whole), flat, end)
 
@@ -306,13 +302,11 @@ class BlockStream:
         if not there:
             mesh.fail()  # type: ignore[union-attr]
 
-    def _in_turns(self, runs: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
+    def _in_turns(self, runs: Runs) -> Iterator[tuple[int, int, int]]:
         """(owner, first, last) of what leaves at once: of each owner a little, so that all have something to do."""
         queues = []
         for w in self._reach.owners:
-            lo, hi = self._owned[w]
-            cut = [(max(a, lo), min(b, hi)) for a, b in runs]
-            queues.append([(w, a, b) for run in cut if run[0] < run[1] for a, b in self._cut.pieces(*run)])
+            queues.append([(w, a, b) for run in common(runs, self._owned[w]) for a, b in self._cut.pieces(*run)])
         for k in range(max(map(len, queues), default=0)):
             yield from (queue[k] for queue in queues if k < len(queue))
 
@@ -328,10 +322,10 @@ class BlockStream:
         Raises: ProtocolError if they are none that are wanted of it.
         """
         self._check_reach(w, note)
-        lo, hi = self._owned[self._me if note.of_node else w]
+        runs = self._owned[self._me if note.of_node else w]
         last = self._cut.last(note.first, size)
-        if not lo <= note.first < last <= hi:
-            raise ProtocolError(f"worker {w} sends blocks {note.first}..{last - 1}, expected some of {lo}..{hi - 1}")
+        if common(runs, ((note.first, last),)) != ((note.first, last),):
+            raise ProtocolError(f"worker {w} sends blocks {note.first}..{last - 1}, expected some of {list(runs)}")
         with self._lock:
             if self._over or note.step <= self._reduced:
                 raise ProtocolError(f"worker {w} sends blocks of step {note.step}, which is over")
@@ -342,6 +336,7 @@ class BlockStream:
             if note.node not in self._rows.get(note.step, {note.node: b""}):
                 raise ProtocolError(f"worker {w} sends blocks of the lanes {note.lo}..{note.hi - 1}, and offered none")
             if note.node not in blocks.parts:
+                lo, hi = within(runs)
                 blocks.add(w, note.node, self._room(note.step, hi - lo), lo * BLOCK_ELEMENTS)
             sender, tensor, origin = blocks.parts[note.node]
             if sender != w:
@@ -383,7 +378,7 @@ class BlockStream:
                 raise ProtocolError(f"step {step} begins while the steps {sorted(self._steps)} are not over")
             self._finisher.begin(step)
             own, out = self._owned[self._me], self._result(step)
-            awaited = sum(self._owned[w][1] - self._owned[w][0] for w in (self._me, *self._reach.owners))
+            awaited = sum(hi - lo for w in (self._me, *self._reach.owners) for lo, hi in self._owned[w])
             blocks = StepBlocks(own, self._layout.n_blocks, self._n_lanes, out, awaited)
             self._steps[step], self._numbers[step] = blocks, []
         return blocks

@@ -18,11 +18,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 
 from everstep.base.errors import ProtocolError, check
+from everstep.base.extents import Runs, within
 from everstep.base.plan import Plan
 from everstep.base.ports import Node, OnFinal, Piece, Reduced, Tag
 from everstep.exact.layout import BLOCK_ELEMENTS, GradientLayout
@@ -32,7 +34,7 @@ from everstep.parallel.reduction import Flats, decode_offers, encode_offers
 from everstep.parallel.shared_memory import SharedMemoryTransport
 from everstep.parallel.socket_mesh import BlockNote, SocketMesh
 from everstep.parallel.streaming import BlockStream, BlockSums, Reach, Work
-from everstep.placement.owners import owners
+from everstep.placement.shards import finishers
 from everstep.placement.tiers import Tiers, folded
 from everstep.placement.tree import cover
 
@@ -144,7 +146,7 @@ class TierStream(BlockStream):
         blocks = self._step(step)
         if step not in self._charges:
             owned = self._owned
-            self._charges[step] = [_Charge(courier, BlockSums(top, *owned[courier])) for courier, top in self._sent]
+            self._charges[step] = [_Charge(courier, BlockSums(top, owned[courier])) for courier, top in self._sent]
         mine = [(k, c.sums) for k, c in enumerate(self._charges[step], 1) if c.sums.into.lo <= node.lo < c.sums.into.hi]
         if node not in blocks.parts:
             for found in (blocks, *(sums for _, sums in mine)):
@@ -208,7 +210,7 @@ class TierStream(BlockStream):
         shifted = [part._replace(node=Node(part.node.lo - lo, part.node.hi - lo)) for part in work.parts]
         flat, origin = work.parts[0].tensor, 0
         if len(shifted) > 1:
-            first, last = self._owned[courier]
+            first, last = within(self._owned[courier])
             flat, origin = self._folded_into(work.step, work.what, last - first), first * BLOCK_ELEMENTS
         for begin, end in self._cut.pieces(work.first, work.last):
             self._near.look()
@@ -241,17 +243,17 @@ class TieredTransport:
         self._scratch = Flats(0, torch.device("cpu"))
         self._courier = me
         self._stream: TierStream | None = None
-        self._owned: dict[int, tuple[int, int]] = {}
+        self._owned: dict[int, Runs] = {}
 
     def open(self, plan: Plan, machines: Mapping[int, str]) -> None:
         """Meet the members of the plan. machines: where each of them is, by worker id. Raises: CollectiveAborted."""
         tiers = Tiers.of(machines)
         self._courier = tiers.inside(self._me)[0]
-        self._owned = owners(self._layout.n_blocks, plan.worker_ids)
+        self._owned = finishers(plan, self._layout.n_blocks)
         lanes: dict[int, Sequence[int]] = dict.fromkeys(plan.worker_ids, ())
         lanes.update((seat.worker_id, seat.lanes) for seat in plan.seats)
         self._stream = TierStream(*(self._me, self._layout, self._n_lanes, self._near, self._scratch, tiers, lanes))
-        self._far.open(plan, self._stream)
+        self._far.open(replace(plan, shards=()), self._stream)  # it has no gradient of its own
 
     def leave(self) -> None:
         """Nothing is written any more of the generation, which has been cut, or all have left it."""

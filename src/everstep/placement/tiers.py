@@ -16,8 +16,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
+from everstep.base.extents import WHOLE, Runs
 from everstep.base.ports import Node
-from everstep.placement.owners import owners
+from everstep.placement.shards import divided
 from everstep.placement.tree import cover
 
 
@@ -36,10 +37,10 @@ class Tiers:
             by_host.setdefault(host_of[worker_id], []).append(worker_id)
         return cls(tuple(map(tuple, by_host.values())))
 
-    def shares(self, n_blocks: int) -> dict[int, tuple[int, int]]:
-        """The blocks [first, last) that each member finishes: couriers a run each, all others none."""
-        none = {worker_id: (n_blocks, n_blocks) for there in self.hosts for worker_id in there}
-        return none | owners(n_blocks, (there[0] for there in self.hosts))
+    def shares(self, n_blocks: int) -> dict[int, Runs]:
+        """The blocks that each member finishes: couriers a run each, all others none."""
+        none: dict[int, Runs] = {worker_id: () for there in self.hosts for worker_id in there}
+        return none | divided((("gradient", n_blocks),), {there[0]: WHOLE for there in self.hosts})
 
     def inside(self, worker_id: int) -> tuple[int, ...]:
         """All members of its host, itself included; its courier first."""

@@ -54,7 +54,7 @@ class PlanTold(AnyMessage, frozen=True, kw_only=True):
 
     before: generation of the plan told last over this connection; 0: `plan` is whole, but for members and seats if
     these come in `columns`; else what is new or other. gone: worker ids of members no more; vacated: seats no more, as
-    (stage, worker id). same_speeds: those before count.
+    (stage, worker id). same_speeds: those before count. whole: seats that hold all of their stage now, likewise.
     """
 
     plan: Plan
@@ -63,6 +63,7 @@ class PlanTold(AnyMessage, frozen=True, kw_only=True):
     gone: list[int] = msgspec.field(default_factory=list)
     vacated: list[tuple[int, int]] = msgspec.field(default_factory=list)
     same_speeds: bool = False
+    whole: list[tuple[int, int]] = msgspec.field(default_factory=list)
 
 
 def columns_of(plan: Plan) -> PlanColumns:

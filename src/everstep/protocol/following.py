@@ -59,6 +59,7 @@ def name_of(plan: Plan | None) -> PlanName | None:
         return None
     speeds = tuple((worker_id, float(speed)) for worker_id, speed in plan.speeds)
     named = replace(plan, speeds=speeds)
-    # What is known of states says nothing of who does what.
-    said = _encoder.encode({field.name: getattr(named, field.name) for field in fields(Plan) if field.name != "alike"})
+    # What is known of states says nothing of who does what; of shares there is nothing to say where all hold all.
+    left_out = {"alike"} if plan.shards else {"alike", "shards"}
+    said = _encoder.encode({f.name: getattr(named, f.name) for f in fields(Plan) if f.name not in left_out})
     return PlanName(plan.term, plan.generation, blake2b(said, digest_size=16).hexdigest())

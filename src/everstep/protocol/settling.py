@@ -10,9 +10,11 @@ from whom. There is one target for all stages, so no stage can end up a step apa
   the target if the top is not held in all stages, or if R is beyond it (a job that starts from a checkpoint). Everybody
   goes to the beginning of R.
 
-A member may hold a part of a stage: its blocks count at the position that it is at, and as snapshots. What all of them
-hold together is held; whoever has a part of its seat gets the rest. Nobody takes a decision of a step with a part, for
-what an update makes of a block may depend on others. Blocks are asked of whoever has the whole stage, if anybody has.
+A member may hold a part of a stage, because the plan gives it no more or because blocks were lost: its blocks count at
+the position that it is at, and as snapshots. A stage is held if all members together have all of its blocks; whoever
+has less than the plan's share of its seat gets the rest. A member takes the decision of a step with the blocks for
+which it has the gradient, if it lacks none of them: what an update makes of a block may depend on the others. Blocks
+are asked of whoever has the whole stage, if anybody has.
 
 The holdings say all of this; nobody decides it. Interrupted settles, with some members gone back and others not, are
 settled by the same rule in the next generation: who has gone back holds R as live state.
@@ -25,9 +27,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import chain
 
-from everstep.base.extents import NONE, WHOLE, Extents, union
+from everstep.base.extents import NONE, Extents, union
 from everstep.base.plan import Plan
 from everstep.protocol.step_types import Holding, Key, Pieces, Piecewise, Record
 
@@ -43,7 +46,7 @@ class Settlement:
     target's decision, for whoever rolls forward. rolls: who takes that one decision. wants: by worker id, the stages
     that it has to get and from whom (when going back: all stages of its seats). serves: by worker id, who may ask it
     for state. rerun: the lanes to be computed by all members through whose seats they pass. pieces: by worker id, what
-    it gets of stages that it has a part of itself, or that nobody has all of.
+    it gets of stages of which it needs or has a part, or that nobody has all of.
     """
 
     target: Key
@@ -65,16 +68,19 @@ def settle(plan: Plan, holdings: Mapping[int, Holding]) -> Settlement:
     records = next((h.records for _, h in sorted(holdings.items()) if h.position == top and h.records), {})
     # Nobody rolls forward without the records of the decision; a snapshot may not have them.
     far = {i: _distance(top, h, bool(records)) for i, h in sorted(holdings.items())}
-    held = {i: _held_at(top, holdings[i]) if far[i] is not None else frozenset() for i in far}
+    held = {i: _held_at(top, holdings[i]) if far[i] is not None else {} for i in far}
     at_top = tuple(i for i, h in holdings.items() if h.position == top)
-    near = {i: holdings[i] for i in far if far[i] is not None}
-    stocks = {k: _at_top(top, k, held, near) for k in range(plan.stages)}
+    stocks = {k: _stock(top.step, {i: held[i].get(k, NONE) for i in far}, holdings) for k in range(plan.stages)}
     rolls = _Rolls(top, records, {i: held[i] for i, decisions in far.items() if decisions == 1})
     newest = _newest(plan, holdings, rolls)
     if not all(stock.there for stock in stocks.values()) or newest > top.step:
         return _go_to(plan, holdings, newest, rolls)
-    lacking = {i: [k for k in plan.stages_of(i) if i not in stocks[k].whole] for i in held}
-    wants = {i: {k: stocks[k].donors(i, at_top) for k in of} for i, of in lacking.items() if of or far[i] is None}
+    lacking = {i: [k for k in plan.stages_of(i) if stocks[k].missing(i, _share(plan, i, k))] for i in held}
+    wants = {
+        i: {k: stocks[k].donors(i, _share(plan, i, k), at_top) for k in of}
+        for i, of in lacking.items()
+        if of or far[i] is None
+    }
     return _settlement(plan, holdings, wants, stocks, rolls, top, back=False)
 
 
@@ -101,77 +107,93 @@ def _settlement(
         wants=wants,
         serves={donor: tuple(sorted(to)) for donor, to in serves.items()},
         rerun=_rerun(plan, holdings, wants, target, back=back),
-        pieces=_pieces(wants, stocks),
+        pieces=_pieces(plan, wants, stocks),
     )
+
+
+def _share(plan: Plan, worker_id: int, stage: int) -> Extents:
+    return plan.shard(worker_id, stage).state
+
+
+def less(held: Extents, share: Extents) -> Extents:
+    """What of a share is not held; all of it, if what is held is of a state with other planes."""
+    return share - held if held.fits(share) else share
 
 
 @dataclass(frozen=True)
 class _Stock:
-    """Who has a stage at a step: all of it (ascending), or a part of it."""
+    """What members have of a stage at a step, by worker id, ascending."""
 
-    whole: tuple[int, ...]
-    parts: Mapping[int, Extents]
+    held: Mapping[int, Extents]
 
-    @property
+    @cached_property
+    def whole(self) -> tuple[int, ...]:
+        """Who has all of it."""
+        return tuple(i for i, blocks in self.held.items() if blocks.whole)
+
+    @cached_property
     def there(self) -> bool:
         """Whether all of it is somewhere."""
-        return bool(self.whole) or union(self.parts.values()).whole
+        return bool(self.whole) or union(self.held.values()).whole
 
-    def missing(self, worker_id: int) -> Extents:
-        """What somebody lacks of it."""
-        return NONE if worker_id in self.whole else WHOLE - self.parts.get(worker_id, NONE)
+    def missing(self, worker_id: int, share: Extents) -> Extents:
+        """What somebody lacks of its share of it."""
+        return less(self.held.get(worker_id, NONE), share)
 
-    def donors(self, worker_id: int, first: Iterable[int] = ()) -> tuple[int, ...]:
-        """Whom somebody asks who lacks something. first: these alone if any of them has all, else before the others.
+    def donors(self, worker_id: int, share: Extents, first: Iterable[int] = ()) -> tuple[int, ...]:
+        """Whom somebody asks for what it lacks; itself, if that is nothing. first: these alone if any of them has all,
+        else before the others.
 
         More than are needed where nobody has all: one that is gone by then need not matter.
         """
+        missing = self.missing(worker_id, share)
+        if not missing and worker_id not in self.whole:
+            return (worker_id,)
         if self.whole:
             return tuple(i for i in self.whole if i in first) or self.whole
-        missing = self.missing(worker_id) if self.there else NONE
-        return tuple(sorted((i for i, p in self.parts.items() if p & missing), key=lambda i: (i not in first, i)))
+        give = [i for i, blocks in self.held.items() if blocks & missing] if self.there else []
+        return tuple(sorted(give, key=lambda i: (i not in first, i)))
 
-    def pieces(self, worker_id: int) -> Pieces | None:
+    def pieces(self, worker_id: int, share: Extents) -> Pieces | None:
         """How somebody gets what it lacks; None if it is simply the whole, from those who have that."""
-        missing = self.missing(worker_id)
+        missing = self.missing(worker_id, share)
         if not missing or not self.there or (self.whole and missing.whole):
             return None
-        given = {} if self.whole else {i: p & missing for i, p in self.parts.items() if p & missing}
+        given = {} if self.whole else {i: blocks & missing for i, blocks in self.held.items() if blocks & missing}
         return Pieces(missing, given)
 
 
-def _stock(step: int, whole: Iterable[int], parts: Mapping[int, Extents], holdings: Mapping[int, Holding]) -> _Stock:
-    """Of those who have all of a stage at a step, or a part.
+def _stock(step: int, held: Mapping[int, Extents], holdings: Mapping[int, Holding]) -> _Stock:
+    """Of what members have of a stage at a step.
 
-    Initial states are what each process built: there the lowest id's counts.
+    Initial states are what each process built: there the lowest id's counts, of those who have all of it if any has.
     """
-    who = sorted({*whole, *(i for i, part in parts.items() if part.whole)})
-    some = {i: parts[i] for i in sorted(parts) if i not in who}
-    first = next(iter([*who, *some]), None)
+    some = {i: blocks for i, blocks in sorted(held.items()) if blocks}
+    first = min(some, key=lambda i: (not some[i].whole, i), default=None)
     if step == 0 and first is not None:
-        who = [i for i in who if holdings[i].digest == holdings[first].digest]
-        some = {i: p for i, p in some.items() if holdings[i].digest == holdings[first].digest}
-    like = next(iter(some.values()), NONE)
-    return _Stock(tuple(who), {i: p for i, p in some.items() if p and p.fits(like)})
+        some = {i: blocks for i, blocks in some.items() if holdings[i].digest == holdings[first].digest}
+    like = next((blocks for blocks in some.values() if not blocks.whole), NONE)
+    return _Stock({i: blocks for i, blocks in some.items() if blocks.fits(like)})
 
 
-def _pieces(wants: Mapping[int, Sources], stocks: Mapping[int, _Stock]) -> dict[int, Piecewise]:
-    found = {i: {k: stocks[k].pieces(i) for k in sources} for i, sources in wants.items()}
+def _pieces(plan: Plan, wants: Mapping[int, Sources], stocks: Mapping[int, _Stock]) -> dict[int, Piecewise]:
+    found = {i: {k: stocks[k].pieces(i, _share(plan, i, k)) for k in sources} for i, sources in wants.items()}
     named = {i: {k: one for k, one in pieces.items() if one is not None} for i, pieces in found.items()}
     return {i: pieces for i, pieces in named.items() if pieces}
 
 
 @dataclass(frozen=True)
 class _Rolls:
-    """Who takes the one decision that is missing to the top, with these records; `held`: the stages they have then."""
+    """Who takes the one decision that is missing to the top, with these records; `held`: what they have then, by
+    stage."""
 
     top: Key
     records: Mapping[int, Record]
-    held: Mapping[int, frozenset[int]]
+    held: Mapping[int, Mapping[int, Extents]]
 
-    def holders(self, step: int, stage: int) -> list[int]:
-        """Who has the stage at the beginning of this step then."""
-        return [i for i, stages in self.held.items() if stage in stages] if self.top == Key(step, 0) else []
+    def has(self, worker_id: int, step: int, stage: int) -> Extents:
+        """What a member has of the stage at the beginning of this step then."""
+        return self.held.get(worker_id, {}).get(stage, NONE) if self.top == Key(step, 0) else NONE
 
 
 _NOBODY = _Rolls(Key(0, 0), {}, {})
@@ -192,16 +214,12 @@ def _distance(top: Key, holding: Holding, known: bool) -> int | None:
     return 1 if known and (by_gather or by_update) else None
 
 
-def _held_at(top: Key, holding: Holding) -> frozenset[int]:
-    """The stages that a member has at the top, or will have when it has rolled forward."""
-    stages = frozenset(holding.stages)
-    return stages if holding.position.step == top.step else stages & frozenset(holding.gradient_stages)
-
-
-def _at_top(top: Key, stage: int, held: Mapping[int, Iterable[int]], near: Mapping[int, Holding]) -> _Stock:
-    """Who has a stage at the top, of those there or one decision short of it. held: what they have all of then."""
-    parts = {i: h.parts[stage] for i, h in near.items() if stage in h.parts and h.position.step == top.step}
-    return _stock(top.step, (i for i in near if stage in held[i]), parts, near)
+def _held_at(top: Key, holding: Holding) -> dict[int, Extents]:
+    """What a member has at the top, or will have when it has rolled forward, by stage."""
+    live = {k: holding.live(k) for k in (*holding.stages, *holding.parts)}
+    if holding.position.step == top.step:
+        return live
+    return {k: blocks for k, blocks in holding.gradients.items() if not less(live.get(k, NONE), blocks)}
 
 
 def _rerun(
@@ -210,7 +228,7 @@ def _rerun(
     lanes: set[int] = set()
     for i, holding in holdings.items():
         stays = holding.position == target if back else holding.position.step == target.step
-        fresh = not stays or any(k in holding.stages or k in holding.parts for k in wants.get(i, {}))
+        fresh = not stays or any(holding.live(k) for k in wants.get(i, {}))
         mine = {lane for stage in plan.stages_of(i) for lane in plan.lanes_of(i, stage)}
         lanes |= mine if fresh else mine & set(holding.lacking)
     return frozenset(lanes)
@@ -221,16 +239,13 @@ def _rerun(
 
 def _in_memory(step: int, holdings: Mapping[int, Holding], stage: int, rolls: _Rolls) -> _Stock:
     """Who has the stage's state of the step, live (perhaps once it has rolled forward) or as a snapshot."""
-    live = {i for i, h in holdings.items() if h.position.step == step and stage in h.stages}
-    kept = {i for i, h in holdings.items() if (stage, step) in h.snapshots}
-    parts = {i: part for i, h in holdings.items() if (part := _part(step, stage, h))}
-    return _stock(step, {*live, *kept, *rolls.holders(step, stage)}, parts, holdings)
+    return _stock(step, {i: _has(step, stage, h) | rolls.has(i, step, stage) for i, h in holdings.items()}, holdings)
 
 
-def _part(step: int, stage: int, holding: Holding) -> Extents:
-    """Of what a member has a part of, live or kept: all of it."""
-    live = holding.parts.get(stage, NONE) if holding.position.step == step else NONE
-    kept = holding.kept_parts.get((stage, step), NONE)
+def _has(step: int, stage: int, holding: Holding) -> Extents:
+    """What a member has of it, live or kept."""
+    live = holding.live(stage) if holding.position.step == step else NONE
+    kept = holding.kept(stage, step)
     return live | kept if live.fits(kept) else live
 
 
@@ -260,10 +275,11 @@ def _go_to(plan: Plan, holdings: Mapping[int, Holding], step: int, rolls: _Rolls
     wants: dict[int, Sources] = {}
     for i, holding in sorted(holdings.items()):
         seats = plan.stages_of(i)
-        here = rolls.held.get(i, holding.stages if holding.position == target else ())
-        stands = all(k in here and (step > 0 or i in stocks[k].whole) for k in seats)
+        live = holding.position == target
+        here = {k: rolls.has(i, step, k) or (holding.live(k) if live else NONE) for k in seats}
+        stands = all(not less(here[k], _share(plan, i, k)) and (step > 0 or i in stocks[k].held) for k in seats)
         if not stands:
-            wants[i] = {k: _first(i, stocks[k].donors(i)) for k in seats}
+            wants[i] = {k: _first(i, stocks[k].donors(i, _share(plan, i, k))) for k in seats}
     return _settlement(plan, holdings, wants, stocks, rolls, target, back=True)
 
 

@@ -61,7 +61,7 @@ from everstep.base.errors import InvariantViolation, check
 from everstep.base.extents import NONE, WHOLE, Extents
 from everstep.base.plan import Plan, WorkerKey
 from everstep.protocol import step_types
-from everstep.protocol.settling import Settlement, settle, sound_limit
+from everstep.protocol.settling import Settlement, less, settle, sound_limit
 from everstep.protocol.step_phases import BY_EVENT, MUST_FIT, OUTSIDE, Phase
 from everstep.protocol.step_types import Holding, Key, Record, StepEffect, StepEvent
 
@@ -80,9 +80,8 @@ class StepMachine:
         self._digest = digest
         self._gradient_step = 0
         self.undone = 0  # the newest step that was decided, and is done again from the same state
-        self._gradient_stages: tuple[int, ...] = (0,)
-        self.stages: tuple[int, ...] = (0,)  # whose state at `position` is held, all of it; ascending
-        self._parts: dict[int, Extents] = {}  # of others, what blocks that were lost have left of them
+        self._gradients: dict[int, Extents] = {0: WHOLE}  # by stage, what the gradient of that step takes there
+        self._blocks: dict[int, Extents] = {0: WHOLE}  # by stage, what is held of its state at `position`
         self._kept = step_types.SnapshotsKept()
         self.sound = -1  # later states than that of this step are tainted; -1: no doubt
         self._held: set[tuple[int, int]] = set()  # (stage, lane) of step position.step + 1
@@ -127,14 +126,26 @@ class StepMachine:
         return max(self._prepared, default=0)
 
     @property
+    def stages(self) -> tuple[int, ...]:
+        """Those of whose state at `position` it has all blocks; ascending."""
+        return tuple(sorted(k for k, blocks in self._blocks.items() if blocks.whole))
+
+    @property
     def parts(self) -> Mapping[int, Extents]:
-        """What it has of stages that have lost blocks."""
-        return {k: part for k, part in self._parts.items() if part}
+        """What it has of other stages."""
+        return {k: blocks for k, blocks in self._blocks.items() if blocks and not blocks.whole}
 
     @property
     def in_part(self) -> tuple[int, ...]:
         """The stages of which it has anything, which members may copy; ascending."""
-        return tuple(sorted({*self.stages, *self.parts}))
+        return tuple(sorted(k for k, blocks in self._blocks.items() if blocks))
+
+    def _lacks(self, stage: int) -> bool:
+        """Whether it has less of a stage than the present plan's share."""
+        return bool(less(self._blocks.get(stage, NONE), self._share(stage)))
+
+    def _share(self, stage: int) -> Extents:
+        return WHOLE if self.plan is None else self.plan.shard(self.me.worker_id, stage).state
 
     def handle(self, event: StepEvent) -> list[StepEffect]:
         """Take in one event; the effects are to be carried out in order."""
@@ -176,12 +187,12 @@ class StepMachine:
         self._arrived = {}
         self._entered = self._copied = self._served = False
         self._awaited = set()
-        parts = self._parts
+        parts = {k: blocks for k, blocks in self._blocks.items() if not blocks.whole}
         if plan.sound >= 0 and not 0 <= self.sound <= plan.sound:
             self._doubt(plan.sound)
         if self.position.step == 0 and (self.sound < 0 or fresh):
-            there = {*plan.stages_of(self.me.worker_id), *(() if fresh else self.stages)}
-            self._parts, self.stages = parts, tuple(sorted(there - set(parts)))
+            built = dict.fromkeys(plan.stages_of(self.me.worker_id), WHOLE)
+            self._blocks = {**built, **({} if fresh else self._blocks), **parts}
         if self.phase is not Phase.UPDATING:
             self.phase = Phase.SETTLING
         return [*effects, step_types.Regroup(plan), step_types.SendHolding(plan.generation, self.holding())]
@@ -189,7 +200,7 @@ class StepMachine:
     def holding(self) -> Holding:
         """What is held as of now, to be stated in the present plan. Raises: InvariantViolation without one."""
         plan = self.current_plan()
-        held = {(stage, lane) for stage, lane in self._held if stage in self.stages}
+        held = {(stage, lane) for stage, lane in self._held if not self._lacks(stage)}
         return Holding(
             position=self.position,
             records=self.records,
@@ -199,21 +210,20 @@ class StepMachine:
             lacking=tuple(sorted({lane for _, lane in self._seats(plan) - held})),
             snapshots=tuple(sorted(self._kept.snapshots)),
             disk=tuple(sorted(self._kept.disk)),
-            gradient_stages=self._gradient_stages,
+            gradients=dict(self._gradients),
             sound=self.sound,
             parts=self.parts,
             kept_parts=dict(self._kept.parts),
         )
 
     def _blocks_lost(self, event: step_types.BlocksLost) -> list[StepEffect]:
-        """What is left counts; the gradient of a step cannot be applied to it."""
+        """What is left counts; the gradient of a step cannot be applied to it if it lacks blocks that this is for."""
         stage = event.stage
-        left = (WHOLE if stage in self.stages else self._parts.pop(stage, NONE)) - event.extents
-        self.stages = tuple(k for k in self.stages if k != stage)
-        self._parts[stage] = left
-        if not set(self.stages) & set(self._gradient_stages):
+        self._blocks[stage] = left = self._blocks.get(stage, NONE) - event.extents
+        self._gradients = {k: part for k, part in self._gradients.items() if k != stage or not less(left, part)}
+        if not self._gradients:
             self._gradient_step = 0
-        if self.phase not in OUTSIDE:
+        if self.phase not in OUTSIDE and self._lacks(stage):
             self._entered, self.phase = False, Phase.LACKING
         return []
 
@@ -248,7 +258,7 @@ class StepMachine:
 
     def _followed(self, event: step_types.Followed) -> list[StepEffect]:
         effects = self._move(event.position, event.records)
-        self.stages, self._parts = event.stages, {}
+        self._blocks = dict.fromkeys(event.stages, WHOLE)
         self._asked, self._untouched = None, False
         return effects + self._follow_switch()
 
@@ -315,11 +325,10 @@ class StepMachine:
 
     def _roll_forward(self, top: Key, records: Mapping[int, Record]) -> list[StepEffect]:
         """Take the one decision that is missing here with the records that were handed over."""
-        if top.seq == 0:
-            self.stages = tuple(k for k in self.stages if k in self._gradient_stages)
+        rolled = {k: part for k, part in self._gradients.items() if not less(self._blocks.get(k, NONE), part)}
         effects = self._move(top, records)
         if top.seq == 0:
-            self._asked = None
+            self._asked, self._blocks = None, rolled
             self.phase = Phase.UPDATING
             return [*effects, step_types.StepDecided(top.step, dict(records))]
         gathered = step_types.Gathered(top, dict(records), here=False)
@@ -343,16 +352,17 @@ class StepMachine:
                 step_types.Discard(before.step + 1 if event.position.step < before.step else event.position.step)
             )
         elif self.sound >= 0 or any(
-            stage in self._parts or (stage in self.stages and donors[:1] != (mine,)) for stage, donors in wanted.items()
+            stage in self._blocks and (self._lacks(stage) or donors[:1] != (mine,)) for stage, donors in wanted.items()
         ):
             # Another state of the same step, or a repaired one: what was computed from one's own counts for nothing.
             self._held, self._gradient_step = set(), 0
             effects.append(step_types.Discard(event.position.step + 1))
         if event.position.step == 0:
             self._digest = next((stated[donors[0]].digest for donors in wanted.values() if donors), self._digest)
-        kept = self.stages if 0 < event.position.step == before.step else ()  # they stay until the next decision
-        self.stages = tuple(sorted({*kept, *self.current_plan().stages_of(mine)}))
-        self._parts = {k: part for k, part in self._parts.items() if k not in self.stages}
+        stays = event.position.step == before.step  # what is without a seat: until the next decision
+        kept = {k: blocks for k, blocks in self._blocks.items() if stays and (before.step or not blocks.whole)}
+        seats = self.current_plan().stages_of(mine)
+        self._blocks = kept | {k: kept.get(k, NONE) | self._share(k) for k in seats}
         self._copied = True
         return effects + self._settle()
 
@@ -436,7 +446,7 @@ class StepMachine:
             return []
         plan = self.plan
         if event.generation == self.generation and plan is not None:
-            self._gradient_stages = plan.stages_of(self.me.worker_id)
+            self._gradients = {k: self._share(k) for k in plan.stages_of(self.me.worker_id)}
         elif plan is not None and plan.stages > 1:
             return []  # one of a superseded reduction says nothing of the stages that it was of
         self._gradient_step = event.step
@@ -472,7 +482,7 @@ class StepMachine:
         self._asked = None
         self.sound = -1
         if key.seq == 0:
-            self.stages = self._gradient_stages
+            self._blocks = dict(self._gradients)
             self._switch = self._agreed_switch(records)
             self.phase = Phase.UPDATING
             return [*effects, step_types.StepDecided(key.step, records)]
@@ -482,7 +492,8 @@ class StepMachine:
     def _move(self, position: Key, records: Mapping[int, Record]) -> list[StepEffect]:
         """Set the position; a decision beyond (s, 0) proves that every member had decided (s, 0)."""
         if position.step != self.position.step:
-            self._held, self._parts, self._gradient_step, self.rerun = set(), {}, 0, None
+            self._held, self._gradient_step, self.rerun = set(), 0, None
+            self._blocks = {k: blocks for k, blocks in self._blocks.items() if blocks.whole}
         if position != self.position:  # else what was decided before the application asked still answers it
             self._unasked = None
         self.position, self.records = position, records
@@ -525,7 +536,7 @@ class StepMachine:
         """States after this step count for nothing; nor does the live one of it, in which copies have just differed."""
         self.sound = sound
         if self.position.step >= sound and self.phase is not Phase.UPDATING:  # that leads beyond it
-            self.stages, self._parts, self._held, self._gradient_step = (), {}, set(), 0
+            self._blocks, self._held, self._gradient_step = {}, set(), 0
 
     def _updated(self, event: step_types.Updated) -> list[StepEffect]:
         check(event.step == self.position.step, f"updated to {event.step}, decided {self.position.step}")

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from everstep.base.extents import Extents
+from everstep.base.extents import NONE, WHOLE, Extents
 from everstep.base.plan import Plan
 
 BY_SCRIPT = (
@@ -64,12 +64,12 @@ class Holding:
     """What a worker states when it settles.
 
     position: key of its last decision; records: that decision's records by worker id, handed to whoever lacks them.
-    gradient_step: the step beyond position.step whose reduced gradient it holds in full (it has contributed, or was
-    about to), 0 if none; gradient_stages: of which stages. digest: of the initial state, at step 0 only. stages: those
-    whose state at `position` it has. lacking: lanes of its seats in this plan whose results for step position.step + 1
-    it does not have, at one of them at least. snapshots: (stage, step) of the states kept in its memory. disk: steps of
-    the verified, complete checkpoints that it can read. sound: the newest step whose state counts, if it knows that
-    later ones are tainted; else -1.
+    gradient_step: the step beyond position.step whose reduced gradient it holds (it has contributed, or was about
+    to), 0 if none; gradients: by stage, the blocks of the state that this takes to that step. digest: of the
+    initial state, at step 0 only. stages: those whose state at `position` it has. lacking: lanes of its seats in
+    this plan whose results for step position.step + 1 it does not have, at one of them at least. snapshots: (stage,
+    step) of the states kept in its memory. disk: steps of the verified, complete checkpoints that it can read.
+    sound: the newest step whose state counts, if it knows that later ones are tainted; else -1.
 
     `stages` and `snapshots` are whole. parts: of further stages, the blocks whose state at `position` it has;
     kept_parts: of further snapshots, by (stage, step), the blocks that are there.
@@ -89,7 +89,7 @@ class Holding:
     lacking: tuple[int, ...] = ()
     snapshots: tuple[tuple[int, int], ...] = ()
     disk: tuple[int, ...] = ()
-    gradient_stages: tuple[int, ...] = (0,)
+    gradients: Mapping[int, Extents] = field(default_factory=lambda: {0: WHOLE})
     sound: int = -1
     parts: Mapping[int, Extents] = field(default_factory=dict)
     kept_parts: Mapping[tuple[int, int], Extents] = field(default_factory=dict)
@@ -98,6 +98,14 @@ class Holding:
     fresh: bool = False
     proven: bool = False
     doubt: Doubt = field(default_factory=Doubt)
+
+    def live(self, stage: int) -> Extents:
+        """What it has of a stage's state at `position`."""
+        return WHOLE if stage in self.stages else self.parts.get(stage, NONE)
+
+    def kept(self, stage: int, step: int) -> Extents:
+        """What it has kept of a stage's state of a step."""
+        return WHOLE if (stage, step) in self.snapshots else self.kept_parts.get((stage, step), NONE)
 
 
 class Pieces(msgspec.Struct, frozen=True):

@@ -20,7 +20,7 @@ import msgspec
 
 from everstep.base.cause import Cause
 from everstep.base.errors import ProtocolError
-from everstep.base.plan import Member, Plan, Seat
+from everstep.base.plan import Member, Plan, Seat, Shard
 from everstep.protocol.columns import columns_of, filled
 from everstep.protocol.messages import AnyMessage, Heal, PlanNow, PlanPrepared, PlanTold
 
@@ -47,6 +47,7 @@ def told(plan: Plan, before: Plan | None) -> PlanTold:
     if before is None:
         return _whole(plan)
     members, seats = {m.worker_id: m for m in before.members}, {_place(s): s for s in before.seats}
+    shards = {_place(s): s for s in before.shards}
     gone = members.keys() - set(plan.worker_ids)
     vacated = seats.keys() - {_place(s) for s in plan.seats}
     same_speeds = plan.speeds == before.speeds
@@ -55,9 +56,15 @@ def told(plan: Plan, before: Plan | None) -> PlanTold:
         members=tuple(m for m in plan.members if members.get(m.worker_id) != m),
         seats=tuple(s for s in plan.seats if seats.get(_place(s)) != s),
         speeds=() if same_speeds else plan.speeds,
+        shards=tuple(s for s in plan.shards if shards.get(_place(s)) != s),
     )
     saying = PlanTold(
-        plan=news, before=before.generation, gone=sorted(gone), vacated=sorted(vacated), same_speeds=same_speeds
+        plan=news,
+        before=before.generation,
+        gone=sorted(gone),
+        vacated=sorted(vacated),
+        same_speeds=same_speeds,
+        whole=sorted(shards.keys() - {_place(s) for s in plan.shards}),
     )
     return saying if heard(saying, before) == plan else _whole(plan)
 
@@ -73,20 +80,23 @@ def heard(saying: PlanTold, before: Plan | None) -> Plan:
     if before is None or before.generation != saying.before:
         known = "none" if before is None else f"generation {before.generation}"
         raise ProtocolError(f"expected what has changed since the plan told last ({known}), got {saying.before}")
-    gone, vacated = set(saying.gone), set(saying.vacated)
+    gone, vacated, whole = set(saying.gone), set(saying.vacated), set(saying.whole)
     members: dict[int, Member] = {m.worker_id: m for m in before.members if m.worker_id not in gone}
     seats: dict[tuple[int, int], Seat] = {_place(s): s for s in before.seats if _place(s) not in vacated}
+    shards: dict[tuple[int, int], Shard] = {_place(s): s for s in before.shards if _place(s) not in whole}
     members |= {m.worker_id: m for m in saying.plan.members}
     seats |= {_place(s): s for s in saying.plan.seats}
+    shards |= {_place(s): s for s in saying.plan.shards}
     return replace(
         saying.plan,
         members=tuple(members[i] for i in sorted(members)),
         seats=tuple(seats[place] for place in sorted(seats)),
         speeds=before.speeds if saying.same_speeds else saying.plan.speeds,
+        shards=tuple(shards[place] for place in sorted(shards)),
     )
 
 
-def _place(seat: Seat) -> tuple[int, int]:
+def _place(seat: Seat | Shard) -> tuple[int, int]:
     return seat.stage, seat.worker_id
 
 

@@ -402,7 +402,7 @@ class Checks:
             top = limit is None and any(h.position == Key(at, 0) and h.records for h in said.values())
             live = any(
                 stage in h.stages
-                and (h.position.step == at or (top and stage in h.gradient_stages and h.gradient_step == at))
+                and (h.position.step == at or (top and stage in h.gradients and h.gradient_step == at))
                 for h in said.values()
             )
             pool = [s.worker_id for s in plan.pool(stage)]

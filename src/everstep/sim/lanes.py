@@ -19,8 +19,8 @@ import msgspec
 
 from everstep.base.plan import Plan
 from everstep.base.ports import Node
-from everstep.placement.owners import owners
 from everstep.placement.probes import alone, owed, with_trials
+from everstep.placement.shards import finishers
 from everstep.placement.tree import Merge, children, cover, fold_order, root
 from everstep.protocol.driver import operations as do
 from everstep.protocol.driver.operations import Compute
@@ -30,7 +30,7 @@ from everstep.protocol.step_types import Discard, LaneDone, LaneSaid
 from everstep.sim.checks import Vote
 from everstep.sim.life import Life
 from everstep.sim.mesh import Mesh
-from everstep.sim.model import BLOCKS, Blocks, SimGradient, add, digest, forward, leaf, through
+from everstep.sim.model import BLOCKS, Blocks, SimGradient, UnitValues, add, digest, forward, leaf, through
 from everstep.sim.world import MS
 
 Pass = tuple[str, int, int, int]  # 'forward' or 'backward', step, stage, lane
@@ -289,8 +289,9 @@ class Reduction:
         plan, me = operation.plan, self.life.me.worker_id
         for stage in plan.stages_of(me):
             nodes = self.lanes.sums(plan, operation.step, stage)
-            for worker_id, (first, last) in owners(BLOCKS, self._pool(stage)).items():
-                part = {node: value[first:last] for node, value in nodes.items()}
+            for worker_id, runs in finishers(plan.of_pool(stage), BLOCKS).items():
+                blocks = [block for run in runs for block in range(*run)]
+                part = {node: tuple(value[block] for block in blocks) for node, value in nodes.items()}
                 self.mesh.send(worker_id, "part", operation.step, stage, me, part)
 
     def _on_part(self, step: int, stage: int, worker_id: int, part: SimPart) -> None:
@@ -315,13 +316,19 @@ class Reduction:
         mine = operation.plan.stages_of(self.life.me.worker_id)
         if any(len(self._pieces.get((step, k), ())) < len(self._pool(k)) for k in mine):
             return
-        gradients = {
-            k: tuple(value for _, part in sorted(self._pieces[step, k].items()) for value in part) for k in mine
-        }
+        gradients = {k: self._gradient(operation.plan, step, k) for k in mine}
         self._parts = {key: value for key, value in self._parts.items() if key[0] > step}
         self._pieces = {key: value for key, value in self._pieces.items() if key[0] > step}
         self.life.state.reduced(step, gradients)
         self.life.done(operation, self._payload(operation, gradients))
+
+    def _gradient(self, plan: Plan, step: int, stage: int) -> SimGradient:
+        """Of what all have finished."""
+        owned = finishers(plan.of_pool(stage), BLOCKS)
+        values: dict[int, UnitValues] = {}
+        for worker_id, part in self._pieces[step, stage].items():
+            values |= zip((block for run in owned[worker_id] for block in range(*run)), part, strict=True)
+        return tuple(values[block] for block in range(BLOCKS))
 
     def _payload(self, operation: do.Reduce, gradients: Mapping[int, SimGradient]) -> AgreePayload:
         """A section per stage; the first one bears what the checks want to know."""
@@ -341,7 +348,7 @@ class Reduction:
             said = format(self._state(k), "x") if operation.compare else ""
             vote_of_it = [msgspec.msgpack.encode(vote)]
             sections.append(
-                StageSection(k, reports, (0, 0), b"", [], vote_of_it, said, probes=self.lanes.given.of(step, (k,)))
+                StageSection(k, reports, (), b"", [], vote_of_it, said, probes=self.lanes.given.of(step, (k,)))
             )
         return AgreePayload(sections)
 

@@ -361,7 +361,7 @@ class Simulation:
             held, stages = w.driver.machine.holding(), right
             found[w.me] = {(w.state.at, k) for k in stages}
             if held.gradient_step in tops:
-                found[w.me] |= {(held.gradient_step, k) for k in held.gradient_stages if k in stages}
+                found[w.me] |= {(held.gradient_step, k) for k in held.gradients if k in stages}
         return found
 
     def _settled(self, generation: int) -> dict[WorkerKey, Key]:

@@ -133,7 +133,7 @@ def _said(life: Life) -> tuple[StageSection, ...]:
     plan, stages = life.driver.plan, life.state.stages
     held = () if plan is None or len(plan.members) == 1 else plan.stages_of(life.me.worker_id)
     whole = [(k, stages[k]) for k in held if None not in stages[k]]
-    return tuple(StageSection(k, [], (0, 0), b"", [], [], format(digest(state), "x")) for k, state in whole)
+    return tuple(StageSection(k, [], (), b"", [], [], format(digest(state), "x")) for k, state in whole)
 
 
 _EFFECTS: tuple[type, ...] = (*do.AtOnce.__subclasses__(), *do.Answer.__subclasses__(), Release, Discard)

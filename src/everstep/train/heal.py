@@ -13,6 +13,7 @@ import json
 import logging
 import queue
 import threading
+from bisect import bisect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -476,26 +477,37 @@ def next_item(connection: PeerConnection, numel: Mapping[int, int]) -> FollowedS
 
 def _pack_gradient(gradient: StageGradient, numel: int) -> tuple[dict[str, Any], list[Any]]:
     """What is told of it, and its bytes."""
-    flat = torch.empty(numel, dtype=torch.float32)
+    ranges: list[tuple[int, int]] = []
     for piece in gradient.reduced.pieces:
-        flat[piece.start : piece.stop].copy_(piece.data)
+        first = ranges.pop()[0] if ranges and ranges[-1][1] == piece.start else piece.start
+        ranges.append((first, piece.stop))
+    flats = [torch.empty(stop - start, dtype=torch.float32) for start, stop in ranges]
+    for piece in gradient.reduced.pieces:
+        k = bisect(ranges, (piece.start, numel)) - 1
+        flats[k][piece.start - ranges[k][0] : piece.stop - ranges[k][0]].copy_(piece.data)
     there = [(p, t) for p, t in gradient.received.items() if t is not None]
     told = {
         "presence": len(gradient.reduced.presence),
         "numel": numel,
+        "ranges": ranges,
         "tied": [[p.name, p.unit, p.stage, t.numel()] for p, t in there],
         "absent": [[p.name, p.unit, p.stage] for p, t in gradient.received.items() if t is None],
     }
     tied = [bytes_of(t.detach().to("cpu", torch.float32, copy=True)) for _, t in there]
-    return told, [gradient.reduced.presence, bytes_of(flat), *tied]
+    return told, [gradient.reduced.presence, *map(bytes_of, flats), *tied]
 
 
 def _receive_gradient(connection: PeerConnection, step: int, told: dict[str, Any], numel: int) -> StageGradient:
     if told["numel"] != numel:
         raise ProtocolError(f"expected a fed gradient of {numel} elements, got {str(told['numel'])[:40]}")
+    ranges = [(int(start), int(stop)) for start, stop in told["ranges"]]
+    ends = [0, *(end for one in ranges for end in one), numel]
+    if ends != sorted(ends) or any(start == stop for start, stop in ranges):
+        raise ProtocolError(f"expected ranges of a fed gradient that ascend up to {numel}, got {str(ranges)[:80]}")
     presence = connection.recv_bytes(numel + _MOST_PARAMETERS)
-    flat = torch.empty(numel, dtype=torch.float32)
-    connection.recv_into(bytes_of(flat))
+    pieces = tuple(Piece(lo, hi, torch.empty(hi - lo, dtype=torch.float32)) for lo, hi in ranges)
+    for piece in pieces:
+        connection.recv_into(bytes_of(piece.data))
     received: dict[TiePlace, torch.Tensor | None] = {TiePlace(*row): None for row in told["absent"]}
     for name, unit, stage, size in told["tied"]:
         if not 0 <= size <= numel:
@@ -503,7 +515,7 @@ def _receive_gradient(connection: PeerConnection, step: int, told: dict[str, Any
         tied = torch.empty(size, dtype=torch.float32)
         connection.recv_into(bytes_of(tied))
         received[TiePlace(name, unit, stage)] = tied
-    return StageGradient(Reduced(step, (Piece(0, numel, flat),), bytes(presence), (0, 0)), received)
+    return StageGradient(Reduced(step, pieces, bytes(presence), ()), received)
 
 
 # ---- small states

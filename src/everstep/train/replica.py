@@ -10,6 +10,7 @@ import logging
 import math
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -115,13 +116,13 @@ class StageReplica:
         """
         norms, ties = b"", []
         if self._needs_norms:
-            first, last = reduced.owned
-            norms = block_norms(self.layout, _range(reduced, first, last), first * BLOCK_ELEMENTS).tobytes()
+            runs = [(_range(reduced, *run), run[0] * BLOCK_ELEMENTS) for run in reduced.owned]
+            norms = b"".join(block_norms(self.layout, data, start).tobytes() for data, start in runs)
             ties = stage_terms(self.spec.ties, self.layout, reduced, received or {})
         return StageSection(
             stage=self.spec.stage,
             lanes=self.lanes.reports(lanes) if self.spec.is_last else [],
-            owned=reduced.owned,
+            owned=tuple(chain.from_iterable(reduced.owned)),
             norms=norms,
             ties=ties,
             buffers=self.lanes.buffer_reports(),
@@ -141,7 +142,7 @@ class StageReplica:
 
     def said(self, step: int) -> StageSection:
         """What is to be compared of the state of a step, as part of a record."""
-        return StageSection(self.spec.stage, [], (0, 0), b"", [], [], self.compared(step), self._tied_digests())
+        return StageSection(self.spec.stage, [], (), b"", [], [], self.compared(step), self._tied_digests())
 
     def compared(self, step: int) -> str:
         """The digest of everything that is trained, and what tells which part of it differs."""

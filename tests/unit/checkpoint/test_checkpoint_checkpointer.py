@@ -19,6 +19,7 @@ from everstep.base.cause import Cause, Why
 from everstep.base.config_keys import CheckpointConfig
 from everstep.base.errors import CheckpointCorrupt, ConfigError
 from everstep.base.plan import Member, Plan, Rank, Seat
+from everstep.checkpoint.assembly import Assembly
 from everstep.checkpoint.checkpointer import Checkpointer
 from everstep.checkpoint.manifest_writer import Extent, WriteOutcome
 from everstep.checkpoint.part import Base, LiveState, PartJob, PartReport, PartWriter, check_of
@@ -266,7 +267,7 @@ def test_an_update_before_the_disk_is_ready(tmp_path: Path, limit_blocks: int) -
     live = LiveState(state)
     store = Gate(tmp_path)
     reports: list[PartReport] = []
-    job = PartJob(PartReport(1, 1, 0, 0, 0, live.n_blocks), True, limit_blocks * BLOCK_BYTES)
+    job = PartJob(PartReport(1, 1, 0, 0, ((0, live.n_blocks),)), True, limit_blocks * BLOCK_BYTES)
     writer = PartWriter(store, job, live, Base, reports.append)
     threading.Thread(target=writer.run, daemon=True).start()
     kept = writer.before_update(0.01)
@@ -288,7 +289,7 @@ def test_a_disk_that_refuses_while_the_update_waits_gives_the_part_up_alone(
 ) -> None:
     """The worker goes on: the thread has let go of the state meanwhile, which is no error of the training."""
     live = LiveState(make_state(1))
-    job = PartJob(PartReport(1, 1, 0, 0, 0, live.n_blocks), True, 100 * BLOCK_BYTES)
+    job = PartJob(PartReport(1, 1, 0, 0, ((0, live.n_blocks),)), True, 100 * BLOCK_BYTES)
     writer = PartWriter(DirectoryStore(tmp_path), job, live, Base, lambda report: None)
 
     def refuses(predicate: Callable[[], bool], timeout: float | None = None) -> bool:
@@ -307,7 +308,7 @@ def test_what_others_write_is_compared_too_and_takes_no_memory(tmp_path: Path, l
     live = LiveState(state)
     expected = b"".join(check_of(state.read_block(k)) for k in range(len(state.manifest()["blocks"])))
     store, reports = Gate(tmp_path), list[PartReport]()
-    report = PartReport(1, 1, 0, 0, live.n_blocks - 2, live.n_blocks)
+    report = PartReport(1, 1, 0, 0, ((live.n_blocks - 2, live.n_blocks),))
     job = PartJob(report, True, limit_blocks * BLOCK_BYTES, compare=True)
     writer = PartWriter(store, job, live, Base, reports.append)
     threading.Thread(target=writer.run, daemon=True).start()
@@ -319,6 +320,26 @@ def test_what_others_write_is_compared_too_and_takes_no_memory(tmp_path: Path, l
     assert writer.join(60.0)
     assert reports[0].checks == expected and len(reports[0].digests) == 2 * 32
     assert {"what it consists of", "groups/0", "state"} <= set(reports[0].facts)
+
+
+def test_parts_may_be_of_any_blocks(tmp_path: Path) -> None:
+    """Blocks of one worker lie between those of others, in the middle of tensors: the manifest is that of one writer.
+
+    Each block is in one file; what is not there yet is said.
+    """
+    state = make_state(1)
+    n_blocks = LiveState(state).n_blocks
+    turns = [tuple((k, k + 1) for k in range(first, n_blocks, 3)) for first in range(3)]
+    assembly = Assembly(1, 1, 1)
+    for worker_id, runs in enumerate(turns):
+        if worker_id:
+            assert f"blocks {worker_id} to " in assembly.missing()
+        job = PartJob(PartReport(1, 1, 0, worker_id, runs), worker_id == 0, 0, compare=worker_id == 1)
+        PartWriter(DirectoryStore(tmp_path), job, LiveState(state), Base, assembly.add).run()
+    assert n_blocks > 6 and assembly.missing() == ""
+    alone = state.manifest()
+    assert {key: assembly.stage_manifest(0)[key] for key in alone} == alone
+    assert sorted(assembly.written(0)) == list(range(n_blocks))
 
 
 def test_a_checkpoint_of_different_states_does_not_count(start: Callable[..., Job]) -> None:

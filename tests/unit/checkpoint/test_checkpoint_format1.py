@@ -58,7 +58,9 @@ def test_the_next_ones_continue_them(tmp_path: Path) -> None:
     writer = ManifestWriter(store, identity, DiskTierConfig(keep_last=1), lambda outcome: done.set())
     live, base = LiveState(replica.state), Base(3, old.manifest.depth, frozenset(old.manifest.state["blocks"]))
     writer.expect(Extent(4, Due(("disk",), "", Cause.REQUESTED)), 1)
-    part = PartWriter(store, PartJob(PartReport(4, 1, 0, 0, 0, live.n_blocks), True, 0), live, lambda: base, writer.add)
+    part = PartWriter(
+        store, PartJob(PartReport(4, 1, 0, 0, ((0, live.n_blocks),)), True, 0), live, lambda: base, writer.add
+    )
     part.run()
     assert done.wait(60.0)
     writer.close()

@@ -9,15 +9,16 @@ import pytest
 import torch
 from torch import nn
 
+from everstep.base.errors import InvariantViolation
 from everstep.base.ports import Piece, Reduced
 from everstep.exact.gradient import GradientHandOver, clip_factor, gradient_norm
-from everstep.exact.layout import GradientLayout, untie
+from everstep.exact.layout import BLOCK_ELEMENTS, GradientLayout, untie
 
 
 def reduced_of(layout: GradientLayout, flat: torch.Tensor, presence: bytes | None = None) -> Reduced:
     border = layout.numel // 3
     pieces = (Piece(0, border, flat[:border]), Piece(border, layout.numel, flat[border:]))
-    return Reduced(1, pieces, presence or bytes([1]) * len(layout.entries), (0, layout.n_blocks))
+    return Reduced(1, pieces, presence or bytes([1]) * len(layout.entries), ((0, layout.n_blocks),))
 
 
 def test_gradients_are_multiplied_once_and_the_kept_one_is_not_touched() -> None:
@@ -121,3 +122,15 @@ def test_statistics_are_the_mean_over_the_lanes_that_changed_them() -> None:
     flat[mean.offset : mean.offset + 4], flat[mean.offset + 4] = sums, 41.0
     GradientHandOver(layout, model).commit_statistics(reduced_of(layout, flat))
     assert torch.equal(model[0].running_mean, sums / 41) and not torch.equal(sums / 41, sums * (1 / 41))
+
+
+@pytest.mark.parametrize("ranges", [[], [(0, 1)], [(1, 2)], [(0, 1), (0, 2)]])
+def test_a_part_of_a_gradient_is_not_applied_as_if_it_were_all(ranges: list[tuple[int, int]]) -> None:
+    model = nn.Linear(BLOCK_ELEMENTS, 2, bias=False)
+    layout = GradientLayout.build(model, [model])
+    pieces = tuple(
+        Piece(a * BLOCK_ELEMENTS, b * BLOCK_ELEMENTS, torch.ones((b - a) * BLOCK_ELEMENTS)) for a, b in ranges
+    )
+    part = Reduced(1, pieces, bytes([1]) * len(layout.entries), ())
+    with pytest.raises(InvariantViolation, match="expected all of a gradient"):
+        GradientHandOver(layout, model).hand_over(part, 1.0)

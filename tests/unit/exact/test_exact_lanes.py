@@ -133,7 +133,7 @@ def reduce(layout: GradientLayout, parts: list[NodePart], step: int = 1) -> Redu
         out = torch.empty(stop - start)
         finish(layout, LANES, parts, start, stop, out)
         pieces.append(Piece(start, stop, out))
-    return Reduced(step, tuple(pieces), presence(parts), (0, layout.n_blocks))
+    return Reduced(step, tuple(pieces), presence(parts), ((0, layout.n_blocks),))
 
 
 def bits(reduced: Reduced) -> bytes:

@@ -80,10 +80,10 @@ def test_tied_places_count_as_one_gradient() -> None:
     for entry, part in zip(layout.entries, parts, strict=True):
         flat[entry.offset : entry.stop] = part
     pieces = (Piece(0, 5, flat[:5]), Piece(5, layout.numel, flat[5:]))
-    reduced = Reduced(1, pieces, bytes([1, 1, 1]), (0, 3))
+    reduced = Reduced(1, pieces, bytes([1, 1, 1]), ((0, 3),))
     total = total_sumsq(block_norms(layout, flat, 0)) + total_sumsq(tied_terms(layout, reduced))
     assert math.isclose(total, float(((parts[0] + parts[1] + parts[2]).double() ** 2).sum()), rel_tol=1e-6)
-    reduced = Reduced(1, pieces, bytes([1, 1, 0]), (0, 3))
+    reduced = Reduced(1, pieces, bytes([1, 1, 0]), ((0, 3),))
     assert math.isclose(
         total_sumsq(tied_terms(layout, reduced)), 2 * float((parts[0] * parts[1]).double().sum()), rel_tol=1e-5
     )

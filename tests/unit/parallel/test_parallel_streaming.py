@@ -144,7 +144,7 @@ def test_nobody_offers_to_himself_alone() -> None:
 
 
 def step_blocks() -> StepBlocks:
-    return StepBlocks((2, 6), 8, LANES, torch.empty(0))
+    return StepBlocks(((2, 6),), 8, LANES, torch.empty(0))
 
 
 def test_a_block_can_be_finished_once_all_lanes_of_it_are_there() -> None:
@@ -160,10 +160,10 @@ def test_a_block_can_be_finished_once_all_lanes_of_it_are_there() -> None:
 
 def test_own_blocks_leave_once() -> None:
     blocks = step_blocks()
-    assert blocks.leave(Node(0, 4), 3, 5) == [(3, 5)]
-    assert blocks.leave(Node(0, 4), 0, 8) == [(0, 3), (5, 8)]
-    assert blocks.leave(Node(0, 4), 0, 8) == []
-    assert blocks.leave(Node(4, 6), 0, 8) == [(0, 8)]
+    assert blocks.leave(Node(0, 4), 3, 5) == ((3, 5),)
+    assert blocks.leave(Node(0, 4), 0, 8) == ((0, 3), (5, 8))
+    assert blocks.leave(Node(0, 4), 0, 8) == ()
+    assert blocks.leave(Node(4, 6), 0, 8) == ((0, 8),)
 
 
 @pytest.mark.parametrize("node", [Node(3, 5), Node(0, 4), Node(7, 9), Node(5, 5), Node(6, 4)])
@@ -187,7 +187,7 @@ def test_nothing_comes_twice() -> None:
 
 def stream() -> BlockStream:
     """Of worker 1, which has the blocks 4 to 7 of 11."""
-    owned = {0: (0, 4), 1: (4, 8), 2: (8, 11)}
+    owned = {0: ((0, 4),), 1: ((4, 8),), 2: ((8, 11),)}
     finisher = BlockFinisher(SHAPE, LANES, lambda: None)
     out = torch.empty(SHAPE.numel)
     return BlockStream(1, owned, SHAPE, LANES, finisher, lambda _, n: torch.empty(n), lambda _: out)

@@ -8,6 +8,7 @@ import random
 import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,7 +16,8 @@ from parallel_cases import fill, layout, member, plan_of, reduce_step, reference
 from torch.distributed import HashStore
 
 from everstep.base.errors import CollectiveAborted, ProtocolError
-from everstep.base.plan import Plan, WorkerKey
+from everstep.base.extents import WHOLE, Extents
+from everstep.base.plan import Plan, Shard, WorkerKey
 from everstep.base.ports import Node, Reduced, Tag
 from everstep.exact.layout import BLOCK_ELEMENTS
 from everstep.exact.reduce import finish
@@ -57,12 +59,19 @@ class Crew:
         self.machine_of[i] = machine
         self.transports[i] = KINDS["auto"].pool(site, SHAPE, "stage0")  # type: ignore[assignment]
 
-    def open(self, generation: int, machines: dict[int, str], runs: Sequence[tuple[int, ...]] | None = None) -> Plan:
+    def open(
+        self,
+        generation: int,
+        machines: dict[int, str],
+        runs: Sequence[tuple[int, ...]] | None = None,
+        shards: tuple[Shard, ...] = (),
+    ) -> Plan:
         for i, machine in machines.items():
             if i not in self.transports:
                 self.hire(i, machine)
         members = [member(self.transports[i], WorkerKey(i, 0), os.getpid()) for i in sorted(machines)]
         plan = plan_of(generation, members, LANES, list(runs) if runs is not None else None)
+        plan = replace(plan, shards=shards)
         assert together(*(lambda i=i: self.transports[i].open(plan) for i in plan.worker_ids)) == [None] * len(members)
         for i in plan.worker_ids if len(set(machines.values())) > 1 else ():
             self._count(i)
@@ -137,9 +146,24 @@ def crossing(plan: Plan, machine_of: dict[int, str]) -> int:
     total = 0
     for there in tiers.hosts:
         sums = folded([n for w in there for n in cover(plan.lanes_of(w), LANES)], LANES)
-        for w, (first, last) in tiers.shares(SHAPE.n_blocks).items():
-            total += (last - first) * BLOCK_ELEMENTS * (len(sums) + 1) if w not in there else 0
+        for w, runs in tiers.shares(SHAPE.n_blocks).items():
+            total += sum(hi - lo for lo, hi in runs) * BLOCK_ELEMENTS * (len(sums) + 1) if w not in there else 0
     return total
+
+
+@pytest.mark.parametrize("machines", ["aaa", "abc", "aab", "abb"])
+def test_members_that_hold_parts_of_the_gradient_tell_of_these(crew: Crew, machines: str) -> None:
+    """Be it that they are on one host, on one each, or some of them on one."""
+    size = (("gradient", SHAPE.n_blocks),)
+    turns = [Extents.numbered(size, range(k, SHAPE.n_blocks, 2)) for k in (0, 1)]
+    shards = tuple(Shard(k, 0, WHOLE, turn) for k, turn in enumerate(turns))
+    plan = crew.open(1, dict(enumerate(machines)), shards=shards)
+    for step in (1, 2):
+        reduced = crew.reduce(plan, step)
+        check_step(reduced, step)
+        told = [[b for run in r.owned for b in range(*run)] for r in reduced]
+        assert sorted(b for blocks in told for b in blocks) == list(range(SHAPE.n_blocks))
+        assert all(b % 2 == k for k in (0, 1) for b in told[k])
 
 
 def test_any_members_on_any_hosts_get_the_same_bits_and_no_byte_crosses_twice(crew: Crew) -> None:
@@ -178,7 +202,7 @@ def test_a_block_leaves_and_its_result_is_there_before_the_last_lane_is_done(cre
     plan = crew.open(1, FOUR)
     presence = {i: fill(crew.transports[i], SHAPE, step, (node,)) for i, node in nodes.items()}
     tiers = Tiers.of(FOUR)
-    owner = next(w for w, (first, last) in tiers.shares(BLOCKS).items() if first <= 4 < last)
+    owner = next(w for w, runs in tiers.shares(BLOCKS).items() for first, last in runs if first <= 4 < last)
     [elsewhere] = tiers.outside(owner)
     courier = elsewhere[0]
     crew.offer(elsewhere[0], step, {nodes[elsewhere[0]]: [2, 3, 4]})
@@ -300,7 +324,7 @@ def test_blocks_that_came_from_another_host_are_not_finished_again_in_place(
     """Partial sums would show to whoever reads the earlier result."""
     four = {0: "a", 1: "a", 2: "b", 3: "c"}
     held = crew.reduce(crew.open(1, four), 7)[0]
-    (_, last), mine = Tiers.of(four).shares(SHAPE.n_blocks)[0], crew.transports[0]._near.result(0, 7)
+    ((_, last),), mine = Tiers.of(four).shares(SHAPE.n_blocks)[0], crew.transports[0]._near.result(0, 7)
     written: list[int] = []
 
     def watched(shape: object, n_lanes: int, parts: object, start: int, stop: int, out: torch.Tensor) -> None:
@@ -310,7 +334,7 @@ def test_blocks_that_came_from_another_host_are_not_finished_again_in_place(
 
     monkeypatch.setattr(reduction, "finish", watched)
     again = crew.reduce(crew.open(2, {0: "a", 1: "a"}), 7)
-    assert again[0].owned[1] > last, "worker 0 owns now what it had as a courier"
+    assert again[0].owned[-1][1] > last, "worker 0 owns now what it had as a courier"
     assert not written, "it has all of the result"
     check_step([held, *again], 7)
 

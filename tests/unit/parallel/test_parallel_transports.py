@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,7 +14,8 @@ from parallel_cases import layout, member, plan_of, reduce_step, reference, same
 from torch.distributed import HashStore
 
 from everstep.base.errors import CollectiveAborted
-from everstep.base.plan import Plan, WorkerKey
+from everstep.base.extents import WHOLE, Extents
+from everstep.base.plan import Plan, Shard, WorkerKey
 from everstep.base.ports import Node, Reduced, Tag, Transport
 from everstep.parallel.group import GroupTransport
 from everstep.parallel.shared_memory import SharedMemoryTransport
@@ -83,8 +85,21 @@ def test_the_bits_do_not_depend_on_how_many_share_the_work(crew: Crew, n: int) -
     for step in (1, 2, 5):
         reduced = crew.reduce(plan, step)
         check_step(reduced, step)
-        assert sorted(b for r in reduced for b in range(*r.owned)) == list(range(SHAPE.n_blocks))
+        assert sorted(b for r in reduced for run in r.owned for b in range(*run)) == list(range(SHAPE.n_blocks))
     assert crew.ticks > 0 or n == 1
+
+
+def test_who_finishes_blocks_here_and_there_gets_the_same_bits(crew: Crew) -> None:
+    """As where the plan has members hold parts of the gradient: between the blocks of one lie those of others."""
+    size = (("gradient", SHAPE.n_blocks),)
+    turns = [Extents.numbered(size, range(k, SHAPE.n_blocks, 2)) for k in (0, 1)]
+    plan = replace(crew.plan(1, [0, 1, 2]), shards=tuple(Shard(k, 0, WHOLE, turn) for k, turn in enumerate(turns)))
+    crew.open(plan)
+    for step in (1, 2, 3):
+        reduced = crew.reduce(plan, step)
+        check_step(reduced, step)
+        assert sorted(b for r in reduced for run in r.owned for b in range(*run)) == list(range(SHAPE.n_blocks))
+    assert max(len(r.owned) for r in reduced) > 1
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from everstep.base.cause import Cause, Why
+from everstep.base.extents import WHOLE
 from everstep.base.plan import Member, Plan, Seat, WorkerKey
 from everstep.protocol import messages as wire
 from everstep.protocol.driver import operations as do
@@ -53,7 +54,7 @@ def section(given: Plan, worker_id: int, stage: int, digest: str = "", tied: Map
     """What an agree record says of one stage."""
     lanes = given.lanes_of(worker_id, stage) if stage == given.stages - 1 else ()
     reports = [LaneReport(lane, 1.0, 1.0, 1, 0) for lane in lanes]
-    return StageSection(stage, reports, (0, 0), b"", [], [b""], digest, dict(tied or {}))
+    return StageSection(stage, reports, (), b"", [], [b""], digest, dict(tied or {}))
 
 
 def payload(given: Plan, worker_id: int, digest: str | Mapping[int, str] = "", **more: Any) -> AgreePayload:
@@ -79,7 +80,11 @@ def gather_records(given: Plan, ends: bool = False, **data: bytes) -> dict[int, 
 
 def at(step: int, seq: int = 0, stages: tuple[int, ...] = (0,), **more: Any) -> Holding:
     """What a peer states."""
-    given = {"records": {9: Record(0, b"")} if step else {}, "gradient_step": 0, "gradient_stages": stages}
+    given = {
+        "records": {9: Record(0, b"")} if step else {},
+        "gradient_step": 0,
+        "gradients": dict.fromkeys(stages, WHOLE),
+    }
     return Holding(Key(step, seq), stages=stages, **{**given, **more})
 
 
@@ -183,7 +188,12 @@ class Worker:
     def _like(self, mine: Holding, worker_id: int) -> Holding:
         stages = self.plan.stages_of(worker_id)
         own = {lane for stage in stages for lane in self.plan.lanes_of(worker_id, stage)}
-        return replace(mine, stages=stages, gradient_stages=stages, lacking=tuple(sorted(own)) if mine.lacking else ())
+        return replace(
+            mine,
+            stages=stages,
+            gradients=dict.fromkeys(stages, WHOLE),
+            lacking=tuple(sorted(own)) if mine.lacking else (),
+        )
 
     def enter(self, given: Plan, opened: do.Opened | None = None, **others: Holding | None) -> list[Any]:
         """Another generation: leave what is outstanding, and settle."""

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from coordinator_harness import MS, S, World, drop, member, running
 
-from everstep.base.plan import Plan
+from everstep.base.extents import NONE
+from everstep.base.plan import Plan, Shard
 from everstep.protocol import messages as m
 from everstep.protocol.coordinator.types import HostRules
 from everstep.protocol.following import PlanAsked, PlanName, name_of
@@ -41,6 +42,13 @@ def test_a_plan_that_the_journal_has_is_only_named() -> None:
         again.hello(i, plan=world.plan, step=7)
     assert again.sent == [] and again.coordinator.job.agreement.entered == {0, 1, 2}
     assert again.knows == {f"w{i}.0": world.plan for i in range(3)}
+
+
+def test_a_plan_is_named_with_what_its_seats_hold() -> None:
+    plan = running().plan
+    assert plan is not None
+    other = replace(plan, shards=(Shard(1, 0, NONE),))
+    assert name_of(other) != name_of(plan) == name_of(replace(other, shards=()))
 
 
 def test_the_next_plan_goes_as_what_has_changed_to_those_who_have_named_theirs() -> None:

@@ -220,6 +220,7 @@ def test_an_answer_that_was_taken_over_outlives_a_repair() -> None:
 
 def test_holdings_in_part_travel() -> None:
     holding = Holding(Key(4, 1), {}, 0, stages=(1,), parts={0: MODEL}, kept_parts={(0, 2): ONE, (1, 2): WHOLE - ONE})
+    holding = replace(holding, gradients={0: MODEL, 1: WHOLE})
     assert decode_holding(encode_holding(holding)) == holding
     whole = Holding(Key(4, 1), {}, 0)
     assert len(encode_holding(holding)) > len(encode_holding(whole)) < 24, "what is whole costs nothing"

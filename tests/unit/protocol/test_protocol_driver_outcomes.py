@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import struct
+from itertools import chain
 from typing import Any
 
 from driver_harness import gather_records, plan, records_of
 
 from everstep.base.cause import Cause
+from everstep.base.extents import Runs
 from everstep.protocol.driver.comparing import Comparing, Statements
 from everstep.protocol.driver.records import (
     AgreePayload,
@@ -22,14 +24,15 @@ from everstep.protocol.step_types import Record
 
 def record(
     losses: dict[int, float],
-    owned: tuple[int, int] = (0, 0),
+    owned: Runs = (),
     norms: tuple[float, ...] = (),
     ties: list[float] | None = None,
     settings: bytes = b"",
     **more: Any,
 ) -> Record:
     lanes = [LaneReport(lane, loss, 1.0, 2, 0) for lane, loss in losses.items()]
-    section = StageSection(0, lanes, owned, struct.pack(f"{len(norms)}d", *norms), ties or [], [b"b"], "", {}, settings)
+    packed = struct.pack(f"{len(norms)}d", *norms)
+    section = StageSection(0, lanes, tuple(chain.from_iterable(owned)), packed, ties or [], [b"b"], "", {}, settings)
     return Record(0, encode(AgreePayload([section], **more)))
 
 
@@ -48,8 +51,8 @@ def test_what_is_kept_is_what_all_have_kept() -> None:
 
 
 def test_tied_parameters_count_in_the_norm_once() -> None:
-    one = record({0: 1.0}, (0, 1), (2.0,), ties=[3.0, 0.5])
-    two = record({1: 1.0}, (1, 2), (4.0,), ties=[3.0, 0.5])
+    one = record({0: 1.0}, ((0, 1),), (2.0,), ties=[3.0, 0.5])
+    two = record({1: 1.0}, ((1, 2),), (4.0,), ties=[3.0, 0.5])
     assert conclude(1, 2, {0: one, 1: two}).sumsq == 9.5
 
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 import struct
+from itertools import chain
 
+import msgspec
 import pytest
 
 from everstep.base.errors import InvariantViolation
+from everstep.base.extents import Runs
 from everstep.protocol.driver.comparing import Comparing, Statements
 from everstep.protocol.driver.records import (
     AgreePayload,
@@ -23,11 +26,11 @@ from everstep.protocol.driver.records import (
 from everstep.protocol.step_types import Holding, Key, Record
 
 
-def record(
-    lanes: list[LaneReport], owned: tuple[int, int] = (0, 0), norms: tuple[float, ...] = (), at: int = 0
-) -> Record:
+def record(lanes: list[LaneReport], owned: Runs = (), norms: tuple[float, ...] = (), at: int = 0) -> Record:
     packed = struct.pack(f"{len(norms)}d", *norms)
-    return Record(0, encode(AgreePayload([StageSection(0, lanes, owned, packed, [], [b""], "")], at)))
+    return Record(
+        0, encode(AgreePayload([StageSection(0, lanes, tuple(chain.from_iterable(owned)), packed, [], [b""], "")], at))
+    )
 
 
 def lane(number: int, loss: float, weight: float = 1.0, count: int = 8) -> LaneReport:
@@ -36,13 +39,13 @@ def lane(number: int, loss: float, weight: float = 1.0, count: int = 8) -> LaneR
 
 def test_outcome_does_not_depend_on_who_did_what() -> None:
     losses = [0.1, 0.7, 1e-9, 3.3]
-    one = conclude(5, 4, {0: record([lane(i, x) for i, x in enumerate(losses)], (0, 3), (1.0, 2.0, 3.0))})
+    one = conclude(5, 4, {0: record([lane(i, x) for i, x in enumerate(losses)], ((0, 3),), (1.0, 2.0, 3.0))})
     two = conclude(
         5,
         4,
         {
-            0: record([lane(0, 0.1), lane(3, 3.3)], (0, 1), (1.0,)),
-            7: record([lane(1, 0.7), lane(2, 1e-9)], (1, 3), (2.0, 3.0)),
+            0: record([lane(0, 0.1), lane(3, 3.3)], ((0, 1), (2, 3)), (1.0, 3.0)),
+            7: record([lane(1, 0.7), lane(2, 1e-9)], ((1, 2),), (2.0,)),
         },
     )
     assert (one.loss, one.weight, one.sumsq, one.samples) == (two.loss, two.weight, two.sumsq, two.samples)
@@ -68,7 +71,25 @@ def test_a_lane_twice_or_never_is_a_bug() -> None:
 
 
 def test_unknown_norms_are_nan() -> None:
-    assert math.isnan(conclude(1, 1, {0: record([lane(0, 1.0)], (0, 2))}).sumsq)
+    assert math.isnan(conclude(1, 1, {0: record([lane(0, 1.0)], ((0, 2),))}).sumsq)
+
+
+@pytest.mark.parametrize(
+    ("one", "two"), [(((0, 1),), ((2, 3),)), (((0, 2),), ((1, 2),)), (((1, 2),), ((2, 3),)), (((0, 2),), ((2, 4),))]
+)
+def test_each_block_has_one_norm(one: Runs, two: Runs) -> None:
+    """Blocks that nobody tells of, or two; and one norm where there are to be two."""
+    with pytest.raises(InvariantViolation, match="norms"):
+        conclude(1, 1, {0: record([lane(0, 1.0)], one, (1.0,)), 1: record([], two, (1.0,))})
+
+
+def test_records_that_were_written_when_each_owned_one_run_are_read() -> None:
+    """A checkpoint has the records of its step; nothing was (n, n) then."""
+    lanes, norms = [[0, 1.0, 1.0, 1, 0]], [struct.pack("2d", 1.0, 2.0), b""]
+    old = [msgspec.msgpack.encode([[[0, lanes[k:], (2 * k, 2), norms[k], [], [b""], ""]]]) for k in (0, 1)]
+    assert conclude(1, 1, {k: Record(0, payload) for k, payload in enumerate(old)}).sumsq == 3.0
+    with pytest.raises(InvariantViolation, match="runs"):
+        conclude(1, 1, {0: Record(0, msgspec.msgpack.encode([[[0, lanes, (2,), b"", [], [], ""]]]))})
 
 
 def test_first_commit_counts() -> None:
@@ -84,8 +105,8 @@ def test_holdings_survive_the_way() -> None:
 
 @pytest.mark.parametrize("there", ["aa", "bb"])
 def test_copies_of_a_tied_parameter_are_compared_across_stages(there: str) -> None:
-    first = StageSection(0, [], (0, 0), b"", [], [b""], "x", {"embed.weight": "aa"})
-    last = StageSection(1, [lane(0, 0.1)], (0, 0), b"", [], [b""], "y", {"embed.weight": there})
+    first = StageSection(0, [], (), b"", [], [b""], "x", {"embed.weight": "aa"})
+    last = StageSection(1, [lane(0, 0.1)], (), b"", [], [b""], "y", {"embed.weight": there})
     records = {w: Record(0, encode(AgreePayload([s], 0))) for w, s in ((3, first), (4, last))}
     outcome = conclude(6, 1, records)
     assert outcome.ties == {"the tied parameter embed.weight": {(0, 3): "aa", (1, 4): there}}

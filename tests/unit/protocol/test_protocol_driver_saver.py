@@ -508,7 +508,7 @@ class Job:
 
     def _section(self, worker_id: int) -> StageSection:
         lanes = [LaneReport(n, 0.0, 1.0, 1, 0) for n in self.plan.lanes_of(worker_id, 0)]
-        return StageSection(0, lanes, (0, 0), b"", [], [], self.digests[worker_id])
+        return StageSection(0, lanes, (), b"", [], [], self.digests[worker_id])
 
     def _contributed(self, operation: do.Exchange, worker_id: int) -> bytes:
         if operation.tag.kind == "settle" or operation.tag.seq:

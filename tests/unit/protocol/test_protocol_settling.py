@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from everstep.base.extents import WHOLE, BlockRun, Extents
-from everstep.base.plan import Member, Plan, Seat
+from everstep.base.plan import Member, Plan, Seat, Shard
 from everstep.protocol.settling import settle
 from everstep.protocol.step_types import Holding, Key, Pieces, Record
 
@@ -24,7 +24,9 @@ def plan(*pools: tuple[int, ...], lanes: int = 2) -> Plan:
 
 
 def at(step: int, *stages: int, seq: int = 0, gradient: int = 0, lacking=(), snapshots=(), disk=()) -> Holding:
-    return Holding(Key(step, seq), RECORDS, gradient, "", stages, lacking, snapshots, disk, stages)
+    return Holding(
+        Key(step, seq), RECORDS, gradient, "", stages, lacking, snapshots, disk, dict.fromkeys(stages, WHOLE)
+    )
 
 
 def test_one_settlement_serves_every_stage():
@@ -45,7 +47,7 @@ def test_who_has_lost_its_seat_still_serves():
 
 
 def test_a_stage_rolls_forward_only_with_its_own_gradient():
-    half = Holding(Key(4, 0), RECORDS, 5, stages=(0, 1), gradient_stages=(0,), snapshots=((0, 4),))
+    half = Holding(Key(4, 0), RECORDS, 5, stages=(0, 1), gradients={0: WHOLE}, snapshots=((0, 4),))
     settled = settle(plan((0,), (1,)), {0: at(5, 0, snapshots=((0, 4),)), 1: half})
     assert (settled.target, settled.back) == (Key(4, 0), True)
 
@@ -210,6 +212,79 @@ def test_nobody_takes_a_step_with_a_part():
     settled = settle(plan((0, 1)), {0: at(5, 0), 1: replace(behind, gradient_step=0)})
     assert settled.wants == {1: {0: (0,)}} and settled.pieces == {}, "it gets all of the newer state"
     assert settle(plan((0, 1)), {0: at(5), 1: behind}).target == Key(0, 0)
+
+
+# ---- seats that hold parts of their stage: here the model at all, and the optimizer's segments at two of three
+
+
+def shared(*, lives=(0, 1, 2)) -> Plan:
+    """Worker i has the optimizer's blocks i and i + 1, and the last one worker 0's first, too."""
+    whole = plan(tuple(lives))
+    shards = tuple(Shard(i, 0, SHARES[i]) for i in lives)
+    return replace(whole, shards=shards)
+
+
+SHARES = {i: MODEL | part(("exp_avg", i, i + 2)) for i in range(3)} | {3: MODEL | part(("exp_avg", 0, 1))}
+
+
+def sharing(step: int, worker_id: int, **more) -> Holding:
+    blocks = {0: SHARES[worker_id]}
+    return replace(at(step), parts=blocks, gradients=blocks, **more)
+
+
+def test_shares_are_no_damage():
+    """No member has all, together they do: everybody goes on, and nobody gets anything."""
+    settled = settle(shared(), {i: sharing(5, i) for i in range(3)})
+    assert (settled.target, settled.back, settled.wants, settled.rerun) == (Key(5, 0), False, {}, frozenset())
+
+
+def test_a_step_is_taken_with_a_share_of_which_nothing_is_lost():
+    holdings = {0: sharing(5, 0), 1: sharing(4, 1, gradient_step=5), 2: sharing(4, 2, gradient_step=5)}
+    settled = settle(shared(), holdings)
+    assert (settled.target, settled.back, settled.wants, settled.rolls) == (Key(5, 0), False, {}, {1, 2})
+    hurt = replace(holdings[1], parts={0: SHARES[1] - part(("exp_avg", 2, 3))})
+    settled = settle(shared(), {**holdings, 1: hurt})
+    assert settled.target == Key(5, 0) and settled.wants == {1: {0: (0, 2)}}, "what is left of it is of the step before"
+    assert settled.pieces == {1: {0: Pieces(SHARES[1], {0: SHARES[0] & SHARES[1], 2: SHARES[2] & SHARES[1]})}}
+
+
+def test_what_is_less_than_a_share_comes_of_another_holder():
+    lost = part(("exp_avg", 1, 2))
+    holdings = {i: sharing(5, i) for i in range(3)}
+    settled = settle(shared(), {**holdings, 1: replace(holdings[1], parts={0: SHARES[1] - lost})})
+    assert settled.wants == {1: {0: (0,)}} and settled.pieces == {1: {0: Pieces(lost, {0: lost})}}
+
+
+def test_the_last_holder_of_a_block_takes_its_step_with_it():
+    """Worker 0 alone had the first of the optimizer: all go back to where it is kept, in parts again."""
+    kept = {i: {(0, 3): SHARES[i]} for i in range(4)}
+    holdings = {i: sharing(5, i, kept_parts=kept[i]) for i in (1, 2)} | {3: replace(at(3), kept_parts=kept[3])}
+    settled = settle(shared(lives=(1, 2, 3)), holdings)
+    assert (settled.target, settled.back) == (Key(3, 0), True)
+    assert settled.wants == {1: {0: (1,)}, 2: {0: (2,)}, 3: {0: (3,)}} and settled.pieces == {}
+    gone = {**holdings, 3: at(3)}
+    assert settle(shared(lives=(1, 2, 3)), gone).target == Key(0, 0)
+
+
+def test_one_that_comes_gets_its_share_of_all_who_have_some_of_it():
+    holdings = {i: sharing(5, i) for i in range(3)} | {3: at(0)}
+    settled = settle(shared(lives=(0, 1, 2, 3)), holdings)
+    given = {i: SHARES[i] & SHARES[3] for i in range(3)}
+    assert settled.wants == {3: {0: (0, 1, 2)}} and settled.pieces == {3: {0: Pieces(SHARES[3], given)}}
+    whole = settle(shared(lives=(0, 1, 3)), {0: sharing(5, 0), 1: at(5, 0), 3: at(0)})
+    assert whole.wants == {3: {0: (1,)}} and whole.pieces == {3: {0: Pieces(SHARES[3])}}, "rather of who has all"
+
+
+def test_who_has_more_than_its_share_lacks_nothing():
+    settled = settle(shared(), {i: at(5, 0) for i in range(3)})
+    assert settled.wants == {} and not settled.back
+
+
+def test_a_share_of_other_planes_is_not_there():
+    """As of the state that was built, in which the optimizer has nothing yet."""
+    other = Extents.part((("model", 4), ("exp_avg", 4), ("more", 1)), [BlockRun("model", 0, 4)])
+    settled = settle(shared(lives=(0, 1)), {0: replace(at(5), parts={0: other}), 1: at(5, 0)})
+    assert settled.wants == {0: {0: (1,)}} and settled.pieces == {0: {0: Pieces(SHARES[0])}}
 
 
 def test_a_gather_may_be_taken_with_a_part():

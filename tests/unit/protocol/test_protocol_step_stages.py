@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from everstep.base.errors import InvariantViolation
-from everstep.base.plan import Member, Plan, Seat, WorkerKey
+from everstep.base.extents import WHOLE, Extents
+from everstep.base.plan import Member, Plan, Seat, Shard, WorkerKey
 from everstep.protocol.step_machine import StepMachine
 from everstep.protocol.step_phases import Phase
 from everstep.protocol.step_types import (
+    BlocksLost,
     Discard,
     Entered,
     FetchState,
@@ -20,6 +24,7 @@ from everstep.protocol.step_types import (
     Key,
     LaneDone,
     LanesNeeded,
+    Pieces,
     PlanArrived,
     Record,
     RecordArrived,
@@ -45,7 +50,9 @@ def plan(generation: int, *seats: tuple[int, int, tuple[int, ...]], stages: int 
 
 
 def held(step: int, *stages: int, seq: int = 0, **more) -> Holding:
-    return Holding(Key(step, seq), RECORDS if step else {}, 0, stages=stages, gradient_stages=stages, **more)
+    return Holding(
+        Key(step, seq), RECORDS if step else {}, 0, stages=stages, gradients=dict.fromkeys(stages, WHOLE), **more
+    )
 
 
 class Worker:
@@ -146,7 +153,7 @@ def test_what_was_held_before_the_first_step_is_not_forgotten_either():
     w.on(GradientReduced(1, 1, b""))
     beyond = plan(2, (0, 0, (0, 1)), (1, 1, (0, 1)))
     effects, sent = w.enter(2, beyond, Holding(Key(1, 0), RECORDS, 0, stages=()))
-    assert sent.stages == sent.gradient_stages == (0, 1) and w.machine.in_part == (0, 1)
+    assert sent.stages == tuple(sent.gradients) == (0, 1) and w.machine.in_part == (0, 1)
     assert StepDecided(1, RECORDS) in effects
     assert ServeState(2, Key(1, 0), (1,)) in w.on(Updated(1))
 
@@ -213,3 +220,103 @@ def test_a_joiner_says_which_stages_it_follows_and_may_start_anew_at_an_older_st
     assert w.machine.position == Key(4, 0)
     effects, sent = w.enter(2, plan(2, (0, 1, (0, 1)), (1, 0, (0, 1))), held(4, 0))
     assert sent.stages == (1,) and effects == [Entered(2, 4)]
+
+
+# ---- seats that hold parts of a stage
+
+OF = (("model", 2), ("exp_avg", 2))
+
+
+def blocks(*numbers: int) -> Extents:
+    return Extents.numbered(OF, numbers)
+
+
+MINE, OTHERS = blocks(0, 1, 2), blocks(0, 1, 3)
+
+
+def shared(generation: int, mine: Extents = MINE, others: Extents = OTHERS) -> Plan:
+    shards = (Shard(0, 0, mine), Shard(1, 0, others))
+    return replace(plan(generation, (0, 0, (0, 1)), (1, 0, ()), stages=1), shards=shards)
+
+
+def share_of(other: Extents, step: int, **more) -> Holding:
+    return replace(held(step), parts={0: other}, gradients={0: other}, **more)
+
+
+def sharing() -> Worker:
+    """At step 1, from where on neither has what only the other is to have."""
+    w = Worker()
+    w.enter(1, shared(1), held(0, 0))
+    w.step()
+    assert w.machine.stages == () and w.machine.parts == {0: MINE} and w.machine.in_part == (0,)
+    return w
+
+
+def test_after_a_step_there_is_the_share_and_with_it_all_goes_on():
+    w = sharing()
+    effects, sent = w.enter(2, shared(2), share_of(OTHERS, 1))
+    assert (sent.stages, sent.parts, sent.gradients) == ((), {0: MINE}, {0: MINE})
+    assert effects == [Entered(2, 1)]
+    w.step()
+    assert w.machine.position == Key(2, 0)
+
+
+def test_what_was_computed_with_a_share_counts_in_the_next_generation():
+    w = sharing()
+    w.on(StepWanted())
+    w.on(LaneDone(2, 0, 1))
+    effects, sent = w.enter(2, shared(2), share_of(OTHERS, 1))
+    assert sent.lacking == (0,) and effects == [Entered(2, 1), LanesNeeded(2, (0,))]
+
+
+def test_blocks_that_are_no_share_may_be_lost():
+    w = Worker()
+    w.enter(1, shared(1), held(0, 0))
+    w.on(BlocksLost(0, blocks(3)))
+    assert w.machine.phase is Phase.IDLE and w.machine.holding().lacking == (0, 1)
+    w.step()
+    assert w.machine.position == Key(1, 0) and w.machine.parts == {0: MINE}
+
+
+def test_less_than_the_share_is_lacking_and_comes_of_who_has_it():
+    w = sharing()
+    w.on(BlocksLost(0, blocks(1)))
+    assert w.machine.phase is Phase.LACKING and w.machine.parts == {0: blocks(0, 2)}
+    effects, sent = w.enter(2, shared(2), share_of(OTHERS, 1))
+    assert sent.parts == {0: blocks(0, 2)} and sent.gradients == {}
+    assert FetchState(2, Key(1, 0), {0: (1,)}, {0: Pieces(blocks(1), {1: blocks(1)})}) in effects
+    effects = w.on(StateCopied(2, Key(1, 0), RECORDS))
+    assert Discard(2) in effects and Entered(2, 1) in effects and w.machine.parts == {0: MINE}
+
+
+def test_the_gradient_takes_the_share_forward():
+    w = sharing()
+    w.on(StepWanted())
+    for lane in (0, 1):
+        w.on(LaneDone(2, 0, lane))
+    w.on(GradientReduced(1, 2, b""))
+    effects, sent = w.enter(2, shared(2), share_of(OTHERS, 2))
+    assert sent.gradient_step == 2 and StepDecided(2, RECORDS) in effects
+    assert Entered(2, 2) in w.on(Updated(2)) and w.machine.parts == {0: MINE}
+
+
+def test_a_larger_share_is_filled_and_a_smaller_one_is_not_copied():
+    w = sharing()
+    effects, _ = w.enter(2, shared(2, WHOLE, OTHERS), share_of(OTHERS, 1))
+    assert FetchState(2, Key(1, 0), {0: (1,)}, {0: Pieces(blocks(3), {1: blocks(3)})}) in effects
+    w.on(StateCopied(2, Key(1, 0), RECORDS))
+    assert w.machine.stages == (0,) and w.machine.position == Key(1, 0)
+    effects, sent = w.enter(3, shared(3, blocks(0), OTHERS), share_of(OTHERS, 1))
+    assert sent.stages == (0,) and Entered(3, 1) in effects
+    w.step()
+    assert w.machine.parts == {0: blocks(0)}
+
+
+def test_without_its_only_holder_all_go_back_to_where_a_block_is():
+    w = sharing()
+    w.on(SnapshotsKept((), (), {(0, 1): MINE}))
+    w.step()
+    effects, _ = w.enter(2, shared(2), share_of(blocks(0, 1), 2, kept_parts={(0, 1): OTHERS}))
+    assert GoBack(2, 1, {0: (0,)}) in effects
+    w.on(StateCopied(2, Key(1, 0), RECORDS))
+    assert w.machine.position == Key(1, 0) and w.machine.parts == {0: MINE}

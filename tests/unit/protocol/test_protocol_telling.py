@@ -11,7 +11,8 @@ import pytest
 
 from everstep.base.cause import Cause
 from everstep.base.errors import ProtocolError
-from everstep.base.plan import Member, Plan, Rank, Seat
+from everstep.base.extents import Extents
+from everstep.base.plan import Member, Plan, Rank, Seat, Shard
 from everstep.placement.lanes import place
 from everstep.protocol.messages import AnyMessage, Heal, PlanNow, PlanPrepared, PlanTold, Pong, decode, encode
 from everstep.protocol.telling import Listener, heard, stand_in, told
@@ -65,7 +66,20 @@ def _changed(plan: Plan, draw: random.Random) -> Plan:
         cause=draw.choice(list(Cause)),
         sound=draw.choice([-1, 5]),
         term=plan.term,
+        shards=tuple(
+            draw.choice(
+                [_share(s, draw), *(old for old in plan.shards if (old.worker_id, old.stage) == (s.worker_id, s.stage))]
+            )
+            for s in sorted(seats, key=lambda s: (s.stage, s.worker_id))
+            if draw.random() < 0.4
+        ),
     )
+
+
+def _share(seat: Seat, draw: random.Random) -> Shard:
+    of = (("model", 3), ("optimizer/m", 4))
+    blocks = [Extents.numbered(of, draw.sample(range(7), draw.randrange(8))) for _ in "ab"]
+    return Shard(seat.worker_id, seat.stage, *blocks)
 
 
 @pytest.mark.parametrize("seed", range(30))

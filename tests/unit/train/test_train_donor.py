@@ -6,10 +6,13 @@ import queue
 import threading
 from typing import Any
 
+import pytest
 import torch
 
+from everstep.base.errors import ProtocolError
 from everstep.base.ports import Piece, Reduced
 from everstep.exact.reduce import TiePlace
+from everstep.protocol.driver.records import encode
 from everstep.protocol.step_types import Key, Record
 from everstep.train.heal import (
     MAX_BACKLOG,
@@ -117,9 +120,9 @@ class Follower:
         joiner.send_json({"enough": True})
         return offered(header, {0: state})
 
-    def next_step(self) -> FollowedStep:
+    def next_step(self, numel: int = 3) -> FollowedStep:
         while True:
-            item = next_item(self.pipe.joiner, {0: 3})  # type: ignore[arg-type]
+            item = next_item(self.pipe.joiner, {0: numel})  # type: ignore[arg-type]
             if isinstance(item, FollowedStep):
                 return item
 
@@ -127,7 +130,7 @@ class Follower:
 def gradient(presence: bytes = b"\x01\x00") -> StageGradient:
     pieces = (Piece(0, 2, torch.tensor([1.0, 2.0])), Piece(2, 3, torch.tensor([3.0])))
     received = {TiePlace("w", 0, 1): torch.tensor([5.0]), TiePlace("v", 1, 1): None}
-    return StageGradient(Reduced(4, pieces, presence, (0, 2)), received)
+    return StageGradient(Reduced(4, pieces, presence, ((0, 2),)), received)
 
 
 def feed(donor: Donor, step: int, stage: int = 0) -> None:
@@ -164,6 +167,33 @@ def test_a_follower_gets_the_state_and_then_every_step_as_it_was_reduced() -> No
     assert tied == {"w": [5.0], "v": None}
     donor.cut()
     assert follower.ended()
+
+
+def test_a_donor_that_holds_parts_of_a_gradient_feeds_these() -> None:
+    """Where they begin and end is said; ranges that follow each other are one."""
+    donor, follower, _ = start()
+    follower.offer()
+    pieces = tuple(Piece(k, k + 1, torch.tensor([10.0 + k])) for k in (0, 2, 3, 6))
+    part = StageGradient(Reduced(4, pieces, b"\x01\x00", ((0, 1),)))
+    donor.feed(4, RECORDS, {0: part}, {0: 7}, lambda: b"loop")
+    found = follower.next_step(7).gradients[0].reduced.pieces
+    assert [(p.start, p.stop, p.data.tolist()) for p in found] == [(0, 1, [10.0]), (2, 4, [12.0, 13.0]), (6, 7, [16.0])]
+    donor.cut()
+    assert follower.ended()
+
+
+@pytest.mark.parametrize(
+    "ranges", [[[0, 8]], [[-1, 7]], [[2, 4], [3, 7]], [[4, 7], [0, 2]], [[3, 3]], [[0]], "x", None]
+)
+def test_ranges_that_no_donor_feeds_are_refused(ranges: object) -> None:
+    told = {"presence": 2, "numel": 7, "ranges": ranges, "tied": [], "absent": []}
+    pipe = Pipe()
+    pipe.open.set()
+    pipe.donor.send_json({"kind": "step", "step": 4, "stages": {"0": told}})
+    pipe.donor.send_bytes([encode(RECORDS)])
+    pipe.donor.send_bytes([b"loop"])
+    with pytest.raises(ProtocolError):
+        next_item(pipe.joiner, {0: 7})  # type: ignore[arg-type]
 
 
 def test_nobody_is_offered_anything_without_having_asked() -> None:

@@ -323,7 +323,7 @@ def test_a_joiner_heals_from_three_donors_of_which_one_dies_in_the_middle(peers,
     received = copying.offered(asked)
     assert same(received, state) and all(given), given
     flat = torch.arange(3.0)
-    gradient = StageGradient(Reduced(5, (Piece(0, 3, flat),), b"\x01", (0, 0)))
+    gradient = StageGradient(Reduced(5, (Piece(0, 3, flat),), b"\x01", ()))
     for peer in (peers[0], peers[2]):
         peer.donor.feed(5, RECORDS, {0: gradient}, {0: 3}, lambda: b"loop")
     item = _step(asked.connection)

@@ -15,6 +15,7 @@ from everstep.base.errors import check
 from everstep.base.plan import Member, Plan, Seat, WorkerKey
 from everstep.placement.domains import Crowd
 from everstep.placement.lanes import leaders
+from everstep.placement.shards import lost_stages
 from everstep.protocol.coordinator import gathering
 from everstep.protocol.coordinator.agreement import NO_PLAN
 from everstep.protocol.coordinator.arrivals import START_PATIENCE_NS
@@ -326,10 +327,9 @@ def _regroup(job: JobState) -> None:
 
 
 def _lost_stages(job: JobState, survivors: Sequence[Worker]) -> list[int]:
-    """The stages of the plan that no survivor holds."""
-    plan, new = job.agreement.plan, job.agreement.empty_handed()
-    held = {stage for w in survivors if w.key.worker_id not in new for stage in plan.stages_of(w.key.worker_id)}
-    return [stage for stage in range(plan.stages) if stage not in held]
+    """The stages of the plan that the survivors do not hold."""
+    holding = {w.key.worker_id for w in survivors} - job.agreement.empty_handed()
+    return lost_stages(job.agreement.plan, holding)
 
 
 def _newcomers(job: JobState, survivors: int, needed: int, lost: Sequence[int]) -> list[Worker]:

@@ -10,13 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import TypeVar
 
 import msgspec
 
 from everstep.base.cause import Cause
 from everstep.base.errors import InvariantViolation, ProtocolError, check
-from everstep.base.extents import Coded, Extents
+from everstep.base.extents import WHOLE, Coded, Extents, Runs
 from everstep.placement.tree import fold, total_sumsq
 from everstep.protocol.driver.policy import COMPARE, END, Due
 from everstep.protocol.step_types import Doubt, Holding, Key, LaneSaid, Record
@@ -46,18 +47,19 @@ class LaneReport(msgspec.Struct, frozen=True, array_like=True):
 class StageSection(msgspec.Struct, frozen=True, array_like=True):
     """What an agree record says of one of the worker's stages.
 
-    lanes: as computed, at the last stage alone (where the loss is). norms: float64 sums of squares of the blocks
-    owned[0]..owned[1]-1, unnormalised. ties: further summands, the same from every worker of the stage. buffers: what
-    the lanes did to buffers (an encoded `BufferReport` per part of the stage). digest: of the stage's state before this
-    step ("" if not due). tied: likewise of each parameter (by name) that other stages hold too, with its optimizer
-    state. settings: digests of how the model is set while the step's lanes are computed (modes, flags, hyperparameters,
-    ...), and of the running statistics that they start from, by `SETTINGS`; empty if the worker has none. probes: what
-    lanes that several members compute have given here, by lane and part of the model.
+    lanes: as computed, at the last stage alone (where the loss is). owned: where runs of blocks of the gradient
+    begin and end, each of which one worker of the stage tells of. norms: of each of them the float64 sum of
+    squares, unnormalised. ties: further summands, the same from every worker of the stage. buffers: what the lanes
+    did to buffers (an encoded `BufferReport` per part of the stage). digest: of the stage's state before this step
+    ("" if not due). tied: likewise of each parameter (by name) that other stages hold too, with its optimizer
+    state. settings: digests of how the model is set while the step's lanes are computed (modes, flags,
+    hyperparameters, ...), and of the running statistics that they start from, by `SETTINGS`; empty if the worker
+    has none. probes: what lanes that several members compute have given here, by lane and part of the model.
     """
 
     stage: int
     lanes: list[LaneReport]
-    owned: tuple[int, int]
+    owned: tuple[int, ...]
     norms: bytes
     ties: list[float]
     buffers: list[bytes]
@@ -65,6 +67,12 @@ class StageSection(msgspec.Struct, frozen=True, array_like=True):
     tied: dict[str, str] = {}
     settings: bytes = b""
     probes: dict[int, dict[int, LaneSaid]] = {}
+
+    @property
+    def runs(self) -> Runs:
+        """The blocks of `owned`. Raises: InvariantViolation if these are no runs."""
+        check(len(self.owned) % 2 == 0, f"expected where runs of blocks begin and end, got {self.owned}")
+        return tuple((lo, hi) for lo, hi in zip(self.owned[::2], self.owned[1::2], strict=True) if lo < hi)
 
 
 class AgreePayload(msgspec.Struct, frozen=True, array_like=True):
@@ -253,15 +261,19 @@ def _sumsq(stages: Sequence[Mapping[int, StageSection]]) -> float:
     ties: list[float] = []
     for stage in stages:
         check(len(stage) > 0, "every stage has a section in some record")
-        before = len(values)
-        for section in sorted(stage.values(), key=lambda s: s.owned):
-            first, last = section.owned
-            if first == last:
-                continue
-            if not section.norms:
+        told: dict[tuple[int, int], Sequence[float]] = {}
+        for section in stage.values():
+            if section.runs and not section.norms:
                 return math.nan
-            check(first == len(values) - before, f"block norms begin at {first}, expected {len(values) - before}")
-            values.extend(memoryview(section.norms).cast("d"))
+            said, at = memoryview(section.norms).cast("d"), 0
+            for lo, hi in section.runs:
+                told[lo, hi], at = said[at : at + hi - lo], at + hi - lo
+            check(at == len(said), f"expected norms of {at} blocks, got {len(said)}")
+        end = 0
+        for (lo, hi), norms in sorted(told.items(), key=itemgetter(0)):
+            check(lo == end, f"block norms begin at {lo}, expected {end}")
+            values.extend(norms)
+            end = hi
         ties.extend(next(iter(stage.values())).ties)
     return total_sumsq(values) + total_sumsq(ties)
 
@@ -297,7 +309,7 @@ class _Held(msgspec.Struct, frozen=True, array_like=True):
     lacking: tuple[int, ...] = ()
     snapshots: tuple[tuple[int, int], ...] = ()
     disk: tuple[int, ...] = ()
-    gradient_stages: tuple[int, ...] = (0,)
+    gradients: tuple[int | tuple[int, Coded], ...] = (0,)  # a stage alone: all of it
     sound: int = -1
     parts: dict[int, Coded] = {}
     kept_parts: tuple[tuple[int, int, Coded], ...] = ()
@@ -310,7 +322,7 @@ _held = msgspec.msgpack.Decoder(_Held)
 
 
 _ALIKE = (
-    *("gradient_step", "digest", "records", "stages", "lacking", "snapshots", "disk", "gradient_stages", "sound"),
+    *("gradient_step", "digest", "records", "stages", "lacking", "snapshots", "disk", "sound"),
     *("first", "built"),
 )
 
@@ -341,6 +353,7 @@ def encode_holding(holding: Holding) -> bytes:
     parts = {k: part.encoded() for k, part in holding.parts.items()}
     kept_parts = tuple((k, at, part.encoded()) for (k, at), part in sorted(holding.kept_parts.items()))
     alike = {name: getattr(holding, name) for name in _ALIKE}
+    alike["gradients"] = tuple(k if part.whole else (k, part.encoded()) for k, part in holding.gradients.items())
     alike["standing"] = holding.fresh, holding.proven, holding.doubt if holding.doubt.step else None
     return msgspec.msgpack.encode(_Held(position=holding.position, parts=parts, kept_parts=kept_parts, **alike))
 
@@ -351,9 +364,11 @@ def decode_holding(data: bytes) -> Holding:
     try:
         parts = {k: Extents.decoded(coded) for k, coded in held.parts.items()}
         kept_parts = {(k, at): Extents.decoded(coded) for k, at, coded in held.kept_parts}
+        told = [(one, None) if isinstance(one, int) else one for one in held.gradients]
+        gradients = {k: WHOLE if coded is None else Extents.decoded(coded) for k, coded in told}
     except (InvariantViolation, ValueError) as error:
         raise ProtocolError(f"expected what another member holds: {str(error)[:200]!a}") from None
     alike = {name: getattr(held, name) for name in _ALIKE}
     alike["fresh"], alike["proven"], doubt = held.standing
     alike["doubt"] = doubt or Doubt()
-    return Holding(position=Key(*held.position), parts=parts, kept_parts=kept_parts, **alike)
+    return Holding(position=Key(*held.position), parts=parts, kept_parts=kept_parts, gradients=gradients, **alike)

@@ -1,0 +1,136 @@
+"""Who holds which blocks of a stage, and which of the holders does what is done once for each block. Pure.
+
+The plan says who holds what (`Plan.shards`; a seat that is not named there holds all of its stage). Work that is done
+once for a block, finishing its reduction or writing it to a checkpoint, follows from that by one rule: the holders of a
+run of blocks divide it evenly.
+
+Segments of a state that is not held by everybody are dealt to holders by `spread`: evenly, the copies of each in
+different failure domains, and so that what is held already moves as little as possible.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
+
+from everstep.base.errors import check
+from everstep.base.extents import NONE, WHOLE, Extents, Runs, Sizes
+from everstep.base.plan import Plan
+from everstep.placement.domains import Crowd, DomainsOf, hosts_in_order
+
+
+def divided(of: Sizes, held: Mapping[int, Extents]) -> dict[int, Runs]:
+    """Each block of a state of such sizes to one of its holders, by worker id in id order.
+
+    held: by worker id. Blocks with the same holders that follow each other are cut into one run for each of these, in
+    id order, which differ by one block at the most, larger ones first. Who has none of them has no runs.
+
+    Raises: InvariantViolation if there is a block that nobody holds.
+    """
+    check(len(held) > 0, "expected holders of a state, got none")
+    changes: dict[int, set[int]] = {}  # who begins or ends to hold at this block
+    for worker_id, extents in held.items():
+        for edge in (edge for span in extents.spans(of) for edge in span):
+            changes.setdefault(edge, set()).symmetric_difference_update({worker_id})
+    edges = [0, *sorted(edge for edge, who in changes.items() if edge and who), sum(n for _, n in of)]
+    found: dict[int, list[tuple[int, int]]] = {worker_id: [] for worker_id in sorted(held)}
+    there: set[int] = set()
+    for lo, hi in pairwise(edges):
+        there ^= changes.get(lo, set())
+        check(bool(there) or lo == hi, f"blocks {lo} to {hi - 1} of {of} have no holder")
+        for worker_id, run in zip(sorted(there), _cut(lo, hi, len(there)), strict=True):
+            runs = found[worker_id]
+            if runs and runs[-1][1] == run[0]:
+                run = (runs.pop()[0], run[1])
+            if run[0] < run[1]:
+                runs.append(run)
+    return {worker_id: tuple(runs) for worker_id, runs in found.items()}
+
+
+def _cut(first: int, last: int, shares: int) -> Iterator[tuple[int, int]]:
+    size, larger = divmod(last - first, max(1, shares))
+    for k in range(shares):
+        yield first, first + size + (k < larger)
+        first += size + (k < larger)
+
+
+def finishers(pool: Plan, n_blocks: int) -> dict[int, Runs]:
+    """Which blocks of the gradient each member finishes. pool: the plan as the pool of one stage sees it."""
+    held = dict.fromkeys(pool.worker_ids, WHOLE) | {share.worker_id: share.gradient for share in pool.shards}
+    return divided((("gradient", n_blocks),), held)
+
+
+def writers(plan: Plan, stage: int, of: Sizes) -> dict[int, Runs]:
+    """Which blocks of a stage's state, of such sizes, each member of its pool writes to a checkpoint."""
+    return divided(of, {seat.worker_id: plan.shard(seat.worker_id, stage).state for seat in plan.pool(stage)})
+
+
+def lost_stages(plan: Plan, worker_ids: Collection[int]) -> list[int]:
+    """The stages of a plan that these members do not have all blocks of among them, as far as the plan says."""
+    held = dict.fromkeys(range(plan.stages), NONE)
+    for seat in plan.seats:
+        if seat.worker_id in worker_ids:
+            held[seat.stage] |= plan.shard(seat.worker_id, seat.stage).state
+    return [stage for stage, blocks in held.items() if not blocks.whole]
+
+
+Holders = tuple[tuple[int, ...], ...]
+"""For each segment the worker ids of its holders, ascending."""
+
+
+def spread(
+    segments: int, copies: int, worker_ids: Iterable[int], domains: DomainsOf, before: Sequence[Sequence[int]] = ()
+) -> Holders:
+    """So many copies of each segment, each at another worker (fewer where there are fewer workers).
+
+    No worker has two segments more than another. What is held `before` stays where it is, as far as that allows; the
+    rest goes to workers that die with the fewest of a segment's other holders. domains: by worker id.
+    """
+    ids = sorted(set(worker_ids))
+    check(segments >= 0 and copies > 0 and len(ids) > 0, f"expected segments and workers, got {segments} and {ids}")
+    copies, known = min(copies, len(ids)), set(ids)
+    held = [[i for i in dict.fromkeys(who) if i in known][:copies] for who in before[:segments]]
+    held += [[] for _ in range(segments - len(held))]
+    room = _rooms(held, copies, ids, domains)
+    for i in ids:
+        for _ in range(-room[i]):
+            # What nobody else gives away: else one worker that comes could not take it all.
+            most = [s for s in range(segments) if i in held[s]]
+            given = max(most, key=lambda s: (len(held[s]), _nearness(i, held[s], domains), s))
+            held[given].remove(i)
+    room = _rooms(held, copies, ids, domains)
+    lacking = [who for who in held if len(who) < copies]
+    for who in lacking:
+        while len(who) < copies and (free := [i for i in ids if room[i] > 0 and i not in who]):
+            taker = min(free, key=lambda i: (_nearness(i, who, domains), -room[i], i))
+            who.append(taker)
+            room[taker] -= 1
+    for who in lacking:
+        while len(who) < copies:
+            _exchange(who, held, room)
+    return tuple(tuple(sorted(who)) for who in held)
+
+
+def _rooms(held: Sequence[Sequence[int]], copies: int, ids: Sequence[int], domains: DomainsOf) -> dict[int, int]:
+    """How many segments each may take; below zero: has to give away. Who has most may have one more, then one of each
+    host after the other."""
+    has = Counter(i for who in held for i in who)
+    size, larger = divmod(len(held) * copies, len(ids))
+    place = {i: k for there in hosts_in_order(ids, domains) for k, i in enumerate(there)}
+    order = sorted(ids, key=lambda i: (-has[i], place[i], i))
+    return {i: size + (k < larger) - has[i] for k, i in enumerate(order)}
+
+
+def _nearness(worker_id: int, holders: Sequence[int], domains: DomainsOf) -> tuple[int, ...]:
+    return Crowd((i for i in holders if i != worker_id), domains).near_worker(worker_id)
+
+
+def _exchange(who: list[int], held: Sequence[list[int]], room: dict[int, int]) -> None:
+    """All who may take a segment have this one: one of them takes another one, whose holder takes this one."""
+    taker = min(i for i, free in room.items() if free > 0)
+    other = next(one for one in held if taker not in one and not set(one) <= set(who))
+    giver = min(set(other) - set(who))
+    other[other.index(giver)] = taker
+    who.append(giver)
+    room[taker] -= 1
