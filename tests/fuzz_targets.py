@@ -62,11 +62,11 @@ from everstep.runtime.about import heard_of
 from everstep.runtime.address import read_address
 from everstep.runtime.etcd_gateway import NoReply, read_reply
 from everstep.runtime.handshake import TAG_BYTES, Caller, Ends, Greeter, Seals, keys_of, role_token
+from everstep.runtime.host_directory import domains_there, others
 from everstep.runtime.journal import format_entry
 from everstep.runtime.journal import parse as parse_journal
 from everstep.runtime.landing import dialled
-from everstep.runtime.places import domains_there, others
-from everstep.runtime.replica import Replica
+from everstep.runtime.standby_files import DirectoryCopy
 from everstep.runtime.standing import checked_where
 from everstep.runtime.tls import Tls, shown_by
 from everstep.sinks.publication import read_cursor
@@ -427,7 +427,7 @@ def targets() -> list[FuzzTarget]:
         FuzzTarget("hosts", [_HOSTS],
                    _in_file("hosts.json", _hosts), ()),
         FuzzTarget("replica", [b'{"place":"ab","complete":true,"versions":{"events.jsonl":"7","job.json":"8-2-9"}}'],
-                   _in_file("replica.json", lambda path: Replica(path.parent).held()), ()),
+                   _in_file("replica.json", lambda path: DirectoryCopy(path.parent).versions), ()),
         FuzzTarget("told", [_EVENTS, b'{"kind":"step_committed","step":3,"came_from":"0123456789abcdef:9"}\n'],
                    _in_file("events.jsonl", lambda path: ToldFile(path).look()), ()),
         FuzzTarget("published", [b'{"begun_ns":1,"lines":3,"sampled_s":1.5,"sampled_step":1,"memory":{"a":"b"}}'],

@@ -24,8 +24,8 @@ from everstep.cli.job import JobFile, differences, read_job
 from everstep.cli.task_loading import TaskSpec
 from everstep.observe.events import last_committed_step
 from everstep.runtime.address import EVENTS_FILE, JOB_FILE, LOCK_FILE
-from everstep.runtime.gathering import NEWEST_FILE
-from everstep.runtime.places import checkpoints_in
+from everstep.runtime.file_sets import NEWEST_FILE
+from everstep.runtime.host_directory import checkpoints_in
 from everstep.runtime.private import close_folder, close_run_dir, close_store
 
 if TYPE_CHECKING:

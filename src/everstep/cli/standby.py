@@ -24,8 +24,8 @@ from everstep.cli.display import Watcher, choose_display
 from everstep.cli.job import JobFile, about_to_run, check_network, read_job, total_steps
 from everstep.cli.main import complain
 from everstep.cli.meeting import ETCD_S, etcd_at
-from everstep.cli.replica import replica_in
 from everstep.cli.run_dir import read_digest
+from everstep.cli.standby_fill import copy_in
 from everstep.cli.worker import ENTRY, FILES, PRELOAD
 from everstep.observe.events import EventLog, read_events
 from everstep.protocol.lease.requests import Holder, HolderSeen, Load, Loaded, Look
@@ -37,7 +37,7 @@ from everstep.runtime.etcd import Announced, Etcd
 from everstep.runtime.etcd_access import find_access
 from everstep.runtime.finding import among, in_etcd, local_address
 from everstep.runtime.fork_server_client import EarlyForkServer
-from everstep.runtime.places import OWN_FOLDER, new_word, word_in
+from everstep.runtime.host_directory import OWN_FOLDER, new_word, word_in
 from everstep.runtime.standing import place_of
 from everstep.runtime.succession import Succession, new_owner
 from everstep.runtime.tls import Tls, shown_by
@@ -148,7 +148,7 @@ def stand_by(
         shown = run_dir or Path(str(found.facts.get("run_dir")))
         shared = _sees(shown, lambda: _place(etcd) or word)
         if not shared:
-            shown = held.enter_context(replica_in(run_dir, word, name, own, token, lambda: in_etcd(etcd)))
+            shown = held.enter_context(copy_in(run_dir, word, name, own, token, lambda: in_etcd(etcd)))
         job = read_job(shown, joined=False)
         check_lease(job.config, secrets)
         replica = name if (shown / OWN_FOLDER).is_dir() else ""

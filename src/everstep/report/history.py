@@ -28,7 +28,7 @@ from everstep.report.usage import Usage
 from everstep.report.words import Event, as_dict, known, number, one_line, whole_number
 from everstep.runtime import commands
 from everstep.runtime.address import EVENTS_FILE, JOB_FILE, LOCK_FILE, METRICS_FOLDER
-from everstep.runtime.places import checkpoints_in
+from everstep.runtime.host_directory import checkpoints_in
 
 PORTION_BYTES = 4 << 20
 _NOT_AGAIN = ("chaos", "resume_from", "network.address")

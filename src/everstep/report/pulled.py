@@ -17,7 +17,7 @@ from everstep.base.errors import ConfigError, EverstepError
 from everstep.base.given import read_json
 from everstep.runtime import commands
 from everstep.runtime.address import LOGS_FOLDER
-from everstep.runtime.places import HOSTS_FILE
+from everstep.runtime.host_directory import HOSTS_FILE
 
 MOST_BYTES = 64 << 20
 """At once, of one host; the rest comes with the next call."""

@@ -67,14 +67,14 @@ from everstep.runtime import wire
 from everstep.runtime.about import answer
 from everstep.runtime.address import COORDINATOR_FILE, EVENTS_FILE, JOB_FILE, TOKEN_FILE, address_of, remember
 from everstep.runtime.coordinator_setup import coordinator_config, job_facts, scripted_strikes
-from everstep.runtime.files_desk import FilesDesk, Pages
-from everstep.runtime.following import premises_of
 from everstep.runtime.handshake import Ends, Greeter, Seals, keys_of
+from everstep.runtime.head_files import HeadFiles, Pages
+from everstep.runtime.host_directory import OWN_FOLDER, word_in
 from everstep.runtime.knocking import Knocker
-from everstep.runtime.places import OWN_FOLDER, word_in
+from everstep.runtime.led_directory import led_directory
 from everstep.runtime.porch import Complaints, Strangers
 from everstep.runtime.process import die_with_parent, raise_descriptor_limit
-from everstep.runtime.replicas import Replicas
+from everstep.runtime.standby_senders import StandbyHosts
 from everstep.runtime.standing import (
     EtcdStore,
     InOrder,
@@ -202,8 +202,8 @@ class ControlServer:
         self._looking: asyncio.TimerHandle | None = None
         self._knocker = Knocker(self.handle)
         run_dir = events.path.parent
-        self.replicas = Replicas(run_dir, word_in(run_dir), self._send, lambda: self.desk.looked())
-        self.desk, self.pages = FilesDesk(run_dir, self.replicas.told), Pages(run_dir)
+        self.standbys = StandbyHosts(run_dir, word_in(run_dir), self._send, lambda: self.files.looked())
+        self.files, self.pages = HeadFiles(run_dir, self.standbys.told), Pages(run_dir)
         self._names = 0
         self._round_ns = 0
         self._timer: tuple[int, asyncio.TimerHandle] | None = None  # for which deadline
@@ -247,9 +247,9 @@ class ControlServer:
         """A message of a client."""
         permitted = not self.coordinator.refusal(name, message)
         if permitted:
-            if self.replicas.take(name, message):
+            if self.standbys.take(name, message):
                 return
-            answers = self.desk.take(name, message)
+            answers = self.files.take(name, message)
             if answers is not None:
                 self._hand_on(answers)
                 return
@@ -264,8 +264,8 @@ class ControlServer:
     def lost(self, name: str) -> None:
         """A client's connection has ended."""
         self.connections.pop(name, None)
-        self.replicas.gone([name])
-        self._hand_on([*self.switchboard.gone(name), *self.desk.gone(name)])
+        self.standbys.gone([name])
+        self._hand_on([*self.switchboard.gone(name), *self.files.gone(name)])
         self.handle(Disconnected(name))
 
     def _bring_pages(self, name: str = "") -> None:
@@ -498,7 +498,7 @@ async def serve(place: Post) -> None:
     host = place.host or config.network.address
     token = wire.read_token(run_dir / TOKEN_FILE)
     shown = shown_by(config.security.tls, token, host)
-    premises = premises_of(run_dir, place.replica, token, Tls.of(shown), config.control.lease_s)
+    directory = led_directory(run_dir, place.replica, token, Tls.of(shown), config.control.lease_s)
     own = EventLog(run_dir / (OWN_FOLDER if place.replica else "") / EVENTS_FILE)  # nobody writes into a replica
     server: ControlServer | None = None
 
@@ -518,10 +518,10 @@ async def serve(place: Post) -> None:
         listener = await listen(0)  # somebody else took the port; clients read the new one from the address file
     bound = listener.sockets[0].getsockname()
     where = address_of(host, bound[1], *((config.security.tls.mode, shown.ca) if shown is not None else ()))
-    tenure, journal = await open_journal(place, config, token, where, own, premises)
+    tenure, journal = await open_journal(place, config, token, where, own, directory)
     term = journal.fence()
     try:
-        lacking = premises.taken(config.checkpoint.disk.path)
+        lacking = directory.taken(config.checkpoint.disk.path)
     except OSError as error:
         return await decline(cast(Tenure, tenure), own, error)
     events = EventLog(run_dir / EVENTS_FILE)
@@ -536,7 +536,7 @@ async def serve(place: Post) -> None:
     if journal.entries and coordinator.job.progress.ended is None:
         report_restart(events, coordinator, journal, place)
     if isinstance(journal, EtcdStore):
-        journal.end_after(server.replicas.caught_up)
+        journal.end_after(server.standbys.caught_up)
     if lacking:
         server.warn(Why(Cause.LEASE, lacking))
     server.handle(Tick())

@@ -26,7 +26,7 @@ from everstep.protocol.messages import (
 from everstep.runtime.address import (
     COORDINATOR_FILE,
 )
-from everstep.runtime.places import word_in
+from everstep.runtime.host_directory import word_in
 from everstep.runtime.process import machine
 from everstep.runtime.versions import task_digest, versions
 

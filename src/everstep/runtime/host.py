@@ -22,6 +22,7 @@ from everstep.protocol.messages import (
 )
 from everstep.protocol.roles import WORKER
 from everstep.runtime.address import COORDINATOR_FILE, EVENTS_FILE, LOGS_FOLDER, METRICS_FOLDER
+from everstep.runtime.agent_files import AgentFiles, PeerWire
 from everstep.runtime.agent_link import AgentLink
 from everstep.runtime.board import Board
 from everstep.runtime.collector import Collector, Sampler
@@ -32,7 +33,6 @@ from everstep.runtime.process import (
     is_stopped,
     last_line,
 )
-from everstep.runtime.quarters import PeerWire, Quarters
 from everstep.runtime.tls import Shown, Tls
 from everstep.runtime.workers import Workers
 
@@ -74,10 +74,10 @@ class Host:
         self._failed: Why | None = None
         self.config: Config = load_config([("the job", facts.config)])
         wire = PeerWire(joining.own or joining.host, role_token(secrets.token, PEER), Tls.of(secrets.shown))
-        self.quarters = Quarters(
+        self.files = AgentFiles(
             facts, joining, self.config.checkpoint, wire, link.client.send, lambda: link.client.connected
         )
-        self.run_dir = self.quarters.run_dir
+        self.run_dir = self.files.run_dir
         keep_to(self.run_dir)
         logs = self.config.logs
         self._collector = Collector(self.run_dir / LOGS_FOLDER, board, int(logs.max_mb * (1 << 20)), logs.keep)
@@ -211,7 +211,7 @@ class Host:
             tls=None if self._secrets.shown is None else asdict(self._secrets.shown),
             local_rank=slots.index(worker_id) if worker_id in slots else 0,
             local_size=max(1, len(slots)),
-            apart=self.quarters.apart,
+            apart=self.files.apart,
         )
 
     @property

@@ -54,9 +54,9 @@ from everstep.runtime.address import (
 from everstep.runtime.control import ControlClient
 from everstep.runtime.figures import ask_about
 from everstep.runtime.handshake import role_token
+from everstep.runtime.host_directory import HOSTS_FILE, leave_word
 from everstep.runtime.job_end import JobEnd, Outcome, reserve_s
 from everstep.runtime.journal import end_in_file
-from everstep.runtime.places import HOSTS_FILE, leave_word
 from everstep.runtime.process import Inbox, last_line, raise_descriptor_limit, taking_signals
 from everstep.runtime.succession import Lead, Succession
 from everstep.runtime.supervisor import REFUSED, CoordinatorProcess, LocalHost, Supervised

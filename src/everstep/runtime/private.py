@@ -18,14 +18,14 @@ from everstep.base.below import DRAFT, folder_of, refuse_others, whose
 from everstep.base.config_keys import NOTICES, SINKS
 from everstep.base.errors import ConfigError
 from everstep.protocol.roles import PEOPLE
-from everstep.runtime import address, places
+from everstep.runtime import address, host_directory
 
 _OTHERS = 0o077
 _OURS = {
     *(address.LOCK_FILE, address.TOKEN_FILE, address.JOB_FILE, address.DATASET_FILE, address.EVENTS_FILE),
     *(address.COORDINATOR_FILE, address.JOURNAL_FILE, address.METRICS_FILE, address.METRICS_TOKEN_FILE),
     *(address.NEWEST_FILE, address.NOTES_FILE),
-    *(places.PLACE_FILE, places.SOURCE_FILE, places.HOSTS_FILE, *places.PAGES),
+    *(host_directory.PLACE_FILE, host_directory.SOURCE_FILE, host_directory.HOSTS_FILE, *host_directory.PAGES),
     *("newest-checkpoint.json", "replica.json", "host"),
     *(address.LOGS_FOLDER, address.METRICS_FOLDER, address.PROFILES_FOLDER, address.CHECKPOINTS_DIR),
     *map(address.role_file, PEOPLE),
@@ -62,7 +62,7 @@ def refuse_foreign(run_dir: Path) -> None:
 
     Raises: ConfigError.
     """
-    places.checkpoints_in(run_dir)
+    host_directory.checkpoints_in(run_dir)
     path = run_dir
     try:
         with folder_of(run_dir / address.LOCK_FILE) as folder:

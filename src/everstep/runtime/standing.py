@@ -38,9 +38,9 @@ from everstep.protocol.lease.writer import MOST_TERM, Writer
 from everstep.runtime.address import COORDINATOR_FILE, JOURNAL_FILE, NEWEST_FILE, announce
 from everstep.runtime.etcd import Etcd
 from everstep.runtime.etcd_access import find_access
-from everstep.runtime.following import Premises
 from everstep.runtime.journal import Journal
 from everstep.runtime.knocking import listens
+from everstep.runtime.led_directory import LedDirectory
 
 DEPOSED = 4
 """Exit code of a coordinator that has lost its lease: its next life stands by."""
@@ -376,9 +376,9 @@ async def open_journal(
     token: bytes,
     where: dict[str, Any],
     events: EventLog,
-    premises: Premises,
+    directory: LedDirectory,
 ) -> tuple[Tenure | None, JournalStore]:
-    """The journal, with the lease where there is one: then this waits for it, be it for days. premises: whether this
+    """The journal, with the lease where there is one: then this waits for it, be it for days. directory: whether this
     host may have it."""
     if not place.owner or config.control.etcd is None:
         journal = Journal(place.run_dir / JOURNAL_FILE)
@@ -389,15 +389,15 @@ async def open_journal(
     asked = Etcd(address, token, min(2.0, lease_s / 4), place.job, access, place.run_dir / NEWEST_FILE)
     etcd = Asker(asked, lambda text: warn(events, Why(Cause.LEASE, text)))
     path = place.run_dir / COORDINATOR_FILE
-    mine = {**where, "place": premises.word}
+    mine = {**where, "place": directory.word}
 
     def seen(holder: dict[str, Any]) -> None:
         if holder != mine:  # that is announced when it listens
-            premises.saw(place_of(holder))
+            directory.saw(place_of(holder))
             with contextlib.suppress(OSError):  # a full disk, say; it is said again
                 announce(path, checked_where(holder), anew=True)
 
-    tenure = Tenure(etcd, Candidate(place.owner, mine, lease_s), seen, premises.may_lead)
+    tenure = Tenure(etcd, Candidate(place.owner, mine, lease_s), seen, directory.may_lead)
 
     def deposed(reason: str) -> None:
         warn(events, Why(Cause.LEASE, f"the coordinator on {where['host']} decides no more: {reason}"))

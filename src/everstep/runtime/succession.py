@@ -17,9 +17,9 @@ class Succession:
     """guest: the job was started on another host, and a signal ends the part of this one alone. owner: as `Holder` has
     it, "" where there is no lease; job: as `Etcd` has it. address: of this host, "" if as the job's config says. anew:
     this process takes the place of one that is gone, by hand. word: by which other hosts know the run directory of a
-    job that begins (`places.leave_word`), "" if they were not told. secrets: with which etcd lets this host's
+    job that begins (`host_directory.leave_word`), "" if they were not told. secrets: with which etcd lets this host's
     coordinator in, for its environment. replica: the run directory is this host's own, and
-    filled by whoever leads (`following.ReplicaLink`); then this is the host's name, else "".
+    filled by whoever leads (`standby_files.CopyLink`); then this is the host's name, else "".
     """
 
     guest: bool = False

@@ -20,9 +20,9 @@ from everstep.protocol.patience import Patience
 from everstep.runtime.address import COORDINATOR_FILE, COORDINATOR_MODULE, LOGS_FOLDER, TOKEN_FILE, read_address
 from everstep.runtime.context import Joining
 from everstep.runtime.figures import ask_about
-from everstep.runtime.following import MOVED
 from everstep.runtime.fork_server import DEFAULT_PRELOAD
 from everstep.runtime.fork_server_client import EarlyForkServer
+from everstep.runtime.led_directory import MOVED
 from everstep.runtime.letting_go import stop, throttle
 from everstep.runtime.process import END_ALONE, killed_from_outside, last_line, own_command, why_ended
 from everstep.runtime.standing import DEPOSED

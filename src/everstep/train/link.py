@@ -32,14 +32,13 @@ from everstep.observe.logs import WorkerLog, set_up_worker_log
 from everstep.protocol import messages as wire
 from everstep.runtime.address import JOB_FILE, coordinator_here
 from everstep.runtime.board import Board, Row
-from everstep.runtime.carrier import HELD_FILE
 from everstep.runtime.cell import Head
 from everstep.runtime.claims import claim
 from everstep.runtime.context import WorkerContext
 from everstep.runtime.control import ControlClient, Unheard
-from everstep.runtime.gathering import digest_of
+from everstep.runtime.file_sender import digest_of
+from everstep.runtime.host_directory import HELD_FILE, domains_there, others
 from everstep.runtime.peer import PeerConnection, PeerServer, peer_connect
-from everstep.runtime.places import domains_there, others
 from everstep.runtime.tls import Tls
 
 log = logging.getLogger(__name__)

@@ -25,7 +25,7 @@ from everstep.observe.told import ToldFile
 from everstep.order.ledger import LaneUse, LedgerRow, encode_row
 from everstep.protocol.driver.records import StepOutcome
 from everstep.runtime.address import EVENTS_FILE
-from everstep.runtime.carrier import TOLD_FILE
+from everstep.runtime.host_directory import TOLD_FILE
 
 log = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from everstep.base.errors import ConfigError
 from everstep.cli.run_dir import RUNS, close_to_others
 from everstep.runtime import private
 from everstep.runtime.commands import LOCK_FILE, is_locked, run_lock
-from everstep.runtime.places import checkpoints_in
+from everstep.runtime.host_directory import checkpoints_in
 from everstep.runtime.private import close_run_dir, close_store, owner_words, refuse_foreign
 
 OTHER = 4711

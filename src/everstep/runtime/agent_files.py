@@ -1,9 +1,10 @@
-"""A host's files of a job, and what passes between them and the job's own directory."""
+"""The files of a job on an agent's host, and what passes between them and the job's own directory."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib
+import json
 import os
 import re
 import shutil
@@ -20,24 +21,37 @@ from everstep.base.errors import ConfigError
 from everstep.base.given import open_given, read_given
 from everstep.protocol.messages import (
     AnyMessage,
+    FilesHeld,
     HostAsk,
     HostPlace,
     HostsThere,
     HostTold,
     JobFacts,
     JobPage,
-    PieceTaken,
 )
 from everstep.runtime.address import LOGS_FOLDER
-from everstep.runtime.carrier import Carrier
 from everstep.runtime.commands import run_lock
 from everstep.runtime.context import Joining
+from everstep.runtime.file_sender import FileSender
+from everstep.runtime.file_sets import LATEST, TO_HEAD
+from everstep.runtime.host_directory import (
+    HELD_FILE,
+    PAGES,
+    TOLD_FILE,
+    checkpoints_in,
+    disk_of,
+    find_place,
+    word_in,
+    word_in_source,
+    write_hosts,
+    write_job,
+)
 from everstep.runtime.peer import PeerConnection, PeerServer, peer_connect
-from everstep.runtime.places import PAGES, disk_of, find_place, word_in, word_in_source, write_hosts, write_job
 from everstep.runtime.private import close_run_dir
 from everstep.runtime.tls import Tls
 
 _TURN_S = 0.25
+_NOTE_S = 1.0
 _CUT_OFF_S = 5.0
 
 
@@ -54,7 +68,7 @@ class PeerWire:
         return peer_connect(address, self.token, request, tls=self.tls)
 
 
-class Quarters:
+class AgentFiles:
     """Of an agent that has heard of its job. send: to the coordinator; connected: whether that can be heard.
 
     Raises: ConfigError if there is no directory to work in.
@@ -76,13 +90,13 @@ class Quarters:
         self._server: PeerServer | None = None
         self._send = send
         self._connected = connected
-        self._carrier: Carrier | None = None
+        self._sender: DirectorySender | None = None
         self._held = contextlib.ExitStack()
         if self._place.apart:
-            self._move_in(facts, joining)
+            self._use_own(facts, joining)
         self.say()
 
-    def _move_in(self, facts: JobFacts, joining: Joining) -> None:
+    def _use_own(self, facts: JobFacts, joining: Joining) -> None:
         run_dir, where = self._place.run_dir, joining.where()
         if isinstance(where, Path) and where.parent == run_dir:  # there the job itself says where it is
             raise ConfigError(f"expected the job's directory at {facts.run_dir}, it is not there")
@@ -93,7 +107,7 @@ class Quarters:
         except OSError as error:
             raise ConfigError(f"cannot write {run_dir}: {error.strerror or error}") from None
         print(f"everstep agent: the job's directory is not here: files go to {run_dir}", file=sys.stderr, flush=True)
-        self._carrier = Carrier(run_dir, word_in_source(run_dir), self._host, self._send_on)
+        self._sender = DirectorySender(run_dir, self._send_on)
 
     @property
     def run_dir(self) -> Path:
@@ -114,13 +128,13 @@ class Quarters:
         here, apart = self._host, self._place.apart
         said = HostPlace(agent_id=here, apart=apart, disk=self._disk, address=address, domains=self._domains)
         self._send(said)
-        if self._carrier is not None:
-            self._carrier.begin_anew()
+        if self._sender is not None:
+            self._sender.files.ask_again()
 
-    def taken(self, message: PieceTaken) -> None:
+    def answered(self, answer: FilesHeld) -> None:
         """Any thread: what has arrived."""
-        if self._carrier is not None:
-            self._carrier.taken(message)
+        if self._sender is not None:
+            self._sender.answered(answer)
 
     def hear(self, message: HostsThere | JobPage | HostAsk) -> None:
         """What processes of this host look at, or somebody asks for. Never raises for the disk's sake."""
@@ -156,11 +170,11 @@ class Quarters:
 
     def finish(self, timeout_s: float) -> bool:
         """Nothing is written here any more: until all has arrived; whether it has."""
-        if self._carrier is None:
+        if self._sender is None:
             return True
         end_s = heard_s = time.monotonic()
         end_s += timeout_s
-        while not self._carrier.finish(_TURN_S):
+        while not self._sender.files.finish(_TURN_S):
             now_s = time.monotonic()
             heard_s = now_s if self._connected() else heard_s
             if now_s > end_s or now_s - heard_s > _CUT_OFF_S:
@@ -171,8 +185,8 @@ class Quarters:
         """done: the job is, so nobody comes back for what is here."""
         if self._server is not None:
             self._server.close()
-        if self._carrier is not None:
-            self._carrier.close()
+        if self._sender is not None:
+            self._sender.close()
         self._held.close()
         if done and self._place.passing:
             shutil.rmtree(self.run_dir, ignore_errors=True)
@@ -180,6 +194,51 @@ class Quarters:
     def _send_on(self, message: AnyMessage) -> None:
         if self._connected():
             self._send(message)
+
+
+class DirectorySender:
+    """Sends the files of a host's own directory to the head, and notes for the processes there what has arrived."""
+
+    def __init__(self, run_dir: Path, send: Callable[[AnyMessage], None]) -> None:
+        self._run_dir = run_dir
+        self._arrived: dict[str, str] = {}
+        self._told = self._told_noted = 0
+        self._note_s = 0.0
+        (run_dir / TOLD_FILE).unlink(missing_ok=True)  # of an earlier run
+        source = word_in_source(run_dir)
+        self.files = FileSender(TO_HEAD, self._found, source, send, each_turn=self._note)
+
+    def answered(self, answer: FilesHeld) -> None:
+        """An answer came. Any thread."""
+        self._told = answer.told
+        self.files.answered(answer)
+
+    def close(self) -> None:
+        """Nothing more is sent."""
+        self.files.close()
+        self._note_s = 0.0
+        self._note({})
+
+    def _found(self) -> list[tuple[str, Path]]:
+        found = [file for file in TO_HEAD.found(self._run_dir) if file[0] != LATEST]
+        with contextlib.suppress(ConfigError):
+            if (latest := checkpoints_in(self._run_dir) / "latest.json").exists():
+                found.insert(min(1, len(found)), (LATEST, latest))  # after the events
+        return found
+
+    def _note(self, arrived: dict[str, str]) -> None:
+        """What the host's own disk refuses is noted at a later turn."""
+        told, now_s = self._told, time.monotonic()
+        if told != self._told_noted and now_s > self._note_s:
+            self._note_s = now_s + _NOTE_S
+            with contextlib.suppress(OSError):
+                write_atomically(self._run_dir / TOLD_FILE, json.dumps({"through": told}) + "\n")
+                self._told_noted = told
+        arrived = {**self._arrived, **arrived}
+        if arrived != self._arrived:
+            with contextlib.suppress(OSError):
+                write_atomically(self._run_dir / HELD_FILE, json.dumps(arrived) + "\n")
+                self._arrived = arrived
 
 
 # ---- logs, for who asks from elsewhere

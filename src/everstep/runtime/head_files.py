@@ -17,15 +17,15 @@ from everstep.protocol.messages import (
     Command,
     CommandReply,
     FaultClaimed,
-    FilePiece,
+    FilePieces,
     HostAsk,
     HostPlace,
     HostTold,
     JobPage,
 )
 from everstep.runtime.claims import claim
-from everstep.runtime.gathering import Receiving
-from everstep.runtime.places import OWN_FOLDER, PAGES, write_hosts
+from everstep.runtime.file_receiver import HeadReceiver
+from everstep.runtime.host_directory import OWN_FOLDER, PAGES, write_hosts
 
 _MOST_PAGE_BYTES = 64 << 10
 MOST_ASKED = 1000
@@ -33,28 +33,28 @@ LOGS = "logs"
 Answers = list[tuple[str, AnyMessage]]
 
 
-class FilesDesk:
+class HeadFiles:
     """Says what to answer to whom. told: up to which step others may forget what they know, of those that are told in
     the job's events."""
 
     def __init__(self, run_dir: Path, told: Callable[[int], int] = lambda through: through) -> None:
         self._run_dir = run_dir
         self._told_to = told
-        self._receiving = Receiving(run_dir)
+        self._receiver = HeadReceiver(run_dir)
         self._agents: dict[str, str] = {}
         self._places: dict[str, HostPlace] = {}
         self._asked: dict[int, tuple[str, int, str]] = {}
         self._requests = 0
 
     def looked(self) -> tuple[int, int]:
-        """As `Receiving` has it."""
-        return self._receiving.looked
+        """As `HeadReceiver` has it."""
+        return self._receiver.looked
 
     def take(self, connection: str, message: AnyMessage) -> Answers | None:
         """None: it is somebody else's to answer."""
-        if isinstance(message, FilePiece):
-            taken = self._receiving.take(message)
-            return [(connection, msgspec.structs.replace(taken, told=self._told_to(taken.told)))]
+        if isinstance(message, FilePieces):
+            answer = self._receiver.take(message)
+            return [(connection, msgspec.structs.replace(answer, told=self._told_to(answer.told)))]
         if isinstance(message, ClaimFault):
             return self._claim(connection, message)
         if isinstance(message, HostTold):

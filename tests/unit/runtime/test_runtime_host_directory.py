@@ -10,7 +10,16 @@ import pytest
 from everstep.base.config_keys import CheckpointConfig, DiskTierConfig
 from everstep.base.errors import ConfigError
 from everstep.protocol.messages import HostPlace, JobFacts
-from everstep.runtime.places import Place, disk_of, domains_there, find_place, leave_word, others, word_in, write_hosts
+from everstep.runtime.host_directory import (
+    Place,
+    disk_of,
+    domains_there,
+    find_place,
+    leave_word,
+    others,
+    word_in,
+    write_hosts,
+)
 
 
 def facts(run_dir: Path, word: str) -> JobFacts:

@@ -36,10 +36,15 @@ SOURCE_FILE = "source"
 HOSTS_FILE = "hosts.json"
 PAGES = ("rehearsed.json",)
 """Small files of a job that workers of all hosts look at."""
-REPLICA_FILE = "replica.json"
-"""In a directory that is a replica: of which it is, and the versions of its files."""
+COPY_FILE = "replica.json"
+"""In a directory that is a copy: of which directory it is, and the versions of its files."""
+HELD_FILE = "held.json"
+"""In a host's own directory: the digest, by name, of each file that has arrived at the head whole."""
+TOLD_FILE = "told.json"
+"""In a host's own directory: up to which step all have been told in the job's events; workers keep what later steps are
+to be told of."""
 OWN_FOLDER = "host"
-"""In a replica: the files of this host's own agent, which brings them to whoever leads, itself too."""
+"""In a copy: the files of this host's own agent, which sends them to the head, itself too."""
 _MOST_WORD_BYTES = 64
 _NOBODY = 1
 
@@ -68,7 +73,7 @@ def checkpoints_in(run_dir: Path) -> Path:
 
     Raises: ConfigError for a link.
     """
-    above = run_dir.parent if run_dir.name == OWN_FOLDER and (run_dir.parent / REPLICA_FILE).is_file() else run_dir
+    above = run_dir.parent if run_dir.name == OWN_FOLDER and (run_dir.parent / COPY_FILE).is_file() else run_dir
     folder = above / CHECKPOINTS_DIR
     if folder.is_symlink():
         where = os.path.realpath(folder)
