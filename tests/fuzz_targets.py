@@ -346,7 +346,8 @@ _ETCD_REPLY = {
 }
 
 
-_HOSTS = b'{"a":{"apart":true,"disk":"x","address":"h:1"},"b":{"disk":"y","address":"i:2","domains":{"rack":"r1"}}}'
+_HOSTS = b"""{"a":{"agent_id":"a","apart":true,"disk":"x","address":"h:1"},
+"b":{"agent_id":"b","apart":false,"disk":"y","address":"i:2","domains":{"rack":"r1"}}}"""
 
 
 def _hosts(path: Path) -> object:

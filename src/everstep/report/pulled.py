@@ -14,10 +14,9 @@ from typing import Any
 
 from everstep.base.below import APPEND, open_below
 from everstep.base.errors import ConfigError, EverstepError
-from everstep.base.given import read_json
 from everstep.runtime import commands
 from everstep.runtime.address import LOGS_FOLDER
-from everstep.runtime.host_directory import HOSTS_FILE
+from everstep.runtime.host_directory import hosts_there
 
 MOST_BYTES = 64 << 20
 """At once, of one host; the rest comes with the next call."""
@@ -28,12 +27,7 @@ _MOST_FILES = 4096
 
 def hosts_apart(run_dir: Path) -> list[str]:
     """The hosts of the job in this directory that keep their logs themselves."""
-    try:
-        rows = read_json(run_dir / HOSTS_FILE)
-        found = sorted(str(name) for name, row in rows.items() if row["apart"] is True)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return []
-    return [name for name in found if _HOST.fullmatch(name)]
+    return [name for name, place in hosts_there(run_dir).items() if place.apart and _HOST.fullmatch(name)]
 
 
 def pull_logs(run_dir: Path, host: str | None = None, *, timeout_s: float = 10.0) -> list[str]:

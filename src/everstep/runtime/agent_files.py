@@ -35,9 +35,8 @@ from everstep.runtime.context import Joining
 from everstep.runtime.file_sender import FileSender
 from everstep.runtime.file_sets import LATEST, TO_HEAD
 from everstep.runtime.host_directory import (
-    HELD_FILE,
+    ARRIVED_FILE,
     PAGES,
-    TOLD_FILE,
     checkpoints_in,
     disk_of,
     find_place,
@@ -129,7 +128,7 @@ class AgentFiles:
         said = HostPlace(agent_id=here, apart=apart, disk=self._disk, address=address, domains=self._domains)
         self._send(said)
         if self._sender is not None:
-            self._sender.files.ask_again()
+            self._sender.sender.ask_again()
 
     def answered(self, answer: FilesHeld) -> None:
         """Any thread: what has arrived."""
@@ -174,7 +173,7 @@ class AgentFiles:
             return True
         end_s = heard_s = time.monotonic()
         end_s += timeout_s
-        while not self._sender.files.finish(_TURN_S):
+        while not self._sender.sender.finish(_TURN_S):
             now_s = time.monotonic()
             heard_s = now_s if self._connected() else heard_s
             if now_s > end_s or now_s - heard_s > _CUT_OFF_S:
@@ -201,44 +200,40 @@ class DirectorySender:
 
     def __init__(self, run_dir: Path, send: Callable[[AnyMessage], None]) -> None:
         self._run_dir = run_dir
-        self._arrived: dict[str, str] = {}
-        self._told = self._told_noted = 0
+        self._told, self._files = 0, dict[str, str]()
+        self._noted: dict[str, Any] = {"through": 0, "files": {}}
         self._note_s = 0.0
-        (run_dir / TOLD_FILE).unlink(missing_ok=True)  # of an earlier run
-        source = word_in_source(run_dir)
-        self.files = FileSender(TO_HEAD, self._found, source, send, each_turn=self._note)
+        (run_dir / ARRIVED_FILE).unlink(missing_ok=True)  # of an earlier run
+        self.sender = FileSender(TO_HEAD, self._found, word_in_source(run_dir), send, each_turn=self._note)
 
     def answered(self, answer: FilesHeld) -> None:
         """An answer came. Any thread."""
         self._told = answer.told
-        self.files.answered(answer)
+        self.sender.answered(answer)
 
     def close(self) -> None:
         """Nothing more is sent."""
-        self.files.close()
+        self.sender.close()
         self._note_s = 0.0
         self._note({})
 
     def _found(self) -> list[tuple[str, Path]]:
-        found = [file for file in TO_HEAD.found(self._run_dir) if file[0] != LATEST]
+        found = TO_HEAD.found(self._run_dir)
         with contextlib.suppress(ConfigError):
-            if (latest := checkpoints_in(self._run_dir) / "latest.json").exists():
-                found.insert(min(1, len(found)), (LATEST, latest))  # after the events
+            latest = checkpoints_in(self._run_dir) / "latest.json"
+            found[1:1] = [(LATEST, latest)] if latest.exists() else []  # after the events
         return found
 
-    def _note(self, arrived: dict[str, str]) -> None:
+    def _note(self, files: dict[str, str]) -> None:
         """What the host's own disk refuses is noted at a later turn."""
-        told, now_s = self._told, time.monotonic()
-        if told != self._told_noted and now_s > self._note_s:
-            self._note_s = now_s + _NOTE_S
+        self._files |= files
+        arrived = {"through": self._told, "files": dict(self._files)}
+        urgent = arrived["files"] != self._noted["files"] or time.monotonic() > self._note_s
+        if arrived != self._noted and urgent:
+            self._note_s = time.monotonic() + _NOTE_S
             with contextlib.suppress(OSError):
-                write_atomically(self._run_dir / TOLD_FILE, json.dumps({"through": told}) + "\n")
-                self._told_noted = told
-        arrived = {**self._arrived, **arrived}
-        if arrived != self._arrived:
-            with contextlib.suppress(OSError):
-                write_atomically(self._run_dir / HELD_FILE, json.dumps(arrived) + "\n")
-                self._arrived = arrived
+                write_atomically(self._run_dir / ARRIVED_FILE, json.dumps(arrived) + "\n")
+                self._noted = arrived
 
 
 # ---- logs, for who asks from elsewhere

@@ -53,8 +53,6 @@ from everstep.protocol.messages import (
     Command,
     CommandReply,
     Goodbye,
-    HostPlace,
-    HostsThere,
     JobFacts,
     JobHello,
     Ping,
@@ -68,7 +66,7 @@ from everstep.runtime.about import answer
 from everstep.runtime.address import COORDINATOR_FILE, EVENTS_FILE, JOB_FILE, TOKEN_FILE, address_of, remember
 from everstep.runtime.coordinator_setup import coordinator_config, job_facts, scripted_strikes
 from everstep.runtime.handshake import Ends, Greeter, Seals, keys_of
-from everstep.runtime.head_files import HeadFiles, Pages
+from everstep.runtime.head_files import HeadFiles
 from everstep.runtime.host_directory import OWN_FOLDER, word_in
 from everstep.runtime.knocking import Knocker
 from everstep.runtime.led_directory import led_directory
@@ -112,7 +110,6 @@ class Switchboard:
         self._jobs: set[str] = set()
         self._agents: dict[str, AgentHello] = {}
         self._unread: deque[AgentNotice] = deque(maxlen=MOST_UNREAD)
-        self._places: dict[str, HostPlace] = {}
 
     def take(self, connection: str, message: AnyMessage) -> tuple[Sends, bool]:
         """A message came. Returns what to send to which connections, and whether it is for the coordinator too."""
@@ -128,9 +125,6 @@ class Switchboard:
                 unread = [(connection, notice) for notice in self._unread]
                 self._unread.clear()
                 return [(connection, self._present()), *unread], True
-            case HostPlace():
-                self._places[connection] = message
-                return self._tell_hosts(), False
             case Goodbye():
                 others = sorted(self._jobs - {connection})
                 return [(name, message) for name in (*sorted(self._agents), *others, connection)], False
@@ -145,18 +139,7 @@ class Switchboard:
     def gone(self, connection: str) -> Sends:
         """A connection has ended."""
         self._jobs.discard(connection)
-        sends = self._tell() if self._agents.pop(connection, None) is not None else []
-        return [*sends, *self._tell_hosts()] if self._places.pop(connection, None) is not None else sends
-
-    @property
-    def apart(self) -> list[str]:
-        """The connections of agents whose run directory is their own."""
-        return [name for name, place in self._places.items() if place.apart]
-
-    def _tell_hosts(self) -> Sends:
-        """All agents, in the order of names."""
-        there = HostsThere(places={place.agent_id: place for _, place in sorted(self._places.items())})
-        return [(name, there) for name in sorted(self._places)]
+        return self._tell() if self._agents.pop(connection, None) is not None else []
 
     def _agent_hello(self, connection: str, hello: AgentHello) -> tuple[Sends, bool]:
         for other in self._agents.values():
@@ -203,7 +186,7 @@ class ControlServer:
         self._knocker = Knocker(self.handle)
         run_dir = events.path.parent
         self.standbys = StandbyHosts(run_dir, word_in(run_dir), self._send, lambda: self.files.looked())
-        self.files, self.pages = HeadFiles(run_dir, self.standbys.told), Pages(run_dir)
+        self.files = HeadFiles(run_dir, self.standbys.told)
         self._names = 0
         self._round_ns = 0
         self._timer: tuple[int, asyncio.TimerHandle] | None = None  # for which deadline
@@ -252,11 +235,11 @@ class ControlServer:
             answers = self.files.take(name, message)
             if answers is not None:
                 self._hand_on(answers)
+                if self._looking is None:
+                    self._send_pages()
                 return
             sends, for_coordinator = self.switchboard.take(name, message)
             self._hand_on(sends)
-            if isinstance(message, HostPlace) and message.apart:
-                self._bring_pages(name)
             if not for_coordinator:
                 return
         self.handle(Received(name, message, permitted))
@@ -268,14 +251,12 @@ class ControlServer:
         self._hand_on([*self.switchboard.gone(name), *self.files.gone(name)])
         self.handle(Disconnected(name))
 
-    def _bring_pages(self, name: str = "") -> None:
-        """Agents of hosts with directories of their own hear of what has changed; a new one of all that there is."""
-        for page in self.pages.all() if name else self.pages.changed():
-            for apart in [name] if name else self.switchboard.apart:
-                self._send(apart, page)
-        if not name or self._looking is None:
-            there = bool(self.switchboard.apart)
-            self._looking = asyncio.get_running_loop().call_later(_LOOK_S, self._bring_pages) if there else None
+    def _send_pages(self) -> None:
+        """Now and then, while there is a host with a directory of its own."""
+        there = bool(self.files.apart)
+        if there:
+            self._hand_on(self.files.changed_pages())
+        self._looking = asyncio.get_running_loop().call_later(_LOOK_S, self._send_pages) if there else None
 
     def _hand_on(self, sends: Sends) -> None:
         for name, message in sends:

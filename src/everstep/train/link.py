@@ -37,7 +37,7 @@ from everstep.runtime.claims import claim
 from everstep.runtime.context import WorkerContext
 from everstep.runtime.control import ControlClient, Unheard
 from everstep.runtime.file_sender import digest_of
-from everstep.runtime.host_directory import HELD_FILE, domains_there, others
+from everstep.runtime.host_directory import ARRIVED_FILE, domains_there, others
 from everstep.runtime.peer import PeerConnection, PeerServer, peer_connect
 from everstep.runtime.tls import Tls
 
@@ -222,9 +222,9 @@ class LaunchedLink(WorkerLink):
         if not self._context.apart:
             return True
         try:
-            held, path = read_json(self._context.run_path / HELD_FILE), self._context.run_path / name
-            return bool(held.get(name) == digest_of(path, name.count("/")))
-        except (OSError, ValueError, AttributeError):
+            arrived, path = read_json(self._context.run_path / ARRIVED_FILE), self._context.run_path / name
+            return bool(arrived["files"].get(name) == digest_of(path, name.count("/")))
+        except (OSError, ValueError, AttributeError, KeyError, TypeError):
             return False
 
     def waits(self) -> None:

@@ -20,7 +20,7 @@ from everstep.runtime import agent_files, file_sender
 from everstep.runtime.agent_files import DirectorySender
 from everstep.runtime.file_receiver import HeadReceiver
 from everstep.runtime.file_sender import digest_of
-from everstep.runtime.host_directory import HELD_FILE, SOURCE_FILE, TOLD_FILE
+from everstep.runtime.host_directory import ARRIVED_FILE, SOURCE_FILE
 
 SOURCE = "0123456789abcdef"
 PATIENCE_S = 60.0
@@ -55,7 +55,7 @@ class Wire:
         self.receiver = HeadReceiver(self.job)
 
     def arrives(self, timeout_s: float = PATIENCE_S) -> bool:
-        return self.sender.files.finish(timeout_s)
+        return self.sender.sender.finish(timeout_s)
 
 
 def pieces(path: str, source: str = SOURCE, **piece: Any) -> FilePieces:
@@ -65,7 +65,7 @@ def pieces(path: str, source: str = SOURCE, **piece: Any) -> FilePieces:
 
 def through(folder: Path) -> int:
     """What the processes of a host know of the job's log."""
-    found: int = json.loads((folder / TOLD_FILE).read_text())["through"]
+    found: int = json.loads((folder / ARRIVED_FILE).read_text())["through"]
     return found
 
 
@@ -102,7 +102,7 @@ def test_lines_and_files_arrive_as_they_are(wire: Wire) -> None:
         assert (wire.job / name).read_bytes() == (wire.own / name).read_bytes()
     assert sorted(path.name for path in (wire.job / "final").iterdir()) == ["digest.json", "model.safetensors"]
     assert not (wire.job / "job.json").exists()
-    held = json.loads((wire.own / HELD_FILE).read_text())
+    held = json.loads((wire.own / ARRIVED_FILE).read_text())["files"]
     assert held["final/digest.json"] == digest_of(wire.own / "final" / "digest.json")
 
 
@@ -121,7 +121,7 @@ def test_what_was_on_its_way_when_a_connection_broke_arrives_once(wire: Wire) ->
         if number % 3 == 0:  # it came, but its answer did not
             wire.receiver.take(said)
         if number % 2:
-            wire.sender.files.ask_again()
+            wire.sender.sender.ask_again()
             continue
         if number % 5 == 0:
             wire.restart()
@@ -130,7 +130,7 @@ def test_what_was_on_its_way_when_a_connection_broke_arrives_once(wire: Wire) ->
         if number > 100:
             wire.passing = True
             break
-    wire.sender.files.ask_again()
+    wire.sender.sender.ask_again()
     assert wire.arrives()
     assert steps(wire.job) == list(range(1, 30))
     assert [e["reason"] for e in read_events(wire.job / "events.jsonl") if e["kind"] == "warning"] == [
@@ -212,9 +212,9 @@ def test_a_host_knows_up_to_which_step_all_have_been_told(wire: Wire) -> None:
 
 
 def test_a_host_begins_without_a_word_of_an_earlier_run(tmp_path: Path) -> None:
-    (tmp_path / TOLD_FILE).write_text('{"through": 1000}')
+    (tmp_path / ARRIVED_FILE).write_text('{"through": 1000}')
     DirectorySender(tmp_path, lambda said: None).close()
-    assert not (tmp_path / TOLD_FILE).exists()
+    assert not (tmp_path / ARRIVED_FILE).exists()
 
 
 def test_a_host_whose_disk_is_full_brings_what_it_has(wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,7 +232,7 @@ def test_a_host_whose_disk_is_full_brings_what_it_has(wire: Wire, monkeypatch: p
     assert (wire.job / "final" / "digest.json").read_text() == "{}"
     monkeypatch.setattr(agent_files, "write_atomically", write_atomically)
     assert wire.arrives(), "there is room again, and all of it is noted"
-    assert set(json.loads((wire.own / HELD_FILE).read_text())) == {"final/digest.json", "rehearsed.json"}
+    assert set(json.loads((wire.own / ARRIVED_FILE).read_text())["files"]) == {"final/digest.json", "rehearsed.json"}
 
 
 def test_what_cannot_be_read_has_not_arrived_and_holds_up_nothing_else(

@@ -5,15 +5,22 @@ from __future__ import annotations
 from pathlib import Path
 
 from everstep.protocol import messages as m
-from everstep.runtime.head_files import HeadFiles, Pages
+from everstep.runtime.head_files import HeadFiles
 
 
-def test_pages_are_told_when_they_change(tmp_path: Path) -> None:
-    pages = Pages(tmp_path)
-    assert pages.changed() == [] and pages.all() == []
+def test_all_agents_hear_where_each_host_keeps_its_files_and_the_pages_that_they_do_not_see(tmp_path: Path) -> None:
+    files = HeadFiles(tmp_path)
+    here = m.HostPlace(agent_id="a", apart=False, disk="job")
+    there = m.HostPlace(agent_id="b", apart=True, disk="host b", address="b:1")
+    assert files.take("c1", here) == [("c1", m.HostsThere(places={"a": here}))]
+    both = m.HostsThere(places={"a": here, "b": there})
+    assert files.take("c2", there) == [("c1", both), ("c2", both)]
+    assert files.changed_pages() == []
     (tmp_path / "rehearsed.json").write_text("{}")
-    assert [page.text for page in pages.changed()] == ["{}"]
-    assert pages.changed() == [] and [page.name for page in pages.all()] == ["rehearsed.json"]
+    page = m.JobPage(name="rehearsed.json", text="{}")
+    assert files.changed_pages() == [("c2", page)] and files.changed_pages() == []
+    assert (files.take("c2", there) or [])[-1] == ("c2", page), "it is a new connection"
+    assert files.gone("c2") == [("c1", m.HostsThere(places={"a": here}))] and files.apart == []
 
 
 def test_a_fault_is_claimed_once_in_a_job(tmp_path: Path) -> None:
@@ -37,7 +44,7 @@ def test_who_asks_for_logs_is_answered_by_the_host_or_told_that_it_is_gone(tmp_p
     ask = m.Command(request=7, name="logs", args={"host": "host2", "name": "worker-1.jsonl", "start": 30})
     refused = files.take("p", ask)
     assert refused is not None and isinstance(refused[0][1], m.CommandReply) and "everstep hosts" in refused[0][1].error
-    assert files.take("a", m.HostPlace(agent_id="host2", apart=True, disk="host host2")) is None
+    files.take("a", m.HostPlace(agent_id="host2", apart=True, disk="host host2"))
     assert files.take("p", ask) == [("a", m.HostAsk(request=1, name="worker-1.jsonl", start=30))]
     assert files.take("b", m.HostTold(agent_id="host3", request=2)) == [], "nobody asked"
     answer = m.HostTold(agent_id="host2", request=1, logs={"worker-1.jsonl": (5, 31)}, data=b"x")
