@@ -18,7 +18,7 @@ from typing import Any
 from everstep.base.below import write_atomically
 from everstep.base.config_keys import CheckpointConfig
 from everstep.base.errors import ConfigError
-from everstep.base.given import open_given, read_given
+from everstep.base.given import open_given
 from everstep.protocol.messages import (
     AnyMessage,
     FilesHeld,
@@ -128,7 +128,7 @@ class AgentFiles:
         said = HostPlace(agent_id=here, apart=apart, disk=self._disk, address=address, domains=self._domains)
         self._send(said)
         if self._sender is not None:
-            self._sender.sender.ask_again()
+            self._sender.ask_again()
 
     def answered(self, answer: FilesHeld) -> None:
         """Any thread: what has arrived."""
@@ -148,7 +148,7 @@ class AgentFiles:
                     self._serve()
                 write_hosts(self.run_dir, message.places)
             elif self._place.apart and message.name in PAGES:
-                self._write_page(message)
+                write_atomically(self.run_dir / message.name, message.text)
 
     def _serve(self) -> None:
         """Other hosts may look into this one's checkpoints, as they do not see them."""
@@ -158,25 +158,15 @@ class AgentFiles:
             self._server = PeerServer(self._wire.own, self._wire.token, handler, self._wire.tls)
             self.say()
 
-    def _write_page(self, page: JobPage) -> None:
-        path = self.run_dir / page.name
-        try:
-            same = read_given(path) == page.text.encode()
-        except OSError:
-            same = False
-        if not same:
-            write_atomically(path, page.text)
-
     def finish(self, timeout_s: float) -> bool:
         """Nothing is written here any more: until all has arrived; whether it has."""
         if self._sender is None:
             return True
-        end_s = heard_s = time.monotonic()
-        end_s += timeout_s
-        while not self._sender.sender.finish(_TURN_S):
+        begin_s = heard_s = time.monotonic()
+        while not self._sender.finish(begin_s, _TURN_S):
             now_s = time.monotonic()
             heard_s = now_s if self._connected() else heard_s
-            if now_s > end_s or now_s - heard_s > _CUT_OFF_S:
+            if now_s > begin_s + timeout_s or now_s - heard_s > _CUT_OFF_S:
                 return False
         return True
 
@@ -195,25 +185,23 @@ class AgentFiles:
             self._send(message)
 
 
-class DirectorySender:
+class DirectorySender(FileSender):
     """Sends the files of a host's own directory to the head, and notes for the processes there what has arrived."""
 
     def __init__(self, run_dir: Path, send: Callable[[AnyMessage], None]) -> None:
         self._run_dir = run_dir
-        self._told, self._files = 0, dict[str, str]()
+        self._told, self._digests = 0, dict[str, str]()
         self._noted: dict[str, Any] = {"through": 0, "files": {}}
         self._note_s = 0.0
         (run_dir / ARRIVED_FILE).unlink(missing_ok=True)  # of an earlier run
-        self.sender = FileSender(TO_HEAD, self._found, word_in_source(run_dir), send, each_turn=self._note)
+        super().__init__(TO_HEAD, self._found, word_in_source(run_dir), send, each_turn=self._note)
 
-    def answered(self, answer: FilesHeld) -> None:
-        """An answer came. Any thread."""
+    def answered(self, answer: FilesHeld) -> float | None:
         self._told = answer.told
-        self.sender.answered(answer)
+        return super().answered(answer)
 
     def close(self) -> None:
-        """Nothing more is sent."""
-        self.sender.close()
+        super().close()
         self._note_s = 0.0
         self._note({})
 
@@ -224,10 +212,10 @@ class DirectorySender:
             found[1:1] = [(LATEST, latest)] if latest.exists() else []  # after the events
         return found
 
-    def _note(self, files: dict[str, str]) -> None:
+    def _note(self, digests: dict[str, str]) -> None:
         """What the host's own disk refuses is noted at a later turn."""
-        self._files |= files
-        arrived = {"through": self._told, "files": dict(self._files)}
+        self._digests |= digests
+        arrived = {"through": self._told, "files": dict(self._digests)}
         urgent = arrived["files"] != self._noted["files"] or time.monotonic() > self._note_s
         if arrived != self._noted and urgent:
             self._note_s = time.monotonic() + _NOTE_S

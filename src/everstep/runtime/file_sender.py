@@ -28,9 +28,8 @@ _READ_BYTES = 1 << 20
 _LOOK_S = 0.1
 _ANSWER_S = 5.0
 _SHARE = 10
-"""A sender reads for at most one part in so many of the time, and two senders of a process read at once."""
+"""The head reads for each standby host at most one part in so many of the time, and for two of them at once."""
 _READING = threading.Semaphore(2)
-_NUMBERS = 1 << 62
 
 
 @dataclass
@@ -93,8 +92,8 @@ class FileSender:
                 there = answer.held.get(piece.path)
                 moved |= there is not None and (there > file.held or not file.asked)
                 file.held, file.asked = file.held if there is None else there, there is not None
-            if self._message.rest and moved:
-                self._pause_s = 0.0  # else its disk is full, say
+            if moved and (self._message.rest or not self._mirrors):
+                self._pause_s = 0.0  # if nothing moved, its disk is full, say
             return self._began_s if answer.has_all(self._message) else None
 
     def ask_again(self) -> None:
@@ -110,11 +109,10 @@ class FileSender:
             file = self._files.get(name)
             return file.held if file is not None and file.asked else 0
 
-    def finish(self, timeout_s: float) -> bool:
-        """Wait until all that there is now has arrived, and nothing is new; whether that came in time."""
-        begin_s = time.monotonic()
+    def finish(self, since_s: float, timeout_s: float) -> bool:
+        """Wait until all that there was at this (monotonic) moment has arrived, and nothing is new; whether it has."""
         with self._changed:
-            return self._changed.wait_for(lambda: self._all_there_s > begin_s and not self._failed, timeout_s)
+            return self._changed.wait_for(lambda: self._all_there_s > since_s and not self._failed, timeout_s)
 
     def stop(self) -> None:
         """Nothing more is sent. Does not wait."""
@@ -137,12 +135,12 @@ class FileSender:
             self._each_turn({n: f.version for n, f in files.items() if f.whole and f.asked and f.held >= f.size})
             with self._changed:
                 self._files, self._failed, self._began_s = files, failed, begin_s
-                self._pause_s = max(_LOOK_S, _SHARE * (time.monotonic() - begin_s))
+                self._pause_s = max(_LOOK_S, _SHARE * (time.monotonic() - begin_s) if self._mirrors else 0.0)
                 if not pieces and not self._mirrors:
                     self._all_there_s = begin_s
                     self._changed.notify_all()
                     continue
-                number = self._message.number % _NUMBERS + 1
+                number = self._message.number + 1
                 self._message = FilePieces(source=self._message.source, number=number, pieces=pieces, rest=rest)
                 self._waits = True
             self._send(self._message)
