@@ -151,8 +151,8 @@ def stand_by(
             shown = held.enter_context(copy_in(run_dir, word, name, own, token, lambda: in_etcd(etcd)))
         job = read_job(shown, joined=False)
         check_lease(job.config, secrets)
-        replica = name if (shown / OWN_FOLDER).is_dir() else ""
-        succession = Succession(True, new_owner(), found.job, own, replica=replica, secrets=secrets)
+        copying_host = name if (shown / OWN_FOLDER).is_dir() else ""
+        succession = Succession(True, new_owner(), found.job, own, copying_host=copying_host, secrets=secrets)
         how = "" if shared else ", with files of its own"
         print(f"{name} stands by for the job in {shown}{how}; {about_to_run(job)}", file=sys.stderr, flush=True)
         exit_code = _take_part(shown, job, token, succession, slots, name, 0, domains)
@@ -230,7 +230,7 @@ def _take_part(
     with contextlib.ExitStack() as held:
         server = held.enter_context(contextlib.closing(EarlyForkServer(config.threads, PRELOAD)))
         more: dict[str, Any] = {"room": slots, "domains": domains, "files": FILES, "host": host, "own": own}
-        apart = run_dir / OWN_FOLDER if succession.replica else None
+        apart = run_dir / OWN_FOLDER if succession.copying_host else None
         local = LocalHost(run_dir, config, ENTRY, preload=PRELOAD, early=server, apart=apart, **more)
 
         def on_event(event: dict[str, Any]) -> None:
@@ -240,7 +240,7 @@ def _take_part(
                 led = True
                 with contextlib.suppress(ConfigError):  # the command that began the job may run still
                     held.enter_context(run_lock(run_dir))
-                logs = ", and the logs of its workers are where it is" if succession.replica else ""
+                logs = ", and the logs of its workers are where it is" if succession.copying_host else ""
                 display.note(f"{host} leads the job in {run_dir} from now on: the host that did is lost{logs}")
                 watcher.start()
             if led:

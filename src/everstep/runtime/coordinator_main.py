@@ -479,8 +479,8 @@ async def serve(place: Post) -> None:
     host = place.host or config.network.address
     token = wire.read_token(run_dir / TOKEN_FILE)
     shown = shown_by(config.security.tls, token, host)
-    directory = led_directory(run_dir, place.replica, token, Tls.of(shown), config.control.lease_s)
-    own = EventLog(run_dir / (OWN_FOLDER if place.replica else "") / EVENTS_FILE)  # nobody writes into a replica
+    directory = led_directory(run_dir, place.copying_host, token, Tls.of(shown), config.control.lease_s)
+    own = EventLog(run_dir / (OWN_FOLDER if place.copying_host else "") / EVENTS_FILE)  # nobody writes into a copy
     server: ControlServer | None = None
 
     def accepted() -> ControlSocket:
@@ -556,7 +556,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--host", default="", help="listen there, not where the config says")
     parser.add_argument("--owner", default="", help="among those that may hold the job's lease")
     parser.add_argument("--job", default="", help="name of the job in etcd")
-    parser.add_argument("--replica", default="", help="name of this host, whose directory is a replica of the job's")
+    parser.add_argument("--copying-host", default="", help="name of this host, whose directory is a copy of the job's")
     parser.add_argument("--anew", action="store_true", help="take the place of a coordinator on another host")
     arguments = parser.parse_args(argv)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the job's process, which ends it in order

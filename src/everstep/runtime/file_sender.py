@@ -21,7 +21,7 @@ from everstep.protocol.messages import FilePiece, FilePieces, FilesHeld
 from everstep.runtime.file_sets import FileSet, comes_last
 
 PIECE_BYTES = 512 << 10
-MOST_PIECES = 500
+MOST_PIECES = 100
 """Of one message."""
 _MOST_LINE_BYTES = 8 << 20
 _READ_BYTES = 1 << 20

@@ -67,8 +67,8 @@ class CopiedDirectory(LedDirectory):
         return words
 
 
-def led_directory(run_dir: Path, replica: str, token: bytes, tls: Tls | None, lease_s: float) -> LedDirectory:
-    """replica: as `Succession` has it. One that has been led in is the job's directory like any other."""
-    if replica and not word_in(run_dir):
-        return CopiedDirectory(run_dir, token, replica, tls, lease_s)
+def led_directory(run_dir: Path, copying_host: str, token: bytes, tls: Tls | None, lease_s: float) -> LedDirectory:
+    """copying_host: as `Succession` has it. One that has been led in is the job's directory like any other."""
+    if copying_host and not word_in(run_dir):
+        return CopiedDirectory(run_dir, token, copying_host, tls, lease_s)
     return LedDirectory(run_dir)

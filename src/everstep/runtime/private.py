@@ -26,7 +26,7 @@ _OURS = {
     *(address.COORDINATOR_FILE, address.JOURNAL_FILE, address.METRICS_FILE, address.METRICS_TOKEN_FILE),
     *(address.NEWEST_FILE, address.NOTES_FILE),
     *(host_directory.PLACE_FILE, host_directory.SOURCE_FILE, host_directory.HOSTS_FILE, *host_directory.PAGES),
-    *("newest-checkpoint.json", "replica.json", "host"),
+    *(host_directory.ARRIVED_FILE, host_directory.COPY_FILE, host_directory.OWN_FOLDER, "newest-checkpoint.json"),
     *(address.LOGS_FOLDER, address.METRICS_FOLDER, address.PROFILES_FOLDER, address.CHECKPOINTS_DIR),
     *map(address.role_file, PEOPLE),
     *("ledger", "final", "chaos", "report.html", "report-figures", "launch", *SINKS, NOTICES),

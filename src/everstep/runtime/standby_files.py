@@ -124,7 +124,7 @@ class CopyLink:
         self._in_step_s: float | None = None
         self._changed = threading.Condition()
         self._client = ControlClient(
-            *(folder / COORDINATOR_FILE, role_token(token, JOB), JOB, f"replica-{host}"),
+            *(folder / COORDINATOR_FILE, role_token(token, JOB), JOB, f"copy-{host}"),
             *(lambda: StandbyHello(host=host[:100]), self._receive),
             tls=tls,
         )

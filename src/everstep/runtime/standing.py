@@ -355,8 +355,8 @@ def place_of(where: dict[str, Any]) -> str:
 class Post:
     """Of which job process this coordinator is, and where. parent: pid of that. host, port: where it listens; "": as
     the config says. owner: its name among those that may hold the job's lease, "" where there is none; job: as `Etcd`
-    has it. anew: it takes the place of one on another host. replica: as `Succession` has it. down_since_unix_ns, cause:
-    of its predecessor's end."""
+    has it. anew: it takes the place of one on another host. copying_host: as `Succession` has it. down_since_unix_ns,
+    cause: of its predecessor's end."""
 
     run_dir: Path
     parent: int = 0
@@ -365,7 +365,7 @@ class Post:
     owner: str = ""
     job: str = ""
     anew: bool = False
-    replica: str = ""
+    copying_host: str = ""
     down_since_unix_ns: int = 0
     cause: Cause = Cause.UNKNOWN
 

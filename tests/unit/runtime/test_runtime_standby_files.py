@@ -159,6 +159,7 @@ def test_pieces_that_do_not_fit_have_no_effect(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {COPY_FILE}
     assert held("events.jsonl", at=5) == 0
     assert held("events.jsonl") == 2 and held("events.jsonl", at=2) == 4 and held("events.jsonl", at=2) == 4
+    assert held("events.jsonl", at=9) == 4 and held("events.jsonl") == 4
     assert (tmp_path / "events.jsonl").read_bytes() == b"x\nx\n"
     (tmp_path / "data").write_bytes(b"x\n")
     digest = digest_of(tmp_path / "data")
