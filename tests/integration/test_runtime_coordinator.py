@@ -26,11 +26,12 @@ from everstep.protocol.roles import COMMANDS, PEOPLE
 from everstep.runtime import wire
 from everstep.runtime.address import read_address, role_file
 from everstep.runtime.board import Board
-from everstep.runtime.commands import NoJobRunning, ask, run_lock
+from everstep.runtime.commands import NoJobRunning, ask
 from everstep.runtime.context import WorkerContext
 from everstep.runtime.fork_server import DEFAULT_PRELOAD
 from everstep.runtime.fork_server_client import start_fork_server
 from everstep.runtime.handshake import Seals, role_token
+from everstep.runtime.run_lock import run_lock
 from everstep.runtime.tls import Shown, Tls, shown_by
 
 HERE = Path(__file__).parent
@@ -168,7 +169,7 @@ def test_asking_where_nobody_runs(tmp_path: Path) -> None:
 
 def test_one_job_per_directory(tmp_path: Path) -> None:
     script = (
-        "import sys; from pathlib import Path; from everstep.runtime.commands import run_lock\n"
+        "import sys; from pathlib import Path; from everstep.runtime.run_lock import run_lock\n"
         "with run_lock(Path(sys.argv[1])): print('held', flush=True); sys.stdin.read()"
     )
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}

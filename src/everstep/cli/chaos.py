@@ -32,9 +32,9 @@ from everstep.cli.run_dir import in_runs, read_digest
 from everstep.cli.running import ask_running
 from everstep.cli.verify import compare
 from everstep.observe.events import read_events
-from everstep.runtime import commands
 from everstep.runtime.address import EVENTS_FILE, JOB_FILE
 from everstep.runtime.process import last_line, own_command
+from everstep.runtime.run_lock import is_locked
 
 _HELP = """Break jobs on purpose, and compare them with the undisturbed run, byte by byte.
 
@@ -194,7 +194,7 @@ def report(directory: Path, as_json: bool) -> int:
 def print_faults(folder: Path) -> None:
     """One line per strike: what, whom, when, and what the job did about it."""
     found = account(read_events(folder / EVENTS_FILE))
-    state = "running" if found.state == "not over" and commands.is_locked(folder) else found.state
+    state = "running" if found.state == "not over" and is_locked(folder) else found.state
     print(f"{folder.name}: {state} at step {found.steps}{', ' + found.reason if found.reason else ''}")
     for one in found.struck:
         place = one.target.startswith(("host:", "link:"))
@@ -349,7 +349,7 @@ def judge(run_dir: Path, undisturbed: Path | None, scenario: Scenario | None) ->
             got = f"{found.state}, {found.cause}: {found.reason or 'no reason was reported'}"
             result.wrong.append(f"expected it to fail for the cause {scenario.fails}, got {got}")
         return result
-    if found.state == "not over" and commands.is_locked(run_dir):
+    if found.state == "not over" and is_locked(run_dir):
         result.running = True
         return result
     if found.state != "completed":

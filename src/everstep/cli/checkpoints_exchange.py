@@ -31,10 +31,10 @@ from everstep.cli.terminal import console
 from everstep.cli.tokens import token_in
 from everstep.report.words import size_text
 from everstep.runtime.address import JOB_FILE, TOKEN_FILE
-from everstep.runtime.commands import is_locked
 from everstep.runtime.handshake import PEER, role_token
 from everstep.runtime.host_directory import HOSTS_FILE, checkpoints_in, others
 from everstep.runtime.peer import peer_connect
+from everstep.runtime.run_lock import is_locked
 from everstep.runtime.tls import Tls, shown_by
 
 if TYPE_CHECKING:

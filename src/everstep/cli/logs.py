@@ -16,7 +16,7 @@ from everstep.report.history import History
 from everstep.report.logfiles import LogFiles, LogLine
 from everstep.report.pulled import hosts_apart, pull_logs
 from everstep.report.words import as_dict, whole_number
-from everstep.runtime import commands
+from everstep.runtime.run_lock import is_locked
 
 _POLL_S = 0.2
 
@@ -65,7 +65,7 @@ def command(
 
     _show(wanted() if lines is None else deque(wanted(), maxlen=lines), as_json)
     while follow:
-        running = commands.is_locked(run_dir)
+        running = is_locked(run_dir)
         pull_logs(run_dir, host if host in hosts_apart(run_dir) else None)
         if not _show(wanted(), as_json) and not running:
             break

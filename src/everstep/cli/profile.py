@@ -19,6 +19,7 @@ from everstep.report.traces import merge
 from everstep.report.words import size_text
 from everstep.runtime import commands
 from everstep.runtime.address import PROFILES_FOLDER
+from everstep.runtime.run_lock import is_locked
 
 _POLL_S = 0.2
 _PATIENCE_S = 2.0
@@ -107,7 +108,7 @@ class _Watch:
         self._say(f"recording step{f's {first} to {last}' if last > first else f' {first}'} of {who}")
         end_s = time.monotonic() + timeout_s
         while True:
-            running = commands.is_locked(self._run_dir)  # whoever is gone by now has written what he ever will
+            running = is_locked(self._run_dir)  # whoever is gone by now has written what he ever will
             status: dict[str, Any] | None = None
             with contextlib.suppress(EverstepError):
                 status = commands.ask(self._run_dir, "status", timeout_s=_PATIENCE_S)

@@ -25,8 +25,8 @@ from everstep.cli.config_file import said_layers
 from everstep.cli.main import complain
 from everstep.observe.events import EventLog
 from everstep.report.history import History
-from everstep.runtime import commands
 from everstep.runtime.address import EVENTS_FILE, JOB_FILE
+from everstep.runtime.run_lock import is_locked
 from everstep.sinks.notices import check_notify
 from everstep.sinks.publication import Publication, follow, sole_publisher
 from everstep.sinks.sink import SinkFailed, check_installed, make_sink
@@ -106,7 +106,7 @@ def _publish(run_dir: Path, name: str, following: bool, beside: bool, notify: di
         if following:
             return 0 if follow(make, lambda s: _job_over(run_dir, s), lambda text, _: complain(text)) else 1
         try:
-            print(_once(make(), commands.is_locked(run_dir)))
+            print(_once(make(), is_locked(run_dir)))
         except SinkFailed as error:
             complain(str(error))
             return 1
@@ -133,7 +133,7 @@ def _input_ended(seconds: float) -> bool:
 
 def _job_over(run_dir: Path, seconds: float) -> bool:
     time.sleep(seconds)
-    return not commands.is_locked(run_dir)
+    return not is_locked(run_dir)
 
 
 def _warner(run_dir: Path) -> Callable[[str, bool], None]:

@@ -77,12 +77,12 @@ from everstep.report.facts import facts_of
 from everstep.runtime import wire
 from everstep.runtime.address import EVENTS_FILE, JOB_FILE, TOKEN_FILE
 from everstep.runtime.admission import cannot_strike
-from everstep.runtime.commands import run_lock
 from everstep.runtime.etcd_access import taken_secrets
 from everstep.runtime.fork_server_client import EarlyForkServer
 from everstep.runtime.interfaces import check_own
 from everstep.runtime.landing import check_ferry
 from everstep.runtime.private import owner_words
+from everstep.runtime.run_lock import run_lock
 from everstep.runtime.tls import check_tls
 from everstep.sinks.notices import check_notify
 from everstep.sinks.sink import check_installed as check_sinks

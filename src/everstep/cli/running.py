@@ -15,6 +15,7 @@ from everstep.cli.main import complain
 from everstep.cli.run_dir import read_digest
 from everstep.cli.seconds import Seconds
 from everstep.runtime import commands
+from everstep.runtime.run_lock import is_locked
 
 _PATIENCE_S = 10.0
 _LOOK_S = 0.2
@@ -105,7 +106,7 @@ def ask_running(run_dir: Path, name: str, args: dict[str, Any], timeout_s: float
         try:
             return commands.ask(run_dir, name, dict(args), timeout_s)
         except commands.NoJobRunning as error:
-            if not commands.is_locked(run_dir):
+            if not is_locked(run_dir):
                 ended = "; it has finished" if read_digest(run_dir) is not None else ""
                 raise ConfigError(f"{error}{ended}") from None
             if time.monotonic() > end:

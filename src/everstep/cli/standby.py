@@ -32,12 +32,12 @@ from everstep.protocol.lease.requests import Holder, HolderSeen, Load, Loaded, L
 from everstep.report.history import History
 from everstep.runtime import wire
 from everstep.runtime.address import COORDINATOR_FILE, EVENTS_FILE, JOURNAL_FILE, TOKEN_FILE, read_address
-from everstep.runtime.commands import run_lock
 from everstep.runtime.etcd import Announced, Etcd
 from everstep.runtime.etcd_access import find_access
 from everstep.runtime.finding import among, in_etcd, local_address
 from everstep.runtime.fork_server_client import EarlyForkServer
 from everstep.runtime.host_directory import OWN_FOLDER, new_word, word_in
+from everstep.runtime.run_lock import run_lock
 from everstep.runtime.standing import place_of
 from everstep.runtime.succession import Succession, new_owner
 from everstep.runtime.tls import Tls, shown_by

@@ -15,10 +15,10 @@ from everstep.cli.run_dir import set_aside
 from everstep.protocol.roles import PEOPLE
 from everstep.runtime import wire
 from everstep.runtime.address import CHECKPOINTS_DIR, COORDINATOR_FILE, JOB_FILE, LOGS_FOLDER, TOKEN_FILE, role_file
-from everstep.runtime.commands import run_lock
 from everstep.runtime.finding import Finder, Where
 from everstep.runtime.handshake import role_token
 from everstep.runtime.host_directory import COPY_FILE, OWN_FOLDER, private_folder, word_in
+from everstep.runtime.run_lock import run_lock
 from everstep.runtime.standby_files import CopyLink, DirectoryCopy
 from everstep.runtime.tls import Tls, shown_by
 

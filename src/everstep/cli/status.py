@@ -17,6 +17,7 @@ from everstep.report.history import History
 from everstep.report.words import aligned
 from everstep.runtime import commands
 from everstep.runtime.address import COORDINATOR_FILE, read_address
+from everstep.runtime.run_lock import is_locked
 
 _PATIENCE_S = 5.0
 _LAST_INCIDENTS = 20
@@ -44,7 +45,7 @@ def read_status(run_dir: Path) -> dict[str, Any]:
     if not run_dir.is_dir():
         raise ConfigError(f"there is no run directory {run_dir}")
     job = read_job(run_dir)
-    running = commands.is_locked(run_dir)
+    running = is_locked(run_dir)
     try:
         live = commands.ask(run_dir, "status", timeout_s=_PATIENCE_S)
         answer: dict[str, Any] | None = {**live}

@@ -14,8 +14,8 @@ from everstep.report.headline import disk_trouble
 from everstep.report.history import History
 from everstep.report.notes import Notes, checked_notes, read_notes, write_notes
 from everstep.report.words import one_line
-from everstep.runtime import commands
 from everstep.runtime.address import EVENTS_FILE, JOB_FILE, NOTES_FILE
+from everstep.runtime.run_lock import is_locked
 
 ListRow = dict[str, Any]
 MOST_RUNS = 1000
@@ -103,7 +103,7 @@ class Catalog:
 
     def _look(self, name: str) -> bool:
         path = self.top / name
-        running = commands.is_locked(path)
+        running = is_locked(path)
         stamp = (running, *map(_stamp, (path / file for file in _FILES)))
         history = self._reading.get(name)
         if history is None and self._stamps.get(name) == stamp and not running:

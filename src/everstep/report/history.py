@@ -26,9 +26,9 @@ from everstep.report.tail import Folder, Tail, free_bytes, object_of
 from everstep.report.tally import Tally
 from everstep.report.usage import Usage
 from everstep.report.words import Event, as_dict, known, number, one_line, whole_number
-from everstep.runtime import commands
 from everstep.runtime.address import EVENTS_FILE, JOB_FILE, LOCK_FILE, METRICS_FOLDER
 from everstep.runtime.host_directory import checkpoints_in
+from everstep.runtime.run_lock import is_locked
 
 PORTION_BYTES = 4 << 20
 _NOT_AGAIN = ("chaos", "resume_from", "network.address")
@@ -102,7 +102,7 @@ class History:
 
     def running(self) -> bool:
         """Whether a job holds the directory."""
-        return commands.is_locked(self.run_dir)
+        return is_locked(self.run_dir)
 
     def begins(self, running: bool) -> bool:
         """Whether a job has taken the directory that has told nothing yet: all that is known is of the one before."""

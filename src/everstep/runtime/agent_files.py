@@ -30,7 +30,6 @@ from everstep.protocol.messages import (
     JobPage,
 )
 from everstep.runtime.address import LOGS_FOLDER
-from everstep.runtime.commands import run_lock
 from everstep.runtime.context import Joining
 from everstep.runtime.file_sender import FileSender
 from everstep.runtime.file_sets import LATEST, TO_HEAD
@@ -47,6 +46,7 @@ from everstep.runtime.host_directory import (
 )
 from everstep.runtime.peer import PeerConnection, PeerServer, peer_connect
 from everstep.runtime.private import close_run_dir
+from everstep.runtime.run_lock import run_lock
 from everstep.runtime.tls import Tls
 
 _TURN_S = 0.25

@@ -80,7 +80,7 @@ class Job:
     the job's secret, None: a new one. strikes: scripted faults of hosts and links. succession: where others may take
     the place of this process, or it of theirs; then coordinator_leads and coordinator_follows are told, too.
 
-    The directory must be locked by the caller (`commands.run_lock`). In the main thread `run` takes SIGINT and SIGTERM;
+    The directory must be locked by the caller (`run_lock`). In the main thread `run` takes SIGINT and SIGTERM;
     elsewhere the caller passes them on with `interrupt`.
     """
 

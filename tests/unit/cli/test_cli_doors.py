@@ -27,12 +27,12 @@ from everstep.runtime import listening, wire
 from everstep.runtime.about import answer
 from everstep.runtime.address import address_of, announce
 from everstep.runtime.admission import why_not
-from everstep.runtime.commands import run_lock
 from everstep.runtime.context import Joining
 from everstep.runtime.devices import check_slots, default_slots, device_count
 from everstep.runtime.finding import among
 from everstep.runtime.handshake import MAGIC, keys_of
 from everstep.runtime.interfaces import address_on, addresses, bind_collectives, interface_of, own_address
+from everstep.runtime.run_lock import run_lock
 from everstep.runtime.versions import versions
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "runtime"))
