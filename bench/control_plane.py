@@ -38,9 +38,9 @@ from everstep.protocol import messages as m
 from everstep.protocol import telling
 from everstep.protocol.following import PlanAsked, PlanName, PlanShown, name_of
 from everstep.protocol.roles import AGENT, WORKER
-from everstep.runtime import handshake, wire
-from everstep.runtime.address import COORDINATOR_FILE, JOB_FILE, JOURNAL_FILE, TOKEN_FILE, read_address
-from everstep.runtime.handshake import GREETING_BYTES, PROOF_BYTES, Caller, Ends, role_token
+from everstep.runtime.link import handshake, wire
+from everstep.runtime.link.address import COORDINATOR_FILE, JOB_FILE, JOURNAL_FILE, TOKEN_FILE, read_address
+from everstep.runtime.link.handshake import GREETING_BYTES, PROOF_BYTES, Caller, Ends, role_token
 from everstep.runtime.process import raise_descriptor_limit
 
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
@@ -389,7 +389,7 @@ class Head:
 
     def start(self) -> None:
         self.started_at = time.monotonic()
-        command = [sys.executable, "-m", "everstep.runtime.coordinator_main", str(self.run_dir)]
+        command = [sys.executable, "-m", "everstep.runtime.lead.coordinator_main", str(self.run_dir)]
         self.process = subprocess.Popen([*command, "--parent", str(os.getpid())])
         file = self.run_dir / COORDINATOR_FILE
         while self.process.poll() is None and (not file.exists() or read_address(file).pid != self.process.pid):

@@ -73,7 +73,7 @@ class Waiting(everstep.Task):
 def observe_nothing() -> None:
     """In a worker: what it counts and tells for others to look at costs nothing from here on."""
     from everstep.observe.events import EventLog
-    from everstep.runtime.board import Row
+    from everstep.runtime.host.board import Row
 
     EventLog.write = lambda self, kind, **fields: True  # type: ignore[method-assign, assignment]
     Row.sent = lambda self, operation, n_bytes: None  # type: ignore[method-assign]
@@ -84,7 +84,7 @@ def _set_without_times(
     self: Any, *, step: Any = None, phase: Any = None, samples: Any = None, generation: Any = None
 ) -> None:
     """`Row.set` as far as the failure detector needs it."""
-    from everstep.runtime import board
+    from everstep.runtime.host import board
 
     words = self._words
     if step is not None:
@@ -102,7 +102,7 @@ def _set_without_times(
 def time_what_observes() -> None:
     """In a worker: add up how long the calls take with which it counts and tells, and what times them, too."""
     from everstep.observe.events import EventLog
-    from everstep.runtime.board import Row
+    from everstep.runtime.host.board import Row
 
     for owner, name in ((EventLog, "write"), (Row, "set"), (Row, "sent")):
         setattr(owner, name, _timed(getattr(owner, name)))

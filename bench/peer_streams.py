@@ -19,8 +19,8 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from everstep.base.config_keys import TlsConfig
-from everstep.runtime.peer import PeerConnection, PeerServer, peer_connect
-from everstep.runtime.tls import Tls, shown_by
+from everstep.runtime.link.peer import PeerConnection, PeerServer, peer_connect
+from everstep.runtime.link.tls import Tls, shown_by
 
 KEY = b"k" * 32
 ADDRESS = {"clear": "127.0.0.1", "tags": "127.0.0.2", "tls": "127.0.0.2"}

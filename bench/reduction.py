@@ -33,7 +33,7 @@ from everstep.exact.layout import BLOCK_ELEMENTS, Entry, GradientLayout, UnitRan
 from everstep.parallel.group import GroupTransport
 from everstep.parallel.shared_memory import SharedMemoryTransport
 from everstep.placement.tree import cover
-from everstep.runtime.tls import Tls, shown_by
+from everstep.runtime.link.tls import Tls, shown_by
 
 LANES = 8
 WARM_UP = 3

@@ -34,7 +34,7 @@ sys.path.insert(0, str(BENCH.parent / "tests" / "hosts"))
 from net import Host, Net, why_not
 
 from everstep.protocol.messages import StrikeNow
-from everstep.runtime.links import harm
+from everstep.runtime.host.packet_faults import harm
 
 PORT, WARM_UP, LIMIT_S = 29400, 3, 300.0
 EVERSTEP = [sys.executable, "-P", "-m", "everstep"]

@@ -14,9 +14,9 @@ from everstep.chaos.inject import Injector
 from everstep.chaos.spec import parse
 from everstep.cli.task_loading import load_task
 from everstep.observe.events import EventLog
-from everstep.runtime.address import EVENTS_FILE
-from everstep.runtime.cell import Limb
-from everstep.runtime.context import WorkerContext
+from everstep.runtime.host.cell import Limb
+from everstep.runtime.link.address import EVENTS_FILE
+from everstep.runtime.link.context import WorkerContext
 from everstep.train.link import LaunchedLink
 
 ENTRY = f"{__name__}:main"

@@ -9,7 +9,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ed25519
 
-from everstep.runtime.tls import Shown
+from everstep.runtime.link.tls import Shown
 
 
 def own_ca(address: str, days: int = 1, seed: bytes = b"o" * 32, name: str = "host") -> Shown:

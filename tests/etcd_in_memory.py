@@ -7,8 +7,8 @@ import threading
 from typing import Any, NamedTuple
 
 from everstep.base.etcd_address import EtcdAddress
-from everstep.runtime.etcd import Etcd
-from everstep.runtime.etcd_gateway import Pair, Range, Reply, _Head, _Outcome
+from everstep.runtime.lead.etcd import Etcd
+from everstep.runtime.lead.etcd_gateway import Pair, Range, Reply, _Head, _Outcome
 
 
 class Value(NamedTuple):

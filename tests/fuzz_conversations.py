@@ -31,8 +31,8 @@ from everstep.parallel.socket_mesh import _HEAD, BlockNote
 from everstep.parallel.streaming import BlockStream, Reach
 from everstep.protocol.driver import records
 from everstep.protocol.step_types import Holding, Key, Record
-from everstep.runtime.peer import PeerConnection
-from everstep.runtime.wire import frame
+from everstep.runtime.link.peer import PeerConnection
+from everstep.runtime.link.wire import frame
 from everstep.train import heal
 
 TOKEN = "a-token-of-many-characters"

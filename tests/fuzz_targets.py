@@ -57,18 +57,18 @@ from everstep.report.notes import read_notes
 from everstep.report.pulled import hosts_apart
 from everstep.report.tail import object_of
 from everstep.report.words import sentence
-from everstep.runtime import wire
-from everstep.runtime.about import heard_of
-from everstep.runtime.address import read_address
-from everstep.runtime.etcd_gateway import NoReply, read_reply
-from everstep.runtime.handshake import TAG_BYTES, Caller, Ends, Greeter, Seals, keys_of, role_token
-from everstep.runtime.host_directory import domains_there, others
-from everstep.runtime.journal import format_entry
-from everstep.runtime.journal import parse as parse_journal
-from everstep.runtime.landing import dialled
-from everstep.runtime.standby_files import DirectoryCopy
-from everstep.runtime.standing import checked_where
-from everstep.runtime.tls import Tls, shown_by
+from everstep.runtime.files.host_directory import domains_there, others
+from everstep.runtime.files.standby_files import DirectoryCopy
+from everstep.runtime.lead.etcd_gateway import NoReply, read_reply
+from everstep.runtime.lead.journal import format_entry
+from everstep.runtime.lead.journal import parse as parse_journal
+from everstep.runtime.lead.journal_and_lease import checked_where
+from everstep.runtime.link import wire
+from everstep.runtime.link.address import read_address
+from everstep.runtime.link.handshake import TAG_BYTES, Caller, Ends, Greeter, Seals, keys_of, role_token
+from everstep.runtime.link.head_facts import heard_of
+from everstep.runtime.link.landing import dialled
+from everstep.runtime.link.tls import Tls, shown_by
 from everstep.sinks.publication import read_cursor
 from everstep.train.launcher_store import exchange
 

@@ -20,8 +20,8 @@ import pytest
 
 from everstep.base import readable
 from everstep.runtime import process
-from everstep.runtime.control import ControlClient
-from everstep.runtime.fork_server_client import ForkServerClient
+from everstep.runtime.host.fork_server_client import ForkServerClient
+from everstep.runtime.link.control_client import ControlClient
 
 LATE = os.environ.get("LATE", "threads")
 SEED = int(os.environ.get("LATE_SEED", "1"))

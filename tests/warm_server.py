@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import cell_worker
-from everstep.runtime import fork_server, fork_server_client, supervisor
+from everstep.runtime import supervisor
+from everstep.runtime.host import fork_server, fork_server_client
 from everstep.runtime.process import adopt_orphans, children, close_descriptors, die_with_parent
 
 PRELOAD = (
@@ -50,7 +51,7 @@ class Egg:
 
 
 def _hatch(control: socket.socket) -> None:
-    """In the fork: wait for the descriptors, then be what `python -m everstep.runtime.fork_server` is."""
+    """In the fork: wait for the descriptors, then be what `python -m everstep.runtime.host.fork_server` is."""
     parent = os.getppid()
     die_with_parent(parent)
     message, fds, _, _ = socket.recv_fds(control, 64, 3)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from everstep.runtime.porch import MAX_STRANGERS
+from everstep.runtime.link.unproven_connections import MAX_STRANGERS
 from job_harness import Job, Jobs, healed
 from process_resources import children, resources
 

@@ -21,7 +21,7 @@ from e2e_cli import COMMAND, Running, digest_of, events_of, everstep, one_error,
 from everstep.base.cause import Cause
 from everstep.base.errors import ProtocolError
 from everstep.observe.events import KINDS
-from everstep.runtime import wire
+from everstep.runtime.link import wire
 
 CHAOS = (
     "kill:target=worker:2,at=3,phase=backward; kill:target=leader:0,at=5,phase=agree; kill:target=coordinator,at=7; "

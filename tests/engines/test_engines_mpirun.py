@@ -118,7 +118,7 @@ def over_mpi(
 
 def ferry_of(rank: int) -> int:
     """The process that carries that host's connections."""
-    words = f"everstep.runtime.ferry\0everstep-continue\0--rank\0{rank}\0".encode()
+    words = f"everstep.runtime.link.ferry\0everstep-continue\0--rank\0{rank}\0".encode()
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):

@@ -21,8 +21,8 @@ from net import Host, Net
 
 from everstep.base.errors import ConfigError
 from everstep.protocol.messages import StrikeNow
-from everstep.runtime.letting_go import Harms, Undone
-from everstep.runtime.links import clear, harm, lacking
+from everstep.runtime.host.packet_faults import clear, harm, lacking
+from everstep.runtime.host.undoing import Harms, Undone
 from everstep.runtime.process import command_words
 
 needs_tc = pytest.mark.skipif(shutil.which("tc") is None, reason="links are harmed with tc (iproute2)")
@@ -191,8 +191,8 @@ def udp(host: Host) -> socket.socket:
 AGENT = """
 import sys
 from everstep.protocol.messages import StrikeNow
-from everstep.runtime.letting_go import Harms
-from everstep.runtime.links import harm
+from everstep.runtime.host.undoing import Harms
+from everstep.runtime.host.packet_faults import harm
 harms, (own, peer, by_s) = Harms(), sys.argv[1:]
 harms.take("slow", lambda: harm(StrikeNow(number=1, kind="slow", peer=peer, for_s=1000.0, by_s=float(by_s)), own))
 print("struck", flush=True)
@@ -206,7 +206,7 @@ def process_of(host: Host, *words: bytes) -> int:
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
-@pytest.mark.parametrize("who", [b"everstep.runtime.delaying", b"everstep-continue -c"])
+@pytest.mark.parametrize("who", [b"everstep.runtime.host.delaying", b"everstep-continue -c"])
 def test_packets_flow_again_when_what_delays_them_or_what_ends_that_is_killed(
     able: Net, who: bytes, how: signal.Signals
 ) -> None:
@@ -244,7 +244,7 @@ def test_or_when_an_agent_starts_where_all_of_them_were_killed(able: Net) -> Non
     with near, far, slowed(one, three.address) as other:
         undone = strike(one, "slow", two.address)
         os.killpg(undone._shell.pid, signal.SIGKILL)
-        os.kill(process_of(one, b"everstep.runtime.delaying", b"evs1"), signal.SIGKILL)
+        os.kill(process_of(one, b"everstep.runtime.host.delaying", b"evs1"), signal.SIGKILL)
         until(lambda: "device *" in left(one))
         with one.inside():
             clear(one.address)

@@ -30,7 +30,7 @@ class LookingJobs(LedJobs):
     def kill_coordinator(self) -> None:
         """On the first host."""
         for pid in self.net.hosts[0].pids():
-            if b"everstep.runtime.coordinator_main" in Path(f"/proc/{pid}/cmdline").read_bytes():
+            if b"everstep.runtime.lead.coordinator_main" in Path(f"/proc/{pid}/cmdline").read_bytes():
                 os.kill(pid, signal.SIGKILL)
 
 

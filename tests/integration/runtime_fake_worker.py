@@ -18,10 +18,10 @@ from everstep.base.plan import Member, Plan
 from everstep.observe.logs import set_up_worker_log
 from everstep.protocol import messages as m
 from everstep.protocol.following import PlanAsked, PlanShown, name_of
-from everstep.runtime.board import Board
-from everstep.runtime.cell import Head, Limb
-from everstep.runtime.context import WorkerContext
-from everstep.runtime.control import ControlClient
+from everstep.runtime.host.board import Board
+from everstep.runtime.host.cell import Head, Limb
+from everstep.runtime.link.context import WorkerContext
+from everstep.runtime.link.control_client import ControlClient
 
 
 class FakeWorker:

@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
-from everstep.runtime.address import read_address
 from everstep.runtime.commands import ask
+from everstep.runtime.link.address import read_address
 from job_harness import HERE, LIMIT_S, Job, Jobs
 
 NUMERICS = {"steps": 150}

@@ -19,9 +19,9 @@ from everstep.base.errors import ConfigError, EverstepError, QuorumLost
 from everstep.base.etcd_address import EtcdAddress
 from everstep.cli.main import run_command
 from everstep.protocol.lease.requests import Append, Appended, Campaign, HolderSeen, Load, Loaded, Look
-from everstep.runtime.etcd import Etcd
-from everstep.runtime.etcd_access import EtcdAccess, find_access
-from everstep.runtime.etcd_gateway import Gateway
+from everstep.runtime.lead.etcd import Etcd
+from everstep.runtime.lead.etcd_access import EtcdAccess, find_access
+from everstep.runtime.lead.etcd_gateway import Gateway
 from job_harness import Jobs, healed
 
 TOKEN = b"t" * 32

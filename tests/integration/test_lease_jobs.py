@@ -17,8 +17,8 @@ import pytest
 from etcd_members import EtcdMembers, etcd_there
 from everstep.base.etcd_address import EtcdAddress
 from everstep.protocol.lease.requests import Load, Loaded
-from everstep.runtime.address import COORDINATOR_FILE, read_address
-from everstep.runtime.etcd import JOURNAL, Etcd
+from everstep.runtime.lead.etcd import JOURNAL, Etcd
+from everstep.runtime.link.address import COORDINATOR_FILE, read_address
 from job_harness import HERE, Jobs, healed
 
 EVERSTEP = (sys.executable, "-P", "-m", "everstep")

@@ -25,7 +25,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from everstep.cli.beside import ANY_PORT, metrics_beside
 from everstep.report.history import History
 from everstep.report.prometheus import Device, device_families, expose, families
-from everstep.runtime.address import METRICS_FILE
+from everstep.runtime.link.address import METRICS_FILE
 from everstep.runtime.targets import TARGETS_FILE, TARGETS_TOKEN_FILE
 
 RATE_INTERVAL = "1m"

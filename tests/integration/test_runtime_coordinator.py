@@ -23,16 +23,16 @@ from everstep.base.errors import ConfigError, EverstepError, ProtocolError
 from everstep.observe.events import read_events
 from everstep.protocol.messages import MAX_FRAME_BYTES, Command, CommandReply, decode, encode
 from everstep.protocol.roles import COMMANDS, PEOPLE
-from everstep.runtime import wire
-from everstep.runtime.address import read_address, role_file
-from everstep.runtime.board import Board
 from everstep.runtime.commands import NoJobRunning, ask
-from everstep.runtime.context import WorkerContext
-from everstep.runtime.fork_server import DEFAULT_PRELOAD
-from everstep.runtime.fork_server_client import start_fork_server
-from everstep.runtime.handshake import Seals, role_token
-from everstep.runtime.run_lock import run_lock
-from everstep.runtime.tls import Shown, Tls, shown_by
+from everstep.runtime.files.run_lock import run_lock
+from everstep.runtime.host.board import Board
+from everstep.runtime.host.fork_server import DEFAULT_PRELOAD
+from everstep.runtime.host.fork_server_client import start_fork_server
+from everstep.runtime.link import wire
+from everstep.runtime.link.address import read_address, role_file
+from everstep.runtime.link.context import WorkerContext
+from everstep.runtime.link.handshake import Seals, role_token
+from everstep.runtime.link.tls import Shown, Tls, shown_by
 
 HERE = Path(__file__).parent
 PATIENCE_S = 60.0
@@ -44,7 +44,7 @@ def run_dir(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
     wire.write_token(tmp_path / "token", wire.new_token())
     config = load_config([("test", getattr(request, "param", {}))])
     (tmp_path / "job.json").write_text(json.dumps({"config": to_dict(config)}))
-    process = subprocess.Popen([sys.executable, "-m", "everstep.runtime.coordinator_main", str(tmp_path)])
+    process = subprocess.Popen([sys.executable, "-m", "everstep.runtime.lead.coordinator_main", str(tmp_path)])
     end = time.monotonic() + PATIENCE_S
     while not (tmp_path / "coordinator.json").exists() and time.monotonic() < end:
         time.sleep(0.005)
@@ -72,7 +72,7 @@ def _closed(sock: socket.socket) -> bool:
 
 def test_it_does_not_import_torch() -> None:
     script = (
-        "import sys, everstep.runtime.coordinator_main, everstep.runtime.job, everstep.runtime.host_agent;"
+        "import sys, everstep.runtime.lead.coordinator_main, everstep.runtime.job, everstep.runtime.host.host_agent;"
         "import everstep.runtime.commands;"
         "sys.exit(sorted(m for m in sys.modules if m.split('.')[0] in ('torch', 'numpy')) or 0)"
     )
@@ -169,7 +169,7 @@ def test_asking_where_nobody_runs(tmp_path: Path) -> None:
 
 def test_one_job_per_directory(tmp_path: Path) -> None:
     script = (
-        "import sys; from pathlib import Path; from everstep.runtime.run_lock import run_lock\n"
+        "import sys; from pathlib import Path; from everstep.runtime.files.run_lock import run_lock\n"
         "with run_lock(Path(sys.argv[1])): print('held', flush=True); sys.stdin.read()"
     )
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
@@ -248,7 +248,7 @@ def test_one_that_is_started_again_while_the_disk_is_full_serves(tmp_path: Path)
     wire.write_token(tmp_path / "token", wire.new_token())
     (tmp_path / "job.json").write_text(json.dumps({"config": to_dict(load_config([("test", {})]))}))
     path = tmp_path / "coordinator.json"
-    command = [sys.executable, "-m", "everstep.runtime.coordinator_main", str(tmp_path)]
+    command = [sys.executable, "-m", "everstep.runtime.lead.coordinator_main", str(tmp_path)]
     first = subprocess.Popen(command)
     while not path.exists():
         assert first.poll() is None

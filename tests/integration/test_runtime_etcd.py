@@ -35,9 +35,9 @@ from everstep.protocol.lease.requests import (
     Unanswered,
 )
 from everstep.protocol.lease.writer import Writer
-from everstep.runtime import etcd as etcd_module
-from everstep.runtime.etcd import PARTS, Etcd
-from everstep.runtime.etcd_gateway import NoReply, Reply
+from everstep.runtime.lead import etcd as etcd_module
+from everstep.runtime.lead.etcd import PARTS, Etcd
+from everstep.runtime.lead.etcd_gateway import NoReply, Reply
 
 TOKEN = b"t" * 32
 WHERE = {"pid": 1, "host": "10.0.0.1", "port": 1, "tls": "off", "ca": ""}

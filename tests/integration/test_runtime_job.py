@@ -20,9 +20,9 @@ import pytest
 from everstep.base.config import load_config
 from everstep.base.errors import EverstepError
 from everstep.observe.events import read_events
-from everstep.runtime.address import read_address
 from everstep.runtime.commands import NoJobRunning, ask
 from everstep.runtime.job import Job as JobProcess
+from everstep.runtime.link.address import read_address
 from everstep.runtime.supervisor import LocalHost
 
 HERE = Path(__file__).parent

@@ -85,7 +85,7 @@ CALLED_BY_OTHERS = frozenset(  # by enum, ctypes, pickle, torch, io, asyncio, uv
     | {"generate_trace_id", "generate_span_id", "on_end"}
 )
 READ_AS_THEY_ARE = frozenset(  # the kernel's files, our own, and the user's data
-    {"everstep.runtime.process", "everstep.runtime.collector", "everstep.report.style", "everstep.dashboard.app"}
+    {"everstep.runtime.process", "everstep.runtime.host.collector", "everstep.report.style", "everstep.dashboard.app"}
     | {"everstep.data.text"}
 )
 PUBLIC = frozenset(  # what users name, and nothing here does
@@ -93,7 +93,7 @@ PUBLIC = frozenset(  # what users name, and nothing here does
 )
 SEAMS = frozenset({"Limb", "blocks_of"})  # what sharding will stand on: tests alone use it so far
 DRIVING = ("everstep.train.", "everstep.protocol.driver.", "everstep.protocol.coordinator.", "everstep.sim.")
-DRIVING += ("everstep.runtime.job", "everstep.runtime.host_agent")
+DRIVING += ("everstep.runtime.job", "everstep.runtime.host.host_agent")
 MAX_ATTRIBUTES = 15
 MAX_METHODS = 20
 CROWDED = frozenset({"everstep.protocol.driver.driver.Driver"})  # not taken apart yet
@@ -268,10 +268,10 @@ WRITES_ELSEWHERE = {
     "everstep.report.traces": "a draft that `drafted` made",
     "everstep.train.profiling": "a draft that `drafted` made",
     "everstep.train.final": "a draft that `drafted` made",
-    "everstep.runtime.claims": "a draft that `drafted` made",
+    "everstep.runtime.files.claim_files": "a draft that `drafted` made",
     "everstep.dashboard.guard": "a draft that `drafted` made",
     "everstep.train.rehearsal": "links to checkpoints of its own, in a folder of its own",
-    "everstep.runtime.delaying": "a device",
+    "everstep.runtime.host.delaying": "a device",
 }
 """Modules in which files are opened for writing in other ways than `everstep.base.below`, and why."""
 WRITERS = frozenset({"write_text", "write_bytes", "touch", "symlink_to", "hardlink_to", "mkfifo", "mknod"})
@@ -324,18 +324,18 @@ def own_processes(source: Source) -> Iterator[str]:
             if ast.unparse(node) == "sys.executable":
                 yield f"{source.path}:{node.lineno}: sys.executable; use everstep.runtime.process.own_command"
         elif isinstance(node, ast.keyword) and node.arg == "preexec_fn":
-            yield f"{source.path}:{node.lineno}: preexec_fn; use everstep.runtime.bound"
+            yield f"{source.path}:{node.lineno}: preexec_fn; use everstep.runtime.host.bound"
 
 
 def held(source: Source) -> Iterator[str]:
     """Who stops a process, or leaves one behind that is to undo something, does it where letting go is seen to."""
-    if source.module in ("everstep.runtime.letting_go", "everstep.runtime.process"):
+    if source.module in ("everstep.runtime.host.undoing", "everstep.runtime.process"):
         return
     for node in source.nodes:
         if isinstance(node, ast.Attribute | ast.Name) and ast.unparse(node) in HELD:
-            yield f"{source.path}:{node.lineno}: {ast.unparse(node)}; use everstep.runtime.letting_go"
+            yield f"{source.path}:{node.lineno}: {ast.unparse(node)}; use everstep.runtime.host.undoing"
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and "-STOP" in node.value:
-            yield f"{source.path}:{node.lineno}: {node.value!r}; use everstep.runtime.letting_go"
+            yield f"{source.path}:{node.lineno}: {node.value!r}; use everstep.runtime.host.undoing"
 
 
 def limited_waits(source: Source) -> Iterator[str]:

@@ -21,8 +21,8 @@ from everstep.base.plan import Plan, WorkerKey
 from everstep.chaos.fault import COMPUTE_PHASES, Fault
 from everstep.chaos.kinds import KINDS, Blow, Lasting, OnCut
 from everstep.chaos.spec import AnyFault, RandomFaults, choose, parse_now
-from everstep.runtime.address import EVENTS_FILE
-from everstep.runtime.claims import claim
+from everstep.runtime.files.claim_files import claim
+from everstep.runtime.link.address import EVENTS_FILE
 
 OnFault = Callable[..., Any]
 OnClaim = Callable[[str, str], tuple[bool, str] | None]

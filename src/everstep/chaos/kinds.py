@@ -14,7 +14,7 @@ from everstep.base.cause import Cause
 from everstep.base.errors import EverstepError
 from everstep.chaos.fault import Fault
 from everstep.observe.events import read_events
-from everstep.runtime.letting_go import stop, throttle
+from everstep.runtime.host.undoing import stop, throttle
 
 OnCut = Callable[[float, bool, bool], None]
 _LOOK_S = 0.05

@@ -13,7 +13,7 @@ from typing import Any
 from everstep.base.errors import BlobExists, BlobForeign, BlobMissing, EverstepError, ProtocolError, StoreError
 from everstep.checkpoint.names import PART_EXAMPLE, is_plain
 from everstep.checkpoint.store import DirectoryStore
-from everstep.runtime.peer import PeerConnection
+from everstep.runtime.link.peer import PeerConnection
 
 KIND = "files"
 CHUNK_BYTES = 4 << 20

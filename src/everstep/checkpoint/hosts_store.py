@@ -22,7 +22,7 @@ from everstep.checkpoint.manifest import PartFile
 from everstep.checkpoint.names import is_part
 from everstep.checkpoint.store import BytesLike, DirectoryStore
 from everstep.placement.domains import Crowd
-from everstep.runtime.peer import PeerConnection
+from everstep.runtime.link.peer import PeerConnection
 
 log = logging.getLogger(__name__)
 

@@ -22,11 +22,11 @@ from everstep.cli.agent import take_part_in
 from everstep.cli.main import exit_code_of, run_command
 from everstep.cli.run_dir import RUNS
 from everstep.cli.tokens import TOKEN_VARIABLE, strong
-from everstep.runtime import wire
-from everstep.runtime.landing import FerryHere
-from everstep.runtime.meeting import address_towards, find_job, is_reachable, reserve
+from everstep.runtime.link import wire
+from everstep.runtime.link.landing import FerryHere
+from everstep.runtime.link.rendezvous import address_towards, find_job, is_reachable, reserve
+from everstep.runtime.link.waiting import Waited, wait_for
 from everstep.runtime.process import parent_began_s
-from everstep.runtime.waiting import Waited, wait_for
 from everstep.train.launcher_store import ask_store
 
 

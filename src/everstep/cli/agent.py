@@ -25,13 +25,13 @@ from everstep.cli.tokens import TOKEN_VARIABLE, given_token, token_in
 from everstep.cli.worker import ENTRY, FILES, PRELOAD
 from everstep.protocol.roles import OPERATE
 from everstep.runtime import commands
-from everstep.runtime.address import COORDINATOR_FILE, TOKEN_FILE
-from everstep.runtime.context import Joining
-from everstep.runtime.devices import default_slots
-from everstep.runtime.etcd_access import taken_secrets
-from everstep.runtime.handshake import role_token
-from everstep.runtime.interfaces import check_own
-from everstep.runtime.tls import Tls, shown_by
+from everstep.runtime.host.devices import default_slots
+from everstep.runtime.lead.etcd_access import taken_secrets
+from everstep.runtime.link.address import COORDINATOR_FILE, TOKEN_FILE
+from everstep.runtime.link.context import Joining
+from everstep.runtime.link.handshake import role_token
+from everstep.runtime.link.interfaces import check_own
+from everstep.runtime.link.tls import Tls, shown_by
 
 HEAD_GONE = 3
 DOMAIN_HELP = f"What this host fails with: labels like rack=r1,nvlink=u7 (${VARIABLE}, and what Slurm says)."
@@ -147,7 +147,7 @@ def take_part_in(
 
     config: of this host's own keys. Returns the exit code.
     """
-    from everstep.runtime.host_agent import take_part
+    from everstep.runtime.host.host_agent import take_part
 
     places_in(address)
     token_file, folder = _token_file(token_file, config), folder_of(address)

@@ -24,8 +24,8 @@ from everstep.base.below import APPEND, open_below, write_atomically
 from everstep.base.config import Config
 from everstep.base.config_keys import NOTICES, NotifyConfig
 from everstep.base.errors import ConfigError
-from everstep.runtime.address import METRICS_FILE, METRICS_TOKEN_FILE
-from everstep.runtime.bound import bound_command
+from everstep.runtime.host.bound import bound_command
+from everstep.runtime.link.address import METRICS_FILE, METRICS_TOKEN_FILE
 from everstep.runtime.process import own_command
 from everstep.runtime.targets import put_target
 

@@ -32,9 +32,9 @@ from everstep.cli.run_dir import in_runs, read_digest
 from everstep.cli.running import ask_running
 from everstep.cli.verify import compare
 from everstep.observe.events import read_events
-from everstep.runtime.address import EVENTS_FILE, JOB_FILE
+from everstep.runtime.files.run_lock import is_locked
+from everstep.runtime.link.address import EVENTS_FILE, JOB_FILE
 from everstep.runtime.process import last_line, own_command
-from everstep.runtime.run_lock import is_locked
 
 _HELP = """Break jobs on purpose, and compare them with the undisturbed run, byte by byte.
 

@@ -16,7 +16,7 @@ from everstep.cli.probe import look
 from everstep.cli.seconds import Seconds
 from everstep.cli.task_loading import TaskSpec, load_task, parse_task
 from everstep.cli.worker import PRELOAD
-from everstep.runtime.fork_server_client import EarlyForkServer, ForkEnded
+from everstep.runtime.host.fork_server_client import EarlyForkServer, ForkEnded
 
 if TYPE_CHECKING:
     from everstep.train.rehearsal import Judgement, LifeLink

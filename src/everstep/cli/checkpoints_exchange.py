@@ -30,12 +30,12 @@ from everstep.cli.signed import require_signature, transfer_signed, vouched
 from everstep.cli.terminal import console
 from everstep.cli.tokens import token_in
 from everstep.report.words import size_text
-from everstep.runtime.address import JOB_FILE, TOKEN_FILE
-from everstep.runtime.handshake import PEER, role_token
-from everstep.runtime.host_directory import HOSTS_FILE, checkpoints_in, others
-from everstep.runtime.peer import peer_connect
-from everstep.runtime.run_lock import is_locked
-from everstep.runtime.tls import Tls, shown_by
+from everstep.runtime.files.host_directory import HOSTS_FILE, checkpoints_in, others
+from everstep.runtime.files.run_lock import is_locked
+from everstep.runtime.link.address import JOB_FILE, TOKEN_FILE
+from everstep.runtime.link.handshake import PEER, role_token
+from everstep.runtime.link.peer import peer_connect
+from everstep.runtime.link.tls import Tls, shown_by
 
 if TYPE_CHECKING:
     from everstep.checkpoint.transfer import Transferred

@@ -17,7 +17,7 @@ from everstep.cli.main import complain
 from everstep.cli.run_dir import checkpoint_dir, read_digest
 from everstep.observe.events import EventLog, read_events
 from everstep.report.facts import Facts
-from everstep.runtime.address import EVENTS_FILE
+from everstep.runtime.link.address import EVENTS_FILE
 
 if TYPE_CHECKING:
     from everstep.runtime.job import Job

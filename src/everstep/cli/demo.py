@@ -19,7 +19,7 @@ from everstep.cli.run_dir import in_runs, read_digest
 from everstep.cli.verify import compare
 from everstep.observe.events import read_events
 from everstep.report.facts import facts_of
-from everstep.runtime.address import EVENTS_FILE
+from everstep.runtime.link.address import EVENTS_FILE
 from everstep.runtime.process import own_command
 
 TASK = "resnet18-digits"

@@ -26,7 +26,7 @@ from everstep.report.tail import Folder, object_of
 from everstep.report.usage import Usage
 from everstep.report.words import Event, cause
 from everstep.report.words import sentence as words_of
-from everstep.runtime.address import METRICS_FOLDER
+from everstep.runtime.link.address import METRICS_FOLDER
 from everstep.train.console import OUTPUT_FILE, unstamped
 
 if TYPE_CHECKING:

@@ -26,11 +26,11 @@ from everstep.cli.beside import parse_listen
 from everstep.cli.meeting import etcd_at
 from everstep.cli.tokens import given_token, token_in
 from everstep.report.words import aligned
-from everstep.runtime.about import FULL_PACKETS_BYTES, HeadFacts, ask_about, clock_words, refusal_words
-from everstep.runtime.devices import default_slots, device_count
-from everstep.runtime.etcd_access import taken_secrets
-from everstep.runtime.finding import in_etcd
-from everstep.runtime.interfaces import interface_of, mtu_of, own_address, path_mtu
+from everstep.runtime.host.devices import default_slots, device_count
+from everstep.runtime.lead.etcd_access import taken_secrets
+from everstep.runtime.lead.finding import in_etcd
+from everstep.runtime.link.head_facts import FULL_PACKETS_BYTES, HeadFacts, ask_about, clock_words, refusal_words
+from everstep.runtime.link.interfaces import interface_of, mtu_of, own_address, path_mtu
 from everstep.runtime.versions import differences, versions
 
 _CONNECT_S = 5.0

@@ -10,8 +10,8 @@ from everstep.base.config import Config, default_workers
 from everstep.base.doors import check_ports
 from everstep.base.errors import ConfigError
 from everstep.cli.beside import parse_listen
-from everstep.runtime.devices import default_slots
-from everstep.runtime.interfaces import address_on, check_own, interface_of
+from everstep.runtime.host.devices import default_slots
+from everstep.runtime.link.interfaces import address_on, check_own, interface_of
 
 EVERYWHERE = "0.0.0.0"
 

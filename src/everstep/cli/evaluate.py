@@ -19,7 +19,7 @@ from everstep.cli.job import Request, effective_config, read_job
 from everstep.cli.signed import require_signature, vouched
 from everstep.cli.task_loading import make_task, parse_task
 from everstep.cli.verify import find_weights, read_weights
-from everstep.runtime.address import JOB_FILE
+from everstep.runtime.link.address import JOB_FILE
 
 if TYPE_CHECKING:
     from everstep.checkpoint.reader import Checkpoint

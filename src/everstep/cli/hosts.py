@@ -17,7 +17,7 @@ from everstep.cli.job import read_job
 from everstep.cli.main import complain
 from everstep.cli.running import ask_running
 from everstep.report.words import aligned
-from everstep.runtime.address import COORDINATOR_FILE, read_address
+from everstep.runtime.link.address import COORDINATOR_FILE, read_address
 
 _CONNECT_S = 3.0
 

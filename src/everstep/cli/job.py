@@ -37,7 +37,7 @@ from everstep.chaos.spec import parse, simulated_failure
 from everstep.order.cursor import SampleOrder
 from everstep.protocol.identity import Code, Kernels, read_code, read_kernels, told
 from everstep.report.words import one_line
-from everstep.runtime.address import DATASET_FILE, JOB_FILE
+from everstep.runtime.link.address import DATASET_FILE, JOB_FILE
 
 _LOOPBACK = ("localhost", "127.0.0.1")
 _VERSIONED = ("everstep", "torch", "numpy", "safetensors", "msgspec")

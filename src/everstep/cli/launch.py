@@ -29,9 +29,9 @@ from everstep.cli.engines.launch import Launch
 from everstep.cli.run import command as run_command
 from everstep.cli.task_loading import parse_task
 from everstep.cli.tokens import given_token
-from everstep.runtime import wire
-from everstep.runtime.address import TOKEN_FILE
-from everstep.runtime.private import close_folder, close_run_dir
+from everstep.runtime.files.private import close_folder, close_run_dir
+from everstep.runtime.link import wire
+from everstep.runtime.link.address import TOKEN_FILE
 from everstep.runtime.process import own_command
 
 _ARGV = "everstep.argv"

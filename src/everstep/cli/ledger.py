@@ -21,7 +21,7 @@ from everstep.cli.run_dir import read_digest
 from everstep.observe.events import Lines, last_committed_step
 from everstep.order.cursor import SampleOrder
 from everstep.order.ledger import LedgerReport, LedgerRow, audit, decode_rows, steps_of
-from everstep.runtime.address import EVENTS_FILE
+from everstep.runtime.link.address import EVENTS_FILE
 
 _SHOWN = 20
 _NAMED = 3

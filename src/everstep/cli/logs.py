@@ -16,7 +16,7 @@ from everstep.report.history import History
 from everstep.report.logfiles import LogFiles, LogLine
 from everstep.report.pulled import hosts_apart, pull_logs
 from everstep.report.words import as_dict, whole_number
-from everstep.runtime.run_lock import is_locked
+from everstep.runtime.files.run_lock import is_locked
 
 _POLL_S = 0.2
 

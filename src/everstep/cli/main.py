@@ -24,7 +24,7 @@ from everstep.base.errors import (
     did_you_mean,
 )
 from everstep.cli.terminal import guarded
-from everstep.runtime.private import write_privately
+from everstep.runtime.files.private import write_privately
 
 COMMANDS = {
     "run": ("everstep.cli.run", "Train a task, and go on whatever happens to the workers."),

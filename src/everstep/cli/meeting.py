@@ -19,15 +19,15 @@ from everstep.base.doors import check_private
 from everstep.base.errors import ConfigError, ProtocolError, QuorumLost
 from everstep.base.etcd_address import SCHEMES, EtcdAddress
 from everstep.cli.run_dir import read_digest
-from everstep.runtime import wire
-from everstep.runtime.about import as_refused, ask_about, clock_words, refusal_words
-from everstep.runtime.address import COORDINATOR_FILE, TOKEN_FILE, read_address
-from everstep.runtime.context import Joining
-from everstep.runtime.etcd import Etcd
-from everstep.runtime.etcd_access import find_access
-from everstep.runtime.finding import Where, among, in_etcd, local_address
-from everstep.runtime.interfaces import own_address
-from everstep.runtime.tls import Tls, shown_by
+from everstep.runtime.lead.etcd import Etcd
+from everstep.runtime.lead.etcd_access import find_access
+from everstep.runtime.lead.finding import Where, among, in_etcd, local_address
+from everstep.runtime.link import wire
+from everstep.runtime.link.address import COORDINATOR_FILE, TOKEN_FILE, read_address
+from everstep.runtime.link.context import Joining
+from everstep.runtime.link.head_facts import as_refused, ask_about, clock_words, refusal_words
+from everstep.runtime.link.interfaces import own_address
+from everstep.runtime.link.tls import Tls, shown_by
 
 _FILE = "file://"
 _AGAIN_S = 0.25

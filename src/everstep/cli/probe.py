@@ -20,7 +20,7 @@ from everstep.base.errors import ConfigError
 from everstep.base.stage_map import devices_of, parse_map
 from everstep.cli.job import Request, effective_config
 from everstep.cli.task_loading import make_task, parse_task
-from everstep.runtime.fork_server_client import EarlyForkServer, ForkEnded
+from everstep.runtime.host.fork_server_client import EarlyForkServer, ForkEnded
 
 if TYPE_CHECKING:
     from everstep.train.task import Task

@@ -18,8 +18,8 @@ from everstep.report.history import History
 from everstep.report.traces import merge
 from everstep.report.words import size_text
 from everstep.runtime import commands
-from everstep.runtime.address import PROFILES_FOLDER
-from everstep.runtime.run_lock import is_locked
+from everstep.runtime.files.run_lock import is_locked
+from everstep.runtime.link.address import PROFILES_FOLDER
 
 _POLL_S = 0.2
 _PATIENCE_S = 2.0

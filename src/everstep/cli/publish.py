@@ -25,8 +25,8 @@ from everstep.cli.config_file import said_layers
 from everstep.cli.main import complain
 from everstep.observe.events import EventLog
 from everstep.report.history import History
-from everstep.runtime.address import EVENTS_FILE, JOB_FILE
-from everstep.runtime.run_lock import is_locked
+from everstep.runtime.files.run_lock import is_locked
+from everstep.runtime.link.address import EVENTS_FILE, JOB_FILE
 from everstep.sinks.notices import check_notify
 from everstep.sinks.publication import Publication, follow, sole_publisher
 from everstep.sinks.sink import SinkFailed, check_installed, make_sink

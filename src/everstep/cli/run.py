@@ -74,22 +74,22 @@ from everstep.cli.tokens import given_token, token_in
 from everstep.cli.worker import ENTRY, FILES, PRELOAD
 from everstep.observe.events import EventLog, read_events
 from everstep.report.facts import facts_of
-from everstep.runtime import wire
-from everstep.runtime.address import EVENTS_FILE, JOB_FILE, TOKEN_FILE
-from everstep.runtime.admission import cannot_strike
-from everstep.runtime.etcd_access import taken_secrets
-from everstep.runtime.fork_server_client import EarlyForkServer
-from everstep.runtime.interfaces import check_own
-from everstep.runtime.landing import check_ferry
-from everstep.runtime.private import owner_words
-from everstep.runtime.run_lock import run_lock
-from everstep.runtime.tls import check_tls
+from everstep.runtime.files.private import owner_words
+from everstep.runtime.files.run_lock import run_lock
+from everstep.runtime.host.admission import cannot_strike
+from everstep.runtime.host.fork_server_client import EarlyForkServer
+from everstep.runtime.lead.etcd_access import taken_secrets
+from everstep.runtime.link import wire
+from everstep.runtime.link.address import EVENTS_FILE, JOB_FILE, TOKEN_FILE
+from everstep.runtime.link.interfaces import check_own
+from everstep.runtime.link.landing import check_ferry
+from everstep.runtime.link.tls import check_tls
 from everstep.sinks.notices import check_notify
 from everstep.sinks.sink import check_installed as check_sinks
 
 if TYPE_CHECKING:
     from everstep.runtime.job import Job
-    from everstep.runtime.succession import Succession
+    from everstep.runtime.lead.succession import Succession
     from everstep.runtime.supervisor import LocalHost
 
 

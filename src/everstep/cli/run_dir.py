@@ -23,10 +23,10 @@ from everstep.checkpoint.names import MAX_STEP, manifest_name, step_of
 from everstep.cli.job import JobFile, differences, read_job
 from everstep.cli.task_loading import TaskSpec
 from everstep.observe.events import last_committed_step
-from everstep.runtime.address import EVENTS_FILE, JOB_FILE, LOCK_FILE
-from everstep.runtime.file_sets import NEWEST_FILE
-from everstep.runtime.host_directory import checkpoints_in
-from everstep.runtime.private import close_folder, close_run_dir, close_store
+from everstep.runtime.files.file_sets import NEWEST_FILE
+from everstep.runtime.files.host_directory import checkpoints_in
+from everstep.runtime.files.private import close_folder, close_run_dir, close_store
+from everstep.runtime.link.address import EVENTS_FILE, JOB_FILE, LOCK_FILE
 
 if TYPE_CHECKING:
     from everstep.cli.checkpoints_exchange import StorePlace

@@ -15,7 +15,7 @@ from everstep.cli.main import complain
 from everstep.cli.run_dir import read_digest
 from everstep.cli.seconds import Seconds
 from everstep.runtime import commands
-from everstep.runtime.run_lock import is_locked
+from everstep.runtime.files.run_lock import is_locked
 
 _PATIENCE_S = 10.0
 _LOOK_S = 0.2

@@ -12,7 +12,7 @@ import click
 from everstep.base.errors import ConfigError
 from everstep.cli.beside import ANY_PORT, PUBLIC_HELP, check_installed, parse_listen
 from everstep.cli.ledger import audit_run
-from everstep.runtime.address import EVENTS_FILE, JOB_FILE, METRICS_TOKEN_FILE
+from everstep.runtime.link.address import EVENTS_FILE, JOB_FILE, METRICS_TOKEN_FILE
 
 TOKEN_HELP = "The token (made up on loopback; the variable, unlike this, is not in the list of processes)."
 

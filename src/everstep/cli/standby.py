@@ -30,17 +30,17 @@ from everstep.cli.worker import ENTRY, FILES, PRELOAD
 from everstep.observe.events import EventLog, read_events
 from everstep.protocol.lease.requests import Holder, HolderSeen, Load, Loaded, Look
 from everstep.report.history import History
-from everstep.runtime import wire
-from everstep.runtime.address import COORDINATOR_FILE, EVENTS_FILE, JOURNAL_FILE, TOKEN_FILE, read_address
-from everstep.runtime.etcd import Announced, Etcd
-from everstep.runtime.etcd_access import find_access
-from everstep.runtime.finding import among, in_etcd, local_address
-from everstep.runtime.fork_server_client import EarlyForkServer
-from everstep.runtime.host_directory import OWN_FOLDER, new_word, word_in
-from everstep.runtime.run_lock import run_lock
-from everstep.runtime.standing import place_of
-from everstep.runtime.succession import Succession, new_owner
-from everstep.runtime.tls import Tls, shown_by
+from everstep.runtime.files.host_directory import OWN_FOLDER, new_word, word_in
+from everstep.runtime.files.run_lock import run_lock
+from everstep.runtime.host.fork_server_client import EarlyForkServer
+from everstep.runtime.lead.etcd import Announced, Etcd
+from everstep.runtime.lead.etcd_access import find_access
+from everstep.runtime.lead.finding import among, in_etcd, local_address
+from everstep.runtime.lead.journal_and_lease import place_of
+from everstep.runtime.lead.succession import Succession, new_owner
+from everstep.runtime.link import wire
+from everstep.runtime.link.address import COORDINATOR_FILE, EVENTS_FILE, JOURNAL_FILE, TOKEN_FILE, read_address
+from everstep.runtime.link.tls import Tls, shown_by
 
 _PATIENCE_S = 600.0
 _AGAIN_S = 0.25

@@ -13,14 +13,21 @@ from everstep.base.config_keys import TlsConfig
 from everstep.base.errors import ConfigError, QuorumLost
 from everstep.cli.run_dir import set_aside
 from everstep.protocol.roles import PEOPLE
-from everstep.runtime import wire
-from everstep.runtime.address import CHECKPOINTS_DIR, COORDINATOR_FILE, JOB_FILE, LOGS_FOLDER, TOKEN_FILE, role_file
-from everstep.runtime.finding import Finder, Where
-from everstep.runtime.handshake import role_token
-from everstep.runtime.host_directory import COPY_FILE, OWN_FOLDER, private_folder, word_in
-from everstep.runtime.run_lock import run_lock
-from everstep.runtime.standby_files import CopyLink, DirectoryCopy
-from everstep.runtime.tls import Tls, shown_by
+from everstep.runtime.files.host_directory import COPY_FILE, OWN_FOLDER, private_folder, word_in
+from everstep.runtime.files.run_lock import run_lock
+from everstep.runtime.files.standby_files import CopyLink, DirectoryCopy
+from everstep.runtime.lead.finding import Finder, Where
+from everstep.runtime.link import wire
+from everstep.runtime.link.address import (
+    CHECKPOINTS_DIR,
+    COORDINATOR_FILE,
+    JOB_FILE,
+    LOGS_FOLDER,
+    TOKEN_FILE,
+    role_file,
+)
+from everstep.runtime.link.handshake import role_token
+from everstep.runtime.link.tls import Tls, shown_by
 
 _PATIENCE_S = 600.0
 _TURN_S = 10.0

@@ -16,8 +16,8 @@ from everstep.report.facts import MEMBERS, Facts
 from everstep.report.history import History
 from everstep.report.words import aligned
 from everstep.runtime import commands
-from everstep.runtime.address import COORDINATOR_FILE, read_address
-from everstep.runtime.run_lock import is_locked
+from everstep.runtime.files.run_lock import is_locked
+from everstep.runtime.link.address import COORDINATOR_FILE, read_address
 
 _PATIENCE_S = 5.0
 _LAST_INCIDENTS = 20

@@ -7,7 +7,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from everstep.base.errors import ConfigError, ProtocolError
-from everstep.runtime import wire
+from everstep.runtime.link import wire
 
 TOKEN_VARIABLE = "EVERSTEP_TOKEN"
 

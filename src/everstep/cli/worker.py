@@ -14,11 +14,11 @@ from everstep.chaos.inject import Injector
 from everstep.chaos.spec import parse
 from everstep.cli.task_loading import load_task
 from everstep.observe.events import EventLog
-from everstep.runtime.address import EVENTS_FILE
-from everstep.runtime.context import WorkerContext
-from everstep.runtime.fork_server import DEFAULT_PRELOAD
-from everstep.runtime.interfaces import bind_collectives
-from everstep.runtime.listening import keep_within
+from everstep.runtime.host.fork_server import DEFAULT_PRELOAD
+from everstep.runtime.link.address import EVENTS_FILE
+from everstep.runtime.link.context import WorkerContext
+from everstep.runtime.link.interfaces import bind_collectives
+from everstep.runtime.link.listening import keep_within
 
 if TYPE_CHECKING:
     from everstep.train.link import LaunchedLink

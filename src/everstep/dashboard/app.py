@@ -46,7 +46,7 @@ from everstep.report.history import History
 from everstep.report.prometheus import device_families, expose, families
 from everstep.report.words import as_dict, number
 from everstep.runtime import commands
-from everstep.runtime.address import METRICS_TOKEN_FILE
+from everstep.runtime.link.address import METRICS_TOKEN_FILE
 from everstep.runtime.targets import TARGETS_TOKEN_FILE, shared_folder
 
 _TYPES = {"html": "text/html", "js": "text/javascript", "css": "text/css", "svg": "image/svg+xml", "txt": "text/plain"}

@@ -14,8 +14,8 @@ from everstep.report.headline import disk_trouble
 from everstep.report.history import History
 from everstep.report.notes import Notes, checked_notes, read_notes, write_notes
 from everstep.report.words import one_line
-from everstep.runtime.address import EVENTS_FILE, JOB_FILE, NOTES_FILE
-from everstep.runtime.run_lock import is_locked
+from everstep.runtime.files.run_lock import is_locked
+from everstep.runtime.link.address import EVENTS_FILE, JOB_FILE, NOTES_FILE
 
 ListRow = dict[str, Any]
 MOST_RUNS = 1000

@@ -18,7 +18,7 @@ from everstep.report.logfiles import LogLine
 from everstep.report.pulled import pull_logs
 from everstep.report.told import Line
 from everstep.report.words import one_line
-from everstep.runtime.address import PROFILES_FOLDER
+from everstep.runtime.link.address import PROFILES_FOLDER
 
 _MOST_MS = 1 << 53
 _LAST_LINES = 40

@@ -16,7 +16,7 @@ from typing import Any
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from everstep.runtime.porch import Complaints, Strangers
+from everstep.runtime.link.unproven_connections import Complaints, Strangers
 
 MAX_STRANGERS = 128
 MAX_CONNECTIONS = 512

@@ -36,8 +36,8 @@ from everstep.parallel.reduction import (
 from everstep.parallel.socket_mesh import SocketMesh
 from everstep.parallel.streaming import BlockStream
 from everstep.placement.owners import owners
-from everstep.runtime.landing import Landing
-from everstep.runtime.tls import Tls
+from everstep.runtime.link.landing import Landing
+from everstep.runtime.link.tls import Tls
 
 _LOOPBACK = "127.0.0.1"
 _TICK_S = 0.01

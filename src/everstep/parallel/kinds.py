@@ -18,8 +18,8 @@ from everstep.parallel.either import EitherChannel, EitherTransport, NodeFlats
 from everstep.parallel.group import GroupTransport
 from everstep.parallel.shared_memory import NodeSlots, SharedMemoryTransport
 from everstep.parallel.tiers import TieredTransport
-from everstep.runtime.landing import Landing
-from everstep.runtime.tls import Tls
+from everstep.runtime.link.landing import Landing
+from everstep.runtime.link.tls import Tls
 
 NO_GRADIENTS = GradientLayout((), (), 0)
 

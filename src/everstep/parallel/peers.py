@@ -23,13 +23,13 @@ from everstep.base.errors import CollectiveAborted, InvariantViolation, Protocol
 from everstep.base.ports import OnTick
 from everstep.parallel.fence import Fence
 from everstep.protocol.messages import MAX_FRAME_BYTES
-from everstep.runtime.handshake import GREETING_BYTES, PEER, PROOF_BYTES, TAG_BYTES, Caller, Seals, peer_keys
-from everstep.runtime.landing import Landing
-from everstep.runtime.listening import listen
-from everstep.runtime.porch import Complaints, Porch
-from everstep.runtime.silence import LINK_SILENT_S, notice_silence
-from everstep.runtime.tls import Tls, TlsSocket, said
-from everstep.runtime.wire import address_text, ends
+from everstep.runtime.link.handshake import GREETING_BYTES, PEER, PROOF_BYTES, TAG_BYTES, Caller, Seals, peer_keys
+from everstep.runtime.link.landing import Landing
+from everstep.runtime.link.listening import listen
+from everstep.runtime.link.silence import LINK_SILENT_S, notice_silence
+from everstep.runtime.link.tls import Tls, TlsSocket, said
+from everstep.runtime.link.unproven_connections import Complaints, Porch
+from everstep.runtime.link.wire import address_text, ends
 
 log = logging.getLogger(__name__)
 

@@ -28,7 +28,7 @@ from everstep.base.errors import CollectiveAborted, InvariantViolation, Protocol
 from everstep.base.ports import Node, OnTick
 from everstep.parallel.nccl_links import Transfer
 from everstep.parallel.peers import Meeting, PeerSockets
-from everstep.runtime.handshake import TAG_BYTES, Seals
+from everstep.runtime.link.handshake import TAG_BYTES, Seals
 
 _GRACE_S = 0.1
 _WAIT_S = 0.05

@@ -23,8 +23,8 @@ from everstep.exact.layout import GradientLayout
 from everstep.parallel.fence import Fence
 from everstep.parallel.group import Reaper
 from everstep.parallel.kinds import KINDS, Site
-from everstep.runtime.landing import Landing
-from everstep.runtime.tls import Tls
+from everstep.runtime.link.landing import Landing
+from everstep.runtime.link.tls import Tls
 
 _OPEN = "open"
 

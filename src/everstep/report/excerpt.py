@@ -13,7 +13,7 @@ from everstep.base.given import open_given
 from everstep.report.logfiles import WORKER_FILE, LogLine, event_line, record_line
 from everstep.report.tail import object_of
 from everstep.report.words import whole_number
-from everstep.runtime.address import EVENTS_FILE, LOGS_FOLDER
+from everstep.runtime.link.address import EVENTS_FILE, LOGS_FOLDER
 
 _NEAR_BYTES = 96 << 10
 _MOST_LINE_BYTES = 1 << 20

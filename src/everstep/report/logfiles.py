@@ -1,6 +1,6 @@
 """The logs of a run as one stream of lines by time: what workers printed and logged, the coordinator, the events.
 
-Workers' files hold a record per line (runtime/collector.py). The other processes print only what goes wrong with
+Workers' files hold a record per line (runtime/host/collector.py). The other processes print only what goes wrong with
 themselves, as text: such a line is as old as its file.
 """
 
@@ -20,7 +20,7 @@ from everstep.observe.logs import LEVELS
 from everstep.report.tail import Folder, Tail, object_of
 from everstep.report.words import known, sentence, whole_number
 from everstep.report.words import level as level_of
-from everstep.runtime.address import EVENTS_FILE, LOGS_FOLDER
+from everstep.runtime.link.address import EVENTS_FILE, LOGS_FOLDER
 from everstep.train.console import OUTPUT_FILE
 
 WORKER_FILE = re.compile(r"worker-(\d+)\.")

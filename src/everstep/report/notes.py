@@ -12,7 +12,7 @@ from everstep.base.below import write_atomically
 from everstep.base.errors import ConfigError
 from everstep.base.given import read_json
 from everstep.report.words import as_dict, one_line
-from everstep.runtime.address import NOTES_FILE
+from everstep.runtime.link.address import NOTES_FILE
 
 MOST_TAGS, MOST_TAG, MOST_NOTE = 12, 40, 2000
 _MOST_BYTES = 1 << 16

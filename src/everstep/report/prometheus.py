@@ -22,7 +22,7 @@ from everstep.report.tally import TOTAL, Histogram
 from everstep.report.told import WorkerFact
 from everstep.report.usage import Newest
 from everstep.report.words import as_dict, number, one_line, whole_number
-from everstep.runtime.board import OPERATIONS
+from everstep.runtime.host.board import OPERATIONS
 
 Family = type[CounterMetricFamily] | type[GaugeMetricFamily]
 STATES = ("leader", "active", "standby", "spare", "healing", "suspect", "dead")

@@ -15,8 +15,8 @@ from typing import Any
 from everstep.base.below import APPEND, open_below
 from everstep.base.errors import ConfigError, EverstepError
 from everstep.runtime import commands
-from everstep.runtime.address import LOGS_FOLDER
-from everstep.runtime.host_directory import hosts_there
+from everstep.runtime.files.host_directory import hosts_there
+from everstep.runtime.link.address import LOGS_FOLDER
 
 MOST_BYTES = 64 << 20
 """At once, of one host; the rest comes with the next call."""

@@ -21,7 +21,7 @@ from everstep.base.errors import ConfigError
 from everstep.base.given import open_given
 from everstep.report.facts import Facts
 from everstep.report.words import whole_number
-from everstep.runtime.address import TRACE_KEY
+from everstep.runtime.link.address import TRACE_KEY
 
 TraceEvent = dict[str, Any]
 _MOST_BYTES = 2 << 30

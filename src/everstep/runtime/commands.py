@@ -11,11 +11,11 @@ from typing import Any
 from everstep.base.errors import ConfigError, EverstepError, ProtocolError
 from everstep.protocol.messages import Command, CommandReply, decode, encode
 from everstep.protocol.roles import COMMANDS, OPERATE
-from everstep.runtime import wire
-from everstep.runtime.address import COORDINATOR_FILE, TOKEN_FILE, read_address, role_file
-from everstep.runtime.handshake import role_token
-from everstep.runtime.tls import Shown, Tls
-from everstep.runtime.wire import secured
+from everstep.runtime.link import wire
+from everstep.runtime.link.address import COORDINATOR_FILE, TOKEN_FILE, read_address, role_file
+from everstep.runtime.link.handshake import role_token
+from everstep.runtime.link.tls import Shown, Tls
+from everstep.runtime.link.wire import secured
 
 
 class NoJobRunning(EverstepError):

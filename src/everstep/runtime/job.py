@@ -41,8 +41,12 @@ from everstep.protocol.messages import (
 )
 from everstep.protocol.patience import Patience
 from everstep.protocol.roles import JOB, PEOPLE
-from everstep.runtime import wire
-from everstep.runtime.address import (
+from everstep.runtime.files.host_directory import HOSTS_FILE, leave_word
+from everstep.runtime.job_end import JobEnd, Outcome, reserve_s
+from everstep.runtime.lead.journal import end_in_file
+from everstep.runtime.lead.succession import Lead, Succession
+from everstep.runtime.link import wire
+from everstep.runtime.link.address import (
     COORDINATOR_FILE,
     EVENTS_FILE,
     JOB_FILE,
@@ -51,16 +55,12 @@ from everstep.runtime.address import (
     TOKEN_FILE,
     role_file,
 )
-from everstep.runtime.control import ControlClient
-from everstep.runtime.figures import ask_about
-from everstep.runtime.handshake import role_token
-from everstep.runtime.host_directory import HOSTS_FILE, leave_word
-from everstep.runtime.job_end import JobEnd, Outcome, reserve_s
-from everstep.runtime.journal import end_in_file
+from everstep.runtime.link.control_client import ControlClient
+from everstep.runtime.link.handshake import role_token
+from everstep.runtime.link.tls import Tls, shown_by
 from everstep.runtime.process import Inbox, last_line, raise_descriptor_limit, taking_signals
-from everstep.runtime.succession import Lead, Succession
+from everstep.runtime.process_figures import ask_about
 from everstep.runtime.supervisor import REFUSED, CoordinatorProcess, LocalHost, Supervised
-from everstep.runtime.tls import Tls, shown_by
 
 INTERRUPTED_WAIT_S = 3.0
 GOODBYE_S = 1.0

@@ -17,18 +17,18 @@ from everstep.base.cause import Cause, Why
 from everstep.base.config import Config
 from everstep.base.errors import EverstepError
 from everstep.protocol.patience import Patience
-from everstep.runtime.address import COORDINATOR_FILE, COORDINATOR_MODULE, LOGS_FOLDER, TOKEN_FILE, read_address
-from everstep.runtime.context import Joining
-from everstep.runtime.figures import ask_about
-from everstep.runtime.fork_server import DEFAULT_PRELOAD
-from everstep.runtime.fork_server_client import EarlyForkServer
-from everstep.runtime.led_directory import MOVED
-from everstep.runtime.letting_go import stop, throttle
+from everstep.runtime.files.led_directory import MOVED
+from everstep.runtime.host.fork_server import DEFAULT_PRELOAD
+from everstep.runtime.host.fork_server_client import EarlyForkServer
+from everstep.runtime.host.undoing import stop, throttle
+from everstep.runtime.lead.journal_and_lease import DEPOSED
+from everstep.runtime.lead.succession import Succession
+from everstep.runtime.link.address import COORDINATOR_FILE, COORDINATOR_MODULE, LOGS_FOLDER, TOKEN_FILE, read_address
+from everstep.runtime.link.context import Joining
 from everstep.runtime.process import END_ALONE, killed_from_outside, last_line, own_command, why_ended
-from everstep.runtime.standing import DEPOSED
-from everstep.runtime.succession import Succession
+from everstep.runtime.process_figures import ask_about
 
-AGENT_MODULE = "everstep.runtime.host_agent"
+AGENT_MODULE = "everstep.runtime.host.host_agent"
 SHORT_LIFE_S = 2.0
 STOPPED_S = 5.0
 HOPELESS = 8

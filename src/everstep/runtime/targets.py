@@ -17,7 +17,7 @@ from typing import Any
 
 from everstep.base.below import open_below, write_atomically
 from everstep.base.given import read_json
-from everstep.runtime.run_lock import is_locked
+from everstep.runtime.files.run_lock import is_locked
 
 TARGETS_FILE = "everstep-targets.json"
 TARGETS_TOKEN_FILE = "everstep-metrics-token"

@@ -30,7 +30,7 @@ from everstep.base.config_keys import NotifyConfig
 from everstep.base.errors import ConfigError
 from everstep.base.given import read_json
 from everstep.report.words import Event, as_dict, cause, known, one_line, whole_number
-from everstep.runtime.bound import bound_command
+from everstep.runtime.host.bound import bound_command
 from everstep.sinks.sink import Sink, SinkFailed, SinkJob
 
 _DELIVERED_FILE = "delivered.json"

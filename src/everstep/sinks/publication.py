@@ -27,7 +27,7 @@ from everstep.report.history import History
 from everstep.report.settings import shown_settings
 from everstep.report.usage import Newest
 from everstep.report.words import Event, as_dict, number, one_line, sentence, whole_number
-from everstep.runtime.run_lock import sole_holder
+from everstep.runtime.files.run_lock import sole_holder
 from everstep.sinks.sink import Sink, SinkFailed, SinkJob
 
 CURSOR_FILE = "published.json"

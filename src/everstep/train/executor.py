@@ -19,7 +19,7 @@ from everstep.protocol import messages as wire
 from everstep.protocol.driver import operations as do
 from everstep.protocol.driver.driver import Driver, interrupts
 from everstep.protocol.step_types import LaneDone
-from everstep.runtime.peer import PeerConnection
+from everstep.runtime.link.peer import PeerConnection
 
 _WAIT_S = 0.02
 END_ALONE = Why(Cause.INTERRUPTED, "the job was interrupted while its coordinator did not answer")

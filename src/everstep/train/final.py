@@ -29,7 +29,7 @@ from everstep.exact.image import BLOCK_BYTES, Scatter, entries_of, write_blocks
 from everstep.exact.state import ModelState
 from everstep.protocol.driver.comparing import WHOLE
 from everstep.protocol.driver.operations import Finish
-from everstep.runtime.peer import PeerConnection
+from everstep.runtime.link.peer import PeerConnection
 from everstep.train import heal
 from everstep.train.executor import Unusable
 from everstep.train.view import WorkerView

@@ -9,7 +9,7 @@ from __future__ import annotations
 from everstep.base.config import Config
 from everstep.base.foreign import WORKER_MARK, derived_ports
 from everstep.base.plan import Plan
-from everstep.runtime.context import WorkerContext
+from everstep.runtime.link.context import WorkerContext
 
 
 def expected(context: WorkerContext, config: Config) -> dict[str, str]:

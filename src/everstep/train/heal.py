@@ -32,7 +32,7 @@ from everstep.exact.reduce import TiePlace
 from everstep.exact.state import ModelState
 from everstep.protocol.driver.records import decode_records, encode
 from everstep.protocol.step_types import Key, Record
-from everstep.runtime.peer import PeerConnection
+from everstep.runtime.link.peer import PeerConnection
 from everstep.train.link import WorkerLink
 
 log = logging.getLogger(__name__)

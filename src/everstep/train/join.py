@@ -22,9 +22,9 @@ from everstep.base.config import Config, load_config, to_dict, with_batch_size
 from everstep.base.errors import ConfigError
 from everstep.exact.seeding import build_seed, seed_all
 from everstep.protocol import messages as wire
-from everstep.runtime.address import DATASET_FILE
-from everstep.runtime.landing import check_mpi
-from everstep.runtime.private import close_run_dir, refuse_foreign, write_privately
+from everstep.runtime.files.private import close_run_dir, refuse_foreign, write_privately
+from everstep.runtime.link.address import DATASET_FILE
+from everstep.runtime.link.landing import check_mpi
 from everstep.train.adopted import become_job
 from everstep.train.assembly import assemble
 from everstep.train.link import LaunchedLink, LoneLink, WorkerLink

@@ -22,7 +22,7 @@ from everstep.exact.snapshot import Snapshot
 from everstep.protocol.driver.operations import ForgetKept, HandedOver, InMemory, Keep, NotKept, RetireKept
 from everstep.protocol.driver.records import decode_records, encode
 from everstep.protocol.step_types import Record
-from everstep.runtime.peer import PeerConnection
+from everstep.runtime.link.peer import PeerConnection
 from everstep.train.heal import Held, receive_blocks, send_blocks
 from everstep.train.view import WorkerView
 

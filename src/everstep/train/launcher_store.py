@@ -14,7 +14,7 @@ import sys
 from typing import Protocol
 
 from everstep.base.errors import ConfigError, QuorumLost
-from everstep.runtime.meeting import PATIENCE_S, address_towards, is_reachable
+from everstep.runtime.link.rendezvous import PATIENCE_S, address_towards, is_reachable
 from everstep.runtime.process import own_command
 
 MODULE = "everstep.train.launcher_store"

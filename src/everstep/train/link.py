@@ -30,16 +30,16 @@ from everstep.checkpoint.hosts_store import HostsStore
 from everstep.checkpoint.store import DirectoryStore
 from everstep.observe.logs import WorkerLog, set_up_worker_log
 from everstep.protocol import messages as wire
-from everstep.runtime.address import JOB_FILE, coordinator_here
-from everstep.runtime.board import Board, Row
-from everstep.runtime.cell import Head
-from everstep.runtime.claims import claim
-from everstep.runtime.context import WorkerContext
-from everstep.runtime.control import ControlClient, Unheard
-from everstep.runtime.file_sender import digest_of
-from everstep.runtime.host_directory import ARRIVED_FILE, domains_there, others
-from everstep.runtime.peer import PeerConnection, PeerServer, peer_connect
-from everstep.runtime.tls import Tls
+from everstep.runtime.files.claim_files import claim
+from everstep.runtime.files.file_sender import digest_of
+from everstep.runtime.files.host_directory import ARRIVED_FILE, domains_there, others
+from everstep.runtime.host.board import Board, Row
+from everstep.runtime.host.cell import Head
+from everstep.runtime.link.address import JOB_FILE, coordinator_here
+from everstep.runtime.link.context import WorkerContext
+from everstep.runtime.link.control_client import ControlClient, Unheard
+from everstep.runtime.link.peer import PeerConnection, PeerServer, peer_connect
+from everstep.runtime.link.tls import Tls
 
 log = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from everstep.protocol import messages as wire
 from everstep.protocol.driver import operations as do
 from everstep.protocol.driver.records import gathered
 from everstep.protocol.following import PlanAsked, PlanShown, name_of
-from everstep.runtime.peer import PeerConnection
+from everstep.runtime.link.peer import PeerConnection
 from everstep.train.executor import Executor
 from everstep.train.first_place import of_plan
 from everstep.train.imported import LateImports

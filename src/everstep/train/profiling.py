@@ -22,7 +22,7 @@ import torch
 
 from everstep.base.below import drafted, folder_of, placed
 from everstep.protocol import messages as wire
-from everstep.runtime.address import PROFILES_FOLDER, TRACE_KEY
+from everstep.runtime.link.address import PROFILES_FOLDER, TRACE_KEY
 from everstep.train.link import WorkerLink
 
 log = logging.getLogger(__name__)

@@ -24,8 +24,8 @@ from everstep.observe.events import EventLog, encoded, told_lately
 from everstep.observe.told import ToldFile
 from everstep.order.ledger import LaneUse, LedgerRow, encode_row
 from everstep.protocol.driver.records import StepOutcome
-from everstep.runtime.address import EVENTS_FILE
-from everstep.runtime.host_directory import ARRIVED_FILE
+from everstep.runtime.files.host_directory import ARRIVED_FILE
+from everstep.runtime.link.address import EVENTS_FILE
 
 log = logging.getLogger(__name__)
 

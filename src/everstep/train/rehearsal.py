@@ -29,8 +29,8 @@ from everstep.base.given import read_given, read_json
 from everstep.base.plan import Plan
 from everstep.base.readable import readable
 from everstep.protocol import messages as wire
-from everstep.runtime.address import CHECKPOINTS_DIR
-from everstep.runtime.fork_server import redirect_output
+from everstep.runtime.host.fork_server import redirect_output
+from everstep.runtime.link.address import CHECKPOINTS_DIR
 from everstep.runtime.process import close_descriptors, die_with_parent, why_ended
 from everstep.train.carried_names import Read, Trained, is_run, read_loop
 from everstep.train.importing import import_from_script

@@ -24,7 +24,7 @@ from everstep.base.below import write_atomically
 from everstep.base.errors import ConfigError
 from everstep.base.given import read_given, read_json
 from everstep.base.readable import readable
-from everstep.runtime.fork_server import redirect_output
+from everstep.runtime.host.fork_server import redirect_output
 from everstep.runtime.process import close_descriptors, die_with_parent, own_command, pinned_environment
 from everstep.train.link import LaunchedLink
 from everstep.train.reachable import of_user

@@ -20,7 +20,7 @@ from everstep.placement.probes import ProbeRule
 from everstep.protocol.driver import operations as do
 from everstep.protocol.driver.driver import Driver, DriverConfig
 from everstep.protocol.step_machine import StepMachine
-from everstep.runtime.landing import Landing
+from everstep.runtime.link.landing import Landing
 from everstep.runtime.process import machine
 from everstep.train.elastic import AnyOrder
 from everstep.train.executor import Cutter, Executor

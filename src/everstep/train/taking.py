@@ -21,7 +21,7 @@ from everstep.exact.digest import digest_bytes
 from everstep.exact.image import BLOCK_BYTES, sizes_of
 from everstep.protocol.chunks import Chunk, Chunks, share
 from everstep.protocol.step_types import Pieces, Piecewise
-from everstep.runtime.peer import PeerConnection
+from everstep.runtime.link.peer import PeerConnection
 from everstep.train import heal
 from everstep.train.executor import Unusable
 from everstep.train.heal import FollowedStep, Held, ReceivedOffer, StageState

@@ -26,7 +26,7 @@ from everstep.base.errors import (
     cause_of,
 )
 from everstep.protocol import messages as wire
-from everstep.runtime.context import WorkerContext
+from everstep.runtime.link.context import WorkerContext
 from everstep.train import join
 from everstep.train.assembly import assemble_task
 from everstep.train.console import LeaderConsole

@@ -12,8 +12,8 @@ import pytest
 
 from everstep.base.readable import readable
 from everstep.data.process import LoaderProcess
-from everstep.runtime.handshake import Seals
-from everstep.runtime.peer import PeerConnection
+from everstep.runtime.link.handshake import Seals
+from everstep.runtime.link.peer import PeerConnection
 
 BEYOND = 1100
 """`select` knows descriptors up to 1023."""

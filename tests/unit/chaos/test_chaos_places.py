@@ -15,8 +15,8 @@ from everstep.chaos.account import account
 from everstep.chaos.inject import Injector
 from everstep.chaos.spec import parse, parse_now, strikes_of
 from everstep.protocol.messages import StrikeNow
-from everstep.runtime import links
-from everstep.runtime.admission import cannot_strike
+from everstep.runtime.host import packet_faults
+from everstep.runtime.host.admission import cannot_strike
 
 ALL = (
     "kill:target=host:b,at=3; cut:target=link:a-b,at=4,for=2; oneway:target=link:node-1-node-2,at=5,for=1,phase=reduce;"
@@ -109,7 +109,7 @@ def test_one_of_the_coordinator_is_asked_for_at_once_or_for_when_workers_say_so(
 
 def test_who_cannot_strike_says_so_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     strikes = strikes_of(parse(ALL))
-    monkeypatch.setattr(links.os, "geteuid", lambda: 1000)
+    monkeypatch.setattr(packet_faults.os, "geteuid", lambda: 1000)
     words = cannot_strike(strikes, ("a", "10.0.0.1"))
     assert (
         words.startswith("chaos fault 'cut:target=link:a-b,at=4,for=2' cannot strike here: only root")
@@ -117,34 +117,34 @@ def test_who_cannot_strike_says_so_before_anything_starts(monkeypatch: pytest.Mo
     )
     assert cannot_strike(strikes, ("c", "10.0.0.3")) == "", "nobody asks it to"
     assert cannot_strike(strikes_of(parse("kill:target=host:a,at=1")), ("a",)) == "", "its own processes it may kill"
-    monkeypatch.setattr(links.os, "geteuid", lambda: 0)
-    monkeypatch.setattr(links.shutil, "which", lambda name: None)
+    monkeypatch.setattr(packet_faults.os, "geteuid", lambda: 0)
+    monkeypatch.setattr(packet_faults.shutil, "which", lambda name: None)
     assert "iproute2" in cannot_strike(strikes, ("a", "10.0.0.1"))
 
 
 def test_the_filters_that_lose_packets() -> None:
-    both = links.drops("eth0", 7, "10.77.0.2", one_way=False, share=1.0)
+    both = packet_faults.drops("eth0", 7, "10.77.0.2", one_way=False, share=1.0)
     to = "4,32 0 0 4293918736,21 0 1 172818434,6 0 0 2,6 0 0 4294967295"
     come = to.replace("4293918736", "4293918732")
     assert [command[-1] for command in both[1:]] == [to, come]
     assert [command[5] for command in both[1:]] == ["egress", "ingress"] and both[1][7] == "ip"
-    all_of_it = links.drops("eth0", 7, "", one_way=True, share=1.0)
+    all_of_it = packet_faults.drops("eth0", 7, "", one_way=True, share=1.0)
     assert len(all_of_it) == 2 and all_of_it[1][-1] == "2,6 0 0 2,6 0 0 4294967295" and all_of_it[1][7] == "all"
-    half = links.drops("eth0", 7, "10.77.0.2", one_way=True, share=0.5)[1][-1].split(",")
+    half = packet_faults.drops("eth0", 7, "10.77.0.2", one_way=True, share=0.5)[1][-1].split(",")
     assert half[0] == "6" and half[2] == "21 0 3 172818434" and half[3] == "32 0 0 4294963256"
     assert half[4] == "53 1 0 2147483647", "from there on it passes"
-    narrow = links.narrows("eth0", "10.77.0.2", mbit=8.0)
+    narrow = packet_faults.narrows("eth0", "10.77.0.2", mbit=8.0)
     assert narrow[1][-2:] == ["rate", "8mbit"] and narrow[2][-2:] == ["flowid", "e57:1"]
-    assert len(links.narrows("eth0", "", mbit=8.0)) == 2
+    assert len(packet_faults.narrows("eth0", "", mbit=8.0)) == 2
 
 
 def test_the_filter_that_has_packets_take_a_detour() -> None:
-    up, place, to = links.delays("eth0", 7, "10.77.0.2", "evs0", 9000)
+    up, place, to = packet_faults.delays("eth0", 7, "10.77.0.2", "evs0", 9000)
     assert " ".join(up) == "ip link set dev evs0 mtu 9000 txqueuelen 10000 up" and place[-1] == "clsact"
     marked, peer = "32 0 0 4294963220,21 3 0 1702261620", "32 0 0 4293918736,21 0 1 172818434"
     assert to[-8:-6] == ["bytecode", f"6,{marked},{peer},6 0 0 4294967295,6 0 0 0"], "those that come back pass"
     assert " ".join(to[-6:]) == "action mirred egress redirect dev evs0" and to[5:8] == ["egress", "protocol", "ip"]
-    everybody = links.delays("eth0", 7, "", "evs0", 1500)[2]
+    everybody = packet_faults.delays("eth0", 7, "", "evs0", 1500)[2]
     assert everybody[7] == "all" and everybody[-7].startswith("4,32 0 0 4294963220,21 1 0 1702261620,6 ")
 
 
@@ -162,14 +162,14 @@ filter protocol all pref 7 bpf chain 0 handle 0x1 direct-action not_in_hw byteco
     ("mark", "to", "found"), [(0x65767374, "*", [6]), (0x65767374, "evs0", []), (7, "*", []), (0x65767374, "*x", [])]
 )
 def test_redirections_to_nowhere_are_known_by_their_mark(mark: int, to: str, found: list[int]) -> None:
-    assert links.astray(SHOWN.format(mark, to)) == found and links.astray("") == []
+    assert packet_faults.astray(SHOWN.format(mark, to)) == found and packet_faults.astray("") == []
 
 
 def test_a_link_that_there_is_not() -> None:
     with pytest.raises(ConfigError, match=r"expected a link to other hosts, got 127\.0\.0\.1 on lo"):
-        links.harm(StrikeNow(number=1, kind="cut", for_s=1.0), "127.0.0.1")
+        packet_faults.harm(StrikeNow(number=1, kind="cut", for_s=1.0), "127.0.0.1")
     with pytest.raises(ConfigError, match="expected the IPv4 address of another host, got 'fd00::2'"):
-        links.drops("eth0", 1, "fd00::2", one_way=True, share=1.0)
+        packet_faults.drops("eth0", 1, "fd00::2", one_way=True, share=1.0)
 
 
 def test_what_became_of_them() -> None:

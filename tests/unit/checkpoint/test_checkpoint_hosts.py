@@ -14,7 +14,7 @@ from everstep.base.errors import BlobExists, BlobForeign, BlobMissing, PartsAway
 from everstep.checkpoint.host_files import HostFiles
 from everstep.checkpoint.hosts_store import HostsStore, next_host
 from everstep.checkpoint.manifest import PartFile
-from everstep.runtime.peer import PeerConnection, PeerServer, peer_connect
+from everstep.runtime.link.peer import PeerConnection, PeerServer, peer_connect
 
 TOKEN = secrets.token_bytes(32)
 NAMES = ("a", "b", "c")

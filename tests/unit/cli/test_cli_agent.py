@@ -17,9 +17,9 @@ from everstep.cli.job import check_network
 from everstep.cli.main import run_command
 from everstep.cli.meeting import moves, wait_for_job
 from everstep.cli.tokens import strong, token_in
-from everstep.runtime import wire
-from everstep.runtime.about import HeadFacts
-from everstep.runtime.context import Joining
+from everstep.runtime.link import wire
+from everstep.runtime.link.context import Joining
+from everstep.runtime.link.head_facts import HeadFacts
 
 GIVEN = sha256(b"ab").hexdigest()
 

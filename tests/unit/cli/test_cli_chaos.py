@@ -12,7 +12,7 @@ from everstep.chaos.scenarios import SCENARIOS, Scenario
 from everstep.cli import chaos
 from everstep.cli.chaos import Suite, judge, print_faults, print_result, undisturbed_options
 from everstep.cli.main import run_command
-from everstep.runtime.run_lock import run_lock
+from everstep.runtime.files.run_lock import run_lock
 
 
 def test_the_undisturbed_run_has_one_worker() -> None:

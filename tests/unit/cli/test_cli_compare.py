@@ -18,7 +18,7 @@ from everstep.cli.verify import compare, find_weights, read_weights
 from everstep.observe.events import EventLog
 from everstep.order.cursor import SampleOrder
 from everstep.order.ledger import LaneUse, LedgerRow, encode_row, use_digest
-from everstep.runtime.run_lock import run_lock
+from everstep.runtime.files.run_lock import run_lock
 
 BASE = {"w": np.arange(6, dtype=np.float32).reshape(2, 3), "n": np.array([1, 2], dtype=np.int64)}
 

@@ -23,16 +23,16 @@ from everstep.cli.doors import head_doors, slots_here
 from everstep.cli.main import run_command
 from everstep.cli.meeting import places_in
 from everstep.protocol import messages as m
-from everstep.runtime import listening, wire
-from everstep.runtime.about import answer
-from everstep.runtime.address import address_of, announce
-from everstep.runtime.admission import why_not
-from everstep.runtime.context import Joining
-from everstep.runtime.devices import check_slots, default_slots, device_count
-from everstep.runtime.finding import among
-from everstep.runtime.handshake import MAGIC, keys_of
-from everstep.runtime.interfaces import address_on, addresses, bind_collectives, interface_of, own_address
-from everstep.runtime.run_lock import run_lock
+from everstep.runtime.files.run_lock import run_lock
+from everstep.runtime.host.admission import why_not
+from everstep.runtime.host.devices import check_slots, default_slots, device_count
+from everstep.runtime.lead.finding import among
+from everstep.runtime.link import listening, wire
+from everstep.runtime.link.address import address_of, announce
+from everstep.runtime.link.context import Joining
+from everstep.runtime.link.handshake import MAGIC, keys_of
+from everstep.runtime.link.head_facts import answer
+from everstep.runtime.link.interfaces import address_on, addresses, bind_collectives, interface_of, own_address
 from everstep.runtime.versions import versions
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "runtime"))
@@ -360,13 +360,13 @@ def test_why_a_host_has_to_stay_out(monkeypatch: pytest.MonkeyPatch) -> None:
     assert words.startswith("this host would not compute the same bits: torch is") and "the job's host has 9.9" in words
     narrow = {"network.ports": "29500-29503"}
     assert refusal(facts(**narrow), room=2) == "" and "at least 6 ports" in refusal(facts(**narrow), room=3)
-    monkeypatch.setattr("everstep.runtime.devices.device_count", lambda: 2)
+    monkeypatch.setattr("everstep.runtime.host.devices.device_count", lambda: 2)
     assert refusal(facts(device="cuda"), room=2) == ""
     assert (
         refusal(facts(device="cuda"), room=3) == "--slots: expected at most 2, one for each device of this host, got 3"
     )
     assert refusal(facts(), room=3) == "", "processors have no such limit"
-    monkeypatch.setattr("everstep.runtime.devices.device_count", lambda: 0)
+    monkeypatch.setattr("everstep.runtime.host.devices.device_count", lambda: 0)
     assert "this host has no such device" in refusal(facts(device="cuda"))
 
 
@@ -381,9 +381,9 @@ def test_slots_are_as_many_as_devices_or_one(tmp_path: Path, monkeypatch: pytest
         == 0
     )
     assert device_count({}, tmp_path / "nowhere") == 0
-    monkeypatch.setattr("everstep.runtime.devices.device_count", lambda: 0)
+    monkeypatch.setattr("everstep.runtime.host.devices.device_count", lambda: 0)
     assert default_slots() == 1
-    monkeypatch.setattr("everstep.runtime.devices.device_count", lambda: 4)
+    monkeypatch.setattr("everstep.runtime.host.devices.device_count", lambda: 4)
     assert default_slots() == 4
     check_slots("cpu", 100)
 
@@ -398,12 +398,12 @@ def test_how_many_workers_a_host_runs_if_nobody_says(monkeypatch: pytest.MonkeyP
         (0, {"workers": 6, "hosts.min": 2}, None, 3),
         (0, {}, 2, 1),
     ):
-        monkeypatch.setattr("everstep.runtime.devices.device_count", lambda devices=devices: devices)
+        monkeypatch.setattr("everstep.runtime.host.devices.device_count", lambda devices=devices: devices)
         assert slots_here(given, world_size) == slots, (devices, given, world_size)
 
 
 def test_hosts_that_are_started_one_by_one_are_all_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("everstep.runtime.devices.device_count", lambda: 4)
+    monkeypatch.setattr("everstep.runtime.host.devices.device_count", lambda: 4)
     for given, slots, found in (
         ({}, None, {"hosts.min": 3, "workers": 12}),
         ({"workers": 5}, None, {"hosts.min": 3}),
@@ -419,7 +419,7 @@ def test_hosts_that_are_started_one_by_one_are_all_waited_for(monkeypatch: pytes
 def test_an_agent_offers_so_many_and_warns_of_a_clock_that_is_off(
     head: FakeHead, token_file: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from everstep.runtime import host_agent
+    from everstep.runtime.host import host_agent
 
     seen: list[Joining] = []
     monkeypatch.setattr(

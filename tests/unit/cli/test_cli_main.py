@@ -34,7 +34,7 @@ COMPUTING = ("checkpoint_import", "checkpoints_exchange", "evaluate")
 def test_commands_that_compute_nothing_do_not_import_torch() -> None:
     """It takes two seconds: of every start, in the launcher before anything else, and of each look at a job."""
     modules = [f"everstep.cli.{m.name}" for m in pkgutil.iter_modules(everstep.cli.__path__) if m.name not in COMPUTING]
-    modules += ["everstep.runtime.coordinator_main", "everstep.runtime.host_agent"]
+    modules += ["everstep.runtime.lead.coordinator_main", "everstep.runtime.host.host_agent"]
     lines = [f"import {name}\nassert 'torch' not in sys.modules, {name!r}" for name in modules]
     code = "\n".join(["import sys", *lines])
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)

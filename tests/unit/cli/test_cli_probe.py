@@ -10,7 +10,7 @@ import pytest
 from everstep.base.errors import ConfigError
 from everstep.cli.job import Request
 from everstep.cli.probe import look, probe_task
-from everstep.runtime.fork_server_client import EarlyForkServer
+from everstep.runtime.host.fork_server_client import EarlyForkServer
 
 TASK = """
 import os, torch, everstep

@@ -15,10 +15,10 @@ from everstep.cli import standby, standby_fill
 from everstep.cli.job import JobFile, write_job
 from everstep.cli.main import run_command
 from everstep.cli.standby_fill import kept_apart
-from everstep.runtime import wire
-from everstep.runtime.address import EVENTS_FILE, JOB_FILE, JOURNAL_FILE, TOKEN_FILE
-from everstep.runtime.etcd import Announced
-from everstep.runtime.host_directory import COPY_FILE, OWN_FOLDER, checkpoints_in, leave_word
+from everstep.runtime.files.host_directory import COPY_FILE, OWN_FOLDER, checkpoints_in, leave_word
+from everstep.runtime.lead.etcd import Announced
+from everstep.runtime.link import wire
+from everstep.runtime.link.address import EVENTS_FILE, JOB_FILE, JOURNAL_FILE, TOKEN_FILE
 
 JOB, OTHER = "ab" * 16, "cd" * 16
 

@@ -9,8 +9,8 @@ import pytest
 
 from everstep.base.config import load_config, to_dict
 from everstep.cli import worker
-from everstep.runtime import listening
-from everstep.runtime.context import WorkerContext
+from everstep.runtime.link import listening
+from everstep.runtime.link.context import WorkerContext
 from everstep.train import worker as train_worker
 
 NAMES = ("NCCL_IB_DISABLE", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")

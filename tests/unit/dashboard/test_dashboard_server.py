@@ -27,7 +27,7 @@ from everstep.dashboard.view import PageCursor, patch  # noqa: E402
 from everstep.observe.events import format_event  # noqa: E402
 from everstep.observe.logs import WorkerLog  # noqa: E402
 from everstep.runtime import commands  # noqa: E402
-from everstep.runtime.address import METRICS_TOKEN_FILE  # noqa: E402
+from everstep.runtime.link.address import METRICS_TOKEN_FILE  # noqa: E402
 
 TOKEN = "a-token-of-many-characters"
 T0 = 1_800_000_000 * 10**9

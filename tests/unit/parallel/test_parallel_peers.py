@@ -15,9 +15,9 @@ from everstep.base.config_keys import TlsConfig
 from everstep.base.errors import CollectiveAborted, InvariantViolation
 from everstep.parallel.fence import Fence
 from everstep.parallel.peers import _AT_ONCE_BYTES, _HEADER, Meeting, PeerSockets, _Talk
-from everstep.runtime.handshake import GREETING_BYTES, PEER, TAG_BYTES, Caller, Seals
-from everstep.runtime.tls import Tls, shown_by
-from everstep.runtime.wire import HANDSHAKE_TIMEOUT_S, ends, recv_exact, secured
+from everstep.runtime.link.handshake import GREETING_BYTES, PEER, TAG_BYTES, Caller, Seals
+from everstep.runtime.link.tls import Tls, shown_by
+from everstep.runtime.link.wire import HANDSHAKE_TIMEOUT_S, ends, recv_exact, secured
 
 KEY = bytes(40)
 

@@ -17,8 +17,8 @@ from everstep.base.errors import CollectiveAborted, InvariantViolation
 from everstep.parallel.fence import Fence
 from everstep.parallel.peers import Meeting
 from everstep.parallel.socket_mesh import _HEAD, BlockNote, Parcel, SocketMesh
-from everstep.runtime.handshake import TAG_BYTES
-from everstep.runtime.tls import Tls, shown_by
+from everstep.runtime.link.handshake import TAG_BYTES
+from everstep.runtime.link.tls import Tls, shown_by
 
 ELSEWHERE = "127.0.0.2"
 """Callers come from 127.0.0.1, so this counts as another host: every byte is tagged."""

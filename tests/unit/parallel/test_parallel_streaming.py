@@ -21,7 +21,7 @@ from everstep.parallel.reduction import BlockFinisher
 from everstep.parallel.socket_mesh import BlockNote
 from everstep.parallel.streaming import LEAVING_BLOCKS, BlockCut, BlockStream, StepBlocks
 from everstep.placement.tree import cover
-from everstep.runtime.tls import Tls, shown_by
+from everstep.runtime.link.tls import Tls, shown_by
 
 LANES = 8
 SHAPE = layout(11)

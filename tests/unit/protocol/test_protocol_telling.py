@@ -15,7 +15,7 @@ from everstep.base.plan import Member, Plan, Rank, Seat
 from everstep.placement.lanes import place
 from everstep.protocol.messages import AnyMessage, Heal, PlanNow, PlanPrepared, PlanTold, Pong, decode, encode
 from everstep.protocol.telling import Listener, heard, stand_in, told
-from everstep.runtime.wire import Frames, inflate
+from everstep.runtime.link.wire import Frames, inflate
 
 
 def _member(i: int, life: int = 0, host: str = "") -> Member:

@@ -14,7 +14,7 @@ from everstep.report.facts import facts_of
 from everstep.report.history import History
 from everstep.report.pace import Pace
 from everstep.report.usage import Usage
-from everstep.runtime.run_lock import run_lock
+from everstep.runtime.files.run_lock import run_lock
 from told_events import HEALED, LEADS, T0, TWO, S, commit, event, killed, plan, recovered, trained, write_events
 
 FLIP = {"cause": "corrupt", "reason": "worker 1 deviates"}

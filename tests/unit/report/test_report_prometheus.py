@@ -20,7 +20,7 @@ from everstep.report import prometheus
 from everstep.report.history import History
 from everstep.report.prometheus import MOST_WORKERS, Device, device_families, devices, expose, families
 from everstep.report.tally import FAULTS, Tally
-from everstep.runtime.collector import rotate
+from everstep.runtime.host.collector import rotate
 
 NOW_NS = recorded.T0_NS + 14 * recorded.SECOND_NS
 Values = dict[tuple[str, str], float]

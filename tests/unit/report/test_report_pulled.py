@@ -14,8 +14,9 @@ from everstep.protocol.messages import HostPlace
 from everstep.report import pulled
 from everstep.report.excerpt import newest
 from everstep.report.logfiles import LogFiles
-from everstep.runtime import agent_files, commands
-from everstep.runtime.host_directory import write_hosts
+from everstep.runtime import commands
+from everstep.runtime.files import agent_files
+from everstep.runtime.files.host_directory import write_hosts
 
 Pull = Callable[..., list[str]]
 

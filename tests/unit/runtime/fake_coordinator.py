@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 from everstep.base.errors import ProtocolError
 from everstep.protocol import messages as m
 from everstep.protocol.roles import CONTROL_ROLES
-from everstep.runtime import wire
-from everstep.runtime.handshake import Caller, Ends, Greeter, Keys, Seals, keys_of, role_token
+from everstep.runtime.link import wire
+from everstep.runtime.link.handshake import Caller, Ends, Greeter, Keys, Seals, keys_of, role_token
 
 PATIENCE_S = 30.0
 T = TypeVar("T")

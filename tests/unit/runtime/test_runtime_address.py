@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 
 from everstep.base.below import drafted, write_atomically
-from everstep.runtime.address import (
+from everstep.runtime.files.private import close_run_dir
+from everstep.runtime.link.address import (
     COORDINATOR_MODULE,
     address_of,
     announce,
     coordinator_here,
 )
-from everstep.runtime.private import close_run_dir
 
 
 def test_only_a_coordinator_of_this_host_is_here(tmp_path: Path) -> None:

@@ -8,8 +8,8 @@ import time
 import pytest
 
 from everstep.base.errors import ConfigError, InvariantViolation
-from everstep.runtime.agent_link import LaneTime
-from everstep.runtime.board import MAX_ROWS, OPERATIONS, PHASES, ROW_BYTES, Board
+from everstep.runtime.host.agent_link import LaneTime
+from everstep.runtime.host.board import MAX_ROWS, OPERATIONS, PHASES, ROW_BYTES, Board
 
 
 def test_rows_are_apart() -> None:
@@ -91,7 +91,7 @@ def _time_sets(row) -> float:  # type: ignore[no-untyped-def]
 
 def test_computing_is_timed_from_phase_to_phase(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [1_000]
-    monkeypatch.setattr("everstep.runtime.board._monotonic_ns", lambda: now[0])
+    monkeypatch.setattr("everstep.runtime.host.board._monotonic_ns", lambda: now[0])
     board = Board.create(1)
     row = board.row(0)
     for phase, then in (("load", 5), ("forward", 30), ("backward", 60), ("load", 7), ("forward", 20), ("reduce", 500)):

@@ -10,7 +10,7 @@ import pytest
 
 from everstep.base.cause import Cause, Why
 from everstep.base.config import load_config, to_dict
-from everstep.runtime.context import WorkerContext
+from everstep.runtime.link.context import WorkerContext
 from everstep.runtime.process import MemoryKills, why_ended
 
 

@@ -17,13 +17,13 @@ import pytest
 from everstep.base.errors import InvariantViolation, ProtocolError
 from everstep.base.plan import Rank
 from everstep.protocol.messages import WorkerLife
-from everstep.runtime import cell as channels
-from everstep.runtime.agent_link import AgentLink
-from everstep.runtime.board import MAX_RANKS, ROW_BYTES, Board
-from everstep.runtime.cell import Head, Limb, LimbLost
-from everstep.runtime.collector import Collector, Sampler, process_usage
-from everstep.runtime.context import WorkerContext
-from everstep.runtime.fork_server import ForkedCell, first_to_go
+from everstep.runtime.host import cell as channels
+from everstep.runtime.host.agent_link import AgentLink
+from everstep.runtime.host.board import MAX_RANKS, ROW_BYTES, Board
+from everstep.runtime.host.cell import Head, Limb, LimbLost
+from everstep.runtime.host.collector import Collector, Sampler, process_usage
+from everstep.runtime.host.fork_server import ForkedCell, first_to_go
+from everstep.runtime.link.context import WorkerContext
 
 KILLED, FAILED, DONE = int(signal.SIGKILL), 1 << 8, 0
 
@@ -65,7 +65,7 @@ def test_the_first_death_counts_and_the_others_follow() -> None:
 
 def test_each_rank_has_a_row_and_the_slowest_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [1_000]
-    monkeypatch.setattr("everstep.runtime.board._monotonic_ns", lambda: now[0])
+    monkeypatch.setattr("everstep.runtime.host.board._monotonic_ns", lambda: now[0])
     board = Board.create(3)
     board.begin(1, 4, 3)
     head, *limbs = (board.row(1, cell_rank) for cell_rank in range(3))
@@ -109,8 +109,8 @@ def test_a_row_of_a_cell_from_another_process() -> None:
 
 def test_a_limb_that_stands_still_makes_the_worker_stand_still(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0]
-    monkeypatch.setattr("everstep.runtime.board._monotonic_ns", lambda: now[0])
-    monkeypatch.setattr("everstep.runtime.agent_link.time.monotonic_ns", lambda: now[0])
+    monkeypatch.setattr("everstep.runtime.host.board._monotonic_ns", lambda: now[0])
+    monkeypatch.setattr("everstep.runtime.host.agent_link.time.monotonic_ns", lambda: now[0])
     board = Board.create(1)
     board.begin(0, 0, 2)
     life = WorkerLife(worker_id=0, incarnation=0, pid=1, limbs=(2,))

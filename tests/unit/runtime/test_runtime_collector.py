@@ -13,8 +13,8 @@ import pytest
 
 from everstep.observe.logs import RECORD, WorkerLog
 from everstep.protocol.messages import WorkerLife
-from everstep.runtime.board import Board
-from everstep.runtime.collector import Collector, LineFile, Sampler
+from everstep.runtime.host.board import Board
+from everstep.runtime.host.collector import Collector, LineFile, Sampler
 
 
 def read(folder: Path, worker_id: int = 0) -> list[dict[str, Any]]:

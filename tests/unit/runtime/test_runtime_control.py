@@ -28,9 +28,9 @@ from everstep.protocol.messages import (
     encode,
 )
 from everstep.protocol.roles import CONTROL_ROLES
-from everstep.runtime.control import ControlClient, Unheard
-from everstep.runtime.handshake import Seals, keys_of, role_token
-from everstep.runtime.wire import recv_frame, send_frame
+from everstep.runtime.link.control_client import ControlClient, Unheard
+from everstep.runtime.link.handshake import Seals, keys_of, role_token
+from everstep.runtime.link.wire import recv_frame, send_frame
 
 TOKEN = b"t" * 32
 KEY = role_token(TOKEN, "agent")
@@ -121,7 +121,7 @@ def test_after_the_end_of_the_job_nobody_misses_the_connection(
         ("127.0.0.1", server.port), KEY, "agent", "a", _hello, arrived.put, lambda on: None if on else lost.set()
     )
     clients(client)
-    with caplog.at_level(logging.INFO, "everstep.runtime.control"):
+    with caplog.at_level(logging.INFO, "everstep.runtime.link.control_client"):
         sock = server.accept()
         if ended:
             send_frame(*sock, encode(JobEnded(state="completed", reason="done", exit_code=0)))
@@ -179,7 +179,7 @@ def test_a_reader_that_stands_still_does_not_block_the_sender(clients: Callable[
 def test_the_queue_is_bounded_by_dropping_what_passes(
     clients: Callable[[ControlClient], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("everstep.runtime.control.MAX_QUEUED", 10)
+    monkeypatch.setattr("everstep.runtime.link.control_client.MAX_QUEUED", 10)
     server = Server()
     client = ControlClient(("127.0.0.1", server.port), KEY, "agent", "a", _hello, lambda m: None)
     clients(client)

@@ -10,8 +10,8 @@ from math import inf
 import pytest
 
 from everstep.base.errors import ConfigError
-from everstep.runtime import delaying
-from everstep.runtime.delaying import Detour, PacketQueue, carry
+from everstep.runtime.host import delaying
+from everstep.runtime.host.delaying import Detour, PacketQueue, carry
 
 OWN = b"\x02\0\0\0\0\x07"
 TO, OTHER = b"\x02\0\0\0\0\x01", b"\x02\0\0\0\0\x02"

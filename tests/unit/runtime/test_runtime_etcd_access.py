@@ -13,8 +13,8 @@ from everstep.base.config_keys import ControlConfig
 from everstep.base.errors import ConfigError
 from everstep.base.etcd_address import EtcdAddress
 from everstep.cli.main import run_command
-from everstep.runtime.etcd_access import SECRETS, find_access, taken_secrets
-from everstep.runtime.succession import Succession
+from everstep.runtime.lead.etcd_access import SECRETS, find_access, taken_secrets
+from everstep.runtime.lead.succession import Succession
 
 SECURED, PLAIN = (EtcdAddress.parse("a test", f"{scheme}://127.0.0.1:1/jobs") for scheme in ("etcds", "etcd"))
 CA, CERT, KEY = (f"EVERSTEP_ETCD_{kind}" for kind in ("CA", "CERT", "KEY"))

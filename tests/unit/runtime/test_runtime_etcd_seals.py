@@ -29,9 +29,9 @@ from everstep.protocol.lease.requests import (
     Taken,
     Unanswered,
 )
-from everstep.runtime.etcd import Etcd
-from everstep.runtime.etcd_gateway import NoReply
-from everstep.runtime.etcd_seals import Chain, EtcdSeals, NewestEntry
+from everstep.runtime.lead.etcd import Etcd
+from everstep.runtime.lead.etcd_gateway import NoReply
+from everstep.runtime.lead.etcd_seals import Chain, EtcdSeals, NewestEntry
 
 TOKEN, P = b"t" * 32, "/jobs/x"
 WHERE = {"pid": 1, "host": "10.0.0.1", "port": 1, "tls": "off", "ca": ""}

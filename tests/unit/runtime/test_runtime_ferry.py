@@ -27,11 +27,11 @@ from everstep.parallel import peers
 from everstep.parallel.fence import Fence
 from everstep.parallel.peers import Meeting, PeerSockets
 from everstep.protocol.ferrying import Ferry, Message, Saying, Word
-from everstep.runtime import ferry as ferry_process
-from everstep.runtime import landing as landings
-from everstep.runtime.ferry import Pier, TorchMail, carry
-from everstep.runtime.landing import READY, VARIABLE, FerryHere, Landing, check_ferry
-from everstep.runtime.tls import Tls, shown_by
+from everstep.runtime.link import ferry as ferry_process
+from everstep.runtime.link import landing as landings
+from everstep.runtime.link.ferry import Pier, TorchMail, carry
+from everstep.runtime.link.landing import READY, VARIABLE, FerryHere, Landing, check_ferry
+from everstep.runtime.link.tls import Tls, shown_by
 
 KEY = bytes(40)
 LIMIT_S = 30.0

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from everstep.protocol.patience import Patience
-from everstep.runtime import figures
-from everstep.runtime.figures import ask_about, figures_of, own_waits_s
+from everstep.runtime import process_figures
+from everstep.runtime.process_figures import ask_about, figures_of, own_waits_s
 
 
 def started(code: str) -> subprocess.Popen[bytes]:
@@ -60,15 +60,15 @@ def test_what_children_spend_counts_as_their_parents_life() -> None:
 )
 def test_how_long_a_control_group_was_throttled(tmp_path: Path, text: str, expected: float) -> None:
     (tmp_path / "cpu.stat").write_text(text)
-    assert figures._throttled_s(tmp_path / "cpu.stat") == expected
-    assert figures._throttled_s(None) == figures._throttled_s(tmp_path / "none") == 0.0
+    assert process_figures._throttled_s(tmp_path / "cpu.stat") == expected
+    assert process_figures._throttled_s(None) == process_figures._throttled_s(tmp_path / "none") == 0.0
 
 
 def test_where_the_kernel_counts_no_waits_patience_alone_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(path: str) -> tuple[float, float]:
         raise FileNotFoundError(path)
 
-    monkeypatch.setattr(figures, "_scheduled", refused)
+    monkeypatch.setattr(process_figures, "_scheduled", refused)
     own = figures_of(os.getpid())
     assert own is not None and own.state == "?"
     patience = Patience(5.0, spoke=True)

@@ -18,11 +18,11 @@ from everstep.base.below import write_atomically
 from everstep.observe.events import EventLog, format_event, read_events
 from everstep.protocol import messages as m
 from everstep.protocol.messages import FilePiece, FilePieces
-from everstep.runtime import agent_files, file_sender
-from everstep.runtime.agent_files import DirectorySender
-from everstep.runtime.file_receiver import HeadReceiver
-from everstep.runtime.file_sender import digest_of
-from everstep.runtime.host_directory import ARRIVED_FILE, SOURCE_FILE
+from everstep.runtime.files import agent_files, file_sender
+from everstep.runtime.files.agent_files import DirectorySender
+from everstep.runtime.files.file_receiver import HeadReceiver
+from everstep.runtime.files.file_sender import digest_of
+from everstep.runtime.files.host_directory import ARRIVED_FILE, SOURCE_FILE
 
 SOURCE = "0123456789abcdef"
 PATIENCE_S = 60.0

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from everstep.base.errors import ProtocolError
 from everstep.protocol.roles import CONTROL_ROLES, PEOPLE, READ, WORKER
-from everstep.runtime import wire
-from everstep.runtime.handshake import (
+from everstep.runtime.link import wire
+from everstep.runtime.link.handshake import (
     MAX_ANSWER_BYTES,
     MAX_NAME_BYTES,
     PEER,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from everstep.protocol import messages as m
-from everstep.runtime.head_files import HeadFiles
+from everstep.runtime.files.head_files import HeadFiles
 
 
 def test_all_agents_hear_where_each_host_keeps_its_files_and_the_pages_that_they_do_not_see(tmp_path: Path) -> None:

@@ -23,15 +23,15 @@ from everstep.base.cause import Cause
 from everstep.base.config import load_config, to_dict
 from everstep.observe.events import read_events
 from everstep.protocol import messages as m
-from everstep.runtime import host_agent
-from everstep.runtime.address import address_of, announce, read_address
-from everstep.runtime.board import Board
-from everstep.runtime.context import Joining
-from everstep.runtime.file_receiver import HeadReceiver
-from everstep.runtime.fork_server_client import ForkServerClient
-from everstep.runtime.handshake import role_token
-from everstep.runtime.host_agent import Absence, HostAgent, Left
-from everstep.runtime.letting_go import Undone
+from everstep.runtime.files.file_receiver import HeadReceiver
+from everstep.runtime.host import host_agent
+from everstep.runtime.host.board import Board
+from everstep.runtime.host.fork_server_client import ForkServerClient
+from everstep.runtime.host.host_agent import Absence, HostAgent, Left
+from everstep.runtime.host.undoing import Undone
+from everstep.runtime.link.address import address_of, announce, read_address
+from everstep.runtime.link.context import Joining
+from everstep.runtime.link.handshake import role_token
 from everstep.runtime.process import END_ALONE, is_stopped, machine
 
 TOKEN = b"0123456789abcdef"
@@ -434,7 +434,7 @@ def test_a_slot_that_was_given_up_is_told_again_to_who_comes_next(started: Start
 
 def test_what_no_restart_can_help_ends_the_job(started: Started, monkeypatch: pytest.MonkeyPatch) -> None:
     started.coordinator.hear(m.AgentHello)
-    monkeypatch.setattr("everstep.runtime.host.SERVER_HOPELESS", 1)
+    monkeypatch.setattr("everstep.runtime.host.host_part.SERVER_HOPELESS", 1)
     started.server.client.ready = False  # it dies before it has imported everything
     started.coordinator.say(started.facts())
     started.server._sock.shutdown(socket.SHUT_RDWR)
@@ -467,7 +467,7 @@ def test_all_of_the_end_is_done_whatever_a_part_of_it_raises(started: Started, m
 
 def test_a_stopped_worker_keeps_no_job_from_ending(started: Started, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where one that does what its script does after the last step is waited for; be it stopped again and again."""
-    monkeypatch.setattr("everstep.runtime.host_agent.GRACE_S", 0.05)
+    monkeypatch.setattr("everstep.runtime.host.host_agent.GRACE_S", 0.05)
     request = started.with_worker()
     started.board.row(1).set(phase="finish")
     worker = started.server.workers[0]

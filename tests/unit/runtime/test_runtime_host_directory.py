@@ -11,7 +11,7 @@ import pytest
 from everstep.base.config_keys import CheckpointConfig, DiskTierConfig
 from everstep.base.errors import ConfigError
 from everstep.protocol.messages import HostPlace, JobFacts
-from everstep.runtime.host_directory import (
+from everstep.runtime.files.host_directory import (
     Place,
     disk_of,
     domains_there,

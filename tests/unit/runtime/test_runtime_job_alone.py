@@ -18,11 +18,11 @@ from everstep.base.cause import Cause, Why
 from everstep.base.config import load_config
 from everstep.observe.events import read_events
 from everstep.protocol import messages as m
-from everstep.runtime.address import COORDINATOR_FILE, JOURNAL_FILE, address_of, announce
+from everstep.runtime.files.led_directory import MOVED
 from everstep.runtime.job import Job, JobLink
 from everstep.runtime.job_end import JobEnd
-from everstep.runtime.journal import format_entry
-from everstep.runtime.led_directory import MOVED
+from everstep.runtime.lead.journal import format_entry
+from everstep.runtime.link.address import COORDINATOR_FILE, JOURNAL_FILE, address_of, announce
 from everstep.runtime.supervisor import REFUSED, Supervised
 
 TOKEN = b"0123456789abcdef"

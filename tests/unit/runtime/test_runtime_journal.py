@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from everstep.runtime.journal import Journal, format_entry, parse
+from everstep.runtime.lead.journal import Journal, format_entry, parse
 
 ENTRIES = [{"kind": "plan", "generation": n, "text": "ü\n" * n} for n in range(5)]
 

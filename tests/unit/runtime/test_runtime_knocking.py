@@ -7,7 +7,7 @@ import socket
 
 from everstep.base.plan import WorkerKey
 from everstep.protocol.coordinator.types import Knock, Knocked
-from everstep.runtime.knocking import Knocker, listens
+from everstep.runtime.link.listener_probe import Knocker, listens
 
 
 def test_a_port_at_which_somebody_listens_one_that_was_given_back_and_one_behind_which_nothing_answers() -> None:

@@ -79,7 +79,7 @@ def test_a_bound_command_ends_with_its_parent_and_hears_signals_as_ever() -> Non
     parent = subprocess.Popen(
         [
             *(sys.executable, "-P", "-c"),
-            "import subprocess, sys; from everstep.runtime.bound import bound_command;"
+            "import subprocess, sys; from everstep.runtime.host.bound import bound_command;"
             "subprocess.Popen(bound_command('sh', '-c', 'grep SigIgn /proc/$$/status; exec cat')); sys.stdin.read()",
         ],
         stdin=subprocess.PIPE,
@@ -97,7 +97,7 @@ def test_a_bound_command_ends_with_its_parent_and_hears_signals_as_ever() -> Non
 
 def test_a_bound_command_that_is_not_there() -> None:
     ended = subprocess.run(
-        [sys.executable, "-P", "-m", "everstep.runtime.bound", str(os.getpid()), "no-such-command"],
+        [sys.executable, "-P", "-m", "everstep.runtime.host.bound", str(os.getpid()), "no-such-command"],
         capture_output=True,
         text=True,
         timeout=LIMIT_S,

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from everstep.runtime.letting_go import Harms, Undone, stop, throttle
+from everstep.runtime.host.undoing import Harms, Undone, stop, throttle
+from everstep.runtime.lead.succession import Succession
 from everstep.runtime.process import OUTLIVES_WORKERS, is_stopped, lasting_command, outlives_workers
-from everstep.runtime.succession import Succession
 from everstep.runtime.supervisor import CoordinatorProcess
 
 LIMIT_S = 60.0
@@ -81,7 +81,7 @@ def test_one_whose_time_is_over_has_let_go(victim: subprocess.Popen[bytes]) -> N
 
 def test_whoever_stops_itself_goes_on_when_it_is_over_however_short_that_is() -> None:
     program = (
-        "import os, sys; from everstep.runtime.letting_go import stop\n"
+        "import os, sys; from everstep.runtime.host.undoing import stop\n"
         "for _ in range(20): stop(os.getpid(), 0.0, itself=True)\n"
         "print('went on')"
     )
@@ -192,7 +192,7 @@ def test_or_when_what_was_to_undo_it_is_ended(link: Link, how: signal.Signals) -
 
 
 def test_or_when_it_is_stopped_and_the_agent_leaves(link: Link, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("everstep.runtime.letting_go._LIMIT_S", 0.1)
+    monkeypatch.setattr("everstep.runtime.host.undoing._LIMIT_S", 0.1)
     harms = Harms()
     harms.take("cut", lambda: link.harm(1000.0))
     for pid in strikers(str(link.path)):
@@ -216,7 +216,7 @@ def test_or_when_what_it_needs_is_ended(link: Link, victim: subprocess.Popen[byt
 def test_what_it_needs_and_is_stopped_ends_with_it(
     link: Link, victim: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("everstep.runtime.letting_go._PATIENCE_S", 0.1)
+    monkeypatch.setattr("everstep.runtime.host.undoing._PATIENCE_S", 0.1)
     victim.send_signal(signal.SIGSTOP)
     undone = link.harm(1000.0)
     undone.needs(victim)
@@ -237,7 +237,7 @@ def test_a_process_that_is_to_stay_when_workers_end_is_known_as_such(victim: sub
 AGENT = """
 import os, sys
 from pathlib import Path
-from everstep.runtime.letting_go import Harms, Undone
+from everstep.runtime.host.undoing import Harms, Undone
 path = Path(sys.argv[1])
 def harm():
     undone = Undone(1000.0, [["rm", str(path)]], "true")

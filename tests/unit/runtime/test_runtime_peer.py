@@ -13,8 +13,8 @@ import pytest
 from fake_coordinator import both_ends
 
 from everstep.base.errors import CollectiveAborted, ProtocolError
-from everstep.runtime import wire
-from everstep.runtime.peer import PeerConnection, PeerServer, peer_connect
+from everstep.runtime.link import wire
+from everstep.runtime.link.peer import PeerConnection, PeerServer, peer_connect
 
 TOKEN = b"t" * 32
 PAYLOAD = bytes(range(256)) * 4096

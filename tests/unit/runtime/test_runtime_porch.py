@@ -11,10 +11,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from everstep.runtime.handshake import PEER, peer_keys
-from everstep.runtime.peer import PeerServer, peer_connect
-from everstep.runtime.porch import MAX_STRANGERS, Complaints, Porch, Strangers
-from everstep.runtime.wire import HANDSHAKE_TIMEOUT_S, handshake_client
+from everstep.runtime.link.handshake import PEER, peer_keys
+from everstep.runtime.link.peer import PeerServer, peer_connect
+from everstep.runtime.link.unproven_connections import MAX_STRANGERS, Complaints, Porch, Strangers
+from everstep.runtime.link.wire import HANDSHAKE_TIMEOUT_S, handshake_client
 
 KEY = b"k" * 32
 

@@ -14,11 +14,11 @@ from everstep.base import below
 from everstep.base.config import load_config
 from everstep.base.errors import ConfigError
 from everstep.cli.run_dir import RUNS, close_to_others
-from everstep.runtime import private
-from everstep.runtime.address import LOCK_FILE
-from everstep.runtime.host_directory import checkpoints_in
-from everstep.runtime.private import close_run_dir, close_store, owner_words, refuse_foreign
-from everstep.runtime.run_lock import is_locked, run_lock
+from everstep.runtime.files import private
+from everstep.runtime.files.host_directory import checkpoints_in
+from everstep.runtime.files.private import close_run_dir, close_store, owner_words, refuse_foreign
+from everstep.runtime.files.run_lock import is_locked, run_lock
+from everstep.runtime.link.address import LOCK_FILE
 
 OTHER = 4711
 
@@ -101,7 +101,7 @@ def test_a_reader_that_holds_the_file_is_in_nobodys_way(tmp_path: Path, how: int
 
 def test_readers_that_poll_are_in_nobodys_way(tmp_path: Path) -> None:
     code = (
-        "import sys; from pathlib import Path; from everstep.runtime.run_lock import is_locked\n"
+        "import sys; from pathlib import Path; from everstep.runtime.files.run_lock import is_locked\n"
         "print(flush=True)\nwhile True: is_locked(Path(sys.argv[1]))"
     )
     with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE) as reader:

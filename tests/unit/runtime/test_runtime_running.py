@@ -11,9 +11,9 @@ from collections.abc import Callable
 import pytest
 
 from everstep.base.readable import readable
-from everstep.runtime.board import Board
+from everstep.runtime.host.board import Board
+from everstep.runtime.host.worker_processes import Running
 from everstep.runtime.process import unreaped_status
-from everstep.runtime.running import Running
 
 PATIENCE_S = 60.0
 DIES = "import sys; from everstep.runtime.process import die_with_writer; die_with_writer(int(sys.argv[1])); "

@@ -7,8 +7,8 @@ import os
 from pathlib import Path
 
 from everstep.protocol.messages import WorkerLife
-from everstep.runtime.board import Board
-from everstep.runtime.collector import Sampler, process_usage, rotate
+from everstep.runtime.host.board import Board
+from everstep.runtime.host.collector import Sampler, process_usage, rotate
 
 
 def test_a_line_has_everybody_who_lives(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from everstep.base.cause import Cause, Why
 from everstep.base.config import Config, load_config
-from everstep.runtime.workers import Slot, StepCrashes
+from everstep.runtime.host.host_workers import Slot, StepCrashes
 
 
 def policy(max_restarts: int, initial_s: float, max_s: float, on_failure: str = "replace") -> Config:

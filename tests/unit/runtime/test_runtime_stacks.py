@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from everstep.runtime.stacks import SHOW_STACKS, StackReader
+from everstep.runtime.host.stacks import SHOW_STACKS, StackReader
 
 HOLDS = """
 import ctypes, os, threading
-from everstep.runtime.stacks import show_on_signal
+from everstep.runtime.host.stacks import show_on_signal
 
 show_on_signal(2)
 threading.Thread(target=threading.Event().wait, daemon=True).start()

@@ -13,14 +13,14 @@ import pytest
 from everstep.base.below import write_atomically
 from everstep.observe.events import EventLog
 from everstep.protocol.messages import AnyMessage, FilePiece, FilePieces, FilesHeld, StandbyHello
-from everstep.runtime import file_sender
-from everstep.runtime.file_sender import FileSender, digest_of
-from everstep.runtime.file_sets import TO_STANDBY
-from everstep.runtime.head_files import HeadFiles
-from everstep.runtime.host_directory import COPY_FILE, PLACE_FILE, leave_word
-from everstep.runtime.led_directory import MOVED, LedDirectory, led_directory
-from everstep.runtime.standby_files import LATE_S, CopyState, DirectoryCopy, copied
-from everstep.runtime.standby_senders import InStep, StandbyHosts
+from everstep.runtime.files import file_sender
+from everstep.runtime.files.file_sender import FileSender, digest_of
+from everstep.runtime.files.file_sets import TO_STANDBY
+from everstep.runtime.files.head_files import HeadFiles
+from everstep.runtime.files.host_directory import COPY_FILE, PLACE_FILE, leave_word
+from everstep.runtime.files.led_directory import MOVED, LedDirectory, led_directory
+from everstep.runtime.files.standby_files import LATE_S, CopyState, DirectoryCopy, copied
+from everstep.runtime.files.standby_senders import InStep, StandbyHosts
 
 SOURCE, OTHER = "ab" * 16, "cd" * 16
 
@@ -240,7 +240,7 @@ def test_what_has_taken_its_place_again_is_kept_though_that_could_not_be_noted(
     fill(job, copy)
     copy.take(FilePieces(source=OTHER, number=1, rest=True))
     with monkeypatch.context() as disk, pytest.raises(OSError, match="No space"):
-        disk.setattr("everstep.runtime.standby_files.write_atomically", full)
+        disk.setattr("everstep.runtime.files.standby_files.write_atomically", full)
         copy.fall_back()
     again = DirectoryCopy(own)
     assert again.state(None).usable
@@ -266,7 +266,7 @@ def test_a_copy_that_could_not_begin_anew_is_no_mixture(
             raise OSError(errno.ENOSPC, "No space left on device")
         write_atomically(path, text)
 
-    monkeypatch.setattr("everstep.runtime.standby_files.write_atomically", full)
+    monkeypatch.setattr("everstep.runtime.files.standby_files.write_atomically", full)
     assert copy.take(FilePieces(source=OTHER, number=1)).number == 0
     assert copy.state(None).usable, "what was complete is there still"
     again = DirectoryCopy(own)
@@ -399,7 +399,7 @@ def test_a_directory_of_before_is_not_led_in(
     def leave(code: int) -> None:
         raise SystemExit(code)
 
-    monkeypatch.setattr("everstep.runtime.led_directory.os._exit", leave)
+    monkeypatch.setattr("everstep.runtime.files.led_directory.os._exit", leave)
     found = led_directory(job, "", bytes(32), None, 2.0)
     assert found.word == SOURCE and found.may_lead() and found.taken(None) == ""
     found.saw("")

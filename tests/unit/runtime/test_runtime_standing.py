@@ -17,10 +17,9 @@ from everstep.base.errors import EverstepError
 from everstep.observe.events import EventLog, read_events
 from everstep.protocol.lease.candidate import Candidate
 from everstep.protocol.lease.requests import Holder, HolderSeen, Look, StoreAnswer, StoreRequest, Unanswered
-from everstep.runtime import address, standing
-from everstep.runtime.address import COORDINATOR_FILE, EVENTS_FILE, address_of, read_address
-from everstep.runtime.led_directory import LedDirectory
-from everstep.runtime.standing import (
+from everstep.runtime.files.led_directory import LedDirectory
+from everstep.runtime.lead import journal_and_lease
+from everstep.runtime.lead.journal_and_lease import (
     DEPOSED,
     Asker,
     JournalStore,
@@ -32,6 +31,8 @@ from everstep.runtime.standing import (
     stand_down,
     warn,
 )
+from everstep.runtime.link import address
+from everstep.runtime.link.address import COORDINATOR_FILE, EVENTS_FILE, address_of, read_address
 
 PATIENCE_S = 20.0
 HERE, THERE = address_of("10.0.0.3", 1234, pid=8), address_of("10.0.0.2", 1234, pid=9)
@@ -95,9 +96,9 @@ def test_who_leads_is_told_when_there_is_room_again(tmp_path: Path, monkeypatch:
 def test_a_host_stands_by_whatever_its_disk_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     etcd = Etcd()
     path = tmp_path / COORDINATOR_FILE
-    monkeypatch.setattr(standing, "Etcd", lambda *arguments: etcd)
-    monkeypatch.setattr(standing, "find_access", lambda *arguments: None)
-    monkeypatch.setattr(standing, "listens", lambda *arguments: asyncio.sleep(0, None))
+    monkeypatch.setattr(journal_and_lease, "Etcd", lambda *arguments: etcd)
+    monkeypatch.setattr(journal_and_lease, "find_access", lambda *arguments: None)
+    monkeypatch.setattr(journal_and_lease, "listens", lambda *arguments: asyncio.sleep(0, None))
     config = load_config([("test", {"control.etcd": "etcd://10.0.0.9:2379/job", "control.lease_s": 1.0, "steps": 1})])
     post, events = Post(tmp_path, owner="me"), EventLog(tmp_path / EVENTS_FILE)
 

@@ -6,7 +6,7 @@ import asyncio
 
 from everstep.base.errors import ProtocolError
 from everstep.protocol.lease.requests import Appended, JournalEntry, Loaded, StoreAnswer, StoreRequest, TooMuch
-from everstep.runtime.standing import Asker, EtcdStore
+from everstep.runtime.lead.journal_and_lease import Asker, EtcdStore
 
 
 class Small(Asker):

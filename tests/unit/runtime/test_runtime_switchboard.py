@@ -5,8 +5,8 @@ from __future__ import annotations
 from everstep.base.cause import Cause
 from everstep.base.config import load_config, to_dict
 from everstep.protocol import messages as m
-from everstep.runtime.about import FULL_PACKETS_BYTES, heard_of
-from everstep.runtime.coordinator_main import Switchboard
+from everstep.runtime.lead.coordinator_main import Switchboard
+from everstep.runtime.link.head_facts import FULL_PACKETS_BYTES, heard_of
 
 FACTS = m.JobFacts(task="t", argv=[], config={}, run_dir="/r", coordinator_file="/r/c", job_pid=1, machine="m")
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from everstep.dashboard.guard import kept_token
-from everstep.runtime.run_lock import run_lock
+from everstep.runtime.files.run_lock import run_lock
 from everstep.runtime.targets import TARGETS_FILE, TARGETS_TOKEN_FILE, put_target, shared_folder
 
 

@@ -17,11 +17,11 @@ from certificates import own_ca
 from everstep.base.config import load_config
 from everstep.base.config_keys import TlsConfig
 from everstep.base.errors import CollectiveAborted, ConfigError, EverstepError, ProtocolError
-from everstep.runtime.handshake import MAGIC, PEER, Ends, peer_keys
-from everstep.runtime.peer import PeerConnection, PeerServer, peer_connect
-from everstep.runtime.porch import MAX_STRANGERS, Complaints, Porch
-from everstep.runtime.tls import Shown, Tls, TlsPipe, TlsSocket, fingerprint_of, shown_by
-from everstep.runtime.wire import handshake_client, secured
+from everstep.runtime.link.handshake import MAGIC, PEER, Ends, peer_keys
+from everstep.runtime.link.peer import PeerConnection, PeerServer, peer_connect
+from everstep.runtime.link.tls import Shown, Tls, TlsPipe, TlsSocket, fingerprint_of, shown_by
+from everstep.runtime.link.unproven_connections import MAX_STRANGERS, Complaints, Porch
+from everstep.runtime.link.wire import handshake_client, secured
 
 TOKEN, KEY = b"t" * 32, b"k" * 32
 OURS, THEIRS = "127.0.0.1", "127.0.0.2"
@@ -224,7 +224,7 @@ def test_a_host_of_the_job_cannot_stand_between_two_others(
     handshake of the token on; the caller even takes it for whom it dialled."""
     door = open_door(answerer)
     relay = Relay(door, Tls(shown(THEIRS)), caller)
-    monkeypatch.setattr("everstep.runtime.wire.address_text", lambda name: f"{name[0]}:{door.address[1]}")
+    monkeypatch.setattr("everstep.runtime.link.wire.address_text", lambda name: f"{name[0]}:{door.address[1]}")
     sock = secured(socket.create_connection(relay.address, PATIENCE_S), caller)
     with sock, pytest.raises(ProtocolError, match="refused this job's token"):
         handshake_client(sock, KEY, PEER, "me")

@@ -16,13 +16,13 @@ from typing import Any
 import pytest
 
 from everstep.base.errors import ConfigError
-from everstep.runtime import landing, waiting
+from everstep.runtime.link import landing, waiting
+from everstep.runtime.link.waiting import Waited, wait_for
 from everstep.runtime.process import own_command
-from everstep.runtime.waiting import Waited, wait_for
 
 WAIT = """
 import sys
-from everstep.runtime.waiting import wait_for
+from everstep.runtime.link.waiting import wait_for
 print("here", flush=True)
 sys.exit(wait_for(sys.argv[1]))
 """
@@ -62,7 +62,7 @@ def test_they_end_with_its_exit_code(code: int) -> None:
 
 def test_it_dies_without_a_word() -> None:
     key = secrets.token_hex(8)
-    hold = f"from everstep.runtime.waiting import Waited; w = Waited({key!r}); print('here', flush=True); input()"
+    hold = f"from everstep.runtime.link.waiting import Waited; w = Waited({key!r}); print('here', flush=True); input()"
     first = subprocess.Popen([sys.executable, "-c", hold], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert first.stdout is not None and first.stdout.readline() == "here\n"
     other = waiter(key)
@@ -87,7 +87,7 @@ def test_nobody_comes() -> None:
         [
             sys.executable,
             "-c",
-            f"from everstep.runtime.waiting import wait_for; wait_for({secrets.token_hex(8)!r}, 0.0)",
+            f"from everstep.runtime.link.waiting import wait_for; wait_for({secrets.token_hex(8)!r}, 0.0)",
         ],
         capture_output=True,
         text=True,

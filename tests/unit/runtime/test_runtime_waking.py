@@ -17,7 +17,7 @@ from everstep.runtime.supervisor import STOPPED_S, LocalHost
 
 @pytest.fixture
 def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalHost]:
-    monkeypatch.setattr("everstep.runtime.figures.own_waits_s", lambda: 0.0)
+    monkeypatch.setattr("everstep.runtime.process_figures.own_waits_s", lambda: 0.0)
     (tmp_path / "logs").mkdir()
     found = LocalHost(tmp_path, load_config([]), "module:entry")
     found.spawn([sys.executable, "-c", "import time; time.sleep(1000)"])

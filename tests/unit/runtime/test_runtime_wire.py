@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from everstep.base.errors import ProtocolError
 from everstep.protocol.messages import MAX_FRAME_BYTES
-from everstep.runtime import wire
+from everstep.runtime.link import wire
 
 
 @given(st.lists(st.binary(max_size=300), max_size=8), st.integers(min_value=1, max_value=50))

@@ -12,7 +12,7 @@ from everstep.base.plan import WorkerKey
 from everstep.observe.events import read_events
 from everstep.order.ledger import steps_of
 from everstep.protocol.driver.records import LaneReport, StepOutcome
-from everstep.runtime.host_directory import ARRIVED_FILE
+from everstep.runtime.files.host_directory import ARRIVED_FILE
 from everstep.train.published import LOOK_EVERY, LedgerFile, Publisher
 
 

@@ -19,7 +19,7 @@ from everstep.exact.image import BLOCK_BYTES, sizes_of
 from everstep.exact.state import ModelState
 from everstep.protocol.driver import operations as do
 from everstep.protocol.step_types import Key, Pieces, Record
-from everstep.runtime.peer import PeerConnection, PeerServer, peer_connect
+from everstep.runtime.link.peer import PeerConnection, PeerServer, peer_connect
 from everstep.train import taking
 from everstep.train.executor import Cutter, Unusable
 from everstep.train.heal import Donor, FollowedStep, Held, Offer, ReceivedOffer, StageGradient, next_item

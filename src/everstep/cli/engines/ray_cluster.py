@@ -44,7 +44,7 @@ class HostProcess:
 
     def where(self, towards: str) -> tuple[str, int]:
         """This host's address on its way to another one, and a port that is free there."""
-        from everstep.runtime.meeting import address_towards
+        from everstep.runtime.link.rendezvous import address_towards
 
         own = address_towards(towards)
         with socket.socket() as sock:

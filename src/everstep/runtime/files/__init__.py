@@ -1,0 +1,1 @@
+"""Files of a job: whose they are, and how they pass between hosts."""

@@ -1,0 +1,250 @@
+"""The files of a job on an agent's host, and what passes between them and the job's own directory."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import re
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from everstep.base.below import write_atomically
+from everstep.base.config_keys import CheckpointConfig
+from everstep.base.errors import ConfigError
+from everstep.base.given import open_given
+from everstep.protocol.messages import (
+    AnyMessage,
+    FilesHeld,
+    HostAsk,
+    HostPlace,
+    HostsThere,
+    HostTold,
+    JobFacts,
+    JobPage,
+)
+from everstep.runtime.files.file_sender import FileSender
+from everstep.runtime.files.file_sets import LATEST, TO_HEAD
+from everstep.runtime.files.host_directory import (
+    ARRIVED_FILE,
+    PAGES,
+    checkpoints_in,
+    disk_of,
+    find_place,
+    word_in,
+    word_in_source,
+    write_hosts,
+    write_job,
+)
+from everstep.runtime.files.private import close_run_dir
+from everstep.runtime.files.run_lock import run_lock
+from everstep.runtime.link.address import LOGS_FOLDER
+from everstep.runtime.link.context import Joining
+from everstep.runtime.link.peer import PeerConnection, PeerServer, peer_connect
+from everstep.runtime.link.tls import Tls
+
+_TURN_S = 0.25
+_NOTE_S = 1.0
+_CUT_OFF_S = 5.0
+
+
+@dataclass(frozen=True)
+class PeerWire:
+    """How an agent speaks with the peers of its workers. own: its address; token: of the role `peer`."""
+
+    own: str
+    token: bytes
+    tls: Tls | None
+
+    def call(self, address: str, request: dict[str, Any]) -> PeerConnection:
+        """Raises: as `peer_connect`."""
+        return peer_connect(address, self.token, request, tls=self.tls)
+
+
+class AgentFiles:
+    """Of an agent that has heard of its job. send: to the coordinator; connected: whether that can be heard.
+
+    Raises: ConfigError if there is no directory to work in.
+    """
+
+    def __init__(
+        self,
+        facts: JobFacts,
+        joining: Joining,
+        config: CheckpointConfig,
+        wire: PeerWire,
+        send: Callable[[AnyMessage], None],
+        connected: Callable[[], bool],
+    ) -> None:
+        self._place = find_place(facts, joining.run_dir, joining.host)
+        self._host, self._domains = joining.host, joining.domains
+        self._checkpoints, self._disk = disk_of(facts, self._place, config, joining.host)
+        self._files, self._wire = joining.files, wire
+        self._server: PeerServer | None = None
+        self._send = send
+        self._connected = connected
+        self._sender: DirectorySender | None = None
+        self._held = contextlib.ExitStack()
+        if self._place.apart:
+            self._use_own(facts, joining)
+        self.say()
+
+    def _use_own(self, facts: JobFacts, joining: Joining) -> None:
+        run_dir, where = self._place.run_dir, joining.where()
+        if isinstance(where, Path) and where.parent == run_dir:  # there the job itself says where it is
+            raise ConfigError(f"expected the job's directory at {facts.run_dir}, it is not there")
+        self._held.enter_context(run_lock(run_dir))
+        try:
+            write_job(self._place, facts, None if isinstance(where, Path) else where)
+            close_run_dir(run_dir)
+        except OSError as error:
+            raise ConfigError(f"cannot write {run_dir}: {error.strerror or error}") from None
+        print(f"everstep agent: the job's directory is not here: files go to {run_dir}", file=sys.stderr, flush=True)
+        self._sender = DirectorySender(run_dir, self._send_on)
+
+    @property
+    def run_dir(self) -> Path:
+        return self._place.run_dir
+
+    @property
+    def apart(self) -> bool:
+        """Whether the directory is this host's own."""
+        return self._place.apart
+
+    def fits(self, facts: JobFacts) -> bool:
+        """Whether the directory can still be used: not if it was the job's, and the job is led in another one now."""
+        return self._place.apart or not facts.place or word_in(self.run_dir) == facts.place
+
+    def say(self) -> None:
+        """Over a new connection: where this host's files are."""
+        address = self._server.address if self._server is not None else ""
+        here, apart = self._host, self._place.apart
+        said = HostPlace(agent_id=here, apart=apart, disk=self._disk, address=address, domains=self._domains)
+        self._send(said)
+        if self._sender is not None:
+            self._sender.ask_again()
+
+    def answered(self, answer: FilesHeld) -> None:
+        """Any thread: what has arrived."""
+        if self._sender is not None:
+            self._sender.answered(answer)
+
+    def hear(self, message: HostsThere | JobPage | HostAsk) -> None:
+        """What processes of this host look at, or somebody asks for. Never raises for the disk's sake."""
+        if isinstance(message, HostAsk):
+            logs = self.run_dir / LOGS_FOLDER
+            found, data = logs_in(logs), log_bytes(logs, message.name, message.start)
+            self._send(HostTold(agent_id=self._host, request=message.request, logs=found, data=data))
+            return
+        with contextlib.suppress(OSError):
+            if isinstance(message, HostsThere):
+                if len({place.disk for place in message.places.values()}) > 1:
+                    self._serve()
+                write_hosts(self.run_dir, message.places)
+            elif self._place.apart and message.name in PAGES:
+                write_atomically(self.run_dir / message.name, message.text)
+
+    def _serve(self) -> None:
+        """Other hosts may look into this one's checkpoints, as they do not see them."""
+        if self._server is None and self._files:
+            module, _, name = self._files.partition(":")
+            handler = getattr(importlib.import_module(module), name)(self._checkpoints, self._wire.call)
+            self._server = PeerServer(self._wire.own, self._wire.token, handler, self._wire.tls)
+            self.say()
+
+    def finish(self, timeout_s: float) -> bool:
+        """Nothing is written here any more: until all has arrived; whether it has."""
+        if self._sender is None:
+            return True
+        begin_s = heard_s = time.monotonic()
+        while not self._sender.finish(begin_s, _TURN_S):
+            now_s = time.monotonic()
+            heard_s = now_s if self._connected() else heard_s
+            if now_s > begin_s + timeout_s or now_s - heard_s > _CUT_OFF_S:
+                return False
+        return True
+
+    def close(self, *, done: bool) -> None:
+        """done: the job is, so nobody comes back for what is here."""
+        if self._server is not None:
+            self._server.close()
+        if self._sender is not None:
+            self._sender.close()
+        self._held.close()
+        if done and self._place.passing:
+            shutil.rmtree(self.run_dir, ignore_errors=True)
+
+    def _send_on(self, message: AnyMessage) -> None:
+        if self._connected():
+            self._send(message)
+
+
+class DirectorySender(FileSender):
+    """Sends the files of a host's own directory to the head, and notes for the processes there what has arrived."""
+
+    def __init__(self, run_dir: Path, send: Callable[[AnyMessage], None]) -> None:
+        self._run_dir = run_dir
+        self._told, self._digests = 0, dict[str, str]()
+        self._noted: dict[str, Any] = {"through": 0, "files": {}}
+        self._note_s = 0.0
+        (run_dir / ARRIVED_FILE).unlink(missing_ok=True)  # of an earlier run
+        super().__init__(TO_HEAD, self._found, word_in_source(run_dir), send, each_turn=self._note)
+
+    def answered(self, answer: FilesHeld) -> float | None:
+        self._told = answer.told
+        return super().answered(answer)
+
+    def close(self) -> None:
+        super().close()
+        self._note_s = 0.0
+        self._note({})
+
+    def _found(self) -> list[tuple[str, Path]]:
+        found = TO_HEAD.found(self._run_dir)
+        with contextlib.suppress(ConfigError):
+            latest = checkpoints_in(self._run_dir) / "latest.json"
+            found[1:1] = [(LATEST, latest)] if latest.exists() else []  # after the events
+        return found
+
+    def _note(self, digests: dict[str, str]) -> None:
+        """What the host's own disk refuses is noted at a later turn."""
+        self._digests |= digests
+        arrived = {"through": self._told, "files": dict(self._digests)}
+        urgent = arrived["files"] != self._noted["files"] or time.monotonic() > self._note_s
+        if arrived != self._noted and urgent:
+            self._note_s = time.monotonic() + _NOTE_S
+            with contextlib.suppress(OSError):
+                write_atomically(self._run_dir / ARRIVED_FILE, json.dumps(arrived) + "\n")
+                self._noted = arrived
+
+
+# ---- logs, for who asks from elsewhere
+
+_LOG = re.compile(r"worker-\d{1,7}(\.\d{1,3})?\.jsonl")
+LOG_BYTES = 512 << 10
+
+
+def logs_in(folder: Path) -> dict[str, tuple[int, int]]:
+    """The workers' logs of a host: of each the number of the file, which a rotation does not change, and its size."""
+    found: dict[str, tuple[int, int]] = {}
+    with contextlib.suppress(OSError):
+        for path in sorted(folder.iterdir()):
+            if _LOG.fullmatch(path.name):
+                stat = path.stat()
+                found[path.name] = (stat.st_ino, stat.st_size)
+    return found
+
+
+def log_bytes(folder: Path, name: str, start: int) -> bytes:
+    """Some bytes of one of them; b"" of what is none."""
+    if not _LOG.fullmatch(name):
+        return b""
+    with contextlib.suppress(OSError, OverflowError), open_given(folder / name, 1) as file:
+        return os.pread(file.fileno(), LOG_BYTES, max(0, start))
+    return b""

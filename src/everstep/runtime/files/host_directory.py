@@ -1,0 +1,219 @@
+"""Where a host keeps a job's files: in the job's own directory, if it sees that, or in one of its own.
+
+Which of the two is found out by looking: the job leaves a word in its directories, and a host that finds it there sees
+the same directory, whatever kind of mount that is. In one of its own a host has what its processes read of the job.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import secrets
+import stat
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from everstep.base.below import write_atomically
+from everstep.base.config_keys import CheckpointConfig
+from everstep.base.domains import Domains, ordered
+from everstep.base.errors import ConfigError
+from everstep.base.given import read_given, read_json
+from everstep.protocol.messages import HostPlace, JobFacts
+from everstep.runtime.link.address import (
+    CHECKPOINTS_DIR,
+    COORDINATOR_FILE,
+    JOB_FILE,
+    LOGS_FOLDER,
+    address_of,
+    announce,
+)
+
+PLACE_FILE = "place"
+SOURCE_FILE = "source"
+HOSTS_FILE = "hosts.json"
+PAGES = ("rehearsed.json",)
+"""Small files of a job that workers of all hosts look at."""
+COPY_FILE = "replica.json"
+"""In a directory that is a copy: of which directory it is, and the versions of its files."""
+ARRIVED_FILE = "arrived.json"
+"""In a host's own directory. files: the digest, by name, of each file that has arrived at the head whole; through: up
+to which step all have been told in the job's events. Workers keep what later steps are to be told of."""
+OWN_FOLDER = "host"
+"""In a copy: the files of this host's own agent, which sends them to the head, itself too."""
+_MOST_WORD_BYTES = 64
+_NOBODY = 1
+
+
+def new_word() -> str:
+    """For a job that starts."""
+    return secrets.token_hex(16)
+
+
+def leave_word(run_dir: Path, checkpoints: str | None, word: str = "") -> None:
+    """In the directories of a job that starts: a new one each time, so that copies of them are none of it.
+
+    checkpoints: where they go, None if into the run directory. word: what others were told; "": a new one. Raises:
+    OSError of the run directory.
+    """
+    word = (word or new_word()) + "\n"
+    write_atomically(run_dir / PLACE_FILE, word)
+    if checkpoints is not None:
+        with contextlib.suppress(OSError):  # whoever writes checkpoints says it
+            Path(checkpoints).mkdir(parents=True, exist_ok=True)
+            write_atomically(Path(checkpoints) / PLACE_FILE, word)
+
+
+def checkpoints_in(run_dir: Path) -> Path:
+    """Where checkpoints lie that go into a run directory; a host that stands by has one folder for all that it has.
+
+    Raises: ConfigError for a link.
+    """
+    above = run_dir.parent if run_dir.name == OWN_FOLDER and (run_dir.parent / COPY_FILE).is_file() else run_dir
+    folder = above / CHECKPOINTS_DIR
+    if folder.is_symlink():
+        where = os.path.realpath(folder)
+        raise ConfigError(
+            f"{folder} is a symbolic link, and below a run directory none is followed: remove it, and say where "
+            f"checkpoints go with --set checkpoint.disk.path={where}"
+        )
+    return folder
+
+
+def word_in(folder: Path) -> str:
+    """The word in a directory; "" if there is none."""
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        return read_given(folder / PLACE_FILE, _MOST_WORD_BYTES).decode().strip()
+    return ""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a host's files of a job are. apart: whether they are its own; passing: it goes when the job is done."""
+
+    run_dir: Path
+    apart: bool
+    passing: bool = False
+
+
+def find_place(facts: JobFacts, given: str, host: str) -> Place:
+    """Of an agent that has heard of its job. given: what the user calls its directory here, "" if nothing.
+
+    Raises: ConfigError if the directory cannot be used.
+    """
+    shown = Path(given or facts.run_dir)
+    if (facts.place and word_in(shown) == facts.place) or (not facts.place and shown.is_dir()):
+        return Place(shown, apart=False)
+    own = shown if given else _private(facts, host)
+    try:
+        before = read_json(own / JOB_FILE)
+        if isinstance(before, dict) and before.get("created_unix_ns") != facts.job.get("created_unix_ns"):
+            raise ConfigError(f"--run-dir: {own} has files of another job: choose a new directory")
+    except (OSError, ValueError):
+        pass
+    try:
+        (own / LOGS_FOLDER).mkdir(parents=True, exist_ok=True)
+        if not word_in_source(own):
+            write_atomically(own / SOURCE_FILE, secrets.token_hex(8) + "\n")
+    except OSError as error:
+        raise ConfigError(f"--run-dir: cannot write {own}: {error.strerror or error}") from None
+    return Place(own, apart=True, passing=not given)
+
+
+def word_in_source(folder: Path) -> str:
+    """What a host's own directory is known by among all; "" if it is none."""
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        found = read_given(folder / SOURCE_FILE, _MOST_WORD_BYTES).decode().strip()
+        return found if re.fullmatch(r"[0-9a-f]{16}", found) else ""
+    return ""
+
+
+def write_job(place: Place, facts: JobFacts, address: tuple[str, int] | None) -> None:
+    """What processes of this host read of the job. address: of the coordinator; None if another file says it, and says
+    it anew. Raises: OSError."""
+    (place.run_dir / HOSTS_FILE).unlink(missing_ok=True)  # of an earlier run
+    write_atomically(place.run_dir / JOB_FILE, json.dumps(facts.job, indent=2) + "\n")
+    if address is not None:
+        announce(place.run_dir / COORDINATOR_FILE, address_of(*address, pid=_NOBODY))  # nobody here is the coordinator
+
+
+def _private(facts: JobFacts, host: str) -> Path:
+    job = facts.job.get("created_unix_ns")
+    return private_folder(f"{job if isinstance(job, int) else 0:x}", host)
+
+
+def private_folder(job: str, host: str) -> Path:
+    """A directory that is the same for whoever comes again, and nobody else's; it may not be there yet.
+
+    Raises: ConfigError.
+    """
+    top = Path(tempfile.gettempdir()) / f"everstep-{os.getuid()}"
+    try:
+        top.mkdir(mode=0o700, exist_ok=True)
+        found = top.lstat()
+    except OSError as error:
+        raise ConfigError(f"cannot make {top}: {error.strerror or error}; say with --run-dir where files go") from None
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise ConfigError(f"{top} is not this user's alone: remove it, or say with --run-dir where files go")
+    return top / f"{job}-{re.sub(r'[^A-Za-z0-9._-]', '_', host)[:64]}"
+
+
+# ---- who else there is
+
+
+def write_hosts(run_dir: Path, places: dict[str, HostPlace]) -> None:
+    """For the processes of this host: where the others keep theirs. Nothing is written where all have had one directory
+    so far. Raises: OSError."""
+    path = run_dir / HOSTS_FILE
+    if len({place.disk for place in places.values()}) < 2 and not path.exists():
+        return  # else nobody is to look for a host that is gone
+    write_atomically(path, msgspec.json.encode(dict(sorted(places.items()))) + b"\n")
+
+
+def hosts_there(run_dir: Path) -> dict[str, HostPlace]:
+    """What each host has said of its place, by name; {} where all share one directory. What is damaged is left out."""
+    found: dict[str, HostPlace] = {}
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        for name, row in sorted(read_json(run_dir / HOSTS_FILE).items()):
+            with contextlib.suppress(msgspec.ValidationError):
+                found[name] = msgspec.convert(row, HostPlace)
+    return found
+
+
+def others(run_dir: Path, host: str) -> dict[str, str]:
+    """The hosts that have checkpoints in another directory than this one sees, with their addresses: one for each
+    directory. {} where all share one, or no other is there."""
+    places = hosts_there(run_dir)
+    own = places[host].disk if host in places else ""
+    found: dict[str, tuple[str, str]] = {}
+    for name, place in places.items():
+        if place.disk != own and name != host and place.address:
+            found.setdefault(place.disk, (name, place.address))
+    return dict(found.values())
+
+
+def domains_there(run_dir: Path) -> dict[str, Domains]:
+    """In which failure domains the hosts are, by name, as far as they have said so."""
+    return {name: ordered(place.domains, name) for name, place in hosts_there(run_dir).items()}
+
+
+def disk_of(facts: JobFacts, place: Place, config: CheckpointConfig, host: str) -> tuple[Path, str]:
+    """Where checkpoints lie as a host sees it, and by which word that directory is known.
+
+    Raises: ConfigError if it is to be the job's, and is not.
+    """
+    given = config.disk.path
+    folder = Path(given) if given is not None else checkpoints_in(place.run_dir)
+    shared = not place.apart if given is None else not facts.place or word_in(folder) == facts.place
+    if config.shared == "yes" and not shared:
+        raise ConfigError(
+            f"checkpoint.shared=yes: expected the directory of the job's checkpoints at {folder}, it is not here: "
+            "mount it, or leave checkpoint.shared at auto"
+        )
+    if config.shared != "no" and shared:
+        return folder, "job"
+    return folder, f"host {host}"

@@ -1,0 +1,133 @@
+"""What a job writes is its owner's alone: directories 0700, files 0600; and in a directory that is the right user's.
+
+The umask sees to it, since every process of a job inherits it and libraries that write files by themselves heed it.
+What an older version or another umask left wider is closed when a job runs there again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import stat
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from everstep.base.below import DRAFT, folder_of, refuse_others, whose
+from everstep.base.config_keys import NOTICES, SINKS
+from everstep.base.errors import ConfigError
+from everstep.protocol.roles import PEOPLE
+from everstep.runtime.files import host_directory
+from everstep.runtime.link import address
+
+_OTHERS = 0o077
+_OURS = {
+    *(address.LOCK_FILE, address.TOKEN_FILE, address.JOB_FILE, address.DATASET_FILE, address.EVENTS_FILE),
+    *(address.COORDINATOR_FILE, address.JOURNAL_FILE, address.METRICS_FILE, address.METRICS_TOKEN_FILE),
+    *(address.NEWEST_FILE, address.NOTES_FILE),
+    *(host_directory.PLACE_FILE, host_directory.SOURCE_FILE, host_directory.HOSTS_FILE, *host_directory.PAGES),
+    *(host_directory.ARRIVED_FILE, host_directory.COPY_FILE, host_directory.OWN_FOLDER, "newest-checkpoint.json"),
+    *(address.LOGS_FOLDER, address.METRICS_FOLDER, address.PROFILES_FOLDER, address.CHECKPOINTS_DIR),
+    *map(address.role_file, PEOPLE),
+    *("ledger", "final", "chaos", "report.html", "report-figures", "launch", *SINKS, NOTICES),
+}
+_OURS_TOO = re.compile(
+    rf"previous-\d+|\.({'|'.join(map(re.escape, _OURS))})\.\d+"  # moved there by --fresh; being written
+)
+_WRITTEN_S = 10.0
+"""A younger draft may be one that a dashboard is writing."""
+_OF_A_STORE = re.compile(r"(step-|damaged-).*|(latest|best|pins)\.json")
+
+
+def _is_ours(name: str) -> bool:
+    return name in _OURS or _OURS_TOO.fullmatch(name) is not None
+
+
+def write_privately() -> None:
+    """From now on this process, and what it starts, makes files and folders for their owner alone."""
+    os.umask(_OTHERS)
+
+
+def close_run_dir(run_dir: Path) -> None:
+    """Take from others what jobs left in a run directory; also the directory, if nothing else is in it.
+
+    Raises: OSError.
+    """
+    _close_what_is_ours(run_dir, _is_ours)
+
+
+def refuse_foreign(run_dir: Path) -> None:
+    """Before a job uses a directory: neither it nor what the job opens, moves or removes there is another user's, and
+    none of that is a link to somewhere else.
+
+    Raises: ConfigError.
+    """
+    host_directory.checkpoints_in(run_dir)
+    path = run_dir
+    try:
+        with folder_of(run_dir / address.LOCK_FILE) as folder:
+            for name in filter(_is_ours, os.listdir(folder)):
+                path = run_dir / name
+                with contextlib.suppress(FileNotFoundError):  # the draft of a dashboard
+                    found = os.stat(name, dir_fd=folder, follow_symlinks=False)
+                    if stat.S_ISLNK(found.st_mode):
+                        words = "is a symbolic link, and below a run directory none is followed"
+                        raise ConfigError(f"{path} {words}: remove it, or choose another --run-dir")
+                    refuse_others(found.st_uid, folder, root_too=True)
+    except OSError as error:
+        raise ConfigError(f"cannot use {path}: {error.strerror or error}") from None
+
+
+def owner_words(run_dir: Path) -> str:
+    """A warning for the user of a directory that root made for others, or that root uses; "" if there is no need.
+
+    Raises: OSError.
+    """
+    owner, own = whose(run_dir)
+    if owner == own:
+        return ""
+    who = "root" if owner == 0 else f"user {owner}"
+    return f"warning: {run_dir} belongs to {who}, and this job is user {own}'s: {who} can change what the job reads"
+
+
+def sweep_drafts(run_dir: Path) -> None:
+    """Remove what writers left in a (locked) directory who were killed before it had its name."""
+    folders = [run_dir, *(run_dir / name for name in _OURS - {address.CHECKPOINTS_DIR} if (run_dir / name).is_dir())]
+    for folder in folders:
+        for path in folder.glob(".*"):
+            with contextlib.suppress(OSError):
+                if DRAFT.fullmatch(path.name) and path.lstat().st_mtime < time.time() - _WRITTEN_S:
+                    path.unlink()
+
+
+def close_store(folder: Path) -> None:
+    """Likewise a folder of checkpoints elsewhere. Raises: OSError."""
+    _close_what_is_ours(folder, lambda name: _OF_A_STORE.fullmatch(name) is not None)
+
+
+def close_folder(path: Path) -> None:
+    """Likewise one folder or file alone. Links are left alone: what they lead to is elsewhere. Raises: OSError."""
+    try:
+        mode = path.lstat().st_mode
+    except FileNotFoundError:
+        return  # a temporary file that has its name by now
+    if (stat.S_ISDIR(mode) or stat.S_ISREG(mode)) and mode & _OTHERS:
+        path.chmod(stat.S_IMODE(mode) & ~_OTHERS)
+
+
+def _close_what_is_ours(folder: Path, ours: Callable[[str], bool]) -> None:
+    names = os.listdir(folder)
+    for name in filter(ours, names):
+        _close_tree(folder / name)
+    if all(map(ours, names)):
+        close_folder(folder)
+
+
+def _close_tree(top: Path) -> None:
+    close_folder(top)
+    if top.is_symlink():
+        return
+    for folder, folders, files in os.walk(top):
+        for name in (*folders, *files):
+            close_folder(Path(folder, name))

@@ -1,0 +1,1 @@
+"""One host: its agent, fork server, workers, cells and progress board."""

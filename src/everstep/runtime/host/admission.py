@@ -1,0 +1,38 @@
+"""Whether this host can take part in a job, as far as it can tell before it starts anything."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from everstep.base.config import Config
+from everstep.base.doors import check_ports
+from everstep.base.errors import ConfigError
+from everstep.base.strikes import Strike
+from everstep.protocol.messages import JobFacts
+from everstep.runtime.host.devices import check_slots
+from everstep.runtime.host.packet_faults import lacking
+from everstep.runtime.link.context import Joining
+from everstep.runtime.versions import differences, task_digest, versions
+
+
+def why_not(facts: JobFacts, config: Config, joining: Joining) -> str:
+    """Why this host has to stay out, in one line; "" if it need not. config: the job's."""
+    if joining.task and joining.task != facts.task:
+        return f"--task: this host runs {joining.task} and nothing else, the job is to run {facts.task}"
+    here = {**versions(), "task file": task_digest(facts.task)}
+    differing = differences(here, facts.versions)
+    if differing:
+        return f"this host would not compute the same bits: {'; '.join(differing)}"
+    try:
+        check_slots(config.device, joining.room)
+        check_ports(config.network.ports, joining.room or config.workers + config.spares)
+    except ConfigError as error:
+        return str(error)
+    return cannot_strike(facts.strikes, (joining.host, joining.own))
+
+
+def cannot_strike(strikes: Iterable[Strike], names: Sequence[str]) -> str:
+    """Which scripted fault this host, called so, cannot carry out, and why, in one line; "" if it can do its part."""
+    own = [strike for strike in strikes if any(strike.acts(name) for name in names)]
+    lacks = lacking(strike.means for strike in own)
+    return f"chaos fault {next(s for s in own if s.means).text!r} cannot strike here: {lacks}" if lacks else ""

@@ -1,0 +1,166 @@
+"""Inside a cell: the head tells its limbs what to do, and they do it, for as long as it is there.
+
+A head and each of its limbs share a socket that the fork server has made. One command is under way at a time; all limbs
+carry it out, and each answers. Who dies is not reported here: the fork server sees it, and ends the whole cell.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+
+from everstep.base.cause import Cause
+from everstep.base.errors import EverstepError, ProtocolError, check
+from everstep.base.plan import Rank, WorkerKey
+from everstep.base.readable import readable
+from everstep.runtime.host.board import Board
+from everstep.runtime.link.context import WorkerContext
+
+MOST_BYTES = 1 << 16
+"""Of a command or an answer: what is larger goes by other ways."""
+_LOOK_S = 0.02
+_END_S = 5.0
+
+
+class LimbLost(EverstepError):
+    """A limb has gone, and nobody has ended this cell for it."""
+
+    cause = Cause.LINK
+
+
+class CellCommand(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What all limbs are to do."""
+
+    name: str
+    arguments: dict[str, Any]
+
+
+class Head:
+    """The head's end of all channels. One thread calls it. A worker of one process is a head without limbs.
+
+    tick: called every few milliseconds while it waits. Whatever waits raises `LimbLost`.
+    """
+
+    def __init__(self, context: WorkerContext, tick: Callable[[], None]) -> None:
+        check(
+            context.cell_rank == 0, f"rank {context.cell_rank} of worker {context.key} is no head: it awaits commands"
+        )
+        limbs = context.cell_size - 1
+        check(len(context.cell_fds) == limbs, f"expected {limbs} sockets to limbs, got {context.cell_fds}")
+        self._me = context.key
+        self._tick = tick
+        self._limbs = [socket.socket(fileno=fd) for fd in context.cell_fds]
+        self._ranks: tuple[Rank, ...] | None = None
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Of all ranks that have said who they are, this one first."""
+        return (os.getpid(), *(rank.pid for rank in self._ranks or ()))
+
+    def meet(self) -> tuple[Rank, ...]:
+        """The limbs, by rank, as they have introduced themselves; waits for the last of them."""
+        if self._ranks is None:
+            self._ranks = tuple(msgspec.msgpack.decode(said, type=Rank) for said in self._hear())
+        return self._ranks
+
+    def command(self, name: str, **arguments: Any) -> list[Any]:
+        """Have all limbs do this; returns their answers, by rank."""
+        self.meet()
+        data = _packed(CellCommand(name, arguments))
+        for cell_rank, limb in enumerate(self._limbs, 1):
+            try:
+                limb.sendall(data)
+            except OSError:
+                self._await_end(cell_rank)
+        return [msgspec.msgpack.decode(answer) for answer in self._hear()]
+
+    def close(self) -> None:
+        """Let go of the limbs, and wait for a while until they have left."""
+        until_s = time.monotonic() + _END_S
+        for limb in self._limbs:
+            with contextlib.suppress(OSError):  # it has gone
+                limb.shutdown(socket.SHUT_WR)
+        for limb in self._limbs:
+            with limb, contextlib.suppress(OSError):  # it takes too long: the fork server ends it
+                limb.settimeout(max(0.0, until_s - time.monotonic()))
+                while limb.recv(MOST_BYTES):
+                    pass
+        self._limbs = []
+
+    def _hear(self) -> list[bytes]:
+        heard: dict[int, bytes] = {}
+        waiting = {limb.fileno(): cell_rank for cell_rank, limb in enumerate(self._limbs, 1)}
+        while waiting:
+            ready = readable(waiting, _LOOK_S)
+            self._tick()
+            for fd in ready:
+                cell_rank = waiting.pop(fd)
+                heard[cell_rank] = _received(fd) or self._await_end(cell_rank)
+        return [heard[cell_rank] for cell_rank in sorted(heard)]
+
+    def _await_end(self, cell_rank: int) -> bytes:
+        """What is said now would be taken for the cause: the fork server knows better, and ends this process."""
+        threading.Event().wait(_END_S)
+        raise LimbLost(f"rank {cell_rank} of worker {self._me} has left its cell")
+
+
+class Limb:
+    """A limb's end of its channel, and its row of the board.
+
+    Nothing closes its end but the end of the process, from which a head learns that a limb has left.
+    """
+
+    def __init__(self, context: WorkerContext) -> None:
+        check(context.cell_rank > 0, f"worker {context.key} asks its head for commands, but is one itself")
+        check(len(context.cell_fds) == 1, f"expected one socket to the head, got {context.cell_fds}")
+        self._me: WorkerKey = context.key
+        self._head = context.cell_fds[0]
+        self.row = Board.attach(context.board_fd).row(context.worker_id, context.cell_rank)
+
+    def serve(self, act: Mapping[str, Callable[..., Any]], *, address: str = "", segment: str = "") -> None:
+        """Introduce this rank, then do what the head says, until that goes.
+
+        act: by the names of commands; what they return goes to the head, and must be plain data. address, segment: as
+        in `Rank`. Raises: what they raise; ProtocolError for a command that is not among them.
+        """
+        said: Any = Rank(os.getpid(), address, segment)
+        self.row.set(phase="idle")
+        while self._say(said) and (data := self._wait()):
+            command = msgspec.msgpack.decode(data, type=CellCommand)
+            if command.name not in act:
+                names = ", ".join(sorted(act)) or "none"
+                raise ProtocolError(f"worker {self._me}: its head commands {command.name!r:.60}; known: {names}")
+            said = act[command.name](**command.arguments)
+
+    def _say(self, said: Any) -> bool:
+        """Whether the head is there to hear it."""
+        with contextlib.suppress(OSError):
+            return os.write(self._head, _packed(said)) > 0
+        return False
+
+    def _wait(self) -> bytes:
+        while not readable([self._head], _LOOK_S):
+            self.row.tick()
+        self.row.tick()
+        return _received(self._head)
+
+
+def _packed(said: Any) -> bytes:
+    data = msgspec.msgpack.encode(said)
+    check(len(data) <= MOST_BYTES, f"{len(data)} bytes are too many for a cell's channel, limit {MOST_BYTES}")
+    return data
+
+
+def _received(fd: int) -> bytes:
+    """One message; nothing once the other side has gone."""
+    try:
+        return os.read(fd, MOST_BYTES)
+    except ConnectionError:
+        return b""

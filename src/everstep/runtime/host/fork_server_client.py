@@ -1,0 +1,225 @@
+"""The other end of the fork server: starts it, asks it for workers, hears of their deaths; or gives it to who does."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from everstep.base.below import APPEND, open_below
+from everstep.base.errors import EverstepError
+from everstep.base.readable import readable
+from everstep.protocol.patience import Patience
+from everstep.runtime.host.board import MAX_ROWS, create_board_memory
+from everstep.runtime.link.context import Handed, WorkerContext
+from everstep.runtime.process import own_command, pinned_environment, unreaped_status, why_ended
+from everstep.runtime.process_figures import ask_about
+
+MODULE = "everstep.runtime.host.fork_server"
+SILENT_S = 5.0
+_DEATH_WAIT_S = 5.0
+
+
+class ForkEnded(EverstepError):
+    """The fork that was to answer has ended without an answer; the text says how."""
+
+
+class ForkServerClient:
+    """A fork server that runs. `ready` once it has imported everything; `fd` is readable when it has said something.
+    `watch`: whether it answers pings.
+
+    sock: the way to it. process: where it is a child of this process. heard, greeting: as `Handed` has them. watch:
+    of the one before it.
+    """
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        pid: int,
+        process: subprocess.Popen[bytes] | None = None,
+        heard: str = "",
+        greeting: dict[str, Any] | None = None,
+        watch: Patience | None = None,
+    ) -> None:
+        self.pid = pid
+        self.pidfd = os.pidfd_open(pid)
+        self.greeting = greeting or {}
+        self.ready = bool(greeting)
+        self._sock = sock
+        self.watch = watch or Patience(SILENT_S)
+        self.watch.begins()
+        if self.ready:
+            self.watch.answered()
+        self._process = process
+        self._buffer = heard.encode()
+
+    @classmethod
+    def adopt(cls, handed: Handed) -> ForkServerClient:
+        """Go on where another process has stopped talking to it."""
+        return cls(socket.socket(fileno=handed.fd), handed.pid, heard=handed.heard, greeting=handed.greeting)
+
+    def hand_over(self, board_fd: int) -> Handed:
+        """What another process needs to go on with it; nothing is to be asked of it here from now on."""
+        return Handed(self.fd, board_fd, self.pid, self._buffer.decode(), self.greeting)
+
+    @property
+    def fd(self) -> int:
+        return self._sock.fileno()
+
+    def start(self, entry: str, context: WorkerContext, outputs: Sequence[tuple[int, int]], lifeline: int) -> None:
+        """Ask for a worker, of as many processes as its context says. A fork server that is dead is noticed elsewhere.
+
+        outputs: for each of them the descriptors that become its stdout and stderr. lifeline: the reading end of a
+        pipe; the worker dies when the other is closed. All of these are closed here.
+        """
+        fds = [*(fd for pair in outputs for fd in pair), lifeline]
+        self._ask(fds, op="start", entry=entry, context=asdict(context))
+        for fd in fds:
+            os.close(fd)
+
+    def receive(self) -> list[dict[str, Any]]:
+        """What it has said; call when `fd` is readable. Empty at the end of the stream."""
+        try:
+            data = self._sock.recv(1 << 16)
+        except OSError:
+            data = b""
+        *lines, self._buffer = (self._buffer + data).split(b"\n")
+        messages: list[dict[str, Any]] = [json.loads(line) for line in lines]
+        for message in messages:
+            if message["op"] == "ready":
+                self.ready, self.greeting = True, message
+        if messages:
+            self.watch.answered()
+        return messages
+
+    def ping(self, now_s: float) -> None:
+        """Ask whether it answers, if it is time to; while it imports it cannot. `now_s` is monotonic."""
+        if ask_about(self.watch, self.pid, now_s) and self.ready:
+            self._ask(op="ping")
+
+    def call(self, entry: str, question: Any) -> Any:
+        """What "module:function" answers in a fork of the server. Before there are workers: it waits.
+
+        Raises: ForkEnded if there is no answer.
+        """
+        self._ask(op="call", entry=entry, question=question)
+        while messages := self.receive():
+            for message in messages:  # the answer comes first
+                if message["op"] == "answer":
+                    return message["answer"]
+                if message["op"] == "called":
+                    raise ForkEnded(why_ended(os.waitstatus_to_exitcode(message["status"])).reason)
+        code = self._process.wait() if self._process is not None else 0
+        raise ForkEnded(f"the fork server: {why_ended(code).reason}")
+
+    def log_to(self, path: Path) -> None:
+        """Where the server's own output goes from now on."""
+        self._ask(op="log", path=str(path.resolve()))
+
+    def _ask(self, fds: Sequence[int] = (), **request: Any) -> None:
+        with contextlib.suppress(OSError):
+            data = json.dumps(request).encode() + b"\n"
+            self._sock.sendall(data[socket.send_fds(self._sock, [data], fds) :])
+
+    def let_go(self) -> None:
+        """Another process has the way to it by now."""
+        self._sock.close()
+
+    def kill(self) -> None:
+        """SIGKILL, to it alone."""
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
+
+    def close(self, timeout_s: float) -> str:
+        """End it and its children; SIGKILL after `timeout_s`. Returns how it ended."""
+        self._sock.close()
+        if self.pidfd < 0:
+            return ""
+        if not readable([self.pidfd], timeout_s):
+            self.kill()
+            readable([self.pidfd], _DEATH_WAIT_S)
+        os.close(self.pidfd)
+        self.pidfd = -1
+        if self._process is None:
+            status = unreaped_status(self.pid)
+            return "nobody saw how" if status is None else why_ended(os.waitstatus_to_exitcode(status)).reason
+        return why_ended(self._process.wait()).reason
+
+
+def start_fork_server(
+    log_path: Path | None, board_fd: int, threads: int, preload: Sequence[str], watch: Patience | None = None
+) -> ForkServerClient:
+    """A new one, which ends with this process. log_path None: what it prints goes nowhere until `log_to`. watch: of
+    the one before it."""
+    ours, theirs = socket.socketpair()
+    command = own_command(MODULE, "--fd", str(theirs.fileno()), "--board-fd", str(board_fd))
+    command += ["--parent", str(os.getpid()), "--preload", ",".join(preload)]
+    log = os.open(os.devnull, os.O_WRONLY) if log_path is None else open_below(log_path, APPEND, 1, make=True)
+    with theirs, os.fdopen(log, "ab") as output:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            pass_fds=(theirs.fileno(), board_fd),
+            env=pinned_environment(threads),
+            start_new_session=True,
+        )
+    return ForkServerClient(ours, process.pid, process, watch=watch)
+
+
+class EarlyForkServer:
+    """A fork server that is started before its job: it imports while the task is looked at, in a fork of its own.
+
+    threads: as far as is known by then; preload: what it imports. It stays a child of this process when an agent
+    has it.
+    """
+
+    def __init__(self, threads: int, preload: Sequence[str]) -> None:
+        self._threads = threads
+        self._preload = preload
+        self._board_fd = -1
+        self._client: ForkServerClient | None = None
+
+    def call(self, entry: str, question: Any) -> Any:
+        """As `ForkServerClient.call`; starts the server."""
+        return self._started().call(entry, question)
+
+    def hand_over(self, threads: int) -> Handed:
+        """The server, for a job with so many threads, and the board that its workers inherit. The agent's process has
+        to inherit both descriptors; then `let_go`."""
+        if threads != self._threads:
+            self.close()
+            self._threads = threads
+        return self._started().hand_over(self._board_fd)
+
+    def let_go(self) -> None:
+        """The agent has its descriptors."""
+        if self._client is not None:
+            self._client.let_go()
+            self._close_board()
+
+    def close(self, timeout_s: float = 0.0) -> None:
+        """End the server, if there is one."""
+        if self._client is not None:
+            self._client.close(timeout_s)
+            self._client = None
+            self._close_board()
+
+    def _started(self) -> ForkServerClient:
+        if self._client is None:
+            self._board_fd = create_board_memory(MAX_ROWS)
+            self._client = start_fork_server(None, self._board_fd, self._threads, self._preload)
+        return self._client
+
+    def _close_board(self) -> None:
+        if self._board_fd >= 0:
+            os.close(self._board_fd)
+            self._board_fd = -1

@@ -1,0 +1,427 @@
+"""The workers of a host: slots, their lives, each of one or more processes, and the fork server that makes them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import inf
+from typing import Any, Literal
+
+from everstep.base.cause import Cause, Why
+from everstep.base.config import Config
+from everstep.base.errors import check
+from everstep.protocol.messages import WorkerLife
+from everstep.runtime.host.agent_link import AgentLink
+from everstep.runtime.host.board import MAX_RANKS, Board
+from everstep.runtime.host.collector import Collector
+from everstep.runtime.host.fork_server_client import ForkServerClient
+from everstep.runtime.host.stacks import SHOW_STACKS
+from everstep.runtime.host.worker_processes import Running
+from everstep.runtime.link.context import WorkerContext
+from everstep.runtime.process import MemoryKills, end_strays, killed_from_outside, why_ended
+
+_COMPUTING = ("load", "forward", "backward", "reduce", "agree", "update", "evaluate")
+_ORDERLY_CODES = (0, 75)  # done; evicted, as it was told
+
+
+class Workers:
+    """All slots of this host. One thread calls the methods; `lives` and `wanted_slots` may be called by any.
+
+    make_context: (worker_id, incarnation) -> what the worker is given. link: tells the coordinator; notify: whoever
+    watches. collector: takes what the workers print and log. ranks: processes of each worker.
+    `alone`: they end the job by themselves. `hopeless`: why no restart can help, None while there is no such reason.
+    """
+
+    def __init__(
+        self,
+        board: Board,
+        entry: str,
+        config: Config,
+        make_context: Callable[[int, int], WorkerContext],
+        link: AgentLink,
+        notify: Callable[..., None],
+        collector: Collector,
+        ranks: int = 1,
+    ) -> None:
+        check(1 <= ranks <= MAX_RANKS, f"a worker has 1 to {MAX_RANKS} ranks, asked for {ranks}")
+        self._board = board
+        self._entry = entry
+        self._config = config
+        self._make_context = make_context
+        self._link = link
+        self._notify = notify
+        self._collector = collector
+        self._ranks = ranks
+        self._slots: dict[int, Slot] = {}
+        self._running: dict[int, Running] = {}
+        self._lives: tuple[WorkerLife, ...] = ()
+        self._jitter = random.Random()
+        self._server: ForkServerClient | None = None
+        self._server_pids: set[int] = set()
+        self._stopping = False
+        self.alone = False
+        self.hopeless: Why | None = None
+        self._memory_kills = MemoryKills()
+        self._crashes = StepCrashes()
+
+    # ---- what others ask
+
+    def lives(self) -> list[WorkerLife]:
+        """The workers that run now. Thread-safe."""
+        return list(self._lives)
+
+    def wanted_slots(self) -> int:
+        """How many slots are to be kept filled. Thread-safe."""
+        return len(self.wanted_ids())
+
+    def wanted_ids(self) -> list[int]:
+        """The slots that are to be kept filled, ascending. Thread-safe."""
+        return sorted(slot.worker_id for slot in list(self._slots.values()) if slot.wanted)
+
+    @property
+    def slots(self) -> list[Slot]:
+        return [slot for _, slot in sorted(self._slots.items())]
+
+    def none_live(self) -> bool:
+        """Whether no process runs or is about to."""
+        return not any(slot.state in ("starting", "running") for slot in self._slots.values())
+
+    def none_coming(self) -> bool:
+        """Whether nothing runs, and nothing will be started unless the coordinator asks for it."""
+        return not any(slot.state in ("empty", "starting", "running", "resting") for slot in self._slots.values())
+
+    # ---- slots
+
+    def use(self, server: ForkServerClient) -> None:
+        """From now on this fork server makes the workers."""
+        self._server = server
+        self._server_pids = {server.pid}
+
+    def stop(self) -> None:
+        """Start nothing any more."""
+        self._stopping = True
+
+    def end_alone(self) -> None:
+        """Start nothing any more, and have those that run save and leave by themselves."""
+        self.stop()
+        self.alone = True
+        for slot in self.slots:
+            if slot.state in ("starting", "running"):
+                self._board.row(slot.worker_id).ask_end()
+
+    def want(self, worker_ids: Sequence[int], first: Sequence[int] = ()) -> None:
+        """Keep these slots filled and let the others end; what is missing starts at the next `start_due`.
+
+        first: the least incarnation that the next life of each may have.
+        """
+        now_s, least = time.monotonic(), dict(zip(worker_ids, first, strict=False))
+        for worker_id in worker_ids:
+            if not 0 <= worker_id < self._board.rows:
+                text = f"no room for more than {self._board.rows} workers"
+                self._notify("warning", Why(Cause.CONFIG, text), worker_id=worker_id)
+                continue
+            slot = self._slots.setdefault(worker_id, Slot(worker_id))
+            if slot.state == "left" or (slot.state == "lost" and not slot.wanted):
+                slot.state, slot.restart_at_s = "resting", now_s
+            slot.wanted, slot.first = True, least.get(worker_id, slot.first)
+        for worker_id, slot in self._slots.items():
+            slot.wanted = worker_id in worker_ids
+            if not slot.wanted and slot.state in ("resting", "empty"):
+                slot.state = "left"
+
+    def due_in(self, now_s: float) -> float:
+        """Seconds until a slot has to be started; endless if none waits or none can be started now."""
+        if self._stopping or self._server is None or not self._server.ready:
+            return inf
+        waiting = (slot.restart_at_s for slot in self._slots.values() if slot.state in ("empty", "resting"))
+        return max(0.0, min(waiting, default=inf) - now_s)
+
+    def start_due(self, now_s: float) -> None:
+        """Start every slot whose time has come."""
+        self._memory_kills.look(now_s)
+        if self._server is None or self.due_in(now_s) > 0.0:
+            return
+        for slot in self.slots:
+            if slot.state in ("empty", "resting") and slot.restart_at_s <= now_s:
+                incarnation = slot.begin(now_s)
+                context = replace(self._make_context(slot.worker_id, incarnation), cell_size=self._ranks)
+                with contextlib.suppress(OSError):
+                    context.last_words_path.unlink(missing_ok=True)
+                self._board.begin(slot.worker_id, incarnation, self._ranks)
+                ends = [self._collector.open(slot.worker_id, incarnation, rank) for rank in range(self._ranks)]
+                theirs, ours = os.pipe()
+                self._running[slot.worker_id] = Running(ours)
+                self._server.start(self._entry, context, ends, theirs)
+
+    def kill(self, worker_id: int, incarnation: int) -> bool:
+        """SIGKILL this life, all of it. Returns False if it does not run."""
+        slot = self._slots.get(worker_id)
+        if slot is None or slot.incarnation != incarnation:
+            return False
+        running = self._running.get(worker_id)
+        return running is not None and running.kill()
+
+    def go_on(self) -> None:
+        """SIGCONT to everyone: whatever has stopped one may not be there any more to let go of it."""
+        for running in self._running.values():
+            running.send(signal.SIGCONT)
+
+    def show_stacks(self, worker_id: int, incarnation: int) -> None:
+        """Have this life write its stacks to its log. One that has yet to begin would die of that."""
+        slot, running = self._slots.get(worker_id), self._running.get(worker_id)
+        there = slot is not None and slot.incarnation == incarnation
+        if running is not None and there and self._board.read(worker_id).phase != "starting":
+            running.send(SHOW_STACKS)
+
+    def seen_at(self, worker_id: int, since_ns: int) -> str:
+        """Where this worker was seen in the user's code, by its stacks, since then (monotonic); "" if it was not."""
+        return self._collector.seen_at(worker_id, since_ns)
+
+    def kill_all(self) -> None:
+        """SIGKILL everyone."""
+        for running in self._running.values():
+            running.kill()
+
+    def end_all(self) -> None:
+        """SIGKILL everyone, and wait for their ends."""
+        for slot in self.slots:
+            if slot.state in ("starting", "running"):
+                self._running[slot.worker_id].end()
+                why = Why(Cause.KILLED, "killed by SIGKILL, because its agent ended")
+                self._exited(slot.worker_id, slot.incarnation, -signal.SIGKILL, why, time.time_ns())
+
+    # ---- what the fork server says
+
+    def heard(self, message: dict[str, Any]) -> None:
+        """A message of the fork server."""
+        if message["op"] == "started":
+            self._started(message["worker_id"], message["incarnation"], message["pids"])
+        elif message["op"] == "exited":
+            self._died(message["worker_id"], message["incarnation"], message["status"], message)
+
+    def _died(self, worker_id: int, incarnation: int, status: int, about: Mapping[str, Any], unseen: str = "") -> None:
+        code = os.waitstatus_to_exitcode(status)
+        why = why_ended(code)
+        if code == -signal.SIGKILL and self._memory_kills.lately(time.monotonic()):
+            why = Why(Cause.OOM, f"{why.reason}: the kernel ran out of memory")
+        if self._ranks > 1:
+            how = "was" if code < 0 else "ended with"
+            why = Why(why.cause, f"its rank {about['cell_rank']} {how} {why.reason}")
+        self._exited(worker_id, incarnation, code, Why(why.cause, why.reason + unseen), about["unix_ns"])
+
+    # ---- without a fork server
+
+    def server_died(self) -> None:
+        """The fork server is dead. Its workers go on; one of which it has not said that it started is started anew."""
+        self._server = None
+        for slot in self.slots:
+            running = self._running.get(slot.worker_id)
+            if running is not None and slot.state == "running":
+                running.adopt(slot.worker_id, slot.incarnation, slot.pids)
+            elif slot.state == "starting":
+                why = Why(Cause.KILLED, "killed while it was started, because its fork server died")
+                self._exited(slot.worker_id, slot.incarnation, -signal.SIGKILL, why, time.time_ns())
+
+    @property
+    def orphan_fds(self) -> list[int]:
+        """Readable when a worker has ended whose fork server is dead."""
+        return [fd for running in self._running.values() for fd in running.fds]
+
+    def look_at_orphans(self) -> None:
+        """Take in what became of those whose fork server is dead; what they leave running is ended."""
+        for worker_id, running in list(self._running.items()):
+            cell = running.look(lambda cell_rank, worker_id=worker_id: self._board.row(worker_id, cell_rank))  # type: ignore[misc]
+            if cell is not None and cell.status is not None:
+                unseen = ", it seems: nobody saw its end, as its fork server was dead" if running.unseen else ""
+                self._died(worker_id, cell.incarnation, cell.status, vars(cell), unseen)
+                end_strays({pid for slot in self.slots for pid in slot.pids} | self._server_pids)
+
+    def _started(self, worker_id: int, incarnation: int, pids: list[int]) -> None:
+        slot = self._slots[worker_id]
+        slot.started(*pids)
+        running = self._running[worker_id]
+        running.started(pids)
+        for cell_rank, pid in enumerate(pids):
+            self._board.row(worker_id, cell_rank).set_pid(pid)
+        self._lives = self._list_lives()
+        self._link.worker_started(_life(slot))
+        cell = {"pids": pids} if len(pids) > 1 else {}
+        self._notify("worker_started", worker_id=worker_id, incarnation=incarnation, pid=slot.pid, **cell)
+        if self._stopping:
+            running.kill()
+
+    def _exited(self, worker_id: int, incarnation: int, code: int, why: Why, unix_ns: int) -> None:
+        slot, in_order = self._slots[worker_id], code == 0
+        about = {"worker_id": worker_id, "incarnation": incarnation, "pid": slot.pid, "in_order": in_order}
+        words = self._make_context(worker_id, incarnation).read_last_words()
+        if words is not None and not in_order:
+            why = Why(words.cause, f"{why.reason}: {words.reason}")
+        pulse, now_s = self._board.read(worker_id), time.monotonic()
+        ready = pulse.incarnation == incarnation and pulse.phase != "starting"
+        killed, random = killed_from_outside(code), self._jitter.random()
+        lost = slot.exited(now_s, self._config, why, in_order=in_order, ready=ready, killed=killed, random=random)
+        self._lives = self._list_lives()
+        self._link.worker_exited(worker_id, incarnation, why, unix_ns, in_order)
+        running = self._running.pop(worker_id, None)
+        if running is not None:
+            running.close()
+        self._notify("worker_exited", why, **about)
+        if self._stopping:
+            return
+        if ready and not words and not killed and code not in _ORDERLY_CODES and pulse.phase in _COMPUTING:
+            self._judge_crash(worker_id, pulse.step, code, why.reason)
+        if lost is not None:
+            self._link.slot_lost(worker_id, lost)
+            self._notify("slot_lost", lost, worker_id=worker_id)
+        elif slot.state == "resting" and slot.restart_at_s > now_s:
+            delay_s = slot.restart_at_s - now_s
+            again = Why(why.cause, f"starts again in {delay_s:.1f} s")
+            self._notify("worker_restarting", again, worker_id=worker_id, delay_s=delay_s)
+
+    def _judge_crash(self, worker_id: int, step: int, code: int, reason: str) -> None:
+        """It ended by itself and could not say why: the code it runs, or what that calls, has ended the process."""
+        furthest = max(self._board.read(slot.worker_id).step for slot in self.slots)
+        if furthest > step:
+            return  # others are ahead of it: it may be its host that is ill
+        why = self._crashes.observe(step + 1, why_ended(code).reason, furthest, max(1, self.wanted_slots()))
+        if why:
+            log = self._make_context(worker_id, 0).log_path
+            text = f"crash loop: {why}, last worker {worker_id}: {reason}; its output is in {log}"
+            self.hopeless = Why(Cause.CRASH_LOOP, text)
+
+    def _list_lives(self) -> tuple[WorkerLife, ...]:
+        return tuple(_life(slot) for slot in self.slots if slot.live)
+
+
+def _life(slot: Slot) -> WorkerLife:
+    return WorkerLife(worker_id=slot.worker_id, incarnation=slot.incarnation, pid=slot.pid, limbs=slot.pids[1:])
+
+
+# ---- when a dead worker is started again, and when its slot is given up; time and random numbers are passed in
+
+HEALTHY_S = 60.0
+HOUR_S = 3600.0
+LOOP_OWN = 3
+LOOP_KILLED = 10
+
+SlotState = Literal["empty", "starting", "running", "resting", "left", "lost"]
+
+
+@dataclass
+class Slot:
+    """One worker slot of this host and its lives.
+
+    state: 'empty' (never started), 'starting' (asked for), 'running', 'resting' (waits for its restart), 'left' (ended
+    in order), 'lost' (given up). pids: of the present life's processes, the head's first. first: the least incarnation
+    that a next life may have.
+    """
+
+    worker_id: int
+    wanted: bool = True
+    state: SlotState = "empty"
+    incarnation: int = -1
+    pids: tuple[int, ...] = ()
+    restart_at_s: float = 0.0
+    started_s: float = 0.0
+    attempt: int = 0
+    early_own: int = 0
+    early_killed: int = 0
+    restarts_s: deque[float] = field(default_factory=deque)
+    first: int = 0
+
+    @property
+    def live(self) -> bool:
+        return self.state == "running"
+
+    @property
+    def pid(self) -> int:
+        """Of the head of the present life, 0 if there is none."""
+        return self.pids[0] if self.pids else 0
+
+    def begin(self, now_s: float) -> int:
+        """A new life is asked for. Returns its incarnation."""
+        self.incarnation = max(self.incarnation + 1, self.first)
+        self.state, self.pids, self.started_s = "starting", (), now_s
+        return self.incarnation
+
+    def started(self, *pids: int) -> None:
+        """The processes of the present life exist."""
+        self.state, self.pids = "running", pids
+
+    def exited(
+        self, now_s: float, config: Config, why: Why, *, in_order: bool, ready: bool, killed: bool, random: float
+    ) -> Why | None:
+        """The present life has ended. Returns why the slot is lost by that; else it has left, or rests until its next.
+
+        in_order: exit code 0. ready: it got beyond its start-up. killed: by a signal from outside. random: in [0, 1).
+        """
+        self.pids = ()
+        if in_order or not self.wanted:
+            self.state = "left"
+            return None
+        self.state = "lost"
+        if config.on_failure == "shrink":
+            return Why(why.cause, f"{why.reason}; on_failure is 'shrink', so it is not started again")
+        if ready:
+            self.early_own = self.early_killed = 0
+        elif killed:
+            self.early_killed += 1
+        else:
+            self.early_own += 1
+        if self.early_own >= LOOP_OWN or self.early_killed >= LOOP_KILLED:
+            times = max(self.early_own, self.early_killed)
+            text = f"crash loop: it died {times} times in a row before it was ready, last: {why.reason}"
+            return Why(Cause.CRASH_LOOP, text)
+        while self.restarts_s and now_s - self.restarts_s[0] >= HOUR_S:
+            self.restarts_s.popleft()
+        if len(self.restarts_s) >= config.max_restarts:
+            most = f"{len(self.restarts_s)} restarts within an hour are all that it may have (max_restarts)"
+            return Why(Cause.CRASH_LOOP, f"{most}, last: {why.reason}")
+        self.state, self.restart_at_s = "resting", now_s + self._delay_s(now_s, config, ready, random)
+        self.restarts_s.append(now_s)
+        return None
+
+    def _delay_s(self, now_s: float, config: Config, ready: bool, random: float) -> float:
+        """None at first, then longer and longer, until a life has been healthy."""
+        most_s, delay_s = config.backoff.max_s, 0.0
+        if ready and now_s - self.started_s >= HEALTHY_S:
+            self.attempt = 0
+        if self.attempt > 0:
+            delay_s = min(most_s, config.backoff.initial_s * 2 ** (self.attempt - 1)) * (0.5 + random)
+        self.attempt += 1
+        return min(delay_s, most_s)
+
+
+@dataclass
+class StepCrashes:
+    """Crashes of workers by their own doing, over all slots, and whether they keep the job from getting any further.
+
+    Three alike at one step, and that step cannot be done; three of each worker without a new step, and nothing can.
+    """
+
+    at: tuple[int, str] = (-1, "")
+    alike: int = 0
+    furthest: int = -1
+    fruitless: int = 0
+
+    def observe(self, step: int, how: str, furthest: int, workers: int) -> str:
+        """A worker crashed in this way while it computed `step`; `furthest`: the newest step that any has committed.
+
+        Returns why to give up, "" while there is hope.
+        """
+        if furthest > self.furthest:
+            self.at, self.alike, self.furthest, self.fruitless = (-1, ""), 0, furthest, 0
+        self.alike = self.alike + 1 if (step, how) == self.at else 1
+        self.at = (step, how)
+        self.fruitless += 1
+        if self.alike >= LOOP_OWN:
+            return f"workers ended themselves {self.alike} times in a row while they computed step {step}"
+        if self.fruitless >= LOOP_OWN * workers:
+            return f"workers ended themselves {self.fruitless} times without getting beyond step {self.furthest}"
+        return ""

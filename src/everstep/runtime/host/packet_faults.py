@@ -1,0 +1,239 @@
+"""What an agent can do to its host's packets, on purpose: lose them, delay them, let fewer through. Linux, root, tc.
+
+Nothing but iproute2 is needed to lose packets: a filter of classic BPF says so itself (clsact, direct action), so that
+neither nftables nor tc's actions have to be there. To delay them the same kind of filter redirects them (act_mirred)
+into a TAP interface, and a process sends them on later (`delaying.py`). What is done here is undone, whatever becomes
+of the agent (`letting_go.py`).
+
+Source: Linux, tc-bpf(8) for direct action; include/uapi/linux/filter.h for the offsets (network header, mark, random).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import os
+import re
+import shlex
+import shutil
+import subprocess
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from everstep.base.doors import is_loopback
+from everstep.base.errors import ConfigError
+from everstep.protocol.messages import StrikeNow
+from everstep.runtime.host.delaying import MARK, QUEUE_PACKETS, Detour
+from everstep.runtime.host.undoing import Undone, Words
+from everstep.runtime.link.interfaces import interface_of, mtu_of
+
+_NET, _MARK, _RANDOM = 0xFFF00000, 0xFFFFF014, 0xFFFFF038
+_SOURCE_AT, _TARGET_AT = 12, 16
+_LOAD, _EQUAL, _AT_LEAST, _RETURN = 0x20, 0x15, 0x35, 0x06
+_PASS, _DROP, _NO, _YES = 0xFFFFFFFF, 2, 0, 0xFFFFFFFF
+_HANDLE = "e57:"
+_LIMIT_S = 10.0
+_MOST_PREF = 30000
+_NOBODY = "192.0.2.1"
+_ASTRAY = re.compile(
+    rf"^filter [^\n]* pref (\d{{1,5}}) bpf [^\n]*bytecode '[^\n]* {MARK},[^\n]*\n"
+    r"\s*action order 1: mirred \(Egress Redirect to device \*\)",
+    re.MULTILINE,
+)
+
+
+def lacking(means: Iterable[str]) -> str:
+    """What this host cannot do of this (`base.strikes.MEANS`), in one line; "" if all is possible. Tried on a pair of
+    interfaces that is made for it."""
+    wanted = sorted(set(means) - {""})
+    if not wanted:
+        return ""
+    if os.geteuid() != 0:
+        return "only root can harm the links of a host"
+    if shutil.which("tc") is None or shutil.which("ip") is None:
+        return "ip and tc (iproute2) are needed to harm the links of a host"
+    name = f"evt{os.getpid()}"
+    try:
+        _run(["ip", "link", "add", name, "type", "veth", "peer", "name", f"{name}p"])
+        for mean in wanted:
+            _try(mean, name)
+    except ConfigError as error:
+        return f"this host cannot harm links in that way: {error}"
+    finally:
+        subprocess.run(["ip", "link", "del", name], capture_output=True, check=False)
+    return ""
+
+
+def _try(mean: str, interface: str) -> None:
+    detour = Detour() if mean == "delay" else None
+    process = detour.start(interface, 0.0) if detour is not None else None
+    try:
+        if detour is not None:
+            commands = delays(interface, 1, _NOBODY, detour.name, mtu_of(interface))
+        elif mean == "drop":
+            commands = drops(interface, 1, _NOBODY, one_way=False, share=0.5)
+        else:
+            commands = narrows(interface, _NOBODY, mbit=10.0)
+        for command in commands:
+            _run(command)
+    finally:
+        if process is not None:
+            process.kill()
+            process.wait()
+
+
+def harm(message: StrikeNow, own: str) -> Undone:
+    """Do it to the interface of this host's address, and have it undone when its time is over, or sooner.
+
+    Raises: ConfigError if it cannot be done here.
+    """
+    interface = interface_of(own)
+    if not interface or is_loopback(own):
+        raise ConfigError(f"expected a link to other hosts, got {own or 'no address'} on {interface or 'no interface'}")
+    pref = 1 + message.number % _MOST_PREF
+    detour = Detour() if message.kind == "slow" else None
+    if detour is not None:
+        undo = [_gone(interface, "egress", pref), ["ip", "link", "del", "dev", detour.name]]
+        done = delays(interface, pref, message.peer, detour.name, mtu_of(interface))
+    elif message.kind == "narrow":
+        undo = [["tc", "qdisc", "del", "dev", interface, "root"]]
+        done = narrows(interface, message.peer, mbit=message.mbit)
+    else:
+        sides = ("egress",) if message.kind == "oneway" else ("egress", "ingress")
+        undo = [_gone(interface, side, pref) for side in sides]
+        share = message.share if message.kind == "drop" else 1.0
+        done = drops(interface, pref, message.peer, one_way=message.kind == "oneway", share=share)
+    undone = Undone(message.for_s, undo, _last(interface))
+    try:
+        if detour is not None:
+            undone.needs(detour.start(interface, message.by_s))
+        for command in done:
+            _run(command)
+        undone.begin()
+    except (ConfigError, OSError):
+        undone.close()
+        raise
+    return undone
+
+
+def clear(own: str) -> None:
+    """Whoever delayed packets here may have been killed together with all that was to undo it, in a network that
+    outlives processes, such as that of a container which starts again: then they go to an interface that is gone, and
+    are lost. Have them pass."""
+    interface = interface_of(own)
+    if os.geteuid() != 0 or not interface or is_loopback(own) or shutil.which("tc") is None:
+        return
+    with contextlib.suppress(ConfigError):
+        for pref in astray(_run(["tc", "filter", "show", "dev", interface, "egress"])):
+            _run(_gone(interface, "egress", pref))
+
+
+def astray(filters: str) -> list[int]:
+    """By their `pref`, of filters as tc shows them, those of ours that redirect to an interface that is gone."""
+    return [int(found) for found in _ASTRAY.findall(filters)]
+
+
+def _gone(interface: str, side: str, pref: int) -> Words:
+    return ["tc", "filter", "del", "dev", interface, side, "pref", str(pref)]
+
+
+def _last(interface: str) -> str:
+    """Where nothing is left of the filters, the place that they were in goes, too."""
+    filters = f"tc filter show dev {interface} egress; tc filter show dev {interface} ingress"
+    return f'[ -n "$({filters})" ] || tc qdisc del dev {interface} clsact'
+
+
+def drops(interface: str, pref: int, peer: str, *, one_way: bool, share: float) -> list[Words]:
+    """What loses packets to and from this peer ("": to and from anybody), or with `one_way` only those that leave."""
+    sides = [("egress", _TARGET_AT)] + ([] if one_way else [("ingress", _SOURCE_AT)])
+    commands = [_place(interface)]
+    for side, at in sides:
+        code = _code([_address(at, peer), _share(share)], _DROP, _PASS)
+        commands.append([*_filter(interface, side, pref, peer), "da", "bytecode", code])
+    return commands
+
+
+def delays(interface: str, pref: int, peer: str, detour: str, mtu: int) -> list[Words]:
+    """What has packets to this peer ("": to anybody) take a detour, once. mtu: of the interface, in bytes."""
+    size = ["mtu", str(mtu), "txqueuelen", str(QUEUE_PACKETS)]
+    code = _code([_unmarked(), _address(_TARGET_AT, peer)], _YES, _NO)
+    there = ["action", "mirred", "egress", "redirect", "dev", detour]
+    return [
+        ["ip", "link", "set", "dev", detour, *size, "up"],
+        _place(interface),
+        [*_filter(interface, "egress", pref, peer), "bytecode", code, *there],
+    ]
+
+
+def narrows(interface: str, peer: str, *, mbit: float) -> list[Words]:
+    """What lets no more than so many Mbit/s of packets to this peer ("": to anybody) leave."""
+    own, everybody = f"{_HANDLE}1", [] if peer else ["default", "1"]
+    words = ["tc", "class", "add", "dev", interface, "parent", _HANDLE, "classid", own]
+    commands = [
+        ["tc", "qdisc", "add", "dev", interface, "root", "handle", _HANDLE, "htb", *everybody],
+        [*words, "htb", "rate", f"{mbit:g}mbit"],
+    ]
+    if peer:
+        words = ["tc", "filter", "add", "dev", interface, "parent", _HANDLE, "protocol", "ip", "pref", "1", "bpf"]
+        commands.append([*words, "bytecode", _code([_address(_TARGET_AT, peer)], _YES, _NO), "flowid", own])
+    return commands
+
+
+def _place(interface: str) -> Words:
+    return ["tc", "qdisc", "add", "dev", interface, "clsact"]
+
+
+def _filter(interface: str, side: str, pref: int, peer: str) -> Words:
+    words = ["protocol", "ip" if peer else "all", "pref", str(pref), "bpf"]
+    return ["tc", "filter", "add", "dev", interface, side, *words]
+
+
+@dataclass(frozen=True)
+class _Test:
+    """Of a packet: whether the word at that offset compares so with `value`, or, not `wanted`, does not."""
+
+    at: int
+    how: int
+    value: int
+    wanted: bool
+
+
+def _address(at: int, peer: str) -> _Test | None:
+    """Raises: ConfigError for what is no IPv4 address."""
+    try:
+        return _Test(_NET + at, _EQUAL, int(ipaddress.IPv4Address(peer)), wanted=True) if peer else None
+    except ValueError:
+        raise ConfigError(f"expected the IPv4 address of another host, got {peer!r}") from None
+
+
+def _share(share: float) -> _Test | None:
+    return _Test(_RANDOM, _AT_LEAST, int(share * 0xFFFFFFFF), wanted=False) if share < 1.0 else None
+
+
+def _unmarked() -> _Test:
+    return _Test(_MARK, _EQUAL, MARK, wanted=False)
+
+
+def _code(tests: Iterable[_Test | None], yes: int, no: int) -> str:
+    """Classic BPF as tc reads it: `yes` for packets that pass all of these tests, else `no`."""
+    given = [test for test in tests if test is not None]
+    code: list[tuple[int, int, int, int]] = []
+    for k, test in enumerate(given):
+        to_no = 2 * (len(given) - k) - 1  # over what is left of the tests, and the return of `yes`
+        code.append((_LOAD, 0, 0, test.at))
+        code.append((test.how, 0, to_no, test.value) if test.wanted else (test.how, to_no, 0, test.value))
+    code += [(_RETURN, 0, 0, yes), (_RETURN, 0, 0, no)]
+    return ",".join([str(len(code)), *(" ".join(map(str, one)) for one in code)])
+
+
+def _run(command: Sequence[str]) -> str:
+    """What the command says. Raises: ConfigError with its last words."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_LIMIT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ConfigError(f"{command[0]}: {error}") from None
+    known = "clsact" in command and "Exclusivity" in done.stderr  # it is there already
+    if done.returncode and not known:
+        words = " ".join(done.stderr.split())[:200] or f"exit code {done.returncode}"
+        raise ConfigError(f"'{shlex.join(command[:7])} ...': {words}")
+    return done.stdout

@@ -1,0 +1,117 @@
+"""What a coordinator begins with: the job's config as it counts for it, and the facts that hosts are told."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import msgspec
+
+from everstep.base.config import Config, inexact, pool_wish
+from everstep.base.stage_map import devices_of, hosts_of, parse_map
+from everstep.base.strikes import Strike
+from everstep.protocol.coordinator.types import (
+    Alike,
+    CoordinatorConfig,
+    HostRules,
+)
+from everstep.protocol.identity import Code, read_code, read_kernels
+from everstep.protocol.lease.candidate import GONE_PART
+from everstep.protocol.messages import (
+    JobFacts,
+)
+from everstep.runtime.files.host_directory import word_in
+from everstep.runtime.link.address import (
+    COORDINATOR_FILE,
+)
+from everstep.runtime.process import machine
+from everstep.runtime.versions import task_digest, versions
+
+RETURN_NS = 30_000_000_000
+
+
+def coordinator_config(
+    config: Config,
+    term: int = 0,
+    strikes: Sequence[Strike] = (),
+    job: Mapping[str, Any] = MappingProxyType({}),
+    *,
+    sudden: bool = False,
+) -> CoordinatorConfig:
+    """What the coordinator needs of the job's config. term: as `HostRules` has it. strikes: scripted faults of hosts
+    and links. job: as job.json says it. sudden: as `Candidate` has it."""
+    beat = config.heartbeat
+    # Whoever takes another's place was not there before its lease was over: all had that time, too, or have it now.
+    lacks_s = config.control.lease_s * (1 - GONE_PART) if sudden else 0.0
+    return CoordinatorConfig(
+        lanes=config.lanes,
+        stages=config.stages,
+        workers=config.workers,
+        min_workers=config.min_workers,
+        on_failure=config.on_failure,
+        hang_limit_ns=_ns(config.hang_limit_s),
+        heartbeat_floor_ns=int(beat.floor_s * 1e9),
+        heartbeat_ceiling_ns=int(beat.ceiling_s * 1e9),
+        heartbeat_interval_ns=_ns(beat.interval_s),
+        quorum_wait_ns=int(config.quorum_wait_s * 1e9),
+        wish=pool_wish(config),
+        save_ns=int(config.checkpoint.grace_s * 1e9) if config.checkpoint.enabled else 0,
+        slots=config.workers + config.spares,
+        hosts=HostRules(
+            grace_ns=int((beat.reconnect_s + lacks_s) * 1e9) if term else HostRules.grace_ns,
+            reconnect_ns=int(beat.reconnect_s * 1e9),
+            return_ns=RETURN_NS if config.hosts.return_ == "rebalance" else None,
+            device=config.device,
+            devices=devices_of(parse_map(config.map, config.stages)),
+            least=config.hosts.min,
+            named=_named_hosts(config),
+            wait_ns=int(config.hosts.wait_s * 1e9),
+            strikes=tuple(strikes),
+            term=term,
+            hang_first_ns=int(config.hang_first_s * 1e9),
+            alike=Alike(
+                read_kernels(job.get("numerics")),
+                read_code(job.get("code")) or Code(),
+                read_code(job.get("code_before")) or Code(),
+                inexact(config),
+            ),
+        ),
+    )
+
+
+def _named_hosts(config: Config) -> dict[int, str]:
+    """Where the map wants workers. The job's own host, whatever it is called there, is called by its address."""
+    node = os.uname().nodename
+    own = {node, node.partition(".")[0], "localhost", "127.0.0.1"}
+    named = hosts_of(parse_map(config.map, config.stages))
+    return {i: config.network.address if name in own else name for i, name in named.items()}
+
+
+def _ns(seconds: float | str) -> int | None:
+    """None for 'auto'."""
+    return None if isinstance(seconds, str) else int(seconds * 1e9)
+
+
+def scripted_strikes(job: dict[str, Any]) -> list[Strike]:
+    """Scripted faults of hosts and links. job: as job.json says it. Raises: ValueError if that makes no sense."""
+    return msgspec.convert(job.get("strikes", []), list[Strike])
+
+
+def job_facts(run_dir: Path, job: dict[str, Any], job_pid: int) -> JobFacts:
+    """What agents are told of the job. job: as job.json says it."""
+    return JobFacts(
+        task=str(job.get("task", "")),
+        argv=[str(word) for word in job.get("argv", ())],
+        config=job["config"],
+        run_dir=str(run_dir.resolve()),
+        coordinator_file=str((run_dir / COORDINATOR_FILE).resolve()),
+        job_pid=job_pid,
+        machine=machine() if job_pid else "",
+        versions={**versions(), "task file": task_digest(str(job.get("task", "")))},
+        strikes=scripted_strikes(job),
+        place=word_in(run_dir),
+        job=job,
+    )

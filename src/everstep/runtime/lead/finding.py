@@ -1,0 +1,85 @@
+"""Finding the coordinator again, for one host: it is said in a file, which the host's agent and workers follow."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from everstep.base.errors import ConfigError, EverstepError, ProtocolError
+from everstep.protocol.lease.requests import HolderSeen, Look
+from everstep.protocol.roles import READ
+from everstep.runtime.lead.etcd import Etcd
+from everstep.runtime.lead.journal_and_lease import checked_where
+from everstep.runtime.link import wire
+from everstep.runtime.link.address import announce
+from everstep.runtime.link.handshake import role_token
+from everstep.runtime.link.tls import Tls
+
+LOOK_S = 0.2
+Where = dict[str, Any]
+
+
+def in_etcd(etcd: Etcd) -> Where | None:
+    """Whoever holds the lease; None if nobody does, or etcd does not answer."""
+    answer = etcd.ask(Look())
+    holder = answer.holder if isinstance(answer, HolderSeen) else None
+    return checked_where(holder.where) if holder is not None and holder.where else None
+
+
+def among(places: Sequence[tuple[str, int]], token: bytes, tls: Tls | None) -> Where | None:
+    """The first of these at which a coordinator of the job answers; None if nobody answers at any.
+
+    Raises: ProtocolError, of the first one, if others answer, and none of them is of the job.
+    """
+    strangers: list[ProtocolError] = []
+    for host, port in places:
+        try:
+            sock = socket.create_connection((host, port), LOOK_S * 5)
+            with wire.secured(sock, tls) as sock:
+                wire.handshake_client(sock, role_token(token, READ), READ, "agent")
+                return {"pid": 1, "host": host, "port": port, "tls": "off", "ca": ""}
+        except ProtocolError as error:
+            strangers.append(error)
+        except OSError:
+            continue
+    if strangers:
+        raise strangers[0]
+    return None
+
+
+def local_address(there: tuple[str, int]) -> str:
+    """That of this host on the way to another one. Raises: ConfigError if there is no way."""
+    with socket.socket(type=socket.SOCK_DGRAM) as sock:
+        try:
+            sock.connect(there)
+            return str(sock.getsockname()[0])
+        except (OSError, UnicodeError) as error:
+            why = (error.strerror if isinstance(error, OSError) else None) or error
+            raise ConfigError(f"--join: there is no way to {there[0]} from here ({why}): give --address") from None
+
+
+class Finder:
+    """Keeps `path` up until it is closed. look: where the coordinator is now, as far as is known; asked again and again
+    while it is `wanted`."""
+
+    def __init__(self, path: Path, look: Callable[[], Where | None], wanted: Callable[[], bool]) -> None:
+        self._path, self._look, self._wanted = path, look, wanted
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="finder", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Look no more."""
+        self._over.set()
+        self._thread.join(timeout=5.0)
+
+    def _run(self) -> None:
+        while not self._over.wait(LOOK_S):
+            with contextlib.suppress(EverstepError, OSError):
+                where = self._look() if self._wanted() else None
+                if where is not None:
+                    announce(self._path, where, anew=True)

@@ -1,0 +1,79 @@
+"""How a job's process takes part where another host's may decide instead: by a lease, or by hand."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from everstep.base.errors import EverstepError
+from everstep.runtime.link.address import COORDINATOR_FILE, read_address
+
+
+@dataclass(frozen=True)
+class Succession:
+    """guest: the job was started on another host, and a signal ends the part of this one alone. owner: as `Holder` has
+    it, "" where there is no lease; job: as `Etcd` has it. address: of this host, "" if as the job's config says. anew:
+    this process takes the place of one that is gone, by hand. word: by which other hosts know the run directory of a
+    job that begins (`host_directory.leave_word`), "" if they were not told. secrets: with which etcd lets this host's
+    coordinator in, for its environment. copying_host: the run directory is a copy that the head
+    fills (`standby_files.CopyLink`), and this is the host's name; "" for the job's own directory.
+    """
+
+    guest: bool = False
+    owner: str = ""
+    job: str = ""
+    address: str = ""
+    anew: bool = False
+    word: str = ""
+    secrets: Mapping[str, str] = field(default_factory=dict, repr=False)
+    copying_host: str = ""
+
+    @property
+    def begins(self) -> bool:
+        """Whether the job begins with this process: nothing of what is in its directory is of now."""
+        return not (self.guest or self.anew)
+
+    def words(self) -> list[str]:
+        """For the command line of the coordinator."""
+        words = ["--owner", self.owner, "--job", self.job] if self.owner else []
+        words += ["--copying-host", self.copying_host] if self.copying_host else []
+        return [*words, *(["--host", self.address] if self.address else []), *(["--anew"] if self.anew else [])]
+
+
+def new_owner() -> str:
+    """A name that no other job process has."""
+    return f"{os.uname().nodename}-{os.getpid()}-{secrets.token_hex(4)}"
+
+
+class Lead:
+    """Whether the coordinator of this process decides, by what its directory says of whoever does.
+
+    tell: called with coordinator_leads or coordinator_follows when the answer is another one than before.
+    """
+
+    def __init__(self, run_dir: Path, succession: Succession, tell: Callable[[str], None]) -> None:
+        self._path = run_dir / COORDINATOR_FILE
+        self._leased, self._address, self._tell = bool(succession.owner), succession.address, tell
+        self._seen: tuple[int, int, int] = (0, 0, 0)
+        self.here = not self._leased
+
+    def look(self, pid: int) -> None:
+        """pid: of the coordinator of this process."""
+        if not self._leased:
+            return
+        try:
+            found = os.stat(self._path)
+            seen = (pid, found.st_ino, found.st_mtime_ns)
+            if seen == self._seen:
+                return
+            there = read_address(self._path)
+            here = (there.host, there.pid) == (self._address, pid)
+        except (OSError, EverstepError):
+            return
+        self._seen = seen
+        if here != self.here:
+            self.here = here
+            self._tell("coordinator_leads" if here else "coordinator_follows")

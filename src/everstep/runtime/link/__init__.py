@@ -1,0 +1,1 @@
+"""Connections: addresses, handshakes, TLS, frames, and who has proved nothing yet."""

@@ -1,0 +1,174 @@
+"""What agents and workers are given when they start: everything that they need to find their job, as plain data."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from everstep.base.below import write_atomically
+from everstep.base.cause import Cause, Why
+from everstep.base.config import Config, load_config
+from everstep.base.config_keys import TlsConfig
+from everstep.base.errors import ConfigError
+from everstep.base.given import parse_json, read_given
+from everstep.base.plan import WorkerKey
+from everstep.runtime.link.tls import Shown, Tls
+
+
+@dataclass(frozen=True)
+class WorkerContext:
+    """The start-up facts of one life of one worker; JSON-able.
+
+    `token` is this life's for the coordinator in hex, `peer_token` that of the role `peer`: the job's own is not for
+    workers. `address`: of its host, "" if as the config says; `tls`: what that shows to others (a `Shown`), None if it
+    speaks without. `coordinator_file` names coordinator.json, which is rewritten when the coordinator restarts.
+    `board_fd`: of the progress board, where the row is that of `worker_id`. `config` is the effective config as
+    `base.config.to_dict` makes it. `argv` are the task's own arguments. `spare`: this slot is beyond those of the
+    wanted workers. `cell_rank`, `cell_size`: which of the worker's processes this is, 0 for the head, and how many
+    there are; `cell_fds`: its ends of the sockets between head and limbs, the head's from rank 1 on. `local_rank`,
+    `local_size`: which of the slots of its host this is, and how many those are. `apart`: run_dir is not the job's own,
+    but that of this host.
+    """
+
+    run_dir: str
+    worker_id: int
+    incarnation: int
+    host: str
+    token: str
+    coordinator_file: str
+    board_fd: int
+    config: dict[str, Any]
+    task: str
+    argv: list[str] = field(default_factory=list)
+    spare: bool = False
+    cell_rank: int = 0
+    cell_size: int = 1
+    cell_fds: list[int] = field(default_factory=list)
+    peer_token: str = ""
+    address: str = ""
+    tls: dict[str, Any] | None = None
+    local_rank: int = 0
+    local_size: int = 1
+    apart: bool = False
+
+    @property
+    def key(self) -> WorkerKey:
+        return WorkerKey(self.worker_id, self.incarnation)
+
+    @property
+    def run_path(self) -> Path:
+        return Path(self.run_dir)
+
+    @property
+    def log_path(self) -> Path:
+        """Where the agent writes what this worker prints and logs."""
+        return self.run_path / "logs" / f"worker-{self.worker_id}.jsonl"
+
+    @property
+    def last_words_path(self) -> Path:
+        """Says why this worker died, written by itself; the agent adds it to the reason."""
+        return self.run_path / "logs" / f"worker-{self.worker_id}.error"
+
+    def write_last_words(self, why: Why) -> None:
+        """Raises: OSError."""
+        write_atomically(self.last_words_path, json.dumps(vars(why)) + "\n", 1)
+
+    def read_last_words(self) -> Why | None:
+        """What this worker wrote, None if it died without a word."""
+        try:
+            found = parse_json(read_given(self.last_words_path, folders=1).decode(errors="replace"))
+            return Why(Cause.read(found["cause"]), " ".join(str(found["reason"])[:2000].split()))
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+    def token_bytes(self) -> bytes:
+        """This life's token as the control connection wants it."""
+        return bytes.fromhex(self.token)
+
+    def peer_token_bytes(self) -> bytes:
+        """The peers' token."""
+        return bytes.fromhex(self.peer_token)
+
+    def tls_shown(self) -> Tls | None:
+        """What this worker shows its peers and the coordinator."""
+        return None if self.tls is None else Tls(Shown(**self.tls))
+
+    def load_config(self) -> Config:
+        """The effective config. Raises: ConfigError."""
+        return load_config([("job.json", self.config)])
+
+
+@dataclass(frozen=True)
+class Handed:
+    """A fork server on its way from one process to another.
+
+    fd, board_fd: inherited. heard: what it has said and nobody has read; greeting: that it is ready, if it has said so.
+    """
+
+    fd: int
+    board_fd: int
+    pid: int
+    heard: str
+    greeting: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Joining:
+    """Which job an agent takes part in, and as what.
+
+    address: "host:port" of the coordinator, or the path of coordinator.json. entry: "module:function", called in each
+    worker with its `WorkerContext`; what it returns is the worker's exit code, and 0 means that it left in order (done,
+    or dismissed by request). preload: modules that the fork server imports. host: a name that no other agent of the job
+    has. room: for how many workers, 0 if that does not matter. run_dir: how the job's directory is called here, "" if
+    as the job says. threads: with how many the fork server is started, as far as is known. server: a fork server that
+    runs already. parent: dies with this process, 0 if with none. ranks: processes of each worker.
+    files: "module:class", which serves this host's checkpoint directory to peers; "" if nobody does.
+    own: the address of this host that workers listen at and tell others, "" if as the job's config says. task: the only
+    one that it runs, "" if any. tls: how it speaks with others. domains: in which this host is, by label. said: what
+    people call `address`, "" if so.
+    """
+
+    address: str
+    token_file: str
+    entry: str
+    preload: list[str]
+    host: str
+    room: int = 0
+    run_dir: str = ""
+    threads: int = 1
+    server: Handed | None = None
+    parent: int = 0
+    ranks: int = 1
+    own: str = ""
+    task: str = ""
+    files: str = ""
+    tls: TlsConfig = field(default_factory=TlsConfig)
+    domains: dict[str, str] = field(default_factory=dict)
+    said: str = ""
+
+    def where(self) -> Path | tuple[str, int]:
+        """As a control connection wants it. Raises: ConfigError if it is no address."""
+        if "/" in self.address:
+            return Path(self.address)
+        host, _, port = self.address.rpartition(":")
+        if not host or not port.isdecimal() or not 0 < int(port) <= 65535:
+            raise ConfigError(f"--join: expected ADDR:PORT like 127.0.0.1:29400, got {self.address!r}")
+        if ":" in host:
+            raise ConfigError(f"--join: expected an IPv4 address or a name, got the IPv6 address {host}")
+        return host, int(port)
+
+    def to_json(self) -> str:
+        """As text; `from_json` undoes it."""
+        return msgspec.json.encode(self).decode()
+
+    @classmethod
+    def from_json(cls, text: str) -> Joining:
+        """Raises: ConfigError for anything else than `to_json` makes."""
+        try:
+            return msgspec.json.decode(text, type=cls)
+        except msgspec.DecodeError as error:
+            raise ConfigError(f"expected what an agent is started with as JSON, got something else: {error}") from None

@@ -1,0 +1,386 @@
+"""The client's end of a control connection: a daemon thread that reconnects for ever.
+
+Apart from who uses it (workers, agents) because both need the same: sending must never hold up training, messages
+survive a coordinator that is away, and every new connection begins with a hello that states the whole truth anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import select
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+
+from everstep.base.errors import EverstepError, ProtocolError
+from everstep.base.plan import Plan
+from everstep.base.readable import readable
+from everstep.protocol.lease.terms import Terms
+from everstep.protocol.messages import AnyMessage, Heartbeat, JobEnded, Progress, TermBegun, decode, encode
+from everstep.protocol.telling import Listener
+from everstep.runtime.link.address import read_address
+from everstep.runtime.link.handshake import Seals
+from everstep.runtime.link.silence import CONTROL_SILENT_S, notice_silence
+from everstep.runtime.link.tls import Tls
+from everstep.runtime.link.wire import HANDSHAKE_TIMEOUT_S, FrameReader, frame, handshake_client, sealed, secured
+
+log = logging.getLogger(__name__)
+
+FIRST_BACKOFF_S = 0.02
+MAX_BACKOFF_S = 1.0
+MAX_QUEUED = 10_000
+SAY_EVERY_S = 10.0
+_RECEIVE_BYTES = 1 << 18
+_LOOK_MS = 500
+_PASSING = (Progress, Heartbeat)
+
+
+FirstWords = AnyMessage | tuple[AnyMessage, Plan | None]
+"""What is said first; a worker's with the plan that it names, so that the next one may be told as what has changed."""
+
+
+class Unheard:
+    """Says now and then that something waits for a coordinator, and none is there. Pure."""
+
+    def __init__(self) -> None:
+        self._since_s: float | None = None
+        self._said_s = 0.0
+
+    def look(self, connected: bool, now_s: float) -> str:
+        """It waits. Returns what is to be said now, "" for nothing."""
+        if connected:
+            self._since_s = None
+            return ""
+        if self._since_s is None:
+            self._since_s = self._said_s = now_s
+        if now_s - self._said_s < SAY_EVERY_S:
+            return ""
+        self._said_s = now_s
+        away_s = now_s - self._since_s
+        return f"no coordinator has answered for {away_s:.0f} s: this worker waits for one to decide how to go on"
+
+
+class _Replaced(EverstepError):
+    """Somebody else is to be talked to."""
+
+
+class ControlClient:
+    """A control connection to the coordinator that is always being kept up.
+
+    address: the path of coordinator.json (read anew at each attempt), or a fixed (host, port). key: the role's token.
+    hello: called in the client's thread at each connect; its message goes out before all others.
+    on_message: called in the client's thread for each message that arrives; it must not block for long. An exception
+    in it is logged and does not end the connection.
+    on_connected: called in the client's thread with True after each hello, with False when the connection is lost.
+    tls: what is shown to a coordinator that it covers.
+
+    Messages that could not be sent wait. Passing ones (Progress, Heartbeat) are dropped when the connection is lost
+    and when the queue is full; the others are kept. What was already handed to a connection that then broke may be
+    lost: the hello has to state whatever matters.
+    """
+
+    def __init__(
+        self,
+        address: str | os.PathLike[str] | tuple[str, int],
+        key: bytes,
+        role: str,
+        name: str,
+        hello: Callable[[], FirstWords],
+        on_message: Callable[[AnyMessage], None],
+        on_connected: Callable[[bool], None] | None = None,
+        tls: Tls | None = None,
+    ) -> None:
+        self._tls = tls
+        self._address = address
+        self._key = key
+        self._role = role
+        self._name = name
+        self._hello = hello
+        self._on_message = on_message
+        self._on_connected = on_connected
+        self._lock = threading.Lock()
+        self._drained = threading.Condition(self._lock)
+        self._queue: deque[tuple[bytes, bool]] = deque()  # (frame, passing)
+        self._leaving = b""  # the first frame, as this connection is taking it
+        self._offset = 0  # bytes of that which it has taken already
+        self._sock: socket.socket | None = None
+        self._seals: Seals | None = None
+        self._closing = False
+        self._warned = ""
+        self._ended = False
+        self._seen: tuple[int, int] = (0, 0)
+        self._terms = Terms()
+        self._connected = threading.Event()
+        self._cut_until_s = 0.0
+        self._cut_breaks = False
+        self._wake_r, self._wake_w = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self.connects = 0
+        self._thread = threading.Thread(target=self._run, name=f"control-{role}-{name}", daemon=True)
+        self._thread.start()
+
+    @property
+    def connected(self) -> bool:
+        """Whether a connection stands and has said hello."""
+        return self._connected.is_set()
+
+    def wait_connected(self, timeout_s: float) -> bool:
+        """Returns False if there is no connection after `timeout_s`."""
+        return self._connected.wait(timeout_s)
+
+    def send(self, message: AnyMessage) -> None:
+        """Send now if the socket takes it, else keep the message for the client's thread. Never blocks. Thread-safe."""
+        data = frame(encode(message), deflate=True)
+        passing = isinstance(message, _PASSING)
+        with self._lock:
+            if self._closing:
+                return
+            if passing and self._sock is None:
+                return
+            if len(self._queue) >= MAX_QUEUED and not self._make_room() and passing:
+                return
+            self._queue.append((data, passing))
+            if self._sock is not None:
+                self._pump()
+            waiting = bool(self._queue)
+        if waiting:
+            self._wake()
+
+    def follow(self, path: str | os.PathLike[str]) -> None:
+        """From now on the coordinator's address is what this file says. Thread-safe."""
+        self._address = path
+
+    def flush(self, timeout_s: float) -> bool:
+        """Wait until everything queued was handed to the kernel. Returns False after `timeout_s`."""
+        with self._drained:
+            return self._drained.wait_for(lambda: not self._queue or self._closing, timeout_s)
+
+    def cut(self, for_s: float, breaks: bool) -> None:
+        """A scripted fault: for so many seconds nothing passes in either direction. Thread-safe.
+
+        breaks: the connection ends, and none can be made meanwhile; else it only falls silent, and goes on afterwards.
+        """
+        with self._lock:
+            self._cut_until_s, self._cut_breaks = time.monotonic() + for_s, breaks
+        self._wake()
+
+    def _cut_s(self) -> float:
+        """Seconds that the scripted fault still lasts; not above 0 if there is none."""
+        return self._cut_until_s - time.monotonic() if self._cut_until_s else 0.0
+
+    def close(self, flush_s: float = 1.0) -> None:
+        """End the connection, after giving what is queued `flush_s` to leave."""
+        if flush_s > 0 and threading.current_thread() is not self._thread:
+            self.flush(flush_s)
+        with self._lock:
+            self._closing = True
+            if self._sock is not None:
+                with contextlib.suppress(OSError):
+                    self._sock.shutdown(socket.SHUT_RDWR)
+            self._drained.notify_all()
+        self._wake()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(timeout=5.0)
+
+    # ---- the client's thread
+
+    def _run(self) -> None:
+        backoff_s = FIRST_BACKOFF_S
+        while not self._closing:
+            if self._cut_s() > 0:
+                self._pause(self._cut_s())
+                continue
+            try:
+                sock, seals, heard = self._connect()
+            except (OSError, EverstepError) as error:
+                self._complain(error)
+                self._pause(backoff_s)
+                backoff_s = min(MAX_BACKOFF_S, backoff_s * 2)
+                continue
+            backoff_s = FIRST_BACKOFF_S
+            self._warned = ""
+            try:
+                self._talk(sock, seals, heard)
+            except (OSError, EverstepError) as error:
+                if not self._ended:  # after the end of the job that is how it ought to be
+                    log.info("control connection lost: %s", error)
+            finally:
+                self._disconnect(sock)
+            if not self._closing:
+                self._pause(FIRST_BACKOFF_S)
+        with self._lock:  # first the end that others write to: a pipe without a reader breaks whoever wakes
+            os.close(self._wake_w)
+            self._wake_w = -1
+        os.close(self._wake_r)
+
+    def _connect(self) -> tuple[socket.socket, Seals, Listener]:
+        address = self._address
+        if isinstance(address, tuple):
+            host, port = address
+        else:
+            self._seen = self._signature()
+            found = read_address(Path(address))
+            host, port = found.host, found.port
+        sock = socket.create_connection((host, port), timeout=HANDSHAKE_TIMEOUT_S)
+        if sock.getsockname() == sock.getpeername():
+            sock.close()
+            raise ProtocolError("connected to itself: nobody listens there")
+        sock = secured(sock, self._tls)
+        try:
+            notice_silence(sock, CONTROL_SILENT_S)
+            seals = handshake_client(sock, self._key, self._role, self._name)
+            said = self._hello()
+            message, plan = said if isinstance(said, tuple) else (said, None)
+            sock.sendall(sealed(seals, frame(encode(message), deflate=True)))
+            sock.setblocking(False)
+        except BaseException:
+            sock.close()
+            raise
+        return sock, seals, Listener(plan)
+
+    def _talk(self, sock: socket.socket, seals: Seals, heard: Listener) -> None:
+        with self._lock:
+            self._sock, self._seals = sock, seals
+            self._pump()
+        self.connects += 1
+        self._connected.set()
+        if self._on_connected is not None:
+            self._on_connected(True)
+        reader = FrameReader(seals)
+        poller = select.poll()
+        poller.register(self._wake_r, select.POLLIN)
+        while not self._closing:
+            if self._cut_s() > 0:
+                if self._cut_breaks:
+                    raise ProtocolError("cut by a scripted fault")
+                self._pause(self._cut_s())
+                continue
+            wants_out = select.POLLOUT if self._queue else 0
+            poller.register(sock, select.POLLIN | wants_out)
+            for fd, _events in poller.poll(_LOOK_MS):
+                if fd == self._wake_r:
+                    self._clear_wake()
+            self._look_for_another(sock)
+            with self._lock:
+                self._pump()
+            if self._cut_s() > 0:
+                continue
+            try:
+                data = sock.recv(_RECEIVE_BYTES)
+            except BlockingIOError:
+                continue
+            if not data:
+                raise ProtocolError("the coordinator ended the connection")
+            for body in reader.feed(data):
+                message = heard.take(decode(body))
+                if message is not None:
+                    self._deliver(message)
+
+    def _look_for_another(self, sock: socket.socket) -> None:
+        """Raises: ProtocolError if another coordinator has announced itself than that at the other end, which may be
+        frozen, or unaware that it decides no more."""
+        address, seen = self._address, self._signature()
+        if isinstance(address, tuple) or seen in (self._seen, (0, 0)):
+            return
+        self._seen = seen
+        with contextlib.suppress(OSError, ProtocolError):
+            found = read_address(Path(address))
+            if (found.host, found.port) != sock.getpeername()[:2]:
+                raise _Replaced(f"the coordinator is at {found.host}:{found.port} now")
+
+    def _deliver(self, message: AnyMessage) -> None:
+        refused = self._terms.refusal(message)
+        if refused:
+            raise ProtocolError(f"this coordinator is not the one that decides any more: {refused}")
+        if isinstance(message, TermBegun):
+            return
+        self._ended = self._ended or isinstance(message, JobEnded)
+        try:
+            self._on_message(message)
+        except Exception:
+            log.exception("handling %s failed", type(message).__name__)
+
+    def _disconnect(self, sock: socket.socket) -> None:
+        with self._lock:
+            self._sock = self._seals = None
+            self._leaving, self._offset = b"", 0
+            self._queue = deque(item for item in self._queue if not item[1])
+            self._drained.notify_all()
+        sock.close()
+        if self._connected.is_set():
+            self._connected.clear()
+            if self._on_connected is not None:
+                self._on_connected(False)
+
+    # ---- with the lock held
+
+    def _pump(self) -> None:
+        """Hand as much of the queue to the kernel as it takes at once."""
+        sock, seals = self._sock, self._seals
+        while sock is not None and seals is not None and self._queue and self._cut_s() <= 0:
+            if not self._leaving:
+                self._leaving = sealed(seals, self._queue[0][0])
+            data = self._leaving
+            try:
+                sent = sock.send(memoryview(data)[self._offset :] if self._offset else data)
+            except BlockingIOError:
+                return
+            except OSError:
+                return  # the thread sees it when it reads
+            self._offset += sent
+            if self._offset < len(data):
+                return
+            self._leaving, self._offset = b"", 0
+            self._queue.popleft()
+        if not self._queue:
+            self._drained.notify_all()
+
+    def _make_room(self) -> bool:
+        """Drop the oldest passing message that has not begun to leave. Returns whether there was one."""
+        for index, (_data, passing) in enumerate(self._queue):
+            if passing and (index > 0 or not self._leaving):
+                del self._queue[index]
+                return True
+        return False
+
+    # ---- waking and waiting
+
+    def _wake(self) -> None:
+        with self._lock:
+            if self._wake_w >= 0:
+                with contextlib.suppress(BlockingIOError):
+                    os.write(self._wake_w, b"\0")
+
+    def _clear_wake(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.read(self._wake_r, 4096)
+
+    def _pause(self, seconds: float) -> None:
+        """Wait, unless closing or a new address ends it; a message that is queued meanwhile does not."""
+        end = time.monotonic() + seconds
+        while not self._closing and (left := end - time.monotonic()) > 0:
+            readable([self._wake_r], min(left, FIRST_BACKOFF_S))
+            self._clear_wake()
+            if self._signature() != self._seen:
+                return
+
+    def _signature(self) -> tuple[int, int]:
+        """Changes when another coordinator announces itself."""
+        if isinstance(self._address, tuple):
+            return self._seen
+        try:
+            found = os.stat(self._address)
+        except OSError:
+            return (0, 0)
+        return (found.st_ino, found.st_mtime_ns)
+
+    def _complain(self, error: Exception) -> None:
+        text = f"{type(error).__name__}: {error}"
+        if text != self._warned:
+            self._warned = text
+            level = logging.WARNING if isinstance(error, EverstepError) else logging.INFO
+            log.log(level, "no control connection yet: %s", error)

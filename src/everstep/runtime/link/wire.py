@@ -1,0 +1,290 @@
+"""Frames of control and peer connections, and the token's files.
+
+A frame is a 4-byte big-endian length, a body of at most `MAX_FRAME_BYTES`, and a tag of 16 bytes, which proves that it
+is the next one of whoever proved the token in the handshake (`handshake`); with the length's highest bit set, the body
+is deflated (a plan for a thousand workers is then 7 times smaller).
+
+Nothing else that a stranger sends is looked at, and a stranger who is slow is cut off. The parts that compute are
+functions of bytes; asyncio and blocking sockets share them.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import secrets
+import socket
+import ssl
+import struct
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+
+from everstep.base.below import write_atomically
+from everstep.base.errors import ProtocolError, TokenRefused, Untrusted
+from everstep.base.given import read_given
+from everstep.base.plan import Plan
+from everstep.protocol.messages import MAX_FRAME_BYTES, AnyMessage, PlanNow, PlanPrepared, encode
+from everstep.protocol.telling import WithPlan, parts_of, told
+from everstep.runtime.link.handshake import GREETING_BYTES, PROOF_BYTES, TAG_BYTES, Caller, Ends, Seals, frame_digest
+from everstep.runtime.link.tls import Tls, TlsSocket, fingerprint_of, no_tls, said
+
+HANDSHAKE_TIMEOUT_S = 5.0
+DEFLATE_FROM_BYTES = 16 << 10
+_DEFLATED = 1 << 31
+_MOST_TOKEN_BYTES = 4096
+_MOST_TOLD = 16
+_SAME_MODE = "is security.tls.mode the same here and there?"
+_LENGTH = struct.Struct(">I")
+Sealable = tuple[bytes, bytes]
+"""A frame, and its digest if it is long."""
+
+
+def new_token() -> bytes:
+    """A fresh secret of 32 bytes."""
+    return secrets.token_bytes(32)
+
+
+def write_token(path: Path, token: bytes) -> None:
+    """Store the token in hex, readable by the owner alone."""
+    write_atomically(path, token.hex())
+
+
+def read_token(path: Path, *, links: bool = False) -> bytes:
+    """The token in a file. links: a user names this file, which may be a link.
+
+    Raises: ProtocolError if the file holds no token; OSError if it cannot be read.
+    """
+    return token_of(read_given(path, _MOST_TOKEN_BYTES, links=links).decode("latin-1"), str(path))
+
+
+def token_of(text: str, where: str) -> bytes:
+    """The token that a text says. Raises: ProtocolError, naming where it came from, if it is none."""
+    try:
+        token = bytes.fromhex(text.strip())
+    except ValueError:
+        token = b""
+    if len(token) < 16:
+        raise ProtocolError(f"expected the job's token, at least 32 hex digits, in {where}, found something else")
+    return token
+
+
+# ---- frames
+
+
+def frame(body: bytes, *, deflate: bool = False) -> bytes:
+    """A body with its length before it, deflated if asked for and worth it. Raises: ProtocolError if it is too long."""
+    if len(body) > MAX_FRAME_BYTES:
+        raise ProtocolError(f"a message of {len(body)} bytes exceeds the limit of {MAX_FRAME_BYTES}")
+    if deflate and len(body) >= DEFLATE_FROM_BYTES:
+        packed = zlib.compress(body, 1)
+        if len(packed) < len(body):
+            return _LENGTH.pack(len(packed) | _DEFLATED) + packed
+    return _LENGTH.pack(len(body)) + body
+
+
+class Frames:
+    """What is sent to many, made once: encoded, deflated and read for its digest. Plans go as `protocol.telling` says.
+
+    Of the plans that were told, the last ones are kept; each from what it was told as a change of.
+    """
+
+    def __init__(self) -> None:
+        self._last: tuple[AnyMessage | None, Sealable] = (None, (b"", b""))
+        self._told: dict[tuple[int, int], tuple[Plan, Plan | None, Sealable]] = {}
+
+    def of(self, message: AnyMessage, before: Plan | None) -> tuple[list[Sealable], Plan | None]:
+        """The frames of a message for a connection over which `before` was told last, each with its digest, and the
+        plan that is the last one from now on."""
+        if not isinstance(message, WithPlan):
+            return [self._once(message)], before
+        plan = message.plan
+        telling = [] if plan is before else [self._telling(plan, before)]
+        return [*telling, self._once(message)], plan
+
+    def _once(self, message: AnyMessage) -> Sealable:
+        last, made = self._last
+        alike = last is message
+        if isinstance(message, PlanNow | PlanPrepared) and type(last) is type(message):
+            alike = getattr(last, "plan", None) is message.plan
+        if not alike:
+            made = _made(parts_of(message, getattr(message, "plan", None))[0][-1])
+            self._last = (message, made)
+        return made
+
+    def _telling(self, plan: Plan, before: Plan | None) -> Sealable:
+        key = id(plan), id(before)
+        if key not in self._told:
+            if len(self._told) >= _MOST_TOLD:
+                del self._told[next(iter(self._told))]
+            self._told[key] = (plan, before, _made(told(plan, before)))  # holds both, so that no other has their ids
+        return self._told[key][2]
+
+
+def _made(message: AnyMessage) -> Sealable:
+    data = frame(encode(message), deflate=True)
+    return data, frame_digest(data)
+
+
+def inflate(packed: bytes, most_bytes: int = MAX_FRAME_BYTES) -> bytes:
+    """Undo the deflating of a frame's body. Raises: ProtocolError if it is damaged or beyond the limit."""
+    try:
+        body = zlib.decompressobj().decompress(packed, most_bytes + 1)
+    except zlib.error as error:
+        raise ProtocolError(f"expected a deflated frame, got something else: {error}") from None
+    if len(body) > most_bytes:
+        raise ProtocolError(f"expected frames of at most {most_bytes} bytes, got one that inflates beyond it")
+    return body
+
+
+def sealed(seals: Seals, packed: bytes) -> bytes:
+    """What `frame` made, with its tag: the next that goes out over this connection."""
+    return packed + seals.tag(packed)
+
+
+def _split_length(length: int, most_bytes: int = MAX_FRAME_BYTES) -> tuple[int, bool]:
+    size, deflated = length & ~_DEFLATED, bool(length & _DEFLATED)
+    if size > most_bytes:
+        raise ProtocolError(f"expected frames of at most {most_bytes} bytes, got one of {size}")
+    return size, deflated
+
+
+class FrameReader:
+    """Cuts a stream of bytes into bodies. `unpack` undoes deflating. most_bytes: of one body."""
+
+    def __init__(
+        self,
+        seals: Seals,
+        unpack: Callable[[bytes, int], bytes] = inflate,
+        most_bytes: int = MAX_FRAME_BYTES,
+    ) -> None:
+        self._seals = seals
+        self._buffer = bytearray()
+        self._unpack = unpack
+        self._most_bytes = most_bytes
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """The bodies that are complete now. Raises: ProtocolError for a frame that is beyond the limit, or not the next
+        one of the other end."""
+        buffer = self._buffer
+        buffer += data
+        bodies: list[bytes] = []
+        start, view = 0, memoryview(buffer)
+        try:
+            while len(buffer) - start >= _LENGTH.size:
+                length, deflated = _split_length(_LENGTH.unpack_from(buffer, start)[0], self._most_bytes)
+                end = start + _LENGTH.size + length
+                if len(buffer) < end + TAG_BYTES:
+                    break
+                with view[start:end] as whole, view[end : end + TAG_BYTES] as tag:
+                    self._seals.check(tag, whole)
+                body = bytes(view[start + _LENGTH.size : end])
+                bodies.append(self._unpack(body, self._most_bytes) if deflated else body)
+                start = end + TAG_BYTES
+        finally:
+            view.release()
+        if start:
+            del buffer[:start]
+        return bodies
+
+
+# ---- blocking sockets
+
+
+def recv_exact(sock: socket.socket, size: int) -> bytes:
+    """As `recv_exact_into`."""
+    data = bytearray(size)
+    recv_exact_into(sock, memoryview(data))
+    return bytes(data)
+
+
+def recv_exact_into(sock: socket.socket, out: memoryview) -> None:
+    """Fill `out` (bytes). Raises: ProtocolError if the other side closes first; OSError (TimeoutError) as the socket
+    does."""
+    got = 0
+    size = len(out)
+    while got < size:
+        n = sock.recv_into(out[got:] if got else out)
+        if n == 0:
+            raise ProtocolError(f"the connection ended after {got} of {size} bytes")
+        got += n
+
+
+def ends(sock: socket.socket, crossed_to: str = "") -> Ends:
+    """The addresses of a connection's two ends; for its client also what it was shown at the other one. crossed_to: the
+    address of the other one where the socket leads to a ferry that goes there."""
+    channel = ""
+    if isinstance(sock, TlsSocket) and not sock.server_side:
+        channel = fingerprint_of(sock.getpeercert(binary_form=True))
+    there = crossed_to if sock.family == socket.AF_UNIX else address_text(sock.getpeername())
+    return Ends(address_text(sock.getsockname()), there, channel)
+
+
+def address_text(name: object) -> str:
+    """An address as sockets give it, as "host:port"; "" for those without a port."""
+    if not isinstance(name, tuple) or len(name) < 2:
+        return ""
+    host = ipaddress.ip_address(str(name[0]).partition("%")[0])
+    mapped = getattr(host, "ipv4_mapped", None)
+    return f"{mapped or host}:{name[1]}"
+
+
+def secured(sock: socket.socket, tls: Tls | None) -> socket.socket:
+    """The client's end of a connection from now on: over TLS where that is spoken. The socket is closed if that fails.
+
+    Raises: Untrusted if the server is none of the job's; ProtocolError if it speaks no TLS; OSError.
+    """
+    try:
+        between = ends(sock)
+        if tls is None or not tls.covers(between):
+            return sock
+        sock = tls.call(sock, between)
+        sock.do_handshake()
+        return sock
+    except (ssl.SSLError, ValueError) as error:  # the latter: no certificate where a CA's was expected
+        sock.close()
+        if isinstance(error, ssl.SSLError) and (words := no_tls(error)):
+            raise ProtocolError(words) from None
+        words = said(error) if isinstance(error, ssl.SSLError) else str(error)
+        raise Untrusted(f"the server cannot be trusted: {words}") from None
+    except BaseException:
+        sock.close()
+        raise
+
+
+def handshake_client(sock: socket.socket, key: bytes, role: str, name: str) -> Seals:
+    """Prove the token of a role to the server, and have it prove it too. Honours the socket's timeout.
+
+    Raises: ProtocolError if the server is not ours or refuses; OSError.
+    """
+    try:
+        greeting = recv_exact(sock, GREETING_BYTES)
+    except ConnectionAbortedError as error:
+        raise ProtocolError(f"the server does not trust this host: {error}") from None
+    except TimeoutError:
+        raise TimeoutError(f"it says nothing: {_SAME_MODE}") from None
+    except ProtocolError as error:
+        raise ProtocolError(f"{error}: {_SAME_MODE}") from None
+    caller = Caller(key, role, name, ends(sock))
+    sock.sendall(caller.answer(greeting))
+    try:
+        proof = recv_exact(sock, PROOF_BYTES)
+    except (ProtocolError, ConnectionError):
+        raise TokenRefused(
+            f"the server refused this job's token: it serves another job, or is not at {caller.address} itself"
+        ) from None
+    return caller.accept(proof)
+
+
+def send_frame(sock: socket.socket, seals: Seals, body: bytes) -> None:
+    """Raises: ProtocolError if the body is too long; OSError."""
+    sock.sendall(sealed(seals, frame(body)))
+
+
+def recv_frame(sock: socket.socket, seals: Seals, most_bytes: int = MAX_FRAME_BYTES) -> bytes:
+    """Raises: ProtocolError at the end of the stream, and for a frame that is beyond the limit or not the next one of
+    the other end; OSError."""
+    header = recv_exact(sock, _LENGTH.size)
+    length, deflated = _split_length(_LENGTH.unpack(header)[0], most_bytes)
+    body = recv_exact(sock, length)
+    seals.check(recv_exact(sock, TAG_BYTES), header, body)
+    return inflate(body, most_bytes) if deflated else body
