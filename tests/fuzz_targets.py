@@ -57,8 +57,8 @@ from everstep.report.notes import read_notes
 from everstep.report.pulled import hosts_apart
 from everstep.report.tail import object_of
 from everstep.report.words import sentence
-from everstep.runtime.files.places import domains_there, others
-from everstep.runtime.files.replica import Replica
+from everstep.runtime.files.host_directory import domains_there, others
+from everstep.runtime.files.standby_files import DirectoryCopy
 from everstep.runtime.lead.etcd_gateway import NoReply, read_reply
 from everstep.runtime.lead.journal import format_entry
 from everstep.runtime.lead.journal import parse as parse_journal
@@ -346,7 +346,8 @@ _ETCD_REPLY = {
 }
 
 
-_HOSTS = b'{"a":{"apart":true,"disk":"x","address":"h:1"},"b":{"disk":"y","address":"i:2","domains":{"rack":"r1"}}}'
+_HOSTS = b"""{"a":{"agent_id":"a","apart":true,"disk":"x","address":"h:1"},
+"b":{"agent_id":"b","apart":false,"disk":"y","address":"i:2","domains":{"rack":"r1"}}}"""
 
 
 def _hosts(path: Path) -> object:
@@ -427,7 +428,7 @@ def targets() -> list[FuzzTarget]:
         FuzzTarget("hosts", [_HOSTS],
                    _in_file("hosts.json", _hosts), ()),
         FuzzTarget("replica", [b'{"place":"ab","complete":true,"versions":{"events.jsonl":"7","job.json":"8-2-9"}}'],
-                   _in_file("replica.json", lambda path: Replica(path.parent).held()), ()),
+                   _in_file("replica.json", lambda path: DirectoryCopy(path.parent).versions), ()),
         FuzzTarget("told", [_EVENTS, b'{"kind":"step_committed","step":3,"came_from":"0123456789abcdef:9"}\n'],
                    _in_file("events.jsonl", lambda path: ToldFile(path).look()), ()),
         FuzzTarget("published", [b'{"begun_ns":1,"lines":3,"sampled_s":1.5,"sampled_step":1,"memory":{"a":"b"}}'],

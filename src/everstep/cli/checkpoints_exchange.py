@@ -31,7 +31,7 @@ from everstep.cli.signed import require_signature, transfer_signed, vouched
 from everstep.cli.terminal import console
 from everstep.cli.tokens import token_in
 from everstep.report.words import size_text
-from everstep.runtime.files.places import HOSTS_FILE, checkpoints_in, others
+from everstep.runtime.files.host_directory import HOSTS_FILE, checkpoints_in, others
 from everstep.runtime.files.run_lock import is_locked
 from everstep.runtime.link.address import JOB_FILE, TOKEN_FILE
 from everstep.runtime.link.handshake import PEER, role_token

@@ -23,8 +23,8 @@ from everstep.checkpoint.names import MAX_STEP, manifest_name, step_of
 from everstep.cli.job import JobFile, differences, read_job
 from everstep.cli.task_loading import TaskSpec
 from everstep.observe.events import last_committed_step
-from everstep.runtime.files.gathering import NEWEST_FILE
-from everstep.runtime.files.places import checkpoints_in
+from everstep.runtime.files.file_sets import NEWEST_FILE
+from everstep.runtime.files.host_directory import checkpoints_in
 from everstep.runtime.files.private import close_folder, close_run_dir, close_store
 from everstep.runtime.link.address import EVENTS_FILE, JOB_FILE, LOCK_FILE
 

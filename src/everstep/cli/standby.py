@@ -24,13 +24,13 @@ from everstep.cli.display import Watcher, choose_display
 from everstep.cli.job import JobFile, about_to_run, check_network, read_job, total_steps
 from everstep.cli.main import complain
 from everstep.cli.meeting import ETCD_S, etcd_at
-from everstep.cli.replica import replica_in
 from everstep.cli.run_dir import read_digest
+from everstep.cli.standby_fill import copy_in
 from everstep.cli.worker import ENTRY, FILES, PRELOAD
 from everstep.observe.events import EventLog, read_events
 from everstep.protocol.lease.requests import Holder, HolderSeen, Load, Loaded, Look
 from everstep.report.history import History
-from everstep.runtime.files.places import OWN_FOLDER, new_word, word_in
+from everstep.runtime.files.host_directory import OWN_FOLDER, new_word, word_in
 from everstep.runtime.files.run_lock import run_lock
 from everstep.runtime.host.fork_server_client import EarlyForkServer
 from everstep.runtime.lead.etcd import Announced, Etcd
@@ -148,11 +148,11 @@ def stand_by(
         shown = run_dir or Path(str(found.facts.get("run_dir")))
         shared = _sees(shown, lambda: _place(etcd) or word)
         if not shared:
-            shown = held.enter_context(replica_in(run_dir, word, name, own, token, lambda: in_etcd(etcd)))
+            shown = held.enter_context(copy_in(run_dir, word, name, own, token, lambda: in_etcd(etcd)))
         job = read_job(shown, joined=False)
         check_lease(job.config, secrets)
-        replica = name if (shown / OWN_FOLDER).is_dir() else ""
-        succession = Succession(True, new_owner(), found.job, own, replica=replica, secrets=secrets)
+        copying_host = name if (shown / OWN_FOLDER).is_dir() else ""
+        succession = Succession(True, new_owner(), found.job, own, copying_host=copying_host, secrets=secrets)
         how = "" if shared else ", with files of its own"
         print(f"{name} stands by for the job in {shown}{how}; {about_to_run(job)}", file=sys.stderr, flush=True)
         exit_code = _take_part(shown, job, token, succession, slots, name, 0, domains)
@@ -230,7 +230,7 @@ def _take_part(
     with contextlib.ExitStack() as held:
         server = held.enter_context(contextlib.closing(EarlyForkServer(config.threads, PRELOAD)))
         more: dict[str, Any] = {"room": slots, "domains": domains, "files": FILES, "host": host, "own": own}
-        apart = run_dir / OWN_FOLDER if succession.replica else None
+        apart = run_dir / OWN_FOLDER if succession.copying_host else None
         local = LocalHost(run_dir, config, ENTRY, preload=PRELOAD, early=server, apart=apart, **more)
 
         def on_event(event: dict[str, Any]) -> None:
@@ -240,7 +240,7 @@ def _take_part(
                 led = True
                 with contextlib.suppress(ConfigError):  # the command that began the job may run still
                     held.enter_context(run_lock(run_dir))
-                logs = ", and the logs of its workers are where it is" if succession.replica else ""
+                logs = ", and the logs of its workers are where it is" if succession.copying_host else ""
                 display.note(f"{host} leads the job in {run_dir} from now on: the host that did is lost{logs}")
                 watcher.start()
             if led:

@@ -19,11 +19,15 @@ from everstep.protocol.columns import PlanTold as PlanTold
 from everstep.protocol.following import PlanName
 from everstep.protocol.identity import Code, Kernels
 from everstep.protocol.messages_base import AnyMessage as AnyMessage
+from everstep.protocol.messages_base import FilePiece as FilePiece
+from everstep.protocol.messages_base import FilePieces as FilePieces
+from everstep.protocol.messages_base import FilesHeld as FilesHeld
 from everstep.protocol.messages_base import FromAgent as FromAgent
 from everstep.protocol.messages_base import Heartbeat as Heartbeat
 from everstep.protocol.messages_base import Labels as Labels
 from everstep.protocol.messages_base import LoopLeft as LoopLeft
 from everstep.protocol.messages_base import OfLife as OfLife
+from everstep.protocol.messages_base import StandbyHello as StandbyHello
 from everstep.protocol.messages_base import WorkerDone as WorkerDone
 from everstep.protocol.messages_base import WorkerLife as WorkerLife
 from everstep.protocol.messages_base import WorkerPulse as WorkerPulse
@@ -112,21 +116,6 @@ class HostPlace(FromAgent, frozen=True, kw_only=True):
     disk: _Short
     address: _Short = ""
     domains: Labels = {}
-
-
-class FilePiece(FromAgent, frozen=True, kw_only=True):
-    """Bytes of a file of a host whose run directory is its own, for the job's: at byte `at` of the file of that name.
-
-    source: names that very file among all of this name. size, digest: of a file that is brought whole (BLAKE2b, 32 hex
-    digits); without a digest it is one that grows by lines. No data: asks how much is there.
-    """
-
-    path: _Path
-    source: _Short
-    at: Annotated[int, msgspec.Meta(ge=0)]
-    data: bytes = b""
-    size: Annotated[int, msgspec.Meta(ge=0)] = 0
-    digest: _Short = ""
 
 
 class HostTold(FromAgent, frozen=True, kw_only=True):
@@ -457,16 +446,6 @@ class StrikeNow(AnyMessage, frozen=True, kw_only=True):
     by_s: float = 0.0
     mbit: float = 0.0
     share: float = 1.0
-
-
-class PieceTaken(AnyMessage, frozen=True, kw_only=True):
-    """Answer to a piece. at: so many bytes of that file are there now; -1: nobody remembers how many. told: the job's
-    events tell of all steps up to this one; 0: of none, or nobody has looked yet."""
-
-    path: str
-    source: str
-    at: int
-    told: int = 0
 
 
 class HostsThere(AnyMessage, frozen=True, kw_only=True):

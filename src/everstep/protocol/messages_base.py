@@ -1,5 +1,5 @@
-"""What messages have in common: their bases, and what several of them say of a worker. Also those by which hosts that
-stand by get the job's files. Pure.
+"""What messages have in common: their bases, and what several of them say of a worker. Also those by which files
+go from one host to another. Pure.
 """
 
 from __future__ import annotations
@@ -97,44 +97,47 @@ class Heartbeat(FromAgent, frozen=True, kw_only=True):
     waited_ms: int = 0
 
 
-# ---- between the head and a host that stands by with a replica of the job's directory
+# ---- the files of one host's directory, for another host's
 
 
-class ReplicaHello(AnyMessage, frozen=True, kw_only=True):
-    """First message of a host that stands by. place: the directory that its files are of (`JobFacts.place`), "" if
-    it has none. held: of each file its version, as the head called it, and how many bytes there are."""
-
-    host: _Short
-    place: _Short = ""
-    held: dict[_Path, tuple[_Short, _Count]] = {}
-
-
-class ReplicaPiece(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Bytes of a file of the job's directory, at byte `at`. version: another one replaces what has come of it.
-
-    size, digest: of a file that counts once it is whole (BLAKE2b, 32 hex digits); without a digest it grows by lines.
-    """
+class FilePiece(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Bytes of a file, from byte `at` on; no data: the sender asks how many bytes are there. version: another version
+    replaces the file. size: of a file that counts once all of it is there; its version is its digest (BLAKE2b, 32 hex
+    digits)."""
 
     path: _Path
     version: _Short
     at: _Count
     data: bytes = b""
     size: _Count = 0
-    digest: _Short = ""
 
 
-class ReplicaPieces(AnyMessage, frozen=True, kw_only=True):
-    """To a host that stands by: what it lacks. place: the directory that it is of; a replica of another one begins
-    anew. rest: it lacks more than this; else it has all that there was a moment ago."""
+class FilePieces(AnyMessage, frozen=True, kw_only=True):
+    """What is new in a directory: from an agent to the head, or from the head to a host that stands by. source: the
+    word of the directory; copies of two directories are never mixed. rest: more follows."""
 
-    place: _Short
+    source: _Short
     number: _Count
-    pieces: list[ReplicaPiece] = []
+    pieces: list[FilePiece] = []
     rest: bool = False
 
 
-class ReplicaHeld(AnyMessage, frozen=True, kw_only=True):
-    """Answer to `ReplicaPieces` of that number. lacking: of files of which a piece had no effect, how much is there."""
+class FilesHeld(AnyMessage, frozen=True, kw_only=True):
+    """Answer to `FilePieces` of that number; 0: nothing could be taken in. held: how many bytes of each file are there;
+    the sender asks again about a file that is not named. told: the job's events tell of all steps up to this one; 0: of
+    none, or nobody knows yet."""
 
     number: _Count
-    lacking: dict[_Path, _Count] = {}
+    held: dict[_Path, _Count] = {}
+    told: _Count = 0
+
+    def has_all(self, sent: FilePieces) -> bool:
+        """Whether all that there was has arrived with these pieces."""
+        pieces = all(self.held.get(p.path) == p.at + len(p.data) for p in sent.pieces)
+        return pieces and not sent.rest and self.number == sent.number
+
+
+class StandbyHello(AnyMessage, frozen=True, kw_only=True):
+    """First message of a host that stands by without the job's directory: it wants the files of that."""
+
+    host: _Short

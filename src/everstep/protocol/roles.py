@@ -10,7 +10,6 @@ from __future__ import annotations
 from everstep.base.plan import WorkerKey
 from everstep.protocol import messages as m
 from everstep.protocol.following import PlanShown, StatesAlike
-from everstep.protocol.messages_base import ReplicaHeld, ReplicaHello
 
 AGENT = "agent"
 WORKER = "worker"
@@ -48,7 +47,7 @@ SAYS: dict[type[m.AnyMessage], frozenset[str]] = {
         ),
         frozenset({AGENT}),
     ),
-    **dict.fromkeys((m.HostPlace, m.FilePiece, m.HostTold), frozenset({AGENT})),
+    **dict.fromkeys((m.HostPlace, m.FilePieces, m.HostTold), frozenset({AGENT})),
     **dict.fromkeys(
         (
             *(m.WorkerHello, m.WorkerHealed, m.HealFailed, m.GenerationEntered, m.Progress, m.PeerFault),
@@ -57,7 +56,7 @@ SAYS: dict[type[m.AnyMessage], frozenset[str]] = {
         ),
         frozenset({WORKER}),
     ),
-    **dict.fromkeys((m.JobHello, m.Ping, m.Goodbye, ReplicaHello, ReplicaHeld), frozenset({JOB})),
+    **dict.fromkeys((m.JobHello, m.Ping, m.Goodbye, m.StandbyHello, m.FilesHeld), frozenset({JOB})),
     m.Command: frozenset({JOB, *PEOPLE}),
 }
 """The roles that may say a message. What is not here is the coordinator's to say."""

@@ -26,7 +26,7 @@ from everstep.report.tail import Folder, Tail, free_bytes, object_of
 from everstep.report.tally import Tally
 from everstep.report.usage import Usage
 from everstep.report.words import Event, as_dict, known, number, one_line, whole_number
-from everstep.runtime.files.places import checkpoints_in
+from everstep.runtime.files.host_directory import checkpoints_in
 from everstep.runtime.files.run_lock import is_locked
 from everstep.runtime.link.address import EVENTS_FILE, JOB_FILE, LOCK_FILE, METRICS_FOLDER
 

@@ -14,9 +14,8 @@ from typing import Any
 
 from everstep.base.below import APPEND, folder_of, open_below
 from everstep.base.errors import ConfigError, EverstepError
-from everstep.base.given import read_json
 from everstep.runtime import commands
-from everstep.runtime.files.places import HOSTS_FILE
+from everstep.runtime.files.host_directory import hosts_there
 from everstep.runtime.link.address import LOGS_FOLDER
 
 MOST_BYTES = 64 << 20
@@ -30,12 +29,7 @@ _MOST_WAITS = 6
 
 def hosts_apart(run_dir: Path) -> list[str]:
     """The hosts of the job in this directory that keep their logs themselves."""
-    try:
-        rows = read_json(run_dir / HOSTS_FILE)
-        found = sorted(str(name) for name, row in rows.items() if row["apart"] is True)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return []
-    return [name for name in found if _HOST.fullmatch(name)]
+    return [name for name, place in hosts_there(run_dir).items() if place.apart and _HOST.fullmatch(name)]
 
 
 def pull_logs(run_dir: Path, host: str | None = None, *, timeout_s: float = 10.0) -> list[str]:

@@ -41,7 +41,7 @@ from everstep.protocol.messages import (
 )
 from everstep.protocol.patience import Patience
 from everstep.protocol.roles import JOB, PEOPLE
-from everstep.runtime.files.places import HOSTS_FILE, leave_word
+from everstep.runtime.files.host_directory import HOSTS_FILE, leave_word
 from everstep.runtime.job_end import JobEnd, Outcome, reserve_s
 from everstep.runtime.lead.journal import end_in_file
 from everstep.runtime.lead.succession import Lead, Succession

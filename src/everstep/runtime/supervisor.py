@@ -17,7 +17,7 @@ from everstep.base.cause import Cause, Why
 from everstep.base.config import Config
 from everstep.base.errors import EverstepError
 from everstep.protocol.patience import Patience
-from everstep.runtime.files.following import MOVED
+from everstep.runtime.files.led_directory import MOVED
 from everstep.runtime.host.fork_server import DEFAULT_PRELOAD
 from everstep.runtime.host.fork_server_client import EarlyForkServer
 from everstep.runtime.host.undoing import stop, throttle

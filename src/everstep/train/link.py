@@ -30,10 +30,9 @@ from everstep.checkpoint.hosts_store import HostsStore
 from everstep.checkpoint.store import DirectoryStore
 from everstep.observe.logs import WorkerLog, set_up_worker_log
 from everstep.protocol import messages as wire
-from everstep.runtime.files.carrier import HELD_FILE
 from everstep.runtime.files.claim_files import claim
-from everstep.runtime.files.gathering import digest_of
-from everstep.runtime.files.places import domains_there, others
+from everstep.runtime.files.file_sender import digest_of
+from everstep.runtime.files.host_directory import ARRIVED_FILE, domains_there, others
 from everstep.runtime.host.board import Board, Row
 from everstep.runtime.host.cell import Head
 from everstep.runtime.link.address import JOB_FILE, coordinator_here
@@ -223,9 +222,9 @@ class LaunchedLink(WorkerLink):
         if not self._context.apart:
             return True
         try:
-            held, path = read_json(self._context.run_path / HELD_FILE), self._context.run_path / name
-            return bool(held.get(name) == digest_of(path, name.count("/")))
-        except (OSError, ValueError, AttributeError):
+            arrived, path = read_json(self._context.run_path / ARRIVED_FILE), self._context.run_path / name
+            return bool(arrived["files"].get(name) == digest_of(path, name.count("/")))
+        except (OSError, ValueError, AttributeError, KeyError, TypeError):
             return False
 
     def waits(self) -> None:

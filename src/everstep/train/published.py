@@ -18,13 +18,13 @@ import msgspec
 
 from everstep.base.below import folder_of, open_below
 from everstep.base.cause import Cause
-from everstep.base.given import parse_json, read_given
+from everstep.base.given import read_json
 from everstep.base.plan import WorkerKey
 from everstep.observe.events import EventLog, encoded, told_lately
 from everstep.observe.told import ToldFile
 from everstep.order.ledger import LaneUse, LedgerRow, encode_row
 from everstep.protocol.driver.records import StepOutcome
-from everstep.runtime.files.carrier import TOLD_FILE
+from everstep.runtime.files.host_directory import ARRIVED_FILE
 from everstep.runtime.link.address import EVENTS_FILE
 
 log = logging.getLogger(__name__)
@@ -38,7 +38,6 @@ MOST_UNTOLD = 100_000
 _MOST_REPORTS = 1000
 TAIL_BYTES = 1 << 20
 """So much of an event log is looked through at first: some thousand steps."""
-_MOST_WORD_BYTES = 1000
 _MOST_GIVEN = 1000
 
 MOST_WAITING_BYTES = 64 << 20
@@ -191,12 +190,12 @@ class Untold:
     leader is lost, perhaps with its host and that one's disk, tells it.
 
     A step has been told if it is in the event log that this host sees (its own log dies with it), or if the job has
-    said so (`TOLD_FILE`, where that is another log). So what was told before one that is lacking is kept, too.
+    said so (`ARRIVED_FILE`, where that is another log). So what was told before one that is lacking is kept, too.
     """
 
     def __init__(self, events: Path) -> None:
         self._file = ToldFile(events, TAIL_BYTES)
-        self._word = events.with_name(TOLD_FILE)
+        self._word = events.with_name(ARRIVED_FILE)
         self._steps: dict[int, _Fields] = {}
         self._said = 0
         self._given_up = False
@@ -271,7 +270,7 @@ def _unpacked(untold: bytes) -> list[_Fields]:
 def _said(word: Path) -> int:
     """Up to which step the job says that all have been told; 0 if it has not said."""
     try:
-        through = parse_json(read_given(word, _MOST_WORD_BYTES))["through"]
+        through = read_json(word)["through"]
     except (OSError, ValueError, TypeError, KeyError):
         return 0
     return through if type(through) is int else 0

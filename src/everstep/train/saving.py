@@ -35,7 +35,7 @@ from everstep.protocol.driver.operations import AbandonSave, PartsThere, Save, S
 from everstep.protocol.driver.records import decode_records, encode
 from everstep.protocol.driver.saver import SavingRules
 from everstep.protocol.step_types import Record
-from everstep.runtime.files.places import checkpoints_in
+from everstep.runtime.files.host_directory import checkpoints_in
 from everstep.runtime.link.peer import PeerConnection
 from everstep.train.elastic import AnyOrder
 from everstep.train.executor import Unusable

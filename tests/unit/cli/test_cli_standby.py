@@ -11,11 +11,11 @@ import pytest
 
 from everstep.base.config import load_config
 from everstep.base.errors import ConfigError
-from everstep.cli import replica, standby
+from everstep.cli import standby, standby_fill
 from everstep.cli.job import JobFile, write_job
 from everstep.cli.main import run_command
-from everstep.cli.replica import kept_apart
-from everstep.runtime.files.places import OWN_FOLDER, REPLICA_FILE, checkpoints_in, leave_word
+from everstep.cli.standby_fill import kept_apart
+from everstep.runtime.files.host_directory import COPY_FILE, OWN_FOLDER, checkpoints_in, leave_word
 from everstep.runtime.lead.etcd import Announced
 from everstep.runtime.link import wire
 from everstep.runtime.link.address import EVENTS_FILE, JOB_FILE, JOURNAL_FILE, TOKEN_FILE
@@ -34,7 +34,7 @@ def test_a_directory_of_the_same_name_on_another_disk_is_not_the_jobs(
     assert not standby._sees(tmp_path / "none", lambda: OTHER)
 
 
-def test_what_may_become_a_replica(tmp_path: Path) -> None:
+def test_what_may_become_a_copy(tmp_path: Path) -> None:
     assert not kept_apart(tmp_path, JOB), "it is empty"
     (tmp_path / JOB_FILE).touch()
     with pytest.raises(ConfigError, match="files of another job") as caught:
@@ -45,7 +45,7 @@ def test_what_may_become_a_replica(tmp_path: Path) -> None:
     leave_word(tmp_path, None, OTHER)
     with pytest.raises(ConfigError, match="files of another job"):
         kept_apart(tmp_path, JOB)
-    (tmp_path / REPLICA_FILE).touch()
+    (tmp_path / COPY_FILE).touch()
     assert kept_apart(tmp_path, JOB), "a host that stood by has led there"
     (tmp_path / "place").unlink()
     assert not kept_apart(tmp_path, JOB), "it is one"
@@ -57,12 +57,12 @@ def test_what_is_of_before_is_set_aside_but_for_the_checkpoints(tmp_path: Path) 
     for name in (JOB_FILE, "events.jsonl", "checkpoints/part"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
-    assert "previous-1" in replica._make_ready(tmp_path, JOB, bytes(32))
+    assert "previous-1" in standby_fill._make_ready(tmp_path, JOB, bytes(32))
     assert (tmp_path / "previous-1" / "events.jsonl").exists() and not (tmp_path / "events.jsonl").exists()
-    (tmp_path / REPLICA_FILE).touch()
+    (tmp_path / COPY_FILE).touch()
     assert (checkpoints_in(tmp_path / OWN_FOLDER) / "part").exists()
     assert not (tmp_path / "place").exists()
-    assert replica._make_ready(tmp_path, JOB, bytes(32)) == ""
+    assert standby_fill._make_ready(tmp_path, JOB, bytes(32)) == ""
 
 
 # ---- by hand

@@ -10,14 +10,13 @@ from everstep.protocol import roles
 from everstep.protocol.coordinator import commands
 from everstep.protocol.coordinator.coordinator import FROM_AGENTS, FROM_ANYBODY, FROM_WORKERS
 from everstep.protocol.coordinator.types import Close, Connected, Received, Send
-from everstep.protocol.messages_base import ReplicaHeld, ReplicaHello
 
 EXITED = {"reason": "killed", "died_unix_ns": 1}
 
 
 def test_every_message_that_the_coordinator_hears_has_its_roles() -> None:
     heard = {*FROM_ANYBODY, *FROM_AGENTS, *FROM_WORKERS, m.StoreGet, m.Ping, m.AgentNotice, m.Goodbye}
-    heard |= {m.HostPlace, m.FilePiece, m.HostTold, m.ClaimFault, ReplicaHello, ReplicaHeld}
+    heard |= {m.HostPlace, m.FilePieces, m.HostTold, m.ClaimFault, m.StandbyHello, m.FilesHeld}
     assert heard == set(roles.SAYS)
     assert set(roles.SAYS) < set(m.KINDS)
     assert set().union(*roles.SAYS.values()) == roles.CONTROL_ROLES

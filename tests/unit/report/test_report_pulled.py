@@ -15,8 +15,8 @@ from everstep.report import pulled
 from everstep.report.excerpt import newest
 from everstep.report.logfiles import LogFiles
 from everstep.runtime import commands
-from everstep.runtime.files import quarters
-from everstep.runtime.files.places import write_hosts
+from everstep.runtime.files import agent_files
+from everstep.runtime.files.host_directory import write_hosts
 
 Pull = Callable[..., list[str]]
 
@@ -25,14 +25,14 @@ Pull = Callable[..., list[str]]
 def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """What a host was asked for; its logs are in `there`."""
     found: list[dict[str, Any]] = []
-    monkeypatch.setattr(quarters, "LOG_BYTES", 200)
+    monkeypatch.setattr(agent_files, "LOG_BYTES", 200)
 
     def ask(run_dir: Path, name: str, args: dict[str, Any], timeout_s: float) -> dict[str, Any]:
         found.append(args)
         assert name == "logs" and args["host"] == "host2"
         there = tmp_path / "there"
-        data = quarters.log_bytes(there, args.get("name", ""), args.get("start", 0))
-        return {"logs": quarters.logs_in(there), "data": data}
+        data = agent_files.log_bytes(there, args.get("name", ""), args.get("start", 0))
+        return {"logs": agent_files.logs_in(there), "data": data}
 
     monkeypatch.setattr(commands, "ask", ask)
     (tmp_path / "there").mkdir()
@@ -99,4 +99,4 @@ def test_a_job_that_is_over_is_read_as_far_as_it_was_fetched(
 @pytest.mark.parametrize("name", ["../x.jsonl", "worker-1.error", "/etc/passwd", "worker-1.jsonl/..", ""])
 def test_hosts_give_no_other_files(tmp_path: Path, name: str) -> None:
     (tmp_path / "worker-1.error").write_text("secret")
-    assert quarters.log_bytes(tmp_path, name, 0) == b""
+    assert agent_files.log_bytes(tmp_path, name, 0) == b""

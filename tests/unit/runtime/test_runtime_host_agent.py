@@ -23,7 +23,7 @@ from everstep.base.cause import Cause
 from everstep.base.config import load_config, to_dict
 from everstep.observe.events import read_events
 from everstep.protocol import messages as m
-from everstep.runtime.files.gathering import Receiving
+from everstep.runtime.files.file_receiver import HeadReceiver
 from everstep.runtime.host import host_agent
 from everstep.runtime.host.board import Board
 from everstep.runtime.host.fork_server_client import ForkServerClient
@@ -340,11 +340,11 @@ def test_a_run_directory_that_is_not_here_is_made_up_for_by_a_private_one(
     assert json.loads((own / "job.json").read_text()) == job and own.stat().st_mode & 0o077 == 0
     assert read_address(Path(context["coordinator_file"])).port == started.coordinator.port
     (own / "events.jsonl").write_text('{"time_unix_ns":1,"kind":"warning"}\n')
-    gathering = Receiving(tmp_path)
+    receiver = HeadReceiver(tmp_path)
     started.over()
     started.server.workers[0].terminate()
     while not (tmp_path / "events.jsonl").exists():
-        started.coordinator.say(gathering.take(started.coordinator.hear(m.FilePiece)))
+        started.coordinator.say(receiver.take(started.coordinator.hear(m.FilePieces)))
     started.server.exited({"context": context})
     assert started.end() == WENT
     assert not own.exists(), "the job is done"

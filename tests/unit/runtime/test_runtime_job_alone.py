@@ -18,7 +18,7 @@ from everstep.base.cause import Cause, Why
 from everstep.base.config import load_config
 from everstep.observe.events import read_events
 from everstep.protocol import messages as m
-from everstep.runtime.files.following import MOVED
+from everstep.runtime.files.led_directory import MOVED
 from everstep.runtime.job import Job, JobLink
 from everstep.runtime.job_end import JobEnd
 from everstep.runtime.lead.journal import format_entry

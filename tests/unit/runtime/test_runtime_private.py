@@ -15,7 +15,7 @@ from everstep.base.config import load_config
 from everstep.base.errors import ConfigError
 from everstep.cli.run_dir import RUNS, close_to_others
 from everstep.runtime.files import private
-from everstep.runtime.files.places import checkpoints_in
+from everstep.runtime.files.host_directory import checkpoints_in
 from everstep.runtime.files.private import close_run_dir, close_store, owner_words, refuse_foreign
 from everstep.runtime.files.run_lock import is_locked, run_lock
 from everstep.runtime.link.address import LOCK_FILE

@@ -17,7 +17,7 @@ from everstep.base.errors import EverstepError
 from everstep.observe.events import EventLog, read_events
 from everstep.protocol.lease.candidate import Candidate
 from everstep.protocol.lease.requests import Holder, HolderSeen, Look, StoreAnswer, StoreRequest, Unanswered
-from everstep.runtime.files.following import Premises
+from everstep.runtime.files.led_directory import LedDirectory
 from everstep.runtime.lead import journal_and_lease
 from everstep.runtime.lead.journal_and_lease import (
     DEPOSED,
@@ -103,7 +103,7 @@ def test_a_host_stands_by_whatever_its_disk_says(tmp_path: Path, monkeypatch: py
     post, events = Post(tmp_path, owner="me"), EventLog(tmp_path / EVENTS_FILE)
 
     async def stand() -> None:
-        waiting = asyncio.ensure_future(open_journal(post, config, b"x" * 32, HERE, events, Premises(tmp_path)))
+        waiting = asyncio.ensure_future(open_journal(post, config, b"x" * 32, HERE, events, LedDirectory(tmp_path)))
         with monkeypatch.context() as disk:
             fill_disk(disk)
             while etcd.looked < 3 and not waiting.done():
@@ -145,12 +145,12 @@ def test_words_that_cannot_be_written_keep_nobody(tmp_path: Path, monkeypatch: p
         stand_down("its lease is over")
     (tmp_path / "place").write_text("word\n")
     with pytest.raises(Ended):
-        Premises(tmp_path).saw("another word")
+        LedDirectory(tmp_path).saw("another word")
 
 
 def opened(run_dir: Path) -> JournalStore:
     config, events = load_config([("test", {"steps": 1})]), EventLog(run_dir / EVENTS_FILE)
-    return asyncio.run(open_journal(Post(run_dir), config, b"", HERE, events, Premises(run_dir)))[1]
+    return asyncio.run(open_journal(Post(run_dir), config, b"", HERE, events, LedDirectory(run_dir)))[1]
 
 
 def test_a_coordinator_decides_though_its_journal_and_its_words_are_refused(

@@ -77,16 +77,3 @@ def test_a_goodbye_reaches_all_agents_before_the_job_hears_that_it_has() -> None
     board.take("j", m.JobHello())
     said = m.Goodbye(cause=Cause.INTERRUPTED, reason="the job's process has ended")
     assert board.take("j", said) == ([("a1", said), ("a2", said), ("j", said)], False)
-
-
-def test_all_agents_hear_where_each_host_keeps_its_files() -> None:
-    board = Switchboard(FACTS)
-    for connection, agent in (("c1", "a"), ("c2", "b")):
-        board.take(connection, hello(agent))
-    here = m.HostPlace(agent_id="a", apart=False, disk="job")
-    there = m.HostPlace(agent_id="b", apart=True, disk="host b", address="b:1")
-    assert board.take("c1", here) == ([("c1", m.HostsThere(places={"a": here}))], False)
-    both = m.HostsThere(places={"a": here, "b": there})
-    assert board.take("c2", there) == ([("c1", both), ("c2", both)], False)
-    assert board.apart == ["c2"]
-    assert board.gone("c2") == [("c1", m.HostsThere(places={"a": here}))] and board.apart == []

@@ -12,7 +12,7 @@ from everstep.base.plan import WorkerKey
 from everstep.observe.events import read_events
 from everstep.order.ledger import steps_of
 from everstep.protocol.driver.records import LaneReport, StepOutcome
-from everstep.runtime.files.carrier import TOLD_FILE
+from everstep.runtime.files.host_directory import ARRIVED_FILE
 from everstep.train.published import LOOK_EVERY, LedgerFile, Publisher
 
 
@@ -82,7 +82,7 @@ def test_what_is_in_the_log_of_the_job_is_kept_no_longer(tmp_path: Path) -> None
     _, other = of_two_hosts(tmp_path)
     for number in range(1, 301):
         step(other, number, leads=False)
-        (tmp_path / "b" / TOLD_FILE).write_text(f'{{"through": {number - 7}}}')
+        (tmp_path / "b" / ARRIVED_FILE).write_text(f'{{"through": {number - 7}}}')
     assert len(other.untold) <= LOOK_EVERY + 7
     step(other, 301)
     assert steps_told(tmp_path / "b") == list(range(294, 302))
@@ -91,7 +91,7 @@ def test_what_is_in_the_log_of_the_job_is_kept_no_longer(tmp_path: Path) -> None
 @pytest.mark.parametrize("text", ["", "[]", '{"through": "x"}', '{"through": true}', '{"through": -1}', "\0"])
 def test_a_senseless_word_of_what_was_told_counts_for_nothing(tmp_path: Path, text: str) -> None:
     _, other = of_two_hosts(tmp_path)
-    (tmp_path / "b" / TOLD_FILE).write_text(text)
+    (tmp_path / "b" / ARRIVED_FILE).write_text(text)
     step(other, 1, leads=False)
     step(other, 2)
     assert steps_told(tmp_path / "b") == [1, 2]
@@ -125,11 +125,11 @@ def test_whoever_comes_late_learns_what_has_not_been_told(tmp_path: Path) -> Non
     _, other = of_two_hosts(tmp_path)
     for number in (1, 2, 3):
         step(other, number, leads=False)
-    (tmp_path / "b" / TOLD_FILE).write_text('{"through": 1}')
+    (tmp_path / "b" / ARRIVED_FILE).write_text('{"through": 1}')
     (tmp_path / "c").mkdir()
     late = Publisher(tmp_path / "c", WorkerKey(0, 1))
     late.learn(other.untold.packed(), 3)
-    (tmp_path / "c" / TOLD_FILE).write_text('{"through": 1}')
+    (tmp_path / "c" / ARRIVED_FILE).write_text('{"through": 1}')
     step(late, 4)
     assert steps_told(tmp_path / "c") == [2, 3, 4]
     late.learn(other.untold.packed(), 3)  # what it has told itself

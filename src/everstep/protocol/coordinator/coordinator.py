@@ -18,8 +18,8 @@ from everstep.base.cause import Cause, Why
 from everstep.base.errors import check
 from everstep.protocol import messages as m
 from everstep.protocol.coordinator import (
+    awaited_hosts,
     commands,
-    gathering,
     hosts,
     joins,
     knocks,
@@ -84,7 +84,7 @@ ALARMS: dict[Alarm, Callable[[JobState, Any], None]] = {
     Alarm.FAILED: workers.failed_due,
     Alarm.GONE: liveness.gone_due,
     Alarm.GRACE: liveness.grace_due,
-    Alarm.HOSTS: gathering.hosts_due,
+    Alarm.HOSTS: awaited_hosts.hosts_due,
     Alarm.JOINS: lambda job, about: job.desk.change(),
     Alarm.KNOCK: knocks.knock_due,
     Alarm.LEFT: lambda job, about: job.saving.leaving.due(),

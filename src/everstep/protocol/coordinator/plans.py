@@ -16,7 +16,7 @@ from everstep.base.plan import Member, Plan, Seat, WorkerKey
 from everstep.placement.domains import Crowd
 from everstep.placement.lanes import leaders
 from everstep.placement.shards import lost_stages
-from everstep.protocol.coordinator import gathering
+from everstep.protocol.coordinator import awaited_hosts
 from everstep.protocol.coordinator.agreement import NO_PLAN
 from everstep.protocol.coordinator.arrivals import START_PATIENCE_NS
 from everstep.protocol.coordinator.desk import SECOND_NS, describe, listed
@@ -250,7 +250,7 @@ def _announce_leader(job: JobState, plan: Plan, leader: WorkerKey, stage: int) -
 
 def reconcile(job: JobState) -> None:
     """Make the plan that is due at once, or say what is waited for."""
-    if gathering.waits(job):
+    if awaited_hosts.waits(job):
         return
     if job.agreement.plan is NO_PLAN:
         _start(job)

@@ -18,7 +18,7 @@ from everstep.base.below import DRAFT, folder_of, refuse_others, whose
 from everstep.base.config_keys import NOTICES, SINKS
 from everstep.base.errors import ConfigError
 from everstep.protocol.roles import PEOPLE
-from everstep.runtime.files import places
+from everstep.runtime.files import host_directory
 from everstep.runtime.link import address
 
 _OTHERS = 0o077
@@ -26,8 +26,8 @@ _OURS = {
     *(address.LOCK_FILE, address.TOKEN_FILE, address.JOB_FILE, address.DATASET_FILE, address.EVENTS_FILE),
     *(address.COORDINATOR_FILE, address.JOURNAL_FILE, address.METRICS_FILE, address.METRICS_TOKEN_FILE),
     *(address.NEWEST_FILE, address.NOTES_FILE),
-    *(places.PLACE_FILE, places.SOURCE_FILE, places.HOSTS_FILE, *places.PAGES),
-    *("newest-checkpoint.json", "replica.json", "host"),
+    *(host_directory.PLACE_FILE, host_directory.SOURCE_FILE, host_directory.HOSTS_FILE, *host_directory.PAGES),
+    *(host_directory.ARRIVED_FILE, host_directory.COPY_FILE, host_directory.OWN_FOLDER, "newest-checkpoint.json"),
     *(address.LOGS_FOLDER, address.METRICS_FOLDER, address.PROFILES_FOLDER, address.CHECKPOINTS_DIR),
     *map(address.role_file, PEOPLE),
     *("ledger", "final", "chaos", "report.html", "report-figures", "launch", *SINKS, NOTICES),
@@ -63,7 +63,7 @@ def refuse_foreign(run_dir: Path) -> None:
 
     Raises: ConfigError.
     """
-    places.checkpoints_in(run_dir)
+    host_directory.checkpoints_in(run_dir)
     path = run_dir
     try:
         with folder_of(run_dir / address.LOCK_FILE) as folder:

@@ -25,6 +25,7 @@ from everstep.observe.events import say
 from everstep.protocol.messages import (
     AgentRefused,
     AnyMessage,
+    FilesHeld,
     Goodbye,
     HostAsk,
     HostDismissed,
@@ -34,7 +35,6 @@ from everstep.protocol.messages import (
     JobFacts,
     JobPage,
     KillWorker,
-    PieceTaken,
     SetSlots,
     ShowStacks,
     StrikeNow,
@@ -196,7 +196,7 @@ class HostAgent:
             elif words := _unfit(host, item, self._joining.said or self._joining.address):
                 self._leave(Left(3, words))
             else:
-                host.quarters.say()
+                host.files.say()
         elif isinstance(item, AgentRefused):
             self._leave(Left(2, item.reason))
         elif isinstance(item, JobEnded):
@@ -210,7 +210,7 @@ class HostAgent:
             if self._ended is None and self._job_fd < 0:  # where the job's process is, that is seen
                 self._leave(Left(3, f"{item.reason}: its workers here are ended"))
         elif isinstance(item, HostsThere | JobPage | HostAsk) and host is not None:
-            host.quarters.hear(item)
+            host.files.hear(item)
         elif host is not None:
             self._order(host, item)
 
@@ -221,8 +221,8 @@ class HostAgent:
 
     def _hear(self, message: AnyMessage) -> None:
         """In the connection's thread: what has arrived counts while this agent leaves, too."""
-        if isinstance(message, PieceTaken) and self._host is not None:
-            self._host.quarters.taken(message)
+        if isinstance(message, FilesHeld) and self._host is not None:
+            self._host.files.answered(message)
         else:
             self._inbox.put(message)
 
@@ -274,7 +274,7 @@ class HostAgent:
             _say(f"takes part in {facts.task} as host {self._joining.host}, {slots}")
         interval = self._host.config.heartbeat.interval_s
         self._link.beat_every(None if isinstance(interval, str) else float(interval))
-        finds = isinstance(self._joining.where(), Path) or self._host.quarters.apart  # then another file is kept up
+        finds = isinstance(self._joining.where(), Path) or self._host.files.apart  # then another file is kept up
         if not finds and self._host.coordinator_file.exists():
             self._link.client.follow(self._host.coordinator_file)
 
@@ -343,8 +343,8 @@ class HostAgent:
                 last_first.callback(lambda host: self._notify("host_left", reached=host.reached()), self._host)
                 by_signal = self._left is not None and self._left.exit_code > 128
                 done = self._ended is not None and self._ended.state == "completed"
-                last_first.callback(self._host.quarters.close, done=done)
-                last_first.callback(self._host.quarters.finish, _HURRY_S if by_signal else _BRING_S)
+                last_first.callback(self._host.files.close, done=done)
+                last_first.callback(self._host.files.finish, _HURRY_S if by_signal else _BRING_S)
                 last_first.callback(self._host.close, at_once=by_signal)
             if self._job_fd >= 0:
                 last_first.callback(os.close, self._job_fd)
@@ -367,7 +367,7 @@ def _unfit(host: Host, facts: JobFacts, said: str) -> str:
     """Why this agent cannot go on with the job that it has heard of over a new connection, "" if it can."""
     if (facts.task, facts.argv, facts.config) != (host.facts.task, host.facts.argv, host.facts.config):
         return f"another job listens at {said} by now"
-    if not host.quarters.fits(facts):
+    if not host.files.fits(facts):
         return f"the job goes on in another directory than {host.run_dir}: start this agent again"
     return ""
 

@@ -21,7 +21,7 @@ from everstep.protocol.messages import (
     WorkerLife,
 )
 from everstep.protocol.roles import WORKER
-from everstep.runtime.files.quarters import PeerWire, Quarters
+from everstep.runtime.files.agent_files import AgentFiles, PeerWire
 from everstep.runtime.host.agent_link import AgentLink
 from everstep.runtime.host.board import Board
 from everstep.runtime.host.collector import Collector, Sampler
@@ -74,10 +74,10 @@ class Host:
         self._failed: Why | None = None
         self.config: Config = load_config([("the job", facts.config)])
         wire = PeerWire(joining.own or joining.host, role_token(secrets.token, PEER), Tls.of(secrets.shown))
-        self.quarters = Quarters(
+        self.files = AgentFiles(
             facts, joining, self.config.checkpoint, wire, link.client.send, lambda: link.client.connected
         )
-        self.run_dir = self.quarters.run_dir
+        self.run_dir = self.files.run_dir
         keep_to(self.run_dir)
         logs = self.config.logs
         self._collector = Collector(self.run_dir / LOGS_FOLDER, board, int(logs.max_mb * (1 << 20)), logs.keep)
@@ -211,7 +211,7 @@ class Host:
             tls=None if self._secrets.shown is None else asdict(self._secrets.shown),
             local_rank=slots.index(worker_id) if worker_id in slots else 0,
             local_size=max(1, len(slots)),
-            apart=self.quarters.apart,
+            apart=self.files.apart,
         )
 
     @property

@@ -53,8 +53,6 @@ from everstep.protocol.messages import (
     Command,
     CommandReply,
     Goodbye,
-    HostPlace,
-    HostsThere,
     JobFacts,
     JobHello,
     Ping,
@@ -63,10 +61,10 @@ from everstep.protocol.messages import (
     decode,
 )
 from everstep.protocol.roles import CONTROL_ROLES, PEOPLE
-from everstep.runtime.files.files_desk import FilesDesk, Pages
-from everstep.runtime.files.following import premises_of
-from everstep.runtime.files.places import OWN_FOLDER, word_in
-from everstep.runtime.files.replicas import Replicas
+from everstep.runtime.files.head_files import HeadFiles
+from everstep.runtime.files.host_directory import OWN_FOLDER, word_in
+from everstep.runtime.files.led_directory import led_directory
+from everstep.runtime.files.standby_senders import StandbyHosts
 from everstep.runtime.lead.coordinator_setup import coordinator_config, job_facts, scripted_strikes
 from everstep.runtime.lead.journal_and_lease import (
     EtcdStore,
@@ -112,7 +110,6 @@ class Switchboard:
         self._jobs: set[str] = set()
         self._agents: dict[str, AgentHello] = {}
         self._unread: deque[AgentNotice] = deque(maxlen=MOST_UNREAD)
-        self._places: dict[str, HostPlace] = {}
 
     def take(self, connection: str, message: AnyMessage) -> tuple[Sends, bool]:
         """A message came. Returns what to send to which connections, and whether it is for the coordinator too."""
@@ -128,9 +125,6 @@ class Switchboard:
                 unread = [(connection, notice) for notice in self._unread]
                 self._unread.clear()
                 return [(connection, self._present()), *unread], True
-            case HostPlace():
-                self._places[connection] = message
-                return self._tell_hosts(), False
             case Goodbye():
                 others = sorted(self._jobs - {connection})
                 return [(name, message) for name in (*sorted(self._agents), *others, connection)], False
@@ -145,18 +139,7 @@ class Switchboard:
     def gone(self, connection: str) -> Sends:
         """A connection has ended."""
         self._jobs.discard(connection)
-        sends = self._tell() if self._agents.pop(connection, None) is not None else []
-        return [*sends, *self._tell_hosts()] if self._places.pop(connection, None) is not None else sends
-
-    @property
-    def apart(self) -> list[str]:
-        """The connections of agents whose run directory is their own."""
-        return [name for name, place in self._places.items() if place.apart]
-
-    def _tell_hosts(self) -> Sends:
-        """All agents, in the order of names."""
-        there = HostsThere(places={place.agent_id: place for _, place in sorted(self._places.items())})
-        return [(name, there) for name in sorted(self._places)]
+        return self._tell() if self._agents.pop(connection, None) is not None else []
 
     def _agent_hello(self, connection: str, hello: AgentHello) -> tuple[Sends, bool]:
         for other in self._agents.values():
@@ -202,8 +185,8 @@ class ControlServer:
         self._looking: asyncio.TimerHandle | None = None
         self._knocker = Knocker(self.handle)
         run_dir = events.path.parent
-        self.replicas = Replicas(run_dir, word_in(run_dir), self._send, lambda: self.desk.looked())
-        self.desk, self.pages = FilesDesk(run_dir, self.replicas.told), Pages(run_dir)
+        self.standbys = StandbyHosts(run_dir, word_in(run_dir), self._send, lambda: self.files.looked())
+        self.files = HeadFiles(run_dir, self.standbys.told)
         self._names = 0
         self._round_ns = 0
         self._timer: tuple[int, asyncio.TimerHandle] | None = None  # for which deadline
@@ -247,16 +230,16 @@ class ControlServer:
         """A message of a client."""
         permitted = not self.coordinator.refusal(name, message)
         if permitted:
-            if self.replicas.take(name, message):
+            if self.standbys.take(name, message):
                 return
-            answers = self.desk.take(name, message)
+            answers = self.files.take(name, message)
             if answers is not None:
                 self._hand_on(answers)
+                if self._looking is None:
+                    self._send_pages()
                 return
             sends, for_coordinator = self.switchboard.take(name, message)
             self._hand_on(sends)
-            if isinstance(message, HostPlace) and message.apart:
-                self._bring_pages(name)
             if not for_coordinator:
                 return
         self.handle(Received(name, message, permitted))
@@ -264,18 +247,16 @@ class ControlServer:
     def lost(self, name: str) -> None:
         """A client's connection has ended."""
         self.connections.pop(name, None)
-        self.replicas.gone([name])
-        self._hand_on([*self.switchboard.gone(name), *self.desk.gone(name)])
+        self.standbys.gone([name])
+        self._hand_on([*self.switchboard.gone(name), *self.files.gone(name)])
         self.handle(Disconnected(name))
 
-    def _bring_pages(self, name: str = "") -> None:
-        """Agents of hosts with directories of their own hear of what has changed; a new one of all that there is."""
-        for page in self.pages.all() if name else self.pages.changed():
-            for apart in [name] if name else self.switchboard.apart:
-                self._send(apart, page)
-        if not name or self._looking is None:
-            there = bool(self.switchboard.apart)
-            self._looking = asyncio.get_running_loop().call_later(_LOOK_S, self._bring_pages) if there else None
+    def _send_pages(self) -> None:
+        """Now and then, while there is a host with a directory of its own."""
+        there = bool(self.files.apart)
+        if there:
+            self._hand_on(self.files.changed_pages())
+        self._looking = asyncio.get_running_loop().call_later(_LOOK_S, self._send_pages) if there else None
 
     def _hand_on(self, sends: Sends) -> None:
         for name, message in sends:
@@ -498,8 +479,8 @@ async def serve(place: Post) -> None:
     host = place.host or config.network.address
     token = wire.read_token(run_dir / TOKEN_FILE)
     shown = shown_by(config.security.tls, token, host)
-    premises = premises_of(run_dir, place.replica, token, Tls.of(shown), config.control.lease_s)
-    own = EventLog(run_dir / (OWN_FOLDER if place.replica else "") / EVENTS_FILE)  # nobody writes into a replica
+    directory = led_directory(run_dir, place.copying_host, token, Tls.of(shown), config.control.lease_s)
+    own = EventLog(run_dir / (OWN_FOLDER if place.copying_host else "") / EVENTS_FILE)  # nobody writes into a copy
     server: ControlServer | None = None
 
     def accepted() -> ControlSocket:
@@ -518,10 +499,10 @@ async def serve(place: Post) -> None:
         listener = await listen(0)  # somebody else took the port; clients read the new one from the address file
     bound = listener.sockets[0].getsockname()
     where = address_of(host, bound[1], *((config.security.tls.mode, shown.ca) if shown is not None else ()))
-    tenure, journal = await open_journal(place, config, token, where, own, premises)
+    tenure, journal = await open_journal(place, config, token, where, own, directory)
     term = journal.fence()
     try:
-        lacking = premises.taken(config.checkpoint.disk.path)
+        lacking = directory.taken(config.checkpoint.disk.path)
     except OSError as error:
         return await decline(cast(Tenure, tenure), own, error)
     events = EventLog(run_dir / EVENTS_FILE)
@@ -536,7 +517,7 @@ async def serve(place: Post) -> None:
     if journal.entries and coordinator.job.progress.ended is None:
         report_restart(events, coordinator, journal, place)
     if isinstance(journal, EtcdStore):
-        journal.end_after(server.replicas.caught_up)
+        journal.end_after(server.standbys.caught_up)
     if lacking:
         server.warn(Why(Cause.LEASE, lacking))
     server.handle(Tick())
@@ -575,7 +556,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--host", default="", help="listen there, not where the config says")
     parser.add_argument("--owner", default="", help="among those that may hold the job's lease")
     parser.add_argument("--job", default="", help="name of the job in etcd")
-    parser.add_argument("--replica", default="", help="name of this host, whose directory is a replica of the job's")
+    parser.add_argument("--copying-host", default="", help="name of this host, whose directory is a copy of the job's")
     parser.add_argument("--anew", action="store_true", help="take the place of a coordinator on another host")
     arguments = parser.parse_args(argv)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the job's process, which ends it in order

@@ -23,7 +23,7 @@ from everstep.protocol.lease.candidate import GONE_PART
 from everstep.protocol.messages import (
     JobFacts,
 )
-from everstep.runtime.files.places import word_in
+from everstep.runtime.files.host_directory import word_in
 from everstep.runtime.link.address import (
     COORDINATOR_FILE,
 )

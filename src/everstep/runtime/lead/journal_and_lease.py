@@ -35,7 +35,7 @@ from everstep.protocol.lease.requests import (
     Unanswered,
 )
 from everstep.protocol.lease.writer import MOST_TERM, Writer
-from everstep.runtime.files.following import Premises
+from everstep.runtime.files.led_directory import LedDirectory
 from everstep.runtime.lead.etcd import Etcd
 from everstep.runtime.lead.etcd_access import find_access
 from everstep.runtime.lead.journal import Journal
@@ -355,8 +355,8 @@ def place_of(where: dict[str, Any]) -> str:
 class Post:
     """Of which job process this coordinator is, and where. parent: pid of that. host, port: where it listens; "": as
     the config says. owner: its name among those that may hold the job's lease, "" where there is none; job: as `Etcd`
-    has it. anew: it takes the place of one on another host. replica: as `Succession` has it. down_since_unix_ns, cause:
-    of its predecessor's end."""
+    has it. anew: it takes the place of one on another host. copying_host: as `Succession` has it. down_since_unix_ns,
+    cause: of its predecessor's end."""
 
     run_dir: Path
     parent: int = 0
@@ -365,7 +365,7 @@ class Post:
     owner: str = ""
     job: str = ""
     anew: bool = False
-    replica: str = ""
+    copying_host: str = ""
     down_since_unix_ns: int = 0
     cause: Cause = Cause.UNKNOWN
 
@@ -376,9 +376,9 @@ async def open_journal(
     token: bytes,
     where: dict[str, Any],
     events: EventLog,
-    premises: Premises,
+    directory: LedDirectory,
 ) -> tuple[Tenure | None, JournalStore]:
-    """The journal, with the lease where there is one: then this waits for it, be it for days. premises: whether this
+    """The journal, with the lease where there is one: then this waits for it, be it for days. directory: whether this
     host may have it."""
     if not place.owner or config.control.etcd is None:
         journal = Journal(place.run_dir / JOURNAL_FILE)
@@ -389,15 +389,15 @@ async def open_journal(
     asked = Etcd(address, token, min(2.0, lease_s / 4), place.job, access, place.run_dir / NEWEST_FILE)
     etcd = Asker(asked, lambda text: warn(events, Why(Cause.LEASE, text)))
     path = place.run_dir / COORDINATOR_FILE
-    mine = {**where, "place": premises.word}
+    mine = {**where, "place": directory.word}
 
     def seen(holder: dict[str, Any]) -> None:
         if holder != mine:  # that is announced when it listens
-            premises.saw(place_of(holder))
+            directory.saw(place_of(holder))
             with contextlib.suppress(OSError):  # a full disk, say; it is said again
                 announce(path, checked_where(holder), anew=True)
 
-    tenure = Tenure(etcd, Candidate(place.owner, mine, lease_s), seen, premises.may_lead)
+    tenure = Tenure(etcd, Candidate(place.owner, mine, lease_s), seen, directory.may_lead)
 
     def deposed(reason: str) -> None:
         warn(events, Why(Cause.LEASE, f"the coordinator on {where['host']} decides no more: {reason}"))

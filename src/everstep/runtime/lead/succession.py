@@ -17,9 +17,9 @@ class Succession:
     """guest: the job was started on another host, and a signal ends the part of this one alone. owner: as `Holder` has
     it, "" where there is no lease; job: as `Etcd` has it. address: of this host, "" if as the job's config says. anew:
     this process takes the place of one that is gone, by hand. word: by which other hosts know the run directory of a
-    job that begins (`places.leave_word`), "" if they were not told. secrets: with which etcd lets this host's
-    coordinator in, for its environment. replica: the run directory is this host's own, and
-    filled by whoever leads (`following.ReplicaLink`); then this is the host's name, else "".
+    job that begins (`host_directory.leave_word`), "" if they were not told. secrets: with which etcd lets this host's
+    coordinator in, for its environment. copying_host: the run directory is a copy that the head
+    fills (`standby_files.CopyLink`), and this is the host's name; "" for the job's own directory.
     """
 
     guest: bool = False
@@ -29,7 +29,7 @@ class Succession:
     anew: bool = False
     word: str = ""
     secrets: Mapping[str, str] = field(default_factory=dict, repr=False)
-    replica: str = ""
+    copying_host: str = ""
 
     @property
     def begins(self) -> bool:
@@ -39,7 +39,7 @@ class Succession:
     def words(self) -> list[str]:
         """For the command line of the coordinator."""
         words = ["--owner", self.owner, "--job", self.job] if self.owner else []
-        words += ["--replica", self.replica] if self.replica else []
+        words += ["--copying-host", self.copying_host] if self.copying_host else []
         return [*words, *(["--host", self.address] if self.address else []), *(["--anew"] if self.anew else [])]
 
 

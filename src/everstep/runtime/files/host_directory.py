@@ -16,9 +16,11 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
+
 from everstep.base.below import write_atomically
 from everstep.base.config_keys import CheckpointConfig
-from everstep.base.domains import LABEL_VALUE, LABELS, Domains, ordered
+from everstep.base.domains import Domains, ordered
 from everstep.base.errors import ConfigError
 from everstep.base.given import read_given, read_json
 from everstep.protocol.messages import HostPlace, JobFacts
@@ -36,10 +38,13 @@ SOURCE_FILE = "source"
 HOSTS_FILE = "hosts.json"
 PAGES = ("rehearsed.json",)
 """Small files of a job that workers of all hosts look at."""
-REPLICA_FILE = "replica.json"
-"""In a directory that is a replica: of which it is, and the versions of its files."""
+COPY_FILE = "replica.json"
+"""In a directory that is a copy: of which directory it is, and the versions of its files."""
+ARRIVED_FILE = "arrived.json"
+"""In a host's own directory. files: the digest, by name, of each file that has arrived at the head whole; through: up
+to which step all have been told in the job's events. Workers keep what later steps are to be told of."""
 OWN_FOLDER = "host"
-"""In a replica: the files of this host's own agent, which brings them to whoever leads, itself too."""
+"""In a copy: the files of this host's own agent, which sends them to the head, itself too."""
 _MOST_WORD_BYTES = 64
 _NOBODY = 1
 
@@ -68,7 +73,7 @@ def checkpoints_in(run_dir: Path) -> Path:
 
     Raises: ConfigError for a link.
     """
-    above = run_dir.parent if run_dir.name == OWN_FOLDER and (run_dir.parent / REPLICA_FILE).is_file() else run_dir
+    above = run_dir.parent if run_dir.name == OWN_FOLDER and (run_dir.parent / COPY_FILE).is_file() else run_dir
     folder = above / CHECKPOINTS_DIR
     if folder.is_symlink():
         where = os.path.realpath(folder)
@@ -166,41 +171,34 @@ def write_hosts(run_dir: Path, places: dict[str, HostPlace]) -> None:
     path = run_dir / HOSTS_FILE
     if len({place.disk for place in places.values()}) < 2 and not path.exists():
         return  # else nobody is to look for a host that is gone
-    rows = {
-        name: {"apart": place.apart, "disk": place.disk, "address": place.address, "domains": place.domains}
-        for name, place in sorted(places.items())
-    }
-    write_atomically(path, json.dumps(rows) + "\n")
+    write_atomically(path, msgspec.json.encode(dict(sorted(places.items()))) + b"\n")
+
+
+def hosts_there(run_dir: Path) -> dict[str, HostPlace]:
+    """What each host has said of its place, by name; {} where all share one directory. What is damaged is left out."""
+    found: dict[str, HostPlace] = {}
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        for name, row in sorted(read_json(run_dir / HOSTS_FILE).items()):
+            with contextlib.suppress(msgspec.ValidationError):
+                found[name] = msgspec.convert(row, HostPlace)
+    return found
 
 
 def others(run_dir: Path, host: str) -> dict[str, str]:
     """The hosts that have checkpoints in another directory than this one sees, with their addresses: one for each
     directory. {} where all share one, or no other is there."""
-    try:
-        rows = read_json(run_dir / HOSTS_FILE)
-        disks = {str(name): (str(row["disk"]), str(row["address"])) for name, row in rows.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return {}
-    own = disks[host][0] if host in disks else ""
+    places = hosts_there(run_dir)
+    own = places[host].disk if host in places else ""
     found: dict[str, tuple[str, str]] = {}
-    for name, (disk, address) in sorted(disks.items()):
-        if disk != own and name != host and address:
-            found.setdefault(disk, (name, address))
+    for name, place in places.items():
+        if place.disk != own and name != host and place.address:
+            found.setdefault(place.disk, (name, place.address))
     return dict(found.values())
 
 
 def domains_there(run_dir: Path) -> dict[str, Domains]:
     """In which failure domains the hosts are, by name, as far as they have said so."""
-    try:
-        rows = read_json(run_dir / HOSTS_FILE)
-        said = {str(name): dict(row.get("domains", {})) for name, row in rows.items()}
-    except (OSError, ValueError, TypeError, AttributeError):
-        return {}
-    known = {
-        name: {k: v for k, v in labels.items() if k in LABELS and isinstance(v, str) and re.match(LABEL_VALUE, v)}
-        for name, labels in said.items()
-    }
-    return {name: ordered(labels, name) for name, labels in sorted(known.items())}
+    return {name: ordered(place.domains, name) for name, place in hosts_there(run_dir).items()}
 
 
 def disk_of(facts: JobFacts, place: Place, config: CheckpointConfig, host: str) -> tuple[Path, str]:

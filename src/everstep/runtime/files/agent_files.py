@@ -1,9 +1,10 @@
-"""A host's files of a job, and what passes between them and the job's own directory."""
+"""The files of a job on an agent's host, and what passes between them and the job's own directory."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib
+import json
 import os
 import re
 import shutil
@@ -17,19 +18,30 @@ from typing import Any
 from everstep.base.below import write_atomically
 from everstep.base.config_keys import CheckpointConfig
 from everstep.base.errors import ConfigError
-from everstep.base.given import open_given, read_given
+from everstep.base.given import open_given
 from everstep.protocol.messages import (
     AnyMessage,
+    FilesHeld,
     HostAsk,
     HostPlace,
     HostsThere,
     HostTold,
     JobFacts,
     JobPage,
-    PieceTaken,
 )
-from everstep.runtime.files.carrier import Carrier
-from everstep.runtime.files.places import PAGES, disk_of, find_place, word_in, word_in_source, write_hosts, write_job
+from everstep.runtime.files.file_sender import FileSender
+from everstep.runtime.files.file_sets import LATEST, TO_HEAD
+from everstep.runtime.files.host_directory import (
+    ARRIVED_FILE,
+    PAGES,
+    checkpoints_in,
+    disk_of,
+    find_place,
+    word_in,
+    word_in_source,
+    write_hosts,
+    write_job,
+)
 from everstep.runtime.files.private import close_run_dir
 from everstep.runtime.files.run_lock import run_lock
 from everstep.runtime.link.address import LOGS_FOLDER
@@ -38,6 +50,7 @@ from everstep.runtime.link.peer import PeerConnection, PeerServer, peer_connect
 from everstep.runtime.link.tls import Tls
 
 _TURN_S = 0.25
+_NOTE_S = 1.0
 _CUT_OFF_S = 5.0
 
 
@@ -54,7 +67,7 @@ class PeerWire:
         return peer_connect(address, self.token, request, tls=self.tls)
 
 
-class Quarters:
+class AgentFiles:
     """Of an agent that has heard of its job. send: to the coordinator; connected: whether that can be heard.
 
     Raises: ConfigError if there is no directory to work in.
@@ -76,13 +89,13 @@ class Quarters:
         self._server: PeerServer | None = None
         self._send = send
         self._connected = connected
-        self._carrier: Carrier | None = None
+        self._sender: DirectorySender | None = None
         self._held = contextlib.ExitStack()
         if self._place.apart:
-            self._move_in(facts, joining)
+            self._use_own(facts, joining)
         self.say()
 
-    def _move_in(self, facts: JobFacts, joining: Joining) -> None:
+    def _use_own(self, facts: JobFacts, joining: Joining) -> None:
         run_dir, where = self._place.run_dir, joining.where()
         if isinstance(where, Path) and where.parent == run_dir:  # there the job itself says where it is
             raise ConfigError(f"expected the job's directory at {facts.run_dir}, it is not there")
@@ -93,7 +106,7 @@ class Quarters:
         except OSError as error:
             raise ConfigError(f"cannot write {run_dir}: {error.strerror or error}") from None
         print(f"everstep agent: the job's directory is not here: files go to {run_dir}", file=sys.stderr, flush=True)
-        self._carrier = Carrier(run_dir, word_in_source(run_dir), self._host, self._send_on)
+        self._sender = DirectorySender(run_dir, self._send_on)
 
     @property
     def run_dir(self) -> Path:
@@ -114,13 +127,13 @@ class Quarters:
         here, apart = self._host, self._place.apart
         said = HostPlace(agent_id=here, apart=apart, disk=self._disk, address=address, domains=self._domains)
         self._send(said)
-        if self._carrier is not None:
-            self._carrier.begin_anew()
+        if self._sender is not None:
+            self._sender.ask_again()
 
-    def taken(self, message: PieceTaken) -> None:
+    def answered(self, answer: FilesHeld) -> None:
         """Any thread: what has arrived."""
-        if self._carrier is not None:
-            self._carrier.taken(message)
+        if self._sender is not None:
+            self._sender.answered(answer)
 
     def hear(self, message: HostsThere | JobPage | HostAsk) -> None:
         """What processes of this host look at, or somebody asks for. Never raises for the disk's sake."""
@@ -135,7 +148,7 @@ class Quarters:
                     self._serve()
                 write_hosts(self.run_dir, message.places)
             elif self._place.apart and message.name in PAGES:
-                self._write_page(message)
+                write_atomically(self.run_dir / message.name, message.text)
 
     def _serve(self) -> None:
         """Other hosts may look into this one's checkpoints, as they do not see them."""
@@ -145,25 +158,15 @@ class Quarters:
             self._server = PeerServer(self._wire.own, self._wire.token, handler, self._wire.tls)
             self.say()
 
-    def _write_page(self, page: JobPage) -> None:
-        path = self.run_dir / page.name
-        try:
-            same = read_given(path) == page.text.encode()
-        except OSError:
-            same = False
-        if not same:
-            write_atomically(path, page.text)
-
     def finish(self, timeout_s: float) -> bool:
         """Nothing is written here any more: until all has arrived; whether it has."""
-        if self._carrier is None:
+        if self._sender is None:
             return True
-        end_s = heard_s = time.monotonic()
-        end_s += timeout_s
-        while not self._carrier.finish(_TURN_S):
+        begin_s = heard_s = time.monotonic()
+        while not self._sender.finish(begin_s, _TURN_S):
             now_s = time.monotonic()
             heard_s = now_s if self._connected() else heard_s
-            if now_s > end_s or now_s - heard_s > _CUT_OFF_S:
+            if now_s > begin_s + timeout_s or now_s - heard_s > _CUT_OFF_S:
                 return False
         return True
 
@@ -171,8 +174,8 @@ class Quarters:
         """done: the job is, so nobody comes back for what is here."""
         if self._server is not None:
             self._server.close()
-        if self._carrier is not None:
-            self._carrier.close()
+        if self._sender is not None:
+            self._sender.close()
         self._held.close()
         if done and self._place.passing:
             shutil.rmtree(self.run_dir, ignore_errors=True)
@@ -180,6 +183,45 @@ class Quarters:
     def _send_on(self, message: AnyMessage) -> None:
         if self._connected():
             self._send(message)
+
+
+class DirectorySender(FileSender):
+    """Sends the files of a host's own directory to the head, and notes for the processes there what has arrived."""
+
+    def __init__(self, run_dir: Path, send: Callable[[AnyMessage], None]) -> None:
+        self._run_dir = run_dir
+        self._told, self._digests = 0, dict[str, str]()
+        self._noted: dict[str, Any] = {"through": 0, "files": {}}
+        self._note_s = 0.0
+        (run_dir / ARRIVED_FILE).unlink(missing_ok=True)  # of an earlier run
+        super().__init__(TO_HEAD, self._found, word_in_source(run_dir), send, each_turn=self._note)
+
+    def answered(self, answer: FilesHeld) -> float | None:
+        self._told = answer.told
+        return super().answered(answer)
+
+    def close(self) -> None:
+        super().close()
+        self._note_s = 0.0
+        self._note({})
+
+    def _found(self) -> list[tuple[str, Path]]:
+        found = TO_HEAD.found(self._run_dir)
+        with contextlib.suppress(ConfigError):
+            latest = checkpoints_in(self._run_dir) / "latest.json"
+            found[1:1] = [(LATEST, latest)] if latest.exists() else []  # after the events
+        return found
+
+    def _note(self, digests: dict[str, str]) -> None:
+        """What the host's own disk refuses is noted at a later turn."""
+        self._digests |= digests
+        arrived = {"through": self._told, "files": dict(self._digests)}
+        urgent = arrived["files"] != self._noted["files"] or time.monotonic() > self._note_s
+        if arrived != self._noted and urgent:
+            self._note_s = time.monotonic() + _NOTE_S
+            with contextlib.suppress(OSError):
+                write_atomically(self._run_dir / ARRIVED_FILE, json.dumps(arrived) + "\n")
+                self._noted = arrived
 
 
 # ---- logs, for who asks from elsewhere

@@ -17,15 +17,16 @@ from everstep.protocol.messages import (
     Command,
     CommandReply,
     FaultClaimed,
-    FilePiece,
+    FilePieces,
     HostAsk,
     HostPlace,
+    HostsThere,
     HostTold,
     JobPage,
 )
 from everstep.runtime.files.claim_files import claim
-from everstep.runtime.files.gathering import Receiving
-from everstep.runtime.files.places import OWN_FOLDER, PAGES, write_hosts
+from everstep.runtime.files.file_receiver import HeadReceiver
+from everstep.runtime.files.host_directory import OWN_FOLDER, PAGES, write_hosts
 
 _MOST_PAGE_BYTES = 64 << 10
 MOST_ASKED = 1000
@@ -33,55 +34,77 @@ LOGS = "logs"
 Answers = list[tuple[str, AnyMessage]]
 
 
-class FilesDesk:
+class HeadFiles:
     """Says what to answer to whom. told: up to which step others may forget what they know, of those that are told in
     the job's events."""
 
     def __init__(self, run_dir: Path, told: Callable[[int], int] = lambda through: through) -> None:
         self._run_dir = run_dir
         self._told_to = told
-        self._receiving = Receiving(run_dir)
-        self._agents: dict[str, str] = {}
+        self._receiver = HeadReceiver(run_dir)
         self._places: dict[str, HostPlace] = {}
+        self._pages: dict[str, str] = {}
         self._asked: dict[int, tuple[str, int, str]] = {}
         self._requests = 0
 
     def looked(self) -> tuple[int, int]:
-        """As `Receiving` has it."""
-        return self._receiving.looked
+        """As `HeadReceiver` has it."""
+        return self._receiver.looked
+
+    @property
+    def apart(self) -> list[str]:
+        """The connections of agents whose run directory is their own."""
+        return [name for name, place in self._places.items() if place.apart]
 
     def take(self, connection: str, message: AnyMessage) -> Answers | None:
         """None: it is somebody else's to answer."""
-        if isinstance(message, FilePiece):
-            taken = self._receiving.take(message)
-            return [(connection, msgspec.structs.replace(taken, told=self._told_to(taken.told)))]
+        if isinstance(message, FilePieces):
+            answer = self._receiver.take(message)
+            return [(connection, msgspec.structs.replace(answer, told=self._told_to(answer.told)))]
         if isinstance(message, ClaimFault):
             return self._claim(connection, message)
         if isinstance(message, HostTold):
             return self._told(message)
         if isinstance(message, Command) and message.name == LOGS:
             return self._ask(connection, message)
-        if isinstance(message, HostPlace):  # none who was refused says it
-            self._agents[message.agent_id] = connection
+        if isinstance(message, HostPlace):
             self._places[connection] = message
-            self._say_hosts()
+            pages = [JobPage(name=name, text=text) for name, text in sorted(self._pages.items())]
+            return [*self._tell_hosts(), *((connection, page) for page in pages if message.apart)]
         return None
 
     def gone(self, connection: str) -> Answers:
         """A connection has ended: what it was asked is not answered any more."""
-        if self._places.pop(connection, None) is not None:
-            self._say_hosts()
-        gone = [host for host, agent in self._agents.items() if agent == connection]
-        for host in gone:
-            del self._agents[host]
-        lost = [key for key, (_, _, host) in self._asked.items() if host in gone]
-        return [_refused(*self._asked.pop(key)) for key in lost]
+        place = self._places.pop(connection, None)
+        if place is None:
+            return []
+        lost = [] if self._connection(place.agent_id) else [k for k, v in self._asked.items() if v[2] == place.agent_id]
+        return [*self._tell_hosts(), *(_refused(*self._asked.pop(key)) for key in lost)]
 
-    def _say_hosts(self) -> None:
-        """Where the agent of this host has files of its own, nobody else says in the job's who has others."""
+    def changed_pages(self) -> Answers:
+        """The small files that workers of all hosts look at, as far as they have changed since the last look: for hosts
+        that do not see them."""
+        found = []
+        for name in PAGES:
+            with contextlib.suppress(OSError, UnicodeDecodeError):
+                text = read_given(self._run_dir / name, _MOST_PAGE_BYTES).decode()
+                if self._pages.get(name) != text:
+                    self._pages[name] = text
+                    found.append(JobPage(name=name, text=text))
+        return [(connection, page) for page in found for connection in self.apart]
+
+    def _connection(self, host: str) -> str:
+        """Of the agent of a host, "" if there is none."""
+        return next((name for name, place in reversed(self._places.items()) if place.agent_id == host), "")
+
+    def _tell_hosts(self) -> Answers:
+        """All agents hear where each host keeps its files. Where the agent of this host has files of its own, nobody
+        else says that in the job's directory."""
+        there = HostsThere(places={place.agent_id: place for _, place in sorted(self._places.items())})
         if (self._run_dir / OWN_FOLDER).is_dir():
             with contextlib.suppress(OSError):
-                write_hosts(self._run_dir, {place.agent_id: place for _, place in sorted(self._places.items())})
+                write_hosts(self._run_dir, there.places)
+        return [(name, there) for name in sorted(self._places)]
 
     def _claim(self, connection: str, message: ClaimFault) -> Answers:
         try:
@@ -92,8 +115,8 @@ class FilesDesk:
 
     def _ask(self, connection: str, message: Command) -> Answers:
         host, name, start = (message.args.get(key) for key in ("host", "name", "start"))
-        agent = self._agents.get(str(host))
-        if agent is None:
+        agent = self._connection(str(host))
+        if not agent:
             return [_refused(connection, message.request, str(host))]
         self._requests += 1
         if len(self._asked) >= MOST_ASKED:
@@ -113,27 +136,3 @@ class FilesDesk:
 def _refused(connection: str, request: int, host: str) -> tuple[str, AnyMessage]:
     text = f"no host {host[:100]!r} is connected: everstep hosts says which there are"
     return connection, CommandReply(request=request, ok=False, error=text, result={})
-
-
-class Pages:
-    """The small files of a job that workers of all hosts look at."""
-
-    def __init__(self, run_dir: Path) -> None:
-        self._run_dir = run_dir
-        self._known: dict[str, str] = {}
-
-    def all(self) -> list[JobPage]:
-        """As they are now."""
-        self.changed()
-        return [JobPage(name=name, text=text) for name, text in sorted(self._known.items())]
-
-    def changed(self) -> list[JobPage]:
-        """Those that are not as at the last look."""
-        found = []
-        for name in PAGES:
-            with contextlib.suppress(OSError, UnicodeDecodeError):
-                text = read_given(self._run_dir / name, _MOST_PAGE_BYTES).decode()
-                if self._known.get(name) != text:
-                    self._known[name] = text
-                    found.append(JobPage(name=name, text=text))
-        return found

@@ -13,10 +13,9 @@ from everstep.base.config_keys import TlsConfig
 from everstep.base.errors import ConfigError, QuorumLost
 from everstep.cli.run_dir import set_aside
 from everstep.protocol.roles import PEOPLE
-from everstep.runtime.files.following import ReplicaLink
-from everstep.runtime.files.places import OWN_FOLDER, REPLICA_FILE, private_folder, word_in
-from everstep.runtime.files.replica import Replica
+from everstep.runtime.files.host_directory import COPY_FILE, OWN_FOLDER, private_folder, word_in
 from everstep.runtime.files.run_lock import run_lock
+from everstep.runtime.files.standby_files import CopyLink, DirectoryCopy
 from everstep.runtime.lead.finding import Finder, Where
 from everstep.runtime.link import wire
 from everstep.runtime.link.address import (
@@ -36,7 +35,7 @@ _AGAIN_S = 0.25
 
 
 @contextlib.contextmanager
-def replica_in(
+def copy_in(
     given: Path | None, job: str, host: str, own: str, token: bytes, look: Callable[[], Where | None]
 ) -> Iterator[Path]:
     """A directory that has all of the job's, or had it a moment ago; locked as long as it is used.
@@ -77,10 +76,10 @@ def _make_ready(folder: Path, job: str, token: bytes) -> str:
 
 
 def kept_apart(folder: Path, job: str) -> bool:
-    """Whether what is in a folder has to be set aside: a host has led the job there. What is a replica already, or
+    """Whether what is in a folder has to be set aside: a host has led the job there. What is a copy already, or
     empty, goes on. job: the job's word when it began. Raises: ConfigError if it is of another job."""
     led = bool(word_in(folder))
-    if not (folder / REPLICA_FILE).exists() and (folder / JOB_FILE).exists() and word_in(folder) != job:
+    if not (folder / COPY_FILE).exists() and (folder / JOB_FILE).exists() and word_in(folder) != job:
         raise ConfigError(f"--run-dir: {folder} has files of another job: choose a new directory")
     return led
 
@@ -89,8 +88,8 @@ def _fill(folder: Path, host: str, own: str, token: bytes, look: Callable[[], Wh
     """Until it has all that there was a moment ago; or it once had, and nobody is there to say what is new."""
     end_s = time.monotonic() + _PATIENCE_S
     while (where := look()) is None:
-        if Replica(folder).state(None).usable:
-            Replica(folder).fall_back()
+        if DirectoryCopy(folder).state(None).usable:
+            DirectoryCopy(folder).fall_back()
             return
         if time.monotonic() > end_s:
             raise QuorumLost(f"nobody has held the job's lease for {_PATIENCE_S:g} s")
@@ -98,10 +97,10 @@ def _fill(folder: Path, host: str, own: str, token: bytes, look: Callable[[], Wh
     tls = Tls.of(shown_by(TlsConfig(mode=where["tls"]), token, own))
     with contextlib.ExitStack() as held:
         held.callback(Finder(folder / COORDINATOR_FILE, look, lambda: True).close)
-        link = ReplicaLink(folder, token, host, tls)
+        link = CopyLink(folder, token, host, tls)
         held.callback(link.close)
         while not link.wait_in_step(_TURN_S) and (look() is not None or not link.state().usable):
             if time.monotonic() > end_s:
                 raise QuorumLost(f"no head has filled {folder} for {_PATIENCE_S:g} s: is the job still running?")
             print(f"{folder} is being filled from the head's directory", file=sys.stderr, flush=True)
-    Replica(folder).fall_back()
+    DirectoryCopy(folder).fall_back()

@@ -1,0 +1,248 @@
+"""Sends what is new in files of a directory to another host: an agent's to the head, or the head's to a standby host.
+
+The receiver says how many bytes of each file are there, and the sender goes on from that byte. So the files are the
+store of what is on the way: a connection that breaks loses nothing, and a receiver that is away costs only disk.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import stat
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from everstep.base.given import open_given
+from everstep.protocol.messages import FilePiece, FilePieces, FilesHeld
+from everstep.runtime.files.file_sets import FileSet, comes_last
+
+PIECE_BYTES = 512 << 10
+MOST_PIECES = 100
+"""Of one message."""
+_MOST_LINE_BYTES = 8 << 20
+_READ_BYTES = 1 << 20
+_LOOK_S = 0.1
+_ANSWER_S = 5.0
+_SHARE = 10
+"""The head reads for each standby host at most one part in so many of the time, and for two of them at once."""
+_READING = threading.Semaphore(2)
+
+
+@dataclass
+class _File:
+    """One file. key: changes with the content of a file that is sent whole, as far as that shows without reading it.
+    version: as `FilePiece` has it, "" until it is needed. held: how many bytes are there; asked: whether the receiver
+    has said so."""
+
+    path: Path
+    whole: bool
+    key: tuple[int, ...]
+    version: str
+    size: int
+    held: int = 0
+    asked: bool = False
+
+
+class FileSender:
+    """Sends one message at a time, from a thread of its own. files: of the set `kind`, as `FileSet.found` lists them.
+
+    source: the word of the directory. send: to the receiver; never blocks. mirrors: the receiver is to have the very
+    same files, so a file that shrank is sent again from its first byte, and the receiver is told that nothing is new,
+    too. each_turn: called in the thread at each look with the digest, by name, of each file that has arrived whole.
+    """
+
+    def __init__(
+        self,
+        kind: FileSet,
+        files: Callable[[], Iterable[tuple[str, Path]]],
+        source: str,
+        send: Callable[[FilePieces], None],
+        *,
+        mirrors: bool = False,
+        each_turn: Callable[[dict[str, str]], None] = lambda arrived: None,
+    ) -> None:
+        self._kind, self._list, self._send = kind, files, send
+        self._mirrors, self._each_turn = mirrors, each_turn
+        self._files: dict[str, _File] = {}
+        self._message = FilePieces(source=source, number=0)
+        self._waits = False  # for the answer to that message
+        self._began_s = self._pause_s = 0.0
+        self._all_there_s = -1.0
+        self._failed = False
+        self._closed = False
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._run, name="everstep-file-sender", daemon=True)
+        self._thread.start()
+
+    def answered(self, answer: FilesHeld) -> float | None:
+        """An answer came. Any thread. Returns the (monotonic) moment of which the receiver has all files now, None if
+        it lacks something, or if nobody waits for this answer."""
+        with self._changed:
+            if not self._waits or answer.number != self._message.number:
+                return None
+            self._waits = False
+            self._changed.notify_all()
+            moved = False
+            for piece in self._message.pieces:
+                file = self._files[piece.path]
+                there = answer.held.get(piece.path)
+                moved |= there is not None and (there > file.held or not file.asked)
+                file.held, file.asked = file.held if there is None else there, there is not None
+            if moved and (self._message.rest or not self._mirrors):
+                self._pause_s = 0.0  # if nothing moved, its disk is full, say
+            return self._began_s if answer.has_all(self._message) else None
+
+    def ask_again(self) -> None:
+        """The connection is a new one: what was sent over the old one may be lost."""
+        with self._changed:
+            self._waits = False
+            self._ask_again(self._files)
+            self._changed.notify_all()
+
+    def held(self, name: str) -> int:
+        """How many bytes of a file are there."""
+        with self._changed:
+            file = self._files.get(name)
+            return file.held if file is not None and file.asked else 0
+
+    def finish(self, since_s: float, timeout_s: float) -> bool:
+        """Wait until all that there was at this (monotonic) moment has arrived, and nothing is new; whether it has."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._all_there_s > since_s and not self._failed, timeout_s)
+
+    def stop(self) -> None:
+        """Nothing more is sent. Does not wait."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Nothing more is sent, and no file is read."""
+        self.stop()
+        self._thread.join(timeout=5.0)
+
+    # ---- the thread
+
+    def _run(self) -> None:
+        while self._turn_comes():
+            begin_s = time.monotonic()
+            with _READING:
+                files, pieces, rest, failed = self._look()
+            self._each_turn({n: f.version for n, f in files.items() if f.whole and f.asked and f.held >= f.size})
+            with self._changed:
+                self._files, self._failed, self._began_s = files, failed, begin_s
+                self._pause_s = max(_LOOK_S, _SHARE * (time.monotonic() - begin_s) if self._mirrors else 0.0)
+                if not pieces and not self._mirrors:
+                    self._all_there_s = begin_s
+                    self._changed.notify_all()
+                    continue
+                number = self._message.number + 1
+                self._message = FilePieces(source=self._message.source, number=number, pieces=pieces, rest=rest)
+                self._waits = True
+            self._send(self._message)
+
+    def _turn_comes(self) -> bool:
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._closed or not self._waits, _ANSWER_S):
+                self._waits = False
+                self._ask_again(piece.path for piece in self._message.pieces)
+            if self._pause_s:
+                self._changed.wait_for(lambda: self._closed, self._pause_s)
+            return not self._closed
+
+    def _ask_again(self, names: Iterable[str]) -> None:
+        for name in names:
+            self._files[name].asked = False
+
+    def _look(self) -> tuple[dict[str, _File], list[FilePiece], bool, bool]:
+        """The files as they are now, what is to be sent next, whether more is than that, and whether some file cannot
+        be read; such a file holds up nothing else."""
+        files: dict[str, _File] = {}
+        pieces: list[FilePiece] = []
+        room, rest, failed = PIECE_BYTES, False, False
+        for name, path in self._list():
+            try:
+                file = self._seen(name, path)
+                if file is None:
+                    continue
+                files[name] = file
+                full = room <= 0 or len(pieces) >= MOST_PIECES
+                if full or (comes_last(name) and any(files[piece.path].whole for piece in pieces)):
+                    rest |= file.held < file.size or not file.asked
+                    continue
+                piece = _piece(name, file)
+            except FileNotFoundError:
+                continue  # it has been replaced, or rotated away
+            except OSError:
+                failed = True
+                continue
+            if piece is not None:
+                pieces.append(piece)
+                room -= len(piece.data)
+                rest |= not file.asked or piece.at + len(piece.data) < file.size
+        return files, pieces, rest, failed
+
+    def _seen(self, name: str, path: Path) -> _File | None:
+        """What is known of a file; a file that was replaced by another one begins again. None: it is not sent."""
+        found = path.lstat()
+        whole = self._kind.whole.fullmatch(name) is not None
+        if not stat.S_ISREG(found.st_mode) or not (found.st_size or whole):
+            return None
+        key = (found.st_ino, found.st_size, found.st_mtime_ns) if whole else (found.st_ino,)
+        file = self._files.get(name)
+        if file is None or file.key != key:
+            return _File(path, whole, key, "" if whole else f"{found.st_ino}", found.st_size)
+        if self._mirrors and found.st_size < file.held:
+            return _File(path, whole, key, f"{found.st_ino}-{found.st_mtime_ns}", found.st_size)
+        file.size = found.st_size
+        return file
+
+
+def _piece(name: str, file: _File) -> FilePiece | None:
+    """What is to be said of a file, None if nothing. Raises: OSError."""
+    if file.asked and file.held >= file.size:
+        return None
+    if not file.version:
+        file.version = _digest_of(file.path, name.count("/"), file.key)
+    where, data = (file.path, name.count("/"), file.held), b""
+    if file.asked:
+        data = _read(*where, PIECE_BYTES) if file.whole else whole_lines(*where)
+        if not (data or file.whole):
+            return None
+    size = file.size if file.whole else 0
+    return FilePiece(path=name, version=file.version, at=file.held, data=data, size=size)
+
+
+def digest_of(path: Path, folders: int = 0) -> str:
+    """BLAKE2b of a file, 32 hex digits. folders: as for `base.below`. Raises: OSError."""
+    found = hashlib.blake2b(digest_size=16)
+    with open_given(path, folders) as file:
+        while data := file.read(_READ_BYTES):
+            found.update(data)
+    return found.hexdigest()
+
+
+@functools.lru_cache(maxsize=10_000)
+def _digest_of(path: Path, folders: int, key: tuple[int, ...]) -> str:
+    """The same, read once by all senders of a process."""
+    return digest_of(path, folders)
+
+
+def whole_lines(path: Path, folders: int, at: int) -> bytes:
+    """What follows in a file up to the end of a line; b"" if none has ended yet. folders: as for `base.below`."""
+    most = PIECE_BYTES
+    while True:
+        data = _read(path, folders, at, most)
+        cut = data.rfind(b"\n") + 1
+        if cut or len(data) < most or most > _MOST_LINE_BYTES:
+            return data[:cut] if cut or most <= _MOST_LINE_BYTES else data
+        most *= 2
+
+
+def _read(path: Path, folders: int, at: int, most: int) -> bytes:
+    with open_given(path, folders) as file:
+        return os.pread(file.fileno(), most, at)

@@ -1,0 +1,65 @@
+"""Which files go between hosts, by name: from a host without the job's directory, and to a host that stands by."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from everstep.runtime.link.address import DATASET_FILE, EVENTS_FILE, JOB_FILE, NOTES_FILE
+
+LATEST = "checkpoints/latest.json"
+NEWEST_FILE = "newest-checkpoint.json"
+"""The name of `LATEST` in the job's directory: the newest checkpoint on disks of hosts, for a job that goes on."""
+LEDGER = re.compile(r"ledger/worker-\d{1,7}-\d{1,9}\.jsonl")
+_SOURCE = r"[0-9a-f]{16}"
+SOURCE = re.compile(_SOURCE)
+"""The word of a host's own directory."""
+_FROM_ALL = (
+    rf"final/(model\.safetensors|digest\.json)|rehearsed\.json|{re.escape(DATASET_FILE)}"
+    r"|profiles/[0-9A-Za-z][0-9A-Za-z_-]{0,63}/worker-\d{1,7}\.json\.gz"
+)
+_FOLDERS = ("", "ledger/", "metrics/", "logs/", "final/", "chaos/", "wandb/", "otel/", "notify/", "profiles/*/")
+
+
+@dataclass(frozen=True)
+class FileSet:
+    """grows: names of files that grow by lines. whole: names of files that count once all of them is there."""
+
+    grows: re.Pattern[str]
+    whole: re.Pattern[str]
+
+    def has(self, name: str) -> bool:
+        """Whether a file of this name is one of them."""
+        return bool(self.grows.fullmatch(name) or self.whole.fullmatch(name))
+
+    def found(self, folder: Path) -> list[tuple[str, Path]]:
+        """The files in a directory, in the order in which they are sent: events before what they tell of, and the
+        digest of the weights last, so that whoever finds the digest finds the weights."""
+        paths = (path for name in _FOLDERS for path in folder.glob(f"{name}*"))
+        named = sorted((path.relative_to(folder).as_posix(), path) for path in paths)
+        files = [(name, path) for name, path in named if self.has(name)]
+        return sorted(files, key=lambda file: (comes_last(file[0]), file[0] not in (JOB_FILE, EVENTS_FILE)))
+
+
+def comes_last(name: str) -> bool:
+    """Whether a file is to arrive after all others."""
+    return name.endswith("digest.json")
+
+
+TO_HEAD = FileSet(
+    re.compile(
+        rf"{re.escape(EVENTS_FILE)}|{LEDGER.pattern}|metrics/[A-Za-z0-9_][A-Za-z0-9._-]{{0,63}}\.jsonl|logs/output\.log"
+    ),
+    re.compile(rf"{_FROM_ALL}|{re.escape(LATEST)}"),
+)
+TO_STANDBY = FileSet(
+    re.compile(
+        rf"{re.escape(EVENTS_FILE)}|ledger/worker-\d{{1,7}}-\d{{1,9}}(-{_SOURCE})?\.jsonl"
+        r"|metrics/[A-Za-z0-9_][A-Za-z0-9._-]{0,69}\.jsonl|logs/output(\.1)?\.log"
+    ),
+    re.compile(
+        rf"{_FROM_ALL}|{'|'.join(map(re.escape, (JOB_FILE, NOTES_FILE, NEWEST_FILE)))}"
+        r"|chaos/[0-9][0-9.-]{0,40}|(wandb|otel|notify)/published\.json"
+    ),
+)

@@ -1,0 +1,192 @@
+"""The copy of the job's directory that a host has which stands by and does not see that directory.
+
+The head fills it (`standby_senders`), and the host leads the job in it should it have to. Files that grow are the same
+bytes up to some line; all others are there whole or not at all.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from everstep.base.below import write_atomically
+from everstep.base.given import read_json
+from everstep.protocol.messages import AnyMessage, FilePieces, FilesHeld, StandbyHello
+from everstep.protocol.roles import JOB
+from everstep.runtime.files.file_receiver import FileReceiver
+from everstep.runtime.files.file_sets import TO_STANDBY
+from everstep.runtime.files.host_directory import COPY_FILE
+from everstep.runtime.link.address import COORDINATOR_FILE
+from everstep.runtime.link.control_client import ControlClient
+from everstep.runtime.link.handshake import role_token
+from everstep.runtime.link.tls import Tls
+
+_BEFORE, _DRAFT = ".before", ".before-draft"
+
+
+class DirectoryCopy(FileReceiver):
+    """The copy in this folder. source: the word of the directory that it is a copy of, "" if it is new."""
+
+    def __init__(self, folder: Path) -> None:
+        self.source, versions, self._complete = _remembered(folder)
+        self._noted = dict(versions)
+        super().__init__(folder, TO_STANDBY, versions)
+
+    def state(self, in_step_s: float | None) -> CopyState:
+        """How it stands. in_step_s: as `CopyState` has it."""
+        return CopyState(self._complete, in_step_s, (self.folder / _BEFORE).is_dir())
+
+    def fall_back(self) -> None:
+        """Nobody fills it any more: if it is not complete, what it was before takes its place. Raises: OSError."""
+        before = self.folder / _BEFORE
+        if not self._complete and before.is_dir():
+            if copied(before):  # else it has taken its place, and that could not be noted
+                for name in copied(self.folder):
+                    (self.folder / name).unlink()
+                _move(before, self.folder)
+            self._remember(complete=True)
+        shutil.rmtree(before, ignore_errors=True)
+
+    def take(self, message: FilePieces) -> FilesHeld:
+        try:
+            if message.source != self.source:
+                self._begin(message.source)
+            answer = super().take(message)
+            if answer.has_all(message) and not self._complete:
+                self._remember(complete=True)
+                shutil.rmtree(self.folder / _BEFORE, ignore_errors=True)
+            elif self.versions != self._noted:
+                self._remember()
+        except OSError:  # a full disk, say
+            return FilesHeld(number=0)
+        return answer
+
+    def _begin(self, source: str) -> None:
+        """Nothing here is of the directory that this is a copy of from now on. What was complete is kept until that is
+        again: the head that fills it may be lost meanwhile."""
+        draft, before, complete = self.folder / _DRAFT, self.folder / _BEFORE, self._complete
+        shutil.rmtree(draft, ignore_errors=True)
+        self._coming.clear()
+        self.versions.clear()
+        self.source = ""  # so that a move that fails, or is killed, is done again
+        self._remember(complete=False)
+        _move(self.folder, draft)
+        if complete:
+            shutil.rmtree(before, ignore_errors=True)
+            os.replace(draft, before)
+        shutil.rmtree(draft, ignore_errors=True)
+        self.source = source
+        self._remember()
+
+    def _remember(self, complete: bool | None = None) -> None:
+        """Raises: OSError."""
+        complete = self._complete if complete is None else complete
+        said = {"place": self.source, "complete": complete, "versions": self.versions}
+        write_atomically(self.folder / COPY_FILE, json.dumps(said) + "\n")
+        self._noted, self._complete = dict(self.versions), complete
+
+
+def copied(folder: Path) -> list[str]:
+    """The names of the files that are copied from, or to, a directory."""
+    return [name for name, path in TO_STANDBY.found(folder) if path.is_file()]
+
+
+def _move(source: Path, target: Path) -> None:
+    """All files of a copy. Raises: OSError."""
+    target.mkdir(exist_ok=True)
+    for name in copied(source):
+        (target / name).parent.mkdir(parents=True, exist_ok=True)
+        os.replace(source / name, target / name)
+
+
+def _remembered(folder: Path) -> tuple[str, dict[str, str], bool]:
+    """Which directory a folder is a copy of, the versions of its files, and whether it was complete."""
+    try:
+        said = read_json(folder / COPY_FILE, 64 << 20)
+        place, complete = str(said["place"])[:64], said["complete"] is True
+        versions = {str(path): str(version)[:100] for path, version in said["versions"].items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return "", {}, False
+    return place, {name: version for name, version in versions.items() if TO_STANDBY.has(name)}, complete
+
+
+class CopyLink:
+    """Has the head fill the copy in this folder until it is closed. host: name of this one. tls: as `ControlClient` has
+    it. The head is where the coordinator.json in the folder says, which others keep up."""
+
+    def __init__(self, folder: Path, token: bytes, host: str, tls: Tls | None) -> None:
+        self._copy = DirectoryCopy(folder)
+        self._in_step_s: float | None = None
+        self._changed = threading.Condition()
+        self._client = ControlClient(
+            *(folder / COORDINATOR_FILE, role_token(token, JOB), JOB, f"copy-{host}"),
+            *(lambda: StandbyHello(host=host[:100]), self._receive),
+            tls=tls,
+        )
+
+    def state(self) -> CopyState:
+        """How the copy stands now. Any thread."""
+        with self._changed:
+            return self._copy.state(self._in_step_s)
+
+    def wait_in_step(self, timeout_s: float) -> bool:
+        """Until the copy has all that there was a moment ago; whether that came in time."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._in_step_s is not None, timeout_s)
+
+    def close(self) -> None:
+        """Nothing is written into the folder any more."""
+        self._client.close(0.0)
+
+    def _receive(self, message: AnyMessage) -> None:
+        if not isinstance(message, FilePieces):
+            return
+        asked_s = time.monotonic()
+        answer = self._copy.take(message)
+        if answer.has_all(message):
+            with self._changed:
+                self._in_step_s = asked_s
+                self._changed.notify_all()
+        self._client.send(answer)
+
+
+# ---- whether the job may be led in it. Pure
+
+LATE_S = 30.0
+"""For so long others that have more are let go first; and a head counts on a standby host of which it hears nothing."""
+
+
+@dataclass(frozen=True)
+class CopyState:
+    """How a copy stands. complete: it has had all that there was once; in_step_s: when it last had (monotonic), None
+    if not in this life; before: it had all of another directory before it was begun anew."""
+
+    complete: bool
+    in_step_s: float | None
+    before: bool = False
+
+    @property
+    def usable(self) -> bool:
+        """Whether the job can be led in it at all."""
+        return self.complete or self.before
+
+    def may_lead(self, led_s: float, now_s: float) -> bool:
+        """Whether this host may take the lease. led_s: when somebody was last seen to have it. With files that are
+        older than that only if nobody else has taken it for long, and with a part of them never."""
+        fresh = self.complete and self.in_step_s is not None and self.in_step_s >= led_s - LATE_S
+        return fresh or (self.usable and now_s - led_s >= LATE_S)
+
+    def words(self, led_s: float) -> str:
+        """What the files of this host may lack, in words; "" if nothing is known to be. led_s: when whoever led was
+        surely there."""
+        if self.complete and self.in_step_s is not None:
+            old_s = led_s - self.in_step_s
+            old = "" if old_s < 1.0 else f"{old_s:.0f} s old"
+        else:
+            old = "of an earlier time"
+        return f"this host's files are {old}: what only the lost host had since is lost" if old else ""
