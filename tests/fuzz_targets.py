@@ -47,7 +47,6 @@ from everstep.observe.told import ToldFile
 from everstep.order.ledger import LaneUse, LedgerRow, decode_rows, encode_row
 from everstep.protocol import messages
 from everstep.protocol.driver import records
-from everstep.protocol.ferrying import WORD_BYTES, Saying, Word
 from everstep.protocol.step_types import Record
 from everstep.protocol.telling import heard, told
 from everstep.report.excerpt import around
@@ -67,7 +66,6 @@ from everstep.runtime.link import wire
 from everstep.runtime.link.address import read_address
 from everstep.runtime.link.handshake import TAG_BYTES, Caller, Ends, Greeter, Seals, keys_of, role_token
 from everstep.runtime.link.head_facts import heard_of
-from everstep.runtime.link.landing import dialled
 from everstep.runtime.link.tls import Tls, shown_by
 from everstep.sinks.publication import read_cursor
 from everstep.train.launcher_store import exchange
@@ -389,9 +387,6 @@ def targets() -> list[FuzzTarget]:
         FuzzTarget("etcd-where", [as_json(_ETCD_WHERE)], _etcd_where, (EverstepError, ValueError, TypeError)),
         FuzzTarget("frames", [_framed(b"abc") * 3, _framed(bytes(20_000))], _frames),
         FuzzTarget("handshake", [bytes(60), _answered()], _greeted),
-        FuzzTarget("ferries", [Word(Saying.OPEN, True, 1, 9).packed(), Word(Saying.LEAVE).packed()],
-                   lambda data: Word.read(data[:WORD_BYTES].ljust(WORD_BYTES, b"\0")), again=Word.packed),
-        FuzzTarget("ferry's caller", [b"\0\0\0\1\x0b127.0.0.1:5"], dialled),
         FuzzTarget("token", [b"ab" * 32], lambda data: wire.token_of(data.decode("latin-1"), "x")),
         FuzzTarget("messages", _message_samples(), messages.decode, again=messages.encode),
         FuzzTarget("plans", _plan_samples(), _told_plan),

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Slurm, Open MPI, mpi4py, sshd, Ray, Accelerate and DeepSpeed for the tests of the engines, as far as they can be had
+# Slurm, Open MPI, sshd, Ray, Accelerate and DeepSpeed for the tests of the engines, as far as they can be had
 # (Debian, root); tests of what is missing are skipped. The Python packages go into a folder of their own ($1).
 packages="slurm-wlm munge openmpi-bin openssh-server"
 if ! { command -v slurmctld && command -v munged && command -v mpirun && command -v sshd; } >/dev/null; then
@@ -11,10 +11,8 @@ if ! { command -v slurmctld && command -v munged && command -v mpirun && command
   command -v slurmctld >/dev/null || echo "not installed ($packages): the tests that need them are skipped"
 fi
 python=$(dirname "$0")/../.venv/bin/python
-for package in "ray>=2.40,<3" "mpi4py>=4,<5"; do
-  timeout 600 "$python" -m pip install --quiet --upgrade --target "$1" "$package" >/dev/null 2>&1 ||
-    echo "not installed ($package): the tests that need it are skipped"
-done
+timeout 600 "$python" -m pip install --quiet --upgrade --target "$1" "ray>=2.40,<3" >/dev/null 2>&1 ||
+  echo "not installed (ray): the tests that need it are skipped"
 # Without what they depend on: another torch. What their launchers import of it by name.
 imported="huggingface_hub safetensors packaging pyyaml psutil einops hjson ninja msgpack py-cpuinfo pydantic tqdm filelock"
 { timeout 300 "$python" -m pip install --quiet --upgrade --target "$1" $imported &&

@@ -206,7 +206,7 @@ def process_of(host: Host, *words: bytes) -> int:
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
-@pytest.mark.parametrize("who", [b"everstep.runtime.host.delaying", b"everstep-continue -c"])
+@pytest.mark.parametrize("who", [b"everstep.chaos.packet_delay", b"everstep-continue -c"])
 def test_packets_flow_again_when_what_delays_them_or_what_ends_that_is_killed(
     able: Net, who: bytes, how: signal.Signals
 ) -> None:
@@ -244,7 +244,7 @@ def test_or_when_an_agent_starts_where_all_of_them_were_killed(able: Net) -> Non
     with near, far, slowed(one, three.address) as other:
         undone = strike(one, "slow", two.address)
         os.killpg(undone._shell.pid, signal.SIGKILL)
-        os.kill(process_of(one, b"everstep.runtime.host.delaying", b"evs1"), signal.SIGKILL)
+        os.kill(process_of(one, b"everstep.chaos.packet_delay", b"evs1"), signal.SIGKILL)
         until(lambda: "device *" in left(one))
         with one.inside():
             clear(one.address)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, get_type_hints
 
 from everstep.base.config_fields import Kind, convert, free, shown, variable
+from everstep.base.config_keys import NO_MPI
 from everstep.base.config_keys import Config as Config
 from everstep.base.doors import check_private, is_loopback, parse_ports
 from everstep.base.errors import ConfigError
@@ -93,6 +94,8 @@ def read_layers(layers: Sequence[tuple[str, Mapping[str, Any]]]) -> dict[str, An
     for source, layer in layers:
         for name, value in _flatten(source, layer):
             leaf = _LEAVES.get(name)
+            if name == "transport" and value == "mpi":
+                raise ConfigError(NO_MPI)
             if leaf is not None:
                 values[name] = convert(source, name, leaf.kind, value, leaf.default)
             else:

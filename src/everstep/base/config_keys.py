@@ -14,7 +14,11 @@ from everstep.base.pipeline.table import KINDS
 
 BUCKETS = ("s3", "gs")
 """Schemes of object stores' URLs."""
-TRANSPORTS = ("shm", "sockets", "nccl", "mpi")
+TRANSPORTS = ("shm", "sockets", "nccl")
+NO_MPI = (
+    "transport=mpi is not available: an MPI world can neither lose nor gain a process; use transport=auto, which also "
+    "works under mpirun"
+)
 SINKS = ("tensorboard", "wandb", "mlflow", "otel")
 NOTICES = "notify"
 """The sink behind `notify.*`, which is not named among the others."""

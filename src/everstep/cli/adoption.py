@@ -23,7 +23,6 @@ from everstep.cli.main import exit_code_of, run_command
 from everstep.cli.run_dir import RUNS
 from everstep.cli.tokens import TOKEN_VARIABLE, strong
 from everstep.runtime.link import wire
-from everstep.runtime.link.landing import FerryHere
 from everstep.runtime.link.rendezvous import address_towards, find_job, is_reachable, reserve
 from everstep.runtime.link.waiting import Waited, wait_for
 from everstep.runtime.process import parent_began_s
@@ -41,24 +40,13 @@ class LauncherPlace(NamedTuple):
 def adopt(foreign: Foreign, name: str, args: Sequence[str], config: Config) -> int:
     """Do this process's part of the one job that all become. Returns the exit code.
 
-    name: of the task, fit for a directory. args: of `everstep run`, which win over what the launcher says. security: by
-    which an agent is known.
+    name: of the task, fit for a directory. args: of `everstep run`, which win over what the launcher says. config: what
+    an agent of the job needs to find it.
 
     Raises: ConfigError if they cannot be one job; QuorumLost if the others do not come.
     """
     foreign.check()
     token = None if foreign.one_host else _token(foreign)
-    if config.transport != "mpi":
-        return _part_of(foreign, name, args, token, config)
-    ferry, code = FerryHere(foreign.rank, foreign.size), 1
-    try:
-        code = _part_of(foreign, name, args, token, config)
-        return code
-    finally:
-        ferry.close(in_order=code == 0)
-
-
-def _part_of(foreign: Foreign, name: str, args: Sequence[str], token: bytes | None, config: Config) -> int:
     if foreign.part == "waiting":
         return wait_for(foreign.key)
     waited, code = Waited(foreign.key), 1

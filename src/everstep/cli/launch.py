@@ -106,11 +106,6 @@ def _values(words: Sequence[str], *, files: bool) -> dict[str, Any]:
     given = run_command.make_context("everstep run", list(words)).params
     values = read_layers(said_layers(given["config_file"] if files else None, given["settings"]))
     parse(given["chaos"] or str(values.get("chaos") or ""))
-    if values.get("transport") == "mpi":
-        raise ConfigError(
-            "transport: expected one that needs no MPI, as engines start each host by itself, got mpi: give e.g. "
-            "transport=auto"
-        )
     return values
 
 

@@ -82,7 +82,6 @@ from everstep.runtime.lead.etcd_access import taken_secrets
 from everstep.runtime.link import wire
 from everstep.runtime.link.address import EVENTS_FILE, JOB_FILE, TOKEN_FILE
 from everstep.runtime.link.interfaces import check_own
-from everstep.runtime.link.landing import check_ferry
 from everstep.runtime.link.tls import check_tls
 from everstep.sinks.notices import check_notify
 from everstep.sinks.sink import check_installed as check_sinks
@@ -334,7 +333,6 @@ def _prepare(invocation: Invocation, *, units: bool = False) -> tuple[Config, Pr
     check_network(config, invocation.port or 0)
     check_own_ports(config, invocation.slots, local=invocation.local)
     _check_strikes(config)
-    check_ferry(config.transport)
     check_tls(config.security.tls, config.network.address)
     check_lease(config, invocation.secrets)
     if probe.dataset_size is not None:

@@ -37,7 +37,6 @@ from everstep.parallel.reduction import (
 from everstep.parallel.socket_mesh import SocketMesh
 from everstep.parallel.streaming import BlockStream
 from everstep.placement.shards import finishers
-from everstep.runtime.link.landing import Landing
 from everstep.runtime.link.tls import Tls
 
 _LOOPBACK = "127.0.0.1"
@@ -68,13 +67,11 @@ class GroupTransport:
         *,
         key: bytes,
         tls: Tls | None = None,
-        landing: Landing | None = None,
         name: str = "",
         flats: Flats | None = None,
     ) -> None:
         self._key = key
         self._tls = tls
-        self._landing = landing
         self._device = torch.device(device)
         self._me = me
         self._layout = layout
@@ -113,8 +110,7 @@ class GroupTransport:
             self._old += [group for group in (self._links, self._records) if group is not None]
             store = PrefixStore(f"generation{plan.generation}{self._name}", self._store)
             host = _own_host(plan, self._me)
-            proofs = self._key, self._tls, self._landing
-            meeting = Meeting(plan.worker_ids, self._me.worker_id, store, host, self._fence, *proofs)
+            meeting = Meeting(plan.worker_ids, self._me.worker_id, store, host, self._fence, self._key, self._tls)
             records = self._records = PeerSockets(meeting, self._tick)
             self.leave()
             self._owned = finishers(plan, self._layout.n_blocks)

@@ -18,7 +18,6 @@ from everstep.parallel.either import EitherChannel, EitherTransport, NodeFlats
 from everstep.parallel.group import GroupTransport
 from everstep.parallel.shared_memory import NodeSlots, SharedMemoryTransport
 from everstep.parallel.tiers import TieredTransport
-from everstep.runtime.link.landing import Landing
 from everstep.runtime.link.tls import Tls
 
 NO_GRADIENTS = GradientLayout((), (), 0)
@@ -28,7 +27,7 @@ NO_GRADIENTS = GradientLayout((), (), 0)
 class Site:
     """One worker, as its transports know it. store: where groups meet, for kinds that need one; key: the token of the
     role `peer`, likewise, and `tls` what peers are shown that it covers. device: where gradients and received tensors
-    are. machine: its name; who has the same one can share memory. landing: of its host's ferry."""
+    are. machine: its name; who has the same one can share memory."""
 
     me: WorkerKey
     n_lanes: int
@@ -38,7 +37,6 @@ class Site:
     key: bytes = b""
     tls: Tls | None = None
     machine: str = ""
-    landing: Landing | None = None
 
     def group(
         self,
@@ -55,7 +53,6 @@ class Site:
             *(self.me, layout, self.n_lanes, self.store, self.tick, device),
             key=self.key,
             tls=self.tls,
-            landing=self.landing,
             name=name,
             flats=None if slots is None else NodeFlats(layout.numel, slots),
         )
@@ -118,8 +115,6 @@ KINDS: dict[str, TransportKind] = {
         TransportKind("sockets", ("cpu",), True, _meet, lambda site, layout, name: site.group(layout, name, "cpu")),
         # likewise, but gradients stay on the device; records and single messages go over sockets
         TransportKind("nccl", ("cuda",), True, _meet, lambda site, layout, name: site.group(layout, name, site.device)),
-        # as "auto", but connections between hosts are carried by their ferries
-        TransportKind("mpi", ("cpu", "cuda"), True, _either_meet, _either_pool),
     )
 }
 

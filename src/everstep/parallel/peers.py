@@ -23,12 +23,11 @@ from everstep.base.errors import CollectiveAborted, InvariantViolation, Protocol
 from everstep.base.ports import OnTick
 from everstep.parallel.fence import Fence
 from everstep.runtime.link.handshake import GREETING_BYTES, PEER, PROOF_BYTES, TAG_BYTES, Caller, Seals, peer_keys
-from everstep.runtime.link.landing import Landing
 from everstep.runtime.link.listening import listen
 from everstep.runtime.link.silence import LINK_SILENT_S, notice_silence
 from everstep.runtime.link.tls import Tls, TlsSocket, said
 from everstep.runtime.link.unproven_connections import Complaints, Porch
-from everstep.runtime.link.wire import address_text, ends
+from everstep.runtime.link.wire import ends
 
 log = logging.getLogger(__name__)
 
@@ -44,27 +43,26 @@ _BACKLOG = 1024
 
 
 class Door(NamedTuple):
-    """Where a member takes connections. ferry: the rank of its host's, -1 if that has none."""
+    """Where a member takes connections."""
 
     host: str
     port: int
-    ferry: int = -1
 
     def text(self) -> str:
-        return f"{self.host} {self.port}" + (f" {self.ferry}" if self.ferry >= 0 else "")
+        return f"{self.host} {self.port}"
 
     @staticmethod
     def parse(text: str) -> Door:
-        host, *numbers = text.split()
-        return Door(host, *map(int, numbers))
+        host, port = text.split()
+        return Door(host, int(port))
 
 
 class Meeting(NamedTuple):
     """Who meets in a generation, this one among them, and where: the part of a store that is this group's own.
 
     host: address to listen on. key: the token of the role `peer`, which members prove to each other; tls: what they
-    show to each other where that covers them; landing: of this host's ferry, where one carries connections. Of what is
-    made for a meeting, every method that waits raises CollectiveAborted within milliseconds after the fence went down.
+    show to each other where that covers them. What is made for a meeting raises CollectiveAborted from each method that
+    waits, within milliseconds after the fence went down.
     """
 
     worker_ids: tuple[int, ...]
@@ -74,7 +72,6 @@ class Meeting(NamedTuple):
     fence: Fence
     key: bytes
     tls: Tls | None = None
-    landing: Landing | None = None
 
 
 class PeerSockets:
@@ -84,7 +81,7 @@ class PeerSockets:
     """
 
     def __init__(self, meeting: Meeting, tick: OnTick, what: str = "records") -> None:
-        self._worker_ids, self._me, store, self._host, self._fence, self._key, self._tls, self._landing = meeting
+        self._worker_ids, self._me, store, self._host, self._fence, self._key, self._tls = meeting
         self._store = PrefixStore(what, store)
         self._tick = tick
         self._sockets: dict[int, socket.socket] = {}
@@ -100,10 +97,8 @@ class PeerSockets:
             listener = stack.enter_context(listen(self._host, _BACKLOG, family))
             porch = Porch(listener, peer_keys(self._key), Complaints(log.warning), self._tls)
             stack.callback(porch.close)
-            host, port = listener.getsockname()[:2]
-            doors = self._doors(Door(host, port, -1 if self._landing is None else self._landing.rank))
-            said = self._key, self._name(self._me), self._tls, self._landing
-            calls = [_Call(w, doors[w], *said) for w in doors if w < self._me]
+            doors = self._doors(Door(*listener.getsockname()[:2]))
+            calls = [_Call(w, doors[w], self._key, self._name(self._me), self._tls) for w in doors if w < self._me]
             for call in calls:
                 stack.callback(call.give_up)
             callers = {self._name(w): w for w in doors if w > self._me}
@@ -172,8 +167,6 @@ class PeerSockets:
             for descriptor, _ in self._poll(poller):
                 if descriptor in due and self._go_on(call := due.pop(descriptor)):
                     waiting.discard(call)
-            for call in due.values():
-                call.unheard(now_s)
             for sock, seals in porch.turn(0.0):
                 worker_id = callers.pop(seals.name, None)
                 if worker_id is None:
@@ -235,23 +228,20 @@ class PeerSockets:
 
 class _Call:
     """One call to a member until it has proved the token and been proved it. What goes wrong at first is tried again:
-    who said where it listens does listen, or has left. Where ferries could not bring them together, without these."""
+    who said where it listens does listen, or has left."""
 
-    def __init__(
-        self, worker_id: int, door: Door, key: bytes, name: str, tls: Tls | None, landing: Landing | None = None
-    ) -> None:
+    def __init__(self, worker_id: int, door: Door, key: bytes, name: str, tls: Tls | None) -> None:
         self.worker_id = worker_id
         self._door = door
         self._key = key
         self._name = name
         self._tls = tls
-        self._landing = landing if landing is not None and door.ferry not in (-1, landing.rank) else None
         self._sock: socket.socket | None = None
         self._caller: Caller | None = None
         self._heard = b""
         self._greeted = False
         self._failed_s: float | None = None
-        self._next_s = self._moved_s = 0.0
+        self._next_s = 0.0
 
     def fileno(self) -> int:
         return -1 if self._sock is None else self._sock.fileno()
@@ -259,34 +249,12 @@ class _Call:
     def ready(self, now_s: float) -> bool:
         """Whether there is something to poll for; calls if it is time to."""
         if self._sock is None and now_s >= self._next_s:
-            self._sock, self._moved_s = self._crossing() or self._direct(), now_s
+            family = socket.AF_INET6 if ":" in self._door.host else socket.AF_INET
+            self._sock = socket.socket(family, socket.SOCK_STREAM)
+            self._sock.setblocking(False)
+            notice_silence(self._sock, LINK_SILENT_S)
+            self._sock.connect_ex((self._door.host, self._door.port))
         return self._sock is not None
-
-    def unheard(self, now_s: float) -> None:
-        """Nothing has come of it now. Where ferries say nothing for long, they are done without: the kernel, which ends
-        other calls, knows nothing of them."""
-        crosses = self._sock is not None and self._sock.family == socket.AF_UNIX
-        if crosses and now_s - self._moved_s > LINK_SILENT_S:
-            self.again(now_s)
-
-    def _direct(self) -> socket.socket:
-        family = socket.AF_INET6 if ":" in self._door.host else socket.AF_INET
-        sock = socket.socket(family, socket.SOCK_STREAM)
-        sock.setblocking(False)
-        notice_silence(sock, LINK_SILENT_S)
-        sock.connect_ex((self._door.host, self._door.port))
-        return sock
-
-    def _crossing(self) -> socket.socket | None:
-        """By the ferries, if they go there."""
-        if self._landing is not None and self._failed_s is None:
-            with contextlib.suppress(OSError):
-                return self._landing.cross(self._door.ferry, self._dialled)
-        return None
-
-    @property
-    def _dialled(self) -> str:
-        return address_text((self._door.host, self._door.port))
 
     def events(self) -> int:
         connecting = self._caller is None and not isinstance(self._sock, TlsSocket)
@@ -297,13 +265,12 @@ class _Call:
         sock = self._sock
         if sock is None:
             return None
-        self._moved_s = time.monotonic()
         if self._caller is None:
             sock = self._sock = self._secured(sock)
             with contextlib.suppress(BlockingIOError):
                 if isinstance(sock, TlsSocket):
                     sock.do_handshake()
-                self._caller = Caller(self._key, PEER, self._name, ends(sock, self._dialled))
+                self._caller = Caller(self._key, PEER, self._name, ends(sock))
             return None
         want = PROOF_BYTES if self._greeted else GREETING_BYTES
         data = sock.recv(want - len(self._heard))
@@ -326,7 +293,7 @@ class _Call:
         error = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         if error:
             raise OSError(error, os.strerror(error))
-        between = ends(sock, self._dialled)
+        between = ends(sock)
         return self._tls.call(sock, between) if self._tls is not None and self._tls.covers(between) else sock
 
     def again(self, now_s: float) -> bool:

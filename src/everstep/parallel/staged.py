@@ -23,7 +23,6 @@ from everstep.exact.layout import GradientLayout
 from everstep.parallel.fence import Fence
 from everstep.parallel.group import Reaper
 from everstep.parallel.kinds import KINDS, Site
-from everstep.runtime.link.landing import Landing
 from everstep.runtime.link.tls import Tls
 
 _OPEN = "open"
@@ -55,7 +54,6 @@ class StagedTransport:
         key: bytes = b"",
         tls: Tls | None = None,
         machine: str = "",
-        landing: Landing | None = None,
         device: torch.device | str = "cpu",
         cell_rank: int = 0,
     ) -> None:
@@ -63,7 +61,7 @@ class StagedTransport:
             raise ConfigError(f"expected one of the transports {', '.join(KINDS)}, got {kind!r}")
         self._kind = KINDS[kind]
         store = PrefixStore(f"rank{cell_rank}", store) if store is not None and cell_rank else store
-        self._site = Site(me, n_lanes, tick, torch.device(device), store, key, tls, machine, landing)
+        self._site = Site(me, n_lanes, tick, torch.device(device), store, key, tls, machine)
         self._cell_rank = cell_rank
         if self._site.device.type not in self._kind.devices:
             raise ConfigError(f"expected transport {kind} with {' or '.join(self._kind.devices)}, got {device}")

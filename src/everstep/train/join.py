@@ -24,7 +24,6 @@ from everstep.exact.seeding import build_seed, seed_all
 from everstep.protocol import messages as wire
 from everstep.runtime.files.private import close_run_dir, refuse_foreign, write_privately
 from everstep.runtime.link.address import DATASET_FILE
-from everstep.runtime.link.landing import check_mpi
 from everstep.train.adopted import become_job
 from everstep.train.assembly import assemble
 from everstep.train.link import LaunchedLink, LoneLink, WorkerLink
@@ -216,8 +215,6 @@ def _alone(given: Mapping[str, Any]) -> Config:
     if given.get("steps") is None and given.get("epochs") is None:
         given = {**given, "epochs": 1}
     config = load_config([("join", given)])
-    if config.transport == "mpi":
-        check_mpi()
     if config.resume_from is not None:
         raise ConfigError(
             "resume_from is for everstep run; by itself a script goes on in the run_dir it was stopped in"

@@ -7,7 +7,6 @@ the user's loop sees is `run`'s.
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +19,6 @@ from everstep.placement.probes import ProbeRule
 from everstep.protocol.driver import operations as do
 from everstep.protocol.driver.driver import Driver, DriverConfig
 from everstep.protocol.step_machine import StepMachine
-from everstep.runtime.link.landing import Landing
 from everstep.runtime.process import machine
 from everstep.train.elastic import AnyOrder
 from everstep.train.executor import Cutter, Executor
@@ -80,7 +78,6 @@ class Session:
             key=link.token,
             tls=link.tls,
             machine=hashlib.sha256(machine().encode()).hexdigest()[:16],
-            landing=Landing.here(os.environ) if kind == "mpi" else None,
             device=device,
         )
         publisher = Publisher(link.run_dir, link.me)

@@ -102,7 +102,7 @@ def test_accepted(key, value, expected):
         ({"precision": "fp8"}, ["expected fp32 | bf16 | fp16, got 'fp8'"]),
         (
             {"transport": "udp"},
-            ["sockets | nccl | mpi, got 'udp' (from run.yaml): give e.g. transport=auto"],
+            ["sockets | nccl, got 'udp' (from run.yaml): give e.g. transport=auto"],
         ),
         ({"device": "tpu"}, ["like cpu, cuda or cuda:0, got 'tpu'"]),
         ({"recompute": 1}, ["recompute: expected true or false, got 1"]),

@@ -192,3 +192,12 @@ def test_what_became_of_them() -> None:
         ("slowed down", None),
         ("went on", None),
     ]
+
+
+def test_a_host_without_such_interfaces_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packet_faults, "_TUN", "/dev/null")
+    with pytest.raises(ConfigError, match=r"^/dev/null: Inappropriate ioctl for device$"):
+        packet_faults.Detour()
+    monkeypatch.setattr(packet_faults, "_TUN", "/dev/net/no such")
+    with pytest.raises(ConfigError, match=r"^/dev/net/no such: No such file or directory$"):
+        packet_faults.Detour()

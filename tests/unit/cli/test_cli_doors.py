@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import everstep
 from everstep.base.config import load_config, to_dict
 from everstep.base.doors import check_ports, is_loopback, parse_ports
 from everstep.base.errors import ConfigError, EverstepError, ProtocolError
@@ -170,22 +171,21 @@ def test_where_a_job_cannot_listen(
     assert code == 2 and expected in words and words.count("\n") == 1, words
 
 
-@pytest.mark.parametrize(
-    ("built", "words"),
-    [
-        (False, f"got mpi, with which this torch ({torch.__version__}) was not built: give e.g. transport=auto"),
-        (True, "expected processes that mpirun has started"),
-    ],
-)
-def test_mpi_is_refused_where_it_cannot_be_had(
-    built: bool, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.distributed, "is_mpi_available", lambda: built)
+def test_mpi_is_refused_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    expected = (
+        "transport=mpi is not available: an MPI world can neither lose nor gain a process; use transport=auto, which "
+        "also works under mpirun"
+    )
     (tmp_path / "script.py").touch()
-    for more in (["--dry-run"], ["--run-dir", str(tmp_path / "run")]):
-        code, line = said(capsys, "run", str(tmp_path / "script.py"), *more, "--set", "transport=mpi")
-        assert code == 2 and line.startswith("error: transport: ") and line.count("\n") == 1 and words in line
-    assert not (tmp_path / "run").exists()
+    run = ["run", str(tmp_path / "script.py"), "--set", "transport=mpi"]
+    launch = ["launch", "ssh", str(tmp_path / "script.py"), "--hosts", "a", "--print", "--set", "transport=mpi"]
+    for argv in (run, [*run, "--dry-run"], [*run, "--run-dir", str(tmp_path / "run")], [*launch, "--run-dir", "r"]):
+        assert said(capsys, *argv) == (2, f"error: {expected}\n")
+    model = torch.nn.Linear(1, 1)
+    with pytest.raises(ConfigError) as refusal:
+        everstep.join(model, torch.optim.SGD(model.parameters(), lr=1.0), [], transport="mpi")
+    assert str(refusal.value) == expected
+    assert [path.name for path in tmp_path.iterdir()] == ["script.py"]
 
 
 def test_what_a_job_tells_others() -> None:

@@ -128,13 +128,14 @@ def test_dataset_size_of_a_script_comes_from_its_leader(tmp_path: Path) -> None:
 def test_a_job_file_of_another_version_is_read_and_what_is_unknown_is_told(tmp_path: Path) -> None:
     job = make_job("a", [], effective_config({"steps": 3}, request()), 100, request())
     data = job.to_dict()
-    gone = {"nonsense": {"deep": 1}, "schedule": "zigzag"}
+    gone = {"nonsense": {"deep": 1}, "schedule": "zigzag", "transport": "mpi"}
     data["config"] = {**data["config"], **gone, "loader": {"workers": 1, "magic": True}, "logs": 5}
     del data["config"]["meta_init"]
     (tmp_path / "job.json").write_text(json.dumps(data))
     before = read_job(tmp_path)
-    assert dict(before.unknown) == {"nonsense": {"deep": 1}, "schedule": "zigzag", "loader.magic": True, "logs": 5}
-    assert (before.config.steps, before.config.loader.workers, before.config.schedule) == (3, 1, "1f1b")
+    assert dict(before.unknown) == {**gone, "loader.magic": True, "logs": 5}
+    assert (before.config.steps, before.config.loader.workers) == (3, 1)
+    assert (before.config.schedule, before.config.transport) == ("1f1b", "auto")
     found = inspect(tmp_path, job)
     assert found.job is not None
     said = [line for line in _opening(tmp_path, found, StartPoint(), None, False) if "does not know" in line]

@@ -61,10 +61,6 @@ def printed(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
         ([*K8S[1:], "--hosts", "2", "--name", "4a"], "--name: expected lower-case letters"),
         ([*K8S[1:], "--hosts", "2", "--", "--lr", "3"], "only a script takes arguments of its own"),
         (["slurm", "resnet18-digits", "--hosts", "2", "--run-dir", "r", "--fresh"], "--fresh: expected none here"),
-        (
-            ["ssh", "resnet18-digits", "--hosts", "a", "--run-dir", "r", "--set", "transport=mpi"],
-            "transport: expected one that",
-        ),
         (["slurm", "resnet18-digits", "--hosts", "2", "--run-dir", "r", "--config", "no.yaml"], "no.yaml"),
         (["slurm", "resnet18-digits", "--hosts", "2", "--run-dir", "r", "--chaos", "kill:target=nobody"], "nobody"),
         (["ssh", "resnet18-digits", "--hosts", "localhost,b", "--run-dir", "r"], "127.0.0.1 here, which no other host"),

@@ -11,12 +11,11 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from everstep.base.errors import ConfigError
-from everstep.runtime.link import landing, waiting
+from everstep.runtime.link import waiting
 from everstep.runtime.link.waiting import Waited, wait_for
 from everstep.runtime.process import own_command
 
@@ -156,21 +155,3 @@ def test_a_name_is_not_known_before_it_is_taken(monkeypatch: pytest.MonkeyPatch)
         names |= waiting._listening(key)
         waited.tell(0)
     assert len(names) == 20 and not waiting._listening(key)
-
-
-def test_the_name_of_a_ferry_is_in_no_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Others could read it there, and take it before the ferry does."""
-    started: list[tuple[list[str], dict[str, str]]] = []
-
-    class Started:
-        def __init__(self, command: list[str], *, env: dict[str, str], **_: Any) -> None:
-            started.append((command, env))
-            raise OSError("enough")
-
-    monkeypatch.setattr(landing, "check_mpi", lambda: None)
-    monkeypatch.setattr(landing.subprocess, "Popen", Started)
-    with pytest.raises(OSError, match="enough"):
-        landing.FerryHere(0, 2)
-    ((command, environment),) = started
-    found = landing.Landing.here(environment)
-    assert found is not None and found.rank == 0 and found.name not in " ".join(command)

@@ -2,8 +2,8 @@
 
 Nothing but iproute2 is needed to lose packets: a filter of classic BPF says so itself (clsact, direct action), so that
 neither nftables nor tc's actions have to be there. To delay them the same kind of filter redirects them (act_mirred)
-into a TAP interface, and a process sends them on later (`delaying.py`). What is done here is undone, whatever becomes
-of the agent (`letting_go.py`).
+into a TAP interface, and a process sends them on later (`chaos/packet_delay.py`). What is done here is undone, whatever
+becomes of the agent (`undoing.py`).
 
 Source: Linux, tc-bpf(8) for direct action; include/uapi/linux/filter.h for the offsets (network header, mark, random).
 """
@@ -11,21 +11,33 @@ Source: Linux, tc-bpf(8) for direct action; include/uapi/linux/filter.h for the 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import ipaddress
 import os
 import re
 import shlex
 import shutil
+import struct
 import subprocess
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from everstep.base.doors import is_loopback
 from everstep.base.errors import ConfigError
+from everstep.base.readable import readable
 from everstep.protocol.messages import StrikeNow
-from everstep.runtime.host.delaying import MARK, QUEUE_PACKETS, Detour
 from everstep.runtime.host.undoing import Undone, Words
 from everstep.runtime.link.interfaces import interface_of, mtu_of
+from everstep.runtime.process import lasting_command
+
+MARK = 0x65767374
+"""What packets bear that have been delayed; nobody else is likely to mark any with it."""
+_DELAYER = "everstep.chaos.packet_delay"
+_QUEUE_PACKETS = 10_000  # so many may wait in the interface while the process does something else
+_TUN = "/dev/net/tun"
+_TUNSETIFF, _TAP, _NO_INFO = 0x400454CA, 2, 0x1000
+_NAME_BYTES = 16
+_MOST_WORDS_BYTES = 300
 
 _NET, _MARK, _RANDOM = 0xFFF00000, 0xFFFFF014, 0xFFFFF038
 _SOURCE_AT, _TARGET_AT = 12, 16
@@ -40,6 +52,45 @@ _ASTRAY = re.compile(
     r"\s*action order 1: mirred \(Egress Redirect to device \*\)",
     re.MULTILINE,
 )
+
+
+class Detour:
+    """An interface for packets on their way through a process. It is there from now on, down, until that ends.
+
+    name: what the kernel has called it.
+
+    Raises: ConfigError if there can be none here.
+    """
+
+    def __init__(self) -> None:
+        try:
+            self._end = os.fdopen(os.open(_TUN, os.O_RDWR | os.O_NONBLOCK), "r+b", buffering=0)
+            answer = fcntl.ioctl(self._end, _TUNSETIFF, struct.pack(f"{_NAME_BYTES}sH22x", b"evs%d", _TAP | _NO_INFO))
+        except OSError as error:
+            raise ConfigError(f"{_TUN}: {error.strerror or error}") from None
+        self.name = answer[:_NAME_BYTES].split(b"\0")[0].decode()
+
+    def start(self, interface: str, by_s: float) -> subprocess.Popen[bytes]:
+        """Start the process, which keeps each packet for `by_s` and sends it out by `interface`; returns when it is
+        ready.
+
+        Raises: ConfigError with its words if it cannot.
+        """
+        command = lasting_command(_DELAYER, interface, self.name, repr(by_s), str(MARK))
+        with self._end as end:
+            process = subprocess.Popen(
+                command, stdin=end, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True
+            )
+        words = ""
+        if process.stdout is not None:
+            with process.stdout as said:
+                if readable([said.fileno()], _LIMIT_S):
+                    words = said.readline(_MOST_WORDS_BYTES).decode(errors="replace").strip()
+        if words != self.name:
+            process.kill()
+            process.wait()
+            raise ConfigError(words or "the process that delays packets did not begin")
+        return process
 
 
 def lacking(means: Iterable[str]) -> str:
@@ -155,7 +206,7 @@ def drops(interface: str, pref: int, peer: str, *, one_way: bool, share: float) 
 
 def delays(interface: str, pref: int, peer: str, detour: str, mtu: int) -> list[Words]:
     """What has packets to this peer ("": to anybody) take a detour, once. mtu: of the interface, in bytes."""
-    size = ["mtu", str(mtu), "txqueuelen", str(QUEUE_PACKETS)]
+    size = ["mtu", str(mtu), "txqueuelen", str(_QUEUE_PACKETS)]
     code = _code([_unmarked(), _address(_TARGET_AT, peer)], _YES, _NO)
     there = ["action", "mirred", "egress", "redirect", "dev", detour]
     return [

@@ -19,11 +19,8 @@ _PROBES = 3
 def notice_silence(sock: socket.socket, silent_s: float) -> None:
     """From now on this TCP connection ends with ETIMEDOUT when the other host has answered nothing for so long, whether
     anything is under way or not; also when the peer takes nothing for so long of what is under way. Small messages are
-    sent at once. Call before connecting, and a connection that does not come about ends as early. Of one that leads to
-    a ferry, that notices it.
+    sent at once. Call before connecting, and a connection that does not come about ends as early.
     """
-    if sock.family == socket.AF_UNIX:
-        return
     every_s = max(1, int(silent_s / (2 * _PROBES)))
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

@@ -211,14 +211,12 @@ def recv_exact_into(sock: socket.socket, out: memoryview) -> None:
         got += n
 
 
-def ends(sock: socket.socket, crossed_to: str = "") -> Ends:
-    """The addresses of a connection's two ends; for its client also what it was shown at the other one. crossed_to: the
-    address of the other one where the socket leads to a ferry that goes there."""
+def ends(sock: socket.socket) -> Ends:
+    """The addresses of a connection's two ends; for its client also what it was shown at the other one."""
     channel = ""
     if isinstance(sock, TlsSocket) and not sock.server_side:
         channel = fingerprint_of(sock.getpeercert(binary_form=True))
-    there = crossed_to if sock.family == socket.AF_UNIX else address_text(sock.getpeername())
-    return Ends(address_text(sock.getsockname()), there, channel)
+    return Ends(address_text(sock.getsockname()), address_text(sock.getpeername()), channel)
 
 
 def address_text(name: object) -> str:

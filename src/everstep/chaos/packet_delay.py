@@ -1,22 +1,20 @@
-"""Packets that take longer, on purpose: a process keeps each of them for a while, then sends it on. Linux, root.
+"""A process that delays packets on purpose: it keeps each one for a while, then sends it on. Linux, root.
 
-They come by a TAP interface that is made for them, into which a filter redirects them (`links.py`), and leave by the
-one that they were for. There they bear a mark, so that the filter lets them pass; whatever else is done to packets
-there is done to them, too. The TAP interface hands over packets that the kernel has cut to size and summed. It is gone
-with the process; and when somebody removes it the process sends what it still has, and ends.
+Packets come by a TAP interface, into which a filter redirects them (`runtime/host/packet_faults.py`), and leave by the
+interface that they were for. There they bear a mark, so that the filter lets them pass; whatever else is done to
+packets there is done to them, too. The TAP interface hands over packets that the kernel has cut to size and summed. It
+is gone with the process; and when somebody removes it the process sends what it still has, and ends.
 
 Apart because it is a process of its own: one packet at a time is too much for an agent that has heartbeats to send.
+The agent starts it by its module's name.
 
 Source: Linux, Documentation/networking/tuntap.rst; packet(7); socket(7) for SO_MARK.
 """
 
 from __future__ import annotations
 
-import fcntl
 import os
 import socket
-import struct
-import subprocess
 import sys
 import time
 from collections import deque
@@ -24,16 +22,7 @@ from math import inf
 
 from everstep.base.errors import ConfigError
 from everstep.base.readable import readable
-from everstep.runtime.process import lasting_command
 
-MODULE = "everstep.runtime.host.delaying"
-MARK = 0x65767374
-"""What packets bear that have been delayed; nobody else is likely to mark any with it."""
-QUEUE_PACKETS = 10_000
-"""So many may wait in the interface while the process does something else."""
-_TUN = "/dev/net/tun"
-_TUNSETIFF, _TAP, _NO_INFO = 0x400454CA, 2, 0x1000
-_NAME_BYTES = 16
 _ETHERNET = 1
 _SO_SNDBUFFORCE = 32
 _MOST_SENT_BYTES = 8 << 20  # by the socket and not yet by the interface
@@ -41,9 +30,6 @@ _MOST_HELD_BYTES = 64 << 20
 _OVERHEAD_BYTES = 160  # of one packet that waits
 _MOST_PACKET_BYTES = 65_600
 _AT_ONCE = 64
-_LIMIT_S = 10.0
-_MOST_WORDS_BYTES = 300
-_READY = "ready"
 
 
 class PacketQueue:
@@ -76,53 +62,14 @@ class PacketQueue:
         return max(0.0, self._waiting[0][0] - now_s) if self._waiting else None
 
 
-class Detour:
-    """An interface for packets on their way through a process. It is there from now on, down, until that ends.
-
-    name: what the kernel has called it.
-
-    Raises: ConfigError if there can be none here.
-    """
-
-    def __init__(self) -> None:
-        try:
-            self._end = os.fdopen(os.open(_TUN, os.O_RDWR | os.O_NONBLOCK), "r+b", buffering=0)
-            answer = fcntl.ioctl(self._end, _TUNSETIFF, struct.pack(f"{_NAME_BYTES}sH22x", b"evs%d", _TAP | _NO_INFO))
-        except OSError as error:
-            raise ConfigError(f"{_TUN}: {error.strerror or error}") from None
-        self.name = answer[:_NAME_BYTES].split(b"\0")[0].decode()
-
-    def start(self, interface: str, by_s: float) -> subprocess.Popen[bytes]:
-        """Start the process, which keeps each packet for `by_s` and sends it out by `interface`; returns when it is
-        ready.
-
-        Raises: ConfigError with its words if it cannot.
-        """
-        command = lasting_command(MODULE, interface, self.name, repr(by_s))
-        with self._end as end:
-            process = subprocess.Popen(
-                command, stdin=end, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True
-            )
-        words = ""
-        if process.stdout is not None:
-            with process.stdout as said:
-                if readable([said.fileno()], _LIMIT_S):
-                    words = said.readline(_MOST_WORDS_BYTES).decode(errors="replace").strip()
-        if words != _READY:
-            process.kill()
-            process.wait()
-            raise ConfigError(words or "the process that delays packets did not begin")
-        return process
-
-
-def link_by(interface: str) -> socket.socket:
+def link_by(interface: str, mark: int) -> socket.socket:
     """What sends whole Ethernet frames out there, with the mark, and never waits.
 
     Raises: ConfigError if there are no such frames there; OSError.
     """
     link = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 0)
     link.setblocking(False)
-    link.setsockopt(socket.SOL_SOCKET, socket.SO_MARK, MARK)
+    link.setsockopt(socket.SOL_SOCKET, socket.SO_MARK, mark)
     link.setsockopt(socket.SOL_SOCKET, _SO_SNDBUFFORCE, _MOST_SENT_BYTES)
     link.bind((interface, 0))
     if link.getsockname()[3] != _ETHERNET:
@@ -164,14 +111,15 @@ def _take(end: int, own: bytes, queue: PacketQueue) -> bool:
 
 
 def main() -> int:
-    """Entry point of the process. Its standard input is the interface; it says one line."""
-    interface, name, by_s = sys.argv[-3:]
+    """Entry point of the process. Its standard input is the TAP interface. It prints one line: the name of that when it
+    is ready, or why it cannot be."""
+    interface, name, by_s, mark = sys.argv[-4:]
     try:
-        link, own = link_by(interface), link_by(name).getsockname()[4]
+        link, own = link_by(interface, int(mark)), link_by(name, int(mark)).getsockname()[4]
     except (ConfigError, OSError) as error:
         print(error)
         return 2
-    print(_READY, flush=True)
+    print(name, flush=True)
     carry(sys.stdin.fileno(), own, link, PacketQueue(float(by_s)))
     return 0
 

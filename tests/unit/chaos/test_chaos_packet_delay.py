@@ -9,9 +9,8 @@ from math import inf
 
 import pytest
 
-from everstep.base.errors import ConfigError
-from everstep.runtime.host import delaying
-from everstep.runtime.host.delaying import Detour, PacketQueue, carry
+from everstep.chaos import packet_delay
+from everstep.chaos.packet_delay import PacketQueue, carry
 
 OWN = b"\x02\0\0\0\0\x07"
 TO, OTHER = b"\x02\0\0\0\0\x01", b"\x02\0\0\0\0\x02"
@@ -32,7 +31,7 @@ def test_packets_are_held_in_order_until_their_time_has_come() -> None:
 
 
 def test_what_finds_no_room_is_lost_and_room_comes_back() -> None:
-    queue = PacketQueue(1.0, most_bytes=2 * (100 + delaying._OVERHEAD_BYTES))
+    queue = PacketQueue(1.0, most_bytes=2 * (100 + packet_delay._OVERHEAD_BYTES))
     assert [queue.put(bytes(100), 0.0) for _ in range(3)] == [True, True, False]
     assert not queue.put(b"", 0.0), "small ones cost, too"
     assert len(queue.due(1.0)) == 2 and queue.put(bytes(100), 1.0)
@@ -78,12 +77,3 @@ def test_a_link_that_takes_nothing_loses_packets_and_holds_nobody_up() -> None:
     queue = PacketQueue(0.0)
     carry(end.fileno(), OWN, link, queue)
     assert queue.due_in(0.0) is None, "nothing waits for it"
-
-
-def test_a_host_without_such_interfaces_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(delaying, "_TUN", "/dev/null")
-    with pytest.raises(ConfigError, match=r"^/dev/null: Inappropriate ioctl for device$"):
-        Detour()
-    monkeypatch.setattr(delaying, "_TUN", "/dev/net/no such")
-    with pytest.raises(ConfigError, match=r"^/dev/net/no such: No such file or directory$"):
-        Detour()
