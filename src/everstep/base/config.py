@@ -291,8 +291,8 @@ def check_together(config: Config) -> None:
         raise ConfigError("early_stop.target: expected early_stop.metric to be set too, got none: name the metric")
     if config.batch == "per_worker" and config.stages > 1:
         raise ConfigError(
-            f"batch: expected constant for a model in {config.stages} stages, got per_worker: the batch follows the "
-            "number of whole replicas, of which a split model has no count; set batch=constant"
+            f"batch: expected constant for a model in {config.stages} stages, got per_worker, which follows the number "
+            "of whole replicas: set batch=constant"
         )
 
 
@@ -303,7 +303,7 @@ def _check_address(name: str, address: str, *, everywhere: bool = False) -> None
         refused = (found.is_unspecified and not everywhere) or found.is_multicast or int(found) == 2**32 - 1
     if refused:
         raise ConfigError(
-            f"{name}: expected one IPv4 address of this host, which others are told too, got {address!r}: "
+            f"{name}: expected one IPv4 address of this host that other processes can use, got {address!r}: "
             f"give e.g. {name}=127.0.0.1"
         )
 
@@ -322,8 +322,8 @@ def _check_network(config: Config) -> None:
         )
     if parse_ports(network.ports) is not None and config.transport == "nccl":
         raise ConfigError(
-            f"network.ports: expected transport auto, shm or sockets beside it, got {config.transport}, which listens "
-            "at any port: drop one of the two"
+            f"network.ports: expected transport auto, shm or sockets, got {config.transport}, which listens on any "
+            "port: drop network.ports, or set transport=auto"
         )
 
 
@@ -333,8 +333,8 @@ def _check_tls(config: Config) -> None:
     missing = [name for name, value in given.items() if value is None]
     if 0 < len(missing) < len(given):
         raise ConfigError(
-            f"{missing[0]}: expected security.tls.cert, .key and .ca together, or none of them, got none of this: "
-            "name a file, or drop the others"
+            f"{missing[0]}: expected security.tls.cert, .key and .ca together, or none of them, got no file for this "
+            "one: name the file, or drop the others"
         )
 
 
@@ -342,17 +342,19 @@ def _check_pools(config: Config, stage_maps: Sequence[StageMap]) -> None:
     named = [i for entry in stage_maps for i in entry.workers]
     if config.pool is not None and config.redundancy is not None:
         raise ConfigError(
-            f"pool: expected one of pool and redundancy, got {config.pool} and {config.redundancy}: redundancy R is "
-            "pool R+1 with standby backups; drop one"
+            f"pool: expected pool or redundancy, got both ({config.pool} and {config.redundancy}): drop one; "
+            "redundancy R is pool R+1 with standby backups"
         )
     for name, value in (("pool", config.pool), ("redundancy", config.redundancy)):
         if named and value is not None:
-            raise ConfigError(f"{name}: expected none beside a map that names workers, got {value}: drop one of them")
+            raise ConfigError(
+                f"{name}: expected none with a map that names workers, got {value}: drop {name} or the map"
+            )
     if named:
         if sorted(named) != list(range(config.workers)):
             raise ConfigError(
-                f"map: expected it to name the workers 0 to {config.workers - 1}, each once, got {sorted(named)}: "
-                "mend the map or 'workers'"
+                f"map: expected the workers 0 to {config.workers - 1}, each once, got {sorted(named)}: "
+                "correct the map or 'workers'"
             )
         return
     per_stage = config.pool if config.pool is not None else (config.redundancy or 0) + 1
@@ -370,8 +372,8 @@ def _check_devices(config: Config, stage_maps: Sequence[StageMap]) -> None:
     for worker_id, device in devices_of(stage_maps).items():
         if device.partition(":")[0] != kind:
             raise ConfigError(
-                f"map: worker {worker_id} has device {device}, but the job's is {config.device}: all compute on one "
-                f"kind of device, or their bits differ; set device={device.partition(':')[0]}, or mend the map"
+                f"map: expected devices of one kind, as others compute other bits, got {device} for worker {worker_id} "
+                f"and device {config.device}: set device={device.partition(':')[0]}, or correct the map"
             )
 
 
@@ -399,9 +401,9 @@ def _check_lanes(config: Config, stage_maps: Sequence[StageMap]) -> None:
 def _check_cut(config: Config, stage_maps: Sequence[StageMap]) -> None:
     rule = parse_cut(config.cut, config.stages * config.chunks)
     if rule != "auto" and stage_maps and stage_maps[0].units:
-        raise ConfigError(f"cut: expected auto beside a map that names units, got {config.cut!r}: drop one of them")
+        raise ConfigError(f"cut: expected auto with a map that names units, got {config.cut!r}: drop cut or the units")
     if rule == "measured" and config.meta_init and config.stages > 1:
         raise ConfigError(
-            "cut: measured needs the whole model in one process, which meta_init never builds: use cut=counted, or "
-            "give the sizes"
+            "cut: expected counted or sizes with meta_init, got measured, which needs the whole model in one process: "
+            "set cut=counted, or give the sizes"
         )

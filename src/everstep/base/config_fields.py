@@ -117,8 +117,8 @@ def variable(source: str, name: str, value: Any) -> str:
         raise ConfigError(f"{name}: expected the name of an environment variable after 'env.' (from {source})")
     if name.removeprefix("env.") in SECRET_VARIABLES:
         raise ConfigError(
-            f"{name}: expected the name of an environment variable that is no secret, as workers and files of the job "
-            "get it: set this one where the command is started"
+            f"{name}: expected an environment variable that is not secret, got one that is: workers and files of the "
+            "job would get it; set it in the environment of the command instead"
         )
     if text is None or "\0" in text:
         raise ConfigError(f"{name}: expected text or a number, got {shown(value)} (from {source}): give e.g. {name}=1")

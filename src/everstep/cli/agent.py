@@ -34,7 +34,7 @@ from everstep.runtime.link.interfaces import check_own
 from everstep.runtime.link.tls import Tls, shown_by
 
 HEAD_GONE = 3
-DOMAIN_HELP = f"What this host fails with: labels like rack=r1,nvlink=u7 (${VARIABLE}, and what Slurm says)."
+DOMAIN_HELP = f"Parts that this host fails together with, e.g. rack=r1,nvlink=u7 (${VARIABLE}, and Slurm's switch)."
 _OWN_GROUPS = ("security.", "control.etcd_")
 _OWN_KEYS = ("network.interface", "network.trusted", "hosts.wait_s")
 _ANSWER_S = 10.0
@@ -48,26 +48,35 @@ _AGAIN_S = 1.0
     "address",
     metavar="ADDR:PORT[,...]|etcd[s]://...|file://DIR",
     required=True,
-    help="Where the job listens (run --listen), or may listen; or its control.etcd; or its directory.",
+    help="Where to find the job: an address that it may listen on (run --listen), its control.etcd, or its directory.",
 )
-@click.option("--standby", is_flag=True, help="Of --join etcd[s]://: take over the job should its coordinator be lost.")
-@click.option("--slots", type=click.IntRange(1, 65_535), help="Run so many workers at most (one per device, or 1).")
+@click.option("--standby", is_flag=True, help="With --join etcd[s]://: take over the job if its coordinator is lost.")
+@click.option(
+    "--slots", type=click.IntRange(1, 65_535), help="Most workers to run on this host (one per device, or 1)."
+)
 @click.option(
     "--token-file",
     type=click.Path(path_type=Path),
-    help=f"File with the job's token; else ${TOKEN_VARIABLE}, or the file in --run-dir.",
+    help=f"File with the job's token. Default: ${TOKEN_VARIABLE}, or the file in --run-dir.",
 )
 @click.option(
     "--run-dir",
     type=click.Path(path_type=Path),
-    help="The job's directory, if it has another name here; else one for this host's own files.",
+    help="The job's directory as this host sees it, or a directory for this host's own files.",
 )
-@click.option("--host-name", help="What the job calls this host; no other of its hosts may be called so.")
-@click.option("--address", "own", metavar="IP", help="Of this host, for other hosts (that of the route to the job).")
-@click.option("--stay", is_flag=True, help="When the job's process is gone, or got SIGTERM, wait for the next one.")
-@click.option("--refill", metavar="N", type=click.IntRange(1), help="Ask for workers up to N: others have handed over.")
+@click.option("--host-name", help="Name of this host in the job; must be unique.")
+@click.option(
+    "--address", "own", metavar="IP", help="Address that other hosts use for this one (that of the route to the job)."
+)
+@click.option("--stay", is_flag=True, help="Wait for the next process of the job when this one is gone or got SIGTERM.")
+@click.option(
+    "--refill",
+    metavar="N",
+    type=click.IntRange(1),
+    help="Ask for N workers in total, because other hosts have handed over.",
+)
 @click.option("--domain", metavar="K=V,...", help=DOMAIN_HELP)
-@click.option("--task", metavar="TASK", help="Run this one and no other, whatever the job says.")
+@click.option("--task", metavar="TASK", help="Run only this task, and refuse a job with another one.")
 @click.option(
     "--set",
     "settings",
@@ -89,11 +98,11 @@ def command(
     task: str | None,
     settings: tuple[str, ...],
 ) -> int:
-    """Take part in a running job until it is over: keep the workers running that it gives to this host.
+    """Take part in a running job until it is over: run the workers that it gives to this host.
 
-    The job's directory need not be reachable from here: then this host keeps its files in --run-dir, or in a private
-    directory. Ctrl-C ends the workers of this host, and the job goes on; at SIGUSR1 they leave in order, as with
-    `everstep drain DIR --host NAME`, and so does the agent.
+    A host that does not see the job's directory keeps its own files in --run-dir, or in a private directory. Ctrl-C
+    ends the workers of this host, and the job goes on. SIGUSR1 makes the workers and the agent leave in order, as
+    `everstep drain DIR --host NAME` does.
     """
     folder = folder_of(address)
     if folder is not None and run_dir is not None:

@@ -33,7 +33,7 @@ ANY_PORT = "127.0.0.1:0"
 NOTIFY_VARIABLE = "EVERSTEP_NOTIFY"
 """What a job hands to the process that tells its notices."""
 _PUBLIC = {True: ["--public"], False: []}
-PUBLIC_HELP = "Whoever reaches the port may read, without the token."
+PUBLIC_HELP = "Anyone who reaches the port may read without the token."
 _SINK_WORDS_S = 15.0
 
 

@@ -39,19 +39,19 @@ from everstep.runtime.process import last_line, own_command
 _HELP = """Break jobs on purpose, and compare them with the undisturbed run, byte by byte.
 
     \b
-    A specification is "FAULT; FAULT; ...", a fault KIND:KEY=VALUE,KEY=VALUE.
+    A specification is "FAULT; FAULT; ...". A fault is KIND:KEY=VALUE,KEY=VALUE.
     {kinds}
-    random      p=P,seed=N,after_step=N: at each step, with probability P, one
+    random      p=P,seed=N,after_step=N: a fault at each step with probability P
 
     \b
     target  worker:2, worker:1+worker:3, leader:1, backups:1 and stage:1 (all of
             stage 1), coordinator, random; host:NAME (its agent and workers, or
             all its packets) and link:NAME-NAME (of hosts with several)
-    at      the step that is being computed, or the first later one that fits
-    phase   load, forward, backward, reduce, agree, update: of a step;
-            settle: while a new generation finds out where it stands (at: the
-            last step done); heal: while a worker copies the state (at: the step
-            it heals to); finish: while final/ is made (at: the last step)
+    at      the step that is being computed, or the first later step that fits
+    phase   load, forward, backward, reduce, agree, update: phases of a step;
+            settle: while a new generation agrees on its state (at: the last
+            step done); heal: while a worker copies the state (at: the step it
+            heals to); finish: while final/ is written (at: the last step)
 
     \b
     Example: "kill:target=leader:0,at=9,phase=reduce; stop:target=random,at=12,for=3"
@@ -70,16 +70,16 @@ StartCase = Callable[[list[str], Path], int]
 
 @click.group(help=_HELP.format(kinds=_KINDS), context_settings={"help_option_names": ["-h", "--help"]})
 def command() -> None:
-    """The commands below it; its help is above, with the kinds of faults."""
+    """Group of the commands below; its help, with the kinds of faults, is _HELP."""
 
 
 @command.command()
 @click.argument("names", nargs=-1, metavar="[NAME]...")
-@click.option("--task", help=f"What is trained ({TASK}, made small); it must have units for three stages.")
+@click.option("--task", help=f"Task to train ({TASK}, made small); it needs units for three stages.")
 @click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="Set a config key in all runs.")
-@click.option("--run-dir", type=click.Path(path_type=Path), help="Where all runs are kept (runs/chaos-<time>).")
-@click.option("--list", "only_list", is_flag=True, help="Show the scenarios, and run none.")
-@click.option("--json", "as_json", is_flag=True, help="One object per scenario, and last a summary.")
+@click.option("--run-dir", type=click.Path(path_type=Path), help="Directory for all runs (runs/chaos-<time>).")
+@click.option("--list", "only_list", is_flag=True, help="List the scenarios and run none.")
+@click.option("--json", "as_json", is_flag=True, help="Print a JSON object per scenario, then a summary.")
 def suite(
     names: tuple[str, ...],
     task: str | None,
@@ -88,7 +88,7 @@ def suite(
     only_list: bool,
     as_json: bool,
 ) -> int:
-    """Run the failure suite, or the scenarios that are named. Exit code 0: all of them passed."""
+    """Run the failure suite, or only the named scenarios. Exit code 0: all passed."""
     chosen = named(names)
     if only_list:
         _list(chosen, as_json)
@@ -135,10 +135,10 @@ def _conclude(results: list[Result], base: Path, wall_s: float, as_json: bool) -
 @click.argument("task")
 @click.argument("options", nargs=-1, type=click.UNPROCESSED, metavar="[OPTIONS OF everstep run]...")
 @click.option("--chaos", required=True, help='Scripted faults, e.g. "kill:target=leader:1,at=9,phase=reduce".')
-@click.option("--run-dir", type=click.Path(path_type=Path), help="Where both runs are kept (runs/chaos-<time>).")
-@click.option("--json", "as_json", is_flag=True, help="One object.")
+@click.option("--run-dir", type=click.Path(path_type=Path), help="Directory for both runs (runs/chaos-<time>).")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def run(task: str, options: tuple[str, ...], chaos: str, run_dir: Path | None, as_json: bool) -> int:
-    """Train TASK with faults, and on one worker without; compare. Takes the options of `everstep run`."""
+    """Train TASK with faults, then on one worker without faults, and compare. Takes the options of `everstep run`."""
     parse(chaos)
     base = run_dir or in_runs("chaos")
     runs = Suite(base, task, {}, tuple(options))
@@ -161,7 +161,7 @@ def run(task: str, options: tuple[str, ...], chaos: str, run_dir: Path | None, a
 @click.argument("run_dir", metavar="DIR", type=click.Path(path_type=Path))
 @click.argument("fault")
 def inject(run_dir: Path, fault: str) -> int:
-    """Let FAULT strike the job that runs in DIR, at once: kill:target=worker:2, stop:target=leader:1,for=5."""
+    """Inject FAULT into the running job in DIR now, e.g. kill:target=worker:2 or stop:target=leader:1,for=5."""
     result = ask_running(run_dir, "chaos", parse_now(fault).request())
     print(f"{run_dir}: {result.get('fault')} is on its way; events.jsonl tells whom it strikes")
     return 0
@@ -169,9 +169,9 @@ def inject(run_dir: Path, fault: str) -> int:
 
 @command.command()
 @click.argument("directory", type=click.Path(path_type=Path))
-@click.option("--json", "as_json", is_flag=True, help="One object per run.")
+@click.option("--json", "as_json", is_flag=True, help="Print a JSON object per run.")
 def report(directory: Path, as_json: bool) -> int:
-    """What was injected into the runs of DIRECTORY (of a suite, of `chaos run`, or one run), and what came of it."""
+    """Show the faults injected into the runs of DIRECTORY (a suite, a `chaos run` or one run), and their outcomes."""
     reference = directory / UNDISTURBED
     several = reference.is_dir()
     folders = [path.parent for path in directory.glob(f"*/{EVENTS_FILE}")] if several else [directory]

@@ -37,13 +37,15 @@ NOT_COVERED = (
 @click.argument("target")
 @click.argument("argv", nargs=-1, type=click.UNPROCESSED)
 @click.option("--steps", type=click.IntRange(_LEAST_STEPS), default=3, show_default=True, help="Steps to rehearse.")
-@click.option("--max-seconds", type=Seconds(1.0), default=120.0, show_default=True, help="Give up after so long.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+@click.option(
+    "--max-seconds", type=Seconds(1.0), default=120.0, show_default=True, help="Give up after this many seconds."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def command(target: str, argv: tuple[str, ...], steps: int, max_seconds: float, as_json: bool) -> int:
     """Rehearse TARGET: a script that calls everstep.join (-- its own arguments), or a task.
 
-    Its first steps are done as they are, and again by a process that goes on from a checkpoint of one of them: what
-    then differs begins anew in a worker that is resumed or healed. Exit code 1 if something is found.
+    One process does the first steps. A second process resumes from a checkpoint of one of them and repeats the rest.
+    State that then differs is state that is lost on resume. Exit code 1: some was found.
     """
     spec = parse_task(target)
     if argv and spec.kind != "script":

@@ -43,7 +43,7 @@ class _Group(click.Group):
 
 @click.group("checkpoints", cls=_Group)
 def command() -> None:
-    """Look at, verify, compare and tidy up checkpoints.
+    """List, verify, compare, sign and delete checkpoints.
 
     PLACE is a run directory, a directory with checkpoints, one of them (.../step-0000000010), or a URL such as
     s3://bucket/prefix or gs://bucket/prefix.
@@ -55,7 +55,7 @@ def command() -> None:
 
 @command.command("ls")
 @click.argument("places", nargs=-1, required=True, metavar="PLACE...")
-@click.option("--json", "as_json", is_flag=True, help="A JSON list, one object per checkpoint.")
+@click.option("--json", "as_json", is_flag=True, help="Print a JSON list with an object per checkpoint.")
 def ls_command(places: tuple[str, ...], as_json: bool) -> int:
     """List checkpoints, oldest first."""
     rows = [row for text in places for row in _rows(_place(text))]
@@ -71,7 +71,7 @@ def ls_command(places: tuple[str, ...], as_json: bool) -> int:
 @click.option("--step", "which", metavar="STEP", help="Step, latest, best or a pin (the newest).")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
 def show_command(place: str, which: str | None, as_json: bool) -> int:
-    """What one checkpoint is of, and where its parts lie."""
+    """Show the contents of one checkpoint, and the places of its parts."""
     from everstep.cli.checkpoints_exchange import choose
 
     found = choose(_place(place), which)
@@ -180,18 +180,20 @@ def _line(row: dict[str, Any]) -> tuple[str, ...]:
 
 @command.command("verify")
 @click.argument("places", nargs=-1, required=True, metavar="PLACE...")
-@click.option("--step", "which", metavar="STEP", help="Only this one: a step, latest, best or a pin (all).")
-@click.option("--require-signature", "key_file", metavar="KEY", help="Each must be signed with this key: a PEM file.")
+@click.option("--step", "which", metavar="STEP", help="Checkpoint to verify: a step, latest, best or a pin (all).")
+@click.option(
+    "--require-signature", "key_file", metavar="KEY", help="Require each to be signed with this key (PEM file)."
+)
 @not_before
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
 def verify_command(
     places: tuple[str, ...], which: str | None, key_file: str | None, not_before: int | None, as_json: bool
 ) -> int:
-    """Read every byte and compare it with its hash. Exit code 0: all is whole; 1: something is damaged.
+    """Read every byte and compare it with its hash. Exit code 0: no damage; 1: damage.
 
-    With --not-before also 1 where the newest checkpoint that is whole is older. With --require-signature also 1 where a
-    checkpoint is unsigned, signed with another key, altered since, or, in a run directory, of another job. KEY holds a
-    public key, or the private one.
+    With --not-before, 1 also if the newest whole checkpoint is older. With --require-signature, 1 also if a checkpoint
+    is unsigned, signed with another key, altered since, or, in a run directory, of another job. KEY is the public or
+    the private key.
     """
     from everstep.cli.checkpoints_exchange import required_key
 
@@ -344,12 +346,14 @@ def _tensors(manifest: Manifest) -> dict[str, tuple[str, tuple[int, ...], str]]:
 
 @command.command("prune")
 @click.argument("places", nargs=-1, required=True, metavar="PLACE...")
-@click.option("--keep-last", type=click.IntRange(min=1), default=2, show_default=True, help="The newest ones.")
-@click.option("--keep-every", type=click.IntRange(min=1), help="Those of every so many steps.")
-@click.option("--keep-best", type=click.IntRange(min=0), default=0, help="The best ones by --metric.")
-@click.option("--metric", help="Metric that they are compared by.")
-@click.option("--mode", type=click.Choice(["max", "min"]), default="max", help="Whether more or less of it is better.")
-@click.option("--dry-run", is_flag=True, help="Only say what would go.")
+@click.option("--keep-last", type=click.IntRange(min=1), default=2, show_default=True, help="Keep the newest N.")
+@click.option("--keep-every", type=click.IntRange(min=1), help="Keep those of every Nth step.")
+@click.option("--keep-best", type=click.IntRange(min=0), default=0, help="Keep the best N by --metric.")
+@click.option("--metric", help="Metric that ranks checkpoints.")
+@click.option(
+    "--mode", type=click.Choice(["max", "min"]), default="max", help="Whether a larger or a smaller value is better."
+)
+@click.option("--dry-run", is_flag=True, help="Only print the checkpoints that it would delete.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
 def prune_command(
     places: tuple[str, ...],
@@ -361,7 +365,7 @@ def prune_command(
     dry_run: bool,
     as_json: bool,
 ) -> int:
-    """Delete old checkpoints, and no byte that a kept one needs. Pinned and damaged ones stay."""
+    """Delete old checkpoints, but no byte that a kept one needs. Pinned and damaged checkpoints stay."""
     from everstep.checkpoint.retention import apply, would_go
 
     if keep_best and metric is None:
@@ -382,7 +386,7 @@ def prune_command(
 @click.argument("place")
 @click.argument("name")
 @click.option("--step", "which", metavar="STEP", help="Step, latest or best (the newest).")
-@click.option("--remove", is_flag=True, help="Unpin it.")
+@click.option("--remove", is_flag=True, help="Remove the pin.")
 def pin_command(place: str, name: str, which: str | None, remove: bool) -> int:
     """Keep a checkpoint for ever, under a name."""
     from everstep.checkpoint.pointers import read_pins, write_pins
@@ -412,7 +416,8 @@ def pin_command(place: str, name: str, which: str | None, remove: bool) -> int:
 def keygen_command(file: Path, as_json: bool) -> int:
     """Make a pair of keys for signing checkpoints: the private one in FILE, the public one in FILE.pub.
 
-    checkpoint.sign_key=FILE signs; --require-signature FILE.pub, of run and checkpoints verify, accepts no others.
+    checkpoint.sign_key=FILE signs checkpoints. run and checkpoints verify accept only those with --require-signature
+    FILE.pub.
     """
     from everstep.checkpoint.keys import make_keys
 

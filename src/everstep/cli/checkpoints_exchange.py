@@ -48,12 +48,12 @@ _STEP = re.compile(r"(?P<top>.*?)/?(?P<step>step-[0-9]{10})/?$")
 
 @click.command("export")
 @click.argument("checkpoint")
-@click.option("--to", "target", required=True, type=click.Path(path_type=Path), help="File or folder that is new.")
-@click.option("--format", "kind", type=click.Choice(_FORMATS), required=True, help="What other tool is to read it.")
+@click.option("--to", "target", required=True, type=click.Path(path_type=Path), help="New file or folder to write.")
+@click.option("--format", "kind", type=click.Choice(_FORMATS), required=True, help="Format of the other tool.")
 @click.option("--step", "which", metavar="STEP", help="Step, latest, best or a pin (the newest).")
-@click.option("--optimizer", is_flag=True, help="The optimizer's state too (dcp, torch).")
-@click.option("--hf-config", type=click.Path(path_type=Path), help="config.json to put beside (hf).")
-@click.option("--shard-size", default="5GB", metavar="SIZE", help="Of a shard (hf); 5GB.")
+@click.option("--optimizer", is_flag=True, help="Include the optimizer's state (dcp, torch).")
+@click.option("--hf-config", type=click.Path(path_type=Path), help="config.json to copy into the folder (hf).")
+@click.option("--shard-size", default="5GB", metavar="SIZE", help="Largest size of a shard (hf), e.g. 5GB.")
 @require_signature
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
 def export_command(
@@ -100,18 +100,18 @@ def export_command(
 
 @click.command("import")
 @click.argument("path", type=click.Path(path_type=Path))
-@click.option("--task", required=True, help="The task whose model the weights are for.")
-@click.option("--to", "target", required=True, metavar="DIR_OR_URL", help="Where the checkpoint is to be.")
+@click.option("--task", required=True, help="Task whose model gets the weights.")
+@click.option("--to", "target", required=True, metavar="DIR_OR_URL", help="Directory for the checkpoint.")
 @click.option("--config", "config_file", type=click.Path(path_type=Path), help="YAML file of config keys.")
 @click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="Set a config key; may be repeated.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
 def import_command(
     path: Path, task: str, target: str, config_file: Path | None, settings: tuple[str, ...], as_json: bool
 ) -> int:
-    """Make a checkpoint of step 0 of weights from elsewhere, for `everstep run TASK --resume-from`.
+    """Make a checkpoint of step 0 from weights of another tool, for `everstep run TASK --resume-from`.
 
     PATH is a safetensors file, a Hugging Face folder, a torch.distributed.checkpoint directory or a torch.save file.
-    Nothing in it is executed: what is neither a tensor, a number nor a container of these is refused.
+    Nothing in it is executed: anything but tensors, numbers and containers of these is refused.
     """
     from everstep.cli.checkpoint_import import import_weights
 
@@ -127,16 +127,16 @@ def import_command(
 @click.argument("source")
 @click.argument("target")
 @click.option("--step", "which", metavar="STEP", help="Step, latest, best or a pin (the newest).")
-@click.option("--all", "everything", is_flag=True, help="All checkpoints, the oldest first.")
+@click.option("--all", "everything", is_flag=True, help="Copy all checkpoints, oldest first.")
 @require_signature
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
 def copy_command(
     source: str, target: str, which: str | None, everything: bool, key_file: str | None, as_json: bool
 ) -> int:
-    """Copy checkpoints between directories and object stores; every byte is compared with its hash on the way.
+    """Copy checkpoints between directories and object stores, and compare every byte with its hash on the way.
 
-    Files that are there already stay, so that a copy that was interrupted goes on where it was. Both are a run
-    directory, a directory or URL with checkpoints; SOURCE may be one of them (.../step-0000000010).
+    Files that exist at the destination stay, so an interrupted copy goes on where it stopped. Source and destination
+    are run directories, or directories or URLs with checkpoints; SOURCE may be one checkpoint (.../step-0000000010).
     """
     if everything and which is not None:
         raise ConfigError("--all and --step contradict each other: give one of them")

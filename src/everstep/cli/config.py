@@ -18,11 +18,11 @@ _FIELDS = ("key", "type", "default", "meaning")
 
 @click.command()
 @click.argument("key", metavar="[KEY]", required=False)
-@click.option("--json", "as_json", is_flag=True, help="A list of objects.")
+@click.option("--json", "as_json", is_flag=True, help="Print a JSON list of objects.")
 def command(key: str | None, as_json: bool) -> int:
-    """Show a config key with its type, default and meaning; all keys without KEY; of a group, those below it.
+    """Show a config key, or all keys of a group, with type, default and meaning. Without KEY: all keys.
 
-    KEY `causes` lists what the `cause` of an event can be: `metrics`, alerts and programs go by it.
+    KEY `causes` lists the causes of events, which `metrics`, alerts and programs use.
     """
     causes = [{"cause": str(cause), "meaning": cause.meaning} for cause in Cause]
     rows = causes if key == CAUSES else _keys(key)

@@ -27,13 +27,13 @@ _TOLD = ("fault_injected", "recovery_completed", "leader_changed", "coordinator_
 
 
 @click.command()
-@click.option("--steps", type=click.IntRange(min=12), default=36, show_default=True, help="Updates of both runs.")
+@click.option("--steps", type=click.IntRange(min=12), default=36, show_default=True, help="Steps of both runs.")
 @click.option(
     "--workers", type=click.IntRange(min=3), default=4, show_default=True, help="Workers of the run with faults."
 )
-@click.option("--run-dir", type=click.Path(path_type=Path), help="Where both runs are kept (runs/demo-<time>).")
+@click.option("--run-dir", type=click.Path(path_type=Path), help="Directory for both runs (runs/demo-<time>).")
 def command(steps: int, workers: int, run_dir: Path | None) -> int:
-    """Train on real data with several workers, kill some of them with SIGKILL, and end with the same bits."""
+    """Train on real data with several workers, kill some with SIGKILL, and end with the same bits."""
     base = run_dir or in_runs("demo")
     undisturbed, disturbed = base / "one-worker-undisturbed", base / f"{workers}-workers-with-faults"
     chaos = faults(steps)

@@ -54,14 +54,16 @@ class Checked:
     "address",
     metavar="ADDR:PORT|etcd[s]://...",
     required=True,
-    help="Where the job listens; or its control.etcd.",
+    help="Address of the job, or its control.etcd.",
 )
-@click.option("--address", "own", metavar="IP", help="Of this host, as the agent would get it.")
-@click.option("--slots", type=click.IntRange(1), help="How many workers it would run.")
+@click.option("--address", "own", metavar="IP", help="Address of this host, as for the agent.")
+@click.option("--slots", type=click.IntRange(1), help="Workers that this host would run.")
 @click.option("--ports", "ports", metavar="FIRST-LAST", help="The job's network.ports.")
-@click.option("--token-file", type=click.Path(path_type=Path), help="As of everstep agent; without one less is seen.")
-@click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="As of everstep agent.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+@click.option(
+    "--token-file", type=click.Path(path_type=Path), help="As for everstep agent; without a token it checks less."
+)
+@click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="As for everstep agent.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def command(
     address: str,
     own: str | None,
@@ -71,8 +73,9 @@ def command(
     settings: tuple[str, ...],
     as_json: bool,
 ) -> int:
-    """Could this host take part in the job at ADDR:PORT, or in the one that etcd has? Looks at names, route, interface,
-    ports, clocks, versions and packet sizes; exit code 1 if anything would stop it."""
+    """Check whether this host could take part in the job at ADDR:PORT, or in the job that etcd names.
+
+    Checks names, route, interface, ports, clocks, versions and packet sizes. Exit code 1: something would stop it."""
     known = None if address.startswith(SCHEMES) else parse_listen("--join", address)
     config = own_settings(settings)
     parse_ports(ports)

@@ -36,15 +36,15 @@ _BATCH = 64
     required=True,
     type=click.Path(path_type=Path),
     metavar="DIR_OR_CHECKPOINT",
-    help="A run directory, a checkpoint, or a safetensors file.",
+    help="Weights: a run directory, a checkpoint or a safetensors file.",
 )
 @require_signature
-@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def command(task: str, source: Path, key_file: str | None, as_json: bool) -> int:
     """Evaluate trained weights of TASK on its test split.
 
-    With --require-signature the weights are those of a checkpoint, for final/ is signed by nobody: the one that --from
-    names, else the newest.
+    With --require-signature the weights come from a checkpoint, because final/ has no signature: the checkpoint that
+    --from names, else the newest.
     """
     key = required_key(key_file)
     with _weights(source, key, shown=not as_json) as (name, read):

@@ -24,9 +24,9 @@ _CONNECT_S = 3.0
 
 @click.command()
 @click.argument("run_dir", metavar="DIR", type=click.Path(path_type=Path))
-@click.option("--json", "as_json", is_flag=True, help="A list of JSON objects, one for each.")
+@click.option("--json", "as_json", is_flag=True, help="Print a JSON list with an object per host.")
 def hosts(run_dir: Path, as_json: bool) -> int:
-    """Which hosts take part in the job that runs in DIR, and how each of them is."""
+    """List the hosts of the running job in DIR, with the state of each."""
     read_job(run_dir)
     found = ask_running(run_dir, "hosts", {}).get("hosts", [])
     head = ""
@@ -56,15 +56,15 @@ def _head(found: Sequence[Mapping[str, Any]], address: str) -> str:
 
 
 @click.command()
-@click.option("--start", type=click.IntRange(1, 65535), default=29500, show_default=True, help="The first one.")
-@click.option("--end", type=click.IntRange(1, 65535), default=65535, show_default=True, help="The last one.")
-@click.option("--count", type=click.IntRange(1), default=1, show_default=True, help="How many.")
-@click.option("--check", is_flag=True, help="Look whether something answers at each HOST:PORT instead.")
+@click.option("--start", type=click.IntRange(1, 65535), default=29500, show_default=True, help="First port to try.")
+@click.option("--end", type=click.IntRange(1, 65535), default=65535, show_default=True, help="Last port to try.")
+@click.option("--count", type=click.IntRange(1), default=1, show_default=True, help="Ports to print.")
+@click.option("--check", is_flag=True, help="Check whether each HOST:PORT answers instead.")
 @click.argument("others", nargs=-1, metavar="[HOST:PORT]...")
 def ports(start: int, end: int, count: int, check: bool, others: tuple[str, ...]) -> int:
-    """Print free ports of this host, separated by commas; exit code 1 if there are too few.
+    """Print free ports of this host, separated by commas. Exit code 1: there are too few.
 
-    With --check HOST:PORT...: whether something answers there; exit code 1 if it does not everywhere.
+    With --check HOST:PORT...: print which of them answer. Exit code 1: one does not.
     """
     if check != bool(others):
         raise ConfigError("--check: expected it together with HOST:PORT..., as in --check 10.0.0.1:29400")

@@ -62,8 +62,8 @@ def _engine(**more: Any) -> Any:
 def launch() -> None:
     """Start a job on the hosts of an engine, or print (--print) what would start it.
 
-    TASK and all options that launch itself does not know are those of 'everstep run'. Engines start hosts and replace
-    them; the job goes on meanwhile.
+    TASK and all options unknown to launch are those of 'everstep run'. The engine starts hosts and replaces lost ones;
+    the job goes on meanwhile.
     """
 
 
@@ -110,13 +110,13 @@ def _values(words: Sequence[str], *, files: bool) -> dict[str, Any]:
 
 
 _WORDS = click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="TASK")
-_HOSTS = click.option("--hosts", type=click.IntRange(1), required=True, help="How many hosts.")
+_HOSTS = click.option("--hosts", type=click.IntRange(1), required=True, help="Number of hosts.")
 _SLOTS = click.option("--slots", type=click.IntRange(1), default=1, show_default=True, help="Workers on each host.")
 _RUN_DIR = click.option(
-    "--run-dir", type=click.Path(path_type=Path), required=True, help="Where the job lives; all hosts see it."
+    "--run-dir", type=click.Path(path_type=Path), required=True, help="Directory of the job, which all hosts see."
 )
-_PYTHON = click.option("--python", help="The interpreter on the hosts that has Everstep (the one that runs this).")
-_PRINT = click.option("--print", "only_print", is_flag=True, help="Print it, and start nothing.")
+_PYTHON = click.option("--python", help="Interpreter on the hosts with Everstep installed (the one that runs this).")
+_PRINT = click.option("--print", "only_print", is_flag=True, help="Print it and start nothing.")
 
 
 @launch.command("slurm", **_engine())
@@ -126,7 +126,7 @@ _PRINT = click.option("--print", "only_print", is_flag=True, help="Print it, and
 @_RUN_DIR
 @_PYTHON
 @_PRINT
-@click.option("--sbatch", "extra", multiple=True, metavar="NAME=VALUE", help="An option of sbatch; may be repeated.")
+@click.option("--sbatch", "extra", multiple=True, metavar="NAME=VALUE", help="Option for sbatch; may be repeated.")
 @click.option("--notice", "notice_s", type=click.IntRange(1, 65535), default=60, show_default=True, help="Seconds.")
 def launch_slurm(
     words: tuple[str, ...],
@@ -138,7 +138,7 @@ def launch_slurm(
     extra: tuple[str, ...],
     notice_s: int,
 ) -> int:
-    """Submit TASK as an array of one element per host: lost and preempted ones come back, the others go on."""
+    """Submit TASK as a job array with an element per host. Lost and preempted hosts come back; the others go on."""
     for text in extra:
         if not re.fullmatch(r"[a-z][a-z-]+(=.+)?", text) or not text.isprintable():
             raise ConfigError(f"--sbatch: expected NAME=VALUE such as partition=gpu, got {text!r}")
@@ -160,18 +160,18 @@ def launch_slurm(
 @_WORDS
 @_HOSTS
 @_SLOTS
-@click.option("--run-dir", default="", help="Below /runs, where the claim is mounted (/runs/<task>).")
-@click.option("--python", default="python3", show_default=True, help="The interpreter in the image.")
+@click.option("--run-dir", default="", help="Directory below /runs, where the claim is mounted (/runs/<task>).")
+@click.option("--python", default="python3", show_default=True, help="Interpreter in the image.")
 @_PRINT
-@click.option("--image", required=True, help="What has Everstep, and the task (deploy/Dockerfile).")
+@click.option("--image", required=True, help="Image with Everstep and the task (deploy/Dockerfile).")
 @click.option("--claim", required=True, help="PersistentVolumeClaim (ReadWriteMany) that all pods mount at /runs.")
-@click.option("--cpus", default="", help="Of each host, as Kubernetes writes them: 4, 500m.")
-@click.option("--memory", default="", help="Likewise: 16Gi.")
-@click.option("--gpus", type=click.IntRange(0), default=0, help="Likewise.")
-@click.option("--name", default="", help="Of the objects (everstep-<task>).")
-@click.option("--namespace", default="", help="Where the objects are.")
-@click.option("--queue", default="", help="Of Kueue.")
-@click.option("--jobset", is_flag=True, help="As a JobSet instead of an Indexed Job.")
+@click.option("--cpus", default="", help="CPUs of each host, as Kubernetes writes them: 4, 500m.")
+@click.option("--memory", default="", help="Memory of each host, e.g. 16Gi.")
+@click.option("--gpus", type=click.IntRange(0), default=0, help="GPUs of each host.")
+@click.option("--name", default="", help="Name of the objects (everstep-<task>).")
+@click.option("--namespace", default="", help="Namespace of the objects.")
+@click.option("--queue", default="", help="Queue of Kueue.")
+@click.option("--jobset", is_flag=True, help="Make a JobSet instead of an Indexed Job.")
 def launch_k8s(
     words: tuple[str, ...],
     hosts: int,
@@ -183,9 +183,9 @@ def launch_k8s(
     jobset: bool,
     **pods: Any,
 ) -> int:
-    """Apply TASK as an Indexed Job of one pod per host, or print it: pods that are lost come back, the others go on.
+    """Apply TASK as an Indexed Job with a pod per host, or print it. Lost pods come back; the others go on.
 
-    What is printed has the job's token in it, as a Secret.
+    The printed text includes the job's token, as a Secret.
     """
     found = launch_of(words, hosts, slots, run_dir or "/runs/job", python or "python3", here=False, name=name)
     if not run_dir:
@@ -227,14 +227,18 @@ def _check_objects(**pods: Any) -> None:
 
 @launch.command("ssh", **_engine())
 @_WORDS
-@click.option("--hosts", required=True, help="Names for ssh, separated by commas; the first is the job's own host.")
+@click.option(
+    "--hosts", required=True, help="Host names for ssh, separated by commas; the first host runs the job itself."
+)
 @_SLOTS
 @_RUN_DIR
 @_PYTHON
 @_PRINT
-@click.option("--address", metavar="IP", help="Of the first host, for the others (that of its name).")
-@click.option("--port", type=click.IntRange(1, 65535), default=29400, show_default=True, help="Of the first host.")
-@click.option("--ssh", "ssh_options", multiple=True, metavar="OPTION", help="An option of ssh; may be repeated.")
+@click.option("--address", metavar="IP", help="Address of the first host for the others (that of its name).")
+@click.option(
+    "--port", type=click.IntRange(1, 65535), default=29400, show_default=True, help="Port of the job on the first host."
+)
+@click.option("--ssh", "ssh_options", multiple=True, metavar="OPTION", help="Option for ssh; may be repeated.")
 def launch_ssh(
     words: tuple[str, ...],
     hosts: str,
@@ -246,9 +250,9 @@ def launch_ssh(
     port: int,
     ssh_options: tuple[str, ...],
 ) -> int:
-    """Run TASK on these hosts over ssh, and stay until it is over: hosts that are lost are tried again.
+    """Run TASK on these hosts over ssh, and stay until it is over. Lost hosts are tried again.
 
-    Ctrl-C ends the job in order. All hosts have this interpreter (--python), the task and --run-dir under these names.
+    Ctrl-C ends the job in order. Interpreter (--python), task and --run-dir must have the same paths on all hosts.
     """
     names = [name.strip() for name in hosts.split(",")]
     wrong = [name for name in names if not re.fullmatch(r"([\w.-]+@)?[A-Za-z0-9][\w.:-]*", name)]
@@ -287,8 +291,10 @@ def _address_of(name: str) -> str:
 @_RUN_DIR
 @_PYTHON
 @_PRINT
-@click.option("--address", metavar="HOST:PORT", help="Of the cluster (RAY_ADDRESS, or the one on this machine).")
-@click.option("--gpus", type=click.IntRange(0), default=0, show_default=True, help="Of each worker.")
+@click.option(
+    "--address", metavar="HOST:PORT", help="Address of the cluster (RAY_ADDRESS, or the cluster on this machine)."
+)
+@click.option("--gpus", type=click.IntRange(0), default=0, show_default=True, help="GPUs of each worker.")
 def launch_ray(
     words: tuple[str, ...],
     hosts: int,
@@ -299,7 +305,7 @@ def launch_ray(
     address: str | None,
     gpus: int,
 ) -> int:
-    """Run TASK on a Ray cluster, one actor per node, and stay until it is over; nodes that are lost are replaced."""
+    """Run TASK on a Ray cluster with an actor per node, and stay until it is over. Lost nodes are replaced."""
     found = launch_of(_local(words), hosts, slots, run_dir.resolve(), python or "")
     if only_print:
         found = found._replace(python=found.python or _own_python())

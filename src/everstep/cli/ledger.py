@@ -32,9 +32,9 @@ _MOST_SAMPLES = 1 << 24
 
 @click.command()
 @click.argument("run_dir", metavar="DIR", type=click.Path(path_type=Path))
-@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def command(run_dir: Path, as_json: bool) -> int:
-    """Check the ledger of the job in DIR. Exit code 0: clean, and complete; 1: not."""
+    """Check the ledger of the job in DIR. Exit code 0: clean and complete; 1: not."""
     report = audit_run(run_dir)
     if as_json:
         print(json.dumps(asdict(report)))

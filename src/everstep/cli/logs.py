@@ -23,15 +23,15 @@ _POLL_S = 0.2
 
 @click.command()
 @click.argument("run_dir", metavar="DIR", type=click.Path(path_type=Path))
-@click.option("--follow", "-f", is_flag=True, help="Go on until the job is over.")
-@click.option("--worker", type=int, help="Only of this worker.")
-@click.option("--host", help="Only of workers of this host, one that keeps its logs itself.")
-@click.option("--level", type=click.Choice(LEVELS), default="info", help="This level and graver ones (info).")
-@click.option("--since-step", type=click.IntRange(0), help="Only from the moment on when this step was done.")
+@click.option("--follow", "-f", is_flag=True, help="Follow until the job is over.")
+@click.option("--worker", type=int, help="Only this worker.")
+@click.option("--host", help="Only workers of this host, which keeps its logs itself.")
+@click.option("--level", type=click.Choice(LEVELS), default="info", help="This level and higher ones (info).")
+@click.option("--since-step", type=click.IntRange(0), help="Only lines after this step was done.")
 @click.option("--grep", metavar="TEXT", help="Only lines with this text, tracebacks included.")
 @click.option("--steps", is_flag=True, help="Show every committed step, too.")
-@click.option("--lines", "-n", type=click.IntRange(0), help="Only so many of the lines that are there already.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object per line.")
+@click.option("--lines", "-n", type=click.IntRange(0), help="Only the last N of the lines so far.")
+@click.option("--json", "as_json", is_flag=True, help="Print a JSON object per line.")
 def command(
     run_dir: Path,
     follow: bool,
@@ -44,7 +44,7 @@ def command(
     lines: int | None,
     as_json: bool,
 ) -> int:
-    """Print what the workers of the job in DIR printed and logged, and what happened to it, by time."""
+    """Print the output and logs of the workers of the job in DIR, and the job's events, by time."""
     if not run_dir.is_dir():
         raise ConfigError(f"there is no run directory {run_dir}")
     for problem in pull_logs(run_dir, host):

@@ -27,15 +27,22 @@ _PATIENCE_S = 2.0
 
 @click.command()
 @click.argument("run_dir", metavar="DIR", type=click.Path(path_type=Path))
-@click.option("--steps", type=click.IntRange(1, 1000), default=5, show_default=True, help="How many steps to record.")
-@click.option("--out", type=click.Path(path_type=Path), help="The merged trace (DIR/profiles/TIME/trace.json.gz).")
-@click.option("--workers", "listed", metavar="ID,ID", help="Only of these workers (all that train).")
-@click.option("--memory", is_flag=True, help="Record allocations, too.")
-@click.option("--stacks", is_flag=True, help="Record Python's stacks, too; the traces become large.")
+@click.option("--steps", type=click.IntRange(1, 1000), default=5, show_default=True, help="Steps to record.")
 @click.option(
-    "--timeout", "timeout_s", type=Seconds(above=True), default=600.0, show_default=True, help="Seconds to wait for it."
+    "--out", type=click.Path(path_type=Path), help="File for the merged trace (DIR/profiles/TIME/trace.json.gz)."
 )
-@click.option("--json", "as_json", is_flag=True, help="One JSON object; progress goes to stderr.")
+@click.option("--workers", "listed", metavar="ID,ID", help="Only these workers (all that train).")
+@click.option("--memory", is_flag=True, help="Record allocations as well.")
+@click.option("--stacks", is_flag=True, help="Record Python's stacks as well; traces become large.")
+@click.option(
+    "--timeout",
+    "timeout_s",
+    type=Seconds(above=True),
+    default=600.0,
+    show_default=True,
+    help="Seconds to wait for the trace.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object; progress goes to stderr.")
 def command(
     run_dir: Path,
     steps: int,
@@ -46,7 +53,7 @@ def command(
     timeout_s: float,
     as_json: bool,
 ) -> int:
-    """Have the workers of the job that runs in DIR record their next steps, and merge that into one Chrome trace.
+    """Record the next steps of the workers of the running job in DIR, and merge them into one Chrome trace.
 
     The job goes on; its bits stay the same. Look at the trace at https://ui.perfetto.dev or chrome://tracing.
     """

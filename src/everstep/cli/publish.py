@@ -38,10 +38,12 @@ _NICE = 10
 @click.command()
 @click.argument("run_dir", metavar="DIR", type=click.Path(path_type=Path))
 @click.option("--to", "names", multiple=True, required=True, metavar="SINK[,SINK]", help=f"{', '.join(SINKS)}.")
-@click.option("--config", "config_file", type=click.Path(path_type=Path), help="YAML file with notify.*, for notify.")
-@click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="A key of notify.*, for notify.")
-@click.option("--follow", "-f", "following", is_flag=True, help="Go on until the job is over.")
-@click.option("--beside", is_flag=True, hidden=True, help="Until standard input ends: for a run's own sinks.")
+@click.option(
+    "--config", "config_file", type=click.Path(path_type=Path), help="YAML file with notify.* keys, for --to notify."
+)
+@click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="Set a notify.* key, for --to notify.")
+@click.option("--follow", "-f", "following", is_flag=True, help="Follow until the job is over.")
+@click.option("--beside", is_flag=True, hidden=True, help="Follow until standard input ends (a run's own sinks).")
 def command(
     run_dir: Path,
     names: tuple[str, ...],
@@ -50,11 +52,11 @@ def command(
     following: bool,
     beside: bool,
 ) -> int:
-    """Tell the job in DIR to TensorBoard, Weights & Biases, MLflow or OpenTelemetry; or, with --to notify, to what
-    notify.command or notify.webhook names here (what DIR says of it is not run).
+    """Send the steps and events of the job in DIR to TensorBoard, Weights & Biases, MLflow or OpenTelemetry.
 
-    Each step and event is told once, also when this is run again: it goes on where it was. What a sink knows is kept in
-    DIR/SINK; remove that folder to begin anew.
+    With --to notify, send notices to the notify.command or notify.webhook given here; those in DIR are not run. Each
+    step and event is sent once: run again, the command goes on where it stopped. Its position is kept in DIR/SINK;
+    remove that folder to start over.
     """
     sinks = _sinks(names)
     if not run_dir.is_dir():

@@ -23,12 +23,10 @@ REPORT_FILE = "report.html"
 
 @click.command()
 @click.argument("run_dir", metavar="DIR", type=click.Path(path_type=Path))
-@click.option("--out", type=click.Path(path_type=Path), help=f"The file to write (DIR/{REPORT_FILE}).")
-@click.option(
-    "--reference", type=click.Path(path_type=Path), help="An undisturbed run, to compare the final bits with."
-)
+@click.option("--out", type=click.Path(path_type=Path), help=f"File to write (DIR/{REPORT_FILE}).")
+@click.option("--reference", type=click.Path(path_type=Path), help="Undisturbed run to compare the final bits with.")
 def report_command(run_dir: Path, out: Path | None, reference: Path | None) -> int:
-    """Write what happened in the job in DIR as one HTML file, and its figures as PNGs beside it."""
+    """Write a report on the job in DIR: one HTML file, with its figures as PNGs beside it."""
     history = open_run(run_dir)
     page = report_page(history, prove(run_dir, reference), history.running())
     target = out if out is not None else run_dir / REPORT_FILE
@@ -85,7 +83,9 @@ def write_page(path: Path, page: str, *, named: bool = True) -> None:
 
 @click.command()
 @click.argument("run_dirs", metavar="DIR...", nargs=-1, required=True, type=click.Path(path_type=Path))
-@click.option("--out", type=click.Path(path_type=Path), default=Path("compare.html"), help="The file (compare.html).")
+@click.option(
+    "--out", type=click.Path(path_type=Path), default=Path("compare.html"), help="File to write (compare.html)."
+)
 def compare_command(run_dirs: tuple[Path, ...], out: Path) -> int:
     """Overlay the runs in DIR... in one HTML file."""
     if len(run_dirs) < 2:

@@ -139,55 +139,61 @@ class _Run(click.Command):
 @click.command(cls=_Run)
 @click.argument("task")
 @click.argument("argv", nargs=-1, type=click.UNPROCESSED)
-@click.option("--workers", type=int, help="Number of workers in all (1, or what the pools need).")
-@click.option("--spares", type=int, help="Started, idle workers that step in at once (0).")
-@click.option("--min-workers", type=int, help="Fewer than these wait for more (1).")
+@click.option("--workers", type=int, help="Number of workers in total (1, or as the pools need).")
+@click.option("--spares", type=int, help="Idle workers that replace a lost worker at once (0).")
+@click.option("--min-workers", type=int, help="Wait for more workers while there are fewer (1).")
 @click.option("--stages", type=int, help="Parts that the model is split into (1).")
 @click.option("--pool", type=int, help="Workers per stage, all active.")
 @click.option("--redundancy", type=int, help="Standby backups per stage, beside one active worker.")
-@click.option("--steps", type=int, help="End after so many updates.")
-@click.option("--epochs", type=int, help="End after so many passes over the data.")
-@click.option("--batch-size", type=int, help="Global batch: lanes x micro_batch; sets micro_batch.")
+@click.option("--steps", type=int, help="End after this many steps.")
+@click.option("--epochs", type=int, help="End after this many passes over the data.")
+@click.option("--batch-size", type=int, help="Samples per global batch (lanes x micro_batch); sets micro_batch.")
 @click.option(
     "--run-dir",
     type=click.Path(path_type=Path),
     callback=named_directory,
-    help="Where the job lives (runs/<task>-<time>).",
+    help="Directory of the job (runs/<task>-<time>).",
 )
 @click.option("--config", "config_file", type=click.Path(path_type=Path), help="YAML file of config keys.")
 @click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="Set a config key; may be repeated.")
 @click.option("--chaos", help='Scripted faults, e.g. "kill:target=worker:2,at=30; stop:target=random,at=50,for=5".')
-@click.option("--simulate-failure", is_flag=True, help="Kill one random worker once, in the middle of the run.")
-@click.option("--fresh", is_flag=True, help="Begin anew; what the directory holds moves to previous-N/.")
-@click.option("--resume-from", help="Checkpoint (path or URL) to begin with.")
-@click.option("--require-signature", "key_file", metavar="KEY", help="Begin with no checkpoint that it did not sign.")
+@click.option("--simulate-failure", is_flag=True, help="Kill one random worker in the middle of the run.")
+@click.option("--fresh", is_flag=True, help="Start over; the old contents of the directory move to previous-N/.")
+@click.option("--resume-from", help="Checkpoint (path or URL) to start from.")
+@click.option(
+    "--require-signature", "key_file", metavar="KEY", help="Start only from a checkpoint signed with this key."
+)
 @not_before
-@click.option("--listen", metavar="ADDR:PORT", help="Let agents join there; port 0 is any. Sets network.address.")
-@click.option("--address", "told", metavar="IP", help="Of --listen 0.0.0.0:PORT: which address others are told.")
+@click.option(
+    "--listen", metavar="ADDR:PORT", help="Address where agents join; port 0: any free port. Sets network.address."
+)
+@click.option("--address", "told", metavar="IP", help="With --listen 0.0.0.0:PORT: address that others are told.")
 @click.option(
     "--slots",
     type=click.IntRange(1, 65_535),
-    help="Of --listen, --rank: workers here at most (one per device, or 1).",
+    help="With --listen, --rank: most workers on this host (one per device, or 1).",
 )
 @click.option(
     "--token-file", type=click.Path(path_type=Path), help="File with the job's token. Sets security.token_file."
 )
 @click.option("--domain", metavar="K=V,...", help=DOMAIN_HELP)
-@click.option("--rank", type=click.IntRange(0), help="Which of the hosts this is: the job's head is on 0.")
-@click.option("--world-size", type=click.IntRange(1), help="Of --rank: how many hosts take part.")
-@click.option("--master-addr", metavar="IP", help="Of --rank: address of host 0, where the others join.")
-@click.option("--master-port", type=click.IntRange(1, 65535), help="Of --rank: its port.")
-@click.option("--no-local-workers", is_flag=True, help="Of --listen: leave all workers to agents that join.")
-@click.option("--dry-run", is_flag=True, help="Print who would do what, and stop.")
-@click.option("--json", "as_json", is_flag=True, help="The lines of events.jsonl, and last a summary object.")
-@click.option("--dashboard", is_flag=True, help="Serve the live page while the job runs; prints its address.")
-@click.option("--public", is_flag=True, help=f"Of --dashboard and --metrics: {PUBLIC_HELP.lower()}")
+@click.option("--rank", type=click.IntRange(0), help="Number of this host; host 0 runs the job itself.")
+@click.option("--world-size", type=click.IntRange(1), help="With --rank: number of hosts.")
+@click.option("--master-addr", metavar="IP", help="With --rank: address of host 0, where the others join.")
+@click.option("--master-port", type=click.IntRange(1, 65535), help="With --rank: port of host 0.")
+@click.option("--no-local-workers", is_flag=True, help="With --listen: leave all workers to agents that join.")
+@click.option("--dry-run", is_flag=True, help="Print the placement and exit.")
+@click.option("--json", "as_json", is_flag=True, help="Print the lines of events.jsonl, then a summary object.")
+@click.option("--dashboard", is_flag=True, help="Serve the live page while the job runs, and print its address.")
+@click.option(
+    "--public", is_flag=True, help=f"With --dashboard and --metrics: {PUBLIC_HELP[0].lower()}{PUBLIC_HELP[1:]}"
+)
 @click.option(
     "--metrics",
     metavar="[HOST:PORT]",
     is_flag=False,
     flag_value=ANY_PORT,
-    help="Serve metrics to Prometheus while the job runs; prints where. Sets metrics.listen.",
+    help="Serve metrics to Prometheus while the job runs, and print the address. Sets metrics.listen.",
 )
 def command(
     task: str,
@@ -216,7 +222,7 @@ def command(
     metrics: str | None,
     **options: Any,
 ) -> int:
-    """Train TASK, and go on whatever happens to the workers.
+    """Train TASK, whatever happens to its workers.
 
     TASK is a ready task (name or name:PATH), module:Class, path/file.py:Class, or a script that calls everstep.join
     (everstep run train.py -- its own arguments).

@@ -23,9 +23,9 @@ _LOOK_S = 0.2
 
 @click.command()
 @click.argument("run_dir", metavar="DIR", type=click.Path(path_type=Path))
-@click.option("--workers", type=int, required=True, help="How many workers there shall be.")
+@click.option("--workers", type=int, required=True, help="New number of workers.")
 def scale(run_dir: Path, workers: int) -> int:
-    """Change the number of workers of the job that runs in DIR."""
+    """Change the number of workers of the running job in DIR."""
     job = read_job(run_dir)
     if not job.config.min_workers <= workers <= job.config.lanes:
         raise ConfigError(
@@ -40,12 +40,12 @@ def scale(run_dir: Path, workers: int) -> int:
 @click.command()
 @click.argument("run_dir", metavar="DIR", type=click.Path(path_type=Path))
 @click.argument("worker_id", type=int, required=False)
-@click.option("--host", help="All workers of this host, and its agent; others start where hosts have room.")
-@click.option("--grace", "grace_s", type=Seconds(), help="Of --host: wait so many seconds until it has left.")
+@click.option("--host", help="Drain all workers of this host, and its agent; replacements start on hosts with room.")
+@click.option("--grace", "grace_s", type=Seconds(), help="With --host: wait this many seconds until it has left.")
 def drain(run_dir: Path, worker_id: int | None, host: str | None, grace_s: float | None) -> int:
-    """Let WORKER_ID, or all workers of a host, of the job that runs in DIR leave in order, for good.
+    """Make WORKER_ID, or all workers of a host, leave the running job in DIR in order, for good.
 
-    A host leaves when the last of its workers has; with --grace exit code 1 says that it has not in time.
+    A host leaves after its last worker. With --grace, exit code 1: the host did not leave in time.
     """
     if grace_s is not None and host is None:
         raise ConfigError("--grace: expected it beside --host NAME, which is waited for")
@@ -80,11 +80,16 @@ def _hosts(run_dir: Path) -> list[dict[str, Any]]:
 @click.command()
 @click.argument("run_dir", metavar="DIR", type=click.Path(path_type=Path))
 @click.option(
-    "--timeout", "timeout_s", type=Seconds(above=True), default=600.0, show_default=True, help="Seconds to wait for it."
+    "--timeout",
+    "timeout_s",
+    type=Seconds(above=True),
+    default=600.0,
+    show_default=True,
+    help="Seconds to wait for the checkpoint.",
 )
-@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def checkpoint(run_dir: Path, timeout_s: float, as_json: bool) -> int:
-    """Take a checkpoint of the job that runs in DIR after its present step, and say where it is."""
+    """Take a checkpoint of the running job in DIR after its current step, and print its path."""
     result = ask_running(run_dir, "checkpoint", {}, timeout_s)
     if as_json:
         print(json.dumps(result))

@@ -35,16 +35,16 @@ _KINDS = "\b\n" + "\n".join(f"{kind.name:12} {kind.about}" for kind in KINDS.val
 
 
 @click.command(epilog=_KINDS)
-@click.option("--kind", type=click.Choice(tuple(KINDS)), default="1f1b", show_default=True, help="The schedule.")
+@click.option("--kind", type=click.Choice(tuple(KINDS)), default="1f1b", show_default=True, help="Schedule to show.")
 @click.option("--stages", type=int, default=4, show_default=True, help="Stage workers along the pipeline.")
 @click.option("--micro-batches", type=int, default=8, show_default=True, help="Micro-batches per step.")
 @click.option(
-    "--chunks", type=int, default=1, show_default=True, help="Chunks per worker, where the schedule takes several."
+    "--chunks", type=int, default=1, show_default=True, help="Chunks per worker, for schedules that allow several."
 )
-@click.option("--recompute", is_flag=True, help="Compute activations again instead of keeping them.")
+@click.option("--recompute", is_flag=True, help="Compute activations again in the backward pass.")
 @click.option("--forward", type=int, default=1, show_default=True, help="Time steps of a forward pass of one chunk.")
 @click.option("--backward", type=int, default=1, show_default=True, help="Time steps of a backward pass of one chunk.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def command(
     kind: str,
     stages: int,
@@ -55,7 +55,7 @@ def command(
     backward: int,
     as_json: bool,
 ) -> int:
-    """Show a pipeline schedule: a row per stage, a column per time step, idle time and activations held."""
+    """Show a pipeline schedule: a row per stage and a column per time step, idle time, and activations held."""
     plan = schedule(kind, stages, micro_batches, chunks, recompute)
     played = timeline(plan, forward, backward)
     expected = None if recompute else expected_bubble_fraction(stages, micro_batches, chunks)

@@ -14,13 +14,17 @@ from everstep.cli.beside import ANY_PORT, PUBLIC_HELP, check_installed, parse_li
 from everstep.cli.ledger import audit_run
 from everstep.runtime.link.address import EVENTS_FILE, JOB_FILE, METRICS_TOKEN_FILE
 
-TOKEN_HELP = "The token (made up on loopback; the variable, unlike this, is not in the list of processes)."
+TOKEN_HELP = "The token (on loopback: a new one). The list of processes shows this option, but not the variable."
 
 
 @click.command()
 @click.argument("run_dirs", metavar="DIR...", nargs=-1, required=True, type=click.Path(path_type=Path))
-@click.option("--host", default="127.0.0.1", help="Where to listen (127.0.0.1); others than loopback need --token.")
-@click.option("--port", type=click.IntRange(0, 65535), default=0, help="Port, 0 for any that is free (0).")
+@click.option(
+    "--host",
+    default="127.0.0.1",
+    help="Address to listen on (127.0.0.1); an address other than loopback needs --token.",
+)
+@click.option("--port", type=click.IntRange(0, 65535), default=0, help="Port; 0: any free port (0).")
 @click.option("--token", envvar="EVERSTEP_DASHBOARD_TOKEN", help=TOKEN_HELP)
 @click.option("--public", is_flag=True, help=PUBLIC_HELP)
 def dashboard(run_dirs: tuple[Path, ...], host: str, port: int, token: str | None, public: bool) -> int:
@@ -40,9 +44,9 @@ def dashboard(run_dirs: tuple[Path, ...], host: str, port: int, token: str | Non
 @click.command()
 @click.argument("run_dir", metavar="DIR", type=click.Path(path_type=Path))
 @click.option(
-    "--listen", default=ANY_PORT, metavar="HOST:PORT", help=f"Where to serve /metrics ({ANY_PORT}: any port)."
+    "--listen", default=ANY_PORT, metavar="HOST:PORT", help=f"Address that serves /metrics ({ANY_PORT}: any free port)."
 )
-@click.option("--once", is_flag=True, help="Print the metrics and end.")
+@click.option("--once", is_flag=True, help="Print the metrics and exit.")
 @click.option(
     "--token",
     envvar="EVERSTEP_METRICS_TOKEN",

@@ -25,11 +25,11 @@ OnBytes = Callable[[int, int], None]
 """Told how many bytes of how many are done."""
 
 require_signature = click.option(
-    "--require-signature", "key_file", metavar="KEY", help="Take no checkpoint that is not signed with this key (PEM)."
+    "--require-signature", "key_file", metavar="KEY", help="Accept only checkpoints signed with this key (PEM file)."
 )
 """KEY holds a public key, or the private one."""
 not_before = click.option(
-    "--not-before", metavar="STEP", type=click.IntRange(1), help="Take no older checkpoint, signed or not."
+    "--not-before", metavar="STEP", type=click.IntRange(1), help="Accept no older checkpoint, signed or not."
 )
 """A signature says who wrote a checkpoint, not that it is the newest: who can write there may put back an old one."""
 

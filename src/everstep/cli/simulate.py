@@ -11,13 +11,17 @@ from everstep.sim.scenario import SeedKind, run_many, run_one
 @click.command()
 @click.option("--seed", type=int, help="Simulate this seed alone.")
 @click.option("--trace", is_flag=True, help="With --seed: print everything that happens.")
-@click.option("--seeds", metavar="N|A:B", default="300", show_default=True, help="How many seeds; or A up to before B.")
-@click.option("--start", type=int, default=0, show_default=True, help="The first seed, with a number of seeds.")
-@click.option("--forever", is_flag=True, help="Go on until a seed fails or you interrupt.")
-@click.option("--split", is_flag=True, help="Models in several stages.")
-@click.option("--leased", is_flag=True, help="Two coordinators, one lease, a store that answers late or never.")
+@click.option(
+    "--seeds", metavar="N|A:B", default="300", show_default=True, help="Number of seeds; or A:B, from A to B - 1."
+)
+@click.option("--start", type=int, default=0, show_default=True, help="First seed, with a number of seeds.")
+@click.option("--forever", is_flag=True, help="Run until a seed fails or you interrupt.")
+@click.option("--split", is_flag=True, help="Simulate models in several stages.")
+@click.option(
+    "--leased", is_flag=True, help="Simulate two coordinators, one lease, and a store that answers late or never."
+)
 @click.option("--keep-going", is_flag=True, help="Do not stop at the first failure.")
-@click.option("--json", "as_json", is_flag=True, help="One object at the end; goes on after a failure.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object at the end; goes on after a failure.")
 def command(
     seed: int | None,
     trace: bool,
@@ -29,8 +33,9 @@ def command(
     keep_going: bool,
     as_json: bool,
 ) -> int:
-    """Train under simulated faults: the coordinator and the workers of real jobs, with a clock, a network and processes
-    that are not. What fails is replayed exactly by its seed."""
+    """Train under simulated faults: the real coordinator and workers, on a simulated clock, network and processes.
+
+    A seed that fails replays exactly."""
     for name, value in (("--start", start), ("--seed", seed or 0)):
         if value < 0:
             raise ConfigError(f"{name}: expected a whole number, at least 0, got {value}: choose another")

@@ -269,13 +269,13 @@ def _take_part(
 
 @click.command()
 @click.argument("run_dir", metavar="DIR", type=click.Path(path_type=Path))
-@click.option("--listen", metavar="ADDR:PORT", help="Address of this host, where agents come; port 0 is any.")
-@click.option("--slots", type=click.IntRange(1), help="Run so many workers here, too; none where it is not given.")
+@click.option("--listen", metavar="ADDR:PORT", help="Address of this host where agents join; port 0: any free port.")
+@click.option("--slots", type=click.IntRange(1), help="Most workers to run on this host (none).")
 def takeover(run_dir: Path, listen: str | None, slots: int | None) -> int:
-    """Go on with the job in DIR from its journal, on this host, after the host that led it was lost.
+    """Go on with the job in DIR on this host, from its journal, after the host that led it was lost.
 
-    Refused while that one can still be heard, and of a job that has stopped. Agents and workers that wait for a
-    coordinator find this one by DIR, or by the list of addresses that they were started with.
+    The command refuses while that host still answers, and if the job has stopped. Agents and workers that wait for a
+    coordinator find this one by DIR, or by their list of addresses.
     """
     job = read_job(run_dir)
     if read_digest(run_dir) is not None:

@@ -26,9 +26,9 @@ _SHOWN_INCIDENTS = 6
 
 @click.command()
 @click.argument("run_dir", metavar="DIR", type=click.Path(path_type=Path))
-@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def command(run_dir: Path, as_json: bool) -> int:
-    """What the job in DIR is doing, or how it ended."""
+    """Show what the job in DIR is doing, or how it ended."""
     status = read_status(run_dir)
     if as_json:
         print(json.dumps(status))

@@ -37,8 +37,8 @@ _SORTS: dict[str, Callable[[tuple[int, WorkerRow]], Any]] = {
 
 @click.command()
 @click.argument("run_dir", metavar="DIR", type=click.Path(path_type=Path))
-@click.option("--once", is_flag=True, help="Print one picture and end.")
-@click.option("--interval", type=Seconds(0.1, 60), default=1.0, help="Seconds between two pictures (1).")
+@click.option("--once", is_flag=True, help="Print one picture and exit.")
+@click.option("--interval", type=Seconds(0.1, 60), default=1.0, help="Seconds between pictures (1).")
 @click.option("--sort", type=click.Choice(tuple(_SORTS)), default="worker", help="Order of the workers (worker).")
 def command(run_dir: Path, once: bool, interval: float, sort: str) -> int:
     """Show the workers of the job in DIR, live. Ctrl-C ends it; the job goes on."""

@@ -20,8 +20,8 @@ def test_variables_are_text_and_come_in_layers() -> None:
     [
         ("env.A B", "1", "expected the name of an environment variable"),
         ("env.", "1", "unknown key"),
-        ("env.EVERSTEP_TOKEN", "ab", "expected the name"),
-        ("env.EVERSTEP_ETCD_PASSWORD", "ab", "that is no secret"),
+        ("env.EVERSTEP_TOKEN", "ab", "not secret"),
+        ("env.EVERSTEP_ETCD_PASSWORD", "ab", "not secret"),
         ("env.A", None, "expected text or a number"),
         ("env.A", [1], "expected text or a number"),
         ("env.A", "a\0b", "expected text or a number"),

@@ -118,7 +118,7 @@ def test_bad_hosts_and_devices_are_refused_in_one_line(value, message):
 
 
 def test_all_workers_have_one_kind_of_device():
-    with pytest.raises(ConfigError, match="worker 1 has device cuda:0, but the job's is cpu"):
+    with pytest.raises(ConfigError, match="got cuda:0 for worker 1 and device cpu"):
         load_config([("x", {"map": [{"workers": [0, 1], "devices": ["cpu", "cuda:0"]}]})])
     config = load_config([("x", {"device": "cuda", "map": [{"workers": [0, 1], "devices": ["cuda:0", "cuda:1"]}]})])
     assert [device_of(config, i) for i in range(3)] == ["cuda:0", "cuda:1", "cuda"]

@@ -158,7 +158,7 @@ def said(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str]:
             ["--set", "network.ports=29500-29503", "--workers", "3"],
             "expected at least 6 ports for 3 workers on a host (2 for each), got 4 (29500-29503)",
         ),
-        (["--set", "network.ports=29500-29599", "--set", "transport=nccl"], "which listens at any port"),
+        (["--set", "network.ports=29500-29599", "--set", "transport=nccl"], "network.ports: expected transport auto, "),
         (["--set", "network.listen=300.1.1.1"], "network.listen: expected one IPv4 address"),
         (["--set", "hosts.min=0"], "hosts.min: expected whole number, at least 1"),
     ],
