@@ -88,7 +88,7 @@ def offered(data: bytes) -> Any:
         header = json.loads(data)
     except (ValueError, RecursionError):
         return None
-    return (heal.offered(header, {}), heal.parts_in(header, [0, 1])) if isinstance(header, dict) else None
+    return (heal.offered(header, {}), heal.place_in(header, [0, 1])) if isinstance(header, dict) else None
 
 
 def fed() -> bytes:

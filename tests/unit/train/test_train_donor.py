@@ -10,9 +10,9 @@ import torch
 
 from everstep.base.ports import Piece, Reduced
 from everstep.exact.reduce import TiePlace
+from everstep.protocol.moving.giver import MAX_BACKLOG
 from everstep.protocol.step_types import Key, Record
 from everstep.train.heal import (
-    MAX_BACKLOG,
     Donor,
     FollowedStep,
     Offer,
