@@ -19,7 +19,7 @@ from everstep.protocol.moving import giver
 from everstep.protocol.step_types import Record
 from everstep.sim.life import Life, SimCopy, nothing
 from everstep.sim.mesh import Mesh
-from everstep.sim.model import NOTHING, Blocks, SimGradient, digest, merged, present, without, wrong
+from everstep.sim.model import NOTHING, PLANES, Blocks, SimGradient, digest, merged, present, without, wrong
 from everstep.sim.world import MS, SimConnection
 
 NO_ROOM = Why(Cause.CONFIG, "there is no room")
@@ -301,7 +301,10 @@ class SimDonor:
             copy = self.shelf[stage] if self.shelf is not None and stage in self.shelf else copy
             if self.shelf is None or (live and (life.state.at != copy.position.step or self._differs(stage, copy))):
                 raise AssertionError(f"{life.me} moved to {life.driver.position} while it served {asker}")
-        asker.connection.send(life, ("blocks", without(copy.states[stage], WHOLE - extents)))
+        blocks = without(copy.states[stage], WHOLE - extents)
+        if life.site.damaged and life.world.rng.random() < life.site.damaged:
+            blocks = without(blocks, extents.first(1, PLANES))
+        asker.connection.send(life, ("blocks", blocks))
 
     def _differs(self, stage: int, copy: SimCopy) -> bool:
         """Whether a block is another one now; a wrong one may have been repaired, or have come in a repair."""
