@@ -249,28 +249,30 @@ class SimSite:
         checks: Checks,
         disk: Disk,
         donors: int = 1,
-        damaged: float = 0.0,
         differs: WorkerKey | None = None,
         foreign: str = "",
         drifts: str = "",
         odd: WorkerKey | None = None,
     ) -> None:
-        """donors: how many are asked for a state at once. damaged: of how many answers a block comes damaged.
-
-        differs: who builds another initial state than all others.
+        """donors: how many are asked for a state at once. differs: who builds another initial state than all others.
         foreign: the host with other kernels than all others; facts: what the coordinator has had put into job.json.
         drifts: whose script changes its state after each update ("leader", "healed"; "": nobody's). odd: the first of
         the lives that compute lanes otherwise."""
         self.odd = odd
         self.differs, self.foreign, self.drifts = differs, foreign, drifts
         self.facts: dict[str, Any] = {}
-        self.donors, self.damaged = donors, damaged
+        self.donors = donors
+        self.damaged = 0.0  # of how many answers a block comes damaged
         self.world = world
         self.checks = checks
         self.disk = disk
         self.lives: dict[WorkerKey, Life] = {}
         self.phases = Phases()
         self.went_back: list[int] = []  # to which steps
+
+    def damages(self, share: float) -> None:
+        """A block comes damaged in so many answers from now on."""
+        self.damaged = share
 
     def is_odd(self, life: Life) -> bool:
         """Whether it computes lanes otherwise than all others."""

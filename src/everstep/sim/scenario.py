@@ -35,6 +35,7 @@ from everstep.sim.control import (
     Control,
     SimCoordinator,
 )
+from everstep.sim.damaging import DAMAGE_FAULTS, draw_damage
 from everstep.sim.faults import (
     DIFFERS,
     SimFault,
@@ -87,7 +88,6 @@ class Setup:
     rewindable: bool = True  # applications can go on from an earlier step, in place
     verify_every: int = 0  # steps between comparisons of the copies; 0: none
     donors: int = 1  # how many are asked for a state at once
-    damaged: float = 0.0  # of how many answers a block comes damaged
     # Whose first life builds another initial state than all others; or whose script changes its state in each step; or
     # the first of the lives of a slot that compute lanes otherwise.
     differs: int | Literal["leader", "healed"] | WorkerKey | None = None
@@ -103,10 +103,9 @@ class Setup:
     def with_losses(self, seed: int, horizon_ms: int) -> Setup:
         """The same; now and then blocks are lost, several donors are asked at once, or what they give is damaged."""
         rng = Random(f"blocks {seed}")
-        faults = (*self.faults, *draw_losses(rng, horizon_ms))
-        donors, damaged = rng.choice((1, 1, 2, 3)), rng.choice((0.0, 0.0, 0.0, 0.1))
-        faults = tuple(sorted(faults, key=lambda f: f.at_ms))
-        return replace(self, donors=donors, damaged=damaged, faults=faults)
+        faults = (*self.faults, *draw_losses(rng, horizon_ms), *draw_damage(rng, horizon_ms))
+        donors = rng.choice((1, 1, 2, 3))
+        return replace(self, donors=donors, faults=tuple(sorted(faults, key=lambda f: f.at_ms)))
 
     def with_more(self, seed: int, horizon_ms: int) -> Setup:
         """The same; now and then with what users do, with hosts, disks and whole jobs that fail, and with a worker that
@@ -164,7 +163,6 @@ class Setup:
         split = f"; {self.job}, {self.active} active, disk on {self.disk_hosts}" if self.job.stages > 1 else ""
         compared = f"; compared every {self.verify_every}" if self.verify_every else ""
         compared += f"; {self.donors} donors at once" if self.donors > 1 else ""
-        compared += f"; {self.damaged:.0%} of what they give is damaged" if self.damaged else ""
         compared += f"; worker {self.differs} begins differently" if isinstance(self.differs, int) else ""
         compared += f"; {self.differs} computes otherwise" if isinstance(self.differs, WorkerKey) else ""
         compared += f"; all loops are left after step {self.job.leaves_after}" if self.job.leaves_after else ""
@@ -299,14 +297,13 @@ class Simulation:
         self.world.seen[DIFFERS] += self.differs is not None
         foreign = hosts[-1] if isinstance(setup, UnlikeSetup) else ""
         odd = setup.differs if isinstance(setup.differs, WorkerKey) else None
-        given = setup.donors, setup.damaged
-        site = SimSite(self.world, self.checks, Disk(seeing), *given, self.differs, foreign, drifts, odd)
+        site = SimSite(self.world, self.checks, Disk(seeing), setup.donors, self.differs, foreign, drifts, odd)
         self.facts = site.facts
         control = LeasedControl if isinstance(setup, LeasedSetup) else Control
         self.control = control(site, hosts, (setup.workers, setup.spares), self._coordinator, self._driver)
         for host in hosts:
             self.control.boot(host)
-        self.injector = SimInjector(self.control, setup.faults, {**LEASE_FAULTS, **STARVING_FAULTS})
+        self.injector = SimInjector(self.control, setup.faults, {**LEASE_FAULTS, **STARVING_FAULTS, **DAMAGE_FAULTS})
         self.launcher = None if isinstance(setup, LeasedSetup) else SimLauncher(self.control)
         self.unused: dict[SimConnection, int] = {}  # and how often they were seen
         self._look()

@@ -44,7 +44,7 @@ class SimTaking:
         self._lines: dict[WorkerKey, SimConnection] = {}
         self._offers: dict[WorkerKey, SimCopy] = {}
         self._asked: dict[WorkerKey, Chunk] = {}
-        self._gave: set[WorkerKey] = set()
+        self._did: dict[WorkerKey, set[str]] = {}  # who has been asked, and whether it gave and refused
         self._owed = NONE
         self._taker = moving.Taker(order, _ALL if life.site.donors == 1 else 1)
 
@@ -80,10 +80,16 @@ class SimTaking:
                     self._lines[source].send(self.life, ("enough",))
                 case moving.LeaveSource(source):
                     self._lines.pop(source).close(self.life)
-                case _:
+                case moving.TookAll():
+                    self._ended(effect)
+                case moving.TookNothing():
+                    self._check(effect)
                     self._ended(effect)
 
     def _reach(self, source: WorkerKey, leads: bool) -> None:
+        if source in self._did or source not in self.order.sources:
+            raise AssertionError(f"{self.life.me} asks {source}, of {self.order.sources} after {self._did}")
+        self._did[source] = set()
         life, came, lost = self.life, partial(self._received, source), partial(self._lost, source)
         connection = life.reach(source, "donor", came, lost)
         if connection is None:
@@ -92,6 +98,15 @@ class SimTaking:
         self._lines[source] = connection
         connection.send(life, self._request(leads))
         self._tell(moving.SourceReached(source))
+
+    def _check(self, how: moving.TookNothing) -> None:
+        """Nobody gives up while there is somebody to ask, and nobody is blamed for what others did."""
+        unasked = set(self.order.sources) - self._did.keys()
+        if (unasked and not self.order.follows) or not (how.refused or how.lost):
+            raise AssertionError(f"{self.life.me} gives up without asking {unasked}: {how}")
+        refused = any("refused" in did for did in self._did.values())
+        if how.refused != (refused or not how.lost) or set(how.lost) - self._did.keys():
+            raise AssertionError(f"{self.life.me} says {how}, of {self._did}")
 
     def _describe(self, leaders: tuple[WorkerKey, ...]) -> None:
         self.offer = self._offers[leaders[0]]
@@ -123,9 +138,11 @@ class SimTaking:
             self._note("in the place of one lost")
         if not given.covers(chunk.extents):
             self._note("refused")
-        if given and self._gave - {source}:
+            self._did[source].add("refused")
+        if given and any("gave" in did for one, did in self._did.items() if one != source):
             self._note("from several")
-        self._gave.add(source)
+        if given:
+            self._did[source].add("gave")
         self._tell(moving.BlocksCame(source, chunk, chunk.extents - given))
 
     def _lost(self, source: WorkerKey, connection: SimConnection) -> None:
