@@ -6,48 +6,54 @@ settle, feeds for joiners. A donor does what the threads of a real one do: they 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from everstep.base.cause import Cause, Why
+from everstep.base.config_keys import MemoryTierConfig
 from everstep.base.extents import WHOLE, Extents
 from everstep.base.plan import Plan
 from everstep.protocol.driver import operations as do
 from everstep.protocol.driver.operations import AbandonSave, Save, SaveEnded
 from everstep.protocol.moving import giver
+from everstep.protocol.moving.retention import Retention, SnapshotKey
 from everstep.protocol.step_types import Record
 from everstep.sim.life import Life, SimCopy, nothing
 from everstep.sim.mesh import Mesh
 from everstep.sim.model import NOTHING, PLANES, Blocks, SimGradient, digest, merged, present, without, wrong
 from everstep.sim.world import MS, SimConnection
 
+_MOST_BLOCKS = 6 * len(NOTHING)
 NO_ROOM = Why(Cause.CONFIG, "there is no room")
 
 
 class Memory:
-    """One worker's snapshots: states by stage and step."""
+    """One worker's snapshots: states by stage and step, as far as `Retention` keeps them."""
 
     def __init__(self, life: Life, mesh: Mesh) -> None:
         self.life = life
         self.mesh = mesh
-        self.kept: dict[tuple[int, int], Blocks] = {}
+        self.kept: dict[SnapshotKey, Blocks] = {}
+        self._retention = Retention(MemoryTierConfig(), _MOST_BLOCKS)
         life.install({do.Keep: self._keep, do.RetireKept: self._retire, do.ForgetKept: self._forget})
         life.install({do.DropLanes: nothing, ("message", "snapshot"): self._take})
 
     def lose(self, stage: int, number: int, lost: Extents) -> None:
         """Blocks of a snapshot are gone."""
         self.kept[stage, number] = without(self.kept[stage, number], lost)
+        self._retention.lose(stage, number, lost)
         self._say()
 
     def _keep(self, effect: do.Keep) -> None:
         """Of the state as it is; some of it is handed to other pools, and may get lost on the way."""
         life, number = self.life, effect.step
-        if life.world.rng.random() < 0.05:
-            life.handle(do.NotKept(number, NO_ROOM))
-            return
         for stage, value in life.state.stages.items():
-            self.kept[stage, number] = value
+            fits, gone = self._retention.make_room(stage, len(value))
+            self._let_go(gone)
+            if not fits or life.world.rng.random() < 0.05 or not self._put(stage, number, value):
+                life.handle(do.NotKept(number, NO_ROOM))
+                return
         self._say()
         for stage, member in effect.to.items():
             if stage in life.state.stages:
@@ -57,27 +63,35 @@ class Memory:
             done = life.world.rng.random() < 0.9
             life.soon(MS, 40 * MS, life.handle, do.HandedOver(number, done))
 
+    def _put(self, stage: int, number: int, value: Blocks) -> bool:
+        fits, gone = self._retention.put(stage, number, len(value), present(value))
+        self._let_go(gone)
+        if fits:
+            self.kept[stage, number] = value
+        return fits
+
+    def _let_go(self, gone: Iterable[SnapshotKey]) -> None:
+        for key in gone:
+            del self.kept[key]
+
     def _take(self, stage: int, number: int, value: Blocks, records: do.Records) -> None:
         """Another pool's."""
-        self.kept.setdefault((stage, number), value)
-        self._say({number: records})
+        if (stage, number) not in self._retention.whole and self._put(stage, number, value):
+            self._say({number: records})
 
     def _retire(self, effect: do.RetireKept) -> None:
         """What is older than a complete one goes, but for the newest that is proven."""
-        older = {number for _, number in self.kept if number <= effect.proven}
-        self.kept = {k: v for k, v in self.kept.items() if k[1] >= effect.step or k[1] == max(older, default=-1)}
+        self._let_go(self._retention.retire(effect.step, effect.proven))
         self._say()
 
     def _forget(self, effect: do.ForgetKept) -> None:
         """Later ones count for nothing."""
-        self.kept = {key: value for key, value in self.kept.items() if key[1] <= effect.after}
+        self._let_go(self._retention.forget(effect.after))
         self._say()
 
     def _say(self, records: Mapping[int, do.Records] | None = None) -> None:
-        there = {key: part for key, value in sorted(self.kept.items()) if (part := present(value))}
-        whole = tuple(key for key, part in there.items() if part.whole)
-        parts = {key: part for key, part in there.items() if not part.whole}
-        self.life.handle(do.InMemory(whole, records or {}, parts))
+        retention = self._retention
+        self.life.handle(do.InMemory(tuple(retention.whole), records or {}, retention.parts))
 
 
 _GRACE_NS = 500 * MS
