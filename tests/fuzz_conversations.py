@@ -84,7 +84,7 @@ def offered(data: bytes) -> Any:
     except msgspec.MsgspecError:
         return None
     header = heal.receive_header(_Runs(runs))  # type: ignore[arg-type]
-    return heal.offered(header, {}), heal.parts_in(header, [0, 1])
+    return heal.offered(header, {}), heal.place_in(header, [0, 1])
 
 
 class _Runs:

@@ -26,6 +26,7 @@ def setup(job: SimJob, *faults: SimFault, workers: int = 4, **more) -> Setup:
 
 LOSSES = setup(WHOLE_MODEL, *(SimFault("lose", 60 + 70 * n, "reducing", 1, 100, 7 * n) for n in range(3)))
 ALL_LOSE = setup(WHOLE_MODEL, SimFault("lose_all", 150, pick=0), SimFault("lose_all", 260, "agreeing", 1, 50, 1))
+DAMAGE = SimFault("damage_copies", 0, for_ms=1000)
 SCENARIOS = {
     "one worker loses blocks": LOSSES,
     "all lose another block, and have the whole together": ALL_LOSE,
@@ -61,6 +62,10 @@ SCENARIOS = {
     "blocks of several stages, while a pool dies": setup(
         SPLIT, SimFault("lose_all", 180, pick=2), SimFault("pool", 180, "fetching", 1, 500, 1), workers=6, donors=2
     ),
+    "blocks come damaged, and are asked of others": replace(ALL_LOSE, donors=2, faults=(*ALL_LOSE.faults, DAMAGE)),
+    "blocks come damaged to joiners": setup(
+        WHOLE_MODEL, DAMAGE, *(SimFault("kill", 60 + 90 * n, pick=n) for n in range(3)), donors=3
+    ),
     "several donors for a joiner, of which one dies": setup(
         WHOLE_MODEL, SimFault("kill", 60, pick=1), SimFault("kill", 80, "heal", 1, 9000, 2), workers=5, donors=3
     ),
@@ -83,7 +88,7 @@ def seen(setups: list[Setup]) -> Counter[tuple[str, str]]:
 
 def test_the_scenarios_meet_what_they_are_meant_to_meet():
     found = seen(list(SCENARIOS.values()))
-    for name in ("rest", "of what is not whole", "from several", "in the place of one lost"):
+    for name in ("rest", "of what is not whole", "from several", "in the place of one lost", "refused"):
         assert found["copies", name] > 0, name
     assert {fault.kind for n in range(200) for fault in set_up(n).faults} >= {"lose", "lose_all", "lose_kept"}
     assert {set_up(n).donors for n in range(50)} == {1, 2, 3}

@@ -1,7 +1,6 @@
 """The memory tier: snapshots of stages, own and for other pools, by (stage, step).
 
-Kept are those that are complete in all stages, as the caller says, as far as the tier's rule keeps them, and whatever
-is newer. Thread-safe.
+What stays is decided by `protocol.moving.retention`; here are the blocks. Thread-safe.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from everstep.base.errors import CheckpointCorrupt
 from everstep.base.extents import WHOLE, Extents
 from everstep.exact.digest import digest_bytes
 from everstep.exact.image import BLOCK_BYTES, entries_of, sizes_of
-from everstep.protocol.driver.policy import kept
+from everstep.protocol.moving.retention import Retention, SnapshotKey
 
 
 class Kept(Protocol):
@@ -68,111 +67,84 @@ class MemoryCopy:
 
 
 class Vault:
-    """Holds snapshots up to the rule's limit."""
+    """Holds the snapshots that `Retention` keeps."""
 
-    def __init__(self, rule: MemoryTierConfig) -> None:
-        self.limit_bytes = rule.limit_mb << 20
-        self._rule = rule
-        self._held: dict[tuple[int, int], Kept] = {}
-        self._parts: dict[tuple[int, int], Extents] = {}  # what is there of those that are not whole
-        self._complete: set[int] = set()
+    def __init__(self, rule: MemoryTierConfig, most_blocks: int | None = None) -> None:
+        """most_blocks: in place of the rule's limit."""
+        limit = (rule.limit_mb << 20) // BLOCK_BYTES if most_blocks is None else most_blocks
+        self._retention = Retention(rule, limit)
+        self._held: dict[SnapshotKey, Kept] = {}
         self._lock = threading.Lock()
 
     def make_room(self, stage: int, n_blocks: int) -> bool:
-        """Whether a snapshot of so many blocks fits, with what it would displace gone. If it does not, all complete
-        ones but the newest are dropped first."""
+        """As `Retention.make_room`: whether it fits."""
         with self._lock:
-            if self._fits(stage, n_blocks):
-                return True
-            gone = self._reduce({max(self._complete)} if self._complete else set())
-            fits = self._fits(stage, n_blocks)
-        for old in gone:
-            old.release()
-        return fits
+            fits, gone = self._retention.make_room(stage, n_blocks)
+            released = self._taken(gone)
+        return fits and _release(released)
 
     def put(self, stage: int, step: int, snapshot: Kept, there: Extents = WHOLE) -> bool:
-        """Keeps a snapshot; of its stage, it displaces all but the complete ones and the newest before it (which may be
-        complete in all stages before that is known here). Whether it fits: if not, it is released and nothing changes.
-
-        there: the blocks of it that are.
-        """
+        """As `Retention.put`: whether it fits. If not, it is released and nothing changes."""
         with self._lock:
-            fits = self._fits(stage, snapshot.n_blocks)
-            gone = [snapshot]
+            fits, gone = self._retention.put(stage, step, snapshot.n_blocks, there)
+            released = self._taken(gone)
             if fits:
-                displaced = self._displaced(stage)
-                gone = [self._held.pop(key) for key in list(self._held) if key in displaced or key == (stage, step)]
                 self._held[stage, step] = snapshot
-                self._parts.pop((stage, step), None)
-                self._parts = {key: part for key, part in self._parts.items() if key in self._held}
-                if not there.whole:
-                    self._parts[stage, step] = there
-        for old in gone:
-            old.release()
-        return fits
+        return _release(released if fits else [snapshot]) and fits
 
     def get(self, stage: int, step: int) -> Kept | None:
         """A snapshot that is whole, None if there is none."""
         with self._lock:
-            found = self._held.get((stage, step)) if (stage, step) not in self._parts else None
+            found = self._held.get((stage, step)) if (stage, step) in self._retention.whole else None
         return found if found is not None and _whole(found) else None
 
     def part(self, stage: int, step: int) -> tuple[Kept, Extents] | None:
         """A snapshot that is not whole, and what is there of it; None if there is none."""
         with self._lock:
-            found, there = self._held.get((stage, step)), self._parts.get((stage, step))
-        return (found, there) if found is not None and there else None
+            there = self._retention.parts.get((stage, step))
+            return (self._held[stage, step], there) if there else None
 
-    def parts(self) -> dict[tuple[int, int], Extents]:
+    def parts(self) -> dict[SnapshotKey, Extents]:
         """Of every snapshot that is not whole, by (stage, step), what is there."""
         with self._lock:
-            return {key: there for key, there in sorted(self._parts.items()) if there and key in self._held}
+            return self._retention.parts
 
     def lose(self, stage: int, step: int, lost: Extents) -> None:
         """Blocks of a snapshot are not what they were."""
         with self._lock:
-            self._parts[stage, step] = self._parts.get((stage, step), WHOLE) - lost
+            self._retention.lose(stage, step, lost)
 
-    def kept(self) -> tuple[tuple[int, int], ...]:
+    def kept(self) -> tuple[SnapshotKey, ...]:
         """(stage, step) of every snapshot that is whole, ascending."""
         with self._lock:
-            held = {key: snapshot for key, snapshot in self._held.items() if key not in self._parts}
-        return tuple(sorted(key for key, snapshot in held.items() if _whole(snapshot)))
+            held = [(key, self._held[key]) for key in self._retention.whole]
+        return tuple(key for key, snapshot in held if _whole(snapshot))
 
     def retire(self, complete_step: int, proven: int = 0) -> None:
-        """All stages have a snapshot of this step: of older ones stays what the rule keeps, and the newest complete one
-        up to the step `proven`."""
+        """As `Retention.retire`."""
         with self._lock:
-            gone = self._reduce(set(kept({*self._complete, complete_step}, self._rule, proven=proven)))
-        for old in gone:
-            old.release()
-
-    def _reduce(self, complete: set[int]) -> list[Kept]:
-        """Only these are complete; gives out what is older than the newest of them and none of them."""
-        self._complete, newest = complete, max(complete, default=-1)
-        return [self._held.pop(key) for key in list(self._held) if key[1] < newest and key[1] not in complete]
+            released = self._taken(self._retention.retire(complete_step, proven))
+        _release(released)
 
     def forget(self, after_step: int) -> None:
-        """The job went back to this step: newer snapshots are dropped, since their steps are done again."""
+        """As `Retention.forget`."""
         with self._lock:
-            self._complete = {step for step in self._complete if step <= after_step}
-            gone = [self._held.pop(key) for key in list(self._held) if key[1] > after_step]
-        for old in gone:
-            old.release()
+            released = self._taken(self._retention.forget(after_step))
+        _release(released)
 
     def clear(self) -> None:
         """Drops everything."""
         self.forget(-1)
 
-    def _displaced(self, stage: int) -> set[tuple[int, int]]:
-        """What goes when the stage gets a further snapshot."""
-        newest = max((step for k, step in self._held if k == stage), default=-1)
-        return {key for key in self._held if key[0] == stage and key[1] not in {newest, *self._complete}}
+    def _taken(self, gone: Iterable[SnapshotKey]) -> list[Kept]:
+        return [self._held.pop(key) for key in gone]
 
-    def _fits(self, stage: int, n_blocks: int) -> bool:
-        displaced = self._displaced(stage)
-        staying = sum(s.n_blocks for key, s in self._held.items() if key not in displaced)
-        return (staying + n_blocks) * BLOCK_BYTES <= self.limit_bytes
+
+def _release(snapshots: Iterable[Kept]) -> bool:
+    """Outside the lock, since a snapshot may still be copied."""
+    for snapshot in snapshots:
+        snapshot.release()
+    return True
 
 
 def _whole(snapshot: Kept) -> bool:

@@ -1,4 +1,4 @@
-"""What a simulated worker keeps, writes and gives away, and how it takes blocks from several who give.
+"""What a simulated worker keeps, writes and gives away.
 
 Snapshots in memory, checkpoints on disk and the result at the end, as the driver says; the shelf for members that
 settle, feeds for joiners. A donor does what the threads of a real one do: they read a shelf, and never ask the driver.
@@ -6,48 +6,54 @@ settle, feeds for joiners. A donor does what the threads of a real one do: they 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from everstep.base.cause import Cause, Why
-from everstep.base.extents import NONE, WHOLE, Extents
+from everstep.base.config_keys import MemoryTierConfig
+from everstep.base.extents import WHOLE, Extents
 from everstep.base.plan import Plan
-from everstep.protocol.chunks import Chunk, Chunks
 from everstep.protocol.driver import operations as do
 from everstep.protocol.driver.operations import AbandonSave, Save, SaveEnded
+from everstep.protocol.moving import giver
+from everstep.protocol.moving.retention import Retention, SnapshotKey
 from everstep.protocol.step_types import Record
 from everstep.sim.life import Life, SimCopy, nothing
 from everstep.sim.mesh import Mesh
 from everstep.sim.model import NOTHING, PLANES, Blocks, SimGradient, digest, merged, present, without, wrong
 from everstep.sim.world import MS, SimConnection
 
+_MOST_BLOCKS = 6 * len(NOTHING)
 NO_ROOM = Why(Cause.CONFIG, "there is no room")
 
 
 class Memory:
-    """One worker's snapshots: states by stage and step."""
+    """One worker's snapshots: states by stage and step, as far as `Retention` keeps them."""
 
     def __init__(self, life: Life, mesh: Mesh) -> None:
         self.life = life
         self.mesh = mesh
-        self.kept: dict[tuple[int, int], Blocks] = {}
+        self.kept: dict[SnapshotKey, Blocks] = {}
+        self._retention = Retention(MemoryTierConfig(), _MOST_BLOCKS)
         life.install({do.Keep: self._keep, do.RetireKept: self._retire, do.ForgetKept: self._forget})
         life.install({do.DropLanes: nothing, ("message", "snapshot"): self._take})
 
     def lose(self, stage: int, number: int, lost: Extents) -> None:
         """Blocks of a snapshot are gone."""
         self.kept[stage, number] = without(self.kept[stage, number], lost)
+        self._retention.lose(stage, number, lost)
         self._say()
 
     def _keep(self, effect: do.Keep) -> None:
         """Of the state as it is; some of it is handed to other pools, and may get lost on the way."""
         life, number = self.life, effect.step
-        if life.world.rng.random() < 0.05:
-            life.handle(do.NotKept(number, NO_ROOM))
-            return
         for stage, value in life.state.stages.items():
-            self.kept[stage, number] = value
+            fits, gone = self._retention.make_room(stage, len(value))
+            self._let_go(gone)
+            if not fits or life.world.rng.random() < 0.05 or not self._put(stage, number, value):
+                life.handle(do.NotKept(number, NO_ROOM))
+                return
         self._say()
         for stage, member in effect.to.items():
             if stage in life.state.stages:
@@ -57,27 +63,35 @@ class Memory:
             done = life.world.rng.random() < 0.9
             life.soon(MS, 40 * MS, life.handle, do.HandedOver(number, done))
 
+    def _put(self, stage: int, number: int, value: Blocks) -> bool:
+        fits, gone = self._retention.put(stage, number, len(value), present(value))
+        self._let_go(gone)
+        if fits:
+            self.kept[stage, number] = value
+        return fits
+
+    def _let_go(self, gone: Iterable[SnapshotKey]) -> None:
+        for key in gone:
+            del self.kept[key]
+
     def _take(self, stage: int, number: int, value: Blocks, records: do.Records) -> None:
         """Another pool's."""
-        self.kept.setdefault((stage, number), value)
-        self._say({number: records})
+        if (stage, number) not in self._retention.whole and self._put(stage, number, value):
+            self._say({number: records})
 
     def _retire(self, effect: do.RetireKept) -> None:
         """What is older than a complete one goes, but for the newest that is proven."""
-        older = {number for _, number in self.kept if number <= effect.proven}
-        self.kept = {k: v for k, v in self.kept.items() if k[1] >= effect.step or k[1] == max(older, default=-1)}
+        self._let_go(self._retention.retire(effect.step, effect.proven))
         self._say()
 
     def _forget(self, effect: do.ForgetKept) -> None:
         """Later ones count for nothing."""
-        self.kept = {key: value for key, value in self.kept.items() if key[1] <= effect.after}
+        self._let_go(self._retention.forget(effect.after))
         self._say()
 
     def _say(self, records: Mapping[int, do.Records] | None = None) -> None:
-        there = {key: part for key, value in sorted(self.kept.items()) if (part := present(value))}
-        whole = tuple(key for key, part in there.items() if part.whole)
-        parts = {key: part for key, part in there.items() if not part.whole}
-        self.life.handle(do.InMemory(whole, records or {}, parts))
+        retention = self._retention
+        self.life.handle(do.InMemory(tuple(retention.whole), records or {}, retention.parts))
 
 
 _GRACE_NS = 500 * MS
@@ -171,8 +185,28 @@ class SimSaver:
         life.done(operation, leads)
 
 
-SimAsked = tuple[SimConnection, int, int, Extents]
-"""By whom, in which generation, of which stage, which blocks."""
+@dataclass(eq=False)
+class _Asker:
+    """A conversation with one that wants state. items: steps that it gets once it has all that it was given."""
+
+    connection: SimConnection
+    stages: tuple[int, ...] = ()
+    generation: int = 0
+    given: dict[int, SimCopy] | None = None
+    had: bool = False
+    items: list[tuple[Any, ...]] = field(default_factory=list)
+
+    def asks(self, stages: tuple[int, ...], generation: int) -> None:
+        """It has said what it wants."""
+        self.stages, self.generation = stages, generation
+
+    def gets(self, given: dict[int, SimCopy]) -> None:
+        """What it may have, by stage."""
+        self.given = given
+
+    def has_all(self) -> None:
+        """Of what it was given."""
+        self.had = True
 
 
 class SimDonor:
@@ -181,52 +215,71 @@ class SimDonor:
     def __init__(self, life: Life, memory: Memory) -> None:
         self.life = life
         self.memory = memory
-        self.shelf: tuple[int, dict[int, SimCopy]] | None = None  # of a generation, by stage
-        self.feeds: list[tuple[SimConnection, tuple[int, ...]]] = []  # with the stages
-        self.wanted: list[tuple[SimConnection, tuple[int, ...], str]] = []  # and what it wants of them
-        self.fetchers: list[SimAsked] = []
-        self.served: dict[SimConnection, int] = {}  # who has got something, by generation
-        self.offered: dict[SimConnection, SimCopy] = {}  # who asks for the blocks of what it was offered
-        self.silent: list[SimConnection] = []  # who has come, and asks for nothing as long as others give it
+        self.shelf: dict[int, SimCopy] | None = None  # by stage
+        self.askers: list[_Asker] = []
+        self._giver = giver.Giver()
         life.install({do.Shelve: self._shelve, do.Unshelve: self._unshelve, ("door", "donor"): self._accept})
-        life.install({do.OfferFeeds: self._offer, do.CutFeeds: self._jumped})
+        life.install({do.OfferFeeds: self._offer, do.CutFeeds: lambda effect: self._tell(giver.WentElsewhere())})
 
     def uses(self, connection: SimConnection) -> bool:
         """Whether something may still be sent or expected here."""
-        held = (one[0] for one in [*self.feeds, *self.wanted, *self.fetchers])
-        return any(connection is one for one in [*held, *self.served, *self.offered, *self.silent])
+        return any(connection is asker.connection for asker in self.askers)
 
     def _accept(self, connection: SimConnection) -> None:
-        self.silent.append(connection)
-        connection.listen(self.life, lambda m: self._asked(connection, m), lambda: self._gone(connection))
+        asker = _Asker(connection)
+        self.askers.append(asker)
+        connection.listen(self.life, lambda m: self._asked(asker, m), lambda: self._gone(asker))
 
-    def _gone(self, connection: SimConnection) -> None:
-        self.feeds = [f for f in self.feeds if f[0] is not connection]
-        self.wanted = [w for w in self.wanted if w[0] is not connection]
-        self.fetchers = [f for f in self.fetchers if f[0] is not connection]
-        self.served.pop(connection, None)
-        self.offered.pop(connection, None)
-        self.silent = [one for one in self.silent if one is not connection]
+    def _gone(self, asker: _Asker) -> None:
+        self.askers.remove(asker)
+        self._tell(giver.AskerGone(asker))
+
+    def _asked(self, asker: _Asker, message: tuple[Any, ...]) -> None:
+        match message:
+            case ("follow", stages, leads):
+                asker.asks(stages, 0)
+                self._tell(giver.AskerCame(asker, stages, None, leads))
+                self.life.handle(do.FollowerAsked())
+            case ("settle", generation, stages):
+                asker.asks(stages, generation)
+                self._tell(giver.AskerCame(asker, stages, generation))
+            case ("blocks", stage, extents):
+                self.life.soon(0, 10 * MS if asker.generation else 3 * MS, self._blocks, asker, stage, extents)
+            case _:
+                asker.has_all()
+                self._tell(giver.AskerHasAll(asker))
+                self._pass(asker)
+
+    def _tell(self, event: giver.GiverEvent, given: Mapping[int, SimCopy] = {}, item: tuple[Any, ...] = ()) -> None:
+        """given: what there is of the state as it is, by stage. item: the step that is decided."""
+        for effect in self._giver.handle(event):
+            match effect:
+                case giver.GiveState(asker, shelf):
+                    there = self.shelf if shelf and self.shelf is not None else given
+                    asker.gets({k: there[k] for k in asker.stages})
+                    self.life.soon(0, 5 * MS if shelf else 0, self._head, asker)
+                case giver.FeedStep(asker, stages):
+                    step, records, gradients = item
+                    asker.items.append(("step", step, records, {k: gradients[k] for k in stages}))
+                    self._pass(asker)
+                case giver.EndAsker(asker):
+                    asker.connection.close(self.life)
+                    self.askers.remove(asker)
+                    self._giver.handle(giver.AskerGone(asker))
+
+    def _head(self, asker: _Asker) -> None:
+        """What there is, without the blocks."""
+        copies = [asker.given[k] for k in asker.stages] if asker.given is not None else []
+        if copies:
+            there = {k: present(copy.states[k]) for k, copy in zip(asker.stages, copies, strict=True)}
+            asker.connection.send(self.life, ("offer", replace(copies[0], states={}), there))
 
     def lose(self, stage: int, lost: Extents) -> None:
         """Blocks of the present state are gone, on the shelf too."""
-        if self.shelf is not None and stage in self.shelf[1]:
-            copy = self.shelf[1][stage]
+        if self.shelf is not None and stage in self.shelf:
+            copy = self.shelf[stage]
             if copy.effects or not copy.position.step:
-                states = {stage: without(copy.states[stage], lost)}
-                self.shelf[1][stage] = replace(copy, states=states)
-
-    def _asked(self, connection: SimConnection, message: tuple[Any, ...]) -> None:
-        self.silent = [one for one in self.silent if one is not connection]
-        match message:
-            case ("follow", stages, kind):
-                self.wanted.append((connection, stages, kind))
-                self.life.handle(do.FollowerAsked())
-            case ("blocks", stage, extents):
-                self.life.soon(0, 3 * MS, self._give_offered, connection, stage, extents)
-            case ("fetch", generation, stage, extents):
-                self.fetchers.append((connection, generation, stage, extents))
-                self._serve()
+                self.shelf[stage] = replace(copy, states={stage: without(copy.states[stage], lost)})
 
     # ---- the shelf
 
@@ -244,189 +297,53 @@ class SimDonor:
                 copy = state.copy(effect.position, effect.records, effect.gathers, (stage,))
                 beside = copies[stage].states[stage] if stage in copies else NOTHING
                 copies[stage] = replace(copy, states={stage: merged(copy.states[stage], beside)})
-        self.shelf = (effect.generation, copies)
-        self._serve()
+        self.shelf = copies
+        self._tell(giver.ShelfFilled(effect.generation, frozenset(copies)))
 
     def _unshelve(self, effect: do.Unshelve) -> None:
         """Nobody asks for it any more."""
         self.shelf = None
+        self._tell(giver.ShelfEmptied())
 
-    def _serve(self) -> None:
-        if self.shelf is None:
+    def _blocks(self, asker: _Asker, stage: int, extents: Extents) -> None:
+        """Some more of what it was given. Of a shelf nothing may have changed meanwhile, or the copy would be torn."""
+        life = self.life
+        if asker.given is None or not asker.connection.open:
             return
-        for one in self.fetchers[:]:
-            if one[1] == self.shelf[0]:
-                self.fetchers.remove(one)
-                self.life.soon(MS, 15 * MS, self._give, self.shelf, *one)
-
-    def _give(self, shelf: tuple[int, dict[int, SimCopy]], *asked: Any) -> None:
-        """The last block has been read. Nothing may have changed meanwhile, or the copy would be torn."""
-        connection, generation, stage, extents = asked
-        life, copy = self.life, shelf[1].get(stage)
-        if self.shelf is not shelf or copy is None:
-            if connection.open and life.driver.generation == generation and life.cut_to < generation:
-                raise AssertionError(f"{life.me} at {life.driver.position} served {shelf}, and does no more")
-            connection.close(life)
-            return
+        copy = asker.given[stage]
         live = copy.effects or not copy.position.step
-        if live and (life.state.at != copy.position.step or self._differs(stage, copy)):
-            raise AssertionError(f"{life.me} moved to {life.driver.position} while it served {shelf}")
-        if connection.open:
-            self.served[connection] = generation
-        connection.send(life, ("state", replace(copy, states={stage: _of(copy, stage, extents)})))
+        if asker.generation > life.cut_to and asker.generation == life.driver.generation:
+            copy = self.shelf[stage] if self.shelf is not None and stage in self.shelf else copy
+            if self.shelf is None or (live and (life.state.at != copy.position.step or self._differs(stage, copy))):
+                raise AssertionError(f"{life.me} moved to {life.driver.position} while it served {asker}")
+        blocks = without(copy.states[stage], WHOLE - extents)
+        if life.site.damaged and life.world.rng.random() < life.site.damaged:
+            blocks = without(blocks, extents.first(1, PLANES))
+        asker.connection.send(life, ("blocks", blocks))
 
     def _differs(self, stage: int, copy: SimCopy) -> bool:
         """Whether a block is another one now; a wrong one may have been repaired, or have come in a repair."""
         pairs = zip(copy.states[stage], self.life.state.stages.get(stage, NOTHING), strict=True)
         return any(a != b for a, b in pairs if a is not None and b is not None and not wrong((a, b)))
 
-    def cut(self, generation: int) -> None:
-        """Who waits for a state of this generation, or an older one, need not."""
-        for connection, wanted in [*(f[:2] for f in self.fetchers), *self.served.items()]:
-            if wanted <= generation:
-                connection.close(self.life)
-        self.fetchers = [f for f in self.fetchers if f[1] > generation]
-        self.served = {c: wanted for c, wanted in self.served.items() if wanted > generation}
-
     # ---- feeds
 
     def _offer(self, effect: do.OfferFeeds) -> None:
         """The state stands still: start the joiners that asked."""
-        wanted, self.wanted = self.wanted, []
-        for connection, stages, kind in wanted:
-            if not set(stages) <= set(effect.stages):
-                connection.close(self.life)
-                continue
-            copy = self.life.state.copy(effect.position, effect.records, effect.gathers, stages)
-            if kind != "all":
-                self.offered[connection] = copy
-                copy = replace(copy, states=dict.fromkeys(stages, NOTHING))
-            connection.send(self.life, ("offer", copy))
-            if kind != "blocks":
-                self.feeds.append((connection, stages))
-                self._caught_up(connection)
-
-    def _give_offered(self, connection: SimConnection, stage: int, extents: Extents) -> None:
-        if connection in self.offered:
-            copy = self.offered[connection]
-            connection.send(self.life, ("blocks", replace(copy, states={stage: _of(copy, stage, extents)})))
+        state, where = self.life.state, (effect.position, effect.records, effect.gathers)
+        given = {stage: state.copy(*where, (stage,)) for stage in effect.stages}
+        self._tell(giver.StandsStill(frozenset(effect.stages)), given)
 
     def feed(self, step: int, records: Mapping[int, Record], gradients: Mapping[int, SimGradient]) -> None:
         """A step is decided: pass it on."""
-        for connection, stages in self.feeds:
-            if set(stages) <= set(gradients):
-                connection.send(self.life, ("step", step, records, {k: gradients[k] for k in stages}))
-                self._caught_up(connection)
-            else:
-                connection.close(self.life)
-        self.feeds = [f for f in self.feeds if set(f[1]) <= set(gradients)]
+        self._tell(giver.StepToFeed(frozenset(gradients)), item=(step, records, gradients))
 
-    def _caught_up(self, connection: SimConnection) -> None:
-        self.life.soon(0, 2 * MS, connection.send, self.life, ("caught_up",))
-
-    def _jumped(self, effect: do.CutFeeds) -> None:
-        """The followers have missed something."""
-        for connection, _ in self.feeds:
-            connection.close(self.life)
-        self.feeds = []
-
-
-def _of(copy: SimCopy, stage: int, extents: Extents) -> Any:
-    """Of a stage, only these blocks."""
-    return without(copy.states[stage], WHOLE - extents)
-
-
-KNOWN = tuple(
-    ("copies", name) for name in ("from several", "in the place of one lost", "of what is not whole", "refused", "rest")
-)
-"""What `World.seen` counts of them."""
-
-
-class Taking:
-    """What is wanted of some stages, who is asked for it, and what has come.
-
-    say: what to send for a chunk. changed: called when something has come, or somebody is gone.
-    """
-
-    def __init__(
-        self, life: Life, most: int, say: Callable[[int, Extents], tuple[Any, ...]], changed: Callable[[], None]
-    ) -> None:
-        self.life = life
-        self.states: dict[int, Blocks] = {}
-        self.refused = False
-        self.taken: dict[int, Extents] = {}
-        self.meta: SimCopy | None = None
-        self._say = say
-        self._changed = changed
-        self.queue: Chunks[SimConnection] = Chunks(most)
-        self.asked: dict[SimConnection, Chunk | None] = {}
-        self._came: dict[SimConnection, Extents] = {}
-        self._owed = NONE
-
-    def want(self, stage: int, own: Blocks, missing: Extents) -> None:
-        """These blocks of a stage; the others are this worker's own."""
-        self.queue.want(stage, missing, PLANES)
-        self.states[stage] = own
-        if not missing.whole:
-            self._note("rest")
-
-    def join(self, connection: SimConnection, stages: Mapping[int, Extents]) -> None:
-        """Somebody has been reached who has this."""
-        if any(not given.whole for given in stages.values()):
-            self._note("of what is not whole")
-        self.asked[connection] = None
-        self.queue.join(connection, stages)
-        self._ask()
-
-    def came(self, connection: SimConnection, copy: SimCopy) -> None:
-        """What a donor has given. What is not among it, it does not have."""
-        chunk = self.asked.get(connection)
-        if chunk is None:
+    def _pass(self, asker: _Asker) -> None:
+        """The steps that wait for one that has all that it was given; then there is no more for now."""
+        if not asker.had:
             return
-        self.asked[connection] = None
-        self.meta = self.meta or copy
-        ((stage, blocks),) = copy.states.items()
-        given = present(blocks) & chunk.extents
-        if present(self.states[stage]) & given:
-            raise AssertionError(f"{self.life.me} has got blocks of stage {stage} twice: {given}")
-        self.states[stage] = merged(self.states[stage], blocks)
-        self.taken[stage] = self.taken.get(stage, NONE) | given
-        if self._owed & given:
-            self._note("in the place of one lost")
-        if not given.covers(chunk.extents):
-            self.refused = True
-            self._note("refused")
-        if given and connection not in self._came and self._came:
-            self._note("from several")
-        self._came[connection] = given
-        self.queue.done(connection, chunk, chunk.extents - given)
-        self._ask()
-        self._changed()
-
-    def lost(self, connection: SimConnection) -> None:
-        """A donor is gone."""
-        if connection not in self.asked:
-            return
-        chunk = self.asked.pop(connection)
-        if chunk is not None:
-            self._owed |= chunk.extents
-        self.queue.lost(connection)
-        self._ask()
-        self._changed()
-
-    def close(self) -> None:
-        """Nobody is asked any more."""
-        for connection in self.asked:
-            connection.close(self.life)
-        self.asked = {}
-
-    def _ask(self) -> None:
-        for connection, chunk in list(self.asked.items()):
-            if chunk is None:
-                found = self.queue.next(connection)
-                self.asked[connection] = found
-                if found is not None:
-                    connection.send(self.life, self._say(found.stage, found.extents))
-
-    def _note(self, name: str) -> None:
-        self.life.world.seen["copies", name] += 1
+        items, asker.items[:] = asker.items[:], []
+        for item in items:
+            asker.connection.send(self.life, item)
+            self._giver.handle(giver.StepSent(asker))
+        self.life.soon(0, 2 * MS, asker.connection.send, self.life, ("caught_up",))

@@ -262,12 +262,17 @@ class SimSite:
         self.differs, self.foreign, self.drifts = differs, foreign, drifts
         self.facts: dict[str, Any] = {}
         self.donors = donors
+        self.damaged = 0.0  # of how many answers a block comes damaged
         self.world = world
         self.checks = checks
         self.disk = disk
         self.lives: dict[WorkerKey, Life] = {}
         self.phases = Phases()
         self.went_back: list[int] = []  # to which steps
+
+    def damages(self, share: float) -> None:
+        """A block comes damaged in so many answers from now on."""
+        self.damaged = share
 
     def is_odd(self, life: Life) -> bool:
         """Whether it computes lanes otherwise than all others."""

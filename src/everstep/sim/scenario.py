@@ -35,6 +35,7 @@ from everstep.sim.control import (
     Control,
     SimCoordinator,
 )
+from everstep.sim.damaging import DAMAGE_FAULTS, draw_damage
 from everstep.sim.faults import (
     DIFFERS,
     SimFault,
@@ -100,10 +101,11 @@ class Setup:
         return replace(self, differs=odd, min_workers=1, on_failure=self.on_failure.replace("wait", "shrink"))
 
     def with_losses(self, seed: int, horizon_ms: int) -> Setup:
-        """The same; now and then blocks are lost, or several donors are asked at once."""
+        """The same; now and then blocks are lost, several donors are asked at once, or what they give is damaged."""
         rng = Random(f"blocks {seed}")
-        faults = (*self.faults, *draw_losses(rng, horizon_ms))
-        return replace(self, donors=rng.choice((1, 1, 2, 3)), faults=tuple(sorted(faults, key=lambda f: f.at_ms)))
+        faults = (*self.faults, *draw_losses(rng, horizon_ms), *draw_damage(rng, horizon_ms))
+        donors = rng.choice((1, 1, 2, 3))
+        return replace(self, donors=donors, faults=tuple(sorted(faults, key=lambda f: f.at_ms)))
 
     def with_more(self, seed: int, horizon_ms: int) -> Setup:
         """The same; now and then with what users do, with hosts, disks and whole jobs that fail, and with a worker that
@@ -301,7 +303,7 @@ class Simulation:
         self.control = control(site, hosts, (setup.workers, setup.spares), self._coordinator, self._driver)
         for host in hosts:
             self.control.boot(host)
-        self.injector = SimInjector(self.control, setup.faults, {**LEASE_FAULTS, **STARVING_FAULTS})
+        self.injector = SimInjector(self.control, setup.faults, {**LEASE_FAULTS, **STARVING_FAULTS, **DAMAGE_FAULTS})
         self.launcher = None if isinstance(setup, LeasedSetup) else SimLauncher(self.control)
         self.unused: dict[SimConnection, int] = {}  # and how often they were seen
         self._look()

@@ -12,13 +12,13 @@ from everstep.protocol.driver.driver import Driver
 from everstep.protocol.driver.records import StageSection
 from everstep.protocol.step_types import BlocksLost, Discard, Key, Release
 from everstep.sim.checks import freed
-from everstep.sim.copying import KNOWN as COPIES
 from everstep.sim.copying import Memory, SimDonor, SimSaver
 from everstep.sim.fetching import Fetcher, Follower
 from everstep.sim.lanes import Reduction, SimLanes
 from everstep.sim.life import UNINTERRUPTED, Exited, Life, SimSite, nothing
 from everstep.sim.mesh import Dial, Mesh, Ties
 from everstep.sim.model import SimGradient, digest, evaluates
+from everstep.sim.taking import KNOWN as COPIES
 from everstep.sim.world import MS, SimConnection
 
 METRIC = "score"
@@ -210,7 +210,6 @@ class SimWorker(Life):
     def _cut(self, effect: do.Cut) -> None:
         self.cut(effect.generation)
         self.mesh.leave(effect.generation)
-        self.donor.cut(effect.generation)
 
     def _entered(self, effect: do.EnteredPlan) -> None:
         held = self.state.stages if self.state.at == effect.step else {}

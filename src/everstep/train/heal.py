@@ -32,13 +32,13 @@ from everstep.exact.image import Image, Scatter, sealed, sizes_of
 from everstep.exact.reduce import TiePlace
 from everstep.exact.state import ModelState
 from everstep.protocol.driver.records import decode_records, encode
+from everstep.protocol.moving import giver
 from everstep.protocol.step_types import Key, Record
 from everstep.runtime.link.peer import PeerConnection
 from everstep.train.link import WorkerLink
 
 log = logging.getLogger(__name__)
 
-MAX_BACKLOG = 16
 _SERVE_TIMEOUT_S = 60.0
 _MOST_NAMES = 50
 _MOST_BYTES = 1 << 36
@@ -150,34 +150,37 @@ class StageGradient:
     received: Mapping[TiePlace, torch.Tensor | None] = field(default_factory=dict)
 
 
-@dataclass
-class Feed:
-    """One joiner being followed, in some stages: `items` are (step, message header, parts). follows: it is fed; else it
-    takes blocks of what is offered, and follows another."""
+class AskerTalk:
+    """A conversation with one that wants state. items: the steps that it is to get, as (message header, parts)."""
 
-    stages: tuple[int, ...]
-    follows: bool = True
-    offer: Offer | None = None
-    ready: threading.Event = field(default_factory=threading.Event)
-    items: queue.SimpleQueue[tuple[int, dict[str, Any], list[Any]]] = field(default_factory=queue.SimpleQueue)
-    closed: bool = False
+    def __init__(self) -> None:
+        self.items: queue.SimpleQueue[tuple[dict[str, Any], list[Any]]] = queue.SimpleQueue()
+        self.offer: Offer | None = None
+        self.over = False
+        self._told = threading.Event()
 
-    def give(self, offer: Offer) -> None:
+    def give(self, offer: Offer | None) -> None:
         """What it begins with."""
         self.offer = offer
-        self.ready.set()
+        self._told.set()
 
-    def sent(self) -> None:
-        """The joiner has what was offered."""
+    def took(self) -> None:
+        """What it was given is not read any more."""
         self.offer = None
 
-    def close(self) -> None:
+    def end(self) -> None:
         """Nothing more comes."""
-        self.closed = True
+        self.over = True
+        self._told.set()
+
+    def given(self, timeout_s: float) -> Offer | None:
+        """What it may have, as soon as that is known; None if it gets nothing."""
+        self._told.wait(timeout_s)
+        return self.offer
 
 
 class Donor:
-    """Serves state to joiners (from handler threads) out of what the training thread offers at step boundaries.
+    """Serves state (from handler threads) out of what the training thread has to give, as `protocol.moving.giver` says.
 
     others: answers further kinds of requests, by kind.
     """
@@ -191,26 +194,33 @@ class Donor:
         """asked: called, in a handler thread, when somebody wants to follow. doubt: likewise, for a stage and a step,
         when blocks came damaged to somebody."""
         self._told_asked = asked
-        self._lock = threading.Condition()
-        self._asked: list[Feed] = []
-        self._feeds: list[Feed] = []
-        self._settled: dict[int, Offer] = {}
+        self._lock = threading.Lock()
+        self._giver = giver.Giver()
+        self._shelf: Offer | None = None
         self._others = dict(others or {})
         self._doubt = doubt
+
+    def _tell(self, event: giver.GiverEvent, offer: Offer | None = None, item: Any = None) -> None:
+        """offer: what goes on the shelf, or of the state as it is. item: the step that is decided."""
+        with self._lock:
+            if isinstance(event, giver.ShelfFilled | giver.ShelfEmptied):
+                self._shelf = offer
+            for effect in self._giver.handle(event):
+                match effect:
+                    case giver.GiveState(asker, shelf):
+                        asker.give(self._shelf if shelf else offer)
+                    case giver.FeedStep(asker, stages):
+                        asker.items.put(item(stages))
+                    case giver.EndAsker(asker):
+                        asker.end()
 
     # ---- training thread
 
     def offer(self, make: Callable[[], Offer]) -> None:
         """At a step boundary: give everyone who asked a snapshot of now; they are fed from the next step on."""
-        with self._lock:
-            asked, self._asked = self._asked, []
-        if not asked:
-            return
-        offer = make()
-        for feed in asked:
-            feed.give(offer)
-        with self._lock:
-            self._feeds += asked
+        if self._giver.asked:
+            offer = make()
+            self._tell(giver.StandsStill(frozenset(offer.snapshots)), offer)
 
     def feed(
         self,
@@ -225,103 +235,83 @@ class Donor:
         gradients, numel (of the flat vector): by stage. application: the packed state of the user's loop as it is now;
         who follows does not run that loop.
         """
-        with self._lock:
-            self._feeds = [f for f in self._feeds if not f.closed]
-            feeds = [f for f in self._feeds if f.follows]
-        if not feeds:
-            return
-        common = [encode(records), application()]
-        packed = {k: _pack_gradient(gradients[k], numel[k]) for k in gradients}
-        for feed in feeds:
-            if feed.items.qsize() >= MAX_BACKLOG or not set(feed.stages) <= set(packed):
-                feed.close()
-                continue
-            stages = {str(k): packed[k][0] for k in feed.stages}
-            header = {"kind": "step", "step": step, "nbytes": [len(p) for p in common], "stages": stages}
-            feed.items.put((step, header, [*common, *(part for k in feed.stages for part in packed[k][1])]))
+        if self._giver.feeds:
+            common = [encode(records), application()]
+            packed = {k: _pack_gradient(gradients[k], numel[k]) for k in gradients}
+
+            def item(stages: Sequence[int]) -> tuple[dict[str, Any], list[Any]]:
+                told = {str(k): packed[k][0] for k in stages}
+                header = {"kind": "step", "step": step, "nbytes": [len(p) for p in common], "stages": told}
+                return header, [*common, *(part for k in stages for part in packed[k][1])]
+
+            self._tell(giver.StepToFeed(frozenset(packed)), item=item)
 
     def cut(self) -> None:
         """The state jumps: who follows has to begin anew."""
-        with self._lock:
-            for feed in self._feeds:
-                feed.close()
-            self._feeds = []
+        self._tell(giver.WentElsewhere())
 
     def shelve(self, generation: int, offer: Offer) -> None:
         """While settling: members of this generation may fetch this."""
-        with self._lock:
-            self._settled = {generation: offer}
-            self._lock.notify_all()
+        self._tell(giver.ShelfFilled(generation, frozenset(offer.snapshots)), offer)
 
     def unshelve(self) -> None:
         """A decision was taken since, or the generation has ended: whoever had to fetch the state has it."""
-        with self._lock:
-            self._settled = {}
+        self._tell(giver.ShelfEmptied())
 
     def busy_snapshot(self) -> None:
         """Wait until what is on offer has been copied; call before the state changes."""
         with self._lock:
-            # Who is let go may get its offer all the same.
-            offers = [f.offer for f in self._feeds if f.offer] + list(self._settled.values())
+            offers = [asker.offer for asker in self._giver.giving] + [self._shelf]
         for offer in offers:
-            for snapshot in offer.snapshots.values():
+            for snapshot in offer.snapshots.values() if offer is not None else ():
                 snapshot.wait()
 
     # ---- handler threads
 
     def handle(self, connection: PeerConnection, request: dict[str, Any]) -> None:
-        """One joiner's connection, from request to end."""
+        """One conversation, from request to end."""
         kind = str(request.get("kind"))
         if kind == "settle":
-            self._serve_settled(connection, request)
+            self._serve(connection, request, int(request["generation"]), follows=False)
         elif kind == "heal":
-            self._serve_heal(connection, request)
+            self._serve(connection, request, None, follows=request["ranges"] == "first")
         elif kind in self._others:
             self._others[kind](connection, request)
 
-    def _serve_settled(self, connection: PeerConnection, request: dict[str, Any]) -> None:
-        generation, stages = int(request["generation"]), request["stages"]
-        with self._lock:
-            self._lock.wait_for(lambda: generation in self._settled, timeout=_SERVE_TIMEOUT_S)
-            offer = self._settled.get(generation)
-        if offer is not None and set(stages) <= set(offer.snapshots):
-            self._serve_ranges(connection, offer, request)
-
-    def _serve_ranges(self, connection: PeerConnection, offer: Offer, request: dict[str, Any]) -> None:
-        """Manifests and records first, then the blocks that are asked for."""
-        _send_header(connection, offer, request["stages"], request["ranges"] == "first")
-        step = offer.position.step
-        serve_blocks(connection, offer.snapshots, offer.parts, lambda stage: self._doubt(stage, step))
-
-    def _serve_heal(self, connection: PeerConnection, request: dict[str, Any]) -> None:
-        stages = tuple(request["stages"])
-        feed = Feed(stages, follows=request["ranges"] == "first")
-        with self._lock:
-            self._asked.append(feed)
-        self._told_asked()
+    def _serve(
+        self, connection: PeerConnection, request: dict[str, Any], generation: int | None, *, follows: bool
+    ) -> None:
+        """Manifests and records first, then the blocks that are asked for, then steps."""
+        asker, stages = AskerTalk(), tuple(request["stages"])
+        self._tell(giver.AskerCame(asker, stages, generation, follows))
+        if generation is None:
+            self._told_asked()
         try:
-            if not feed.ready.wait(timeout=_SERVE_TIMEOUT_S) or feed.offer is None:
+            offer = asker.given(_SERVE_TIMEOUT_S)
+            if offer is None:
                 return
-            if not set(stages) <= set(feed.offer.snapshots):
-                return
-            self._serve_ranges(connection, feed.offer, request)
-            feed.sent()
-            if feed.follows:
-                self._stream(connection, feed)
+            _send_header(connection, offer, stages, request["ranges"] == "first")
+            step = offer.position.step
+            serve_blocks(connection, offer.snapshots, offer.parts, lambda stage: self._doubt(stage, step))
+            self._tell(giver.AskerHasAll(asker))
+            asker.took()
+            if follows:
+                self._stream(connection, asker)
         except (EverstepError, OSError) as error:
-            log.debug("the joiner left: %s", error)  # it went away, or became a member: nothing is owed to it
+            log.debug("who wanted state left: %s", error)  # it went away, or has all: nothing is owed to it
         finally:
-            feed.close()
+            self._tell(giver.AskerGone(asker))
 
-    def _stream(self, connection: PeerConnection, feed: Feed) -> None:
+    def _stream(self, connection: PeerConnection, asker: AskerTalk) -> None:
         last = 0
-        while not feed.closed:
+        while not asker.over:
             try:
-                step, header, parts = feed.items.get(timeout=0.02)
+                header, parts = asker.items.get(timeout=0.02)
             except queue.Empty:
                 connection.send_json({"kind": "caught_up", "step": last})
                 continue
-            last = step
+            self._tell(giver.StepSent(asker))
+            last = header["step"]
             connection.send_json(header)
             for part in parts:
                 connection.send_bytes([part])
@@ -427,11 +417,13 @@ def offered(header: Mapping[str, Any], states: Mapping[int, StageState]) -> Rece
         return ReceivedOffer(Key(int(step), int(seq)), header["records"], header["gathers"], *told)
 
 
-def parts_in(header: Mapping[str, Any], stages: Sequence[int]) -> dict[int, Extents]:
-    """What a donor says that it has of these stages. Raises: ProtocolError if that is none of it."""
+def place_in(header: Mapping[str, Any], stages: Sequence[int]) -> tuple[Key, dict[int, Extents]]:
+    """Where a donor is, and what it has of these stages. Raises: ProtocolError if it says none of it."""
     with _Sent("what a donor has"):
+        step, seq = header["position"]
         parts = msgspec.convert(header.get("parts", {}), dict[str, Coded], strict=False)
-        return {k: Extents.decoded(parts[str(k)]) if str(k) in parts else WHOLE for k in stages}
+        there = {k: Extents.decoded(parts[str(k)]) if str(k) in parts else WHOLE for k in stages}
+        return Key(int(step), int(seq)), there
 
 
 class _Sent(contextlib.AbstractContextManager[None]):

@@ -12,7 +12,7 @@ from typing import Any
 
 from everstep.base.cause import Cause, Why
 from everstep.base.errors import CollectiveAborted, EverstepError, check
-from everstep.base.extents import NONE, WHOLE, union
+from everstep.base.extents import WHOLE, union
 from everstep.checkpoint.manifest import Manifest
 from everstep.exact.snapshot import Snapshot
 from everstep.protocol.driver import operations as do
@@ -26,11 +26,19 @@ from everstep.train.loop_state import LoopState
 from everstep.train.loop_survey import CHANGED, recorded
 from everstep.train.replica import StageReplica
 from everstep.train.saving import LOOP, PAST, Restorer
-from everstep.train.taking import BlocksDamaged, FollowedDonor, Gathering, Taker
+from everstep.train.taking import Copier, Taking, own_blocks
 from everstep.train.updates import Updates
 from everstep.train.view import WorkerView
 
 _SLICE_S = 0.005
+
+
+@dataclass(frozen=True)
+class FollowedDonor:
+    """Who is followed in some stages. steps: those that have come and are not applied yet."""
+
+    taking: Taking
+    steps: list[heal.FollowedStep] = field(default_factory=list)
 
 
 @dataclass
@@ -48,8 +56,8 @@ class Transfers:
     _offers: list[ReceivedOffer] = field(default_factory=list)
 
     @property
-    def _taker(self) -> Taker:
-        return Taker(self._view, self._own)
+    def _copier(self) -> Copier:
+        return Copier(self._view, self._own)
 
     def handlers(self) -> dict[type, Callable[[Any], Any]]:
         """What it does for the driver."""
@@ -111,8 +119,7 @@ class Transfers:
         """Raises: CollectiveAborted if the generation ends, or no donor gives the state."""
         view, position = self._view, operation.position
         view.phase("heal", position.step, operation.plan)
-        received = self._taker.settle(operation.plan, position.step, operation.sources, operation.pieces)
-        check(all(r.position == position for r in received), f"the donors are not at {position}")
+        received = self._copier.settle(operation.plan, position, operation.sources, operation.pieces)
         self._updates.stand_still()
         if position != view.driver.position:
             self._updates.forget()
@@ -141,14 +148,13 @@ class Transfers:
         kept = self._keeper.held(step).get(stage)
         own = [kept] if kept is not None and kept[1].whole else self._own(stage, step)
         check(bool(own), f"stage {stage} of step {step} was stated as kept")
-        assembly = Gathering({stage: own[-1][0].manifest()}, self._view.tick, 1)
-        assembly.want(stage, NONE, own)
-        try:
-            return assembly.take([], 0)[stage]
-        except BlocksDamaged:
-            self._keeper.check(stage, step)
-            why = Why(Cause.CORRUPT, f"the snapshot of stage {stage} at step {step} is not what it was")
-            raise Unusable(why, torn=False) from None
+        manifest = own[-1][0].manifest()
+        blocks = [block for block in own_blocks(manifest, own=own) if block is not None]
+        if len(blocks) == len(manifest["blocks"]):
+            return StageState(manifest, blocks)
+        self._keeper.check(stage, step)
+        why = Why(Cause.CORRUPT, f"the snapshot of stage {stage} at step {step} is not what it was")
+        raise Unusable(why, torn=False)
 
     def _load(self, offer: ReceivedOffer) -> None:
         for stage, state in offer.states.items():
@@ -176,8 +182,7 @@ class Transfers:
         view, number, me = self._view, operation.step, self._view.me
         sources = operation.sources
         view.phase("heal", number, operation.plan)
-        others = {k: ids for k, ids in sources.items() if ids and ids[0] != me}
-        received = self._taker.settle(operation.plan, number, others, operation.pieces)
+        received = self._copier.settle(operation.plan, operation.position, sources, operation.pieces)
         mine = [k for k, ids in sources.items() if ids and ids[0] == me and k not in operation.stands]
         own = {k: self._kept(k, number) for k in mine}
         records = operation.own or next((r.records for r in received if r.records), {})
@@ -236,11 +241,11 @@ class Transfers:
         stages = [stage for _, wanted in operation.groups for stage in wanted]
         view.stages.want(stages)
         view.stages.keep(stages)
-        self._taker.knock(donor for donors, _ in operation.groups for donor in donors)
+        self._copier.knock(donor for donors, _ in operation.groups for donor in donors)
         for donors, wanted in operation.groups:
-            self._feeds.append(self._taker.ask(operation.generation, donors, wanted))
+            self._feeds.append(FollowedDonor(self._copier.follow(operation.generation, donors, wanted)))
         try:
-            self._offers = [self._taker.offered(feed) for feed in self._feeds]
+            self._offers = [feed.taking.offer() for feed in self._feeds]
         except (EverstepError, OSError) as error:
             raise CollectiveAborted(str(error)) from error
         for offer in self._offers:
@@ -252,11 +257,11 @@ class Transfers:
         view, seen = self._view, []
         view.tick()
         for index, feed in enumerate(self._feeds):
-            if not feed.connection.readable(_SLICE_S / len(self._feeds)):
+            if not feed.taking.fed.readable(_SLICE_S / len(self._feeds)):
                 continue
-            numel = {k: view.stages[k].layout.numel for k in feed.stages}
+            numel = {k: view.stages[k].layout.numel for k in feed.taking.order.stages}
             try:
-                item = heal.next_item(feed.connection, numel)
+                item = heal.next_item(feed.taking.fed, numel)
             except (EverstepError, OSError) as error:
                 raise CollectiveAborted(str(error)) from error
             if isinstance(item, heal.FollowedStep):
@@ -276,7 +281,7 @@ class Transfers:
         for feed, outcomes in zip(self._feeds, operation.passed, strict=True):
             for outcome in outcomes:
                 item = feed.steps.pop(0)
-                for stage in feed.stages:
+                for stage in feed.taking.order.stages:
                     found = item.gradients[stage]
                     self._view.stages[stage].apply(outcome, found.reduced, 0, found.received)
         return do.Copied(newest.records, newest.gathers)
@@ -292,9 +297,7 @@ class Transfers:
     def close_feeds(self, effect: do.CloseFeeds | None = None) -> None:
         """Follow nobody any more."""
         for feed in self._feeds:
-            self._view.cutter.close(feed.connection)
-            for other in feed.others:  # who was followed may have gone before they were begun with
-                other.close()
+            feed.taking.close()
         self._feeds, self._offers = [], []
 
 

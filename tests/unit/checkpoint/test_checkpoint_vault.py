@@ -9,7 +9,7 @@ from everstep.base.config_keys import MemoryTierConfig
 from everstep.base.errors import CheckpointCorrupt
 from everstep.base.extents import WHOLE, Extents
 from everstep.checkpoint.vault import MemoryCopy, Vault
-from everstep.exact.image import BLOCK_BYTES, sizes_of
+from everstep.exact.image import sizes_of
 from everstep.exact.snapshot import Snapshot
 from everstep.exact.state import ModelState
 
@@ -41,29 +41,27 @@ def test_the_newest_complete_and_what_is_newer_stay() -> None:
 def test_the_limit_holds() -> None:
     state = make_state(1)
     state.manifest()
-    vault = Vault(MemoryTierConfig())
-    vault.limit_bytes = 2 * state.n_blocks * BLOCK_BYTES
+    vault = Vault(MemoryTierConfig(), 2 * state.n_blocks)
     assert vault.put(0, 1, snapshot(state)) and vault.put(0, 2, snapshot(state))
     vault.retire(1)
     assert not vault.put(0, 3, snapshot(state))
-    assert (
-        vault.kept() == ((0, 1), (0, 2))
-        and sum(s.n_blocks for s in vault._held.values()) * BLOCK_BYTES <= vault.limit_bytes
-    )
+    assert vault.kept() == ((0, 1), (0, 2)) and len(vault._held) == 2
     vault.retire(2)
     assert vault.make_room(0, state.n_blocks) and vault.put(0, 3, snapshot(state))
     assert not vault.make_room(0, state.n_blocks + 1)
 
 
 def test_the_rule_keeps_further_complete_ones_while_there_is_room() -> None:
-    state, vault = make_state(1), Vault(MemoryTierConfig(keep_last=2))
+    state = make_state(1)
+    state.manifest()
+    vault = Vault(MemoryTierConfig(keep_last=2), 4 * state.n_blocks)
     for step in (10, 20, 30, 40):
         assert vault.put(0, step, snapshot(state))
         vault.retire(step, proven=19)
     assert vault.kept() == ((0, 10), (0, 30), (0, 40)), "10 is the newest that was compared"
-    vault.limit_bytes = 2 * state.n_blocks * BLOCK_BYTES
+    assert vault.put(1, 41, snapshot(state))
     assert vault.make_room(0, state.n_blocks) and vault.put(0, 50, snapshot(state))
-    assert vault.kept() == ((0, 40), (0, 50))
+    assert vault.kept() == ((0, 40), (0, 50), (1, 41))
 
 
 def test_a_peer_gets_a_verified_copy() -> None:

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from everstep.base.extents import NONE, WHOLE, BlockRun, Extents
-from everstep.protocol.chunks import Chunk, Chunks, share
+from everstep.protocol.moving.chunks import Chunk, Chunks, share
 
 OF = (("model", 6), ("exp_avg", 4))
 

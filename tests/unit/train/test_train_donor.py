@@ -13,9 +13,9 @@ from everstep.base.errors import ProtocolError
 from everstep.base.ports import Piece, Reduced
 from everstep.exact.reduce import TiePlace
 from everstep.protocol.driver.records import encode
+from everstep.protocol.moving.giver import MAX_BACKLOG
 from everstep.protocol.step_types import Key, Record
 from everstep.train.heal import (
-    MAX_BACKLOG,
     Donor,
     FollowedStep,
     Offer,

@@ -24,7 +24,7 @@ from everstep.runtime.link.peer import PeerConnection, PeerServer, peer_connect
 from everstep.train import taking
 from everstep.train.executor import Cutter, Unusable
 from everstep.train.heal import Donor, FollowedStep, Held, Offer, ReceivedOffer, StageGradient, next_item
-from everstep.train.taking import Taker
+from everstep.train.taking import Copier
 from everstep.train.transfers import Transfers
 
 TOKEN = b"x" * 32
@@ -112,22 +112,23 @@ def several(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(taking, "CHUNK_BLOCKS", 1)
 
 
-def taker(own: Mapping[int, Held] | None = None) -> Taker:
+def copier(own: Mapping[int, Held] | None = None) -> Copier:
     size = make_state().n_blocks * BLOCK_BYTES
     view = SimpleNamespace(
         cutter=Cutter(lambda generation: None),
         link=SimpleNamespace(call_peer=lambda address, request: peer_connect(address, TOKEN, request), me="9.0"),
         stages=SimpleNamespace(expected_bytes=size),
         tick=lambda: None,
+        me=9,
     )
-    return Taker(view, lambda stage, step: [own[stage]] if own and stage in own else [])  # type: ignore[arg-type]
+    return Copier(view, lambda stage, step: [own[stage]] if own and stage in own else [])  # type: ignore[arg-type]
 
 
 def settled(peers: list[Peer], pieces: Mapping[int, Pieces] | None = None, **more: Any) -> ReceivedOffer:
     members = tuple(peer.member for peer in peers)
     plan = Plan(3, "because", members, (Seat(0, 0, "active", (0,)),), 1)
     sources = {0: tuple(member.worker_id for member in members)}
-    (received,) = taker(**more).settle(plan, AT.step, sources, pieces or {})
+    (received,) = copier(**more).settle(plan, AT, sources, pieces or {})
     return received
 
 
@@ -316,19 +317,19 @@ def test_a_joiner_heals_from_three_donors_of_which_one_dies_in_the_middle(peers,
         elif given[k] == 2:
             assert died.wait(GENEROUS_S)
 
-    copying = taker()
-    asked = copying.ask(1, [peer.member for peer in peers], [0])
+    copying = copier()
+    asked = copying.follow(1, [peer.member for peer in peers], [0])
     for k, peer in enumerate(peers):
         peer.offer(Shown(state, lambda n, k=k: count(k)))
-    received = copying.offered(asked)
+    received = asked.offer()
     assert same(received, state) and all(given), given
     flat = torch.arange(3.0)
     gradient = StageGradient(Reduced(5, (Piece(0, 3, flat),), b"\x01", ()))
     for peer in (peers[0], peers[2]):
         peer.donor.feed(5, RECORDS, {0: gradient}, {0: 3}, lambda: b"loop")
-    item = _step(asked.connection)
+    item = _step(asked.fed)
     assert item.step == 5 and torch.equal(item.gradients[0].reduced.pieces[0].data, flat)
-    asked.connection.close()
+    asked.fed.close()
     peers[0].donor.cut()
     assert peers[1].given < state.n_blocks // 2
 
@@ -342,29 +343,28 @@ def _step(connection: PeerConnection) -> FollowedStep:
 def test_neither_the_state_of_the_loop_nor_the_records_of_a_step_have_a_limit(peers):
     """What trains must be able to heal: a frame is less than the average of a small model's weights, told twice."""
     state, large = make_state(), bytes(MAX_FRAME_BYTES + 1)
-    copying = taker()
-    asked = copying.ask(1, [peers[0].member], [0])
+    asked = copier().follow(1, [peers[0].member], [0])
     peers[0].offer(Shown(state), records={0: Record(0, large)}, loop=large)
-    received = copying.offered(asked)
+    received = asked.offer()
     assert received.application == large and received.records[0].payload == large
-    asked.connection.close()
+    asked.fed.close()
 
 
 def test_one_that_is_elsewhere_is_let_go(peers, several):
     state, later = make_state(), make_state(steps=2)
-    copying = taker()
-    asked = copying.ask(1, [peer.member for peer in peers[:2]], [0])
+    copying = copier()
+    asked = copying.follow(1, [peer.member for peer in peers[:2]], [0])
     peers[1].offer(Shown(later), Key(5, 0))
     peers[0].offer(Shown(state))
-    assert same(copying.offered(asked), state)
-    asked.connection.close()
+    assert same(asked.offer(), state)
+    asked.fed.close()
     assert [peer.given for peer in peers] == [state.n_blocks, 0, 0]
 
 
 def test_healing_begins_anew_if_who_is_followed_dies(peers, several):
     state, died = make_state(), threading.Event()
-    copying = taker()
-    asked = copying.ask(1, [peer.member for peer in peers[:2]], [0])
+    copying = copier()
+    asked = copying.follow(1, [peer.member for peer in peers[:2]], [0])
 
     def die(n: int) -> None:
         peers[0].die()
@@ -376,12 +376,12 @@ def test_healing_begins_anew_if_who_is_followed_dies(peers, several):
     peers[0].offer(Shown(state, die))
     peers[1].offer(Shown(state, outlive))
     with pytest.raises((EverstepError, OSError)):
-        copying.offered(asked)  # the others give the rest, but there is no feed
-        next_item(asked.connection, {0: 3})
+        asked.offer()  # the others give the rest, but there is no feed
+        next_item(asked.fed, {0: 3})
 
 
 def test_nothing_is_left_open_if_who_is_followed_dies_before_it_has_answered(peers, several):
-    copying, members = taker(), [peer.member for peer in peers]
+    copying, members = copier(), [peer.member for peer in peers]
     view = copying._view
     view.step, view.phase, view.link.host = 0, lambda *said: None, "host"
     view.stages.want = view.stages.keep = lambda stages: None
@@ -397,9 +397,8 @@ def test_nothing_is_left_open_if_who_is_followed_dies_before_it_has_answered(pee
     with pytest.raises(CollectiveAborted):
         transfers.open_feeds(do.OpenFeeds(1, 1, 7, ((tuple(members), (0,)),)))
     thread.join()
-    assert len(view.cutter._open) == len(members)
-    transfers.close_feeds()
     assert not view.cutter._open
+    transfers.close_feeds()
     for peer in peers[1:]:
         peer.offer(Shown(make_state()))
         assert not peer.given, "nobody is there to take it"
@@ -407,18 +406,18 @@ def test_nothing_is_left_open_if_who_is_followed_dies_before_it_has_answered(pee
 
 def test_a_small_state_is_followed_as_it_comes(peers):
     state = make_state()
-    copying = taker()
-    asked = copying.ask(1, [peer.member for peer in peers], [0])
+    copying = copier()
+    asked = copying.follow(1, [peer.member for peer in peers], [0])
     peers[0].offer(Shown(state))
-    assert same(copying.offered(asked), state) and not any(peer.asked.is_set() for peer in peers[1:])
-    asked.connection.close()
+    assert same(asked.offer(), state) and not any(peer.asked.is_set() for peer in peers[1:])
+    asked.fed.close()
 
 
 def test_a_plan_frees_a_copy_from_several(peers, several):
     """Nobody gives the state: the cut ends it, with nothing held."""
     state, begun = make_state(), threading.Event()
     never = threading.Event()
-    copying = taker()
+    copying = copier()
 
     def hang(n: int) -> None:
         begun.set()
@@ -435,6 +434,6 @@ def test_a_plan_frees_a_copy_from_several(peers, several):
     thread = threading.Thread(target=cut)
     thread.start()
     with pytest.raises(CollectiveAborted, match="a newer plan has come"):
-        copying.settle(plan, 4, {0: (0,)}, {0: Pieces(WHOLE, {0: WHOLE})})
+        copying.settle(plan, AT, {0: (0,)}, {0: Pieces(WHOLE, {0: WHOLE})})
     never.set()
     thread.join()

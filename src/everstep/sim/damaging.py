@@ -1,0 +1,26 @@
+"""Blocks that come damaged from those who give them: whoever takes them asks others, or gives up with a reason."""
+
+from __future__ import annotations
+
+from random import Random
+
+from everstep.sim.faults import SimFault, SimInjector
+from everstep.sim.worker import SimWorker
+
+_OFTEN = 0.3
+
+
+def _damage(injector: SimInjector, fault: SimFault, worker: SimWorker | None) -> None:
+    """For a while, in so many answers."""
+    site = injector.control.site
+    site.damages(_OFTEN)
+    injector.for_a_while(fault, site.damages, 0.0)
+
+
+def draw_damage(rng: Random, horizon_ms: int) -> tuple[SimFault, ...]:
+    """In every fourth schedule."""
+    damage = SimFault("damage_copies", rng.randint(0, horizon_ms), for_ms=rng.randint(100, 3000))
+    return (damage,) if rng.random() < 0.25 else ()
+
+
+DAMAGE_FAULTS = {"damage_copies": _damage}

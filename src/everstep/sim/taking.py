@@ -1,0 +1,158 @@
+"""A simulated worker that takes blocks from others: what `protocol.moving.taker` says, on a virtual network."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any
+
+from everstep.base.extents import NONE, WHOLE, Extents
+from everstep.base.plan import WorkerKey
+from everstep.protocol.moving import taker as moving
+from everstep.protocol.moving.chunks import Chunk
+from everstep.sim.life import Life, SimCopy
+from everstep.sim.model import NOTHING, PLANES, Blocks, merged, present
+from everstep.sim.world import SimConnection
+
+_ALL = sum(n for _, n in PLANES)
+
+KNOWN = tuple(
+    ("copies", name) for name in ("from several", "in the place of one lost", "of what is not whole", "refused", "rest")
+)
+"""What `World.seen` counts of them."""
+
+
+class SimTaking:
+    """One order being carried out. states: by stage, what has come beside one's own. taken: what of it has come."""
+
+    def __init__(
+        self,
+        life: Life,
+        order: moving.TakeOrder,
+        request: Callable[[bool], tuple[Any, ...]],
+        own: Mapping[int, Blocks],
+        ended: Callable[[moving.TookAll | moving.TookNothing], None],
+        fed: Callable[[tuple[Any, ...] | None], None] = lambda message: None,
+    ) -> None:
+        """request: what is said to one that leads, or does not. own: blocks that are not to come, by stage. fed: is
+        called with what is fed, and with None once that ends."""
+        self.life, self.order = life, order
+        self.states = {stage: own.get(stage, NOTHING) for stage in order.stages}
+        self.taken: dict[int, Extents] = {}
+        self.offer: SimCopy | None = None
+        self._request, self._ended, self._fed = request, ended, fed
+        self._lines: dict[WorkerKey, SimConnection] = {}
+        self._offers: dict[WorkerKey, SimCopy] = {}
+        self._asked: dict[WorkerKey, Chunk] = {}
+        self._did: dict[WorkerKey, set[str]] = {}  # who has been asked, and whether it gave and refused
+        self._owed = NONE
+        self._taker = moving.Taker(order, _ALL if life.site.donors == 1 else 1)
+
+    def begin(self) -> None:
+        """Ask the first one."""
+        self._carry_out(self._taker.begin())
+
+    def uses(self, connection: SimConnection) -> bool:
+        """Whether something may still be sent or expected here."""
+        return connection in self._lines.values()
+
+    def close(self) -> None:
+        """Leave all conversations."""
+        self._taker.stop()
+        lines, self._lines = self._lines, {}
+        for connection in lines.values():
+            connection.close(self.life)
+
+    def _tell(self, event: moving.TakerEvent) -> None:
+        self._carry_out(self._taker.handle(event))
+
+    def _carry_out(self, effects: Iterable[moving.TakerEffect]) -> None:
+        for effect in effects:
+            match effect:
+                case moving.ReachSource(source, leads):
+                    self._reach(source, leads)
+                case moving.FindBlocks(leaders):
+                    self._describe(leaders)
+                case moving.AskSource(source, chunk):
+                    self._asked[source] = chunk
+                    self._lines[source].send(self.life, ("blocks", chunk.stage, chunk.extents))
+                case moving.LeaveSource(source, True):
+                    self._lines[source].send(self.life, ("enough",))
+                case moving.LeaveSource(source):
+                    self._lines.pop(source).close(self.life)
+                case moving.TookAll():
+                    self._ended(effect)
+                case moving.TookNothing():
+                    self._check(effect)
+                    self._ended(effect)
+
+    def _reach(self, source: WorkerKey, leads: bool) -> None:
+        if source in self._did or source not in self.order.sources:
+            raise AssertionError(f"{self.life.me} asks {source}, of {self.order.sources} after {self._did}")
+        self._did[source] = set()
+        life, came, lost = self.life, partial(self._received, source), partial(self._lost, source)
+        connection = life.reach(source, "donor", came, lost)
+        if connection is None:
+            life.later(life.world.latency_ns(), self._tell, moving.SourceLost(source, "it cannot be reached"))
+            return
+        self._lines[source] = connection
+        connection.send(life, self._request(leads))
+        self._tell(moving.SourceReached(source))
+
+    def _check(self, how: moving.TookNothing) -> None:
+        """Nobody gives up while there is somebody to ask, and nobody is blamed for what others did."""
+        unasked = set(self.order.sources) - self._did.keys()
+        if (unasked and not self.order.follows) or not (how.refused or how.lost):
+            raise AssertionError(f"{self.life.me} gives up without asking {unasked}: {how}")
+        refused = any("refused" in did for did in self._did.values())
+        if how.refused != (refused or not how.lost) or set(how.lost) - self._did.keys():
+            raise AssertionError(f"{self.life.me} says {how}, of {self._did}")
+
+    def _describe(self, leaders: tuple[WorkerKey, ...]) -> None:
+        self.offer = self._offers[leaders[0]]
+        missing = {stage: WHOLE - present(own) for stage, own in self.states.items()}
+        if not all(one.whole for one in missing.values()):
+            self._note("rest")
+        self._tell(moving.BlocksKnown({stage: (one, PLANES) for stage, one in missing.items()}))
+
+    def _received(self, source: WorkerKey, connection: SimConnection, message: tuple[Any, ...]) -> None:
+        match message:
+            case ("offer", copy, there):
+                self._offers[source] = copy
+                if any(not part.whole for part in there.values()):
+                    self._note("of what is not whole")
+                self._tell(moving.SourceOffers(source, copy.position, there))
+            case ("blocks", blocks):
+                self._came(source, self._asked.pop(source), blocks)
+            case _:
+                self._fed(message)
+
+    def _came(self, source: WorkerKey, chunk: Chunk, blocks: Blocks) -> None:
+        """What a source has given. What is not among it, it does not have."""
+        stage, given = chunk.stage, present(blocks) & chunk.extents
+        if present(self.states[stage]) & given:
+            raise AssertionError(f"{self.life.me} has got blocks of stage {stage} twice: {given}")
+        self.states[stage] = merged(self.states[stage], blocks)
+        self.taken[stage] = self.taken.get(stage, NONE) | given
+        if self._owed & given:
+            self._note("in the place of one lost")
+        if not given.covers(chunk.extents):
+            self._note("refused")
+            self._did[source].add("refused")
+        if given and any("gave" in did for one, did in self._did.items() if one != source):
+            self._note("from several")
+        if given:
+            self._did[source].add("gave")
+        self._tell(moving.BlocksCame(source, chunk, chunk.extents - given))
+
+    def _lost(self, source: WorkerKey, connection: SimConnection) -> None:
+        if self._lines.pop(source, None) is None:
+            return
+        if source in self._asked:
+            self._owed |= self._asked.pop(source).extents
+        if self._taker.over:
+            self._fed(None)
+        self._tell(moving.SourceLost(source, "it has gone"))
+
+    def _note(self, name: str) -> None:
+        self.life.world.seen["copies", name] += 1

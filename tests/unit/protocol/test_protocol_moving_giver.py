@@ -1,0 +1,92 @@
+"""Giving state to others: who may have what when, who is fed, and who is let go."""
+
+from __future__ import annotations
+
+from everstep.protocol.moving.giver import (
+    MAX_BACKLOG,
+    AskerCame,
+    AskerGone,
+    AskerHasAll,
+    EndAsker,
+    FeedStep,
+    Giver,
+    GiverEffect,
+    GiverEvent,
+    GiveState,
+    ShelfEmptied,
+    ShelfFilled,
+    StandsStill,
+    StepSent,
+    StepToFeed,
+    WentElsewhere,
+)
+
+ONE, BOTH = frozenset({0}), frozenset({0, 1})
+JOINER, HELPED = AskerCame("j", (0,), None, True), AskerCame("h", (0,), None, False)
+FED = (JOINER, StandsStill(BOTH), AskerHasAll("j"))
+
+
+def give(*events: GiverEvent) -> list[GiverEffect]:
+    """The effects of the last event."""
+    giver = Giver()
+    effects: list[GiverEffect] = []
+    for event in events:
+        effects = giver.handle(event)
+    return effects
+
+
+def test_members_get_what_is_on_the_shelf_of_their_generation():
+    asked = AskerCame("m", (0,), 3)
+    assert give(asked) == []
+    assert give(asked, ShelfFilled(2, BOTH)) == []
+    assert give(asked, ShelfFilled(3, BOTH)) == [GiveState("m", True)]
+    assert give(ShelfFilled(3, BOTH), asked) == [GiveState("m", True)]
+    assert give(ShelfFilled(3, ONE), AskerCame("m", (1,), 3)) == [EndAsker("m")]
+    assert give(ShelfFilled(3, BOTH), ShelfEmptied(), asked) == []
+    assert give(asked, AskerGone("m"), ShelfFilled(3, BOTH)) == []
+
+
+def test_joiners_get_the_state_of_the_next_boundary_and_then_every_step():
+    assert give(JOINER, StepToFeed(BOTH)) == []
+    assert give(JOINER, StandsStill(BOTH)) == [GiveState("j", False)]
+    assert give(JOINER, StandsStill(BOTH), StepToFeed(BOTH)) == [FeedStep("j", (0,))], "be it still copying"
+    assert give(*FED, StepToFeed(BOTH)) == [FeedStep("j", (0,))]
+    assert give(*FED, StandsStill(BOTH)) == []
+    assert give(AskerCame("j", (1,), None, True), StandsStill(ONE)) == [EndAsker("j")]
+
+
+def test_who_takes_only_blocks_is_not_fed():
+    assert give(HELPED, StandsStill(BOTH), StepToFeed(BOTH)) == []
+    assert give(HELPED, StandsStill(BOTH), AskerHasAll("h")) == [EndAsker("h")]
+
+
+def test_no_step_is_left_out():
+    assert give(*FED, WentElsewhere()) == [EndAsker("j")]
+    assert give(*FED, WentElsewhere(), StepToFeed(BOTH)) == []
+    assert give(JOINER, WentElsewhere(), StandsStill(BOTH)) == [GiveState("j", False)], "it begins after the jump"
+    assert give(*FED, StepToFeed(frozenset({1}))) == [EndAsker("j")]
+
+
+def test_who_is_let_go_while_it_copies_has_that_first():
+    let_go = JOINER, StandsStill(BOTH), WentElsewhere()
+    assert give(*let_go) == []
+    assert give(*let_go, AskerHasAll("j")) == [EndAsker("j")]
+
+
+def test_steps_that_wait_are_bounded():
+    waiting = [*FED, *[StepToFeed(BOTH)] * MAX_BACKLOG]
+    assert give(*waiting) == [FeedStep("j", (0,))]
+    assert give(*waiting, StepSent("j"), StepToFeed(BOTH)) == [FeedStep("j", (0,))]
+    assert give(*waiting, StepToFeed(BOTH)) == [EndAsker("j")]
+
+
+def test_what_may_still_be_read_is_known():
+    giver = Giver()
+    giver.handle(JOINER)
+    assert giver.asked and not giver.giving and not giver.feeds
+    giver.handle(StandsStill(BOTH))
+    assert giver.giving == ("j",) and giver.feeds and not giver.asked
+    giver.handle(WentElsewhere())
+    assert giver.giving == ("j",) and not giver.feeds
+    giver.handle(AskerHasAll("j"))
+    assert giver.giving == ()
