@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
-from everstep.base.extents import NONE, WHOLE, Extents
+from everstep.base.extents import NONE, WHOLE, Extents, union
 from everstep.base.plan import WorkerKey
 from everstep.protocol.moving import taker as moving
 from everstep.protocol.moving.chunks import Chunk
 from everstep.sim.life import Life, SimCopy
-from everstep.sim.model import NOTHING, PLANES, Blocks, merged, present
+from everstep.sim.model import NOTHING, PLANES, Blocks, merged, present, without
 from everstep.sim.world import SimConnection
 
 _ALL = sum(n for _, n in PLANES)
@@ -42,7 +42,8 @@ class SimTaking:
         self.offer: SimCopy | None = None
         self._request, self._ended, self._fed = request, ended, fed
         self._lines: dict[WorkerKey, SimConnection] = {}
-        self._offers: dict[WorkerKey, SimCopy] = {}
+        self._offers: dict[WorkerKey, tuple[SimCopy, Mapping[int, Extents]]] = {}
+        self._known: dict[int, Extents] = {}  # blocks whose digests those that lead have told, or one's own
         self._asked: dict[WorkerKey, Chunk] = {}
         self._did: dict[WorkerKey, set[str]] = {}  # who has been asked, and whether it gave and refused
         self._owed = NONE
@@ -109,7 +110,9 @@ class SimTaking:
             raise AssertionError(f"{self.life.me} says {how}, of {self._did}")
 
     def _describe(self, leaders: tuple[WorkerKey, ...]) -> None:
-        self.offer = self._offers[leaders[0]]
+        self.offer = self._offers[leaders[0]][0]
+        told = [self._offers[source][1] for source in leaders]
+        self._known = {k: union((present(own), *(there[k] for there in told))) for k, own in self.states.items()}
         missing = {stage: WHOLE - present(own) for stage, own in self.states.items()}
         if not all(one.whole for one in missing.values()):
             self._note("rest")
@@ -118,7 +121,7 @@ class SimTaking:
     def _received(self, source: WorkerKey, connection: SimConnection, message: tuple[Any, ...]) -> None:
         match message:
             case ("offer", copy, there):
-                self._offers[source] = copy
+                self._offers[source] = copy, there
                 if any(not part.whole for part in there.values()):
                     self._note("of what is not whole")
                 self._tell(moving.SourceOffers(source, copy.position, there))
@@ -129,10 +132,11 @@ class SimTaking:
 
     def _came(self, source: WorkerKey, chunk: Chunk, blocks: Blocks) -> None:
         """What a source has given. What is not among it, it does not have."""
-        stage, given = chunk.stage, present(blocks) & chunk.extents
+        stage = chunk.stage
+        given = present(blocks) & chunk.extents & self._known[stage]
         if present(self.states[stage]) & given:
             raise AssertionError(f"{self.life.me} has got blocks of stage {stage} twice: {given}")
-        self.states[stage] = merged(self.states[stage], blocks)
+        self.states[stage] = merged(self.states[stage], without(blocks, WHOLE - given))
         self.taken[stage] = self.taken.get(stage, NONE) | given
         if self._owed & given:
             self._note("in the place of one lost")

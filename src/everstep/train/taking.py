@@ -195,10 +195,12 @@ class Taking:
                         raise BlocksDamaged(why) if refused else CollectiveAborted(why, [k.worker_id for k in lost])
         except BaseException:
             self.close()
+            self._blocks = {}
             raise
         for line in self._lines.values():
             line.ended()
-        states = {k: StageState(self._manifests[k], [b for b in v if b is not None]) for k, v in self._blocks.items()}
+        blocks, self._blocks = self._blocks, {}  # nothing keeps them but who gets them: it is a copy of the state
+        states = {k: StageState(self._manifests[k], [b for b in v if b is not None]) for k, v in blocks.items()}
         return heal.offered(self._header, states)
 
     def _next(self) -> moving.TakerEffect:
