@@ -290,7 +290,7 @@ def test_no_command_is_taken_from_a_directory(tmp_path: Path, capsys: pytest.Cap
     job["config"]["notify"] = {"events": ["job_failed"], "command": f"touch {tmp_path / 'theirs'}"}
     (run_dir / "job.json").write_text(json.dumps(job))
     assert run_command(["publish", str(run_dir), "--to", "notify"]) == 2
-    assert "none is taken from DIR/job.json" in capsys.readouterr().err
+    assert "those in DIR/job.json are not used" in capsys.readouterr().err
     given = ["--set", f"notify.command=touch {told}"]
     assert run_command(["publish", str(run_dir), "--to", "notify", *given]) == 0
     assert told.exists() and not (tmp_path / "theirs").exists()

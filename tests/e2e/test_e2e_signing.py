@@ -42,7 +42,7 @@ def test_a_job_begins_with_what_was_signed_and_nothing_else(tmp_path: Path) -> N
     )
     assert good.returncode == 0, good.stderr
     key = everstep("checkpoints", "show", "run", "--json", cwd=tmp_path)
-    assert f"says it is signed by {json.loads(key.stdout)['signed_by'][:16]}, which is right" in good.stdout
+    assert f"says it is signed by {json.loads(key.stdout)['signed_by'][:16]}, which is valid" in good.stdout
     assert digest_of(tmp_path / "good") == digest_of(tmp_path / "plain")
     for refused, words in ((bad, "is signed by"), (forged, "is not signed")):
         assert refused.returncode == 2 and words in one_error(refused)

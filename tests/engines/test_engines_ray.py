@@ -234,7 +234,7 @@ def test_the_autoscaler_starts_a_node_and_replaces_one(
     try:
         two = job.wait_for("generation_started", lambda e: len(e["workers"]) == 2)
         job.wait_for("step_committed", lambda e: e["time_unix_ns"] > two["time_unix_ns"])
-        assert "not all nodes are there" in job.said
+        assert "some nodes are missing" in job.said
         autoscaled.gate(opened=True)
         full = job.wait_for("generation_started", lambda e: len(e["workers"]) == 3)
         autoscaled.gate(opened=False)

@@ -153,7 +153,7 @@ def test_what_cannot_be_struck_is_refused_before_the_job_begins(on_hosts: HostJo
     fault = f"slow:target=host:{HEAD},at=6,for=1,by=0.1"
     argv = ["run", str(script), "--listen", f"{HEAD}:0", "--chaos", fault, "--run-dir", str(tmp_path / "r")]
     done = on_hosts.net.hosts[0].run("unshare", "--mount", "sh", "-c", _HIDDEN, "sh", *EVERSTEP, *argv)
-    words = f"chaos fault {fault!r} cannot strike here: this host cannot harm links in that way: /dev/net/tun: "
+    words = f"chaos fault {fault!r} cannot strike here: this host cannot inject this fault into links: /dev/net/tun: "
     assert done.returncode == 2 and words in done.stderr, done.stderr
     assert done.stderr.strip().count("\n") == 0 and not (tmp_path / "r").exists()
 

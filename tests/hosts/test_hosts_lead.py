@@ -234,7 +234,7 @@ def test_hosts_that_lead_are_lost_one_after_the_other_and_come_back(led_apart: L
     whole = lambda e: e["generation"] > less["generation"] and len(e["workers"]) == 6  # noqa: E731
     again = heirs[second].wait_for("generation_started", whole)
     heirs[second].wait_for("step_committed", lambda e: e["generation"] >= again["generation"])
-    assert "is of an earlier time of this job" in led_apart.said(1)
+    assert "from an earlier time of this job" in led_apart.said(1)
     assert (job.run_dir / "previous-1" / "events.jsonl").is_file()
     heirs[second].kill()
     left = {1: back, 5 - second: heirs[5 - second]}

@@ -108,7 +108,7 @@ def test_every_fault_ends_with_the_bits_of_the_undisturbed_run(jobs: Jobs, agent
     gone = evicted(job, restarted["time_unix_ns"], worker_id=2, cause="killed")
     whole_again(job, gone["time_unix_ns"], 3)
     others = [e for e in job.of_kind("worker_evicted") if e["time_unix_ns"] >= restarted["time_unix_ns"]]
-    assert [e["worker_id"] for e in others] == [2] and "nobody saw" not in others[0]["reason"], job.account()
+    assert [e["worker_id"] for e in others] == [2] and "nothing saw its end" not in others[0]["reason"], job.account()
     assert parent(job.pid_of(2)) not in (1, agents[0].pid), "another fork server has made it"
 
     agents[0].kill()

@@ -106,7 +106,7 @@ def test_who_is_not_let_in_hears_why(members: Secured, tmp_path: Path) -> None:
     by_name = members.url("/jobs/refused").replace("127.0.0.1", "localhost")
     plain = members.url("/jobs/refused").replace("etcds", "etcd")
     wrong, nobody = _named(USER, "wrong"), dict[str, str]()
-    unbelieved = "its certificate counts for nothing here"
+    unbelieved = "its certificate is not trusted here"
     for found, expected in [
         (
             refusal(members.access(ca=str(tmp_path / "foreign.ca"))),
@@ -119,7 +119,7 @@ def test_who_is_not_let_in_hears_why(members: Secured, tmp_path: Path) -> None:
         (refusal(EtcdAccess(), plain), (QuorumLost, "is it etcds:// there?")),
         (refusal(members.access(**theirs["named"])), (ConfigError, "show it one without a common name")),
         (refusal(members.access(wrong)), (ConfigError, f"does not let the user {USER!r} in: is $EVERSTEP_ETCD_PASS")),
-        (refusal(members.access(nobody)), (ConfigError, "has users, and was told of none: set $EVERSTEP_ETCD_USER")),
+        (refusal(members.access(nobody)), (ConfigError, "requires a user, got none: set $EVERSTEP_ETCD_USER")),
         (refusal(members.access(), elsewhere), (ConfigError, f"let the user {USER!r} read and write under /other/")),
     ]:
         assert found[0] is expected[0] and expected[1] in found[1], (found, expected)
@@ -167,16 +167,16 @@ def test_a_job_has_it_and_keeps_its_secrets(members: Secured, jobs: Jobs, tmp_pa
     written = (*job.run_dir.rglob("*"), *job.run_dir.parent.glob(f"{job.run_dir.name}.*"))
     assert not [path for path in written if path.is_file() and PASSWORD.encode() in path.read_bytes()]
     assert refused.end() == 3
-    refused.wait_for_words(f"{members.addresses[0]}: its certificate counts for nothing here")
+    refused.wait_for_words(f"{members.addresses[0]}: its certificate is not trusted here")
 
 
 @pytest.mark.parametrize(
     ("command", "foreign", "password", "code", "expected"),
     [
-        (["agent"], True, PASSWORD, 3, "its certificate counts for nothing here"),
+        (["agent"], True, PASSWORD, 3, "its certificate is not trusted here"),
         (["agent"], False, "wrong", 2, "is $EVERSTEP_ETCD_PASSWORD right?"),
         (["agent", "--standby"], False, "wrong", 2, "is $EVERSTEP_ETCD_PASSWORD right?"),
-        (["doctor"], True, PASSWORD, 1, "its certificate counts for nothing here"),
+        (["doctor"], True, PASSWORD, 1, "its certificate is not trusted here"),
         (["doctor"], False, PASSWORD, 1, "no job has begun under etcds://"),
     ],
 )

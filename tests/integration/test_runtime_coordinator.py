@@ -230,9 +230,9 @@ def test_over_tls_people_need_their_token_alone_and_all_others_a_certificate(run
         with pytest.raises(ProtocolError, match="refused"):
             _prove(sock, run_dir, "agent")
     with wire.secured(_connect(run_dir), Tls(replace(strange, ca=own.ca))) as sock:
-        with pytest.raises(ProtocolError, match=r"it refused what this end shows"):
+        with pytest.raises(ProtocolError, match=r"it refused the certificate of this end"):
             _prove(sock, run_dir, "agent")
-    with pytest.raises(ProtocolError, match="a certificate that counts for nothing here"):
+    with pytest.raises(ProtocolError, match="its certificate is not trusted here"):
         wire.secured(_connect(run_dir), Tls(strange))
     with _connect(run_dir) as plain:
         plain.sendall(b"GET / HTTP/1.1\r\n\r\n")
@@ -240,7 +240,7 @@ def test_over_tls_people_need_their_token_alone_and_all_others_a_certificate(run
     assert ask(run_dir, "status")["state"] == "starting"
     reasons = [e["reason"] for e in read_events(run_dir / "events.jsonl") if e["kind"] == "warning"]
     assert 1 <= len(reasons) <= 4 and not any("\n" in reason for reason in reasons), reasons
-    assert "expected a certificate of who claims the role 'agent', it showed none" in reasons[0]
+    assert "expected a certificate from a client with the role 'agent', got none" in reasons[0]
 
 
 def test_one_that_is_started_again_while_the_disk_is_full_serves(tmp_path: Path) -> None:

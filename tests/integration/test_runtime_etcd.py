@@ -179,7 +179,7 @@ def test_what_piles_up_while_etcd_is_away_is_written_and_shortened(members: Etcd
         kept = etcd._post("kv/range", {**etcd._span(PARTS, f"{PARTS}:"), "keys_only": True}).kvs
         assert len(kept) == asked.count("CompactPart"), "those of before are gone"
     etcd._post("kv/deleterange", {"key": kept[3].key})
-    with pytest.raises(ProtocolError, match="what is between is gone"):
+    with pytest.raises(ProtocolError, match="the entries between are gone"):
         etcd.ask(Load())
     etcd.resign(held(etcd, "one").lease)
     assert etcd.begin({"run_dir": "/two"}, "two", 30) is None

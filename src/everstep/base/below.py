@@ -27,7 +27,7 @@ ANEW = os.O_WRONLY | os.O_TRUNC | os.O_CREAT
 NEW = os.O_WRONLY | os.O_EXCL | os.O_CREAT
 DRAFT = re.compile(r"\..+\.\d{1,20}")
 """Names of drafts."""
-_ANOTHER = "it is another directory than the one that this process began in"
+_ANOTHER = "it is not the directory that this process began in"
 _makers: dict[int, int] = {}
 _homes: dict[Path, int] = {}
 
@@ -91,7 +91,7 @@ def open_below(path: str | os.PathLike[str], flags: int = os.O_RDONLY, folders: 
             found = os.fstat(fd)
             if not stat.S_ISREG(found.st_mode):
                 is_folder = stat.S_ISDIR(found.st_mode)
-                kind = "a directory" if is_folder else "no regular file"
+                kind = "a directory" if is_folder else "not a regular file"
                 raise OSError(errno.EISDIR if is_folder else errno.EINVAL, f"it is {kind}")
             if flags & _WRITES:
                 refuse_others(found.st_uid, folder)
@@ -183,7 +183,7 @@ def refuse_others(owner: int, folder: int, *, root_too: bool = False) -> None:
         return
     own = _maker(folder)
     if owner != own:
-        words = f"it belongs to another user ({owner}; what this process makes there belongs to {own})"
+        words = f"it belongs to another user ({owner}; files of this process belong to {own})"
         raise PermissionError(errno.EPERM, words)
 
 
@@ -211,7 +211,7 @@ def _named(path: Path, name: str, folder: int) -> Iterator[None]:
         yield
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.ENOTDIR) and _is_link(name, folder):
-            error = OSError(errno.ELOOP, "it is a symbolic link, and below a run directory none is followed")
+            error = OSError(errno.ELOOP, "it is a symbolic link, and links below a run directory are not followed")
         raise _said(error, path) from None
 
 
@@ -222,5 +222,5 @@ def _is_link(name: str, folder: int) -> bool:
 
 
 def _said(error: OSError, path: Path) -> OSError:
-    words = "it is no regular file" if error.errno == errno.ENXIO else error.strerror or str(error)
+    words = "it is not a regular file" if error.errno == errno.ENXIO else error.strerror or str(error)
     return OSError(error.errno, words, str(path))

@@ -75,6 +75,6 @@ def check_private(name: str, address: str, *, trusted: bool) -> None:
         return
     what = "every interface" if found.is_unspecified else "public"
     raise ConfigError(
-        f"{name}: expected an address of a private network, got {address} ({what}): take one of those, or set "
-        "network.trusted=true if nobody else reaches it"
+        f"{name}: expected an address of a private network, got {address} ({what}): use a private address, or set "
+        "network.trusted=true if no stranger can reach it"
     )

@@ -13,7 +13,7 @@ EverstepError
 ├── CollectiveAborted      a transfer was left because the generation ended or a peer died
 ├── ProtocolError          bytes on a connection that are not ours: bad frame, version or token
 │   ├── TokenRefused       whoever was called has another token
-│   └── Untrusted          whoever was called shows a certificate that counts for nothing
+│   └── Untrusted          the called peer's certificate is not trusted
 ├── CheckpointCorrupt      stored state that does not match its hashes
 ├── StoreError             a directory or object store could not be read or written
 │   ├── BlobMissing        it has nothing under that name
@@ -134,7 +134,7 @@ class TokenRefused(ProtocolError):
 
 
 class Untrusted(ProtocolError):
-    """Whoever was called shows a certificate that counts for nothing here, or refuses what is shown to it."""
+    """The called peer shows a certificate that is not trusted here, or refuses the one shown to it."""
 
 
 class CheckpointCorrupt(EverstepError):

@@ -68,7 +68,8 @@ class Foreign(NamedTuple):
             )
         if not (self.local_rank < self.local_size <= self.size and self.local_rank <= self.rank < self.size):
             raise ConfigError(
-                f"{self.words()} and {self.local_rank} of {self.local_size} on this host, which cannot be: {INSTEAD}"
+                f"{self.words()} and {self.local_rank} of {self.local_size} on this host, which contradict each other: "
+                f"{INSTEAD}"
             )
 
     def script_words(self, argv: Sequence[str]) -> list[str]:
@@ -179,8 +180,8 @@ def check_numbered(environ: Mapping[str, str]) -> None:
     leaves the others to mpirun, or to other machines, and tells none of them which it is."""
     if "ACCELERATE_MIXED_PRECISION" in environ and "MASTER_ADDR" in environ and "RANK" not in environ:
         raise ConfigError(
-            "started by accelerate, which was asked for several processes, as one that is not told which of them it "
-            f"is: 'everstep run SCRIPT --workers N', 'accelerate launch --multi_gpu', or {INSTEAD}"
+            "accelerate started several processes, but did not tell this one its rank: use 'everstep run SCRIPT "
+            f"--workers N', 'accelerate launch --multi_gpu', or {INSTEAD}"
         )
 
 

@@ -43,7 +43,7 @@ def open_given(
     with open(fd, "rb", buffering=0 if pipes else -1) as file:
         mode = os.fstat(fd).st_mode
         if not (stat.S_ISREG(mode) or (pipes and stat.S_ISFIFO(mode))):
-            kind = "a directory" if stat.S_ISDIR(mode) else "no regular file"
+            kind = "a directory" if stat.S_ISDIR(mode) else "not a regular file"
             raise OSError(errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL, f"it is {kind}", os.fspath(path))
         yield file  # type: ignore[misc]
 
@@ -76,7 +76,7 @@ def _drained(fd: int, most_bytes: int) -> bytes:
     deadline_s = time.monotonic() + _PIPE_PATIENCE_S
     while len(data) <= most_bytes:
         if not readable([fd], deadline_s - time.monotonic()):
-            raise OSError(errno.ETIMEDOUT, "it is a pipe, and nobody ends it")
+            raise OSError(errno.ETIMEDOUT, "it is a pipe that never ends")
         with contextlib.suppress(BlockingIOError):
             chunk = os.read(fd, _PORTION_BYTES)
             if not chunk:
@@ -135,9 +135,9 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _finite(text: str) -> float:
     number = float(text)
     if math.isinf(number):
-        raise ValueError(f"{text[:40]} is beyond all numbers")
+        raise ValueError(f"{text[:40]} is too large a number")
     return number
 
 
 def _refuse(constant: str) -> Any:
-    raise ValueError(f"{constant} is no JSON")
+    raise ValueError(f"{constant} is not JSON")

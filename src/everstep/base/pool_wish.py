@@ -64,7 +64,7 @@ def parse_cut(value: Any, parts: int) -> CutRule | tuple[int, ...]:
             f"{value!r:.60}"
         )
     if parts > 1 and len(sizes) != parts:
-        raise ConfigError(f"cut: expected {parts} sizes, one per part, got {len(sizes)} in {list(sizes)}: mend them")
+        raise ConfigError(f"cut: expected {parts} sizes, one per part, got {len(sizes)} in {list(sizes)}: correct them")
     return sizes
 
 

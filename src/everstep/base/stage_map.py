@@ -102,8 +102,8 @@ def _numbered(stages: Sequence[_Stage]) -> tuple[StageMap, ...]:
     if by_host and len(by_host) < len(places):
         named = next(place.worker for place in places if place.worker is not None)
         raise ConfigError(
-            f"map: worker {named} is named by its id and another by its host {by_host[0].host!r} alone: name all of "
-            "them in one way"
+            f"map: worker {named} is named by its id and another by its host {by_host[0].host!r} alone: name all "
+            "workers the same way"
         )
     found, first = [], 0
     for stage in stages:
@@ -195,7 +195,9 @@ def _with_shared(where: str, entry: Mapping[str, Any], places: Sequence[_Place])
     if "devices" in entry:
         devices = [_valid(where, "device", d) for d in _some(where, "devices", entry["devices"], "devices")]
         if len(devices) != len(places):
-            raise ConfigError(f"{where}: expected {len(places)} devices, one per worker, got {len(devices)}: mend them")
+            raise ConfigError(
+                f"{where}: expected {len(places)} devices, one per worker, got {len(devices)}: correct them"
+            )
     return tuple(
         _Place(p.worker, p.host or host, p.device or device, p.role) for p, device in zip(places, devices, strict=True)
     )

@@ -53,7 +53,7 @@ class Assembly:
         for stage in range(self.stages):
             parts = self._parts(stage)
             if not any(p.entries is not None for p in parts):
-                return f"what the state of stage {stage} consists of"
+                return f"the layout of stage {stage}"
             at = 0
             for first, last in sorted(run for part in parts for run in part.runs):
                 if first > at:
@@ -133,7 +133,7 @@ def assemble(assembly: Assembly, older: Callable[[int | None], Manifest | None],
     for index, (stage, local) in enumerate(sources):
         place = written[stage].get(local) or known.find(whole["blocks"][index])
         if place is None:
-            raise StoreError(f"block {index} was taken from an older checkpoint, which has gone since")
+            raise StoreError(f"block {index} was taken from an older checkpoint, which was deleted meanwhile")
         places.append((files.setdefault(place[0], len(files)), place[1]))
     return Manifest(
         step=assembly.step,

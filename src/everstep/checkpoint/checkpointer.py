@@ -200,7 +200,7 @@ class Checkpointer:
         """The states of steps after `sound` were wrong: their checkpoints are set aside, on disk and (with_objects, in
         the background) in the object store; none that is under way is completed."""
         if self._manifests is not None:
-            self._manifests.abandon(Why(Cause.CORRUPT, "the state that it is of counts for nothing"))
+            self._manifests.abandon(Why(Cause.CORRUPT, "its state was discarded"))
             self._manifests.drain(_DRAIN_S)
             self._manifests.forget(_DRAIN_S)
         self._sound = {step for step in self._sound if step <= sound}

@@ -74,7 +74,7 @@ class HostsStore(DirectoryStore):
         names = set(super().list(prefix))
         for host, answer in self._ask_all({"op": "list", "prefix": prefix}, errors=True):
             if isinstance(answer, StoreError):  # what it has is not known, and it may be the newest
-                raise PartsAway(f"{self.path} has more on {host}, which does not answer", [host])
+                raise PartsAway(f"some files of {self.path} are on {host}, which does not answer", [host])
             names |= {name for name in answer if isinstance(name, str)}
         return sorted(names)
 
@@ -240,7 +240,7 @@ class HostsStore(DirectoryStore):
                 silent[host] = str(error)
         if silent:
             raise PartsAway(f"{name} is not here, and {'; '.join(silent.values())}", sorted(silent))
-        raise BlobMissing(f"{self.path / name} does not exist, nor does another host have it")
+        raise BlobMissing(f"{self.path / name} does not exist here, nor on another host")
 
 
 def next_host(hosts: Sequence[str], holders: Sequence[str], domains: Mapping[str, Domains]) -> str:

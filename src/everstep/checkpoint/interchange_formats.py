@@ -168,7 +168,7 @@ def detect(path: Path) -> str:
         if (path / _INDEX).is_file() or (path / _SINGLE).is_file():
             return HF
         raise ConfigError(
-            f"{path} is no format that is known: expected model.safetensors (or its index), or .metadata of "
+            f"{path} has an unknown format: expected model.safetensors (or its index), or .metadata of "
             "torch.distributed.checkpoint"
         )
     if not path.is_file():

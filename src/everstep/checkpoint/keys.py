@@ -52,7 +52,9 @@ def make_keys(path: Path) -> tuple[Path, str]:
             with open(os.open(where, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb") as file:
                 file.write(text)
         except FileExistsError:
-            raise ConfigError(f"{where} is there already: choose another file, keys are never written over") from None
+            raise ConfigError(
+                f"{where} exists already: choose another file, because keys are never overwritten"
+            ) from None
         except OSError as error:
             raise ConfigError(f"cannot write {where}: {error.strerror or error}") from None
     return beside, public.public_bytes_raw().hex()

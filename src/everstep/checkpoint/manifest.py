@@ -237,7 +237,7 @@ def refuse_foreign(manifest: Manifest, identity: JobIdentity, *, allow_mismatch:
     fatal, loose = differences(manifest, identity)
     where = f"the checkpoint of step {manifest.step}"
     if fatal:
-        raise ConfigError(f"{where} is of {'; '.join(fatal)}: choose another directory, or --fresh to start anew")
+        raise ConfigError(f"{where} is of {'; '.join(fatal)}: choose another directory, or --fresh to start over")
     if loose and not allow_mismatch:
         raise ConfigError(
             f"{where} is of another job: {'; '.join(loose)}; use its settings, or --set checkpoint.allow_mismatch=true "
@@ -250,8 +250,8 @@ def refuse_kernels(manifest: Manifest, kernels: Kernels | None) -> None:
     words = kernels.unlike(manifest.numerics, "it") if kernels is not None and manifest.numerics is not None else ""
     if words:
         raise ConfigError(
-            f"the checkpoint of step {manifest.step} is of kernels that give {words}; resume on such a host, or set "
-            "numerics.changed=warn to go on inexactly"
+            f"the checkpoint of step {manifest.step} was computed with kernels that give {words}; resume on such a "
+            "host, or set numerics.changed=warn to go on inexactly"
         )
 
 

@@ -104,7 +104,7 @@ class ObjectStore:
         options = options or ObjectOptions()
         self._endpoint = options.endpoint or environment(*service.endpoint_from)
         if self._endpoint and "@" in self._endpoint:
-            raise ConfigError(f"keys do not belong into an endpoint: set {service.keys}")
+            raise ConfigError(f"expected no keys in an endpoint: set {service.keys}")
         self._obstore = _client()
         self._store = self._connect(options)
 
@@ -311,7 +311,7 @@ def _parse_url(url: str, service: Service) -> tuple[str, str]:
     if scheme != service.scheme or not separator or not bucket or "?" in rest or "#" in rest:
         raise ConfigError(f"expected a URL such as {service.scheme}://bucket/prefix, got {url!r}")
     if "@" in bucket:
-        raise ConfigError(f"keys do not belong into a URL: set {service.keys} instead")
+        raise ConfigError(f"expected no keys in a URL: set {service.keys} instead")
     return bucket, prefix.strip("/")
 
 
@@ -340,7 +340,7 @@ def _copies(name: str, chunks: Iterable[BytesLike], size: int) -> Iterator[bytes
         seen += len(view)
         for at in range(0, len(view), PART_BYTES):
             yield bytes(view[at : at + PART_BYTES])
-    check(seen == size, f"{name} was to have {size} bytes and has {seen}")
+    check(seen == size, f"{name}: expected {size} bytes, got {seen}")
 
 
 def _shortened(text: str, code: str, status: str, keys: str) -> str:

@@ -460,15 +460,13 @@ def _verify_pointers(store: BlobStore) -> list[Problem]:
         try:
             step = read_pointer(store, name)
             if step is not None and step not in steps:
-                found.append(Problem(None, name, f"{name} points at step {step}, of which there is no checkpoint"))
+                found.append(Problem(None, name, f"{name} points at step {step}, which has no checkpoint"))
         except (CheckpointCorrupt, ConfigError) as error:
             found.append(Problem(None, name, str(error)))
     try:
         for pin, step in read_pins(store).items():
             if step not in steps:
-                found.append(
-                    Problem(None, "pins.json", f"pin {pin} names step {step}, of which there is no checkpoint")
-                )
+                found.append(Problem(None, "pins.json", f"pin {pin} names step {step}, which has no checkpoint"))
     except (CheckpointCorrupt, ConfigError, StoreError) as error:
         found.append(Problem(None, "pins.json", str(error)))
     return found

@@ -66,7 +66,7 @@ class Repairer:
             self._count += 1
             count = self._count
         if count <= _MOST_TOLD:
-            more = "; further ones are repaired without a word" if count == _MOST_TOLD else ""
+            more = "; further repairs are not reported" if count == _MOST_TOLD else ""
             self._told(lost.step, f"{words}: repaired from {where}{kept}{more}")
         return data
 

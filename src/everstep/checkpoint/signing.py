@@ -54,7 +54,7 @@ class Signer:
         known = {(f.name, f.mark): sums.get(f.name) or self._known.get((f.name, f.mark), "") for f in manifest.files}
         unknown = next((name for (name, _), digest in known.items() if not digest), None)
         if unknown is not None:
-            raise StoreError(f"{unknown} cannot be signed: expected its SHA-256 from who wrote it, got none")
+            raise StoreError(f"{unknown} cannot be signed: expected its SHA-256 from its writer, got none")
         self._known, files = known, [*known.values()]
         key, value = private.public_key().public_bytes_raw(), private.sign(_message(_PURPOSE, text, files))
         return attach(text, {"key": key.hex(), "files": files, "value": value.hex()})
@@ -87,10 +87,12 @@ def check_signature(store: BlobStore, step: int, key: str, *, job: str | None = 
     files = list(signature["files"])
     purpose = _purpose(key, text, signature)
     if len(files) != len(manifest.files) or purpose is None:
-        raise ConfigError(f"{where} does not match its signature: it was altered, or the signature is of another one")
+        raise ConfigError(
+            f"{where} does not match its signature: it was altered, or the signature belongs to another checkpoint"
+        )
     if job is not None and manifest.identity["job"] != job:
         theirs = str(manifest.identity["job"])[:40] or "none"
-        raise ConfigError(f"{where} is signed, but of job {theirs}, not of {job}: it was brought here from elsewhere")
+        raise ConfigError(f"{where} is signed for job {theirs}, not for {job}: it was copied here from elsewhere")
     for file, digest in zip(manifest.files, files if with_files else (), strict=False):
         try:
             found = _sha256(store, file, in_order=purpose == _IN_ORDER)

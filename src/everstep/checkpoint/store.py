@@ -138,7 +138,7 @@ class DirectoryStore:
             at = 0
             for chunk in chunks:
                 at += write_all(draft.fd, memoryview(chunk).cast("B"), at)
-            check(at == size, f"{name} was to have {size} bytes and has {at}")
+            check(at == size, f"{name}: expected {size} bytes, got {at}")
             os.fsync(draft.fd)
             draft.publish(name, if_absent=if_absent)
 
@@ -236,7 +236,7 @@ class DirectoryStore:
 
     def _refuse_foreign(self, name: str, found: os.stat_result) -> None:
         if not stat.S_ISREG(found.st_mode):
-            kind = "a symbolic link" if stat.S_ISLNK(found.st_mode) else "no regular file"
+            kind = "a symbolic link" if stat.S_ISLNK(found.st_mode) else "not a regular file"
             raise BlobForeign(f"{self.path / name} is {kind}: expected a file that Everstep wrote")
 
 
@@ -276,7 +276,7 @@ def room_for(size: int, where: str) -> bytearray:
     try:
         return bytearray(size)
     except (MemoryError, OverflowError):
-        raise BlobForeign(f"{where} says that it has {size} bytes, for which there is no memory") from None
+        raise BlobForeign(f"{where} claims {size} bytes, more than there is memory") from None
 
 
 def _enter(folder: int, word: str, make: bool) -> int:
@@ -303,6 +303,6 @@ def _translated(error: OSError, verb: str, path: Path) -> StoreError:
     if isinstance(error, FileExistsError):
         return BlobExists(f"cannot {verb} {path}: it exists already")
     if error.errno in (errno.ELOOP, errno.ENXIO):
-        kind = "a symbolic link, or lies behind one" if error.errno == errno.ELOOP else "no regular file"
+        kind = "a symbolic link, or lies behind one" if error.errno == errno.ELOOP else "not a regular file"
         return BlobForeign(f"{path} is {kind}: expected a file that Everstep wrote")
     return StoreError(f"cannot {verb} {path}: {error.strerror or error}", error.strerror or "")

@@ -361,7 +361,7 @@ class Uploader:
         try:
             set_aside_after(self._target, sound)
         except EverstepError as error:
-            text = f"checkpoints after step {sound} count for nothing, but are still there: {error}"
+            text = f"checkpoints after step {sound} are discarded, but could not be deleted: {error}"
             self._troubled(sound, _Trouble.of(error, text))
             with self._changed:
                 self._changed.wait_for(lambda: self._stop, self._backoff.delay_s(4, self._random.uniform))
@@ -435,7 +435,7 @@ class Uploader:
     def _slow_now(self, step: int) -> None:
         """With the lock held. Told once, until a checkpoint is uploaded before the next one comes."""
         if not self._slow and not self._trouble:
-            why = Why(Cause.SLOW, "the object store is slower than checkpoints come")
+            why = Why(Cause.SLOW, "the object store takes longer than the time between checkpoints")
             self._report("checkpoint_skipped", self._fields(step, why))
         self._slow = True
 
@@ -478,6 +478,6 @@ def open_uploader(
     """
     target = open_object_tier(config)
     if target is None:
-        raise ConfigError("checkpoint.object.url: expected where to put checkpoints, got none")
+        raise ConfigError("checkpoint.object.url: expected a URL for checkpoints, got none")
     prune = retention(config.object, config.best_metric, config.best_mode, proven)
     return Uploader(source, target, report, prune)

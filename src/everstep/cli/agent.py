@@ -106,7 +106,7 @@ def command(
     """
     folder = folder_of(address)
     if folder is not None and run_dir is not None:
-        raise ConfigError("--run-dir: expected none beside --join file://DIR, which says it")
+        raise ConfigError("--run-dir: expected none with --join file://DIR, which already names the directory")
     config = own_settings(settings)
     if own is not None:
         check_own("--address", own)
@@ -118,10 +118,13 @@ def command(
         from everstep.cli.standby import stand_by
 
         if not address.startswith(SCHEMES):
-            raise ConfigError(f"--standby: expected --join etcd://... beside it, where the lease is, got {address!r}")
+            raise ConfigError(f"--standby: expected --join etcd://..., which holds the lease, got {address!r}")
         beside = {"--task": task, "--stay": stay, "--refill": refill, "--set": settings}
         if unfit := [name for name, value in beside.items() if value]:
-            raise ConfigError(f"--standby: expected it without {', '.join(unfit)}: this host may become the job's own")
+            raise ConfigError(
+                f"--standby: expected it without {', '.join(unfit)}: drop these, because this host may have to lead "
+                "the job"
+            )
         token = _token(token_file, run_dir)
         room, domains = default_slots() if slots is None else slots, found_domains(domain, os.environ)
         etcd = EtcdAddress.parse("--join", address)
@@ -240,7 +243,7 @@ def place(rank: int | None, size: int | None, address: str | None, port: int | N
     if missing or rank is None or size is None:
         raise ConfigError(f"expected {', '.join(given)} together, got none for {', '.join(missing)}")
     if listen is not None:
-        raise ConfigError("--listen: expected it without --rank, where host 0 listens at --master-addr")
+        raise ConfigError("--listen: expected none with --rank, as host 0 listens on --master-addr")
     if rank >= size:
         raise ConfigError(f"--rank: expected 0 to {size - 1} (--world-size {size}), got {rank}")
     if size > 1 and (str(address).startswith("127.") or address == "localhost"):
@@ -273,5 +276,5 @@ def own_settings(settings: tuple[str, ...]) -> Config:
     for text in settings:
         if not says_itself(parse_set(text)[0]):
             own = ", ".join((*(f"{group}*" for group in _OWN_GROUPS), *_OWN_KEYS))
-            raise ConfigError(f"--set: expected a key of {own}, got {text!r}: the others are the job's to say")
+            raise ConfigError(f"--set: expected a key of {own}, got {text!r}: the job sets all other keys")
     return load_config(said_layers(None, settings))

@@ -22,14 +22,14 @@ if TYPE_CHECKING:
     from everstep.train.rehearsal import Judgement, LifeLink
 
 _LEAST_STEPS = 2
-_REFUSED = "what is said here is refused at the start of a job: change it"
+_REFUSED = "a job refuses this at its start: change it"
 NOT_COVERED = (
     "state in C extensions, databases, devices and other processes or threads",
-    "what first changes after the steps that were rehearsed (--steps), in code that cannot be read",
-    "what changes only after an evaluation, an epoch or a number of steps that the rehearsal does not come to",
-    "attributes of objects of installed packages, but for modules, optimizers, schedulers and objects with state_dict",
+    "changes after the rehearsed steps (--steps), in code that cannot be read",
+    "changes that come only after an evaluation, an epoch or a number of steps beyond the rehearsal",
+    "attributes of objects of installed packages, except modules, optimizers, schedulers and objects with state_dict",
     "values that differ between two undisturbed runs: unseeded generators, times, addresses",
-    "what the script does after its loop",
+    "code of the script after its loop",
 )
 
 
@@ -164,6 +164,6 @@ def _report(spec: TaskSpec, verdict: Judgement) -> dict[str, Any]:
 def _print(target: str, report: dict[str, Any]) -> None:
     for finding in report["findings"]:
         where = f"{finding['file']}:{finding['line']}: " if finding["line"] else ""
-        weight = "" if finding.get("refused", True) else " (listed here alone: a job begins with it)"
+        weight = "" if finding.get("refused", True) else " (only listed: a job starts all the same)"
         print(f"{where}{finding['object']}: {finding['says']}; {finding['remedy']}{weight}")
     print(f"{target}: {len(report['findings'])} found; not looked into: {len(report['not_covered'])} kinds (--json)")

@@ -54,7 +54,7 @@ def import_weights(
     spec = parse_task(text)
     if spec.kind == "script":
         raise ConfigError(f"task {text!r} is a script: only a Task's weights can be imported")
-    told(f"{path}: {kind}, which nobody signs; it is read as data")
+    told(f"{path}: {kind} without a signature; it is read as data only")
     weights = load_weights(path)
     task = make_task(spec)
     layers = [(str(config_file), read_config_file(config_file))] if config_file is not None else []

@@ -395,7 +395,7 @@ def pin_command(place: str, name: str, which: str | None, remove: bool) -> int:
     where = _place(place, writes=True)
     pins = read_pins(where.store)
     if name.isdecimal() or name in ("latest", "best"):
-        raise ConfigError(f"expected a name that is no step, 'latest' or 'best', got {name!r}: choose another")
+        raise ConfigError(f"expected a name other than a step, 'latest' or 'best', got {name!r}: choose another")
     if remove:
         if name not in pins:
             raise ConfigError(f"{where.store.url} has no pin {name!r}; it has {', '.join(sorted(pins)) or 'none'}")
@@ -425,7 +425,7 @@ def keygen_command(file: Path, as_json: bool) -> int:
     if as_json:
         print(json.dumps({"private": str(file), "public": str(public), "key": key}))
     else:
-        print(f"{file}: private, keep it to yourself; {public}: public, for who verifies; {key}")
+        print(f"{file}: private key, keep it secret; {public}: public key, for verifying; {key}")
     return 0
 
 

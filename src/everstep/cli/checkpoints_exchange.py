@@ -93,7 +93,7 @@ def export_command(
     told = {"from": found.name, "step": found.step, "to": str(target), "format": kind, "tensors": len(weights.model)}
     told |= {"bytes": size, "files": list(map(str, files)), "optimizer": weights.optimizer is not None}
     told |= {"signed_by": found.signed_by, "verified": key is not None}
-    right = ", whose signature is right" if key is not None else ""
+    right = ", with a valid signature" if key is not None else ""
     _tell(told, as_json, f"{target}: {len(weights.model)} tensors of step {found.step}{right}, {size_text(size)}")
     return 0
 
@@ -142,7 +142,7 @@ def copy_command(
         raise ConfigError("--all and --step contradict each other: give one of them")
     origin, goal = find_place(source), find_place(target, writes=True)
     if goal.step is not None:
-        raise ConfigError(f"{target} names one checkpoint: give the directory or URL that is to hold the copy")
+        raise ConfigError(f"{target} names one checkpoint: give the directory or URL for the copy")
     if origin.store.url == goal.store.url:
         raise ConfigError(f"{origin.store.url} cannot be copied to itself: give another target")
     key = required_key(key_file)

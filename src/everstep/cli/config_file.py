@@ -27,7 +27,7 @@ class _OnceLoader(yaml.SafeLoader):
                 key, line = key_node.value, key_node.start_mark.line + 1
                 if key in seen:
                     raise ConfigError(
-                        f"line {line}: {key!r} is given twice, first on line {seen[key]}; each key once, please"
+                        f"line {line}: {key!r} is given twice, first on line {seen[key]}: remove one of them"
                     )
                 seen[key] = line
         return super().construct_mapping(node, deep)

@@ -127,7 +127,7 @@ def find_in_etcd(address: str, config: Config, token: bytes | None) -> tuple[tup
         try:
             if token is None:
                 etcd.reach()
-                return None, [Checked("etcd", "warning", "it answers; without a token (--token-file) no more is seen")]
+                return None, [Checked("etcd", "warning", "it answers; give --token-file to check more")]
             if etcd.announced() is None:
                 return None, [Checked("etcd", "wrong", f"no job has begun under {etcd.address}: is the prefix right?")]
             head = in_etcd(etcd)
@@ -136,7 +136,7 @@ def find_in_etcd(address: str, config: Config, token: bytes | None) -> tuple[tup
     if head is None:
         return None, [Checked("etcd", "warning", f"nobody holds the lease of the job under {etcd.address} now")]
     place = str(head["host"]), int(head["port"])
-    return place, [Checked("etcd", "ok", f"has the job, whose head is at {place[0]}:{place[1]}")]
+    return place, [Checked("etcd", "ok", f"holds the job; its head is at {place[0]}:{place[1]}")]
 
 
 def _names(host: str) -> Checked:
@@ -144,7 +144,7 @@ def _names(host: str) -> Checked:
         found = socket.getaddrinfo(host, 0, socket.AF_INET, socket.SOCK_STREAM)[0][4][0]
     except (OSError, UnicodeError) as error:
         why = (error.strerror if isinstance(error, OSError) else None) or error
-        return Checked("name", "wrong", f"{host} is no name that this host knows ({why}): give the address itself")
+        return Checked("name", "wrong", f"this host cannot resolve {host} ({why}): give its IP address")
     return Checked("name", "ok", str(found) if found == host else f"{host} is {found}")
 
 
@@ -153,9 +153,9 @@ def _own_name() -> Checked:
     try:
         found = socket.gethostbyname(name)
     except (OSError, UnicodeError):
-        text = f"this host does not know its own name, {name}: Everstep does not need it, torchrun does (/etc/hosts)"
+        text = f"this host cannot resolve its own name, {name}: Everstep does not need that, torchrun does (/etc/hosts)"
         return Checked("own name", "warning", text)
-    return Checked("own name", "ok", f"{name} is {found}; Everstep does not go by it")
+    return Checked("own name", "ok", f"{name} is {found}; Everstep does not use it")
 
 
 def _route(head: str, config: Config, given: str | None) -> tuple[str | None, Checked]:
@@ -167,14 +167,14 @@ def _route(head: str, config: Config, given: str | None) -> tuple[str | None, Ch
     except OSError as error:
         text = f"there is no route to {head} ({error.strerror or error}): see 'ip route get {head}'"
         return None, Checked("route", "wrong", text)
-    text = f"others would be told {own}, on {interface_of(own)}, which NCCL would take, too"
+    text = f"others would be told {own}, on {interface_of(own)}, which NCCL would use, too"
     return own, Checked("route", "ok", text)
 
 
 def _devices(slots: int) -> Checked:
     devices = device_count()
     if not devices:
-        return Checked("devices", "ok", f"none but the processor: {slots} worker{'s' * (slots > 1)} here")
+        return Checked("devices", "ok", f"no device but the processor: {slots} worker{'s' * (slots > 1)} here")
     if slots > devices:
         return Checked("devices", "warning", f"{slots} workers for {devices} devices: too many if the job uses them")
     return Checked("devices", "ok", f"{devices}, for {slots} worker{'s' * (slots > 1)}")
@@ -210,13 +210,13 @@ def _reached(where: tuple[str, int]) -> Checked:
         socket.create_connection(where, _CONNECT_S).close()
     except OSError as error:
         name, why = f"{where[0]}:{where[1]}", (error.strerror or str(error)).lower()
-        return Checked("head", "wrong", f"no head at {name} ({why}): is it started, and lets a firewall this through?")
+        return Checked("head", "wrong", f"no head at {name} ({why}): start it, or open the firewall")
     return Checked("head", "ok", f"answers after {(time.monotonic() - begin_s) * 1e3:.1f} ms")
 
 
 def _asked(where: tuple[str, int], config: Config, token: bytes | None, own: str) -> Iterator[Checked]:
     if token is None:
-        text = "none given (--token-file, EVERSTEP_TOKEN): clock, versions and full packets were not looked at"
+        text = "none given (--token-file, EVERSTEP_TOKEN): clock, versions and full packets were not checked"
         yield Checked("token", "warning", text)
         return
     try:

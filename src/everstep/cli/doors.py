@@ -36,11 +36,13 @@ def head_doors(
     interface = given.get("network.interface")
     if listen is None:
         if not local:
-            raise ConfigError("--no-local-workers: expected --listen ADDR:PORT beside it, where agents can join")
+            raise ConfigError("--no-local-workers: expected --listen ADDR:PORT with it, so that agents can join")
         if told is not None:
-            raise ConfigError("--address: expected it beside --listen 0.0.0.0:PORT: without that nobody is told")
+            raise ConfigError("--address: expected --listen 0.0.0.0:PORT with it, got none: drop --address")
         if slots is not None:
-            raise ConfigError("--slots: expected --listen ADDR:PORT or --rank beside it: --workers says how many run")
+            raise ConfigError(
+                "--slots: expected --listen ADDR:PORT or --rank with it, got neither: use --workers instead"
+            )
         own = interface is not None and "network.address" not in given
         return ({"network.address": address_on(interface)} if own and interface is not None else {}), None
     host, port = parse_listen("--listen", listen)
@@ -49,13 +51,13 @@ def head_doors(
     if host == EVERYWHERE:
         if told is None:
             raise ConfigError(
-                "--listen: expected --address IP beside 0.0.0.0, which is no address that others could be told: give "
+                "--listen: expected --address IP with 0.0.0.0, because other hosts need an address to connect to: give "
                 "one of 'ip -4 addr'"
             )
         check_own("--address", told)
         return {"network.listen": host, "network.address": told, **all_hosts}, port
     if told not in (None, host):
-        raise ConfigError(f"--address: expected it beside --listen 0.0.0.0:PORT, got {told} beside {host}: drop it")
+        raise ConfigError(f"--address: expected it only with --listen 0.0.0.0:PORT, got {told} with {host}: drop it")
     if ":" in host:
         raise ConfigError(f"--listen: expected an IPv4 address or an interface of this host, got IPv6: {host}")
     host = host if _is_address(host) else address_on(host, "--listen")

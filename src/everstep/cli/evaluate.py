@@ -54,7 +54,7 @@ def command(task: str, source: Path, key_file: str | None, as_json: bool) -> int
         told = {"task": task, "from": name, "split": "test", "samples": samples, "metrics": finite}
         print(json.dumps({**told, "verified": key is not None}))
         return 0
-    print(f"{name}: {samples} test samples" + (", of weights whose signature is right" if key is not None else ""))
+    print(f"{name}: {samples} test samples" + (", weights with a valid signature" if key is not None else ""))
     for name, value in metrics.items():
         print(f"{name:<16} {value:.4f}")
     return 0

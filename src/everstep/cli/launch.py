@@ -81,9 +81,9 @@ def launch_of(
         )
     taken = [word for word in words[1:] if word.partition("=")[0] in (*_OURS, "--dry-run")]
     if taken:
-        raise ConfigError(f"{taken[0]}: expected none here, it is launch's to say")
+        raise ConfigError(f"{taken[0]}: expected none here, because launch sets it")
     if "--fresh" in words:
-        raise ConfigError("--fresh: expected none here, as host 0 would begin anew whenever it is started again")
+        raise ConfigError("--fresh: expected none here, because host 0 would start over at every restart")
     if not str(run_dir).isprintable():  # it stands in lines of scripts
         raise ConfigError(f"--run-dir: expected a path of printable characters, got {str(run_dir)!r}")
     values = _values(words, files=here)
@@ -143,7 +143,7 @@ def launch_slurm(
         if not re.fullmatch(r"[a-z][a-z-]+(=.+)?", text) or not text.isprintable():
             raise ConfigError(f"--sbatch: expected NAME=VALUE such as partition=gpu, got {text!r}")
         if text.partition("=")[0] in _OURS_OF_SBATCH:
-            raise ConfigError(f"--sbatch {text}: expected none here, it is launch's to say (--hosts, --notice)")
+            raise ConfigError(f"--sbatch {text}: expected none here, because launch sets it (--hosts, --notice)")
     run_dir = run_dir.resolve()
     spec = _local(words)
     text = slurm.script(launch_of(spec, hosts, slots, run_dir, python or _own_python()), extra, notice_s)

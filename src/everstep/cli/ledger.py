@@ -73,7 +73,9 @@ def sample_order(run_dir: Path, job: JobFile) -> SampleOrder:
     Raises: ConfigError if the size of the dataset is not known.
     """
     if job.dataset_size is None:
-        raise ConfigError(f"{run_dir} does not say how large the dataset is: the job ended before its workers had it")
+        raise ConfigError(
+            f"{run_dir} does not record the size of the dataset: the job ended before its workers knew it"
+        )
     config = job.config
     epochs = config.epochs if config.steps is not None or config.epochs is not None else 1  # as `join` does
     return SampleOrder(config.seed, job.dataset_size, config.lanes, config.micro_batch, config.steps, epochs)
@@ -119,9 +121,8 @@ def missing_rows(run_dir: Path, reached: int = 0) -> str:
     more = f" and {len(runs) - _NAMED} more ranges" if len(runs) > _NAMED else ""
     return (
         f"the ledger lacks the rows of {n_absent} of {last - after} steps ({named}{more}): {run_dir / 'ledger'} "
-        "could not be written, and no worker is left that has them; what was computed is not affected, but that these "
-        "steps used each sample once cannot be shown: free some space, and where you need the proof, run it anew "
-        "(--fresh)"
+        "could not be written, and no remaining worker has them; the result is not affected, but nothing proves that "
+        "these steps used each sample once: free some space and, if you need the proof, run the job again with --fresh"
     )
 
 

@@ -144,7 +144,7 @@ def _run(argv: list[str] | None) -> int:
         return 2
     except (MemoryError, RecursionError) as error:
         what = "more memory than there is" if isinstance(error, MemoryError) else "something nested too deeply"
-        complain(f"what was asked for needs {what}: is a file that it reads not what it should be?")
+        complain(f"the command needs {what}: a file that it reads may be damaged or of the wrong kind")
         return 2
 
 

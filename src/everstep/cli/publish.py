@@ -89,7 +89,7 @@ def _notify(layers: list[tuple[str, dict[str, Any]]]) -> dict[str, Any]:
     config = load_config(layers).notify
     if config.command is None and config.webhook is None:
         raise ConfigError(
-            "--to notify: expected what to run or to call, as none is taken from DIR/job.json: give --set "
+            "--to notify: expected a command or a webhook (those in DIR/job.json are not used), got none: give --set "
             "notify.command=PROGRAM or --set notify.webhook=VARIABLE, or --config FILE"
         )
     check_notify(config)
@@ -145,7 +145,7 @@ def _warner(run_dir: Path) -> Callable[[str, bool], None]:
         print(text, file=sys.stderr, flush=True)
         if running:
             events = EventLog(run_dir / EVENTS_FILE)
-            said = f"{text}; training goes on, and what it missed is told later"
+            said = f"{text}; training goes on, and the sink gets the missed data later"
             events.write("warning", cause=Cause.SINK, reason=said)
             events.close()
 

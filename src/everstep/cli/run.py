@@ -292,7 +292,7 @@ def _follow(
 ) -> int:
     """Be one of the other hosts that are started with a rank, and run what was said here."""
     if dry_run:
-        raise ConfigError("--dry-run: expected it with --rank 0, where it is decided who does what")
+        raise ConfigError("--dry-run: expected it with --rank 0, which decides the placement")
     if own is not None:
         check_own("--address", own)
     task = spec.canonical
@@ -386,13 +386,14 @@ def _opening(run_dir: Path, found: Found, start: StartPoint, aside: Path | None,
     lines = [f"run directory {run_dir}"]
     if found.job is not None and found.job.unknown:
         keys = ", ".join(f"{key}={value}" for key, value in found.job.unknown.items())
-        lines.append(f"warning: {run_dir / JOB_FILE} has what this version does not know, it has no effect: {keys}")
+        lines.append(f"warning: {run_dir / JOB_FILE} has keys that this version does not know, without effect: {keys}")
     if is_script:
         lines.append(
-            f"what the leader prints is shown here; that of all workers goes to {run_dir / 'logs'}/worker-*.jsonl"
+            "the output of the leader is shown here; the output of all workers goes to "
+            f"{run_dir / 'logs'}/worker-*.jsonl"
         )
     if aside is not None:
-        lines.append(f"what was there is now in {aside}")
+        lines.append(f"the old contents are now in {aside}")
     if start.step:
         lines.append(start.words)
         if found.step > start.step:
@@ -408,7 +409,7 @@ def _opening(run_dir: Path, found: Found, start: StartPoint, aside: Path | None,
 def _already_finished(invocation: Invocation, found: Found) -> int:
     run_dir = invocation.run_dir
     lacking = lacking_rows(run_dir)
-    text = f"this job has finished: step {found.step}, in {run_dir}; --fresh runs it anew"
+    text = f"this job has finished: step {found.step}, in {run_dir}; --fresh runs it again from the start"
     if invocation.as_json:
         facts, why = facts_of(read_events(run_dir / EVENTS_FILE)), Why(Cause.COMPLETED, text)
         text = json.dumps(summary(facts, 0, str(run_dir), found.digest, why, lacking))
@@ -429,8 +430,8 @@ def _launch(invocation: Invocation, job: JobFile, opening: list[str], step: int)
         opening.append(f"hosts join with: everstep agent --join {where} --token-file {run_dir.resolve() / TOKEN_FILE}")
         if config.control.etcd is None:
             opening.append(
-                "if this host is lost, the others train on until something has to be decided, and no longer: "
-                f"control.etcd lets another one take over, or a person: everstep takeover {run_dir.resolve()}"
+                "if this host is lost, the others train on only until a decision is needed: control.etcd lets another "
+                f"host take over, or type there: everstep takeover {run_dir.resolve()}"
             )
     if not invocation.local:
         invocation.server.close()

@@ -218,14 +218,15 @@ def find_start(run_dir: Path, job: JobFile, *, script: bool, trust: Trust = Trus
     if elsewhere:
         if trust.key is not None or trust.not_before is not None:
             raise ConfigError(
-                "--require-signature, --not-before: expected the job's checkpoints here, its hosts have them"
+                "--require-signature, --not-before: expected the job's checkpoints on this host, but other hosts have "
+                "them"
             )
         return StartPoint(elsewhere, f"goes on from the checkpoint of step {elsewhere}, which its hosts have")
     if config.resume_from is None:
         trust.refuse(0, str(folder))
         return StartPoint()
     if not config.checkpoint.enabled:
-        raise ConfigError("--resume-from needs checkpoint.enabled, which is false")
+        raise ConfigError("--resume-from: expected checkpoint.enabled=true, got false: set it")
     step, passed_over, origin = _bring(config.resume_from, folder, job, script=script, trust=trust)
     words = [*passed_over, f"goes on from the checkpoint of step {step} in {config.resume_from} ({origin})"]
     return StartPoint(step, "\n".join(words), brought=True)
@@ -321,4 +322,4 @@ def _bring_step(
             raise CheckpointCorrupt(f"{checkpoint.name} cannot be used: {error}") from None
         except OSError as error:
             raise StoreError(f"cannot write {folder}: {error.strerror or error}") from None
-    return checkpoint.step, f"{origin_words(checkpoint)}{', which is right' if key is not None else ''}"
+    return checkpoint.step, f"{origin_words(checkpoint)}{', which is valid' if key is not None else ''}"

@@ -48,7 +48,7 @@ def drain(run_dir: Path, worker_id: int | None, host: str | None, grace_s: float
     A host leaves after its last worker. With --grace, exit code 1: the host did not leave in time.
     """
     if grace_s is not None and host is None:
-        raise ConfigError("--grace: expected it beside --host NAME, which is waited for")
+        raise ConfigError("--grace: expected --host NAME with it: add it, or drop --grace")
     if (worker_id is None) == (host is None):
         raise ConfigError("expected the number of a worker, or --host NAME, got " + ("both" if host else "neither"))
     if host is not None:
@@ -115,6 +115,6 @@ def ask_running(run_dir: Path, name: str, args: dict[str, Any], timeout_s: float
                 ended = "; it has finished" if read_digest(run_dir) is not None else ""
                 raise ConfigError(f"{error}{ended}") from None
             if time.monotonic() > end:
-                where = error.where or "is not there at the moment"
+                where = error.where or "does not run at the moment"
                 raise commands.NoAnswer(f"the coordinator of {run_dir} {where}: try again") from None
         time.sleep(0.1)

@@ -320,7 +320,8 @@ def _refuse_if_led(run_dir: Path, config: Config, token: bytes, own: str) -> Non
         return
     if found is not None:
         raise ConfigError(
-            f"the coordinator of {run_dir} answers at {there.host}:{there.port}: nobody takes the place of a living one"
+            f"the coordinator of {run_dir} answers at {there.host}:{there.port}: takeover is only for a job whose "
+            "coordinator is lost"
         )
 
 

@@ -58,7 +58,7 @@ def _make_ready(folder: Path, job: str, token: bytes) -> str:
     try:
         if kept_apart(folder, job):
             aside = set_aside(folder)
-            words = f"what was in {folder} is of an earlier time of this job: it is in {aside} now"
+            words = f"the old contents of {folder}, from an earlier time of this job, are in {aside} now"
             if aside is not None and (aside / CHECKPOINTS_DIR).is_dir():
                 os.rename(aside / CHECKPOINTS_DIR, folder / CHECKPOINTS_DIR)  # other hosts may need this one's parts
         own = folder / OWN_FOLDER

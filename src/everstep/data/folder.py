@@ -50,7 +50,7 @@ class PictureFolder(Dataset[tuple[torch.Tensor, int]]):
             with self._image.open(file) as picture:
                 pixels = self._square(picture.convert("RGB"))
         except Exception as error:
-            raise TaskError(f"{file} is no readable picture ({type(error).__name__}: {error})") from error
+            raise TaskError(f"{file} is not a readable picture ({type(error).__name__}: {error})") from error
         return pixels, label
 
     def _square(self, picture: Any) -> torch.Tensor:

@@ -343,7 +343,7 @@ class Job:
         save_s = 0.8 * (grace_s - reserve_s(grace_s))
         args = {**vars(why), "exit_code": 128 + number, "grace_s": save_s}
         link.command("stop", args, time.monotonic() + save_s)
-        self._notify("warning", Why(why.cause, f"{why.reason}: ending in order, once more ends at once"))
+        self._notify("warning", Why(why.cause, f"{why.reason}: ending in order; a second signal ends at once"))
 
     # ---- the end
 
@@ -385,7 +385,7 @@ def _taken_away(run_dir: Path) -> Why | None:
     """Without its directory nothing of a job can be told, saved or started again."""
     words = moved(run_dir)
     text = f"the run directory {run_dir} {words} while the job used it, so nothing can be saved any more"
-    then = "put it back, or a copy of it, and run the job again, which goes on from its newest checkpoint"
+    then = "put it or a copy back, and run the job again to go on from its newest checkpoint"
     return Why(Cause.DISK, f"{text}: {then}") if words else None
 
 

@@ -284,7 +284,7 @@ def test_only_regular_files_are_read(
     prepare(tmp_path / "evil", lambda body: None)
     become(tmp_path / "evil" / name)
     store = DirectoryStore(tmp_path / "evil")
-    with pytest.raises(CheckpointCorrupt, match=f"{name} is no regular file: expected"):
+    with pytest.raises(CheckpointCorrupt, match=f"{name} is not a regular file: expected"):
         store.read(name)
     with pytest.raises(CheckpointCorrupt, match=name):
         transfer(store, DirectoryStore(tmp_path / "copy"), 1)
@@ -378,5 +378,5 @@ def test_pointers_name_steps(tmp_path: Path, step: Any) -> None:
 def test_a_file_that_says_it_is_larger_than_memory(tmp_path: Path) -> None:
     (tmp_path / "huge").touch()
     os.truncate(tmp_path / "huge", 1 << 43)
-    with pytest.raises(BlobForeign, match="no memory"):
+    with pytest.raises(BlobForeign, match="more than there is memory"):
         DirectoryStore(tmp_path).read("huge")

@@ -95,7 +95,7 @@ def test_what_is_wrong_is_said_in_one_line(server: BucketServer, monkeypatch: py
         open_gs("gs://b", ObjectOptions(region="eu"))
     with pytest.raises(ConfigError, match="such as gs://bucket/prefix"):
         open_gs("s3://b", quick)
-    with pytest.raises(ConfigError, match="keys do not belong into a URL: set GOOGLE_"):
+    with pytest.raises(ConfigError, match="no keys in a URL: set GOOGLE_"):
         open_gs("gs://key@b", quick)
     monkeypatch.setenv("GOOGLE_BEARER_TOKEN", "expired")
     with pytest.raises(StoreRefused, match="refuses these credentials") as told:

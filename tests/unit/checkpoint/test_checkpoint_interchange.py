@@ -179,7 +179,7 @@ def test_unusable_paths_are_told_in_a_line(checkpoint: Checkpoint, tmp_path: Pat
     torch.save([1, 2], tmp_path / "list.pt")
     torch.save({"model": Awkward()}, tmp_path / "module.pt")  # pickled code: weights_only refuses it
     for name, words in {
-        "empty": "no format that is known",
+        "empty": "unknown format",
         "none": "there is no",
         "bad.safetensors": "cannot read",
         "bad.pt": "cannot read",

@@ -215,7 +215,7 @@ def test_a_store_that_keeps_other_bytes_has_none_of_them_signed(
 def test_nobody_signs_a_file_whose_writer_said_no_digest(tmp_path: Path, keys: tuple[Path, Path]) -> None:
     write(tmp_path, None)
     text = manifest_at(tmp_path).read_bytes()
-    with pytest.raises(StoreError, match=r"part-.* cannot be signed: expected its SHA-256 from who wrote it, got none"):
+    with pytest.raises(StoreError, match=r"part-.* cannot be signed: expected its SHA-256 from its writer, got none"):
         Signer(keys[0]).sign(decode(text, "m"), text, {})
 
 
@@ -262,7 +262,7 @@ def test_files_of_a_checkpoint_that_this_key_has_not_signed_are_not_taken_on(
         assert {file.name[:15] for file in manifest.files} == {"step-0000000001"}
         check_signature(DirectoryStore(tmp_path), 2, read_public_key(keys[0]))
     else:
-        with pytest.raises(StoreError, match="taken from an older checkpoint, which has gone since"):
+        with pytest.raises(StoreError, match="taken from an older checkpoint, which was deleted"):
             save(tmp_path, state, 2, incremental=True, signer=Signer(keys[0]), job=JOB)
 
 
@@ -290,7 +290,7 @@ def test_another_step_or_job_is_not_taken_for_it(
     for place in ("moved", "moved/checkpoints", "moved/checkpoints/step-0000000001"):
         capsys.readouterr()
         assert run_command(["checkpoints", "verify", str(tmp_path / place), *words]) == 1
-        assert "signed, but of job ff" in capsys.readouterr().out
+        assert "signed for job ff" in capsys.readouterr().out
     folder = tmp_path / "run" / "checkpoints"
     (folder / "step-0000000001").rename(folder / "step-0000000007")
     with pytest.raises(CheckpointCorrupt, match="the manifest of step 1"):

@@ -41,7 +41,7 @@ def said(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str]:
         (["--join", "127.0.0.1:5", "--run-dir", "{dir}"], "expected the job's token, got none"),
         (["--join", "127.0.0.1:5", "--slots", "0"], "--slots"),
         (["--join", "127.0.0.1:5", "--standby"], "--standby: expected --join etcd://"),
-        (["--join", "etcd://127.0.0.1:5/j", "--standby", "--task", "mlp-digits"], "expected it without --task"),
+        (["--join", "etcd://127.0.0.1:5/j", "--standby", "--task", "mlp-digits"], "without --task"),
         (["--join", "127.0.0.1:5", "--address", "192.0.2.7"], "--address: expected one of this host's addresses"),
         (
             ["--join", "127.0.0.1:5", "--domain", "rack r1"],
@@ -49,7 +49,7 @@ def said(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str]:
         ),
         ([], "--join"),
         (["--join", "file://"], "--join: expected file://DIR"),
-        (["--join", "file:///x", "--run-dir", "{dir}"], "--run-dir: expected none beside"),
+        (["--join", "file:///x", "--run-dir", "{dir}"], "--run-dir: expected none"),
         (["--join", "127.0.0.1:5", "--refill", "0"], "--refill"),
     ],
 )
@@ -100,7 +100,7 @@ def test_something_else_that_listens_there(tmp_path: Path, capsys: pytest.Captur
         (["--set", "network.address=224.0.0.1"], "network.address: expected one IPv4 address of this host"),
         (["--set", "network.address=300.1.1.1"], "network.address: expected one IPv4 address of this host"),
         (["--set", "network.address=name"], "network.address: expected text, like 127.0.0.1"),
-        (["--no-local-workers"], "--no-local-workers: expected --listen ADDR:PORT beside it"),
+        (["--no-local-workers"], "--no-local-workers: expected --listen ADDR:PORT"),
     ],
 )
 def test_addresses_of_a_job(argv: list[str], expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -135,14 +135,14 @@ MEETING = ["--world-size", "2", "--master-addr", "10.0.0.1", "--master-port", "5
         (["--rank", "1", "--world-size", "2", "--master-addr", "127.0.0.1", "--master-port", "5"], "2 hosts can reach"),
         (
             ["--rank", "0", "--world-size", "1", "--master-addr", "127.0.0.1", "--master-port", "5", "--listen", "a:1"],
-            "expected it without --rank",
+            "--listen: expected none with --rank",
         ),
         (["--rank", "1", "--world-size", "2", "--master-addr", "10.0.0.1", "--master-port", "5"], "the job's token"),
         (["--rank", "1", *MEETING, "--dry-run"], "--dry-run: expected it with --rank 0"),
         (["--rank", "1", *MEETING, "--address", "9.9.9.9"], "--address: expected one of this host's addresses"),
         (["--rank", "1", *MEETING, "--token-file", "none"], "cannot read the token in none"),
         (["--rank", "0", "--world-size", "2", "--master-addr", "localhost", "--master-port", "5"], "(loopback)"),
-        (["--slots", "4"], "--slots: expected --listen ADDR:PORT or --rank beside it"),
+        (["--slots", "4"], "--slots: expected --listen ADDR:PORT or --rank"),
         (["--listen", "localhost:0"], "--listen: expected an interface of this host"),
         (["--listen", "[::1]:0"], "got IPv6: ::1"),
     ],
@@ -171,7 +171,7 @@ TORCHRUN = {"TORCHELASTIC_RUN_ID": "x", "RANK": "0", "WORLD_SIZE": "2", "LOCAL_R
         (
             {"EVERSTEP_TOKEN": GIVEN, "MASTER_ADDR": "127.0.0.1"},
             [],
-            "calls itself 127.0.0.1, which other hosts do not reach",
+            "calls itself 127.0.0.1, which other hosts cannot reach",
         ),
         ({"LOCAL_WORLD_SIZE": "x"}, [], "does not say how many of them are on this host"),
         ({}, ["--listen", "127.0.0.1:0"], "--listen: expected none, as hosts meet by themselves"),

@@ -138,14 +138,17 @@ def said(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str]:
 @pytest.mark.parametrize(
     ("argv", "expected"),
     [
-        (["--listen", "0.0.0.0:0"], "--listen: expected --address IP beside 0.0.0.0"),
+        (["--listen", "0.0.0.0:0"], "--listen: expected --address IP"),
         (["--listen", "0.0.0.0:0", "--address", NOBODYS], "--address: expected one of this host's addresses"),
         (
             ["--listen", "0.0.0.0:0", "--address", "127.0.0.1"],
             "network.listen: expected an address of a private network",
         ),
-        (["--listen", "127.0.0.1:0", "--address", "127.0.0.2"], "--address: expected it beside --listen 0.0.0.0:PORT"),
-        (["--address", "127.0.0.1"], "--address: expected it beside --listen 0.0.0.0:PORT"),
+        (
+            ["--listen", "127.0.0.1:0", "--address", "127.0.0.2"],
+            "--address: expected it only with --listen 0.0.0.0:PORT",
+        ),
+        (["--address", "127.0.0.1"], "--address: expected --listen 0.0.0.0:PORT with it"),
         (["--listen", "8.8.8.8:0"], "network.address: expected an address of a private network, got 8.8.8.8 (public)"),
         (["--listen", f"{NOBODYS}:0"], f"network.address: expected an address of this host, got {NOBODYS}"),
         (["--listen", "nowhere0:0"], "--listen: expected an interface of this host"),
@@ -351,7 +354,7 @@ def test_why_a_host_has_to_stay_out(monkeypatch: pytest.MonkeyPatch) -> None:
     assert refusal(facts()) == ""
     assert refusal(facts(), task="resnet18-digits") == ""
     assert refusal(facts(), task="/a/train.py") == (
-        "--task: this host runs /a/train.py and nothing else, the job is to run resnet18-digits"
+        "--task: expected a job that runs /a/train.py, got one that runs resnet18-digits"
     )
     newer = m.JobFacts(
         **{**{f: getattr(facts(), f) for f in m.JobFacts.__struct_fields__}, "versions": {"torch": "9.9"}}

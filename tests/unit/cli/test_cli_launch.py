@@ -43,7 +43,7 @@ def printed(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
         (["slurm", "resnet18-digits", "--hosts", "2", "--run-dir", "r", "--listen", "a:1"], "--listen: expected none"),
         (["slurm", "resnet18-digits", "--hosts", "2", "--run-dir", "r", "--sbatch", "a\nb"], "--sbatch: expected"),
         (["slurm", "resnet18-digits", "--hosts", "2", "--run-dir", "r", "--sbatch", "comment="], "--sbatch: expected"),
-        (["slurm", "resnet18-digits", "--hosts", "2", "--run-dir", "r", "--sbatch", "array=0-9"], "launch's to say"),
+        (["slurm", "resnet18-digits", "--hosts", "2", "--run-dir", "r", "--sbatch", "array=0-9"], "launch sets it"),
         (["slurm", "resnet18-digits", "--hosts", "2", "--run-dir", "r", "--workers", "9"], "--workers: expected none"),
         (["slurm", "resnet18-digits", "--hosts", "2", "--run-dir", "a\nreboot"], "--run-dir: expected a path of"),
         (["slurm", "resnet18-digits", "--hosts", "2", "--run-dir", "r", "--set", "lanes"], "expected key=value"),
@@ -313,7 +313,7 @@ def test_hosts_over_ssh_are_tried_again_later_and_later() -> None:
     remote.begun(now_s)
     assert remote.ended(137, now_s + 60.0) == "b ended with 137: again in 1 s"
     remote.begun(now_s)
-    assert remote.ended(2, now_s) == "b was refused, it is left out" and remote.over
+    assert remote.ended(2, now_s) == "b was refused and is left out" and remote.over
     assert Remote("c").ended(0, 0.0) == ""
 
 

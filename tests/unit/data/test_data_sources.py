@@ -192,7 +192,7 @@ def test_a_picture_that_cannot_be_read_is_named_with_its_index(tmp_path: Path) -
     (root / "a" / "03.png").write_bytes(b"no picture at all")
     data = PictureFolder(str(root), "train", size=8)
     recipe = Recipe(data, SampleOrder(0, 5, 1, 5, steps=1), torch.utils.data.default_collate, 0)
-    with pytest.raises(TaskError, match=r"sample 3 of the dataset .*03\.png is no readable picture"):
+    with pytest.raises(TaskError, match=r"sample 3 of the dataset .*03\.png is not a readable picture"):
         fetch(recipe, 1, 0)
 
 

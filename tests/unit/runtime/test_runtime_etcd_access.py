@@ -50,12 +50,12 @@ def test_the_environment_of_a_host_goes_before_the_config_of_all(files: Files) -
         ({CA: "{folder}"}, rf"\${CA}: cannot read .*: Is a directory"),
         ({CA: "{none}"}, rf"\${CA}: expected certificates in PEM form, found none in"),
         ({CA: "{empty}"}, rf"\${CA}: expected certificates in PEM form, found none in"),
-        ({CERT: "{cert}"}, rf"\${CERT}: expected control.etcd_key, or \${KEY}, beside it"),
-        ({KEY: "{key}"}, rf"\${KEY}: expected control.etcd_cert, or \${CERT}, beside it"),
+        ({CERT: "{cert}"}, rf"\${CERT}: expected control.etcd_key, or \${KEY}, with it"),
+        ({KEY: "{key}"}, rf"\${KEY}: expected control.etcd_cert, or \${CERT}, with it"),
         ({CERT: "{cert}", KEY: "{other}"}, rf"\${CERT}: expected a certificate in .*/cert, and its key.*mismatch"),
         ({CERT: "{none}", KEY: "{key}"}, rf"\${CERT}: expected a certificate in"),
-        ({USER: "me"}, rf"\${USER}: expected \${PASSWORD} beside it, got none"),
-        ({PASSWORD: "secret"}, rf"\${PASSWORD}: expected \${USER} beside it, got none"),
+        ({USER: "me"}, rf"\${USER}: expected \${PASSWORD} with it, got none"),
+        ({PASSWORD: "secret"}, rf"\${PASSWORD}: expected \${USER} with it, got none"),
         ({USER: "me", PASSWORD: "secret\n"}, rf"\${PASSWORD}: expected up to 4096 printable characters"),
     ],
 )
@@ -100,7 +100,7 @@ def test_commands_refuse_it_in_one_line(
     for name, path in ((CA, files["ca"]), (CERT, files["cert"])):
         monkeypatch.setenv(name, path)
     for address, expected in [
-        (str(SECURED), f"${CERT}: expected control.etcd_key, or ${KEY}, beside it"),
+        (str(SECURED), f"${CERT}: expected control.etcd_key, or ${KEY}, with it"),
         (str(PLAIN), f"${CERT}: expected an address like etcds://"),
         ("etcds://", "--join: expected members of etcd and a prefix"),
     ]:

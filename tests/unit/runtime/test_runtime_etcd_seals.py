@@ -127,7 +127,7 @@ def test_no_journal_that_was_changed_is_believed(harm: Harm) -> None:
     reader = there.client(TOKEN, job=job)
     assert isinstance(reader.ask(Load()), Loaded)
     harm(there, kept)
-    with pytest.raises(ProtocolError, match=r"is of no job with this token|what is between is gone"):
+    with pytest.raises(ProtocolError, match=r"is of no job with this token|the entries between are gone"):
         there.client(TOKEN, job=job).ask(Load())
 
 
@@ -190,7 +190,7 @@ def test_who_wrote_the_journal_sees_that_its_end_was_cut_off() -> None:
     there = EtcdInMemory()
     etcd, term = led(there, begun(there))
     roll_back(there, 4)
-    with pytest.raises(ProtocolError, match=r"entry 6 of the journal .* is not as this coordinator has left it"):
+    with pytest.raises(ProtocolError, match=r"entry 6 of the journal .* differs from the entry of this coordinator"):
         etcd.ask(Append(term, 7, [entry(7)]))
     with pytest.raises(ProtocolError, match="ends with entry 4, or has another entry 6 than this host has seen"):
         etcd.ask(Load())
@@ -201,7 +201,7 @@ def test_who_wrote_the_journal_sees_that_its_last_entry_was_put_back() -> None:
     there = EtcdInMemory()
     etcd, term = led(there, begun(there))
     there.put(key(6), there.rows[key(5)].value)
-    with pytest.raises(ProtocolError, match="is not as this coordinator has left it"):
+    with pytest.raises(ProtocolError, match="differs from the entry of this coordinator"):
         etcd.ask(Append(term, 7, [entry(7)]))
 
 
@@ -303,12 +303,12 @@ def test_an_older_lease_is_not_believed_by_who_has_seen_a_newer_one() -> None:
     assert looks.ask(Look()) == HolderSeen(second)
     newer = there.all()
     replay(there, kept)
-    with pytest.raises(ProtocolError, match="somebody has put it back"):
+    with pytest.raises(ProtocolError, match="somebody has restored it"):
         looks.ask(Look())
     there.drop(f"{P}/lease")
     for past in (kept, newer):  # as a new one
         replay(there, past)
-        with pytest.raises(ProtocolError, match="somebody has put it back"):
+        with pytest.raises(ProtocolError, match="somebody has restored it"):
             looks.ask(Look())
         there.drop(f"{P}/lease")
     assert looks.ask(Look()) == HolderSeen(None)
@@ -324,7 +324,7 @@ def test_an_older_place_of_the_holder_is_not_believed() -> None:
     seen = etcd.ask(Look())
     assert isinstance(seen, HolderSeen) and seen.holder is not None and seen.holder.where == THERE
     replay(there, kept)
-    with pytest.raises(ProtocolError, match="somebody has put it back"):
+    with pytest.raises(ProtocolError, match="somebody has restored it"):
         etcd.ask(Look())
 
 
@@ -334,7 +334,7 @@ def test_the_holder_bound_to_another_lease_is_not_believed() -> None:
     etcd = there.client(TOKEN, job=begun(there))
     held(etcd)
     replay(there, there.all(), "77")
-    with pytest.raises(ProtocolError, match="somebody has put it back"):
+    with pytest.raises(ProtocolError, match="somebody has restored it"):
         etcd.ask(Look())
 
 
@@ -361,7 +361,7 @@ def test_a_job_that_was_put_back_is_none_of_who_takes_part_in_a_later_one() -> N
     assert looks.announced() is not None and bound.ask(Look()) == HolderSeen(None)
     there.put(f"{P}/job", kept[f"{P}/job"].value)
     for ask in (lambda: bound.ask(Look()), bound.announced):
-        with pytest.raises(ProtocolError, match="another job has begun, or was put back"):
+        with pytest.raises(ProtocolError, match="another job has begun, or was restored"):
             ask()
     assert bound.ask(Campaign("one", WHERE, 30)) == Appended()
     assert f"{P}/lease" not in there.rows

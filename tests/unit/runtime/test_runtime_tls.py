@@ -156,16 +156,16 @@ def refusals(door: Door, tls: Tls | None, patience_s: float = PATIENCE_S) -> tup
 
 def test_a_host_with_another_token(open_door: Callable[..., Door], answerer: Tls) -> None:
     told, complaint = refusals(open_door(answerer), Tls(shown(OURS, b"u" * 32)))
-    assert "a certificate that counts for nothing here" in told
-    assert "it refused what this end shows (unknown ca)" in complaint
+    assert "its certificate is not trusted here" in told
+    assert "it refused the certificate of this end (unknown ca)" in complaint
 
 
 def test_a_certificate_of_another_ca_with_our_name(open_door: Callable[..., Door], answerer: Tls) -> None:
     """It believes the right CA, which is no secret, and shows something of its own."""
     alien = shown(OURS, b"u" * 32)
     told, complaint = refusals(open_door(answerer), Tls(replace(alien, ca=shown(OURS).ca)))
-    assert "the server does not trust this host: it refused what this end shows" in told
-    assert "it shows a certificate that counts for nothing here" in complaint
+    assert "the server does not trust this host: it refused the certificate of this end" in told
+    assert "its certificate is not trusted here" in complaint
 
 
 def test_nothing_at_all_is_shown(open_door: Callable[..., Door], answerer: Tls) -> None:
@@ -176,7 +176,7 @@ def test_nothing_at_all_is_shown(open_door: Callable[..., Door], answerer: Tls) 
 def test_the_certificate_of_another_host(open_door: Callable[..., Door], caller: Tls) -> None:
     """A worker of a third host, which has that host's certificate, sits at this one's address."""
     told, complaint = refusals(open_door(Tls(shown("127.0.0.3"))), caller)
-    assert "IP address mismatch" in told and "it refused what this end shows" in complaint
+    assert "IP address mismatch" in told and "it refused the certificate of this end" in complaint
 
 
 def test_one_that_is_over(open_door: Callable[..., Door], caller: Tls, tmp_path: Path) -> None:
@@ -329,7 +329,7 @@ def test_a_changed_record_ends_the_connection(caller: Tls, answerer: Tls) -> Non
     client.write(b"stop")
     changed = bytearray(outgoing.read())
     changed[-1] ^= 1
-    with pytest.raises(ProtocolError, match="expected what the other end has sent"):
+    with pytest.raises(ProtocolError, match="expected the bytes that the other end sent"):
         pipe.feed(bytes(changed))
 
 
@@ -352,7 +352,7 @@ def test_files_of_ones_own_take_the_place_of_the_jobs(
     door = open_door(Tls(found))
     with door.call(Tls(own_ca(OURS))) as sock:
         assert isinstance(sock, TlsSocket)
-    with pytest.raises(ProtocolError, match="counts for nothing here"):
+    with pytest.raises(ProtocolError, match="is not trusted here"):
         door.call(caller)
 
 

@@ -91,7 +91,7 @@ def test_nobody_comes() -> None:
         capture_output=True,
         text=True,
     )
-    assert "the first process of this host has not begun" in ended.stderr
+    assert "the first process of this host has not started" in ended.stderr
     assert wait_for.__doc__ is not None
 
 

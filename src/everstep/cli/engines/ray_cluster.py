@@ -99,7 +99,9 @@ def _why(error: BaseException, ray: Any) -> str:
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, getattr(ray.exceptions, "AuthenticationError", ())) or "InvalidAuthToken" in str(cause):
-            return "it wants its token: set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN_PATH (~/.ray/auth_token if not set)"
+            return (
+                "it requires a token: set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN_PATH (~/.ray/auth_token if not set)"
+            )
         cause = cause.__cause__ or cause.__context__
     return str(error).splitlines()[0]
 
@@ -164,7 +166,7 @@ class _Driver:
         parted = self._places.alone
         self._due.update(self._places.look(time.monotonic()))
         if self._places.alone and not parted:
-            self._say("not all nodes are there: the job begins with those that are, the others join as they come")
+            self._say("some nodes are missing: the job begins without them, and they join when they come")
         for number in sorted(self._due):
             if number == 0 or 0 in self._running:  # which knows where the job is
                 self._due.remove(number)
@@ -216,12 +218,12 @@ class _Driver:
         if number == 0 and code in (0, 1, 2, 3, 128 + signal.SIGINT, 128 + signal.SIGTERM):
             return code
         if number == 0 or code not in (0, 2):
-            self._say(f"what ran on host {number} ended with {code}: again")
+            self._say(f"the process of host {number} ended with {code}: again")
             self._again(number)
         return None
 
     def _lost(self, number: int) -> None:
-        self._say(f"host {number} is lost: its actor begins anew as soon as there is a node for it")
+        self._say(f"host {number} is lost: its actor starts again as soon as a node is free")
         self._give_up(number)
         self._places.lost(number)
         if number == 0:

@@ -81,7 +81,7 @@ class Remote:
             self._tries = 0
         if code in (0, 2):
             self.over = True
-            return "" if code == 0 else f"{self.name} was refused, it is left out"
+            return "" if code == 0 else f"{self.name} was refused and is left out"
         delay_s = min(MOST_AGAIN_S, FIRST_AGAIN_S * 2**self._tries)
         self._tries += 1
         self.due_s = now_s + delay_s
@@ -122,7 +122,9 @@ class SshHosts:
                     if number == 0:
                         code = ended
                         if code == _NOT_REACHED or code < 0:
-                            self._say(f"{self.hosts[0]}, the job's own host, is lost: run the same again to go on")
+                            self._say(
+                                f"{self.hosts[0]}, the job's own host, is lost: run the same command again to go on"
+                            )
                     elif words := remotes[number].ended(ended, time.monotonic()):
                         self._say(words)
             self._end_others(0.0 if code == 128 + signal.SIGTERM else _ALONE_S)

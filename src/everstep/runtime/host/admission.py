@@ -18,7 +18,7 @@ from everstep.runtime.versions import differences, task_digest, versions
 def why_not(facts: JobFacts, config: Config, joining: Joining) -> str:
     """Why this host has to stay out, in one line; "" if it need not. config: the job's."""
     if joining.task and joining.task != facts.task:
-        return f"--task: this host runs {joining.task} and nothing else, the job is to run {facts.task}"
+        return f"--task: expected a job that runs {joining.task}, got one that runs {facts.task}"
     here = {**versions(), "task file": task_digest(facts.task)}
     differing = differences(here, facts.versions)
     if differing:

@@ -221,7 +221,7 @@ class Collector:
 
 
 def _said_of_dropped(context: WorkerLog, count: int, now_ns: int) -> bytes:
-    text = f"{count} lines could not be written here: the disk was full, or away"
+    text = f"{count} lines could not be written here: the disk was full or missing"
     return context.line("warning", "everstep", text, time_ns=now_ns)
 
 

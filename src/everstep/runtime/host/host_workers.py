@@ -238,7 +238,7 @@ class Workers:
         for worker_id, running in list(self._running.items()):
             cell = running.look(lambda cell_rank, worker_id=worker_id: self._board.row(worker_id, cell_rank))  # type: ignore[misc]
             if cell is not None and cell.status is not None:
-                unseen = ", it seems: nobody saw its end, as its fork server was dead" if running.unseen else ""
+                unseen = " (presumably: its fork server was dead, so nothing saw its end)" if running.unseen else ""
                 self._died(worker_id, cell.incarnation, cell.status, vars(cell), unseen)
                 end_strays({pid for slot in self.slots for pid in slot.pids} | self._server_pids)
 
@@ -384,7 +384,7 @@ class Slot:
         while self.restarts_s and now_s - self.restarts_s[0] >= HOUR_S:
             self.restarts_s.popleft()
         if len(self.restarts_s) >= config.max_restarts:
-            most = f"{len(self.restarts_s)} restarts within an hour are all that it may have (max_restarts)"
+            most = f"{len(self.restarts_s)} restarts within an hour are the limit (max_restarts)"
             return Why(Cause.CRASH_LOOP, f"{most}, last: {why.reason}")
         self.state, self.restart_at_s = "resting", now_s + self._delay_s(now_s, config, ready, random)
         self.restarts_s.append(now_s)

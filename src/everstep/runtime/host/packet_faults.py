@@ -100,16 +100,16 @@ def lacking(means: Iterable[str]) -> str:
     if not wanted:
         return ""
     if os.geteuid() != 0:
-        return "only root can harm the links of a host"
+        return "only root can inject faults into links"
     if shutil.which("tc") is None or shutil.which("ip") is None:
-        return "ip and tc (iproute2) are needed to harm the links of a host"
+        return "faults of links need ip and tc (iproute2)"
     name = f"evt{os.getpid()}"
     try:
         _run(["ip", "link", "add", name, "type", "veth", "peer", "name", f"{name}p"])
         for mean in wanted:
             _try(mean, name)
     except ConfigError as error:
-        return f"this host cannot harm links in that way: {error}"
+        return f"this host cannot inject this fault into links: {error}"
     finally:
         subprocess.run(["ip", "link", "del", name], capture_output=True, check=False)
     return ""

@@ -442,7 +442,7 @@ class ControlSocket(asyncio.Protocol):
         if seals is None:
             return
         if self._pipe is not None and not self._pipe.shows_certificate and seals.role not in PEOPLE:
-            raise ProtocolError(f"expected a certificate of who claims the role {seals.role!r}, it showed none")
+            raise ProtocolError(f"expected a certificate from a client with the role {seals.role!r}, got none")
         self._write(reply)
         self._greeter, self._seals = None, seals
         most = MAX_ASKED_BYTES if seals.role in PEOPLE else MAX_FRAME_BYTES
@@ -484,7 +484,7 @@ async def serve(place: Post) -> None:
     server: ControlServer | None = None
 
     def accepted() -> ControlSocket:
-        check(server is not None, "nobody is listened to before the journal has been read")
+        check(server is not None, "the coordinator accepts no client before it has read the journal")
         return ControlSocket(cast(ControlServer, server))
 
     def listen(port: int) -> Coroutine[Any, Any, asyncio.Server]:
@@ -550,11 +550,11 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="everstep.runtime.lead.coordinator_main")
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--port", type=int, default=0)
-    parser.add_argument("--parent", type=int, default=0, help="die with this process, which started it")
-    parser.add_argument("--down-since", type=int, default=0, help="when the predecessor died, Unix nanoseconds")
-    parser.add_argument("--cause", default="", help="what the predecessor died of")
-    parser.add_argument("--host", default="", help="listen there, not where the config says")
-    parser.add_argument("--owner", default="", help="among those that may hold the job's lease")
+    parser.add_argument("--parent", type=int, default=0, help="exit with this process, its parent")
+    parser.add_argument("--down-since", type=int, default=0, help="time of the predecessor's death, Unix nanoseconds")
+    parser.add_argument("--cause", default="", help="cause of the predecessor's death")
+    parser.add_argument("--host", default="", help="address to listen on instead of the config's")
+    parser.add_argument("--owner", default="", help="stand by for the job's lease")
     parser.add_argument("--job", default="", help="name of the job in etcd")
     parser.add_argument("--copying-host", default="", help="name of this host, whose directory is a copy of the job's")
     parser.add_argument("--anew", action="store_true", help="take the place of a coordinator on another host")

@@ -144,7 +144,7 @@ class Etcd:
             )
         if life != self._seals.life:
             if self.job:
-                raise ProtocolError(f"{where} another job has begun, or was put back, since this one did")
+                raise ProtocolError(f"{where} another job has begun, or was restored, after this one")
             self._live(life)
         return facts
 
@@ -159,13 +159,14 @@ class Etcd:
                 *(_int(pairs[0].mod_revision), int(said["after"])),
             )
         except (KeyError, TypeError, ValueError):
-            raise ProtocolError(f"expected who holds the lease under {self.address}, found something else") from None
+            raise ProtocolError(
+                f"expected the holder of the lease under {self.address}, found something else"
+            ) from None
         known = self._seen
         follows = seen.after == known.after if seen.term == known.term else seen.after >= known.term
         if lease != _int(pairs[0].lease) or seen < known or not follows:
             raise ProtocolError(
-                f"what etcd has under {self.address.prefix}{LEASE} is older than what was seen there before: somebody "
-                "has put it back"
+                f"what etcd has under {self.address.prefix}{LEASE} is older than before: somebody has restored it"
             )
         self._seen = seen
         return Holder(owner, where, lease, seen.term)
@@ -251,8 +252,8 @@ class Etcd:
                 name, expected = _text(pair.key).removeprefix(self.address.prefix), f"{folder}{number:0{_DIGITS}d}"
                 if name != expected:
                     raise ProtocolError(
-                        f"expected {expected} of the journal under {self.address}, found {name[:80]}: what is between"
-                        " is gone, and only a new job can go on (--fresh)"
+                        f"expected {expected} of the journal under {self.address}, found {name[:80]}: the entries "
+                        "between are gone, so only a new job can start (--fresh)"
                     )
                 entries += _entries(self._opened(name, pair, rows[-1].tag if rows else b"").get("entries"))
                 if rows:
@@ -292,8 +293,8 @@ class Etcd:
                 self._chain.shortened(found.number, SNAPSHOT, found.revision)
                 return Unanswered("the journal was shortened meanwhile")
         raise ProtocolError(
-            f"entry {known.number} of the journal under {self.address} is not as this coordinator has left it:"
-            " somebody has changed or removed it"
+            f"entry {known.number} of the journal under {self.address} differs from the entry of this coordinator: "
+            "somebody has changed or removed it"
         )
 
     def _part(self, request: CompactPart) -> StoreAnswer:

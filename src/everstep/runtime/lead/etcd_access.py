@@ -90,16 +90,16 @@ def find_access(address: EtcdAddress, control: ControlConfig, environment: Mappi
     given = [*names.values(), *(f"${name}" for name in SECRETS if environment.get(name))]
     if given and not address.tls:
         why = "which would send it in the clear" if user or password else "which knows no TLS"
-        raise ConfigError(f"{given[-1]}: expected an address like {OVER_TLS}... beside it, got {address}, {why}")
+        raise ConfigError(f"{given[-1]}: expected an address like {OVER_TLS}... with it, got {address}, {why}")
     for one, other in (("cert", "key"), ("key", "cert")):
         if one in paths and other not in paths:
             raise ConfigError(
-                f"{names[one]}: expected control.etcd_{other}, or ${_FILES[other]}, beside it, got none: "
-                "a certificate and its key go together"
+                f"{names[one]}: expected control.etcd_{other}, or ${_FILES[other]}, with it, got none: a certificate "
+                "needs its key"
             )
     for one, value, other in ((USER, user, password), (PASSWORD, password, user)):
         if value and not other:
-            raise ConfigError(f"${one}: expected ${PASSWORD if one == USER else USER} beside it, got none")
+            raise ConfigError(f"${one}: expected ${PASSWORD if one == USER else USER} with it, got none")
         if len(value) > _MOST_SECRET_CHARS or not value.isprintable():
             raise ConfigError(f"${one}: expected up to {_MOST_SECRET_CHARS} printable characters, got something else")
     access = EtcdAccess(paths, names, user, password)

@@ -163,7 +163,7 @@ class Gateway:
         if self._unwelcome and not silent:
             return self._unwelcome
         if not silent:
-            return f"etcd at {','.join(self.address.members)} has no leader: look whether its members reach each other"
+            return f"etcd at {','.join(self.address.members)} has no leader: check that its members reach each other"
         words = f"etcd without a quorum: {lost} of {count} members do not answer"
         what = "; ".join(", ".join(members) + (f": {why}" if why else "") for why, members in silent.items())
         how = "start them, or name others in control.etcd"
@@ -184,9 +184,7 @@ class Gateway:
             return self._read("POST", member, path, asked, token)
         except _Stale as error:
             if not self._access.user:
-                raise Unwelcome(
-                    f"etcd at {member} has users, and was told of none: set ${USER} and ${PASSWORD}"
-                ) from None
+                raise Unwelcome(f"etcd at {member} requires a user, got none: set ${USER} and ${PASSWORD}") from None
             raise NoReply(str(error), str(error)) from None
 
     def _log_in(self, member: str, ended: str) -> str:
@@ -211,7 +209,7 @@ class Gateway:
                 for chunk in response.iter_bytes():
                     data += chunk
                     if len(data) > _MOST_BYTES:
-                        raise NoReply(f"{member} says more than {_MOST_BYTES} bytes")
+                        raise NoReply(f"{member} sends more than {_MOST_BYTES} bytes")
         except self._errors as error:
             why = self._why(error)
             self._renew()
@@ -248,11 +246,15 @@ class Gateway:
         cause: BaseException | None = error
         while cause is not None:
             if isinstance(cause, ssl.SSLCertVerificationError):
-                return f"its certificate counts for nothing here ({cause.verify_message.rstrip('.')})"
+                return f"its certificate is not trusted here ({cause.verify_message.rstrip('.')})"
             if isinstance(cause, ssl.SSLError):
                 code = (cause.reason or "").lower().replace("_", " ")
                 if "alert" in code:
-                    what = "refuses what this host shows" if shows else "wants a certificate of this host, and got none"
+                    what = (
+                        "refuses the certificate of this host"
+                        if shows
+                        else "wants a certificate of this host, and got none"
+                    )
                     return f"it {what} ({code.partition('alert ')[2]})"
                 return f"it does not speak TLS as expected ({code}): is it etcd:// there?"
             cut = cut or isinstance(cause, (ConnectionResetError, BrokenPipeError))
@@ -286,4 +288,4 @@ def _error_in(data: bytes) -> Reply:
         reply = read_reply(data, "")
         if reply.error is not None:
             return reply
-    return Reply(error=data[:200].decode(errors="replace").strip() or "an error without words")
+    return Reply(error=data[:200].decode(errors="replace").strip() or "an error without a message")

@@ -118,7 +118,7 @@ class Journal:
             _write(fd, data)
             os.fsync(fd)
             if not _is_at(self._fd, self.path, self._end) or not _is_at(fd, draft, len(data)):
-                raise FileExistsError(f"{self.path} is written by somebody else, who has taken over")
+                raise FileExistsError(f"another coordinator, which has taken over, writes {self.path}")
             _move(fd, draft, self.path)
         except OSError:
             os.close(fd)

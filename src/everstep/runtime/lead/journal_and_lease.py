@@ -278,7 +278,7 @@ class Tenure:
     async def _keep(self) -> None:
         while not self._candidate.deposed(now_ns()):
             await self._turn()
-        self._deposed("it could not prolong its lease in time")
+        self._deposed("it could not renew its lease in time")
 
     async def _turn(self) -> None:
         request = self._candidate.request(now_ns())
@@ -330,7 +330,7 @@ class InOrder:
 
 def stand_down(reason: str) -> None:
     """End this process at once: nothing that it would still say counts."""
-    say(f"everstep coordinator: it is not the one that decides any more: {reason}")
+    say(f"everstep coordinator: it no longer leads the job: {reason}")
     os._exit(DEPOSED)
 
 
@@ -400,7 +400,7 @@ async def open_journal(
     tenure = Tenure(etcd, Candidate(place.owner, mine, lease_s), seen, directory.may_lead)
 
     def deposed(reason: str) -> None:
-        warn(events, Why(Cause.LEASE, f"the coordinator on {where['host']} decides no more: {reason}"))
+        warn(events, Why(Cause.LEASE, f"the coordinator on {where['host']} no longer leads the job: {reason}"))
         stand_down(reason)
 
     def refused(reason: str) -> None:
@@ -439,7 +439,8 @@ async def make_known(path: Path, where: dict[str, Any], events: EventLog) -> Non
 async def decline(tenure: Tenure, events: EventLog, error: OSError) -> None:
     """This host has the lease, and cannot write what makes its directory the job's: others may have it, and its next
     life stands by again."""
-    text = f"this host cannot lead the job ({error.strerror or error}, {error.filename}): it lets others have the lease"
+    why = f"{error.strerror or error}, {error.filename}"
+    text = f"this host cannot lead the job ({why}): it leaves the lease to other hosts"
     warn(events, Why(Cause.DISK, text))
     await _resign(tenure, DEPOSED)
 

@@ -102,7 +102,5 @@ def clock_words(heard: HeadFacts) -> str:
     if abs(heard.ahead_s) <= CLOCK_LIMIT_S + heard.rtt_s:
         return ""
     which = "behind" if heard.ahead_s > 0 else "ahead of"
-    return (
-        f"this host's clock is {abs(heard.ahead_s):.1f} s {which} that of the job's head: training does not mind, but "
-        "events and logs of the two will not fit together; set the clocks (NTP)"
-    )
+    ahead = f"this host's clock is {abs(heard.ahead_s):.1f} s {which} that of the job's head"
+    return f"{ahead}: training is not affected, but times in events and logs will not match; set the clocks (NTP)"

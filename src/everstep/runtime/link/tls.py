@@ -358,14 +358,15 @@ class TlsPipe:
 def said(error: ssl.SSLError) -> str:
     """In words, one line."""
     if isinstance(error, ssl.SSLCertVerificationError):
-        return f"it shows a certificate that counts for nothing here: {error.verify_message.rstrip('.')}"
+        return f"its certificate is not trusted here: {error.verify_message.rstrip('.')}"
     code = error.reason or ""
     if _alerted(code):
-        return f"it refused what this end shows ({_lower(code.partition('ALERT_')[2])}): another job, or another CA?"
+        alert = _lower(code.partition("ALERT_")[2])
+        return f"it refused the certificate of this end ({alert}): another job, or another CA?"
     if code == "PEER_DID_NOT_RETURN_A_CERTIFICATE":
         return "expected a certificate, it showed none"
     if "MAC" in code or "DECRYPT" in code:
-        return "expected what the other end has sent, got something else: cut off"
+        return "expected the bytes that the other end sent, got others: cut off"
     return f"expected TLS, got something else ({_lower(code)}): is security.tls.mode the same everywhere?"
 
 

@@ -98,7 +98,7 @@ def _connected(key: str, end_s: float, signals: list[int]) -> socket.socket:
             if (found := _own_at(name)) is not None:
                 return found
         if signals or time.monotonic() > end_s:
-            raise QuorumLost("the first process of this host has not begun: its own words say why")
+            raise QuorumLost("the first process of this host has not started: its own output says why")
         time.sleep(_AGAIN_S)
 
 
