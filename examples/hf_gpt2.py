@@ -16,7 +16,7 @@ from transformers.masking_utils import create_causal_mask
 from transformers.modeling_outputs import CausalLMOutputWithCrossAttentions
 
 import everstep
-from everstep.data.text import ByteTokenizer, Chosen, Windows, standard_library
+from everstep.data.token_stream import ByteTokenizer, Chosen, Windows, standard_library
 
 CONTEXT = 64
 

@@ -10,7 +10,7 @@ from transformers import ResNetConfig, ResNetForImageClassification
 from transformers.modeling_outputs import ImageClassifierOutputWithNoAttention
 
 import everstep
-from everstep.data.digits import CLASSES, Digits
+from everstep.data.digit_images import CLASSES, Digits
 
 
 class Head(nn.Module):

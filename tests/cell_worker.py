@@ -17,7 +17,7 @@ from everstep.observe.events import EventLog
 from everstep.runtime.host.cell import Limb
 from everstep.runtime.link.address import EVENTS_FILE
 from everstep.runtime.link.context import WorkerContext
-from everstep.train.link import LaunchedLink
+from everstep.train.worker_link import LaunchedLink
 
 ENTRY = f"{__name__}:main"
 FOLLOWED = "cells"

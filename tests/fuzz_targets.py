@@ -30,7 +30,7 @@ from everstep.base.etcd_address import EtcdAddress
 from everstep.base.foreign import derived_ports, first_host, foreign_launcher
 from everstep.base.given import parse_json
 from everstep.base.plan import Member, Plan, Seat
-from everstep.chaos.account import account
+from everstep.chaos.fault_account import account
 from everstep.chaos.spec import parse as parse_chaos
 from everstep.chaos.spec import parse_now
 from everstep.checkpoint.manifest import decode as decode_manifest

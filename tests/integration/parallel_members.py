@@ -19,8 +19,8 @@ from everstep.base.plan import Member, Plan, Seat, WorkerKey
 from everstep.base.ports import Node, Tag, Transport
 from everstep.exact.layout import BLOCK_ELEMENTS, Entry, GradientLayout, UnitRange
 from everstep.parallel.group import GroupTransport
-from everstep.parallel.kinds import ControlStore
 from everstep.parallel.shared_memory import SharedMemoryTransport
+from everstep.parallel.transport_kinds import ControlStore
 from everstep.placement.tree import children, cover, fold
 from process_resources import resources
 

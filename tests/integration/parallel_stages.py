@@ -13,8 +13,8 @@ from parallel_members import LANES, FolderStore, node_sum, reference, shape
 
 from everstep.base.plan import Member, Plan, WorkerKey
 from everstep.base.ports import Hop, Tag
-from everstep.parallel.kinds import ControlStore
 from everstep.parallel.staged import StagedTransport
+from everstep.parallel.transport_kinds import ControlStore
 from everstep.placement.tree import cover
 from process_resources import resources
 

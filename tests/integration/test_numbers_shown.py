@@ -13,7 +13,7 @@ import pytest
 from everstep.cli.ledger import audit_run
 from everstep.cli.status import read_status
 from everstep.dashboard.feed import RunFeed
-from everstep.dashboard.view import head, worker_rows
+from everstep.dashboard.run_view import head, worker_rows
 from job_harness import Jobs, healed
 
 Event = dict[str, Any]

@@ -23,7 +23,7 @@ from everstep.checkpoint.object_store import ObjectOptions, ObjectStore, StoreRe
 from everstep.checkpoint.reader import newest_complete, open_checkpoint, steps_in, verify_blocks, verify_store
 from everstep.checkpoint.store import DirectoryStore
 from everstep.checkpoint.stores.s3 import open_s3
-from everstep.checkpoint.stores.table import open_store
+from everstep.checkpoint.stores.store_table import open_store
 from everstep.checkpoint.transfer import Backoff, Uploader, transfer
 from everstep.cli.job import Request, effective_config
 from everstep.cli.main import run_command

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from everstep.base.domains import Domains, ordered
 from everstep.base.pool_wish import PoolWish, make_wish
-from everstep.placement.domains import Crowd, dealt, farthest, hosts_in_order
+from everstep.placement.domain_spread import Crowd, dealt, farthest, hosts_in_order
 from everstep.placement.lanes import place
 from everstep.placement.tiers import folded
 from everstep.placement.tree import cover

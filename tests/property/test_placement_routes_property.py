@@ -5,7 +5,7 @@ from collections import Counter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from everstep.base.pipeline.table import KINDS
+from everstep.base.pipeline.schedule_table import KINDS
 from everstep.base.plan import Member, Plan, Seat
 from everstep.placement.routes import holder, ops
 from everstep.placement.schedules import PipeOp, schedule

@@ -92,7 +92,7 @@ def nothing_was_missed(world: World) -> None:
     coordinator = world.coordinator
     coordinator._decided = ()
     coordinator._decide()
-    assert coordinator.job.desk.take_effects() == []
+    assert coordinator.job.env.take_effects() == []
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])

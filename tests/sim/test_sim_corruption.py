@@ -12,8 +12,8 @@ from everstep.protocol.driver import operations as do
 from everstep.protocol.driver.records import AgreePayload
 from everstep.protocol.driver.stepper import Stepper
 from everstep.protocol.step_machine import StepMachine
+from everstep.sim.computing import Reduction
 from everstep.sim.faults import SimFault
-from everstep.sim.lanes import Reduction
 from everstep.sim.model import SimJob, by_unit, cut_anew, flipped, leaf, undisturbed, update, wrong
 from everstep.sim.scenario import DRIFT, Setup, Verdict, set_up, set_up_split, simulate
 

@@ -23,8 +23,8 @@ from everstep.protocol.lease.requests import (
     Unanswered,
 )
 from everstep.protocol.lease.writer import Writer
+from everstep.sim.lease_store import SimStore
 from everstep.sim.scenario import simulate
-from everstep.sim.store import SimStore
 from everstep.sim.world import World
 
 SEEDS = 120

@@ -13,11 +13,11 @@ import tidy_rules as rules
 
 from everstep.base import config_keys
 from everstep.base.config import describe
-from everstep.base.pipeline.table import KINDS as SCHEDULES
-from everstep.chaos.kinds import KINDS as FAULTS
-from everstep.checkpoint.stores.table import STORES
+from everstep.base.pipeline.schedule_table import KINDS as SCHEDULES
+from everstep.chaos.fault_kinds import KINDS as FAULTS
+from everstep.checkpoint.stores.store_table import STORES
 from everstep.cli.main import COMMANDS, cli
-from everstep.parallel.kinds import KINDS as TRANSPORTS
+from everstep.parallel.transport_kinds import KINDS as TRANSPORTS
 
 SOURCE = rules.SRC / rules.PACKAGE
 ROOMS = {"base/pipeline": SCHEDULES}
@@ -25,7 +25,7 @@ ROOMS = {"base/pipeline": SCHEDULES}
 
 def members(room: str) -> set[str]:
     """The files of a folder that are no table of it."""
-    return {path.stem for path in (SOURCE / room).glob("*.py")} - {"__init__", "kind", "table"}
+    return {path.stem for path in (SOURCE / room).glob("*.py")} - {"__init__", "kind", "schedule_table", "store_table"}
 
 
 @pytest.mark.parametrize("room", ROOMS)

@@ -197,6 +197,16 @@ def test_shared_names() -> None:
     assert [problem.partition(" ")[0] for problem in rules.shared_names(sources)] == ["Bee"]
 
 
+def test_files_without_name() -> None:
+    found = list(
+        rules.files_without_name(["everstep.a.x.job", "everstep.a.y.job", "everstep.a.old_desk", "everstep.cli.job"])
+    )
+    assert found == [
+        "everstep.a.old_desk: say what lies there",
+        "job: everstep.a.x.job, everstep.a.y.job have one name",
+    ]
+
+
 def test_rooms_without_name() -> None:
     assert len(list(rules.rooms_without_name(["everstep.base.utils", "everstep.order.cursor"]))) == 1
 

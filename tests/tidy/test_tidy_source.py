@@ -44,6 +44,10 @@ def test_rooms_are_named_for_what_lives_there() -> None:
     assert not list(rules.rooms_without_name(source.module for source in rules.all_sources()))
 
 
+def test_files_are_named_for_what_lies_there() -> None:
+    assert not list(rules.files_without_name(source.module for source in rules.all_sources()))
+
+
 def test_no_dead_files() -> None:
     project = tomllib.loads((rules.ROOT / "pyproject.toml").read_text())["project"]
     entries = {target.partition(":")[0] for target in project["scripts"].values()}

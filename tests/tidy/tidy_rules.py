@@ -50,12 +50,15 @@ IMPURE_CALLS = frozenset({"open", "print", "input", "breakpoint"})
 PICKLES = frozenset({"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "shelve", "marshal", "joblib"})
 PICKLING_ALLOWED = {
     "everstep.data.batch",  # samples, from a worker's own loader processes
-    "everstep.data.process",
+    "everstep.data.loader_process",
     "everstep.checkpoint.interchange_formats",  # what others read and write; torch.load with weights_only
     "everstep.checkpoint.interchange_dcp",  # an index that knows few classes
 }
 PICKLING_CALLS = frozenset({"torch.load", "torch.save"})
 ROOMS_WITHOUT_NAME = frozenset({"utils", "util", "tools", "components", "common", "helpers", "helper", "misc", "stuff"})
+FILES_WITHOUT_NAME = frozenset(
+    {"quarters", "places", "pier", "porch", "standing", "desk", "landing", "premises", "struck", "knocks"}
+)
 UNFINISHED = ("TODO", "FIXME", "XXX", "NotImplementedError")
 MAX_FUNCTION_LINES = 70
 MAX_FILE_LINES = 600
@@ -90,7 +93,7 @@ CALLED_BY_OTHERS = frozenset(  # by enum, ctypes, pickle, torch, io, asyncio, uv
 )
 READ_AS_THEY_ARE = frozenset(  # the kernel's files, our own, and the user's data
     {"everstep.runtime.process", "everstep.runtime.host.collector", "everstep.report.style", "everstep.dashboard.app"}
-    | {"everstep.data.text"}
+    | {"everstep.data.token_stream"}
 )
 PUBLIC = frozenset(  # what users name, and nothing here does
     {"barrier"} | {f"ResNet{depth}{kind}" for depth in (34, 50, 101, 152) for kind in ("Digits", "Folder")}
@@ -283,7 +286,7 @@ WRITES_ELSEWHERE = {
     "everstep.checkpoint.keys": "a key, where a user says",
     "everstep.checkpoint.interchange_formats": "exports, where a user says",
     "everstep.cli.report": "a page, where a user says",
-    "everstep.data.text": "a cache of tokens beside a data set",
+    "everstep.data.token_stream": "a cache of tokens beside a data set",
     "everstep.report.traces": "a draft that `drafted` made",
     "everstep.train.profiling": "a draft that `drafted` made",
     "everstep.train.final": "a draft that `drafted` made",
@@ -377,6 +380,22 @@ def rooms_without_name(modules: Iterable[str]) -> Iterator[str]:
         for part in module.split("."):
             if part in ROOMS_WITHOUT_NAME:
                 yield f"{module}: {part!r} says nothing about what lives there"
+
+
+def files_without_name(modules: Iterable[str]) -> Iterator[str]:
+    """Files called by a picture instead of their content, and files of one name in two rooms (of `cli` none: there
+    files are called like their commands)."""
+    places: dict[str, list[str]] = {}
+    known = set(modules)
+    for module in sorted(known - {module.rpartition(".")[0] for module in known}):
+        name = module.rpartition(".")[2]
+        if set(name.split("_")) & FILES_WITHOUT_NAME:
+            yield f"{module}: say what lies there"
+        if not module.startswith(f"{PACKAGE}.cli.") and module.count(".") > 1:
+            places.setdefault(name, []).append(module)
+    for name, found in sorted(places.items()):
+        if len(found) > 1:
+            yield f"{name}: {', '.join(sorted(found))} have one name"
 
 
 def unfinished(source: Source) -> Iterator[str]:

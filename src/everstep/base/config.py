@@ -18,7 +18,7 @@ from everstep.base.config_keys import NO_MPI
 from everstep.base.config_keys import Config as Config
 from everstep.base.doors import check_private, is_loopback, parse_ports
 from everstep.base.errors import ConfigError
-from everstep.base.pipeline.table import check_possible
+from everstep.base.pipeline.schedule_table import check_possible
 from everstep.base.pool_wish import PoolWish, even_homes, make_wish, parse_cut
 from everstep.base.stage_map import StageMap, devices_of, parse_map
 

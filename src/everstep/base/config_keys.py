@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from everstep.base.config_fields import key
-from everstep.base.pipeline.table import KINDS
+from everstep.base.pipeline.schedule_table import KINDS
 
 BUCKETS = ("s3", "gs")
 """Schemes of object stores' URLs."""

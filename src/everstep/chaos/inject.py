@@ -19,7 +19,7 @@ from everstep.base.cause import Cause
 from everstep.base.given import parse_json
 from everstep.base.plan import Plan, WorkerKey
 from everstep.chaos.fault import COMPUTE_PHASES, Fault
-from everstep.chaos.kinds import KINDS, Blow, Lasting, OnCut
+from everstep.chaos.fault_kinds import KINDS, Blow, Lasting, OnCut
 from everstep.chaos.spec import AnyFault, RandomFaults, choose, parse_now
 from everstep.runtime.files.claim_files import claim
 from everstep.runtime.link.address import EVENTS_FILE

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from everstep.base.errors import ConfigError, did_you_mean
 from everstep.base.strikes import Strike
 from everstep.chaos.fault import COMPUTE_PHASES, PHASES, Fault, Target, parse_target
-from everstep.chaos.kinds import KINDS, FaultKind
+from everstep.chaos.fault_kinds import KINDS, FaultKind
 from everstep.observe.events import KINDS as EVENT_KINDS
 
 DRAWN = tuple(kind.name for kind in KINDS.values() if kind.drawn)

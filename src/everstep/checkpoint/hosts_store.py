@@ -21,7 +21,7 @@ from everstep.checkpoint.host_files import BUSY, CHUNK_BYTES, KIND, Call, result
 from everstep.checkpoint.manifest import PartFile
 from everstep.checkpoint.names import is_part
 from everstep.checkpoint.store import BytesLike, DirectoryStore
-from everstep.placement.domains import Crowd
+from everstep.placement.domain_spread import Crowd
 from everstep.runtime.link.peer import PeerConnection
 
 log = logging.getLogger(__name__)

@@ -24,9 +24,9 @@ from everstep.base.errors import (
     StoreError,
     cause_of,
 )
-from everstep.checkpoint.assembly import Assembly, assemble
 from everstep.checkpoint.hosts_store import HostsStore
 from everstep.checkpoint.manifest import JobIdentity, Manifest
+from everstep.checkpoint.manifest_assembly import Assembly, assemble
 from everstep.checkpoint.names import manifest_name
 from everstep.checkpoint.part import Base, LiveState, PartJob, PartReport, PartWriter
 from everstep.checkpoint.pointers import MOST_BYTES

@@ -32,7 +32,7 @@ from everstep.checkpoint.pointers import read_sealed
 from everstep.checkpoint.reader import checked_bytes, open_checkpoint, read_manifest, set_aside_after, steps_in
 from everstep.checkpoint.retention import Shelf
 from everstep.checkpoint.store import BlobStore, BytesLike
-from everstep.checkpoint.stores.table import open_store
+from everstep.checkpoint.stores.store_table import open_store
 from everstep.exact.image import BLOCK_BYTES
 from everstep.exact.topology import same_state
 

@@ -14,7 +14,7 @@ from everstep.base.errors import CheckpointCorrupt
 from everstep.base.extents import WHOLE, Extents
 from everstep.exact.digest import digest_bytes
 from everstep.exact.image import BLOCK_BYTES, entries_of, sizes_of
-from everstep.protocol.moving.retention import Retention, SnapshotKey
+from everstep.protocol.moving.memory_retention import Retention, SnapshotKey
 
 
 class Kept(Protocol):

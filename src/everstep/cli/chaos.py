@@ -23,8 +23,8 @@ from everstep.base.config import parse_set
 from everstep.base.errors import ConfigError, EverstepError, JobFailed
 from everstep.base.given import read_json
 from everstep.base.leaving import before_leaving
-from everstep.chaos.account import FaultAccount, account, missing
-from everstep.chaos.kinds import KINDS
+from everstep.chaos.fault_account import FaultAccount, account, missing
+from everstep.chaos.fault_kinds import KINDS
 from everstep.chaos.scenarios import SCENARIOS, TASK, TINY, Scenario, named
 from everstep.chaos.spec import parse, parse_now
 from everstep.cli.ledger import audit_run

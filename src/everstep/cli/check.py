@@ -114,7 +114,7 @@ def _train(text: str, link: LifeLink) -> None:
     """In a life: the task, as a worker has it."""
     import sys
 
-    from everstep.train.assembly import assemble_task
+    from everstep.train.job_parts import assemble_task
     from everstep.train.rehearsal import WatchedLoop
     from everstep.train.trainer import train
 

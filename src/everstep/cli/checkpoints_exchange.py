@@ -25,7 +25,7 @@ from everstep.checkpoint.object_store import ObjectOptions
 from everstep.checkpoint.pointers import read_pins, read_pointer
 from everstep.checkpoint.reader import Checkpoint, open_checkpoint, steps_in
 from everstep.checkpoint.store import BlobStore, DirectoryStore
-from everstep.checkpoint.stores.table import open_store
+from everstep.checkpoint.stores.store_table import open_store
 from everstep.cli.job import read_job
 from everstep.cli.signed import require_signature, transfer_signed, vouched
 from everstep.cli.terminal import console

@@ -240,7 +240,7 @@ def ask_object_store(rule: CheckpointConfig) -> str:
     if not rule.enabled or rule.object.url is None:
         return ""
     from everstep.checkpoint.object_store import ObjectOptions, ObjectStore, StoreRefused
-    from everstep.checkpoint.stores.table import open_store
+    from everstep.checkpoint.stores.store_table import open_store
 
     where = ObjectOptions(
         rule.object.endpoint, rule.object.region, request_timeout_s=_ASK_S, connect_timeout_s=_ASK_S, retries=0

@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from everstep.base.pipeline.table import KINDS
+from everstep.base.pipeline.schedule_table import KINDS
 from everstep.cli.terminal import raw
 from everstep.placement.schedules import (
     Op,

@@ -15,7 +15,7 @@ from everstep.base.leaving import before_leaving
 from everstep.cli.seconds import Seconds
 from everstep.cli.terminal import LEVEL_STYLES, SilentKeys, console
 from everstep.dashboard.feed import RunFeed
-from everstep.dashboard.view import WorkerRow, head, worker_rows
+from everstep.dashboard.run_view import WorkerRow, head, worker_rows
 from everstep.report.headline import Headline
 from everstep.report.words import size_text, time_text
 

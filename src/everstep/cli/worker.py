@@ -21,8 +21,8 @@ from everstep.runtime.link.interfaces import bind_collectives
 from everstep.runtime.link.listening import keep_within
 
 if TYPE_CHECKING:
-    from everstep.train.link import LaunchedLink
     from everstep.train.task import Task
+    from everstep.train.worker_link import LaunchedLink
 
 ENTRY = f"{__name__}:main"
 FILES = "everstep.checkpoint.host_files:HostFiles"

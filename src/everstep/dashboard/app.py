@@ -41,7 +41,7 @@ from everstep.dashboard.guard import (
     checked_token,
     kept_token,
 )
-from everstep.dashboard.view import PageCursor, now_ms, patch
+from everstep.dashboard.run_view import PageCursor, now_ms, patch
 from everstep.report.history import History
 from everstep.report.prometheus import device_families, expose, families
 from everstep.report.words import as_dict, number

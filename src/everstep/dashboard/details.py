@@ -16,7 +16,7 @@ from everstep.base.given import read_given
 from everstep.report.excerpt import around, newest
 from everstep.report.logfiles import LogLine
 from everstep.report.pulled import pull_logs
-from everstep.report.told import Line
+from everstep.report.told_facts import Line
 from everstep.report.words import one_line
 from everstep.runtime.link.address import PROFILES_FOLDER
 

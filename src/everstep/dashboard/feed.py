@@ -22,7 +22,7 @@ from everstep.protocol.roles import INJECT, OPERATE
 from everstep.report.history import History
 from everstep.report.logfiles import LogFiles
 from everstep.report.notes import checked_notes, read_notes, write_notes
-from everstep.report.told import Line
+from everstep.report.told_facts import Line
 from everstep.runtime import commands
 
 Audit = Callable[[Path], dict[str, Any]]

@@ -17,7 +17,7 @@ from everstep.base.config_keys import LoaderConfig
 from everstep.base.errors import TaskError
 from everstep.base.readable import readable
 from everstep.data.batch import aligned, pinned
-from everstep.data.process import Failure, LoaderDied, LoaderProcess
+from everstep.data.loader_process import Failure, LoaderDied, LoaderProcess
 from everstep.exact.seeding import derive, preserve_rng, sample_seed, seed_all
 from everstep.order.cursor import Order, SampleId
 

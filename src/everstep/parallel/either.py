@@ -19,7 +19,7 @@ from everstep.parallel.channel import GroupChannel, SharedMemoryChannel
 from everstep.parallel.group import GroupTransport
 from everstep.parallel.reduction import Flats
 from everstep.parallel.shared_memory import NodeSlots, SharedMemoryTransport
-from everstep.parallel.tiers import TieredTransport
+from everstep.parallel.two_tiers import TieredTransport
 
 
 class NodeFlats(Flats):

@@ -22,7 +22,7 @@ from everstep.base.ports import Channel, Node, OnFinal, OnTick, Reduced, Tag, Tr
 from everstep.exact.layout import GradientLayout
 from everstep.parallel.fence import Fence
 from everstep.parallel.group import Reaper
-from everstep.parallel.kinds import KINDS, Site
+from everstep.parallel.transport_kinds import KINDS, Site
 from everstep.runtime.link.tls import Tls
 
 _OPEN = "open"

@@ -26,7 +26,7 @@ from typing import NamedTuple
 from everstep.base.errors import ConfigError, InvariantViolation, check
 from everstep.base.plan import Seat
 from everstep.base.pool_wish import PoolWish, even_homes
-from everstep.placement.domains import Crowd, DomainsOf, dealt, hosts_in_order
+from everstep.placement.domain_spread import Crowd, DomainsOf, dealt, hosts_in_order
 from everstep.placement.tree import run_nodes
 
 Pools = list[list[int]]

@@ -27,7 +27,7 @@ from itertools import pairwise
 
 from everstep.base.errors import check
 from everstep.base.pipeline.kind import Shape
-from everstep.base.pipeline.table import KINDS
+from everstep.base.pipeline.schedule_table import KINDS
 from everstep.base.plan import Plan, Seat
 from everstep.placement.schedules import PipeOp, order, with_recompute
 

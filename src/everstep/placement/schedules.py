@@ -25,7 +25,7 @@ from typing import Literal, NamedTuple, TypeAlias, TypeVar
 
 from everstep.base.errors import ConfigError, check, did_you_mean
 from everstep.base.pipeline.kind import ScheduleKind, Shape
-from everstep.base.pipeline.table import KINDS, check_possible
+from everstep.base.pipeline.schedule_table import KINDS, check_possible
 
 OpKind: TypeAlias = Literal["forward", "backward", "recompute"]
 

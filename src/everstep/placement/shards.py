@@ -17,7 +17,7 @@ from itertools import pairwise
 from everstep.base.errors import check
 from everstep.base.extents import NONE, WHOLE, Extents, Runs, Sizes
 from everstep.base.plan import Plan
-from everstep.placement.domains import Crowd, DomainsOf, hosts_in_order
+from everstep.placement.domain_spread import Crowd, DomainsOf, hosts_in_order
 
 
 def divided(of: Sizes, held: Mapping[int, Extents]) -> dict[int, Runs]:

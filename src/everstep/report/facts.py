@@ -12,13 +12,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from everstep.base.cause import Cause
-from everstep.report.account import Stretch, TimeAccount
 from everstep.report.incidents import Incidents
 from everstep.report.pace import Pace
 from everstep.report.recovery import RecoveryFact, recovery_of
 from everstep.report.seats import seats_of
 from everstep.report.series import POINTS, Series
-from everstep.report.told import CheckpointFact, Generation, Line, Mark, Span, Strange, Trouble, WorkerFact
+from everstep.report.told_facts import CheckpointFact, Generation, Line, Mark, Span, Strange, Trouble, WorkerFact
+from everstep.report.wall_time import Stretch, TimeAccount
 from everstep.report.words import (
     Event,
     cause,

@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
-from everstep.report.account import PHASES
 from everstep.report.facts import Facts
 from everstep.report.history import History
 from everstep.report.style import COLOURS, STATES
 from everstep.report.svg import Bar, Curve, Upright, columns_chart, line_chart, rows_chart, stacked_bar
-from everstep.report.told import Mark, Span
+from everstep.report.told_facts import Mark, Span
 from everstep.report.usage import PHASES as PHASES_OF_WORK
+from everstep.report.wall_time import PHASES
 from everstep.report.words import time_text
 
 _MOST_ROWS = 64

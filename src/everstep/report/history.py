@@ -19,12 +19,12 @@ from everstep.base.errors import ConfigError
 from everstep.base.given import read_json
 from everstep.checkpoint.names import manifest_name, step_of
 from everstep.observe.events import KINDS
-from everstep.report.account import goodput
 from everstep.report.facts import Facts
 from everstep.report.headline import Headline, Now, headline
 from everstep.report.tail import Folder, Tail, free_bytes, object_of
 from everstep.report.tally import Tally
 from everstep.report.usage import Usage
+from everstep.report.wall_time import goodput
 from everstep.report.words import Event, as_dict, known, number, one_line, whole_number
 from everstep.runtime.files.host_directory import checkpoints_in
 from everstep.runtime.files.run_lock import is_locked

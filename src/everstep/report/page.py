@@ -14,13 +14,13 @@ from typing import Any
 
 from everstep.base.digests import version_of
 from everstep.report import figures
-from everstep.report.account import goodput
 from everstep.report.history import History
 from everstep.report.logfiles import LogFiles
-from everstep.report.settings import shown_settings
+from everstep.report.shown_settings import shown_settings
 from everstep.report.style import PAGE_CSS
 from everstep.report.svg import escape
-from everstep.report.told import CheckpointFact
+from everstep.report.told_facts import CheckpointFact
+from everstep.report.wall_time import goodput
 from everstep.report.words import as_dict, number, one_line, size_text, time_text, whole_number
 
 _MOST_ROWS = 60

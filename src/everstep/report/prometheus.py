@@ -19,7 +19,7 @@ from prometheus_client.registry import Collector
 
 from everstep.report.history import History
 from everstep.report.tally import TOTAL, Histogram
-from everstep.report.told import WorkerFact
+from everstep.report.told_facts import WorkerFact
 from everstep.report.usage import Newest
 from everstep.report.words import as_dict, number, one_line, whole_number
 from everstep.runtime.host.board import OPERATIONS

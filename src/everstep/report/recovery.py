@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from everstep.base.cause import Cause
-from everstep.report.account import Stretch, recovery_phases
+from everstep.report.wall_time import Stretch, recovery_phases
 from everstep.report.words import Event, as_dict, cause, known, number, one_line, whole_number
 
 

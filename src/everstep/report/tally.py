@@ -10,7 +10,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 
 from everstep.base.cause import Cause
-from everstep.report.account import PHASES
+from everstep.report.wall_time import PHASES
 from everstep.report.words import Event, cause, checkpoint_result, number, whole_number
 
 TOTAL = "total"

@@ -25,7 +25,7 @@ from everstep.base.given import read_json
 from everstep.base.readable import readable
 from everstep.base.strikes import Strike
 from everstep.observe.events import EventLog
-from everstep.protocol.coordinator.commands import MOST_ASKED
+from everstep.protocol.coordinator.user_commands import MOST_ASKED
 from everstep.protocol.messages import (
     AgentCount,
     AgentNotice,

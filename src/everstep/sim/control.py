@@ -34,7 +34,7 @@ from everstep.protocol.telling import parts_of
 from everstep.sim.checks import require
 from everstep.sim.life import Life, SimSite
 from everstep.sim.mesh import SimControlClient
-from everstep.sim.worker import SimWorker
+from everstep.sim.sim_worker import SimWorker
 from everstep.sim.world import MS, Process, SimConnection, World, connect
 
 CONTROL_HOST = "control"

@@ -17,7 +17,7 @@ from everstep.base.plan import Plan
 from everstep.protocol.driver import operations as do
 from everstep.protocol.driver.operations import AbandonSave, Save, SaveEnded
 from everstep.protocol.moving import giver
-from everstep.protocol.moving.retention import Retention, SnapshotKey
+from everstep.protocol.moving.memory_retention import Retention, SnapshotKey
 from everstep.protocol.step_types import Record
 from everstep.sim.life import Life, SimCopy, nothing
 from everstep.sim.mesh import Mesh

@@ -5,7 +5,7 @@ from __future__ import annotations
 from random import Random
 
 from everstep.sim.faults import SimFault, SimInjector
-from everstep.sim.worker import SimWorker
+from everstep.sim.sim_worker import SimWorker
 
 _OFTEN = 0.3
 

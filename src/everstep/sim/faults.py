@@ -17,7 +17,7 @@ from everstep.protocol import messages as wire
 from everstep.protocol.driver import operations as do
 from everstep.sim.control import CONTROL_HOST, Control
 from everstep.sim.model import PLANES
-from everstep.sim.worker import SimWorker
+from everstep.sim.sim_worker import SimWorker
 from everstep.sim.world import MS, SECOND
 
 PHASES = ("settling", "fetching", "heal", "computing", "reducing", "agreeing", "updating", "gathering")

@@ -12,10 +12,10 @@ from everstep.protocol.driver import operations as do
 from everstep.protocol.moving import taker as moving
 from everstep.protocol.moving.taker import TakeOrder, orders
 from everstep.protocol.step_types import Record
+from everstep.sim.block_taking import SimTaking
 from everstep.sim.copying import Memory
 from everstep.sim.life import Life, SimCopy
 from everstep.sim.model import NOTHING, Blocks, SimGradient, merged, update, without
-from everstep.sim.taking import SimTaking
 from everstep.sim.world import MS, SimConnection
 
 

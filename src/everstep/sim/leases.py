@@ -17,8 +17,8 @@ from everstep.protocol.lease.requests import Depose, Load, Loaded, StoreAnswer
 from everstep.protocol.lease.writer import Writer
 from everstep.sim.control import CONTROL_HOST, Control, SimCoordinator
 from everstep.sim.faults import SimFault, SimInjector, draw_one
-from everstep.sim.store import STORE_HOST, SimStore
-from everstep.sim.worker import SimWorker
+from everstep.sim.lease_store import STORE_HOST, SimStore
+from everstep.sim.sim_worker import SimWorker
 from everstep.sim.world import MS, SECOND, World
 
 TTL_S = 1

@@ -50,9 +50,9 @@ from everstep.sim.faults import KNOWN as FAULTS
 from everstep.sim.leases import LEASE_FAULTS, LeasedControl, draw_leases
 from everstep.sim.life import Disk, Life, SimSite
 from everstep.sim.model import SimJob, wrong
+from everstep.sim.sim_worker import KNOWN as WAYS
+from everstep.sim.sim_worker import METRIC
 from everstep.sim.starving import STARVING_FAULTS, SimLauncher, draw_starved
-from everstep.sim.worker import KNOWN as WAYS
-from everstep.sim.worker import METRIC
 from everstep.sim.world import MS, SECOND, SimConnection, World
 
 SeedKind = Literal["", "split", "leased"]

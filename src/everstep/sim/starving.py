@@ -13,7 +13,7 @@ from everstep.protocol.patience import PING_S, Figures, Patience
 from everstep.sim.checks import require
 from everstep.sim.control import Control
 from everstep.sim.faults import SimFault, SimInjector, draw_one
-from everstep.sim.worker import SimWorker
+from everstep.sim.sim_worker import SimWorker
 from everstep.sim.world import MS, SECOND, Process
 
 SILENT_S = 1.0

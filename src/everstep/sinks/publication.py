@@ -22,10 +22,10 @@ import msgspec
 from everstep.base.below import folder_of, write_atomically
 from everstep.base.config_keys import NOTICES
 from everstep.base.given import read_given
-from everstep.report.account import goodput
 from everstep.report.history import History
-from everstep.report.settings import shown_settings
+from everstep.report.shown_settings import shown_settings
 from everstep.report.usage import Newest
+from everstep.report.wall_time import goodput
 from everstep.report.words import Event, as_dict, number, one_line, sentence, whole_number
 from everstep.runtime.files.run_lock import sole_holder
 from everstep.sinks.sink import Sink, SinkFailed, SinkJob

@@ -35,7 +35,7 @@ from everstep.protocol.driver.records import decode_records, encode
 from everstep.protocol.moving import giver
 from everstep.protocol.step_types import Key, Record
 from everstep.runtime.link.peer import PeerConnection
-from everstep.train.link import WorkerLink
+from everstep.train.worker_link import WorkerLink
 
 log = logging.getLogger(__name__)
 

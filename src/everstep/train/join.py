@@ -25,8 +25,7 @@ from everstep.protocol import messages as wire
 from everstep.runtime.files.private import close_run_dir, refuse_foreign, write_privately
 from everstep.runtime.link.address import DATASET_FILE
 from everstep.train.adopted import become_job
-from everstep.train.assembly import assemble
-from everstep.train.link import LaunchedLink, LoneLink, WorkerLink
+from everstep.train.job_parts import assemble
 from everstep.train.loop_values import LoopValues
 from everstep.train.precision import prepare_torch
 from everstep.train.published import Publisher
@@ -37,6 +36,7 @@ from everstep.train.run import Run
 from everstep.train.stage import Parts
 from everstep.train.unpassed import unpassed_scheduler
 from everstep.train.unsupported import refuse_group, refuse_unmade, refuse_unsupported
+from everstep.train.worker_link import LaunchedLink, LoneLink, WorkerLink
 
 _launched: LaunchedLink | LifeLink | None = None
 _called = False

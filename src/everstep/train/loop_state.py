@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from everstep.exact.settings import Moment
-from everstep.exact.standing import StandingTensors
+from everstep.exact.unchanged import StandingTensors
 from everstep.train.heal import StateCopy, pack_state, unpack_state, with_entry
 from everstep.train.loop_survey import LoopSurvey
 from everstep.train.view import Stages

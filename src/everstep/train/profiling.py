@@ -23,7 +23,7 @@ import torch
 from everstep.base.below import drafted, folder_of, placed
 from everstep.protocol import messages as wire
 from everstep.runtime.link.address import PROFILES_FOLDER, TRACE_KEY
-from everstep.train.link import WorkerLink
+from everstep.train.worker_link import WorkerLink
 
 log = logging.getLogger(__name__)
 

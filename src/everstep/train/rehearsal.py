@@ -34,13 +34,13 @@ from everstep.runtime.link.address import CHECKPOINTS_DIR
 from everstep.runtime.process import close_descriptors, die_with_parent, why_ended
 from everstep.train.carried_names import Read, Trained, is_run, read_loop
 from everstep.train.importing import import_from_script
-from everstep.train.link import Deliver, Hello, LoneLink
 from everstep.train.loop_values import held
-from everstep.train.places import Places
+from everstep.train.name_origins import Places
 from everstep.train.reachable import Carried, Fact, Survey, loop_frames, variables
 from everstep.train.restarts import TRAINING, Finding, differing, findings, read_in_code, unpassed, with_code
 from everstep.train.task import where
 from everstep.train.view import WorkerView
+from everstep.train.worker_link import Deliver, Hello, LoneLink
 
 STEPS, LIMIT_S = 3, 120.0
 IN_REHEARSAL = "EVERSTEP_REHEARSAL"

@@ -26,10 +26,10 @@ from everstep.base.readable import readable
 from everstep.runtime.host.fork_server import redirect_output
 from everstep.runtime.link.address import JOB_FILE
 from everstep.runtime.process import close_descriptors, die_with_parent, own_command, pinned_environment
-from everstep.train.link import LaunchedLink
 from everstep.train.reachable import of_user
 from everstep.train.rehearsal import IN_REHEARSAL, LIMIT_S, LifeLink, Rehearsal, Rehearsed, run_script
 from everstep.train.script_files import files_of
+from everstep.train.worker_link import LaunchedLink
 
 PROCESS = "everstep.train.rehearsal_process"
 _REMEMBERED, _FOLDER, _VERDICT = "rehearsed.json", "rehearsal", "verdict.json"

@@ -39,10 +39,10 @@ from everstep.runtime.files.host_directory import checkpoints_in
 from everstep.runtime.link.peer import PeerConnection
 from everstep.train.elastic import AnyOrder
 from everstep.train.executor import Unusable
-from everstep.train.link import WorkerLink
 from everstep.train.loop_state import LoopState
 from everstep.train.loop_survey import LoopSurvey
 from everstep.train.view import WorkerView
+from everstep.train.worker_link import WorkerLink
 
 log = logging.getLogger(__name__)
 

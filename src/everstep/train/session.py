@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from everstep.base.config import inexact
-from everstep.parallel.kinds import KINDS, ControlStore
 from everstep.parallel.staged import StagedTransport
+from everstep.parallel.transport_kinds import KINDS, ControlStore
 from everstep.placement.probes import ProbeRule
 from everstep.protocol.driver import operations as do
 from everstep.protocol.driver.driver import Driver, DriverConfig
@@ -23,19 +23,19 @@ from everstep.runtime.process import machine
 from everstep.train.elastic import AnyOrder
 from everstep.train.executor import Cutter, Executor
 from everstep.train.final import Finisher
+from everstep.train.generation_ties import GenerationTies, Rendezvous
 from everstep.train.heal import Donor
 from everstep.train.keeping import SnapshotKeeper
 from everstep.train.kernels import kernels_of
-from everstep.train.lanes import Lanes
-from everstep.train.link import WorkerLink
 from everstep.train.loop_state import LoopState
-from everstep.train.membership import GenerationTies, Rendezvous
 from everstep.train.profiling import WorkerProfiling
 from everstep.train.published import Publisher
 from everstep.train.saving import LastCheckpoint, PartSaver, Restorer, Whole, saving_of
+from everstep.train.step_lanes import Lanes
 from everstep.train.transfers import Transfers
 from everstep.train.updates import Updates
 from everstep.train.view import Stages, WorkerView
+from everstep.train.worker_link import WorkerLink
 
 
 class Session:

@@ -17,9 +17,9 @@ from everstep.protocol.driver.driver import Driver
 from everstep.protocol.identity import Kernels
 from everstep.train.elastic import AnyOrder
 from everstep.train.executor import Cutter
-from everstep.train.link import WorkerLink
 from everstep.train.published import Publisher
 from everstep.train.replica import StageReplica
+from everstep.train.worker_link import WorkerLink
 
 
 class Stages(Mapping[int, StageReplica]):

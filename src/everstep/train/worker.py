@@ -29,14 +29,14 @@ from everstep.base.errors import (
 from everstep.protocol import messages as wire
 from everstep.runtime.link.context import WorkerContext
 from everstep.train import join
-from everstep.train.assembly import assemble_task
 from everstep.train.console import LeaderConsole
 from everstep.train.importing import import_from_script
-from everstep.train.link import Faults, LaunchedLink
+from everstep.train.job_parts import assemble_task
 from everstep.train.published import Publisher
 from everstep.train.rehearsing import beside_worker
 from everstep.train.task import Task, where
 from everstep.train.trainer import train
+from everstep.train.worker_link import Faults, LaunchedLink
 
 log = logging.getLogger(__name__)
 

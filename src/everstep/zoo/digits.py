@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 
-from everstep.data.digits import CLASSES, SIZE, Digits
+from everstep.data.digit_images import CLASSES, SIZE, Digits
 from everstep.zoo.recipe import Classifier, ResNetClassifier, total_steps, warmup_cosine
 from everstep.zoo.resnet import ResNet
 

@@ -13,7 +13,15 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 
 from everstep.base.errors import ConfigError
-from everstep.data.text import ByteTokenizer, Chosen, Tokenizer, Windows, byte_pairs, read_text, standard_library
+from everstep.data.token_stream import (
+    ByteTokenizer,
+    Chosen,
+    Tokenizer,
+    Windows,
+    byte_pairs,
+    read_text,
+    standard_library,
+)
 from everstep.zoo.recipe import ReadyTask, classification_metrics, decay_groups, total_steps, warmup_cosine
 from everstep.zoo.transformer import Transformer, TransformerConfig
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from everstep.base.readable import readable
-from everstep.data.process import LoaderProcess
+from everstep.data.loader_process import LoaderProcess
 from everstep.runtime.link.handshake import Seals
 from everstep.runtime.link.peer import PeerConnection
 

@@ -8,7 +8,7 @@ import pytest
 
 from everstep.base.cause import Cause
 from everstep.base.errors import ConfigError
-from everstep.chaos.account import account, missing
+from everstep.chaos.fault_account import account, missing
 from everstep.chaos.scenarios import SCENARIOS, Scenario, named
 from everstep.chaos.spec import parse
 

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from everstep.base.plan import Member, Plan, Seat, WorkerKey
+from everstep.chaos.fault_kinds import ChaosError
 from everstep.chaos.inject import Injector
-from everstep.chaos.kinds import ChaosError
 from everstep.chaos.spec import parse
 
 

@@ -11,7 +11,7 @@ from everstep.base.cause import Cause
 from everstep.base.errors import ConfigError
 from everstep.base.plan import Member, Plan, Seat, WorkerKey
 from everstep.base.strikes import Strike
-from everstep.chaos.account import account
+from everstep.chaos.fault_account import account
 from everstep.chaos.inject import Injector
 from everstep.chaos.spec import parse, parse_now, strikes_of
 from everstep.protocol.messages import StrikeNow

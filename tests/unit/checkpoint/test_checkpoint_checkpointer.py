@@ -19,8 +19,8 @@ from everstep.base.cause import Cause, Why
 from everstep.base.config_keys import CheckpointConfig
 from everstep.base.errors import CheckpointCorrupt, ConfigError
 from everstep.base.plan import Member, Plan, Rank, Seat
-from everstep.checkpoint.assembly import Assembly
 from everstep.checkpoint.checkpointer import Checkpointer
+from everstep.checkpoint.manifest_assembly import Assembly
 from everstep.checkpoint.manifest_writer import Extent, WriteOutcome
 from everstep.checkpoint.part import Base, LiveState, PartJob, PartReport, PartWriter, check_of
 from everstep.checkpoint.reader import open_checkpoint, steps_in

@@ -22,7 +22,7 @@ from everstep.checkpoint.pointers import read_pins, read_pointer, seal, write_pi
 from everstep.checkpoint.reader import newest_complete, open_checkpoint, steps_in, verify_blocks, verify_store
 from everstep.checkpoint.retention import Shelf
 from everstep.checkpoint.store import DirectoryStore
-from everstep.checkpoint.stores.table import open_store
+from everstep.checkpoint.stores.store_table import open_store
 from everstep.exact.image import BLOCK_BYTES
 from everstep.protocol.identity import Kernels
 

@@ -16,7 +16,7 @@ from everstep.checkpoint.object_store import ObjectOptions, StoreRefused
 from everstep.checkpoint.reader import newest_complete, steps_in, verify_blocks
 from everstep.checkpoint.store import DirectoryStore
 from everstep.checkpoint.stores.gs import open_gs
-from everstep.checkpoint.stores.table import open_store
+from everstep.checkpoint.stores.store_table import open_store
 from everstep.checkpoint.transfer import open_object_tier, transfer
 from exchange_cases import write_step
 from foreign_checkpoints import ESCAPE

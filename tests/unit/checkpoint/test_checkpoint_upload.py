@@ -20,7 +20,7 @@ from everstep.checkpoint.pointers import read_pointer, write_pins
 from everstep.checkpoint.reader import newest_complete, open_checkpoint, set_aside_after, steps_in, verify_blocks
 from everstep.checkpoint.store import BytesLike, DirectoryStore
 from everstep.checkpoint.stores.s3 import open_s3
-from everstep.checkpoint.stores.table import open_store
+from everstep.checkpoint.stores.store_table import open_store
 from everstep.checkpoint.transfer import (
     Backoff,
     TransferStopped,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 
-from everstep.cli.engines.ray_places import GATHER_S, RayBundle, RayPlaces
+from everstep.cli.engines.ray_placement import GATHER_S, RayBundle, RayPlaces
 
 
 class Cluster:

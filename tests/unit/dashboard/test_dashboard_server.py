@@ -23,7 +23,7 @@ from everstep.dashboard.app import make_app, make_metrics_app  # noqa: E402
 from everstep.dashboard.catalog import Catalog, holds_runs  # noqa: E402
 from everstep.dashboard.feed import Feeds, RunFeed  # noqa: E402
 from everstep.dashboard.guard import checked_token, kept_token  # noqa: E402
-from everstep.dashboard.view import PageCursor, patch  # noqa: E402
+from everstep.dashboard.run_view import PageCursor, patch  # noqa: E402
 from everstep.observe.events import format_event  # noqa: E402
 from everstep.observe.logs import WorkerLog  # noqa: E402
 from everstep.runtime import commands  # noqa: E402

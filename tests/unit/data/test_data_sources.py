@@ -11,10 +11,18 @@ from safetensors.torch import load
 
 from everstep.base.errors import ConfigError, TaskError
 from everstep.data.batch import pack, to_device, unpack
-from everstep.data.digits import DEVIATION, MEAN, Digits
+from everstep.data.digit_images import DEVIATION, MEAN, Digits
 from everstep.data.folder import PictureFolder
 from everstep.data.loader import Recipe, fetch
-from everstep.data.text import BytePairs, ByteTokenizer, Chosen, Windows, byte_pairs, read_text, standard_library
+from everstep.data.token_stream import (
+    BytePairs,
+    ByteTokenizer,
+    Chosen,
+    Windows,
+    byte_pairs,
+    read_text,
+    standard_library,
+)
 from everstep.exact.seeding import seed_all
 from everstep.order.cursor import SampleOrder
 

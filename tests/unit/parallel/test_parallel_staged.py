@@ -18,7 +18,7 @@ from everstep.base.ports import Hop, Node, Reduced, Tag
 from everstep.exact.layout import GradientLayout
 from everstep.parallel.shared_memory import SharedMemoryTransport
 from everstep.parallel.staged import StagedTransport
-from everstep.parallel.tiers import TieredTransport
+from everstep.parallel.two_tiers import TieredTransport
 from everstep.placement.tree import cover
 
 LANES = 8

@@ -21,12 +21,12 @@ from everstep.base.plan import Plan, Shard, WorkerKey
 from everstep.base.ports import Node, Reduced, Tag
 from everstep.exact.layout import BLOCK_ELEMENTS
 from everstep.exact.reduce import finish
-from everstep.parallel import reduction, tiers
+from everstep.parallel import reduction, two_tiers
 from everstep.parallel.either import EitherTransport
-from everstep.parallel.kinds import KINDS, Site
 from everstep.parallel.nccl_links import Transfer
 from everstep.parallel.socket_mesh import BlockNote
-from everstep.parallel.tiers import FinalBlocks, TieredTransport
+from everstep.parallel.transport_kinds import KINDS, Site
+from everstep.parallel.two_tiers import FinalBlocks, TieredTransport
 from everstep.placement.tiers import Tiers, folded
 from everstep.placement.tree import cover
 
@@ -39,7 +39,7 @@ LIMIT_S = 60
 @pytest.fixture(autouse=True)
 def told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The gradients here have few blocks."""
-    monkeypatch.setattr(tiers, "TOLD_BLOCKS", 1)
+    monkeypatch.setattr(two_tiers, "TOLD_BLOCKS", 1)
 
 
 class Crew:
@@ -142,11 +142,11 @@ def check_step(reduced: Sequence[object], step: int) -> None:
 def crossing(plan: Plan, machine_of: dict[int, str]) -> int:
     """Elements that have to leave their hosts: each sum of a host once to each courier elsewhere, each result once to
     each other host."""
-    tiers = Tiers.of(machine_of)
+    two_tiers = Tiers.of(machine_of)
     total = 0
-    for there in tiers.hosts:
+    for there in two_tiers.hosts:
         sums = folded([n for w in there for n in cover(plan.lanes_of(w), LANES)], LANES)
-        for w, runs in tiers.shares(SHAPE.n_blocks).items():
+        for w, runs in two_tiers.shares(SHAPE.n_blocks).items():
             total += sum(hi - lo for lo, hi in runs) * BLOCK_ELEMENTS * (len(sums) + 1) if w not in there else 0
     return total
 
@@ -201,9 +201,9 @@ def test_a_block_leaves_and_its_result_is_there_before_the_last_lane_is_done(cre
     step, nodes = 4, {i: Node(2 * i, 2 * i + 2) for i in FOUR}
     plan = crew.open(1, FOUR)
     presence = {i: fill(crew.transports[i], SHAPE, step, (node,)) for i, node in nodes.items()}
-    tiers = Tiers.of(FOUR)
-    owner = next(w for w, runs in tiers.shares(BLOCKS).items() for first, last in runs if first <= 4 < last)
-    [elsewhere] = tiers.outside(owner)
+    two_tiers = Tiers.of(FOUR)
+    owner = next(w for w, runs in two_tiers.shares(BLOCKS).items() for first, last in runs if first <= 4 < last)
+    [elsewhere] = two_tiers.outside(owner)
     courier = elsewhere[0]
     crew.offer(elsewhere[0], step, {nodes[elsewhere[0]]: [2, 3, 4]})
     crew.offer(elsewhere[1], step, {nodes[elsewhere[1]]: [4, 5]})
@@ -235,7 +235,7 @@ def test_final_blocks_are_told_several_at_once_and_all_of_a_node(monkeypatch: py
             assert whom == 2
             self.told.append((generation, step, node, list(runs)))
 
-    monkeypatch.setattr(tiers, "TOLD_BLOCKS", 4)
+    monkeypatch.setattr(two_tiers, "TOLD_BLOCKS", 4)
     near, one, other = Near(), Node(0, 1), Node(1, 2)
     telling = FinalBlocks(near, 2, 7, 10)  # type: ignore[arg-type]
     for node, first, last in ((one, 8, 10), (other, 9, 10), (one, 5, 8), (one, 4, 5), (one, 0, 2)):

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from everstep.base.errors import ConfigError, InvariantViolation
-from everstep.base.pipeline.table import KINDS
+from everstep.base.pipeline.schedule_table import KINDS
 from everstep.placement.schedules import (
     Op,
     Schedule,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from everstep.protocol.coordinator.coordinator import ALARMS
-from everstep.protocol.coordinator.desk import Alarm, Alarms
+from everstep.protocol.coordinator.environment import Alarm, Alarms
 
 
 def test_each_kind_of_alarm_leads_somewhere():

@@ -7,7 +7,7 @@ from coordinator_harness import World, member, running
 
 from everstep.protocol import messages as m
 from everstep.protocol import roles
-from everstep.protocol.coordinator import commands
+from everstep.protocol.coordinator import user_commands
 from everstep.protocol.coordinator.coordinator import FROM_AGENTS, FROM_ANYBODY, FROM_WORKERS
 from everstep.protocol.coordinator.types import Close, Connected, Received, Send
 
@@ -20,7 +20,9 @@ def test_every_message_that_the_coordinator_hears_has_its_roles() -> None:
     assert heard == set(roles.SAYS)
     assert set(roles.SAYS) < set(m.KINDS)
     assert set().union(*roles.SAYS.values()) == roles.CONTROL_ROLES
-    assert set(roles.COMMANDS) == {*commands._ACTS, "checkpoint", "logs", "about"}, "the last is answered before it"
+    assert set(roles.COMMANDS) == {*user_commands._ACTS, "checkpoint", "logs", "about"}, (
+        "the last is answered before it"
+    )
 
 
 def connected(world: World, role: str, who: str) -> str:

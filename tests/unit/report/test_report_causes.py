@@ -14,12 +14,12 @@ import recorded_run as recorded
 pytest.importorskip("prometheus_client", reason="the extra [dashboard] is not installed")
 
 from everstep.base.cause import Cause
-from everstep.chaos.account import account, missing
+from everstep.chaos.fault_account import account, missing
 from everstep.chaos.scenarios import SCENARIOS
 from everstep.cli.display import summary
 from everstep.cli.status import workers_of
 from everstep.dashboard.feed import RunFeed
-from everstep.dashboard.view import WorkerRow, head, worker_rows
+from everstep.dashboard.run_view import WorkerRow, head, worker_rows
 from everstep.report.figures import figures
 from everstep.report.history import History
 from everstep.report.page import Proof, report_page

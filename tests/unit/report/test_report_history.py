@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from everstep.observe.events import format_event
-from everstep.report.account import TimeAccount, goodput
 from everstep.report.history import History
 from everstep.report.series import Series
 from everstep.report.tail import Folder, Tail
 from everstep.report.usage import Usage
+from everstep.report.wall_time import TimeAccount, goodput
 
 T0 = 1_800_000_000_000_000_000
 S = 1_000_000_000

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from everstep.report.account import TimeAccount
 from everstep.report.facts import facts_of
 from everstep.report.history import History
 from everstep.report.pace import Pace
 from everstep.report.usage import Usage
+from everstep.report.wall_time import TimeAccount
 from everstep.runtime.files.run_lock import run_lock
 from told_events import HEALED, LEADS, T0, TWO, S, commit, event, killed, plan, recovered, trained, write_events
 

@@ -12,8 +12,8 @@ import torch
 from everstep.base.config import load_config
 from everstep.protocol import messages as wire
 from everstep.report.traces import read_trace
-from everstep.train.link import LoneLink
 from everstep.train.profiling import WorkerProfiling
+from everstep.train.worker_link import LoneLink
 
 
 class Told(list[wire.Profiled]):

@@ -20,7 +20,7 @@ from typing import Any
 
 from everstep.base.errors import ConfigError
 from everstep.cli.engines.launch import Launch
-from everstep.cli.engines.ray_places import RayBundle, RayPlaces
+from everstep.cli.engines.ray_placement import RayBundle, RayPlaces
 from everstep.runtime.process import die_with_parent, own_command
 
 MODULE = "everstep.cli.engines.ray_cluster"

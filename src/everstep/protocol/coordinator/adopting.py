@@ -10,8 +10,8 @@ from everstep.base.errors import EverstepError, InvariantViolation, ProtocolErro
 from everstep.base.plan import Plan, WorkerKey
 from everstep.protocol.coordinator.agreement import check_seats
 from everstep.protocol.coordinator.claims import GIVE_UP_NS
-from everstep.protocol.coordinator.desk import SECOND_NS, describe, listed
-from everstep.protocol.coordinator.job import JobState
+from everstep.protocol.coordinator.environment import SECOND_NS, describe, listed
+from everstep.protocol.coordinator.job_state import JobState
 from everstep.protocol.coordinator.membership import Worker
 from everstep.protocol.coordinator.types import CoordinatorConfig
 from everstep.protocol.following import PlanAsked, PlanName, PlanShown, name_of
@@ -43,7 +43,7 @@ def claimed(job: JobState, worker: Worker, hello: WorkerHello) -> bool:
         return True
     known = agreement.known_as(said)
     if known is not None:
-        job.desk.knows(connection, known)
+        job.env.knows(connection, known)
     elif said.generation >= agreement.plan.generation and not claims.beyond(said):
         of_term = f" of term {said.term}" if said.term else ""
         _foreign(job, worker, said.generation, f"follows another plan, generation {said.generation}{of_term}")
@@ -80,7 +80,7 @@ def reconcile(job: JobState) -> list[WorkerHello]:
         worker = job.membership.alive(found[0])
         if worker is not None and worker.connection == found[1]:
             claims.ask(*found)
-            job.desk.send(worker.connection, PlanAsked())
+            job.env.send(worker.connection, PlanAsked())
             return []
     claims.wait()
     return []
@@ -101,11 +101,11 @@ def shown(job: JobState, worker: Worker, message: PlanShown) -> list[WorkerHello
     try:
         if message.plan is None or said != before:
             raise ProtocolError(f"it has named another one, of generation {before.generation}")
-        check_plan(message.plan, job.desk.config)
+        check_plan(message.plan, job.env.config)
     except SENSELESS as error:
         what = " ".join(str(error).split())[:200]
         text = f"the plan that {describe(worker.key)} has shown is passed over: {what}"
-        job.desk.report("warning", Why(Cause.JOURNAL, text), generation=before.generation)
+        job.env.report("warning", Why(Cause.JOURNAL, text), generation=before.generation)
         claims.refused(worker.key)
         return []
     if before.rank != claims.wanted.rank:  # a newer one is asked for by now
@@ -133,7 +133,7 @@ def _adopt(job: JobState, plan: Plan, source: WorkerKey) -> None:
         f"{describe(source)} follows generation {plan.generation} with workers {listed(plan.worker_ids)}, "
         f"of which the journal, at generation {known}, knows nothing: adopted"
     )
-    job.desk.report("warning", Why(Cause.JOURNAL, text), generation=plan.generation)
+    job.env.report("warning", Why(Cause.JOURNAL, text), generation=plan.generation)
 
 
 def _give_up(job: JobState, wanted: PlanName) -> list[WorkerHello]:
@@ -144,5 +144,5 @@ def _give_up(job: JobState, wanted: PlanName) -> list[WorkerHello]:
         f"worker {who} said to follow generation {wanted.generation}, of which the journal knows nothing, and nobody "
         f"has shown it within {GIVE_UP_NS // SECOND_NS} s: it does not count"
     )
-    job.desk.report("warning", Why(Cause.JOURNAL, text), generation=wanted.generation)
+    job.env.report("warning", Why(Cause.JOURNAL, text), generation=wanted.generation)
     return waited

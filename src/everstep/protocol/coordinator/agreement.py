@@ -17,7 +17,7 @@ from everstep.base.cause import Cause, Why
 from everstep.base.errors import InvariantViolation, check
 from everstep.base.plan import Plan, WorkerKey
 from everstep.protocol.coordinator.claims import Claims
-from everstep.protocol.coordinator.desk import Desk, listed
+from everstep.protocol.coordinator.environment import Environment, listed
 from everstep.protocol.coordinator.membership import Membership, Worker
 from everstep.protocol.following import PlanName, name_of
 from everstep.protocol.messages import JobEnded, SettleAgain, WorkerFailed
@@ -35,16 +35,16 @@ class Agreement:
     empty if it can. claims: what workers follow that is not known here.
     """
 
-    def __init__(self, desk: Desk, membership: Membership) -> None:
+    def __init__(self, env: Environment, membership: Membership) -> None:
         self.plan = NO_PLAN
         self.prepared: Plan | None = None
         self.generation = 0
         self.switched = 0
         self.entered: set[int] = set()
         self.broken: list[Why] = []
-        self.claims = Claims(desk)
+        self.claims = Claims(env)
         self._names: dict[int, tuple[Plan, PlanName | None]] = {}
-        self._desk, self._membership = desk, membership
+        self._env, self._membership = env, membership
 
     # ---- lookups
 
@@ -108,16 +108,16 @@ class Agreement:
             if worker.agent_id is not None:
                 agents[str(member.worker_id)] = worker.agent_id
         check_seats(plan)
-        self._desk.persist("plan", plan=msgspec.to_builtins(plan), agents=agents)
+        self._env.persist("plan", plan=msgspec.to_builtins(plan), agents=agents)
         self._take(plan, prepared=plan.prepared)
 
     def adopt(self, plan: Plan) -> None:
         """Workers follow a plan that the journal does not know."""
-        self._desk.persist("plan", plan=msgspec.to_builtins(plan), agents={}, adopted=True)
+        self._env.persist("plan", plan=msgspec.to_builtins(plan), agents={}, adopted=True)
         self._take(plan, prepared=False)
 
     def _take(self, plan: Plan, *, prepared: bool) -> None:
-        self._desk.change()
+        self._env.change()
         self.generation = max(plan.generation, self.generation)
         if prepared:
             self.prepared = plan
@@ -127,13 +127,13 @@ class Agreement:
     def hear_of(self, generation: int) -> None:
         """Somebody follows this generation: no other plan will bear its number."""
         if generation > self.generation:
-            self._desk.change()
+            self._env.change()
             self.generation = generation
 
     def switch(self, plan: Plan) -> Plan:
         """The members follow the prepared plan. Returns the plan before."""
-        self._desk.change()
-        self._desk.persist("entered", generation=plan.generation)
+        self._env.change()
+        self._env.persist("entered", generation=plan.generation)
         old, self.plan, self.prepared, self.entered = self.plan, plan, None, set()
         self.switched = plan.generation
         return old
@@ -145,13 +145,13 @@ class Agreement:
         if worker_id in self.entered:
             return False
         if not self.entered:  # decisions ask only whether anybody has: a thousand members need not decide each
-            self._desk.change()
+            self._env.change()
         self.entered.add(worker_id)
         return True
 
     def break_off(self, why: Why) -> None:
         """The plan in force cannot go on: another one is due."""
-        self._desk.change()
+        self._env.change()
         self.broken.append(why)
 
     def forget(self, worker_id: int) -> None:
@@ -192,13 +192,13 @@ class JobProgress:
     no generation was entered yet whose plan says so; -1 if there is no doubt. ended: how the job has, if it has.
     """
 
-    def __init__(self, desk: Desk, agreement: Agreement) -> None:
+    def __init__(self, env: Environment, agreement: Agreement) -> None:
         self.step = 0
         self.step_times_ms: deque[float] = deque(maxlen=100)
         self.lost_stages: tuple[int, ...] = ()
         self.sound = -1
         self.ended: JobEnded | None = None
-        self._desk, self._agreement = desk, agreement
+        self._env, self._agreement = env, agreement
         self._fell_from = 0  # the step that had been reached when all state was lost
         self._doubt: Why | None = None  # why all go back
         self._tainted = (0, 0)  # step before which states differed, and generation in which that was found
@@ -246,7 +246,7 @@ class JobProgress:
 
     def alike(self, step: int, digests: Mapping[int, str]) -> None:
         """All members had states with these digests after this step: what is done again has to come to them."""
-        told = {k: digest[:_MOST_DIGEST] for k, digest in digests.items() if 0 <= k < self._desk.config.stages}
+        told = {k: digest[:_MOST_DIGEST] for k, digest in digests.items() if 0 <= k < self._env.config.stages}
         self._alike[step] = {**self._alike.get(step, {}), **told}
         self._alike = {at: self._alike[at] for at in sorted(self._alike)[-_ALIKE:]}
         if step + 1 >= self._tainted[0]:
@@ -300,7 +300,7 @@ class JobProgress:
         text += f", and compared with the state of step {listed(known)} that all had come to" if known else ""
         from_what = "start" if not step else "checkpoint" if all_gone else "copy"
         fields = {"step": step, "generation": plan.generation, "steps_redone": redone, "source": from_what}
-        self._desk.report("fallback", Why(cause, text), **fields)
+        self._env.report("fallback", Why(cause, text), **fields)
         self._fell_from, self.lost_stages, self._doubt = 0, (), None
 
     # ---- the end
@@ -310,16 +310,16 @@ class JobProgress:
         if self.ended is not None:
             return
         self.ended = JobEnded(state=state, cause=why.cause, reason=why.reason, exit_code=exit_code)
-        self._desk.persist("ended", state=state, cause=why.cause, reason=why.reason, exit_code=exit_code)
-        self._desk.send_all(self.ended)
+        self._env.persist("ended", state=state, cause=why.cause, reason=why.reason, exit_code=exit_code)
+        self._env.send_all(self.ended)
         kind = "job_completed" if state == "completed" else "job_failed"
         where = {"step": self.step, "generation": self._agreement.plan.generation}
-        self._desk.report(kind, why, state=state, exit_code=exit_code, **where)
+        self._env.report(kind, why, state=state, exit_code=exit_code, **where)
 
     def tell_end(self, connection: str) -> bool:
         """Tell somebody who says hello that the job is over, if it is. Returns whether it is."""
         if self.ended is not None:
-            self._desk.send(connection, self.ended)
+            self._env.send(connection, self.ended)
         return self.ended is not None
 
     # ---- from the journal
@@ -365,8 +365,8 @@ class Recovery:
     of day.
     """
 
-    def __init__(self, desk: Desk, agreement: Agreement) -> None:
-        self._desk, self._agreement = desk, agreement
+    def __init__(self, env: Environment, agreement: Agreement) -> None:
+        self._env, self._agreement = env, agreement
         self._fault: _Fault | None = None
         self._answer: _Answer | None = None
 
@@ -375,7 +375,7 @@ class Recovery:
     ) -> None:
         """A fault has been noticed, `notice_ns` after it happened."""
         if self._fault is None:
-            self._fault = _Fault(self._desk.now, notice_ns / 1e9, why, key, died_unix_ns)
+            self._fault = _Fault(self._env.now, notice_ns / 1e9, why, key, died_unix_ns)
 
     def cause(self, otherwise: Cause) -> Cause:
         """Cause of the fault from which the job recovers, if it does."""
@@ -384,7 +384,7 @@ class Recovery:
     def decided(self, generation: int) -> None:
         """The plan that answers the fault is out; if another fault followed, this is the newer one."""
         if self._fault is not None:
-            self._answer = _Answer(generation, self._desk.now)
+            self._answer = _Answer(generation, self._env.now)
 
     def entered(self, generation: int, phases_ms: dict[str, float]) -> None:
         """A member has settled. When all have, the lost work is done again."""
@@ -395,19 +395,19 @@ class Recovery:
             answer.phases_ms[phase] = max(duration, answer.phases_ms.get(phase, 0.0))
         entered, plan = self._agreement.entered, self._agreement.plan
         if len(entered) >= len(plan.members) and entered >= set(plan.worker_ids):
-            self._answer = replace(answer, settled_ns=self._desk.now)
+            self._answer = replace(answer, settled_ns=self._env.now)
 
     def complete(self, step: int, committed_unix_ns: int = 0) -> None:
         """A step was committed in the new generation, at that time if it is known: training goes on. Say how long it
         took."""
-        fault, answer, now = self._fault, self._answer, self._desk.now
+        fault, answer, now = self._fault, self._answer, self._env.now
         if fault is None or answer is None or self._agreement.broken:
             return
         phases = {phase: answer.phases_ms.get(phase, 0.0) / 1e3 for phase in PHASES}
         phases["notice"] = fault.notice_s
         phases["decide"] = (answer.decided_ns - fault.noticed_ns) / 1e9
         phases["redo"] = (now - answer.settled_ns) / 1e9 if answer.settled_ns is not None else 0.0
-        self._desk.report(
+        self._env.report(
             "recovery_completed",
             fault.why,
             generation=self._agreement.plan.generation,

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 
 from everstep.base.cause import Why
 from everstep.base.plan import WorkerKey
-from everstep.protocol.coordinator.desk import MILLISECOND_NS, SECOND_NS, Alarm, Desk
+from everstep.protocol.coordinator.environment import MILLISECOND_NS, SECOND_NS, Alarm, Environment
 
 START_PATIENCE_NS = 10 * SECOND_NS
 RETRY_NS = 200 * MILLISECOND_NS
@@ -20,17 +20,17 @@ class Quorum:
     waiting: why the job waits, None if it does not, or has only just begun. starting_over: all state is lost.
     """
 
-    def __init__(self, desk: Desk) -> None:
+    def __init__(self, env: Environment) -> None:
         self.waiting: Why | None = None
         self.starting_over = False
-        self._desk = desk
+        self._env = env
         self._since_ns: int | None = None
         self._first_came_ns: int | None = None
         self._gathers_ns: int | None = None
 
     def begin(self) -> None:
         """Workers are waited for from now on."""
-        self._since_ns = self._desk.now
+        self._since_ns = self._env.now
 
     def met(self) -> None:
         """Enough workers are there: there is a plan."""
@@ -40,14 +40,14 @@ class Quorum:
     def wait(self) -> None:
         """There are too few workers. Since when that is so is kept."""
         if self._since_ns is None:
-            self._since_ns = self._desk.now
-        self._desk.alarms.set(Alarm.QUORUM, self._since_ns + self._desk.config.quorum_wait_ns)
+            self._since_ns = self._env.now
+        self._env.alarms.set(Alarm.QUORUM, self._since_ns + self._env.config.quorum_wait_ns)
 
     def wait_for(self, why: Why, step: int, generation: int) -> None:
         """There are too few workers, and this is why; it is told once."""
         if why != self.waiting:
             self.waiting = why
-            self._desk.report("waiting", why, step=step, generation=generation)
+            self._env.report("waiting", why, step=step, generation=generation)
         self.wait()
 
     # ---- before that, for hosts
@@ -60,11 +60,11 @@ class Quorum:
     def gather(self, why: Why) -> int:
         """Hosts are missing, and this is why that is known; it is told once. Returns until when they are waited for."""
         if self._gathers_ns is None:
-            self._gathers_ns = self._desk.now
+            self._gathers_ns = self._env.now
         if why != self.waiting:
             self.waiting = why
-            self._desk.report("waiting", why, step=0, generation=0)
-        return self._gathers_ns + self._desk.config.hosts.wait_ns
+            self._env.report("waiting", why, step=0, generation=0)
+        return self._gathers_ns + self._env.config.hosts.wait_ns
 
     def gathered(self) -> None:
         """All hosts are there: from now on it is workers that are waited for."""
@@ -75,10 +75,10 @@ class Quorum:
         """Whether workers were waited for long enough; if not, ring when they were."""
         if self._since_ns is None:
             return False
-        until_ns = self._since_ns + self._desk.config.quorum_wait_ns
-        if self._desk.now < until_ns:
-            self._desk.alarms.set(Alarm.QUORUM, until_ns)
-        return self._desk.now >= until_ns
+        until_ns = self._since_ns + self._env.config.quorum_wait_ns
+        if self._env.now < until_ns:
+            self._env.alarms.set(Alarm.QUORUM, until_ns)
+        return self._env.now >= until_ns
 
     # ---- patience with those who are a little later than the first
 
@@ -90,17 +90,17 @@ class Quorum:
     @property
     def patient(self) -> bool:
         """Whether the first worker has come so lately that others may follow."""
-        return self._first_came_ns is not None and self._desk.now < self._first_came_ns + START_PATIENCE_NS
+        return self._first_came_ns is not None and self._env.now < self._first_came_ns + START_PATIENCE_NS
 
     def came(self) -> None:
         """A worker is there; the first one counts."""
         if self._first_came_ns is None:
-            self._first_came_ns = self._desk.now
+            self._first_came_ns = self._env.now
 
     def give_time(self) -> None:
         """Ring when the workers after the first have had time enough."""
         if self._first_came_ns is not None:
-            self._desk.alarms.set(Alarm.START, self._first_came_ns + START_PATIENCE_NS)
+            self._env.alarms.set(Alarm.START, self._first_came_ns + START_PATIENCE_NS)
 
     def start_over(self) -> None:
         """All state is lost: whoever comes from now on counts."""
@@ -134,9 +134,9 @@ class Healing:
     joins: by worker id, in the order in which they began.
     """
 
-    def __init__(self, desk: Desk) -> None:
+    def __init__(self, env: Environment) -> None:
         self.joins: dict[int, Join] = {}
-        self._desk = desk
+        self._env = env
         self._failures: dict[WorkerKey, int] = {}
         self._left_behind: dict[WorkerKey, set[int]] = {}
         self._ticket = 0
@@ -167,21 +167,21 @@ class Healing:
         """Give out a ticket, for the first time or again."""
         self._ticket += 1
         self._left_behind.pop(key, None)
-        self._desk.persist("ticket", ticket=self._ticket, **asdict(key))
+        self._env.persist("ticket", ticket=self._ticket, **asdict(key))
         join = self.joins[key.worker_id] = Join(key, self._ticket, stages)
         return join
 
     def succeed(self, join: Join) -> None:
         """A joiner follows closely enough."""
-        self._desk.change()
-        self.joins[join.key.worker_id] = replace(join, healed_ns=self._desk.now)
+        self._env.change()
+        self.joins[join.key.worker_id] = replace(join, healed_ns=self._env.now)
 
     def fail(self, join: Join) -> int:
         """A joiner has lost its donor: it may try again, later each time. Returns how often this life has failed."""
-        self._desk.change()
+        self._env.change()
         failures = self._failures[join.key] = self._failures.get(join.key, 0) + 1
         delay_ns = 0 if failures == 1 else min(RETRY_NS << (failures - 2), RETRY_MOST_NS)
-        self.joins[join.key.worker_id] = replace(join, healed_ns=None, retry_ns=self._desk.now + delay_ns)
+        self.joins[join.key.worker_id] = replace(join, healed_ns=None, retry_ns=self._env.now + delay_ns)
         return failures
 
     def keep(self, worker_ids: Collection[int]) -> None:

@@ -7,8 +7,8 @@ from typing import Any
 
 from everstep.base.cause import Cause, Why
 from everstep.protocol.coordinator.agreement import NO_PLAN
-from everstep.protocol.coordinator.desk import SECOND_NS, Alarm
-from everstep.protocol.coordinator.job import JobState
+from everstep.protocol.coordinator.environment import SECOND_NS, Alarm
+from everstep.protocol.coordinator.job_state import JobState
 from everstep.protocol.coordinator.membership import Agent
 
 
@@ -22,7 +22,7 @@ def waits(job: JobState) -> bool:
             job.quorum.gathered()
         return False
     until_ns = job.quorum.gather(why)
-    job.desk.alarms.set(Alarm.HOSTS, until_ns)
+    job.env.alarms.set(Alarm.HOSTS, until_ns)
     return True
 
 
@@ -30,19 +30,19 @@ def hosts_due(job: JobState, about: Any) -> None:
     """Hosts may have been waited for in vain."""
     if job.agreement.plan is not NO_PLAN or job.progress.ended is not None or not job.quorum.gathers:
         return
-    rules, why = job.desk.config.hosts, _lacking(job)
+    rules, why = job.env.config.hosts, _lacking(job)
     if why is None:
         return
     until_ns = job.quorum.gather(why)
-    if job.desk.now < until_ns:
-        job.desk.alarms.set(Alarm.HOSTS, until_ns)
+    if job.env.now < until_ns:
+        job.env.alarms.set(Alarm.HOSTS, until_ns)
         return
     text = f"gave up after waiting {rules.wait_ns / SECOND_NS:g} s (hosts.wait_s) for hosts: {why.reason}"
     job.progress.end("failed", Why(why.cause, text), 2 if why.cause is Cause.CONFIG else 3)
 
 
 def _lacking(job: JobState) -> Why | None:
-    rules = job.desk.config.hosts
+    rules = job.env.config.hosts
     if rules.least <= 1 and not rules.named:
         return None
     there = [agent for _, agent in sorted(job.agents.known.items()) if agent.connection is not None]

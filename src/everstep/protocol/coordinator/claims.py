@@ -7,7 +7,7 @@ shows something else. Nobody is waited for who is gone, and all of it is over af
 from __future__ import annotations
 
 from everstep.base.plan import WorkerKey
-from everstep.protocol.coordinator.desk import SECOND_NS, Alarm, Desk
+from everstep.protocol.coordinator.environment import SECOND_NS, Alarm, Environment
 from everstep.protocol.following import PlanName
 from everstep.protocol.messages import WorkerHello
 
@@ -22,9 +22,9 @@ class Claims:
     would be made from is out of date.
     """
 
-    def __init__(self, desk: Desk) -> None:
+    def __init__(self, env: Environment) -> None:
         self.wanted: PlanName | None = None
-        self._desk = desk
+        self._env = env
         self._by: dict[WorkerKey, WorkerHello] = {}  # who waits to be told how to go on
         self._to_ask: dict[WorkerKey, str] = {}  # who follows what is wanted, by connection, in the order of hellos
         self._asked: tuple[WorkerKey, str] | None = None
@@ -39,16 +39,16 @@ class Claims:
 
     def beyond(self, said: PlanName) -> bool:
         """Whether a coordinator that has the lease after this one made that plan: it decides, and this one does not."""
-        return 0 < self._desk.config.hosts.term < said.term
+        return 0 < self._env.config.hosts.term < said.term
 
     def claim(self, connection: str, said: PlanName, hello: WorkerHello) -> None:
         """A life follows this, which `opens`, as it has said in this hello."""
-        self._desk.change()
+        self._env.change()
         key = hello.member.key
         self._by[key] = hello
         if self.wanted is None or said.rank > self.wanted.rank:
             self.wanted, self._asked, self._to_ask = said, None, {}
-            self._until_ns = self._desk.now + GIVE_UP_NS
+            self._until_ns = self._env.now + GIVE_UP_NS
         if said.rank == self.wanted.rank:
             self._to_ask[key] = connection
 
@@ -58,7 +58,7 @@ class Claims:
 
     def waits_for(self, key: WorkerKey, connection: str | None) -> bool:
         """Whether this life was asked last, and has time to answer."""
-        return self._asked == (key, connection) and self._desk.now < self._again_ns
+        return self._asked == (key, connection) and self._env.now < self._again_ns
 
     @property
     def asked(self) -> WorkerKey | None:
@@ -68,7 +68,7 @@ class Claims:
     @property
     def over(self) -> bool:
         """Whether it was asked for long enough."""
-        return self._desk.now >= self._until_ns
+        return self._env.now >= self._until_ns
 
     def next(self) -> tuple[WorkerKey, str] | None:
         """Take out who is to be asked next."""
@@ -77,8 +77,8 @@ class Claims:
 
     def ask(self, key: WorkerKey, connection: str) -> None:
         """It is asked now."""
-        self._asked, self._again_ns = (key, connection), self._desk.now + ASK_AGAIN_NS
-        self._desk.alarms.set(Alarm.ASKED, min(self._again_ns, self._until_ns))
+        self._asked, self._again_ns = (key, connection), self._env.now + ASK_AGAIN_NS
+        self._env.alarms.set(Alarm.ASKED, min(self._again_ns, self._until_ns))
 
     def refused(self, key: WorkerKey) -> None:
         """What this life has shown is no such plan."""
@@ -88,11 +88,11 @@ class Claims:
     def wait(self) -> None:
         """There is nobody to ask: ring when it is over."""
         self._asked = None
-        self._desk.alarms.set(Alarm.ASKED, self._until_ns)
+        self._env.alarms.set(Alarm.ASKED, self._until_ns)
 
     def close(self, *, found: bool) -> list[WorkerHello]:
         """The plan was shown, or nobody has. Returns the hellos that have waited for that, in the order of lives."""
-        self._desk.change()
+        self._env.change()
         if self.wanted is not None and not found:
             self._given_up = self.wanted.rank
         claimed = [hello for _, hello in sorted(self._by.items(), key=lambda claim: claim[0])]

@@ -19,20 +19,20 @@ from everstep.base.errors import check
 from everstep.protocol import messages as m
 from everstep.protocol.coordinator import (
     awaited_hosts,
-    commands,
+    fault_orders,
     hosts,
     joins,
-    knocks,
     liveness,
     permits,
     plans,
-    strikes,
+    port_checks,
     types,
+    user_commands,
     workers,
 )
 from everstep.protocol.coordinator.agreement import NO_PLAN
-from everstep.protocol.coordinator.desk import MILLISECOND_NS, Alarm
-from everstep.protocol.coordinator.job import JobState
+from everstep.protocol.coordinator.environment import MILLISECOND_NS, Alarm
+from everstep.protocol.coordinator.job_state import JobState
 from everstep.protocol.coordinator.membership import Agent, Worker
 from everstep.protocol.coordinator.restoring import restore
 from everstep.protocol.following import PlanShown, StatesAlike
@@ -44,8 +44,8 @@ _MOST_ROUNDS = 20
 FROM_ANYBODY: dict[type, Callable[[JobState, str, Any], object]] = {
     m.WorkerHello: workers.worker_hello,
     m.AgentHello: liveness.agent_hello,
-    m.JobHello: commands.job_hello,
-    m.Command: commands.command,
+    m.JobHello: user_commands.job_hello,
+    m.Command: user_commands.command,
 }
 
 FROM_AGENTS: dict[type, Callable[[JobState, Agent, Any], None]] = {
@@ -67,7 +67,7 @@ FROM_WORKERS: dict[type, Callable[[JobState, Worker, Any], None]] = {
     m.WorkerHealed: joins.worker_healed,
     m.HealFailed: joins.heal_failed,
     m.WorkerFailed: workers.worker_failed,
-    m.StrikeDue: strikes.strike_due,
+    m.StrikeDue: fault_orders.strike_due,
     m.SettleAgain: workers.settle_again,
     StatesAlike: lambda job, worker, message: job.progress.alike(message.step, message.digests),
     m.Saved: workers.saved,
@@ -85,26 +85,26 @@ ALARMS: dict[Alarm, Callable[[JobState, Any], None]] = {
     Alarm.GONE: liveness.gone_due,
     Alarm.GRACE: liveness.grace_due,
     Alarm.HOSTS: awaited_hosts.hosts_due,
-    Alarm.JOINS: lambda job, about: job.desk.change(),
-    Alarm.KNOCK: knocks.knock_due,
+    Alarm.JOINS: lambda job, about: job.env.change(),
+    Alarm.KNOCK: port_checks.knock_due,
     Alarm.LEFT: lambda job, about: job.saving.leaving.due(),
     Alarm.LINKS: workers.links_due,
     Alarm.QUORUM: plans.quorum_due,
     Alarm.SPREAD: hosts.spread_due,
     Alarm.SPEEDS: joins.speeds_due,
-    Alarm.START: lambda job, about: job.desk.change(),
+    Alarm.START: lambda job, about: job.env.change(),
 }
 
 
 def received(job: JobState, event: types.Received) -> None:
     """A message came; what it means depends on who sent it."""
     name, message = event.connection, event.message
-    connection, kind = job.desk.connections.get(name), type(message)
+    connection, kind = job.env.connections.get(name), type(message)
     if connection is None:
         return
     refused = "" if event.permitted else permits.refusal(job, name, message)
     if refused:
-        job.desk.close(name, refused, foul=True)
+        job.env.close(name, refused, foul=True)
     elif kind in FROM_ANYBODY:
         FROM_ANYBODY[kind](job, name, message)
     elif job.progress.ended is not None:
@@ -123,14 +123,14 @@ def received(job: JobState, event: types.Received) -> None:
     elif isinstance(message, m.WorkerFailed):
         workers.failed_early(job, message)
     else:
-        job.desk.close(name, f"expected a hello before {kind.__name__}")
+        job.env.close(name, f"expected a hello before {kind.__name__}")
 
 
 EVENTS: dict[type, Callable[[JobState, Any], None]] = {
-    types.Connected: lambda job, event: job.desk.connected(event.connection, event.role, event.who),
+    types.Connected: lambda job, event: job.env.connected(event.connection, event.role, event.who),
     types.Received: received,
     types.Disconnected: liveness.disconnected,
-    types.Knocked: knocks.knocked,
+    types.Knocked: port_checks.knocked,
     types.Tick: lambda job, event: None,
 }
 
@@ -150,7 +150,7 @@ class Coordinator:
     @property
     def next_deadline_ns(self) -> int | None:
         """When to call with `Tick` at the latest, if nothing happens before; None: nothing is timed."""
-        return None if self.job.progress.ended is not None else self.job.desk.alarms.next_ns
+        return None if self.job.progress.ended is not None else self.job.env.alarms.next_ns
 
     def refusal(self, connection: str, message: m.AnyMessage) -> str:
         """Why a message may not be said over this connection, "" if it may. `handle` ends the connection then."""
@@ -158,32 +158,32 @@ class Coordinator:
 
     def status(self) -> dict[str, Any]:
         """The shape of `status --json`, without the coordinator's own pid."""
-        return commands.status(self.job)
+        return user_commands.status(self.job)
 
     def handle(self, now_ns: int, event: types.CoordinatorEvent) -> list[types.CoordinatorEffect]:
         """Take one event. What is to be persisted comes first in the answer. Time never runs backwards."""
         job = self.job
         self._advance_clock(now_ns)
         EVENTS[type(event)](job, event)
-        for due, about in job.desk.alarms.due(job.desk.now):
+        for due, about in job.env.alarms.due(job.env.now):
             ALARMS[due](job, about)
         workers.ask_for_plan(job)
         self._decide()
         job.saving.give_up()
-        return job.desk.take_effects()
+        return job.env.take_effects()
 
     # ---- time
 
     def _advance_clock(self, now_ns: int) -> None:
-        desk = self.job.desk
-        deadline = desk.alarms.next_ns
-        desk.advance(now_ns)
+        env = self.job.env
+        deadline = env.alarms.next_ns
+        env.advance(now_ns)
         if not self._begun:
             self._begun = True
             self._begin()
-        elif deadline is not None and desk.now - deadline > LATE_NS:
+        elif deadline is not None and env.now - deadline > LATE_NS:
             # It was this process that was away (stopped, starved): the silence is its own.
-            liveness.pardon(self.job, desk.now - deadline)
+            liveness.pardon(self.job, env.now - deadline)
 
     def _begin(self) -> None:
         job = self.job
@@ -192,7 +192,7 @@ class Coordinator:
         if self._aside:
             more = f"; and {len(self._aside) - 3} more" if len(self._aside) > 3 else ""
             text = f"of the journal is set aside what makes no sense: {'; '.join(self._aside[:3])}{more}"
-            job.desk.report("warning", Why(Cause.JOURNAL, f"{text}; the workers know what is lacking"))
+            job.env.report("warning", Why(Cause.JOURNAL, f"{text}; the workers know what is lacking"))
         if self._restored:
             job.membership.begin_grace()
             liveness.expect_agents(job)

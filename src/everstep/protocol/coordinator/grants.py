@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from everstep.base.plan import WorkerKey
-from everstep.protocol.coordinator.desk import Desk
+from everstep.protocol.coordinator.environment import Environment
 from everstep.protocol.coordinator.membership import Agent
 
 
@@ -37,8 +37,8 @@ class Grant:
 class Grants:
     """The newest grant to each slot that was ever given to an agent."""
 
-    def __init__(self, desk: Desk) -> None:
-        self._desk = desk
+    def __init__(self, env: Environment) -> None:
+        self._env = env
         self._newest: dict[int, Grant] = {}
         self._of: defaultdict[str, set[int]] = defaultdict(set)  # agent id -> slots
 
@@ -93,4 +93,4 @@ class Grants:
         slots = sorted(self._of[agent.agent_id])
         first = [self._newest[i].first for i in slots]
         about = {"agent_id": agent.agent_id, "host": agent.host, "process": agent.process}
-        self._desk.persist("grants", **about, slots=slots, first=first)
+        self._env.persist("grants", **about, slots=slots, first=first)

@@ -14,18 +14,18 @@ from typing import Any
 
 from everstep.base.cause import Cause, Why
 from everstep.base.domains import Domains
-from everstep.placement.domains import Crowd
-from everstep.protocol.coordinator.desk import SECOND_NS, Alarm
-from everstep.protocol.coordinator.job import JobState
+from everstep.placement.domain_spread import Crowd
+from everstep.protocol.coordinator.environment import SECOND_NS, Alarm
+from everstep.protocol.coordinator.job_state import JobState
 from everstep.protocol.coordinator.membership import Agent
 from everstep.protocol.messages import AgentHello, HostDismissed, HostKept, HostLeaving
 
 
 def came(job: JobState, agent: Agent) -> None:
     """An agent is there: if it stays, others may have too many slots for that."""
-    delay_ns = job.desk.config.hosts.return_ns
+    delay_ns = job.env.config.hosts.return_ns
     if delay_ns is not None:
-        job.desk.alarms.set(Alarm.SPREAD, job.desk.now + delay_ns)
+        job.env.alarms.set(Alarm.SPREAD, job.env.now + delay_ns)
 
 
 def spread_due(job: JobState, about: Any) -> None:
@@ -33,12 +33,12 @@ def spread_due(job: JobState, about: Any) -> None:
     agreement, slots = job.agreement, job.slots
     if job.progress.ended is not None or job.saving.ending is not None or not slots.shared_out:
         return
-    if job.desk.config.stages > 1 and job.desk.config.wish.named:  # who is wanted in which pool goes by its number
+    if job.env.config.stages > 1 and job.env.config.wish.named:  # who is wanted in which pool goes by its number
         return
     busy = agreement.broken or agreement.prepared is not None or job.healing.joins or job.membership.in_grace
     busy = busy or any(agent.sent_slots is None for agent in _usable(job))
     if busy or not agreement.running or len(agreement.survivors()) < slots.target:
-        job.desk.alarms.set(Alarm.SPREAD, job.desk.now + SECOND_NS)
+        job.env.alarms.set(Alarm.SPREAD, job.env.now + SECOND_NS)
         return
     moves, ids = _uneven(job), slots.ids()
     if not moves:
@@ -112,7 +112,7 @@ def drain(job: JobState, name: str, because: Why | None = None) -> tuple[str, di
     moving = min(len(leaving), room)
     ids = (slots.ids() - set(leaving)) | set(_fresh(job, moving))
     target = min(slots.target, len(ids - set(slots.lost)))
-    least = max(slots.least, job.desk.config.stages if job.agreement.plan.stages > 1 else 1)
+    least = max(slots.least, job.env.config.stages if job.agreement.plan.stages > 1 else 1)
     if target < least:
         return f"cannot drain host {name}: {target} workers would be left of {least} that the job needs at least", {}
     why = because or Why(Cause.DRAINED, f"host {name} drained by request")
@@ -137,7 +137,7 @@ def let_go(job: JobState) -> None:
         if agent.drained == "asked" and agent.connection and not agent.believed and agent.sent_slots == []:
             agent.drain("told")
             text = f"host {agent.agent_id} was drained: its workers have left, and so does its agent"
-            job.desk.send(agent.connection, HostDismissed(cause=Cause.DRAINED, reason=text))
+            job.env.send(agent.connection, HostDismissed(cause=Cause.DRAINED, reason=text))
 
 
 def _drain_as_wished(job: JobState, agent: Agent) -> None:
@@ -145,8 +145,8 @@ def _drain_as_wished(job: JobState, agent: Agent) -> None:
     refused, _ = drain(job, agent.agent_id, why)
     if refused:
         agent.drain("no")
-        job.desk.send(agent.connection, HostKept(cause=Cause.CONFIG, reason=refused))
-        job.desk.report("warning", Why(Cause.CONFIG, f"{why.reason}: {refused}"))
+        job.env.send(agent.connection, HostKept(cause=Cause.CONFIG, reason=refused))
+        job.env.report("warning", Why(Cause.CONFIG, f"{why.reason}: {refused}"))
 
 
 def listed_hosts(job: JobState) -> list[dict[str, Any]]:
@@ -162,7 +162,7 @@ def _said(job: JobState, agent: Agent) -> dict[str, Any]:
         "slots": agent.room or None,
         "workers": sorted(key.worker_id for key in agent.lives) if agent.agent_id in job.agents.known else [],
         "rtt_ms": agent.rtt_ms,
-        "unheard_s": round(agent.detector.silence_ns(job.desk.now) / 1e9, 3),
+        "unheard_s": round(agent.detector.silence_ns(job.env.now) / 1e9, 3),
         "domains": dict(job.agents.whereabouts.of_host(agent.agent_id, agent.host)),
         "versions": {name: text for name, text in sorted(agent.about.items()) if name != "address"},
     }
@@ -175,7 +175,7 @@ def _state(job: JobState, agent: Agent) -> str:
         return "gone"
     if agent.connection is None:
         return "gone" if agent.draining and not agent.lives else "silent"
-    if agent.detector.suspicion(job.desk.now).suspect:
+    if agent.detector.suspicion(job.env.now).suspect:
         return "suspected"
     if agent.draining:
         return "draining" if agent.lives else "gone"

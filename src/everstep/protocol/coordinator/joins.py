@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 
 from everstep.base.cause import Cause, Why
 from everstep.base.plan import Member, Plan, Seat, WorkerKey
-from everstep.protocol.coordinator.desk import MILLISECOND_NS, Alarm, describe, listed
-from everstep.protocol.coordinator.job import JobState
+from everstep.protocol.coordinator.environment import MILLISECOND_NS, Alarm, describe, listed
+from everstep.protocol.coordinator.job_state import JobState
 from everstep.protocol.coordinator.membership import Worker
 from everstep.protocol.coordinator.plans import Move, candidates, moved, prepare
 from everstep.protocol.coordinator.speeds import by_speed, reason, step_ms
@@ -41,10 +41,10 @@ def reconcile(job: JobState) -> None:
     leaving = leavers(job)
     _choose_joiners(job, leaving)
     for _, join in sorted(job.healing.joins.items()):
-        if join.retry_ns is not None and job.desk.now >= join.retry_ns:
+        if join.retry_ns is not None and job.env.now >= join.retry_ns:
             _send_heal(job, join.key)
         elif join.retry_ns is not None:
-            job.desk.alarms.set(Alarm.JOINS, join.retry_ns)
+            job.env.alarms.set(Alarm.JOINS, join.retry_ns)
     touch = not any(job.agents.out_of_touch(worker) for worker in job.agreement.survivors())
     if job.agreement.prepared is None and touch:
         _prepare_if_due(job, leaving)
@@ -108,12 +108,12 @@ def _send_heal(job: JobState, key: WorkerKey) -> None:
     if worker is None:
         return
     join = job.healing.attempt(key, _stages_for(job, key))
-    worker.ordered(job.desk.now)
+    worker.ordered(job.env.now)
     by_stage = [donors(job, join.ticket, stage) for stage in join.stages]
     everybody = list({m.worker_id: m for found in by_stage for m in found}.values())
     holders = [[m.worker_id for m in found] for found in by_stage]
     heal = Heal(ticket=join.ticket, plan=plan, donors=everybody, stages=list(join.stages), holders=holders)
-    job.desk.send(worker.connection, heal)
+    job.env.send(worker.connection, heal)
 
 
 def worker_healed(job: JobState, worker: Worker, message: WorkerHealed) -> None:
@@ -178,11 +178,11 @@ def _prepare_if_due(job: JobState, leaving: list[Worker]) -> None:
     joins = job.healing.joins
     healed = [join for _, join in sorted(joins.items()) if join.healed_ns is not None]
     until_ns = min((join.healed_ns + BATCH_NS for join in healed if join.healed_ns is not None), default=0)
-    if job.desk.now < until_ns and any(join.copying for join in joins.values()):
+    if job.env.now < until_ns and any(join.copying for join in joins.values()):
         # Others are about to follow: one change of generation for all of them.
-        job.desk.alarms.set(Alarm.JOINS, until_ns)
+        job.env.alarms.set(Alarm.JOINS, until_ns)
         return
-    room = max(0, job.desk.config.room - len(job.agreement.survivors()) + len(leaving))
+    room = max(0, job.env.config.room - len(job.agreement.survivors()) + len(leaving))
     joiners = [(worker, joins[worker.key.worker_id].stages) for worker in job.membership.living(j.key for j in healed)]
     joiners = joiners[:room]
     going = _may_go(job, leaving, [stages for _, stages in joiners])
@@ -263,7 +263,7 @@ def _moves(job: JobState, plan: Plan) -> list[Move]:
     if plan.stages == 1 or len(plan.members) < job.slots.expected():
         return []
     pools = [[seat.worker_id for seat in plan.pool(stage)] for stage in range(plan.stages)]
-    small = [k for k, pool in enumerate(pools) if len(pool) < job.desk.config.wish.size(k)]
+    small = [k for k, pool in enumerate(pools) if len(pool) < job.env.config.wish.size(k)]
     free = [[i for i in pool if len(plan.seats_of(i)) == 1 and i != plan.leader(k)] for k, pool in enumerate(pools)]
     return [Move(own[-1], k, target) for target in small for k, own in enumerate(free) if k != target and own]
 

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from everstep.base.cause import Cause, Why
-from everstep.protocol.coordinator.desk import Desk
+from everstep.protocol.coordinator.environment import Environment
 from everstep.protocol.identity import Code, Kernels, told
 
 
 class Likeness:
     """The job's kernels and code: those of the first worker, and of what came later whatever nobody had told before."""
 
-    def __init__(self, desk: Desk) -> None:
-        self._desk = desk
-        self._kernels, self._code = desk.config.hosts.alike.kernels, desk.config.hosts.alike.code
+    def __init__(self, env: Environment) -> None:
+        self._env = env
+        self._kernels, self._code = env.config.hosts.alike.kernels, env.config.hosts.alike.code
         self._warned: set[str] = set()
         self._odd: dict[tuple[int, str], Why] = {}
 
@@ -31,7 +31,7 @@ class Likeness:
             return None
         if not words:
             self._is_with(said)
-        elif not self._desk.config.hosts.alike.warns:
+        elif not self._env.config.hosts.alike.warns:
             remedy = "take hosts of one kind, or set numerics.changed=warn to go on inexactly"
             return Why(Cause.NONDETERMINISTIC, f"host {host}: its kernels give {words}: {remedy}")
         elif said.fingerprint not in self._warned:
@@ -39,12 +39,12 @@ class Likeness:
                 self._is_with(said)
             self._warned.add(said.fingerprint)
             text = f"host {host}: its kernels give {words}: the result is not exact any more (numerics.changed=warn)"
-            self._desk.report("warning", Why(Cause.NONDETERMINISTIC, text))
+            self._env.report("warning", Why(Cause.NONDETERMINISTIC, text))
         return None
 
     def _is_with(self, said: Kernels) -> None:
         self._kernels = said
-        self._desk.remember(numerics=told(said))
+        self._env.remember(numerics=told(said))
 
     def code(self, said: Code | None, host: str) -> Why | None:
         """A worker has imported this. Returns why it may not take part, None if it may."""
@@ -59,10 +59,10 @@ class Likeness:
             return Why(Cause.CONFIG, f"host {host}: its code is not the job's: {words}: {remedy}")
         new = said.beyond(self._code)
         if new.files or new.packages:
-            changed = new.unlike(self._desk.config.hosts.alike.before, "now", "when it ran last")
+            changed = new.unlike(self._env.config.hosts.alike.before, "now", "when it ran last")
             if changed:
                 text = f"the code has changed since this job last ran; it goes on with the code as it is now: {changed}"
-                self._desk.report("warning", Why(Cause.CONFIG, text))
+                self._env.report("warning", Why(Cause.CONFIG, text))
             self._code = self._code.joined(new)
-            self._desk.remember(code=told(self._code))
+            self._env.remember(code=told(self._code))
         return None

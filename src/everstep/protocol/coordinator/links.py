@@ -17,7 +17,7 @@ from itertools import combinations
 from everstep.base.cause import Cause, Why
 from everstep.base.plan import Plan, WorkerKey
 from everstep.protocol.coordinator.agreement import Agreement, Recovery
-from everstep.protocol.coordinator.desk import MILLISECOND_NS, SECOND_NS, Alarm, Desk, listed
+from everstep.protocol.coordinator.environment import MILLISECOND_NS, SECOND_NS, Alarm, Environment, listed
 from everstep.protocol.coordinator.membership import Membership, Worker
 from everstep.protocol.messages import PeerFault
 
@@ -36,8 +36,8 @@ Between = tuple[str, str] | Link
 class Links:
     """Who accuses whom at the moment, and which links have failed lately."""
 
-    def __init__(self, desk: Desk, membership: Membership, agreement: Agreement, recovery: Recovery) -> None:
-        self._desk, self._membership, self._agreement, self._recovery = desk, membership, agreement, recovery
+    def __init__(self, env: Environment, membership: Membership, agreement: Agreement, recovery: Recovery) -> None:
+        self._env, self._membership, self._agreement, self._recovery = env, membership, agreement, recovery
         self._accusations: dict[WorkerKey, set[int]] = {}
         self._reasons: list[str] = []
         self._faults: dict[Link, tuple[int, int, Between]] = {}  # generation and time of the newest, and between whom
@@ -53,7 +53,7 @@ class Links:
                 self._break_off(_behind([worker.key.worker_id], message.reason))
             return
         if not self._accusations:
-            self._desk.alarms.set(Alarm.LINKS, self._desk.now + WINDOW_NS)
+            self._env.alarms.set(Alarm.LINKS, self._env.now + WINDOW_NS)
         self._accusations.setdefault(worker.key, set()).update(message.accused)
         if message.reason not in self._reasons:
             self._reasons.append(message.reason)
@@ -94,7 +94,7 @@ class Links:
         before = {known for _, _, known in self._faults.values()}
         repeated = sorted(link for link in links if between[link] in before)
         others = "" if self._faults.keys() >= {*repeated} else ", or others between the same hosts,"
-        self._faults |= {link: (plan.generation, self._desk.now, between[link]) for link in links}
+        self._faults |= {link: (plan.generation, self._env.now, between[link]) for link in links}
         if repeated:
             text = f"its links{others} failed again ({listed_links(repeated)}) though both ends live: {said}"
             workers = self._membership.workers
@@ -130,7 +130,7 @@ class Links:
         again = {self._faults[link][2] for link in repeated}
         pairs = Counter(known for _, _, known in self._faults.values() if known in again)
         between = sorted((a, b) for a, b in pairs if isinstance(a, str) and isinstance(b, str))
-        until_ns = self._desk.now + APART_NS
+        until_ns = self._env.now + APART_NS
         if between:
             self._apart |= dict.fromkeys(between, until_ns)
         if len(between) < len(pairs) or min(pairs.values()) < 2:
@@ -146,18 +146,18 @@ class Links:
     def kept_out(self, host: str) -> bool:
         """Whether workers of this host did not reach those of a member's host just now: they would keep all from going
         on."""
-        self._apart = {pair: until_ns for pair, until_ns in self._apart.items() if until_ns > self._desk.now}
+        self._apart = {pair: until_ns for pair, until_ns in self._apart.items() if until_ns > self._env.now}
         if not self._apart:  # thousands that wait need not look at thousands of members each
             return False
         members = {w.host for w in self._agreement.survivors()}
         until_ns = [at for pair, at in self._apart.items() if host in pair and members & ({*pair} - {host})]
         if until_ns:
-            self._desk.alarms.set(Alarm.JOINS, min(until_ns))
+            self._env.alarms.set(Alarm.JOINS, min(until_ns))
         return bool(until_ns)
 
     def forget_old(self) -> None:
         """Drop faults that no longer count."""
-        least = (self._agreement.plan.generation - REPEAT_GENERATIONS, self._desk.now - REPEAT_NS)
+        least = (self._agreement.plan.generation - REPEAT_GENERATIONS, self._env.now - REPEAT_NS)
         self._faults = {link: it for link, it in self._faults.items() if it[0] >= least[0] and it[1] >= least[1]}
 
 

@@ -13,10 +13,10 @@ from everstep.base.cause import Cause, Why
 from everstep.base.plan import WorkerKey
 from everstep.protocol import messages as m
 from everstep.protocol.coordinator import hosts
-from everstep.protocol.coordinator.desk import MILLISECOND_NS, SECOND_NS, Alarm, describe
-from everstep.protocol.coordinator.job import JobState
+from everstep.protocol.coordinator.environment import MILLISECOND_NS, SECOND_NS, Alarm, describe
+from everstep.protocol.coordinator.job_state import JobState
 from everstep.protocol.coordinator.membership import Agent, Worker
-from everstep.protocol.coordinator.profiling import STANDSTILL_NS
+from everstep.protocol.coordinator.profiles import STANDSTILL_NS
 from everstep.protocol.coordinator.types import Disconnected
 from everstep.protocol.coordinator.workers import evict, kill_life, left_in_order, runs_elsewhere
 
@@ -37,12 +37,12 @@ def agent_hello(job: JobState, connection: str, hello: m.AgentHello) -> None:
     """An agent is there (again): from now on it speaks for the workers it lists."""
     agent = job.agents.watch(hello.agent_id, hello.host)
     if agent.connection != connection:
-        job.desk.close(agent.connection, "replaced by a newer connection of the same agent")
+        job.env.close(agent.connection, "replaced by a newer connection of the same agent")
     anew = bool(agent.process) and agent.process != hello.process
     if not agent.process:
         job.membership.go_on_coming()
     job.agents.greet(agent, connection, hello)
-    job.desk.introduce(connection, agent_id=hello.agent_id)
+    job.env.introduce(connection, agent_id=hello.agent_id)
     hosts.came(job, agent)
     if job.progress.tell_end(connection):
         return
@@ -88,7 +88,7 @@ def _saw_life(job: JobState, agent: Agent, life: m.WorkerLife) -> None:
     if known is None:
         known = membership.add(key, agent.host)
         job.slots.revive(key.worker_id)
-    known.started(agent.agent_id, life, job.desk.now)
+    known.started(agent.agent_id, life, job.env.now)
     job.slots.runs(key.worker_id, agent.agent_id)
 
 
@@ -130,7 +130,7 @@ def slot_lost(job: JobState, agent: Agent, message: m.SlotLost) -> None:
         job.progress.end("failed", Why(Cause.QUORUM, text), 1)
     else:
         why = Why(message.cause, f"its slot was given up: {message.reason}")
-        job.desk.report("warning", why, worker_id=message.worker_id)
+        job.env.report("warning", why, worker_id=message.worker_id)
 
 
 def host_failed(job: JobState, agent: Agent, message: m.HostFailed) -> None:
@@ -143,12 +143,12 @@ def host_failed(job: JobState, agent: Agent, message: m.HostFailed) -> None:
 
 def heartbeat(job: JobState, agent: Agent, message: m.Heartbeat) -> None:
     """An agent lives, and says how its workers get on."""
-    membership, now = job.membership, job.desk.now
-    agent.heartbeat(now, message.rtt_ms, job.desk.config.heartbeat_interval_ns, message.waited_ms * MILLISECOND_NS)
+    membership, now = job.membership, job.env.now
+    agent.heartbeat(now, message.rtt_ms, job.env.config.heartbeat_interval_ns, message.waited_ms * MILLISECOND_NS)
     job.agents.whereabouts.heard(agent.agent_id)
     # The detector expects more of an agent the longer it knows it: an alarm that was set before may ring too late.
-    job.desk.alarms.set(Alarm.AGENT, now + job.desk.config.heartbeat_floor_ns // 2, agent.agent_id)
-    job.desk.send(agent.connection, m.Pong(seq=message.seq))
+    job.env.alarms.set(Alarm.AGENT, now + job.env.config.heartbeat_floor_ns // 2, agent.agent_id)
+    job.env.send(agent.connection, m.Pong(seq=message.seq))
     seen = set()
     for pulse in message.workers:
         key = WorkerKey(pulse.worker_id, pulse.incarnation)
@@ -171,7 +171,7 @@ def heartbeat(job: JobState, agent: Agent, message: m.Heartbeat) -> None:
 
 def _check_unseen(job: JobState, agent: Agent, worker: Worker) -> None:
     """Its agent runs it, and sees nothing of it any more: it is cut off. Should it return, it is dismissed."""
-    unseen, limit = job.desk.now - worker.seen_ns, job.desk.config.heartbeat_ceiling_ns
+    unseen, limit = job.env.now - worker.seen_ns, job.env.config.heartbeat_ceiling_ns
     what = f"host {agent.host} has seen nothing of it for {unseen / 1e9:.2f} s"
     if unseen >= limit and not _hold_all_state(job, [worker]):
         why = Why(Cause.SILENT, f"{what} (limit {limit / 1e9:.2f} s)")
@@ -182,8 +182,8 @@ def _check_unseen(job: JobState, agent: Agent, worker: Worker) -> None:
 
 def hang_limit_ns(job: JobState, worker: Worker) -> int:
     """How long this worker's progress counter may stand still."""
-    limit = job.desk.config.hang_limit_ns or HANG_UNKNOWN_NS
-    if job.desk.config.hang_limit_ns is None and job.progress.step_times_ms:
+    limit = job.env.config.hang_limit_ns or HANG_UNKNOWN_NS
+    if job.env.config.hang_limit_ns is None and job.progress.step_times_ms:
         limit = max(HANG_FLOOR_NS, int(HANG_FACTOR * max(job.progress.step_times_ms) * MILLISECOND_NS))
     if job.profiling.records(worker.key):
         limit = max(limit, STANDSTILL_NS)
@@ -193,7 +193,7 @@ def hang_limit_ns(job: JobState, worker: Worker) -> int:
 def _limit_of(job: JobState, worker: Worker, pulse: m.WorkerPulse) -> tuple[int, str]:
     """How long it may stand still where it is, and the key that says so. What may compile has longer, if it shows
     life."""
-    limit, config = hang_limit_ns(job, worker), job.desk.config
+    limit, config = hang_limit_ns(job, worker), job.env.config
     lifeless_ns = pulse.lifeless_ms * MILLISECOND_NS
     lives = 0 <= lifeless_ns < (config.hang_limit_ns or HANG_UNKNOWN_NS) and not pulse.stopped
     if lives and (pulse.cold or pulse.phase == "evaluate") and limit < config.hosts.hang_first_ns:
@@ -205,8 +205,8 @@ def _check_hang(job: JobState, worker: Worker, pulse: m.WorkerPulse) -> None:
     still_ns = max(0, pulse.still_ms - pulse.waited_ms) * MILLISECOND_NS
     if pulse.phase in EXEMPT_PHASES:
         # It may rest while nothing is asked of it; after an order its phase has to change.
-        still_ns = min(still_ns, job.desk.now - worker.ordered_ns) if _owes(job, worker) else 0
-    if still_ns < (job.desk.config.hang_limit_ns or HANG_FLOOR_NS) // 2:  # whatever the exact limit is
+        still_ns = min(still_ns, job.env.now - worker.ordered_ns) if _owes(job, worker) else 0
+    if still_ns < (job.env.config.hang_limit_ns or HANG_FLOOR_NS) // 2:  # whatever the exact limit is
         worker.suspect(False)
         return
     limit, key = _limit_of(job, worker, pulse)
@@ -226,7 +226,7 @@ def _doubt(job: JobState, worker: Worker, pulse: m.WorkerPulse, why: Why) -> boo
     """It may hang: have it show where it is. Returns whether that is new."""
     agent, new = job.agents.of(worker), suspect(job, worker, why)
     if new and agent is not None and not pulse.stopped:
-        job.desk.send(agent.connection, m.ShowStacks(**asdict(worker.key)))
+        job.env.send(agent.connection, m.ShowStacks(**asdict(worker.key)))
     return new
 
 
@@ -241,7 +241,7 @@ def _hung(job: JobState, worker: Worker, pulse: m.WorkerPulse, why: Why, still_n
     if not again:
         return
     text = f"{describe(worker.key)}: {why.reason}; it is the second hang there, its stacks are in its log"
-    job.saving.end_after_saving("failed", Why(why.cause, text), 1, job.desk.config.save_ns)
+    job.saving.end_after_saving("failed", Why(why.cause, text), 1, job.env.config.save_ns)
 
 
 def _owes(job: JobState, worker: Worker) -> bool:
@@ -256,7 +256,7 @@ def suspect(job: JobState, worker: Worker, why: Why) -> bool:
     new = worker.suspect()
     if new:
         where = {"step": worker.step, "generation": job.agreement.plan.generation}
-        job.desk.report("worker_suspected", why, **worker.named, **where)
+        job.env.report("worker_suspected", why, **worker.named, **where)
     return new
 
 
@@ -265,11 +265,11 @@ def suspect(job: JobState, worker: Worker, why: Why) -> bool:
 
 def agent_due(job: JobState, agent_id: str) -> None:
     """Look whether an agent has been silent for too long, and ring again when it could be."""
-    agent, now = job.agents.known.get(agent_id), job.desk.now
+    agent, now = job.agents.known.get(agent_id), job.env.now
     if agent is None or job.progress.ended is not None:
         return
     if job.membership.in_grace:
-        job.desk.alarms.set(Alarm.AGENT, job.membership.grace_until_ns, agent_id)
+        job.env.alarms.set(Alarm.AGENT, job.membership.grace_until_ns, agent_id)
         return
     job.agents.whereabouts.look(agent_id)
     suspicion = agent.detector.suspicion(now)
@@ -283,21 +283,21 @@ def agent_due(job: JobState, agent_id: str) -> None:
         give_up_host(job, agent, suspicion.reason)
         return
     if not connected:  # it had time enough, or some of its workers are connected: who is not may be decided about
-        job.desk.change()
+        job.env.change()
     if suspicion.suspect:
         for worker in _workers_of(job, agent):
             suspect(job, worker, Why(Cause.HOST_LOST, f"host {agent.host}: {suspicion.reason}"))
     change = agent.detector.next_change_ns(now) if connected else agent.detector.ceiling_at_ns
-    if agent.left_ns is not None and now < agent.left_ns + job.desk.config.hosts.reconnect_ns:
-        change = min(change, agent.left_ns + job.desk.config.hosts.reconnect_ns)
-    job.desk.alarms.set(Alarm.AGENT, max(change, now + MILLISECOND_NS), agent_id)
+    if agent.left_ns is not None and now < agent.left_ns + job.env.config.hosts.reconnect_ns:
+        change = min(change, agent.left_ns + job.env.config.hosts.reconnect_ns)
+    job.env.alarms.set(Alarm.AGENT, max(change, now + MILLISECOND_NS), agent_id)
 
 
 def _cut_off(job: JobState, agent: Agent) -> bool:
     """Whether all connections of a host have ended, and its agent had the time to make another one; unless that is so
     of all hosts: then it is the coordinator that is cut off."""
-    away = agent.away_ns(job.desk.now)
-    if away is None or away < job.desk.config.hosts.reconnect_ns:
+    away = agent.away_ns(job.env.now)
+    if away is None or away < job.env.config.hosts.reconnect_ns:
         return False
     others = any(other.connection is not None for other in job.agents.known.values())
     return others and all(w.connection is None for w in _workers_of(job, agent))
@@ -310,16 +310,16 @@ def _workers_of(job: JobState, agent: Agent) -> list[Worker]:
 
 def give_up_host(job: JobState, agent: Agent, reason: str, what: str = "is silent") -> None:
     """An agent is silent, or is known to be no more, so its host is lost; unless all state would be too."""
-    workers, silence = _workers_of(job, agent), agent.detector.silence_ns(job.desk.now)
-    if silence < job.desk.config.quorum_wait_ns and _hold_all_state(job, workers):
+    workers, silence = _workers_of(job, agent), agent.detector.silence_ns(job.env.now)
+    if silence < job.env.config.quorum_wait_ns and _hold_all_state(job, workers):
         for worker in workers:
             text = f"host {agent.host}: {reason}; nobody else holds the training state"
             suspect(job, worker, Why(Cause.HOST_LOST, text))
-        job.desk.alarms.set(Alarm.AGENT, job.desk.now + SECOND_NS, agent.agent_id)
+        job.env.alarms.set(Alarm.AGENT, job.env.now + SECOND_NS, agent.agent_id)
         return
     job.agents.remove(agent.agent_id)
     job.slots.not_run(agent.agent_id)
-    job.desk.close(agent.connection, f"agent {agent.agent_id}: {reason}")
+    job.env.close(agent.connection, f"agent {agent.agent_id}: {reason}")
     for worker in workers:
         why = Why(Cause.HOST_LOST, f"host {agent.host} {what}: {reason}")
         evict(job, worker, why, kill=False, notice_ns=silence)
@@ -338,16 +338,16 @@ def _hold_all_state(job: JobState, workers: list[Worker]) -> bool:
 
 def disconnected(job: JobState, event: Disconnected) -> None:
     """A connection ended. Whoever it was may come back over another one."""
-    name, alarms = event.connection, job.desk.alarms
-    connection = job.desk.disconnected(name)
+    name, alarms = event.connection, job.env.alarms
+    connection = job.env.disconnected(name)
     job.store.forget(name)
     if connection is None:
         return
     agent = job.agents.known.get(connection.agent_id) if connection.agent_id is not None else None
     if agent is not None and agent.connection == name:
-        agent.leave(job.desk.now)
-        alarms.set(Alarm.AGENT, job.desk.now + job.desk.config.hosts.reconnect_ns, agent.agent_id)
-        alarms.set(Alarm.KNOCK, job.desk.now + KNOCK_NS)
+        agent.leave(job.env.now)
+        alarms.set(Alarm.AGENT, job.env.now + job.env.config.hosts.reconnect_ns, agent.agent_id)
+        alarms.set(Alarm.KNOCK, job.env.now + KNOCK_NS)
     if connection.worker is not None:
         if not job.agents.run(connection.worker):
             job.slots.empty(connection.worker.worker_id)
@@ -356,13 +356,11 @@ def disconnected(job: JobState, event: Disconnected) -> None:
             job.membership.left(worker, awaited=job.agreement.awaits(worker.key))
             if not job.agreement.in_any_plan(worker.key):
                 job.healing.stop(worker.key.worker_id)
-            alarms.set(Alarm.GONE, job.desk.now + SECOND_NS, worker.key.worker_id)
+            alarms.set(Alarm.GONE, job.env.now + SECOND_NS, worker.key.worker_id)
             own = job.agents.of(worker)
             if own is not None and own.left_ns is not None:  # it may have been the last that its host was heard by
-                alarms.set(Alarm.KNOCK, job.desk.now + KNOCK_NS)
-                alarms.set(
-                    Alarm.AGENT, max(own.left_ns + job.desk.config.hosts.reconnect_ns, job.desk.now), own.agent_id
-                )
+                alarms.set(Alarm.KNOCK, job.env.now + KNOCK_NS)
+                alarms.set(Alarm.AGENT, max(own.left_ns + job.env.config.hosts.reconnect_ns, job.env.now), own.agent_id)
 
 
 def gone_due(job: JobState, worker_id: int) -> None:
@@ -371,29 +369,29 @@ def gone_due(job: JobState, worker_id: int) -> None:
     if worker is None or worker.gone_ns is None or job.progress.ended is not None:
         return
     if job.membership.in_grace:
-        job.desk.alarms.set(Alarm.GONE, job.membership.grace_until_ns, worker_id)
+        job.env.alarms.set(Alarm.GONE, job.membership.grace_until_ns, worker_id)
         return
-    gone = job.desk.now - worker.gone_ns
+    gone = job.env.now - worker.gone_ns
     agent = job.agents.of(worker)
     if agent is None or worker.key not in agent.believed:
         # Either nobody can say that it lives, or whoever could has been heard since, and did not.
-        heard = agent is None or (agent.connection is not None and agent.detector.silence_ns(job.desk.now) < gone)
+        heard = agent is None or (agent.connection is not None and agent.detector.silence_ns(job.env.now) < gone)
         if gone >= ALONE_LIMIT_NS and heard:
             what = "no agent speaks for its host" if agent is None else _DISOWNED
             text = f"its connection ended {gone / 1e9:.1f} s ago and {what}"
             evict(job, worker, Why(Cause.SILENT, text), kill=False, notice_ns=gone)
             return
-        again_ns = (job.desk.now if gone >= ALONE_LIMIT_NS else worker.gone_ns) + ALONE_LIMIT_NS
+        again_ns = (job.env.now if gone >= ALONE_LIMIT_NS else worker.gone_ns) + ALONE_LIMIT_NS
     else:
         # Its agent says it lives. Training needs no coordinator: give it up only if others wait for it to hear of a
         # plan.
-        ceiling = job.desk.config.heartbeat_ceiling_ns
+        ceiling = job.env.config.heartbeat_ceiling_ns
         if gone >= ceiling and _awaited(job, worker) and not _hold_all_state(job, [worker]):
             text = f"its process lives, but its connection has been gone for {gone / 1e9:.1f} s and a plan waits for it"
             evict(job, worker, Why(Cause.SILENT, text), kill=True, notice_ns=gone)
             return
-        again_ns = max(worker.gone_ns + ceiling, job.desk.now + SECOND_NS)
-    job.desk.alarms.set(Alarm.GONE, again_ns, worker_id)
+        again_ns = max(worker.gone_ns + ceiling, job.env.now + SECOND_NS)
+    job.env.alarms.set(Alarm.GONE, again_ns, worker_id)
 
 
 def _disowned(job: JobState, worker: Worker) -> bool:
@@ -409,18 +407,18 @@ def _awaited(job: JobState, worker: Worker) -> bool:
 
 def grace_due(job: JobState, about: Any) -> None:
     """The time to come back after the coordinator's restart is over."""
-    membership, now = job.membership, job.desk.now
+    membership, now = job.membership, job.env.now
     if not membership.grace_until_ns or job.progress.ended is not None:
         return
     if membership.in_grace:  # it was begun anew meanwhile
-        job.desk.alarms.set(Alarm.GRACE, membership.grace_until_ns)
+        job.env.alarms.set(Alarm.GRACE, membership.grace_until_ns)
         return
     absent = sorted((w for w in membership.to_come() if w.member is not None), key=lambda w: w.key)
     for worker in [w for w in absent if _disowned(job, w)]:
         absent.remove(worker)
         why = Why(Cause.EXITED, f"it did not come back after the coordinator's restart, and {_DISOWNED}")
         evict(job, worker, why, kill=True)
-    if membership.waited_ns() < job.desk.config.quorum_wait_ns and _hold_all_state(job, absent):
+    if membership.waited_ns() < job.env.config.quorum_wait_ns and _hold_all_state(job, absent):
         membership.begin_grace()
         return
     membership.end_grace()
@@ -428,7 +426,7 @@ def grace_due(job: JobState, about: Any) -> None:
         agent = job.agents.of(worker)
         if agent is not None and worker.key in agent.lives:
             worker.leave(now)
-            job.desk.alarms.set(Alarm.GONE, now, worker.key.worker_id)
+            job.env.alarms.set(Alarm.GONE, now, worker.key.worker_id)
         else:
             why = Why(Cause.SILENT, "it did not come back after the coordinator's restart")
             evict(job, worker, why, kill=True)
@@ -436,7 +434,7 @@ def grace_due(job: JobState, about: Any) -> None:
 
 def expect_agents(job: JobState) -> None:
     """After a restart the agents of the journal are to come back, and speak for the workers that they ran."""
-    job.desk.alarms.set(Alarm.KNOCK, job.desk.now + KNOCK_NS)
+    job.env.alarms.set(Alarm.KNOCK, job.env.now + KNOCK_NS)
     for worker_id, agent_id in job.slots.grants.agents():
         job.slots.runs(worker_id, agent_id)
     for worker_id, worker in sorted(job.membership.workers.items()):
@@ -449,6 +447,6 @@ def pardon(job: JobState, gap_ns: int) -> None:
     """The coordinator itself was away for `gap_ns`: nobody's silence in that time counts."""
     job.agreement.claims.pardon(gap_ns)
     for agent in job.agents.known.values():
-        agent.pardon(gap_ns, job.desk.now)
+        agent.pardon(gap_ns, job.env.now)
     for worker in job.membership.workers.values():
         worker.pardon(gap_ns)

@@ -17,7 +17,7 @@ from everstep.base.domains import Domains, ordered
 from everstep.base.errors import check
 from everstep.base.plan import Member, WorkerKey
 from everstep.protocol.coordinator.closed import ClosedDoors
-from everstep.protocol.coordinator.desk import MILLISECOND_NS, SECOND_NS, Alarm, Desk
+from everstep.protocol.coordinator.environment import MILLISECOND_NS, SECOND_NS, Alarm, Environment
 from everstep.protocol.coordinator.likeness import Likeness
 from everstep.protocol.coordinator.whereabouts import Whereabouts
 from everstep.protocol.detector import PhiDetector
@@ -130,16 +130,16 @@ class Membership:
     of the coordinator, living or not. likeness: what all of them have to compute with and run.
     """
 
-    def __init__(self, desk: Desk) -> None:
+    def __init__(self, env: Environment) -> None:
         self.grace_until_ns = 0
         self.workers: dict[int, Worker] = {}
-        self._desk = desk
+        self._env = env
         self._fenced: dict[int, int] = {}  # worker id -> newest incarnation that is over
         self._fenced_for: dict[int, Cause] = {}
         self.came: set[int] = set()
         self._to_come: dict[int, Worker] = {}  # at least all who live and have not said hello
         self._grace_since_ns = 0
-        self.likeness = Likeness(desk)
+        self.likeness = Likeness(env)
         self._absent_since_ns: int | None = None  # grace goes on: all who hold the state have yet to come back
 
     def alive(self, key: WorkerKey) -> Worker | None:
@@ -163,7 +163,7 @@ class Membership:
 
     def add(self, key: WorkerKey, host: str = "") -> Worker:
         """A new life of a slot, which had none, or whose last one is over."""
-        self._desk.change()
+        self._env.change()
         worker = self.workers[key.worker_id] = Worker(key, host=host)
         self._to_come[key.worker_id] = worker
         return worker
@@ -171,7 +171,7 @@ class Membership:
     def greet(self, worker: Worker, connection: str, hello: WorkerHello, *, awaited: bool) -> None:
         """A worker has said hello. awaited: a decision may wait for that."""
         if awaited:
-            self._desk.change()
+            self._env.change()
         if not worker.greeted:
             self.go_on_coming()
             self._to_come.pop(worker.key.worker_id, None)
@@ -181,17 +181,17 @@ class Membership:
     def left(self, worker: Worker, *, awaited: bool) -> None:
         """A worker's connection has ended. awaited: a decision may look at who is there."""
         if awaited:
-            self._desk.change()
-        worker.leave(self._desk.now)
+            self._env.change()
+        worker.leave(self._env.now)
 
     def remove(self, key: WorkerKey, why: Why) -> None:
         """This life is over. No message of it, or of an older one of its slot, takes effect from here on."""
-        self._desk.change()
+        self._env.change()
         del self.workers[key.worker_id]
         self._to_come.pop(key.worker_id, None)
         check(not self.is_fenced(key), f"worker {key} is fenced twice")
         self._fenced[key.worker_id], self._fenced_for[key.worker_id] = key.incarnation, why.cause
-        self._desk.persist("evict", **asdict(key), cause=why.cause, reason=why.reason)
+        self._env.persist("evict", **asdict(key), cause=why.cause, reason=why.reason)
 
     def is_fenced(self, key: WorkerKey) -> bool:
         """Whether this life, or a newer one of its slot, was declared over."""
@@ -224,21 +224,21 @@ class Membership:
 
     @property
     def in_grace(self) -> bool:
-        return self._desk.now < self.grace_until_ns
+        return self._env.now < self.grace_until_ns
 
     def begin_grace(self) -> None:
         """The workers of the journal have some time from now on to come back."""
-        self._grace_since_ns = self._desk.now
-        self.grace_until_ns = self._desk.now + self._desk.config.hosts.grace_ns
-        self._desk.alarms.set(Alarm.GRACE, self.grace_until_ns)
+        self._grace_since_ns = self._env.now
+        self.grace_until_ns = self._env.now + self._env.config.hosts.grace_ns
+        self._env.alarms.set(Alarm.GRACE, self.grace_until_ns)
 
     def go_on_coming(self) -> None:
         """One more has come back: thousands cannot do that at once, so the others have as long from now on, within
         `GRACE_MOST` of what they had."""
         if self.in_grace:
-            grace_ns = self._desk.config.hosts.grace_ns
+            grace_ns = self._env.config.hosts.grace_ns
             latest_ns = self._grace_since_ns + GRACE_MOST * grace_ns
-            self.grace_until_ns = max(self.grace_until_ns, min(self._desk.now + grace_ns, latest_ns))
+            self.grace_until_ns = max(self.grace_until_ns, min(self._env.now + grace_ns, latest_ns))
 
     def to_come(self) -> Iterator[Worker]:
         """Who lives, as far as is known, and has not said hello to this life of the coordinator."""
@@ -247,12 +247,12 @@ class Membership:
     def waited_ns(self) -> int:
         """For how long grace has been prolonged: the first call begins the count."""
         if self._absent_since_ns is None:
-            self._absent_since_ns = self._desk.now
-        return self._desk.now - self._absent_since_ns
+            self._absent_since_ns = self._env.now
+        return self._env.now - self._absent_since_ns
 
     def end_grace(self) -> None:
         """The time to come back is over."""
-        self._desk.change()
+        self._env.change()
         self.grace_until_ns, self._absent_since_ns = 0, None
 
 
@@ -390,13 +390,13 @@ class Agents:
     """All agents whose heartbeats are expected, by id. leaving: those that wish to leave, or have been drained. gone:
     the last of those that were given up, and have not come back."""
 
-    def __init__(self, desk: Desk) -> None:
+    def __init__(self, env: Environment) -> None:
         self.version = 0
         self.known: dict[str, Agent] = {}
         self.gone: dict[str, Agent] = {}
-        self.whereabouts = Whereabouts(desk)
+        self.whereabouts = Whereabouts(env)
         self.closed = ClosedDoors()
-        self._desk = desk
+        self._env = env
         self.leaving: set[str] = set()
         self._drained: dict[str, str] = {}  # agent id -> the process that was drained; a new one may come
 
@@ -404,14 +404,14 @@ class Agents:
         """The agent of this id; if it was not known, begin to expect its heartbeats."""
         if agent_id in self.known:
             return self.known[agent_id]
-        config, now = self._desk.config, self._desk.now
+        config, now = self._env.config, self._env.now
         detector = PhiDetector(
             floor_ns=config.heartbeat_floor_ns,
             ceiling_ns=config.heartbeat_ceiling_ns,
             interval_ns=config.heartbeat_interval_ns or HEARTBEAT_MOST_NS,
             now_ns=now,
         )
-        self._desk.alarms.set(Alarm.AGENT, detector.next_change_ns(now), agent_id)
+        self._env.alarms.set(Alarm.AGENT, detector.next_change_ns(now), agent_id)
         agent = self.known[agent_id] = Agent(agent_id, host, detector)
         self.gone.pop(agent_id, None)
         return agent
@@ -420,16 +420,16 @@ class Agents:
         """An agent has said hello."""
         self.version += 1
         if agent.left_ns is not None:
-            self._desk.change()
+            self._env.change()
         self.whereabouts.greet(agent.agent_id, hello.domains)
-        agent.greet(connection, hello, self._desk.now)
+        agent.greet(connection, hello, self._env.now)
         agent.drain("asked" if self._drained.get(agent.agent_id) == hello.process else "no")
         if agent.draining:
             self.leaving.add(agent.agent_id)
 
     def wish(self, agent: Agent) -> None:
         """An agent wishes to leave; whether it can is seen when it knows its slots."""
-        self._desk.change()
+        self._env.change()
         agent.drain(agent.drained if agent.draining else "wished")
         self.leaving.add(agent.agent_id)
 
@@ -439,9 +439,7 @@ class Agents:
         self.replay_drained(agent.agent_id, agent.process)
         self.leaving.add(agent.agent_id)
         agent.drain("asked")
-        self._desk.persist(
-            "drained", agent_id=agent.agent_id, process=agent.process, cause=why.cause, reason=why.reason
-        )
+        self._env.persist("drained", agent_id=agent.agent_id, process=agent.process, cause=why.cause, reason=why.reason)
 
     def replay_drained(self, agent_id: str, process: str) -> None:
         """This process of an agent was drained, now or in a former life of the coordinator."""
@@ -473,7 +471,7 @@ class Agents:
         labels = None if agent is None else self.whereabouts.labels.get(agent.agent_id)
         if labels is None and worker.member is not None:
             labels = dict(worker.member.domains)
-        return ordered(labels or {}, worker.host, self._desk.config.hosts.gpu(worker.key.worker_id))
+        return ordered(labels or {}, worker.host, self._env.config.hosts.gpu(worker.key.worker_id))
 
     def out_of_touch(self, worker: Worker) -> bool:
         """Whether its host has lost all connections so lately that nobody knows yet whether it lives, or is in doubt:
@@ -481,8 +479,8 @@ class Agents:
         agent = self.of(worker)
         if agent is not None and self.whereabouts.in_doubt(agent.agent_id):
             return True
-        away = None if agent is None or worker.connection is not None else agent.away_ns(self._desk.now)
-        return away is not None and away < self._desk.config.hosts.reconnect_ns
+        away = None if agent is None or worker.connection is not None else agent.away_ns(self._env.now)
+        return away is not None and away < self._env.config.hosts.reconnect_ns
 
     def run(self, key: WorkerKey) -> bool:
         """Whether any agent runs this process, as far as is known."""

@@ -7,12 +7,12 @@ from collections.abc import Iterable
 from everstep.base.plan import WorkerKey
 from everstep.protocol import messages as m
 from everstep.protocol import roles
-from everstep.protocol.coordinator.job import JobState
+from everstep.protocol.coordinator.job_state import JobState
 
 
 def refusal(job: JobState, name: str, message: m.AnyMessage) -> str:
     """Why what came over this connection may not be said there, "" if it may."""
-    connection = job.desk.connections.get(name)
+    connection = job.env.connections.get(name)
     if connection is None:
         return ""
     refused = roles.refusal(connection.role, connection.who, message)

@@ -13,14 +13,14 @@ from typing import Any, NamedTuple
 from everstep.base.cause import Cause, Why
 from everstep.base.errors import check
 from everstep.base.plan import Member, Plan, Seat, WorkerKey
-from everstep.placement.domains import Crowd
+from everstep.placement.domain_spread import Crowd
 from everstep.placement.lanes import leaders
 from everstep.placement.shards import lost_stages
 from everstep.protocol.coordinator import awaited_hosts
 from everstep.protocol.coordinator.agreement import NO_PLAN
 from everstep.protocol.coordinator.arrivals import START_PATIENCE_NS
-from everstep.protocol.coordinator.desk import SECOND_NS, describe, listed
-from everstep.protocol.coordinator.job import JobState
+from everstep.protocol.coordinator.environment import SECOND_NS, describe, listed
+from everstep.protocol.coordinator.job_state import JobState
 from everstep.protocol.coordinator.membership import Worker
 from everstep.protocol.messages import PlanNow, PlanPrepared
 
@@ -51,7 +51,7 @@ def _outside(job: JobState) -> Iterator[Worker]:
 
 def _short_pools(job: JobState) -> list[int]:
     """The members of those pools that lack most against the wish."""
-    plan, wish = job.agreement.plan, job.desk.config.wish
+    plan, wish = job.agreement.plan, job.env.config.wish
     there = {w.key.worker_id for w in job.agreement.survivors()}
     pools = [[seat.worker_id for seat in plan.pool(k) if seat.worker_id in there] for k in range(plan.stages)]
     lacking = [wish.size(stage) - len(pool) for stage, pool in enumerate(pools)]
@@ -114,7 +114,7 @@ def make_now(job: JobState, members: Sequence[Worker], why: Why, *, fresh: bool)
 
 def _plan(job: JobState, members: Iterable[Worker], seats: tuple[Seat, ...], why: Why, **rest: Any) -> Plan:
     """The next generation, of these members, who are all ready."""
-    config, there = job.desk.config, sorted(members, key=lambda w: w.key.worker_id)
+    config, there = job.env.config, sorted(members, key=lambda w: w.key.worker_id)
     return Plan(
         generation=job.agreement.generation + 1,
         reason=why.reason,
@@ -164,8 +164,8 @@ def _promotions(old: Plan, seats: Sequence[Seat]) -> str:
 
 def order(job: JobState, worker: Worker, message: PlanNow | PlanPrepared) -> None:
     """Tell a worker what to do; if it is not connected, it hears of it in answer to its hello."""
-    worker.ordered(job.desk.now)
-    job.desk.send(worker.connection, message)
+    worker.ordered(job.env.now)
+    job.env.send(worker.connection, message)
 
 
 # ---- prepared plans
@@ -218,7 +218,7 @@ def prepare(
 def announce(job: JobState, old: Plan) -> None:
     """Tell that the plan in force has taken the place of `old`."""
     plan = job.agreement.plan
-    job.desk.report(
+    job.env.report(
         "generation_started",
         Why(plan.cause, plan.reason),
         generation=plan.generation,
@@ -242,7 +242,7 @@ def _announce_leader(job: JobState, plan: Plan, leader: WorkerKey, stage: int) -
     named = "the leader that the map names" if by_map else "the first member"
     text = f"worker {leader.worker_id} is {named}{where} of generation {plan.generation}: {plan.reason}"
     fields = {"generation": plan.generation, "step": job.progress.step, **asdict(leader), "stage": stage}
-    job.desk.report("leader_changed", Why(plan.cause, text), **fields)
+    job.env.report("leader_changed", Why(plan.cause, text), **fields)
 
 
 # ---- the start, and what follows when the plan cannot go on
@@ -276,7 +276,7 @@ def _start(job: JobState) -> None:
         quorum.came()
     expected = slots.expected()
     # The slots from 0 are the job's workers, those beyond are its spares.
-    willing = [w for w in ready if not w.wants_spare and w.key.worker_id < job.desk.config.workers]
+    willing = [w for w in ready if not w.wants_spare and w.key.worker_id < job.env.config.workers]
     all_there = len(willing) >= expected or (bool(slots.lost) and len(ready) >= expected)
     if all_there and expected >= slots.least:
         some = willing if len(willing) >= expected else ready
@@ -302,7 +302,7 @@ def _regroup(job: JobState) -> None:
         _fall_back(job, Why(cause, text))
         return
     needed = slots.least
-    if job.desk.config.on_failure == "wait":
+    if job.env.config.on_failure == "wait":
         needed = max(needed, min(slots.expected(), len(agreement.plan.members)))
     lost = _lost_stages(job, survivors)
     members = survivors + _newcomers(job, len(survivors), needed, lost)
@@ -360,7 +360,7 @@ def _fall_back(job: JobState, why: Why) -> None:
     ready = sorted(candidates(job), key=lambda w: -_held_step(job, w))
     if ready:
         quorum.came()
-    wait_for_all = job.desk.config.on_failure == "wait"
+    wait_for_all = job.env.config.on_failure == "wait"
     expected = max(slots.least, slots.expected())
     enough = len(ready) >= expected or (len(ready) >= slots.least and not quorum.patient and not wait_for_all)
     text = f"every worker that held the training state is gone ({why.reason}): "
@@ -378,7 +378,7 @@ def _fall_back(job: JobState, why: Why) -> None:
         text += "starting over from step 0, or from the newest copy that is left"
     why = Why(why.cause, text)
     if not job.progress.fall_back(step):
-        job.desk.report("fallback", why, step=step or None, generation=generation + 1)
+        job.env.report("fallback", why, step=step or None, generation=generation + 1)
     make_now(job, ready[: slots.target], why, fresh=True)
 
 
@@ -392,7 +392,7 @@ def quorum_due(job: JobState, about: Any) -> None:
     agreement, waiting = job.agreement, job.quorum.waiting
     if (agreement.plan is not NO_PLAN and not agreement.broken) or not job.quorum.over():
         return
-    waited_s = job.desk.config.quorum_wait_ns / 1e9
+    waited_s = job.env.config.quorum_wait_ns / 1e9
     came = f"{len(candidates(job))} of {job.slots.expected()} workers came"
     text = f"gave up after waiting {waited_s:g} s for workers: {waiting.reason if waiting else came}"
     job.progress.end("failed", Why(Cause.QUORUM, text), 3)

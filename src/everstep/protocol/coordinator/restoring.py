@@ -20,7 +20,7 @@ from everstep.base.strikes import Strike
 from everstep.protocol.coordinator.adopting import SENSELESS, check_plan
 from everstep.protocol.coordinator.agreement import NO_PLAN
 from everstep.protocol.coordinator.grants import Grant
-from everstep.protocol.coordinator.job import JobState
+from everstep.protocol.coordinator.job_state import JobState
 from everstep.protocol.coordinator.types import CoordinatorConfig
 from everstep.protocol.messages import JobEnded
 
@@ -162,7 +162,7 @@ def _words(error: Exception) -> str:
 def _take(job: JobState, entry: _Entry | None) -> None:
     match entry:
         case _Lanes():
-            job.desk.takes_lanes(entry.lanes)
+            job.env.takes_lanes(entry.lanes)
         case _Target():
             job.slots.take_wish(entry.target, set(entry.slots), entry.because)
         case _Planned():
@@ -192,7 +192,7 @@ def _take(job: JobState, entry: _Entry | None) -> None:
 
 def _take_plan(job: JobState, entry: _Planned) -> None:
     plan = entry.plan
-    check_plan(plan, job.desk.config)
+    check_plan(plan, job.env.config)
     if job.agreement.replay_plan(plan, adopted=entry.adopted):
         job.speeds.replay_plan(plan)
         job.progress.replay_plan(plan)

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Sequence
 from math import inf
 
 from everstep.base.cause import Cause, Why
-from everstep.protocol.coordinator.desk import Desk
+from everstep.protocol.coordinator.environment import Environment
 from everstep.protocol.coordinator.grants import Grants
 from everstep.protocol.coordinator.membership import Agent, Agents, Membership
 from everstep.protocol.coordinator.sharing import share
@@ -18,11 +18,11 @@ class Slots:
     target: how many members are wanted. lost: the slots given up for good, with the reason. grants: who starts lives.
     """
 
-    def __init__(self, desk: Desk, membership: Membership, agents: Agents) -> None:
-        self.target = desk.config.workers
+    def __init__(self, env: Environment, membership: Membership, agents: Agents) -> None:
+        self.target = env.config.workers
         self.lost: dict[int, str] = {}
-        self.grants = Grants(desk)
-        self._desk, self._membership, self._agents = desk, membership, agents
+        self.grants = Grants(env)
+        self._env, self._membership, self._agents = env, membership, agents
         self._asked: set[int] | None = None  # None: as the agents started them
         self._retiring: set[int] = set()  # not wanted any more, but the worker has not left yet
         self._unwanted: dict[int, Cause] = {}
@@ -41,19 +41,19 @@ class Slots:
     @property
     def shared_out(self) -> bool:
         """Whether it is said here which agent keeps which slots filled."""
-        return self._asked is not None or self._desk.config.slots > 0
+        return self._asked is not None or self._env.config.slots > 0
 
     @property
     def least(self) -> int:
         """With how many members the job may run at least."""
-        return max(1, self._desk.config.min_workers)
+        return max(1, self._env.config.min_workers)
 
     def ids(self) -> set[int]:
         """The slots that are to be kept filled, those given up included."""
         if self._asked is not None:
             return self._asked
         announced = sum(agent.slots for agent in self._agents.known.values())
-        config = self._desk.config
+        config = self._env.config
         return set(range(max(config.workers, config.slots, announced))) | set(self._membership.workers)
 
     def wanted(self, worker_id: int) -> bool:
@@ -79,11 +79,11 @@ class Slots:
             self._owners.pop(worker_id, None)
         self._retiring = (self._retiring | (self.ids() & running)) - ids
         self.take_wish(target, ids, why.cause)
-        self._desk.persist("target", target=target, slots=sorted(ids), cause=why.cause, reason=why.reason)
+        self._env.persist("target", target=target, slots=sorted(ids), cause=why.cause, reason=why.reason)
 
     def take_wish(self, target: int, ids: set[int], cause: Cause) -> None:
         """What is asked for from now on, or was by a former life of the coordinator."""
-        self._desk.change()
+        self._env.change()
         self._version += 1
         self._unwanted |= dict.fromkeys(self.ids() - ids, cause)
         self.target, self._asked = target, set(ids)
@@ -97,13 +97,13 @@ class Slots:
 
     def revive(self, worker_id: int) -> None:
         """The slot has a new life, though it may have been given up."""
-        self._desk.change()
+        self._env.change()
         self._version += worker_id in self.lost
         self.lost.pop(worker_id, None)
 
     def empty(self, worker_id: int) -> None:
         """The slot's worker has left."""
-        self._desk.change()
+        self._env.change()
         self._version += worker_id in self._retiring
         self._retiring.discard(worker_id)
 
@@ -117,10 +117,10 @@ class Slots:
         """An agent gives a slot up. Returns False where that says nothing: it is another's, or given up before."""
         if worker_id in self.lost or self._owners.get(worker_id) not in (None, agent_id):
             return False
-        self._desk.change()
+        self._env.change()
         self._version += 1
         self.lost[worker_id] = why.reason
-        self._desk.persist("slot_lost", worker_id=worker_id, cause=why.cause, reason=why.reason)
+        self._env.persist("slot_lost", worker_id=worker_id, cause=why.cause, reason=why.reason)
         return True
 
     def share_out(self, ending: str) -> None:
@@ -138,10 +138,10 @@ class Slots:
         self._shared = state
         agents = [a for _, a in sorted(self._agents.known.items()) if a.connection is not None]
         goes_on = self._asked is None and not ending and all(agent.sent_slots is not None for agent in agents)
-        owners = [self._owners.get(i) for i in range(self._desk.config.slots)]
+        owners = [self._owners.get(i) for i in range(self._env.config.slots)]
         if not agents or (goes_on and all(owner in self._agents.known for owner in owners)):
             return  # a thousand hellos need not share out a thousand slots each
-        asked = set(range(self._desk.config.slots)) if self._asked is None else self._asked
+        asked = set(range(self._env.config.slots)) if self._asked is None else self._asked
         wanted = set() if ending == "interrupted" else (asked | self._retiring) - set(self.lost)
         self._find_owners(wanted, agents)
         slots_of: dict[str, list[int]] = {agent.agent_id: [] for agent in agents}
@@ -151,7 +151,7 @@ class Slots:
             ids = slots_of[agent.agent_id]
             if agent.sent_slots != ids:
                 first = self.grants.give(agent, {i: self._membership.next_incarnation(i) for i in ids})
-                self._desk.send(agent.connection, agent.new_slots(ids, first))
+                self._env.send(agent.connection, agent.new_slots(ids, first))
 
     def _find_owners(self, wanted: Collection[int], agents: Sequence[Agent]) -> None:
         """Slots that are no known agent's go to the host that the map names, or to that which has the fewest; but not
@@ -166,7 +166,7 @@ class Slots:
             elif worker is not None:
                 self._withheld.add(worker_id)
         rooms = {a.agent_id: a.room or inf for a in agents if not a.draining}
-        where = self._desk.config.hosts.named.items()
+        where = self._env.config.hosts.named.items()
         named = {i: [a.agent_id for a in agents if name in (a.agent_id, a.about.get("address"))] for i, name in where}
         of_host = self._agents.whereabouts.of_host
         domains = {agent_id: of_host(agent_id, agent.host) for agent_id, agent in self._agents.known.items()}

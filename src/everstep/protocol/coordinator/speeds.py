@@ -13,7 +13,7 @@ from statistics import median
 from everstep.base.domains import Domains
 from everstep.base.plan import Plan, Seat, WorkerKey
 from everstep.placement.lanes import place
-from everstep.protocol.coordinator.desk import Alarm, Desk
+from everstep.protocol.coordinator.environment import Alarm, Environment
 from everstep.protocol.coordinator.membership import Agents, Membership
 
 _ABOUT_EQUAL = 1.1
@@ -24,9 +24,9 @@ class Speeds:
     """in_force: lanes per second by worker id, by which lanes are laid out; empty: evenly. watching: somebody has said
     how fast it is, so the speeds are looked at now and then."""
 
-    def __init__(self, desk: Desk, membership: Membership, agents: Agents) -> None:
+    def __init__(self, env: Environment, membership: Membership, agents: Agents) -> None:
         self.in_force: Mapping[int, float] = {}
-        self._desk, self._membership, self._agents = desk, membership, agents
+        self._env, self._membership, self._agents = env, membership, agents
         self._newest_ms: dict[WorkerKey, float] = {}  # per lane, as each last said; 0: unknown
         self._looks_ms: dict[WorkerKey, deque[float]] = {}  # at the last looks at the speeds
         self._idle = (0, False)  # the generation that was looked at, and what was found
@@ -45,7 +45,7 @@ class Speeds:
         speeds: Mapping[int, float] | None = None,
     ) -> tuple[Seat, ...]:
         """Placement by the job's config. speeds: others than those in force."""
-        config = self._desk.config
+        config = self._env.config
         speeds = self.in_force if speeds is None else speeds
         known = {i: speeds[i] for i in worker_ids if i in speeds}
         lanes, stages, wish = config.lanes, config.stages, config.wish
@@ -90,7 +90,7 @@ class Speeds:
 
     def look_later(self) -> None:
         """Ring for the next look at the speeds."""
-        self._desk.alarms.set(Alarm.SPEEDS, self._desk.now + self._desk.config.look_ns)
+        self._env.alarms.set(Alarm.SPEEDS, self._env.now + self._env.config.look_ns)
 
     def measured(self, plan: Plan) -> dict[int, float] | None:
         """ms per lane: the median over the looks, this one included, by member; None while one is not known.
@@ -132,7 +132,7 @@ class Speeds:
 
     def uneven(self) -> bool:
         """Other lanes would shorten the steps by much. Returns whether that has lasted, and the last change too."""
-        now, lasting_ns = self._desk.now, self._desk.config.lasting_ns
+        now, lasting_ns = self._env.now, self._env.config.lasting_ns
         if self._uneven_since_ns is None:
             self._uneven_since_ns = now
         lasted = now - self._uneven_since_ns >= lasting_ns
@@ -141,7 +141,7 @@ class Speeds:
     def change(self, speeds: Mapping[int, float], moving: WorkerKey | None) -> None:
         """Lanes are laid out by these from now on. moving: a worker that goes to another stage, where a lane takes
         another time."""
-        self._uneven_since_ns, self._changed_ns = None, self._desk.now
+        self._uneven_since_ns, self._changed_ns = None, self._env.now
         self.in_force = dict(speeds)
         if moving is not None:
             self._looks_ms.pop(moving, None)

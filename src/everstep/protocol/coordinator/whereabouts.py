@@ -10,17 +10,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from everstep.base.domains import Domains, ordered
-from everstep.placement.domains import prefixes
-from everstep.protocol.coordinator.desk import Alarm, Desk
+from everstep.placement.domain_spread import prefixes
+from everstep.protocol.coordinator.environment import Alarm, Environment
 from everstep.protocol.detector import PhiDetector
 
 
 class Whereabouts:
     """labels: of the hosts of agents that have said hello, by agent."""
 
-    def __init__(self, desk: Desk) -> None:
+    def __init__(self, env: Environment) -> None:
         self.labels: dict[str, dict[str, str]] = {}
-        self._desk = desk
+        self._env = env
         self._doubted_until_ns: dict[str, int] = {}
         self._given_up: dict[str, tuple[int, Domains]] = {}
 
@@ -37,23 +37,23 @@ class Whereabouts:
 
     def give_up(self, agent_id: str, host: str, others: Mapping[str, PhiDetector]) -> None:
         """A host is given up, for its silence. others: what is known of the others' heartbeats, by agent."""
-        now, floor_ns = self._desk.now, self._desk.config.heartbeat_floor_ns
+        now, floor_ns = self._env.now, self._env.config.heartbeat_floor_ns
         self._given_up = {name: found for name, found in self._given_up.items() if now - found[0] <= 2 * floor_ns}
         self._given_up[agent_id] = now, self.of_host(agent_id, host)
         self._doubted_until_ns.pop(agent_id, None)
         for other_id, detector in sorted(others.items()):
             if detector.suspicion(now).suspect and other_id not in self._doubted_until_ns:
                 self._doubted_until_ns[other_id] = now + floor_ns
-                self._desk.alarms.set(Alarm.AGENT, now + floor_ns, other_id)
+                self._env.alarms.set(Alarm.AGENT, now + floor_ns, other_id)
 
     def in_doubt(self, agent_id: str) -> bool:
         """Whether it may have died with one that was given up."""
-        return self._doubted_until_ns.get(agent_id, 0) > self._desk.now
+        return self._doubted_until_ns.get(agent_id, 0) > self._env.now
 
     def heard(self, agent_id: str) -> None:
         """An agent was heard: it has not."""
         if self._doubted_until_ns.pop(agent_id, None) is not None:
-            self._desk.change()
+            self._env.change()
 
     def look(self, agent_id: str) -> None:
         """Whether others have waited long enough for this one."""

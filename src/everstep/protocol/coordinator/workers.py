@@ -10,8 +10,8 @@ from everstep.base.plan import Plan, WorkerKey
 from everstep.protocol import messages as m
 from everstep.protocol.coordinator import adopting
 from everstep.protocol.coordinator.agreement import NO_PLAN
-from everstep.protocol.coordinator.desk import SECOND_NS, Alarm, describe
-from everstep.protocol.coordinator.job import JobState
+from everstep.protocol.coordinator.environment import SECOND_NS, Alarm, describe
+from everstep.protocol.coordinator.job_state import JobState
 from everstep.protocol.coordinator.links import WINDOW_NS
 from everstep.protocol.coordinator.membership import Agent, Worker
 from everstep.protocol.coordinator.plans import announce, order
@@ -30,18 +30,18 @@ def worker_hello(job: JobState, name: str, hello: m.WorkerHello) -> None:
     if grant is not None and grant.host != hello.member.host and key.incarnation >= grant.first:
         # Not introduced: nothing that it says may count as said by the life of that number on its slot's own host.
         text = f"slot {key.worker_id} was given to host {grant.host}"
-        job.desk.send(name, m.Dismissed(cause=Cause.REPLACED, reason=text, drained=False))
-        job.desk.close(name, text)
+        job.env.send(name, m.Dismissed(cause=Cause.REPLACED, reason=text, drained=False))
+        job.env.close(name, text)
         return
-    job.desk.introduce(name, worker=key)
+    job.env.introduce(name, worker=key)
     if job.progress.tell_end(name):
         return
-    if hello.lanes not in (0, job.desk.config.lanes) and job.agreement.plan is NO_PLAN:
-        job.desk.takes_lanes(hello.lanes)
-        job.desk.persist("lanes", lanes=hello.lanes)
+    if hello.lanes not in (0, job.env.config.lanes) and job.agreement.plan is NO_PLAN:
+        job.env.takes_lanes(hello.lanes)
+        job.env.persist("lanes", lanes=hello.lanes)
     refusal = _refusal(job, hello)
     if refusal is not None:
-        job.desk.send(name, m.Dismissed(cause=refusal.cause, reason=refusal.reason, drained=False))
+        job.env.send(name, m.Dismissed(cause=refusal.cause, reason=refusal.reason, drained=False))
         return
     known = membership.workers.get(key.worker_id)
     if known is not None and known.key != key:
@@ -53,17 +53,17 @@ def worker_hello(job: JobState, name: str, hello: m.WorkerHello) -> None:
     unlike = likeness.kernels(hello.kernels, host) or likeness.code(hello.code, host)
     unlike = unlike or likeness.lane(key.worker_id, host)
     if unlike is not None:
-        job.desk.send(name, m.Dismissed(cause=unlike.cause, reason=unlike.reason, drained=False))
+        job.env.send(name, m.Dismissed(cause=unlike.cause, reason=unlike.reason, drained=False))
         refuse(job, worker, unlike)
         return
     if worker.connection != name:
-        job.desk.close(worker.connection, "replaced by a newer connection of the same worker")
+        job.env.close(worker.connection, "replaced by a newer connection of the same worker")
     first = not worker.greeted and not job.agreement.in_any_plan(key)
     membership.greet(worker, name, hello, awaited=job.agreement.awaits(key))
     if first:
         pids = {"pids": list(worker.pids)} if len(worker.pids) > 1 else {}
         where = {"host": worker.host, "step": worker.step, "generation": job.agreement.generation}
-        job.desk.report("worker_joined", Why(Cause.JOINED, "it is ready"), **worker.named, **pids, **where)
+        job.env.report("worker_joined", Why(Cause.JOINED, "it is ready"), **worker.named, **pids, **where)
     _catch_up(job, worker, hello)
     job.profiling.remind(worker)
     if job.agreement.plan.has(key) and key.worker_id == job.agreement.plan.leader(0):
@@ -73,7 +73,7 @@ def worker_hello(job: JobState, name: str, hello: m.WorkerHello) -> None:
 def _refusal(job: JobState, hello: m.WorkerHello) -> Why | None:
     """Why this life has to go, if it has."""
     key, membership = hello.member.key, job.membership
-    known, lanes = membership.workers.get(key.worker_id), job.desk.config.lanes
+    known, lanes = membership.workers.get(key.worker_id), job.env.config.lanes
     if hello.lanes not in (0, lanes):
         return Why(Cause.CONFIG, f"it joins with lanes={hello.lanes}, the job has lanes={lanes}")
     if membership.is_fenced(key):
@@ -109,11 +109,11 @@ def refuse(job: JobState, worker: Worker, why: Why) -> None:
         if slots.left() < slots.least:
             job.progress.end("failed", why, 2)
     else:
-        job.desk.report("warning", Why(why.cause, f"host {agent.host} is sent away: {why.reason}"))
-        job.desk.send(agent.connection, m.AgentRefused(cause=why.cause, reason=why.reason))
+        job.env.report("warning", Why(why.cause, f"host {agent.host} is sent away: {why.reason}"))
+        job.env.send(agent.connection, m.AgentRefused(cause=why.cause, reason=why.reason))
         agents.remove(agent.agent_id)
         slots.not_run(agent.agent_id)
-        job.desk.close(agent.connection, f"host {agent.host} was sent away")
+        job.env.close(agent.connection, f"host {agent.host} was sent away")
         for other in there:
             evict(job, other, why, kill=False)
 
@@ -207,7 +207,7 @@ def _report_healed(job: JobState, worker: Worker, step: int) -> None:
     if worker.key.worker_id in job.agreement.plan.joining:
         why = Why(Cause.JOINED, "it holds the state of the others and takes part")
         generation = job.agreement.plan.generation
-        job.desk.report("worker_healed", why, **worker.named, step=step, generation=generation)
+        job.env.report("worker_healed", why, **worker.named, step=step, generation=generation)
 
 
 def progressed(job: JobState, worker: Worker, message: m.Progress) -> None:
@@ -251,7 +251,7 @@ def links_due(job: JobState, about: Any) -> None:
     if job.progress.ended is not None:
         return
     if any(job.agents.out_of_touch(worker) for worker in job.agreement.survivors()):
-        job.desk.alarms.set(Alarm.LINKS, job.desk.now + WINDOW_NS)  # whether that is a death is known soon
+        job.env.alarms.set(Alarm.LINKS, job.env.now + WINDOW_NS)  # whether that is a death is known soon
     else:
         for worker, why in job.links.close_window():
             evict(job, worker, why, kill=True)
@@ -283,7 +283,7 @@ def _computed_otherwise(job: JobState, message: m.SettleAgain, why: Why) -> None
     if message.generation != job.agreement.plan.generation or job.agreement.broken:
         return  # another member has said it before
     at = {"step": message.tainted, "lane": message.lane, "generation": message.decided_in}
-    job.desk.report("probe_done", why, **at, workers=message.workers, equal=False)
+    job.env.report("probe_done", why, **at, workers=message.workers, equal=False)
     odd = [w for i in message.odd for w in job.membership.workers.values() if w.key.worker_id == i]
     for worker in odd:
         job.membership.likeness.differed(worker.key.worker_id, worker.host, why)
@@ -381,10 +381,10 @@ def evict(
     fields = {**worker.named, "step": worker.step, "generation": job.agreement.plan.generation}
     if worker.member is None:
         early = Why(why.cause, f"{describe(key)} ended before it was ready: {why.reason}")
-        job.desk.report("warning", early, **fields)
+        job.env.report("warning", early, **fields)
     else:
-        job.desk.report("worker_evicted", why, died_unix_ns=died_unix_ns, **fields)
-    job.desk.send(worker.connection, m.Dismissed(cause=why.cause, reason=why.reason, drained=False))
+        job.env.report("worker_evicted", why, died_unix_ns=died_unix_ns, **fields)
+    job.env.send(worker.connection, m.Dismissed(cause=why.cause, reason=why.reason, drained=False))
     if kill and agent is not None:
         kill_life(job, agent, key, why)
     if job.agreement.in_any_plan(key):
@@ -395,7 +395,7 @@ def evict(
 
 
 def _shrink(job: JobState, key: WorkerKey, cause: Cause) -> None:
-    slots, shrinks = job.slots, job.desk.config.on_failure == "shrink"
+    slots, shrinks = job.slots, job.env.config.on_failure == "shrink"
     if shrinks and slots.wanted(key.worker_id) and slots.target > slots.least:
         reason = f"{describe(key)} was lost and on_failure is 'shrink'"
         slots.want(slots.target - 1, slots.ids() - {key.worker_id}, Why(cause, reason))
@@ -403,12 +403,12 @@ def _shrink(job: JobState, key: WorkerKey, cause: Cause) -> None:
 
 def kill_life(job: JobState, agent: Agent, key: WorkerKey, why: Why) -> None:
     """Ask the agent for SIGKILL, at most once per `KILL_AGAIN_NS`."""
-    if agent.may_kill(key, job.desk.now, KILL_AGAIN_NS):
-        job.desk.send(agent.connection, m.KillWorker(**asdict(key), cause=why.cause, reason=why.reason))
+    if agent.may_kill(key, job.env.now, KILL_AGAIN_NS):
+        job.env.send(agent.connection, m.KillWorker(**asdict(key), cause=why.cause, reason=why.reason))
 
 
 def dismiss(job: JobState, worker: Worker, why: Why) -> None:
     """A worker is no longer wanted: it leaves without fault."""
     job.membership.remove(worker.key, why)
     job.healing.forget(worker.key)
-    job.desk.send(worker.connection, m.Dismissed(cause=why.cause, reason=why.reason, drained=True))
+    job.env.send(worker.connection, m.Dismissed(cause=why.cause, reason=why.reason, drained=True))

@@ -16,7 +16,7 @@ from everstep.base.cause import Cause, Why
 from everstep.base.config_keys import CheckpointConfig
 from everstep.base.extents import Extents
 from everstep.base.plan import Member, Plan
-from everstep.placement.domains import farthest
+from everstep.placement.domain_spread import farthest
 from everstep.protocol import messages as wire
 from everstep.protocol.driver import operations as do
 from everstep.protocol.driver.ending import EndAlone

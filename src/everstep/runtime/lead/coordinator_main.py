@@ -201,8 +201,8 @@ class ControlServer:
         """Pass an event to the coordinator and do what it says."""
         if self.tenure is not None and not self.tenure.sure():
             self.tenure.depose("its lease is over")
-        if isinstance(event, Connected) and self.coordinator.job.desk.config.hosts.term:
-            self._send(event.connection, TermBegun(term=self.coordinator.job.desk.config.hosts.term))
+        if isinstance(event, Connected) and self.coordinator.job.env.config.hosts.term:
+            self._send(event.connection, TermBegun(term=self.coordinator.job.env.config.hosts.term))
         self._effects.take(self.coordinator.handle(self._arrival_ns(), event))
         self._arm()
 

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from everstep.protocol.coordinator.agreement import NO_PLAN, Agreement, JobProgress, Recovery
 from everstep.protocol.coordinator.arrivals import Healing, Quorum
-from everstep.protocol.coordinator.desk import Desk
+from everstep.protocol.coordinator.asked_checkpoints import Saving
+from everstep.protocol.coordinator.environment import Environment
 from everstep.protocol.coordinator.links import Links
 from everstep.protocol.coordinator.membership import Agents, Membership
-from everstep.protocol.coordinator.profiling import Profiling
-from everstep.protocol.coordinator.saving import Saving
+from everstep.protocol.coordinator.profiles import Profiling
+from everstep.protocol.coordinator.rendezvous_store import RendezvousStore
+from everstep.protocol.coordinator.requested_faults import StruckBefore
 from everstep.protocol.coordinator.slots import Slots
 from everstep.protocol.coordinator.speeds import Speeds
-from everstep.protocol.coordinator.store import RendezvousStore
-from everstep.protocol.coordinator.struck import StruckBefore
 from everstep.protocol.coordinator.types import CoordinatorConfig
 
 
@@ -24,21 +24,21 @@ class JobState:
     """All that the coordinator knows of its job; at first nothing."""
 
     def __init__(self, config: CoordinatorConfig) -> None:
-        self.desk = desk = Desk(config)
-        self.membership = membership = Membership(desk)
-        self.agents = Agents(desk)
-        self.slots = Slots(desk, membership, self.agents)
-        self.agreement = agreement = Agreement(desk, membership)
-        self.progress = progress = JobProgress(desk, agreement)
-        self.recovery = Recovery(desk, agreement)
-        self.quorum = Quorum(desk)
-        self.healing = Healing(desk)
-        self.speeds = Speeds(desk, membership, self.agents)
-        self.links = Links(desk, membership, agreement, self.recovery)
-        self.saving = Saving(desk, membership, agreement, progress, self.quorum)
-        self.profiling = Profiling(desk, membership, agreement, progress)
-        self.store = RendezvousStore(desk)
-        self.struck = StruckBefore(desk)
+        self.env = env = Environment(config)
+        self.membership = membership = Membership(env)
+        self.agents = Agents(env)
+        self.slots = Slots(env, membership, self.agents)
+        self.agreement = agreement = Agreement(env, membership)
+        self.progress = progress = JobProgress(env, agreement)
+        self.recovery = Recovery(env, agreement)
+        self.quorum = Quorum(env)
+        self.healing = Healing(env)
+        self.speeds = Speeds(env, membership, self.agents)
+        self.links = Links(env, membership, agreement, self.recovery)
+        self.saving = Saving(env, membership, agreement, progress, self.quorum)
+        self.profiling = Profiling(env, membership, agreement, progress)
+        self.store = RendezvousStore(env)
+        self.struck = StruckBefore(env)
 
     @property
     def version(self) -> tuple[int, ...]:
@@ -49,4 +49,4 @@ class JobState:
         """
         trains = self.agreement.plan is not NO_PLAN and not self.agreement.broken
         agents = 0 if trains and not self.slots.shared_out else self.agents.version
-        return agents, self.desk.version, int(self.saving.ending is not None)
+        return agents, self.env.version, int(self.saving.ending is not None)

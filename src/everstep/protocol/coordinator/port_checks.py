@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from everstep.protocol.coordinator.desk import MILLISECOND_NS, Alarm
-from everstep.protocol.coordinator.job import JobState
+from everstep.protocol.coordinator.environment import MILLISECOND_NS, Alarm
+from everstep.protocol.coordinator.job_state import JobState
 from everstep.protocol.coordinator.liveness import give_up_host
 from everstep.protocol.coordinator.membership import Agent, Worker
 from everstep.protocol.coordinator.types import Knocked
@@ -27,9 +27,9 @@ def knock_due(job: JobState, about: Any) -> None:
     for _, workers in lost[:MOST_HOSTS]:
         for worker in workers:
             if worker.member is not None:
-                job.desk.knock(worker.key, worker.member.address)
+                job.env.knock(worker.key, worker.member.address)
     if lost or job.membership.in_grace:
-        job.desk.alarms.set(Alarm.KNOCK, job.desk.now + AGAIN_NS)
+        job.env.alarms.set(Alarm.KNOCK, job.env.now + AGAIN_NS)
 
 
 def knocked(job: JobState, event: Knocked) -> None:

@@ -16,7 +16,6 @@ from everstep.exact.seeding import build_seed, seed_all
 from everstep.placement.cuts import units_of
 from everstep.train.composition import check_units
 from everstep.train.elastic import AnyOrder, ElasticOrder, sample_order
-from everstep.train.link import WorkerLink
 from everstep.train.loop_survey import watching
 from everstep.train.precision import prepare_torch
 from everstep.train.replica import StageReplica
@@ -28,6 +27,7 @@ from everstep.train.task import Task, calling
 from everstep.train.trainer import EarlyStop
 from everstep.train.unsupported import refuse_group, refuse_unsupported
 from everstep.train.view import Stages
+from everstep.train.worker_link import WorkerLink
 
 
 def assemble(

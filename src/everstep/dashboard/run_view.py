@@ -16,14 +16,14 @@ from everstep.base.cause import Cause
 from everstep.base.config import dotted
 from everstep.dashboard.details import row
 from everstep.dashboard.feed import RunFeed
-from everstep.report.account import goodput
 from everstep.report.facts import MEMBERS, Facts
 from everstep.report.headline import headline
 from everstep.report.history import History
 from everstep.report.pace import RECENT_STEPS
-from everstep.report.settings import shown_settings
-from everstep.report.told import Line, WorkerFact
+from everstep.report.shown_settings import shown_settings
+from everstep.report.told_facts import Line, WorkerFact
 from everstep.report.usage import Newest
+from everstep.report.wall_time import goodput
 from everstep.report.words import as_dict, number, one_line, whole_number
 
 _LISTED = 200

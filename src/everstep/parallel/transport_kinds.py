@@ -17,7 +17,7 @@ from everstep.parallel.channel import GroupChannel, SharedMemoryChannel
 from everstep.parallel.either import EitherChannel, EitherTransport, NodeFlats
 from everstep.parallel.group import GroupTransport
 from everstep.parallel.shared_memory import NodeSlots, SharedMemoryTransport
-from everstep.parallel.tiers import TieredTransport
+from everstep.parallel.two_tiers import TieredTransport
 from everstep.runtime.link.tls import Tls
 
 NO_GRADIENTS = GradientLayout((), (), 0)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from everstep.base.cause import Cause, Why
 from everstep.base.plan import WorkerKey
 from everstep.protocol.coordinator.agreement import Agreement
-from everstep.protocol.coordinator.desk import SECOND_NS, Alarm, Desk, listed
+from everstep.protocol.coordinator.environment import SECOND_NS, Alarm, Environment, listed
 
 FOLLOW_NS = SECOND_NS
 
@@ -20,17 +20,17 @@ class Leaving:
     """Whose loop was left after which step, and who has gone on, in which generation."""
 
     def __init__(
-        self, desk: Desk, agreement: Agreement, end: Callable[[Why], None], ending: Callable[[], bool]
+        self, env: Environment, agreement: Agreement, end: Callable[[Why], None], ending: Callable[[], bool]
     ) -> None:
         """end: ends the job, with a checkpoint. ending: whether it is about to end."""
-        self._desk, self._agreement, self._end, self._ending = desk, agreement, end, ending
+        self._env, self._agreement, self._end, self._ending = env, agreement, end, ending
         self._left: dict[WorkerKey, int] = {}
         self._on: dict[WorkerKey, tuple[int, int]] = {}
 
     def left(self, key: WorkerKey, step: int) -> None:
         """A member has left its loop after this step."""
         self._left[key] = step
-        self._desk.alarms.set(Alarm.LEFT, self._desk.now + FOLLOW_NS)
+        self._env.alarms.set(Alarm.LEFT, self._env.now + FOLLOW_NS)
 
     def entered(self, key: WorkerKey, generation: int, step: int, loop: str) -> None:
         """A member has settled at this step, and says what its loop does."""
@@ -46,7 +46,7 @@ class Leaving:
         left, others = self._members()
         if not left or not others or self._ending():
             return
-        self._desk.alarms.set(Alarm.LEFT, self._desk.now + FOLLOW_NS)
+        self._env.alarms.set(Alarm.LEFT, self._env.now + FOLLOW_NS)
         agreement = self._agreement
         if not agreement.broken and len(agreement.entered) == len(agreement.plan.members):
             step = max(self._left[key] for key in left)

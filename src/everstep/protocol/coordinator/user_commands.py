@@ -11,10 +11,10 @@ import msgspec
 
 from everstep.base.cause import Cause, Why
 from everstep.base.strikes import Strike
-from everstep.protocol.coordinator import hosts, strikes
+from everstep.protocol.coordinator import fault_orders, hosts
 from everstep.protocol.coordinator.agreement import NO_PLAN
-from everstep.protocol.coordinator.desk import listed
-from everstep.protocol.coordinator.job import JobState
+from everstep.protocol.coordinator.environment import listed
+from everstep.protocol.coordinator.job_state import JobState
 from everstep.protocol.coordinator.membership import Worker
 from everstep.protocol.messages import Command, CommandReply, InjectFault, JobHello
 from everstep.protocol.roles import COMMANDS, READ, command_refusal
@@ -34,12 +34,12 @@ _Reply = tuple[str, dict[str, Any]]
 def command(job: JobState, connection: str, message: Command) -> None:
     """Carry out a command, or say in one line why not."""
     name, ended = message.name, job.progress.ended
-    role = job.desk.connections[connection].role
+    role = job.env.connections[connection].role
     refused = command_refusal(role, name)
     result: dict[str, Any]
     if COMMANDS.get(name) != READ:
         _tell_who_asked(job, role, name[:_MOST_NAME], refused)
-    first = job.desk.said if name == "chaos" else None  # a coordinator that is struck has answered before
+    first = job.env.said if name == "chaos" else None  # a coordinator that is struck has answered before
     if refused:
         error, result = refused, {}
     elif name not in _ACTS and name != "checkpoint":
@@ -52,15 +52,15 @@ def command(job: JobState, connection: str, message: Command) -> None:
     else:
         error, result = _ACTS[name](job, message.args)
     reply = CommandReply(request=message.request, ok=not error, error=error, result=result)
-    job.desk.send(connection, reply, first)
+    job.env.send(connection, reply, first)
     if refused:
-        job.desk.close(connection, refused, foul=True)
+        job.env.close(connection, refused, foul=True)
 
 
 def _tell_who_asked(job: JobState, role: str, name: str, refused: str) -> None:
     text = f"{name} was asked for with the token for {role!r}{': refused' if refused else ''}"
     why = Why(Cause.REFUSED if refused else Cause.REQUESTED, text)
-    job.desk.report("commanded", why, command=name, role=role)
+    job.env.report("commanded", why, command=name, role=role)
 
 
 def job_hello(job: JobState, connection: str, hello: JobHello) -> None:
@@ -82,7 +82,7 @@ def _stop(job: JobState, args: _Args) -> _Reply:
 
 def _scale(job: JobState, args: _Args) -> _Reply:
     wanted, slots, members = args.get("workers"), job.slots, set(job.agreement.newest.worker_ids)
-    least, most = _least(job), job.desk.config.room
+    least, most = _least(job), job.env.config.room
     if not isinstance(wanted, int) or isinstance(wanted, bool) or not least <= wanted <= most:
         whose = "min_workers" if least == slots.least else "one per stage"
         return f"expected a number of workers from {least} ({whose}) to {most} (lanes), got {wanted!r}", {}
@@ -101,7 +101,7 @@ def _scale(job: JobState, args: _Args) -> _Reply:
 
 def _least(job: JobState) -> int:
     """To how many workers a job may be scaled down: every stage keeps one, as far as each has one of its own."""
-    config = job.desk.config
+    config = job.env.config
     return max(job.slots.least, min(config.stages, len(job.agreement.plan.members) or config.workers))
 
 
@@ -141,7 +141,7 @@ def _drain(job: JobState, args: _Args) -> _Reply:
 
 def _chaos(job: JobState, args: _Args) -> _Reply:
     """Hand a fault to all workers: as with scripted ones, whoever it means strikes himself."""
-    fault, stages = args.get("fault"), range(job.desk.config.stages)
+    fault, stages = args.get("fault"), range(job.env.config.stages)
     if "strike" in args:
         return _strike(job, args["strike"])
     if not isinstance(fault, str) or not 0 < len(fault) <= _MOST_FAULT:
@@ -158,14 +158,14 @@ def _chaos(job: JobState, args: _Args) -> _Reply:
     beyond = [k for k in _numbers(args, "stages") if k not in stages]
     if beyond:
         return f"no stage {listed(beyond)}: the stages are {listed(stages)}", {}
-    message = InjectFault(fault=fault, number=job.desk.number())
+    message = InjectFault(fault=fault, number=job.env.number())
     if "due" in args:
         strike, wrong = _as_strike(args["due"])
         if strike is None or not strike.coordinator:
             return wrong or "expected a fault of the coordinator, got one of something else", {}
         job.struck.ask(replace(strike, index=message.number))
     for worker in there.values():
-        job.desk.send(worker.connection, message)
+        job.env.send(worker.connection, message)
     return "", {"fault": fault, "workers": list(there)}
 
 
@@ -185,7 +185,7 @@ def _strike(job: JobState, given: Any) -> _Reply:
     strike, wrong = _as_strike(given)
     if strike is None:
         return wrong, {}
-    refused = strikes.strike_asked(job, strike)
+    refused = fault_orders.strike_asked(job, strike)
     return refused, {} if refused else {"fault": strike.text, "workers": []}
 
 

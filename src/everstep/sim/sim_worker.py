@@ -11,14 +11,14 @@ from everstep.protocol.driver import operations as do
 from everstep.protocol.driver.driver import Driver
 from everstep.protocol.driver.records import StageSection
 from everstep.protocol.step_types import BlocksLost, Discard, Key, Release
+from everstep.sim.block_taking import KNOWN as COPIES
 from everstep.sim.checks import freed
+from everstep.sim.computing import Reduction, SimLanes
 from everstep.sim.copying import Memory, SimDonor, SimSaver
 from everstep.sim.fetching import Fetcher, Follower
-from everstep.sim.lanes import Reduction, SimLanes
 from everstep.sim.life import UNINTERRUPTED, Exited, Life, SimSite, nothing
 from everstep.sim.mesh import Dial, Mesh, Ties
 from everstep.sim.model import SimGradient, digest, evaluates
-from everstep.sim.taking import KNOWN as COPIES
 from everstep.sim.world import MS, SimConnection
 
 METRIC = "score"

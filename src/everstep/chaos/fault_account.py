@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from everstep.base.cause import Cause
-from everstep.chaos.kinds import KINDS
+from everstep.chaos.fault_kinds import KINDS
 from everstep.chaos.scenarios import Scenario
 
 JobEvent = Mapping[str, Any]

@@ -16,8 +16,8 @@ from everstep.base.cause import Cause, Why
 from everstep.base.plan import WorkerKey
 from everstep.protocol.coordinator.agreement import Agreement, JobProgress
 from everstep.protocol.coordinator.arrivals import Quorum
-from everstep.protocol.coordinator.desk import Alarm, Desk, describe
-from everstep.protocol.coordinator.leaving import Leaving
+from everstep.protocol.coordinator.environment import Alarm, Environment, describe
+from everstep.protocol.coordinator.loops_left import Leaving
 from everstep.protocol.coordinator.membership import Membership, Worker
 from everstep.protocol.messages import Command, CommandReply, Saved, SaveNow, WorkerFailed
 
@@ -36,10 +36,10 @@ class Saving:
     """ending: how the job is about to end, if it is. leaving: loops that are left before the last step."""
 
     def __init__(
-        self, desk: Desk, membership: Membership, agreement: Agreement, progress: JobProgress, quorum: Quorum
+        self, env: Environment, membership: Membership, agreement: Agreement, progress: JobProgress, quorum: Quorum
     ) -> None:
         self.ending: Ending | None = None
-        self._desk, self._membership, self._agreement = desk, membership, agreement
+        self._env, self._membership, self._agreement = env, membership, agreement
         self._progress, self._quorum = progress, quorum
         self._requests: list[tuple[str, int]] = []  # (connection, request) that wait for a checkpoint
         self._asked_for = SaveNow(cause=Cause.REQUESTED, reason="requested")  # the newest of them
@@ -47,7 +47,7 @@ class Saving:
         self._first: dict[tuple[int, str], tuple[WorkerKey, int]] = {}
         self._staying: dict[WorkerKey, Why] = {}
         self._saved: Saved | None = None  # the last checkpoint that was complete
-        self.leaving = Leaving(desk, agreement, self._end_disagreed, lambda: self.ending is not None)
+        self.leaving = Leaving(env, agreement, self._end_disagreed, lambda: self.ending is not None)
 
     # ---- before the end
 
@@ -65,12 +65,12 @@ class Saving:
         if not able or grace_ns <= 0:
             self._progress.end(state, why, exit_code)
         else:
-            self.ending = Ending(state, why, exit_code, self._desk.now + grace_ns)
-            self._desk.alarms.set(Alarm.END, self.ending.until_ns)
+            self.ending = Ending(state, why, exit_code, self._env.now + grace_ns)
+            self._env.alarms.set(Alarm.END, self.ending.until_ns)
             agreement.break_off(Why(why.cause, f"{why.reason}: a checkpoint is taken first"))
 
     def _end_disagreed(self, why: Why) -> None:
-        self.end_after_saving("failed", why, 1, self._desk.config.save_ns)
+        self.end_after_saving("failed", why, 1, self._env.config.save_ns)
 
     def end_without_workers(self) -> None:
         """Nobody is left, maybe since the workers of a host have ended the job by themselves meanwhile."""
@@ -99,7 +99,7 @@ class Saving:
         if self._requests and self._agreement.entered:
             leader = self._membership.workers.get(self._agreement.plan.leader(0))
             if leader is not None:
-                self._desk.send(leader.connection, self._asked_for)
+                self._env.send(leader.connection, self._asked_for)
 
     def saved(self, message: Saved) -> None:
         """A checkpoint that was asked for has ended, one way or the other."""
@@ -120,7 +120,7 @@ class Saving:
         waiting, self._requests = self._requests, []
         for connection, request in waiting:
             reply = CommandReply(request=request, ok=not error, error=error, result=result)
-            self._desk.send(connection, reply)
+            self._env.send(connection, reply)
 
     # ---- workers that end by an exception
 
@@ -142,7 +142,7 @@ class Saving:
             if not message.holds and not apart:
                 self._progress.end("failed", why, message.exit_code)
             elif self.ending is None:
-                self.end_after_saving("failed", why, message.exit_code, self._desk.config.save_ns)
+                self.end_after_saving("failed", why, message.exit_code, self._env.config.save_ns)
             return False
         if message.sound >= 0:  # it is outvoted
             if not self._progress.differ(Why(cause, message.reason), message) and self._agreement.plan.has(worker.key):
@@ -154,12 +154,12 @@ class Saving:
         if first != worker.key and not 0 < message.generation <= generation:
             reason = f"{who} failed at step {message.step} as {describe(first)} did: {message.reason}"
             if self.ending is None:
-                self.end_after_saving("failed", Why(cause, reason), 1, self._desk.config.save_ns)
+                self.end_after_saving("failed", Why(cause, reason), 1, self._env.config.save_ns)
             others = len(self._agreement.survivors()) > 1  # they hold the state
             return self.ending is not None and not needed and others
         if needed:
             self._staying[worker.key] = Why(cause, message.reason)
-            self._desk.alarms.set(Alarm.FAILED, self._desk.now + self._desk.config.save_ns)
+            self._env.alarms.set(Alarm.FAILED, self._env.now + self._env.config.save_ns)
             text = f"{who}: {message.reason}; nobody else holds its state, so a checkpoint is taken first"
             self._agreement.break_off(Why(cause, text))
         return not needed
@@ -167,7 +167,7 @@ class Saving:
     def _is_needed(self, worker: Worker) -> bool:
         """Whether it holds a stage that no other member holds who could go on."""
         plan, new, staying = self._agreement.plan, self._agreement.empty_handed(), self.staying
-        if not self._desk.config.save_ns or not plan.has(worker.key) or worker.key.worker_id in new:
+        if not self._env.config.save_ns or not plan.has(worker.key) or worker.key.worker_id in new:
             return False
         able = [w.key for w in self._agreement.survivors() if w.key != worker.key and w.key not in staying]
         held = {stage for key in able if key.worker_id not in new for stage in plan.stages_of(key.worker_id)}

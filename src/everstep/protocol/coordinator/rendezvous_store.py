@@ -6,15 +6,15 @@ or is told that the generation has been superseded, which frees a group's constr
 
 from __future__ import annotations
 
-from everstep.protocol.coordinator.desk import Desk
+from everstep.protocol.coordinator.environment import Environment
 from everstep.protocol.messages import StoreGet, StoreSet, StoreValues
 
 
 class RendezvousStore:
     """Values by (generation, key), and who waits for them, by connection."""
 
-    def __init__(self, desk: Desk) -> None:
-        self._desk = desk
+    def __init__(self, env: Environment) -> None:
+        self._env = env
         self._values: dict[int, dict[str, bytes]] = {}
         self._waiting: list[tuple[str, StoreGet]] = []
         self._oldest = 0
@@ -50,5 +50,5 @@ class RendezvousStore:
         values = None if get.generation < self._oldest else [known[key] for key in get.keys if key in known]
         if values is not None and len(values) < len(get.keys):
             return False
-        self._desk.send(connection, StoreValues(request=get.request, values=values))
+        self._env.send(connection, StoreValues(request=get.request, values=values))
         return True

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import asdict
 
 from everstep.base.strikes import Strike
-from everstep.protocol.coordinator.desk import Desk
+from everstep.protocol.coordinator.environment import Environment
 
 MOST_ASKED = 1000
 
@@ -14,8 +14,8 @@ MOST_ASKED = 1000
 class StruckBefore:
     """Each strikes once in a job, however often its workers return to its step."""
 
-    def __init__(self, desk: Desk) -> None:
-        self._desk = desk
+    def __init__(self, env: Environment) -> None:
+        self._env = env
         self._known: set[int] = set()
         self._asked: dict[int, Strike] = {}
 
@@ -24,7 +24,7 @@ class StruckBefore:
         if index in self._known:
             return False
         self.replay(index)
-        self._desk.persist("struck", index=index)
+        self._env.persist("struck", index=index)
         return True
 
     def replay(self, index: int) -> None:
@@ -34,7 +34,7 @@ class StruckBefore:
     def ask(self, strike: Strike) -> None:
         """Workers say when this one is due, by its index, which is of no other."""
         self.replay_asked(strike)
-        self._desk.persist("strike_asked", strike=asdict(strike))
+        self._env.persist("strike_asked", strike=asdict(strike))
 
     def replay_asked(self, strike: Strike) -> None:
         """It was asked for."""
@@ -44,5 +44,5 @@ class StruckBefore:
 
     def find(self, index: int) -> Strike | None:
         """The fault of this index: at that place in the specification, or asked for."""
-        scripted = (one for one in self._desk.config.hosts.strikes if one.index == index)
+        scripted = (one for one in self._env.config.hosts.strikes if one.index == index)
         return self._asked.get(index) or next(scripted, None)

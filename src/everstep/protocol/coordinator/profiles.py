@@ -13,7 +13,7 @@ from typing import Any
 
 from everstep.base.plan import WorkerKey
 from everstep.protocol.coordinator.agreement import Agreement, JobProgress
-from everstep.protocol.coordinator.desk import MILLISECOND_NS, SECOND_NS, Desk, describe, listed
+from everstep.protocol.coordinator.environment import MILLISECOND_NS, SECOND_NS, Environment, describe, listed
 from everstep.protocol.coordinator.membership import Membership, Worker
 from everstep.protocol.messages import Profiled, ProfileNow
 
@@ -37,8 +37,8 @@ class _Profile:
 class Profiling:
     """The newest profile, and who has yet to end it."""
 
-    def __init__(self, desk: Desk, membership: Membership, agreement: Agreement, progress: JobProgress) -> None:
-        self._desk, self._membership, self._agreement, self._progress = desk, membership, agreement, progress
+    def __init__(self, env: Environment, membership: Membership, agreement: Agreement, progress: JobProgress) -> None:
+        self._env, self._membership, self._agreement, self._progress = env, membership, agreement, progress
         self._newest: _Profile | None = None
 
     def ask(self, args: dict[str, Any]) -> tuple[str, dict[str, Any]]:
@@ -78,7 +78,7 @@ class Profiling:
         """Tell a worker what is wanted of it, if it has not done it; what was told before may have been lost."""
         known = self._newest
         if known is not None and worker.key in self._pending(known).values():
-            self._desk.send(worker.connection, known.request)
+            self._env.send(worker.connection, known.request)
 
     def profiled(self, worker: Worker, message: Profiled) -> None:
         """A worker has recorded, or says why not."""

@@ -105,7 +105,7 @@ class Connection:
     agent_id: str | None = None
 
 
-class Desk:
+class Environment:
     """Takes what parts have to say to the outside. `now`: of the present event, on the coordinator's clock, in ns.
 
     version: of what decisions look at. connections: all that are open, by name.

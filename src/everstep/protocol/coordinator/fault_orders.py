@@ -11,7 +11,7 @@ from typing import Any
 
 from everstep.base.cause import Cause, Why
 from everstep.base.strikes import Strike
-from everstep.protocol.coordinator.job import JobState
+from everstep.protocol.coordinator.job_state import JobState
 from everstep.protocol.coordinator.membership import Agent, Worker
 from everstep.protocol.messages import StrikeDue, StrikeNow
 from everstep.protocol.roles import JOB
@@ -25,7 +25,7 @@ def strike_due(job: JobState, worker: Worker, message: StrikeDue) -> None:
     where = {"generation": message.generation, "step": message.step, "phase": message.phase}
     refused = _strike(job, strike, f" in phase {message.phase} of step {message.step}", where)
     if refused:
-        job.desk.report("warning", Why(Cause.INJECTED, f"chaos fault {strike.text!r}: {refused}"))
+        job.env.report("warning", Why(Cause.INJECTED, f"chaos fault {strike.text!r}: {refused}"))
 
 
 def strike_asked(job: JobState, strike: Strike) -> str:
@@ -53,10 +53,10 @@ def _strike(job: JobState, strike: Strike, moment: str, where: dict[str, Any]) -
         return "the address of one of these hosts is not known"
     text = f"chaos fault {strike.text!r} strikes {'link' if strike.link else 'host'} {strike.target}{moment}"
     target = f"{'link' if strike.link else 'host'}:{strike.target}"
-    job.desk.report("fault_injected", Why(Cause.INJECTED, text), fault=strike.kind, target=target, **where)
+    job.env.report("fault_injected", Why(Cause.INJECTED, text), fault=strike.kind, target=target, **where)
     for agent, peer in pairs:
         message = StrikeNow(
-            number=job.desk.number(),
+            number=job.env.number(),
             kind=strike.kind,
             peer=peer,
             for_s=strike.for_s,
@@ -64,17 +64,17 @@ def _strike(job: JobState, strike: Strike, moment: str, where: dict[str, Any]) -
             mbit=strike.mbit,
             share=strike.share,
         )
-        job.desk.send(agent.connection, message)
+        job.env.send(agent.connection, message)
     return ""
 
 
 def _strike_coordinator(job: JobState, strike: Strike, moment: str, where: dict[str, Any]) -> str:
-    jobs = sorted(name for name, connection in job.desk.connections.items() if connection.role == JOB)
+    jobs = sorted(name for name, connection in job.env.connections.items() if connection.role == JOB)
     if not jobs:
         return "the process of the job that could strike the coordinator is not connected"
     text = f"chaos fault {strike.text!r} strikes coordinator{moment}"
     fields = {"fault": strike.kind, "target": "coordinator", "worker_id": None, **where}
-    job.desk.report("fault_injected", Why(Cause.INJECTED, text), **fields)
+    job.env.report("fault_injected", Why(Cause.INJECTED, text), **fields)
     for name in jobs:
-        job.desk.send(name, StrikeNow(number=job.desk.number(), kind=strike.kind, for_s=strike.for_s))
+        job.env.send(name, StrikeNow(number=job.env.number(), kind=strike.kind, for_s=strike.for_s))
     return ""
