@@ -8,10 +8,13 @@ from dataclasses import replace
 import pytest
 
 from everstep.base.extents import NONE, WHOLE
+from everstep.base.plan import WorkerKey
 from everstep.protocol import step_machine
+from everstep.protocol.moving import taker
+from everstep.protocol.moving.taker import BlocksCame, SourceOffers, Taker, TakerEffect
 from everstep.protocol.settling import Settlement, settle
 from everstep.protocol.step_machine import StepMachine
-from everstep.protocol.step_types import BlocksLost, Holding, StepEffect
+from everstep.protocol.step_types import BlocksLost, Holding, Key, StepEffect
 from everstep.sim.faults import SimFault
 from everstep.sim.model import SimJob, initial, merged, present, without
 from everstep.sim.scenario import Setup, set_up, simulate
@@ -141,6 +144,49 @@ def test_who_copies_what_it_has_is_noticed(monkeypatch):
 
     monkeypatch.setattr(step_machine, "settle", greedy)
     assert any("has copied what it had" in p for p in problems(LOSSES))
+
+
+class IgnoresRefusals(Taker):
+    def _came(self, event: BlocksCame) -> None:
+        super()._came(replace(event, missing=NONE))
+
+
+class MatchesAnyOffer(Taker):
+    def _offered(self, event: SourceOffers) -> None:
+        super()._offered(replace(event, position=self.order.position or Key(0, 0)))
+
+
+class AsksALostOneAgain(Taker):
+    def _gone(self, source: WorkerKey, why: str) -> None:
+        super()._gone(source, why)
+        self._waiting.appendleft(source)
+
+
+class ForgetsWhatALostOneOwed(Taker):
+    def _gone(self, source: WorkerKey, why: str) -> None:
+        self._chunks._donors.pop(source, None)
+        super()._gone(source, why)
+
+
+class GivesUpAtTheFirstLoss(Taker):
+    def _gone(self, source: WorkerKey, why: str) -> None:
+        self._waiting.clear()
+        super()._gone(source, why)
+
+
+class AsksOneWhereNobodyHasAll(Taker):
+    def begin(self) -> list[TakerEffect]:
+        self._reach(leads=True)
+        return self._taken()
+
+
+@pytest.mark.parametrize("broken", Taker.__subclasses__(), ids=lambda broken: broken.__name__)
+def test_a_bug_in_the_taker_is_noticed(monkeypatch, broken):
+    """By the simulator alone: no tensor, socket or thread is here."""
+    monkeypatch.setattr(taker, "Taker", broken)
+    named = ((seed, one) for seed in range(4) for one in (ALL_LOSE, *SCENARIOS.values()))
+    drawn = ((seed, None) for seed in range(100))
+    assert any(not simulate(seed, setup=one).ok for pair in zip(named, drawn, strict=False) for seed, one in pair)
 
 
 def test_the_same_setups_pass_with_the_real_rules():

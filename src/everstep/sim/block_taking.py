@@ -110,6 +110,8 @@ class SimTaking:
             raise AssertionError(f"{self.life.me} says {how}, of {self._did}")
 
     def _describe(self, leaders: tuple[WorkerKey, ...]) -> None:
+        if self.order.scattered and set(self.order.sources) - self._did.keys():
+            raise AssertionError(f"{self.life.me} has asked {leaders} alone of {self.order.sources}: nobody has all")
         self.offer = self._offers[leaders[0]][0]
         told = [self._offers[source][1] for source in leaders]
         self._known = {k: union((present(own), *(there[k] for there in told))) for k, own in self.states.items()}
