@@ -46,6 +46,6 @@ def test_what_check_says(tmp_path: Path) -> None:
     assert "state={'ema': self.ema}" in average["remedy"]
     assert said["covered"] and any("C extensions" in text for text in said["not_covered"])
     assert small.returncode == 0 and json.loads(small.stdout)["ok"] is True, small.stdout + small.stderr
-    assert keeping.returncode == 1 and "task.ema: this Linear begins anew" in keeping.stdout
+    assert keeping.returncode == 1 and "task.ema: join does not carry this Linear" in keeping.stdout
     assert nothing.returncode == 2 and "it ended without calling everstep.join" in one_error(nothing)
     assert raises.returncode == 2 and "ValueError: ['--lr', '1'] (raises.py:2)" in one_error(raises)

@@ -44,7 +44,7 @@ def test_a_job_that_would_lose_its_average_does_not_begin(jobs: Jobs, tmp_path: 
     assert job.end() == 2, job.account()
     assert not job.of_kind("step_committed")
     (failed,) = job.of_kind("job_failed")
-    assert "ema (train.py:12): this Linear begins anew" in failed["reason"]
+    assert "ema (train.py:12): join does not carry this Linear" in failed["reason"]
     assert "state={'ema': ema}" in failed["reason"]
     assert not (job.run_dir / "rehearsed.json").exists()
     assert Counter(lives.read_text().split())["a"] == 1

@@ -88,7 +88,7 @@ def test_decisions_wait_for_etcd_and_training_goes_on(members: EtcdMembers, jobs
     job.wait_for("step_committed", lambda e: e["step"] > step)
     assert not job.of_kind("coordinator_restarted")
     members.signal(1, signal.SIGSTOP)
-    lost = job.wait_for("warning", lambda e: "no longer leads the job" in e["reason"])
+    lost = job.wait_for("warning", lambda e: "was deposed" in e["reason"])
     job.wait_for("step_committed", lambda e: e["time_unix_ns"] > lost["time_unix_ns"])
     os.kill(job.pid_of(2), signal.SIGKILL)
     job.wait_for("warning", lambda e: "2 of 3 members do not answer" in e["reason"] and "decisions wait" in e["reason"])

@@ -48,7 +48,7 @@ def test_a_coordinator_that_is_back_while_all_leave_says_what_was_saved() -> Non
         assert simulation.run() == "", seed
         control, newest = simulation.control, max(simulation.control.site.disk.parts)
         assert newest == max(worker.driver.position.step for worker in control.workers.values()), seed
-        where, unknown = f"checkpoint of step {newest} in disk", "no checkpoint is known of: nobody is left"
+        where, unknown = f"checkpoint of step {newest} in disk", "no checkpoint is known, and no worker is left"
         assert control.fate.why in (f"stopped by request; {where}", f"stopped by request; {unknown}"), seed
         told += where in control.fate.why
     assert told > len(SEEDS) // 2

@@ -69,7 +69,7 @@ def ls_command(places: tuple[str, ...], as_json: bool) -> int:
 @command.command("show")
 @click.argument("place")
 @click.option("--step", "which", metavar="STEP", help="Step, latest, best or a pin (the newest).")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def show_command(place: str, which: str | None, as_json: bool) -> int:
     """Show the contents of one checkpoint, and the places of its parts."""
     from everstep.cli.checkpoints_exchange import choose
@@ -185,7 +185,7 @@ def _line(row: dict[str, Any]) -> tuple[str, ...]:
     "--require-signature", "key_file", metavar="KEY", help="Require each to be signed with this key (PEM file)."
 )
 @not_before
-@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def verify_command(
     places: tuple[str, ...], which: str | None, key_file: str | None, not_before: int | None, as_json: bool
 ) -> int:
@@ -286,7 +286,7 @@ def _step_of(place: StorePlace, which: str | None) -> int:
 @command.command("diff")
 @click.argument("place_a", metavar="A")
 @click.argument("place_b", metavar="B")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def diff_command(place_a: str, place_b: str, as_json: bool) -> int:
     """Say which tensors and values differ between two checkpoints, by their hashes. Exit code 1: they differ."""
     from everstep.cli.checkpoints_exchange import choose
@@ -354,7 +354,7 @@ def _tensors(manifest: Manifest) -> dict[str, tuple[str, tuple[int, ...], str]]:
     "--mode", type=click.Choice(["max", "min"]), default="max", help="Whether a larger or a smaller value is better."
 )
 @click.option("--dry-run", is_flag=True, help="Only print the checkpoints that it would delete.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def prune_command(
     places: tuple[str, ...],
     keep_last: int,
@@ -412,7 +412,7 @@ def pin_command(place: str, name: str, which: str | None, remove: bool) -> int:
 
 @command.command("keygen")
 @click.argument("file", type=click.Path(path_type=Path))
-@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def keygen_command(file: Path, as_json: bool) -> int:
     """Make a pair of keys for signing checkpoints: the private one in FILE, the public one in FILE.pub.
 

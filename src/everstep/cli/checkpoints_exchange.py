@@ -55,7 +55,7 @@ _STEP = re.compile(r"(?P<top>.*?)/?(?P<step>step-[0-9]{10})/?$")
 @click.option("--hf-config", type=click.Path(path_type=Path), help="config.json to copy into the folder (hf).")
 @click.option("--shard-size", default="5GB", metavar="SIZE", help="Largest size of a shard (hf), e.g. 5GB.")
 @require_signature
-@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def export_command(
     checkpoint: str,
     target: Path,
@@ -104,7 +104,7 @@ def export_command(
 @click.option("--to", "target", required=True, metavar="DIR_OR_URL", help="Directory for the checkpoint.")
 @click.option("--config", "config_file", type=click.Path(path_type=Path), help="YAML file of config keys.")
 @click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="Set a config key; may be repeated.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def import_command(
     path: Path, task: str, target: str, config_file: Path | None, settings: tuple[str, ...], as_json: bool
 ) -> int:
@@ -129,7 +129,7 @@ def import_command(
 @click.option("--step", "which", metavar="STEP", help="Step, latest, best or a pin (the newest).")
 @click.option("--all", "everything", is_flag=True, help="Copy all checkpoints, oldest first.")
 @require_signature
-@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def copy_command(
     source: str, target: str, which: str | None, everything: bool, key_file: str | None, as_json: bool
 ) -> int:

@@ -153,7 +153,7 @@ def _nonfinite(event: Event, why: str) -> str:
 def _recovered(event: Event, why: str) -> str:
     redo_s = number(as_dict(event.get("phases_s")).get("redo"))
     whole_s = number(event.get("duration_s"))
-    step = f", the next step is done after {time_text(whole_s)}" if redo_s else ""
+    step = f", next step after {time_text(whole_s)}" if redo_s else ""
     return f"recovered in {time_text(max(0.0, whole_s - redo_s))}{step}{why}"
 
 

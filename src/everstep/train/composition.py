@@ -203,7 +203,7 @@ class _Chain:
                 raise ConfigError(
                     f"units: {self._name(k)} cannot work on {came} ({came_in}): {type(error).__name__}: "
                     f"{str(error).partition(chr(10))[0]}; applied one after the other, x = unit(x), the units must be "
-                    "the model's whole forward pass: mend the model or its units, or use stages: 1"
+                    "the model's whole forward pass: correct the model or its units, or use stages: 1"
                 ) from error
             self.used.append(_leaves_behind(x, before_it))
             if k in self._ends:

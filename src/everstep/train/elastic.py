@@ -92,7 +92,7 @@ def sample_order(config: Config, dataset: Any) -> AnyOrder:
     if config.batch == "per_worker":
         if config.loader.workers:
             raise ConfigError(
-                f"batch: per_worker changes what a lane holds as it goes, so it needs loader.workers=0, "
+                f"batch: per_worker changes the lanes during the run, so it needs loader.workers=0, "
                 f"got {config.loader.workers}"
             )
         return ElasticOrder(

@@ -177,8 +177,8 @@ class GenerationTies:
         begins_after = self._view.driver.config.begins_after
         if number < begins_after:
             raise DeterminismError(
-                f"nothing is left of the checkpoint of step {begins_after} that this job began with, or of "
-                "later ones: start it anew with --resume-from, in another directory"
+                f"the checkpoint of step {begins_after} that this job began with is gone, and so are later ones: start "
+                "again with --resume-from, in another directory"
             )
 
 

@@ -101,7 +101,7 @@ def refusal(script: str, lines: list[str]) -> ConfigError:
     """The error for a script that must not be begun. lines: of its findings."""
     more = f" (and {len(lines) - 1} more)" if len(lines) > 1 else ""
     return ConfigError(
-        f"{lines[0]}{more}; everstep check {os.path.basename(script)} tells all, rehearse=false does not look"
+        f"{lines[0]}{more}; everstep check {os.path.basename(script)} lists all, rehearse=false skips the rehearsal"
     )
 
 
@@ -142,8 +142,8 @@ def _conclude(pid: int, run_dir: Path, script: str, digest: str, tick: Callable[
     if not note:
         return ""
     return (
-        f"{os.path.basename(script)} was not rehearsed ({note}): whether its loop keeps what join does not carry is "
-        "not known; everstep check tells, rehearse=false does not look"
+        f"{os.path.basename(script)} was not rehearsed ({note}): its loop may keep state that join does not carry; "
+        "everstep check looks for it, rehearse=false skips the rehearsal"
     )
 
 

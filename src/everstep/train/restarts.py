@@ -18,10 +18,10 @@ _DRAWS = (
     "state=everstep.state({key}={name})"
 )
 _CARRIES = (
-    "the loop carries it from step to step, and what is trained depends on it: it begins anew in a worker that is "
-    "resumed or healed, as join does not carry it"
+    "the loop carries it from step to step, and the training depends on it, but join does not carry it: it is lost on "
+    "resume"
 )
-_ANEW = "this {} begins anew in a worker that is resumed or healed, as join does not carry it"
+_ANEW = "join does not carry this {}: it is lost on resume"
 _GIVE = "give it to join: state={{'{key}': {name}}}"
 _STATE = (
     "write kept = everstep.state({key}={name}), give it to join as state=kept, and use kept.{key} in the loop instead"
@@ -38,7 +38,7 @@ _REMEDIES = {
     "module": _GIVE,
     "object": "give it to join: state={{'{key}': {name}}} (it needs state_dict and load_state_dict)",
     "generator": _DRAWS,
-    "training": "give join what the training depends on beside the model and the optimizer, as state={{...}}",
+    "training": "give join everything else that the training depends on, as state={{...}}",
     "iterator": "let what it yields depend on step.number alone",
 }
 
@@ -114,7 +114,7 @@ def _finding(kind: str, name: str, facts: Sequence[Fact], shapes: Sequence[tuple
         remedy += f"; or join(ignore=['{name}']) if no later step depends on it"
     type_name = facts[0].type_name
     if kind == "training":
-        says = "in a worker that is resumed or healed it becomes another than in an undisturbed one"
+        says = "on resume it differs from an undisturbed run"
     else:
         says = _ANEW.format(type_name)
     return Finding(kind, name, type_name, refused, remedy, says=says)
@@ -173,8 +173,8 @@ def _accused(finding: Finding, suspects: Sequence[str]) -> Finding:
         finding.object,
         finding.type_name,
         finding.refused,
-        f"it depends on what join does not carry; this begins anew there: {named}; keep it in objects with state_dict "
-        "and load_state_dict that join is given as state={...}, or let it depend on step.number alone",
+        f"it depends on state that join does not carry and that is lost on resume: {named}; keep it in objects with "
+        "state_dict and load_state_dict that join is given as state={...}, or let it depend on step.number alone",
         says=finding.says,
     )
 

@@ -49,8 +49,8 @@ _UNDONE = (
     "the loop left step {number} before its batches were used up: iterate `for batch in step:` to its end in every step"
 )
 _NOT_EXACT = (
-    "batch is per_worker: the global batch follows the number of workers, so the result depends on who came and went "
-    "when, and is not bitwise that of an undisturbed run; use batch: constant for exactness"
+    "batch is per_worker: the global batch follows the number of workers, so the result depends on which workers came "
+    "and went when, and is not bitwise that of an undisturbed run; use batch: constant for exactness"
 )
 
 

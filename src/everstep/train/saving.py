@@ -417,7 +417,7 @@ class Restorer:
     def _say_kernels(self, manifest: Manifest) -> None:
         """Unless the checkpoint is known to be of the kernels that this job computes with."""
         there, view = manifest.numerics, self._view
-        how = "does not say which kernels computed it, so nobody knows whether these give the same bits"
+        how = "does not say which kernels computed it, so the kernels here may give other bits"
         if there is not None:
             how = f"is of kernels that give {view.kernels.unlike(there, 'it')}: the result is not exact any more"
         if there is None or there.fingerprint != view.kernels.fingerprint:

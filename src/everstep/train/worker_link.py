@@ -328,7 +328,7 @@ class LoneLink(WorkerLink):
             return False
         if found:
             text = f"this job has finished: its loop was left after step {step}, in {self.run_dir}"
-            print(f"everstep: {text}; give another run_dir to train anew", file=sys.stderr)
+            print(f"everstep: {text}; give another run_dir to train again", file=sys.stderr)
         return found
 
     def stop_words(self, error: EverstepError, step: int) -> wire.WorkerFailed:

@@ -149,7 +149,7 @@ def test_sentences_name_the_reason() -> None:
     assert sentence(EVICTED) == "worker 0 was evicted: killed by SIGKILL"
     assert sentence(JOB[9]) == "recovered in 400 ms: killed by SIGKILL"
     timed = event("recovery_completed", duration_s=0.4, phases_s={"notice": 0.1, "redo": 0.3}, reason="killed")
-    assert sentence(timed) == "recovered in 100 ms, the next step is done after 400 ms: killed"
+    assert sentence(timed) == "recovered in 100 ms, next step after 400 ms: killed"
     assert sentence(event("waiting", reason="2 of 3 workers")) == "waiting: 2 of 3 workers"
     assert sentence(commit(1, 1)) is None
 

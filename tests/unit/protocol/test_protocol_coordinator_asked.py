@@ -54,7 +54,7 @@ def test_a_checkpoint_of_long_ago_is_not_that_of_the_end() -> None:
     said_hello(world, STOP)
     for i in range(2):
         world.exited(i)
-    assert world.report("job_failed")["reason"].endswith("; no checkpoint is known of: nobody is left")
+    assert world.report("job_failed")["reason"].endswith("; no checkpoint is known, and no worker is left")
 
 
 def test_a_stop_before_anybody_has_settled_still_has_its_checkpoint() -> None:

@@ -126,7 +126,7 @@ def test_what_does_not_fit_its_name_is_passed_over(how: str) -> None:
     named = foreign if how in ("lanes", "seats") else newer
     again.hello(0, plan=named, shows=False)
     again.shows(0, plan=foreign)
-    assert "passed over" in again.report("warning")["reason"]
+    assert "showed is ignored" in again.report("warning")["reason"]
     again.hello(1, plan=newer, shows=False)
     assert asked(again) == ["w0.0", "w1.0"]
     again.shows(1, plan=newer)
@@ -148,7 +148,7 @@ def test_a_plan_that_nobody_shows_is_given_up_and_its_number_never_used() -> Non
     again.wait(2 * S)
     plan = again.last(m.PlanNow, "w0.0").plan
     assert plan.generation == 8 and set(plan.worker_ids) >= {0, 1, 2}
-    assert any("nobody has shown it" in r.fields["reason"] for r in again.reports)
+    assert any("no worker showed it" in r.fields["reason"] for r in again.reports)
     again.clear()
     drop(again, "w0.0")
     again.hello(0, plan=far)

@@ -43,7 +43,7 @@ def test_a_host_that_says_itself_that_it_is_dead_is_not_waited_for() -> None:
     assert world.plan.generation == 1
     world.wait(100 * MS)
     assert world.plan.worker_ids == (0, 1) and world.plan.cause is Cause.HOST_LOST
-    assert "nobody listens" in world.plan.reason
+    assert "the ports of its workers are closed" in world.plan.reason
     world.wait(5 * S)
     assert doors.knocked == [2, 3], "and nobody knocks at the doors of those that are given up"
 

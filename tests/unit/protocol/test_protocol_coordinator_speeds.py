@@ -39,7 +39,7 @@ def test_a_lasting_straggler_gets_fewer_lanes():
     let(world, 12, 100.0, 300.0)
     assert world.prepared is not None and len(world.prepared.lanes_of(1)) == 2
     assert world.prepared.reason == (
-        "lanes by speed: worker 1 takes 300 ms per lane, the median is 200; the busiest worker is to compute 600 ms "
+        "lanes by speed: worker 1 takes 300 ms per lane, the median is 200; the busiest worker will compute 600 ms "
         "per step instead of 1200 ms"
     )
     assert dict(world.prepared.speeds) == {0: 10.0, 1: 1000 / 300}
@@ -103,7 +103,7 @@ def test_a_pool_that_lost_members_for_good_gets_one_of_another():
     assert [len(s.lanes) for s in prepared.seats] == [4, 4, 4, 4] and prepared.joining == (2,)
     assert prepared.reason == (
         "worker 2 goes from stage 0 to stage 1, which has lost members and makes all others wait: the busiest worker "
-        "is to compute 400 ms per step instead of 800 ms"
+        "will compute 400 ms per step instead of 800 ms"
     )
     for i in range(4):
         world.entered(i, prepared.generation, 9)

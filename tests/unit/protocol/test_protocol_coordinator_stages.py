@@ -127,7 +127,7 @@ def test_a_lost_pool_is_told_once_whatever_happens_before_it_is_restored():
     world.entered(0, 4, 1)
     assert world.kinds().count("fallback") == 1
     told = world.report("fallback")
-    assert "stage 1" in told["reason"] and "step 0, for there is no copy" in told["reason"]
+    assert "stage 1" in told["reason"] and "step 0, as there is no copy" in told["reason"]
     assert told["steps_redone"] == 9
 
 

@@ -63,7 +63,7 @@ def _foreign(job: JobState, worker: Worker, generation: int, what: str) -> None:
     agreement = job.agreement
     agreement.hear_of(generation)
     if agreement.in_any_plan(worker.key) and not agreement.broken:
-        agreement.break_off(Why(Cause.JOURNAL, f"{describe(worker.key)} {what}: it does not count"))
+        agreement.break_off(Why(Cause.JOURNAL, f"{describe(worker.key)} {what}: it is ignored"))
 
 
 def reconcile(job: JobState) -> list[WorkerHello]:
@@ -104,7 +104,7 @@ def shown(job: JobState, worker: Worker, message: PlanShown) -> list[WorkerHello
         check_plan(message.plan, job.env.config)
     except SENSELESS as error:
         what = " ".join(str(error).split())[:200]
-        text = f"the plan that {describe(worker.key)} has shown is passed over: {what}"
+        text = f"the plan that {describe(worker.key)} showed is ignored: {what}"
         job.env.report("warning", Why(Cause.JOURNAL, text), generation=before.generation)
         claims.refused(worker.key)
         return []
@@ -131,7 +131,7 @@ def _adopt(job: JobState, plan: Plan, source: WorkerKey) -> None:
         agreement.break_off(job.saving.ending.why)
     text = (
         f"{describe(source)} follows generation {plan.generation} with workers {listed(plan.worker_ids)}, "
-        f"of which the journal, at generation {known}, knows nothing: adopted"
+        f"which the journal, at generation {known}, does not have: adopted"
     )
     job.env.report("warning", Why(Cause.JOURNAL, text), generation=plan.generation)
 
@@ -141,8 +141,8 @@ def _give_up(job: JobState, wanted: PlanName) -> list[WorkerHello]:
     waited = job.agreement.claims.close(found=False)
     who = listed(hello.member.worker_id for hello in waited)
     text = (
-        f"worker {who} said to follow generation {wanted.generation}, of which the journal knows nothing, and nobody "
-        f"has shown it within {GIVE_UP_NS // SECOND_NS} s: it does not count"
+        f"worker {who} said to follow generation {wanted.generation}, which the journal does not have, and no worker "
+        f"showed it within {GIVE_UP_NS // SECOND_NS} s: it is ignored"
     )
     job.env.report("warning", Why(Cause.JOURNAL, text), generation=wanted.generation)
     return waited

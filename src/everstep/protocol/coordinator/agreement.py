@@ -239,7 +239,7 @@ class JobProgress:
         if drift or (step and found_in != generation):
             since = "" if drift else f"; it is the second time since they were alike, so {BY_SCRIPT}"
             left = f"the newest checkpoint up to step {said.sound}" if said.sound > 0 else "no checkpoint"
-            text = f"{why.reason}{since} Mend that; {left} counts"
+            text = f"{why.reason}{since} Correct that; {left} counts"
             self.end("failed", Why(Cause.NONDETERMINISTIC, text), 1)
             return True
         return False
@@ -283,10 +283,10 @@ class JobProgress:
     def _tell_fallback(self, plan: Plan, step: int, cause: Cause) -> None:
         """State was lost, or is in doubt: what the members go on from, and how many steps are done again."""
         reached, lost = self._fell_from or self.step, self.lost_stages
-        source = f"a copy of step {step}" if step else "step 0, for there is no copy"
+        source = f"a copy of step {step}" if step else "step 0, as there is no copy"
         all_gone = self._fell_from > 0 or (bool(lost) and plan.stages == 1)
         if all_gone:
-            source = f"the checkpoint of step {step}" if step else "step 0, for there is no checkpoint"
+            source = f"the checkpoint of step {step}" if step else "step 0, as there is no checkpoint"
             what = f"every worker that held the training state was gone: all go on from {source}"
         elif self._doubt:
             cause = self._doubt.cause

@@ -76,7 +76,7 @@ class Saving:
         """Nobody is left, maybe since the workers of a host have ended the job by themselves meanwhile."""
         saved = self._saved
         known = saved is not None and saved.step >= self._progress.step
-        self.end_with(_where(saved) if known and saved is not None else "no checkpoint is known of: nobody is left")
+        self.end_with(_where(saved) if known and saved is not None else "no checkpoint is known, and no worker is left")
 
     def end_with(self, outcome: str) -> None:
         """The end that was about to come is there; `outcome`: of the checkpoint before it."""

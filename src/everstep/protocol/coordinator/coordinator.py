@@ -191,8 +191,8 @@ class Coordinator:
             job.quorum.begin()
         if self._aside:
             more = f"; and {len(self._aside) - 3} more" if len(self._aside) > 3 else ""
-            text = f"of the journal is set aside what makes no sense: {'; '.join(self._aside[:3])}{more}"
-            job.env.report("warning", Why(Cause.JOURNAL, f"{text}; the workers know what is lacking"))
+            text = f"entries of the journal that make no sense are set aside: {'; '.join(self._aside[:3])}{more}"
+            job.env.report("warning", Why(Cause.JOURNAL, f"{text}; the workers have the missing part"))
         if self._restored:
             job.membership.begin_grace()
             liveness.expect_agents(job)

@@ -43,7 +43,7 @@ def spread_due(job: JobState, about: Any) -> None:
     moves, ids = _uneven(job), slots.ids()
     if not moves:
         return
-    text = f"workers move to a host that has room for them: {len(moves)} begin there, and as many end elsewhere"
+    text = f"workers move to a host with room: {len(moves)} start there, and as many end elsewhere"
     slots.want(slots.target, ids - set(moves) | set(_fresh(job, len(moves))), Why(Cause.REBALANCED, text))
 
 

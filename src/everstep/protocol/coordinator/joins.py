@@ -252,7 +252,7 @@ def _moving(job: JobState, plan: Plan, found: Mapping[int, float], now_ms: float
     moved_ms = step_ms(seats, there)
     text = (
         f"worker {move.worker_id} goes from stage {move.source} to stage {move.target}, which has lost members "
-        f"and makes all others wait: the busiest worker is to compute {moved_ms:.0f} ms per step instead of "
+        f"and makes all others wait: the busiest worker will compute {moved_ms:.0f} ms per step instead of "
         f"{now_ms:.0f} ms"
     )
     return _Change(moved_ms, speeds, Why(Cause.REBALANCED, text), move)

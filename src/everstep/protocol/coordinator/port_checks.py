@@ -40,7 +40,7 @@ def knocked(job: JobState, event: Knocked) -> None:
     agent = None if worker is None else job.agents.of(worker)
     for lost, workers in _lost(job) if agent is not None else []:
         if lost is agent and all(job.agents.closed.has(one.key) for one in workers):
-            text = "none of its processes has a connection, and nobody listens where its workers did"
+            text = "none of its processes has a connection, and the ports of its workers are closed"
             give_up_host(job, lost, text, "is gone")
             return
 

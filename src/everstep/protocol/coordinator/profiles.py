@@ -45,7 +45,7 @@ class Profiling:
         """Have the next steps recorded, by the members that `args` names, or all. Returns an error or what is asked."""
         plan, known = self._agreement.plan, self._newest
         if not self._agreement.running:
-            return "nobody trains at the moment, so there is nothing to profile: try again when the job runs", {}
+            return "no worker trains now: try again when the job runs", {}
         if known is not None and (pending := self._pending(known)):
             there = f"{known.request.name}; workers yet to end: {listed(pending)}"
             return f"a profile is being recorded already ({there}): wait for it", {}

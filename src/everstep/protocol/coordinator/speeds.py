@@ -167,5 +167,5 @@ def reason(ms_per_lane: Mapping[int, float], now_ms: float, then_ms: float) -> s
     typical = median(ms_per_lane.values())
     return (
         f"lanes by speed: worker {slowest} takes {ms_per_lane[slowest]:.0f} ms per lane, the median is {typical:.0f};"
-        f" the busiest worker is to compute {then_ms:.0f} ms per step instead of {now_ms:.0f} ms"
+        f" the busiest worker will compute {then_ms:.0f} ms per step instead of {now_ms:.0f} ms"
     )

@@ -330,7 +330,7 @@ class InOrder:
 
 def stand_down(reason: str) -> None:
     """End this process at once: nothing that it would still say counts."""
-    say(f"everstep coordinator: it no longer leads the job: {reason}")
+    say(f"everstep coordinator: it was deposed: {reason}")
     os._exit(DEPOSED)
 
 
@@ -400,7 +400,7 @@ async def open_journal(
     tenure = Tenure(etcd, Candidate(place.owner, mine, lease_s), seen, directory.may_lead)
 
     def deposed(reason: str) -> None:
-        warn(events, Why(Cause.LEASE, f"the coordinator on {where['host']} no longer leads the job: {reason}"))
+        warn(events, Why(Cause.LEASE, f"the coordinator on {where['host']} was deposed: {reason}"))
         stand_down(reason)
 
     def refused(reason: str) -> None:

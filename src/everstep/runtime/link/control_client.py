@@ -295,7 +295,7 @@ class ControlClient:
     def _deliver(self, message: AnyMessage) -> None:
         refused = self._terms.refusal(message)
         if refused:
-            raise ProtocolError(f"this coordinator no longer leads the job: {refused}")
+            raise ProtocolError(f"this coordinator was deposed: {refused}")
         if isinstance(message, TermBegun):
             return
         self._ended = self._ended or isinstance(message, JobEnded)
