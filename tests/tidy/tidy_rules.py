@@ -57,7 +57,7 @@ PICKLING_ALLOWED = {
 PICKLING_CALLS = frozenset({"torch.load", "torch.save"})
 ROOMS_WITHOUT_NAME = frozenset({"utils", "util", "tools", "components", "common", "helpers", "helper", "misc", "stuff"})
 FILES_WITHOUT_NAME = frozenset(
-    {"quarters", "places", "pier", "porch", "standing", "env", "landing", "premises", "struck", "knocks"}
+    {"quarters", "places", "pier", "porch", "standing", "desk", "landing", "premises", "struck", "knocks"}
 )
 UNFINISHED = ("TODO", "FIXME", "XXX", "NotImplementedError")
 MAX_FUNCTION_LINES = 70

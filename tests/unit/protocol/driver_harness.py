@@ -114,7 +114,7 @@ class Worker:
     def keeps(self, snapshots):
         """These snapshots, (stage, step), are in memory here, with the records of their steps."""
         records = {number: {0: Record(0, b"kept")} for _, number in snapshots}
-        return self.on(do.InMemory(snapshots, records))
+        return self.on(do.InMemory(snapshots=snapshots, records=records))
 
     def on(self, event: object) -> list[Any]:
         self.now += MS
@@ -133,7 +133,7 @@ class Worker:
         """A message of the coordinator, right after what was before; a plan comes as it is meant."""
         if isinstance(message, Plan):
             message = wire.PlanPrepared(plan=message) if message.prepared else wire.PlanNow(plan=message)
-        return self.on(do.Heard(message, self.now))
+        return self.on(do.Heard(message=message, arrived_ns=self.now))
 
     def _end(self) -> Any:
         operation, self.op = self.op, None
@@ -141,13 +141,13 @@ class Worker:
         return operation
 
     def done(self, result: object = None) -> list[Any]:
-        return self.on(do.Done(self._end().op, result))
+        return self.on(do.Done(op=self._end().op, result=result))
 
     def abort(self, *accused: int, reason: str = "") -> list[Any]:
-        return self.on(do.Aborted(self._end().op, accused, Why(Cause.SILENT, reason)))
+        return self.on(do.Aborted(op=self._end().op, accused=accused, why=Why(Cause.SILENT, reason)))
 
     def taint(self, reason: str = "broken", torn: bool = False) -> list[Any]:
-        return self.on(do.Tainted(self._end().op, Why(Cause.DISK, reason), torn))
+        return self.on(do.Tainted(op=self._end().op, why=Why(Cause.DISK, reason), torn=torn))
 
     # ---- what is short
 

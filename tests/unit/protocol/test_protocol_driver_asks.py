@@ -35,7 +35,7 @@ def test_operations_are_numbered_and_answered_once() -> None:
     w = member_worker(0, 1)
     w.ask(do.StepAsked(1))
     w.lanes()
-    for event in (do.Done(number), do.Aborted(number), do.Tainted(number, do.LEFT)):
+    for event in (do.Done(number), do.Aborted(number), do.Tainted(op=number, why=do.LEFT)):
         with pytest.raises(InvariantViolation, match=f"operation {number} was answered"):
             w.on(event)
 
@@ -68,7 +68,9 @@ def test_messages_wait_while_an_operation_is_outstanding() -> None:
     w.ask(do.StepAsked(1))
     w.hear(plan(2, (0, 1)))
     w.on(LaneDone(1, 0, 0))
-    assert w.driver.generation == 1 and w.seen[-1] == do.Compute(3, 1, plan(1, (0, 1)), 1, (0, 2))
+    assert w.driver.generation == 1 and w.seen[-1] == do.Compute(
+        op=3, generation=1, plan=plan(1, (0, 1)), step=1, lanes=(0, 2)
+    )
     w.done()
     assert w.driver.generation == 2 and [type(e) for e in w.out] == [do.Cut, do.Open]
 
@@ -88,7 +90,7 @@ def test_messages_go_before_what_is_queued() -> None:
     w.to_agree(1)
     w.hear(plan(2, (0, 1)))
     w.agree()
-    assert w.out == [do.Decided(Key(1, 0), 1, True), w.op] and isinstance(w.op, do.Update)
+    assert w.out == [do.Decided(key=Key(1, 0), generation=1, first=True), w.op] and isinstance(w.op, do.Update)
     assert w.driver.generation == 2
     w.done(1)
     assert w.out == [do.Cut(1), w.op] and isinstance(w.op, do.Open)

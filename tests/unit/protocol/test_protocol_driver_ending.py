@@ -32,7 +32,7 @@ def holding(until_ns: int = 1 << 60) -> Worker:
     w.step(1)
     w.ask(do.StepAsked(2))
     w.abort()
-    w.ask(do.HoldAsked(WORDS, until_ns))
+    w.ask(do.HoldAsked(words=WORDS, until_ns=until_ns))
     return w
 
 
@@ -46,7 +46,7 @@ def test_the_result_is_held_against_what_all_have_said_of_every_stage() -> None:
     w.ask(do.EndAsked(states=(said[0],), at=1))
     records = {k: Record(0, encode(GatherPayload(b"", 0, True, [said[k]]))) for k in w.plan.worker_ids}
     w.exchange(records)
-    assert w.op == do.Finish(w.op.op, 1, w.plan, 1, None, {0: "aa", 1: "bb"})
+    assert w.op == do.Finish(op=w.op.op, generation=1, plan=w.plan, step=1, save=None, digests={0: "aa", 1: "bb"})
 
 
 def test_the_end_is_a_gather_and_then_finish_and_then_the_end_of_the_job() -> None:
@@ -55,7 +55,7 @@ def test_the_end_is_a_gather_and_then_finish_and_then_the_end_of_the_job() -> No
     w.ask(do.EndAsked())
     assert w.op.tag == Tag("decide", 1, 1) and w.driver._application.asked == 2
     w.exchange(gather_records(w.plan, ends=True))
-    assert w.out[-1] == do.Finish(w.op.op, 1, w.plan, 1, None)
+    assert w.out[-1] == do.Finish(op=w.op.op, generation=1, plan=w.plan, step=1, save=None)
     w.done(True)
     done = wire.WorkerDone(worker_id=0, incarnation=0, generation=1, step=1, final_written=True)
     assert w.out == [do.Tell(done)] and done in w.driver.standing.messages
@@ -77,7 +77,7 @@ def test_a_plan_in_the_middle_of_the_end_finishes_again() -> None:
     w.abort()
     assert w.told(wire.WorkerDone) == []
     w.settle()
-    assert w.op == do.Finish(w.op.op, 2, w.plan, 1, None)
+    assert w.op == do.Finish(op=w.op.op, generation=2, plan=w.plan, step=1, save=None)
     w.done(True)
     w.hear(plan(3, (0,)))
     w.settle()
@@ -115,7 +115,7 @@ def test_the_end_is_asked_again_after_going_back() -> None:
 def test_an_end_that_is_asked_twice_in_a_generation_is_finished_twice() -> None:
     w = finishing()
     w.abort()
-    w.ask(do.HoldAsked(WORDS, 0))
+    w.ask(do.HoldAsked(words=WORDS, until_ns=0))
     assert w.out[-1] == do.Released()
     w.ask(do.EndAsked())
     w.exchange(gather_records(w.plan, ends=True))
@@ -324,16 +324,16 @@ def test_one_whose_state_nobody_could_want_does_not_stay() -> None:
     w = member_worker(0, 1)
     w.ask(do.StepAsked(1))
     w.abort()
-    assert w.ask(do.HoldAsked(WORDS, 1 << 60)) == [do.Released()], "nothing was trained"
+    assert w.ask(do.HoldAsked(words=WORDS, until_ns=1 << 60)) == [do.Released()], "nothing was trained"
     w = joiner()
-    assert w.ask(do.HoldAsked(WORDS, 1 << 60)) == [do.Released()]
+    assert w.ask(do.HoldAsked(words=WORDS, until_ns=1 << 60)) == [do.Released()]
     w = member_worker(0, 1)
     w.step(1)
     w.ask(do.StepAsked(2))
     w.hear(plan(2, (0, 1)))
     w.abort()
     w.abort(1)
-    assert w.ask(do.HoldAsked(WORDS, 1 << 60)) == [do.Released()], "it is not settled"
+    assert w.ask(do.HoldAsked(words=WORDS, until_ns=1 << 60)) == [do.Released()], "it is not settled"
     assert w.told(wire.WorkerFailed) == []
 
 
@@ -342,7 +342,7 @@ def test_who_is_held_goes_back_with_the_others_and_is_not_told() -> None:
     w.step(1)
     w.ask(do.StepAsked(2))
     w.abort()
-    w.ask(do.HoldAsked(WORDS, 1 << 60))
+    w.ask(do.HoldAsked(words=WORDS, until_ns=1 << 60))
     w.hear(plan(2, (0,), (1,)))
     w.settle(w1=at(0, stages=(1,)))
     w.done(do.Copied())

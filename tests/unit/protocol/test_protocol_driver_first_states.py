@@ -81,8 +81,8 @@ def test_what_members_began_with_counts_before_what_is_built_now() -> None:
 
 def test_what_is_built_counts_for_nothing_beyond_step_0() -> None:
     w = begins(plan(3, (0, 1)), do.Opened(built={0: "aa"}), w1=at(4, first={0: "bb"}))
-    assert w.op == do.Fetch(w.op.op, 3, w.plan, Key(4, 0), {0: (1,)}, {})
-    w.done(do.Copied({}, {}))
+    assert w.op == do.Fetch(op=w.op.op, generation=3, plan=w.plan, position=Key(4, 0), sources={0: (1,)}, pieces={})
+    w.done(do.Copied(records={}, gathers={}))
     assert w.out[-1] == do.Arrived(4)
     w.ask(do.StepAsked(5))
     w.hear(plan(4, (0, 2)))

@@ -20,7 +20,7 @@ SPLIT = plan(1, (1,), (2,))
 
 
 def fed(step: int, feed: int = 0, of: Any = MEMBERS, **more: Any) -> do.Seen:
-    return do.Seen(feed, step, records_of(of, **more))
+    return do.Seen(feed=feed, step=step, records=records_of(of, **more))
 
 
 def outcome(step: int, of: Any = MEMBERS) -> Any:
@@ -39,7 +39,7 @@ def following(given: Any = MEMBERS, *positions: Key, stages: tuple[int, ...] = (
 def adopted(given: Any = MEMBERS) -> Worker:
     """Worker 0, which has the state of step 4."""
     w = following(given)
-    w.done(do.Copied(records_of(given), {Key(4, 0): records_of(given)}))
+    w.done(do.Copied(records=records_of(given), gathers={Key(4, 0): records_of(given)}))
     return w
 
 
@@ -61,7 +61,9 @@ def test_who_asks_to_follow_is_offered_the_state_when_the_next_step_begins() -> 
     assert w.count(do.OfferFeeds) == 0, "the application may still learn something"
     w.ask(do.StepAsked(2))
     offer = w.out[0]
-    assert offer == do.OfferFeeds(Key(1, 2), w.driver.machine.records, w.driver.gathered, (0,))
+    assert offer == do.OfferFeeds(
+        position=Key(1, 2), records=w.driver.machine.records, gathers=w.driver.gathered, stages=(0,)
+    )
     assert set(offer.gathers) == {Key(1, 0), Key(1, 1), Key(1, 2)} and isinstance(w.out[1], do.Compute)
     w.lanes()
     w.reduce()
@@ -131,23 +133,25 @@ def test_a_follower_that_asks_during_a_step_waits_for_the_next() -> None:
 def test_a_ticket_is_followed_from_the_offer_to_the_word_that_it_is_healed() -> None:
     w = joiner()
     w.hear(ticket(7, MEMBERS))
-    assert w.out == [do.OpenFeeds(1, 1, 7, (((member(1), member(2)), (0,)),))]
+    assert w.out == [do.OpenFeeds(op=1, generation=1, ticket=7, groups=(((member(1), member(2)), (0,)),))]
     w.done((Key(4, 0),))
-    assert w.out == [do.Adopt(2, 1, Key(4, 0), (0,), ((),))]
+    assert w.out == [do.Adopt(op=2, generation=1, position=Key(4, 0), stages=(0,), passed=((),))]
     known = {Key(4, 0): records_of(MEMBERS)}
-    w.done(do.Copied(records_of(MEMBERS), known))
-    assert w.out == [Release(3), do.Watch(3, 1)]
+    w.done(do.Copied(records=records_of(MEMBERS), gathers=known))
+    assert w.out == [Release(3), do.Watch(op=3, generation=1)]
     assert w.driver.gathered == known and w.driver.position == Key(4, 0)
     assert w.driver.machine.records == records_of(MEMBERS)
     w.done([fed(5)])
-    assert w.out == [do.Replay(4, 1, 5, records_of(MEMBERS), outcome(5), MEMBERS)]
+    assert w.out == [
+        do.Replay(op=4, generation=1, step=5, records=records_of(MEMBERS), outcome=outcome(5), plan=MEMBERS)
+    ]
     w.done()
-    assert w.out == [Release(4), do.Watch(5, 1)] and w.driver.position == Key(5, 0)
+    assert w.out == [Release(4), do.Watch(op=5, generation=1)] and w.driver.position == Key(5, 0)
     assert w.driver.gathered == {Key(5, 0): records_of(MEMBERS)} and w.driver.machine.stages == (0,)
     assert w.told() == []
     w.done([do.Seen(0)])
     healed = wire.WorkerHealed(worker_id=0, incarnation=0, ticket=7, step=5)
-    assert w.out == [do.Tell(healed), do.Watch(6, 1)]
+    assert w.out == [do.Tell(healed), do.Watch(op=6, generation=1)]
     assert w.driver.standing.messages == (healed,)
     w.done([do.Seen(0)])
     w.done([fed(6)])
@@ -178,8 +182,8 @@ def test_offers_of_different_steps_are_levelled_before_anything_is_loaded() -> N
     assert isinstance(w.op, do.Watch), "one more is lacking"
     w.done([fed(6, of=SPLIT), fed(7, of=SPLIT)])
     passed = ((outcome(5, SPLIT), outcome(6, SPLIT)), ())
-    assert w.out == [do.Adopt(w.op.op, 1, Key(6, 1), (0, 1), passed)]
-    w.done(do.Copied(records_of(SPLIT), {Key(6, 0): {}, Key(6, 1): {}}))
+    assert w.out == [do.Adopt(op=w.op.op, generation=1, position=Key(6, 1), stages=(0, 1), passed=passed)]
+    w.done(do.Copied(records=records_of(SPLIT), gathers={Key(6, 0): {}, Key(6, 1): {}}))
     assert w.driver.position == Key(6, 1) and w.driver.machine.stages == (0, 1)
     assert isinstance(w.op, do.Watch), "the second feed has not given step 7 yet"
     w.done([fed(7, feed=1, of=SPLIT)])
@@ -208,7 +212,7 @@ def test_feeds_that_are_a_step_apart_are_a_bug() -> None:
 def test_gathers_that_came_with_the_offer_answer_the_application_later() -> None:
     found = gather_records(MEMBERS, w1=b"x")
     w = following(MEMBERS, Key(4, 1))
-    w.done(do.Copied(found, {Key(4, 0): records_of(MEMBERS), Key(4, 1): found}))
+    w.done(do.Copied(records=found, gathers={Key(4, 0): records_of(MEMBERS), Key(4, 1): found}))
     w.hear(plan(2, (0, 1, 2)))
     w.abort()
     w.settle(w1=at(4, 1, records=found), w2=at(4, 1, records=found))
@@ -219,16 +223,16 @@ def test_gathers_that_came_with_the_offer_answer_the_application_later() -> None
 
 def test_a_gather_that_was_decided_before_it_joined_leaves_the_shelf_to_those_who_still_copy() -> None:
     w = split_pair(Key(4, 0), Key(4, 0))
-    w.done(do.Copied(records_of(SPLIT), {Key(4, 0): records_of(SPLIT)}))
+    w.done(do.Copied(records=records_of(SPLIT), gathers={Key(4, 0): records_of(SPLIT)}))
     w.hear(plan(2, (1,), (0, 3)))
     w.abort()
     w.settle(w1=at(4, 1, records=gather_records(SPLIT)), w3=at(0, stages=()))
     assert w.count(do.Shelve) == 1 and w.out[-1] == do.Arrived(4)
     w.ask(do.GatherAsked(b""))
-    assert w.out[0] == do.Decided(Key(4, 1), 2, False) and w.count(do.Unshelve) == 0
+    assert w.out[0] == do.Decided(key=Key(4, 1), generation=2, first=False) and w.count(do.Unshelve) == 0
     w.ask(do.GatherAsked(b""))
     w.exchange(gather_records(w.plan))
-    assert w.out[:2] == [do.Unshelve(), do.Decided(Key(4, 2), 2, True)]
+    assert w.out[:2] == [do.Unshelve(), do.Decided(key=Key(4, 2), generation=2, first=True)]
 
 
 def test_whom_to_ask_for_what() -> None:
@@ -248,7 +252,11 @@ def test_a_joiner_switches_with_the_members_and_closes_its_feeds() -> None:
     w.done([fed(5, prepared=2)])
     assert isinstance(w.op, do.Replay)
     w.done()
-    assert w.out == [Release(4), do.CloseFeeds(), do.Open(w.op.op, 2, coming, 6, False, None)]
+    assert w.out == [
+        Release(4),
+        do.CloseFeeds(),
+        do.Open(op=w.op.op, generation=2, plan=coming, step=6, disk=False, limit=None),
+    ]
     w.settle(w1=at(5, records=records_of(MEMBERS, prepared=2)), w2=at(5, records=records_of(MEMBERS, prepared=2)))
     assert w.out[-1] == do.Arrived(5)
     w.step(6)
@@ -289,7 +297,7 @@ def test_a_lost_feed_is_told_and_another_ticket_begins_anew() -> None:
     w.on(do.TimePassed())
     assert w.op is None
     w.hear(ticket(8, plan(3, (1, 2))))
-    assert w.out == [do.OpenFeeds(w.op.op, 3, 8, (((member(1), member(2)), (0,)),))]
+    assert w.out == [do.OpenFeeds(op=w.op.op, generation=3, ticket=8, groups=(((member(1), member(2)), (0,)),))]
     w.done((Key(2, 0),))
     assert isinstance(w.op, do.Adopt) and w.op.position == Key(2, 0)
     w.done(do.Copied())

@@ -56,8 +56,10 @@ def test_the_rest_of_a_stage_is_fetched_and_the_step_goes_on() -> None:
     w.ask(do.StepAsked(2))
     regroup(w, plan(2, (0, 1)), w1=peer(w))
     records = w.driver.machine.records
-    assert w.op == do.Fetch(w.op.op, 2, w.plan, Key(1, 0), {0: (1,)}, {0: Pieces(ONE)})
-    w.done(do.Copied(records, {}))
+    assert w.op == do.Fetch(
+        op=w.op.op, generation=2, plan=w.plan, position=Key(1, 0), sources={0: (1,)}, pieces={0: Pieces(ONE)}
+    )
+    w.done(do.Copied(records=records, gathers={}))
     assert w.driver.machine.stages == (0,) and w.driver.machine.parts == {}
     assert Discard(2) in w.out and do.CutFeeds() not in w.out, "its lanes run again, nobody's feed breaks"
     assert isinstance(w.op, do.Compute) and w.op.step == 2
@@ -81,7 +83,7 @@ def test_a_loss_while_the_step_is_decided_leaves_it_to_the_others() -> None:
     ahead = at(2)
     w.done({0: w.op.payload, 1: encode_holding(ahead)})
     assert isinstance(w.op, do.Fetch) and (w.op.position, w.op.pieces) == (Key(2, 0), {})
-    assert w.done(do.Copied(ahead.records, {Key(2, 0): ahead.records}))[-1] == do.Stepped(2)
+    assert w.done(do.Copied(records=ahead.records, gathers={Key(2, 0): ahead.records}))[-1] == do.Stepped(2)
 
 
 def test_other_stages_take_the_step() -> None:
@@ -106,14 +108,14 @@ def test_members_with_half_of_the_planes_each_serve_each_other() -> None:
     shelf = w.last(do.Shelve)
     assert (shelf.stages, shelf.parts, shelf.live) == ((), {0: MODEL}, True)
     assert w.op.sources == {0: (1,)} and w.op.pieces == {0: Pieces(OPTIMIZER, {1: OPTIMIZER})}
-    w.done(do.Copied(w.driver.machine.records, {}))
+    w.done(do.Copied(records=w.driver.machine.records, gathers={}))
     assert w.driver.machine.stages == (0,) and w.last(do.EnteredPlan).plan.generation == 2
 
 
 def test_snapshots_in_part_are_stated_once_their_step_has_been_released() -> None:
     w = member_worker()
     w.step(1)
-    w.on(do.InMemory((), {1: {0: Record(0, b"kept")}}, {(0, 1): MODEL}))
+    w.on(do.InMemory(snapshots=(), records={1: {0: Record(0, b"kept")}}, parts={(0, 1): MODEL}))
     w.ask(do.StepAsked(2))
     w.hear(plan(2, (0, 1)))
     w.abort()
@@ -137,7 +139,7 @@ def test_going_back_to_parts_in_memory() -> None:
     w = member_worker()
     for number in (1, 2, 3):
         w.step(number)
-    w.on(do.InMemory((), {2: {0: Record(0, b"kept")}}, {(0, 2): MODEL}))
+    w.on(do.InMemory(snapshots=(), records={2: {0: Record(0, b"kept")}}, parts={(0, 2): MODEL}))
     w.on(BlocksLost(0, WHOLE))
     w.ask(do.StepAsked(4))
     regroup(w, plan(2, (0, 1)), w1=replace(at(0), stages=(), kept_parts={(0, 2): OPTIMIZER}))
@@ -166,7 +168,7 @@ def test_a_joiner_that_loses_blocks_begins_anew() -> None:
     assert isinstance(w.op, do.Adopt)
     with pytest.raises(InvariantViolation):
         w.on(BlocksLost(0, ONE))
-    w.done(do.Copied({}, {}))
+    w.done(do.Copied(records={}, gathers={}))
     w.on(BlocksLost(0, ONE))
     assert w.told(wire.HealFailed)[0].cause is Cause.CORRUPT and w.told(wire.SettleAgain) == []
 
@@ -195,7 +197,9 @@ def test_the_initial_state_in_part() -> None:
     w = joiner(digest="same")
     w.on(BlocksLost(0, ONE))
     regroup(w, plan(1, (0, 1)), w1=Holding(Key(0, 0), {}, 0, "same"))
-    assert w.op == do.Fetch(w.op.op, 1, w.plan, Key(0, 0), {0: (1,)}, {0: Pieces(ONE)})
+    assert w.op == do.Fetch(
+        op=w.op.op, generation=1, plan=w.plan, position=Key(0, 0), sources={0: (1,)}, pieces={0: Pieces(ONE)}
+    )
     lost = joiner(digest="same")
     lost.on(BlocksLost(0, WHOLE))
     regroup(lost, plan(1, (0, 1)), w1=Holding(Key(0, 0), {}, 0, "same"))
@@ -207,13 +211,13 @@ def test_an_answer_that_was_taken_over_outlives_a_repair() -> None:
     w = joiner()
     w.hear(ticket(5, plan(1, (1,))))
     w.done((Key(3, 0),))
-    w.done(do.Copied({}, {}))
+    w.done(do.Copied(records={}, gathers={}))
     w.on(BlocksLost(0, ONE))
     w.abort()
     decided = gather_records(plan(2, (0, 1)), w1=b"theirs")
     regroup(w, plan(2, (0, 1)), w1=at(3, 1, records=decided))
     assert (w.op.position, w.op.pieces) == (Key(3, 1), {0: Pieces(ONE)})
-    w.done(do.Copied(decided, {}))
+    w.done(do.Copied(records=decided, gathers={}))
     assert w.out[-1] == do.Arrived(3)
     assert w.ask(do.GatherAsked(b"mine"))[-1] == do.GatherDone(decided)
 

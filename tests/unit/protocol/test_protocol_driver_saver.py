@@ -130,7 +130,7 @@ def test_the_end_of_an_epoch_if_that_is_affordable() -> None:
     one.at(100)
     assert one.saver.due(6) == Due(("disk",), "the end of an epoch")
     assert not one.saver.due(7)
-    one.saver.ended(SaveEnded(6, True, "", cost_s=1.0))
+    one.saver.ended(SaveEnded(step=6, ok=True, reason="", cost_s=1.0))
     one.at(149)
     assert not one.saver.due(9)
     one.at(151)
@@ -147,7 +147,7 @@ def test_none_begins_while_parts_of_one_are_lacking() -> None:
     assert one.saver.due(7).tiers == ()
     (skipped,) = one.out.drain()
     assert skipped == do.Skipped(
-        7, Why(Cause.BUSY, "that of step 6 is still being written, since 2.0 s"), tell=True, tier="disk"
+        step=7, why=Why(Cause.BUSY, "that of step 6 is still being written, since 2.0 s"), tell=True, tier="disk"
     )
     one.saver.parts_there(PartsThere(5))
     assert not one.saver.due(8)
@@ -162,13 +162,13 @@ def test_one_that_takes_too_long_is_given_up() -> None:
     one.update(6, "disk")
     one.at(GIVE_UP_S + 1)
     assert one.saver.due(7).tiers == ("disk",)
-    assert one.out.drain() == [AbandonSave(Why(Cause.SLOW, "it took longer than 300 s"), None)]
+    assert one.out.drain() == [AbandonSave(why=Why(Cause.SLOW, "it took longer than 300 s"), plan=None)]
 
 
 def test_what_has_failed_is_waited_for_no_more() -> None:
     one = Alone(SavingRules(EACH, on=True))
     one.update(6, "disk")
-    one.saver.ended(SaveEnded(6, False, "the disk is full"))
+    one.saver.ended(SaveEnded(step=6, ok=False, reason="the disk is full"))
     assert one.saver.due(7).tiers == ("disk",) and one.out.drain() == []
 
 
@@ -193,7 +193,7 @@ def test_after_the_update_whose_records_say_so() -> None:
     one = Alone(SavingRules(EACH, on=True), me=1)
     assert one.update(6) == one.update(6, "memory") == []
     due = Due(("disk", "object"), "it is time")
-    assert one.update(7, "memory", "disk", "object") == [Save(one.machine.plan, 7, due, RECORDS)]
+    assert one.update(7, "memory", "disk", "object") == [Save(plan=one.machine.plan, step=7, due=due, records=RECORDS)]
     one.machine.settled = False
     assert one.update(8, "disk") == []
     assert Alone(SavingRules(EACH)).update(6, "disk") == []
@@ -203,7 +203,9 @@ def test_at_a_boundary() -> None:
     one = Alone(SavingRules(SELDOM, on=True))
     save = one.saver.boundary(WHY, past=True, metrics={"loss": 1.0})
     due = Due(("disk",), "SIGTERM", Cause.INTERRUPTED)
-    assert save == Save(one.machine.plan, 5, due, RECORDS, boundary=True, past=True, metrics={"loss": 1.0})
+    assert save == Save(
+        plan=one.machine.plan, step=5, due=due, records=RECORDS, boundary=True, past=True, metrics={"loss": 1.0}
+    )
     assert one.saver.boundary(WHY, past=True) is None  # it has begun
     one.machine.position = Key(6, 2)
     save = one.saver.boundary(WHY, past=False)
@@ -264,7 +266,7 @@ def test_one_that_not_all_had_begun_is_taken_anew(me: int) -> None:
         one.saver.entered({me: Key(6, 0), 1 - me: Key(5, 3)})
         save = one.saver.boundary(WHY, past=False)
         assert save is not None and (save.step, save.plan) == (6, plan)
-    assert ahead.out.drain() == [AbandonSave(Why(Cause.REGROUPED, "not all had begun it"), None)]
+    assert ahead.out.drain() == [AbandonSave(why=Why(Cause.REGROUPED, "not all had begun it"), plan=None)]
     assert behind.out.drain() == []
 
 
@@ -293,7 +295,7 @@ def test_a_plan_that_takes_away_a_writer_or_the_main(plan: Plan, reason: str) ->
     one = Alone(SavingRules(EACH, on=True))
     one.update(6, "disk")
     one.saver.regroup(plan)
-    assert one.out.drain() == [AbandonSave(Why(Cause.REGROUPED, reason), plan)]
+    assert one.out.drain() == [AbandonSave(why=Why(Cause.REGROUPED, reason), plan=plan)]
     assert one.saver.due(7).tiers == ("disk",)  # nothing is waited for
     assert one.saver.boundary(WHY, past=False) is not None  # it may be taken again
     one.out.drain()
@@ -311,7 +313,7 @@ def test_a_restarted_writer_is_another_one() -> None:
 def test_failures_shorten_the_interval() -> None:
     def interval(plan: Plan) -> float:
         one = Alone(SavingRules(CheckpointConfig(), on=True))
-        one.saver.ended(SaveEnded(4, True, "", cost_s=1.0))
+        one.saver.ended(SaveEnded(step=4, ok=True, reason="", cost_s=1.0))
         one.update(6, "disk")
         one.saver.parts_there(PartsThere(6))
         one.saver.regroup(plan)
@@ -351,10 +353,10 @@ def test_a_request_is_answered_once() -> None:
     one.saver.request(WHY)
     one.saver.due(6)
     one.update(6, "disk")
-    one.saver.ended(SaveEnded(4, True, "", "there"))
+    one.saver.ended(SaveEnded(step=4, ok=True, reason="", where="there"))
     assert told(one.out.drain()) == []
     for _ in range(2):
-        one.saver.ended(SaveEnded(6, True, "SIGTERM", "there", 1.0))
+        one.saver.ended(SaveEnded(step=6, ok=True, reason="SIGTERM", where="there", cost_s=1.0))
     (saved,) = told(one.out.drain())
     assert (saved.step, saved.ok, saved.where, saved.reason) == (6, True, "there", "SIGTERM")
     assert one.out.standing == ()
@@ -364,7 +366,7 @@ def test_a_request_hears_of_a_failure() -> None:
     one = Alone(SavingRules(SELDOM, on=True))
     one.saver.request(WHY)
     one.saver.due(6)
-    one.saver.ended(SaveEnded(6, False, "the disk is full"))
+    one.saver.ended(SaveEnded(step=6, ok=False, reason="the disk is full"))
     (saved,) = told(one.out.drain())
     assert (saved.step, saved.ok, saved.where, saved.reason) == (6, False, "", "the disk is full")
 
@@ -372,7 +374,7 @@ def test_a_request_hears_of_a_failure() -> None:
 def test_what_nobody_asked_for_is_not_told() -> None:
     one = Alone(SavingRules(EACH, on=True))
     one.saver.due(6)
-    one.saver.ended(SaveEnded(6, True, "", "there"))
+    one.saver.ended(SaveEnded(step=6, ok=True, reason="", where="there"))
     assert one.out.drain() == []
 
 
@@ -381,10 +383,10 @@ def test_a_request_that_has_to_wait_is_answered_by_what_it_gets() -> None:
     one.update(6, "disk")
     one.saver.request(WHY)
     one.saver.due(7)
-    one.saver.ended(SaveEnded(6, True, "", "there"))
+    one.saver.ended(SaveEnded(step=6, ok=True, reason="", where="there"))
     assert told(one.out.drain()) == []
     one.saver.due(8)
-    one.saver.ended(SaveEnded(8, True, "SIGTERM", "there"))
+    one.saver.ended(SaveEnded(step=8, ok=True, reason="SIGTERM", where="there"))
     assert [saved.step for saved in told(one.out.drain())] == [8]
 
 
@@ -395,7 +397,9 @@ def test_a_request_that_has_to_wait_is_answered_by_what_it_gets() -> None:
 def test_the_last_one_is_told_by_the_main(number: int, where: str, expected: tuple[bool, str, str]) -> None:
     for me in (0, 1):
         one = Alone(SavingRules(SELDOM, on=True), me=me)
-        operation = do.SaveLast(1, 1, one.machine.plan, number, one.saver.boundary(WHY, past=True))
+        operation = do.SaveLast(
+            op=1, generation=1, plan=one.machine.plan, step=number, save=one.saver.boundary(WHY, past=True)
+        )
         one.saver.last(operation, where)
         found = [(saved.ok, saved.where, saved.reason) for saved in told(one.out.drain())]
         assert found == ([expected] if me == 0 else [])
@@ -408,16 +412,16 @@ def test_a_second_request_leaves_the_answer_to_the_first_alone() -> None:
     one.update(6, "disk")
     one.saver.request(Why(Cause.REQUESTED, "requested"))
     assert not one.saver.due(7)
-    one.saver.ended(SaveEnded(6, True, "SIGTERM", "there"))
+    one.saver.ended(SaveEnded(step=6, ok=True, reason="SIGTERM", where="there"))
     assert [saved.step for saved in told(one.out.drain())] == [6]
 
 
 def test_there_is_no_last_one_of_nothing() -> None:
     one = Alone(SavingRules(SELDOM, on=True))
-    one.saver.last(do.SaveLast(1, 1, one.machine.plan, 0, None), "")
+    one.saver.last(do.SaveLast(op=1, generation=1, plan=one.machine.plan, step=0, save=None), "")
     (saved,) = told(one.out.drain())
     assert (saved.ok, saved.reason) == (False, "nothing was trained yet")
-    one.saver.last(do.SaveLast(1, 1, one.machine.plan, 5, None), "of an earlier life")
+    one.saver.last(do.SaveLast(op=1, generation=1, plan=one.machine.plan, step=5, save=None), "of an earlier life")
     assert not told(one.out.drain())[0].ok  # it was not to be taken
 
 
@@ -435,11 +439,13 @@ def test_the_best_so_far(mode: str, better: float, worse: float) -> None:
             assert isinstance(save, Save)
             assert (save.due.reason, save.due.cause, save.past) == ("the best so far", Cause.SCHEDULED, True)
             assert save.metrics == {"x": 0.5} and save.boundary
-        assert one.saver.verdict(SaveAsked({"x": worse}, stored)) == b""
+        assert one.saver.verdict(SaveAsked(metrics={"x": worse}, stored=stored)) == b""
         one.machine.position = Key(9, 0)
-        event = SaveAsked({"x": better}, stored)
+        event = SaveAsked(metrics={"x": better}, stored=stored)
         assert len(one.judge(one.saver.verdict(event), event)) == 1
-        assert one.saver.verdict(SaveAsked({"x": 0.5}, worse)) == b""  # what it has seen counts, not the disk
+        assert (
+            one.saver.verdict(SaveAsked(metrics={"x": 0.5}, stored=worse)) == b""
+        )  # what it has seen counts, not the disk
 
 
 def test_only_the_main_judges() -> None:
@@ -486,7 +492,7 @@ class Job:
             if isinstance(operation, do.Compute):
                 for lane in operation.lanes:
                     self.handle(step.LaneDone(operation.step, 0, lane))
-            self.handle(do.Done(operation.op, self._result(operation)))
+            self.handle(do.Done(op=operation.op, result=self._result(operation)))
 
     def _result(self, operation: do.Operation) -> Any:
         match operation:
@@ -544,7 +550,7 @@ def test_the_driver_hears_requests_and_what_became_of_them() -> None:
     job.handle(do.Heard(wire.SaveNow(cause=Cause.REQUESTED, reason="requested")))
     job.step(1)
     assert [save.due.reason for save in job.of(Save)] == ["requested"]
-    job.handle(SaveEnded(1, True, "requested", "there"))
+    job.handle(SaveEnded(step=1, ok=True, reason="requested", where="there"))
     assert [saved.where for saved in told(job.seen)] == ["there"]
 
 

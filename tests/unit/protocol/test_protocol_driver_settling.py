@@ -39,14 +39,14 @@ def test_a_plan_is_opened_stated_and_entered() -> None:
     w = joiner()
     given = plan(1, (0, 1))
     w.hear(given)
-    assert w.out == [do.Open(1, 1, given, 1, True, None)]
+    assert w.out == [do.Open(op=1, generation=1, plan=given, step=1, disk=True, limit=None)]
     w.done(do.Opened())
-    assert w.out == [do.Exchange(2, 1, Tag("settle", 0, 0), encode_holding(w.stated()))]
+    assert w.out == [do.Exchange(op=2, generation=1, tag=Tag("settle", 0, 0), payload=encode_holding(w.stated()))]
     w.done({0: w.op.payload, 1: encode_holding(at(0))})
     entered = wire.GenerationEntered(
         worker_id=0, incarnation=0, generation=1, step=1, phases_ms={"unblock": 1.0, "regroup": 1.0, "settle": 1.0}
     )
-    assert w.out == [do.EnteredPlan(given, 0), do.Tell(entered), do.Arrived(0)]
+    assert w.out == [do.EnteredPlan(plan=given, step=0), do.Tell(entered), do.Arrived(0)]
 
 
 def test_a_plan_leaves_what_is_not_decided_and_keeps_what_is() -> None:
@@ -157,14 +157,21 @@ def test_how_far_the_others_had_been_is_told_when_steps_are_done_again() -> None
 def test_what_others_lack_is_shelved_until_the_next_decision() -> None:
     w = behind()
     w.settle(w1=at(0))
-    shelf = do.Shelve(2, Key(2, 0), w.driver.machine.records, w.driver.gathered, (0,), True)
+    shelf = do.Shelve(
+        generation=2,
+        position=Key(2, 0),
+        records=w.driver.machine.records,
+        gathers=w.driver.gathered,
+        stages=(0,),
+        live=True,
+    )
     assert w.out[0] == shelf
     assert set(shelf.gathers) == {Key(2, 0)} and shelf.records
     w.lanes()
     w.reduce()
     assert w.count(do.Unshelve) == 0
     w.agree()
-    assert w.out[:3] == [Release(2), do.Unshelve(), do.Decided(Key(3, 0), 2, True)]
+    assert w.out[:3] == [Release(2), do.Unshelve(), do.Decided(key=Key(3, 0), generation=2, first=True)]
     w.done(1)
     w.step(4)
     assert w.count(do.Unshelve) == 1
@@ -177,7 +184,7 @@ def test_a_gather_empties_the_shelf_too() -> None:
     w.enter(plan(2, (0, 1)), w1=at(0))
     assert w.count(do.Shelve) == 1
     w.exchange(gather_records(w.plan))
-    assert w.out[:3] == [Release(1), do.Unshelve(), do.Decided(Key(1, 1), 2, True)]
+    assert w.out[:3] == [Release(1), do.Unshelve(), do.Decided(key=Key(1, 1), generation=2, first=True)]
 
 
 def test_a_plan_empties_the_shelf_too() -> None:
@@ -235,7 +242,7 @@ def test_a_gather_that_the_own_application_has_not_asked_for_yet_is_given_with_t
     w.hear(ticket(1, plan(1, (1, 2))))
     w.done((Key(1, 0),))
     of_update, found = records_of(plan(1, (1, 2))), gather_records(plan(1, (1, 2)), w1=b"x")
-    w.done(do.Copied(of_update, {Key(1, 0): of_update}))
+    w.done(do.Copied(records=of_update, gathers={Key(1, 0): of_update}))
     w.hear(plan(2, (0, 1, 2)))
     w.abort()
     w.done(do.Opened())
@@ -282,9 +289,9 @@ def test_records_that_nobody_knows_are_not_given_as_some() -> None:
 def test_a_member_that_lacks_the_state_copies_it_and_its_application_goes_on_from_there() -> None:
     w = behind()
     w.settle(w1=at(3))
-    assert w.out == [do.Fetch(w.op.op, 2, w.plan, Key(3, 0), {0: (1,)})]
+    assert w.out == [do.Fetch(op=w.op.op, generation=2, plan=w.plan, position=Key(3, 0), sources={0: (1,)})]
     before = w.driver.gathered
-    w.done(do.Copied(OF_5, {Key(3, 0): OF_5}))
+    w.done(do.Copied(records=OF_5, gathers={Key(3, 0): OF_5}))
     assert w.out[:3] == [do.CutFeeds(), Release(2), Discard(3)] and w.out[-1] == do.Stepped(3)
     assert w.driver.gathered == {Key(3, 0): OF_5} != before
     assert w.driver.machine.records == OF_5
@@ -298,7 +305,7 @@ def test_a_stage_that_is_gained_moves_nothing() -> None:
     held = w.driver.machine.records
     w.enter(plan(2, (0,), (0, 1)), w1=at(1, stages=(1,), records=held))
     assert isinstance(w.op, do.Fetch) and w.op.sources == {1: (1,)}
-    w.done(do.Copied(held, {Key(1, 0): held}))
+    w.done(do.Copied(records=held, gathers={Key(1, 0): held}))
     assert do.CutFeeds() not in w.out and w.driver.gathered == known
     assert isinstance(w.op, do.Compute)
 
@@ -374,7 +381,7 @@ def gone_back(ask: do.Ask | None = None, rewindable: bool = True) -> Worker:
 
 def test_going_back_is_one_operation_and_the_application_is_told_once() -> None:
     w = gone_back()
-    assert w.op == do.Restore(w.op.op, 2, w.plan, 2, {0: (0,)}, KEPT, ())
+    assert w.op == do.Restore(op=w.op.op, generation=2, plan=w.plan, step=2, sources={0: (0,)}, own=KEPT, stands=())
     assert do.CutFeeds() not in w.out, "who copies from here is waited for before the state changes"
     w.done(do.Copied(OF_5))
     assert w.out[0] == do.CutFeeds() and w.out[-1] == do.WentBack(2)
@@ -422,7 +429,7 @@ def test_a_worker_that_arrives_by_going_back_is_told_that_it_has_arrived() -> No
     w = joiner()
     w.hear(plan(1, (0, 1)))
     w.settle(do.Opened(disk=(8,)), w1=at(0, disk=(8,)))
-    assert w.op == do.Restore(3, 1, w.plan, 8, {0: ()}, {}, ())
+    assert w.op == do.Restore(op=3, generation=1, plan=w.plan, step=8, sources={0: ()}, own={}, stands=())
     w.done(do.Copied(OF_5))
     assert w.out[-1] == do.Arrived(8) and w.count(do.WentBack) == 0
     w.step(9)
@@ -585,7 +592,9 @@ def test_a_plan_that_asks_for_a_checkpoint_gets_it_before_anything_else() -> Non
     assert isinstance(w.op, do.SaveLast) and (w.op.plan, w.op.step, w.op.save.due.reason) == (last, 1, "stop")
     w.done("somewhere")
     saved = wire.Saved(worker_id=0, incarnation=0, step=1, ok=True, where="somewhere")
-    assert w.out == [Release(1), do.Tell(saved), do.Linger(w.op.op, 2)], "rows and events of it come before the end"
+    assert w.out == [Release(1), do.Tell(saved), do.Linger(op=w.op.op, generation=2)], (
+        "rows and events of it come before the end"
+    )
     assert saved not in w.driver.standing.messages
     w.done()
     assert isinstance(w.op, do.Compute)
@@ -596,7 +605,7 @@ def test_nobody_but_the_main_tells_of_it() -> None:
     w.ask(do.StepAsked(1))
     w.enter(plan(2, (0, 1), save="stop"))
     w.done("somewhere")
-    assert w.out == [do.Linger(w.op.op, 2)], "none of step 0 is told"
+    assert w.out == [do.Linger(op=w.op.op, generation=2)], "none of step 0 is told"
 
 
 # ---- states that differ
@@ -620,7 +629,7 @@ def test_states_that_are_alike_are_applied() -> None:
 def test_when_somebody_else_is_outvoted_nothing_is_applied_and_all_settle_anew() -> None:
     w = verified(0, 1, 2)
     w.agree({1: "aa", 2: "bb"})
-    assert w.out[:2] == [Release(3), do.Invalidate(1, True)]
+    assert w.out[:2] == [Release(3), do.Invalidate(sound=1, first=True)]
     [told] = w.told(wire.SettleAgain)
     assert (told.generation, told.tainted, told.decided_in) == (1, 4, 1)
     assert "worker 2 deviates" in told.reason and told.reason.endswith("; all steps after 1 are tainted")
@@ -632,7 +641,7 @@ def test_when_somebody_else_is_outvoted_nothing_is_applied_and_all_settle_anew()
 def test_the_outvoted_one_leaves() -> None:
     w = verified(0, 1, 2)
     w.agree({1: "bb", 2: "bb"})
-    assert w.out[:2] == [Release(3), do.Invalidate(1, False)]
+    assert w.out[:2] == [Release(3), do.Invalidate(sound=1, first=False)]
     left = w.out[2]
     assert isinstance(left, do.Outvoted) and (left.step, left.generation, left.sound) == (4, 1, 1)
     assert "worker 0 deviates" in left.reason
@@ -649,11 +658,11 @@ def test_the_outvoted_one_says_in_which_generation_that_was_decided() -> None:
 def test_where_no_copy_is_outvoted_all_settle_anew_and_the_lowest_sees_to_what_is_shared() -> None:
     w = verified(0, 1)
     w.agree({1: "bb"})
-    assert do.Invalidate(1, True) in w.out and len(w.told(wire.SettleAgain)) == 1
+    assert do.Invalidate(sound=1, first=True) in w.out and len(w.told(wire.SettleAgain)) == 1
     w = Worker(plan(1, (0, 1)), me=member(1).key, verify_every=2)
     w.to_agree(1, digest="x")
     w.agree({0: "y"})
-    assert do.Invalidate(0, False) in w.out
+    assert do.Invalidate(sound=0, first=False) in w.out
     assert w.told(wire.SettleAgain)[-1].reason.endswith("; all steps are tainted")
 
 
@@ -661,7 +670,7 @@ def test_one_below_that_is_outvoted_does_not_see_to_what_is_shared() -> None:
     w = Worker(plan(1, (0, 1, 2)), me=member(1).key)
     w.to_agree(1, digest="x")
     w.agree({0: "y", 2: "x"})
-    assert do.Invalidate(0, True) in w.out
+    assert do.Invalidate(sound=0, first=True) in w.out
 
 
 def test_where_all_are_outvoted_each_sees_to_it() -> None:
@@ -671,7 +680,7 @@ def test_where_all_are_outvoted_each_sees_to_it() -> None:
     digests = {i: {k: "odd" if k == i else "even" for k in range(3)} for i in range(3)}
     w.to_agree(1, digest=digests[0])
     w.agree({1: digests[1], 2: digests[2]})
-    assert do.Invalidate(0, True) in w.out and isinstance(w.out[-1], do.Outvoted)
+    assert do.Invalidate(sound=0, first=True) in w.out and isinstance(w.out[-1], do.Outvoted)
 
 
 def test_a_job_that_began_with_a_checkpoint_trusts_that() -> None:

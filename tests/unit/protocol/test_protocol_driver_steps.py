@@ -41,18 +41,18 @@ def test_a_step_is_compute_reduce_agree_update_and_then_the_answer() -> None:
     w = member_worker(0, 1)
     given = w.plan
     w.ask(do.StepAsked(1))
-    assert w.out == [do.Compute(3, 1, given, 1, (0, 2))]
+    assert w.out == [do.Compute(op=3, generation=1, plan=given, step=1, lanes=(0, 2))]
     w.on(LaneDone(1, 0, 0))
     w.on(LaneDone(1, 0, 2))
     assert w.out == [], "what follows waits for the operation's end"
     w.done()
-    assert w.out == [do.Reduce(4, 1, given, 1)]
+    assert w.out == [do.Reduce(op=4, generation=1, plan=given, step=1)]
     w.reduce()
-    assert w.out == [do.Exchange(5, 1, Tag("decide", 1, 0), w.op.payload)]
+    assert w.out == [do.Exchange(op=5, generation=1, tag=Tag("decide", 1, 0), payload=w.op.payload)]
     assert w.sent() == Record(0, encode(payload(given, 0).stamped(0, 0, Due())))
     w.agree()
     assert [type(e) for e in w.out] == [do.Decided, do.Update]
-    assert w.out[0] == do.Decided(Key(1, 0), 1, True)
+    assert w.out[0] == do.Decided(key=Key(1, 0), generation=1, first=True)
     assert (w.op.step, w.op.records, w.op.stages) == (1, records_of(given), (0,))
     assert (w.op.outcome.step, w.op.outcome.loss, len(w.op.outcome.lanes)) == (1, 1.0, LANES)
     w.done(77)
@@ -66,7 +66,9 @@ def test_the_next_decision_says_when_the_last_step_was_committed_and_releases_it
     w.to_agree(2)
     assert committed_unix_ns({0: w.sent()}, is_agree=True) == 1001
     w.agree()
-    assert w.out[:2] == [Release(1), do.Decided(Key(2, 0), 1, False)], "only the first of a generation is the first"
+    assert w.out[:2] == [Release(1), do.Decided(key=Key(2, 0), generation=1, first=False)], (
+        "only the first of a generation is the first"
+    )
 
 
 def test_a_standby_computes_nothing() -> None:
@@ -127,7 +129,7 @@ def test_a_gather_is_one_exchange() -> None:
     assert w.sent() == Record(0, encode(GatherPayload(b"mine", 1001)))
     found = gather_records(w.plan, w1=b"theirs") | {0: w.sent()}
     w.exchange(found)
-    assert w.out == [Release(1), do.Decided(Key(1, 1), 1, False), do.GatherDone(found)]
+    assert w.out == [Release(1), do.Decided(key=Key(1, 1), generation=1, first=False), do.GatherDone(found)]
     assert set(w.driver.gathered) == {Key(1, 0), Key(1, 1)}
     w.gather()
     assert set(w.driver.gathered) == {Key(1, 0), Key(1, 1), Key(1, 2)}
@@ -150,9 +152,9 @@ def test_gathers_of_another_step_are_forgotten_with_the_first_of_this_one() -> N
 def test_a_gather_is_the_first_decision_of_a_generation_too() -> None:
     w = member_worker(0, 1)
     w.gather()
-    assert w.last(do.Decided) == do.Decided(Key(0, 1), 1, True)
+    assert w.last(do.Decided) == do.Decided(key=Key(0, 1), generation=1, first=True)
     w.gather()
-    assert w.last(do.Decided) == do.Decided(Key(0, 2), 1, False)
+    assert w.last(do.Decided) == do.Decided(key=Key(0, 2), generation=1, first=False)
 
 
 def test_a_gather_that_came_with_the_copied_state_is_answered_at_once() -> None:
@@ -162,7 +164,7 @@ def test_a_gather_that_came_with_the_copied_state_is_answered_at_once() -> None:
     w.hear(plan(2, (0, 1)))
     w.settle(w1=at(5, 1))
     assert isinstance(w.op, do.Fetch)
-    w.done(do.Copied(known[Key(5, 1)], known))
+    w.done(do.Copied(records=known[Key(5, 1)], gathers=known))
     assert do.Arrived(5) in w.out
     w.ask(do.GatherAsked(b""))
     assert w.out == [do.GatherDone(known[Key(5, 1)])]
@@ -184,7 +186,7 @@ def test_one_whose_gather_the_others_have_decided_without_it_starts_anew(ask: do
     w = member_worker(0, 1)
     w.ask(ask)
     w.enter(plan(2, (0, 1)), w1=at(1))
-    w.done(do.Copied({1: Record(0, b"")}, {Key(1, 0): {1: Record(0, b"")}}))
+    w.done(do.Copied(records={1: Record(0, b"")}, gathers={Key(1, 0): {1: Record(0, b"")}}))
     reason = "the others have decided Key(step=0, seq=1) without this worker; it has to start anew"
     assert w.out[-1] == do.Exit(reason)
 
@@ -196,7 +198,7 @@ def test_an_evaluation_is_one_operation_of_the_generation() -> None:
     w = member_worker(0, 1)
     w.gather()
     w.ask(do.EvaluateAsked())
-    assert w.out == [do.Evaluate(w.op.op, 1, w.plan, 1)]
+    assert w.out == [do.Evaluate(op=w.op.op, generation=1, plan=w.plan, number=1)]
     w.done()
     assert w.out == [do.Evaluated()]
 

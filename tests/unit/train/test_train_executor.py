@@ -29,7 +29,7 @@ def test_what_is_to_be_told_does_not_wait_for_the_end_of_a_computation() -> None
     driver, told = Telling(), list[Any]()
     executor = Executor(cast(Driver, driver), Cutter(lambda generation: None), lambda: None)
     executor.install({do.Tell: lambda effect: told.append(effect.message)})
-    ended, lane = SaveEnded(6, True, "", "there"), LaneDone(7, 0, 1)
+    ended, lane = SaveEnded(step=6, ok=True, reason="", where="there"), LaneDone(7, 0, 1)
     executor.note(ended)
     executor.lane_done(lane.step, lane.stage, lane.lane)
     assert driver.heard == [ended, lane] and told == [SAVED]

@@ -44,12 +44,12 @@ def last(complete: bool, *, over: bool) -> LastCheckpoint:
 def test_one_that_is_cut_off_has_not_failed_but_is_taken_again() -> None:
     """Else the coordinator that is back hears that it could not be completed, and ends the job without it."""
     with pytest.raises(CollectiveAborted):
-        last(False, over=True).save(do.SaveLast(1, 4, PLAN, 7, None))
-    assert last(False, over=False).save(do.SaveLast(1, 4, PLAN, 7, None)) == ""
-    assert last(True, over=True).save(do.SaveLast(1, 4, PLAN, 7, None)) == "step 7"
+        last(False, over=True).save(do.SaveLast(op=1, generation=4, plan=PLAN, step=7, save=None))
+    assert last(False, over=False).save(do.SaveLast(op=1, generation=4, plan=PLAN, step=7, save=None)) == ""
+    assert last(True, over=True).save(do.SaveLast(op=1, generation=4, plan=PLAN, step=7, save=None)) == "step 7"
 
 
 def test_who_lingers_follows_a_newer_plan() -> None:
     with pytest.raises(CollectiveAborted):
-        last(True, over=True).linger(do.Linger(1, 4))
-    last(True, over=False).linger(do.Linger(1, 4))
+        last(True, over=True).linger(do.Linger(op=1, generation=4))
+    last(True, over=False).linger(do.Linger(op=1, generation=4))

@@ -395,7 +395,7 @@ def test_nothing_is_left_open_if_who_is_followed_dies_before_it_has_answered(pee
     thread = threading.Thread(target=die)
     thread.start()
     with pytest.raises(CollectiveAborted):
-        transfers.open_feeds(do.OpenFeeds(1, 1, 7, ((tuple(members), (0,)),)))
+        transfers.open_feeds(do.OpenFeeds(op=1, generation=1, ticket=7, groups=((tuple(members), (0,)),)))
     thread.join()
     assert not view.cutter._open
     transfers.close_feeds()
