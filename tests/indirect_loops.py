@@ -512,6 +512,21 @@ CLEAN = [
         "optimizer = Own(model.parameters(), lr=0.1)",
     ),
     Loop(
+        "own_lookahead",
+        setup="class Own(torch.optim.SGD):\n"
+        "    def __init__(self, params, lr):\n"
+        "        super().__init__(params, lr=lr)\n"
+        "        self.calls, self.slow = 0, [p.detach().clone() for p in self.param_groups[0]['params']]\n"
+        "    @torch.no_grad()\n"
+        "    def step(self, closure=None):\n"
+        "        super().step()\n"
+        "        self.calls += 1\n"
+        "        if self.calls % 5 == 0:\n"
+        "            for fast, slow in zip(self.param_groups[0]['params'], self.slow):\n"
+        "                fast.copy_(slow.lerp_(fast, 0.5))\n"
+        "optimizer = Own(model.parameters(), 0.1)",
+    ),
+    Loop(
         "own_adam_state",
         setup="class Own(torch.optim.Optimizer):\n"
         "    def __init__(self, params, lr): super().__init__(params, {'lr': lr})\n"

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from everstep.exact.attributes import plain
 from everstep.train.flow_calls import BesideLoop, Calls
 from everstep.train.flow_functions import Functions, unwrapped
 from everstep.train.flow_memory import Judge, Origin, RoundMemory, Value
@@ -151,7 +152,7 @@ def _counted(memory: RoundMemory, each: Value, loop: Any) -> Value:
 
 def _verdict(memory: RoundMemory, names: Mapping[int, str], trained: Trained, notes: tuple[str, ...]) -> Read:
     reaching = memory.reaching()
-    carried_ids = {id(thing) for thing in _within([*trained.carried, *trained.ignored])}
+    carried_ids = {id(thing) for thing in _within([*_carried(trained), *trained.ignored])}
     ignored = [given for given in trained.ignored if isinstance(given, str)]
     found: dict[str, tuple[str, str, str, int]] = {}
     harmless: dict[str, None] = {}
@@ -225,7 +226,7 @@ def _judge(trained: Trained) -> Judge:
         parts += [t for t in (*module._parameters.values(), *module._buffers.values()) if t is not None]
     ids = {id(part): part for part in parts if part is not None}
     storages = {storage_of(part) for part in ids.values() if isinstance(part, Tensor)}
-    carried = {id(thing) for thing in _within(trained.carried)}
+    carried = {id(thing) for thing in _within(_carried(trained))}
     nothing: frozenset[str] = frozenset()
 
     def is_trained(thing: Any) -> bool:
@@ -253,6 +254,12 @@ def _judge(trained: Trained) -> Judge:
         return users_class(thing if isinstance(thing, type) else type(thing))
 
     return Judge(flags, users)
+
+
+def _carried(trained: Trained) -> list[Any]:
+    """What is in `state=`, and what an optimizer of the user's keeps in attributes of its own, scalars aside."""
+    own = plain(trained.optimizer).values()
+    return [*trained.carried, *(value for value in own if not isinstance(value, _PLAIN))]
 
 
 def _are_all(thing: Any, test: Callable[[Any], bool]) -> bool:
