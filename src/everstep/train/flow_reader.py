@@ -213,8 +213,8 @@ class Reader:
                     self.memory.use(self.value(target, scope))
                 )
 
-    def store(self, target: ast.expr, value: Value, scope: Scope) -> None:
-        """Put a value where the code says."""
+    def store(self, target: ast.expr, value: Value, scope: Scope, *, defines: bool = False) -> None:
+        """Put a value where the code says. defines: by `def`."""
         memory = self.memory
         if isinstance(target, ast.Name):
             place = scope.place(target.id)[0]
@@ -222,7 +222,7 @@ class Reader:
             if lasting:
                 memory.read(place, scope.place(target.id)[1], target.id)
                 memory.write(place, value, title=memory.titles.get(place, target.id))
-                if _acts(value):
+                if _acts(value) and not (defines and scope.place(target.id)[1] is MISSING):
                     memory.sink((place,))  # whoever calls it does something else from then on
             else:
                 memory.values[place] = value.with_deps(memory.control)

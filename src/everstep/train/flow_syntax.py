@@ -141,7 +141,7 @@ def _with(reader: Reader, node: ast.With, scope: Scope) -> None:
 
 
 def _define(reader: Reader, node: ast.FunctionDef, scope: Scope) -> None:
-    reader.store(ast.Name(node.name, ast.Store()), Value(codes=(Closure(node, scope),)), scope)
+    reader.store(ast.Name(node.name, ast.Store()), Value(codes=(Closure(node, scope),)), scope, defines=True)
 
 
 def _delete(reader: Reader, node: ast.Delete, scope: Scope) -> None:

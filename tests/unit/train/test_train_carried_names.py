@@ -13,6 +13,7 @@ import pytest
 
 import carried_loops
 import everstep
+import harmless_loops
 import indirect_loops
 from everstep.train.carried_names import Read, Trained, read_loop
 from everstep.train.loop_values import LoopValues, held
@@ -81,7 +82,7 @@ def test_what_reaches_the_training_is_named(loop: Any, tmp_path: Path, monkeypat
     assert all(0 < line <= len(lines) and Path(file).name == "script.py" for _, _, file, line in found.carried)
 
 
-@pytest.mark.parametrize("loop", [*carried_loops.CLEAN, *indirect_loops.CLEAN], ids=lambda loop: loop.name)
+@pytest.mark.parametrize("loop", [*carried_loops.CLEAN, *harmless_loops.CLEAN], ids=lambda loop: loop.name)
 def test_what_does_no_harm_is_not(loop: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = read(tmp_path, loop.text, monkeypatch)
     assert not found.carried and not found.notes
