@@ -141,8 +141,10 @@ class EventLog:
             self._fd = open_below(self.path, APPEND)
         before = b"\n" if self._torn else b""  # ends the half line that a full disk left, so that it spoils no other
         written = os.write(self._fd, before + lines) - len(before)
-        whole = lines.rfind(b"\n", 0, max(0, written)) + 1
-        del self._waiting[:whole]
+        end = max(0, written)
+        whole = lines.rfind(b"\n", 0, end) + 1
+        lacks_its_end = end > whole and lines[end : end + 1] == b"\n"  # an event that is there is not told again
+        del self._waiting[: end + 1 if lacks_its_end else whole]
         self._torn = whole < written or (written < 0 and self._torn)
         if written < len(lines):
             raise OSError(errno.ENOSPC, "only a part fitted")

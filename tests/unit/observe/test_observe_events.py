@@ -103,6 +103,16 @@ def test_it_tries_again_when_the_file_can_be_written(tmp_path: Path, capsys: pyt
     assert "No such file" in capsys.readouterr().err
 
 
+def test_an_event_of_which_only_the_line_feed_did_not_fit_is_there_once(tmp_path, monkeypatch):
+    log, real_write = EventLog(tmp_path / "events.jsonl"), os.write
+    with monkeypatch.context() as full:
+        full.setattr(os, "write", lambda fd, data: real_write(fd, data[:-1]))
+        log.write("warning", step=7)
+    log.write("warning", step=8)
+    log.close()
+    assert [event["step"] for event in read_events(tmp_path / "events.jsonl")] == [7, 8]
+
+
 def test_half_a_line_spoils_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "events.jsonl"
     log = EventLog(path)
