@@ -191,3 +191,8 @@ def test_a_bug_in_the_taker_is_noticed(monkeypatch, broken):
 
 def test_the_same_setups_pass_with_the_real_rules():
     assert problems(LOSSES) == problems(ALL_LOSE) == []
+
+
+def test_sources_that_go_together():
+    """One has gone by itself when the taker, which ends since another one has, leaves it."""
+    assert simulate(88006461).ok

@@ -79,7 +79,7 @@ class SimTaking:
                     self._lines[source].send(self.life, ("blocks", chunk.stage, chunk.extents))
                 case moving.LeaveSource(source, True):
                     self._lines[source].send(self.life, ("enough",))
-                case moving.LeaveSource(source):
+                case moving.LeaveSource(source) if source in self._lines:  # else it has just gone by itself
                     self._lines.pop(source).close(self.life)
                 case moving.TookAll():
                     self._ended(effect)

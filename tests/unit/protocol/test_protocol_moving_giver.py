@@ -73,6 +73,10 @@ def test_who_is_let_go_while_it_copies_has_that_first():
     assert give(*let_go, AskerHasAll("j")) == [EndAsker("j")]
 
 
+def test_who_goes_while_a_step_is_sent_is_owed_nothing():
+    assert give(*FED, AskerGone("j"), StepSent("j"), StepToFeed(BOTH)) == []
+
+
 def test_steps_that_wait_are_bounded():
     waiting = [*FED, *[StepToFeed(BOTH)] * MAX_BACKLOG]
     assert give(*waiting) == [FeedStep("j", (0,))]

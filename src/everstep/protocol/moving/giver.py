@@ -179,7 +179,7 @@ class Giver:
                 return self._let_go(asker for asker, joiner in self._joiners.items() if joiner.offered)
             case AskerHasAll(asker):
                 return self._had(asker)
-            case StepSent(asker):
+            case StepSent(asker) if asker in self._joiners:  # else it has gone while the step was sent
                 self._joiners[asker].backlog -= 1
             case AskerGone(asker):
                 self._settling.pop(asker, None)
