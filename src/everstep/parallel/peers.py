@@ -26,7 +26,7 @@ from everstep.runtime.link.handshake import GREETING_BYTES, PEER, PROOF_BYTES, T
 from everstep.runtime.link.listening import listen
 from everstep.runtime.link.silence import LINK_SILENT_S, notice_silence
 from everstep.runtime.link.tls import Tls, TlsSocket, said
-from everstep.runtime.link.unproven_connections import Complaints, Porch
+from everstep.runtime.link.unproven_connections import Complaints, UnprovenConnections
 from everstep.runtime.link.wire import ends
 
 log = logging.getLogger(__name__)
@@ -95,14 +95,14 @@ class PeerSockets:
         family = socket.getaddrinfo(self._host, 0, type=socket.SOCK_STREAM)[0][0]
         with contextlib.ExitStack() as stack:
             listener = stack.enter_context(listen(self._host, _BACKLOG, family))
-            porch = Porch(listener, peer_keys(self._key), Complaints(log.warning), self._tls)
-            stack.callback(porch.close)
+            unproven = UnprovenConnections(listener, peer_keys(self._key), Complaints(log.warning), self._tls)
+            stack.callback(unproven.close)
             doors = self._doors(Door(*listener.getsockname()[:2]))
             calls = [_Call(w, doors[w], self._key, self._name(self._me), self._tls) for w in doors if w < self._me]
             for call in calls:
                 stack.callback(call.give_up)
             callers = {self._name(w): w for w in doors if w > self._me}
-            self._meet(porch, calls, callers)
+            self._meet(unproven, calls, callers)
         for sock in self._sockets.values():
             notice_silence(sock, LINK_SILENT_S)
 
@@ -155,19 +155,19 @@ class PeerSockets:
         """What that member calls itself when it calls: of another generation it would be nobody."""
         return f"{self._fence.generation} {worker_id}"
 
-    def _meet(self, porch: Porch, calls: list[_Call], callers: dict[str, int]) -> None:
+    def _meet(self, unproven: UnprovenConnections, calls: list[_Call], callers: dict[str, int]) -> None:
         waiting = set(calls)
         while waiting or callers:
             now_s = time.monotonic()
             poller = select.poll()
-            poller.register(porch, select.POLLIN)
+            poller.register(unproven, select.POLLIN)
             due = {call.fileno(): call for call in waiting if call.ready(now_s)}
             for call in due.values():
                 poller.register(call, call.events())
             for descriptor, _ in self._poll(poller):
                 if descriptor in due and self._go_on(call := due.pop(descriptor)):
                     waiting.discard(call)
-            for sock, seals in porch.turn(0.0):
+            for sock, seals in unproven.turn(0.0):
                 worker_id = callers.pop(seals.name, None)
                 if worker_id is None:
                     sock.close()

@@ -13,7 +13,7 @@ import pytest
 
 from everstep.runtime.link.handshake import PEER, peer_keys
 from everstep.runtime.link.peer import PeerServer, peer_connect
-from everstep.runtime.link.unproven_connections import MAX_STRANGERS, Complaints, Porch, Strangers
+from everstep.runtime.link.unproven_connections import MAX_STRANGERS, Complaints, Strangers, UnprovenConnections
 from everstep.runtime.link.wire import HANDSHAKE_TIMEOUT_S, handshake_client
 
 KEY = b"k" * 32
@@ -59,7 +59,7 @@ def listener() -> Iterator[socket.socket]:
 
 def test_the_silent_are_in_nobodys_way_and_cost_a_bounded_number_of_descriptors(listener: socket.socket) -> None:
     said: list[str] = []
-    porch = Porch(listener, peer_keys(KEY), Complaints(said.append))
+    porch = UnprovenConnections(listener, peer_keys(KEY), Complaints(said.append))
     crowd, before = [], descriptors()
     for _ in range(MAX_STRANGERS + 100):
         crowd.append(socket.create_connection(listener.getsockname()))

@@ -20,7 +20,7 @@ from everstep.base.errors import CollectiveAborted, ConfigError, EverstepError, 
 from everstep.runtime.link.handshake import MAGIC, PEER, Ends, peer_keys
 from everstep.runtime.link.peer import PeerConnection, PeerServer, peer_connect
 from everstep.runtime.link.tls import Shown, Tls, TlsPipe, TlsSocket, fingerprint_of, shown_by
-from everstep.runtime.link.unproven_connections import MAX_STRANGERS, Complaints, Porch
+from everstep.runtime.link.unproven_connections import MAX_STRANGERS, Complaints, UnprovenConnections
 from everstep.runtime.link.wire import handshake_client, secured
 
 TOKEN, KEY = b"t" * 32, b"k" * 32
@@ -55,7 +55,7 @@ class Door:
         self.complained = threading.Event()
         self._listener = socket.create_server((host, 0), backlog=1024)
         self.address: tuple[str, int] = self._listener.getsockname()
-        self._porch = Porch(self._listener, peer_keys(KEY), Complaints(self._complain), tls)
+        self._porch = UnprovenConnections(self._listener, peer_keys(KEY), Complaints(self._complain), tls)
         self._over = False
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()

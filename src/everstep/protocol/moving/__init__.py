@@ -5,6 +5,6 @@ blocks and a virtual network; neither decides anything of this itself.
 
 - `taker`: one that takes the state of some stages, to settle, to go back or to follow.
 - `giver`: one that gives: the shelf for members that settle, offers for joiners, and what they are fed afterwards.
-- `retention`: which snapshots of stages stay in memory.
+- `memory_retention`: which snapshots of stages stay in memory.
 - `chunks`: which blocks are asked of which source next.
 """

@@ -21,7 +21,7 @@ from everstep.base.readable import readable
 from everstep.runtime.link.handshake import PEER, TAG_BYTES, Seals, peer_keys
 from everstep.runtime.link.listening import listen
 from everstep.runtime.link.tls import Tls, TlsSocket
-from everstep.runtime.link.unproven_connections import Complaints, Porch
+from everstep.runtime.link.unproven_connections import Complaints, UnprovenConnections
 from everstep.runtime.link.wire import (
     HANDSHAKE_TIMEOUT_S,
     handshake_client,
@@ -180,15 +180,15 @@ class PeerServer:
     """Listens for peers on a port of the kernel's choice; each request is handled in a daemon thread of its own.
 
     key: the token of the role `peer`. Who has not proved it waits beside the others and gets no thread. handler: called
-    with the connection and the request (a JSON object); the connection is closed when it returns. tls: as `Porch` has
-    it.
+    with the connection and the request (a JSON object); the connection is closed when it returns. tls: as for
+    `UnprovenConnections`.
     """
 
     def __init__(self, host: str, key: bytes, handler: PeerHandler, tls: Tls | None = None) -> None:
         self._handler = handler
         self._listener = listen(host, _BACKLOG)
         self._complaints = Complaints(log.warning)
-        self._porch = Porch(self._listener, peer_keys(key), self._complaints, tls)
+        self._unproven = UnprovenConnections(self._listener, peer_keys(key), self._complaints, tls)
         self._open: set[socket.socket] = set()
         self._lock = threading.Lock()
         self._closed = False
@@ -225,7 +225,7 @@ class PeerServer:
 
     def _accept(self) -> None:
         while not self._closed:
-            for sock, seals in self._porch.turn(_ACCEPT_WAIT_S):
+            for sock, seals in self._unproven.turn(_ACCEPT_WAIT_S):
                 with self._lock:
                     full = len(self._open) >= MAX_CONNECTIONS
                     if full or self._closed or time.monotonic_ns() < self._deaf_until_ns:
@@ -233,7 +233,7 @@ class PeerServer:
                         continue
                     self._open.add(sock)
                 threading.Thread(target=self._serve, args=(sock, seals), name="peer", daemon=True).start()
-        self._porch.close()
+        self._unproven.close()
 
     def _serve(self, sock: socket.socket, seals: Seals) -> None:
         try:

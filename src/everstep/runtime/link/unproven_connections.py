@@ -101,7 +101,7 @@ class _Guest(NamedTuple):
     who: str
 
 
-class Porch:
+class UnprovenConnections:
     """A listening socket, and the strangers at it. One thread calls `turn`.
 
     keys: what they have to prove. complaints: takes who was turned away. tls: what those have to speak that it covers.
