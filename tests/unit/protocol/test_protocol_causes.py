@@ -156,6 +156,20 @@ def test_a_recovery_has_the_cause_that_began_it() -> None:
     assert world.report("recovery_completed")["cause"] is Cause.OOM
 
 
+def test_a_death_that_is_told_late_names_the_recovery_that_a_failed_link_began() -> None:
+    world = running()
+    world.fault(0, 1, 2)
+    world.wait(100 * MS)
+    assert world.plan is not None and world.plan.cause is Cause.LINK
+    world.wait(50 * MS)
+    world.exited(2)
+    world.entered(0, 3, 9)
+    world.progress(0, 3, 9)
+    completed = world.report("recovery_completed")
+    assert completed["cause"] is Cause.KILLED and completed["worker_id"] == 2
+    assert completed["phases_s"]["decide"] == 0.05  # since the link failed
+
+
 def test_the_start_and_a_leader_of_it() -> None:
     world = World()
     world.agent(0, 1, 2)

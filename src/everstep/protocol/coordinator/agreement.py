@@ -373,9 +373,17 @@ class Recovery:
     def begin(
         self, why: Why, *, key: WorkerKey | None = None, notice_ns: int = 0, died_unix_ns: int | None = None
     ) -> None:
-        """A fault has been noticed, `notice_ns` after it happened."""
-        if self._fault is None:
-            self._fault = _Fault(self._env.now, notice_ns / 1e9, why, key, died_unix_ns)
+        """A fault has been noticed, `notice_ns` after it happened.
+
+        The first fault names the recovery, but a failed link may be a mere sign: the peer may be dead, and the word of
+        its death may come later. Then the death names it.
+        """
+        known, now = self._fault, self._env.now
+        if known is None:
+            self._fault = _Fault(now, notice_ns / 1e9, why, key, died_unix_ns)
+        elif known.key is None and known.why.cause is Cause.LINK and key is not None:
+            notice_s = max(0, notice_ns - (now - known.noticed_ns)) / 1e9
+            self._fault = _Fault(known.noticed_ns, notice_s, why, key, died_unix_ns)
 
     def cause(self, otherwise: Cause) -> Cause:
         """Cause of the fault from which the job recovers, if it does."""
