@@ -21,6 +21,7 @@ from everstep.exact.extra_state import from_file, pack, unpack
 from everstep.exact.topology import select
 from everstep.train.final import _tensors, model_tensors, names_of, write_final
 from everstep.train.replica import StageReplica
+from everstep.train.unsupported import refuse_elsewhere
 
 STEPS = 3
 VALUES: dict[str, Any] = {"lanes": 4, "micro_batch": 2}
@@ -421,6 +422,13 @@ def test_optimizers_that_cannot_be_used_are_refused(make: Callable[[Any], Optimi
     model = linear()
     with pytest.raises(ConfigError, match=text):
         join_and_train(model, make(list(model.parameters())))
+
+
+def test_a_model_elsewhere_than_its_batches_is_refused() -> None:
+    """The meta device stands for one that is not the host."""
+    with pytest.raises(ConfigError, match=r"expected the model on device cpu, got weight on meta: move it"):
+        refuse_elsewhere(nn.Linear(2, 2, device="meta"), torch.device("cpu"))
+    refuse_elsewhere(nn.Linear(2, 2), torch.device("cpu"))
 
 
 def test_an_average_is_not_what_is_trained() -> None:

@@ -72,7 +72,11 @@ class GradientHandOver:
         with torch.no_grad():
             flat = self._memory()
             for piece in reduced.pieces:
-                torch.mul(piece.data, scale, out=flat[piece.start : piece.stop])
+                place = flat[piece.start : piece.stop]
+                if piece.data.device == place.device:
+                    torch.mul(piece.data, scale, out=place)
+                else:  # reduced in host memory, for a model on a device
+                    place.copy_(piece.data).mul_(scale)
             present = self._join_places(reduced.presence)
             if self._converted:
                 narrow = [i for i in self._converted if present[i]]

@@ -35,7 +35,7 @@ from everstep.train.restarts import unpassed
 from everstep.train.run import Run
 from everstep.train.stage import Parts
 from everstep.train.unpassed import unpassed_scheduler
-from everstep.train.unsupported import refuse_group, refuse_unmade, refuse_unsupported
+from everstep.train.unsupported import refuse_elsewhere, refuse_group, refuse_unmade, refuse_unsupported
 from everstep.train.worker_link import LaunchedLink, LoneLink, WorkerLink
 
 _launched: LaunchedLink | LifeLink | None = None
@@ -149,6 +149,7 @@ def join(
     if lost is not None and link.config.rehearse and not isinstance(link, LifeLink):
         raise ConfigError(str(unpassed(*lost)))
     device = prepare_torch(link.config, link.me.worker_id)
+    refuse_elsewhere(model, device)
     parts = Parts(model, optimizer, scheduler, list(units) if units else [model], extras)
     _tell_ledger(link, dataset)
     watched = link.config.rehearse and not isinstance(link, LifeLink)

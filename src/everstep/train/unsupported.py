@@ -72,6 +72,17 @@ def refuse_unmade(model: nn.Module) -> None:
             )
 
 
+def refuse_elsewhere(model: nn.Module, device: torch.device) -> None:
+    """Raises: ConfigError naming a parameter that is not on the device to which the batches go."""
+    for name, parameter in model.named_parameters():
+        there = parameter.device
+        if there.type != device.type or device.index not in (None, there.index):
+            raise ConfigError(
+                f"expected the model on device {device}, got {name} on {there}: move it (model.to('{device}')) before "
+                f"its optimizer is built, or set device={there}"
+            )
+
+
 def _refuse_optimizer(optimizer: Optimizer) -> None:
     kind = type(optimizer).__name__
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")

@@ -38,6 +38,14 @@ def test_gradients_are_multiplied_once_and_the_kept_one_is_not_touched() -> None
     assert all(p.grad is None for p in model.parameters())
 
 
+def test_what_was_reduced_in_host_memory_goes_to_the_models_device() -> None:
+    """The meta device stands for one with memory of its own: torch refuses to mix it with the host's, too."""
+    model = nn.Linear(3, 4, device="meta")
+    layout = GradientLayout.build(model, [model])
+    GradientHandOver(layout, model).hand_over(reduced_of(layout, torch.randn(layout.numel)), 0.5)
+    assert model.weight.grad is not None and model.weight.grad.is_meta
+
+
 def test_absent_stays_none_and_present_again_later() -> None:
     model = nn.Linear(3, 4)
     layout = GradientLayout.build(model, [model])
