@@ -1,6 +1,7 @@
 """What fault tolerance costs: the same epoch with it, without it, and in plain DistributedDataParallel on gloo.
 
-    python bench/cost.py [--model transformer-small] [--workers 2] [--steps 150] [--rounds 3] [--parts] [--out FILE]
+    python bench/cost.py [--model transformer-small] [--workers 2] [--steps 150] [--rounds 3] [--parts | --heal]
+                         [--out FILE]
 
 Whole runs, one after the other, in turn:
 - on: as jobs are by default, with a copy in memory and a checkpoint on disk every 30 steps;
@@ -18,6 +19,10 @@ Of each, between the ends of steps 10 and `--steps`, all processes of the job to
 processor time single guards take, by the clocks of their threads: how a model is set, digested in every step
 (settings); states compared (comparing); the survey of what the loop carries (survey); lanes that are computed a second
 time, and digests of them (probe). Whole runs spread by more.
+
+`--heal` measures memory over a fault instead: a worker is killed in the middle, the others settle, and a new one heals.
+Of all processes together, in MB (PSS, looked at every 50 ms): before the kill (before_mb), from the kill until five
+steps after the healed worker has joined (fault_mb), and the ratio of the two.
 """
 
 from __future__ import annotations
@@ -50,23 +55,25 @@ BARE = {
     "heartbeat.ceiling_s": 600,
     "hang_limit_s": 600,
 }
-SAMPLE_S = 0.5
+SAMPLE_S, FAULT_SAMPLE_S = 0.5, 0.05
+AFTER_HEALING = 5
 
 
 class Watch:
-    """Looks at all processes of a job twice a second, in a thread of its own, until it is closed."""
+    """Looks at all processes of a job every `every_s`, in a thread of its own, until it is closed."""
 
-    def __init__(self, pids: Callable[[], list[int]]) -> None:
+    def __init__(self, pids: Callable[[], list[int]], every_s: float = SAMPLE_S) -> None:
         self.samples: list[tuple[int, float, float, int]] = []
-        self._pids = pids
+        self._pids, self._every_s = pids, every_s
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
-        while not self._end.wait(SAMPLE_S):
+        while not self._end.wait(self._every_s):
             pids = self._pids()
-            self.samples.append((time.time_ns(), cpu_seconds(pids), sum(map(_pss_mb, pids)), _control_bytes(pids)))
+            control = _control_bytes(pids) if self._every_s == SAMPLE_S else 0
+            self.samples.append((time.time_ns(), cpu_seconds(pids), sum(map(_pss_mb, pids)), control))
 
     def close(self) -> None:
         """No more samples."""
@@ -134,6 +141,25 @@ def measure_parts(model: str, workers: int, steps: int) -> dict[str, float]:
     return {part: 100 * sum(line.get(part, 0.0) for line in lines) / whole for part in sorted({*chain(*lines)})}
 
 
+def measure_heal(model: str, workers: int, steps: int) -> dict[str, float]:
+    """The most memory before a kill, and over it and the heal that follows."""
+    with tempfile.TemporaryDirectory(prefix="everstep-bench-") as name:
+        task = f"{BENCH / 'models.py'}:{MODELS[model].__name__}"
+        arguments = ["--workers", str(workers), "--steps", str(steps)]
+        arguments += ["--chaos", f"kill:target=worker:1,at={steps // 3}"]
+        job = EverstepJob(task, Path(name) / "run", *arguments, settings=TOLERANT)
+        watch = Watch(lambda: descendants(job.process.pid), FAULT_SAMPLE_S)
+        job.wait()
+        watch.close()
+        events = job.events()
+    at = dict(committed(events))
+    killed, healed = (next(e for e in events if e["kind"] == kind) for kind in ("worker_evicted", "worker_healed"))
+    end_ns = at[min(healed["step"] + AFTER_HEALING, steps)]
+    before = max(mb for ns, _, mb, _ in watch.samples if at[FIRST] <= ns < killed["time_unix_ns"])
+    fault = max(mb for ns, _, mb, _ in watch.samples if killed["time_unix_ns"] <= ns <= end_ns)
+    return {"before_mb": before, "fault_mb": fault, "ratio": fault / before}
+
+
 def measure_ddp(model: str, workers: int, steps: int, epoch: int) -> dict[str, float]:
     """One run of the peer, until it has come as far."""
     defaults = MODELS[model].defaults
@@ -161,12 +187,16 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--out", help="also write the JSON here")
-    parser.add_argument("--parts", action="store_true", help="what single guards take, instead")
+    instead = parser.add_mutually_exclusive_group()
+    instead.add_argument("--parts", action="store_true", help="what single guards take, instead")
+    instead.add_argument("--heal", action="store_true", help="memory over a kill and the heal that follows, instead")
     options = parser.parse_args()
-    if options.parts:
-        shares = [measure_parts(options.model, options.workers, options.steps) for _ in range(options.rounds)]
-        report = {"bench": "cost of parts, percent", **machine(), "model": options.model, "workers": options.workers}
-        report |= {part: spread([one[part] for one in shares], digits=3) for part in shares[0]}
+    if options.parts or options.heal:
+        measure = measure_parts if options.parts else measure_heal
+        rows = [measure(options.model, options.workers, options.steps) for _ in range(options.rounds)]
+        what = "cost of parts, percent" if options.parts else "memory over a kill and a heal"
+        report = {"bench": what, **machine(), "model": options.model, "workers": options.workers}
+        report |= {part: spread([row[part] for row in rows], digits=3) for part in rows[0]}
         write_report(report, options.out)
         return
     task = MODELS[options.model]

@@ -22,10 +22,14 @@ import torch
 import everstep
 from models import MODELS
 
+_REPLICA, _SETTINGS = "everstep.train.replica:StageReplica", "everstep.exact.settings:Settings"
 PARTS = {
-    "settings": ("everstep.exact.settings:Settings", ("before_lanes", "digests", "after_update")),
-    "comparing": ("everstep.train.replica:StageReplica", ("digest",)),
-    "survey": ("everstep.train.loop_survey:LoopSurvey", ("turn", "_compare")),
+    "settings": ((_REPLICA, "how_set"), (_SETTINGS, "before_lanes"), (_SETTINGS, "after_update")),
+    "comparing": ((_REPLICA, "digest"),),
+    "survey": (
+        ("everstep.train.loop_survey:LoopSurvey", "turn"),
+        ("everstep.train.loop_survey:LoopSurvey", "_compare"),
+    ),
 }
 """Names of parts, and whose methods they are."""
 FIRST = 10
@@ -68,10 +72,10 @@ def probes(lanes: Any) -> None:
 
 def wrap() -> None:
     """Have all parts timed."""
-    for part, (place, methods) in PARTS.items():
-        module, _, name = place.partition(":")
-        owner = getattr(importlib.import_module(module), name)
-        for method in methods:
+    for part, methods in PARTS.items():
+        for place, method in methods:
+            module, _, name = place.partition(":")
+            owner = getattr(importlib.import_module(module), name)
             setattr(owner, method, timed(part, getattr(owner, method)))
     probes(importlib.import_module("everstep.train.stage_lanes").LoopLane)
 
