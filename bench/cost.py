@@ -146,7 +146,7 @@ def measure_heal(model: str, workers: int, steps: int) -> dict[str, float]:
     with tempfile.TemporaryDirectory(prefix="everstep-bench-") as name:
         task = f"{BENCH / 'models.py'}:{MODELS[model].__name__}"
         arguments = ["--workers", str(workers), "--steps", str(steps)]
-        arguments += ["--chaos", f"kill:target=worker:1,at={steps // 3}"]
+        arguments += ["--chaos", f"kill:target=worker:1,at={steps // 2}"]
         job = EverstepJob(task, Path(name) / "run", *arguments, settings=TOLERANT)
         watch = Watch(lambda: descendants(job.process.pid), FAULT_SAMPLE_S)
         job.wait()
