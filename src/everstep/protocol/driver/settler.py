@@ -105,7 +105,7 @@ class Settler:
         plan = self._machine.current_plan()
         settled = settle(plan, self._stated)
         self._first.settled(settled.target.step, self._stated)
-        self._comparing.entered(self._stated, settled.wants)
+        self._comparing.entered(self._stated, settled.wants, settled.target.step, back=settled.back)
         self._probing.entered(plan, self._stated, settled.target.step)
         return [step.HoldingArrived(operation.generation, w, holding) for w, holding in self._stated.items()]
 
