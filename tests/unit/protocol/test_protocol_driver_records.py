@@ -115,7 +115,9 @@ def test_copies_of_a_tied_parameter_are_compared_across_stages(there: str) -> No
     assert (found is None) == (there == "aa")
 
 
-@pytest.mark.parametrize(("digests", "whole"), [(("x", "y", "x"), True), (("x", "", "x"), False), (("x", "y", ""), False)])
+@pytest.mark.parametrize(
+    ("digests", "whole"), [(("x", "y", "x"), True), (("x", "", "x"), False), (("x", "y", ""), False)]
+)
 def test_a_comparison_is_whole_if_all_say_what_they_hold(digests: tuple[str, str, str], whole: bool) -> None:
     stages = (StageSection(0, [], (), b"", [], [b""], ""), StageSection(1, [lane(0, 0.1)], (), b"", [], [b""], ""))
     sections = (stages[0], stages[1], stages[0])
