@@ -425,6 +425,19 @@ def test_one_that_stands_where_all_go_back_to_goes_on_undisturbed() -> None:
     assert w.out[-1] == do.Stepped(2) and w.count(do.WentBack) == 0
 
 
+def test_one_that_stands_where_all_go_back_to_keeps_nothing_of_steps_that_are_done_again() -> None:
+    """Another pool was a step further, and has handed over its state of that step: a spoilt one, for all that is known.
+    When the step is done again nothing would take its place."""
+    w = Worker(plan(1, (0,), (1,), (2,)))
+    w.step(1)
+    w.keeps(((0, 1), (1, 1), (1, 2)))
+    w.ask(do.StepAsked(2))
+    ahead = at(2, stages=(1,), snapshots=((1, 1), (2, 1)))
+    w.enter(plan(2, (0,), (1,), (2,)), w1=ahead, w2=at(0, stages=(2,)))
+    assert do.ForgetKept(1) in w.out and w.count(do.Restore) == 0
+    assert w.told(wire.GenerationEntered)[-1].step == 2
+
+
 def test_a_worker_that_arrives_by_going_back_is_told_that_it_has_arrived() -> None:
     w = joiner()
     w.hear(plan(1, (0, 1)))
