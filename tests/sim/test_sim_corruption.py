@@ -9,6 +9,7 @@ from msgspec import structs
 
 from everstep.protocol.driver import comparing
 from everstep.protocol.driver import operations as do
+from everstep.protocol.driver.comparing import Comparing
 from everstep.protocol.driver.records import AgreePayload
 from everstep.protocol.driver.stepper import Stepper
 from everstep.protocol.step_machine import StepMachine
@@ -54,6 +55,14 @@ SCENARIOS = {
     "just before the end, and a checkpoint of it": quiet(3, SimJob(6, 4, 4, write_every=1), 50, LATE),
     "after a heal": quiet(3, SimJob(9, 6, 4), 3, SimFault("kill", 40, pick=1), SimFault("flip", 130)),
     "before a checkpoint": quiet(3, SimJob(9, 6, 4, write_every=3), 50, FLIP),
+    # All had been alike at step 2 before both pools that held a stage were lost; when it was done again its copies were
+    # found to differ, and counted as sound all the same.
+    "while steps are done again": Setup(
+        *(6, 4, 2, 1, "replace", SimJob(8, 3, 3, 3, keep_every=1)),
+        (*(SimFault("pool", 280, pick=stage) for stage in (1, 2)), SimFault("flip", 420)),
+        verify_every=3,
+        rewindable=True,
+    ),
     "loops that cannot go back": quiet(3, SimJob(8, 6, 3, write_every=2), 2, FLIP, rewindable=False),
 }
 
@@ -211,6 +220,18 @@ def test_the_scenario_of_pace_meets_its_bug(monkeypatch):
 
     monkeypatch.setattr(Stepper, "_generation", property(present, lambda self, value: None), raising=False)
     assert any(drifted(o) for o in runs("all find it at their own pace", 20, start=110))
+
+
+def test_the_scenario_of_steps_that_are_done_again_meets_its_bug(monkeypatch):
+    real = Comparing.entered
+
+    def remembers(self: Comparing, *settled: object, back: bool) -> None:
+        sound = self._sound | self._heard
+        real(self, *settled, back=back)  # type: ignore[arg-type]
+        self._sound |= sound
+
+    monkeypatch.setattr(Comparing, "entered", remembers)
+    assert any("with wrong states" in o.problem for o in runs("while steps are done again"))
 
 
 class Forgets(StepMachine):

@@ -67,7 +67,7 @@ class MemoryCopy:
 
 
 class Vault:
-    """Holds the snapshots that `Retention` keeps."""
+    """Holds the snapshots that `Retention` keeps. times_forgotten: how often it was told to `forget`."""
 
     def __init__(self, rule: MemoryTierConfig, most_blocks: int | None = None) -> None:
         """most_blocks: in place of the rule's limit."""
@@ -75,6 +75,7 @@ class Vault:
         self._retention = Retention(rule, limit)
         self._held: dict[SnapshotKey, Kept] = {}
         self._lock = threading.Lock()
+        self.times_forgotten = 0
 
     def make_room(self, stage: int, n_blocks: int) -> bool:
         """As `Retention.make_room`: whether it fits."""
@@ -83,10 +84,15 @@ class Vault:
             released = self._taken(gone)
         return fits and _release(released)
 
-    def put(self, stage: int, step: int, snapshot: Kept, there: Extents = WHOLE) -> bool:
-        """As `Retention.put`: whether it fits. If not, it is released and nothing changes."""
+    def put(self, stage: int, step: int, snapshot: Kept, there: Extents = WHOLE, forgotten: int | None = None) -> bool:
+        """As `Retention.put`: whether it fits. If not, it is released and nothing changes.
+
+        forgotten: `times_forgotten` when a peer began to hand it over. If that has grown since, the snapshot may be of
+        a step that is done again, and does not fit.
+        """
         with self._lock:
-            fits, gone = self._retention.put(stage, step, snapshot.n_blocks, there)
+            current = forgotten in (None, self.times_forgotten)
+            fits, gone = self._retention.put(stage, step, snapshot.n_blocks, there) if current else (False, [])
             released = self._taken(gone)
             if fits:
                 self._held[stage, step] = snapshot
@@ -129,6 +135,7 @@ class Vault:
     def forget(self, after_step: int) -> None:
         """As `Retention.forget`."""
         with self._lock:
+            self.times_forgotten += 1
             released = self._taken(self._retention.forget(after_step))
         _release(released)
 

@@ -142,7 +142,7 @@ class SnapshotKeeper:
 
     def take(self, connection: PeerConnection, request: dict[str, Any]) -> None:
         """In a handler thread: keep another pool's stage."""
-        stage, number = int(request["stage"]), int(request["step"])
+        stage, number, forgotten = int(request["stage"]), int(request["step"]), self._vault.times_forgotten
         manifest = connection.recv_json()
         blocks = receive_blocks(connection, manifest, lambda: None)
         try:
@@ -152,6 +152,6 @@ class SnapshotKeeper:
             return
         if not copy.there.whole:
             log.warning("of a snapshot for keeping only %s came undamaged", copy.there)
-        if self._vault.get(stage, number) is None and self._vault.put(stage, number, copy, copy.there):
+        if self._vault.get(stage, number) is None and self._vault.put(stage, number, copy, copy.there, forgotten):
             self._note(self._in_memory({number: decode_records(bytes.fromhex(request["records"]))}))
         connection.send_json({"kind": "kept"})

@@ -38,6 +38,17 @@ def test_the_newest_complete_and_what_is_newer_stay() -> None:
     assert vault.kept() == () and not vault._held
 
 
+def test_what_a_peer_was_handing_over_when_all_went_back_is_not_kept() -> None:
+    """It would stay in the place of what the same step comes to when it is done again."""
+    state, vault = make_state(1), Vault(MemoryTierConfig())
+    began = vault.times_forgotten
+    assert vault.put(1, 10, snapshot(state), forgotten=began)
+    vault.forget(10)
+    late = snapshot(state)
+    assert not vault.put(1, 20, late, forgotten=began) and vault.kept() == ((1, 10),)
+    assert vault.put(1, 20, snapshot(state), forgotten=vault.times_forgotten) and vault.kept() == ((1, 10), (1, 20))
+
+
 def test_the_limit_holds() -> None:
     state = make_state(1)
     state.manifest()

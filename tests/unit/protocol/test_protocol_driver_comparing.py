@@ -23,8 +23,16 @@ def before(
 def entered(fresh: Collection[int] = (), copy: Collection[int] = (), **config: object) -> Comparing:
     """In a generation in which these were healed before, or copy now."""
     comparing = Comparing(0, 0, **config)  # type: ignore[arg-type]
-    comparing.entered({i: Holding(Key(4, 0), {}, 0, fresh=i in fresh) for i in range(4)}, copy)
+    settle(comparing, 4, fresh, copy)
     return comparing
+
+
+def settle(
+    comparing: Comparing, at: int, fresh: Collection[int] = (), copy: Collection[int] = (), *, back: bool = False
+) -> None:
+    """A generation in which these were healed before, or copy now, goes on from a step."""
+    holdings = {i: Holding(Key(at, 0), {}, 0, fresh=i in fresh) for i in range(4)}
+    comparing.entered(holdings, copy, at, back=back)
 
 
 def judged(digests: Digests, *fresh: int, stage: int = 0) -> Disagreement:
@@ -104,10 +112,57 @@ def test_what_was_agreed_tells_who_of_two_is_right() -> None:
 
 def test_plans_tell_what_was_agreed_to_those_who_were_not_there() -> None:
     comparing = entered()
-    comparing.learn(Plan(2, "", PLAN.members, (), 4, alike=((39, 0, "a"), (39, 1, "b"))))
-    assert comparing.proven(39) == 39 and comparing.proven(38) == 0
+    comparing.learn(told((39, 0, "a"), (39, 1, "b")))
+    settle(comparing, 40)
+    assert comparing.proven(40) == 39 and comparing.proven(38) == 0
     found = comparing.judge(before(40, {0: {0: "a"}, 1: {1: "c", 2: "c"}}))
     assert found is not None and found.drift and "stage 1" in found.reason
+
+
+def told(*alike: tuple[int, int, str]) -> Plan:
+    return Plan(2, "", PLAN.members, (), 4, alike=alike)
+
+
+def test_a_step_that_is_done_again_is_not_sound_before_it_has_come_to_the_same_again() -> None:
+    """A whole pool was lost after it; then a bit flips, and the copies of what was done again are spoilt."""
+    comparing = entered()
+    for step in (2, 3, 5):
+        comparing.judge(before(step + 1, {0: {0: "a", 1: "a"}}))
+    settle(comparing, 2, copy=[0, 1], back=True)
+    assert comparing.proven(5) == 2, "the state of step 2 is the one that was compared"
+    comparing.learn(told((5, 0, "a")))
+    settle(comparing, 5)
+    assert comparing.proven(5) == 2, "a plan tells nothing new of it"
+    found = comparing.judge(before(6, {0: {0: "b", 1: "c"}}))
+    assert found is not None and not found.drift and comparing.proven(5) == 2
+    settle(comparing, 2, back=True)
+    assert comparing.judge(before(6, {0: {0: "a", 1: "a"}})) is None
+    assert comparing.proven(5) == 5 and comparing.due(6, PLAN) and comparing.due(4, PLAN)
+
+
+def test_what_a_plan_tells_of_later_steps_is_to_be_compared_and_proves_nothing() -> None:
+    comparing = Comparing(0, 0)
+    comparing.learn(told((1, 0, "a"), (3, 0, "b"), (5, 0, "c")))
+    settle(comparing, 3)
+    assert comparing.proven(9) == 1, "those who are at step 3 may have come back to it and not compared it yet"
+    assert all(comparing.due(step + 1, PLAN) for step in (1, 3, 5))
+    first = Comparing(0, 0)
+    first.learn(told((1, 0, "a"), (3, 0, "b"), (5, 0, "c")))
+    settle(first, 3, back=True)
+    assert first.proven(9) == 3
+
+
+def test_what_some_alone_compare_is_not_compared() -> None:
+    """They know what the step has to come to; the only worker of a pool does not, and says nothing of its state."""
+    for spoilt in ({0: {0: "a"}, 1: {}}, {0: {0: "a"}}):
+        comparing = entered([1])
+        said = Statements(3, "before step 4", spoilt, whole=False)
+        assert comparing.judge(said) is None and comparing.proven(3) == 0
+        assert comparing.due(5, PLAN), "worker 1 was not compared since it was healed"
+    comparing = entered()
+    comparing.judge(before(4, {0: {0: "a"}, 1: {1: "b"}}))
+    comparing.judge(Statements(3, "before step 4", {0: {0: "a"}, 1: {}}, whole=False))
+    assert comparing.told(3) == {0: "a", 1: "b"}
 
 
 def test_where_steps_do_not_repeat_nothing_is_compared_with_before() -> None:

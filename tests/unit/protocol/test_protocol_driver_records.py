@@ -8,6 +8,7 @@ from itertools import chain
 
 import msgspec
 import pytest
+from msgspec import structs
 
 from everstep.base.errors import InvariantViolation
 from everstep.base.extents import Runs
@@ -112,3 +113,14 @@ def test_copies_of_a_tied_parameter_are_compared_across_stages(there: str) -> No
     assert outcome.ties == {"the tied parameter embed.weight": {(0, 3): "aa", (1, 4): there}}
     found = Comparing(0, 0).judge(Statements.before(outcome))
     assert (found is None) == (there == "aa")
+
+
+@pytest.mark.parametrize(
+    ("digests", "whole"), [(("x", "y", "x"), True), (("x", "", "x"), False), (("x", "y", ""), False)]
+)
+def test_a_comparison_is_whole_if_all_say_what_they_hold(digests: tuple[str, str, str], whole: bool) -> None:
+    stages = (StageSection(0, [], (), b"", [], [b""], ""), StageSection(1, [lane(0, 0.1)], (), b"", [], [b""], ""))
+    sections = (stages[0], stages[1], stages[0])
+    said = [structs.replace(s, digest=digest) for s, digest in zip(sections, digests, strict=True)]
+    outcome = conclude(6, 1, {w: Record(0, encode(AgreePayload([s], 0))) for w, s in enumerate(said)})
+    assert Statements.before(outcome).whole == whole

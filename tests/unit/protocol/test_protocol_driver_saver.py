@@ -345,6 +345,22 @@ def test_invalidated_states_are_forgotten() -> None:
     assert one.out.drain() == []
 
 
+def test_a_checkpoint_proves_nothing_of_a_step_that_is_done_again() -> None:
+    one = Alone(SavingRules(EACH, on=True))
+    one.update(6, "disk")
+    one.saver.ended(SaveEnded(step=6, ok=True, reason=""))
+    one.saver.entered({})
+    assert one.saver.newest == 6
+    one.machine.position = Key(4, 0)
+    one.saver.entered({})
+    assert one.saver.newest == 0
+    one.saver.ended(SaveEnded(step=6, ok=True, reason=""))
+    assert one.saver.newest == 0, "it was being written when all went back"
+    one.update(6, "disk")
+    one.saver.ended(SaveEnded(step=6, ok=True, reason=""))
+    assert one.saver.newest == 6
+
+
 # ---- what is told
 
 

@@ -425,6 +425,19 @@ def test_one_that_stands_where_all_go_back_to_goes_on_undisturbed() -> None:
     assert w.out[-1] == do.Stepped(2) and w.count(do.WentBack) == 0
 
 
+def test_one_that_stands_where_all_go_back_to_keeps_nothing_of_steps_that_are_done_again() -> None:
+    """Another pool was a step further, and has handed over its state of that step: a spoilt one, for all that is known.
+    When the step is done again nothing would take its place."""
+    w = Worker(plan(1, (0,), (1,), (2,)))
+    w.step(1)
+    w.keeps(((0, 1), (1, 1), (1, 2)))
+    w.ask(do.StepAsked(2))
+    ahead = at(2, stages=(1,), snapshots=((1, 1), (2, 1)))
+    w.enter(plan(2, (0,), (1,), (2,)), w1=ahead, w2=at(0, stages=(2,)))
+    assert do.ForgetKept(1) in w.out and w.count(do.Restore) == 0
+    assert w.told(wire.GenerationEntered)[-1].step == 2
+
+
 def test_a_worker_that_arrives_by_going_back_is_told_that_it_has_arrived() -> None:
     w = joiner()
     w.hear(plan(1, (0, 1)))
@@ -687,6 +700,45 @@ def test_a_job_that_began_with_a_checkpoint_trusts_that() -> None:
     w = verified(0, 1, begins_after=2)
     w.agree({1: "bb"})
     assert w.driver.machine.sound == 2 and w.driver.proven(8) == 7 and w.driver.proven(1) == 2
+
+
+def done_again(digest: str, saved: int = 0) -> Worker:
+    """Worker 0 of two in stage 0. States of step 2 were alike, "cc" here; then the pool of stage 1 was lost, all have
+    gone back to step 1, and are in the agree of step 3 again. saved: the checkpoint that had counted before."""
+    w = Worker(plan(1, (0, 2), (1,)), verify_every=2, saving=SavingRules(on=True))
+    w.step(1)
+    w.to_agree(2, digest="aa")
+    w.agree({1: "b1", 2: "aa"})
+    w.done(1002)
+    w.to_agree(3, digest="cc")
+    w.agree({1: "b2", 2: "cc"})
+    w.done(1003)
+    if saved:
+        w.on(do.SaveEnded(step=saved, ok=True, reason=""))
+    w.keeps(((0, 1), (1, 1), (0, 2)))
+    w.ask(do.StepAsked(4))
+    w.enter(plan(2, (0, 2), (1,)), w1=at(0, stages=(1,)))
+    assert w.op.step == 1
+    w.done(do.Copied(OF_5))
+    w.step(2)
+    assert w.driver.proven(2) == 1
+    w.to_agree(3, digest)
+    return w
+
+
+@pytest.mark.parametrize("saved", [0, 2])
+def test_states_that_differ_when_a_step_is_done_again_are_not_sound_as_they_were_alike_before(saved: int) -> None:
+    """What was alike is gone with the lost pool, and the checkpoint of it, which is not to be had, is of that time."""
+    w = done_again("dd", saved)
+    w.agree({1: "b2", 2: "ee"})
+    assert do.Invalidate(sound=1, first=True) in w.out
+    assert w.told(wire.SettleAgain)[-1].sound == 1 and w.driver.machine.sound == 1
+
+
+def test_states_that_come_to_what_they_were_when_a_step_is_done_again_are_sound() -> None:
+    w = done_again("cc")
+    w.agree({1: "b2", 2: "cc"})
+    assert isinstance(w.op, do.Update) and w.driver.proven(2) == 2
 
 
 def test_a_plan_that_comes_with_records_that_differ_is_opened_but_not_settled_in() -> None:

@@ -36,17 +36,21 @@ Names = Callable[[int], Sequence[str]]
 
 @dataclass(frozen=True)
 class Statements:
-    """What members say of the state of `step`. digests: by stage and worker; ties: by name and (stage, worker)."""
+    """What members say of the state of `step`. digests: by stage and worker; ties: by name and (stage, worker). whole:
+    all members say it of all their stages; some alone where they know what the step has to come to."""
 
     step: int
     when: str
     digests: Mapping[int, Mapping[int, str]]
     ties: Mapping[str, Mapping[tuple[int, int], str]] = field(default_factory=dict)
+    whole: bool = True
 
     @staticmethod
     def before(outcome: StepOutcome) -> Statements:
         """Those of a step's records."""
-        return Statements(outcome.step - 1, f"before step {outcome.step}", outcome.digests, outcome.ties)
+        digests = outcome.digests
+        whole = all(len(of) == len(digests.get(stage, ())) for stage, of in outcome.buffers.items())
+        return Statements(outcome.step - 1, f"before step {outcome.step}", digests, outcome.ties, whole)
 
     @staticmethod
     def last(step: int, said: Mapping[int, Sequence[StageSection]]) -> Statements:
@@ -161,14 +165,23 @@ class Comparing:
         self.fresh = False  # this worker was healed or resumed since all were alike
         self._every, self._begins_after, self._repeats, self._names = every, begins_after, repeats, names
         self._members: frozenset[int] = frozenset()  # of this generation those that were
-        self._alike: dict[int, Mapping[int, str]] = {}  # by step; digests by stage where they are known
+        self._alike: dict[int, Mapping[int, str]] = {}  # by step and stage: the digest that all have once come to
+        self._sound: frozenset[int] = frozenset()  # steps at which all were alike, unless the job went back behind them
+        self._heard: frozenset[int] = frozenset()  # such steps of which the plans since the last settle tell
         self._asked = 0
 
     # ---- when
 
-    def entered(self, holdings: Mapping[int, Holding], copy: Collection[int]) -> None:
-        """A generation has settled. copy: who had to copy its state for that, or to read it."""
+    def entered(self, holdings: Mapping[int, Holding], copy: Collection[int], at: int, *, back: bool) -> None:
+        """A generation has settled, to go on from step `at`. copy: who had to copy its state for that, or to read it.
+        back: all go to that step.
+
+        Later steps are done again: what they come to is to be compared with what they came to before, and until it is
+        nothing says that it is right. Others may have come back to the step itself without this worker.
+        """
         self._members = frozenset({*copy, *(i for i, holding in holdings.items() if holding.fresh)})
+        heard = {step for step in self._heard if back or step < at}
+        self._sound, self._heard = frozenset(step for step in self._sound | heard if step <= at), frozenset()
 
     def copied(self) -> None:
         """This worker's state is not the one that it has computed itself."""
@@ -188,8 +201,9 @@ class Comparing:
 
     def learn(self, plan: Plan) -> None:
         """What the plan says of steps at which all were alike."""
+        self._heard |= {step for step, _, _ in plan.alike} - self._alike.keys()
         for step, stage, digest in plan.alike:
-            self._note(step, {**self._alike.get(step, {}), stage: digest})
+            self._note(step, {stage: digest})
 
     def judge(self, said: Statements, *, member: bool = True) -> Disagreement | None:
         """None if all copies are alike. member: this worker is one of those who say it."""
@@ -205,7 +219,9 @@ class Comparing:
         found = verdict(said.when, places, self._members)
         if found is None and any(said.digests.values()):
             self._note(said.step, {stage: next(iter(of.values())) for stage, of in said.digests.items() if of})
-            if member:
+            if said.whole:
+                self._count(said.step)
+            if said.whole and member:
                 self.fresh, self._members = False, frozenset()
         return found
 
@@ -221,14 +237,17 @@ class Comparing:
     def saved(self, step: int) -> None:
         """A checkpoint of this step counts: those who wrote it were alike."""
         if step > self._begins_after:
-            self._note(step, self._alike.get(step, {}))
+            self._count(step)
 
     def proven(self, number: int) -> int:
         """After so many steps: the newest one whose state has been compared among the workers, and was alike."""
         every = self._every
         periodic = number // every * every - 1 if every else 0
-        return max(0, periodic, self._begins_after, *(step for step in self._alike if step <= number))
+        return max(0, periodic, self._begins_after, *(step for step in self._sound if step <= number))
 
     def _note(self, step: int, digests: Mapping[int, str]) -> None:
-        known = {**self._alike, step: digests}
-        self._alike = {at: known[at] for at in sorted(known)[-_KEPT:]}  # as a whole: another thread may read it
+        known = {**self._alike, step: {**self._alike.get(step, {}), **digests}}
+        self._alike = {at: known[at] for at in sorted(known)[-_KEPT:]}
+
+    def _count(self, step: int) -> None:
+        self._sound = frozenset(sorted({*self._sound, step})[-_KEPT:])  # as a whole: another thread may read it

@@ -52,7 +52,7 @@ class SavingRules:
 
 class Saver:
     """One worker's part in the job's checkpoints. ending: whether the job ends with the next one. newest: the newest
-    step whose checkpoint was completed here, of parts that were of one state."""
+    step whose checkpoint was completed here, of parts that were of one state; 0 once that step is to be done again."""
 
     def __init__(self, machine: StepMachine, out: Outbox, gathers: Gathers, config: SavingRules) -> None:
         self.ending = EndAlone()
@@ -175,6 +175,8 @@ class Saver:
     def entered(self, positions: Mapping[int, Key]) -> None:
         """All have settled; `positions`: where each had been. Whoever was behind one that had begun came to its step
         while all settled, and has begun nothing."""
+        if self.newest > self._machine.position.step:
+            self.newest = 0
         writers = () if self._plan is None else self._plan.worker_ids
         if any(positions.get(worker_id, self._begun_at) < self._begun_at for worker_id in writers):
             self._plan, self._begun = None, 0
@@ -202,7 +204,8 @@ class Saver:
     def ended(self, event: SaveEnded) -> None:
         """It is on disk, or will never be."""
         self.parts_there(PartsThere(event.step))
-        self.newest = max(self.newest, event.step) if event.ok else self.newest
+        if event.ok and event.step <= self._machine.position.step:  # else all have gone back behind it meanwhile
+            self.newest = max(self.newest, event.step)
         if event.differs:
             self._schedule.suspect()
         if event.cost_s is not None:

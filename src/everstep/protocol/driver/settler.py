@@ -105,9 +105,10 @@ class Settler:
         plan = self._machine.current_plan()
         settled = settle(plan, self._stated)
         self._first.settled(settled.target.step, self._stated)
-        self._comparing.entered(self._stated, settled.wants)
+        self._comparing.entered(self._stated, settled.wants, settled.target.step, back=settled.back)
         self._probing.entered(plan, self._stated, settled.target.step)
-        return [step.HoldingArrived(operation.generation, w, holding) for w, holding in self._stated.items()]
+        forgotten = self._keeper.went_back(settled.target.step) if settled.back else ()
+        return [*forgotten, *(step.HoldingArrived(operation.generation, w, h) for w, h in self._stated.items())]
 
     def anew(
         self,
@@ -228,5 +229,4 @@ class Settler:
         self._out.put(do.CutFeeds())
         self._gathers.applied(operation.step, result.records)
         self._first.rebuilt(result.built)
-        kept = self._keeper.went_back(operation.step)
-        return [*kept, step.StateCopied(operation.generation, operation.position, result.records)]
+        return [step.StateCopied(operation.generation, operation.position, result.records)]
