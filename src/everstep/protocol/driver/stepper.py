@@ -160,11 +160,13 @@ class Stepper:
     def update(self, effect: step.StepDecided) -> Differs | None:
         """Apply a step, unless its records show that nothing must be applied."""
         outcome = self.outcome(effect.step, effect.records)
-        found = self.compare(outcome)
+        said = Statements.before(outcome)
+        found = self._differ(said)
         if found is not None:
             self._probing.forget()
         found = found or self._probed(outcome)
         if found is None:
+            self._alike(said)
             self.concluded(outcome)
             self._decided(Key(effect.step, 0))
             generation, stages = self._machine.generation, self._machine.stages
@@ -197,6 +199,11 @@ class Stepper:
         found = self._probing.judge(outcome, mine)
         if found is None:
             return None
+        if found.changed:
+            sound = self._comparing.proven(outcome.step - 1)
+            self._out.put(do.Invalidate(sound, first=mine == min(found.workers)))
+            why = Why(Cause.CORRUPT, found.reason + _tainted(sound))
+            return Differs(why, outcome.step, sound, False, False, self._generation)
         if found.ends:  # whatever was computed since the last probe may be wrong
             self._out.put(do.Invalidate(found.sound, first=mine == min(found.workers)))
         sound = found.sound if found.ends else outcome.step - 1
@@ -204,21 +211,31 @@ class Stepper:
         return Differs(why, outcome.step, sound, mine in found.odd, False, self._generation, found)
 
     def _compare(self, said: Statements) -> Differs | None:
+        found = self._differ(said)
+        if found is None:
+            self._alike(said)
+        return found
+
+    def _alike(self, said: Statements) -> None:
+        """All copies were; whoever keeps that is told."""
+        machine, plan = self._machine, self._machine.plan
+        self._comparing.alike(said, member=plan is not None)
+        digests = self._comparing.told(said.step)
+        if digests and plan is not None and plan.leader(0) == machine.me.worker_id:
+            self._out.tell(StatesAlike, lasting=False, step=said.step, digests=digests)
+
+    def _differ(self, said: Statements) -> Differs | None:
         machine, fresh = self._machine, self._comparing.fresh
         mine, plan = machine.me.worker_id, machine.plan
-        found = self._comparing.judge(said, member=plan is not None)
+        found = self._comparing.judge(said)
         if found is None:
-            digests = self._comparing.told(said.step)
-            if digests and plan is not None and plan.leader(0) == mine:
-                self._out.tell(StatesAlike, lasting=False, step=said.step, digests=digests)
             return None
         sound = self._comparing.proven(said.step)
         everybody = {who for digests in said.digests.values() for who in digests}
         knows = plan is not None and not (fresh and found.drift and self._comparing.any_stayed(everybody))
         if knows:  # else others know better what was alike, and see to what all share
             self._out.put(do.Invalidate(sound, first=mine == min(everybody - found.outvoted, default=mine)))
-        doubt = f"; all steps after {sound} are tainted" if sound else "; all steps are tainted"
-        reason = found.reason + ("" if found.drift else doubt)
+        reason = found.reason + ("" if found.drift else _tainted(sound))
         cause = Cause.NONDETERMINISTIC if found.drift else Cause.CORRUPT
         outvoted = mine in found.outvoted
         return Differs(Why(cause, reason), said.step + 1, sound, outvoted, found.drift, self._generation)
@@ -228,6 +245,11 @@ class Stepper:
         self._out.put(do.Decided(key, self._generation, first))
         if first:
             self._entered = 0
+
+
+def _tainted(sound: int) -> str:
+    """As the end of a reason."""
+    return f"; all steps after {sound} are tainted" if sound else "; all steps are tainted"
 
 
 @dataclass
