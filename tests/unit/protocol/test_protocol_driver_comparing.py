@@ -27,6 +27,11 @@ def entered(fresh: Collection[int] = (), copy: Collection[int] = (), **config: o
     return comparing
 
 
+def were_alike(comparing: Comparing, said: Statements) -> None:
+    assert comparing.judge(said) is None
+    comparing.alike(said)
+
+
 def judged(digests: Digests, *fresh: int, stage: int = 0) -> Disagreement:
     found = entered(fresh).judge(before(40, {stage: digests}))
     assert found is not None
@@ -79,7 +84,7 @@ def test_where_all_were_resumed_it_is_the_script() -> None:
 def test_who_was_compared_is_as_good_as_one_that_stayed() -> None:
     comparing = entered(copy=[1])
     assert comparing.due(40, PLAN), "the first step of a worker that was healed"
-    assert comparing.judge(before(40, {0: {0: "a", 1: "a", 2: "a"}})) is None
+    were_alike(comparing, before(40, {0: {0: "a", 1: "a", 2: "a"}}))
     assert not comparing.due(41, PLAN) and comparing.due(40, PLAN), "what is done again is compared again"
     found = comparing.judge(before(60, {0: {0: "a", 1: "b", 2: "a"}}))
     assert found is not None and not found.drift and found.outvoted == {1}
@@ -89,7 +94,7 @@ def test_a_worker_alone_compares_itself_with_what_was_before_only() -> None:
     comparing = entered([0])
     alone = Plan(1, "", PLAN.members[:1], (), 4)
     assert not comparing.due(40, alone)
-    comparing.judge(before(40, {0: {0: "a"}}))
+    were_alike(comparing, before(40, {0: {0: "a"}}))
     assert comparing.due(40, alone)
     found = comparing.judge(before(40, {0: {0: "b"}}))
     assert found is not None and found.drift and "expected a" in found.reason
@@ -97,7 +102,7 @@ def test_a_worker_alone_compares_itself_with_what_was_before_only() -> None:
 
 def test_what_was_agreed_tells_who_of_two_is_right() -> None:
     comparing = entered()
-    comparing.judge(before(40, {0: {0: "a", 1: "a"}}))
+    were_alike(comparing, before(40, {0: {0: "a", 1: "a"}}))
     found = comparing.judge(before(40, {0: {0: "a", 1: "b"}}))
     assert found is not None and found.outvoted == {1} and not found.drift
 
@@ -112,7 +117,7 @@ def test_plans_tell_what_was_agreed_to_those_who_were_not_there() -> None:
 
 def test_where_steps_do_not_repeat_nothing_is_compared_with_before() -> None:
     comparing = entered(repeats=False)
-    comparing.judge(before(40, {0: {0: "a", 1: "a"}}))
+    were_alike(comparing, before(40, {0: {0: "a", 1: "a"}}))
     assert not comparing.due(40, PLAN) and comparing.told(39) == {}
     assert comparing.judge(before(40, {0: {0: "b", 1: "b"}})) is None
 

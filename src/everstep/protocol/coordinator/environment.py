@@ -108,13 +108,15 @@ class Connection:
 class Environment:
     """Takes what parts have to say to the outside. `now`: of the present event, on the coordinator's clock, in ns.
 
-    version: of what decisions look at. connections: all that are open, by name.
+    version: of what decisions look at. connections: all that are open, by name. fresh_ns: this process was away, and
+    what it hears before that time may have waited for it.
     """
 
     def __init__(self, config: CoordinatorConfig) -> None:
         self.config = config
         self.now = 0
         self.version = 0
+        self.fresh_ns = 0
         self.alarms = Alarms()
         self.connections: dict[str, Connection] = {}
         self._persists: list[CoordinatorEffect] = []

@@ -63,6 +63,10 @@ class Slots:
         """How many slots were not given up."""
         return len(self.ids() - set(self.lost))
 
+    def others(self, worker_id: int, agent_id: str) -> set[int]:
+        """The other slots of this agent that are wanted and were not given up."""
+        return {i for i in self.ids() - set(self.lost) if self._owners.get(i) == agent_id} - {worker_id}
+
     def expected(self) -> int:
         """How many members there can be: the target, less what was given up for good."""
         return min(self.target, self.left())

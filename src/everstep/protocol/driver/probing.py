@@ -126,7 +126,7 @@ class Probing:
         of: dict[int, str] = {worker: getattr(one, what) for worker, one in sorted(said.items())}
         first = self.doubt.said if (self.doubt.step, self.doubt.lane, self.doubt.part) == (step, lane, part) else {}
         agreed = len({getattr(one, what) for one in first.values()}) == 1
-        stand = {worker for worker, one in first.items() if agreed and one == said.get(worker)}
+        stand = {worker for worker, one in first.items() if agreed and getattr(one, what) == of.get(worker)}
         old = [worker for worker in of if worker not in self._unproven]
         known = {of[worker] for worker in old if worker not in first or worker in stand}
         common, count = Counter(of.values()).most_common(1)[0]
@@ -151,11 +151,11 @@ class Probing:
         return ProbeVerdict(lane, tuple(sorted(of)), odd, f"{who} {does} ({values}){later}", self._sound, ends)
 
     def _changed(self, outcome: StepOutcome) -> ProbeVerdict | None:
-        """All agree by now. None unless that is so since older members, whom new ones differed from, say something else
-        than at first."""
+        """All agree by now. None unless that is so since older members, whom new ones differed from, get something else
+        from the same than at first."""
         doubt = self.doubt
         now = outcome.probes.get((doubt.lane, doubt.part), {})
-        changed = {worker for worker, one in doubt.said.items() if now.get(worker, one) != one}
+        changed = {worker for worker, one in doubt.said.items() if _otherwise(one, now.get(worker, one))}
         if doubt.step != outcome.step or not changed or len(set(doubt.said.values())) > 1:
             return None
         self.doubt = Doubt()
@@ -188,12 +188,7 @@ class LanesGiven:
         """Returns what has come out otherwise than when it was computed here before, from the same; "" if nothing."""
         if self._step != step:
             self._step, self._said = step, {}
-        first = self._said.setdefault(lane, {}).setdefault(part, said)
-        if (first.data, first.took) != (said.data, said.took):
-            return ""
-        if first.made != said.made:
-            return "outputs"
-        return "gradients" if first.back == said.back and first.gave != said.gave else ""
+        return _otherwise(self._said.setdefault(lane, {}).setdefault(part, said), said)
 
     def has(self, step: int, lane: int) -> bool:
         """Whether it is known what the lane gives."""
@@ -209,6 +204,15 @@ class LanesGiven:
         """What lanes of this step and older ones have given is of no use."""
         if self._step <= step:
             self._step = 0
+
+
+def _otherwise(first: LaneSaid, now: LaneSaid) -> str:
+    """What has come out otherwise than at first, from the same; "" if nothing."""
+    if (first.data, first.took) != (now.data, now.took):
+        return ""
+    if first.made != now.made:
+        return "outputs"
+    return "gradients" if first.back == now.back and first.gave != now.gave else ""
 
 
 def _first_difference(said: Mapping[tuple[int, int], Mapping[int, LaneSaid]]) -> tuple[int, int, str] | None:
