@@ -176,13 +176,10 @@ def test_workers_that_say_nothing_of_it_are_taken() -> None:
 
 def differ(world: Told, *odd: int, says: int = 0) -> None:
     """A member has found that these compute a lane otherwise than others."""
-    reason, at = f"workers {odd} compute another gradient in lane 3 of step 1", {"lane": 3, "tainted": 1, "decided_in": 1}
-    said = {"cause": Cause.NONDETERMINISTIC, "reason": reason, "sound": 0, "drift": False, "ends": False, **at}
-    name, generation = f"w{says}.0", world.plan.generation
-    about = m.SettleAgain(
-        worker_id=says, incarnation=0, generation=generation, workers=[says, *odd], odd=list(odd), **said
-    )
-    world.say(name, about)
+    reason = f"workers {odd} compute another gradient in lane 3 of step 1"
+    who = {"worker_id": says, "incarnation": 0, "workers": [says, *odd], "odd": list(odd), "ends": False}
+    at = {"generation": world.plan.generation, "decided_in": 1, "tainted": 1, "lane": 3, "sound": 0, "drift": False}
+    world.say(f"w{says}.0", m.SettleAgain(cause=Cause.NONDETERMINISTIC, reason=reason, **who, **at))
 
 
 def test_a_lane_says_nothing_of_the_other_slots_of_a_host() -> None:

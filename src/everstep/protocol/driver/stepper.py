@@ -160,13 +160,12 @@ class Stepper:
     def update(self, effect: step.StepDecided) -> Differs | None:
         """Apply a step, unless its records show that nothing must be applied."""
         outcome = self.outcome(effect.step, effect.records)
-        said = Statements.before(outcome)
-        found = self._differ(said)
+        found = self.compare(outcome)
         if found is not None:
             self._probing.forget()
         found = found or self._probed(outcome)
         if found is None:
-            self._alike(said)
+            self.were_alike(outcome)
             self.concluded(outcome)
             self._decided(Key(effect.step, 0))
             generation, stages = self._machine.generation, self._machine.stages
@@ -191,7 +190,11 @@ class Stepper:
 
     def compare(self, outcome: StepOutcome) -> Differs | None:
         """None if all copies of the state were alike before the step."""
-        return self._compare(Statements.before(outcome))
+        return self._differ(Statements.before(outcome))
+
+    def were_alike(self, outcome: StepOutcome) -> None:
+        """All copies were, and the step counts."""
+        self._alike(Statements.before(outcome))
 
     def _probed(self, outcome: StepOutcome) -> Differs | None:
         """None if all who computed a lane got the same."""
@@ -324,6 +327,7 @@ class Joiner:
         outcome = self._stepper.outcome(first.step, first.records)
         differs = self._stepper.compare(outcome)
         if differs is None:
+            self._stepper.were_alike(outcome)
             plan = ticket.plan
             self._out.start(do.Replay, plan.generation, first.step, first.records, outcome, plan)
         return differs
