@@ -131,6 +131,10 @@ class Environment:
         """Something has changed that decisions look at."""
         self.version += 1
 
+    def distrust(self, span_ns: int) -> None:
+        """What is heard for so long from now on may have waited for this process."""
+        self.fresh_ns = self.now + span_ns
+
     def number(self) -> int:
         """A number that no life of this coordinator has given out before."""
         self._number = max(self.now, self._number + 1)

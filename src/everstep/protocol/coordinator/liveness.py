@@ -450,7 +450,7 @@ def expect_agents(job: JobState) -> None:
 def pardon(job: JobState, gap_ns: int) -> None:
     """The coordinator itself was away for `gap_ns`: nobody's silence in that time counts."""
     if gap_ns >= (job.env.config.hang_limit_ns or HANG_FLOOR_NS) // 4:
-        job.env.fresh_ns = job.env.now + STALE_NS
+        job.env.distrust(STALE_NS)
     job.agreement.claims.pardon(gap_ns)
     for agent in job.agents.known.values():
         agent.pardon(gap_ns, job.env.now)

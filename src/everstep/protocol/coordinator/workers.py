@@ -103,7 +103,8 @@ def refuse(job: JobState, worker: Worker, why: Why, *, alone: bool = False) -> N
     if agent is None:  # nobody knows its host: another life is refused like this one
         return
     there = [w for w in job.membership.workers.values() if agents.of(w) is agent]
-    if any(w.member is not None for w in there) or (alone and slots.others(worker.key.worker_id, agent.agent_id)):
+    others = slots.left(agent.agent_id) - (worker.key.worker_id not in slots.lost)
+    if any(w.member is not None for w in there) or (alone and others > 0):
         if slots.lose(worker.key.worker_id, agent.agent_id, why):
             agent.repeat_slots()
         if slots.left() < slots.least:

@@ -142,8 +142,11 @@ class Stepper:
 
     def gathered(self, effect: step.Gathered) -> Differs | None:
         """A gather is decided, unless its records show that the last states differ."""
-        said = last_states(effect.records) if effect.here else {}  # else whoever hands it over has compared
-        found = self._compare(Statements.last(effect.key.step, said)) if said else None
+        states = last_states(effect.records) if effect.here else {}  # else whoever hands it over has compared
+        said = Statements.last(effect.key.step, states)
+        found = self._compare(said)
+        if found is None and states:
+            _alike(self._machine, self._comparing, self._out, said)
         if found is None:
             self._decided(effect.key, effect.here)
             self._gathers.decided(effect.key, effect.records)
@@ -152,10 +155,14 @@ class Stepper:
     def ends(self, ask: do.EndAsked, records: Mapping[int, Record]) -> Differs | None:
         """None if the last state of this worker is the one that these records say. Those who made the records have
         compared theirs; this worker may have copied its state, from one that has changed since."""
-        said, mine = last_states(records), self._machine.me.worker_id
-        if not said or ask.at != self._machine.step or said.get(mine) == list(ask.states):
+        states, mine = last_states(records), self._machine.me.worker_id
+        if not states or ask.at != self._machine.step or states.get(mine) == list(ask.states):
             return None
-        return self._compare(Statements.last(ask.at, {**said, mine: ask.states}))
+        said = Statements.last(ask.at, {**states, mine: ask.states})
+        found = self._compare(said)
+        if found is None:
+            _alike(self._machine, self._comparing, self._out, said)
+        return found
 
     def update(self, effect: step.StepDecided) -> Differs | None:
         """Apply a step, unless its records show that nothing must be applied."""
@@ -165,7 +172,6 @@ class Stepper:
             self._probing.forget()
         found = found or self._probed(outcome)
         if found is None:
-            self.were_alike(outcome)
             self.concluded(outcome)
             self._decided(Key(effect.step, 0))
             generation, stages = self._machine.generation, self._machine.stages
@@ -183,18 +189,15 @@ class Stepper:
         return conclude(number, self._lanes, records)
 
     def concluded(self, outcome: StepOutcome) -> None:
-        """What the records of a step, that counts, say of comparisons to come and of checkpoints."""
+        """What the records of a step, that counts, say of comparisons and of checkpoints."""
+        _alike(self._machine, self._comparing, self._out, Statements.before(outcome))
         if outcome.compares:
             self._comparing.ask(outcome.step + 1)
         self._comparing.saved(outcome.saved)
 
     def compare(self, outcome: StepOutcome) -> Differs | None:
         """None if all copies of the state were alike before the step."""
-        return self._differ(Statements.before(outcome))
-
-    def were_alike(self, outcome: StepOutcome) -> None:
-        """All copies were, and the step counts."""
-        self._alike(Statements.before(outcome))
+        return self._compare(Statements.before(outcome))
 
     def _probed(self, outcome: StepOutcome) -> Differs | None:
         """None if all who computed a lane got the same."""
@@ -214,20 +217,6 @@ class Stepper:
         return Differs(why, outcome.step, sound, mine in found.odd, False, self._generation, found)
 
     def _compare(self, said: Statements) -> Differs | None:
-        found = self._differ(said)
-        if found is None:
-            self._alike(said)
-        return found
-
-    def _alike(self, said: Statements) -> None:
-        """All copies were; whoever keeps that is told."""
-        machine, plan = self._machine, self._machine.plan
-        self._comparing.alike(said, member=plan is not None)
-        digests = self._comparing.told(said.step)
-        if digests and plan is not None and plan.leader(0) == machine.me.worker_id:
-            self._out.tell(StatesAlike, lasting=False, step=said.step, digests=digests)
-
-    def _differ(self, said: Statements) -> Differs | None:
         machine, fresh = self._machine, self._comparing.fresh
         mine, plan = machine.me.worker_id, machine.plan
         found = self._comparing.judge(said)
@@ -248,6 +237,15 @@ class Stepper:
         self._out.put(do.Decided(key, self._generation, first))
         if first:
             self._entered = 0
+
+
+def _alike(machine: StepMachine, comparing: Comparing, out: Outbox, said: Statements) -> None:
+    """All copies were, and what is computed from them is: that counts, and the coordinator keeps it."""
+    plan = machine.plan
+    comparing.alike(said, member=plan is not None)
+    digests = comparing.told(said.step)
+    if digests and plan is not None and plan.leader(0) == machine.me.worker_id:
+        out.tell(StatesAlike, lasting=False, step=said.step, digests=digests)
 
 
 def _tainted(sound: int) -> str:
@@ -327,7 +325,6 @@ class Joiner:
         outcome = self._stepper.outcome(first.step, first.records)
         differs = self._stepper.compare(outcome)
         if differs is None:
-            self._stepper.were_alike(outcome)
             plan = ticket.plan
             self._out.start(do.Replay, plan.generation, first.step, first.records, outcome, plan)
         return differs
