@@ -63,6 +63,18 @@ SCENARIOS = {
         verify_every=3,
         rewindable=True,
     ),
+    # Worker 1 had computed a lane, a bit of its state flipped, and worker 0, started again, copied that state, since
+    # there was no other. The lane came out otherwise there: worker 0 was refused, as was each of its next lives.
+    "the only one who is left, and has computed something before": replace(
+        quiet(
+            2,
+            SimJob(6, 6, 3, keep_every=1),
+            1,
+            SimFault("flip", 40, "computing", 2, delay_us=1000, pick=1),
+            SimFault("kill", 40, "computing", 2, delay_us=1500, pick=0),
+        ),
+        min_workers=2,
+    ),
     "loops that cannot go back": quiet(3, SimJob(8, 6, 3, write_every=2), 2, FLIP, rewindable=False),
 }
 

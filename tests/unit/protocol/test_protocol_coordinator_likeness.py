@@ -172,3 +172,48 @@ def test_workers_that_say_nothing_of_it_are_taken() -> None:
     world = begun()
     world.come(1, None, None)
     assert world.over() is None
+
+
+def differ(world: Told, *odd: int, says: int = 0) -> None:
+    """A member has found that these compute a lane otherwise than others."""
+    reason = f"workers {odd} compute another gradient in lane 3 of step 1"
+    who = {"worker_id": says, "incarnation": 0, "workers": [says, *odd], "odd": list(odd), "ends": False}
+    at = {"generation": world.plan.generation, "decided_in": 1, "tainted": 1, "lane": 3, "sound": 0, "drift": False}
+    world.say(f"w{says}.0", m.SettleAgain(cause=Cause.NONDETERMINISTIC, reason=reason, **who, **at))
+
+
+def test_a_lane_says_nothing_of_the_other_slots_of_a_host() -> None:
+    """All had died at once, and the odd one's next life is the first that says hello."""
+    world = begun()
+    differ(world, 1)
+    assert world.coordinator.job.slots.lost.keys() == {1} and world.plan.worker_ids == (0,)
+    world.exited(1)
+    world.exited(0)
+    world.started(0, 1)
+    world.started(1, 1)
+    world.come(1, life=1)
+    assert "w1.1" in [to for to, message in world.sent if isinstance(message, m.Dismissed)]
+    assert world.last(m.AgentRefused, "a1") is None and world.coordinator.job.slots.lost.keys() == {1}
+    world.come(0, life=1)
+    assert world.plan.worker_ids == (0,) and world.over() is None
+
+
+def test_if_a_lane_differs_in_all_slots_of_a_host_it_is_sent_away() -> None:
+    world = two_hosts()
+    for worker, host in ((0, "h1"), (1, "h1"), (2, "h2")):
+        world.come(worker, host=host)
+        world.entered(worker, 1, 1)
+    differ(world, 0, 1, says=2)
+    assert "lane 3" in world.last(m.AgentRefused, "a1").reason
+    assert world.coordinator.job.slots.lost.keys() == {0} and world.plan.worker_ids == (2,)
+
+
+def test_what_several_compute_otherwise_is_said_once() -> None:
+    world = Told(workers=3, slots=3)
+    world.agent(name="a1", host="h1")
+    for worker in range(3):
+        world.started(worker, 0)
+        world.come(worker)
+        world.entered(worker, 1, 1)
+    differ(world, 1, 2)
+    assert world.plan.reason == "workers (1, 2) compute another gradient in lane 3 of step 1"

@@ -35,6 +35,11 @@ def settle(
     comparing.entered(holdings, copy, at, back=back)
 
 
+def were_alike(comparing: Comparing, said: Statements) -> None:
+    assert comparing.judge(said) is None
+    comparing.alike(said)
+
+
 def judged(digests: Digests, *fresh: int, stage: int = 0) -> Disagreement:
     found = entered(fresh).judge(before(40, {stage: digests}))
     assert found is not None
@@ -87,7 +92,7 @@ def test_where_all_were_resumed_it_is_the_script() -> None:
 def test_who_was_compared_is_as_good_as_one_that_stayed() -> None:
     comparing = entered(copy=[1])
     assert comparing.due(40, PLAN), "the first step of a worker that was healed"
-    assert comparing.judge(before(40, {0: {0: "a", 1: "a", 2: "a"}})) is None
+    were_alike(comparing, before(40, {0: {0: "a", 1: "a", 2: "a"}}))
     assert not comparing.due(41, PLAN) and comparing.due(40, PLAN), "what is done again is compared again"
     found = comparing.judge(before(60, {0: {0: "a", 1: "b", 2: "a"}}))
     assert found is not None and not found.drift and found.outvoted == {1}
@@ -97,7 +102,7 @@ def test_a_worker_alone_compares_itself_with_what_was_before_only() -> None:
     comparing = entered([0])
     alone = Plan(1, "", PLAN.members[:1], (), 4)
     assert not comparing.due(40, alone)
-    comparing.judge(before(40, {0: {0: "a"}}))
+    were_alike(comparing, before(40, {0: {0: "a"}}))
     assert comparing.due(40, alone)
     found = comparing.judge(before(40, {0: {0: "b"}}))
     assert found is not None and found.drift and "expected a" in found.reason
@@ -105,7 +110,7 @@ def test_a_worker_alone_compares_itself_with_what_was_before_only() -> None:
 
 def test_what_was_agreed_tells_who_of_two_is_right() -> None:
     comparing = entered()
-    comparing.judge(before(40, {0: {0: "a", 1: "a"}}))
+    were_alike(comparing, before(40, {0: {0: "a", 1: "a"}}))
     found = comparing.judge(before(40, {0: {0: "a", 1: "b"}}))
     assert found is not None and found.outvoted == {1} and not found.drift
 
@@ -127,7 +132,7 @@ def test_a_step_that_is_done_again_is_not_sound_before_it_has_come_to_the_same_a
     """A whole pool was lost after it; then a bit flips, and the copies of what was done again are spoilt."""
     comparing = entered()
     for step in (2, 3, 5):
-        comparing.judge(before(step + 1, {0: {0: "a", 1: "a"}}))
+        were_alike(comparing, before(step + 1, {0: {0: "a", 1: "a"}}))
     settle(comparing, 2, copy=[0, 1], back=True)
     assert comparing.proven(5) == 2, "the state of step 2 is the one that was compared"
     comparing.learn(told((5, 0, "a")))
@@ -136,7 +141,7 @@ def test_a_step_that_is_done_again_is_not_sound_before_it_has_come_to_the_same_a
     found = comparing.judge(before(6, {0: {0: "b", 1: "c"}}))
     assert found is not None and not found.drift and comparing.proven(5) == 2
     settle(comparing, 2, back=True)
-    assert comparing.judge(before(6, {0: {0: "a", 1: "a"}})) is None
+    were_alike(comparing, before(6, {0: {0: "a", 1: "a"}}))
     assert comparing.proven(5) == 5 and comparing.due(6, PLAN) and comparing.due(4, PLAN)
 
 
@@ -157,17 +162,18 @@ def test_what_some_alone_compare_is_not_compared() -> None:
     for spoilt in ({0: {0: "a"}, 1: {}}, {0: {0: "a"}}):
         comparing = entered([1])
         said = Statements(3, "before step 4", spoilt, whole=False)
-        assert comparing.judge(said) is None and comparing.proven(3) == 0
+        were_alike(comparing, said)
+        assert comparing.proven(3) == 0
         assert comparing.due(5, PLAN), "worker 1 was not compared since it was healed"
     comparing = entered()
-    comparing.judge(before(4, {0: {0: "a"}, 1: {1: "b"}}))
-    comparing.judge(Statements(3, "before step 4", {0: {0: "a"}, 1: {}}, whole=False))
+    were_alike(comparing, before(4, {0: {0: "a"}, 1: {1: "b"}}))
+    were_alike(comparing, Statements(3, "before step 4", {0: {0: "a"}, 1: {}}, whole=False))
     assert comparing.told(3) == {0: "a", 1: "b"}
 
 
 def test_where_steps_do_not_repeat_nothing_is_compared_with_before() -> None:
     comparing = entered(repeats=False)
-    comparing.judge(before(40, {0: {0: "a", 1: "a"}}))
+    were_alike(comparing, before(40, {0: {0: "a", 1: "a"}}))
     assert not comparing.due(40, PLAN) and comparing.told(39) == {}
     assert comparing.judge(before(40, {0: {0: "b", 1: "b"}})) is None
 

@@ -11,7 +11,7 @@ from msgspec import structs
 
 from everstep.base.plan import Member, Plan, Seat
 from everstep.placement.probes import ProbeRule, Trial
-from everstep.protocol.driver.probing import Probing
+from everstep.protocol.driver.probing import ProbeVerdict, Probing
 from everstep.protocol.driver.records import StepOutcome
 from everstep.protocol.step_types import Doubt, Holding, Key, LaneSaid
 
@@ -45,29 +45,64 @@ def probing(*holdings: Holding, at: int = 0, **more: Any) -> Probing:
     return found
 
 
-def test_a_new_member_that_differs_is_the_odd_one_whatever_the_others_are() -> None:
-    found = probing(OLD, NEW).judge(outcome(7, {3: {0: "s a", 1: "s b"}}), 0)
-    assert found is not None and (found.odd, found.lane, found.workers) == ({1}, 3, (0, 1))
-    assert "worker 1 computes another gradient from the same samples in lane 3 of step 7" in found.reason
+def judged_twice(kept: Probing, said: StepOutcome) -> ProbeVerdict:
+    """All get the same once more."""
+    found = kept.judge(said, 0)
+    assert found is not None and (found.odd, found.ends, found.changed) == (frozenset(), False, False)
+    assert "once more" in found.reason
+    found = kept.judge(said, 0)
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("compared", [True, False])
+def test_a_new_member_that_differs_twice_is_the_odd_one_whatever_the_others_are(compared: bool) -> None:
+    found = judged_twice(probing(OLD, NEW), outcome(7, {3: {0: "s a", 1: "s b"}}, compared=compared))
+    assert (found.odd, found.lane, found.workers) == ({1}, 3, (0, 1))
+    assert found.reason.startswith("worker 1 computes another gradient from the same samples in lane 3 of step 7")
     assert "worker 0: a; worker 1: b" in found.reason
 
 
-def test_whose_state_was_not_compared_may_have_computed_from_another_one() -> None:
-    kept, odd = probing(OLD, NEW), {3: {0: "s a", 1: "s b"}}
-    found = kept.judge(outcome(7, odd, compared=False), 0)
-    assert found is not None and (found.odd, found.ends) == (frozenset(), False) and "once more" in found.reason
-    found = kept.judge(outcome(7, odd), 0)
-    assert found is not None and found.odd == {1}
+def test_several_are_named_in_one_sentence() -> None:
+    found = judged_twice(probing(OLD, NEW, NEW), outcome(7, {3: {0: "s a", 1: "s b", 2: "s b"}}))
+    assert found.odd == {1, 2} and found.reason.startswith("workers 1 and 2 compute another gradient from")
 
 
 def test_other_samples_are_called_that() -> None:
-    found = probing(OLD, NEW).judge(outcome(7, {3: {0: "s a", 1: "t b"}}), 0)
-    assert found is not None and "worker 1 gets other samples" in found.reason and "worker 1: t" in found.reason
+    found = judged_twice(probing(OLD, NEW), outcome(7, {3: {0: "s a", 1: "t b"}}))
+    assert "worker 1 gets other samples" in found.reason and "worker 1: t" in found.reason
+
+
+def test_who_copied_a_state_that_changed_is_not_the_odd_one() -> None:
+    """Worker 0 had computed the lane, a bit of its state flipped, and worker 1 copied that."""
+    kept = probing(OLD, NEW)
+    first = kept.judge(outcome(7, {3: {0: "s a", 1: "s b"}}), 0)
+    assert first is not None and not first.odd
+    assert kept.doubt == Doubt(7, 3, 0, {0: said("s a")}), "what a new member has said is of no use if it goes"
+    found = kept.judge(outcome(7, {3: {0: "s b", 1: "s b"}}), 0)
+    assert found is not None and (found.changed, found.odd, found.ends) == (True, frozenset(), False)
+    assert found.reason == "worker 0 computes lane 3 of step 7 otherwise than before others copied the state"
+    assert kept.doubt == Doubt()
+
+
+@pytest.mark.parametrize(
+    ("second", "odd"),
+    [
+        ({0: "s a", 1: "s a"}, None),  # it was the new member that computed it once otherwise
+        ({0: "s a"}, None),  # which has gone
+        ({0: "s c", 1: "s b"}, {0}),  # who stays with its answer is right
+        ({1: "s b"}, {1}),  # what those said who have gone counts
+    ],
+)
+def test_the_second_look_at_a_new_member(second: dict[int, str], odd: set[int] | None) -> None:
+    kept = probing(OLD, NEW, NEW)
+    assert kept.judge(outcome(7, {3: {0: "s a", 1: "s b"}}), 0) is not None
+    found = kept.judge(outcome(7, {3: second}), 0)
+    assert (None if found is None else found.odd) == odd
 
 
 def test_where_all_are_new_most_are_right_and_one_against_one_is_nobody() -> None:
-    found = probing(NEW, NEW, NEW).judge(outcome(1, {0: {0: "s b", 1: "s a", 2: "s a"}}), 0)
-    assert found is not None and found.odd == {0}
+    assert judged_twice(probing(NEW, NEW, NEW), outcome(1, {0: {0: "s b", 1: "s a", 2: "s a"}})).odd == {0}
     kept, odd = probing(NEW, NEW), outcome(1, {0: {0: "s b", 1: "s a"}})
     found, again = kept.judge(odd, 0), kept.judge(odd, 0)
     assert found is not None and (found.odd, found.ends) == (frozenset(), False) and "once more" in found.reason
@@ -135,8 +170,7 @@ def test_who_catches_up_with_a_step_knows_no_more_of_others_than_they_have_state
     kept.doubt = Doubt(8, 1, 0, {})
     assert kept.judge(outcome(7, {3: {0: "s a", 1: "s a"}}), 1) is None
     assert kept.seen and kept.doubt.step == 8
-    found = kept.judge(outcome(9, {3: {0: "s a", 1: "s b"}}), 1)
-    assert found is not None and found.odd == {1}
+    assert judged_twice(kept, outcome(9, {3: {0: "s a", 1: "s b"}})).odd == {1}
 
 
 def test_states_that_differ_explain_what_is_computed_from_them() -> None:
@@ -165,8 +199,8 @@ def test_of_a_split_model_the_first_part_that_differs_is_named(
     right = LaneSaid(**dict.fromkeys(LaneSaid.__struct_fields__, "r"))
     wrong = {at: replace_all(right, [what for one, what in differ if one == at]) for at in (0, 1)}
     records = {(5, 0): {0: right, 1: wrong[0]}, (5, 1): {2: right, 3: wrong[1]}}
-    found = kept.judge(StepOutcome(3, (), {}, 0.0, 1.0, 0.0, {}, STATES, probes=records), 0)
-    assert found is not None and found.odd == {2 * part + 1}
+    found = judged_twice(kept, StepOutcome(3, (), {}, 0.0, 1.0, 0.0, {}, STATES, probes=records))
+    assert found.odd == {2 * part + 1}
     assert says in found.reason and f"lane 5 of step 3, part {part} of the model" in found.reason
 
 

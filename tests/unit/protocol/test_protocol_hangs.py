@@ -116,3 +116,16 @@ def test_an_agent_that_waits_for_processors_is_given_longer() -> None:
             world.wait(500 * MS, beating=False)
             world.beat(agent="a1")
         assert world.plan.worker_ids == (0,), "the ceiling holds for all"
+
+
+@pytest.mark.parametrize(("away_s", "hung"), [(1, True), (20, False)])
+def test_what_waited_for_a_coordinator_that_was_away_is_no_hang(away_s: int, hung: bool) -> None:
+    """The worker stood still when its agent said so, and may have gone on long ago."""
+    world = running()
+    world.beat((1, 0, "forward", 0))
+    world.now = world.coordinator.next_deadline_ns + away_s * S
+    world.beat((1, 0, "forward", 11_000))
+    assert (1 not in world.plan.worker_ids) == hung
+    world.now += 200 * MS
+    world.beat((1, 0, "forward", 11_200))
+    assert 1 not in world.plan.worker_ids, "it stands still by now"

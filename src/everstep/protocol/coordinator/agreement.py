@@ -149,10 +149,10 @@ class Agreement:
         self.entered.add(worker_id)
         return True
 
-    def break_off(self, why: Why) -> None:
-        """The plan in force cannot go on: another one is due."""
+    def break_off(self, why: Why, *, alone: bool = False) -> None:
+        """The plan in force cannot go on: another one is due. alone: this is all that there is to say of it."""
         self._env.change()
-        self.broken.append(why)
+        self.broken = [why] if alone else [*self.broken, why]
 
     def forget(self, worker_id: int) -> None:
         """A worker is gone, so it has not settled either."""

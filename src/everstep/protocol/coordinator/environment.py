@@ -108,13 +108,15 @@ class Connection:
 class Environment:
     """Takes what parts have to say to the outside. `now`: of the present event, on the coordinator's clock, in ns.
 
-    version: of what decisions look at. connections: all that are open, by name.
+    version: of what decisions look at. connections: all that are open, by name. fresh_ns: this process was away, and
+    what it hears before that time may have waited for it.
     """
 
     def __init__(self, config: CoordinatorConfig) -> None:
         self.config = config
         self.now = 0
         self.version = 0
+        self.fresh_ns = 0
         self.alarms = Alarms()
         self.connections: dict[str, Connection] = {}
         self._persists: list[CoordinatorEffect] = []
@@ -128,6 +130,10 @@ class Environment:
     def change(self) -> None:
         """Something has changed that decisions look at."""
         self.version += 1
+
+    def distrust(self, span_ns: int) -> None:
+        """What is heard for so long from now on may have waited for this process."""
+        self.fresh_ns = self.now + span_ns
 
     def number(self) -> int:
         """A number that no life of this coordinator has given out before."""

@@ -27,6 +27,9 @@ ALONE_LIMIT_NS = SECOND_NS
 _OTHERS = "its slot was given to another host"
 _DISOWNED = "the agent of its host does not run it"
 KNOCK_NS = 50 * MILLISECOND_NS
+STALE_NS = 200 * MILLISECOND_NS
+"""What is read so soon after a long absence of the coordinator has waited for it: a worker that stood still then may
+have gone on since."""
 EXEMPT_PHASES = ("idle", "starting")
 
 
@@ -161,7 +164,8 @@ def heartbeat(job: JobState, agent: Agent, message: m.Heartbeat) -> None:
         if worker is not None:
             worker.pulse(pulse, now)
             job.speeds.say(key, pulse.compute_ms_per_lane)
-            _check_hang(job, worker, pulse)
+            if now >= job.env.fresh_ns:
+                _check_hang(job, worker, pulse)
         elif membership.is_fenced(key) and key in agent.lives and not agent.lets_go(key, now):
             kill_life(job, agent, key, Why(membership.fenced_for(key.worker_id), "it was evicted and still runs"))
     for worker in membership.living(sorted(agent.lives - seen)):
@@ -445,6 +449,8 @@ def expect_agents(job: JobState) -> None:
 
 def pardon(job: JobState, gap_ns: int) -> None:
     """The coordinator itself was away for `gap_ns`: nobody's silence in that time counts."""
+    if gap_ns >= (job.env.config.hang_limit_ns or HANG_FLOOR_NS) // 4:
+        job.env.distrust(STALE_NS)
     job.agreement.claims.pardon(gap_ns)
     for agent in job.agents.known.values():
         agent.pardon(gap_ns, job.env.now)

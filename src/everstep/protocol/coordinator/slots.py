@@ -59,9 +59,9 @@ class Slots:
     def wanted(self, worker_id: int) -> bool:
         return self._asked is None or worker_id in self._asked
 
-    def left(self) -> int:
-        """How many slots were not given up."""
-        return len(self.ids() - set(self.lost))
+    def left(self, agent_id: str | None = None) -> int:
+        """How many slots, of this agent if one is given, were not given up."""
+        return sum(agent_id in (None, self._owners.get(i)) for i in self.ids() - set(self.lost))
 
     def expected(self) -> int:
         """How many members there can be: the target, less what was given up for good."""

@@ -50,11 +50,11 @@ def worker_hello(job: JobState, name: str, hello: m.WorkerHello) -> None:
     worker = membership.alive(key) or membership.add(key, hello.member.host)
     host = hello.member.host
     likeness = job.membership.likeness
-    unlike = likeness.kernels(hello.kernels, host) or likeness.code(hello.code, host)
-    unlike = unlike or likeness.lane(key.worker_id, host)
+    odd = likeness.lane(key.worker_id, host)
+    unlike = likeness.kernels(hello.kernels, host) or likeness.code(hello.code, host) or odd
     if unlike is not None:
         job.env.send(name, m.Dismissed(cause=unlike.cause, reason=unlike.reason, drained=False))
-        refuse(job, worker, unlike)
+        refuse(job, worker, unlike, alone=unlike is odd)
         return
     if worker.connection != name:
         job.env.close(worker.connection, "replaced by a newer connection of the same worker")
@@ -93,17 +93,18 @@ def imported(job: JobState, worker: Worker, message: m.Imported) -> None:
         refuse(job, worker, unlike)
 
 
-def refuse(job: JobState, worker: Worker, why: Why) -> None:
+def refuse(job: JobState, worker: Worker, why: Why, *, alone: bool = False) -> None:
     """This worker computes with or runs something else than the job, and so would its next life: its host is sent away,
     or, if others there are as they should be (code was edited while they ran, say), this slot alone is given up. If
     that leaves too few, the job ends; so it does, by its own process, if its own host is sent away and there is no
-    other one."""
+    other one. alone: this says nothing of the other slots of its host, whose lives may not be ready yet."""
     agent, agents, slots = job.agents.of(worker), job.agents, job.slots
     evict(job, worker, why, kill=worker.greeted)
     if agent is None:  # nobody knows its host: another life is refused like this one
         return
     there = [w for w in job.membership.workers.values() if agents.of(w) is agent]
-    if any(w.member is not None for w in there):
+    others = slots.left(agent.agent_id) - (worker.key.worker_id not in slots.lost)
+    if any(w.member is not None for w in there) or (alone and others > 0):
         if slots.lose(worker.key.worker_id, agent.agent_id, why):
             agent.repeat_slots()
         if slots.left() < slots.least:
@@ -287,13 +288,13 @@ def _computed_otherwise(job: JobState, message: m.SettleAgain, why: Why) -> None
     odd = [w for i in message.odd for w in job.membership.workers.values() if w.key.worker_id == i]
     for worker in odd:
         job.membership.likeness.differed(worker.key.worker_id, worker.host, why)
-        refuse(job, worker, why)
+        refuse(job, worker, why, alone=True)
     if message.ends:
         job.progress.in_doubt(why, message.sound)
         left = f"the newest checkpoint up to step {message.sound}" if message.sound > 0 else "no checkpoint"
         job.progress.end("failed", Why(why.cause, f"{why.reason}; {left} counts"), 1)
     elif job.progress.ended is None:
-        job.agreement.break_off(why)
+        job.agreement.break_off(why, alone=True)  # the evictions have said the same of each
         job.recovery.begin(why)
 
 

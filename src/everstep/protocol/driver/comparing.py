@@ -205,8 +205,8 @@ class Comparing:
         for step, stage, digest in plan.alike:
             self._note(step, {stage: digest})
 
-    def judge(self, said: Statements, *, member: bool = True) -> Disagreement | None:
-        """None if all copies are alike. member: this worker is one of those who say it."""
+    def judge(self, said: Statements) -> Disagreement | None:
+        """None if all copies are alike."""
         places = []
         for stage, of in sorted(said.digests.items()):
             copies = {str(worker): (worker, digest) for worker, digest in of.items()}
@@ -216,14 +216,16 @@ class Comparing:
         for name, tied in sorted(said.ties.items()):
             copies = {f"{worker} (stage {k})": (worker, digest) for (k, worker), digest in sorted(tied.items())}
             places.append(Copies(name, copies))
-        found = verdict(said.when, places, self._members)
-        if found is None and any(said.digests.values()):
+        return verdict(said.when, places, self._members)
+
+    def alike(self, said: Statements, *, member: bool = True) -> None:
+        """All copies were, and what is computed from them is. member: this worker is one of those who say it."""
+        if any(said.digests.values()):
             self._note(said.step, {stage: next(iter(of.values())) for stage, of in said.digests.items() if of})
             if said.whole:
                 self._count(said.step)
             if said.whole and member:
                 self.fresh, self._members = False, frozenset()
-        return found
 
     def any_stayed(self, workers: Iterable[int]) -> bool:
         """Whether any of these was not healed or resumed since all were alike."""

@@ -4,6 +4,10 @@ Digests of states cannot see that a member computes from other code or data, or 
 wrong gradient. So some lanes are computed twice (`placement.probes`), and both say in their records of that step what
 went into each part of the model and what came out. All judge the same records, so all come to the same, before anything
 is applied. What differs first shows who is to be compared: the rest follows from it.
+
+Nobody is blamed for what differs once: a member may have computed its lanes before its state changed by itself, and a
+new one have copied the state since. So all compute the lane once more from what they hold now. If it is the older
+member that says something else then, its state, of which the new one's is a copy, is in doubt.
 """
 
 from __future__ import annotations
@@ -18,13 +22,13 @@ from everstep.protocol.driver.records import StepOutcome
 from everstep.protocol.step_types import Doubt, Holding, LaneSaid
 
 _FORWARD = {
-    "data": "gets other samples",
-    "took": "receives something else from the stage before",
-    "made": "computes another output from the same input",
+    "data": ("get", "other samples"),
+    "took": ("receive", "something else from the stage before"),
+    "made": ("compute", "another output from the same input"),
 }
 _BACKWARD = {
-    "back": "receives another gradient from the stage behind",
-    "gave": "computes another gradient from the same samples",
+    "back": ("receive", "another gradient from the stage behind"),
+    "gave": ("compute", "another gradient from the same samples"),
 }
 _SHOWN = 12
 
@@ -33,7 +37,8 @@ _SHOWN = 12
 class ProbeVerdict:
     """Members computed a lane otherwise. odd: those who are wrong; none if nobody knows who is. workers: all who said
     what it gives. sound: the last step up to which nobody had differed, as far as lanes were compared. ends: nobody
-    will know; else the step is done again, and all compute that lane where nobody is odd."""
+    will know; changed: the state that new members have copied may be another one than before; else the step is done
+    again, and all compute that lane where nobody is odd."""
 
     lane: int
     workers: tuple[int, ...]
@@ -41,6 +46,7 @@ class ProbeVerdict:
     reason: str
     sound: int
     ends: bool = False
+    changed: bool = False
 
 
 class Probing:
@@ -100,6 +106,9 @@ class Probing:
         differs = _first_difference(said)
         if differs is not None:
             return self._differ(outcome, *differs, said[differs[:2]])
+        changed = self._changed(outcome)
+        if changed is not None:
+            return changed
         self.doubt = Doubt() if doubt.step <= outcome.step else doubt
         compared = [frozenset(of) for of in said.values() if len(of) > 1]
         seen = self._alone.union(*compared)
@@ -116,7 +125,10 @@ class Probing:
         step = outcome.step
         of: dict[int, str] = {worker: getattr(one, what) for worker, one in sorted(said.items())}
         first = self.doubt.said if (self.doubt.step, self.doubt.lane, self.doubt.part) == (step, lane, part) else {}
-        known = {digest for worker, digest in of.items() if worker not in self._unproven and worker not in first}
+        agreed = len({getattr(one, what) for one in first.values()}) == 1
+        stand = {worker for worker, one in first.items() if agreed and getattr(one, what) == of.get(worker)}
+        old = [worker for worker in of if worker not in self._unproven]
+        known = {of[worker] for worker in old if worker not in first or worker in stand}
         common, count = Counter(of.values()).most_common(1)[0]
         right = next(iter(known)) if len(known) == 1 else common if 2 * count > len(of) else ""
         odd = frozenset(worker for worker, digest in of.items() if right and digest != right)
@@ -124,18 +136,45 @@ class Probing:
             changed = frozenset(worker for worker, one in first.items() if one != said.get(worker))
             odd = changed if len(changed) < len(of) else odd
         again = self.doubt.step == step
-        if again or (odd and any(outcome.digests.values())):
+        if again:
             self.doubt = Doubt()
-        else:  # it may have computed from another state: the next time states are compared, too
-            self.doubt, odd = Doubt(step, lane, part, {} if odd else dict(said)), frozenset()
+        else:  # the next time states are compared, too
+            right_ones = {worker: said[worker] for worker in old if worker not in odd}
+            self.doubt, odd = Doubt(step, lane, part, right_ones if odd else dict(said)), frozenset()
         ends = again and not odd
         values = "; ".join(f"worker {worker}: {digest[:_SHOWN]}" for worker, digest in of.items())
-        who = f"worker {' and '.join(map(str, sorted(odd)))}" if odd else "one of them"
+        who = _workers(odd) if odd else "one of them"
         who += ", nobody knows which," if ends else ""
         later = "" if ends or odd else ": all compute it once more"
-        where = f"lane {lane} of step {step}" + (f", part {part} of the model" if self._split else "")
-        reason = f"{who} {(_FORWARD | _BACKWARD)[what]} in {where} ({values}){later}"
-        return ProbeVerdict(lane, tuple(sorted(of)), odd, reason, self._sound, ends)
+        verb, thing = (_FORWARD | _BACKWARD)[what]
+        does = f"{_does(verb, len(odd))} {thing} in {self._where(step, lane, part)}"
+        return ProbeVerdict(lane, tuple(sorted(of)), odd, f"{who} {does} ({values}){later}", self._sound, ends)
+
+    def _changed(self, outcome: StepOutcome) -> ProbeVerdict | None:
+        """All agree by now. None unless that is so since older members, whom new ones differed from, get something else
+        from the same than at first."""
+        doubt = self.doubt
+        now = outcome.probes.get((doubt.lane, doubt.part), {})
+        changed = {worker for worker, one in doubt.said.items() if _otherwise(one, now.get(worker, one))}
+        if doubt.step != outcome.step or not changed or len(set(doubt.said.values())) > 1:
+            return None
+        self.doubt = Doubt()
+        where = self._where(doubt.step, doubt.lane, doubt.part)
+        does = f"{_does('compute', len(changed))} {where} otherwise than before others copied the state"
+        reason = f"{_workers(changed)} {does}"
+        return ProbeVerdict(doubt.lane, tuple(sorted(now)), frozenset(), reason, self._sound, changed=True)
+
+    def _where(self, step: int, lane: int, part: int) -> str:
+        return f"lane {lane} of step {step}" + (f", part {part} of the model" if self._split else "")
+
+
+def _workers(ids: Collection[int]) -> str:
+    return f"worker{'s' if len(ids) > 1 else ''} {' and '.join(map(str, sorted(ids)))}"
+
+
+def _does(verb: str, how_many: int) -> str:
+    """Of so many workers; 0: of one whom nobody knows."""
+    return verb if how_many > 1 else f"{verb}s"
 
 
 class LanesGiven:
@@ -149,12 +188,7 @@ class LanesGiven:
         """Returns what has come out otherwise than when it was computed here before, from the same; "" if nothing."""
         if self._step != step:
             self._step, self._said = step, {}
-        first = self._said.setdefault(lane, {}).setdefault(part, said)
-        if (first.data, first.took) != (said.data, said.took):
-            return ""
-        if first.made != said.made:
-            return "outputs"
-        return "gradients" if first.back == said.back and first.gave != said.gave else ""
+        return _otherwise(self._said.setdefault(lane, {}).setdefault(part, said), said)
 
     def has(self, step: int, lane: int) -> bool:
         """Whether it is known what the lane gives."""
@@ -170,6 +204,15 @@ class LanesGiven:
         """What lanes of this step and older ones have given is of no use."""
         if self._step <= step:
             self._step = 0
+
+
+def _otherwise(first: LaneSaid, now: LaneSaid) -> str:
+    """What has come out otherwise than at first, from the same; "" if nothing."""
+    if (first.data, first.took) != (now.data, now.took):
+        return ""
+    if first.made != now.made:
+        return "outputs"
+    return "gradients" if first.back == now.back and first.gave != now.gave else ""
 
 
 def _first_difference(said: Mapping[tuple[int, int], Mapping[int, LaneSaid]]) -> tuple[int, int, str] | None:

@@ -142,8 +142,11 @@ class Stepper:
 
     def gathered(self, effect: step.Gathered) -> Differs | None:
         """A gather is decided, unless its records show that the last states differ."""
-        said = last_states(effect.records) if effect.here else {}  # else whoever hands it over has compared
-        found = self._compare(Statements.last(effect.key.step, said)) if said else None
+        states = last_states(effect.records) if effect.here else {}  # else whoever hands it over has compared
+        said = Statements.last(effect.key.step, states)
+        found = self._compare(said)
+        if found is None and states:
+            _alike(self._machine, self._comparing, self._out, said)
         if found is None:
             self._decided(effect.key, effect.here)
             self._gathers.decided(effect.key, effect.records)
@@ -152,10 +155,14 @@ class Stepper:
     def ends(self, ask: do.EndAsked, records: Mapping[int, Record]) -> Differs | None:
         """None if the last state of this worker is the one that these records say. Those who made the records have
         compared theirs; this worker may have copied its state, from one that has changed since."""
-        said, mine = last_states(records), self._machine.me.worker_id
-        if not said or ask.at != self._machine.step or said.get(mine) == list(ask.states):
+        states, mine = last_states(records), self._machine.me.worker_id
+        if not states or ask.at != self._machine.step or states.get(mine) == list(ask.states):
             return None
-        return self._compare(Statements.last(ask.at, {**said, mine: ask.states}))
+        said = Statements.last(ask.at, {**states, mine: ask.states})
+        found = self._compare(said)
+        if found is None:
+            _alike(self._machine, self._comparing, self._out, said)
+        return found
 
     def update(self, effect: step.StepDecided) -> Differs | None:
         """Apply a step, unless its records show that nothing must be applied."""
@@ -182,7 +189,8 @@ class Stepper:
         return conclude(number, self._lanes, records)
 
     def concluded(self, outcome: StepOutcome) -> None:
-        """What the records of a step, that counts, say of comparisons to come and of checkpoints."""
+        """What the records of a step, that counts, say of comparisons and of checkpoints."""
+        _alike(self._machine, self._comparing, self._out, Statements.before(outcome))
         if outcome.compares:
             self._comparing.ask(outcome.step + 1)
         self._comparing.saved(outcome.saved)
@@ -197,6 +205,11 @@ class Stepper:
         found = self._probing.judge(outcome, mine)
         if found is None:
             return None
+        if found.changed:
+            sound = self._comparing.proven(outcome.step - 1)
+            self._out.put(do.Invalidate(sound, first=mine == min(found.workers)))
+            why = Why(Cause.CORRUPT, found.reason + _tainted(sound))
+            return Differs(why, outcome.step, sound, False, False, self._generation)
         if found.ends:  # whatever was computed since the last probe may be wrong
             self._out.put(do.Invalidate(found.sound, first=mine == min(found.workers)))
         sound = found.sound if found.ends else outcome.step - 1
@@ -206,19 +219,15 @@ class Stepper:
     def _compare(self, said: Statements) -> Differs | None:
         machine, fresh = self._machine, self._comparing.fresh
         mine, plan = machine.me.worker_id, machine.plan
-        found = self._comparing.judge(said, member=plan is not None)
+        found = self._comparing.judge(said)
         if found is None:
-            digests = self._comparing.told(said.step)
-            if digests and plan is not None and plan.leader(0) == mine:
-                self._out.tell(StatesAlike, lasting=False, step=said.step, digests=digests)
             return None
         sound = self._comparing.proven(said.step)
         everybody = {who for digests in said.digests.values() for who in digests}
         knows = plan is not None and not (fresh and found.drift and self._comparing.any_stayed(everybody))
         if knows:  # else others know better what was alike, and see to what all share
             self._out.put(do.Invalidate(sound, first=mine == min(everybody - found.outvoted, default=mine)))
-        doubt = f"; all steps after {sound} are tainted" if sound else "; all steps are tainted"
-        reason = found.reason + ("" if found.drift else doubt)
+        reason = found.reason + ("" if found.drift else _tainted(sound))
         cause = Cause.NONDETERMINISTIC if found.drift else Cause.CORRUPT
         outvoted = mine in found.outvoted
         return Differs(Why(cause, reason), said.step + 1, sound, outvoted, found.drift, self._generation)
@@ -228,6 +237,20 @@ class Stepper:
         self._out.put(do.Decided(key, self._generation, first))
         if first:
             self._entered = 0
+
+
+def _alike(machine: StepMachine, comparing: Comparing, out: Outbox, said: Statements) -> None:
+    """All copies were, and what is computed from them is: that counts, and the coordinator keeps it."""
+    plan = machine.plan
+    comparing.alike(said, member=plan is not None)
+    digests = comparing.told(said.step)
+    if digests and plan is not None and plan.leader(0) == machine.me.worker_id:
+        out.tell(StatesAlike, lasting=False, step=said.step, digests=digests)
+
+
+def _tainted(sound: int) -> str:
+    """As the end of a reason."""
+    return f"; all steps after {sound} are tainted" if sound else "; all steps are tainted"
 
 
 @dataclass
