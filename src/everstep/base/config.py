@@ -18,9 +18,13 @@ from everstep.base.config_keys import NO_MPI
 from everstep.base.config_keys import Config as Config
 from everstep.base.doors import check_private, is_loopback, parse_ports
 from everstep.base.errors import ConfigError
+from everstep.base.foreign_keys import known_elsewhere
 from everstep.base.pipeline.schedule_table import check_possible
 from everstep.base.pool_wish import PoolWish, even_homes, make_wish, parse_cut
 from everstep.base.stage_map import StageMap, devices_of, parse_map
+
+_NEAR = 0.7
+"""How like a key an unknown word must be to be taken for it, from 0 to 1."""
 
 # ---- the table
 
@@ -140,22 +144,30 @@ def _flatten(
                 f"{name}: expected keys below it, got {shown(value)} (from {source}): set e.g. {_below(name)}"
             )
         else:
-            raise ConfigError(f"unknown key {name!r} (from {source}): did you mean {_nearest(name)!r}?")
+            raise ConfigError(f"unknown key {name!r} (from {source}): {instead_of(name)}")
 
 
 def _below(group: str) -> str:
     return next((name for name in _LEAVES if name.startswith(f"{group}.")), f"{group}.name")
 
 
-def _nearest(name: str) -> str:
-    """The known key that looks most like it; the last part alone counts too (`prefetch` for `loader.prefetch`)."""
+def instead_of(name: str, others: Sequence[str] = ()) -> str:
+    """What to write instead of a key that does not exist, as a clause: what a name of another tool's is here, or the
+    known key that is nearest; the last part alone counts too (`prefetch` for `loader.prefetch`). others: further words
+    that are known."""
 
     def likeness(known: str) -> float:
         whole = difflib.SequenceMatcher(None, name, known).ratio()
         last = difflib.SequenceMatcher(None, name.rpartition(".")[2], known.rpartition(".")[2]).ratio()
         return max(whole, 0.99 * last)
 
-    return max(_LEAVES, key=likeness)
+    elsewhere = known_elsewhere(name)
+    if elsewhere is not None:
+        return elsewhere
+    nearest = max([*_LEAVES, *others], key=likeness)
+    if likeness(nearest) >= _NEAR:
+        return f"did you mean {nearest!r}?"
+    return "`everstep config` lists all keys, and `everstep config --search WORD` those with a word"
 
 
 def _build(group: type[Any], values: Mapping[str, Any], path: tuple[str, ...]) -> Any:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 
 import click
 
 from everstep.base.cause import Cause
-from everstep.base.config import describe
+from everstep.base.config import describe, instead_of
 from everstep.base.errors import ConfigError
+from everstep.base.foreign_keys import known_elsewhere
 from everstep.report.words import aligned
 
 CAUSES = "causes"
@@ -18,14 +18,20 @@ _FIELDS = ("key", "type", "default", "meaning")
 
 @click.command()
 @click.argument("key", metavar="[KEY]", required=False)
+@click.option("--search", metavar="WORD", help="Show the keys whose name or meaning has this word.")
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON list of objects.")
-def command(key: str | None, as_json: bool) -> int:
+def command(key: str | None, search: str | None, as_json: bool) -> int:
     """Show a config key, or all keys of a group, with type, default and meaning. Without KEY: all keys.
 
     KEY `causes` lists the causes of events, which `metrics`, alerts and programs use.
     """
     causes = [{"cause": str(cause), "meaning": cause.meaning} for cause in Cause]
-    rows = causes if key == CAUSES else _keys(key)
+    if search is not None:
+        if key is not None:
+            raise ConfigError(f"expected a KEY or --search WORD, got both: leave out {key!r}")
+        rows = _with_word(search)
+    else:
+        rows = causes if key == CAUSES else _keys(key)
     if as_json:
         print(json.dumps(rows))
     else:
@@ -40,6 +46,15 @@ def _keys(key: str | None) -> list[dict[str, str]]:
         return list(known.values())
     found = [row for name, row in known.items() if name == key or name.startswith(f"{key}.")]
     if not found:
-        close = difflib.get_close_matches(key, [*known, CAUSES], n=1, cutoff=0)
-        raise ConfigError(f"unknown key {key!r}: did you mean {close[0]!r}? `everstep config` lists all")
+        raise ConfigError(f"unknown key {key!r}: {instead_of(key, [CAUSES])}")
+    return found
+
+
+def _with_word(word: str) -> list[dict[str, str]]:
+    """Raises: ConfigError if no key has it."""
+    elsewhere = known_elsewhere(word)
+    found = [row for row in _keys(None) if word.lower() in f"{row['key']} {row['meaning']}".lower()]
+    found += [row for row in _keys(None) if elsewhere and row not in found and row["key"] in elsewhere.split()]
+    if not found:
+        raise ConfigError(f"no key has {word!r} in its name or meaning: {elsewhere or '`everstep config` lists all'}")
     return found

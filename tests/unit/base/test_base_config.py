@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from everstep.base import foreign_keys
 from everstep.base.config import FREE, Config, describe, load_config, numerics, parse_set, to_dict, with_batch_size
 from everstep.base.errors import ConfigError
 
@@ -132,6 +133,29 @@ def test_refused(values, parts):
 )
 def test_unknown_keys_name_the_nearest(unknown, nearest):
     assert refused({unknown: 1}) == f"unknown key {unknown!r} (from run.yaml): did you mean {nearest!r}?"
+
+
+@pytest.mark.parametrize(
+    ("name", "answer"),
+    [
+        ("max_grad_norm", "here it is clip_norm"),
+        ("--num-workers", "here it is loader.workers"),
+        ("Learning_Rate", "it belongs to your optimizer"),
+        ("gradient_accumulation_steps", "set lanes: "),
+        ("fp16", "here it is precision=fp16"),
+        ("qqq", "`everstep config` lists all keys"),
+    ],
+)
+def test_a_name_of_another_tool_is_answered_and_one_that_is_near_nothing_is_not_guessed(name, answer):
+    assert f"unknown key {name!r} (from run.yaml): {answer}" in refused({name: 1})
+
+
+def test_no_name_of_another_tool_is_a_key_here_and_each_answer_names_keys_that_exist():
+    keys = {row[0] for row in describe()}
+    for name, answer in foreign_keys._BY_NAME.items():
+        assert name not in keys
+        first = answer.removeprefix("here it is ").split(" ")[0].strip(",;").split("=")[0]
+        assert not answer.startswith("here it is ") or first in keys or first.startswith("--"), answer
 
 
 def test_unknown_keys_in_nested_form_and_of_any_type():

@@ -40,3 +40,14 @@ def test_an_unknown_key_is_one_line(key: str, near: str, capsys: pytest.CaptureF
     assert run_command(["config", key]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and repr(key) in error and near in error
+
+
+def test_keys_are_found_by_a_word(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(["config", "--search", "Norm", "--json"]) == 0
+    assert "clip_norm" in [row["key"] for row in json.loads(capsys.readouterr().out)]
+    assert run_command(["config", "--search", "num_workers", "--json"]) == 0
+    assert [row["key"] for row in json.loads(capsys.readouterr().out)] == ["loader.workers"]
+    for arguments, said in ((["--search", "qqq"], "'qqq'"), (["lanes", "--search", "lanes"], "--search WORD")):
+        assert run_command(["config", *arguments]) == 2
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1 and said in error
