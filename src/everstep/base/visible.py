@@ -1,7 +1,7 @@
 """Text from elsewhere, made safe to look at. Pure.
 
-What a worker, a task or a file says may hold what a terminal obeys: escape sequences that rename its window, move its
-cursor or write to its clipboard, and characters that turn the order of others around. Here these become visible.
+Text of a worker, a task or a file may hold characters that a terminal obeys: escape sequences that rename its window,
+move its cursor or write to its clipboard, and characters that reverse the order of others. Here these become visible.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ ends of Unicode, tags, and halves of characters."""
 
 
 def visible(text: str) -> str:
-    """The text, with all that is not for looking at as escapes (`\\u001b`), which also a JSON string may hold; line
-    feeds and tabs stay."""
+    """The text with control characters as escapes (`\\u001b`), which are also valid in a JSON string; line feeds and
+    tabs stay."""
     return text if text.isascii() and text.isprintable() else _OBEYED.sub(_escaped, text)
 
 
