@@ -1,7 +1,7 @@
 """The 1,797 handwritten digits that come with scikit-learn: real images, with nothing to download.
 
-The split is fixed and stratified: sorted by class (keeping the order within a class), every fifth image is a test
-image: 360, and 1,437 to train on.
+The split is fixed and stratified: images are sorted by class (keeping the order within a class), and every fifth one is
+a test image: 360, and 1,437 to train on.
 
 Source: scikit-learn `load_digits`, a part of the UCI "Optical Recognition of Handwritten Digits" data set.
 """
