@@ -1,9 +1,9 @@
-"""Who may ask what: Host, Origin and token are checked before anything else sees a request. ASGI middleware.
+"""Access control: Host, Origin and token are checked before any other code sees a request. ASGI middleware.
 
 Every user of this machine reaches a port on loopback, a page of another site can make a browser send requests here, and
-a name that resolves to 127.0.0.1 makes them look local. So: the Host must be one of ours, requests that a browser calls
-foreign are refused, and everything needs the token: from a browser once in the address, which it then loses for a
-cookie; from a scraper as `Authorization: Bearer`. With `public` only what changes something needs it.
+a name that resolves to 127.0.0.1 makes them look local. So the Host must be one of ours, requests that a browser calls
+foreign are refused, and everything needs the token. A browser shows it once in the URL, and gets a cookie in exchange;
+a scraper sends `Authorization: Bearer`. With `public` only actions need it.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ _HEADERS = {
 
 
 def checked_token(host: str, token: str | None, how: str = "give --token or EVERSTEP_DASHBOARD_TOKEN") -> str:
-    """The token to use; one is made up on loopback. how: what the user is told to do.
+    """Token to use; on loopback a new one is made if none is given. how: advice to the user.
 
-    Raises: ConfigError if it is missing or short where others could reach the server.
+    Raises: ConfigError if it is missing or weak and others could reach the server.
     """
     if token is None:
         if not is_loopback(host):
@@ -70,11 +70,11 @@ def checked_token(host: str, token: str | None, how: str = "give --token or EVER
 
 
 def kept_token(path: Path, like: str | None = None) -> str | None:
-    """The token in this file, made and put there once, for its owner alone, so that scrapers can be given the file.
-    like: which it is to be, if any. None if that cannot be done."""
+    """Token in this file, made once and readable by its owner alone, so that scrapers can be given the file. like:
+    required value, if any. None if the file cannot be used."""
     try:
         if path.exists() and path.stat().st_mode & 0o077:
-            path.unlink()  # what others could read is no secret
+            path.unlink()  # a file that others could read holds no secret
         if like is not None and path.exists() and read_given(path).decode().strip() != like:
             path.unlink()
         if not path.exists():
@@ -92,9 +92,9 @@ def _make_token(path: Path, token: str) -> None:
 
 
 class Guard:
-    """Refuses what is not ours, and puts the same headers on every answer.
+    """Refuses foreign requests, and puts the same headers on every answer.
 
-    host: where the server listens. public: who only reads needs no token.
+    host: address where the server listens. public: reading needs no token.
     """
 
     def __init__(self, app: ASGIApp, host: str, token: str, public: bool = False) -> None:
@@ -103,7 +103,7 @@ class Guard:
         self._names = {"127.0.0.1", "localhost", "[::1]", host.lower(), f"[{host.lower()}]"}
         self._token = token
         self._public = public
-        # A browser has one jar for all ports of a host: each token has a cookie of its own, which does not show it.
+        # A browser shares cookies among all ports of a host: each token has its own cookie, which does not show it.
         self._cookie = f"everstep-{hashlib.sha256(token.encode()).hexdigest()[:12]}"
         self._pass = hmac.new(token.encode(), b"cookie", hashlib.sha256).hexdigest()
 
@@ -156,7 +156,7 @@ class Guard:
         return None
 
     def _knows(self, scope: Scope) -> bool:
-        """Whether a request has the token: in a header; as a cookie; or, to read, in the address."""
+        """Whether a request has the token: in a header; as a cookie; or, for reading, in the URL."""
         headers = Headers(scope=scope)
         scheme, _, bearer = headers.get("authorization", "").partition(" ")
         given = [headers.get(TOKEN_HEADER, ""), bearer if scheme.lower() == "bearer" else ""]
@@ -165,7 +165,7 @@ class Guard:
         return any(_same(token, self._token) for token in given) or _same(self._shown(headers), self._pass)
 
     def _shown(self, headers: Headers) -> str:
-        """Our cookie's value, "" if there is none."""
+        """Value of our cookie, "" if there is none."""
         for line in headers.getlist("cookie"):
             for part in line.split(";"):
                 name, _, value = part.strip().partition("=")
@@ -174,7 +174,7 @@ class Guard:
         return ""
 
     def _welcome(self, scope: Scope) -> Response | None:
-        """Who opens a page with the token in its address is sent to the same one without it, with a cookie. Programs
+        """Redirect for a page opened with the token in its URL: to the same page without it, with a cookie. Programs
         may not keep cookies, and are answered at once."""
         rest = [(name, value) for name, value in _query(scope) if name != TOKEN_PARAMETER]
         path = str(scope["path"])
