@@ -84,8 +84,7 @@ def _is_home(directory: Path, found: os.stat_result) -> bool:
 
 
 def open_below(path: str | os.PathLike[str], flags: int = os.O_RDONLY, folders: int = 0, *, make: bool = False) -> int:
-    """Descriptor of a regular file. make: create the folders below DIR, too. Raises: OSError; its message names the
-    path."""
+    """Descriptor of a regular file. make: create folders below DIR, too. Raises: OSError that names the path."""
     path = Path(path)
     with folder_of(path, folders, make=make, writes=bool(flags & _WRITES)) as folder, _named(path, path.name, folder):
         fd = os.open(path.name, (flags & ~os.O_TRUNC) | _SAFELY, 0o600, dir_fd=folder)
@@ -161,8 +160,8 @@ def placed(draft: Path, name: str) -> None:
 def write_atomically(
     path: str | os.PathLike[str], content: str | bytes, folders: int | None = 0, *, make: bool = False
 ) -> None:
-    """Write a file so that readers see the old content or the new one, never a part. Raises: OSError; then nothing is
-    left."""
+    """Write a file so that readers see the old or the new content, never a part. Raises: OSError; nothing is left
+    then."""
     with drafted(path, folders, make=make) as draft:
         draft.write_bytes(content.encode() if isinstance(content, str) else content)
         placed(draft, Path(path).name)
@@ -191,8 +190,7 @@ def refuse_others(owner: int, folder: int, *, root_too: bool = False) -> None:
 
 
 def _maker(folder: int) -> int:
-    """Owner of a new file in the folder. File servers and user namespaces may choose another than this process's
-    user."""
+    """Owner of a new file in the folder. File servers and user namespaces may choose another than this process's."""
     device = os.fstat(folder).st_dev
     if device not in _makers:
         name = f".owner.{secrets.randbits(64)}"

@@ -191,8 +191,7 @@ def pool_wish(config: Config) -> PoolWish:
 
 
 def device_of(config: Config, worker_id: int, cell_rank: int = 0) -> str:
-    """Device of one rank of a worker. The head has the device that the map names, else the job's; limbs have the next
-    ones."""
+    """Device of one rank of a worker. The head has the map's or the job's device; limbs have the next ones."""
     device = devices_of(parse_map(config.map, config.stages)).get(worker_id, config.device)
     kind, _, index = device.partition(":")
     return f"{kind}:{int(index) + cell_rank}" if cell_rank and index.isdecimal() else device

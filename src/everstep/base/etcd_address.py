@@ -29,8 +29,7 @@ class EtcdAddress:
 
     @classmethod
     def parse(cls, name: str, text: str) -> EtcdAddress:
-        """Parse an address. name: the key that holds the text, for the message. Raises: ConfigError if it is no such
-        address."""
+        """Parse an address. name: the key that holds it. Raises: ConfigError if it is no such address."""
         tls = text.startswith(OVER_TLS)
         members, slash, prefix = text.removeprefix(OVER_TLS if tls else PLAIN).partition("/")
         found = [_MEMBER.fullmatch(member) for member in members.split(",")]

@@ -60,8 +60,7 @@ class Extents:
 
     @staticmethod
     def part(of: Sizes, runs: Iterable[BlockRun]) -> Extents:
-        """These blocks of a state of these sizes; `WHOLE` if they are all. Raises: InvariantViolation for blocks
-        outside of it."""
+        """These blocks of a state of these sizes; `WHOLE` if they are all. Raises: InvariantViolation for others."""
         known, starts = dict(of), _starts(of)
         spans = []
         for plane, lo, hi in runs:

@@ -186,8 +186,7 @@ def check_numbered(environ: Mapping[str, str]) -> None:
 
 
 def left_alone(environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment without the launcher's variables about one process, for processes that the launcher did not
-    start."""
+    """The environment without the launcher's variables about one process, for other processes."""
     return {name: value for name, value in environ.items() if not _ITS_OWN.fullmatch(name)}
 
 

@@ -80,8 +80,7 @@ class Member:
         return (Rank(self.pid, self.address, self.segment), *self.limbs)
 
     def at_rank(self, cell_rank: int) -> Member:
-        """The member as the processes of this rank in other cells see it. Raises: MembershipError if the cell has no
-        such rank."""
+        """The member as this rank of other cells sees it. Raises: MembershipError if the cell has no such rank."""
         if cell_rank == 0:
             return self
         if cell_rank > len(self.limbs):
@@ -213,8 +212,7 @@ class Plan:
         return self._pools.get(stage, ())
 
     def leader(self, stage: int) -> int:
-        """worker_id of the stage's leader: the one that the config names, if it is a member, else the first in id
-        order."""
+        """worker_id of the stage's leader: the one that the config names, if a member, else the first in id order."""
         named = self.leaders[stage] if stage < len(self.leaders) else None
         return self.pool(stage)[0].worker_id if named is None else named
 

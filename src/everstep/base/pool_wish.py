@@ -69,8 +69,7 @@ def parse_cut(value: Any, parts: int) -> CutRule | tuple[int, ...]:
 
 
 def even_homes(workers: int, stages: int) -> tuple[tuple[int, ...], ...]:
-    """Even contiguous pools of the workers 0 to `workers` - 1; with fewer workers than stages, each gets a run of
-    stages."""
+    """Even contiguous pools of the workers 0 to `workers` - 1; fewer workers than stages get a run of stages each."""
     if workers >= stages:
         size, larger = divmod(workers, stages)
         firsts = [stage * size + min(stage, larger) for stage in range(stages + 1)]

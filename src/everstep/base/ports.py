@@ -125,8 +125,7 @@ class Channel(Protocol):
         """Regroup. Forgets everything sent or received in older generations."""
 
     def send(self, to: int, key: Hop, tensors: Sequence[Any], meta: bytes = b"") -> None:
-        """Copy the tensors and send them, without waiting for the receiver. `meta`: an opaque description to go with
-        them."""
+        """Copy the tensors and send them, without waiting for the receiver. `meta`: opaque bytes that go along."""
 
     def expect(self, source: int, key: Hop) -> None:
         """Hint that `recv` will be called for this message, so that the transfer can overlap with computing."""

@@ -17,8 +17,8 @@ ends of Unicode, tags, and halves of characters."""
 
 
 def visible(text: str) -> str:
-    """The text with control characters as escapes (`\\u001b`), which are also valid in a JSON string; line feeds and
-    tabs stay."""
+    """The text with control characters as escapes (`\\u001b`), valid in a JSON string, too; line feeds and tabs
+    stay."""
     return text if text.isascii() and text.isprintable() else _OBEYED.sub(_escaped, text)
 
 

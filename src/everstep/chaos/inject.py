@@ -136,8 +136,7 @@ class Injector:
         return self._worker.worker_id in self._victims(fault, plan)
 
     def _strike(self, fault: Fault, step: int, phase: str, plan: Plan, name: str) -> bool | None:
-        """Strike if this worker may. Returns False if it may not, because it was struck before; None if that is not
-        known."""
+        """Strike if this worker may. Returns False if it may not, being struck before; None if that is not known."""
         mine = self._claim(name, self._victims(fault, plan) if fault.target.several else None)
         if not mine:
             return mine

@@ -307,8 +307,8 @@ def _recoveries(facts: Facts) -> list[list[Any]]:
 
 
 def _incidents(facts: Facts) -> list[list[Any]]:
-    """Rows of incidents: number, begin (ms), time when training went on (ms, None: not yet), workers, cause, level, the
-    line, steps done."""
+    """Rows of incidents: number, begin (ms), training goes on (ms, None: not yet), workers, cause, level, line, steps
+    done."""
     return [
         [
             one.number,

@@ -204,8 +204,7 @@ class LaneLoader:
         return fetch(self._recipe, step, lane, preserve=False)[0]
 
     def _guarded(self, slot: _Slot, action: Callable[..., _T], *arguments: int) -> _T | None:
-        """Run the action on the slot's process. If that is dead, start another one, repeat its requests there, and
-        return None."""
+        """Run the action on the slot's process. If it is dead, start another, repeat the requests, and return None."""
         try:
             return action(slot.process, *arguments)
         except LoaderDied as death:

@@ -318,7 +318,7 @@ class LaneAccumulator:
         return leaf
 
     def _unshare(self, leaf: Leaf) -> None:
-        """Copy gradients that share memory: autograd may give the same memory to two parameters, and sums are made in
+        """Copy gradients that share memory: autograd may share memory between parameters, and sums are made in
         place."""
         spans = sorted((g.data_ptr(), i) for i, g in enumerate(leaf) if g is not None)
         end = 0

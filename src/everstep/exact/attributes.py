@@ -24,8 +24,8 @@ _OF_OTHERS = frozenset({"step", "zero_grad", "_opt_called", "_step_count", "_wit
 
 
 def plain(optimizer: Optimizer) -> dict[str, Any]:
-    """Attributes that can be carried, by name: `jsonable.encode` takes them, and they share no memory with parameters
-    or state."""
+    """Attributes that can be carried, by name: those that `jsonable.encode` takes, without memory of parameters or
+    state."""
     known = _storages(optimizer)
     found: dict[str, Any] = {}
     for name, value in _own(optimizer):
@@ -59,8 +59,7 @@ def added(optimizer: Optimizer) -> dict[str, Any]:
 
 
 class Watched:
-    """The attributes that cannot be carried, as they were before an update; `changed` names those that differ
-    afterwards."""
+    """The attributes that cannot be carried, before an update; `changed` names those that differ afterwards."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer

@@ -38,8 +38,7 @@ class Change(msgspec.Struct, frozen=True, array_like=True):
 
 
 class BufferReport(msgspec.Struct, frozen=True, array_like=True):
-    """Changes that this worker's lanes of a step made to guarded buffers. lanes: their number, without lanes that have
-    no samples."""
+    """Changes that this worker's lanes of a step made to guarded buffers. lanes: number of lanes with samples."""
 
     lanes: int
     changes: tuple[Change, ...]
@@ -165,7 +164,7 @@ class _GuardedExtra(_Guarded):
         return packed(self.name, self.module)
 
     def put(self, value: Tensor | None) -> None:
-        give(self.module, value)  # there always is one
+        give(self.module, value)  # type: ignore[arg-type]  # there always is one
 
     def take_over(self, left: Tensor | None) -> None:
         self.put(left)

@@ -68,6 +68,5 @@ def write(values: Mapping[str, Any]) -> None:
 
 
 def autocast() -> tuple[bool, ...]:
-    """Whether autocast is on, by device. This flag is not set again: autocast that is left on keeps hidden casts of
-    weights."""
+    """Whether autocast is on, by device. Not restored: autocast that is left on keeps hidden casts of weights."""
     return tuple(map(torch.is_autocast_enabled, ("cpu", "cuda")))

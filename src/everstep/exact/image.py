@@ -215,8 +215,8 @@ class Image:
         return blocks, [h.hexdigest() for h in hashes]
 
     def digest(self, *prefix: int) -> str:
-        """Digest of everything but padding and places; equal exactly when names, types and bits are. prefix: for
-        example the step."""
+        """Digest of everything but padding and places; equal exactly when names, types and bits are. prefix: such as
+        the step."""
         return rows_digest(self.rows(), self.values, *prefix)
 
     def part_digests(self, *prefix: int) -> tuple[str, dict[str, str]]:
@@ -387,8 +387,7 @@ def planes_of(manifest: Mapping[str, object]) -> tuple[Plane, ...]:
 
 
 def sizes_of(manifest: Mapping[str, Any]) -> Sizes:
-    """Sizes of the planes in blocks, in the order of the blocks' numbers, as sets of blocks (`base.extents`) need
-    them."""
+    """Sizes of the planes in blocks, in the order of the blocks' numbers, for sets of blocks (`base.extents`)."""
     return plane_sizes(planes_of(manifest))
 
 
@@ -408,8 +407,7 @@ def plane_at(planes: Sequence[Plane], block: int) -> Plane | None:
 
 @dataclass(frozen=True)
 class Spot:
-    """A parameter's place on the grid, in elements. unit: its number in the whole model; start: where the unit
-    begins."""
+    """A parameter's place on the grid, in elements. unit: number in the whole model; start: the unit's begin."""
 
     unit: int
     start: int
@@ -426,7 +424,7 @@ class Arrangement:
     _rest: dict[int, list[tuple[str, Tensor]]] = field(default_factory=dict)
 
     def add(self, name: str, tensor: Tensor, label: int, kind: str = "", spot: Spot | None = None) -> None:
-        """Add a tensor. kind: of its plane, if it has the shape of the parameter at `spot`. label: of its group
+        """Add a tensor. kind: of its plane, if it is shaped like the parameter at `spot`. label: of its group
         otherwise."""
         plane = plane_name(kind, tensor)
         if spot is None or spot.shape != tuple(tensor.shape) or not tensor.numel() or not plane:

@@ -91,8 +91,8 @@ class LastLane:
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
 
     def listen(self, params: Sequence[nn.Parameter], late: set[int]) -> None:
-        """Until `end`, add up gradients as autograd finishes them. late: parameters that are added to several times in
-        a lane."""
+        """Until `end`, add up gradients as autograd finishes them. late: parameters with several additions in a
+        lane."""
         for i, parameter in enumerate(params):
             if i not in late:
                 hook = partial(self._finished, i, parameter.stride())

@@ -39,8 +39,7 @@ class ParameterWatch:
             self._digests = [tensor_digest(p) for _, p in self._named]
 
     def look(self) -> None:
-        """Check the parameters. Raises: TaskError naming one that was changed, was made, or has got another kind of
-        gradient."""
+        """Check the parameters. Raises: TaskError naming one that was changed or made, or has another gradient."""
         for (name, parameter), version in zip(self._named, self._versions, strict=False):
             if _version(parameter) != version:
                 raise _changed(name)

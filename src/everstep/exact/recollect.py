@@ -23,8 +23,7 @@ Collected = tuple[tuple[StateEntry, ...], list[Tensor], dict[str, Any], Outline]
 
 
 class Recollection:
-    """Recollection of one model with optimizer, scheduler and extras: `remember` a whole collection, then `recall`
-    it."""
+    """Recollection of one model with optimizer, scheduler and extras: `remember` all, then `recall`."""
 
     def __init__(
         self, model: nn.Module, optimizer: Optimizer | None, scheduler: Any, extras: Mapping[str, Any]
@@ -111,5 +110,5 @@ def encode_further(
 
 
 def _plain(value: Any) -> bool:
-    """Whether a part of an optimizer's state cannot change while it is the same object, or is carried as a tensor."""
+    """Whether a part of an optimizer's state is known by its identity: a tensor, a number, text or None."""
     return value is None or isinstance(value, Tensor | bool | int | float | str)

@@ -81,8 +81,7 @@ def preserve_rng() -> Iterator[None]:
 
 @dataclass
 class _Call:
-    """One forward pass of a unit. before: the generator's seed at its entry; repeated: computed again inside backward,
-    once."""
+    """One forward pass of a unit. before: the generator's seed at its entry; repeated: done again in backward."""
 
     before: int
     repeated: bool = False

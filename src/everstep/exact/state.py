@@ -124,8 +124,7 @@ class ModelState:
         return self._live().read_block(index)
 
     def model_digest(self) -> str:
-        """Digest of parameters and persistent buffers, the content of `state_dict` with tied ones once. 32 hex
-        digits."""
+        """Digest of parameters and persistent buffers (`state_dict` with tied ones once). 32 hex digits."""
         return named_digest(self._persistent())
 
     def state_digest(self, step: int) -> str:
@@ -140,8 +139,7 @@ class ModelState:
 
     @property
     def names(self) -> frozenset[str]:
-        """Names of the parameters and buffers (registered places included) that are held here: for
-        `topology.select`."""
+        """Names of parameters and buffers (registered places, too) that are held here, for `topology.select`."""
         return frozenset((*self._unique_params(), *self._buffer_slots(), *self._keepers))
 
     def clone_snapshot(self) -> Snapshot:

@@ -49,8 +49,7 @@ def state_digest(manifest: StateManifest, step: int) -> str:
 
 
 def model_digest(manifest: StateManifest) -> str:
-    """Digest of parameters and persistent buffers; equals `ModelState.model_digest` of the unsplit job. 32 hex
-    digits."""
+    """Digest of parameters and persistent buffers: `ModelState.model_digest` of the unsplit job. 32 hex digits."""
     transient = set(manifest["transient"])
     rows = sorted(
         (e[0].removeprefix(_MODEL), f"torch.{e[1]}", tuple(e[2]), digest)

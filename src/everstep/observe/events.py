@@ -87,8 +87,7 @@ class EventLog:
         self._lock = threading.Lock()
 
     def write(self, kind: str, *, time_unix_ns: int | None = None, **fields: Any) -> bool:
-        """Append one event; `time_unix_ns` is now unless given. Returns False if the event is lost; it may have to
-        wait."""
+        """Append one event; `time_unix_ns` is now unless given. Returns False if it is lost; it may also wait."""
         line = format_event(kind, time_unix_ns, {**self._defaults, **fields})
         with self._lock:
             kept = len(self._waiting) + len(line) <= MOST_WAITING_BYTES
@@ -178,8 +177,7 @@ def format_event(kind: str, time_unix_ns: int | None, fields: dict[str, Any]) ->
 
 
 def _plain(value: Any) -> Any:
-    """Replacement for a value that the encoder does not know: subclasses of float and int (numpy's float64) become
-    numbers, all else text."""
+    """Replacement for a value that the encoder does not know: kinds of float and int become numbers, all else text."""
     return float(value) if isinstance(value, float) else int(value) if isinstance(value, int) else str(value)
 
 

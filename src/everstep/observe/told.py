@@ -69,8 +69,7 @@ class Steps:
 
 
 class Telling:
-    """What an event log says so far. Pure. held: for each file that events came from, the number of its bytes taken
-    over."""
+    """What an event log says so far. Pure. held: by file that events came from, the number of bytes taken over."""
 
     def __init__(self) -> None:
         self.held: dict[str, int] = {}
@@ -80,8 +79,8 @@ class Telling:
 
     @property
     def through(self) -> int:
-        """Last step up to which all are told, or forgotten: a job that went on from a checkpoint alone knows no steps
-        before it."""
+        """Last step up to which all are told, or forgotten: a job that began with a checkpoint knows no earlier
+        ones."""
         for step in (self._stood, self._stood + 1):
             last = self._steps.last_from(step)
             if last is not None:
@@ -142,8 +141,8 @@ def _name(event: dict[str, Any]) -> tuple[str, int] | None:
 
 
 class ToldFile:
-    """`Telling` for a file that others write to as well. tail_bytes: read only this much of its end, and take steps
-    before that as told."""
+    """`Telling` for a file that others write to as well. tail_bytes: read only this end, and take steps before it as
+    told."""
 
     def __init__(self, path: Path, tail_bytes: int | None = None) -> None:
         self._path = path

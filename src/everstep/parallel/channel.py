@@ -414,8 +414,7 @@ class GroupChannel:
         self._ask(mesh)
 
     def recv(self, source: int, key: Hop) -> tuple[list[torch.Tensor], bytes]:
-        """Wait for the message. Raises: CollectiveAborted after `abort`, and if the connection with the sender
-        broke."""
+        """Wait for the message. Raises: CollectiveAborted after `abort`, and if the connection broke."""
         mesh = self._checked(source, key)
         if source == self._me.worker_id:
             check(key in self._own, f"{key} was not sent by the only one who could, this worker")

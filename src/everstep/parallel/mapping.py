@@ -98,8 +98,7 @@ class Mapping:
         return int(self._bell.value)
 
     def poke(self) -> None:
-        """Wake all that sleep on the bell, from either side, without a write. A thread that is just going to sleep may
-        miss it."""
+        """Wake all that sleep on the bell, from either side, without a write. A thread about to sleep may miss it."""
         _wake(self.address + _BELL_AT)
 
     def await_bell(self, seen: int, timeout_s: float) -> None:

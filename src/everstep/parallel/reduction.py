@@ -69,8 +69,7 @@ def zero_absent(layout: GradientLayout, flat: torch.Tensor, present: bytes) -> N
 
 
 def encode_offers(slots: Mapping[Node, int], presence: Mapping[Node, bytes | bytearray]) -> bytes:
-    """Record with which a worker offers its nodes: for each its lanes, its slot and its presence bytes (or other bytes
-    of one length)."""
+    """Record with which a worker offers its nodes: lanes, slot and presence bytes (or others of one length)."""
     return b"".join(_OFFER.pack(node.lo, node.hi, slots[node]) + presence[node] for node in presence)
 
 
@@ -116,8 +115,7 @@ class Flats:
         self._scratch: dict[int, torch.Tensor] = {}
 
     def tensor(self, step: int, node: Node) -> torch.Tensor:
-        """Tensor of a node; the same (step, node) gives the same memory, and a new step frees that of the step
-        before."""
+        """Tensor of a node; the same (step, node) gives the same memory; a new step frees old nodes."""
         if step != self._step:
             self._step = step
             kept = {id(t) for t in self._results.values()}

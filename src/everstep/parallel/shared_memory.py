@@ -344,8 +344,7 @@ class NodeSlots:
         self._results[step] = self.index(step, node)
 
     def release_results(self, step: int) -> None:
-        """Free results when the reduction of `step` begins: only those of this step and the one before are still in
-        use."""
+        """Free results when the reduction of `step` begins: only this step's and the last one's are in use."""
         self._results = {s: slot for s, slot in self._results.items() if step - 2 < s <= step}
 
     def _forget_idle(self) -> None:

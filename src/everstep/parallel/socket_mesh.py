@@ -328,8 +328,7 @@ class SocketMesh:
                 return True
 
     def _next(self, line: _Line) -> memoryview | None:
-        """Next piece to send. It is made without the lock: tags take time, and other threads can queue frames
-        meanwhile."""
+        """Next piece to send. Made without the lock: tags take time, and others can queue frames."""
         while True:
             with self._changed:
                 frame = line.out[0] if line.out else None

@@ -61,8 +61,7 @@ class BlockCut:
         return last
 
     def clear_padding(self, flat: torch.Tensor, origin: int, first: int, last: int) -> None:
-        """Write zeros behind the content of each of these blocks; element 0 of `flat` is element `origin` of the
-        layout."""
+        """Write zeros behind the content of each of these blocks; `flat` begins at element `origin`."""
         for block in range(first, last):
             end = (block + 1) * BLOCK_ELEMENTS
             if self._stops[block] < end:

@@ -41,8 +41,7 @@ class Crowd:
         self._counts.update(path[:depth] for depth in range(1, len(path) + 1))
 
     def near(self, domains: Domains) -> tuple[int, ...]:
-        """Number of counted workers that would die with a worker in these domains, the widest first; fewer is
-        better."""
+        """Number of counted workers that would die with a worker in these domains, the widest first."""
         path = _path(domains)
         return tuple(self._counts[path[:depth]] for depth in range(1, len(path) + 1))
 
@@ -76,7 +75,6 @@ def dealt(worker_ids: Iterable[int], pools: int, domains: DomainsOf) -> list[lis
 
 
 def farthest(candidates: Sequence[int], others: Iterable[int], domains: DomainsOf) -> int | None:
-    """Candidate that dies with the fewest of the others, the widest domains first; the first of equals. None if there
-    are no candidates."""
+    """Candidate that dies with the fewest of the others, the widest domains first; None if there are no candidates."""
     crowd = Crowd(others, domains)
     return min(candidates, key=crowd.near_worker, default=None)

@@ -144,8 +144,7 @@ def _neediest(pools: Pools, newcomer: int, wish: PoolWish, domains: DomainsOf) -
 
 
 def _cover(pools: Pools, stage: int, standby: Collection[int], domains: DomainsOf) -> None:
-    """Seat a worker in a stage that lost its whole pool: from a pool with more than one, else from nearby in
-    addition."""
+    """Seat a worker in a stage that lost its whole pool: from a larger pool, else from nearby in addition."""
     counts = _seats(pools)
     free = [(k, i) for k, pool in enumerate(pools) if len(pool) > 1 for i in pool if counts[i] == 1]
     if free:
@@ -162,7 +161,7 @@ def _cover(pools: Pools, stage: int, standby: Collection[int], domains: DomainsO
 
 def _leave_extras(pools: Pools, wish: PoolWish) -> None:
     """A worker in several stages leaves those where a worker with fewer stages sits, too, the largest pool first. One
-    worker always stays."""
+    always stays."""
     while True:
         counts = _seats(pools)
         leaving = [
@@ -325,8 +324,7 @@ def _even_sizes(hosts: Sequence[int], lanes: int) -> list[int]:
 
 
 class _Sizes(NamedTuple):
-    """How the workers from one on are served: nodes of hosts and of workers; whether the first worker has a larger
-    run."""
+    """How the workers from one on are served: nodes of hosts and workers; whether the first has a larger run."""
 
     nodes: tuple[int, int]
     after: _Sizes | None
@@ -427,8 +425,7 @@ def _gaps(lanes: int, owner: Mapping[int, int]) -> list[tuple[int, int]]:
 
 
 def _seat_newcomer(newcomer: int, share: int, lanes: int, owner: dict[int, int]) -> None:
-    """Give the newcomer the run of lost lanes with the fewest nodes in it and left beside it; several runs if none
-    fits."""
+    """Give the newcomer the run of lost lanes with the fewest nodes in it and beside it; several if none fits."""
 
     def nodes(lo: int, hi: int) -> int:
         return run_nodes(lo, hi, lanes) if lo < hi else 0

@@ -30,8 +30,7 @@ class ProbeRule:
 
 @dataclass(frozen=True)
 class Trial:
-    """A lane that is computed again. holders: by stage, the member that does so; the lane's owner if the pool has no
-    other."""
+    """A lane that is computed again. holders: by stage, the member that does it; the owner if the pool has no other."""
 
     lane: int
     holders: tuple[int, ...]

@@ -89,8 +89,7 @@ def _hops_behind(owner: Mapping[tuple[int, int], int], seat: Seat, lane: int, st
 
 
 class _Play:
-    """A run of all workers through their lists, with instant messages and unit times; it records each worker's
-    order."""
+    """A run of all workers through their lists, with instant messages and unit times; it keeps each one's order."""
 
     def __init__(
         self,

@@ -24,8 +24,7 @@ from everstep.placement.tree import cover
 
 @dataclass(frozen=True)
 class Tiers:
-    """Members by host. hosts: worker ids of each host, ascending; the first is its courier, and hosts are in the order
-    of these."""
+    """Members by host. hosts: worker ids of each host, ascending, the courier first; hosts in the order of couriers."""
 
     hosts: tuple[tuple[int, ...], ...]
 
@@ -57,8 +56,7 @@ class Tiers:
 
 
 def folded(nodes: Iterable[Node], n_lanes: int) -> dict[Node, tuple[Node, ...]]:
-    """The fewest nodes that these disjoint nodes can be added up to, ascending, each with the nodes that it is the sum
-    of."""
+    """The fewest nodes to which these disjoint nodes add up, ascending, each with its summands."""
     given = sorted(nodes)
     tops = cover((lane for node in given for lane in range(*node)), n_lanes)
     found: dict[Node, list[Node]] = {top: [] for top in tops}

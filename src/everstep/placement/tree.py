@@ -45,8 +45,7 @@ def children(node: Node) -> tuple[Node, Node]:
 
 
 def cover(lanes: Iterable[int], n_lanes: int) -> tuple[Node, ...]:
-    """Maximal nodes all of whose lanes are in the set, ascending: the sums that a worker with these lanes makes
-    alone."""
+    """Maximal nodes all of whose lanes are in the set, ascending: the sums of a worker with these lanes."""
     ascending = sorted(set(lanes))
     top = root(n_lanes)
     if not ascending:

@@ -448,8 +448,7 @@ class Checks:
             self.taint.accept()
 
     def together(self, generation: int) -> None:
-        """Check that the workers that have entered a generation are at most one decision apart, whatever their
-        stages."""
+        """Check that the workers that have entered a generation are at most one decision apart."""
         positions = self.views.settled(generation)
         if not positions:
             return

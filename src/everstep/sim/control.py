@@ -249,8 +249,8 @@ class AgentProcess(Process):
         self.client.send(self.lost[slot])
 
     def lose_fork_server(self) -> None:
-        """The fork server dies. Its workers outlive it, except those that have not begun. No others are started until
-        it has been replaced."""
+        """The fork server dies. Its workers outlive it, except those that have not begun. No others start until it is
+        replaced."""
         if self.alive and self.waiting is None:
             self.world.log(self.name, "FORK SERVER DIED")
             self.waiting = set()

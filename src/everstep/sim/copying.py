@@ -120,8 +120,7 @@ class SimSaver:
             life.soon(MS, 60 * MS, self._written, effect.plan, stage, number, life.state.stages[stage])
 
     def _written(self, plan: Plan, stage: int, number: int, state: Blocks) -> None:
-        """Write a part; a checkpoint that is not complete when its generation ends, or when it is invalidated, is
-        abandoned."""
+        """Write a part; a checkpoint that is not complete when its generation ends, or is invalidated, is dropped."""
         driver = self.life.driver
         sound = driver.machine.sound
         if driver.generation == plan.generation and (sound < 0 or number <= sound):

@@ -175,8 +175,8 @@ class SimInjector:
         self.for_a_while(fault, self.world.mend, a, b)
 
     def lose(self, target: SimWorker, pick: int, mask: int) -> bool:
-        """Lose blocks of a stage that the worker holds; returns whether the time was right. Losses that come late do
-        not matter."""
+        """Lose blocks of a stage that the worker holds; returns whether the time was right. Late losses do not
+        matter."""
         if not target.alive or self.stopped:
             return True
         driver = target.driver

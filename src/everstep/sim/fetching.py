@@ -212,8 +212,7 @@ class Follower:
         return any(feed.taking.uses(connection) for feed in self.feeds)
 
     def _open(self, operation: do.OpenFeeds) -> None:
-        """Open a feed from the first reachable donor of each group; it is complete once all offered blocks have
-        come."""
+        """Open a feed from the first reachable donor of each group; it is whole once all offered blocks came."""
         self._stop()
         for place, (donors, stages) in enumerate(operation.groups):
             keys, at_once = tuple(member.key for member in donors), min(self.life.site.donors, len(donors))

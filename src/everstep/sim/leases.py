@@ -28,8 +28,7 @@ _MOST_BYTES = 1500
 
 
 class SimCandidate(SimCoordinator):
-    """One life of a coordinator that decides only while it holds the lease. `serves`: it holds it, as far as it
-    knows."""
+    """One life of a coordinator that decides only while it holds the lease. `serves`: it does, as far as it knows."""
 
     def __init__(self, world: World, control: LeasedControl, number: int) -> None:
         self.number = number

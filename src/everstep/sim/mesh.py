@@ -65,8 +65,7 @@ class Mesh:
     # ---- a generation begins and ends
 
     def leave(self, generation: int) -> None:
-        """Cut the connections of this generation and older; the peers see them end, after the messages sent over
-        them."""
+        """Cut the connections of this generation and older; the peers see the end after earlier messages."""
         if self.generation <= generation:
             for _, connection in sorted(self.out.items()):
                 connection.close(self.life)

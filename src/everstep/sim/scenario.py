@@ -450,8 +450,8 @@ def simulate(
     coordinator: NewCoordinator = Coordinator,
     driver: NewDriver = Driver,
 ) -> Verdict:
-    """Run one seed. `split`: of a model in several stages; `leased`: with two coordinators. `setup` replaces the seed's
-    own."""
+    """Run one seed. `split`: of a model in several stages; `leased`: with two coordinators. `setup` replaces the drawn
+    one."""
     drawn = set_up_leased if leased else set_up_split if split else set_up
     chosen = setup if setup is not None else drawn(seed)
     simulation = Simulation(seed, chosen, tracing, machine, coordinator, driver)
@@ -535,7 +535,7 @@ def run_one(seed: int, kind: SeedKind, trace: bool) -> int:
 
 
 def run_many(start: int, stop: int | None, kind: SeedKind, keep_going: bool, as_json: bool) -> int:
-    """Run the seeds from `start` to before `stop`; None: until one fails or the user interrupts. Exit codes as in
+    """Run the seeds from `start` to before `stop`; None: until one fails or the user interrupts. Exit codes of
     `run_one`."""
     tally, begin_s, begin_cpu_s = SeedTally(), time.monotonic(), time.process_time()
     seeds: Iterable[int] = itertools.count(start) if stop is None else range(start, stop)

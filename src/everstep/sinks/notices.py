@@ -210,8 +210,8 @@ class Notices(Sink):
         return f"{words[0]!r} ended with {process.returncode}" if process.returncode else ""
 
     def _post(self, url: str, notice: Notice) -> str:
-        """Post the notice as JSON; `text` is the field that chats show. Returns "" on success, else the error, without
-        the address."""
+        """Post the notice as JSON; `text` is the field that chats show. Returns "", or the error without the
+        address."""
         headers = {"content-type": "application/json", "user-agent": "everstep"}
         request = urllib.request.Request(url, json.dumps(notice).encode(), headers, method="POST")
         try:

@@ -1,4 +1,4 @@
-"""What calls of functions and methods that are not the user's do, as far as their names say it."""
+"""Effects of functions and methods that are not the user's, as far as their names tell."""
 
 from __future__ import annotations
 

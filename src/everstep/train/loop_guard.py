@@ -1,4 +1,4 @@
-"""Calls that belong to a plain training loop and not to this one: each is named where it is made, with what to write.
+"""Calls that belong to a plain training loop and not to this one: each is refused where it is made, with a remedy.
 
 Apart from `run` because it reaches into torch: while the loop runs, `Tensor.backward`, gradient clipping, `zero_grad`
 and the optimizer's `step` ask here first. Otherwise they would do nothing, or spoil a sum of gradients that waits in
@@ -31,12 +31,12 @@ _REMEDIES = {
 
 
 def refused(what: str) -> TaskError:
-    """The error for a call that must not be made in the loop."""
+    """Error for a call that must not be made in the loop."""
     return TaskError(f"{what} was called in the loop: {_REMEDIES[what]}")
 
 
 class LoopGuard:
-    """Of one model and its optimizer, while the loop runs."""
+    """Guard of one model and its optimizer, while the loop runs."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, updating: Callable[[], bool]) -> None:
         """updating: whether the optimizer is being stepped for the loop."""
