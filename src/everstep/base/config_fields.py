@@ -22,7 +22,7 @@ _FALSE = {"false", "no", "off", "0"}
 _NONE = {"none", "null", ""}
 _MISSING = object()
 _BEYOND = 1 << 63
-"""No whole number is as large: neither files nor messages hold it."""
+"""Exclusive upper bound of whole numbers: neither files nor messages hold larger ones."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ SECRET_VARIABLES = (
     *("EVERSTEP_TOKEN", "EVERSTEP_DASHBOARD_TOKEN", "EVERSTEP_METRICS_TOKEN"),
     *("EVERSTEP_ETCD_USER", "EVERSTEP_ETCD_PASSWORD"),
 )
-"""Of our own; they are for the command that is given them, and go into no file."""
+"""Everstep's own secret variables; only the command that gets them may see them, and no file."""
 
 
 def variable(source: str, name: str, value: Any) -> str:
@@ -126,7 +126,7 @@ def shown(value: Any) -> str:
     """A value for an error message: one line, not too long."""
     try:
         text = str(value).lower() if isinstance(value, bool) else repr(value)
-    except (ValueError, RecursionError):  # a number of thousands of digits, say
+    except (ValueError, RecursionError):  # for example a number of thousands of digits
         text = f"a {type(value).__name__} that is too large to show"
     return text if len(text) <= 60 else text[:57] + "..."
 

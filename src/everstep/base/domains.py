@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from everstep.base.errors import ConfigError
 
 WIDTHS = ("region", "zone", "row", "rack", "switch", "nvlink", "host", "gpu")
-"""Kinds of domains, the widest first. Host and GPU are known by themselves, the others are for labels to say."""
+"""Kinds of domains, the widest first. Host and GPU are detected, labels name the others."""
 LABELS = WIDTHS[: WIDTHS.index("host")]
 LABEL_NAME = rf"\A(?:{'|'.join(LABELS)})\Z"
 LABEL_VALUE = r"\A[A-Za-z0-9][A-Za-z0-9_.:-]{0,62}\Z"

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from everstep.base.errors import ConfigError
 
 PORTS_PER_WORKER = 2
-"""Of a worker that runs: one where peers reach it, and one while a generation meets."""
+"""Ports of a running worker: one where peers reach it, and one while a generation meets."""
 LEAST_PORT = 1024
 
 

@@ -19,10 +19,10 @@ Sizes = tuple[tuple[str, int], ...]
 """The planes of a state with their numbers of blocks, in the order of the numbering."""
 
 Coded = tuple[Sizes, tuple[tuple[int, int, int], ...]]
-"""A proper part as it travels: sizes, and (place of the plane among them, lo, hi)."""
+"""Form of a proper part in messages: sizes, and (place of the plane among them, lo, hi)."""
 
 Runs = tuple[tuple[int, int], ...]
-"""Blocks by their numbers: (first, one beyond the last), ascending, none empty, none beginning where another ends."""
+"""Blocks by their numbers: (first, one beyond the last), ascending, none empty, none adjacent."""
 
 _Spans = list[tuple[int, int]]
 

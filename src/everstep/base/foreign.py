@@ -135,7 +135,7 @@ _KNOWN = (
     ),
 )
 WORKER_MARK = "EVERSTEP_WORKER"
-"""In the environment of a worker, whose RANK and the like are what a plan says."""
+"""Environment variable of a worker, whose RANK and the like come from a plan."""
 _ITS_OWN = re.compile(
     r"TORCHELASTIC_\w+|(GROUP_|ROLE_|LOCAL_)?(RANK|WORLD_SIZE)|NODE_RANK|LOCAL_SIZE|CROSS_(RANK|SIZE)|ROLE_NAME"
     r"|MASTER_(ADDR|PORT)"

@@ -22,7 +22,7 @@ from everstep.base.below import open_below
 from everstep.base.readable import readable
 
 MOST_BYTES = 16 << 20
-"""Of a file that is read whole, unless said otherwise."""
+"""Limit of a file that is read whole, unless said otherwise."""
 _PORTION_BYTES = 1 << 20
 _PIPE_PATIENCE_S = 10.0
 

@@ -29,7 +29,7 @@ class Tag(NamedTuple):
 
 
 MOST_LANES = 1 << 13
-"""What is sent between stages bears a number below this one: those of lanes, and of lanes that are computed twice."""
+"""Exclusive limit of lane numbers in messages between stages, those of lanes that are computed twice included."""
 
 HopKind = Literal["act", "grad", "tied", "eval"]
 
@@ -151,4 +151,4 @@ class Channel(Protocol):
 OnTick = Callable[[], None]
 
 OnFinal = Callable[[Node, int, int], None]
-"""Told of a node whose blocks [first, last) are final, no entry in them being absent. Never raises."""
+"""Called with a node whose blocks [first, last) are final, no entry in them being absent. Never raises."""

@@ -7,7 +7,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 MEANS = {"cut": "drop", "oneway": "drop", "drop": "drop", "slow": "delay", "narrow": "rate"}
-"""By kind of fault: what a host has to be able to do to its packets."""
+"""Ability that a host needs for its packets, by kind of fault."""
 OF_COORDINATOR = ("kill", "stop", "throttle")
 _MOST, _MOST_TEXT = 1e9, 500
 

@@ -12,8 +12,8 @@ _OBEYED = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\ud800-\udfff]"
     "|[\U000e0000-\U000e007f]"
 )
-"""Control characters (C0 but line feed and tab, DEL, C1), what sets the direction of writing or only instructs, line
-ends of Unicode, tags, and halves of characters."""
+"""Control characters (C0 but line feed and tab, DEL, C1), characters that set the direction of writing or only
+instruct, line ends of Unicode, tags, and halves of characters."""
 
 
 def visible(text: str) -> str:

@@ -22,7 +22,7 @@ QUICK: Mapping[str, Any] = {
     "heartbeat.ceiling_s": 1,
     "backoff.initial_s": 0.05,
 }
-"""Limits at which a scenario of seconds has hangs and partitions that last too long."""
+"""Limits at which hangs and partitions become too long within a scenario of seconds."""
 TASK = "transformer-text"
 TINY: Mapping[str, Any] = {
     "task.width": 32,

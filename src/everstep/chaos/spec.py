@@ -17,7 +17,7 @@ from everstep.chaos.fault_kinds import KINDS, FaultKind
 from everstep.observe.events import KINDS as EVENT_KINDS
 
 DRAWN = tuple(kind.name for kind in KINDS.values() if kind.drawn)
-"""What random faults are made of."""
+"""Kinds of random faults."""
 EVENTS = tuple(sorted(EVENT_KINDS))
 SIDES = ("coordinator", "peers")
 

@@ -316,7 +316,7 @@ _ACTIONS: dict[str, tuple[Callable[[Mapping[str, Any]], dict[str, Any]], str]] =
     "profile": (_profile, "steps {first_step} on are recorded into profiles/{name}"),
     "stop": (lambda args: {"cause": "requested", "reason": STOPPED}, "the job ends, with a checkpoint if it has any"),
 }
-"""What a page may ask of a running job: how its arguments are checked, and what is said when it is done."""
+"""Actions of a page on a running job: check of the arguments, and text after success."""
 
 
 def serve(run_dirs: Sequence[Path], host: str, port: int, token: str | None, audit: Audit, public: bool) -> None:

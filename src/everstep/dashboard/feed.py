@@ -37,7 +37,7 @@ _LAST_BYTES = 1 << 16
 _LIST_S = 1.0
 _MOST_OPEN = 32
 MOST_COMPARED = 12
-"""Of a list's runs, so many may be looked at together on a page."""
+"""Number of a list's runs that may be viewed together on a page."""
 _AUTOMATIC_LEDGER_BYTES = 32 << 20
 
 

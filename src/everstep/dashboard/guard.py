@@ -32,7 +32,7 @@ API = "/api/"
 UNLOCK = "/api/token"
 METRICS = "/metrics"
 KNOWN = "everstep.known"
-"""In a request's scope: whether it has the token."""
+"""Entry of a request's scope: whether it has the token."""
 SHORTEST_TOKEN = 16
 _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "

@@ -23,14 +23,14 @@ from everstep.base.errors import ConfigError
 CLASSES = 10
 SIZE = 8
 MEAN, DEVIATION = 0.3058, 0.3762
-"""Of the training pixels, on the scale 0 to 1."""
+"""Mean and deviation of the training pixels, on the scale 0 to 1."""
 
 
 class Digits(Dataset[tuple[torch.Tensor, int]]):
     """Images (1, 8, 8) float32, normalised, with their class 0 to 9.
 
     split: "train" or "test". shift: share (0 to 1) of the training images that are moved by up to one pixel in each
-    direction, drawn anew each time from torch's default generator, which the loader seeds for each sample.
+    direction, drawn afresh each time from torch's default generator, which the loader seeds for each sample.
 
     Raises: ConfigError for another split.
     """

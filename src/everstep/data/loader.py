@@ -22,9 +22,9 @@ from everstep.exact.seeding import derive, preserve_rng, sample_seed, seed_all
 from everstep.order.cursor import Order, SampleId
 
 _OUTSTANDING = 32
-"""Most requests that a loader process has unanswered, so that neither side ever waits in a send."""
+"""Most unanswered requests of a loader process, so that neither side ever waits in a send."""
 _LIVES = 2
-"""How many loader processes may die over the same batch."""
+"""Number of loader processes that may die over the same batch."""
 
 _COLLATE = 1 << 33
 """First number of the seeds for collating, so that they coincide with no others."""

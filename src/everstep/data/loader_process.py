@@ -32,9 +32,9 @@ from everstep.exact.seeding import seed_all
 
 _ASK, _CANCEL = 0, 1
 _REQUEST = struct.Struct("<BQqq")
-"""What (ask or cancel), ticket, step, lane."""
+"""Kind (ask or cancel), ticket, step, lane."""
 _REPLY = struct.Struct("<BQqq")
-"""Whether it failed, ticket, size in bytes, where the pickle begins; the batch's file descriptor comes along."""
+"""Whether it failed, ticket, size in bytes, offset of the pickle; the batch's file descriptor comes along."""
 _READY_TICKET = 0
 _READY_LIMIT_S = 10.0
 _ATTEMPTS = 3

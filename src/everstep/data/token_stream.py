@@ -84,7 +84,7 @@ class BytePairs:
 
 
 Tokenizer = ByteTokenizer | BytePairs
-"""Text to token numbers and back; `vocabulary` is how many different ones there are."""
+"""Text to token numbers and back; `vocabulary` is the number of different tokens."""
 
 
 def _tokenizers() -> Any:

@@ -23,7 +23,7 @@ from everstep.exact.lending import GradientWatch, Loan
 from everstep.placement.tree import children
 
 _IDLE_STEPS = 4
-"""For how long the views into a buffer are kept that is not asked for any more."""
+"""Steps for which views into a buffer are kept after its last use."""
 
 Leaf = list[Tensor | None]
 """One sum: a tensor per parameter entry, then one per unit with running statistics; None where absent."""
@@ -43,7 +43,7 @@ class LaneAccumulator:
         by_name = dict(model.named_parameters(remove_duplicate=False))
         self.layout = layout
         self.presence: dict[Node, bytes] = {}
-        """For each node of the step that is complete: one byte per layout entry."""
+        """Presence of each complete node of the step: one byte per layout entry."""
         self._indices = mine
         self._params: list[nn.Parameter] = [by_name[layout.entries[i].name] for i in mine]
         self._frozen = [(name, by_name[name]) for name in layout.frozen]
@@ -535,7 +535,7 @@ def _copy_into(views: list[Tensor], leaf: Leaf) -> None:
 
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3  # of glibc's malloc.h
 _LARGEST_MMAP_THRESHOLD = 32 << 20
-"""glibc refuses more on 64-bit machines; larger tensors are mapped and unmapped each time."""
+"""glibc refuses larger thresholds on 64-bit machines; larger tensors are mapped and unmapped each time."""
 
 
 def keep_freed_memory() -> bool:

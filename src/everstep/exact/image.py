@@ -36,10 +36,10 @@ BLOCK_BYTES = BLOCK_ELEMENTS * 4
 _OFFSET = attrgetter("offset")
 FORMAT = 2
 FORMATS = (1, FORMAT)
-"""Those that are read. The first one knew no planes: all of it is by unit, and in a unit by parameter."""
+"""Formats that can be read. The first one had no planes: all of it is by unit, and in a unit by parameter."""
 OUTSIDE, VALUES, FOREIGN = -1, -2, -3
-"""Groups that are no unit's: what lies outside all units, the tensors in `values`, and (in a stage's manifest alone)
-tied parameters whose first place of use is in another stage."""
+"""Groups of no unit: entries outside all units, tensors in `values`, and (in a stage's manifest alone) tied parameters
+whose first place of use is in another stage."""
 
 
 class StateEntry(NamedTuple):
@@ -81,12 +81,12 @@ def pieces_of(entries: Sequence[StateEntry], index: int) -> Iterator[tuple[int, 
 
 MODEL, OPTIMIZER, REST = "model", "optimizer", "rest"
 ITEM_SIZES = (1, 2, 4)
-"""Of the elements that planes hold; tensors of larger ones are in `rest`."""
+"""Sizes of elements that planes hold; tensors of larger elements are in `rest`."""
 _KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,99}")
 
 PlaneRun = tuple[int, int, int]
-"""Element block, first block, count: so many blocks of the state from that one on hold the elements of the grid from
-`BLOCK_ELEMENTS` times the element block on."""
+"""(element block, first block, count): `count` blocks of the state, from the first one on, hold the elements of the
+grid from `BLOCK_ELEMENTS` times the element block on."""
 
 
 class Plane(NamedTuple):

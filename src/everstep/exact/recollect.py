@@ -19,7 +19,7 @@ from everstep.exact.image import VALUES, Outline, StateEntry
 from everstep.exact.jsonable import encode
 
 Collected = tuple[tuple[StateEntry, ...], list[Tensor], dict[str, Any], Outline]
-"""Entries, the tensors they are of, JSON values, and the outline."""
+"""Entries, their tensors, JSON values, and the outline."""
 
 
 class Recollection:

@@ -21,8 +21,8 @@ from torch import nn
 
 _MASK = (1 << 64) - 1
 _LANE, _UNIT, _SAMPLE, _BUILD, _BACKWARD, _MODULE = 1, 2, 3, 4, 5, 6
-"""The first number of a derivation, so that seeds for different purposes never coincide by construction. A lane's is
-for all that it draws outside units; a unit's counts its forward passes within the lane, from 0."""
+"""First number of a derivation, so that seeds for different purposes never coincide by construction. A lane's is for
+its draws outside units; a unit's counts its forward passes within the lane, from 0."""
 
 
 def derive(*numbers: int) -> int:

@@ -18,7 +18,7 @@ from everstep.exact.digest import bytes_of
 from everstep.exact.image import Image, Outline, StateEntry
 
 SnapshotMemory = Tensor
-"""Flat uint8 host memory that is used again for the next snapshot: touching fresh memory costs more than copying."""
+"""Flat uint8 host memory that the next snapshot uses again: touching fresh memory costs more than copying."""
 
 _PIECE_BYTES = 4 << 20
 

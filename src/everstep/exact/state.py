@@ -91,7 +91,7 @@ class ModelState:
         self.settings = settings or Settings(model, optimizer)
         self._foreign = dict(share.foreign) if share is not None else {}
         self.outline = Outline()
-        """Of the state that `live_tensors` described last."""
+        """Outline of the state that `live_tensors` described last."""
         self.part_names: tuple[str, ...] = ()
         self._image: Image | None = None
         self._arena: SnapshotMemory | None = None

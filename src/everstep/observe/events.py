@@ -59,12 +59,12 @@ KINDS = frozenset(
 COMMON = ("time_unix_ns", "kind", "generation", "step", "worker_id", "incarnation", "pid", "cause", "reason")
 _MAX_STEP = 10**10 - 1
 MOST_LINE_BYTES = 8 << 20
-"""What is longer is no line of ours."""
+"""Longer lines are none of ours."""
 _TAIL_BYTES = 1 << 16
 _MOST_SHOWN = 24
 _START = b'{"time_unix_ns":'
 MOST_WAITING_BYTES = 4 << 20
-"""Of each process: about 10,000 events."""
+"""Limit of each process: about 10,000 events."""
 _RETRY_S = 0.05
 
 

@@ -20,10 +20,10 @@ from typing import Any
 import msgspec
 
 RECORD = b"\x1e"
-"""A record begins with this byte; nothing that people print does."""
+"""First byte of a record; printed text does not begin with it."""
 LEVELS = ("debug", "info", "warning", "error", "critical")
 MOST_CHARACTERS = 1 << 15
-"""Of a message, and of a traceback, of which the end is kept."""
+"""Limit of a message, and of a traceback, of which the end is kept."""
 _encode = msgspec.json.Encoder().encode
 
 

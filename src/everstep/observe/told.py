@@ -19,11 +19,11 @@ from everstep.base.given import open_given
 from everstep.observe.events import Lines, last_committed_step, parse_events
 
 CAME_FROM = "came_from"
-"""The field of an event that came by the wire: which file it was in, and up to which byte that has come."""
+"""Field of an event that came by the wire: its file, and the number of bytes of it that have come."""
 _ONCE = frozenset({"evaluated"})
-"""Kinds that every worker could tell and one does, once for a step."""
+"""Kinds that every worker could tell and one tells, once per step."""
 _CAUSES = frozenset({Cause.NONFINITE, Cause.EARLY_STOP})
-"""Likewise the causes of warnings."""
+"""Causes of warnings that one worker tells once."""
 _MOST_KNOWN = 10_000
 _PORTION_BYTES = 4 << 20
 _FROM = re.compile(r"([0-9a-f]{16}):(\d{1,15})")

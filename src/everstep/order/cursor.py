@@ -17,11 +17,11 @@ SampleId = tuple[int, int]
 
 
 _MOST_FOUND = 256
-"""Lanes whose samples are remembered: several ask for the same ones, one after the other."""
+"""Lanes whose samples are remembered: several callers ask for the same ones, one after the other."""
 
 
 LaneSamples = tuple[SampleId, ...]
-"""What a lane computes in a step; at the end of the last epoch fewer than micro_batch samples, or none."""
+"""Samples of a lane in a step; at the end of the last epoch fewer than micro_batch, or none."""
 
 
 class Order(Protocol):
@@ -69,7 +69,7 @@ class SampleOrder:
         if steps is None and epochs is None:
             raise ConfigError("expected 'steps' or 'epochs' to say where the job ends, got neither: set one of them")
         self.total_samples = None if epochs is None else epochs * dataset_size
-        """How many samples there are to use, None if only steps are limited."""
+        """Number of samples to use, None if only steps are limited."""
         limits = [] if steps is None else [steps]
         if self.total_samples is not None:
             limits.append(-(-self.total_samples // self.global_batch))

@@ -327,7 +327,7 @@ _LEAD = struct.Struct("<Q")
 _PARTS = 1 << 10
 _TAGS = 1 << 28
 _FRAME, _MORE = 0, 1
-"""Each hop has two tags: that of its frame, and that of content that the frame cannot hold."""
+"""Each hop has two tags: that of its frame, and that of the content that does not fit into the frame."""
 _LEADS = _TAGS + 2 * len(KINDS) * _PARTS * MOST_LANES
 
 

@@ -21,7 +21,8 @@ from everstep.parallel.reduction import new_flat
 _LENGTHS = struct.Struct("<II")
 _REMEMBERED = 512
 KEPT_BYTES = 32 << 20
-"""Up to here freed memory stays with the process (`everstep.exact.accumulate`), and new tensors cost no page faults."""
+"""Up to this size freed memory stays with the process (`everstep.exact.accumulate`), and new tensors cost no page
+faults."""
 
 Spec = tuple[torch.dtype, tuple[int, ...], tuple[int, ...]]
 """dtype, shape and (dense) strides of a tensor."""

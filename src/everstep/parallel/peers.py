@@ -38,7 +38,7 @@ _RETRY_S = 0.01
 _MOST_RECORD_BYTES = 1 << 30
 """Members of one host have no such limit, so a job finds it when the first other host joins."""
 _AT_ONCE_BYTES = 32 << 10
-"""What the kernel of whoever is late takes in any case."""
+"""Bytes that a late peer's kernel takes in any case."""
 _BACKLOG = 1024
 
 

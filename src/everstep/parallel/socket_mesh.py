@@ -34,7 +34,7 @@ _GRACE_S = 0.1
 _WAIT_S = 0.05
 _PIECE_BYTES = 1 << 20
 _HEAD = struct.Struct(">BqQIII")
-"""Kind; tag, or the step of blocks; size in bytes; of blocks: lanes from and to, and the first block."""
+"""Kind; tag, or the step of blocks; size in bytes; for blocks: lanes from and to, and the first block."""
 _ASK, _CONTENT, _BLOCKS, _WHOLE_BLOCKS = 1, 2, 3, 4
 
 _Address = tuple[int, int]

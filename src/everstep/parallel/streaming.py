@@ -24,8 +24,8 @@ from everstep.parallel.reduction import CHUNK_BLOCKS, BlockFinisher
 from everstep.parallel.socket_mesh import BlockNote, SocketMesh, bytes_of
 
 LEAVING_BLOCKS = 4
-"""Blocks (1 MiB) that leave together: what a link of 100 Mbit/s takes 84 ms for. The last ones are waited for twice,
-on their way to the owner and back."""
+"""Blocks (1 MiB) that leave together: a link of 100 Mbit/s takes 84 ms for them. The last ones are waited for twice, on
+their way to the owner and back."""
 _STEPS = 2
 _WAIT_S = 0.05
 _BLOCK_BYTES = 4 * BLOCK_ELEMENTS
@@ -88,7 +88,7 @@ class BlockSums:
         self._taken = bytearray(size)
         self._told = False
         self.parts: dict[Node, tuple[int, torch.Tensor, int]] = {}
-        """Of each node: whose it is, and its tensor, which begins at that element of the layout."""
+        """By node: its owner, and its tensor, which begins at that element of the layout."""
 
     def add(self, worker_id: int, node: Node, tensor: torch.Tensor, start: int) -> None:
         """Announce a node of which blocks will come. Raises: ProtocolError if others have lanes of it."""
@@ -146,7 +146,7 @@ class StepBlocks(BlockSums):
         self._results = bytearray(n_blocks)
         self._pushed: dict[Node, bytearray] = {}
         self.open = n_blocks if awaited is None else awaited
-        """Blocks whose result is not here yet."""
+        """Number of blocks whose result has not come yet."""
 
     def result(self, first: int, last: int) -> None:
         """Note that results have come. Raises: ProtocolError if one of them had come before."""

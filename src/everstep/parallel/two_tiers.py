@@ -40,7 +40,7 @@ from everstep.placement.tiers import Tiers, folded
 from everstep.placement.tree import cover
 
 TOLD_BLOCKS = 16
-"""Blocks (4 MiB) that are told together, where a node has more; what is left of one is told by the reduction."""
+"""Blocks (4 MiB) that are reported together, if a node has more; the rest of one is reported by the reduction."""
 _LOOK_S = 0.01
 
 _Offered = tuple[Node, int, bytes]

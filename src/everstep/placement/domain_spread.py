@@ -9,7 +9,7 @@ from functools import lru_cache
 from everstep.base.domains import WIDTHS, Domains
 
 DomainsOf = Mapping[int, Domains]
-"""The labels of workers, by worker id; of who is not in it nothing is known."""
+"""Labels of workers, by worker id; a missing worker's domains are unknown."""
 _Path = tuple[str, ...]
 _HOST = WIDTHS.index("host") + 1
 

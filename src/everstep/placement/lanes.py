@@ -32,7 +32,7 @@ from everstep.placement.tree import run_nodes
 Pools = list[list[int]]
 NOWHERE: DomainsOf = {}
 _MANY = 128
-"""Of more workers than that it takes too long to look which sizes of runs suit their hosts best."""
+"""With more workers, finding the run sizes that suit their hosts best takes too long."""
 
 
 def seat_pools(

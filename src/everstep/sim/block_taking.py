@@ -19,7 +19,7 @@ _ALL = sum(n for _, n in PLANES)
 KNOWN = tuple(
     ("copies", name) for name in ("from several", "in the place of one lost", "of what is not whole", "refused", "rest")
 )
-"""What `World.seen` counts of them."""
+"""Cases that `World.seen` counts."""
 
 
 class SimTaking:

@@ -60,7 +60,7 @@ class Vote(msgspec.Struct, frozen=True, array_like=True):
 _agree = msgspec.msgpack.Decoder(AgreePayload)
 _vote = msgspec.msgpack.Decoder(Vote)
 _PROBED = -100
-"""From here down: what lanes have given that several have computed."""
+"""Numbers from here down stand for results of lanes that several workers have computed."""
 
 
 class SimRecords:
@@ -238,7 +238,7 @@ class Exact:
         self.states = undisturbed(job)
         self.finals: list[dict[int, Blocks]] = []
         self.left: dict[WorkerKey, int] = {}
-        """After which step loops were left of which others know nothing."""
+        """Steps after which loops were left, of which other workers know nothing."""
         self.ended_at = 0
 
     def cut_anew(self, job: SimJob) -> None:

@@ -44,7 +44,8 @@ _MOST_IDLE_TICKS = 5
 
 MakeDriver = Callable[[WorkerKey], Driver]
 MakeCoordinator = Callable[[Sequence[dict[str, Any]], int, int], Coordinator]
-"""From a journal, how many workers the job begins with, and the term of a lease (0: there is none)."""
+"""Makes a coordinator from a journal, the number of workers with which the job begins, and the term of a lease (0:
+there is none)."""
 
 
 class SimCoordinator(Process):

@@ -579,7 +579,7 @@ _KINDS: dict[str, tuple[int, Strikes]] = {
     "launcher": (0, _launcher),
     "disk_full": (0, _disk_full),
 }
-"""How often each is drawn, among the others, and what it does. What is never drawn so has a schedule of its own."""
+"""Weight of each kind among the others, and its strike. Kinds of weight 0 have schedules of their own."""
 _MORE = {
     "one_way": 3,
     "save": 3,
@@ -591,9 +591,9 @@ _MORE = {
     "launcher": 3,
     "signal": 1,
 }
-"""How often each is drawn, among these."""
+"""Weight of each kind among these."""
 DIFFERS = ("faults", "differs")
-"""A worker that builds another initial state than all others; that is no matter of time."""
+"""A worker that builds another initial state than all others; it has no time."""
 _APART = ("drain_host", "end_alone", "senseless", "given_up")
 KNOWN = (*(("faults", kind) for kind in _KINDS if kind not in _APART), DIFFERS)
-"""What `World.seen` counts of them; the others have scenarios of their own."""
+"""Cases that `World.seen` counts; the others have scenarios of their own."""

@@ -274,4 +274,4 @@ def strike(injector: SimInjector, fault: SimFault, worker: SimWorker | None) -> 
 
 _NAMES = ("store_down", "store_mute", "store_slow", "store_late", "lease_cut", "lease_unaware", "lease_refused")
 LEASE_FAULTS = dict.fromkeys(_NAMES, strike)
-"""By kind."""
+"""Strikes by kind."""

@@ -64,10 +64,10 @@ class Disk:
         self.parts: dict[int, dict[int, Blocks]] = {}
         self.damaged: set[int] = set()
         self.saving: dict[int, set[int]] = {}
-        """By step, the workers that have begun the last checkpoint, which has a part of each."""
+        """Workers that have begun the last checkpoint, which has a part of each, by step."""
         self._asking: dict[int, Callable[[str], None]] = {}
         self._said: dict[tuple[int, int], dict[tuple[int, int], Blocks]] = {}
-        """By step and generation what each seat's worker, by stage and worker, has copied."""
+        """Copies of each seat's worker, by stage and worker; by step and generation."""
         self._full = 0
 
     def ask(self, step: int, ended: Callable[[str], None]) -> None:
@@ -229,9 +229,9 @@ class SimState:
 
 
 SimHandlers = Mapping[Hashable, Callable[..., Any]]
-"""Who does what, by kind of effect or operation. By ("abort", kind): who ends such an operation before its time; by
-("owes", kind): whether a peer still owes it something; by ("message", kind): who takes messages of members; by
-("door", name): who takes connections of peers that ask for this."""
+"""Handlers by kind of effect or operation. By ("abort", kind): ends such an operation before its time; by ("owes",
+kind): whether a peer still owes it something; by ("message", kind): takes messages of members; by ("door", name): takes
+connections of peers that ask for this."""
 Exited = Callable[[WorkerKey, Cause, str, bool, bool], None]
 UNINTERRUPTED = do.Update | do.Adopt | do.Replay
 

@@ -181,7 +181,7 @@ class Mesh:
 
 
 Dial = Callable[[Process, str, Callable[[Any], None], Callable[[], None]], SimConnection | None]
-"""Connects a process, in a role, to the coordinator: what takes what comes, and what to do at the end."""
+"""Connects a process, in a role, to the coordinator, with callbacks for messages and for the end."""
 
 
 class SimControlClient:

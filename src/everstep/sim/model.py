@@ -26,7 +26,7 @@ INITIAL = 2
 PLANES = (("model", 2), ("exp_avg", 2))
 
 UnitValues = tuple[int, ...]
-"""By number of the unit, of those that a stage has."""
+"""Values by number of the unit, of a stage's units."""
 SimGradient = tuple[UnitValues, ...]
 Blocks = tuple[UnitValues | None, ...]
 """A stage's state, by number of the block."""

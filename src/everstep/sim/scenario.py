@@ -56,7 +56,7 @@ from everstep.sim.starving import STARVING_FAULTS, SimLauncher, draw_starved
 from everstep.sim.world import MS, SECOND, SimConnection, World
 
 SeedKind = Literal["", "split", "leased"]
-"""Of seeds: whole models; models in several stages; jobs with two coordinators, of either."""
+"""Kinds of seeds: whole models; models in several stages; jobs with two coordinators, of either."""
 NewDriver = Callable[[WorkerKey, DriverConfig, StepMachine], Driver]
 NewCoordinator = Callable[[CoordinatorConfig, Sequence[dict[str, Any]]], Coordinator]
 

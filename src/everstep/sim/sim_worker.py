@@ -23,7 +23,7 @@ from everstep.sim.model import SimGradient, digest, evaluates
 from everstep.sim.world import MS, SimConnection
 
 METRIC = "score"
-"""What every other gather is about: how good the state is."""
+"""Subject of every other gather: the quality of the state."""
 _HOLD_NS = 1000 * MS
 
 
@@ -143,7 +143,7 @@ KNOWN = (
     *(("effects", kind.__name__) for kind in _EFFECTS),
     *COPIES,
 )
-"""What a driver may say, as `World.seen` counts it."""
+"""Effects of a driver, as `World.seen` counts them."""
 
 
 class SimWorker(Life):

@@ -239,7 +239,7 @@ _LASTING = {
     "checkpoint_completed": OtelSpans._checkpoint,
     "checkpoint_failed": OtelSpans._checkpoint,
 }
-"""What begins or is a span; of all else its moment is told."""
+"""Kinds of events that begin or are a span; of all others only the moment is told."""
 
 
 def _about(event: Event, *names: str) -> _Attributes:

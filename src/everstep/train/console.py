@@ -19,7 +19,7 @@ from everstep.base.below import APPEND, open_below
 
 _MOST_WAITING = 10_000  # characters of a script that prints before it joins
 MOST_UNSHOWN_BYTES = 1 << 20
-"""Of lines that wait for a full disk."""
+"""Limit of lines that wait for a full disk."""
 OUTPUT_FILE = Path("logs") / "output.log"
 
 

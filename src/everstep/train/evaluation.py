@@ -64,7 +64,7 @@ def _folded(known: _Results, chunks: int) -> dict[str, float]:
 
 _CHUNK_SEED = 1 << 32
 _WAVE = 64
-"""Most chunks of one wave: what is on its way is kept until the wave has ended."""
+"""Most chunks of one wave: its messages are kept until it has ended."""
 _BEFORE_ALL_STEPS = 1 << 31
 """Messages of evaluations count as of a step before all others, so that those of older waves can be forgotten alone."""
 

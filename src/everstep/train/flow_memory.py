@@ -14,8 +14,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 Origin = tuple[Any, ...]
-"""("name", scope, NAME), ("attr", id, NAME), ("object", id), ("file", PATH), ("count", LINE, N); or what is no place
-but varies: ("step",), ("random",), ("trained",), ("arg", ...); ("if", PLACE): what it decides."""
+"""("name", scope, NAME), ("attr", id, NAME), ("object", id), ("file", PATH), ("count", LINE, N); or something that
+varies without being a place: ("step",), ("random",), ("trained",), ("arg", ...); ("if", PLACE): decisions of that
+place."""
 
 STEP, RANDOM, TRAINED = ("step",), ("random",), ("trained",)
 _VARYING = ("step", "random", "trained", "arg")
@@ -25,7 +26,7 @@ _MOST = 64
 MISSING: Any = object()
 NOTHING: frozenset[Origin] = frozenset()
 CHOSEN = frozenset(("chosen",))
-"""The flag of a function that is one of several."""
+"""Flag of a function that is one of several."""
 
 
 @dataclass(frozen=True, eq=False)

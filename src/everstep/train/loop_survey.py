@@ -26,7 +26,7 @@ from everstep.train.restarts import differing, is_one_of
 from everstep.train.view import WorkerView
 
 CHANGED = "changed"
-"""Part of a checkpoint: the names that had changed, with what was not looked at."""
+"""Part of a checkpoint: names that had changed, and names that were not looked into."""
 LIMIT_S = 0.1
 _FIRST_LIMIT_S = 0.05
 _PATIENCE_S = 1.0

@@ -28,7 +28,7 @@ from everstep.train.stage import StageSpec
 from everstep.train.task import where
 
 Scaled = tuple[Tensor, float, float]
-"""(what backward starts from, loss as a sum in units of the weight, weight)."""
+"""(start of backward, loss as a sum in units of the weight, weight)."""
 
 NOT_DETERMINISTIC = (
     "the model or the loss uses an operation or a random source that is not deterministic (one seeded by time or by "
@@ -110,7 +110,7 @@ class PartPass:
     _autocast: Callable[[], Any]
     _probing: Callable[[], bool]
     said: LaneSaid | None = None
-    """What the lane has given whose backward pass was the last, if that is to be told."""
+    """Digests of the lane whose backward pass was the last, if they are to be reported."""
     _probed: bool = False
     _flights: dict[int, Lane] = field(default_factory=dict)
     _writes_inputs: bool | None = None

@@ -32,18 +32,18 @@ log = logging.getLogger(__name__)
 _Held = tuple[StepOutcome, int, dict[str, Any]]
 _Fields = dict[str, Any]
 LOOK_EVERY = 100
-"""So many more steps wait before it is looked which of them have been told."""
+"""Number of further waiting steps before the next look at which of them have been told."""
 MOST_UNTOLD = 100_000
-"""Steps of which each worker keeps what is to be told, while nothing reaches the job: some 60 MB."""
+"""Steps whose events each worker keeps while nothing reaches the job: some 60 MB."""
 _MOST_REPORTS = 1000
 TAIL_BYTES = 1 << 20
-"""So much of an event log is looked through at first: some thousand steps."""
+"""Part of an event log that is looked through at first: some thousand steps."""
 _MOST_GIVEN = 1000
 
 MOST_WAITING_BYTES = 64 << 20
-"""Rows of 300,000 steps of 8 lanes, which is days of a full disk."""
+"""Rows of 300,000 steps of 8 lanes: days of a full disk."""
 LAST_WAIT_S = 5.0
-"""How long the end waits for a disk that is full; less than what agents give workers to leave."""
+"""Time that the end waits for a full disk; less than agents give workers to leave."""
 _RETRY_S = 0.1
 _BLOCK_BYTES = 1 << 16
 

@@ -48,7 +48,7 @@ _FOREIGN_FOLDERS = tuple(
 _SHOWS = ("torch.profiler", "torch.utils.tensorboard", "logging", "tqdm", "rich", "wandb", "mlflow")
 """Packages whose objects count steps only to show them."""
 _WALKED = ("collections", "queue", "types", "dataclasses", "torch.utils.data", "argparse")
-"""Modules that are not the user's, in whose objects the user's may lie."""
+"""Modules that are not the user's, whose objects may hold the user's."""
 
 
 @dataclass(frozen=True)
@@ -148,13 +148,15 @@ class Survey:
     scopes: Iterable[Any] = ()
     """Objects whose methods are on the frames, so that their attributes are variables of the loop."""
     globals: Iterable[dict[str, Any]] = ()
-    """Of the frames' files, whose names are among the roots."""
+    """Globals of the frames' files, whose names are among the roots."""
     until_s: float = math.inf
-    """By the processor time of this thread: what is not seen by then is not, however busy the machine is."""
+    """Limit in processor time of this thread, which does not depend on how busy the machine is; the rest is not looked
+    at."""
     most_bytes: int = 1 << 62
-    """Of a tensor: a larger one is known by its memory and by how often it was written to."""
+    """Limit of a tensor's size: a larger one is known by its memory and its number of writes."""
     trusting: bool = False
-    """Whether what the `state_dict` of a carried object says is carried; else it is looked at like the rest."""
+    """Whether values in the `state_dict` of a carried object count as carried; otherwise they are looked at like the
+    rest."""
     facts: dict[str, Fact] = field(default_factory=dict)
     unseen: dict[str, str] = field(default_factory=dict)
     _seen: dict[int, Any] = field(default_factory=dict)

@@ -45,7 +45,7 @@ from everstep.train.worker_link import Deliver, Hello, LoneLink
 
 STEPS, LIMIT_S = 3, 120.0
 IN_REHEARSAL = "EVERSTEP_REHEARSAL"
-"""Set, in the environment of a life that is only rehearsed."""
+"""Environment variable of a life that is only rehearsed."""
 _NEVER = 1 << 40
 _WAIT_S = 0.01
 _MOST_TEXT = 400

@@ -1,6 +1,6 @@
 """The lanes of a step at one stage: wanted lanes, the parts that they pass through, and the gradients added so far.
 
-Apart from the replica because nothing here changes the state: the same lanes give the same sums, whoever asks.
+Apart from the replica because nothing here changes the state: the same lanes always give the same sums.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ from everstep.train.stage_lanes import batch_digest
 from everstep.train.view import WorkerView
 
 _AHEAD = 8
-"""How many passes ahead of the present one the channel is told what will be wanted."""
+"""Passes ahead of the present one for which the channel is told of awaited messages."""
 _SLICE_S = 0.01
 
 
