@@ -172,7 +172,7 @@ def whose(folder: Path) -> tuple[int, int]:
     fd = os.open(folder, _FOLDER)
     try:
         owner = os.fstat(fd).st_uid
-        return owner, owner if owner == os.geteuid() else _maker(fd)
+        return owner, owner if owner == os.geteuid() else _new_file_owner(fd)
     finally:
         os.close(fd)
 
@@ -183,13 +183,13 @@ def refuse_others(owner: int, folder: int, *, root_too: bool = False) -> None:
     own = os.geteuid()
     if owner == own or own == _ROOT or (root_too and owner == _ROOT):
         return
-    own = _maker(folder)
+    own = _new_file_owner(folder)
     if owner != own:
         words = f"it belongs to another user ({owner}; files of this process belong to {own})"
         raise PermissionError(errno.EPERM, words)
 
 
-def _maker(folder: int) -> int:
+def _new_file_owner(folder: int) -> int:
     """Owner of a new file in the folder. File servers and user namespaces may choose another than this process's."""
     device = os.fstat(folder).st_dev
     if device not in _makers:

@@ -136,7 +136,7 @@ def _stage(stage: int, entry: Any) -> _Stage:
         raise ConfigError(f"{where}: expected either '{ways[0]}', or {others}, got both: keep one")
     units = _units(where, entry["units"]) if entry.get("units") is not None else ()
     if not ways:
-        _refuse_homeless(where, entry)
+        _refuse_unplaced_keys(where, entry)
         return _Stage(units)
     if ways == ["leader"]:
         places = _led(where, entry)
@@ -149,7 +149,7 @@ def _stage(stage: int, entry: Any) -> _Stage:
     return _Stage(units, _with_shared(where, entry, places), ways == ["leader"])
 
 
-def _refuse_homeless(where: str, entry: Mapping[str, Any]) -> None:
+def _refuse_unplaced_keys(where: str, entry: Mapping[str, Any]) -> None:
     """Refuse keys about the workers in an entry that names no workers."""
     if "backups" in entry:
         raise ConfigError(f"{where}: has backups and no leader: name its leader")

@@ -68,7 +68,7 @@ def make_app(feeds: Feeds, host: str, token: str, public: bool = False) -> Starl
     async def static(request: Request) -> Response:
         name = request.path_params.get("name", "index.html")
         if name not in files:
-            return _missing("there is no such file")
+            return _not_found("there is no such file")
         return Response(files[name], media_type=_TYPES[name.rpartition(".")[2]])
 
     async def stream(request: Request) -> Response:
@@ -120,20 +120,20 @@ def _details(feeds: Feeds) -> list[Route]:
     async def moment(request: Request) -> Response:
         run, asked = _numbered(feeds, request.path_params["run"]), request.query_params
         if run is None:
-            return _missing("there is no such run")
+            return _not_found("there is no such run")
         return JSONResponse(await asyncio.to_thread(log_at, run.run_dir, asked.get("at"), asked.get("worker")))
 
     async def worker(request: Request) -> Response:
         run, worker_id = _numbered(feeds, request.path_params["run"]), whole(request.path_params["worker"], 1_000_000)
         if run is None or worker_id is None:
-            return _missing("there is no such run or worker")
+            return _not_found("there is no such run or worker")
         return JSONResponse(await asyncio.to_thread(worker_detail, run.run_dir, worker_id))
 
     async def profile(request: Request) -> Response:
         run, asked = _numbered(feeds, request.path_params["run"]), request.path_params
         found = None if run is None else await asyncio.to_thread(trace, run.run_dir, asked["folder"], asked["name"])
         if found is None:
-            return _missing("there is no such trace")
+            return _not_found("there is no such trace")
         name = f"{asked['folder']}-{asked['name']}"
         disposition = {"content-disposition": f'attachment; filename="{name}"'}
         return Response(found, media_type="application/gzip", headers=disposition)
@@ -185,7 +185,7 @@ def _guarded(routes: list[Route], host: str, token: str, public: bool) -> Starle
     return Starlette(routes=routes, middleware=[Middleware(Guard, host=host, token=token, public=public)])
 
 
-def _missing(error: str) -> Response:
+def _not_found(error: str) -> Response:
     return JSONResponse({"ok": False, "error": error}, status_code=404)
 
 

@@ -112,8 +112,8 @@ class Guard:
             if scope["type"] == "lifespan":
                 await self._app(scope, receive, send)
             return
-        scope[KNOWN] = self._knows(scope)
-        answer: Any = self._refusal(scope) or self._welcome(scope) or self._app
+        scope[KNOWN] = self._has_token(scope)
+        answer: Any = self._refusal(scope) or self._redirect_without_token(scope) or self._app
         lets_in = scope[KNOWN] and scope["method"] == "POST" and scope["path"] == UNLOCK
 
         async def send_with_headers(message: Message) -> None:
@@ -132,17 +132,17 @@ class Guard:
         host = headers.get("host", "").lower()
         name = host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() else host
         if self._loopback and name not in self._names:
-            return _no(403, f"this server is not called {name[:80]!r}: open it as http://127.0.0.1 or localhost")
+            return _refuse(403, f"this server is not called {name[:80]!r}: open it as http://127.0.0.1 or localhost")
         path = str(scope["path"])
         origin = headers.get("origin")
         if origin is not None and origin.partition("://")[2].lower() != host:
-            return _no(403, "requests from other sites are refused")
+            return _refuse(403, "requests from other sites are refused")
         is_data = path.startswith(API) or path == METRICS
         if is_data and headers.get("sec-fetch-site", "none") not in ("same-origin", "none"):
-            return _no(403, "requests from other sites are refused")
+            return _refuse(403, "requests from other sites are refused")
         writes = not _only_reads(scope)
         if writes and not path.startswith(API):
-            return _no(405, "only /api/ takes actions")
+            return _refuse(405, "only /api/ takes actions")
         if not scope[KNOWN] and (writes or not self._public):
             what = "actions need" if writes and self._public else "this server needs"
             return PlainTextResponse(
@@ -152,10 +152,10 @@ class Guard:
                 headers={"www-authenticate": "Bearer"},
             )
         if writes and headers.get("content-type", "").partition(";")[0] != "application/json":
-            return _no(415, "expected application/json")
+            return _refuse(415, "expected application/json")
         return None
 
-    def _knows(self, scope: Scope) -> bool:
+    def _has_token(self, scope: Scope) -> bool:
         """Whether a request has the token: in a header; as a cookie; or, for reading, in the URL."""
         headers = Headers(scope=scope)
         scheme, _, bearer = headers.get("authorization", "").partition(" ")
@@ -173,7 +173,7 @@ class Guard:
                     return value
         return ""
 
-    def _welcome(self, scope: Scope) -> Response | None:
+    def _redirect_without_token(self, scope: Scope) -> Response | None:
         """Redirect for a page opened with the token in its URL: to the same page without it, with a cookie. Programs
         may not keep cookies, and are answered at once."""
         rest = [(name, value) for name, value in _query(scope) if name != TOKEN_PARAMETER]
@@ -201,5 +201,5 @@ def _same(given: str, expected: str) -> bool:
     return hmac.compare_digest(given.encode(), expected.encode())
 
 
-def _no(code: int, reason: str) -> JSONResponse:
+def _refuse(code: int, reason: str) -> JSONResponse:
     return JSONResponse({"ok": False, "error": reason}, status_code=code)

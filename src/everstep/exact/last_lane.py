@@ -54,7 +54,7 @@ def runs_of(blocks: Sequence[int]) -> Iterator[tuple[int, int]]:
             first = k
 
 
-class _Seen(NamedTuple):
+class _FinalGradient(NamedTuple):
     """A gradient as it was when its sum left."""
 
     gradient: Tensor
@@ -87,7 +87,7 @@ class LastLane:
         self._offer = offer
         self._lacking = dict(blocks.count)
         self._present: list[bool | None] = [None] * len(views)
-        self._seen: dict[int, _Seen] = {}
+        self._seen: dict[int, _FinalGradient] = {}
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
 
     def listen(self, params: Sequence[nn.Parameter], late: set[int]) -> None:
@@ -107,7 +107,7 @@ class LastLane:
         if not usual:
             return  # `add` will make it dense, or report the error
         with torch.no_grad():
-            self._seen[i] = _Seen(gradient, gradient._version)
+            self._seen[i] = _FinalGradient(gradient, gradient._version)
             self.put(i, gradient.float())
             self.leave([i])
 

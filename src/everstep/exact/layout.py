@@ -200,7 +200,7 @@ def untie(model: nn.Module, units: Sequence[nn.Module]) -> int:
             for name, parameter in module._parameters.items():
                 if id(parameter) in owned and parameter is not None:
                     if id(parameter) not in fresh:
-                        fresh[id(parameter)] = _second_leaf(parameter)
+                        fresh[id(parameter)] = _own_leaf(parameter)
                     module._parameters[name] = fresh[id(parameter)]
                 mine.add(id(module._parameters[name]))
         owned |= mine
@@ -273,7 +273,7 @@ def memory_of(tensor: Tensor) -> tuple[object, ...]:
     return (start, tensor.device, tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()))
 
 
-def _second_leaf(parameter: nn.Parameter) -> nn.Parameter:
+def _own_leaf(parameter: nn.Parameter) -> nn.Parameter:
     leaf = nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
     leaf.__dict__.update(parameter.__dict__)
     return leaf

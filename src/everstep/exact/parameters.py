@@ -54,9 +54,9 @@ class ParameterWatch:
                 )
         if self._digests is not None:
             self._looked, digests, self._digests = True, self._digests, None
-            self._look_closely(digests)
+            self._check_digests(digests)
 
-    def _look_closely(self, digests: list[str]) -> None:
+    def _check_digests(self, digests: list[str]) -> None:
         for (name, parameter), digest in zip(self._named, digests, strict=True):
             if tensor_digest(parameter) != digest:
                 raise _changed(name)

@@ -165,7 +165,7 @@ class Settings:
         self._first = self._look()
         self._updated = Moment(self._first)
         self._entered = [self._updated]
-        self._added = _told_of(added(self._optimizer))
+        self._added = _comparable(added(self._optimizer))
         self._autocast, self._at_entry = flags.autocast(), None
 
     # ---- the moments of a step
@@ -268,7 +268,7 @@ class Settings:
                 self._driven |= {(k, key) for key in mine if mine[key] != before.get(key)}
 
     def _by_optimizer(self) -> None:
-        now = _told_of(added(self._optimizer)) if self._optimizer is not None else {}
+        now = _comparable(added(self._optimizer)) if self._optimizer is not None else {}
         for name in now.keys() | self._added.keys():
             if now.get(name) != self._added.get(name):
                 self._refused = (
@@ -431,10 +431,10 @@ def _attributes(module: nn.Module) -> dict[str, Any]:
     """
     if has_extra_state(module):
         return {}
-    return _told_of({key: value for key, value in vars(module).items() if key not in _INTERNAL})
+    return _comparable({key: value for key, value in vars(module).items() if key not in _INTERNAL})
 
 
-def _told_of(values: Mapping[str, Any]) -> dict[str, Any]:
+def _comparable(values: Mapping[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in values.items():
         kind = type(value)

@@ -90,7 +90,7 @@ class Structure:
         now = self._facts
         for key in [*before, *(key for key in now if key not in before)]:
             if before.get(key) != now.get(key) and not (lanes and self._made_by_forward(key, known)):
-                raise Uncarried(f"{_words(key, before.get(key), now.get(key))}; {_REMEDY}")
+                raise Uncarried(f"{_change_text(key, before.get(key), now.get(key))}; {_REMEDY}")
         return False
 
     def _made_by_forward(self, key: tuple[str, str], known: Mapping[str, nn.Module]) -> bool:
@@ -137,7 +137,7 @@ def _called(thing: Any) -> str:
     return str(getattr(inner, "__qualname__", None) or type(inner).__qualname__)
 
 
-def _words(key: tuple[str, str], before: Any, now: Any) -> str:
+def _change_text(key: tuple[str, str], before: Any, now: Any) -> str:
     """Description of a change that the loop made."""
     of, name = key
     name = name or "the model"

@@ -102,7 +102,7 @@ def _build(node: Any, tensors: Sequence[Tensor]) -> Any:
 
 def to_wire(sent: Bundle) -> tuple[list[Tensor], bytes]:
     """(tensors, bytes) for a channel that keeps bits, dtypes and shapes, and the strides of dense tensors."""
-    formed = [_form(tensor.detach()) for tensor in sent.tensors]
+    formed = [_form_of(tensor.detach()) for tensor in sent.tensors]
     return [flat for _, flat in formed], _encode((sent.meta, [form for form, _ in formed]))
 
 
@@ -113,7 +113,7 @@ def from_wire(tensors: Sequence[Tensor], data: bytes) -> Bundle:
     return Bundle([_restore(t, f) for t, f in zip(tensors, forms, strict=True)], meta)
 
 
-def _form(tensor: Tensor) -> tuple[list[Any] | None, Tensor]:
+def _form_of(tensor: Tensor) -> tuple[list[Any] | None, Tensor]:
     """(None, tensor) for an ordinary tensor; else its form, and a tensor to send."""
     if tensor.numel() == 0:
         return None, tensor
@@ -165,7 +165,7 @@ def _restore(tensor: Tensor, form: list[Any] | None) -> Tensor:
 
 def faithful_clone(tensor: Tensor) -> Tensor:
     """Copy of the same bits in the very same form."""
-    form, flat = _form(tensor.detach())
+    form, flat = _form_of(tensor.detach())
     if form is not None:
         return _restore(flat, form)
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device).copy_(flat)

@@ -165,7 +165,7 @@ class PeerSockets:
             for call in due.values():
                 poller.register(call, call.events())
             for descriptor, _ in self._poll(poller):
-                if descriptor in due and self._go_on(call := due.pop(descriptor)):
+                if descriptor in due and self._advance(call := due.pop(descriptor)):
                     waiting.discard(call)
             for sock, seals in unproven.turn(0.0):
                 worker_id = callers.pop(seals.name, None)
@@ -174,7 +174,7 @@ class PeerSockets:
                 else:
                     self._sockets[worker_id], self._seals_of[worker_id] = sock, seals
 
-    def _go_on(self, call: _Call) -> bool:
+    def _advance(self, call: _Call) -> bool:
         """Go on with a call; returns whether they have met."""
         try:
             seals = call.go_on()

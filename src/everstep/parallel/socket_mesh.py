@@ -143,12 +143,12 @@ class SocketMesh:
 
     def receive(self, transfer: Transfer) -> Receipt:
         """Begin to receive a contiguous tensor; `wait` says when it has come. Raises: CollectiveAborted."""
-        return self._want(*transfer)
+        return self._begin_receive(*transfer)
 
     def send(self, transfer: Transfer) -> Parcel:
         """Begin to send a contiguous tensor. The caller keeps the parcel, and does not change the tensor, until all has
         been received. Raises: CollectiveAborted."""
-        return self._give(*transfer)
+        return self._begin_send(*transfer)
 
     def push(self, w: int, note: BlockNote, tensor: torch.Tensor) -> None:
         """Begin to send contiguous blocks for which the other side has room, or that it will no longer want. They must
@@ -205,7 +205,7 @@ class SocketMesh:
 
     # ---- inside
 
-    def _want(self, tensor: torch.Tensor, w: int, tag: int) -> Receipt:
+    def _begin_receive(self, tensor: torch.Tensor, w: int, tag: int) -> Receipt:
         receipt = Receipt(w, bytes_of(tensor))
         size = len(receipt.content)
         self._check(w)
@@ -214,7 +214,7 @@ class SocketMesh:
             self._queue(w, _ASK, tag, size, None)
         return receipt
 
-    def _give(self, tensor: torch.Tensor, w: int, tag: int) -> Parcel:
+    def _begin_send(self, tensor: torch.Tensor, w: int, tag: int) -> Parcel:
         parcel = Parcel(bytes_of(tensor))
         self._check(w)
         with self._changed:
@@ -270,7 +270,7 @@ class SocketMesh:
             with contextlib.suppress(BlockingIOError):
                 os.write(self._wake_w, b"\0")
 
-    def _gone(self, line: _Line, why: str) -> None:
+    def _mark_lost(self, line: _Line, why: str) -> None:
         with self._changed:
             self._lost.setdefault(line.worker_id, why)
             line.out.clear()
@@ -321,7 +321,7 @@ class SocketMesh:
             except BlockingIOError:
                 sent = 0
             except OSError as error:
-                self._gone(line, str(error))
+                self._mark_lost(line, str(error))
                 return False
             if sent < len(piece):
                 leaving[line.worker_id] = piece[sent:]
@@ -345,7 +345,7 @@ class SocketMesh:
 
     def _run_in(self) -> None:
         poller = select.poll()
-        talks = {line.sock.fileno(): (line, self._converse(line)) for line in self._lines.values()}
+        talks = {line.sock.fileno(): (line, self._incoming_spaces(line)) for line in self._lines.values()}
         space = {fd: next(talk) for fd, (_, talk) in talks.items()}
         for fd in talks:
             poller.register(fd, select.POLLIN)
@@ -355,7 +355,7 @@ class SocketMesh:
                 try:
                     space[fd] = self._fill(line, talk, space[fd])
                 except (OSError, ProtocolError) as error:
-                    self._gone(line, str(error))
+                    self._mark_lost(line, str(error))
                     poller.unregister(fd)
                     del talks[fd]
 
@@ -375,7 +375,7 @@ class SocketMesh:
             if not space:
                 space = next(talk)
 
-    def _converse(self, line: _Line) -> Iterator[memoryview]:
+    def _incoming_spaces(self, line: _Line) -> Iterator[memoryview]:
         """Spaces for incoming bytes, one after the other; none of them is empty."""
         head, tag_bytes = bytearray(_HEAD.size + TAG_BYTES), bytearray(TAG_BYTES)
         while True:
@@ -383,7 +383,7 @@ class SocketMesh:
             line.seals.check(memoryview(head)[_HEAD.size :], memoryview(head)[: _HEAD.size])
             kind, tag, size, lo, hi, first = _HEAD.unpack_from(head)
             if kind == _ASK:
-                self._was_asked(line.worker_id, tag, size)
+                self._tensor_asked(line.worker_id, tag, size)
                 continue
             note = BlockNote(tag, lo, hi, first, kind == _WHOLE_BLOCKS) if kind in (_BLOCKS, _WHOLE_BLOCKS) else None
             receipt = self._receipt(line.worker_id, tag, size) if note is None else None
@@ -409,7 +409,7 @@ class SocketMesh:
             raise ProtocolError(f"worker {w} sends blocks that nobody here takes")
         return self._receiver.space(w, note, size)
 
-    def _was_asked(self, w: int, tag: int, size: int) -> None:
+    def _tensor_asked(self, w: int, tag: int, size: int) -> None:
         with self._changed:
             self._asked[w, tag].append(size)
             self._match(w, tag)

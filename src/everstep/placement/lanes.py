@@ -62,14 +62,14 @@ def seat_pools(
     seated = _seats(pools)
     waiting = [i for i in ids if i not in seated]
     waiting = _fill_empty(pools, waiting, wish)
-    waiting = _relieve(pools, waiting, wish)
+    waiting = _share_loaded_stages(pools, waiting, wish)
     for newcomer in waiting:
         pools[_neediest(pools, newcomer, wish, domains)].append(newcomer)
     for stage in range(stages):
         if not pools[stage]:
             _cover(pools, stage, {s.worker_id for s in previous if s.role == "standby"}, domains)
     if settle:
-        _leave_extras(pools, wish)
+        _drop_extra_seats(pools, wish)
     return [sorted(pool) for pool in pools]
 
 
@@ -102,7 +102,7 @@ def _fill_empty(pools: Pools, waiting: list[int], wish: PoolWish) -> list[int]:
     return waiting
 
 
-def _relieve(pools: Pools, waiting: list[int], wish: PoolWish) -> list[int]:
+def _share_loaded_stages(pools: Pools, waiting: list[int], wish: PoolWish) -> list[int]:
     """Seat newcomers in stages whose members all have other stages, too: half of the newcomers each, at home if
     possible.
 
@@ -159,7 +159,7 @@ def _cover(pools: Pools, stage: int, standby: Collection[int], domains: DomainsO
     pools[stage].append(min(nearby)[3])
 
 
-def _leave_extras(pools: Pools, wish: PoolWish) -> None:
+def _drop_extra_seats(pools: Pools, wish: PoolWish) -> None:
     """A worker in several stages leaves those where a worker with fewer stages sits, too, the largest pool first. One
     always stays."""
     while True:

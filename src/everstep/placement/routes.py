@@ -120,7 +120,7 @@ class _Play:
                 self._begin(worker_id)
             idle.clear()
             if not self.ends:
-                if not self._pull_lowest():
+                if not self._advance_lowest():
                     return self.played
                 idle.update(self.played)
                 continue
@@ -164,7 +164,7 @@ class _Play:
     def _at(self, op: PipeOp, part: int) -> PipeOp:
         return PipeOp(op.kind, part, part % self.stages, op.lane)
 
-    def _pull_lowest(self) -> bool:
+    def _advance_lowest(self) -> bool:
         """No worker can go on: move the lowest remaining pass to the front of its list. False: nothing is left."""
         while self.left and self.left[-1] in self.done:
             self.left.pop()

@@ -114,7 +114,7 @@ class SimLanes:
         if step != self.life.state.at + 1:
             raise AssertionError(f"{self.life.me} is to compute step {step} at state {self.life.state.at}")
         self._operation, self._leaving = operation, None
-        self._look_who_is_alone(plan)
+        self._note_alone(plan)
         if plan.stages == 1:
             self._repeated, self._is_told = {}, set(owed(operation.trials, plan, me))
             for lane in self._is_told:
@@ -211,7 +211,7 @@ class SimLanes:
     def _with_trials(self, operation: Compute) -> Plan:
         return with_trials(operation.plan, operation.trials) if operation.plan.stages > 1 else operation.plan
 
-    def _look_who_is_alone(self, plan: Plan) -> None:
+    def _note_alone(self, plan: Plan) -> None:
         if self.life.site.is_odd(self.life) and self.life.me.worker_id in alone(plan).values():  # nobody can know
             self.life.site.checks.taint.flip()
             self.life.site.checks.taint.accept()

@@ -370,7 +370,7 @@ class Fate:
         return self.completed or self.stopped or bool(self.failed)
 
 
-def _whose(fields: Mapping[str, Any]) -> WorkerKey:
+def _evicted_key(fields: Mapping[str, Any]) -> WorkerKey:
     return WorkerKey(fields["worker_id"], fields["incarnation"])
 
 
@@ -493,10 +493,10 @@ class Control:
         """Judge the coordinator's new decisions by present facts; these may differ when it tells of them."""
         for effect in effects:
             if isinstance(effect, Persist) and effect.entry["kind"] == "evict":
-                self.checks.given_up_by(term, _whose(effect.entry), excused=False)
+                self.checks.given_up_by(term, _evicted_key(effect.entry), excused=False)
             elif isinstance(effect, Report) and effect.kind == "worker_evicted":
                 believed = [w for w in machine.status()["workers"] if w["role"] in ("leader", "active", "standby")]
-                who = _whose(effect.fields)
+                who = _evicted_key(effect.fields)
                 worker, cause = self.workers.get(who), effect.fields["cause"]
                 starved = worker is not None and worker.starved and cause is Cause.HUNG
                 require(not starved, "P8", f"{who} is taken for hung, but it waits for a processor")
@@ -507,7 +507,7 @@ class Control:
         """These entries are in the journal: they count, though their writer may die before it tells of them."""
         for entry in entries:
             if entry["kind"] == "evict":
-                self.checks.evicted(term, _whose(entry))
+                self.checks.evicted(term, _evicted_key(entry))
 
     def _cut_off(self, who: WorkerKey, cause: Cause) -> bool:
         """Whether the life was given up for its host's silence, while another host was heard."""

@@ -65,7 +65,7 @@ class SimCandidate(SimCoordinator):
         if self._candidate.deposed(now) and not self.unaware:
             self._stand_down("its lease is over")
             return
-        self._knock()
+        self._knock_at_holder()
         request = self._candidate.request(now)
         if request is not None:
             self.world.seen["lease", "deposed"] += isinstance(request, Depose)
@@ -73,7 +73,7 @@ class SimCandidate(SimCoordinator):
         else:
             self.later(max(MS, self._candidate.due_ns - now), self._turn)
 
-    def _knock(self) -> None:
+    def _knock_at_holder(self) -> None:
         """Check whether anybody listens at the holder's address."""
         holder = self._candidate.holder
         if holder is not None and not self.serves:

@@ -227,9 +227,9 @@ class SimControlClient:
         for body in bodies:
             message = listener.take(wire.decode(body))
             if message is not None:
-                self._believe(message)
+                self._check_term(message)
 
-    def _believe(self, message: wire.AnyMessage) -> None:
+    def _check_term(self, message: wire.AnyMessage) -> None:
         refused = self._terms.refusal(message)
         if not refused:
             self.deliver(message)

@@ -391,7 +391,7 @@ class Simulation:
         odd = self.checks.taint.flipped or self.setup.differs is not None
         drifted = odd and "the script makes" in self.control.fate.failed
         self.world.seen[DRIFT] += drifted
-        if drifted or self._disagreed():
+        if drifted or self._loops_disagreed():
             return ""
         if self.control.fate.failed:
             return f"P4: the job failed: {self.control.fate.failed}"
@@ -400,7 +400,7 @@ class Simulation:
         self._sweep()
         return ""
 
-    def _disagreed(self) -> bool:
+    def _loops_disagreed(self) -> bool:
         """Whether the job ended because one loop was left, and says by which worker and after which step."""
         text, left = self.control.fate.failed, self.checks.exact.left.items()
         return any(f"worker {who.worker_id} left the loop after step {step}" in text for who, step in left)

@@ -85,7 +85,7 @@ def read_loop(frames: Sequence[types.FrameType], trained: Trained) -> Read:
     sources, memory = SyntaxTrees(), RoundMemory(_judge(trained))
     reader = Reader(memory, sources, SYNTAX)
     keyed = [(frame, id(frame)) for frame in frames if frame.f_code.co_name != "<module>"]
-    reader.ask(Calls(reader, _feeds(trained, names), Functions(reader, _users_modules, keyed)))
+    reader.ask(Calls(reader, _beside_loop(trained, names), Functions(reader, _users_modules, keyed)))
     seen = False
     for frame in frames:
         loop = sources.loop(frame)
@@ -299,7 +299,7 @@ def _users_modules(thing: Any) -> list[Any]:
 # ---- code that runs beside the loop
 
 
-def _feeds(trained: Trained, names: Mapping[int, str]) -> BesideLoop:
+def _beside_loop(trained: Trained, names: Mapping[int, str]) -> BesideLoop:
     samples: list[Any] = []
     data: list[Any] = []
     dataset = trained.dataset

@@ -209,10 +209,10 @@ class _Chain:
                 ) from error
             self.used.append(_leaves_behind(x, before_it))
             if k in self._ends:
-                self._see_that_it_can_be_cut(k, x)
+                self._check_cut(k, x)
         return x
 
-    def _see_that_it_can_be_cut(self, k: int, x: Any) -> None:
+    def _check_cut(self, k: int, x: Any) -> None:
         try:
             bundle(x, lambda: f"units: the output of {self._name(k)}")
         except TaskError as error:

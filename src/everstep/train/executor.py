@@ -189,7 +189,7 @@ class Executor:
             except queue.Empty:
                 event = do.TimePassed()
                 self._waits()
-            self._look_for_the_end()
+            self._check_end_asked()
             self._effects.extend(self._driver.handle(time.monotonic_ns(), event))
         return answer
 
@@ -232,12 +232,12 @@ class Executor:
 
     def _handle(self, event: object) -> None:
         """Give the driver an event, after those that have come before; during an operation it waits there."""
-        self._look_for_the_end()
+        self._check_end_asked()
         while self.news:
             self._effects.extend(self._driver.handle(time.monotonic_ns(), self._inbox.get()))
         self._effects.extend(self._driver.handle(time.monotonic_ns(), event))
 
-    def _look_for_the_end(self) -> None:
+    def _check_end_asked(self) -> None:
         if not self._end_told and self._end_asked():
             self._end_told = True
             self._effects.extend(self._driver.handle(time.monotonic_ns(), do.EndOrdered(END_ALONE)))

@@ -50,7 +50,7 @@ class LoopGuard:
         hook = self._optimizer.register_step_pre_hook(self._before_step)
         self._undo.callback(hook.remove)
         for thing in (self._optimizer, self._model):
-            self._replace(vars(thing), "zero_grad", _refusing("zero_grad()"))
+            self._replace(vars(thing), "zero_grad", _refusing_call("zero_grad()"))
         backward: Callable[..., Any] = torch.Tensor.backward
 
         def guarded(tensor: torch.Tensor, *args: Any, **more: Any) -> None:
@@ -62,8 +62,8 @@ class LoopGuard:
         self._undo.callback(setattr, torch.Tensor, "backward", backward)
         for name in _CLIPPING:
             if name in vars(clip_grad):
-                self._replace(vars(clip_grad), name, _refusing("gradient clipping"))
-        self._replace(vars(torch.nn.utils), "clip_grad_value_", _refusing("gradient clipping"))
+                self._replace(vars(clip_grad), name, _refusing_call("gradient clipping"))
+        self._replace(vars(torch.nn.utils), "clip_grad_value_", _refusing_call("gradient clipping"))
 
     def __exit__(self, *_: object) -> None:
         """The loop is over."""
@@ -80,7 +80,7 @@ class LoopGuard:
         self._undo.callback(lambda: names.pop(name) if before is missing else names.update({name: before}))
 
 
-def _refusing(what: str) -> Callable[..., Any]:
+def _refusing_call(what: str) -> Callable[..., Any]:
     def refuse(*_: Any, **__: Any) -> Any:
         raise refused(what)
 

@@ -79,11 +79,11 @@ class LaneProbe:
 
     def forward(self, units: Sequence[nn.Module], lane: Lane) -> None:
         """Compare a forward pass. Raises: DeterminismError if the second one gave something else."""
-        self._compare("outputs or buffers", _made(units, lane))
+        self._compare("outputs or buffers", _forward_digest(units, lane))
 
     def backward(self, units: Sequence[nn.Module], lane: Lane) -> None:
         """Compare a backward pass. Raises: as `forward`."""
-        self._compare("gradients", _gave(units, lane))
+        self._compare("gradients", _gradient_digest(units, lane))
 
     def _compare(self, what: str, digest: str) -> None:
         if self._seen.setdefault(what, digest) != digest:
@@ -154,7 +154,7 @@ class PartPass:
         if lane.probe is not None:
             lane.probe.forward(self.units, lane)
         if lane.said is not None:
-            lane = replace(lane, said=structs.replace(lane.said, made=_made(self.units, lane)))
+            lane = replace(lane, said=structs.replace(lane.said, made=_forward_digest(self.units, lane)))
         if fresh:
             self.accumulator.capture(number)
             self.guard.end_lane()
@@ -163,7 +163,7 @@ class PartPass:
             self.guard.drop_lane(number)
         if lane.scaled is not None:
             return lane.scaled[1:]
-        outputs = _there(lane.outputs)
+        outputs = _required(lane.outputs)
         return Bundle([t.detach() for t in outputs.tensors], outputs.meta)
 
     def recompute(self, step: int, number: int) -> None:
@@ -190,11 +190,11 @@ class PartPass:
         self._run_backward(number, lane, back, scale)
         if probe is not None:
             probe.backward(self.units, lane)
-        self.said = lane.said and structs.replace(lane.said, back=came, gave=_gave(self.units, lane))
+        self.said = lane.said and structs.replace(lane.said, back=came, gave=_gradient_digest(self.units, lane))
         result = None
         if lane.entry is not None:
             found = iter(lane.entry.found)
-            result = gradients([next(found) if wanted else None for wanted in _there(lane.inputs).wants_gradient])
+            result = gradients([next(found) if wanted else None for wanted in _required(lane.inputs).wants_gradient])
         try:
             if result is not None and give is not None:
                 give(result)
@@ -223,8 +223,8 @@ class PartPass:
                 loss = lane.scaled[0]
                 torch.autograd.backward(loss if scale == 1.0 else loss * scale)
             else:
-                found = open_gradients(_there(back))
-                pairs = zip(_there(lane.outputs).tensors, found, strict=True)
+                found = open_gradients(_required(back))
+                pairs = zip(_required(lane.outputs).tensors, found, strict=True)
                 roots = [(t, g) for t, g in pairs if g is not None]
                 if roots:
                     torch.autograd.backward([t for t, _ in roots], [g for _, g in roots])
@@ -265,7 +265,7 @@ class PartPass:
 
     def _enter(self, lane: Lane) -> tuple[EntryHolder, Any, list[Tensor]]:
         """Beginning of the graph, the inputs there, and the tensors to watch for changes."""
-        inputs = _there(lane.inputs)
+        inputs = _required(lane.inputs)
         tensors = inputs.tensors
         if not lane.keep and self._writes_inputs is not False:
             tensors = [faithful_clone(t) for t in tensors]
@@ -307,7 +307,7 @@ class PartPass:
         if self.is_first:
             args, kwargs = self._call.arguments(metrics, batch)
             return self._bundled(self._through(*args, **kwargs))
-        tree = _there(inputs).tree()
+        tree = _required(inputs).tree()
         if self.is_last:
             return self._call.result(metrics, batch, lambda: self._through(tree))
         return self._bundled(self._through(tree))
@@ -318,7 +318,7 @@ class PartPass:
         return bundle(x, lambda: f"the output of unit {last} ({type(self.units[-1]).__name__})")
 
 
-def _made(units: Sequence[nn.Module], lane: Lane) -> str:
+def _forward_digest(units: Sequence[nn.Module], lane: Lane) -> str:
     """Digest of a forward pass's results: output or loss, buffers."""
     named = [(f"buffer {k} {n}", b) for k, unit in enumerate(units) for n, b in unit.named_buffers()]
     named += [(f"extra {k} {n}", packed(n, m)) for k, unit in enumerate(units) for n, m in keepers(unit)]
@@ -327,7 +327,7 @@ def _made(units: Sequence[nn.Module], lane: Lane) -> str:
     return digest_bytes(f"{named_digest(named)} {loss}".encode())
 
 
-def _gave(units: Sequence[nn.Module], lane: Lane) -> str:
+def _gradient_digest(units: Sequence[nn.Module], lane: Lane) -> str:
     """Digest of a backward pass's gradients."""
     parameters = [(f"grad {k} {n}", p.grad) for k, unit in enumerate(units) for n, p in unit.named_parameters()]
     inputs = [(f"input {k}", t) for k, t in enumerate(lane.entry.found if lane.entry is not None else ())]
@@ -358,7 +358,7 @@ def measured(loss: Any, weight: float | Tensor | None, share: float) -> Scaled:
     return scaled, value, weighed
 
 
-def _there(parcel: Bundle | None) -> Bundle:
+def _required(parcel: Bundle | None) -> Bundle:
     check(parcel is not None, "only the first part gets nothing, and only the last one hands nothing on")
     return parcel  # type: ignore[return-value]
 

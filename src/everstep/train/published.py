@@ -197,7 +197,7 @@ class Untold:
         self._file = ToldFile(events, TAIL_BYTES)
         self._word = events.with_name(ARRIVED_FILE)
         self._steps: dict[int, _Fields] = {}
-        self._said = 0
+        self._told_through = 0
         self._given_up = False
         self._look_at = LOOK_EVERY
 
@@ -212,7 +212,7 @@ class Untold:
     @property
     def through(self) -> int:
         """Last step up to which all had been told at the last look."""
-        return max(self._said, self._file.told.through)
+        return max(self._told_through, self._file.told.through)
 
     def add(self, step: int, fields: _Fields) -> None:
         """Add the event of a step."""
@@ -223,7 +223,7 @@ class Untold:
         with contextlib.suppress(OSError):
             while not self._file.look():
                 pass
-        self._said = _said(self._word)
+        self._told_through = _told_through(self._word)
         self._forget()
         gone = sorted(self._steps)[:-MOST_UNTOLD]
         if gone and not self._given_up:
@@ -243,7 +243,7 @@ class Untold:
 
     def _forget(self) -> None:
         told = self._file.told
-        self._steps = {n: fields for n, fields in self._steps.items() if n > self._said and told.lacks(n)}
+        self._steps = {n: fields for n, fields in self._steps.items() if n > self._told_through and told.lacks(n)}
 
     def take(self) -> list[_Fields]:
         """All events, in order, and none are kept: the caller tells them now."""
@@ -267,7 +267,7 @@ def _unpacked(untold: bytes) -> list[_Fields]:
     return []
 
 
-def _said(word: Path) -> int:
+def _told_through(word: Path) -> int:
     """Step up to which the job says that all have been told; 0 if it has not said."""
     try:
         through = read_json(word)["through"]

@@ -118,7 +118,7 @@ class LifeLink(LoneLink):
     regular_saves = False
 
     def __init__(self, what: Rehearsed, life: str) -> None:
-        super().__init__(_calm(what.config or Config()), what.path(life))
+        super().__init__(_life_config(what.config or Config()), what.path(life))
         self.job = dict(what.said)
         self.launched = what.config is not None
         self.task = "rehearsal"
@@ -135,7 +135,7 @@ class LifeLink(LoneLink):
 
     def fill_up(self, config: Config) -> None:
         """The script has joined. A life that goes on waits for its checkpoint."""
-        self.config, self.joined = _calm(config), True
+        self.config, self.joined = _life_config(config), True
         if not config.rehearse:
             report(self._what, self._life, Sighting(error="rehearse is false"))
         while self._life == "b" and not self._what.path("b").exists():
@@ -230,7 +230,7 @@ class LifeLink(LoneLink):
         )
 
 
-def _calm(config: Config) -> Config:
+def _life_config(config: Config) -> Config:
     """Config of a life: a worker by itself, which saves on request and reports to nobody."""
     checkpoint = config.checkpoint
     disk = replace(checkpoint.disk, every_steps=_NEVER, every_minutes=None, path=None)

@@ -39,7 +39,7 @@ Conclude = Callable[[], str]
 """Waits for the verdict. Returns why there was no rehearsal, "" if there was one. Raises: ConfigError."""
 
 
-def _nothing() -> str:
+def _no_rehearsal() -> str:
     return ""
 
 
@@ -49,9 +49,9 @@ def beside_worker(link: LaunchedLink, script: str, argv: list[str], enter: Calla
     run_dir = link.run_dir
     digest = script_digest(script, argv)
     if run_dir is None or not link.config.rehearse or is_rehearsed(run_dir, digest, tried=link.me.incarnation > 0):
-        return _nothing
+        return _no_rehearsal
     if _is_under_way(run_dir):  # the script has been edited since: this life will be compared, and refused
-        return _nothing
+        return _no_rehearsal
     if link.me.worker_id:
         return lambda: _await_others(run_dir, digest, link.row.tick)
     folder = _cleared(run_dir)
@@ -67,11 +67,11 @@ def beside_script(run_dir: Path) -> Conclude:
     """Begin the rehearsal of a script that is run by itself, and may go on later in this directory."""
     script = _main_script()
     if script is None or IN_REHEARSAL in os.environ:
-        return _nothing
+        return _no_rehearsal
     argv = sys.argv[1:]
     digest = script_digest(script, argv)
     if is_rehearsed(run_dir, digest):
-        return _nothing
+        return _no_rehearsal
     folder = _cleared(run_dir)
     said = json.dumps({"script": script, "folder": str(folder), "parent": os.getpid()})
     process = subprocess.Popen(

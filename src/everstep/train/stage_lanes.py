@@ -247,7 +247,7 @@ class LoopLane:
         self._step = self._lane = 0
         self._loss = 0.0
         self._weight = 0.0
-        self._spoke = False
+        self._called_backward = False
         self._probed = self._apart = self._on_trial = False
         self._first = ""
 
@@ -261,7 +261,7 @@ class LoopLane:
         self._step, self._lane = step, lane
         self._lanes.seeder.begin_lane(step, lane)
         self._loss = self._weight = 0.0
-        self._spoke = False
+        self._called_backward = False
         self._autocast = self._autocast_of()
         self._autocast.__enter__()
 
@@ -271,20 +271,20 @@ class LoopLane:
         Raises: TaskError if the loss is not a scalar tensor with a graph, or if the lane called it twice.
         """
         self._end_autocast()
-        if self._spoke:
+        if self._called_backward:
             raise TaskError("step.backward(loss) was called twice for one batch; add the losses up and call it once")
         scaled, self._loss, self._weight = measured(loss, weight, share)
         if not self._on_trial:
             self._pass.accumulator.capture(self._lane)
         self._pass.guard.end_lane()
         torch.autograd.backward(scaled * self._scaler.scale if self._scaler.enabled else scaled)
-        self._spoke = True
+        self._called_backward = True
 
     def leave(self, lane: int, count: int, use: int) -> None:
         """Take the lane's gradient and buffers. Raises: TaskError if the lane never called backward."""
         self._end_autocast()
         self._lanes.seeder.end_lane()
-        if not self._spoke:
+        if not self._called_backward:
             raise TaskError("a batch was taken without step.backward(loss); call it once for every batch")
         self._pass.watch.look()
         self._pass.accumulator.add(lane)
@@ -327,7 +327,7 @@ class LoopLane:
             self.enter(step, lane, apart=True)
             try:
                 yield
-                if not self._spoke:
+                if not self._called_backward:
                     raise TaskError("a batch was taken without step.backward(loss); call it once for every batch")
             finally:
                 self._end_autocast()
