@@ -232,7 +232,7 @@ def _one_of(groups: Sequence[_Group], label: int) -> _Group | None:
     for other in found[1:]:
         for mine, theirs in zip(found[0].named(), other.named(), strict=False):
             check(mine == theirs, f"stages differ in {mine[0]}")
-        check(other.facts() == found[0].facts(), f"stages differ in what lies outside their units (group {label})")
+        check(other.facts() == found[0].facts(), f"stages differ outside their units (group {label})")
     check(len(found) in (0, len({g.owner for g in groups})), f"not every stage has group {label}")
     return found[0] if found else None
 

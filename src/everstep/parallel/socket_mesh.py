@@ -248,7 +248,7 @@ class SocketMesh:
         """Raise for a lost peer, after a pause: a peer that leaves because of a new plan closes its connections, too,
         and that plan may be on its way here."""
         if self._broken is not None:  # no peer's fault
-            raise InvariantViolation(f"what moves bytes cannot go on: {self._broken!r}") from self._broken
+            raise InvariantViolation(f"a thread that moves bytes failed: {self._broken!r}") from self._broken
         until = time.monotonic() + _GRACE_S
         while not self._fence.down and time.monotonic() < until:
             time.sleep(0.001)

@@ -163,7 +163,7 @@ class GenerationTies:
             key = f"generation{plan.generation}/imported/{link.me.worker_id}/{step}"
             self._rendezvous.set_key(key, b"1")
             if self._rendezvous.get_keys([key]) is None:
-                raise CollectiveAborted("what was imported is not what the others have, or a newer plan has come")
+                raise CollectiveAborted("this worker imported other code than the others, or a newer plan has come")
 
     def _entered(self, effect: do.EnteredPlan) -> None:
         """All have settled. Raises: DeterminismError if the job would begin from another state than it should."""

@@ -25,8 +25,8 @@ _REMEDIES = {
     "that, and set precision='fp16')",
     "scheduler.step()": "remove it: a scheduler that join was given is stepped once per update; if it is yours, do not "
     "pass it to join but as state={'scheduler': scheduler}",
-    "zero_grad()": "remove it: gradients are cleared by themselves",
-    "gradient clipping": "remove it, and give join(clip_norm=...): what is in .grad is one lane's, not the batch's",
+    "zero_grad()": "remove it: gradients are cleared automatically",
+    "gradient clipping": "remove it, and give join(clip_norm=...): .grad holds one lane's gradient, not the batch's",
 }
 
 

@@ -95,7 +95,7 @@ class LoopSurvey:
         if lost:
             raise ConfigError(
                 f"{where}: the loop had changed {', '.join(lost[:5])}, which join does not carry, so this worker would "
-                "go on with other values: give join state=everstep.state(...) that holds it, or "
+                "go on with different values: give join state=everstep.state(...) that holds it, or "
                 f"ignore={lost[:5]!r} if no later step depends on it"
             )
 

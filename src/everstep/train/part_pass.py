@@ -31,8 +31,8 @@ Scaled = tuple[Tensor, float, float]
 """(start of backward, loss as a sum in units of the weight, weight)."""
 
 NOT_DETERMINISTIC = (
-    "the model or the loss uses an operation or a random source that is not deterministic (one seeded by time or by "
-    "os.urandom, say); use torch's, numpy's or random's global generators"
+    "the model or the loss uses an operation or a random source that is not deterministic (for example one seeded by "
+    "time or os.urandom): use torch's, numpy's or random's global generators"
 )
 
 
@@ -277,8 +277,8 @@ class PartPass:
             return
         if wrote and (self.is_first or self._writes_inputs is False):
             raise TaskError(
-                f"part {self.part} of the model changes what goes into it in place; with recompute it must not: "
-                "let its first unit make a new tensor, or set recompute to false"
+                f"part {self.part} of the model changes its input in place, which recompute does not allow: let its "
+                "first unit make a new tensor, or set recompute to false"
             )
         self._writes_inputs = bool(self._writes_inputs) or wrote
 

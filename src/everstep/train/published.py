@@ -263,7 +263,7 @@ def _unpacked(untold: bytes) -> list[_Fields]:
             return found
     except (msgspec.MsgspecError, KeyError, RecursionError):
         pass
-    log.warning("what a donor says of untold steps is of another form: it is left out")
+    log.warning("a donor's record of untold steps is malformed: it is ignored")
     return []
 
 

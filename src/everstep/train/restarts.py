@@ -29,9 +29,9 @@ _STATE = (
 _GIVEN = "and give that to join as state="
 _REMEDIES = {
     "carried": _STATE,
-    "cache": "let what it returns depend on its arguments alone",
+    "cache": "let its result depend on its arguments alone",
     "count": "count from step.number",
-    "file": "keep what it holds in everstep.state(...), and give that to join as state=",
+    "file": "keep its content in everstep.state(...), and give that to join as state=",
     "scheduler": "give it to join: scheduler={name}, which steps it once per update, or state={{'{key}': {name}}} to "
     "step it yourself",
     "optimizer": _GIVE,
@@ -39,7 +39,7 @@ _REMEDIES = {
     "object": "give it to join: state={{'{key}': {name}}} (it needs state_dict and load_state_dict)",
     "generator": _DRAWS,
     "training": "give join everything else that the training depends on, as state={{...}}",
-    "iterator": "let what it yields depend on step.number alone",
+    "iterator": "let its items depend on step.number alone",
 }
 
 
@@ -125,7 +125,7 @@ def _remedy(kind: str, name: str) -> str:
     wanted = _REMEDIES.get(kind, _STATE)
     key = re.split(r"[.\[]", name)[-1].strip("]'\"") or name
     if wanted is _STATE and re.fullmatch(r"default\d+", key):
-        return f"keep what the default argument of {name.rpartition('.')[0]} holds in everstep.state(...), {_GIVEN}"
+        return f"keep the content of {name.rpartition('.')[0]}'s default argument in everstep.state(...), {_GIVEN}"
     if wanted is _STATE and (name.split(".")[0] in sys.stdlib_module_names or not key.isidentifier()):
         return f"keep that in everstep.state(...) instead, {_GIVEN}"
     return wanted.format(name=name, key=key)

@@ -112,7 +112,7 @@ def _refuse_wrapper(model: nn.Module) -> None:
             )
     if isinstance(model, AveragedModel):
         raise ConfigError(
-            f"{kind} is the average of a model, not what is trained: give the model itself, and the average as "
+            f"{kind} is the average of a model, not the model to train: give the model itself, and the average as "
             "state={'average': ...}, updated after each step"
         )
 
@@ -121,9 +121,7 @@ def _refuse_tensor(name: str, tensor: Tensor) -> None:
     if is_lazy(tensor):
         raise ConfigError(f"{name} has no shape yet (a lazy module): run the model once on a batch before training")
     if tensor.is_quantized:
-        raise ConfigError(
-            f"{name} is quantized ({tensor.dtype}): train in floating point, and quantize what comes of it"
-        )
+        raise ConfigError(f"{name} is quantized ({tensor.dtype}): train in floating point, and quantize the result")
     if tensor.layout is not torch.strided:
         raise ConfigError(f"{name} is {tensor.layout}; only dense tensors can be carried: keep it dense (.to_dense())")
 
@@ -155,8 +153,8 @@ def _refuse_embedding(name: str, module: nn.Embedding | nn.EmbeddingBag) -> None
         raise ConfigError(f"{name} ({kind}) has sparse gradients, which are not summed exactly: use sparse=False")
     if module.max_norm is not None:
         raise ConfigError(
-            f"{name} ({kind}) has max_norm={module.max_norm:g}: it changes its weight in every forward pass, so that "
-            "lanes would see each other: leave max_norm out, and scale what it returns in the model"
+            f"{name} ({kind}) has max_norm={module.max_norm:g}: it changes its weight in every forward pass, so lanes "
+            "would affect each other: leave max_norm out, and scale its output in the model"
         )
 
 
