@@ -363,7 +363,7 @@ class Settings:
         wanted = {**first_flags, **{name: decode(node, {}) for name, node in said.flags.items()}}
         now = dict(zip(flags.NAMES, flags.read(), strict=True))
         flags.write({name: value for name, value in wanted.items() if name not in now or now[name] != value})
-        self._put_attributes({(n, k): node for n, of in said.attributes.items() for k, node in of.items()})
+        self._put_attributes({(n, k): node for n, values in said.attributes.items() for k, node in values.items()})
         for number, values in said.hyperparameters.items():
             groups = self._param_groups
             k = int(number) if number.isdecimal() else len(groups)

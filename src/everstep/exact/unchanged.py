@@ -23,7 +23,7 @@ class StandingTensors:
 
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
         self._model, self._optimizer = model, optimizer
-        self._own = [of for m in model.modules() for of in (m._parameters, m._buffers) if of]
+        self._own = [table for m in model.modules() for table in (m._parameters, m._buffers) if table]
         self._seen: tuple[list[Any], list[int]] | None = None
 
     def begin(self) -> None:
@@ -48,7 +48,7 @@ class StandingTensors:
             )
 
     def _look(self) -> tuple[list[Any], list[int]]:
-        found = [*chain.from_iterable(of.values() for of in (*self._own, *self._optimizer.state.values()))]
+        found = [*chain.from_iterable(one.values() for one in (*self._own, *self._optimizer.state.values()))]
         return found, [t._version for t in found if isinstance(t, torch.Tensor) and not t.is_inference()]
 
     def _changed(self, before: tuple[list[Any], list[int]]) -> str:

@@ -72,7 +72,7 @@ def once_more(plan: Plan, lane: int) -> tuple[Trial, ...]:
     pools = computing(plan)
     owners = [_owner(plan, stage, lane) for stage in range(plan.stages)]
     others = [[s for s in pool if s is not o] or [o] for pool, o in zip(pools, owners, strict=True)]
-    found = (Trial(lane, tuple(of[k % len(of)].worker_id for of in others)) for k in range(max(map(len, others))))
+    found = (Trial(lane, tuple(pool[k % len(pool)].worker_id for pool in others)) for k in range(max(map(len, others))))
     return tuple(found)[: MOST_LANES - plan.lanes]
 
 
@@ -88,7 +88,7 @@ def with_trials(plan: Plan, trials: Sequence[Trial]) -> Plan:
         for stage, worker_id in enumerate(trial.holders):
             more.setdefault((worker_id, stage), []).append(number)
     own = ((seat, more.get((seat.worker_id, seat.stage), ())) for seat in plan.seats)
-    return replace(plan, seats=tuple(replace(s, lanes=(*s.lanes, *of)) if of else s for s, of in own))
+    return replace(plan, seats=tuple(replace(s, lanes=(*s.lanes, *numbers)) if numbers else s for s, numbers in own))
 
 
 def _joining(plan: Plan, pools: Sequence[Sequence[Seat]], step: int, unproven: Collection[int]) -> Iterator[Trial]:

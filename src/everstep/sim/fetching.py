@@ -178,7 +178,7 @@ class Fetcher:
         anew = (
             []
             if position.step or isinstance(operation, do.Fetch)
-            else [k for k, of in operation.sources.items() if not of]
+            else [k for k, givers in operation.sources.items() if not givers]
         )
         life.done(operation, do.Copied(records, gathers, {k: life.state.first(k) for k in anew}))
 

@@ -57,7 +57,7 @@ class Cutter:
         """This generation is over, and all before it: end all waits in them."""
         with self._lock:
             self._newest = max(self._newest, generation)
-            over = [connection for connection, of in self._open.items() if of <= generation]
+            over = [connection for connection, bound in self._open.items() if bound <= generation]
         for connection in over:
             connection.abort()
         self._abort(generation)
