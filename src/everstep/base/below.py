@@ -1,9 +1,9 @@
-"""The one way to files below a run directory, for reading and for writing.
+"""The one way to read and write files below a run directory.
 
-Somebody else may have prepared the directory. Links that lead to it are followed, below it none; what is opened is a
-regular file; what is written has the owner that a file made there gets, and gets its name when it is whole. Opening
-never waits: a pipe without another end is refused. `folders` is how many of the folders above a file lie below DIR: 0
-for DIR/job.json, 1 for DIR/logs/output.log.
+Somebody else may have prepared the directory. Links that lead to it are followed; links below it are not. Only regular
+files are opened. A written file has the owner that any file made there gets, and gets its name when it is whole.
+Opening never waits: a pipe without another end is refused. `folders` is the number of folders above a file that lie
+below DIR: 0 for DIR/job.json, 1 for DIR/logs/output.log.
 """
 
 from __future__ import annotations
@@ -33,46 +33,47 @@ _homes: dict[Path, int] = {}
 
 
 def keep_to(directory: Path) -> None:
-    """From now on this process writes below this path only while that is the very directory of now: one that is moved,
-    or removed and made anew, is another job's. Raises: OSError."""
+    """From now on this process writes below this path only while it is the same directory. A directory that was moved,
+    or removed and made again, is another job's. Raises: OSError."""
     if directory not in _homes:
         _homes[directory] = os.open(directory, _FOLDER)  # kept open, so that no other one gets its number
 
 
 def leave(directory: Path) -> None:
-    """This process has nothing to do there any more."""
+    """Forget this directory: this process writes there no more."""
     fd = _homes.pop(directory, None)
     if fd is not None:
         os.close(fd)
 
 
 def kept_descriptors() -> set[int]:
-    """By which this process knows the directories that it keeps to: a fork that closes all others needs them."""
+    """Descriptors by which this process knows the directories that it keeps to; a fork that closes all others needs
+    them."""
     return set(_homes.values())
 
 
 def moved(directory: Path) -> str:
-    """What has become of a directory that this process keeps to, in words; "" if it is where it was."""
+    """Words for what happened to a directory that this process keeps to: removed or moved; "" if it is where it was."""
     try:
         if directory not in _homes or _is_home(directory, os.stat(directory)):
             return ""
     except FileNotFoundError:
         pass
     except OSError:
-        return ""  # a file server that does not answer, say: nobody knows
+        return ""  # for example a file server that does not answer: nobody knows
     there = home(directory)
     return "was removed" if there is None else f"was moved to {os.readlink(there)}"
 
 
 def home(directory: Path) -> Path | None:
-    """A path to a directory that this process keeps to, wherever it is by now; None if it is nowhere."""
+    """Present path of a directory that this process keeps to, even if it was moved; None if it was removed."""
     there = Path(f"/proc/self/fd/{_homes[directory]}")
     return None if os.readlink(there).endswith(" (deleted)") else there
 
 
 def refuse_moved(path: Path) -> None:
-    """Before something is written below a path by other means. Raises: OSError if the directory that this process keeps
-    to is not there any more."""
+    """Check a path before something is written below it by other means. Raises: OSError if a directory that this
+    process keeps to is not there any more."""
     for directory in (path, *path.parents):
         if directory in _homes and not _is_home(directory, os.stat(directory)):
             raise OSError(errno.ESTALE, _ANOTHER, str(directory))
@@ -83,7 +84,7 @@ def _is_home(directory: Path, found: os.stat_result) -> bool:
 
 
 def open_below(path: str | os.PathLike[str], flags: int = os.O_RDONLY, folders: int = 0, *, make: bool = False) -> int:
-    """A descriptor of a regular file. make: the folders below DIR, too. Raises: OSError, with its own words."""
+    """Descriptor of a regular file. make: create folders below DIR, too. Raises: OSError that names the path."""
     path = Path(path)
     with folder_of(path, folders, make=make, writes=bool(flags & _WRITES)) as folder, _named(path, path.name, folder):
         fd = os.open(path.name, (flags & ~os.O_TRUNC) | _SAFELY, 0o600, dir_fd=folder)
@@ -107,9 +108,9 @@ def open_below(path: str | os.PathLike[str], flags: int = os.O_RDONLY, folders: 
 def folder_of(
     path: str | os.PathLike[str], folders: int = 0, *, make: bool = False, writes: bool = True
 ) -> Iterator[int]:
-    """A descriptor of the folder that a file lies in, or is to lie in; with `writes` that folder is the right user's.
+    """Descriptor of the folder of a file. writes: also check that the folder belongs to the right user.
 
-    Raises: OSError, with its own words.
+    Raises: OSError; its message names the path.
     """
     path = Path(path)
     top = path.parents[folders]
@@ -135,9 +136,9 @@ def folder_of(
 
 @contextmanager
 def drafted(path: str | os.PathLike[str], folders: int | None = 0, *, make: bool = False) -> Iterator[Path]:
-    """Where to write a file before `placed` gives it its name: beside it, under a name that nobody can guess, on
-    another host of the same directory neither. Nothing is left there. folders None: a user named this very file, so
-    its folder may be anybody's. Raises: OSError."""
+    """Path of a draft, which `placed` renames to the file. It lies beside the file under a name that nobody can guess,
+    also not on another host that sees the directory. It is removed at the end. folders None: a user named this very
+    file, so its folder may belong to anybody. Raises: OSError."""
     path = Path(path)
     with folder_of(path, folders or 0, make=make, writes=folders is not None) as folder:
         draft = Path(f"/proc/self/fd/{folder}/.{path.name}.{secrets.randbits(64)}")  # this very folder
@@ -159,7 +160,8 @@ def placed(draft: Path, name: str) -> None:
 def write_atomically(
     path: str | os.PathLike[str], content: str | bytes, folders: int | None = 0, *, make: bool = False
 ) -> None:
-    """Readers see the old content or the new one, never a part. Raises: OSError; then nothing is left of it."""
+    """Write a file so that readers see the old or the new content, never a part. Raises: OSError; nothing is left
+    then."""
     with drafted(path, folders, make=make) as draft:
         draft.write_bytes(content.encode() if isinstance(content, str) else content)
         placed(draft, Path(path).name)
@@ -170,32 +172,32 @@ def whose(folder: Path) -> tuple[int, int]:
     fd = os.open(folder, _FOLDER)
     try:
         owner = os.fstat(fd).st_uid
-        return owner, owner if owner == os.geteuid() else _maker(fd)
+        return owner, owner if owner == os.geteuid() else _new_file_owner(fd)
     finally:
         os.close(fd)
 
 
 def refuse_others(owner: int, folder: int, *, root_too: bool = False) -> None:
-    """Before something that this owner has is written, in the folder of this descriptor: it is no other user's.
-    root_too: what is root's is no other user's. Root itself writes everywhere. Raises: PermissionError."""
+    """Check, before a write into the folder of this descriptor, that `owner` is no other user. root_too: root counts as
+    no other user. Root itself may write everywhere. Raises: PermissionError."""
     own = os.geteuid()
     if owner == own or own == _ROOT or (root_too and owner == _ROOT):
         return
-    own = _maker(folder)
+    own = _new_file_owner(folder)
     if owner != own:
         words = f"it belongs to another user ({owner}; files of this process belong to {own})"
         raise PermissionError(errno.EPERM, words)
 
 
-def _maker(folder: int) -> int:
-    """The owner that a new file gets: file servers and user namespaces may have it be another than this process's."""
+def _new_file_owner(folder: int) -> int:
+    """Owner of a new file in the folder. File servers and user namespaces may choose another than this process's."""
     device = os.fstat(folder).st_dev
     if device not in _makers:
         name = f".owner.{secrets.randbits(64)}"
         try:
             fd = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _SAFELY, 0o600, dir_fd=folder)
         except OSError:
-            return os.geteuid()  # nothing can be made there at all, which the next call says
+            return os.geteuid()  # nothing can be made there at all; the next call says so
         try:
             _makers[device] = os.fstat(fd).st_uid
         finally:
@@ -206,7 +208,7 @@ def _maker(folder: int) -> int:
 
 @contextmanager
 def _named(path: Path, name: str, folder: int) -> Iterator[None]:
-    """Errors of calls relative to a folder say the whole path, and what is wrong with it."""
+    """Errors of calls relative to a folder name the whole path and the trouble."""
     try:
         yield
     except OSError as error:

@@ -1,7 +1,7 @@
-"""Why something happened, as data: what metrics, alerts and programs go by, beside the sentence for people. Pure.
+"""Why something happened, as data for metrics, alerts and programs, beside the sentence for people. Pure.
 
-Whoever knows the fact names the cause (the agent that read a wait status, the detector that missed a heartbeat, the
-command that was given); everybody else passes it on. Nothing derives one from a sentence.
+The process that knows the fact names the cause: the agent that read a wait status, the detector that missed a
+heartbeat, the command that was given. Everybody else passes it on. Nothing derives a cause from a sentence.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import Self
 
 
 class Cause(StrEnum):
-    """A cause and what it means. `is_fault`: something went wrong, as opposed to something that was to happen.
+    """A cause and its meaning. `is_fault`: something went wrong; false for something intended.
 
-    What is no known cause reads as UNKNOWN: journals and events of other versions stay readable.
+    An unknown word reads as UNKNOWN: journals and events of other versions stay readable.
     """
 
     meaning: str
@@ -70,7 +70,7 @@ class Cause(StrEnum):
 
     @property
     def skips_checkpoint(self) -> bool:
-        """Whether a checkpoint that was not made for this cause was only not its turn: nothing has failed."""
+        """Whether a checkpoint was left out for this cause without a failure: it was only not its turn."""
         return self in (Cause.BUSY, Cause.REGROUPED)
 
     @classmethod

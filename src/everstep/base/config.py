@@ -1,6 +1,7 @@
-"""The config of a job: how layers of values become one, of the keys in `config_keys`, and its other shapes.
+"""The config of a job: how layers of values become one config, its checks, and its other shapes.
 
-Frozen, standard library only (the coordinator reads it without torch). Pure: files are read elsewhere.
+The keys are in `config_keys`. Frozen, standard library only (the coordinator reads it without torch). Pure: files are
+read elsewhere.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class _Leaf:
 def _walk(group: type[Any], path: tuple[str, ...] = ()) -> Iterator[_Leaf]:
     hints = get_type_hints(group)
     for item in dataclasses.fields(group):
-        here = (*path, item.name.rstrip("_"))  # a key may be called as a word of the language is
+        here = (*path, item.name.rstrip("_"))  # a key may be called like a Python keyword
         if item.metadata:
             yield _Leaf(here, Kind.of(hints[item.name], **item.metadata), item.default)
         elif isinstance(item.default_factory, type) and dataclasses.is_dataclass(item.default_factory):
@@ -74,14 +75,7 @@ def describe() -> list[tuple[str, str, str, str]]:
 
 
 def load_config(layers: Sequence[tuple[str, Mapping[str, Any]]]) -> Config:
-    """The config that these layers make, over the defaults; later ones win.
-
-    layers: (source, values) such as ("run.yaml", {...}); keys are dotted or nested, or both; numbers, booleans and
-    none may come as text.
-
-    Raises: ConfigError for an unknown key (naming the source and the nearest known one), a value of the wrong type or
-    range, or values that contradict each other. One line.
-    """
+    """The config that these layers make over the defaults; later layers win."""
     values = read_layers(layers)
     wanted = default_workers(values) if "workers" not in values else None
     config: Config = _build(Config, values if wanted is None else {**values, "workers": wanted}, ())
@@ -90,9 +84,9 @@ def load_config(layers: Sequence[tuple[str, Mapping[str, Any]]]) -> Config:
 
 
 def read_layers(layers: Sequence[tuple[str, Mapping[str, Any]]]) -> dict[str, Any]:
-    """The values of these layers by dotted key, each right in itself; together with others they may still not be.
+    """Values of these layers by dotted key. Each is valid by itself; together they may contradict each other.
 
-    Raises: ConfigError, one line, for an unknown key, and a value of the wrong type or range.
+    Raises: ConfigError, one line, for an unknown key or a value of the wrong type or range.
     """
     values: dict[str, Any] = {}
     for source, layer in layers:
@@ -113,8 +107,8 @@ def _is_free(name: str) -> bool:
 
 
 def known_of(source: str, layer: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Of a layer that another version may have written: the values of the keys that are known here, and the rest (keys
-    that are unknown, or whose value is no longer one), both by dotted key."""
+    """Split a layer that another version may have written, by dotted key: (known values, the rest). The rest are
+    unknown keys and keys whose value is not valid here."""
     known: dict[str, Any] = {}
     unknown: dict[str, Any] = {}
     for name, value in _flatten(source, layer, unknown=unknown):
@@ -128,7 +122,7 @@ def known_of(source: str, layer: Mapping[str, Any]) -> tuple[dict[str, Any], dic
 def _flatten(
     source: str, layer: Any, prefix: str = "", unknown: dict[str, Any] | None = None
 ) -> Iterator[tuple[str, Any]]:
-    """Keys and values, in order. unknown: takes what is not known, which otherwise is an error."""
+    """Keys and values, in order. unknown: collects unknown keys, which otherwise are an error."""
     if not isinstance(layer, Mapping):
         raise ConfigError(f"{source}: expected keys with values, got {shown(layer)}: write e.g. lanes: 8")
     for part, value in layer.items():
@@ -204,22 +198,19 @@ def dotted(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def pool_wish(config: Config) -> PoolWish:
-    """Who is wanted in which stage, and how many of each pool are active."""
+    """The pools that the config asks for: who belongs to which stage, and how many of each pool are active."""
     return make_wish(config.workers, config.stages, config.redundancy, parse_map(config.map, config.stages))
 
 
 def device_of(config: Config, worker_id: int, cell_rank: int = 0) -> str:
-    """The device of a rank of a worker: its head's as the map says, else the job's, and the next ones of its limbs."""
+    """Device of one rank of a worker. The head has the map's or the job's device; limbs have the next ones."""
     device = devices_of(parse_map(config.map, config.stages)).get(worker_id, config.device)
     kind, _, index = device.partition(":")
     return f"{kind}:{int(index) + cell_rank}" if cell_rank and index.isdecimal() else device
 
 
 def parse_set(text: str) -> tuple[str, str]:
-    """The key and the (unconverted) value of a `--set key=value`.
-
-    Raises: ConfigError if it has no '='.
-    """
+    """Key and (unconverted) value of `--set key=value`."""
     name, equals, value = text.partition("=")
     if not equals or not name.strip():
         raise ConfigError(f"--set: expected key=value, got {text!r}: write e.g. --set lanes=16")
@@ -227,7 +218,7 @@ def parse_set(text: str) -> tuple[str, str]:
 
 
 def numerics(config: Config) -> dict[str, Any]:
-    """The values, by dotted key, that the bits of the result depend on: they must be equal to resume a job."""
+    """Values, by dotted key, that decide the bits of the result; they must be equal to resume a job."""
     values = dotted(to_dict(config))
     found = {leaf.name: values[leaf.name] for leaf in _LEAVES.values() if leaf.kind.numerics}
     found["device"] = str(found["device"]).partition(":")[0]
@@ -235,7 +226,7 @@ def numerics(config: Config) -> dict[str, Any]:
 
 
 def inexact(config: Config) -> bool:
-    """Whether workers and checkpoints with other kernels than the job's are told, not refused."""
+    """Whether workers and checkpoints with other kernels than the job's are warned about instead of refused."""
     return config.hosts.mixed or config.numerics.changed == "warn"
 
 
@@ -262,9 +253,10 @@ def with_batch_size(values: Mapping[str, Any], batch_size: int | str) -> dict[st
 
 
 def default_workers(values: Mapping[str, Any]) -> int | None:
-    """How many workers the pools need, where nobody says; None: nothing is known about pools. values: by dotted key.
+    """Number of workers that the pools need if `workers` is not set; None: the config says nothing of pools. values: by
+    dotted key.
 
-    Raises: ConfigError for a map that is none.
+    Raises: ConfigError for an invalid map.
     """
     stages = values.get("stages", 1)
     named = [i for entry in parse_map(values.get("map"), stages) for i in entry.workers]
@@ -379,7 +371,7 @@ def _check_pools(config: Config, stage_maps: Sequence[StageMap]) -> None:
 
 
 def _check_devices(config: Config, stage_maps: Sequence[StageMap]) -> None:
-    """One kind of device for all: others compute other bits."""
+    """All devices are of one kind: other kinds compute other bits."""
     kind = config.device.partition(":")[0]
     for worker_id, device in devices_of(stage_maps).items():
         if device.partition(":")[0] != kind:

@@ -1,6 +1,6 @@
-"""What a config key may hold: the kinds of values, how text becomes one, and what is said when it does not. Pure.
+"""Kinds of values that a config key may hold, conversion of text to them, and the error messages. Pure.
 
-Apart from the keys themselves (`config.py`), which are a table of these. Standard library only.
+Apart from the keys themselves (`config_keys.py`), which are a table of these. Standard library only.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ _FALSE = {"false", "no", "off", "0"}
 _NONE = {"none", "null", ""}
 _MISSING = object()
 _BEYOND = 1 << 63
-"""No whole number is as large: neither files nor messages hold it."""
+"""Exclusive upper bound of whole numbers: neither files nor messages hold larger ones."""
 
 
 @dataclass(frozen=True)
 class Kind:
-    """What one key accepts.
+    """The values that one key accepts.
 
-    base: 'int', 'float', 'bool', 'str', 'list' (of choices; a tuple) or 'any'. low: least value, above: what it must be
-    greater than, high: greatest. secret: what somebody gives instead may be one, so no message shows it.
-    `choices` or `pattern` (with `example`) limit text. auto, none: 'auto' or nothing is accepted too. numerics: the
-    result's bits depend on it.
+    base: 'int', 'float', 'bool', 'str', 'list' (of choices; a tuple) or 'any'. low: least value, above: exclusive lower
+    bound, high: greatest value. secret: a wrong value may be a secret, so no message shows it. `choices` or `pattern`
+    (with `example`) limit text. auto, none: 'auto' or nothing is accepted, too. numerics: the result's bits depend on
+    it.
     """
 
     base: str
@@ -50,7 +50,7 @@ class Kind:
 
     @staticmethod
     def of(annotation: Any, meaning: str, **limits: Any) -> Kind:
-        """Of a field that is annotated so."""
+        """Kind of a field with this type annotation."""
         accepted = get_args(annotation) if isinstance(annotation, UnionType) or get_origin(annotation) is Union else ()
         base = accepted[0] if accepted else annotation
         name = "list" if get_origin(base) is tuple else "any" if base is Any else base.__name__
@@ -59,7 +59,7 @@ class Kind:
 
     @property
     def type_name(self) -> str:
-        """For the list of keys, such as 'number or auto'."""
+        """Name of the type for the list of keys, such as 'number or auto'."""
         name = {"int": "whole number", "float": "number", "bool": "true or false", "str": "text", "any": "anything"}
         base = " | ".join(self.choices) if self.choices else name[self.base]
         base = f"list of {base}" if self.base == "list" else base
@@ -67,7 +67,7 @@ class Kind:
 
     @property
     def expected(self) -> str:
-        """For error messages."""
+        """Description of accepted values for error messages."""
         text = self.type_name
         if self.above is not None:
             text += f", greater than {self.above:g}"
@@ -84,16 +84,13 @@ def key(default: Any, meaning: str, **limits: Any) -> Any:
 
 
 def convert(source: str, name: str, kind: Kind, value: Any, default: Any) -> Any:
-    """The value as its key holds it; numbers, booleans and none may come as text.
-
-    Raises: ConfigError, one line: expected, came, what to do.
-    """
+    """Value in the type of its key; numbers, booleans and none may come as text."""
     if isinstance(value, str) and kind.auto and value.strip().lower() == "auto":
         return "auto"
     if kind.none and (value is None or (isinstance(value, str) and value.strip().lower() in _NONE)):
         return None
     if isinstance(value, bool) and {"on", "off"} <= set(kind.choices):
-        value = "on" if value else "off"  # which is what YAML makes of them
+        value = "on" if value else "off"  # YAML reads on and off as booleans
     converted = _CONVERTERS[kind.base](value)
     if converted is _MISSING or not _fits(kind, converted):
         came = "something else" if kind.secret else shown(value)
@@ -107,11 +104,11 @@ SECRET_VARIABLES = (
     *("EVERSTEP_TOKEN", "EVERSTEP_DASHBOARD_TOKEN", "EVERSTEP_METRICS_TOKEN"),
     *("EVERSTEP_ETCD_USER", "EVERSTEP_ETCD_PASSWORD"),
 )
-"""Of our own; they are for the command that is given them, and go into no file."""
+"""Everstep's own secret variables; only the command that gets them may see them, and no file."""
 
 
 def variable(source: str, name: str, value: Any) -> str:
-    """The value of an environment variable, `env.NAME`. Raises: ConfigError if it, or the name, cannot be one."""
+    """Value of an environment variable, `env.NAME`. Raises: ConfigError for an invalid name or value."""
     text = str(value) if isinstance(value, str | int | float) and not isinstance(value, bool) else None
     if not re.fullmatch(r"env\.[A-Za-z_][A-Za-z0-9_]*", name):
         raise ConfigError(f"{name}: expected the name of an environment variable after 'env.' (from {source})")
@@ -126,16 +123,16 @@ def variable(source: str, name: str, value: Any) -> str:
 
 
 def shown(value: Any) -> str:
-    """A value in an error message: one line, not too long."""
+    """A value for an error message: one line, not too long."""
     try:
         text = str(value).lower() if isinstance(value, bool) else repr(value)
-    except (ValueError, RecursionError):  # a number of thousands of digits, say
+    except (ValueError, RecursionError):  # for example a number of thousands of digits
         text = f"a {type(value).__name__} that is too large to show"
     return text if len(text) <= 60 else text[:57] + "..."
 
 
 def free(value: Any) -> Any:
-    """A value whose type nobody knows: text that reads as JSON becomes what it says, other text stays text."""
+    """A value of unknown type: text that is JSON becomes its value, other text stays text."""
     if not isinstance(value, str):
         return value
     try:
@@ -147,7 +144,7 @@ def free(value: Any) -> Any:
 
 
 def _refuse(constant: str) -> Any:
-    """NaN and infinities stay text: they are no JSON, and NaN differs from itself."""
+    """NaN and infinities stay text: JSON has no such numbers, and NaN differs from itself."""
     raise ValueError(constant)
 
 

@@ -1,7 +1,7 @@
-"""What the digests of a finished job are made of, as a number: those of different versions say nothing of each other.
+"""Version of the digests of a finished job; digests of different versions cannot be compared.
 
-Version 1: xxh3-128 of the rows (name, type, shape, xxh3-128 of the elements) of all tensors, by name; that of the state
-with the step and the values that are no tensors besides (`exact/digest.py`, `exact/image.py: rows_digest`).
+Version 1: xxh3-128 over the rows (name, type, shape, xxh3-128 of the elements) of all tensors, by name; the state's
+also covers the step and the values that are no tensors (`exact/digest.py`, `exact/image.py: rows_digest`).
 """
 
 from __future__ import annotations
@@ -13,5 +13,5 @@ DIGEST_VERSION = 1
 
 
 def version_of(digest: Mapping[str, Any]) -> Any:
-    """Of what a job's digest.json says; 1 where it says none, as before there were several. Any JSON."""
+    """Version of a job's digest.json; 1 if it names none, as in older jobs. The result may be any JSON value."""
     return digest.get("version", 1)

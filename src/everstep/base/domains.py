@@ -1,6 +1,6 @@
-"""Failure domains: what dies together. A host says in which it is, by labels such as rack=r1. Pure.
+"""Failure domains: workers that die together. Labels such as rack=r1 say in which domains a host is. Pure.
 
-Domains lie inside one another: two racks of different rows may bear the same name and are two racks all the same.
+Domains lie inside one another: racks of different rows are different racks even if they bear the same name.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from everstep.base.errors import ConfigError
 
 WIDTHS = ("region", "zone", "row", "rack", "switch", "nvlink", "host", "gpu")
-"""Kinds of domains, the widest first. Host and GPU are known by themselves, the others are for labels to say."""
+"""Kinds of domains, the widest first. Host and GPU are detected, labels name the others."""
 LABELS = WIDTHS[: WIDTHS.index("host")]
 LABEL_NAME = rf"\A(?:{'|'.join(LABELS)})\Z"
 LABEL_VALUE = r"\A[A-Za-z0-9][A-Za-z0-9_.:-]{0,62}\Z"
@@ -24,7 +24,8 @@ Domains = tuple[tuple[str, str], ...]
 
 
 def parse_domains(text: str, where: str) -> dict[str, str]:
-    """The labels in "rack=r1,nvlink=u7"; where: they were given. Raises: ConfigError, one line, for anything else."""
+    """Labels in text such as "rack=r1,nvlink=u7". where: the option or variable that held it. Raises: ConfigError, one
+    line, for anything else."""
     found: dict[str, str] = {}
     for part in text.split(","):
         kind, equals, name = part.strip().partition("=")
@@ -40,8 +41,8 @@ def parse_domains(text: str, where: str) -> dict[str, str]:
 
 
 def found_domains(given: str | None, environment: Mapping[str, str]) -> dict[str, str]:
-    """The labels of this host: those that are given, else those in the environment, else what Slurm says of its
-    network. Raises: ConfigError if what is given, or its variable, is none."""
+    """Labels of this host: the given ones, else those in the environment, else Slurm's network topology. Raises:
+    ConfigError for invalid labels."""
     labels = _slurm_domains(environment.get(_SLURM, ""), environment.get(_SLURM_PATTERN, ""))
     if environment.get(VARIABLE):
         labels |= parse_domains(environment[VARIABLE], f"${VARIABLE}")
@@ -49,7 +50,7 @@ def found_domains(given: str | None, environment: Mapping[str, str]) -> dict[str
 
 
 def _slurm_domains(address: str, pattern: str) -> dict[str, str]:
-    """Of "s0.s4.node7" and "switch.switch.node": the switch, or block, nearest to the node."""
+    """Switch and block nearest to the node, from Slurm's "s0.s4.node7" and "switch.switch.node"."""
     found = zip(pattern.split("."), address.split("."), strict=False)  # the later ones are nearer
     return {_SLURM_KINDS[kind]: name for kind, name in found if kind in _SLURM_KINDS and re.match(LABEL_VALUE, name)}
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from everstep.base.errors import ConfigError
 
 PORTS_PER_WORKER = 2
-"""Of a worker that runs: one where peers reach it, and one while a generation meets."""
+"""Ports of a running worker: one where peers reach it, and one while a generation meets."""
 LEAST_PORT = 1024
 
 
@@ -23,14 +23,14 @@ class PortRange(NamedTuple):
 
     @property
     def size(self) -> int:
-        """How many there are."""
+        """Number of ports."""
         return self.last - self.first + 1
 
 
 def parse_ports(text: str | None) -> PortRange | None:
-    """The range that `network.ports` says, None for any port.
+    """Range of ports that `network.ports` names; None: any port.
 
-    Raises: ConfigError if it is none.
+    Raises: ConfigError if it is no such range.
     """
     if text is None:
         return None
@@ -43,9 +43,9 @@ def parse_ports(text: str | None) -> PortRange | None:
 
 
 def check_ports(text: str | None, workers: int) -> None:
-    """workers: that may run on one host.
+    """Check that the range has enough ports for `workers`, the number that may run on one host.
 
-    Raises: ConfigError if the range has too few ports for them; it says how many are needed.
+    Raises: ConfigError if it is too small; the message says how many are needed.
     """
     found, needed = parse_ports(text), workers * PORTS_PER_WORKER
     if found is not None and found.size < needed:
@@ -56,7 +56,7 @@ def check_ports(text: str | None, workers: int) -> None:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether only this machine reaches that address. Of a name that is no address nobody knows."""
+    """Whether only this machine can reach the address; False for a name that is no address."""
     if address == "localhost":
         return True
     try:
@@ -66,9 +66,9 @@ def is_loopback(address: str) -> bool:
 
 
 def check_private(name: str, address: str, *, trusted: bool) -> None:
-    """name: the key or option that it comes from. trusted: `network.trusted`.
+    """Check an address to listen on. name: key or option that it comes from. trusted: `network.trusted`.
 
-    Raises: ConfigError for an address of the whole world, or of all interfaces, unless that was said to be meant.
+    Raises: ConfigError for a public address, or one that stands for all interfaces, unless `trusted` allows it.
     """
     found = ipaddress.ip_address(address)
     if trusted or not (found.is_global or found.is_unspecified):

@@ -1,24 +1,24 @@
 """The whole error tree. Operating faults derive from `EverstepError`; a broken invariant is a bug.
 
 EverstepError
-├── ConfigError            what the user asked for cannot be done; one line: expected, came, what to do
+├── ConfigError            the user's request cannot be carried out; one line: expected, came, what to do
 ├── TaskError              the user's task raised (build_model, loss, dataset, ...)
-├── Uncarried              the loop has changed what no checkpoint holds, so that a resumed worker would lack it
+├── Uncarried              the loop changed state that no checkpoint holds; a resumed worker would lack it
 ├── DeterminismError       the same work gave different bits
-├── StateTainted           the workers' states differ, and so all steps since they last matched count for nothing
-├── MembershipError        the membership does not allow what was asked
+├── StateTainted           the workers' states differ, so all steps since they last matched are void
+├── MembershipError        the membership does not allow the request
 │   ├── StaleGeneration    a message or a worker of an older generation
 │   ├── Evicted            this worker is no longer a member
 │   └── QuorumLost         too few workers, for too long
-├── CollectiveAborted      a transfer was left because the generation ended or a peer died
-├── ProtocolError          bytes on a connection that are not ours: bad frame, version or token
-│   ├── TokenRefused       whoever was called has another token
+├── CollectiveAborted      a transfer was cut because the generation ended or a peer died
+├── ProtocolError          foreign bytes on a connection: bad frame, version or token
+│   ├── TokenRefused       the called process has another token
 │   └── Untrusted          the called peer's certificate is not trusted
 ├── CheckpointCorrupt      stored state that does not match its hashes
 ├── StoreError             a directory or object store could not be read or written
-│   ├── BlobMissing        it has nothing under that name
-│   ├── BlobExists         it has something under a name that was to be new
-│   └── BlobForeign        it has something there that is no file of ours; a CheckpointCorrupt, too
+│   ├── BlobMissing        the store has nothing under that name
+│   ├── BlobExists         the store has something under a name that should be new
+│   └── BlobForeign        the entry is no file of ours; a CheckpointCorrupt, too
 └── JobFailed              the job cannot go on; the message says why
 InvariantViolation         (not an EverstepError) a bug in Everstep
 """
@@ -34,14 +34,14 @@ _MOST_SAID = 2000
 
 
 class EverstepError(Exception):
-    """Root of all operating faults. `cause`: what a fault of this class is, as data."""
+    """Root of all operating faults. `cause`: cause of a fault of this class, as data."""
 
     cause = Cause.UNKNOWN
 
 
 def did_you_mean(word: str, known: Iterable[str], form: str = "{!r}") -> str:
-    """The end of a message about an unknown word: the nearest known one, if any is near. form: how it is written."""
-    import difflib  # not for every command that makes no mistake
+    """End of a message about an unknown word: the nearest known word, "" if none is near. form: how it is written."""
+    import difflib  # imported late: most commands make no mistake
 
     close = difflib.get_close_matches(word, list(known), n=1)
     return f"; did you mean {form.format(close[0])}?" if close else ""
@@ -60,7 +60,7 @@ class TaskError(EverstepError):
 
 
 class Uncarried(EverstepError):
-    """The loop has changed what cannot be carried to a worker that is resumed or healed."""
+    """The loop changed state that cannot be carried to a worker that is resumed or healed."""
 
     cause = Cause.CONFIG
 
@@ -72,15 +72,15 @@ class DeterminismError(EverstepError):
 
 
 class NonFinite(EverstepError):
-    """A step had infinities or NaN, and the job is to stop then."""
+    """A step had infinities or NaN, and `on_nonfinite` is stop."""
 
     cause = Cause.NONFINITE
 
 
 class StateTainted(EverstepError):
-    """The workers' states differ before `step`, decided in `generation`; up to `sound` they were alike.
+    """The workers' states differ before `step`, decided in `generation`; up to step `sound` they were alike.
 
-    `signature`: of this incident alone.
+    `signature`: names this incident.
     """
 
     cause = Cause.CORRUPT
@@ -92,15 +92,15 @@ class StateTainted(EverstepError):
 
 
 class MembershipError(EverstepError):
-    """The membership does not allow what was asked."""
+    """The membership does not allow the request."""
 
 
 class StaleGeneration(MembershipError):
-    """Something of an older generation."""
+    """A message or a worker of an older generation."""
 
 
 class Evicted(MembershipError):
-    """This worker is no longer a member of the job; `drained`: by request, not by fault."""
+    """This worker is no longer a member of the job. `drained`: by request, not by a fault."""
 
     def __init__(self, message: str, drained: bool = False) -> None:
         super().__init__(message)
@@ -114,7 +114,7 @@ class QuorumLost(MembershipError):
 
 
 class CollectiveAborted(EverstepError):
-    """A transfer was left before its end; `accused` are the worker ids found dead, if any."""
+    """A transfer was cut before its end. `accused`: ids of the workers found dead, if any."""
 
     cause = Cause.LINK
 
@@ -124,13 +124,13 @@ class CollectiveAborted(EverstepError):
 
 
 class ProtocolError(EverstepError):
-    """A connection spoke something else."""
+    """A connection carried bytes of another protocol, version or token."""
 
     cause = Cause.LINK
 
 
 class TokenRefused(ProtocolError):
-    """Whoever was called has another token."""
+    """The called process has another token."""
 
 
 class Untrusted(ProtocolError):
@@ -146,7 +146,7 @@ class CheckpointCorrupt(EverstepError):
 class StoreError(EverstepError):
     """A directory or object store could not be read or written.
 
-    `trouble`: the same wherever the same thing is wrong, whichever file it befalls.
+    `trouble`: text that is equal for equal troubles, whichever file they hit.
     """
 
     cause = Cause.DISK
@@ -161,17 +161,17 @@ class BlobMissing(StoreError):
 
 
 class BlobExists(StoreError):
-    """A store has something under a name that was to be new."""
+    """A store has something under a name that should be new."""
 
 
 class BlobForeign(StoreError, CheckpointCorrupt):
-    """What a store has under that name, or on the way to it, is a link, a pipe or the like, or the name is none."""
+    """The entry of a store, or a folder on the way to it, is a link, a pipe or the like, or its name is invalid."""
 
     cause = Cause.CORRUPT
 
 
 class PartsAway(StoreError):
-    """A part of a checkpoint is on hosts that are not there. `hosts`: their names."""
+    """A part of a checkpoint is only on hosts that are not connected. `hosts`: their names."""
 
     cause = Cause.HOST_LOST
 
@@ -189,26 +189,26 @@ class InvariantViolation(AssertionError):
 
 
 def cause_of(error: BaseException) -> Cause:
-    """What an exception comes down to; of a `TaskError`, what the user's code raised."""
+    """Cause of an exception. For a `TaskError` it is the cause of the error that the user's code raised."""
     root = error.__cause__ if isinstance(error, TaskError) and error.__cause__ is not None else error
     if isinstance(root, EverstepError):
         return root.cause
     if isinstance(root, MemoryError) or any(c.__name__ == "OutOfMemoryError" for c in type(root).__mro__):
-        return Cause.OOM  # a device's is torch's own class, which is not known here
+        return Cause.OOM  # the error class of a device is torch's own, and torch is not imported here
     if isinstance(root, OSError) and root.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS):
         return Cause.DISK
     return Cause.EXCEPTION
 
 
 def one_line(text: str) -> str:
-    """What a message and an event can bear of what others have written: in one line, 2,000 characters at most, and
-    with a replacement for what no UTF-8 has, such as a file's name in bytes of another encoding."""
+    """Text of others, made fit for a message or event: one line, at most 2,000 characters, with replacements for
+    anything that UTF-8 lacks, such as file names in another encoding."""
     line = " ".join(text.split())
     more = f"... ({len(line)} characters)" if len(line) > _MOST_SAID else ""
     return line[:_MOST_SAID].encode(errors="replace").decode() + more
 
 
 def check(condition: bool, message: str) -> None:
-    """Raise `InvariantViolation` unless the condition holds. Unlike `assert`, it stays under `-O`."""
+    """Raise `InvariantViolation` unless the condition holds. Unlike `assert`, it works under `-O`."""
     if not condition:
         raise InvariantViolation(message)

@@ -1,7 +1,4 @@
-"""In which etcd a job has lease and journal, and where: `etcd://HOST:PORT,HOST:PORT/PREFIX`, or `etcds://` over TLS.
-
-Standard library only.
-"""
+"""Address of the etcd with a job's lease and journal: `etcd://HOST:PORT,HOST:PORT/PREFIX`, or `etcds://` over TLS."""
 
 from __future__ import annotations
 
@@ -20,8 +17,8 @@ _PREFIX = re.compile(r"(/[A-Za-z0-9._-]{1,100}){1,10}")
 
 @dataclass(frozen=True)
 class EtcdAddress:
-    """members: as "host:port". prefix: of all keys of the job, with a slash before and none behind. tls: whether they
-    are spoken to over TLS."""
+    """members: each "host:port". prefix: begins all keys of the job, with a leading slash and no trailing one. tls:
+    whether connections use TLS."""
 
     members: tuple[str, ...]
     prefix: str
@@ -32,7 +29,7 @@ class EtcdAddress:
 
     @classmethod
     def parse(cls, name: str, text: str) -> EtcdAddress:
-        """name: what holds the text, for the message. Raises: ConfigError if it is no such address."""
+        """Parse an address. name: the key that holds it. Raises: ConfigError if it is no such address."""
         tls = text.startswith(OVER_TLS)
         members, slash, prefix = text.removeprefix(OVER_TLS if tls else PLAIN).partition("/")
         found = [_MEMBER.fullmatch(member) for member in members.split(",")]

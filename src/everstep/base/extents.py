@@ -1,6 +1,7 @@
-"""Sets of blocks of one stage's state, run-length coded: what a member holds, lacks, asks for or gives. Pure.
+"""Sets of blocks of one stage's state, run-length coded: blocks that a member holds, lacks, asks for or gives. Pure.
 
-A state's blocks lie in planes (one per kind of state) and have one numbering: plane after plane, as `Sizes` has them.
+A state's blocks lie in planes (one per kind of state) and have one numbering: plane after plane, in the order of
+`Sizes`.
 """
 
 from __future__ import annotations
@@ -18,21 +19,21 @@ Sizes = tuple[tuple[str, int], ...]
 """The planes of a state with their numbers of blocks, in the order of the numbering."""
 
 Coded = tuple[Sizes, tuple[tuple[int, int, int], ...]]
-"""A proper part as it travels: sizes, and (place of the plane among them, lo, hi)."""
+"""Form of a proper part in messages: sizes, and (place of the plane among them, lo, hi)."""
 
 Runs = tuple[tuple[int, int], ...]
-"""Blocks by their numbers: (first, one beyond the last), ascending, none empty, none beginning where another ends."""
+"""Blocks by their numbers: (first, one beyond the last), ascending, none empty, none adjacent."""
 
 _Spans = list[tuple[int, int]]
 
 
 def within(runs: Runs) -> tuple[int, int]:
-    """(first, one beyond the last) of them all; (0, 0) if there are none."""
+    """(first, one beyond the last) block of the runs; (0, 0) if there are none."""
     return (runs[0][0], runs[-1][1]) if runs else (0, 0)
 
 
 def common(left: Runs, right: Runs) -> Runs:
-    """The blocks that are in both."""
+    """Blocks that are in both."""
     found = ((max(a, c), min(b, d)) for a, b in left for c, d in right)
     return tuple(run for run in found if run[0] < run[1])
 
@@ -47,8 +48,8 @@ class BlockRun(NamedTuple):
 
 @dataclass(frozen=True)
 class Extents:
-    """A set of blocks. `whole`: all there are, however many. Else `runs` (ascending, disjoint, none beginning where
-    another ends), and where there are any `of`: the planes that make up the whole, of which these are not all.
+    """A set of blocks. `whole`: all blocks, however many. Otherwise `runs` (ascending, disjoint, merged) and, if there
+    are any, `of`: the planes of the whole state, of which the runs are a proper part.
 
     Equal sets are equal values: make parts by `part`.
     """
@@ -59,7 +60,7 @@ class Extents:
 
     @staticmethod
     def part(of: Sizes, runs: Iterable[BlockRun]) -> Extents:
-        """These blocks of a state of such sizes; `WHOLE` if they are all. Raises: InvariantViolation for others."""
+        """These blocks of a state of these sizes; `WHOLE` if they are all. Raises: InvariantViolation for others."""
         known, starts = dict(of), _starts(of)
         spans = []
         for plane, lo, hi in runs:
@@ -69,7 +70,7 @@ class Extents:
 
     @staticmethod
     def numbered(of: Sizes, numbers: Iterable[int]) -> Extents:
-        """Blocks by their numbers."""
+        """The blocks with these numbers."""
         return _made(of, [(n, n + 1) for n in numbers])
 
     def __bool__(self) -> bool:
@@ -97,23 +98,23 @@ class Extents:
         return self - (WHOLE - other) if not other.whole else self
 
     def covers(self, other: Extents) -> bool:
-        """Whether all of the other are among these."""
+        """Whether this set contains the other."""
         return not other - self
 
     def fits(self, other: Extents) -> bool:
-        """Whether both can be parts of one state."""
+        """Whether both can be parts of the same state."""
         return not (self.of and other.of) or self.of == other.of
 
     def size(self, of: Sizes) -> int:
-        """How many blocks, of a state of such sizes."""
+        """Number of blocks, in a state of these sizes."""
         return sum(hi - lo for lo, hi in self.spans(of))
 
     def spans(self, of: Sizes) -> _Spans:
-        """The numbers of the blocks, ascending, as (first, one beyond the last)."""
+        """Numbers of the blocks, ascending, as (first, one beyond the last)."""
         return ([(0, _total(of))] if _total(of) else []) if self.whole else self._spans()
 
     def first(self, count: int, of: Sizes) -> Extents:
-        """The first so many blocks."""
+        """The first `count` blocks."""
         taken: _Spans = []
         for lo, hi in self.spans(of):
             taken.append((lo, min(hi, lo + count)))
@@ -123,7 +124,7 @@ class Extents:
         return _made(of, taken)
 
     def split(self, shares: int, of: Sizes) -> list[Extents]:
-        """So many sets, one after the other, that differ by one block at the most."""
+        """`shares` consecutive sets whose sizes differ by at most one block."""
         found, left, size = [], self, self.size(of)
         for k in range(shares):
             found.append(left.first(size // shares + (k < size % shares), of) if left else NONE)
@@ -131,14 +132,14 @@ class Extents:
         return found
 
     def encoded(self) -> Coded:
-        """For a message. Raises: InvariantViolation for the whole, which needs none."""
+        """Form for a message. Raises: InvariantViolation for the whole, which needs no form."""
         check(not self.whole, "only a part is encoded")
         places = {plane: k for k, (plane, _) in enumerate(self.of)}
         return self.of, tuple((places[run.plane], run.lo, run.hi) for run in self.runs)
 
     @staticmethod
     def decoded(coded: Coded) -> Extents:
-        """What `encoded` made. Raises: InvariantViolation for what it cannot have made."""
+        """Inverse of `encoded`. Raises: InvariantViolation for anything that `encoded` cannot have made."""
         of, runs = coded
         check(all(0 <= k < len(of) for k, _, _ in runs), f"expected runs of the planes {of}, got {runs}")
         return Extents.part(of, (BlockRun(of[k][0], lo, hi) for k, lo, hi in runs))
@@ -160,7 +161,7 @@ NONE = Extents()
 
 
 def union(parts: Iterable[Extents]) -> Extents:
-    """All of them together."""
+    """All blocks of the parts."""
     return reduce(or_, parts, NONE)
 
 

@@ -1,8 +1,8 @@
-"""Which launcher of others has started this process as one of several, and what it is to do in the one job that they
-become together. Pure.
+"""Another launcher (torchrun, mpirun, ...) that started this process as one of several, and this process's part in the
+one job that they become. Pure.
 
-Each of them would train for itself, as N silent jobs. But their launcher ends them all when one dies, so they cannot be
-workers either: on each host the first becomes the job, or that host's agent, and the others wait for it.
+Without this, each process would train alone, as N silent jobs. They cannot be workers either, because their launcher
+ends them all when one dies. So on each host the first becomes the job or that host's agent, and the others wait for it.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _TASKS = re.compile(r"(\d{1,7})(?:\(x(\d{1,7})\))?")
 
 
 class Foreign(NamedTuple):
-    """This process is `rank` of `size` that `launcher` has started, `local_rank` of `local_size` on this host.
+    """This process is `rank` of `size` that `launcher` started, `local_rank` of `local_size` on this host.
 
-    local_rank, local_size: -1 where the launcher does not say. identity: what this start of the launcher has on this
-    host and no other one, as text. address, port: where it says that processes of rank 0 meet, "" and 0 if it does not.
-    store: the launcher itself keeps a store there.
+    local_rank, local_size: -1 if the launcher does not say. identity: text that only this start of the launcher has on
+    this host. address, port: where rank 0 expects the others, "" and 0 if unknown. store: the launcher itself keeps a
+    store there.
     """
 
     launcher: str
@@ -45,22 +45,22 @@ class Foreign(NamedTuple):
 
     @property
     def part(self) -> Part:
-        """What this process does in the job."""
+        """This process's part in the job."""
         if self.local_rank:
             return "waiting"
         return "agent" if self.rank else "job"
 
     @property
     def key(self) -> str:
-        """Names this start of the launcher on this host, 32 hex digits."""
+        """Key of this start of the launcher on this host, 32 hex digits."""
         return hashlib.sha256(self.identity.encode()).hexdigest()[:32]
 
     def words(self) -> str:
-        """What it is, for people."""
+        """Launcher and rank, for people."""
         return f"started by {self.launcher} as process {self.rank} of {self.size}"
 
     def check(self) -> None:
-        """Raises: ConfigError if no job can be made of these processes, saying what to do instead."""
+        """Raises: ConfigError if no job can be made of these processes; it says what to do instead."""
         if self.local_rank < 0 or self.local_size < 0:
             raise ConfigError(
                 f"{self.words()}, which does not say how many of them are on this host (LOCAL_RANK and "
@@ -73,13 +73,13 @@ class Foreign(NamedTuple):
             )
 
     def script_words(self, argv: Sequence[str]) -> list[str]:
-        """The script's arguments without what the launcher has put before them (--local_rank=N of deepspeed): workers
-        have LOCAL_RANK of their own."""
+        """The script's arguments without the one that the launcher put before them (--local_rank=N of deepspeed):
+        workers have their own LOCAL_RANK."""
         found = _LOCAL_RANK.fullmatch(argv[0]) if argv else None
         return list(argv[1:] if found and int(found[1]) == self.local_rank else argv)
 
     def refuse(self, where: str) -> ConfigError:
-        """For a place in which no process can become another. where: "a notebook", ..."""
+        """Error for a place where no process can become another. where: "a notebook", ..."""
         return ConfigError(f"{self.words()} in {where}, which would be {self.size} jobs of one worker: {INSTEAD}")
 
 
@@ -90,8 +90,8 @@ INSTEAD = (
 
 
 class _Known(NamedTuple):
-    """A launcher, the variable that gives it away, and those of its numbers. identity: those that tell one start of it,
-    and one host, from others."""
+    """A launcher, the variable by which it is recognised, and the variables of its numbers. identity: variables that
+    tell one start of it on one host from others."""
 
     launcher: str
     sign: str
@@ -135,7 +135,7 @@ _KNOWN = (
     ),
 )
 WORKER_MARK = "EVERSTEP_WORKER"
-"""In the environment of a worker, whose RANK and the like are what a plan says."""
+"""Environment variable of a worker, whose RANK and the like come from a plan."""
 _ITS_OWN = re.compile(
     r"TORCHELASTIC_\w+|(GROUP_|ROLE_|LOCAL_)?(RANK|WORLD_SIZE)|NODE_RANK|LOCAL_SIZE|CROSS_(RANK|SIZE)|ROLE_NAME"
     r"|MASTER_(ADDR|PORT)"
@@ -145,9 +145,9 @@ _ITS_OWN = re.compile(
 
 
 def foreign_launcher(environ: Mapping[str, str]) -> Foreign | None:
-    """Who has started this process as one of several, as its environment says; None if nobody has.
+    """The launcher that started this process as one of several, by its environment; None if there is none.
 
-    Raises: ConfigError if that is no number where one should be: it may be one of several, then.
+    Raises: ConfigError if a variable is no number where one is expected: the process may then be one of several.
     """
     for known in _KNOWN:
         if not {known.sign, known.rank, known.size} <= environ.keys() or (
@@ -176,8 +176,8 @@ def foreign_launcher(environ: Mapping[str, str]) -> Foreign | None:
 
 
 def check_numbered(environ: Mapping[str, str]) -> None:
-    """Raises: ConfigError in the one process that accelerate has started where it was asked for several: on CPUs it
-    leaves the others to mpirun, or to other machines, and tells none of them which it is."""
+    """Raises: ConfigError in the one process that accelerate started although several were asked for. On CPUs
+    accelerate leaves the others to mpirun or other machines, and tells no process its rank."""
     if "ACCELERATE_MIXED_PRECISION" in environ and "MASTER_ADDR" in environ and "RANK" not in environ:
         raise ConfigError(
             "accelerate started several processes, but did not tell this one its rank: use 'everstep run SCRIPT "
@@ -186,18 +186,18 @@ def check_numbered(environ: Mapping[str, str]) -> None:
 
 
 def left_alone(environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment without what a launcher says of one of its processes: for those that are none of them."""
+    """The environment without the launcher's variables about one process, for other processes."""
     return {name: value for name, value in environ.items() if not _ITS_OWN.fullmatch(name)}
 
 
 def _number(environ: Mapping[str, str], name: str) -> int:
-    """-1 if there is none."""
+    """Number in a variable; -1 if there is none."""
     text = environ.get(name, "")
     return int(text) if _NUMBER.fullmatch(text) else -1
 
 
 def _tasks_on(text: str, node: int) -> int:
-    """How many tasks this node has, by Slurm's list such as "2(x3),1"; -1 if it does not say."""
+    """Number of tasks on this node, from Slurm's list such as "2(x3),1"; -1 if unknown."""
     for item in text.split(","):
         found = _TASKS.fullmatch(item)
         if found is None or node < 0:
@@ -209,12 +209,12 @@ def _tasks_on(text: str, node: int) -> int:
 
 
 def first_host(names: str) -> str:
-    """The first of a list of hosts as Slurm writes it ("n[07-09,12],m3"); "" if it is none."""
+    """First host of a list as Slurm writes it ("n[07-09,12],m3"); "" for any other text."""
     found = re.fullmatch(r"([\w.-]+)(?:\[(\d+)[-,\d]*\]([\w.-]*))?(?:,.*)?", names)
     return "" if found is None else f"{found[1]}{found[2] or ''}{found[3] or ''}"
 
 
 def derived_ports(key: str) -> list[int]:
-    """Ports that all processes of one start try in this order, where the launcher names none."""
+    """Ports that all processes of one start try in this order if the launcher names none."""
     first = int(hashlib.sha256(key.encode()).hexdigest()[:8], 16) % 8000
     return [20_000 + (first + 997 * k) % 8000 for k in range(8)]

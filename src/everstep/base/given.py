@@ -1,8 +1,8 @@
 """Files that anybody may have written: opened without waiting, read within bounds, taken as data.
 
-All that a run directory, a checkpoint folder or a user names is read this way: a pipe nobody writes to, a device
-without an end, a file of a terabyte of nothing and JSON nested a thousand deep cost no more than a refusal. Whatever is
-wrong is an `OSError` with words of its own, or a `ValueError`, so that who reads says what for.
+Files in a run directory, in a checkpoint folder, or named by a user are read this way. A pipe without a writer, an
+endless device, a sparse file of a terabyte and JSON nested a thousand deep cost no more than a refusal. Every trouble
+is an `OSError` with a clear message or a `ValueError`, so that the reader can add what the file was for.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from everstep.base.below import open_below
 from everstep.base.readable import readable
 
 MOST_BYTES = 16 << 20
-"""Of a file that is read whole, unless said otherwise."""
+"""Limit of a file that is read whole, unless said otherwise."""
 _PORTION_BYTES = 1 << 20
 _PIPE_PATIENCE_S = 10.0
 
@@ -31,10 +31,10 @@ _PIPE_PATIENCE_S = 10.0
 def open_given(
     path: str | os.PathLike[str], folders: int = 0, *, links: bool = False, pipes: bool = False
 ) -> Iterator[BinaryIO]:
-    """A regular file, open for reading. folders: as for `base.below`. links: a user names this very file, so links are
-    followed. pipes: so, too, and it may be a pipe, such as `<(command)`; reads of it do not wait.
+    """A regular file, open for reading. folders: as in `base.below`. links: follow links, because a user named this
+    very file. pipes: follow links and also accept a pipe, such as `<(command)`; reads of it do not wait.
 
-    Raises: OSError, also for what is no such file.
+    Raises: OSError, also if it is no such file.
     """
     if links or pipes:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
@@ -56,9 +56,9 @@ def read_given(
     links: bool = False,
     pipes: bool = False,
 ) -> bytes:
-    """A file's bytes. folders, links, pipes: as for `open_given`; a pipe that says nothing is waited for ten seconds.
+    """Content of a file. folders, links, pipes: as in `open_given`; a silent pipe is given up after ten seconds.
 
-    Raises: OSError, also if there are more than `most_bytes`.
+    Raises: OSError, also if the file has more than `most_bytes`.
     """
     with open_given(path, folders, links=links, pipes=pipes) as file:
         if stat.S_ISFIFO(os.fstat(file.fileno()).st_mode):
@@ -71,7 +71,7 @@ def read_given(
 
 
 def _drained(fd: int, most_bytes: int) -> bytes:
-    """What comes out of a pipe until it ends, and a byte more than the most."""
+    """Bytes of a pipe until it ends, at most one more than `most_bytes`."""
     data = bytearray()
     deadline_s = time.monotonic() + _PIPE_PATIENCE_S
     while len(data) <= most_bytes:
@@ -86,14 +86,14 @@ def _drained(fd: int, most_bytes: int) -> bytes:
 
 
 def portions(file: BinaryIO) -> Iterator[bytes]:
-    """What is left of a file, a megabyte at a time; runs of bytes that were never written are passed over."""
+    """The rest of a file, a megabyte at a time; holes in the file are skipped."""
     while data := file.read(_PORTION_BYTES):
         skip_hole(file, data)
         yield data
 
 
 def skip_hole(file: BinaryIO, data: bytes) -> None:
-    """Where nothing was ever written, moves the position to where something was, or to the end. data: read before."""
+    """If the file has a hole here, move the position to its end. data: the bytes read just before."""
     if data.strip(b"\0"):
         return
     at = file.tell()
@@ -108,9 +108,9 @@ def skip_hole(file: BinaryIO, data: bytes) -> None:
 
 
 def parse_json(text: bytes | str) -> Any:
-    """What a JSON text says, in which every key of an object is said once, and every number is finite.
+    """Value of a JSON text. Keys of an object must be distinct, numbers finite.
 
-    Raises: ValueError, whatever is wrong.
+    Raises: ValueError for any trouble.
     """
     try:
         return json.loads(text, object_pairs_hook=_once, parse_constant=_refuse, parse_float=_finite)
@@ -121,7 +121,7 @@ def parse_json(text: bytes | str) -> Any:
 def read_json(
     path: str | os.PathLike[str], most_bytes: int = MOST_BYTES, folders: int = 0, *, links: bool = False
 ) -> Any:
-    """What a JSON file says. folders, links: as for `open_given`. Raises: OSError; ValueError."""
+    """Value of a JSON file. folders, links: as in `open_given`. Raises: OSError; ValueError."""
     return parse_json(read_given(path, most_bytes, folders, links=links))
 
 

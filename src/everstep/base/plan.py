@@ -1,8 +1,8 @@
-"""What the coordinator decides and everybody obeys: members, seats and the plan of one generation. Pure data.
+"""What the coordinator decides and everybody follows: members, seats and the plan of one generation. Pure data.
 
-A *member* is a worker: a process, or a *cell* of several, of which the first, the *head*, alone decides and talks; the
-others are its *limbs*. A *seat* is a member's place in one stage's pool, with the lanes that placement gave it. They
-are apart because one worker may hold seats in several stages.
+A *member* is a worker: a process, or a *cell* of several. The first of a cell, the *head*, alone decides and talks; the
+others are its *limbs*. A *seat* is a member's place in one stage's pool, with the lanes that placement gave it. Members
+and seats are apart because one worker may hold seats in several stages.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class WorkerKey:
 
 @dataclass(frozen=True)
 class Rank:
-    """One process of a cell, and how those at its place in other cells reach it; as in `Member`."""
+    """One process of a cell, and how the processes of that rank in other cells reach it; fields as in `Member`."""
 
     pid: int = 0
     address: str = ""
@@ -45,10 +45,10 @@ class Rank:
 class Member:
     """A worker that takes part in a generation, and how its peers reach it.
 
-    `address` is "host:port" of the worker's peer server (healing); `segment` is an opaque string with which the
-    members of the same host attach to its shared memory ("" if it has none). Both are the head's, as is `pid`; `limbs`
-    are the other ranks of its cell, from rank 1 on. `domains`: in which it is beside its host,
-    as the coordinator knows.
+    `address` is "host:port" of the worker's peer server (healing); `segment` is an opaque string with which members on
+    the same host attach to its shared memory ("" if it has none). These and `pid` are the head's; `limbs` are the other
+    ranks of its cell, from rank 1 on. `domains`: its failure domains apart from its host, as far as the coordinator
+    knows.
     """
 
     worker_id: int
@@ -66,21 +66,21 @@ class Member:
 
     @property
     def all_domains(self) -> Domains:
-        """Those and its host."""
+        """All failure domains, the host included."""
         return ordered(dict(self.domains), self.host)
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """Of all its ranks."""
+        """PIDs of all ranks of the cell."""
         return (self.pid, *(rank.pid for rank in self.limbs))
 
     @property
     def cell(self) -> tuple[Rank, ...]:
-        """All its ranks, the head first."""
+        """All ranks of the cell, the head first."""
         return (Rank(self.pid, self.address, self.segment), *self.limbs)
 
     def at_rank(self, cell_rank: int) -> Member:
-        """As those at the same place in other cells see it. Raises: MembershipError if it has nobody there."""
+        """The member as this rank of other cells sees it. Raises: MembershipError if the cell has no such rank."""
         if cell_rank == 0:
             return self
         if cell_rank > len(self.limbs):
@@ -102,7 +102,7 @@ class Seat:
 
 @dataclass(frozen=True)
 class Shard:
-    """What a seat holds of its stage, where that is less than all: blocks of the state, and of the reduced gradient."""
+    """The part of its stage that a seat holds, if not all: blocks of the state and of the reduced gradient."""
 
     worker_id: int
     stage: int
@@ -121,15 +121,14 @@ class Plan:
     """One generation: who takes part, who does what, and why.
 
     `members` ascend by worker_id. `speeds` (samples per second, by worker_id) and `previous` (generation whose seats
-    were repaired, 0 if none) are the inputs placement was called with. `prepared`: members switch to this plan after
-    the first agree in which all of the previous generation hold it; otherwise at once. `joining`: worker ids that
-    were not members of the generation before. `leaders`: by stage, where the config names one that is a member; None or
-    nothing: the first in id order. `save`: why a checkpoint is taken as soon as all have settled, before the job ends;
-    "" if none is. `cause` and `reason`: why the generation is; the cause is unknown in plans of older versions.
-    `sound`: states later than that of this step are tainted, as the coordinator has heard; -1 if there is no doubt.
-    `term`: in which the coordinator that made it holds the lease (its create revision); 0 where there is no lease.
-    `alike`: (step, stage, digest of its state) of the newest steps at which all members were found to be alike.
-    `shards`: what seats hold that do not hold all of their stage.
+    were repaired, 0 if none) are the inputs of placement. `prepared`: members switch to this plan after the first agree
+    in which all of the previous generation hold it; otherwise at once. `joining`: worker ids that were not members of
+    the generation before. `leaders`: by stage, if the config names one that is a member; None or nothing: the first in
+    id order. `save`: why a checkpoint is taken as soon as all have settled, before the job ends; "" if none is. `cause`
+    and `reason`: why the generation began; the cause is unknown in plans of older versions. `sound`: states after this
+    step are tainted, as the coordinator heard; -1 if there is no doubt. `term`: lease term of the coordinator that made
+    it (create revision); 0 without a lease. `alike`: (step, stage, digest of its state) of the newest steps at which
+    all members were found alike. `shards`: the holdings of seats that do not hold all of their stage.
     """
 
     generation: int
@@ -186,17 +185,17 @@ class Plan:
         return {worker_id: tuple(stage for _, stage in held) for worker_id, held in places}
 
     def member(self, worker_id: int) -> Member:
-        """Raises: KeyError if the worker is not a member."""
+        """The member with this id. Raises: KeyError if there is none."""
         return self._by_id[worker_id]
 
     def at_rank(self, cell_rank: int) -> Plan:
-        """The plan of those at this place in the members' cells. Raises: MembershipError if a cell has none."""
+        """The plan as the processes of this rank see it. Raises: MembershipError if a cell has no such rank."""
         if cell_rank == 0:
             return self
         return replace(self, members=tuple(m.at_rank(cell_rank) for m in self.members))
 
     def of_pool(self, stage: int) -> Plan:
-        """The plan as the pool of one stage sees it: nobody else takes part."""
+        """The plan as the pool of one stage sees it, without all other workers."""
         seats = self.pool(stage)
         ids = {seat.worker_id for seat in seats}
         members = tuple(m for m in self.members if m.worker_id in ids)
@@ -213,20 +212,20 @@ class Plan:
         return self._pools.get(stage, ())
 
     def leader(self, stage: int) -> int:
-        """worker_id of the stage's leader: the one the config names, if it is a member, else the first in id order."""
+        """worker_id of the stage's leader: the one that the config names, if a member, else the first in id order."""
         named = self.leaders[stage] if stage < len(self.leaders) else None
         return self.pool(stage)[0].worker_id if named is None else named
 
     def seat(self, worker_id: int, stage: int = 0) -> Seat:
-        """Raises: KeyError if the worker has no seat there."""
+        """The worker's seat in a stage. Raises: KeyError if it has none."""
         return self._by_place[worker_id, stage]
 
     def shard(self, worker_id: int, stage: int) -> Shard:
-        """What the worker's seat in the stage holds."""
+        """The part of the stage that the worker's seat holds."""
         return self._shares.get((worker_id, stage), Shard(worker_id, stage))
 
     def stages_of(self, worker_id: int) -> tuple[int, ...]:
-        """The stages in which the worker has a seat, ascending; none for somebody who is not a member."""
+        """Stages in which the worker has a seat, ascending; empty if it is not a member."""
         return self._stages_of.get(worker_id, ())
 
     def seats_of(self, worker_id: int) -> tuple[Seat, ...]:
@@ -234,16 +233,16 @@ class Plan:
         return tuple(self.seat(worker_id, stage) for stage in self.stages_of(worker_id))
 
     def role_of(self, worker_id: int) -> str:
-        """leader (of any stage), active or standby; "" for somebody who is not a member."""
+        """leader (of any stage), active or standby; "" if the worker is not a member."""
         seats = self.seats_of(worker_id)
         if any(self.leader(seat.stage) == worker_id for seat in seats):
             return "leader"
         return "" if worker_id not in self._by_id else "active" if any(seat.lanes for seat in seats) else "standby"
 
     def lanes_of(self, worker_id: int, stage: int = 0) -> tuple[int, ...]:
-        """The lanes that the worker computes in a stage, ascending. Raises: KeyError if it has no seat there."""
+        """Lanes that the worker computes in a stage, ascending. Raises: KeyError if it has no seat there."""
         return self.seat(worker_id, stage).lanes
 
     def holder(self, stage: int, lane: int) -> int:
-        """worker_id of the one that computes the lane in the stage. Raises: KeyError if nobody does."""
+        """worker_id of the worker that computes the lane in the stage. Raises: KeyError if there is none."""
         return self._by_lane[stage, lane]

@@ -1,6 +1,6 @@
-"""Who is wanted where: the pools of the stages as the config asks for them, before anybody has come. Pure data.
+"""Who is wanted where: the pools of the stages as the config asks for them, before any worker has come. Pure data.
 
-Apart from the plan, which says who really sits where. Placement follows the wish as far as the workers that live allow.
+Apart from the plan, which says who really sits where. Placement follows the wish as far as the living workers allow.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ CUT_RULES: tuple[CutRule, ...] = ("auto", "counted", "measured")
 
 @dataclass(frozen=True)
 class PoolWish:
-    """What is wanted of the pools.
+    """The pools that are wanted.
 
-    homes: worker ids by stage; a worker of a job with fewer workers than stages is in several. Empty: evenly, in order.
-    active: how many members of each pool get lanes, by stage; the others are standby. Empty: all of them.
-    standby: those that are passed over while others can be active. leaders: by stage, None: the first in id order.
-    named: somebody has said who belongs where, one by one.
+    homes: worker ids by stage; in a job with fewer workers than stages, a worker is in several. Empty: evenly, in
+    order. active: number of members of each pool that get lanes, by stage; the others are standby. Empty: all of them.
+    standby: workers that get lanes only if too few others can. leaders: by stage, None: the first in id order. named:
+    the config names the workers of each stage one by one.
     """
 
     homes: tuple[tuple[int, ...], ...] = ()
@@ -42,11 +42,11 @@ class PoolWish:
         return found
 
     def homes_of(self, worker_id: int) -> tuple[int, ...]:
-        """The stages where this worker is wanted, ascending; none for a spare."""
+        """Stages where this worker is wanted, ascending; empty for a spare."""
         return self._homes_of.get(worker_id, ())
 
     def size(self, stage: int) -> int:
-        """How many members the pool should have; 0 if nothing is said."""
+        """Number of members that the pool should have; 0 if nothing is said."""
         return len(self.homes[stage]) if stage < len(self.homes) else 0
 
 
@@ -69,10 +69,7 @@ def parse_cut(value: Any, parts: int) -> CutRule | tuple[int, ...]:
 
 
 def even_homes(workers: int, stages: int) -> tuple[tuple[int, ...], ...]:
-    """Even contiguous pools of the workers 0 to `workers` - 1; with fewer workers than stages, runs of stages for each.
-
-    Sizes differ by at most one, larger ones first.
-    """
+    """Even contiguous pools of the workers 0 to `workers` - 1; fewer workers than stages get a run of stages each."""
     if workers >= stages:
         size, larger = divmod(workers, stages)
         firsts = [stage * size + min(stage, larger) for stage in range(stages + 1)]

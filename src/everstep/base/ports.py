@@ -1,6 +1,6 @@
 """What the pure machines and the training loop need from the world, as protocols: transport and channel.
 
-Apart so that production, tests and the simulator plug in their own.
+Apart so that production, tests and the simulator can each supply their own.
 """
 
 from __future__ import annotations
@@ -14,17 +14,14 @@ from everstep.base.plan import Plan
 
 
 class Node(NamedTuple):
-    """A node of the lane tree: the lanes lo..hi-1."""
+    """A node of the lane tree: the lanes lo to hi - 1."""
 
     lo: int
     hi: int
 
 
 class Tag(NamedTuple):
-    """Names one exchange of small records inside a generation.
-
-    kind: "settle" or "decide"; step, seq: the decision's key (0, 0 for settle).
-    """
+    """Name of one exchange of small records inside a generation."""
 
     kind: str
     step: int
@@ -32,18 +29,13 @@ class Tag(NamedTuple):
 
 
 MOST_LANES = 1 << 13
-"""What is sent between stages bears a number below this one: those of lanes, and of lanes that are computed twice."""
+"""Exclusive limit of lane numbers in messages between stages, those of lanes that are computed twice included."""
 
 HopKind = Literal["act", "grad", "tied", "eval"]
 
 
 class Hop(NamedTuple):
-    """Names one message between two members inside a generation; nobody sends the same one to the same member twice.
-
-    kind: activations on their way forward, their gradients on the way back, a reduced gradient of a tied parameter,
-    activations of an evaluation. part: the part of the model that receives it. lane: the lane, or the number of the
-    batch in an evaluation.
-    """
+    """Name of one message between two members inside a generation; a sender uses it once per receiver."""
 
     step: int
     kind: HopKind
@@ -62,11 +54,11 @@ class Piece:
 
 @dataclass(frozen=True)
 class Reduced:
-    """The reduced (summed, not normalised) flat gradient of a step, as far as this worker holds it.
+    """The reduced (summed, not normalised) flat gradient of a step, the part that this worker holds.
 
-    `pieces` ascend and cover what the plan has this worker hold of the layout. `presence`: one byte per layout entry, 1
-    where at least one lane had it. `owned`: the blocks whose norms this worker tells; each is one worker's. The memory
-    stays valid and unchanged until a member begins with the reduction of step + 2, even if the process that owns it
+    `pieces` ascend and cover the part of the layout that the plan gives this worker. `presence`: one byte per layout
+    entry, 1 where at least one lane had it. `owned`: the blocks whose norms this worker reports; each block has one
+    owner. The memory stays valid and unchanged until a member begins with the reduction of step + 2, even if its owner
     dies.
     """
 
@@ -86,7 +78,7 @@ class Transport(Protocol):
 
     @property
     def segment(self) -> str:
-        """What `Member.segment` must say so that peers can attach."""
+        """Text for `Member.segment`, with which peers attach."""
 
     def open(self, plan: Plan) -> None:
         """Regroup: attach to the plan's members. Forgets every pending operation of older generations."""
@@ -99,23 +91,23 @@ class Transport(Protocol):
         """
 
     def offering(self, step: int) -> OnFinal | None:
-        """Takes blocks of this step's nodes as they become final, so that they leave before `reduce`; None where that
-        would help nobody. Call it between `open` and the step's `reduce`, in the same generation."""
+        """Receiver of this step's blocks as they become final, so that they leave before `reduce`; None if that would
+        not help. Call it between `open` and the step's `reduce`, in the same generation."""
 
     def reduce(self, step: int, presence: Mapping[Node, bytes]) -> Reduced:
-        """Offer the filled nodes of this step (with presence bytes per node), wait for everybody's, finish the tree."""
+        """Offer the filled nodes of this step (presence bytes per node), wait for all others', and finish the tree."""
 
     def exchange(self, tag: Tag, payload: bytes) -> dict[int, bytes]:
-        """All-gather of small records: returns every member's payload by worker_id, this one's included."""
+        """All-gather of small records: every member's payload by worker_id, this one's included."""
 
     def settled(self) -> None:
-        """All members are known to have received everything that was sent here in this generation."""
+        """Call it when all members are known to have received everything that was sent here in this generation."""
 
     def abort(self, generation: int) -> None:
-        """Thread-safe. Free whoever waits in an operation of this generation or an older one."""
+        """Thread-safe. Free any caller that waits in an operation of this generation or an older one."""
 
     def close(self) -> None:
-        """Give everything back."""
+        """Release all resources."""
 
 
 class Channel(Protocol):
@@ -127,35 +119,36 @@ class Channel(Protocol):
 
     @property
     def segment(self) -> str:
-        """What `Member.segment` must say in the plan given to `open`, so that peers can attach."""
+        """Text for `Member.segment` in the plan given to `open`, with which peers attach."""
 
     def open(self, plan: Plan) -> None:
         """Regroup. Forgets everything sent or received in older generations."""
 
     def send(self, to: int, key: Hop, tensors: Sequence[Any], meta: bytes = b"") -> None:
-        """Copies the tensors and never waits for the receiver. `meta`: an opaque description that comes with them."""
+        """Copy the tensors and send them, without waiting for the receiver. `meta`: opaque bytes that go along."""
 
     def expect(self, source: int, key: Hop) -> None:
-        """A hint: `recv` will be called for it. Lets the transfer overlap with computing where there is one."""
+        """Hint that `recv` will be called for this message, so that the transfer can overlap with computing."""
 
     def recv(self, source: int, key: Hop) -> tuple[list[Any], bytes]:
-        """Waits. Fresh tensors that belong to the caller, at 64-byte boundaries, and the description.
+        """Wait for a message. Returns (fresh tensors that belong to the caller, at 64-byte boundaries; the
+        description).
 
-        Bits, dtypes and shapes are the sender's, and its strides where they are dense (else contiguous ones); they do
-        not require gradients.
+        Bits, dtypes and shapes are the sender's, and its strides where they are dense (else contiguous ones). The
+        tensors do not require gradients.
         """
 
     def forget(self, step: int) -> None:
-        """All members have received what was sent for steps up to this one: call it after the step's agree."""
+        """All members have received the messages of steps up to this one: call it after the step's agree."""
 
     def abort(self, generation: int) -> None:
-        """Thread-safe. Free whoever waits in an operation of this generation or an older one."""
+        """Thread-safe. Free any caller that waits in an operation of this generation or an older one."""
 
     def close(self) -> None:
-        """Give everything back."""
+        """Release all resources."""
 
 
 OnTick = Callable[[], None]
 
 OnFinal = Callable[[Node, int, int], None]
-"""Told of a node whose blocks [first, last) are final, no entry in them being absent. Never raises."""
+"""Called with a node whose blocks [first, last) are final, no entry in them being absent. Never raises."""

@@ -7,10 +7,10 @@ from collections.abc import Iterable
 
 
 def readable(fds: Iterable[int], timeout_s: float | None) -> set[int]:
-    """Those of these descriptors that can be read, or have come to an end; negative ones are passed over. timeout_s:
-    None for as long as it takes.
+    """Descriptors that can be read or have come to an end; negative ones are skipped. timeout_s: None to wait without
+    end.
 
-    Source: select(2): it knows descriptors up to 1023 alone, poll(2) has no such limit.
+    Source: select(2) knows only descriptors up to 1023; poll(2) has no such limit.
     """
     poller = select.poll()
     for fd in fds:

@@ -1,6 +1,6 @@
-"""The explicit `map` of a config: which units, workers, hosts and devices each stage has, who leads and who stands by.
+"""The explicit `map` of a config: units, workers, hosts and devices of each stage, its leader and its standbys.
 
-Pure. What it says of hosts and devices is only read here; whether they are there is seen where they are.
+Pure. Hosts and devices are only read here; whether they exist is checked where they are.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _DEVICE = r"cpu|cuda(:\d+)?"
 class StageMap:
     """One stage of an explicit `map`.
 
-    units: (first, last) of each of its parts, both inclusive; empty: the cut is made by itself. workers: ids; empty:
-    they are seated by themselves. leader: None: the first live one in id order. hosts, devices: of each of the
-    workers, in their order, None where nothing is said; empty if nothing is said of any.
+    units: (first, last) of each of its parts, both inclusive; empty: the cut is automatic. workers: ids; empty: they
+    are seated automatically. leader: None: the first live one in id order. hosts, devices: one for each of the workers,
+    in their order, None if the map says nothing of it; empty if it says nothing of any.
     """
 
     units: tuple[tuple[int, int], ...] = ()
@@ -38,7 +38,7 @@ class StageMap:
 
 @dataclass(frozen=True)
 class _Place:
-    """One worker as an entry names it: by id, or by its host."""
+    """One worker as an entry of the map names it: by id, or by its host."""
 
     worker: int | None = None
     host: str | None = None
@@ -48,7 +48,7 @@ class _Place:
 
 @dataclass(frozen=True)
 class _Stage:
-    """An entry before the workers that are named by host have ids. led: its first worker is the leader."""
+    """An entry before workers that are named by host have ids. led: its first worker is the leader."""
 
     units: tuple[tuple[int, int], ...] = ()
     places: tuple[_Place, ...] = ()
@@ -56,10 +56,7 @@ class _Stage:
 
 
 def parse_map(value: Any, stages: int) -> tuple[StageMap, ...]:
-    """The explicit `map` of a config: one entry per stage, or nothing at all.
-
-    Raises: ConfigError, one line, for anything that is not such a list, a worker in two places, or an empty stage.
-    """
+    """The explicit `map` of a config: one entry per stage, or empty if there is none."""
     if value is None:
         return ()
     if not _is_list(value):
@@ -86,17 +83,17 @@ def parse_map(value: Any, stages: int) -> tuple[StageMap, ...]:
 
 
 def devices_of(stage_maps: Sequence[StageMap]) -> dict[int, str]:
-    """The device of each worker that the map gives one."""
+    """Device of each worker for which the map names one."""
     return {i: d for s in stage_maps for i, d in zip(s.workers, s.devices, strict=False) if d is not None}
 
 
 def hosts_of(stage_maps: Sequence[StageMap]) -> dict[int, str]:
-    """The host of each worker that the map gives one."""
+    """Host of each worker for which the map names one."""
     return {i: h for s in stage_maps for i, h in zip(s.workers, s.hosts, strict=False) if h is not None}
 
 
 def _numbered(stages: Sequence[_Stage]) -> tuple[StageMap, ...]:
-    """Those who are named by host alone get ids in order: of each stage the leader first."""
+    """Give ids, in order, to workers that are named by host alone: in each stage the leader first."""
     places = [place for stage in stages for place in stage.places]
     by_host = [place for place in places if place.worker is None]
     if by_host and len(by_host) < len(places):
@@ -139,7 +136,7 @@ def _stage(stage: int, entry: Any) -> _Stage:
         raise ConfigError(f"{where}: expected either '{ways[0]}', or {others}, got both: keep one")
     units = _units(where, entry["units"]) if entry.get("units") is not None else ()
     if not ways:
-        _refuse_homeless(where, entry)
+        _refuse_unplaced_keys(where, entry)
         return _Stage(units)
     if ways == ["leader"]:
         places = _led(where, entry)
@@ -152,8 +149,8 @@ def _stage(stage: int, entry: Any) -> _Stage:
     return _Stage(units, _with_shared(where, entry, places), ways == ["leader"])
 
 
-def _refuse_homeless(where: str, entry: Mapping[str, Any]) -> None:
-    """Of an entry that names nobody: keys that say something of its workers."""
+def _refuse_unplaced_keys(where: str, entry: Mapping[str, Any]) -> None:
+    """Refuse keys about the workers in an entry that names no workers."""
     if "backups" in entry:
         raise ConfigError(f"{where}: has backups and no leader: name its leader")
     about = [key for key in ("host", "device", "devices") if key in entry]
@@ -187,7 +184,7 @@ def _place(where: str, value: Any, what: str) -> _Place:
 
 
 def _with_shared(where: str, entry: Mapping[str, Any], places: Sequence[_Place]) -> tuple[_Place, ...]:
-    """The places with what the entry says of all of them: host, device, or one of `devices` each."""
+    """The places, each with the host and device that the entry names for all, or its own one of `devices`."""
     if "device" in entry and "devices" in entry:
         raise ConfigError(f"{where}: expected either 'device' for all its workers, or 'devices', got both: keep one")
     host = _said(where, entry, "host")
@@ -221,7 +218,7 @@ _VALID: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 
 def _said(where: str, entry: Mapping[str, Any], key: str) -> Any:
-    """What an entry says under a key; None if nothing."""
+    """Value of a key of an entry; None if it is missing."""
     return _valid(where, key, entry[key]) if key in entry else None
 
 

@@ -1,5 +1,5 @@
-"""A scripted fault of a host, of the link between two, or of the coordinator, as data: what agents are told to do to
-themselves, and the job's process to the coordinator that it has started. Pure."""
+"""A scripted fault of a host, of the link between two, or of the coordinator, as data. Agents strike their own hosts;
+the job's process strikes the coordinator that it started. Pure."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 MEANS = {"cut": "drop", "oneway": "drop", "drop": "drop", "slow": "delay", "narrow": "rate"}
-"""By kind of fault: what a host has to be able to do to its packets."""
+"""Ability that a host needs for its packets, by kind of fault."""
 OF_COORDINATOR = ("kill", "stop", "throttle")
 _MOST, _MOST_TEXT = 1e9, 500
 
@@ -16,10 +16,10 @@ _MOST, _MOST_TEXT = 1e9, 500
 class Strike:
     """One fault.
 
-    text: as a specification says it. kind: kill, or one of `MEANS`. target: the name of a host; of a link those of two,
-    with a hyphen between them. for_s: seconds until it is over; by_s: of delay; mbit: bandwidth that is left, in
-    Mbit/s; share: of packets that are lost. index: its place in the specification. coordinator: it is that which is
-    struck (kill, stop, for_s 0: for good, or throttle); target says the same.
+    text: its specification. kind: kill, or one of `MEANS`. target: name of a host, or of the two hosts of a link with a
+    hyphen between. for_s: seconds until it ends; by_s: delay in seconds; mbit: remaining bandwidth in Mbit/s; share:
+    share of packets lost. index: its place in the specification. coordinator: the coordinator is struck (kill, stop
+    with for_s 0: for good, or throttle); target says so, too.
     """
 
     text: str
@@ -35,18 +35,18 @@ class Strike:
 
     @property
     def means(self) -> str:
-        """What whoever carries it out needs to be able to do; "" for nothing."""
+        """Ability that carrying out the fault needs; "" for none."""
         return MEANS.get(self.kind, "")
 
     @property
     def possible(self) -> bool:
-        """Whether there is such a fault, with numbers that make sense."""
+        """Whether such a fault exists and its numbers make sense."""
         numbers = (self.for_s, self.by_s, self.mbit, self.share)
         known = self.kind in OF_COORDINATOR if self.coordinator else self.kind == "kill" or self.kind in MEANS
         return known and len(self.text) <= _MOST_TEXT and all(0 <= one <= _MOST for one in numbers)
 
     def ends(self, known: Collection[str]) -> tuple[str, ...]:
-        """The hosts that it names, of those that are known: one, of a link two that differ, else none. Names may have
+        """The target's hosts among the known ones: one, two different ones for a link, else none. Names may contain
         hyphens."""
         if not self.link:
             return (self.target,) if self.target in known else ()
@@ -55,12 +55,12 @@ class Strike:
         return next((pair for pair in pairs if set(pair) <= set(known) and pair[0] != pair[1]), ())
 
     def acts(self, name: str) -> bool:
-        """Whether the host of this name is, for all that is known, one that has to carry it out."""
+        """Whether the host of this name is known to be one that carries out the fault."""
         if not self.link:
             return self.target == name and not self.coordinator
         return self.target.startswith(f"{name}-") or (self.both_act and self.target.endswith(f"-{name}"))
 
     @property
     def both_act(self) -> bool:
-        """Whether each end of a link does its part; else the first does all of it."""
+        """Whether both hosts of a link do a part; otherwise the first does all."""
         return self.kind in ("slow", "narrow")

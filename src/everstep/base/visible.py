@@ -1,7 +1,7 @@
 """Text from elsewhere, made safe to look at. Pure.
 
-What a worker, a task or a file says may hold what a terminal obeys: escape sequences that rename its window, move its
-cursor or write to its clipboard, and characters that turn the order of others around. Here these become visible.
+Text of a worker, a task or a file may hold characters that a terminal obeys: escape sequences that rename its window,
+move its cursor or write to its clipboard, and characters that reverse the order of others. Here these become visible.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ _OBEYED = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\ud800-\udfff]"
     "|[\U000e0000-\U000e007f]"
 )
-"""Control characters (C0 but line feed and tab, DEL, C1), what sets the direction of writing or only instructs, line
-ends of Unicode, tags, and halves of characters."""
+"""Control characters (C0 but line feed and tab, DEL, C1), characters that set the direction of writing or only
+instruct, line ends of Unicode, tags, and halves of characters."""
 
 
 def visible(text: str) -> str:
-    """The text, with all that is not for looking at as escapes (`\\u001b`), which also a JSON string may hold; line
-    feeds and tabs stay."""
+    """The text with control characters as escapes (`\\u001b`), valid in a JSON string, too; line feeds and tabs
+    stay."""
     return text if text.isascii() and text.isprintable() else _OBEYED.sub(_escaped, text)
 
 

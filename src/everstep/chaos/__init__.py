@@ -1,2 +1,2 @@
-"""Faults on purpose: what to inject, the injection itself, from inside the worker that is struck, and the process
-that delays packets."""
+"""Faults on purpose: their specification, their injection from inside the worker that is struck, and the process that
+delays packets."""

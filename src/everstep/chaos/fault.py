@@ -1,7 +1,7 @@
-"""One fault as data: which kind strikes whom, at which step and in which phase. Pure.
+"""One fault as data: its kind, target, step and phase. Pure.
 
 Apart from the specification's parser, which knows all kinds, because each kind knows this; and because every worker
-answers for itself, from the plan alone, whom a fault means: all agree without talking.
+finds out alone, from the plan, whom a fault means: all agree without talking.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ _NUMBERED = ("worker", "leader", "backups", "stage")
 
 @dataclass(frozen=True)
 class Target:
-    """Whom a fault strikes. kind: worker, leader, backups, stage, coordinator, random, host or link.
+    """Target of a fault. kind: worker, leader, backups, stage, coordinator, random, host or link.
 
-    `number`: worker id or stage, None for the last two. `also`: further ones, of the kinds that have a number. `rank`:
-    which process of the worker, where its cell has several. name: of a host, or of a link those of its two hosts with a
-    hyphen between them.
+    `number`: worker id or stage, None for other kinds. `also`: further targets of the kinds that have a number. `rank`:
+    process of the worker, if its cell has several. name: of a host, or of the two hosts of a link with a hyphen
+    between.
     """
 
     kind: str
@@ -56,12 +56,12 @@ class Target:
         return bool(self.also) or self.kind in ("backups", "stage")
 
     def numbers(self, *kinds: str) -> tuple[int, ...]:
-        """The worker ids or stages that targets of these kinds name, ascending."""
+        """Worker ids or stages that targets of these kinds name, ascending."""
         own = (self.number,) if self.kind in kinds and self.number is not None else ()
         return tuple(sorted({*own, *(n for one in self.also for n in one.numbers(*kinds))}))
 
     def victims(self, plan: Plan, choose: Callable[[int], int]) -> tuple[int, ...]:
-        """The worker ids that are meant under this plan, ascending; for the coordinator, the worker who strikes it.
+        """Worker ids that are meant under this plan, ascending; for the coordinator, the worker that strikes it.
 
         choose: given n, one of 0..n-1, the same at every worker.
         """
@@ -73,7 +73,7 @@ class Target:
     def _own(self, plan: Plan, choose: Callable[[int], int]) -> tuple[int, ...]:
         ids = plan.worker_ids
         if self.kind == "worker":
-            return (self.number,) if self.number is not None else ()  # who heals is not in the plan yet
+            return (self.number,) if self.number is not None else ()  # a healing worker is not in the plan yet
         if self.kind == "random":
             return (ids[choose(len(ids))],) if ids else ()
         stage = self.number or 0
@@ -88,13 +88,12 @@ class Target:
 class Fault:
     """One fault that strikes each of its victims once.
 
-    kind: a name of `chaos/kinds`.
-    `at`: 0, at once; else the step being computed (with phase heal: the step being healed to; with phase settle: the
-    last step done; with phase finish, when final/ is about to be made: the last step), or the first later one in which
-    the target takes part. `phase` None: as soon as the target computes the step.
-    `for_s`: seconds until it is over (None: never).
-    `until`: slow until so many events of this kind were reported. `peers`: a partition from the other workers too.
-    `mbit`, `share`: bandwidth that is left, share of packets that is lost. `index`: its place in the specification.
+    kind: a name of `chaos/kinds`. `at`: 0, at once; else the step being computed (with phase heal: the step being
+    healed to; with phase settle: the last step done; with phase finish, when final/ is about to be made: the last
+    step), or the first later one in which the target takes part. `phase` None: as soon as the target computes the step.
+    `for_s`: seconds until it ends (None: never). `until`: (kind, count): slow until this many events of the kind were
+    reported. `peers`: a partition from the other workers, too. `mbit`, `share`: remaining bandwidth in Mbit/s, share of
+    packets lost. `index`: its place in the specification.
     """
 
     kind: str
@@ -128,9 +127,9 @@ class Fault:
         return f"{self.kind}:{','.join(parts)}"
 
     def request(self) -> dict[str, Any]:
-        """What a coordinator is asked, who looks whether there is anybody whom the fault means."""
+        """Request to the coordinator, which checks whether the fault has a target."""
         target, strike = self.target, self.strike()
-        later = bool(self.at or self.phase)  # then workers say when
+        later = bool(self.at or self.phase)  # then workers report when it is due
         if strike is not None and not (strike.coordinator and later):
             return {"fault": str(self), "strike": vars(strike)}
         if strike is not None:
@@ -139,7 +138,7 @@ class Fault:
         return {"fault": str(self), "workers": list(target.numbers("worker")), "stages": list(stages)}
 
     def strike(self) -> Strike | None:
-        """What agents are to do about it, or the job's process; None if it is for workers."""
+        """Instruction for agents, or for the job's process; None if the fault is for workers."""
         of_coordinator = self.target.kind == "coordinator"
         if not self.target.name and not of_coordinator:
             return None
@@ -155,10 +154,10 @@ def _number(digits: str) -> int:
 
 
 def parse_target(text: str) -> Target:
-    """`worker:2`, `leader:0`, `backups:1`, `stage:1`, several of these with `+`; or alone `coordinator`, `random`,
-    `worker:2/1`, rank 1 of its cell, `host:NAME` or `link:NAME-NAME`.
+    """Parse `worker:2`, `leader:0`, `backups:1`, `stage:1`, several of these with `+`; or alone `coordinator`,
+    `random`, `worker:2/1` (rank 1 of its cell), `host:NAME` or `link:NAME-NAME`.
 
-    Raises: ConfigError, one line that says what is known.
+    Raises: ConfigError, one line that lists the known targets.
     """
     parts = [part.strip() for part in text.split("+")]
     if len(parts) == 1 and text in _ALONE:

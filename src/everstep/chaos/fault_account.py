@@ -1,4 +1,4 @@
-"""What became of the faults of a job, from its events: who was struck, what the job did, how long it took. Pure."""
+"""Outcome of the faults of a job, from its events: who was struck, what the job did, how long it took. Pure."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _LOST_BY_PLACES = (Cause.HOST_LOST, Cause.LINK, Cause.SILENT, Cause.KILLED, Caus
 
 @dataclass(frozen=True)
 class Struck:
-    """One strike. `outcome`: what the job did about it; `recovery_s`: from the fault to the next committed step.
+    """One strike. `outcome`: the job's reaction; `recovery_s`: from the fault to the next committed step.
 
-    recovery_s is None where nobody had to recover (a short pause, a lost connection).
+    recovery_s is None if nobody had to recover (a short pause, a lost connection).
     """
 
     fault: str
@@ -49,11 +49,11 @@ class FaultAccount:
 
     @property
     def median_s(self) -> float | None:
-        """Of the recoveries."""
+        """Median of the recoveries in seconds; None if there are none."""
         return statistics.median(self.recoveries_s) if self.recoveries_s else None
 
     def to_dict(self) -> dict[str, Any]:
-        """As `--json` says it."""
+        """The account in the form of `--json`."""
         return {
             "faults": [vars(one) for one in self.struck],
             "evicted": self.counts.get("worker_evicted", 0),
@@ -69,7 +69,7 @@ class FaultAccount:
 
 
 def account(events: Iterable[JobEvent]) -> FaultAccount:
-    """What the events of one job say."""
+    """Account of the faults, from the events of one job."""
     listed: Sequence[JobEvent] = sorted(filter(_is_ours, events), key=lambda e: int(e["time_unix_ns"] or 0))
     found = FaultAccount()
     for event in listed:
@@ -94,7 +94,7 @@ def account(events: Iterable[JobEvent]) -> FaultAccount:
 
 
 def _is_ours(event: JobEvent) -> bool:
-    """Whether numbers are where numbers belong."""
+    """Whether the event's numeric fields hold numbers."""
     numbers = [event.get(name) or 0 for name in ("time_unix_ns", "step", "steps_redone")]
     times = "time_unix_ns" in event and isinstance(event.get("duration_s") or 0.0, int | float)
     return times and all(isinstance(number, int) and abs(number) < 1 << 63 for number in numbers)
@@ -136,7 +136,7 @@ def _outcome(event: JobEvent, later: Sequence[JobEvent]) -> tuple[str, float | N
 
 
 def _outcome_of_place(struck_ns: int, later: Sequence[JobEvent]) -> tuple[str, float | None]:
-    """Of a host or a link: who was lost by it, up to the next fault."""
+    """Outcome for a host or a link: workers that were lost by it, up to the next fault."""
     until = next((k for k, e in enumerate(later) if e["kind"] == "fault_injected"), len(later))
     lost = [e for e in later[:until] if e["kind"] == "worker_evicted" and e.get("cause") in _LOST_BY_PLACES]
     if not lost:
@@ -149,7 +149,7 @@ def _outcome_of_place(struck_ns: int, later: Sequence[JobEvent]) -> tuple[str, f
 
 
 def missing(scenario: Scenario, found: FaultAccount) -> list[str]:
-    """What the scenario should have brought about and did not; empty when all is as it should be."""
+    """Effects that the scenario should have had and did not; empty if all is as expected."""
     lines = [
         f"expected at least {count} {kind}, got {found.counts.get(kind, 0)}"
         for kind, count in scenario.expects.items()
@@ -171,5 +171,5 @@ def _shown(fields: Mapping[str, Any]) -> str:
 
 
 def _said(found: FaultAccount, kind: str) -> str:
-    """The events of a kind, for people."""
+    """Events of a kind, for people."""
     return "; ".join(f"{event['cause']}: {event.get('reason')}" for event in found.told.get(kind, ()))

@@ -1,4 +1,4 @@
-"""The kinds of faults there are: what each says of itself, and how it strikes."""
+"""The kinds of faults: the properties of each, and how it strikes."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _LOOK_S = 0.05
 
 @dataclass(frozen=True)
 class Blow:
-    """One strike. pid: of whom it strikes, this process or the coordinator. moment: for people. signature: of no other
-    strike. cut_off, flip: as the injector has them."""
+    """One strike. pid: of the process that it strikes, this one or the coordinator. moment: for people. signature:
+    unique to the strike. cut_off, flip: as in the injector."""
 
     fault: Fault
     pid: int
@@ -36,8 +36,8 @@ class Blow:
 class ChaosError(EverstepError):
     """The exception of a `raise` fault.
 
-    `signature` differs from fault to fault, so that the coordinator never takes it for an error of the user's task
-    that every restart would repeat.
+    `signature` differs from fault to fault, so that the coordinator never takes it for an error of the user's task that
+    every restart would repeat.
     """
 
     cause = Cause.EXCEPTION
@@ -48,7 +48,7 @@ class ChaosError(EverstepError):
 
 
 class Lasting:
-    """A fault that goes on, in one worker: asked at each phase, and from one life of its target to the next.
+    """A fault that goes on, in one worker: asked at each phase, and carried from one life of its target to the next.
 
     Forward passes take longer, for a while or until something has been reported. events: the job's events.jsonl.
     """
@@ -61,11 +61,11 @@ class Lasting:
         self._over = False
 
     def due(self, step: int, phase: str) -> bool:
-        """Whether this pass is to be slow, if the worker is the target."""
+        """Whether this pass is slow if the worker is the target."""
         return phase == "forward" and step >= self.fault.at and not self._over
 
     def act(self) -> None:
-        """Take longer, unless it is over by now."""
+        """Take longer, unless the fault is over by now."""
         now_s = time.monotonic()
         if self.fault.for_s is not None:
             self._end_s = self._end_s or now_s + self.fault.for_s
@@ -82,10 +82,10 @@ class Lasting:
 class FaultKind:
     """One kind. It strikes once, or is `Lasting`.
 
-    name: as in a specification. about: for `everstep chaos --help`. takes: which of phase, for, from, by, until it may
-    say. needs: those that it must, and why. by_signal: may strike the coordinator or one rank too, and in a running job
-    wherever its target is. drawn: random faults are made of it. outcome: what the job does about it, where that is the
-    same whatever happens. on: whom it may strike: workers, a host, the link between two.
+    name: as in a specification. about: for `everstep chaos --help`. takes: the allowed keys among phase, for, from, by,
+    until. needs: the required keys, and why. by_signal: may strike the coordinator or one rank, too, and in a running
+    job wherever its target is. drawn: random faults may be of this kind. outcome: the job's reaction, if it is always
+    the same. on: possible targets: workers, a host, the link between two.
     """
 
     name: str
@@ -120,7 +120,7 @@ _PLACES = frozenset({"host", "link"})
 _FOR, _WHOLE = frozenset({"phase", "for"}), {"for": "after which the link is whole again"}
 KINDS: dict[str, FaultKind] = {
     kind.name: kind
-    for kind in (  # random faults are drawn by their order here
+    for kind in (  # the order here decides random draws
         FaultKind(
             "kill",
             "SIGKILL",
@@ -134,7 +134,7 @@ KINDS: dict[str, FaultKind] = {
         FaultKind(
             "partition",
             "for=S: cut off from the coordinator; from=peers: from all others",
-            lambda blow: _cut(blow, breaks=False),  # and its agent's sight of it
+            lambda blow: _cut(blow, breaks=False),  # also hidden from its agent
             _FOR | {"from"},
             _WHOLE,
             drawn=True,
@@ -159,16 +159,16 @@ KINDS: dict[str, FaultKind] = {
         FaultKind("flip", "one bit of its state changes", lambda blow: blow.flip()),  # as a damaged memory cell would
         FaultKind(
             "throttle",
-            "for=S: it gets a tenth of the time, as one over its CPU quota",
+            "for=S: it gets a tenth of the CPU time, as if over its quota",
             lambda blow: throttle(blow.pid, blow.fault.for_s or 0.0),
             _FOR,
             {"for": "after which it has all of the time again"},
             by_signal=True,
         ),
-        FaultKind("cut", "for=S: nothing passes, of a host or between two", None, _FOR, _WHOLE, on=_PLACES),
+        FaultKind("cut", "for=S: no packets pass, from or to a host, or between two", None, _FOR, _WHOLE, on=_PLACES),
         FaultKind(
             "oneway",
-            "for=S: what a host sends is lost; of link:A-B, from A to B",
+            "for=S: packets that a host sends are lost; with link:A-B, those from A to B",
             None,
             _FOR,
             _WHOLE,
@@ -176,7 +176,7 @@ KINDS: dict[str, FaultKind] = {
         ),
         FaultKind(
             "drop",
-            "for=S,p=P: that share of a host's or link's packets is lost",
+            "for=S,p=P: share P of a host's or link's packets is lost",
             None,
             _FOR | {"p"},
             {**_WHOLE, "p": "the share of packets that is lost"},
@@ -184,7 +184,7 @@ KINDS: dict[str, FaultKind] = {
         ),
         FaultKind(
             "narrow",
-            "for=S,mbit=N: no more passes than so many Mbit/s",
+            "for=S,mbit=N: bandwidth is limited to N Mbit/s",
             None,
             _FOR | {"mbit"},
             {**_WHOLE, "mbit": "the bandwidth that is left"},

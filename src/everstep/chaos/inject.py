@@ -1,8 +1,8 @@
 """Faults that strike from inside: a worker that reaches the step and phase of a fault kills, stops or breaks itself.
 
 From inside, because only the worker knows which step and phase it is in. Each fault strikes at most once per job,
-although steps are redone and workers return: whoever strikes first claims it with a file under `chaos/` in the job's
-directory, by the wire where that is elsewhere. Who is struck follows from the plan alone, so that all workers agree
+although steps are redone and workers return: the first worker to strike claims it with a file under `chaos/` in the
+job's directory, by the wire if that is elsewhere. The plan alone decides who is struck, so that all workers agree
 without talking.
 """
 
@@ -30,20 +30,20 @@ NO_PLAN = Plan(0, "none yet", (), (), 0)
 
 
 def _cannot(for_s: float, lose: bool, peers: bool) -> None:
-    """Of a worker that has no link to cut."""
+    """Refuse a cut in a worker that has no link to cut."""
 
 
 class Injector:
     """Strikes this worker (and, for it, the coordinator) when a fault is due.
 
-    `report(kind, **fields)` writes an event; it must have reached the file when it returns. With no faults `at`
-    returns at once. `cut_off` is set by whoever makes the worker's link: called with the seconds for which it is to be
-    cut, whether the connection is to break (else it is only mute), and whether the other workers are cut off too; it
-    returns when the worker may go on. `claim`, likewise: asks whether nobody else has struck, None if that is not known
-    now. `flip`, likewise: flips a bit of the worker's state. `pids`, likewise: of all processes of the worker, the one
-    that strikes first. `coordinator_pid`, likewise: of the coordinator, if it is a process of this host; else 0.
-    `strike_due`, likewise: called with index, step, phase and plan when a fault of a host, a link, or a coordinator
-    elsewhere is to strike, which the coordinator has others do, once.
+    `report(kind, **fields)` writes an event; it must have reached the file when it returns. With no faults `at` returns
+    at once. The maker of the worker's link sets the other callables. `cut_off`: called with the seconds of the cut,
+    whether the connection is to break (else it is only mute), and whether the other workers are cut off, too; it
+    returns when the worker may go on. `claim`: asks whether no other worker has struck; None if that is not known now.
+    `flip`: flips a bit of the worker's state. `pids`: of all processes of the worker; the first one strikes.
+    `coordinator_pid`: PID of the coordinator, if it is a process of this host; else 0. `strike_due`: called with index,
+    step, phase and plan when a fault of a host, a link, or a coordinator elsewhere is due; the coordinator has others
+    carry it out, once.
     """
 
     def __init__(
@@ -104,10 +104,10 @@ class Injector:
                 self._strike(drawn, step, phase, plan, f"{source.index}-{step}")
 
     def now(self, text: str, number: int, step: int, phase: str, plan: Plan | None) -> None:
-        """A fault that was asked for while the job runs, `number` among them; in the thread that heard of it.
+        """Strike a fault that was requested while the job runs, the `number`-th; called in the thread that heard of it.
 
-        Whom it kills or stops falls wherever it is, idle spares included; anything else happens as the target next
-        enters a phase. step, phase, plan: of this worker at the moment.
+        A fault that kills or stops strikes its target wherever it is, idle spares included; any other waits until the
+        target next enters a phase. step, phase, plan: of this worker at the moment.
 
         Raises: ConfigError if the text is no fault.
         """
@@ -136,7 +136,7 @@ class Injector:
         return self._worker.worker_id in self._victims(fault, plan)
 
     def _strike(self, fault: Fault, step: int, phase: str, plan: Plan, name: str) -> bool | None:
-        """Returns False if this worker may not be struck, having been struck before; None if nobody can say."""
+        """Strike if this worker may. Returns False if it may not, being struck before; None if that is not known."""
         mine = self._claim(name, self._victims(fault, plan) if fault.target.several else None)
         if not mine:
             return mine
@@ -172,9 +172,10 @@ class Injector:
         )
 
     def _claim(self, name: str, victims: tuple[int, ...] | None) -> bool | None:
-        """Whether this worker may be struck: nobody was yet, or, of several, not this one. None if it is not known.
+        """Whether this worker may be struck: no worker was yet, or, of several targets, not this one. None if it is not
+        known.
 
-        victims: whom the fault meant when it struck first. Those are struck, not who takes their places afterwards.
+        victims: the targets at the first strike. Only they are struck, not workers that take their places afterwards.
         """
         found = self.claim(name, f"{self._worker}\n" if victims is None else f"{json.dumps(victims)}\n")
         if found is None or victims is None:

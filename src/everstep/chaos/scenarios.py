@@ -1,8 +1,8 @@
-"""The failure suite as data: what each scenario breaks, in which job, and what has to have happened at the end. Pure.
+"""The failure suite as data: for each scenario the faults, the job, and the expected effects. Pure.
 
-Every scenario ends with the bits of the undisturbed run on one worker, or, where it says so, because the job cannot go
-on and says why. Those in which somebody is to come back slow
-stage 0 down until that has been reported, so that they need neither long jobs nor luck.
+Every scenario ends with the bits of the undisturbed run on one worker, or, where it says so, with a job that cannot go
+on and says why. Scenarios in which a worker comes back slow stage 0 down until that has been reported, so that they
+need neither long jobs nor luck.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ QUICK: Mapping[str, Any] = {
     "heartbeat.ceiling_s": 1,
     "backoff.initial_s": 0.05,
 }
-"""Limits at which a scenario of seconds has hangs and partitions that last too long."""
+"""Limits at which hangs and partitions become too long within a scenario of seconds."""
 TASK = "transformer-text"
 TINY: Mapping[str, Any] = {
     "task.width": 32,
@@ -43,10 +43,9 @@ COMEBACK = "slow:target=leader:0,at=5,by=0.04,for=8,until=worker_healed*{}"
 class Scenario:
     """One row of the suite.
 
-    chaos: what strikes, as for `--chaos`. shape: stages and workers. settings: further config keys. expects: kinds of
-    events, and how many there have to be at least. bears: by kind, what fields one event of it has to have. never:
-    kinds of events that must not be there. fails: the job cannot go on, for this cause; None: it ends with the right
-    bits.
+    chaos: faults, as for `--chaos`. shape: stages and workers. settings: further config keys. expects: kinds of events,
+    with their least numbers. bears: by kind, fields that one event of it has to have. never: kinds of events that must
+    not occur. fails: the job cannot go on, for this cause; None: it ends with the right bits.
     """
 
     name: str
@@ -175,9 +174,9 @@ SCENARIOS: tuple[Scenario, ...] = (
 
 
 def named(names: Iterable[str]) -> tuple[Scenario, ...]:
-    """These scenarios, in the order of the suite; all of them for no name.
+    """Scenarios with these names, in the order of the suite; all of them for no name.
 
-    Raises: ConfigError for a name that is none, with the nearest.
+    Raises: ConfigError for an unknown name; it names the nearest.
     """
     known = {scenario.name: scenario for scenario in SCENARIOS}
     wanted = set(names)

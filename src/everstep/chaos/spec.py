@@ -1,7 +1,7 @@
-"""What `--chaos` says: how text becomes faults. No clock, no input or output.
+"""Parser of `--chaos`: from text to faults. No clock, no input or output.
 
-Apart from the injector so that a specification is checked before a job starts, and so that every worker draws the
-same random faults from (seed, step) without talking to the others.
+Apart from the injector so that a specification is checked before a job starts, and so that every worker draws the same
+random faults from (seed, step) without talking to the others.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from everstep.chaos.fault_kinds import KINDS, FaultKind
 from everstep.observe.events import KINDS as EVENT_KINDS
 
 DRAWN = tuple(kind.name for kind in KINDS.values() if kind.drawn)
-"""What random faults are made of."""
+"""Kinds of random faults."""
 EVENTS = tuple(sorted(EVENT_KINDS))
 SIDES = ("coordinator", "peers")
 
@@ -37,7 +37,7 @@ _RANDOM_KEYS = ("p", "seed", "after_step")
 
 @dataclass(frozen=True)
 class RandomFaults:
-    """For each step after `after_step`, with probability `p`, a random fault. Determined by (seed, step)."""
+    """A random fault with probability `p` in each step after `after_step`. Determined by (seed, step)."""
 
     p: float
     seed: int
@@ -57,7 +57,7 @@ class RandomFaults:
         return Fault(kind, Target("worker", worker_ids[who]), step, phase, for_s, self.index)
 
     def of_coordinator(self, step: int = 0) -> Fault:
-        """The one of these that strikes the coordinator."""
+        """The fault that strikes the coordinator."""
         return Fault("kill", Target("coordinator"), step, index=self.index)
 
     def __str__(self) -> str:
@@ -79,15 +79,15 @@ def choose(n: int, *numbers: int) -> int:
 
 
 def parse(spec: str) -> tuple[AnyFault, ...]:
-    """The faults of a specification, "FAULT; FAULT; ...", each `kind:key=value,key=value`; empty for an empty one.
+    """Faults of a specification, "FAULT; FAULT; ...", each `kind:key=value,key=value`; empty for an empty one.
 
-    Raises: ConfigError, one line that names the fault and what it may say.
+    Raises: ConfigError, one line that names the fault and the allowed keys.
     """
     return tuple(_parse_one(text, index) for index, text in enumerate(_texts(spec)))
 
 
 def parse_now(text: str) -> Fault:
-    """A fault for a job that runs: without `at` it strikes at once.
+    """Parse a fault for a running job: without `at` it strikes at once.
 
     Raises: ConfigError, as `parse`; also for several faults and for random ones.
     """
@@ -106,9 +106,9 @@ def _texts(spec: str) -> list[str]:
 
 
 def simulated_failure(total_steps: int | None, seed: int) -> Fault:
-    """What `--simulate-failure` means: one random worker is killed once, in the middle third of the run.
+    """Fault of `--simulate-failure`: one random worker is killed once, in the middle third of the run.
 
-    total_steps: None where it is not known beforehand; then early, so that it strikes in a short run too.
+    total_steps: None if it is not known beforehand; then the fault comes early, so that it strikes in a short run, too.
     """
     low, high = (
         (3, 6) if total_steps is None else (total_steps // 3 + 1, max(2 * total_steps // 3, total_steps // 3 + 1))
@@ -151,7 +151,7 @@ def _parse_fault(kind: FaultKind, values: Mapping[str, str], index: int, now: bo
     if (target.kind == "coordinator" or target.rank) and not kind.by_signal:
         able = " or ".join(other.name for other in KINDS.values() if other.by_signal)
         whom, whose = ("one rank of a worker", "whole workers") if target.rank else ("the coordinator", "workers only")
-        raise ConfigError(f"what strikes {whom} is {able}; {kind.name} is for {whose}")
+        raise ConfigError(f"kinds for {whom} are {able}; {kind.name} is for {whose}")
     side = values.get("from", SIDES[0])
     if side not in SIDES:
         raise ConfigError(f"from must be {' or '.join(SIDES)}, got {side!r}")
@@ -171,11 +171,11 @@ def _parse_fault(kind: FaultKind, values: Mapping[str, str], index: int, now: bo
 
 
 def _check_place(kind: FaultKind, target: Target, values: Mapping[str, str]) -> None:
-    """Whether this kind is for hosts, links or workers, and says what it has to there."""
+    """Check that this kind is for the target, and has the keys that it needs there."""
     place = target.kind if target.name else "worker"
     if place not in kind.on:
         able = ", ".join(other.name for other in KINDS.values() if place in other.on)
-        raise ConfigError(f"what strikes a {place} is {able}; {kind.name} is for a {' or a '.join(sorted(kind.on))}")
+        raise ConfigError(f"kinds for a {place} are {able}; {kind.name} is for a {' or a '.join(sorted(kind.on))}")
     if place == "link" and not 0 < target.name.find("-") < len(target.name) - 1:
         raise ConfigError(f"a link is between two hosts, link:NAME-NAME, got {str(target)!r}")
     if place != "worker" and kind.name == "slow" and ("for" not in values or "until" in values):
@@ -192,7 +192,7 @@ def _share(values: Mapping[str, str]) -> float:
 
 
 def strikes_of(faults: Sequence[AnyFault]) -> list[Strike]:
-    """Those that agents carry out, or the job's process."""
+    """Faults that agents carry out, or the job's process."""
     found = (fault.strike() if isinstance(fault, Fault) else fault.of_coordinator().strike() for fault in faults)
     return [strike for strike in found if strike is not None]
 

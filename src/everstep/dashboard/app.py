@@ -1,6 +1,5 @@
-"""The web application: one page, its files, one stream of server-sent events, the actions, and the metrics; and the
-server that it runs in, alone or with the metrics alone.
-"""
+"""The web application: one page, its files, one stream of server-sent events, the actions, and the metrics; and its
+server, with everything or with the metrics alone."""
 
 from __future__ import annotations
 
@@ -62,14 +61,14 @@ _CHECKPOINT_S = 120.0
 
 
 def make_app(feeds: Feeds, host: str, token: str, public: bool = False) -> Starlette:
-    """The application over these runs; `host`, `token` and `public` decide who may ask."""
+    """Application over these runs; `host`, `token` and `public` decide who may ask."""
     files = {file.name: file.read_bytes() for file in (resources.files(__package__) / "static").iterdir()}
     streams = threading.BoundedSemaphore(_MOST_STREAMS)
 
     async def static(request: Request) -> Response:
         name = request.path_params.get("name", "index.html")
         if name not in files:
-            return _missing("there is no such file")
+            return _not_found("there is no such file")
         return Response(files[name], media_type=_TYPES[name.rpartition(".")[2]])
 
     async def stream(request: Request) -> Response:
@@ -90,7 +89,7 @@ def make_app(feeds: Feeds, host: str, token: str, public: bool = False) -> Starl
         return JSONResponse(await asyncio.to_thread(act, run.run_dir, name, body))  # a refusal is an answer, too
 
     async def me(request: Request) -> Response:
-        """Whether whoever asks has the token. The guard has answered already to who posts another."""
+        """Whether the request has the token. The guard has already refused posts with another one."""
         return JSONResponse({"ok": request.scope[KNOWN]})
 
     routes = [
@@ -106,7 +105,7 @@ def make_app(feeds: Feeds, host: str, token: str, public: bool = False) -> Starl
 
 
 def _details(feeds: Feeds) -> list[Route]:
-    """What a page asks for beside the stream, and what it has noted of a run."""
+    """Routes that a page asks for beside the stream, and the route that takes its notes."""
 
     async def notes(request: Request) -> Response:
         body = await _body(request)
@@ -121,20 +120,20 @@ def _details(feeds: Feeds) -> list[Route]:
     async def moment(request: Request) -> Response:
         run, asked = _numbered(feeds, request.path_params["run"]), request.query_params
         if run is None:
-            return _missing("there is no such run")
+            return _not_found("there is no such run")
         return JSONResponse(await asyncio.to_thread(log_at, run.run_dir, asked.get("at"), asked.get("worker")))
 
     async def worker(request: Request) -> Response:
         run, worker_id = _numbered(feeds, request.path_params["run"]), whole(request.path_params["worker"], 1_000_000)
         if run is None or worker_id is None:
-            return _missing("there is no such run or worker")
+            return _not_found("there is no such run or worker")
         return JSONResponse(await asyncio.to_thread(worker_detail, run.run_dir, worker_id))
 
     async def profile(request: Request) -> Response:
         run, asked = _numbered(feeds, request.path_params["run"]), request.path_params
         found = None if run is None else await asyncio.to_thread(trace, run.run_dir, asked["folder"], asked["name"])
         if found is None:
-            return _missing("there is no such trace")
+            return _not_found("there is no such trace")
         name = f"{asked['folder']}-{asked['name']}"
         disposition = {"content-disposition": f'attachment; filename="{name}"'}
         return Response(found, media_type="application/gzip", headers=disposition)
@@ -148,7 +147,7 @@ def _details(feeds: Feeds) -> list[Route]:
 
 
 def make_metrics_app(feeds: Feeds, host: str, token: str, public: bool = False) -> Starlette:
-    """Only the metrics, for a job that needs no page."""
+    """Application with only the metrics, for a job that needs no page."""
 
     async def hint(request: Request) -> Response:
         return PlainTextResponse(f"the metrics are at {METRICS}\n")
@@ -157,7 +156,7 @@ def make_metrics_app(feeds: Feeds, host: str, token: str, public: bool = False) 
 
 
 def metrics_route(feeds: Feeds) -> Route:
-    """/metrics of the one run; where there are several, /metrics?run=N of the N-th, from 0."""
+    """Route of /metrics of a single run; with several runs, /metrics?run=N of the N-th, from 0."""
 
     async def metrics(request: Request) -> Response:
         last = max(feeds.runs, default=0)
@@ -167,7 +166,7 @@ def metrics_route(feeds: Feeds) -> Route:
             return PlainTextResponse(text, status_code=404)
         accept = request.headers.get("accept", "")
         content, media_type = await asyncio.to_thread(_scrape, run, accept)
-        if not content:  # numbers that are still growing to what they were would look like a new start
+        if not content:  # half-read counters would look like a new start
             return PlainTextResponse("the files of the run are still being read\n", status_code=503)
         return Response(content, media_type=media_type)
 
@@ -186,12 +185,12 @@ def _guarded(routes: list[Route], host: str, token: str, public: bool) -> Starle
     return Starlette(routes=routes, middleware=[Middleware(Guard, host=host, token=token, public=public)])
 
 
-def _missing(error: str) -> Response:
+def _not_found(error: str) -> Response:
     return JSONResponse({"ok": False, "error": error}, status_code=404)
 
 
 def _numbered(feeds: Feeds, text: str) -> RunFeed | None:
-    """The run with this number: what a URL says is never more than an index."""
+    """Run with this number, which a URL may name only by its index."""
     return {str(number): run for number, run in feeds.runs.items()}.get(text)
 
 
@@ -209,8 +208,8 @@ async def _body(request: Request) -> dict[str, Any] | None:
 
 
 async def _events(feeds: Feeds, streams: threading.BoundedSemaphore, names: Sequence[str]) -> AsyncIterator[bytes]:
-    """Patches of the runs, twice a second where something changed; a comment now and then keeps the line open. names:
-    of a list, the runs that are wanted."""
+    """Patches of the runs, twice a second if something changed; a comment now and then keeps the connection open.
+    names: runs that are wanted from a list."""
     numbers = await asyncio.to_thread(feeds.open, names)
     runs = [(number, feeds.runs[number], PageCursor()) for number in numbers]
     listed: dict[str, ListRow] = {}
@@ -237,7 +236,7 @@ async def _events(feeds: Feeds, streams: threading.BoundedSemaphore, names: Sequ
 def _changes(
     feeds: Feeds, runs: Sequence[tuple[int, RunFeed, PageCursor]], listed: dict[str, ListRow], first: bool
 ) -> bytes | None:
-    """What a page lacks; None if nothing. listed: the rows of the list that it has, which is brought up to date."""
+    """News for a page; None if there is none. listed: rows of the list that the page has, which is updated."""
     found: dict[str, Any] = {}
     for i, (_, run, cursor) in enumerate(runs):
         with run.lock:
@@ -258,13 +257,13 @@ def _changes(
 
 
 def _folder(feeds: Feeds) -> str | None:
-    """The folder whose runs are listed; None if a page has all that there are."""
+    """Folder whose runs are listed; None if a page has all runs."""
     return None if feeds.catalog is None else str(feeds.catalog.top)
 
 
 def act(run_dir: Path, name: str, args: Mapping[str, Any]) -> dict[str, Any]:
-    """Do what a page asks of a running job, or say in one line why not: {"ok": true, "text"} or {"ok": false, "error"}.
-    Everything is checked before it is sent."""
+    """Carry out a page's action on a running job, or refuse it in one line: {"ok": true, "text"} or {"ok": false,
+    "error"}. All arguments are checked before they are sent."""
     try:
         if name not in _ACTIONS:
             raise ConfigError(f"unknown action {name!r}: expected one of {', '.join(_ACTIONS)}")
@@ -280,7 +279,7 @@ def act(run_dir: Path, name: str, args: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _grace_s(run_dir: Path) -> float:
-    """How long a job may take for its last checkpoint, by its config."""
+    """Seconds that a job may take for its last checkpoint, by its config."""
     config = as_dict(History(run_dir).job.get("config"))
     rule = as_dict(config.get("checkpoint"))
     return number(rule.get("grace_s"))
@@ -317,14 +316,14 @@ _ACTIONS: dict[str, tuple[Callable[[Mapping[str, Any]], dict[str, Any]], str]] =
     "profile": (_profile, "steps {first_step} on are recorded into profiles/{name}"),
     "stop": (lambda args: {"cause": "requested", "reason": STOPPED}, "the job ends, with a checkpoint if it has any"),
 }
-"""What a page may ask of a running job: how its arguments are checked, and what is said when it is done."""
+"""Actions of a page on a running job: check of the arguments, and text after success."""
 
 
 def serve(run_dirs: Sequence[Path], host: str, port: int, token: str | None, audit: Audit, public: bool) -> None:
     """Serve the dashboard until interrupted; over one folder of runs it begins with a list of them. Prints its address,
-    which lets in whoever opens it, once it listens; port 0 is any that is free. public: who only reads needs no token.
+    with the token, once it listens; port 0: any free port. public: reading needs no token.
 
-    Raises: ConfigError for an address that cannot be had, or one beyond loopback without a token.
+    Raises: ConfigError for an address that cannot be used, or one beyond loopback without a token.
     """
     token = checked_token(host, token)
     top = run_dirs[0] if len(run_dirs) == 1 and holds_runs(run_dirs[0]) else None
@@ -333,10 +332,10 @@ def serve(run_dirs: Sequence[Path], host: str, port: int, token: str | None, aud
 
 
 def serve_metrics(run_dir: Path, host: str, port: int, token: str | None, public: bool) -> None:
-    """As `serve`, but only the metrics of one run. On loopback the token, where none is given, is the one that the run
-    directory keeps for scrapers.
+    """Serve only the metrics of one run, until interrupted. On loopback, if no token is given, it is the one that the
+    run directory keeps for scrapers.
 
-    Raises: ConfigError, likewise.
+    Raises: ConfigError, as `serve`.
     """
     file = run_dir / METRICS_TOKEN_FILE
     folder = shared_folder(run_dir)

@@ -1,7 +1,7 @@
-"""A list of runs: what is known of each run directory below one folder, in a row each.
+"""A list of runs: one row for each run directory below a folder.
 
 A run that is over is read once and only its row is kept, until its files change; so a folder of hundreds of runs costs
-as much memory as those that run at the moment.
+as much memory as the runs that are active.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _FILES = (EVENTS_FILE, JOB_FILE, "final/digest.json", NOTES_FILE)
 
 
 def is_run(path: Path) -> bool:
-    """Whether a folder has what a run leaves."""
+    """Whether a folder has the files of a run."""
     return any((path / name).is_file() for name in (EVENTS_FILE, JOB_FILE))
 
 
 def holds_runs(path: Path) -> bool:
-    """Whether a folder is no run, but has some directly in it."""
+    """Whether a folder is no run, but directly contains some."""
     try:
         return not is_run(path) and any(is_run(child) for child in path.iterdir())
     except OSError:
@@ -37,7 +37,7 @@ def holds_runs(path: Path) -> bool:
 
 
 def list_row(history: History, running: bool, notes: Notes) -> ListRow:
-    """A run in a row of the list. digest: of the final state, "" before the end; times in ms."""
+    """Row of a run in the list. digest: of the final state, "" before the end; times in ms."""
     facts, state = history.facts, history.state(running)
     if not running and state not in ("completed", "failed", "interrupted") and facts.counts:
         state = "interrupted"  # nobody holds the directory, and no event tells the end
@@ -64,7 +64,7 @@ def list_row(history: History, running: bool, notes: Notes) -> ListRow:
 
 
 class Catalog:
-    """The runs below a folder. `rows`: by name. To be advanced by one thread; rows are replaced, never changed."""
+    """The runs below a folder. `rows`: by name. One thread calls `advance`; rows are replaced, never changed."""
 
     def __init__(self, top: Path) -> None:
         self.top = top
@@ -73,11 +73,11 @@ class Catalog:
         self._reading: dict[str, History] = {}
 
     def path(self, name: str) -> Path | None:
-        """Where the run of this name lives; None if the list has none."""
+        """Path of the run with this name; None if the list has none."""
         return self.top / name if name in self.rows else None
 
     def note(self, name: str, args: dict[str, Any]) -> Notes:
-        """Write down tags and a note of a run. Raises: ConfigError."""
+        """Write tags and a note of a run. Raises: ConfigError."""
         path = self.path(name)
         if path is None:
             raise ConfigError("there is no such run in the list")
@@ -86,7 +86,7 @@ class Catalog:
         return notes
 
     def advance(self) -> bool:
-        """Look at all once, and read a portion of what is new in each; returns whether there is more to read."""
+        """Look at all runs once, and read a portion of each one's news; returns whether there is more to read."""
         names = self._names()
         for gone in self.rows.keys() - set(names):
             for known in (self.rows, self._stamps, self._reading):

@@ -1,7 +1,7 @@
-"""What a page asks for when somebody wants to know more: the log at a moment, a worker's last words, its traces.
+"""Details that a page asks for: the log at a moment, a worker's last words, its traces.
 
-Read from the run's files when asked, so that nothing of it is held in memory. What comes from an address is a number,
-or matched before it becomes part of a path.
+They are read from the run's files on request, so that nothing is held in memory. A value from a URL is a number, or is
+matched before it becomes part of a path.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _LEVELS = {"debug": "info", "critical": "error"}
 
 
 def as_line(line: LogLine) -> Line:
-    """A line of any log as one of the page's."""
+    """Line of any log as a line of the page."""
     level = _LEVELS.get(line.level, line.level)
     if line.source == "event":
         return Line(0, line.time_ns, level, "event", line.worker_id, line.step, line.text)
@@ -41,18 +41,18 @@ def as_line(line: LogLine) -> Line:
 
 
 def row(line: Line) -> list[Any]:
-    """What a page is told of a line: number, ms, level, kind, worker, step, text."""
+    """Fields of a line for a page: number, ms, level, kind, worker, step, text."""
     return [line.number, line.time_ns // 1_000_000, *astuple(line)[2:]]
 
 
 def whole(text: str | None, most: int) -> int | None:
-    """The number that an address names; None if it is none, or beyond the most."""
+    """Number in a URL; None if it is no number, or beyond `most`."""
     good = text is not None and text.isascii() and text.isdecimal() and len(text) <= 17 and int(text) <= most
     return int(text) if good and text is not None else None
 
 
 def log_at(run_dir: Path, at: str | None, worker: str | None) -> dict[str, Any]:
-    """The lines around a moment, in ms since 1970."""
+    """Lines around a moment, in ms since 1970."""
     at_ms, worker_id = whole(at, _MOST_MS), whole(worker, 1_000_000)
     if at_ms is None or (worker and worker_id is None):
         return {"ok": False, "error": "expected at=MILLISECONDS since 1970, and a worker's id if any"}
@@ -62,7 +62,7 @@ def log_at(run_dir: Path, at: str | None, worker: str | None) -> dict[str, Any]:
 
 
 def worker_detail(run_dir: Path, worker_id: int) -> dict[str, Any]:
-    """A worker's last lines, its newest traceback ("" if there is none), and the traces that it has recorded."""
+    """A worker's last lines, its newest traceback ("" if there is none), and its recorded traces."""
     pull_logs(run_dir, timeout_s=_PULL_S)
     lines = newest(run_dir, worker_id)
     raised = next((line for line in reversed(lines) if line.more), None)
@@ -76,7 +76,7 @@ def worker_detail(run_dir: Path, worker_id: int) -> dict[str, Any]:
 
 
 def _traces(found: Iterable[Path]) -> list[str]:
-    """FOLDER/FILE of the newest ones."""
+    """FOLDER/FILE of the newest traces."""
     named = (path for path in found if _FOLDER.fullmatch(path.parent.name) and _TRACE.fullmatch(path.name))
     return [f"{path.parent.name}/{path.name}" for path in sorted(named, reverse=True)[:_MOST_TRACES]]
 

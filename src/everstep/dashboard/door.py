@@ -1,7 +1,7 @@
-"""The servers' door: whoever connects and asks for nothing is one of few, not for long, and costs no line of a log.
+"""The servers' door: connections that ask for nothing are limited in number and time, and do not fill the log.
 
-Apart because uvicorn counts and times only those who have asked for something: as many silent connections as it may
-have would keep everybody else out for ever.
+Apart because uvicorn counts and times only connections that have asked for something: as many silent ones as it allows
+would keep all others out for ever.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ _LATE_S = 0.5
 
 
 class Doorkeeper(logging.Filter):
-    """Makes the protocol of each connection, and knows who has not asked for anything yet, or not again.
+    """Makes the protocol of each connection, and knows the connections that have not asked for anything yet, or not
+    again.
 
-    As a filter of uvicorn's log it lets warnings pass ever more seldom.
+    As a filter of uvicorn's log it lets repeated warnings pass ever more seldom.
     """
 
     def __init__(self) -> None:
@@ -40,25 +41,25 @@ class Doorkeeper(logging.Filter):
         self._there = 0
 
     def __call__(self, **given: Any) -> Visitor:
-        """As uvicorn makes a protocol."""
+        """Make a protocol, as uvicorn asks."""
         return Visitor(self, **given)
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Whether the line is written."""
+        """Whether to write the line."""
         if record.levelno != logging.WARNING:
             return True
         self._complaints.refused("somebody", record.getMessage(), time.monotonic())
         return False
 
     def arrive(self, visitor: Visitor) -> None:
-        """It has connected."""
+        """Note a new connection."""
         self._there += 1
         self.wait(visitor)
         if self._there > MAX_CONNECTIONS:
             self._turn_away(visitor, "too many connections at once")
 
     def wait(self, visitor: Visitor) -> None:
-        """It is there and asks for nothing."""
+        """Note that the connection waits, and has asked for nothing."""
         out = self._strangers.arrive(visitor, visitor.host, time.monotonic())
         if out is not None:
             self._turn_away(out, "too many connections at once ask for nothing")
@@ -66,11 +67,11 @@ class Doorkeeper(logging.Filter):
             self._late = asyncio.get_running_loop().call_later(_LATE_S, self._send_off)
 
     def serve(self, visitor: Visitor) -> None:
-        """It has asked for something, all of it."""
+        """Note that the connection has sent a whole request."""
         self._strangers.leave(visitor)
 
     def leave(self, visitor: Visitor) -> None:
-        """It is gone."""
+        """Note that the connection is gone."""
         self._there -= 1
         self._strangers.leave(visitor)
 
@@ -87,7 +88,7 @@ class Doorkeeper(logging.Filter):
 
 
 class Visitor(H11Protocol):
-    """One connection. Who does not read what it has asked for is cut off by the kernel."""
+    """One connection. The kernel cuts off a client that does not read its answer."""
 
     def __init__(self, door: Doorkeeper, **given: Any) -> None:
         super().__init__(**given)
@@ -95,7 +96,7 @@ class Visitor(H11Protocol):
         self.host = "?"
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """As uvicorn has it."""
+        """Note the connection."""
         super().connection_made(transport)
         sock, peer = transport.get_extra_info("socket"), transport.get_extra_info("peername")
         self.host = str(peer[0]) if peer else "?"
@@ -104,18 +105,18 @@ class Visitor(H11Protocol):
         self._door.arrive(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """As uvicorn has it."""
+        """Note the end of the connection."""
         self._door.leave(self)
         super().connection_lost(exc)
 
     def handle_events(self) -> None:
-        """As uvicorn has it."""
+        """Note a whole request."""
         super().handle_events()
         if self.cycle is not None and not self.cycle.response_complete:
             self._door.serve(self)
 
     def on_response_complete(self) -> None:
-        """As uvicorn has it."""
+        """Note that the connection waits again."""
         if not self.transport.is_closing():
             self._door.wait(self)
         super().on_response_complete()

@@ -1,4 +1,4 @@
-"""What is known of the runs on a dashboard, kept current by two threads: one reads files, one asks coordinators.
+"""Facts of the runs on a dashboard, kept current by two threads: one reads files, one asks coordinators.
 
 Apart from the web server, so that a slow disk or a silent coordinator never holds up a request.
 """
@@ -37,16 +37,14 @@ _LAST_BYTES = 1 << 16
 _LIST_S = 1.0
 _MOST_OPEN = 32
 MOST_COMPARED = 12
-"""Of a list's runs, so many may be looked at together on a page."""
+"""Number of a list's runs that may be viewed together on a page."""
 _AUTOMATIC_LEDGER_BYTES = 32 << 20
 
 
 class RunFeed:
-    """One run. `lock` protects everything; `status` is the coordinator's newest answer, None if it is silent, which
-    `silent` says at once; `may`: the roles in which this process can ask something of it.
-
-    lines: the events, and with `logs` what the workers printed and logged; each has a number of its own.
-    """
+    """One run. `lock` protects everything; `status` is the coordinator's newest answer, None if it is silent (then
+    `silent` is set at once); `may`: the roles in which this process can ask something of it. lines: the events, and
+    with `logs` also the workers' printed and logged lines; each has a number of its own."""
 
     def __init__(self, run_dir: Path, audit: Audit | None = None, logs: bool = True) -> None:
         self.lock = threading.Lock()
@@ -67,11 +65,11 @@ class RunFeed:
 
     @property
     def run_dir(self) -> Path:
-        """Where the run lives."""
+        """Directory of the run."""
         return self.history.run_dir
 
     def read(self) -> bool:
-        """Read a portion of what is new; returns whether there was anything."""
+        """Read a portion of the run's news; returns whether there were any."""
         said = self._said()
         with self.lock:
             changed = self.history.poll(_PORTION_BYTES)
@@ -79,19 +77,19 @@ class RunFeed:
         return changed
 
     def load(self) -> None:
-        """Read everything there is."""
+        """Read the whole run."""
         while self.read():
             pass
 
     def _said(self) -> list[Line]:
-        """What is new in the workers' logs, as far as a page has room for it."""
+        """New lines in the workers' logs, as far as a page has room for them."""
         found: deque[Line] = deque(maxlen=_MOST_LINES)
         for line in self._logs.read() if self._logs is not None else ():
             found.append(as_line(line))
         return list(found)
 
     def _take_lines(self, said: list[Line]) -> None:
-        """Add what is new, by time; the workers' lines once all events are there that may come before."""
+        """Add new lines, by time; the workers' lines wait until all earlier events are there."""
         self._waiting = (self._waiting + said)[-_MOST_LINES:]
         resets, known = self._events
         if resets != self.history.resets:
@@ -106,7 +104,7 @@ class RunFeed:
             self.lines.append(replace(line, number=self._numbers))
 
     def ask(self) -> None:
-        """Ask the coordinator, if a job runs there."""
+        """Ask the coordinator, if the job is running."""
         running = self.history.running()
         status: dict[str, Any] | None = None
         may = [role for role in (OPERATE, INJECT) if commands.has_token(self.run_dir, role)] if running else []
@@ -122,7 +120,7 @@ class RunFeed:
                 self.status = None
 
     def list_row(self) -> ListRow:
-        """The run in a row of a list."""
+        """Row of the run in a list."""
         with self.lock:
             return list_row(self.history, self.running, self.notes)
 
@@ -157,8 +155,8 @@ class RunFeed:
 class Feeds:
     """The runs of a dashboard by number, and the threads that keep them current.
 
-    They are those it was started with; or, over a folder of runs, those that a page has opened, and `catalog` has a row
-    of each that there is.
+    The runs are those it was started with; or, over a folder of runs, those that a page has opened, and `catalog` has a
+    row for each run there is.
     """
 
     def __init__(self, run_dirs: Iterable[Path], audit: Audit | None = None, top: Path | None = None) -> None:
@@ -194,8 +192,8 @@ class Feeds:
         return self._stop.is_set()
 
     def open(self, names: Sequence[str]) -> list[int]:
-        """The numbers of the runs of these names in the list, as far as there are any; to be closed. Without a list,
-        all. Runs that no page has open make room for others."""
+        """Numbers of the runs with these names in the list, as far as they exist; close them afterwards. Without a
+        list, all runs. Runs that no page has open make room for others."""
         with self._lock:
             numbers = list(self.runs) if self.catalog is None else list(map(self._number, names[:MOST_COMPARED]))
             found = [number for number in numbers if number is not None]
@@ -206,12 +204,12 @@ class Feeds:
             return found
 
     def close(self, numbers: Iterable[int]) -> None:
-        """A page has gone that had these open."""
+        """Note that a page that had these open is gone."""
         with self._lock:
             self._looked_at.subtract(numbers)
 
     def list_rows(self) -> dict[str, ListRow]:
-        """The list of runs, by a key that a page may name; {} for one run alone."""
+        """Rows of the list of runs, by a key that a page may name; {} for a single run."""
         if self.catalog is not None:
             return dict(self.catalog.rows)
         if len(self.runs) < 2:
@@ -219,7 +217,7 @@ class Feeds:
         return {str(i): run.list_row() for i, run in self.runs.items()}
 
     def note(self, key: str, args: dict[str, Any]) -> None:
-        """Write down tags and a note of a run in the list. Raises: ConfigError."""
+        """Write tags and a note of a run in the list. Raises: ConfigError."""
         if self.catalog is not None:
             self.catalog.note(key, args)
             return
@@ -237,7 +235,7 @@ class Feeds:
         known = next((i for i, run in self.runs.items() if run.run_dir == path), None)
         if known is not None:
             return known
-        self.runs = {**self.runs, self._numbers: RunFeed(path, self._audit)}  # others go through it meanwhile
+        self.runs = {**self.runs, self._numbers: RunFeed(path, self._audit)}  # other threads iterate over it meanwhile
         self._numbers += 1
         return self._numbers - 1
 

@@ -1,9 +1,9 @@
-"""Who may ask what: Host, Origin and token are checked before anything else sees a request. ASGI middleware.
+"""Access control: Host, Origin and token are checked before any other code sees a request. ASGI middleware.
 
 Every user of this machine reaches a port on loopback, a page of another site can make a browser send requests here, and
-a name that resolves to 127.0.0.1 makes them look local. So: the Host must be one of ours, requests that a browser calls
-foreign are refused, and everything needs the token: from a browser once in the address, which it then loses for a
-cookie; from a scraper as `Authorization: Bearer`. With `public` only what changes something needs it.
+a name that resolves to 127.0.0.1 makes them look local. So the Host must be one of ours, requests that a browser calls
+foreign are refused, and everything needs the token. A browser shows it once in the URL, and gets a cookie in exchange;
+a scraper sends `Authorization: Bearer`. With `public` only actions need it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ API = "/api/"
 UNLOCK = "/api/token"
 METRICS = "/metrics"
 KNOWN = "everstep.known"
-"""In a request's scope: whether it has the token."""
+"""Entry of a request's scope: whether it has the token."""
 SHORTEST_TOKEN = 16
 _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
@@ -50,9 +50,9 @@ _HEADERS = {
 
 
 def checked_token(host: str, token: str | None, how: str = "give --token or EVERSTEP_DASHBOARD_TOKEN") -> str:
-    """The token to use; one is made up on loopback. how: what the user is told to do.
+    """Token to use; on loopback a new one is made if none is given. how: advice to the user.
 
-    Raises: ConfigError if it is missing or short where others could reach the server.
+    Raises: ConfigError if it is missing or weak and others could reach the server.
     """
     if token is None:
         if not is_loopback(host):
@@ -70,11 +70,11 @@ def checked_token(host: str, token: str | None, how: str = "give --token or EVER
 
 
 def kept_token(path: Path, like: str | None = None) -> str | None:
-    """The token in this file, made and put there once, for its owner alone, so that scrapers can be given the file.
-    like: which it is to be, if any. None if that cannot be done."""
+    """Token in this file, made once and readable by its owner alone, so that scrapers can be given the file. like:
+    required value, if any. None if the file cannot be used."""
     try:
         if path.exists() and path.stat().st_mode & 0o077:
-            path.unlink()  # what others could read is no secret
+            path.unlink()  # a file that others could read holds no secret
         if like is not None and path.exists() and read_given(path).decode().strip() != like:
             path.unlink()
         if not path.exists():
@@ -92,9 +92,9 @@ def _make_token(path: Path, token: str) -> None:
 
 
 class Guard:
-    """Refuses what is not ours, and puts the same headers on every answer.
+    """Refuses foreign requests, and puts the same headers on every answer.
 
-    host: where the server listens. public: who only reads needs no token.
+    host: address where the server listens. public: reading needs no token.
     """
 
     def __init__(self, app: ASGIApp, host: str, token: str, public: bool = False) -> None:
@@ -103,7 +103,7 @@ class Guard:
         self._names = {"127.0.0.1", "localhost", "[::1]", host.lower(), f"[{host.lower()}]"}
         self._token = token
         self._public = public
-        # A browser has one jar for all ports of a host: each token has a cookie of its own, which does not show it.
+        # A browser shares cookies among all ports of a host: each token has its own cookie, which does not show it.
         self._cookie = f"everstep-{hashlib.sha256(token.encode()).hexdigest()[:12]}"
         self._pass = hmac.new(token.encode(), b"cookie", hashlib.sha256).hexdigest()
 
@@ -112,8 +112,8 @@ class Guard:
             if scope["type"] == "lifespan":
                 await self._app(scope, receive, send)
             return
-        scope[KNOWN] = self._knows(scope)
-        answer: Any = self._refusal(scope) or self._welcome(scope) or self._app
+        scope[KNOWN] = self._has_token(scope)
+        answer: Any = self._refusal(scope) or self._redirect_without_token(scope) or self._app
         lets_in = scope[KNOWN] and scope["method"] == "POST" and scope["path"] == UNLOCK
 
         async def send_with_headers(message: Message) -> None:
@@ -132,17 +132,17 @@ class Guard:
         host = headers.get("host", "").lower()
         name = host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() else host
         if self._loopback and name not in self._names:
-            return _no(403, f"this server is not called {name[:80]!r}: open it as http://127.0.0.1 or localhost")
+            return _refuse(403, f"this server is not called {name[:80]!r}: open it as http://127.0.0.1 or localhost")
         path = str(scope["path"])
         origin = headers.get("origin")
         if origin is not None and origin.partition("://")[2].lower() != host:
-            return _no(403, "requests from other sites are refused")
+            return _refuse(403, "requests from other sites are refused")
         is_data = path.startswith(API) or path == METRICS
         if is_data and headers.get("sec-fetch-site", "none") not in ("same-origin", "none"):
-            return _no(403, "requests from other sites are refused")
+            return _refuse(403, "requests from other sites are refused")
         writes = not _only_reads(scope)
         if writes and not path.startswith(API):
-            return _no(405, "only /api/ takes actions")
+            return _refuse(405, "only /api/ takes actions")
         if not scope[KNOWN] and (writes or not self._public):
             what = "actions need" if writes and self._public else "this server needs"
             return PlainTextResponse(
@@ -152,11 +152,11 @@ class Guard:
                 headers={"www-authenticate": "Bearer"},
             )
         if writes and headers.get("content-type", "").partition(";")[0] != "application/json":
-            return _no(415, "expected application/json")
+            return _refuse(415, "expected application/json")
         return None
 
-    def _knows(self, scope: Scope) -> bool:
-        """Whether a request has the token: in a header; as a cookie; or, to read, in the address."""
+    def _has_token(self, scope: Scope) -> bool:
+        """Whether a request has the token: in a header; as a cookie; or, for reading, in the URL."""
         headers = Headers(scope=scope)
         scheme, _, bearer = headers.get("authorization", "").partition(" ")
         given = [headers.get(TOKEN_HEADER, ""), bearer if scheme.lower() == "bearer" else ""]
@@ -165,7 +165,7 @@ class Guard:
         return any(_same(token, self._token) for token in given) or _same(self._shown(headers), self._pass)
 
     def _shown(self, headers: Headers) -> str:
-        """Our cookie's value, "" if there is none."""
+        """Value of our cookie, "" if there is none."""
         for line in headers.getlist("cookie"):
             for part in line.split(";"):
                 name, _, value = part.strip().partition("=")
@@ -173,8 +173,8 @@ class Guard:
                     return value
         return ""
 
-    def _welcome(self, scope: Scope) -> Response | None:
-        """Who opens a page with the token in its address is sent to the same one without it, with a cookie. Programs
+    def _redirect_without_token(self, scope: Scope) -> Response | None:
+        """Redirect for a page opened with the token in its URL: to the same page without it, with a cookie. Programs
         may not keep cookies, and are answered at once."""
         rest = [(name, value) for name, value in _query(scope) if name != TOKEN_PARAMETER]
         path = str(scope["path"])
@@ -201,5 +201,5 @@ def _same(given: str, expected: str) -> bool:
     return hmac.compare_digest(given.encode(), expected.encode())
 
 
-def _no(code: int, reason: str) -> JSONResponse:
+def _refuse(code: int, reason: str) -> JSONResponse:
     return JSONResponse({"ok": False, "error": reason}, status_code=code)

@@ -1,6 +1,6 @@
-"""What a page shows of a run, as JSON-able data; and the difference to what a page has already. Called with the lock.
+"""View of a run for a page, as JSON-able data, and the difference to what the page has already. Called with the lock.
 
-A page gets everything once and then only what changed: rows of workers, points at the ends of curves, lines of the log.
+A page gets everything once and then only changes: rows of workers, points at the ends of curves, lines of the log.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _STILL = ("dead", "left", "ended", "spare", "healing")
 
 
 class WorkerRow(NamedTuple):
-    """What a page is told of a worker, in this order. rate: samples per second; rss: bytes; cpu: cores; since: ms."""
+    """A worker's row for a page, in this order. rate: samples per second; rss: bytes; cpu: cores; since: ms."""
 
     state: str
     stage: int | None
@@ -59,7 +59,7 @@ class WorkerRow(NamedTuple):
 
 @dataclass
 class PageCursor:
-    """What one page has of one run."""
+    """State of one page: what it has of one run."""
 
     resets: int = -1
     rows: dict[int, WorkerRow] = field(default_factory=dict)
@@ -70,7 +70,7 @@ class PageCursor:
 
 
 def patch(feed: RunFeed, cursor: PageCursor) -> dict[str, Any]:
-    """What this page lacks of the run; {} if nothing. The cursor is moved on."""
+    """News of the run for this page; {} if there are none. Moves the cursor on."""
     history, facts = feed.history, feed.history.facts
     found: dict[str, Any] = {}
     if cursor.resets != history.resets:
@@ -119,7 +119,7 @@ def patch(feed: RunFeed, cursor: PageCursor) -> dict[str, Any]:
 
 
 def head(feed: RunFeed, rows: Mapping[int, WorkerRow]) -> dict[str, Any]:
-    """The first five seconds: how it is, how far it is, what went wrong last."""
+    """Facts for the first five seconds: state, progress, the last trouble."""
     history, facts, status = feed.history, feed.history.facts, feed.status
     states = [row.state for row in rows.values()]
     live = status if feed.running and status is not None else None
@@ -171,7 +171,7 @@ def head(feed: RunFeed, rows: Mapping[int, WorkerRow]) -> dict[str, Any]:
 
 
 def worker_rows(feed: RunFeed) -> dict[int, WorkerRow]:
-    """By worker_id, from the events and, while it answers, from the coordinator."""
+    """Rows by worker_id, from the events and, while it answers, from the coordinator."""
     facts, usage = feed.history.facts, feed.history.usage.workers
     live = {}
     going = feed.running and not feed.history.begins(feed.running)
@@ -184,7 +184,7 @@ def worker_rows(feed: RunFeed) -> dict[int, WorkerRow]:
         state, life = _state(worker, now, going)
         measured = usage.get(worker_id)
         if measured is not None and (state in ("dead", "left") or measured.row.get("incarnation") != life):
-            measured = None  # of a life that is over
+            measured = None  # of an ended life
         step = now["step"] if now else (facts.step if worker.role in MEMBERS and state != "dead" else 0)
         rate = now.get("samples_per_s") if now and state not in _STILL else None
         if not rate and measured is not None and feed.running and state not in _STILL:
@@ -213,7 +213,7 @@ def worker_rows(feed: RunFeed) -> dict[int, WorkerRow]:
 
 
 def _spent(measured: Newest | None) -> dict[str, Any] | None:
-    """Where its time goes, rounded so that a page is told only of changes that can be seen."""
+    """Where the worker's time goes, rounded so that only visible changes are sent."""
     if measured is None or measured.spent is None:
         return None
     found = measured.spent
@@ -228,7 +228,7 @@ def _device(measured: Newest | None) -> dict[str, int] | None:
 
 
 def _state(worker: WorkerFact, now: dict[str, Any] | None, running: bool) -> tuple[str, int]:
-    """The state, and the incarnation that it is of; who lived when the job ended has ended, too."""
+    """The worker's state, and the incarnation that has it; workers that lived when the job ended have ended, too."""
     if not running and worker.state not in ("dead", "left"):
         return "ended", worker.incarnation
     if now is None:
@@ -241,9 +241,8 @@ def _state(worker: WorkerFact, now: dict[str, Any] | None, running: bool) -> tup
 
 
 def lives(facts: Facts) -> dict[str, Any]:
-    """Who was what, and when: {"spans": [[worker, life, state, begin ms, end ms or null]], "hidden": workers left out}.
-
-    Where there are many workers, those that had the most trouble."""
+    """States of the workers over time: {"spans": [[worker, life, state, begin ms, end ms or null]], "hidden": number
+    left out}. If there are many workers, those with the most trouble are shown."""
     ids = {span.worker_id for span in facts.spans}
     if len(ids) > _MOST_LIVES:
         troubled = {span.worker_id for span in facts.spans if span.state in ("dead", "suspect", "healing")}
@@ -258,7 +257,7 @@ def _ms(time_ns: int | None) -> int | None:
 
 
 def _incident(facts: Facts) -> dict[str, Any] | None:
-    """The newest fault, and how long it took to recover from it."""
+    """The newest fault, and the time of its recovery."""
     mark = next((m for m in reversed(facts.marks) if m.kind in ("evicted", "coordinator", "fallback")), None)
     if mark is None:
         return None
@@ -273,7 +272,7 @@ def _incident(facts: Facts) -> dict[str, Any] | None:
 
 
 def _config(history: History) -> dict[str, str]:
-    """The settings as text, by dotted key."""
+    """Settings as text, by dotted key."""
     config = dotted(shown_settings(as_dict(history.job.get("config"))))
     return {one_line(key, 80): one_line(str(value), 120) for key, value in list(config.items())[:_MOST_SETTINGS]}
 
@@ -308,7 +307,8 @@ def _recoveries(facts: Facts) -> list[list[Any]]:
 
 
 def _incidents(facts: Facts) -> list[list[Any]]:
-    """number, begin (ms), when training went on (ms, None: not yet), workers, cause, level, the line, steps done."""
+    """Rows of incidents: number, begin (ms), training goes on (ms, None: not yet), workers, cause, level, line, steps
+    done."""
     return [
         [
             one.number,
@@ -344,5 +344,5 @@ def _lines(lines: deque[Line], after: int) -> list[list[Any]]:
 
 
 def now_ms() -> int:
-    """The server's time: pages show ages by it."""
+    """The server's time in ms; pages show ages by it."""
     return time.time_ns() // 1_000_000

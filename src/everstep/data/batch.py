@@ -78,7 +78,7 @@ def pinned(tree: Any) -> Any:
 
 
 class _Packer(pickle.Pickler):
-    """Pickles a tree, with the tensors left out and noted with the offset that they get."""
+    """Pickles a tree without its tensors; each is replaced by its description and the offset that it gets."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
@@ -100,7 +100,7 @@ class _Packer(pickle.Pickler):
 
 
 class _Unpacker(pickle.Unpickler):
-    """Puts tensors back in that lie in `memory`."""
+    """Unpickles a tree, with tensors that lie in `memory`."""
 
     def __init__(self, file: io.BytesIO, memory: mmap.mmap) -> None:
         super().__init__(file)
@@ -121,7 +121,7 @@ def _view(
 
 
 def pack(tree: Any) -> tuple[int, int, int]:
-    """Write a tree (as `aligned` gives it) into memory of its own; returns (descriptor, size, where the pickle begins).
+    """Write a tree (aligned by `aligned`) into memory of its own; returns (descriptor, size, offset of the pickle).
 
     The descriptor can be sent to another process, which calls `unpack`; sizes in bytes. Close it after sending.
     """
@@ -141,7 +141,7 @@ def pack(tree: Any) -> tuple[int, int, int]:
 
 
 def unpack(descriptor: int, size: int, start: int) -> Any:
-    """What `pack` wrote. The tensors use the same memory, without copying; closes the descriptor."""
+    """Read what `pack` wrote. The tensors use the same memory, without copying; closes the descriptor."""
     try:
         memory = mmap.mmap(descriptor, size)
     finally:

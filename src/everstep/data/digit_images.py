@@ -1,7 +1,7 @@
 """The 1,797 handwritten digits that come with scikit-learn: real images, with nothing to download.
 
-The split is fixed and stratified: sorted by class (keeping the order within a class), every fifth image is a test
-image: 360, and 1,437 to train on.
+The split is fixed and stratified: images are sorted by class (keeping the order within a class), and every fifth one is
+a test image: 360, and 1,437 to train on.
 
 Source: scikit-learn `load_digits`, a part of the UCI "Optical Recognition of Handwritten Digits" data set.
 """
@@ -23,14 +23,14 @@ from everstep.base.errors import ConfigError
 CLASSES = 10
 SIZE = 8
 MEAN, DEVIATION = 0.3058, 0.3762
-"""Of the training pixels, on the scale 0 to 1."""
+"""Mean and deviation of the training pixels, on the scale 0 to 1."""
 
 
 class Digits(Dataset[tuple[torch.Tensor, int]]):
     """Images (1, 8, 8) float32, normalised, with their class 0 to 9.
 
     split: "train" or "test". shift: share (0 to 1) of the training images that are moved by up to one pixel in each
-    direction, drawn anew each time from torch's default generator, which the loader seeds for each sample.
+    direction, drawn afresh each time from torch's default generator, which the loader seeds for each sample.
 
     Raises: ConfigError for another split.
     """

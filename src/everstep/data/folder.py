@@ -13,7 +13,7 @@ from everstep.base.errors import ConfigError, TaskError
 ENDINGS = frozenset({".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm"})
 MEAN = (0.485, 0.456, 0.406)
 DEVIATION = (0.229, 0.224, 0.225)
-"""Per channel, on the scale 0 to 1: those that torchvision's weights expect."""
+"""Means and deviations per channel, on the scale 0 to 1: those that torchvision's weights expect."""
 _TEST_EVERY = 5
 
 

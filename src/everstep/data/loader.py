@@ -1,7 +1,7 @@
 """`LaneLoader`: the batches of this worker's lanes, ahead of time where loader processes are allowed.
 
-Bits do not depend on it: what a batch holds is `fetch`'s business, the same whoever loads it, when, and after what; and
-a batch that was not prepared is loaded at once.
+Bits do not depend on it: `fetch` alone decides the content of a batch, in whichever process, at whatever time and in
+whatever order it runs; and a batch that was not prepared is loaded at once.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from everstep.exact.seeding import derive, preserve_rng, sample_seed, seed_all
 from everstep.order.cursor import Order, SampleId
 
 _OUTSTANDING = 32
-"""Most requests that a loader process has unanswered, so that neither side ever waits in a send."""
+"""Most unanswered requests of a loader process, so that neither side ever waits in a send."""
 _LIVES = 2
-"""How many loader processes may die over the same batch."""
+"""Number of loader processes that may die over the same batch."""
 
 _COLLATE = 1 << 33
 """First number of the seeds for collating, so that they coincide with no others."""
@@ -77,7 +77,7 @@ def _sample(recipe: Recipe, epoch: int, index: int) -> Any:
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Bits of larger operations depend on the number of threads, and loader processes have one."""
+    """One intra-op thread: the bits of larger operations depend on the number, and loader processes have one."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -88,7 +88,7 @@ def _one_thread() -> Iterator[None]:
 
 @dataclass
 class _Slot:
-    """A loader process and what it was asked for, in order: ticket -> (step, lane)."""
+    """A loader process and its open requests, in order: ticket -> (step, lane)."""
 
     process: LoaderProcess
     asked: dict[int, LaneKey] = field(default_factory=dict)
@@ -97,8 +97,8 @@ class _Slot:
 class LaneLoader:
     """Loads (step, lane) batches.
 
-    config: how many loader processes (0: load when asked), how many steps beyond the current one they prepare, and
-    whether batches go to pinned memory, where there is CUDA. The caller's generators are left anywhere: entering a
+    config: number of loader processes (0: load when asked), number of steps beyond the current one that they prepare,
+    and whether batches go to pinned memory, if there is CUDA. The caller's generators are left anywhere: entering a
     lane seeds them all. The loader processes end with the thread that first asked for a batch or a schedule.
     """
 
@@ -114,10 +114,10 @@ class LaneLoader:
         self._tickets = 0
 
     def schedule(self, step: int, lanes: Sequence[int]) -> None:
-        """This worker is about to compute these lanes of `step`, and as far as anyone knows of the steps after it.
+        """Prepare these lanes of `step`, and of the steps after it.
 
-        Steps count from 1. Call it at each step and after each change of plan; what was prepared and is not wanted
-        any more is dropped.
+        Steps count from 1. Call it at each step and after each change of plan; prepared batches that are no longer
+        wanted are dropped.
         """
         if self._workers == 0:
             return
@@ -161,7 +161,7 @@ class LaneLoader:
         self._workers = 0
 
     def _prepared(self, key: LaneKey) -> Any:
-        """The batch that a loader process has made or is making; None if none was asked to."""
+        """Batch that a loader process has made or is making; None if none was asked to."""
         while key not in self._ready:
             slot = next((s for s in self._slots if key in s.asked.values()), None)
             if slot is None:
@@ -170,7 +170,7 @@ class LaneLoader:
         return self._ready.pop(key)
 
     def _collect(self) -> None:
-        """Take in what has been answered, without waiting."""
+        """Take in replies that are there, without waiting."""
         while ready := readable([slot.process.fileno() for slot in self._slots], 0.0):
             for slot in [slot for slot in self._slots if slot.process.fileno() in ready]:
                 self._receive(slot)
@@ -183,7 +183,7 @@ class LaneLoader:
                 self._ready[key] = answer[1]
 
     def _ask(self) -> None:
-        """Hand out what is wanted and neither ready nor asked for, to the process with the least to do."""
+        """Request wanted batches that are neither ready nor asked for, each from the process with the least to do."""
         if self._workers == 0:
             return
         while len(self._slots) < self._workers:
@@ -204,7 +204,7 @@ class LaneLoader:
         return fetch(self._recipe, step, lane, preserve=False)[0]
 
     def _guarded(self, slot: _Slot, action: Callable[..., _T], *arguments: int) -> _T | None:
-        """Run it on the slot's process; if that is dead, start another one, ask it for the same, and return None."""
+        """Run the action on the slot's process. If it is dead, start another, repeat the requests, and return None."""
         try:
             return action(slot.process, *arguments)
         except LoaderDied as death:
@@ -221,7 +221,7 @@ class LaneLoader:
                 how = death.how
 
     def _blame(self, key: LaneKey, how: str) -> None:
-        """Count a death against the batch that was being made; raise once there have been too many."""
+        """Count a death against the batch that was being made; raise after too many."""
         self._deaths[key] = self._deaths.get(key, 0) + 1
         if self._deaths[key] >= _LIVES:
             indices = ", ".join(str(index) for _, index in self._recipe.order.samples(*key))

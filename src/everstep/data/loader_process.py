@@ -1,6 +1,6 @@
 """A loader process: forked from the training process, it makes batches ahead of time and dies with its parent.
 
-Forked and not started anew, because datasets need not be picklable and nothing has to be imported or read again. The
+Forked, not started afresh, because datasets need not be picklable and nothing has to be imported or read again. The
 parent has other threads, so a fork may catch a lock in a bad moment: the child proves that it works before it counts,
 and is replaced if it does not.
 """
@@ -32,9 +32,9 @@ from everstep.exact.seeding import seed_all
 
 _ASK, _CANCEL = 0, 1
 _REQUEST = struct.Struct("<BQqq")
-"""What (ask or cancel), ticket, step, lane."""
+"""Kind (ask or cancel), ticket, step, lane."""
 _REPLY = struct.Struct("<BQqq")
-"""Whether it failed, ticket, size in bytes, where the pickle begins; the batch's file descriptor comes along."""
+"""Whether it failed, ticket, size in bytes, offset of the pickle; the batch's file descriptor comes along."""
 _READY_TICKET = 0
 _READY_LIMIT_S = 10.0
 _ATTEMPTS = 3
@@ -97,7 +97,7 @@ class LoaderProcess:
         self.pid, self._socket = pid, ours
 
     def fileno(self) -> int:
-        """Readable when a reply is there, or the process has died."""
+        """Descriptor that is readable when a reply is there or the process has died."""
         return self._socket.fileno()
 
     def ask(self, ticket: int, step: int, lane: int) -> None:
@@ -105,7 +105,7 @@ class LoaderProcess:
         self._send(_REQUEST.pack(_ASK, ticket, step, lane))
 
     def cancel(self, ticket: int) -> None:
-        """The batch is not wanted any more; it may come all the same. Raises: LoaderDied."""
+        """Withdraw a request; the batch may still come. Raises: LoaderDied."""
         self._send(_REQUEST.pack(_CANCEL, ticket, 0, 0))
 
     def _send(self, message: bytes) -> None:
@@ -115,7 +115,7 @@ class LoaderProcess:
             raise LoaderDied(self._reap()) from error
 
     def receive(self) -> tuple[int, Any]:
-        """(ticket, batch or `Failure`), waiting for it. Raises: LoaderDied."""
+        """Wait for a reply: (ticket, batch or `Failure`). Raises: LoaderDied."""
         try:
             message, descriptors, _, _ = socket.recv_fds(self._socket, _REPLY.size, 1)
         except OSError as error:
@@ -153,7 +153,7 @@ def _run_child(parent: int, channel: socket.socket, load: Callable[[int, int], A
             _serve(channel, load)
         code = 0
     except ConnectionError:
-        pass  # the parent is gone, or does not want anything more
+        pass  # the parent is gone, or wants nothing more
     except BaseException:
         traceback.print_exc()
         sys.stderr.flush()
@@ -162,10 +162,10 @@ def _run_child(parent: int, channel: socket.socket, load: Callable[[int, int], A
 
 
 def _detach(keep: int) -> None:
-    """Let go of what belongs to the parent: signals, and sockets and pipes whose other ends wait for it to close them.
+    """Let go of the parent's signals, and of its sockets and pipes, whose other ends wait for them to close.
 
-    Their numbers stay taken (by the null device), because Python objects of the parent that know them may still be
-    collected here, and would close a new file of the same number.
+    Their numbers stay taken (by the null device): Python objects of the parent that know them may still be collected
+    here, and would close a new file of the same number.
     """
     with contextlib.suppress(ValueError):
         signal.set_wakeup_fd(-1)

@@ -24,7 +24,7 @@ _SKIPPED = frozenset({"site-packages", "dist-packages", "test", "tests", "idleli
 
 
 class ByteTokenizer:
-    """Each byte is a token."""
+    """Tokenizer that makes each byte a token."""
 
     vocabulary = 256
 
@@ -40,7 +40,7 @@ class ByteTokenizer:
 
 
 class BytePairs:
-    """Byte-level BPE. model: what `to_json` gave; `trained` makes one.
+    """Byte-level BPE. model: text from `to_json`; `trained` makes one.
 
     Raises: ConfigError if the extra `text` (tokenizers) is not installed.
     """
@@ -70,7 +70,7 @@ class BytePairs:
         return BytePairs(bpe.to_str())
 
     def to_json(self) -> str:
-        """The tokenizer, as the package tokenizers writes it."""
+        """The tokenizer as JSON, as the package tokenizers writes it."""
         return str(self._bpe.to_str())
 
     def encode(self, data: bytes) -> torch.Tensor:
@@ -84,7 +84,7 @@ class BytePairs:
 
 
 Tokenizer = ByteTokenizer | BytePairs
-"""Text to token numbers and back; `vocabulary` is how many different ones there are."""
+"""Text to token numbers and back; `vocabulary` is the number of different tokens."""
 
 
 def _tokenizers() -> Any:
@@ -105,7 +105,7 @@ def standard_library(limit_bytes: int = 4_000_000) -> bytes:
 
 
 def read_text(path: str, limit_bytes: int = 0) -> bytes:
-    """A file's bytes, or those of all files below a folder, sorted by name; at most `limit_bytes`, if not 0.
+    """Bytes of a file, or of all files below a folder, sorted by name; at most `limit_bytes`, if not 0.
 
     Raises: ConfigError if there is nothing to read.
     """
@@ -130,7 +130,7 @@ def _joined(root: Path, endings: tuple[str, ...], limit_bytes: int) -> bytes:
 
 
 def _files(folder: Path, endings: tuple[str, ...]) -> Iterator[Path]:
-    """All files below, sorted by name at each level; hidden ones are left out, and tests where endings are given."""
+    """All files below, sorted by name at each level, without hidden ones; without tests, too, if endings are given."""
     for path in sorted(folder.iterdir(), key=lambda p: p.name):
         if path.name.startswith(".") or (endings and path.name in _SKIPPED):
             continue
@@ -168,7 +168,7 @@ class Windows(Dataset[torch.Tensor]):
 
 
 class Chosen(Subset[torch.Tensor]):
-    """Some of a dataset's items: every `every`-th (from 0) if `kept`, all the others if not."""
+    """Some items of a dataset: every `every`-th (from 0) if `kept`, all the others if not."""
 
     def __init__(self, windows: Windows, every: int, kept: bool) -> None:
         super().__init__(windows, [i for i in range(len(windows)) if (i % every == 0) == kept])
@@ -178,7 +178,7 @@ class Chosen(Subset[torch.Tensor]):
 
 
 def cache_folder() -> Path:
-    """Where the files lie: `everstep` in the user's cache folder."""
+    """Folder of the cached files: `everstep` in the user's cache folder."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "everstep"
 
 
@@ -186,7 +186,7 @@ def byte_pairs(data: bytes, vocabulary: int, folder: Path | None = None) -> tupl
     """(tokens of `data` (n,) int64, the tokenizer), from the cache if they are there, otherwise made and put there.
 
     A cached file is used only for the very same text and settings, and only if its tokens have the hash written with
-    them; so it changes the time and nothing else. One that cannot be read or written is done without.
+    them, so it saves time and changes nothing else. A file that cannot be read or written is ignored.
 
     Raises: ConfigError, as `BytePairs`.
     """
@@ -226,12 +226,12 @@ def _read(file: Path) -> tuple[torch.Tensor, BytePairs] | None:
             if stored.metadata()["hash"] != _hash(tokens, model):
                 return None
         return tokens.to(torch.int64), BytePairs(model)
-    except Exception:  # absent, torn, of another format, or tokenizers is missing: make it anew, and say so there
+    except Exception:  # absent, torn, of another format, or tokenizers is missing: make it again; that reports it
         return None
 
 
 def _write(file: Path, tokens: torch.Tensor, tokenizer: BytePairs) -> None:
-    """By rename, because several workers may do it at once."""
+    """Write by rename, because several workers may do it at once."""
     file.parent.mkdir(parents=True, exist_ok=True)
     short = tokens.to(torch.int32)
     model = tokenizer.to_json()

@@ -1,7 +1,7 @@
 """Adding up the lanes that one worker computes: autograd's own tensors are the leaves, complete subtrees are folded.
 
-Apart because it is where a step's memory traffic is: leaves are added in place, the last addition of each subtree
-writes straight into the memory that the transport shares, and no tensor is copied to a flat form before.
+Apart because it makes a step's memory traffic: leaves are added in place, the last addition of each subtree writes
+straight into the memory that the transport shares, and no tensor is copied to a flat form before.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from everstep.exact.lending import GradientWatch, Loan
 from everstep.placement.tree import children
 
 _IDLE_STEPS = 4
-"""For how long the views into a buffer are kept that is not asked for any more."""
+"""Steps for which views into a buffer are kept after its last use."""
 
 Leaf = list[Tensor | None]
 """One sum: a tensor per parameter entry, then one per unit with running statistics; None where absent."""
@@ -35,7 +35,7 @@ class LaneAccumulator:
     def __init__(self, layout: GradientLayout, model: nn.Module, units: range | None = None) -> None:
         """`layout` was built from this very model, after `untie`. Sets malloc to keep freed memory (process-wide).
 
-        units: those of the layout whose gradients are taken here; by default all.
+        units: units of the layout whose gradients are taken here; by default all.
         """
         keep_freed_memory()
         units = range(len(layout.units)) if units is None else units
@@ -43,7 +43,7 @@ class LaneAccumulator:
         by_name = dict(model.named_parameters(remove_duplicate=False))
         self.layout = layout
         self.presence: dict[Node, bytes] = {}
-        """For each node of the step that is complete: one byte per layout entry."""
+        """Presence of each complete node of the step: one byte per layout entry."""
         self._indices = mine
         self._params: list[nn.Parameter] = [by_name[layout.entries[i].name] for i in mine]
         self._frozen = [(name, by_name[name]) for name in layout.frozen]
@@ -71,15 +71,14 @@ class LaneAccumulator:
     def begin(
         self, step: int, nodes: Sequence[Node], buffer: Callable[[Node], Tensor], offer: OnFinal | None = None
     ) -> None:
-        """Starts a step, or takes on further nodes of the same one (lanes that another worker lost).
+        """Start a step, or take on further nodes of the same step (lanes that another worker lost).
 
         nodes: disjoint nodes of the lane tree, all of whose lanes will be added here. buffer: gives the flat float32
-        tensor (`layout.numel` elements) into which a node's sum is written; asked for when the node is complete, or its
-        last lane begins. offer: told of blocks as soon as they are final, from this call on.
-        When a step is begun the first time, the model's running statistics must be those it starts from. Whatever is
-        left in `.grad` is dropped.
-        Begun again, a node that overlaps unfinished ones takes their place: what has been added of its lanes counts,
-        other lanes of those are dropped. So call it with `cover` of all wanted lanes that are not in `presence`.
+        tensor (`layout.numel` elements) into which a node's sum is written; called when the node is complete, or its
+        last lane begins. offer: receives blocks as soon as they are final, from this call on. When a step begins for
+        the first time, the model's running statistics must be those that it starts from. Anything left in `.grad` is
+        dropped. In a second call, a node that overlaps unfinished ones replaces them: sums of its own lanes count,
+        those of other lanes are dropped. So call it with `cover` of all wanted lanes that are not in `presence`.
 
         Raises: ConfigError if a parameter that was frozen at the start has been unfrozen.
         """
@@ -108,20 +107,20 @@ class LaneAccumulator:
 
     @property
     def watches(self) -> bool:
-        """Whether the first lane is still to come: then `enter` lends nothing."""
+        """Whether the first lane is still to come; until then `enter` lends nothing."""
         return self._watch is not None
 
     def begin_lanes(self, step: int) -> None:
-        """Running statistics are those that the step starts from, though it may have been begun before."""
+        """The model's running statistics are those that the step starts from; the step may have begun before."""
         if step == self._step:
             self._statistics.begin_step()
 
     def enter(self, lane: int) -> None:
-        """The lane's forward and backward pass come next. May be left out, or called again for the same lane.
+        """The lane's forward and backward pass come next. The call may be left out, or repeated for the same lane.
 
-        Where the lane's left sibling is waiting, autograd is given that sum to add the lane's gradients to, while they
-        are in the processor's cache: the same addition, with a third of the memory traffic. Until `add`, `.grad` then
-        holds both, and nobody else may write to it.
+        If the lane's left sibling is waiting, autograd gets that sum to add the lane's gradients to, while they are in
+        the processor's cache: the same addition, with a third of the memory traffic. Until `add`, `.grad` then holds
+        both, and no other code may write to it.
         """
         if self._watch is not None:
             self._watch.clear()
@@ -160,24 +159,24 @@ class LaneAccumulator:
         if last is not None and lane == last.node.hi - 1 and lane in self._captured:
             regions = range(len(self._params), len(self._params) + len(self._statistics.regions))
             with torch.no_grad():
-                fresh = [i for i in regions if last.lacks(i)]  # none if the lane is computed once more
+                fresh = [i for i in regions if last.lacks(i)]  # none if the lane is computed again
                 for i in fresh:
                     last.put(i, self._captured[lane][i - regions.start])
                 last.leave(fresh)
 
     def capture(self, lane: int) -> None:
-        """Takes the running statistics as the lane's forward pass has left them, before anything changes them."""
+        """Take the running statistics as the lane's forward pass left them, before anything changes them."""
         if self._statistics.regions:
             with torch.no_grad():
                 self._captured[lane] = self._statistics.take()
             self._put_statistics(lane)
 
     def add(self, lane: int) -> None:
-        """Takes the gradients that the lane's backward pass left in `.grad` (set to None here), and its statistics:
-        those captured, or else those that are there now.
+        """Take the gradients that the lane's backward pass left in `.grad` (set to None here), and the captured running
+        statistics, or the present ones if none were captured.
 
-        Raises: ConfigError naming a parameter with a sparse gradient; TaskError naming one whose `.grad` was written
-        by others than the lane's backward pass.
+        Raises: ConfigError naming a parameter with a sparse gradient; TaskError naming one whose `.grad` was written by
+        other code than the lane's backward pass.
         """
         if self._watch is not None:
             self._apart |= self._watch.end()
@@ -199,13 +198,13 @@ class LaneAccumulator:
                 self._fold(loan.parent, self._take_back(loan, statistics))
 
     def add_empty(self, lane: int) -> None:
-        """The lane has no samples: it is the identity of the sum."""
+        """Add a lane without samples, which is the identity of the sum."""
         self._check_missing(lane)
         with torch.no_grad():
             self._fold(Node(lane, lane + 1), [None] * (len(self._params) + len(self._statistics.regions)))
 
     def offer_again(self, node: Node) -> None:
-        """A complete node is wanted of this worker as before, by others than those to whom it was offered."""
+        """Offer a complete node again, because other members than before want it."""
         if self._offer is not None:
             row = self.presence[node]
             present = [bool(row[i]) for i in self._indices]
@@ -218,7 +217,7 @@ class LaneAccumulator:
                 self._offer(node, *run)
 
     def dismiss(self) -> None:
-        """Throws away what a backward pass has left in `.grad`: its lane had been added before."""
+        """Throw away the gradients that a backward pass left in `.grad`, because its lane had been added before."""
         check(self._loan is None, "the lane before was entered and never added")
         self._let_go()
 
@@ -239,7 +238,7 @@ class LaneAccumulator:
         return tuple(sorted(filter(self.is_missing, self._node_of_lane)))
 
     def is_missing(self, lane: int) -> bool:
-        """Whether it is one of `missing`."""
+        """Whether the lane is one of `missing`."""
         if lane not in self._node_of_lane:
             return False
         return not any(lo <= lane < hi for held in (self._pending, self.presence) for lo, hi in held)
@@ -248,14 +247,14 @@ class LaneAccumulator:
         check(self.is_missing(lane), f"lane {lane} is not expected, or was added before, in step {self._step}")
 
     def forget(self) -> None:
-        """Lets go of the step."""
+        """Forget the step."""
         self._leave_lane()
         self._open, self._pending, self._node_of_lane, self.presence = [], {}, {}, {}
         self._step, self._buffer, self._offer = 0, None, None
         self._captured = {}
 
     def _leave_lane(self) -> None:
-        """If one was left in the middle, what it may have added to is lost."""
+        """Leave an unfinished lane: the sums that it may have added to are lost."""
         touched = [] if self._loan is None else [self._loan.sibling]
         if self._last is not None:
             self._last.end()
@@ -267,7 +266,7 @@ class LaneAccumulator:
     # ---- leaves
 
     def _let_go(self) -> Leaf:
-        """What `.grad` holds, where nothing is left."""
+        """Take all gradients out of `.grad`, which is None afterwards."""
         leaf: Leaf = [p.grad for p in self._params]
         for parameter in self._params:
             parameter.grad = None
@@ -287,7 +286,7 @@ class LaneAccumulator:
         return _add_in_place(loan.leaf, [*fresh, *statistics])
 
     def _complete(self, last: LastLane, loan: Loan | None, statistics: list[Tensor]) -> None:
-        """What autograd has not finished before is added up now; the node is complete."""
+        """Add up the gradients that were not final before; the node is complete afterwards."""
         last.end()
         gradients = self._let_go()
         lent: Sequence[Tensor | None] = [None] * len(gradients)
@@ -307,7 +306,7 @@ class LaneAccumulator:
         last.leave(rest)
 
     def _own(self, leaf: Leaf) -> Leaf:
-        """The gradients as dense float32 tensors in the parameters' strides, each in memory of its own."""
+        """The gradients as dense float32 tensors in the parameters' strides, each in its own memory."""
         for i, gradient in enumerate(leaf):
             if gradient is not None and (gradient.layout is not torch.strided or gradient.stride() != self._strides[i]):
                 leaf[i] = _dense(gradient, self._entries[i])
@@ -319,7 +318,8 @@ class LaneAccumulator:
         return leaf
 
     def _unshare(self, leaf: Leaf) -> None:
-        """Autograd may hand the same memory to two parameters; what is added to in place must be one's own."""
+        """Copy gradients that share memory: autograd may share memory between parameters, and sums are made in
+        place."""
         spans = sorted((g.data_ptr(), i) for i, g in enumerate(leaf) if g is not None)
         end = 0
         for start, i in spans:
@@ -332,14 +332,14 @@ class LaneAccumulator:
     # ---- the tree
 
     def _dissolve(self, node: Node) -> None:
-        """Unfinished nodes that overlap this one are not wanted any more."""
+        """Forget unfinished nodes that overlap this one."""
         for other in [o for o in self._open if o.lo < node.hi and node.lo < o.hi]:
             self._open.remove(other)
             for lane in range(*other):
                 del self._node_of_lane[lane]
 
     def _replan(self) -> None:
-        """After the nodes changed: drops subtrees that no node wants, finishes those that are wanted as they are."""
+        """After the nodes changed: drop subtrees in no node, and finish those that are a whole node."""
         for subtree in list(self._pending):
             top = self._node_of_lane.get(subtree.lo)
             if top is None or top.lo > subtree.lo or top.hi < subtree.hi:
@@ -349,7 +349,7 @@ class LaneAccumulator:
                     self._finish(subtree, self._pending.pop(subtree), None)
 
     def _fold(self, node: Node, leaf: Leaf) -> None:
-        """Takes in the sum of a node, and climbs as far as siblings are there."""
+        """Take in the sum of a node, and climb as far as siblings are there."""
         path = _path(self._node_of_lane[node.lo], node.lo)
         for at in range(path.index(node) - 1, -1, -1):
             parent = path[at]
@@ -383,7 +383,7 @@ class LaneAccumulator:
         self._offer_whole(node, present)
 
     def _row(self, present: Sequence[bool]) -> bytes:
-        """The node's presence bytes, of those of its sums."""
+        """The node's presence bytes, from the presence of its sums."""
         if all(present):
             return self._all
         if not any(present):
@@ -420,8 +420,8 @@ class _Region(NamedTuple):
 class _Statistics:
     """Takes a lane's running statistics, by region, each followed by 1.0 if the lane changed it.
 
-    What a lane left bitwise as it was counts as 0.0 with a count of 0, so that a layer in evaluation mode keeps its
-    statistics whatever the number of lanes.
+    Statistics that a lane left bitwise unchanged count as 0.0 with a count of 0, so that a layer in evaluation mode
+    keeps its statistics whatever the number of lanes.
     """
 
     def __init__(self, layout: GradientLayout, model: nn.Module, units: range) -> None:
@@ -493,7 +493,7 @@ def _path(top: Node, lane: int) -> tuple[Node, ...]:
 
 
 def _add_in_place(left: Leaf, right: Leaf) -> Leaf:
-    """left + right, in the memory of `left` (of whichever is there, where one is absent)."""
+    """left + right, in the memory of `left`; if one is absent, the other."""
     if left and _whole(left) and _whole(right):
         torch._foreach_add_(left, right)  # type: ignore[arg-type]
         return left
@@ -504,7 +504,7 @@ def _add_in_place(left: Leaf, right: Leaf) -> Leaf:
 
 
 def _whole(leaf: Leaf) -> bool:
-    """Whether nothing is absent. Not `None in leaf`: that asks each tensor for equality, about 50 us apiece."""
+    """Whether no tensor is absent. Not `None in leaf`: that compares each tensor, about 50 us apiece."""
     return NoneType not in map(type, leaf)
 
 
@@ -529,17 +529,17 @@ def _copy_into(views: list[Tensor], leaf: Leaf) -> None:
 
 # ---- freed memory
 #
-# A lane's gradients outlive its backward pass until their sibling comes, which is long enough for the C library to give
-# the top of the heap back and to fetch it anew in every lane.
+# A lane's gradients outlive its backward pass until their sibling comes. Meanwhile the C library would give the top of
+# the heap back, and fetch it again in every lane.
 
 
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3  # of glibc's malloc.h
 _LARGEST_MMAP_THRESHOLD = 32 << 20
-"""glibc refuses more on 64-bit machines; larger tensors are mapped and unmapped each time."""
+"""glibc refuses larger thresholds on 64-bit machines; larger tensors are mapped and unmapped each time."""
 
 
 def keep_freed_memory() -> bool:
-    """Tells malloc not to return freed memory to the system; returns whether the C library knows how (glibc does).
+    """Tell malloc not to return freed memory to the system; returns whether the C library can (glibc can).
 
     Source: measured on a ResNet-18 with 8 lanes of 8 small images, one thread: 42,000 page faults and about 100 ms per
     step (of 750) without, none with. Bits do not depend on it.

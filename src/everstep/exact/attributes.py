@@ -1,8 +1,8 @@
-"""What an optimizer of the user's own keeps beside `state` and `param_groups`: plain values are carried with the state,
+"""Attributes of a user's own optimizer beside `state` and `param_groups`: plain values are carried with the state;
 anything else that an update changes is refused by name.
 
-Apart from `state` because it is about one kind of hole: a counter in `self.k` that begins anew in a worker that was
-healed or resumed. Optimizers of torch keep nothing there.
+Apart from `state` because it closes one hole: a counter in `self.k` that would start over in a worker that was healed
+or resumed. Optimizers of torch keep nothing there.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ _OF_OTHERS = frozenset({"step", "zero_grad", "_opt_called", "_step_count", "_wit
 
 
 def plain(optimizer: Optimizer) -> dict[str, Any]:
-    """The attributes that can be carried, by name: those that `jsonable.encode` takes and that share no memory with
-    parameters or state."""
+    """Attributes that can be carried, by name: those that `jsonable.encode` takes, without memory of parameters or
+    state."""
     known = _storages(optimizer)
     found: dict[str, Any] = {}
     for name, value in _own(optimizer):
@@ -40,7 +40,7 @@ def plain(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def assign(optimizer: Optimizer, values: Mapping[str, Any]) -> None:
-    """Take on carried attributes; a tensor that is there is written in place, for others may hold on to it."""
+    """Set carried attributes. An existing tensor is written in place, because other objects may refer to it."""
     for name, value in values.items():
         present = getattr(optimizer, name, None)
         if isinstance(value, Tensor) and isinstance(present, Tensor) and present.shape == value.shape:
@@ -51,7 +51,7 @@ def assign(optimizer: Optimizer, values: Mapping[str, Any]) -> None:
 
 
 def added(optimizer: Optimizer) -> dict[str, Any]:
-    """What somebody has added to an optimizer of torch's own, by public name: nobody carries that."""
+    """Public attributes that a script has added to an optimizer of torch's own, by name: they are not carried."""
     if not _of_torch(optimizer):
         return {}
     known = _OF_TORCH | _OF_OTHERS
@@ -59,14 +59,14 @@ def added(optimizer: Optimizer) -> dict[str, Any]:
 
 
 class Watched:
-    """The attributes that cannot be carried, before an update; `changed` names those that are another afterwards."""
+    """The attributes that cannot be carried, before an update; `changed` names those that differ afterwards."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
         self._before = self._look()
 
     def changed(self) -> list[str]:
-        """Names, in order."""
+        """Names of changed attributes, sorted."""
         now = self._look()
         return [name for name in sorted(now.keys() | self._before.keys()) if now.get(name) != self._before.get(name)]
 
@@ -80,7 +80,7 @@ class Watched:
 
 
 def _own(optimizer: Optimizer) -> Iterator[tuple[str, Any]]:
-    """What the class of the user's own has added."""
+    """Attributes that the user's own class has added."""
     if _of_torch(optimizer):
         return
     for name, value in sorted(vars(optimizer).items()):
@@ -97,7 +97,7 @@ def _storage(tensor: Tensor) -> int:
 
 
 def _storages(optimizer: Optimizer) -> set[int]:
-    """Of the parameters, their gradients, and the state kept for them."""
+    """Storages of the parameters, their gradients, and the state kept for them."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     states = [state for state in optimizer.state.values() if isinstance(state, Mapping)]
@@ -106,7 +106,7 @@ def _storages(optimizer: Optimizer) -> set[int]:
 
 
 def _facts(value: Any, known: set[int], seen: set[int], depth: int) -> Any:
-    """A picture of the value in which every number counts, but for what belongs to the parameters."""
+    """A comparable form of the value in which every number counts; tensors of the parameters are left out."""
     if isinstance(value, Tensor):
         return None if _storage(value) in known else tensor_digest(value)
     if value is None or isinstance(value, bool | int | float | str | bytes | complex):

@@ -1,8 +1,8 @@
 """Buffers that a forward pass changes: every lane starts from the step's, and all lanes must agree on the outcome.
 
-Apart from the gradient because these values are not summed: if all lanes end with the same bytes, those are the next
-step's; running statistics of BatchNorm-like modules go by their mean instead (`GradientHandOver.commit_statistics`);
-anything else has no rule and is refused by name. The extra state of modules goes by the same rule.
+Apart from the gradient because these values are not summed. If all lanes end with the same bytes, these are the next
+step's. Running statistics of BatchNorm-like modules take their mean instead (`GradientHandOver.commit_statistics`). Any
+other buffer has no rule and is refused by name. The extra state of modules follows the same rule.
 """
 
 from __future__ import annotations
@@ -38,23 +38,23 @@ class Change(msgspec.Struct, frozen=True, array_like=True):
 
 
 class BufferReport(msgspec.Struct, frozen=True, array_like=True):
-    """What this worker's lanes of a step (`lanes` of them, those without samples left out) did to guarded buffers."""
+    """Changes that this worker's lanes of a step made to guarded buffers. lanes: number of lanes with samples."""
 
     lanes: int
     changes: tuple[Change, ...]
 
     def encode(self) -> bytes:
-        """For the agree record; a few bytes per changed buffer and its value."""
+        """Bytes for the agree record: a few per changed buffer, and its value."""
         return msgspec.msgpack.encode(self)
 
     @staticmethod
     def decode(data: bytes) -> BufferReport:
-        """Raises: msgspec.DecodeError if it is no report."""
+        """Inverse of `encode`. Raises: msgspec.DecodeError if it is no report."""
         return msgspec.msgpack.decode(data, type=BufferReport)
 
 
 class _Guarded:
-    """One buffer, by place: the module may put another tensor there. `statistic`: committed by another rule."""
+    """One buffer, known by its place: the module may put another tensor there. `statistic`: another rule commits it."""
 
     def __init__(self, name: str, module: nn.Module, attribute: str, statistic: bool) -> None:
         self.name, self.module, self.attribute, self.statistic = name, module, attribute, statistic
@@ -71,22 +71,22 @@ class _Guarded:
         return self.module._buffers.get(self.attribute)
 
     def put(self, value: Tensor | None) -> None:
-        """Puts another tensor in place."""
+        """Put another tensor in place."""
         self.module._buffers[self.attribute] = value
 
     def take_over(self, left: Tensor | None) -> None:
-        """Takes what a lane has left."""
+        """Take the value that a lane has left."""
         if left is not None and self.tensor is not None and _alike(left, self.tensor):
             self.tensor.copy_(left)
         else:
             self.put(left)
 
     def sendable(self, value: Tensor) -> bool:
-        """Whether a value that a lane has left can go to others as its bytes alone."""
+        """Whether a lane's value can be sent to others as bytes alone."""
         return self.saved is not None and _alike(value, self.saved) and _size(value) <= SENT_BYTES
 
     def remember(self) -> tuple[Tensor, Tensor] | None:
-        """Takes the present value as the step's; returns (copy, value) where the copy must still be filled."""
+        """Take the present value as the step's; returns (copy, value) if the copy must still be filled."""
         value = self.tensor = self.current()
         if value is None:
             self.saved = None
@@ -101,7 +101,7 @@ class _Guarded:
         return None
 
     def changed(self, thorough: bool) -> bool:
-        """Whether the value is not the step's. thorough: look into large buffers that seem untouched, too."""
+        """Whether the value is not the step's. thorough: also compare large buffers that seem untouched."""
         value = self.current()
         if value is self.tensor and value is not None and not self.small and not thorough:
             return _version(value) != self.version and not self._same(value)
@@ -113,7 +113,7 @@ class _Guarded:
         return self.current() is not self.tensor
 
     def renew(self) -> tuple[Tensor, Tensor] | None:
-        """Puts a new tensor in place; returns (tensor, copy) where the step's value must still be filled in."""
+        """Put a new tensor in place; returns (tensor, copy) if the step's value must still be filled in."""
         if self.tensor is None or self.saved is None:
             self.put(self.tensor)
             return None
@@ -124,7 +124,7 @@ class _Guarded:
         return fresh, self.saved
 
     def restore(self) -> tuple[Tensor, Tensor] | None:
-        """Puts the step's tensor back; returns (tensor, copy) where the step's value must still be filled in."""
+        """Put the step's tensor back; returns (tensor, copy) if the step's value must still be filled in."""
         self.put(self.tensor)
         if self.tensor is None or self.saved is None:
             return None
@@ -134,7 +134,7 @@ class _Guarded:
         return self.tensor, self.saved
 
     def set(self, value: bytes) -> None:
-        """Takes bytes that another worker's lanes left. Only for an unchanged dtype and shape."""
+        """Take bytes that another worker's lanes left. Only for an unchanged dtype and shape."""
         check(self.tensor is not None, f"{self} does not exist here")
         tensor: Tensor = self.tensor  # type: ignore[assignment]
         check(len(value) == tensor.numel() * tensor.element_size(), f"{self} has another size elsewhere")
@@ -152,7 +152,7 @@ class _Guarded:
 
 
 class _GuardedExtra(_Guarded):
-    """A module's extra state, as the bytes that it is carried as: looked at anew each time."""
+    """A module's extra state, in its carried form as bytes; encoded again at each look."""
 
     def __init__(self, name: str, module: nn.Module) -> None:
         super().__init__(name, module, SUFFIX, statistic=False)
@@ -198,13 +198,14 @@ class BufferGuard:
     """Isolates lanes from each other's buffer updates and commits what they agree on. One thread.
 
     begin_step, then for each lane begin_lane, forward and backward, the accumulator's add, end_lane; after the agree
-    `commit` with all workers' reports, then the running statistics. A buffer above 64 KiB whose contents are
-    changed behind the version counter (through `.data`) is noticed in the first two steps only.
+    `commit` with all workers' reports, then the running statistics. If the content of a buffer above 64 KiB changes
+    behind the version counter (through `.data`), this is noticed in the first two steps only.
     """
 
     def __init__(self, model: nn.Module, modules: Container[int] | None = None, *, shared: bool = False) -> None:
-        """modules: ids of those modules whose buffers are guarded here; by default all. shared: other workers may have
-        to take over what lanes leave here, since they compute none of the step (standbys, and all that heal)."""
+        """modules: ids of the modules whose buffers are guarded here; by default all. shared: other workers may have to
+        take over the values that lanes leave here, because they compute no lane of the step (standbys and healing
+        workers)."""
         self._shared = shared
         statistics = {name for name, _ in running_statistics(model, model)}
         self._all: list[_Guarded] = []
@@ -229,7 +230,7 @@ class BufferGuard:
         self._in_flight: dict[int, list[tuple[_Guarded, Tensor | None]]] = {}
 
     def begin_step(self, step: int) -> None:
-        """Remembers the buffers as they are now as the step's; nothing if this step has begun already."""
+        """Remember the present buffers as the step's; does nothing if this step has begun already."""
         if step == self._step:
             return
         if self._step == _NO_STEP:
@@ -242,19 +243,19 @@ class BufferGuard:
             _copy([guarded.remember() for guarded in self._all])
 
     def begin_lane(self) -> None:
-        """Puts the step's buffers back, whatever the lane before (or an interrupted one) left."""
+        """Put the step's buffers back, whatever the lane before (or an interrupted one) left."""
         if self._all:
             with torch.no_grad():
                 self._restore()
 
     def settle(self) -> None:
-        """Between lanes: the buffers are to be those of the state. Once the step is committed they are."""
+        """Between lanes: restore the buffers of the state. Once the step is committed they are in place."""
         if self._step is not None:
             self.begin_lane()
 
     def begin_lane_apart(self) -> None:
-        """As `begin_lane`, for a lane that stays in flight while others begin: the buffers that lanes change become
-        tensors of this lane's own, so that neither values nor version counters in its graph change under it."""
+        """`begin_lane` for a lane that stays in flight while others begin. Buffers that lanes change become tensors of
+        this lane's own, so that neither values nor version counters in its graph change under it."""
         with torch.no_grad():
             for index, guarded in enumerate(self._others):
                 if index not in self._volatile and (index in self._dirty or guarded.changed(self._thorough)):
@@ -263,20 +264,20 @@ class BufferGuard:
             self._dirty.clear()
 
     def leave_lane(self, lane: int) -> None:
-        """Remembers the lane's own buffers, for its backward pass."""
+        """Remember the lane's own buffers, for its backward pass."""
         self._in_flight[lane] = [(guarded, guarded.current()) for guarded in self._own()]
 
     def drop_lane(self, lane: int) -> None:
-        """The lane is left, or will be computed again."""
+        """Forget a lane that is left, or will be computed again."""
         self._in_flight.pop(lane, None)
 
     def forget_lanes(self) -> None:
-        """What lanes of this step have left so far does not count (a lane was computed on trial)."""
+        """Forget all values that lanes of this step have left (a lane was computed on trial)."""
         self._lanes, self._outcome, self._values, self._left = 0, {}, {}, {}
 
     @contextmanager
     def on_trial(self) -> Iterator[None]:
-        """What lanes leave meanwhile does not count; what others have left before does."""
+        """Ignore the values that lanes leave inside; values left before still count."""
         kept = self._lanes, self._outcome, self._values, self._left
         self.forget_lanes()
         try:
@@ -286,18 +287,18 @@ class BufferGuard:
 
     @property
     def untouched(self) -> bool:
-        """Whether no lane of this step has left anything yet."""
+        """Whether no lane of this step has left a value yet."""
         return not self._lanes
 
     def resume_lane(self, lane: int) -> None:
-        """Puts the lane's own buffers in place again: its backward pass comes next."""
+        """Put the lane's own buffers in place again: its backward pass comes next."""
         for guarded, tensor in self._in_flight.pop(lane):
             guarded.put(tensor)
 
     def end_lane(self) -> dict[str, str]:
-        """Looks what the lane changed: name -> digest (running statistics are not looked at).
+        """Find the lane's changes: name -> digest (running statistics are left out).
 
-        Raises: ConfigError naming a buffer that lanes leave different, or one that is too large for others to get.
+        Raises: ConfigError naming a buffer that lanes leave different, or one that is too large to send to others.
         """
         outcome: dict[int, str] = {}
         with torch.no_grad():
@@ -313,26 +314,26 @@ class BufferGuard:
         return {self._others[index].name: digest for index, digest in outcome.items()}
 
     def extras(self) -> list[tuple[str, Tensor]]:
-        """The extra state of modules as it is now, by name."""
+        """Present extra state of modules, by name."""
         return [(g.name, packed(g.name, g.module)) for g in self._others if isinstance(g, _GuardedExtra)]
 
     def start(self) -> Iterator[Tensor]:
-        """The running statistics that the step starts from. After it all hold the mean of what lanes have made of them:
-        a member that had started from others could not be told from the rest any more."""
+        """Running statistics that the step starts from. They must be compared now: after the step all members hold the
+        mean over the lanes, and a member that had started from other values looks like the rest."""
         for guarded in self._statistics:
             value = guarded.current() if self._step is None else guarded.saved
             if value is not None:
                 yield value.detach().reshape(-1)
 
     def report(self) -> BufferReport:
-        """For the agree record."""
+        """Report for the agree record."""
         changes = tuple(Change(i, digest, self._values[i]) for i, digest in sorted(self._outcome.items()))
         return BufferReport(self._lanes, changes)
 
     def commit(self, reports: Iterable[BufferReport]) -> None:
-        """Sets all buffers to what the step makes of them; running statistics to what the step started from.
+        """Set all buffers to the step's outcome; running statistics to the values that the step started from.
 
-        reports: those of all workers, this one's included.
+        reports: of all workers, this one's included.
 
         Raises: ConfigError naming a buffer that lanes of different workers leave different, or that is too large for
         reports and was changed while this worker had no lane.
@@ -353,7 +354,7 @@ class BufferGuard:
 
     @contextmanager
     def shielded(self) -> Iterator[None]:
-        """What is done meanwhile (an evaluation, which workers share) leaves no trace in buffers and extra state."""
+        """Undo all changes of buffers and extra state that are made inside (in an evaluation, which workers share)."""
         if self._step is None:
             self.begin_step(_NO_STEP)
         self.settle()
@@ -365,7 +366,7 @@ class BufferGuard:
                 self._step = None
 
     def abandon(self) -> None:
-        """Puts the step's buffers back and forgets the step (before its state is replaced, say)."""
+        """Put the step's buffers back and forget the step (for example before its state is replaced)."""
         if self._step is not None:
             with torch.no_grad():
                 self._restore()
@@ -396,8 +397,8 @@ class BufferGuard:
             raise _too_large(guarded, guarded.tensor)
         else:
             raise ConfigError(
-                f"{guarded} got another dtype, shape or size in every micro-batch of a step of which this worker has "
-                "computed none; create it before the first step"
+                f"{guarded} got another dtype, shape or size in every micro-batch of a step, and this worker computed "
+                "none of them: create it before the first step"
             )
 
     @property
@@ -405,7 +406,7 @@ class BufferGuard:
         return self._steps_seen <= _WATCHED_STEPS
 
     def _own(self) -> list[_Guarded]:
-        """The buffers that lanes change."""
+        """Buffers that lanes change."""
         return [*self._statistics, *(self._others[i] for i in sorted(self._volatile))]
 
     def _restore(self) -> None:
@@ -420,15 +421,15 @@ class BufferGuard:
         first = min((self._others[index] for index, _ in differing), key=lambda guarded: guarded.name)
         raise ConfigError(
             f"{first} ends differently in different micro-batches, and there is no rule for it; keep it constant "
-            "during a step, let it depend on what all have alike (a count, say), or make it a running statistic of a "
-            "BatchNorm-like module"
+            "during a step, let it depend only on values that all have alike (such as a count), or make it a running "
+            "statistic of a BatchNorm-like module"
         )
 
 
 def _too_large(guarded: _Guarded, value: Tensor) -> ConfigError:
     return ConfigError(
-        f"{guarded} changes in every micro-batch and has {_size(value)} bytes: workers that compute none (a standby, "
-        f"one that heals) can be sent {SENT_BYTES} bytes at most; make it smaller, keep it out of the forward pass, or "
+        f"{guarded} changes in every micro-batch and has {_size(value)} bytes, but at most {SENT_BYTES} can be sent to "
+        f"workers that compute none (a standby, one that heals): make it smaller, keep it out of the forward pass, or "
         "train with one worker"
     )
 
@@ -446,14 +447,14 @@ def _size(tensor: Tensor) -> int:
 
 
 def _raw(tensor: Tensor) -> bytes:
-    """The bytes of a small tensor, fast in the ordinary case."""
+    """Bytes of a small tensor, fast in the ordinary case."""
     if tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj():
         return ctypes.string_at(tensor.data_ptr(), tensor.numel() * tensor.element_size())
     return bytes(bytes_of(tensor))
 
 
 def _copy(pairs: Iterable[tuple[Tensor, Tensor] | None]) -> None:
-    """Copies the second of each pair into the first."""
+    """Copy the second of each pair into the first."""
     wanted = [pair for pair in pairs if pair is not None]
     if wanted:
         torch._foreach_copy_([to for to, _ in wanted], [source for _, source in wanted])

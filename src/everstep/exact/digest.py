@@ -1,7 +1,7 @@
 """Fast hashes of tensors: equal exactly when the bytes are (-0.0 is not 0.0, and the payload of a NaN counts).
 
-Apart because everything that compares or verifies state must agree on what is hashed. xxh3, which is not
-cryptographic: it finds accidents, not attacks; a job's connections prove knowledge of a token instead.
+Apart because all code that compares or verifies state must hash the same bytes. The hash is xxh3, which is not
+cryptographic: it finds accidents, not attacks; against attacks, a job's connections prove knowledge of a token.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from everstep.base.errors import ConfigError
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """The tensor's elements in logical (row-major) order. No copy if it is a contiguous one in host memory.
+    """Bytes of the tensor's elements in logical (row-major) order. No copy if it is contiguous and in host memory.
 
     Raises: ConfigError if it is not strided (sparse, quantised by a subclass, ...).
     """
@@ -37,7 +37,7 @@ def digest_bytes(data: bytes | bytearray | memoryview) -> str:
 
 
 def digest_views(views: Sequence[memoryview]) -> str:
-    """As `digest_bytes`, of bytes that lie in several places."""
+    """`digest_bytes` of bytes that lie in several places."""
     found = xxhash.xxh3_128()
     for view in views:
         found.update(view)
@@ -50,7 +50,7 @@ def tensor_digest(tensor: Tensor) -> str:
 
 
 def named_digest(items: Iterable[tuple[str, Tensor]]) -> str:
-    """32 hex digits over names, dtypes, shapes and bytes, whatever the order of the items; names are distinct.
+    """32 hex digits over names, dtypes, shapes and bytes, independent of the order of the items; names are distinct.
 
     Two models have equal digests exactly when all their named tensors are equal bit by bit.
     """

@@ -1,8 +1,8 @@
-"""What modules keep beside parameters and buffers (`get_extra_state`), as one tensor of bytes per module.
+"""State of modules beside parameters and buffers (`get_extra_state`), as one tensor of bytes per module.
 
-Apart because everything that carries a state knows tensors: under the name that `state_dict` has for it, the extra
-state of a module is hashed, sent, saved and cut into stages as a buffer is. The bytes are a safetensors file: the
-tensors in it, and as JSON (`exact.jsonable`) what holds them. No pickle.
+Apart because all code that carries a state knows tensors. So the extra state of a module is hashed, sent, saved and cut
+into stages like a buffer, under its name in `state_dict`. The bytes are a safetensors file: the tensors of the extra
+state, and as JSON (`exact.jsonable`) the containers that hold them. No pickle.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ _JSON, _VALUE = "json", "value"
 
 
 def has_extra_state(module: nn.Module) -> bool:
-    """Whether its class defines `get_extra_state`."""
+    """Whether the module's class defines `get_extra_state`."""
     own = getattr(type(module), "get_extra_state", nn.Module.get_extra_state)
     return own is not nn.Module.get_extra_state
 
 
 def keepers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The modules with extra state, each once, by the name that `state_dict` has for it."""
+    """Modules with extra state, each once, by the name of that state in `state_dict`."""
     for prefix, module in model.named_modules():
         if has_extra_state(module):
             yield f"{prefix}.{SUFFIX}" if prefix else SUFFIX, module
@@ -43,13 +43,13 @@ def is_extra(name: str) -> bool:
 def packed(name: str, module: nn.Module) -> Tensor:
     """A module's extra state as bytes: uint8, in one dimension. Equal values of equal types give equal bytes.
 
-    Raises: ConfigError naming what cannot be carried.
+    Raises: ConfigError naming a part that cannot be carried.
     """
     return pack(name, module.get_extra_state())
 
 
 def pack(name: str, value: Any) -> Tensor:
-    """As `packed`, of a value."""
+    """A value in the form of `packed`."""
     tensors: dict[str, Tensor] = {}
     try:
         node = encode(value, _VALUE, tensors)
@@ -64,7 +64,7 @@ def pack(name: str, value: Any) -> Tensor:
 
 
 def unpack(data: Tensor, device: torch.device | None = None) -> Any:
-    """The value. device: where those of its tensors go that were not on the host; by default they stay there.
+    """Inverse of `pack`. device: for tensors that were not on the host; by default they stay on the host.
 
     Raises: CheckpointCorrupt if these are no bytes of `pack`.
     """
@@ -76,12 +76,12 @@ def unpack(data: Tensor, device: torch.device | None = None) -> Any:
         return decode(node, tensors)
     except CheckpointCorrupt:
         raise
-    except Exception as error:  # of a foreign reader
+    except Exception as error:  # raised by the code of safetensors or json
         raise CheckpointCorrupt(f"extra state is not as Everstep writes it: {error!r}") from error
 
 
 def give(module: nn.Module, data: Tensor) -> None:
-    """Set a module's extra state to what these bytes hold."""
+    """Set a module's extra state from these bytes."""
     parameter = next(module.parameters(), None)
     with torch.no_grad():
         module.set_extra_state(unpack(data, parameter.device if parameter is not None else None))
@@ -91,13 +91,13 @@ def give(module: nn.Module, data: Tensor) -> None:
 
 
 def to_file(name: str, value: Any) -> Tensor:
-    """What stands in a file of tensors: the value itself if it is a tensor, else its bytes."""
+    """Form of a value in a file of tensors: the value itself if it is a tensor, else its bytes."""
     itself = isinstance(value, Tensor) and not _are_bytes(value)
     return value.detach().cpu().clone().contiguous() if itself else pack(name, value)
 
 
 def from_file(found: Tensor) -> Any:
-    """The value that stands in a file of tensors. Raises: CheckpointCorrupt."""
+    """Value from a file of tensors. Raises: CheckpointCorrupt."""
     return unpack(found) if _are_bytes(found) else found
 
 
@@ -109,9 +109,9 @@ def _are_bytes(tensor: Tensor) -> bool:
 
 
 def refuse_uncarried(model: nn.Module) -> None:
-    """See that all extra state can be taken and given back.
+    """Check that all extra state can be taken and given back.
 
-    Raises: ConfigError naming the module where it cannot.
+    Raises: ConfigError naming a module whose state cannot.
     """
     for name, module in keepers(model):
         before = packed(name, module)

@@ -1,7 +1,7 @@
 """Process-wide flags of torch that the bits of a step depend on: read, and set again.
 
-Apart because it is a table. Getters of `torch._C` are used where there are some: they take a tenth of the time, and
-these are asked in every step.
+Apart because it is a table. Getters of `torch._C` are used where they exist: they take a tenth of the time, and they
+are called in every step.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ _GETTERS = tuple(get for get, _ in _TABLE.values())
 
 
 def read() -> tuple[Any, ...]:
-    """The flags as they are now, in the order of `NAMES`."""
+    """Present values of the flags, in the order of `NAMES`."""
     return tuple([get() for get in _GETTERS])
 
 
 def write(values: Mapping[str, Any]) -> None:
-    """Set flags by name. Raises: CheckpointCorrupt for a name or value that is none."""
+    """Set flags by name. Raises: CheckpointCorrupt for an unknown name or a wrong value."""
     for name, value in values.items():
         try:
             get, put = _TABLE[name]
@@ -68,6 +68,5 @@ def write(values: Mapping[str, Any]) -> None:
 
 
 def autocast() -> tuple[bool, ...]:
-    """Whether it is on, by device. No flag that is set again: while it is left on it keeps casts of weights, which
-    nobody can see."""
+    """Whether autocast is on, by device. Not restored: autocast that is left on keeps hidden casts of weights."""
     return tuple(map(torch.is_autocast_enabled, ("cpu", "cuda")))

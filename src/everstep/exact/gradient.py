@@ -1,4 +1,4 @@
-"""From the reduced sums to what the optimizer sees: normalised gradients, and the running statistics of the step.
+"""From the reduced sums to the optimizer's input: normalised gradients, and the running statistics of the step.
 
 Apart because the kept reduced gradient is never modified: a step can be redone from it as often as needed.
 
@@ -23,12 +23,12 @@ _CLIP_EPSILON = 1e-6
 
 
 def gradient_norm(total_sumsq: float, scale: float) -> float:
-    """The norm of the normalised gradient. total_sumsq: of the unnormalised one; scale: 1 / (weight * loss_scale)."""
+    """Norm of the normalised gradient. total_sumsq: of the unnormalised one; scale: 1 / (weight * loss_scale)."""
     return math.sqrt(total_sumsq) * scale if total_sumsq >= 0 else math.nan
 
 
 def clip_factor(total_sumsq: float, scale: float, clip_norm: float | None) -> float:
-    """What to multiply `scale` by so that the norm is at most `clip_norm`; 1.0 without clipping, NaN for a NaN norm.
+    """Factor for `scale` so that the norm is at most `clip_norm`; 1.0 without clipping, NaN for a NaN norm.
 
     Source: torch.nn.utils.clip_grad_norm_, min(1, clip_norm / (norm + 1e-6)), here in float64.
     """
@@ -42,7 +42,7 @@ class GradientHandOver:
     """Puts normalised gradients into `.grad` of the first leaf of every parameter, in private memory made once."""
 
     def __init__(self, layout: GradientLayout, model: nn.Module, ties: Sequence[Tied] = ()) -> None:
-        """`layout` was built from this very model, after `untie`. ties: parameters with places in other stages too."""
+        """`layout` was built from this very model, after `untie`. ties: parameters with places in other stages, too."""
         by_name = dict(model.named_parameters(remove_duplicate=False))
         self.layout = layout
         self._params: dict[int, nn.Parameter] = {i: by_name[layout.entries[i].name] for i in layout.params}
@@ -59,12 +59,12 @@ class GradientHandOver:
     def hand_over(
         self, reduced: Reduced, scale: float, received: Mapping[TiePlace, Tensor | None] | None = None
     ) -> None:
-        """Sets `.grad` of every parameter to reduced * float32(scale), in the parameter's dtype.
+        """Set `.grad` of every parameter to reduced * float32(scale), in the parameter's dtype.
 
         received: the reduced gradients of tied parameters at their places in other stages, flat, None where absent.
 
-        Parameters that no lane had a gradient for get None; places of use of one parameter are added up in unit
-        order, after the multiplication. The gradients stay valid until the next call.
+        Parameters that no lane had a gradient for get None; places of use of one parameter are added up in unit order,
+        after the multiplication. The gradients stay valid until the next call.
         """
         check(len(reduced.presence) == len(self.layout.entries), "the presence is not of this layout")
         ends = [0, *(end for piece in reduced.pieces for end in (piece.start, piece.stop)), self.layout.numel]
@@ -87,14 +87,14 @@ class GradientHandOver:
                 self._join_stages(tied, flat, scale, reduced.presence, received or {})
 
     def clear(self) -> None:
-        """Takes the gradients away, so that the next lane's are autograd's own tensors."""
+        """Take the gradients away, so that the next lane's are autograd's own tensors."""
         for parameter in self._params.values():
             parameter.grad = None
         for tied in self._ties:
             tied.parameter.grad = None
 
     def commit_statistics(self, reduced: Reduced) -> None:
-        """Sets the running statistics to their mean over the lanes that changed them; leaves others as they are.
+        """Set the running statistics to their mean over the lanes that changed them; leave others as they are.
 
         The model's statistics must be those that the step started from (`BufferGuard.commit` sees to that).
         """
@@ -123,7 +123,7 @@ class GradientHandOver:
     def _join_stages(
         self, tied: Tied, flat: Tensor, scale: float, presence: bytes, received: Mapping[TiePlace, Tensor | None]
     ) -> None:
-        """As `_join_places`, in the same order, with places of other stages."""
+        """`_join_places`, in the same order, with places of other stages, too."""
         entry = self.layout.entries[tied.own[0].entry]
         total: Tensor | None = None
         for place in tied.places:

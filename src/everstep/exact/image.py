@@ -1,14 +1,14 @@
 """A state as bytes: a manifest, and blocks of 256 KiB that can be hashed, sent, stored and checked one by one. No torch
 model here: an image is made of named tensors and JSON, live or copied.
 
-Each entry lies in one plane per kind of state, all of which are on the grid of the gradient; what lies between entries
-is zero bytes. A plane holds the parameters (`model`) or what the optimizer keeps under one key (`optimizer/exp_avg`),
-of one type: others than float32 have planes of their own (`model:bfloat16`). Element e of the flat gradient (`layout`)
-is element e of each of these planes, so whoever owns a range of the gradient can hash, send or store the same range of
+Each entry lies in one plane per kind of state, all of which are on the grid of the gradient; the space between entries
+is zero bytes. A plane holds the parameters (`model`) or the optimizer's state under one key (`optimizer/exp_avg`), of
+one type; types other than float32 have their own planes (`model:bfloat16`). Element e of the flat gradient (`layout`)
+is element e of each of these planes, so the owner of a range of the gradient can hash, send or store the same range of
 the optimizer's state alone. Everything else is in the plane `rest`, by unit.
 
 Planes follow each other in the order of their names, each beginning at a block. A block holds the elements of one unit
-only, and a block in which nothing lies does not exist.
+only, and empty blocks do not exist.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ BLOCK_BYTES = BLOCK_ELEMENTS * 4
 _OFFSET = attrgetter("offset")
 FORMAT = 2
 FORMATS = (1, FORMAT)
-"""Those that are read. The first one knew no planes: all of it is by unit, and in a unit by parameter."""
+"""Formats that can be read. The first one had no planes: all of it is by unit, and in a unit by parameter."""
 OUTSIDE, VALUES, FOREIGN = -1, -2, -3
-"""Groups that are no unit's: what lies outside all units, the tensors in `values`, and (in a stage's manifest alone)
-tied parameters whose first place of use is in another stage."""
+"""Groups of no unit: entries outside all units, tensors in `values`, and (in a stage's manifest alone) tied parameters
+whose first place of use is in another stage."""
 
 
 class StateEntry(NamedTuple):
@@ -58,17 +58,17 @@ class StateEntry(NamedTuple):
 
     @property
     def blocks(self) -> range:
-        """Those with something of it."""
+        """Blocks that hold a part of it."""
         return range(self.offset // BLOCK_BYTES, -(-self.stop // BLOCK_BYTES) if self.nbytes else 0)
 
 
 def block_count(entries: Sequence[StateEntry]) -> int:
-    """How many blocks the entries of a state take up."""
+    """Number of blocks that the entries of a state take up."""
     return round_up(max((e.stop for e in entries), default=0), BLOCK_BYTES) // BLOCK_BYTES
 
 
 def pieces_of(entries: Sequence[StateEntry], index: int) -> Iterator[tuple[int, int, int]]:
-    """What a block holds: (number of an entry, from, to), the last two in bytes of the whole state."""
+    """Content of a block: (number of an entry, from, to), the last two in bytes of the whole state."""
     start, stop = index * BLOCK_BYTES, (index + 1) * BLOCK_BYTES
     for k in range(max(bisect_right(entries, start, key=_OFFSET) - 1, 0), len(entries)):
         entry = entries[k]
@@ -81,16 +81,17 @@ def pieces_of(entries: Sequence[StateEntry], index: int) -> Iterator[tuple[int, 
 
 MODEL, OPTIMIZER, REST = "model", "optimizer", "rest"
 ITEM_SIZES = (1, 2, 4)
-"""Of the elements that planes hold; tensors of larger ones are in `rest`."""
+"""Sizes of elements that planes hold; tensors of larger elements are in `rest`."""
 _KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,99}")
 
 PlaneRun = tuple[int, int, int]
-"""Element block, first block, count: so many blocks of the state from that one on hold the elements of the grid from
-`BLOCK_ELEMENTS` times the element block on."""
+"""(element block, first block, count): `count` blocks of the state, from the first one on, hold the elements of the
+grid from `BLOCK_ELEMENTS` times the element block on."""
 
 
 class Plane(NamedTuple):
-    """Some consecutive blocks of a state. itemsize: bytes of an element. runs: ascend, in both numbers.
+    """Consecutive blocks of a state with one kind of content. itemsize: bytes of an element. runs: ascend, in both
+    numbers.
 
     The elements of `rest` are bytes, and lie on no grid.
     """
@@ -111,16 +112,16 @@ class Plane(NamedTuple):
 
     @property
     def span(self) -> int:
-        """How many element blocks lie in a block."""
+        """Number of element blocks that fit in a block."""
         return span_of(self.itemsize)
 
     def grid(self) -> dict[int, int]:
-        """For each of its blocks the element block that it begins with."""
+        """First element block of each of its blocks."""
         return {first + k: at + k * self.span for at, first, count in self.runs for k in range(count)}
 
     def blocks(self, start: int, stop: int) -> list[int]:
-        """The blocks with elements of the element blocks `start` to `stop` - 1. Where elements are smaller than four
-        bytes, the first and the last one may hold those of neighbours in the same unit too."""
+        """Blocks with elements of the element blocks `start` to `stop` - 1. If elements are smaller than four bytes,
+        the first and the last block may also hold neighbours in the same unit."""
         found: list[int] = []
         span = self.span
         ends = [*(at for at, _, _ in self.runs[1:]), stop + span]
@@ -132,11 +133,12 @@ class Plane(NamedTuple):
 
 
 class Outline(NamedTuple):
-    """What a manifest tells beyond entries and values.
+    """Contents of a manifest beyond entries and values.
 
-    groups: (unit's number, or one of `OUTSIDE`, `VALUES`, `FOREIGN`; how many entries) of each run of entries in blocks
-    of their own, which lie in one plane. transient: entries of the model that its `state_dict` leaves out. stage: of a
-    stage's manifest, see `topology`. settings: how the model is set, see `exact.settings`; in no digest of the state.
+    groups: (unit's number, or one of `OUTSIDE`, `VALUES`, `FOREIGN`; number of entries) of each run of entries in
+    blocks of their own, which lie in one plane. transient: entries of the model that its `state_dict` leaves out.
+    stage: in a stage's manifest, see `topology`. settings: of the model, see `exact.settings`; in no digest of the
+    state.
     """
 
     groups: tuple[tuple[int, int], ...] = ()
@@ -164,7 +166,7 @@ class Image:
     def of_tensors(
         entries: Sequence[StateEntry], tensors: Sequence[Tensor], values: Mapping[str, Any], outline: Outline
     ) -> Image:
-        """Over the tensors' own memory where they are contiguous and in host memory, else over copies made now."""
+        """Image over the tensors' own memory if they are contiguous and in host memory, else over copies made now."""
         return Image(entries, [bytes_of(t) for t in tensors], values, outline)
 
     def read_block(self, index: int) -> memoryview:
@@ -184,21 +186,21 @@ class Image:
         return self._data[k][lo - offset : hi - offset]
 
     def blocks_of(self, plane: str, start: int, stop: int) -> list[int]:
-        """The blocks of a plane with something of the element blocks `start` to `stop` - 1; none if there is no such
-        plane. So the owner of a range of the gradient finds its share of the optimizer's state."""
+        """Blocks of a plane that overlap the element blocks `start` to `stop` - 1; empty if there is no such plane. So
+        the owner of a range of the gradient finds its share of the optimizer's state."""
         found = [p for p in self.outline.planes if p.name == plane]
         return found[0].blocks(start, stop) if found else []
 
     def block_digest(self, index: int) -> str:
-        """Of one block; only this one is read, and only the first time."""
+        """Digest of one block; reads only this block, and only the first time."""
         if index not in self._digests:
             self._digests[index] = digest_bytes(self.read_block(index))
         return self._digests[index]
 
     @cached_property
     def manifest(self) -> dict[str, Any]:
-        """JSON: format, block_bytes, entries, digests (of each entry), groups, planes, transient, values, stage (of a
-        stage's alone), settings (if some have changed), blocks (the digest of each), and the digest of all the rest."""
+        """JSON: format, block_bytes, entries, digests (of each entry), groups, planes, transient, values, stage (only
+        of a stage's), settings (if some have changed), blocks (the digest of each), and the digest of all the rest."""
         blocks, digests = self._hashes()
         return manifest_of(self.entries, self.values, self.outline, blocks, digests)
 
@@ -213,11 +215,12 @@ class Image:
         return blocks, [h.hexdigest() for h in hashes]
 
     def digest(self, *prefix: int) -> str:
-        """Of everything but padding and places; equal exactly when names, types and bits are. prefix: the step, say."""
+        """Digest of everything but padding and places; equal exactly when names, types and bits are. prefix: such as
+        the step."""
         return rows_digest(self.rows(), self.values, *prefix)
 
     def part_digests(self, *prefix: int) -> tuple[str, dict[str, str]]:
-        """`digest`, and that of each entry and of each value (of each group of the optimizer), by name."""
+        """`digest`, and the digests of each entry and of each value (of each group of the optimizer), by name."""
         rows = self.rows()
         found = {name: digest for name, _, _, digest in rows} | value_digests(self.values)
         return rows_digest(rows, self.values, *prefix), found
@@ -235,7 +238,7 @@ def manifest_of(
     blocks: Sequence[str],
     digests: Sequence[str],
 ) -> dict[str, Any]:
-    """The manifest of a state whose blocks, and whose entries, have these digests."""
+    """Manifest of a state whose blocks and entries have these digests."""
     body: dict[str, Any] = {
         "format": FORMAT,
         "block_bytes": BLOCK_BYTES,
@@ -255,7 +258,7 @@ def manifest_of(
 
 
 def entries_of(manifest: Mapping[str, Any]) -> tuple[StateEntry, ...]:
-    """The entries of a manifest that came from elsewhere.
+    """Entries of a manifest that came from elsewhere.
 
     Raises: CheckpointCorrupt if it does not match its digest or is of another format.
     """
@@ -268,10 +271,10 @@ def entries_of(manifest: Mapping[str, Any]) -> tuple[StateEntry, ...]:
 
 
 class Scatter:
-    """Where the bytes of blocks go: the memory of the entries, and of no use what lies between. Thread-safe."""
+    """Targets of the bytes of blocks: the memory of the entries; bytes between entries are discarded. Thread-safe."""
 
     def __init__(self, entries: Sequence[StateEntry], targets: Sequence[memoryview]) -> None:
-        """targets: a byte view per entry; those of empty entries are of no use."""
+        """targets: a byte view per entry; those of empty entries are not used."""
         self._entries, self._targets = entries, targets
 
     def views(self, index: int) -> list[memoryview]:
@@ -285,9 +288,9 @@ class Scatter:
 
 
 def write_blocks(manifest: Mapping[str, Any], scatter: Scatter, blocks: BlockSource) -> None:
-    """Fetches block after block, checks it, and writes its parts to the entries' memory.
+    """Fetch block after block, check it, and write its parts to the entries' memory.
 
-    Raises: CheckpointCorrupt naming the first block that does not match its digest; what came before is written.
+    Raises: CheckpointCorrupt naming the first block that does not match its digest; earlier blocks are written.
     """
     for index, expected in enumerate(manifest["blocks"]):
         data = memoryview(blocks(index)).cast("B")
@@ -297,7 +300,7 @@ def write_blocks(manifest: Mapping[str, Any], scatter: Scatter, blocks: BlockSou
 
 
 def spread(data: memoryview, views: Iterable[memoryview]) -> int:
-    """Copies bytes into one view after the other, as far as they reach; returns how many."""
+    """Copy bytes into one view after the other, as far as they reach; returns their number."""
     at = 0
     for view in views:
         here = data[at : at + len(view)]
@@ -317,7 +320,7 @@ def rows_digest(rows: Sequence[tuple[str, str, tuple[int, ...], str]], values: M
 
 
 def value_digests(values: Mapping[str, Any]) -> dict[str, str]:
-    """Of each value, and of each group of the optimizer, by name."""
+    """Digest of each value, and of each group of the optimizer, by name."""
     found: dict[str, str] = {}
     for key, value in sorted(values.items()):
         each = {f"{key}/{k}": one for k, one in enumerate(value)} if isinstance(value, list) else {key: value}
@@ -338,12 +341,12 @@ def _manifest_digest(body: Mapping[str, Any]) -> str:
 
 
 def span_of(itemsize: int) -> int:
-    """How many element blocks lie in a block of elements of this size."""
+    """Number of element blocks that fit in a block of elements of this size."""
     return 4 // itemsize
 
 
 def runs_of(places: Iterable[tuple[int, int]], itemsize: int) -> tuple[PlaneRun, ...]:
-    """The runs of a plane that has these (element block, block), which ascend."""
+    """Runs of a plane with these (element block, block) pairs, which ascend."""
     runs: list[PlaneRun] = []
     for at, block in places:
         extend(runs, at, block, 1, span_of(itemsize))
@@ -351,7 +354,7 @@ def runs_of(places: Iterable[tuple[int, int]], itemsize: int) -> tuple[PlaneRun,
 
 
 def extend(runs: list[PlaneRun], at: int, first: int, count: int, span: int) -> None:
-    """Adds blocks to a plane, to the last of its runs if they follow it in both numbers."""
+    """Add blocks to a plane: to its last run if they follow it in both numbers, else as a new run."""
     if runs:
         last_at, last_first, last_count = runs[-1]
         if (last_at + last_count * span, last_first + last_count) == (at, first):
@@ -370,12 +373,12 @@ def is_kind(kind: str) -> bool:
 
 
 def rows_of(planes: Sequence[Plane]) -> list[list[object]]:
-    """As a manifest has them: name, itemsize, runs."""
+    """Planes in the form of a manifest: name, itemsize, runs."""
     return [[p.name, p.itemsize, [list(run) for run in p.runs]] for p in planes]
 
 
 def planes_of(manifest: Mapping[str, object]) -> tuple[Plane, ...]:
-    """The planes of a manifest; all of one without planes (format 1) is `rest`."""
+    """Planes of a manifest; a manifest without planes (format 1) has only `rest`."""
     rows = manifest.get("planes")
     if rows is None:
         n_blocks = len(manifest["blocks"])  # type: ignore[arg-type]
@@ -384,17 +387,17 @@ def planes_of(manifest: Mapping[str, object]) -> tuple[Plane, ...]:
 
 
 def sizes_of(manifest: Mapping[str, Any]) -> Sizes:
-    """Of the planes in blocks, in the order of the blocks' numbers, as sets of blocks (`base.extents`) are told."""
+    """Sizes of the planes in blocks, in the order of the blocks' numbers, for sets of blocks (`base.extents`)."""
     return plane_sizes(planes_of(manifest))
 
 
 def plane_sizes(planes: Sequence[Plane]) -> Sizes:
-    """The same of planes that are known."""
+    """`sizes_of` for known planes."""
     return tuple((plane.name, plane.stop - plane.start) for plane in planes)
 
 
 def plane_at(planes: Sequence[Plane], block: int) -> Plane | None:
-    """The one that has this block."""
+    """Plane that has this block; None if there is none."""
     k = bisect_right([p.start for p in planes], block) - 1
     return planes[k] if k >= 0 and block < planes[k].stop else None
 
@@ -404,7 +407,7 @@ def plane_at(planes: Sequence[Plane], block: int) -> Plane | None:
 
 @dataclass(frozen=True)
 class Spot:
-    """A parameter's place on the grid, in elements. unit: its number in the whole model, `start`: where that begins."""
+    """A parameter's place on the grid, in elements. unit: number in the whole model; start: the unit's begin."""
 
     unit: int
     start: int
@@ -414,15 +417,15 @@ class Spot:
 
 @dataclass
 class Arrangement:
-    """Takes tensors one by one, and gives each its place in the end. labels: of the groups in `rest`, in order."""
+    """Takes tensors one by one, and gives each its place at the end. labels: of the groups in `rest`, in order."""
 
     labels: Sequence[int]
     _planes: dict[str, list[tuple[Spot, str, Tensor]]] = field(default_factory=dict)
     _rest: dict[int, list[tuple[str, Tensor]]] = field(default_factory=dict)
 
     def add(self, name: str, tensor: Tensor, label: int, kind: str = "", spot: Spot | None = None) -> None:
-        """kind: of the plane that it belongs to if it has the shape of the parameter at `spot`. label: of its group if
-        it does not."""
+        """Add a tensor. kind: of its plane, if it is shaped like the parameter at `spot`. label: of its group
+        otherwise."""
         plane = plane_name(kind, tensor)
         if spot is None or spot.shape != tuple(tensor.shape) or not tensor.numel() or not plane:
             self._rest.setdefault(label, []).append((name, tensor))
@@ -430,7 +433,7 @@ class Arrangement:
             self._planes.setdefault(plane, []).append((spot, name, tensor))
 
     def done(self) -> tuple[tuple[StateEntry, ...], list[Tensor], tuple[tuple[int, int], ...], tuple[Plane, ...]]:
-        """Entries and their tensors, groups and planes as an `Outline` has them."""
+        """Entries and their tensors, groups and planes in the form of an `Outline`."""
         entries: list[StateEntry] = []
         tensors: list[Tensor] = []
         groups: list[tuple[int, int]] = []
@@ -462,7 +465,7 @@ class Arrangement:
 
 
 def plane_name(kind: str, tensor: Tensor) -> str:
-    """The plane that a tensor of a kind belongs to; empty if there is none for it."""
+    """Plane that a tensor of a kind belongs to; "" if there is none."""
     if not is_kind(kind) or tensor.element_size() not in ITEM_SIZES:
         return ""
     dtype = str(tensor.dtype).removeprefix("torch.")
@@ -472,7 +475,7 @@ def plane_name(kind: str, tensor: Tensor) -> str:
 def _place_unit(
     items: Sequence[tuple[Spot, str, Tensor]], itemsize: int, runs: list[PlaneRun], n_blocks: int
 ) -> tuple[list[StateEntry], int]:
-    """The entries of one unit in one plane, whose runs are added to; and the number of blocks after that."""
+    """Entries of one unit in one plane, whose runs are extended; and the number of blocks after that."""
     entries = []
     last, shift = -1, 0  # in blocks from the unit's beginning; from there to the numbers of the state
     for spot, name, tensor in items:

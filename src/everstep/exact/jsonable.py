@@ -1,11 +1,11 @@
 """State of optimizers, schedulers and the like as JSON, with its tensors pulled out by name. No pickle.
 
 Apart from `state` because it knows nothing of models: it is a codec that brings back the same types and the same bits.
-What it does not know it refuses by name, rather than restoring something else.
+Unknown types are refused by name, rather than restored as something else.
 
-JSON strings, integers, booleans, null and lists stand for themselves; everything else is an object with one key:
-f (float, hexadecimal), tuple, dict (pairs, in order), counter, ordered, deque, set, bytes, tensor, array, scalar
-(numpy), dtype, device.
+JSON strings, integers, booleans, null and lists stand for themselves; everything else is an object with one key: f
+(float, hexadecimal), tuple, dict (pairs, in order), counter, ordered, deque, set, bytes, tensor, array, scalar (numpy),
+dtype, device.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def _pair(path: str, key: Any, value: Any, tensors: dict[str, Tensor], depth: in
 
 
 def _pull(tensor: Tensor, path: str, tensors: dict[str, Tensor]) -> str:
-    """Puts the tensor aside under a name of its own (keys may contain slashes)."""
+    """Put the tensor aside under a unique name (keys may contain slashes)."""
     while path in tensors:
         path += "~"
     tensors[path] = tensor
@@ -82,9 +82,9 @@ def _encode_rare(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
 
 
 def decode(node: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """The value that was encoded; its tensors are those given by name.
+    """Inverse of `encode`. tensors: by name.
 
-    Raises: CheckpointCorrupt if it is none of ours.
+    Raises: CheckpointCorrupt if `encode` cannot have made it.
     """
     if node is None or isinstance(node, bool | int | str):
         return node
@@ -100,7 +100,7 @@ def decode(node: Any, tensors: Mapping[str, Tensor]) -> Any:
 
 
 def canonical(node: Any) -> Any:
-    """The same JSON with dict entries in a fixed order: for digests, where the order of insertion does not matter."""
+    """The JSON with dict entries in a fixed order, for digests that ignore the order of insertion."""
     if isinstance(node, list):
         return [canonical(v) for v in node]
     if isinstance(node, dict):

@@ -1,8 +1,9 @@
-"""The last lane of a node while its backward pass runs: what autograd has finished is added up at once, and may leave.
+"""The last lane of a node while its backward pass runs: gradients are added up as soon as autograd has finished them,
+and may leave.
 
 Apart from the accumulator because only this listens to autograd. The additions are those that would follow the backward
-pass, in the order of the tree; they only come earlier, block by block. Whether a gradient was final is proven when the
-lane is added: it must be the same tensor, and nobody may have written to it since.
+pass, in the order of the tree; they only come earlier, block by block. When the lane is added, it is checked that each
+gradient was final: it must be the same tensor, and nobody may have written to it since.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ Name = Callable[[int], str]
 
 
 class BlockMap:
-    """Which blocks each sum lies in: those of the parameters, then those of the regions of running statistics."""
+    """Blocks of each sum: those of the parameters, then those of the regions of running statistics."""
 
     def __init__(self, spans: Sequence[tuple[int, int]]) -> None:
-        """spans: elements [start, stop) of the flat vector, one for each sum; a block of theirs has no others."""
+        """spans: elements [start, stop) of the flat vector, one for each sum; their blocks hold nothing else."""
         self.of = [range(lo // BLOCK_ELEMENTS, -(-hi // BLOCK_ELEMENTS)) if lo < hi else range(0) for lo, hi in spans]
         self.count: dict[int, int] = {}
         for blocks in self.of:
@@ -34,13 +35,13 @@ class BlockMap:
                 self.count[block] = self.count.get(block, 0) + 1
 
     def whole(self, present: Sequence[bool]) -> list[int]:
-        """The blocks in which nothing is absent, ascending."""
+        """Blocks in which no sum is absent, ascending."""
         absent = {block for blocks, there in zip(self.of, present, strict=True) if not there for block in blocks}
         return sorted(self.count.keys() - absent)
 
 
 def block_map(layout: GradientLayout, params: Sequence[int], regions: Sequence[tuple[int, int]]) -> BlockMap:
-    """Of these entries, and these ranges of running statistics."""
+    """Map of these entries, and these ranges of running statistics."""
     return BlockMap([*((layout.entries[i].offset, layout.entries[i].stop) for i in params), *regions])
 
 
@@ -53,7 +54,7 @@ def runs_of(blocks: Sequence[int]) -> Iterator[tuple[int, int]]:
             first = k
 
 
-class _Seen(NamedTuple):
+class _FinalGradient(NamedTuple):
     """A gradient as it was when its sum left."""
 
     gradient: Tensor
@@ -61,7 +62,7 @@ class _Seen(NamedTuple):
 
 
 class LastLane:
-    """One node's last lane, from `enter` to `add`. `siblings`: nodes whose sums are used up by it.
+    """One node's last lane, from `enter` to `add`. `siblings`: nodes whose sums it uses up.
 
     Sums are numbered: parameters first, then regions of statistics.
     """
@@ -76,7 +77,7 @@ class LastLane:
         offer: OnFinal,
     ) -> None:
         """siblings: the sums to the left of the lane, from the nearest one up to that of the node's left child. lent:
-        of the nearest, what autograd adds to by itself, by parameter. views: where the node's sums go to."""
+        tensors of the nearest sum that autograd itself adds to, by parameter. views: targets of the node's sums."""
         self.node = node
         self.siblings = siblings
         self._lefts = list(siblings.values())
@@ -86,11 +87,12 @@ class LastLane:
         self._offer = offer
         self._lacking = dict(blocks.count)
         self._present: list[bool | None] = [None] * len(views)
-        self._seen: dict[int, _Seen] = {}
+        self._seen: dict[int, _FinalGradient] = {}
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
 
     def listen(self, params: Sequence[nn.Parameter], late: set[int]) -> None:
-        """Until `end`, add up what autograd finishes. late: parameters that are added to several times in a lane."""
+        """Until `end`, add up gradients as autograd finishes them. late: parameters with several additions in a
+        lane."""
         for i, parameter in enumerate(params):
             if i not in late:
                 hook = partial(self._finished, i, parameter.stride())
@@ -103,15 +105,15 @@ class LastLane:
         lent = self._lent[i]
         usual = _is_usual(gradient, stride) if lent is None else gradient is lent
         if not usual:
-            return  # `add` will make it dense, or say what is wrong with it
+            return  # `add` will make it dense, or report the error
         with torch.no_grad():
-            self._seen[i] = _Seen(gradient, gradient._version)
+            self._seen[i] = _FinalGradient(gradient, gradient._version)
             self.put(i, gradient.float())
             self.leave([i])
 
     def put(self, i: int, value: Tensor | None) -> None:
-        """The lane's part of a sum: float32, dense, in memory that is only read. None: absent. For what was lent it is
-        the sum of both."""
+        """Put the lane's part of a sum: float32, dense, in memory that is only read. None: absent. If the sum was lent,
+        the value is the sum of both."""
         nearest = 1 if i < len(self._lent) and self._lent[i] is not None else 0
         lefts = [left for leaf in self._lefts[nearest:] if (left := leaf[i]) is not None]
         if value is None and lefts:
@@ -127,7 +129,7 @@ class LastLane:
             self._views[i].copy_(value)
 
     def leave(self, sums: Sequence[int]) -> None:
-        """These have been put: offer the blocks that are whole now."""
+        """Offer the blocks that became whole when these sums were put."""
         whole = []
         for i in sums:
             if self._present[i]:
@@ -149,19 +151,20 @@ class LastLane:
 
     @property
     def present(self) -> list[bool]:
-        """Once all have been put: which of them are there."""
+        """Which sums are present, once all have been put."""
         return [bool(there) for there in self._present]
 
     def end(self) -> None:
-        """Listen no more."""
+        """Stop listening."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
 
     def check(self, gradients: Sequence[Tensor | None], name: Name) -> None:
-        """gradients: what `.grad` holds when the lane is over. name: of a parameter.
+        """Check that no gradient changed after it was added up. gradients: content of `.grad` after the lane. name:
+        gives a parameter's name.
 
-        Raises: TaskError naming one that has changed after it was added up.
+        Raises: TaskError naming a parameter whose gradient did.
         """
         for i, seen in self._seen.items():
             if gradients[i] is not seen.gradient or seen.gradient._version != seen.version:

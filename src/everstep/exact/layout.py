@@ -1,7 +1,7 @@
-"""Where each gradient lies in the one flat float32 vector of a step, the same for any number of workers.
+"""Place of each gradient in the one flat float32 vector of a step, the same for any number of workers.
 
 Apart because transports need it without the model: everything here but `build`, `untie` and `align_parameters` is plain
-data. Units follow each other, each beginning at a block; inside a unit first the parameters, then the running
+data. Units follow each other, each beginning at a block; inside a unit the parameters come first, then the running
 statistics of its BatchNorm-like modules; each entry begins at a 64-byte boundary.
 """
 
@@ -93,19 +93,19 @@ class GradientLayout:
 
     @cached_property
     def boundaries(self) -> tuple[int, ...]:
-        """For each entry the element where the next one (or the vector's end) begins: its content and its padding."""
+        """End of each entry with its padding: the element where the next entry (or the vector's end) begins."""
         starts = [e.offset for e in self.entries[1:]]
         return (*starts, self.numel) if self.entries else ()
 
     @cached_property
     def gaps(self) -> tuple[tuple[int, int], ...]:
-        """The ranges [start, stop) that are padding."""
+        """Ranges [start, stop) that are padding."""
         ends = [(e.stop, next_start) for e, next_start in zip(self.entries, self.boundaries, strict=True)]
         return tuple((stop, begin) for stop, begin in ends if stop < begin)
 
     @cached_property
     def block_params_stop(self) -> tuple[int, ...]:
-        """For each block the element before which its parameters lie; running statistics and padding come after."""
+        """End of the parameters in each block, in elements; running statistics and padding come after."""
         stops = []
         for unit in self.units:
             for start in range(unit.start, round_up(unit.stop, BLOCK_ELEMENTS), BLOCK_ELEMENTS):
@@ -119,11 +119,10 @@ class GradientLayout:
 
     @staticmethod
     def build(model: nn.Module, units: Sequence[nn.Module]) -> GradientLayout:
-        """Lays out every parameter that requires a gradient, and the running statistics.
+        """Lay out every parameter that requires a gradient, and the running statistics.
 
-        units: modules of the model, or wrappers that only join some, in order, without overlap; `untie` must have been
-        called with the same ones.
-        Parameters that do not require a gradient when training begins stay out (`frozen`).
+        units: modules of the model, or wrappers that only join some, in order, without overlap; call `untie` with the
+        same ones before. Parameters that do not require a gradient when training begins stay out (`frozen`).
 
         Raises: ConfigError naming a float64 or complex parameter, one outside all units, or a module in two units.
         """
@@ -171,7 +170,7 @@ def round_up(value: int, multiple: int) -> int:
 
 
 def running_statistics(model: nn.Module, unit: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The floating running means and variances of a unit's BatchNorm-like modules, by their names in the model."""
+    """Floating running means and variances of a unit's BatchNorm-like modules, by their names in the model."""
     names = {id(module): name for name, module in reversed(list(model.named_modules(remove_duplicate=False)))}
     for module in unit.modules():
         if not isinstance(module, _NormBase) or not module.track_running_stats:
@@ -183,10 +182,11 @@ def running_statistics(model: nn.Module, unit: nn.Module) -> Iterator[tuple[str,
 
 
 def untie(model: nn.Module, units: Sequence[nn.Module]) -> int:
-    """Gives a parameter that an earlier unit uses already a leaf of its own in every later unit; returns how many.
+    """Give a parameter that an earlier unit uses already a leaf of its own in every later unit; returns the number of
+    new leaves.
 
     The new leaf shares the storage (and version counter), so the value stays one while each place of use gets its own
-    gradient. Build the optimizer before, over the tied parameters, and call `align_parameters` before too.
+    gradient. Build the optimizer before, over the tied parameters, and call `align_parameters` before, too.
 
     Raises: ConfigError if units overlap.
     """
@@ -200,7 +200,7 @@ def untie(model: nn.Module, units: Sequence[nn.Module]) -> int:
             for name, parameter in module._parameters.items():
                 if id(parameter) in owned and parameter is not None:
                     if id(parameter) not in fresh:
-                        fresh[id(parameter)] = _second_leaf(parameter)
+                        fresh[id(parameter)] = _own_leaf(parameter)
                     module._parameters[name] = fresh[id(parameter)]
                 mine.add(id(module._parameters[name]))
         owned |= mine
@@ -209,7 +209,7 @@ def untie(model: nn.Module, units: Sequence[nn.Module]) -> int:
 
 
 def align_parameters(model: nn.Module) -> int:
-    """Moves parameters and buffers that do not begin at a 64-byte boundary, keeping strides; returns how many.
+    """Move parameters and buffers that do not begin at a 64-byte boundary, keeping strides; returns the number moved.
 
     Kernels choose their path by alignment, and that changes bits (measured at offsets that are not multiples of 16
     bytes). Objects stay the same, so optimizers and ties keep their references.
@@ -227,7 +227,7 @@ def align_parameters(model: nn.Module) -> int:
 
 
 def aligned_like(tensor: Tensor) -> Tensor:
-    """An uninitialised tensor of the same shape, dtype, device and (if dense) strides, at a 64-byte boundary."""
+    """Uninitialised tensor of the same shape, dtype, device and (if dense) strides, at a 64-byte boundary."""
     stride = dense_stride(tensor)
     item = tensor.element_size()
     spare = ALIGN_BYTES // item
@@ -266,14 +266,14 @@ def _entry(
 
 
 def memory_of(tensor: Tensor) -> tuple[object, ...]:
-    """Equal for tensors that are one, as leaves of a tie are: over the same memory, in the same form."""
+    """Identity of a tensor's memory and form: equal for leaves of a tie."""
     if tensor.layout is not torch.strided or tensor.numel() == 0:
         return (id(tensor),)
     start = tensor.untyped_storage()._cdata if tensor.is_meta else tensor.data_ptr()
     return (start, tensor.device, tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()))
 
 
-def _second_leaf(parameter: nn.Parameter) -> nn.Parameter:
+def _own_leaf(parameter: nn.Parameter) -> nn.Parameter:
     leaf = nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
     leaf.__dict__.update(parameter.__dict__)
     return leaf

@@ -1,6 +1,6 @@
 """Autograd adds a lane's gradients to its sibling's sum, instead of keeping both and adding them afterwards.
 
-It is the same addition only where autograd adds to a parameter's `.grad` once per lane. That is the rule; a reentrant
+The addition is the same only if autograd adds to a parameter's `.grad` once per lane. That is the rule. A reentrant
 backward pass (activation checkpointing of the old kind) can break it, so the first lane is watched, and every loan is
 checked when it comes back.
 """
@@ -18,7 +18,7 @@ from everstep.base.ports import Node
 
 
 class GradientWatch:
-    """Counts how often each parameter's `.grad` is added to in a lane."""
+    """Counts the additions to each parameter's `.grad` in a lane."""
 
     def __init__(self, params: Sequence[nn.Parameter]) -> None:
         self._counts = [0] * len(params)
@@ -31,7 +31,7 @@ class GradientWatch:
         self._counts[i] += 1
 
     def clear(self) -> None:
-        """A lane begins."""
+        """Begin a lane."""
         self._counts[:] = [0] * len(self._counts)
 
     def end(self) -> set[int]:
@@ -45,7 +45,7 @@ class GradientWatch:
 class Loan:
     """The sum of `sibling`, put into `.grad` while the lane that completes `parent` with it is computed.
 
-    leaf: the whole sum. lent: what of it was lent, by parameter. versions: autograd's counters of changes, before.
+    leaf: the whole sum. lent: its lent tensors, by parameter. versions: autograd's counters of changes, before.
     """
 
     sibling: Node
@@ -55,9 +55,9 @@ class Loan:
     versions: list[int]
 
     def check_returned(self, gradients: Sequence[Tensor | None], name: Callable[[int], str]) -> None:
-        """gradients: what `.grad` holds now. name: of a parameter.
+        """Check the loan. gradients: present content of `.grad`. name: gives a parameter's name.
 
-        Raises: TaskError if one that was lent is another tensor now, or was written to more than once.
+        Raises: TaskError if a lent tensor was replaced, or was written to more than once.
         """
         for i, (lent, gradient) in enumerate(zip(self.lent, gradients, strict=True)):
             if lent is not None and (gradient is not lent or gradient._version > self.versions[i] + 1):
@@ -65,7 +65,7 @@ class Loan:
 
 
 def written_twice(name: str) -> str:
-    """What is wrong if a gradient changes when it should be final."""
+    """Message for a gradient that changed when it should be final."""
     return (
         f"the gradient of {name} was written more than once for one batch; call step.backward(loss) "
         "once, leave .grad alone, and use use_reentrant=False for activation checkpointing"

@@ -1,7 +1,8 @@
-"""Parameters change in updates alone: whatever writes to one while a lane is computed is found, and named.
+"""Parameters change in updates alone: code that writes to one while a lane is computed is found and refused by name.
 
-Apart because a lane that changes a parameter (`max_norm` of an embedding, a clamp in `forward`, an optimizer in a hook)
-is seen by those that the same worker computes after it, and by nobody else: the result would depend on placement.
+Apart because of such a lane's effect: if it changes a parameter (`max_norm` of an embedding, a clamp in `forward`, an
+optimizer in a hook), only the lanes that the same worker computes after it see the change, so the result would depend
+on placement.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from everstep.exact.digest import tensor_digest
 
 
 class ParameterWatch:
-    """Of these modules of a model: `begin_step`, then `look` when a lane's passes have run.
+    """Watches the parameters of some modules: `begin_step`, then `look` after a lane's passes.
 
     Writes behind the version counter (through `.data`) are seen in the first lane alone.
     """
@@ -38,7 +39,7 @@ class ParameterWatch:
             self._digests = [tensor_digest(p) for _, p in self._named]
 
     def look(self) -> None:
-        """Raises: TaskError naming a parameter that was changed, was made, or has got another kind of gradient."""
+        """Check the parameters. Raises: TaskError naming one that was changed or made, or has another gradient."""
         for (name, parameter), version in zip(self._named, self._versions, strict=False):
             if _version(parameter) != version:
                 raise _changed(name)
@@ -48,14 +49,14 @@ class ParameterWatch:
                 )
             if parameter.requires_grad and id(parameter) in self._frozen:
                 raise TaskError(
-                    f"parameter {name} did not require a gradient when training began, and does now: let it require "
-                    "one from the start, and set the learning rate of its group to 0 for as long as it is to stay"
+                    f"parameter {name} did not require a gradient when training began, but does now: let it require "
+                    "one from the start, and set the learning rate of its group to 0 while it should not change"
                 )
         if self._digests is not None:
             self._looked, digests, self._digests = True, self._digests, None
-            self._look_closely(digests)
+            self._check_digests(digests)
 
-    def _look_closely(self, digests: list[str]) -> None:
+    def _check_digests(self, digests: list[str]) -> None:
         for (name, parameter), digest in zip(self._named, digests, strict=True):
             if tensor_digest(parameter) != digest:
                 raise _changed(name)
@@ -71,8 +72,8 @@ class ParameterWatch:
 
 def _changed(name: str) -> TaskError:
     return TaskError(
-        f"parameter {name} was changed while a batch was computed (by max_norm, a write in forward, or an optimizer in "
-        "a hook, say), so that batches would see each other: change it between steps, or in the optimizer"
+        f"parameter {name} was changed while a batch was computed (for example by max_norm, a write in forward, or an "
+        "optimizer in a hook), so later batches would see the change: change it between steps, or in the optimizer"
     )
 
 

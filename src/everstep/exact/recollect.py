@@ -1,7 +1,7 @@
-"""What the state consists of changes rarely from step to step: keep the list of tensors, and check that it still holds.
+"""The parts of the state rarely change from step to step: keep the list of tensors, and check that it still holds.
 
-Apart from `state` because it is only about time: collecting a model of 300 parameters anew takes 20 ms, in which
-training stands still; checking takes less than one. When anything is not as it was, everything is collected anew.
+Apart from `state` because it is only about time: collecting a model of 300 parameters takes 20 ms, in which training
+stands still; checking takes less than one. If anything has changed, everything is collected again.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from everstep.exact.image import VALUES, Outline, StateEntry
 from everstep.exact.jsonable import encode
 
 Collected = tuple[tuple[StateEntry, ...], list[Tensor], dict[str, Any], Outline]
-"""Entries, the tensors they are of, JSON values, and the outline."""
+"""Entries, their tensors, JSON values, and the outline."""
 
 
 class Recollection:
-    """Of one model with optimizer, scheduler and extras: `remember` a whole collection, then `recall` it."""
+    """Recollection of one model with optimizer, scheduler and extras: `remember` all, then `recall`."""
 
     def __init__(
         self, model: nn.Module, optimizer: Optimizer | None, scheduler: Any, extras: Mapping[str, Any]
@@ -34,16 +34,16 @@ class Recollection:
         self._memory: list[tuple[Tensor, int]] = []
 
     def remember(self, found: Collected) -> None:
-        """What was collected just now."""
+        """Remember a collection made just now."""
         self._found, self._held = None, self._look()
         tensors = [thing for thing in self._held if isinstance(thing, Tensor)]
         states = self._optimizer.state.values() if self._optimizer is not None else ()
         nested = any(not _plain(value) for state in states if isinstance(state, dict) for value in state.values())
-        if not nested and all(t.layout is torch.strided for t in tensors):  # else it is not worth the trouble
+        if not nested and all(t.layout is torch.strided for t in tensors):  # otherwise it is not worth the trouble
             self._found, self._memory = found, [(t, t.data_ptr()) for t in tensors]
 
     def recall(self) -> Collected | None:
-        """The same with today's values; None if anything else may have changed."""
+        """The remembered collection with present values; None if anything else may have changed."""
         held = self._look()
         if self._found is None or len(held) != len(self._held):
             return None
@@ -70,7 +70,7 @@ class Recollection:
         return entries, tensors, {**old, **values}, outline
 
     def _look(self) -> list[Any]:
-        """Every object that the state consists of, with `...` between those of one place and of the next."""
+        """Every object that the state consists of, with `...` between the objects of different places."""
         held: list[Any] = []
         for module in self._model.modules():
             held += (module, *module._modules.values(), ..., *module._parameters.values(), ...)
@@ -78,7 +78,7 @@ class Recollection:
         if self._optimizer is not None:
             for key, state in self._optimizer.state.items():
                 if not isinstance(key, Tensor):
-                    return [object()]  # not by parameter: never the same again
+                    return [object()]  # state not keyed by parameter: never equal again
                 held += (state, *state.keys(), ..., *state.values())
             for group in self._optimizer.param_groups:
                 held += (..., *group["params"])
@@ -88,7 +88,7 @@ class Recollection:
 def encode_groups(
     optimizer: Optimizer, members: Sequence[Sequence[str]], pulled: dict[str, Tensor]
 ) -> list[dict[str, Any]]:
-    """The optimizer's groups as JSON. members: the names of their parameters. pulled: takes the tensors in them."""
+    """The optimizer's groups as JSON. members: names of their parameters. pulled: takes the tensors in them."""
     groups = []
     for k, (group, names) in enumerate(zip(optimizer.param_groups, members, strict=True)):
         scalars = {key: value for key, value in group.items() if key != "params"}
@@ -99,7 +99,7 @@ def encode_groups(
 def encode_further(
     optimizer: Optimizer | None, scheduler: Any, extras: Mapping[str, Any], pulled: dict[str, Tensor]
 ) -> dict[str, Any]:
-    """What there is beside model and optimizer state as JSON: attributes, scheduler, extras."""
+    """State beside model and optimizer state as JSON: attributes, scheduler, extras."""
     own = plain(optimizer) if optimizer is not None else {}
     values = {"attributes": encode(own, "attributes", pulled)} if own else {}
     if scheduler is not None:
@@ -110,5 +110,5 @@ def encode_further(
 
 
 def _plain(value: Any) -> bool:
-    """Whether a part of an optimizer's state is the same for as long as it is the same object."""
+    """Whether a part of an optimizer's state is known by its identity: a tensor, a number, text or None."""
     return value is None or isinstance(value, Tensor | bool | int | float | str)

@@ -1,7 +1,7 @@
 """Finishing the lane tree: the sums of all workers' subtrees become one, in the canonical order.
 
-Apart because every transport uses it, whatever carried the parts. The additions are element by element, so the bits do
-not depend on who finishes which range, nor on how the range is cut into chunks.
+Apart because every transport uses it, whatever carried the parts. The additions are element by element, so the bits
+depend neither on who finishes which range, nor on how the range is cut into chunks.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class NodePart(NamedTuple):
     """One subtree's sum, or a piece of it.
 
     tensor: flat float32; its element 0 is element `offset` of the layout, so a whole flat vector has offset 0.
-    presence: one byte per layout entry, 1 where at least one lane of the node had it; what is absent is never read.
+    presence: one byte per layout entry, 1 where at least one lane of the node had it; absent entries are never read.
     """
 
     node: Node
@@ -48,7 +48,7 @@ class _Add(NamedTuple):
 
 
 def finish(layout: GradientLayout, n_lanes: int, parts: Sequence[NodePart], start: int, stop: int, out: Tensor) -> None:
-    """Folds the parts, whose nodes together cover all lanes, for the elements [start, stop) of the layout.
+    """Fold the parts, whose nodes together cover all lanes, for the elements [start, stop) of the layout.
 
     out: flat float32 with stop - start elements; element 0 is element `start` of the layout. It may not overlap any
     part. Entries that are absent in all parts become zeros.
@@ -95,7 +95,7 @@ def block_norms(layout: GradientLayout, data: Tensor, start: int) -> npt.NDArray
     """Sums of squares of the unnormalised gradient, one float64 per block; parameters only, no running statistics.
 
     data: flat float32, whole blocks, beginning at element `start` of the layout, which is the beginning of a block.
-    Each block's value depends on the block's bits alone, so it does not matter who computes which.
+    Each block's value depends on the block's bits alone, so any worker may compute it.
     """
     check(start % BLOCK_ELEMENTS == 0, f"element {start} is not the beginning of a block")
     check(data.numel() % BLOCK_ELEMENTS == 0, f"{data.numel()} elements are not whole blocks")
@@ -114,10 +114,10 @@ def block_norms(layout: GradientLayout, data: Tensor, start: int) -> npt.NDArray
 
 
 def tied_terms(layout: GradientLayout, reduced: Reduced, apart: frozenset[int] = frozenset()) -> list[float]:
-    """What to add to the squared block norms so that it is the norm of the gradient in which places of use are added
-    up: float64, without those of the layout entries `apart`.
+    """Terms that turn the squared block norms into the squared norm of the gradient with places of use added up:
+    float64, without those of the layout entries `apart`.
 
-    |a + b|^2 = |a|^2 + |b|^2 + 2 ab for a parameter with two places; nothing without ties. Every worker of an unsplit
+    |a + b|^2 = |a|^2 + |b|^2 + 2 ab for a parameter with two places; empty without ties. Every worker of an unsplit
     model gets the same numbers; only one may contribute them.
     """
     terms: list[float] = []
@@ -139,7 +139,7 @@ def cross_terms(gradients: Sequence[Tensor]) -> list[float]:
 
 
 def gather(reduced: Reduced, start: int, stop: int) -> Tensor:
-    """The elements [start, stop) of the layout, flat; a view where they lie in one piece, else a copy."""
+    """Elements [start, stop) of the layout, flat; a view if they lie in one piece, else a copy."""
     found = [
         piece.data[max(piece.start, start) - piece.start : min(piece.stop, stop) - piece.start]
         for piece in reduced.pieces
@@ -149,7 +149,7 @@ def gather(reduced: Reduced, start: int, stop: int) -> Tensor:
 
 
 def _places(layout: GradientLayout) -> dict[int, list[int]]:
-    """First place of use -> all places, of parameters that have several."""
+    """First place of use -> all places, for parameters that have several."""
     places: dict[int, list[int]] = {}
     for i, entry in enumerate(layout.entries):
         if entry.tied_to >= 0:
@@ -160,7 +160,7 @@ def _places(layout: GradientLayout) -> dict[int, list[int]]:
 def _runs(
     layout: GradientLayout, parts: Sequence[NodePart], start: int, stop: int
 ) -> Iterable[tuple[int, int, tuple[bool, ...]]]:
-    """Cuts the range where the set of parts that have the entry changes: (begin, end, which parts have it)."""
+    """Cut the range where the set of parts that have the entry changes: (begin, end, whether each part has it)."""
     if start == stop:
         return
     rows = [part.presence for part in parts]
@@ -183,7 +183,7 @@ def _runs(
 def _program(
     n_lanes: int, nodes: tuple[Node, ...], present: tuple[bool, ...]
 ) -> tuple[tuple[_Add, ...], tuple[int, ...], int]:
-    """Compiles the fold of the present nodes: (additions, part behind each source, registers needed)."""
+    """Compile the fold of the present nodes: (additions, part behind each source, registers needed)."""
     used = tuple(k for k in range(len(nodes)) if present[k])
     value: dict[Node, int] = {nodes[k]: source for source, k in enumerate(used)}
     additions: list[_Add] = []
@@ -231,14 +231,14 @@ def _execute(program: Sequence[_Add], sources: Sequence[Tensor], out: Tensor, sc
 
 # ---- parameters that are used in several stages
 #
-# There is one gradient per place of use, each reduced where the place is, and each one message from its stage to every
-# other stage with a place; the sum is made in unit order by every stage, from the same bits.
+# There is one gradient per place of use, reduced in the stage of that place. One message brings it from there to every
+# other stage with a place; every stage makes the sum in unit order, from the same bits.
 
 
 @dataclass(frozen=True, order=True)
 class TiePlace:
-    """One place of use. name: the parameter's first one. unit: its number in the whole model. stage: where it is.
-    entry: index in this stage's layout, -1 for a place in another stage."""
+    """One place of use. name: the parameter's first one. unit: its number in the whole model. stage: its stage. entry:
+    index in this stage's layout, -1 for a place in another stage."""
 
     name: str
     unit: int
@@ -256,7 +256,7 @@ class Tied:
 
     @cached_property
     def own(self) -> tuple[TiePlace, ...]:
-        """The places that are here."""
+        """Places in this stage."""
         return tuple(place for place in self.places if place.entry >= 0)
 
     @cached_property
@@ -271,7 +271,7 @@ class Tied:
 
 
 def tied_out(ties: Sequence[Tied], layout: GradientLayout, reduced: Reduced) -> dict[TiePlace, Tensor | None]:
-    """What this stage has to tell the others: reduced gradients (flat float32, not normalised), None where absent."""
+    """Reduced gradients that this stage sends to the others (flat float32, not normalised), None where absent."""
     found: dict[TiePlace, Tensor | None] = {}
     for tied in ties:
         for place in tied.own:
@@ -285,9 +285,7 @@ def stage_terms(
     ties: Sequence[Tied], layout: GradientLayout, reduced: Reduced, received: Mapping[TiePlace, Tensor | None]
 ) -> list[float]:
     """This stage's summands of the sum of squares of the whole gradient, beside those of its blocks (see `tied_terms`).
-
-    Over all stages they are the very summands of the unsplit model.
-    """
+    Over all stages they are the very summands of the unsplit model."""
     terms = tied_terms(layout, reduced, frozenset(p.entry for tied in ties for p in tied.own))
     for tied in ties:
         if tied.counts_here:
@@ -310,7 +308,7 @@ def stage_terms(
 
 
 class StageSums:
-    """What is held of a step's lanes, over all parts of a stage."""
+    """Sums of a step's lanes, over all parts of a stage."""
 
     def __init__(self, parts: Sequence[LaneAccumulator], n_lanes: int) -> None:
         """parts: in order, at least one; over the same layout, with disjoint units."""
@@ -321,8 +319,8 @@ class StageSums:
     def begin(
         self, step: int, lanes: Sequence[int], buffer: Callable[[Node], Tensor], offer: OnFinal | None = None
     ) -> None:
-        """The lanes of a step that are wanted from here; what has been computed of them already counts. offer: told of
-        blocks of their sums as they become final; of those that are complete already, now."""
+        """Begin a step, or change its lanes here; sums of lanes that were computed already count. offer: receives
+        blocks as they become final; blocks that are complete already are offered now."""
         mine = set(lanes)
         for part in self.parts:
             for node in [n for n in part.presence if 0 < len(mine.intersection(range(*n))) < n.hi - n.lo]:
@@ -353,7 +351,7 @@ class StageSums:
 
     @property
     def presence(self) -> dict[Node, bytes]:
-        """For each node that is complete: one byte per layout entry."""
+        """Presence of each complete node: one byte per layout entry."""
         return {
             node: merge_presence(part.presence[node] for part in self.parts)
             for node in self.parts[0].presence
@@ -361,7 +359,7 @@ class StageSums:
         }
 
     def offered(self, lanes: Sequence[int]) -> dict[Node, bytes]:
-        """The sums that cover exactly these lanes, with their presence."""
+        """Sums that cover exactly these lanes, with their presence."""
         mine = set(lanes)
         offered = {n: p for n, p in self.presence.items() if mine.issuperset(range(*n))}
         covered = sorted(lane for n in offered for lane in range(*n))
@@ -369,12 +367,12 @@ class StageSums:
         return offered
 
     def add_empty(self, lane: int) -> None:
-        """The lane has no samples: it is the identity of the sum, in every part."""
+        """Add a lane without samples, which is the identity of the sum, in every part."""
         for part in self.parts:
             if part.is_missing(lane):
                 part.add_empty(lane)
 
     def forget(self) -> None:
-        """Lets go of the step and of all shared memory."""
+        """Forget the step and release all shared memory."""
         for part in self.parts:
             part.forget()

@@ -1,4 +1,4 @@
-"""Where all randomness of a job comes from: 64-bit seeds derived from (seed, step, lane, unit), set directly.
+"""Source of all randomness of a job: 64-bit seeds derived from (seed, step, lane, unit), set directly.
 
 Apart because the same rules hold in workers, loader processes and the pipeline. `torch.manual_seed` takes 95 us, the
 generator's own method 1 us (measured), which matters at every unit of every lane.
@@ -21,12 +21,12 @@ from torch import nn
 
 _MASK = (1 << 64) - 1
 _LANE, _UNIT, _SAMPLE, _BUILD, _BACKWARD, _MODULE = 1, 2, 3, 4, 5, 6
-"""The first number of a derivation, so that seeds for different purposes never coincide by construction. A lane's is
-for all that it draws outside units; a unit's counts its forward passes within the lane, from 0."""
+"""First number of a derivation, so that seeds for different purposes never coincide by construction. A lane's is for
+its draws outside units; a unit's counts its forward passes within the lane, from 0."""
 
 
 def derive(*numbers: int) -> int:
-    """A 64-bit seed that depends on all numbers (each taken modulo 2**64), their order and how many there are."""
+    """64-bit seed that depends on all numbers (each taken modulo 2**64), their order and their count."""
     layout = f"<{len(numbers)}Q"
     try:
         data = struct.pack(layout, *numbers)
@@ -36,7 +36,7 @@ def derive(*numbers: int) -> int:
 
 
 def seed_all(value: int) -> None:
-    """Seeds the generators of torch (all devices in use), numpy (the legacy global one) and `random`. About 10 us.
+    """Seed the generators of torch (all devices in use), numpy (the legacy global one) and `random`. About 10 us.
 
     numpy takes 32 bits, the exclusive or of both halves; torch's CPU generator the lower 32 bits.
     """
@@ -50,23 +50,23 @@ def seed_all(value: int) -> None:
 
 
 def build_seed(seed: int) -> int:
-    """For building model, optimizer and datasets, before the first step."""
+    """Seed for building model, optimizer and datasets, before the first step."""
     return derive(_BUILD, seed)
 
 
 def module_seed(seed: int, path: str) -> int:
-    """For initialising one module of the model by itself."""
+    """Seed for initialising one module of the model by itself."""
     return derive(_MODULE, seed, int.from_bytes(hashlib.blake2b(path.encode(), digest_size=8).digest(), "little"))
 
 
 def sample_seed(seed: int, epoch: int, index: int) -> int:
-    """For fetching one sample of the dataset (augmentation)."""
+    """Seed for fetching one sample of the dataset (augmentation)."""
     return derive(_SAMPLE, seed, epoch, index)
 
 
 @contextmanager
 def preserve_rng() -> Iterator[None]:
-    """Leaves every generator as it was: `random`, numpy's global one, torch's CPU and CUDA ones."""
+    """Restore every generator afterwards: `random`, numpy's global one, torch's CPU and CUDA ones."""
     python, legacy, cpu = random.getstate(), np.random.get_state(), torch.default_generator.get_state()
     cuda = [g.get_state() for g in torch.cuda.default_generators] if _cuda_in_use() else []
     try:
@@ -81,26 +81,25 @@ def preserve_rng() -> Iterator[None]:
 
 @dataclass
 class _Call:
-    """One forward pass of a unit. before: the generator's seed at its entry; repeated: inside backward, once."""
+    """One forward pass of a unit. before: the generator's seed at its entry; repeated: done again in backward."""
 
     before: int
     repeated: bool = False
 
 
 class UnitSeeder:
-    """Seeds all generators at each unit's entry: what a unit draws does not depend on the units before it.
+    """Seeds all generators at each unit's entry: a unit's draws do not depend on the units before it.
 
     Active between `begin_lane` and `end_lane` only: evaluation is left alone. Several lanes may be in flight, each
     known by its number and that of the part of the model: `pause` after a forward pass, `resume` before its backward
-    pass. A unit that is computed again inside
-    backward (activation checkpointing) gets the seed of the forward call it repeats. That call is recognised by the
-    seed that the generator held at its entry (checkpointing restores the generator, and with it that seed); where the
-    generator is not restored, calls are taken in reverse order.
-    Inside a model compiled as a whole, units within the compiled region are not seeded apart.
+    pass. A unit that is computed again inside backward (activation checkpointing) gets the seed of the forward call it
+    repeats. That call is recognised by the seed that the generator held at its entry (checkpointing restores the
+    generator, and with it that seed); if the generator is not restored, calls are taken in reverse order. Inside a
+    model compiled as a whole, units within the compiled region are not seeded apart.
     """
 
     def __init__(self, units: Sequence[nn.Module], seed: int, numbers: Sequence[int] | None = None) -> None:
-        """numbers: those of the units in the whole model, where these are not all."""
+        """numbers: of the units in the whole model, if these are not all."""
         self._seed = seed
         self._active = False
         self._step = 0
@@ -115,7 +114,7 @@ class UnitSeeder:
         ]
 
     def begin_lane(self, step: int, lane: int, part: int = 0, flight: int | None = None) -> None:
-        """Seeds all generators for the lane and starts counting its calls. flight: the number by which it is known
+        """Seed all generators for the lane and start counting its calls. flight: the number by which the lane is known
         here, if that is another one: the lane is computed twice."""
         if step != self._step:
             self._in_flight.clear()
@@ -130,7 +129,7 @@ class UnitSeeder:
         self._active = False
 
     def resume(self, lane: int, part: int = 0, flight: int | None = None) -> None:
-        """The lane's backward pass comes next. flight: as for `begin_lane`."""
+        """The lane's backward pass comes next. flight: as in `begin_lane`."""
         self._lane, self._part = lane, part
         self._flight = lane if flight is None else flight, part
         self._calls = self._in_flight[self._flight]
@@ -143,7 +142,7 @@ class UnitSeeder:
         self._in_flight.pop(self._flight, None)
 
     def close(self) -> None:
-        """Removes the hooks."""
+        """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -163,7 +162,7 @@ class UnitSeeder:
 
 
 def _repeated(calls: list[_Call], before: int) -> int:
-    """Which forward call a computation inside backward repeats, marking it."""
+    """Number of the forward call that a computation inside backward repeats; marks it."""
     fresh = [k for k, call in enumerate(calls) if not call.repeated]
     known = [k for k in fresh if calls[k].before == before]
     known += fresh[-1:] if not known else []
@@ -179,7 +178,7 @@ def _cuda_in_use() -> bool:
 
 
 def _python_seed(value: int) -> None:
-    """`random.seed(value)`, without looking what kind of value it is, which takes as long as seeding."""
+    """`random.seed(value)`, without the check of the value's type, which takes as long as seeding."""
     generator = random._inst  # type: ignore[attr-defined]
     super(random.Random, generator).seed(value)
     generator.gauss_next = None  # type: ignore[attr-defined]

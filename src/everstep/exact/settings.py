@@ -1,10 +1,10 @@
-"""How a model is set: modes, `requires_grad`, plain attributes of modules, hyperparameters, flags of torch. State that
-is no tensor, and that a script may change between steps.
+"""Settings of a model: modes, `requires_grad`, plain attributes of modules, hyperparameters, flags of torch. They are
+state without tensors that a script may change between steps.
 
-What is carried is what differs from the beginning of the loop, which a script sets up alike in every life. A step has
-three moments here: `before_lanes`, `digests` once the lanes are computed, and `after_update`. What changes between the
-update and the next lanes was done by the loop; an attribute of a class of the user's own that changes while lanes are
-computed (a counter of calls, the size of a cache) depends on who computed them, so it is left out.
+Only differences from the beginning of the loop are carried; a script sets up the rest alike in every life. A step has
+three moments here: `before_lanes`, `digests` once the lanes are computed, and `after_update`. A change between the
+update and the next lanes was made by the loop. An attribute of a user's own class that changes while lanes are computed
+(a counter of calls, the size of a cache) depends on which worker computed them, so it is left out.
 """
 
 from __future__ import annotations
@@ -28,27 +28,27 @@ from everstep.exact.structure import Structure
 
 _SCALARS = frozenset({bool, int, float, str, bytes, type(None), dtype})
 _CONTAINERS = frozenset({list, tuple, dict})
-_INTERNAL = frozenset({*vars(nn.Module()), "zero_grad"})  # which is replaced while the loop runs
+_INTERNAL = frozenset({*vars(nn.Module()), "zero_grad"})  # the loop replaces zero_grad while it runs
 _MOST_ITEMS, _MOST_TEXT = 64, 4096
 _training, _requires_grad = attrgetter("training"), attrgetter("requires_grad")
 
-_Key = tuple[str, str]  # of a module, and of its attribute
+_Key = tuple[str, str]  # name of a module, and of its attribute
 
 
 class _Packed(NamedTuple):
-    """A small container, as it was."""
+    """Content of a small container."""
 
     text: str
 
 
 class _Other(NamedTuple):
-    """What cannot be carried. One of a type is as good as another: forward passes make them, too."""
+    """A value that cannot be carried. Values of one type count as equal: forward passes make them, too."""
 
     type_name: str
 
 
 class Said(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
-    """What is carried, as JSON has it: what is another than when the loop began, by name. hyperparameters: those that
+    """Carried settings, as JSON: those that differ from the beginning of the loop, by name. hyperparameters: those that
     the loop has ever changed, by number of the group and name."""
 
     modes: dict[str, bool] = {}
@@ -59,7 +59,7 @@ class Said(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
 
 
 class _Watched:
-    """The attributes of one module: as the loop began, and as they were when they were looked at last."""
+    """Attributes of one module: at the beginning of the loop, and at the last look."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -67,13 +67,13 @@ class _Watched:
         self.first = self.look()
 
     def look(self) -> dict[str, Any]:
-        """Have a new look, and return it."""
+        """Look again; returns the attributes."""
         self.now = _attributes(self.module)
         return self.now
 
 
 class _Attributes:
-    """The attributes of all modules, looked at twice in each step: so all plain ones are compared at once."""
+    """Attributes of all modules. They are looked at twice in each step, so all plain ones are compared at once."""
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
         self.of = {name: _Watched(module) for name, module in modules.items()}
@@ -81,13 +81,13 @@ class _Attributes:
         self.remember()
 
     def follow(self, modules: Mapping[str, nn.Module]) -> None:
-        """Some may have been exchanged for others of their kind."""
+        """Take over modules that were exchanged for others of their kind."""
         for name, watched in self.of.items():
             if modules.get(name, watched.module) is not watched.module:
                 watched.module, self._seen = modules[name], None
 
     def remember(self) -> None:
-        """What was looked at last is what later looks are compared with."""
+        """Remember the last look, which later looks are compared with."""
         self._fields, self._plain, self._packed = [], [], []
         for watched in self.of.values():
             fields = vars(watched.module)
@@ -102,16 +102,16 @@ class _Attributes:
         return [*map(len, self._fields)], [get(fields) for get, fields in self._plain]
 
     def same(self) -> bool:
-        """Whether all is as it was: values by value, others by their number."""
+        """Whether all is unchanged: values by value, others by their number alone."""
         try:
             if self._look() != self._seen:
                 return False
-        except (KeyError, RuntimeError, ValueError):  # one is gone, or is a tensor now
+        except (KeyError, RuntimeError, ValueError):  # an attribute is gone, or is a tensor now
             return False
         return all(k in fields and _pack(fields[k]) == v for fields, k, v in self._packed)
 
     def changed(self) -> dict[_Key, tuple[Any, Any]]:
-        """Those that are others than at the last look: (before, now). None stands for none, too."""
+        """Attributes that differ from the last look: (before, now). None stands for a missing one, too."""
         if self.same():
             return {}
         found: dict[_Key, tuple[Any, Any]] = {}
@@ -124,7 +124,7 @@ class _Attributes:
 
 
 class _Modes(NamedTuple):
-    """What is looked at in every step."""
+    """Settings that are looked at in every step."""
 
     modes: bytes
     requires_grad: bytes
@@ -133,7 +133,7 @@ class _Modes(NamedTuple):
 
 
 class Moment:
-    """How all was set then. held: what attributes were, of those that have changed since."""
+    """Settings at a moment. held: values, at that moment, of attributes that have changed since."""
 
     def __init__(self, modes: _Modes) -> None:
         self.modes = modes
@@ -141,7 +141,7 @@ class Moment:
 
 
 class Settings:
-    """Of one model and its optimizer. Before `begin` nothing is carried, compared or refused."""
+    """Settings of one model and its optimizer. Before `begin` nothing is carried, compared or refused."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer | None) -> None:
         self._model, self._optimizer = model, optimizer
@@ -154,7 +154,7 @@ class Settings:
         self._digested: tuple[_Modes | None, list[bytes]] = (None, [])
 
     def begin(self) -> None:
-        """The loop is about to begin: what is set by now is so in every life."""
+        """The loop is about to begin: present settings are the same in every life."""
         if self._optimizer is None:
             return
         self._structure = Structure(self._model, self._optimizer)
@@ -165,13 +165,13 @@ class Settings:
         self._first = self._look()
         self._updated = Moment(self._first)
         self._entered = [self._updated]
-        self._added = _told_of(added(self._optimizer))
+        self._added = _comparable(added(self._optimizer))
         self._autocast, self._at_entry = flags.autocast(), None
 
     # ---- the moments of a step
 
     def enter(self) -> Moment | None:
-        """The loop's body is about to be entered, for the next step. The moments of the last two are kept up."""
+        """The loop's body is about to be entered, for the next step. The last two moments are kept."""
         if self._structure is None:
             return None
         self._by_loop()
@@ -180,22 +180,23 @@ class Settings:
         return self._entered[0]
 
     def before_lanes(self) -> None:
-        """The loop asks for a step. Raises: Uncarried for what the loop has changed and cannot be carried."""
+        """The loop asks for a step. Raises: Uncarried for a change of the loop that cannot be carried."""
         if self._structure is not None and not self._lanes:
             if not self._structure.check(lanes=False):
                 self._follow(self._structure)
             self._by_loop()
             if (self._at_entry or flags.autocast()) != self._autocast:
                 raise Uncarried(
-                    "torch.autocast was left on, or off, by the loop, which a worker that is resumed or healed would "
-                    "lack: write with torch.autocast(...) round the forward pass of every step"
+                    "torch.autocast was left on or off by the loop; a worker that is resumed or healed would not know: "
+                    "write 'with torch.autocast(...)' around the forward pass of every step"
                 )
             if self._refused:
                 raise Uncarried(self._refused)
             self._lanes = True
 
     def digests(self) -> bytes:
-        """Of all that members must have alike, as `SETTINGS` of `protocol/driver/records.py` lists it.
+        """Digests of all settings that members must have alike, as listed in `SETTINGS` of
+        `protocol/driver/records.py`.
 
         Raises: Uncarried for a change that cannot be carried.
         """
@@ -219,7 +220,7 @@ class Settings:
             self._by_forward()
         else:
             self._by_loop()  # no lane was computed here
-        looked = self._digested[0] if self._lanes else None  # when the lanes were computed; updates change groups alone
+        looked = self._digested[0] if self._lanes else None  # with the lanes; updates change groups alone
         now = looked._replace(groups=self._groups()) if looked is not None else self._look()
         self._updated, self._lanes = Moment(now), False
 
@@ -241,7 +242,7 @@ class Settings:
         return tuple([_hyperparameters(group) for group in self._param_groups])
 
     def _follow(self, structure: Structure) -> None:
-        """Modules were made by a forward pass, or exchanged for others of their kind."""
+        """A forward pass made modules, or exchanged some for others of their kind."""
         self._attributes.follow(structure.modules)
         self._plain = [watched.module for watched in self._modules.values()]
 
@@ -249,7 +250,7 @@ class Settings:
         return {key: pair for key, pair in self._attributes.changed().items() if key not in self._by_lanes}
 
     def _by_loop(self) -> None:
-        """What was changed since the update."""
+        """Note the changes since the update: the loop made them."""
         for (name, key), (before, now) in self._differing().items():
             if isinstance(now, _Other):
                 self._refused = (
@@ -267,7 +268,7 @@ class Settings:
                 self._driven |= {(k, key) for key in mine if mine[key] != before.get(key)}
 
     def _by_optimizer(self) -> None:
-        now = _told_of(added(self._optimizer)) if self._optimizer is not None else {}
+        now = _comparable(added(self._optimizer)) if self._optimizer is not None else {}
         for name in now.keys() | self._added.keys():
             if now.get(name) != self._added.get(name):
                 self._refused = (
@@ -277,11 +278,11 @@ class Settings:
                 )
 
     def _by_forward(self) -> None:
-        """What was changed while lanes were computed."""
+        """Note the changes made while lanes were computed."""
         for (name, key), (before, now) in self._differing().items():
             if self._modules[name].of_torch and not isinstance(now, _Other):
                 self._hold((name, key), before)
-                self._set(name, key, now)  # not by its own forward pass
+                self._set(name, key, now)  # its own forward pass did not set it
             else:
                 self._by_lanes.add((name, key))
                 self._changed.pop((name, key), None)
@@ -295,13 +296,13 @@ class Settings:
         first = watched.first
         if key in watched.now and (key not in first or first[key] != now or type(first[key]) is not type(now)):
             self._changed[name, key] = now
-        else:  # as it was, or taken away
+        else:  # as at the beginning, or removed
             self._changed.pop((name, key), None)
 
     # ---- what is carried
 
     def now(self) -> dict[str, Any]:
-        """As JSON: as it is. Nothing if all is as when the loop began."""
+        """Present settings as JSON; empty if all are as when the loop began."""
         if self._structure is None:
             return {}
         if not self._lanes:
@@ -309,11 +310,11 @@ class Settings:
         return self._said(self._look(), self._changed)
 
     def after(self) -> dict[str, Any]:
-        """As JSON: as it was right after the newest update, from where a loop that takes this goes on."""
+        """Settings right after the newest update, as JSON; a loop that takes them goes on from there."""
         return {} if self._structure is None else self.as_of(self._updated)
 
     def as_of(self, moment: Moment) -> dict[str, Any]:
-        """As JSON: as it was then, by all that is known by now."""
+        """Settings of a moment as JSON, by present knowledge."""
         if not self._lanes:
             self._by_loop()
         attributes = dict(self._changed)
@@ -341,15 +342,15 @@ class Settings:
         return found
 
     def restore(self, given: Mapping[str, Any]) -> None:
-        """Set all as `now` or `after` gave it in a worker whose loop began alike.
+        """Restore settings that `now` or `after` gave in a worker whose loop began alike.
 
-        Raises: CheckpointCorrupt if it is none of that; ConfigError if this model has no such thing.
+        Raises: CheckpointCorrupt if they are malformed; ConfigError if this model has no such setting.
         """
         if self._structure is None:
             if given:
                 raise ConfigError(
-                    f"the state was trained with settings that its loop has changed ({_listed(given)}), which this "
-                    "job cannot take on: resume it as it was started"
+                    f"the loop changed settings of the state ({_listed(given)}), and this job cannot take them on: "
+                    "resume it the way it was started"
                 )
             return
         try:
@@ -362,7 +363,7 @@ class Settings:
         wanted = {**first_flags, **{name: decode(node, {}) for name, node in said.flags.items()}}
         now = dict(zip(flags.NAMES, flags.read(), strict=True))
         flags.write({name: value for name, value in wanted.items() if name not in now or now[name] != value})
-        self._put_attributes({(n, k): node for n, of in said.attributes.items() for k, node in of.items()})
+        self._put_attributes({(n, k): node for n, values in said.attributes.items() for k, node in values.items()})
         for number, values in said.hyperparameters.items():
             groups = self._param_groups
             k = int(number) if number.isdecimal() else len(groups)
@@ -404,7 +405,7 @@ class Settings:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Meanwhile all of the model is in eval mode; afterwards each module is in its own mode again."""
+    """Put all of the model into eval mode; afterwards each module is in its own mode again."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -415,7 +416,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def _apart(names: Iterable[str], one: Iterable[Any], other: Iterable[Any]) -> list[tuple[str, Any, Any]]:
-    """(name, value, other value) where they differ."""
+    """(name, value, other value) of the differing ones."""
     return [(n, a, b) for n, a, b in zip(names, one, other, strict=True) if a != b]
 
 
@@ -424,16 +425,16 @@ def _hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
-    """What a module keeps in attributes of its own: scalars as they are, small containers packed, others by place.
+    """Attributes of a module's own: scalars as they are, small containers packed, others by type.
 
-    Nothing of a module that has extra state: that says itself what is carried, and setting it changes attributes.
+    Empty for a module with extra state: that decides by itself what is carried, and setting it changes attributes.
     """
     if has_extra_state(module):
         return {}
-    return _told_of({key: value for key, value in vars(module).items() if key not in _INTERNAL})
+    return _comparable({key: value for key, value in vars(module).items() if key not in _INTERNAL})
 
 
-def _told_of(values: Mapping[str, Any]) -> dict[str, Any]:
+def _comparable(values: Mapping[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in values.items():
         kind = type(value)
@@ -446,12 +447,12 @@ def _told_of(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_fixed(value: Any) -> bool:
-    """Whether nothing in it can be changed: so it may be compared by what it was."""
+    """Whether no part of it can change, so that a remembered value may be compared."""
     return type(value) is tuple and all(type(item) in _SCALARS for item in value)
 
 
 def _pack(value: Any) -> _Packed | None:
-    """A small container of plain values; None if it is none."""
+    """Packed form of a small container of plain values; None for anything else."""
     tensors: dict[str, Tensor] = {}
     if len(value) > _MOST_ITEMS:
         return None

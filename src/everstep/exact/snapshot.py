@@ -1,7 +1,7 @@
 """A copy of the state in memory, made by a background thread while the next step computes its gradients.
 
-Parameters and optimizer state do not change between two updates, so nothing stops but the next update, and that only
-for what is not copied yet. Copying and hashing large ranges happen without the interpreter lock.
+Parameters and optimizer state do not change between two updates, so only the next update has to wait, and only until
+the rest is copied. Copying and hashing large ranges happen without the interpreter lock.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from everstep.exact.digest import bytes_of
 from everstep.exact.image import Image, Outline, StateEntry
 
 SnapshotMemory = Tensor
-"""Flat uint8 host memory that is used again for the next snapshot: touching fresh memory costs more than copying."""
+"""Flat uint8 host memory that the next snapshot uses again: touching fresh memory costs more than copying."""
 
 _PIECE_BYTES = 4 << 20
 
@@ -52,15 +52,15 @@ class Snapshot:
         self._image = Image(self._entries, [bytes_of(self._place(e)) for e in self._entries], values, outline)
 
     def start(self) -> None:
-        """Starts copying and, after that, hashing."""
+        """Start copying and, after that, hashing."""
         check(self._thread is None, "a snapshot is started once")
         self._thread = threading.Thread(target=self._run, name="everstep-snapshot", daemon=True)
         self._thread.start()
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Until everything is copied and the state may change; whether that came within the limit.
+        """Wait until everything is copied and the state may change; returns whether that came within the limit.
 
-        Raises: whatever went wrong in the thread.
+        Raises: the error of the thread, if it had one.
         """
         check(self._thread is not None, "start() comes before wait()")
         copied = self._copied.wait(timeout_s)
@@ -73,7 +73,7 @@ class Snapshot:
         return self._image.n_blocks
 
     def manifest(self) -> dict[str, Any]:
-        """As `ModelState.manifest`; waits until copying and hashing have ended."""
+        """The manifest, as `ModelState.manifest`; waits until copying and hashing have ended."""
         self.wait()
         self._done.wait()
         if self._error is not None:
@@ -81,22 +81,22 @@ class Snapshot:
         return self._image.manifest
 
     def read_block(self, index: int) -> memoryview:
-        """The bytes of a block; waits until copying has ended."""
+        """Bytes of a block; waits until copying has ended."""
         check(self._arena is not None, "the snapshot was released")
         self.wait()
         return self._image.read_block(index)
 
     def blocks_of(self, plane: str, start: int, stop: int) -> list[int]:
-        """As `Image.blocks_of`."""
+        """Blocks of an element range, as `Image.blocks_of`."""
         return self._image.blocks_of(plane, start, stop)
 
     def block_digest(self, index: int) -> str:
-        """Of one block, which alone is read; waits until copying has ended."""
+        """Digest of one block; reads only this block, and waits until copying has ended."""
         self.wait()
         return self._image.block_digest(index)
 
     def release(self) -> None:
-        """Gives the memory to the next snapshot; this one cannot be read any more."""
+        """Give the memory to the next snapshot; this one cannot be read any more."""
         if self._thread is not None:
             self._thread.join()
         arena, self._arena = self._arena, None

@@ -1,7 +1,7 @@
 """The whole state of a training process as named tensors and JSON: read, hashed, copied, restored.
 
 Apart because healing, checkpoints and digests must mean the same by "state": parameters once each, buffers, the
-optimizer's tensors per parameter, and as JSON the optimizer's groups, the scheduler and whatever else has a state.
+optimizer's tensors per parameter, and as JSON the optimizer's groups, the scheduler and all other objects with a state.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ _T = TypeVar("_T", bound=Tensor)
 
 @dataclass(frozen=True)
 class Share:
-    """Which part of a whole job's state one stage holds.
+    """The part of a whole job's state that one stage holds.
 
-    units: the numbers of its units in the whole model, in order. n_units: of the whole model. foreign: tied parameters
+    units: numbers of its units in the whole model, in order. n_units: of the whole model. foreign: tied parameters
     whose first place of use is in another stage, by their first names. positions: for each optimizer group, the place
     of each of its parameters in the group of the whole optimizer.
     """
@@ -75,10 +75,10 @@ class ModelState:
         settings: Settings | None = None,
     ) -> None:
         """extras: name -> object with state_dict() and load_state_dict(). units: as for `GradientLayout.build`, whose
-        grid the planes of the state lie on; all is `rest` without them. Parameters that require a gradient when this is
-        made have a place on it, whatever becomes of them.
+        grid the planes of the state lie on; without them all is `rest`. Parameters that require a gradient when this is
+        made keep a place on it.
 
-        share: given where the model is one stage of a larger one. settings: how the model is set; carried, too.
+        share: given if the model is one stage of a larger one. settings: of the model; carried, too.
 
         Raises: ConfigError for an optimizer that needs closures, or that holds a foreign parameter or a tied one twice;
         and for units as the layout does.
@@ -91,7 +91,7 @@ class ModelState:
         self.settings = settings or Settings(model, optimizer)
         self._foreign = dict(share.foreign) if share is not None else {}
         self.outline = Outline()
-        """Of the state that `live_tensors` described last."""
+        """Outline of the state that `live_tensors` described last."""
         self.part_names: tuple[str, ...] = ()
         self._image: Image | None = None
         self._arena: SnapshotMemory | None = None
@@ -110,36 +110,36 @@ class ModelState:
 
     @property
     def n_blocks(self) -> int:
-        """Of the image that `manifest` made last."""
+        """Number of blocks of the image that `manifest` made last."""
         return self._live().n_blocks
 
     def manifest(self) -> dict[str, Any]:
-        """JSON that describes the state as it is now, with a digest per block. `read_block` belongs to the last one."""
+        """JSON that describes the present state, with a digest per block. `read_block` belongs to the last one."""
         entries, tensors, values, outline = self._collect()
         self._image = Image.of_tensors(entries, tensors, values, outline._replace(settings=self._settings_now()))
         return self._image.manifest
 
     def read_block(self, index: int) -> memoryview:
-        """A block of what `manifest` described; valid while the state does not change."""
+        """A block of the state that `manifest` described; valid while the state does not change."""
         return self._live().read_block(index)
 
     def model_digest(self) -> str:
-        """Of parameters and persistent buffers: what `state_dict` would hold, tied ones once. 32 hex digits."""
+        """Digest of parameters and persistent buffers (`state_dict` with tied ones once). 32 hex digits."""
         return named_digest(self._persistent())
 
     def state_digest(self, step: int) -> str:
-        """Of everything, and the step. 32 hex digits. Equal for any number of workers."""
+        """Digest of everything, and the step. 32 hex digits. Equal for any number of workers."""
         return Image.of_tensors(*self._collect()).digest(step)
 
     def part_digests(self, step: int) -> tuple[str, dict[str, str]]:
-        """`state_digest`, and those of all that it is of, by name; `part_names` has the names from then on."""
+        """`state_digest`, and the digests of all its parts, by name; sets `part_names`."""
         digest, parts = Image.of_tensors(*self._collect()).part_digests(step)
         self.part_names = tuple(name.removeprefix(_MODEL) for name in parts)
         return digest, parts
 
     @property
     def names(self) -> frozenset[str]:
-        """Of the parameters and buffers (registered places included) that are held here: for `topology.select`."""
+        """Names of parameters and buffers (registered places, too) that are held here, for `topology.select`."""
         return frozenset((*self._unique_params(), *self._buffer_slots(), *self._keepers))
 
     def clone_snapshot(self) -> Snapshot:
@@ -154,14 +154,14 @@ class ModelState:
     def live_tensors(
         self, settings: bool = True
     ) -> tuple[tuple[StateEntry, ...], list[Tensor], dict[str, Any], list[int]]:
-        """Entries, the tensors that they are of, the JSON values, and which tensors may change before the next update
-        (their indices); the others change in updates alone. settings: whether the outline is to have them."""
+        """Entries, their tensors, the JSON values, and indices of the tensors that may change before the next update;
+        the others change in updates alone. settings: whether to put them into the outline."""
         found = self._recollection.recall()
         known = found is not None
         entries, tensors, values, outline = found = found or self._collect()
         self.outline = outline._replace(settings=self._settings_now() if settings else {})
         if not known:
-            if not self._keepers:  # what they keep is asked for each time
+            if not self._keepers:  # extra state is asked for each time
                 self._recollection.remember(found)
             live, lasting = {id(t) for t in self._unique_buffers().values()}, (_MODEL, _OPTIMIZER)
             changing = (k for k, t in enumerate(tensors) if id(t) in live or not entries[k].name.startswith(lasting))
@@ -187,7 +187,7 @@ class ModelState:
         return ((name, packed(name, module)) for name, module in self._keepers.items())
 
     def _collect(self) -> Collected:
-        """The entries with their tensors, by plane, the JSON values, and the outline."""
+        """Entries with their tensors, by plane, the JSON values, and the outline."""
         pulled: dict[str, Tensor] = {}
         values: dict[str, Any] = {}
         mine: dict[str, dict[str, Tensor]] = {}
@@ -231,7 +231,7 @@ class ModelState:
         }
 
     def _find_spots(self) -> dict[str, Spot]:
-        """Where the parameters lie on the grid, by their names here: a tied one where it is used first."""
+        """Places of the parameters on the grid, by their names here; a tied one has the place of its first use."""
         layout = self._layout
         if layout is None:
             return {}
@@ -255,7 +255,7 @@ class ModelState:
         for key, state in optimizer.state.items():
             if not isinstance(key, Tensor):
                 other[key] = state
-            elif state:  # else it was looked up, and never filled
+            elif state:  # empty state was looked up, and never filled
                 if id(key) not in names:
                     raise ConfigError("the optimizer keeps state for a tensor that is not among its parameters")
                 name = names[id(key)]
@@ -293,7 +293,7 @@ class ModelState:
         return names
 
     def _unit_numbers(self) -> Sequence[int]:
-        """In the whole model."""
+        """Numbers of the units in the whole model."""
         return self._share.units if self._share is not None else range(len(self._units))
 
     def _unit_of_names(self) -> dict[str, int]:
@@ -313,9 +313,9 @@ class ModelState:
     # ---- writing
 
     def load(self, manifest: Mapping[str, Any], blocks: BlockSource) -> None:
-        """Takes on the state that a manifest describes; `blocks(i)` gives the bytes of its block i.
+        """Take on the state that a manifest describes; `blocks(i)` gives the bytes of its block i.
 
-        Tensors are written in place where they exist; missing optimizer state is created. If it raises, the state is
+        Tensors are written in place if they exist; missing optimizer state is created. After an error the state is
         partly written: load again before using it.
 
         Raises: CheckpointCorrupt if a digest does not match. ConfigError if it is the state of another model.
@@ -323,7 +323,7 @@ class ModelState:
         self.load_with(manifest, lambda scatter: write_blocks(manifest, scatter, blocks))
 
     def load_with(self, manifest: Mapping[str, Any], fill: Callable[[Scatter], None]) -> None:
-        """As `load`; `fill` writes all blocks of the manifest to where they go, and verifies them."""
+        """`load`, with a function `fill` that writes all blocks of the manifest to their places, and verifies them."""
         entries = entries_of(manifest)
         values = manifest["values"]
         self._image = None
@@ -375,7 +375,7 @@ class ModelState:
             raise ConfigError(f"the state holds no {min(lacking)}, which this job has")
 
     def _buffer_slots(self) -> dict[str, tuple[nn.Module, str]]:
-        """Every place where a buffer is or may be (registered as None), by name."""
+        """Every place of a buffer by name, also empty ones (registered as None)."""
         return {
             (f"{prefix}.{attribute}" if prefix else attribute): (module, attribute)
             for prefix, module in self.model.named_modules()
@@ -383,7 +383,7 @@ class ModelState:
         }
 
     def _targets(self, entries: Sequence[StateEntry]) -> dict[str, Tensor]:
-        """The memory that each entry goes to: what exists, if it is alike, or new."""
+        """Memory for each entry: the existing tensor, if it is alike, or a new one."""
         params, slots = self._unique_params(), self._buffer_slots()
         targets: dict[str, Tensor] = {}
         for entry in entries:
@@ -447,7 +447,7 @@ def _buffer_target(entry: StateEntry, module: nn.Module, attribute: str) -> Tens
 
 
 def _unique(named: Iterable[tuple[str, _T]]) -> dict[str, _T]:
-    """The first of those over the same memory."""
+    """The first of tensors over the same memory."""
     firsts: dict[tuple[object, ...], tuple[str, _T]] = {}
     for name, tensor in named:
         firsts.setdefault(memory_of(tensor), (name, tensor))

@@ -1,4 +1,4 @@
-"""What a model is made of and cannot be carried as data: its modules, their classes, their own parameters, and hooks.
+"""Structure of a model, which cannot be carried as data: its modules, their classes, their own parameters, and hooks.
 
 A script sets these up alike before its loop in every life. A change inside the loop would be missing in a worker that
 is resumed or healed, so it is refused by name in the step in which it is made. Values (`settings`) are carried.
@@ -36,14 +36,14 @@ _REMEDY = (
 
 
 class Structure:
-    """Of a model and its optimizer, as they were when this was made."""
+    """Structure of a model and its optimizer at the time when this was made."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
         self._model, self._optimizer = model, optimizer
         self._walk()
 
     def _walk(self) -> None:
-        """Remember what there is, and where to look whether it is the same."""
+        """Remember the structure, and where to look for changes."""
         named = dict(self._model.named_modules())
         self.modules = named
         self._parameters = list(self._model.named_parameters())
@@ -57,7 +57,7 @@ class Structure:
         self._facts = self._describe()
 
     def _look(self) -> tuple[Any, ...]:
-        """All of it by identity, fast."""
+        """Identities of all parts, fast."""
         self._registered = RemovableHandle.next_id
         groups = self._optimizer.param_groups
         return (
@@ -76,8 +76,8 @@ class Structure:
         return [*map(id, chain.from_iterable(map(_values, self._trees)))]
 
     def check(self, lanes: bool = True) -> bool:
-        """Whether it is the same. lanes: forward passes have run, which may make modules without parameters; what they
-        can change is all that is looked at then: modules, and whether torch has numbered another hook.
+        """Whether the structure is the same. lanes: forward passes have run. These may make modules without parameters;
+        then only the changes they can make are looked for: modules, and whether torch has numbered another hook.
 
         Raises: Uncarried naming a change that cannot be carried.
         """
@@ -90,17 +90,17 @@ class Structure:
         now = self._facts
         for key in [*before, *(key for key in now if key not in before)]:
             if before.get(key) != now.get(key) and not (lanes and self._made_by_forward(key, known)):
-                raise Uncarried(f"{_words(key, before.get(key), now.get(key))}; {_REMEDY}")
+                raise Uncarried(f"{_change_text(key, before.get(key), now.get(key))}; {_REMEDY}")
         return False
 
     def _made_by_forward(self, key: tuple[str, str], known: Mapping[str, nn.Module]) -> bool:
-        """Whether this is of a module that was not there when the loop began, and has nothing to train."""
+        """Whether the module was not there when the loop began, and has nothing to train."""
         of, name = key
         module = self.modules.get(name)
         return of == "module" and name not in known and module is not None and not module.state_dict()
 
     def _describe(self) -> dict[tuple[str, str], Any]:
-        """The same by name, for words: class, own parameters, hooks."""
+        """The structure by name, for words: class, own parameters, hooks."""
         facts: dict[tuple[str, str], Any] = {}
         for name, module in self.modules.items():
             facts["module", name] = _called(type(module))
@@ -137,8 +137,8 @@ def _called(thing: Any) -> str:
     return str(getattr(inner, "__qualname__", None) or type(inner).__qualname__)
 
 
-def _words(key: tuple[str, str], before: Any, now: Any) -> str:
-    """What was done in the loop, in words."""
+def _change_text(key: tuple[str, str], before: Any, now: Any) -> str:
+    """Description of a change that the loop made."""
     of, name = key
     name = name or "the model"
     if of == "module" and before is None:

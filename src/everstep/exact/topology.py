@@ -1,12 +1,12 @@
 """Between the state of a whole job and those of its stages, by manifests alone: no tensor and no model here.
 
-In every plane a unit's state lies in blocks of its own, in every topology, so a whole manifest is put together from
-those of the stages (`merge`), and what a stage needs is picked out of a whole one (`select`), without touching a block.
+In every plane a unit's state lies in blocks of its own, in every topology. So a whole manifest is put together from
+those of the stages (`merge`), and a stage's share is picked out of a whole one (`select`), without touching a block.
 Digests of a job's state are functions of the whole manifest, so they are the same however the model was cut.
 
-A stage's manifest has a key `stage`: `units` (the numbers of its units), `extents` (how many element blocks of the grid
-each of them takes up), `n_units` (of the whole model), `positions` (for each optimizer group, the places of its
-parameters in the whole group).
+A stage's manifest has a key `stage`: `units` (the numbers of its units), `extents` (number of element blocks of the
+grid that each of them takes up), `n_units` (of the whole model), `positions` (for each optimizer group, the places of
+its parameters in the whole group).
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ _SELECTED = -4
 
 
 def state_digest(manifest: StateManifest, step: int) -> str:
-    """Of everything in a whole manifest, and the step: as `ModelState.state_digest` of the unsplit job."""
+    """Digest of everything in a whole manifest, and the step; equals `ModelState.state_digest` of the unsplit job."""
     rows = sorted((e[0], e[1], tuple(e[2]), digest) for e, digest in _entries(manifest))
     return rows_digest(rows, manifest["values"], step)
 
 
 def model_digest(manifest: StateManifest) -> str:
-    """Of parameters and persistent buffers: as `ModelState.model_digest` of the unsplit job. 32 hex digits."""
+    """Digest of parameters and persistent buffers: `ModelState.model_digest` of the unsplit job. 32 hex digits."""
     transient = set(manifest["transient"])
     rows = sorted(
         (e[0].removeprefix(_MODEL), f"torch.{e[1]}", tuple(e[2]), digest)
@@ -60,7 +60,7 @@ def model_digest(manifest: StateManifest) -> str:
 
 
 def same_state(a: StateManifest, b: StateManifest) -> bool:
-    """Whether two whole manifests, of different formats maybe, are of states with equal names, types and bits."""
+    """Whether two whole manifests, even of different formats, are of states with equal names, types and bits."""
     if a["format"] == b["format"]:
         return bool(a["digest"] == b["digest"])
     try:
@@ -70,16 +70,16 @@ def same_state(a: StateManifest, b: StateManifest) -> bool:
 
 
 def merge(manifests: Sequence[StateManifest]) -> dict[str, Any]:
-    """The manifest of the whole job from those of all its stages, one each: exactly that of the unsplit state.
+    """Manifest of the whole job from those of all its stages, one each: exactly that of the unsplit state.
 
-    Raises: InvariantViolation naming what two stages state differently, or a unit that none or two of them hold.
-    CheckpointCorrupt if a manifest does not match its digest.
+    Raises: InvariantViolation naming an entry that two stages state differently, or a unit that none or two of them
+    hold. CheckpointCorrupt if a manifest does not match its digest.
     """
     return merge_with_sources(manifests)[0]
 
 
 def merge_with_sources(manifests: Sequence[StateManifest]) -> tuple[dict[str, Any], tuple[tuple[int, int], ...]]:
-    """As `merge`, and for each block of the whole: (index of a manifest that has it, its number there)."""
+    """`merge`, and for each block of the whole: (index of a manifest that has it, its number there)."""
     for manifest in manifests:
         entries_of(manifest)
     if len(manifests) == 1 and "stage" not in manifests[0]:
@@ -117,7 +117,7 @@ def merge_with_sources(manifests: Sequence[StateManifest]) -> tuple[dict[str, An
 
 
 def select(manifest: StateManifest, names: Collection[str]) -> tuple[dict[str, Any], tuple[int, ...]]:
-    """What a stage needs of a whole manifest: one that its `ModelState.load` takes, and where its blocks come from.
+    """A stage's share of a whole manifest: (manifest that its `ModelState.load` takes, sources of its blocks).
 
     names: `ModelState.names` of the stage. The second result gives, for each block of the selected manifest, its number
     in the whole one.
@@ -156,8 +156,8 @@ def select(manifest: StateManifest, names: Collection[str]) -> tuple[dict[str, A
 
 @dataclass(frozen=True)
 class _Group:
-    """A run of entries of one manifest that has blocks of its own. start: byte at which the first of them begins. grid:
-    the element block that each of them begins with in the whole job."""
+    """A run of entries of one manifest that has blocks of its own. start: byte at which the first block begins. grid:
+    first element block of each of them in the whole job."""
 
     owner: int
     label: int
@@ -178,7 +178,7 @@ class _Group:
 
 
 def _begins(manifests: Sequence[StateManifest]) -> dict[int, int]:
-    """The element block that each unit begins with in the whole job."""
+    """First element block of each unit in the whole job."""
     held = sorted(unit for m in manifests for unit in m["stage"]["units"])
     n_units = manifests[0]["stage"]["n_units"]
     check(held == list(range(n_units)), f"stages hold units {held}, together they must hold 0..{n_units - 1} once")
@@ -188,7 +188,7 @@ def _begins(manifests: Sequence[StateManifest]) -> dict[int, int]:
 
 
 def _groups(owner: int, manifest: StateManifest, begins: Mapping[int, int]) -> Iterator[_Group]:
-    """begins: of the units in the whole job."""
+    """Groups of a manifest. begins: first element block of the units in the whole job."""
     units, here = manifest["stage"]["units"], accumulate(manifest["stage"]["extents"], initial=0)
     shifts = {unit: begins[unit] - at for unit, at in zip(units, here, strict=False)}
     planes = planes_of(manifest)
@@ -216,7 +216,7 @@ def _groups(owner: int, manifest: StateManifest, begins: Mapping[int, int]) -> I
 
 
 def _planes(grids: Mapping[tuple[str, int], Sequence[tuple[int, int]]]) -> list[Plane]:
-    """Planes, by name and size of an element, of these (element block, block)."""
+    """Planes with these (element block, block) pairs, by name and size of an element."""
     found = []
     for (name, itemsize), places in grids.items():
         if name == REST:
@@ -227,12 +227,12 @@ def _planes(grids: Mapping[tuple[str, int], Sequence[tuple[int, int]]]) -> list[
 
 
 def _one_of(groups: Sequence[_Group], label: int) -> _Group | None:
-    """The group that every stage has alike."""
+    """The group with this label, which all stages have alike; None if there is none."""
     found = [g for g in groups if g.label == label]
     for other in found[1:]:
         for mine, theirs in zip(found[0].named(), other.named(), strict=False):
             check(mine == theirs, f"stages differ in {mine[0]}")
-        check(other.facts() == found[0].facts(), f"stages differ in what lies outside their units (group {label})")
+        check(other.facts() == found[0].facts(), f"stages differ outside their units (group {label})")
     check(len(found) in (0, len({g.owner for g in groups})), f"not every stage has group {label}")
     return found[0] if found else None
 
@@ -297,7 +297,7 @@ def _select_values(values: Mapping[str, Any], names: Collection[str]) -> dict[st
 
 
 def _tensors(node: Any) -> Iterator[str]:
-    """The names of the tensors that encoded values refer to."""
+    """Names of the tensors that encoded values refer to."""
     for tag, body in node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ():
         if tag in ("tensor", "array"):
             yield body

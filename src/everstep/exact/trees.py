@@ -1,7 +1,7 @@
-"""What a part of a model hands to the next one: trees of tensors and plain values, taken apart and put together.
+"""What one part of a model hands to the next: trees of tensors and plain values, taken apart and put together.
 
 Apart because senders, receivers and the passes must agree on it. Tensors keep their exact form on the way: strides,
-also of views, and where they lie within 64 bytes, because kernels choose their path, and so the bits, by both.
+also of views, and their place within 64 bytes, because kernels choose their path, and so the bits, by both.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Bundle:
 
 
 def bundle(tree: Any, whose: Callable[[], str]) -> Bundle:
-    """Takes a tree of dict, list and tuple apart. whose: says what it is, for the error.
+    """Take a tree of dict, list and tuple apart. whose: names its owner, for the error.
 
     Raises: TaskError if it holds anything but tensors, numbers, text and None.
     """
@@ -56,7 +56,7 @@ def gradients(found: Sequence[Tensor | None]) -> Bundle:
 
 
 def open_gradients(back: Bundle) -> list[Tensor | None]:
-    """What `gradients` made: one for each tensor of the bundle, None where there is none."""
+    """Inverse of `gradients`: one for each tensor of the bundle, None where there is none."""
     indices, count = msgspec.msgpack.decode(back.meta)
     found: list[Tensor | None] = [None] * count
     for k, gradient in zip(indices, back.tensors, strict=True):
@@ -102,19 +102,19 @@ def _build(node: Any, tensors: Sequence[Tensor]) -> Any:
 
 def to_wire(sent: Bundle) -> tuple[list[Tensor], bytes]:
     """(tensors, bytes) for a channel that keeps bits, dtypes and shapes, and the strides of dense tensors."""
-    formed = [_form(tensor.detach()) for tensor in sent.tensors]
+    formed = [_form_of(tensor.detach()) for tensor in sent.tensors]
     return [flat for _, flat in formed], _encode((sent.meta, [form for form, _ in formed]))
 
 
 def from_wire(tensors: Sequence[Tensor], data: bytes) -> Bundle:
-    """What `to_wire` made, from tensors that begin at 64-byte boundaries."""
+    """Inverse of `to_wire`, for tensors that begin at 64-byte boundaries."""
     meta, forms = msgspec.msgpack.decode(data)
     check(len(forms) == len(tensors), f"{len(tensors)} tensors came, {len(forms)} were announced")
     return Bundle([_restore(t, f) for t, f in zip(tensors, forms, strict=True)], meta)
 
 
-def _form(tensor: Tensor) -> tuple[list[Any] | None, Tensor]:
-    """(None, tensor) for an ordinary one; else its form, and what to send."""
+def _form_of(tensor: Tensor) -> tuple[list[Any] | None, Tensor]:
+    """(None, tensor) for an ordinary tensor; else its form, and a tensor to send."""
     if tensor.numel() == 0:
         return None, tensor
     shift = tensor.data_ptr() % ALIGN_BYTES // tensor.element_size() if tensor.device.type == "cpu" else 0
@@ -129,7 +129,7 @@ def _form(tensor: Tensor) -> tuple[list[Any] | None, Tensor]:
 
 
 def _without_repeats(tensor: Tensor) -> Tensor:
-    """The tensor without what `expand` repeats."""
+    """The tensor without the repeats of `expand`."""
     for dim, step in enumerate(tensor.stride()):
         if step == 0 and tensor.shape[dim] > 1:
             tensor = tensor.narrow(dim, 0, 1)
@@ -137,7 +137,7 @@ def _without_repeats(tensor: Tensor) -> Tensor:
 
 
 def _overlaps(tensor: Tensor) -> bool:
-    """Whether some elements share memory (windows of `unfold`, say); True if in doubt."""
+    """Whether some elements share memory (for example windows of `unfold`); True if in doubt."""
     reach = 1
     for step, size in sorted(
         (step, size) for step, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1
@@ -164,8 +164,8 @@ def _restore(tensor: Tensor, form: list[Any] | None) -> Tensor:
 
 
 def faithful_clone(tensor: Tensor) -> Tensor:
-    """A copy of the same bits in the very same form."""
-    form, flat = _form(tensor.detach())
+    """Copy of the same bits in the very same form."""
+    form, flat = _form_of(tensor.detach())
     if form is not None:
         return _restore(flat, form)
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device).copy_(flat)

@@ -1,7 +1,8 @@
-"""Tensors that are trained stand still between the beginning of a round of the loop and its batches.
+"""Trained tensors stand still between the beginning of a round of the loop and its batches.
 
-A worker that is resumed or healed enters the loop's body again for a step that is done. What the loop sets there is put
-back; tensors are not, so a change of one is refused by name. Writes behind the version counter (`.data`) are not seen.
+A worker that is resumed or healed enters the loop's body again for a step that is done. Settings that the loop sets
+there are put back; tensors are not, so a change of one is refused by name. Writes behind the version counter (`.data`)
+are not seen.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from everstep.base.errors import Uncarried
 
 
 class StandingTensors:
-    """Of a model and its optimizer: `begin`, and, if nobody else has changed them meanwhile, `check`."""
+    """Tensors of a model and its optimizer: `begin`, and, if nothing else has changed them meanwhile, `check`."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
         self._model, self._optimizer = model, optimizer
-        self._own = [of for m in model.modules() for of in (m._parameters, m._buffers) if of]
+        self._own = [table for m in model.modules() for table in (m._parameters, m._buffers) if table]
         self._seen: tuple[list[Any], list[int]] | None = None
 
     def begin(self) -> None:
@@ -35,19 +36,19 @@ class StandingTensors:
         return stood
 
     def check(self) -> None:
-        """Raises: Uncarried naming one that has changed since `begin`."""
+        """Check that none has changed. Raises: Uncarried naming one that has changed since `begin`."""
         if self._seen is None:
             return
         before, now = self._seen, self._look()
         alike = before[1] == now[1] and len(before[0]) == len(now[0])
         if not alike or any(a is not b for a, b in zip(before[0], now[0], strict=True)):
             raise Uncarried(
-                f"{self._changed(before)} was changed by the loop before the batches of the step, and would be changed "
-                "twice in a worker that is resumed or healed: change it after the batches"
+                f"{self._changed(before)} was changed by the loop before the batches of the step; a worker that is "
+                "resumed or healed would change it twice: change it after the batches"
             )
 
     def _look(self) -> tuple[list[Any], list[int]]:
-        found = [*chain.from_iterable(of.values() for of in (*self._own, *self._optimizer.state.values()))]
+        found = [*chain.from_iterable(one.values() for one in (*self._own, *self._optimizer.state.values()))]
         return found, [t._version for t in found if isinstance(t, torch.Tensor) and not t.is_inference()]
 
     def _changed(self, before: tuple[list[Any], list[int]]) -> str:
@@ -60,7 +61,7 @@ class StandingTensors:
         return "the optimizer's state"
 
     def _named(self) -> Iterator[tuple[str, Any]]:
-        """All of it by name, in the order of `_look`."""
+        """All tensors by name, in the order of `_look`."""
         names = {id(p): n for n, p in self._model.named_parameters(remove_duplicate=False)}
         for prefix, module in self._model.named_modules():
             path = f"{prefix}." if prefix else ""

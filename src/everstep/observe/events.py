@@ -1,10 +1,10 @@
 """events.jsonl: one JSON object per line, appended by several processes, read while it grows.
 
 Each line is a single `os.write` on an O_APPEND descriptor, so lines of different processes never mix. Events inform;
-they never stop training: what cannot be written (full disk) waits in memory and is written before what comes next, with
-the time at which it happened. What came when too much was waiting is counted, and a warning says how many were lost. Of
-a disk that is just full half a line may stay, which is ended and written anew; another process may have appended to it:
-readers find the event that was begun last on a line.
+they never stop training. An event that cannot be written (full disk) waits in memory and is written before later ones,
+with the time at which it happened. If too much waits, further events are counted, and a warning says how many were
+lost. A disk that just became full may keep half a line; the line is ended and the event written again. Another process
+may have appended to the half line: readers find the event that began last on a line.
 """
 
 from __future__ import annotations
@@ -59,20 +59,20 @@ KINDS = frozenset(
 COMMON = ("time_unix_ns", "kind", "generation", "step", "worker_id", "incarnation", "pid", "cause", "reason")
 _MAX_STEP = 10**10 - 1
 MOST_LINE_BYTES = 8 << 20
-"""What is longer is no line of ours."""
+"""Longer lines are none of ours."""
 _TAIL_BYTES = 1 << 16
 _MOST_SHOWN = 24
 _START = b'{"time_unix_ns":'
 MOST_WAITING_BYTES = 4 << 20
-"""Of each process: about 10,000 events."""
+"""Limit of each process: about 10,000 events."""
 _RETRY_S = 0.05
 
 
 class EventLog:
-    """Appends events to a file (None: they go nowhere). Thread-safe; never raises for the file's sake.
+    """Appends events to a file (None: they go nowhere). Thread-safe; never raises for errors of the file.
 
-    `defaults` are fields (worker_id, incarnation, pid, ...) that every event of this process bears unless it says
-    otherwise.
+    `defaults` are fields (worker_id, incarnation, pid, ...) of every event of this process, unless the event overrides
+    them.
     """
 
     def __init__(self, path: str | os.PathLike[str] | None, **defaults: Any) -> None:
@@ -87,7 +87,7 @@ class EventLog:
         self._lock = threading.Lock()
 
     def write(self, kind: str, *, time_unix_ns: int | None = None, **fields: Any) -> bool:
-        """Append one event; `time_unix_ns` is now unless given. Returns False if it is lost; it may have to wait."""
+        """Append one event; `time_unix_ns` is now unless given. Returns False if it is lost; it may also wait."""
         line = format_event(kind, time_unix_ns, {**self._defaults, **fields})
         with self._lock:
             kept = len(self._waiting) + len(line) <= MOST_WAITING_BYTES
@@ -99,8 +99,8 @@ class EventLog:
         return kept
 
     def close(self, wait_s: float = 0.0) -> None:
-        """Give the descriptor back; a later write opens the file again. What waits for the disk is tried once more, for
-        up to so long; what is never written is counted on stderr."""
+        """Close the descriptor; a later write opens the file again. Events that wait for the disk are tried again for
+        `wait_s` seconds; events that stay unwritten are counted on stderr."""
         end_s = time.monotonic() + wait_s
         with self._lock:
             while not self._flush() and time.monotonic() < end_s:
@@ -118,7 +118,7 @@ class EventLog:
             self._fd = None
 
     def _flush(self) -> bool:
-        """Write what waits. Returns whether all of it is there."""
+        """Write waiting events. Returns whether all are written."""
         if self._nowhere:
             self._waiting.clear()
             self._lost = 0
@@ -127,7 +127,7 @@ class EventLog:
         try:
             self._append(bytes(self._waiting) + self._said_of_lost())
         except OSError as error:
-            self._close()  # the file may have been replaced or the mount come back: open anew next time
+            self._close()  # the file may have been replaced, or the mount may be back: open it again next time
             if not self._told:
                 said = f"cannot write {self.path}: {error.strerror or error}"
                 say(f"everstep: {said}; events wait until it works again, training goes on")
@@ -139,11 +139,11 @@ class EventLog:
     def _append(self, lines: bytes) -> None:
         if self._fd is None:
             self._fd = open_below(self.path, APPEND)
-        before = b"\n" if self._torn else b""  # ends the half line that a full disk left, so that it spoils no other
+        before = b"\n" if self._torn else b""  # ends a half line that a full disk left, so that it spoils no other
         written = os.write(self._fd, before + lines) - len(before)
         end = max(0, written)
         whole = lines.rfind(b"\n", 0, end) + 1
-        lacks_its_end = end > whole and lines[end : end + 1] == b"\n"  # an event that is there is not told again
+        lacks_its_end = end > whole and lines[end : end + 1] == b"\n"  # a whole event is not told again
         del self._waiting[: end + 1 if lacks_its_end else whole]
         self._torn = whole < written or (written < 0 and self._torn)
         if written < len(lines):
@@ -157,7 +157,7 @@ class EventLog:
 
 
 def say(text: str) -> None:
-    """A line on stderr, which may go to a file on a disk that is full: then it is lost, and nothing else is."""
+    """Print a line on stderr. If stderr is a file on a full disk, the line is lost without further harm."""
     with contextlib.suppress(OSError, ValueError):
         print(text, file=sys.stderr, flush=True)
 
@@ -171,13 +171,13 @@ def format_event(kind: str, time_unix_ns: int | None, fields: dict[str, Any]) ->
         event["cause"] = Cause.UNKNOWN
     try:
         line = _encode(event)  # NaN and infinity are no JSON: they become null
-    except (ValueError, TypeError):  # text that is no UTF-8, say
+    except (ValueError, TypeError):  # for example text that is no UTF-8
         line = json.dumps(_finite(event), separators=(",", ":"), default=str).encode()
     return line + b"\n"
 
 
 def _plain(value: Any) -> Any:
-    """What the encoder does not know: kinds of float and int (numpy's float64, say) are numbers, all else is text."""
+    """Replacement for a value that the encoder does not know: kinds of float and int become numbers, all else text."""
     return float(value) if isinstance(value, float) else int(value) if isinstance(value, int) else str(value)
 
 
@@ -185,7 +185,7 @@ _encode = msgspec.json.Encoder(enc_hook=_plain).encode
 
 
 def encoded(fields: Any) -> bytes:
-    """As they would be in an event. Raises: ValueError or TypeError for text that is no UTF-8."""
+    """Encoding of these fields as in an event. Raises: ValueError or TypeError for text that is no UTF-8."""
     return _encode(fields)
 
 
@@ -200,7 +200,7 @@ def _finite(value: Any) -> Any:
 
 
 def parse_events(data: bytes) -> Iterator[dict[str, Any]]:
-    """The events in whole lines; torn or foreign lines are passed over."""
+    """Events in whole lines; torn or foreign lines are skipped."""
     for line in data.split(b"\n"):
         if not line.strip():
             continue
@@ -223,7 +223,7 @@ _MOST = {
 
 
 def absurd(line: Mapping[str, Any]) -> str:
-    """The first of a line's times and counts that cannot be, in words; "" if all can: readers compute with them."""
+    """Words for the first impossible time or count of a line; "" if all are possible: readers compute with them."""
     for name, most in _MOST.items():
         value = line.get(name)
         if isinstance(value, int | float) and not -1 <= value <= most:
@@ -236,7 +236,7 @@ def _shortened(number: str) -> str:
 
 
 def begun_last(line: bytes) -> bytes:
-    """The event that follows half a one on a line that is no event; within text its beginning would be escaped."""
+    """The event that follows half of another one on a line; inside text its beginning would be escaped."""
     return line[max(0, line.rfind(_START)) :]
 
 
@@ -253,7 +253,7 @@ def read_events(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
 
 class Lines:
-    """Cuts what is read of a growing file into whole lines; what is longer than a line of ours is passed over. rest:
+    """Cuts data read from a growing file into whole lines; lines that are too long to be ours are skipped. rest: begin
     of a line whose end is not there yet."""
 
     def __init__(self) -> None:
@@ -261,7 +261,7 @@ class Lines:
         self._skipping = False
 
     def whole(self, data: bytes) -> bytes:
-        """The lines that these bytes end, the last line feed included."""
+        """Lines that these bytes complete, the last line feed included."""
         if self._skipping:
             _, end, data = data.partition(b"\n")
             self._skipping = not end
@@ -272,9 +272,10 @@ class Lines:
 
 
 def last_committed_step(path: str | os.PathLike[str]) -> int:
-    """The newest step of a `step_committed` event since the last `job_started` at step 0, 0 if none; from the end.
+    """Newest step of a `step_committed` event since the last `job_started` at step 0, 0 if none; reads from the end.
 
-    A job that goes on from a checkpoint does not tell again of steps that it had told of."""
+    A job that goes on from a checkpoint does not report steps again that it had reported.
+    """
     size, steps, whole = _TAIL_BYTES, list[int](), False
     while not steps and not whole:
         events, whole = _newest(path, size)
@@ -296,7 +297,7 @@ def _step_of(event: dict[str, Any]) -> int | None:
 
 
 def _newest(path: str | os.PathLike[str], size: int) -> tuple[list[dict[str, Any]], bool]:
-    """The events in the last `size` bytes since the last `job_started` at step 0, for what was before was given up; and
+    """Events in the last `size` bytes since the last `job_started` at step 0 (that job gave up what was before), and
     whether these are all."""
     try:
         with open_given(path) as file:
@@ -323,7 +324,7 @@ def follow(
 ) -> Iterator[dict[str, Any]]:
     """Yield events as they are appended, whole lines only, until `stop()` is true and everything written is read.
 
-    A file that does not exist yet is waited for.
+    Waits for a file that does not exist yet.
     """
     position, lines = 0, Lines()
     while True:

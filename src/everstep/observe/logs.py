@@ -1,8 +1,7 @@
-"""Log records of workers: one JSON object per line, each with who, where, in which generation and at which step.
+"""Log records of workers: one JSON object per line, each with worker, place, generation and step.
 
-A worker hands its records to its agent, through the pipe that its stderr is: whoever reads them tells them from
-what was printed by the byte they begin with (RFC 7464). So a worker never waits for a disk, and what it said last is
-there whatever ends it.
+A worker hands its records to its agent through the pipe that its stderr is. The first byte of a record (RFC 7464) tells
+it from printed text. So a worker never waits for a disk, and its last words arrive however it ends.
 """
 
 from __future__ import annotations
@@ -21,15 +20,15 @@ from typing import Any
 import msgspec
 
 RECORD = b"\x1e"
-"""A record begins with this byte; nothing that people print does."""
+"""First byte of a record; printed text does not begin with it."""
 LEVELS = ("debug", "info", "warning", "error", "critical")
 MOST_CHARACTERS = 1 << 15
-"""Of a message, and of a traceback, of which the end is kept."""
+"""Limit of a message, and of a traceback, of which the end is kept."""
 _encode = msgspec.json.Encoder().encode
 
 
 class WorkerLog:
-    """What every record of a worker says about it; the training loop keeps the last four current."""
+    """Fields about the worker that every record bears; the training loop keeps the last four current."""
 
     def __init__(self, worker_id: int, incarnation: int) -> None:
         self.worker_id = worker_id
@@ -42,11 +41,11 @@ class WorkerLog:
         self.step = 0
 
     def at(self, step: int) -> None:
-        """The state is that of this step."""
+        """Note that the state is that of this step."""
         self.step = step
 
     def entered(self, generation: int, step: int, stage: int | None, role: str) -> None:
-        """A generation goes on from this step."""
+        """Note that a generation goes on from this step."""
         self.generation, self.step, self.stage, self.role = generation, step, stage, role
 
     def line(
@@ -60,7 +59,7 @@ class WorkerLog:
         place: tuple[str, str, int] | None = None,
     ) -> bytes:
         """One record, newline included. time_ns: unix time; 0: now. source: log, stdout or stderr. place: module, file
-        and line of whoever logged it."""
+        and line of the caller that logged it."""
         record: dict[str, Any] = {
             "time_unix_ns": time_ns or time.time_ns(),
             "level": level,
@@ -84,7 +83,7 @@ class WorkerLog:
 
 
 class RecordHandler(logging.Handler):
-    """Writes records to a descriptor. Nothing that goes wrong with it disturbs whoever logs."""
+    """Writes records to a descriptor. Errors in it never disturb the caller that logs."""
 
     def __init__(self, context: WorkerLog, fd: int) -> None:
         super().__init__()
@@ -117,7 +116,7 @@ class RecordHandler(logging.Handler):
 def set_up_worker_log(fd: int, worker_id: int, incarnation: int, level: int = logging.INFO) -> WorkerLog:
     """Send the root logger's records, Python warnings, uncaught exceptions and the stacks of crashes to `fd`.
 
-    Returns what appears on each record. Calling it again replaces the set-up.
+    Returns the context that appears on each record. Calling it again replaces the set-up.
     """
     context = WorkerLog(worker_id, incarnation)
     root = logging.getLogger()

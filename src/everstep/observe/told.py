@@ -1,8 +1,8 @@
-"""What has been told in events.jsonl, so that what several hosts have to tell of one job is told once.
+"""What has been told in events.jsonl, so that several hosts tell each event of a job once.
 
-On one host whoever leads next looks into the file itself. Of a host with a directory of its own it comes later, by the
-wire, and others may have told it meanwhile: then it is left out here. Read back from the file, so that a new process
-knows what the one before it knew.
+On one host the next leader looks into the file itself. Events of a host with its own directory come later, by the wire;
+those that others have told meanwhile are left out here. The file is read back, so that a new process knows what the one
+before it knew.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from everstep.base.given import open_given
 from everstep.observe.events import Lines, last_committed_step, parse_events
 
 CAME_FROM = "came_from"
-"""The field of an event that came by the wire: which file it was in, and up to which byte that has come."""
+"""Field of an event that came by the wire: its file, and the number of bytes of it that have come."""
 _ONCE = frozenset({"evaluated"})
-"""Kinds that every worker could tell and one does, once for a step."""
+"""Kinds that every worker could tell and one tells, once per step."""
 _CAUSES = frozenset({Cause.NONFINITE, Cause.EARLY_STOP})
-"""Likewise the causes of warnings."""
+"""Causes of warnings that one worker tells once."""
 _MOST_KNOWN = 10_000
 _PORTION_BYTES = 4 << 20
 _FROM = re.compile(r"([0-9a-f]{16}):(\d{1,15})")
 
 
 class Steps:
-    """A set of step numbers, in runs: nearly all that there are follow each other."""
+    """A set of step numbers, kept as runs: nearly all of them are consecutive."""
 
     def __init__(self) -> None:
         self._firsts: list[int] = []
@@ -40,17 +40,17 @@ class Steps:
         return self.last_from(step) is not None
 
     def last_from(self, step: int) -> int | None:
-        """The last one of the run that this one is in."""
+        """Last step of the run that contains this one; None if there is none."""
         k = bisect_right(self._firsts, step) - 1
         return self._lasts[k] if k >= 0 and step <= self._lasts[k] else None
 
     @property
     def first(self) -> int | None:
-        """The lowest."""
+        """Lowest step; None if there is none."""
         return self._firsts[0] if self._firsts else None
 
     def add(self, step: int) -> None:
-        """One more."""
+        """Add a step."""
         if step in self:
             return
         k = bisect_right(self._firsts, step)
@@ -69,7 +69,7 @@ class Steps:
 
 
 class Telling:
-    """What an event log says so far. Pure. held: of each file that events came from, up to which byte they have."""
+    """What an event log says so far. Pure. held: by file that events came from, the number of bytes taken over."""
 
     def __init__(self) -> None:
         self.held: dict[str, int] = {}
@@ -79,8 +79,8 @@ class Telling:
 
     @property
     def through(self) -> int:
-        """All steps up to this one have been told, or nobody knows them any more: those before the step that the job
-        has gone on from with nothing but a checkpoint."""
+        """Last step up to which all are told, or forgotten: a job that began with a checkpoint knows no earlier
+        ones."""
         for step in (self._stood, self._stood + 1):
             last = self._steps.last_from(step)
             if last is not None:
@@ -89,21 +89,21 @@ class Telling:
 
     @property
     def first(self) -> int | None:
-        """The lowest step that is known to have been told."""
+        """Lowest step that is known to have been told."""
         return self._steps.first
 
     def assume(self, step: int) -> None:
-        """All up to this step have been told, in what is not read."""
+        """Take all steps up to this one as told, in a part of the file that is not read."""
         self._assumed = max(self._assumed, step)
         self._stood = max(self._stood, step)
 
     def take(self, event: dict[str, Any]) -> None:
-        """An event that is in the log."""
+        """Note an event of the log."""
         kind, step = event["kind"], event.get("step")
         found = _FROM.fullmatch(str(event.get(CAME_FROM, "")))
         if found is not None:
             self.held[found[1]] = max(self.held.get(found[1], 0), int(found[2]))
-        if kind == "job_started" and not step:  # what was before was given up
+        if kind == "job_started" and not step:  # the job before was given up
             self._steps, self._stood, self._assumed = Steps(), 0, 0
             self._once.clear()
         elif kind == "job_started" or (kind == "fallback" and event.get("source") == "checkpoint"):
@@ -118,7 +118,7 @@ class Telling:
                     self._once.popitem(last=False)
 
     def is_new(self, event: dict[str, Any]) -> bool:
-        """Whether nobody has told it."""
+        """Whether the event has not been told."""
         step = event.get("step")
         if event["kind"] == "step_committed":
             return not isinstance(step, int) or self.lacks(step)
@@ -126,12 +126,12 @@ class Telling:
         return name is None or name not in self._once
 
     def lacks(self, step: int) -> bool:
-        """Whether nobody has told of a step."""
+        """Whether the step has not been told."""
         return step > self._assumed and step not in self._steps
 
 
 def _name(event: dict[str, Any]) -> tuple[str, int] | None:
-    """What is told once, by kind and step; None of what each tells for itself."""
+    """Name of an event that is told once, by kind and step; None for events that each process tells for itself."""
     step, cause = event.get("step"), event.get("cause")
     if event["kind"] in _ONCE:
         return (str(event["kind"]), step) if isinstance(step, int) else None
@@ -141,8 +141,8 @@ def _name(event: dict[str, Any]) -> tuple[str, int] | None:
 
 
 class ToldFile:
-    """The same, of a file that others write to as well. tail_bytes: only so much of its end is read, and steps from
-    before that count as told."""
+    """`Telling` for a file that others write to as well. tail_bytes: read only this end, and take steps before it as
+    told."""
 
     def __init__(self, path: Path, tail_bytes: int | None = None) -> None:
         self._path = path
@@ -154,11 +154,11 @@ class ToldFile:
 
     @property
     def position(self) -> int:
-        """So many bytes of the file have been taken in."""
+        """Number of bytes of the file taken in."""
         return self._position
 
     def look(self) -> bool:
-        """Take in what is new, a portion at most; whether that was all. Raises: OSError."""
+        """Take in new events, one portion at most; returns whether that was all. Raises: OSError."""
         try:
             with open_given(self._path) as file:
                 found = os.fstat(file.fileno())
@@ -180,7 +180,7 @@ class ToldFile:
             return True
 
     def _skip(self, size_bytes: int) -> bool:
-        """Begin near the end, if that is all that is wanted."""
+        """Begin near the end if only the tail is wanted."""
         if self._tail_bytes is not None and size_bytes > self._tail_bytes:
             self._position = size_bytes - self._tail_bytes
         return self._position > 0

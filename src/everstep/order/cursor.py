@@ -1,8 +1,8 @@
 """Which samples make up (step, lane). Pure, and without state: the cursor is the number of the step.
 
-The samples of all epochs form one endless row, each epoch in an order of its own. Step s takes the s-th global batch of
-it, lane l the l-th micro-batch of that. So an epoch's tail is filled up with the head of the next one, no sample is
-dropped, and the number of workers does not appear.
+The samples of all epochs form one endless row, each epoch in its own order. Step s takes the s-th global batch of the
+row, lane l the l-th micro-batch of that. So an epoch's tail is filled up with the head of the next one, no sample is
+dropped, and the number of workers plays no part.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ SampleId = tuple[int, int]
 
 
 _MOST_FOUND = 256
-"""Lanes whose samples are remembered: several ask for the same ones, one after the other."""
+"""Lanes whose samples are remembered: several callers ask for the same ones, one after the other."""
 
 
 LaneSamples = tuple[SampleId, ...]
-"""What a lane computes in a step; at the end of the last epoch fewer than micro_batch samples, or none."""
+"""Samples of a lane in a step; at the end of the last epoch fewer than micro_batch, or none."""
 
 
 class Order(Protocol):
-    """What loading needs to know of an order of samples."""
+    """An order of samples, as far as loading needs to know it."""
 
     @property
     def total_steps(self) -> int:
-        """The last step."""
+        """Number of the last step."""
 
     def samples(self, step: int, lane: int) -> LaneSamples:
-        """The samples of a lane in a step; steps count from 1."""
+        """Samples of a lane in a step; steps count from 1."""
 
 
 class SampleOrder:
@@ -69,7 +69,7 @@ class SampleOrder:
         if steps is None and epochs is None:
             raise ConfigError("expected 'steps' or 'epochs' to say where the job ends, got neither: set one of them")
         self.total_samples = None if epochs is None else epochs * dataset_size
-        """How many samples there are to use, None if only steps are limited."""
+        """Number of samples to use, None if only steps are limited."""
         limits = [] if steps is None else [steps]
         if self.total_samples is not None:
             limits.append(-(-self.total_samples // self.global_batch))
@@ -78,7 +78,7 @@ class SampleOrder:
         self._found: dict[tuple[int, int], LaneSamples] = {}
 
     def samples(self, step: int, lane: int) -> LaneSamples:
-        """The samples of a lane in a step; steps count from 1."""
+        """Samples of a lane in a step; steps count from 1."""
         found = self._found.get((step, lane))
         if found is None:
             if len(self._found) >= _MOST_FOUND:
@@ -103,7 +103,7 @@ class SampleOrder:
         return tuple(found)
 
     def samples_before(self, step: int) -> int:
-        """How many samples all steps before this one use together."""
+        """Number of samples that all steps before this one use together."""
         used = (step - 1) * self.global_batch
         return used if self.total_samples is None else min(used, self.total_samples)
 

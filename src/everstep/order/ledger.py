@@ -1,8 +1,8 @@
 """The ledger: which samples each committed step used, and the proof that each was used exactly once. Pure.
 
-One row per step, the same from whoever writes it: rows are keyed by step and idempotent, so every worker may write its
-own copy, and a step that was redone after a restart gives an equal row. A row does not list samples but carries, for
-every lane, a digest of those that were really loaded; the audit computes what they should have been.
+One row per step, equal from every writer. Rows are keyed by step and idempotent, so every worker may write its own
+copy, and a step that was redone after a restart gives an equal row. A row does not list samples but carries, for every
+lane, a digest of the samples that were really loaded; the audit computes what they should have been.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _PIECE = 1 << 16
 
 @dataclass(frozen=True)
 class LaneUse:
-    """What one lane of a step used. count: number of samples; digest: `use_digest` of them, 64 bits."""
+    """Samples that one lane of a step used. count: number of samples; digest: `use_digest` of them, 64 bits."""
 
     lane: int
     worker_id: int
@@ -48,8 +48,8 @@ class LedgerRow:
 class EpochReport:
     """Use of the samples of one epoch (from 0), as far as the audited steps go.
 
-    samples: how many they should have used. counted: how many different ones they did. missing: samples - counted.
-    duplicated: uses beyond the first of a sample.
+    samples: number that the steps should have used. counted: number of different samples that they used. missing:
+    samples - counted. duplicated: uses beyond the first of a sample.
     """
 
     epoch: int
@@ -61,11 +61,11 @@ class EpochReport:
 
 @dataclass(frozen=True)
 class LedgerReport:
-    """What an audit found.
+    """Result of an audit.
 
-    clean: every sample was used exactly once. complete: every audited step has its row, whatever that says; so what is
-    complete and not clean was done wrongly, and what is not complete cannot be shown. steps: how many of the audited
-    steps have a row. problems: one line each (1000 at most).
+    clean: every sample was used exactly once. complete: every audited step has a row, right or wrong. A complete ledger
+    that is not clean shows an error; an incomplete one proves nothing. steps: number of audited steps that have a row.
+    problems: one line each (1000 at most).
     """
 
     clean: bool
@@ -89,9 +89,9 @@ def encode_row(row: LedgerRow) -> bytes:
 
 
 def decode_rows(data: bytes) -> list[LedgerRow]:
-    """The rows of a file. What cannot be read is no row: a torn last line, or a torn one that others were appended to.
+    """Rows of a file. Unreadable lines are skipped: a torn last line, or a torn one that others were appended to.
 
-    That cannot make a ledger look better than it is, because the audit wants a row for every step.
+    Skipping cannot make a ledger look better than it is, because the audit wants a row for every step.
     """
     rows: list[LedgerRow] = []
     for line in _lines(data):
@@ -101,7 +101,7 @@ def decode_rows(data: bytes) -> list[LedgerRow]:
 
 
 def steps_of(data: bytes) -> Iterator[int]:
-    """The steps of the rows in a file, for those who need no more of them."""
+    """Steps of the rows in a file, for callers that need nothing else."""
     return (line.step for line in _lines(data))
 
 
@@ -132,13 +132,13 @@ def _lines(data: bytes) -> Iterator[_Line]:
 def audit(
     rows: Iterable[LedgerRow], order: SampleOrder, upto_step: int, *, ended: bool = True, after: int = 0
 ) -> LedgerReport:
-    """Whether the rows show that steps 1..upto_step used exactly the samples they should have.
+    """Check that the rows show that steps 1..upto_step used exactly the samples that they should have.
 
-    Rows may come in any order and repeat. upto_step: the last committed step. ended: the job has ended there, so a
-    row of a later step is a problem; of a running job it is only newer than `upto_step`. after: the step of another
-    job's checkpoint that this one began with; the rows up to it are in the other's ledger, and count as clean.
+    Rows may come in any order and repeat. upto_step: the last committed step. ended: the job has ended there, so a row
+    of a later step is a problem; in a running job it is only newer than `upto_step`. after: step of another job's
+    checkpoint that this job began with; the rows up to it are in the other's ledger, and count as clean.
 
-    It takes as long as there are rows and epochs, however many steps there are said to be.
+    The time grows with the number of rows and epochs, not with the number of steps.
     """
     problems = _Problems()
     by_step = _by_step(rows, problems)
@@ -174,14 +174,14 @@ def audit(
 
 
 class _Problems:
-    """Collects problems; the first ones as text."""
+    """Problems found; only the first ones are kept as text."""
 
     def __init__(self) -> None:
         self.found = 0
         self._lines: list[str] = []
 
     def add(self, line: str, count: int = 1) -> None:
-        """count: how many it stands for."""
+        """Add a problem. count: number of problems that the line stands for."""
         self.found += count
         if self.found < _MOST_PROBLEMS:
             self._lines.append(line)
@@ -192,7 +192,7 @@ class _Problems:
 
 
 def _by_step(rows: Iterable[LedgerRow], problems: _Problems) -> dict[int, LedgerRow]:
-    """One row per step. Rows of one step must agree on the samples; who computed them, and when, may differ."""
+    """One row per step. Rows of one step must agree on the samples; workers and generations may differ."""
     by_step: dict[int, LedgerRow] = {}
     for row in rows:
         kept = by_step.setdefault(row.step, row)
@@ -243,7 +243,7 @@ def ranges(steps: list[int]) -> list[tuple[int, int]]:
 
 
 class _Counts:
-    """Which samples of which epoch were used: one byte per sample of the epochs that are open, where any was."""
+    """Samples used, by epoch: one byte per sample of each open epoch in which any was used."""
 
     def __init__(self, order: SampleOrder) -> None:
         self._size = order.dataset_size
@@ -261,7 +261,7 @@ class _Counts:
             used[index % _PIECE] = 1
 
     def trust(self, first: int, stop: int) -> None:
-        """These were used, counted over all epochs; nobody looks which they are."""
+        """Count these samples, numbered over all epochs, as used, without noting which they are."""
         while first < stop:
             epoch, position = divmod(first, self._size)
             count = min(stop - first, self._size - position)
@@ -269,7 +269,7 @@ class _Counts:
             first += count
 
     def close_before(self, epoch: int) -> None:
-        """No more uses of earlier epochs will come."""
+        """Drop the samples of earlier epochs: no more uses of them will come."""
         for done in [where for where in self._open if where[0] < epoch]:
             del self._open[done]
 

@@ -70,5 +70,5 @@ def permutation(seed: int, epoch: int, n: int) -> Permutation:
 
 
 def index_at(seed: int, epoch: int, n: int, position: int) -> int:
-    """Which sample of 0..n-1 comes at `position` (0..n-1) of `epoch` (from 0) in a job with this seed."""
+    """Sample (0..n-1) at `position` (0..n-1) of `epoch` (from 0) in a job with this seed."""
     return permutation(seed, epoch, n).at(position)

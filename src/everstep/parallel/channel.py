@@ -1,26 +1,27 @@
-"""Messages between workers: of one host through shared memory, of several over our own sockets.
+"""Messages between workers: inside a host through shared memory, between hosts over our own sockets.
 
 On one host the sender writes into its own memory, and the receiver copies from there:
 
     page 0     header and bell (see `mapping`)
     page 1     the opening: the generation that the sender is in, and the number of its first message there
-    log        one record per message: to whom, which hop, where it lies
+    log        one record per message: receiver, hop, place
     room       the messages, see `Arena` and `frame`
 
 Order of writes: message, then record, its checksum first but its number in the checksum, then the bell.
 
-Why nothing wrong is read, without a lock:
-- What was sent for a step is overwritten after that step's agree, which proves that all members have received it; or
+Why no wrong bytes are read, without a lock:
+- Messages of a step are overwritten after that step's agree, which proves that all members have received them; or
   in a newer generation, after the opening has been rewritten. A receiver looks at the opening again after copying: if
-  it has changed, the sender has left the generation, and so must the receiver, who throws the copy away.
-- Records are numbered through, and bear their generation: one of an older generation is never taken for a newer one.
+  it has changed, the sender has left the generation, and so must the receiver, which throws the copy away.
+- Records are numbered through, and bear their generation: a record of an older generation is never taken for a newer
+  one.
 
 Sockets move bytes when both sides have named them, and the receiver has to know their size. So each *edge* (sender,
 receiver, kind, part) first says in a small *lead* how large its frames are, once in a generation; all its frames have
 that size, and a receiver can ask for many of them before it needs them. A message that is larger than its edge's frames
 says so in the frame, and its content follows as a message of its own.
 
-Tensors on other devices pass through host memory: gradients have NCCL, but single messages in any order would have to
+Tensors on other devices pass through host memory. NCCL serves gradients, but single messages in any order would have to
 be paired by order on both sides, with each direction in a communicator of its own.
 """
 
@@ -56,7 +57,7 @@ _RECORDS = 1 << 16
 _LOG_AT = 2 * PAGE
 _ROOM_AT = _LOG_AT + _RECORDS * _RECORD.size
 _DIGEST_BYTES = 8
-_ROOM_BYTES = 64 << 30  # in flight at once at most; costs address space only
+_ROOM_BYTES = 64 << 30  # most bytes in flight at once; costs address space only
 _WINDOW = 8
 _SLACK_BYTES = 16 << 20
 
@@ -68,9 +69,8 @@ class _Taken(NamedTuple):
 
 
 class Arena:
-    """Where messages lie in a sender's memory: 64-byte aligned runs of [0, room_bytes), taken by step and given back
-    all at once. The same steps in the same order get the same places again, so pages once touched go on being used.
-    """
+    """Places of messages in a sender's memory: 64-byte aligned runs of [0, room_bytes), taken by step and given back
+    all at once. The same steps in the same order get the same places again, so pages once touched go on being used."""
 
     def __init__(self, room_bytes: int) -> None:
         self._room = room_bytes
@@ -82,11 +82,11 @@ class Arena:
         self._peak = 0
 
     def __len__(self) -> int:
-        """How many runs are taken."""
+        """Number of runs that are taken."""
         return len(self._taken)
 
     def take(self, step: int, size_bytes: int) -> int:
-        """The start of a run of size_bytes (a multiple of 64)."""
+        """Take a run of size_bytes (a multiple of 64); returns its start."""
         if self._next + size_bytes > self._limit and self._limit < self._room:
             # The gap below the oldest run is full: go on above all of them.
             self._next, self._limit = max(t.stop for t in self._taken), self._room
@@ -99,7 +99,7 @@ class Arena:
         return start
 
     def forget(self, step: int) -> tuple[int, int]:
-        """Runs of steps up to this one are free. Returns a range [start, stop) that has not been used for long."""
+        """Free the runs of steps up to this one. Returns a range [start, stop) that has not been used for long."""
         kept = [t for t in self._taken if t.step > step]
         if len(kept) == len(self._taken):
             return 0, 0
@@ -117,14 +117,14 @@ class Arena:
         return idle
 
     def clear(self) -> None:
-        """Everything is free."""
+        """Free all runs."""
         self.forget(1 << 62)
 
 
 class SharedMemoryChannel:
-    """Satisfies `everstep.base.ports.Channel` for members of one host.
+    """`everstep.base.ports.Channel` for members of one host.
 
-    device: where received tensors are put.
+    device: of received tensors.
     """
 
     def __init__(self, me: WorkerKey, tick: OnTick, *, device: torch.device | str = "cpu") -> None:
@@ -153,14 +153,14 @@ class SharedMemoryChannel:
         self._fence.enter(plan.generation)
         opening = struct.pack("<qQ", plan.generation, self._number)
         _OPENING.pack_into(self._own.memory, _OPENING_AT, _digest(opening), plan.generation, self._number)
-        self._own.ring()  # a barrier: who copies what is overwritten from here on sees the new opening
+        self._own.ring()  # a barrier: a member that copies a message overwritten from here on sees the new opening
         self._arena.clear()
         self._inboxes = {}
         mappings: dict[int, Mapping] = {self._me.worker_id: self._own, **self._attached.meet(plan, self._fence)}
         self._inboxes = {w: _Inbox(m, w, self._me.worker_id, plan.generation) for w, m in mappings.items()}
 
     def send(self, to: int, key: Hop, tensors: Sequence[torch.Tensor], meta: bytes = b"") -> None:
-        """One copy into the own memory. Raises: CollectiveAborted if the generation has been aborted."""
+        """Copy the message into the own memory, once. Raises: CollectiveAborted if the generation has been aborted."""
         self._fence.check()
         check(to in self._inboxes, f"worker {to} is no member of generation {self._fence.generation}")
         check(len(self._arena) < _RECORDS // 2, f"{len(self._arena)} messages in flight are too many; forget steps")
@@ -176,13 +176,13 @@ class SharedMemoryChannel:
         self._own.ring()
 
     def expect(self, source: int, key: Hop) -> None:
-        """Nothing to prepare: the message lies ready as soon as it was sent."""
+        """Nothing to prepare: the message is readable as soon as it is sent."""
 
     def recv(self, source: int, key: Hop) -> tuple[list[torch.Tensor], bytes]:
-        """One copy out of the sender's memory.
+        """Copy the message out of the sender's memory, once.
 
-        Raises: CollectiveAborted after `abort`, when the sender died without having sent it, and when the sender has
-        entered a newer generation.
+        Raises: CollectiveAborted after `abort`, if the sender died without sending it, and if the sender has entered a
+        newer generation.
         """
         self._fence.check()
         check(source in self._inboxes, f"worker {source} is no member of generation {self._fence.generation}")
@@ -196,12 +196,12 @@ class SharedMemoryChannel:
                 return inbox.take(key, self._device)
             inbox.mapping.await_bell(bell, _WAIT_S)
             if inbox.mapping.bell == bell and not inbox.mapping.alive():
-                inbox.look()  # what it sent at the very end
+                inbox.look()  # the sender's last messages
                 if not inbox.has(key):
                     raise CollectiveAborted(f"worker {source} died before it sent {key}", [source])
 
     def forget(self, step: int) -> None:
-        """What was sent for steps up to this one may be overwritten."""
+        """Messages of steps up to this one may be overwritten."""
         start, stop = self._arena.forget(step)
         start = -(-start // PAGE) * PAGE
         stop -= stop % PAGE
@@ -211,12 +211,12 @@ class SharedMemoryChannel:
             inbox.forget(step)
 
     def rest(self) -> None:
-        """Let go of the others, until the next `open`."""
+        """Detach from the others, until the next `open`."""
         self._attached.close()
         self._inboxes = {}
 
     def abort(self, generation: int) -> None:
-        """Thread-safe; the waiter sees it within 5 ms."""
+        """Thread-safe; a waiting caller sees it within 5 ms."""
         self._fence.abort(generation)
 
     def close(self) -> None:
@@ -229,7 +229,7 @@ class SharedMemoryChannel:
 
 
 class _Inbox:
-    """What one sender has for this worker in one generation."""
+    """Messages of one sender for this worker in one generation."""
 
     def __init__(self, mapping: Mapping, sender: int, me: int, generation: int) -> None:
         self.mapping = mapping
@@ -245,7 +245,7 @@ class _Inbox:
         return key in self._found
 
     def look(self) -> None:
-        """Read the records that have come since.
+        """Read new records.
 
         Raises: CollectiveAborted if the sender is in a newer generation.
         """
@@ -281,11 +281,11 @@ class _Inbox:
         return tensors, frame.meta
 
     def forget(self, step: int) -> None:
-        """Keep up with the log also where nothing is received from."""
+        """Keep up with the log even if nothing is received from this sender."""
         try:
             self.look()
         except CollectiveAborted:
-            return  # whoever receives will be told
+            return  # `recv` will raise it
         if self._found:
             self._found = {key: place for key, place in self._found.items() if key.step > step}
 
@@ -321,13 +321,13 @@ def _bytes(mapping: Mapping) -> torch.Tensor:
     return torch.frombuffer(mapping.array(ctypes.c_uint8, _ROOM_BYTES, _ROOM_AT), dtype=torch.uint8)
 
 
-# ---- between workers of several hosts: over the sockets with which all members of a generation meet anyway
+# ---- between workers of several hosts: over the sockets that connect all members of a generation anyway
 _HEADER = struct.Struct("<qiiiiQ")
 _LEAD = struct.Struct("<Q")
 _PARTS = 1 << 10
 _TAGS = 1 << 28
 _FRAME, _MORE = 0, 1
-"""Each hop has two tags: that of its frame, and that of content that the frame cannot hold."""
+"""Each hop has two tags: that of its frame, and that of the content that does not fit into the frame."""
 _LEADS = _TAGS + 2 * len(KINDS) * _PARTS * MOST_LANES
 
 
@@ -343,9 +343,9 @@ class _Coming(NamedTuple):
 
 
 class GroupChannel:
-    """Satisfies `everstep.base.ports.Channel` over the sockets of `carrier`, a transport of all members.
+    """`everstep.base.ports.Channel` over the sockets of `carrier`, a transport of all members.
 
-    The carrier is opened before the channel, and aborted with it. device: where received tensors are put.
+    The carrier is opened before the channel, and aborted with it. device: of received tensors.
     """
 
     segment = ""
@@ -376,7 +376,7 @@ class GroupChannel:
         self._fence.check()
 
     def send(self, to: int, key: Hop, tensors: Sequence[torch.Tensor], meta: bytes = b"") -> None:
-        """One copy into a frame that is kept until `forget`. Raises: CollectiveAborted."""
+        """Copy the message into a frame that is kept until `forget`, once. Raises: CollectiveAborted."""
         mesh = self._checked(to, key)
         layout = frame_of(tensors, meta)
         if to == self._me.worker_id:
@@ -398,7 +398,7 @@ class GroupChannel:
             self._post(mesh, key.step, _filled(layout, tensors), to, _tag(key) + _MORE)
 
     def expect(self, source: int, key: Hop) -> None:
-        """Ask for it now, if the size of the edge's frames is known, and as soon as it is otherwise.
+        """Ask for the message now, if the size of the edge's frames is known, else as soon as it is.
 
         Raises: CollectiveAborted.
         """
@@ -414,7 +414,7 @@ class GroupChannel:
         self._ask(mesh)
 
     def recv(self, source: int, key: Hop) -> tuple[list[torch.Tensor], bytes]:
-        """Raises: CollectiveAborted after `abort`, and when the connection with the sender broke."""
+        """Wait for the message. Raises: CollectiveAborted after `abort`, and if the connection broke."""
         mesh = self._checked(source, key)
         if source == self._me.worker_id:
             check(key in self._own, f"{key} was not sent by the only one who could, this worker")
@@ -440,12 +440,12 @@ class GroupChannel:
         return self._tensors(layout, content), layout.meta
 
     def forget(self, step: int) -> None:
-        """Lets go of what was sent for steps up to this one."""
+        """Release the messages of steps up to this one."""
         self._sent = [sent for sent in self._sent if sent[0] > step]
         self._own = {key: kept for key, kept in self._own.items() if key.step > step}
 
     def abort(self, generation: int) -> None:
-        """Thread-safe. Who is already waiting is freed by the abort of the carrier."""
+        """Thread-safe. A caller that waits already is freed by the abort of the carrier."""
         self._fence.abort(generation)
 
     def close(self) -> None:
@@ -463,11 +463,11 @@ class GroupChannel:
         return self._carrier.mesh
 
     def _post(self, mesh: SocketMesh, step: int, content: torch.Tensor, to: int, tag: int) -> None:
-        """What is sent is kept until the step is forgotten."""
+        """Send, and keep the content until the step is forgotten."""
         self._sent.append((step, [content, mesh.send((content, to, tag))]))
 
     def _ask(self, mesh: SocketMesh) -> None:
-        """Begin to receive all that is wanted and whose size is known by now."""
+        """Begin to receive all wanted messages whose size is known by now."""
         for edge in [e for e, lead in self._leads.items() if lead.receipt.is_completed()]:
             lead = self._leads.pop(edge)
             (self._frames[edge],) = _LEAD.unpack(lead.content.numpy().tobytes())
@@ -477,7 +477,7 @@ class GroupChannel:
                 self._coming[edge.peer, key] = _receive(mesh, size, edge.peer, _tag(key) + _FRAME)
 
     def _tensors(self, layout: Frame, content: torch.Tensor) -> list[torch.Tensor]:
-        """On the CPU without a copy: each over its part of the content, which is nobody else's."""
+        """The message's tensors. On the CPU without a copy: each over its own part of the content."""
         if self._device.type == "cpu":
             return [place.adopt(content) for place in layout.places]
         return [place.fresh(self._device).copy_(place.view(content)) for place in layout.places]

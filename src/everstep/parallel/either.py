@@ -1,8 +1,8 @@
-"""Transport and channel that go by where members are: shared memory inside a machine, sockets between machines.
+"""Transport and channel that choose by place: shared memory inside a machine, sockets between machines.
 
-Decided for each generation, and for each pool by itself, from the plan alone: what a member says of its segment names
-its machine, too. So all members decide alike, and a job may grow from one host to three and shrink again. Lane sums lie
-in the worker's own shared memory in any case, so they outlive the change, and the tree is the same, so the bits are.
+The choice is made for each generation and each pool, from the plan alone: a member's segment names its machine, too. So
+all members choose alike, and a job may grow from one host to three and shrink again. Lane sums lie in the worker's own
+shared memory in any case, so they outlive the change, and the tree is the same, so the bits are.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ class NodeFlats(Flats):
 
 
 class EitherTransport:
-    """Satisfies `everstep.base.ports.Transport` for members on any hosts.
+    """`everstep.base.ports.Transport` for members on any hosts.
 
-    machine: its name, without a "/". near: for generations of one machine. far: makes what serves those of which each
-    machine has one member, when the first of them begins; tiers: likewise, for those of which a machine has several
-    (None: `far` serves them too).
+    machine: its name, without a "/". near: for generations of one machine. far: makes the transport for generations in
+    which each machine has one member, when the first of them begins; tiers: makes the one for generations in which a
+    machine has several (None: `far` serves them, too).
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class EitherTransport:
 
     @property
     def far(self) -> GroupTransport:
-        """The one for several machines."""
+        """The transport between machines."""
         with self._lock:
             if self._far is None:
                 self._far = self._make_far(self._near.slots)
@@ -82,10 +82,10 @@ class EitherTransport:
             return self._far
 
     def open(self, plan: Plan) -> None:
-        """Raises: as the one that serves this generation does."""
+        """Begin a generation with the transport that serves it. Raises: its errors."""
         machines = machines_of(plan)
         if self._tiers is not None:
-            self._tiers.leave()  # it writes to the memory that is used now
+            self._tiers.leave()  # it writes to the memory that is used from here on
         if set(machines.values()) == {self._machine}:
             self._current = self._near
             self._near.open(_on(self._machine, plan))
@@ -103,11 +103,11 @@ class EitherTransport:
             self._tiers.open(plan, machines)
 
     def node(self, step: int, node: Node) -> torch.Tensor:
-        """float32 [layout.numel] in the own segment."""
+        """Node in the own segment, float32 [layout.numel]."""
         return self._near.node(step, node)
 
     def offering(self, step: int) -> OnFinal | None:
-        """Takes blocks before `reduce`, where they have to go to another machine."""
+        """Receiver of blocks before `reduce`, if they have to go to another machine."""
         return self._current.offering(step)
 
     def exchange(self, tag: Tag, payload: bytes) -> dict[int, bytes]:
@@ -135,22 +135,22 @@ class EitherTransport:
                     beyond.abort(generation)
 
     def close(self) -> None:
-        """Give everything back; what was handed out stays valid for as long as it is referred to."""
+        """Release everything; tensors that were handed out stay valid while they are referred to."""
         for beyond in (self._far, self._tiers):
             if beyond is not None:
                 beyond.close()
         self._near.close()
 
     def _leave_sockets(self) -> None:
-        """All members are known to have left the generation before: nobody needs those of it any more."""
+        """All members are known to have left the generation before: its sockets are not needed any more."""
         for beyond in (self._far, self._tiers):
             if beyond is not None and beyond is not self._current:
                 beyond.rest()
 
 
 class EitherChannel:
-    """Satisfies `everstep.base.ports.Channel` for members on any hosts. machine: as for `EitherTransport`. near: for
-    messages to members of this machine; far: makes what is for the others, when there are any for the first time."""
+    """`everstep.base.ports.Channel` for members on any hosts. machine: as in `EitherTransport`. near: for messages to
+    members of this machine; far: makes the channel to other machines, when there are any for the first time."""
 
     def __init__(self, machine: str, near: SharedMemoryChannel, far: Callable[[], GroupChannel]) -> None:
         self._machine = machine
@@ -166,7 +166,7 @@ class EitherChannel:
         return f"{self._machine}/{self._near.segment}"
 
     def open(self, plan: Plan) -> None:
-        """Raises: as those that serve this generation do."""
+        """Begin a generation with the channels that serve it. Raises: their errors."""
         self._elsewhere = frozenset(w for w, machine in machines_of(plan).items() if machine != self._machine)
         self._near.open(_on(self._machine, plan))
         if not self._elsewhere:
@@ -190,7 +190,7 @@ class EitherChannel:
         return self._way(source).recv(source, key)
 
     def forget(self, step: int) -> None:
-        """What was sent for steps up to this one may be overwritten."""
+        """Messages of steps up to this one may be overwritten."""
         self._near.forget(step)
         if self._far is not None:
             self._far.forget(step)
@@ -204,18 +204,18 @@ class EitherChannel:
                 self._far.abort(generation)
 
     def close(self) -> None:
-        """Give everything back."""
+        """Release everything."""
         if self._far is not None:
             self._far.close()
         self._near.close()
 
     def _way(self, worker_id: int) -> SharedMemoryChannel | GroupChannel:
-        """That to a member; who is none is refused there."""
+        """Channel to a member; that channel refuses a worker that is none."""
         return self._far if self._far is not None and worker_id in self._elsewhere else self._near
 
 
 def machines_of(plan: Plan) -> dict[int, str]:
-    """Where each member is, by worker id."""
+    """Machine of each member, by worker id."""
     return {member.worker_id: member.segment.partition("/")[0] for member in plan.members}
 
 
@@ -223,5 +223,5 @@ def _on(machine: str, plan: Plan) -> Plan:
     """The plan's part on one machine, with the segments as the transports there name them."""
     here = [m for m in plan.members if m.segment.startswith(f"{machine}/")]
     members = tuple(replace(m, segment=m.segment.partition("/")[2]) for m in here)
-    # With members elsewhere nothing is finished among those here alone.
+    # If members are elsewhere, the members here finish nothing among themselves.
     return replace(plan, members=members, shards=plan.shards if len(here) == len(plan.members) else ())

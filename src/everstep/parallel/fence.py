@@ -1,4 +1,4 @@
-"""Which generation a transport works for, and up to which one it has been told to leave."""
+"""The generation that a transport works for, and the newest generation that was aborted."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Fence:
         self.generation = generation
 
     def abort(self, generation: int) -> None:
-        """Everything of this generation and older ends."""
+        """End all operations of this generation and older ones."""
         with self._lock:
             self.aborted = max(self.aborted, generation)
 

@@ -1,7 +1,7 @@
-"""How a message of several tensors lies in one run of bytes: its description, then each tensor at a 64-byte boundary.
+"""Layout of a message of several tensors in one run of bytes: its description, then each tensor at a 64-byte boundary.
 
 The description (dtypes, shapes, strides, and the sender's opaque words) is a few hundred bytes and nearly always the
-same, so it travels with each message, and what follows from it is remembered on both sides.
+same. So it travels with each message, and both sides remember the layout that follows from it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from everstep.parallel.reduction import new_flat
 _LENGTHS = struct.Struct("<II")
 _REMEMBERED = 512
 KEPT_BYTES = 32 << 20
-"""Up to here freed memory stays with the process (`everstep.exact.accumulate`), and new tensors cost no page faults."""
+"""Up to this size freed memory stays with the process (`everstep.exact.accumulate`), and new tensors cost no page
+faults."""
 
 Spec = tuple[torch.dtype, tuple[int, ...], tuple[int, ...]]
 """dtype, shape and (dense) strides of a tensor."""
@@ -35,7 +36,7 @@ def fresh_bytes(size: int) -> torch.Tensor:
 
 
 class FramePlace(NamedTuple):
-    """Where a tensor lies: [start, stop) in bytes from the beginning of the frame."""
+    """Place of a tensor: [start, stop) in bytes from the beginning of the frame."""
 
     start: int
     stop: int
@@ -47,13 +48,13 @@ class FramePlace(NamedTuple):
         return frame[self.start : self.stop].view(dtype).as_strided(shape, stride)
 
     def adopt(self, frame: torch.Tensor) -> torch.Tensor:
-        """The same as `view`, but a tensor in its own right: autograd counts its changes apart from the frame's."""
+        """`view`, but as an independent tensor: autograd counts its changes apart from the frame's."""
         dtype, shape, stride = self.spec
         start = frame.storage_offset() + self.start
         return torch.empty(0, dtype=dtype).set_(frame.untyped_storage(), start // dtype.itemsize, shape, stride)
 
     def fresh(self, device: torch.device) -> torch.Tensor:
-        """An uninitialised tensor of this kind, at a 64-byte boundary."""
+        """Uninitialised tensor of this kind, at a 64-byte boundary."""
         dtype, shape, stride = self.spec
         if device.type == "cpu" and self.stop - self.start > KEPT_BYTES:
             return fresh_bytes(self.stop - self.start).view(dtype).as_strided(shape, stride)
@@ -62,7 +63,7 @@ class FramePlace(NamedTuple):
 
 
 class Frame(NamedTuple):
-    """The layout of one message; `head` are its first bytes, `size` is a multiple of 64."""
+    """Layout of one message; `head` are its first bytes, `size` is a multiple of 64."""
 
     head: bytes
     meta: bytes
@@ -79,12 +80,12 @@ class Frame(NamedTuple):
 
 
 def frame_of(tensors: Sequence[torch.Tensor], meta: bytes) -> Frame:
-    """The frame for these tensors; strides stay where they are dense, and become contiguous ones elsewhere."""
+    """Frame for these tensors; dense tensors keep their strides, others get contiguous ones."""
     return _lay_out(tuple(_spec(tensor) for tensor in tensors), meta)
 
 
 def head_size(lengths: bytes) -> int:
-    """Of the whole head, from its first 8 bytes."""
+    """Size of the whole head in bytes, from its first 8 bytes."""
     specs, meta = _LENGTHS.unpack(lengths)
     return int(_LENGTHS.size + specs + meta)
 
@@ -94,7 +95,7 @@ HEAD_LENGTHS = _LENGTHS.size
 
 @lru_cache(maxsize=_REMEMBERED)
 def parse_head(head: bytes) -> Frame:
-    """The frame that bears this head."""
+    """The frame that has this head."""
     n_specs, _ = _LENGTHS.unpack_from(head)
     rows = json.loads(head[HEAD_LENGTHS : HEAD_LENGTHS + n_specs])
     specs = tuple((getattr(torch, name), tuple(shape), tuple(stride)) for name, shape, stride in rows)

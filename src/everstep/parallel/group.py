@@ -1,7 +1,7 @@
-"""The transport between hosts: connections of one generation after the other, that can be aborted.
+"""The transport between hosts: one generation's connections after the other, which can be aborted.
 
 Nodes go point to point: each member sends each block owner its part of every node, owners finish the tree, and send
-their result to all. Records go over sockets of their own (`peers`); gradients over further ones, block by block as they
+their result to all. Records have their own sockets (`peers`). Gradients go over further sockets, block by block as they
 become final (`streaming`), or over NCCL, once an exchange has settled who sends which nodes.
 """
 
@@ -48,12 +48,12 @@ Offers = dict[int, list[tuple[Node, bytes]]]
 
 
 class GroupTransport:
-    """Satisfies `everstep.base.ports.Transport` for members on any hosts.
+    """`everstep.base.ports.Transport` for members on any hosts.
 
     store: torch store that all members reach, best a `ControlStore`; keys bear the generation. key: the token of the
-    role `peer`, which members prove to each other; tls: what they show where that covers them. device: where gradients
-    are; they go over sockets of our own from the CPU, and over NCCL from a CUDA device.
-    flats: where nodes lie, None: in memory of its own.
+    role `peer`, which members prove to each other; tls: certificates for connections that need TLS. device: of
+    gradients; they go over our own sockets from the CPU, and over NCCL from a CUDA device. flats: memory of the nodes,
+    None: its own.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class GroupTransport:
 
     @property
     def segment(self) -> str:
-        """Nothing to attach to."""
+        """ "": peers have nothing to attach to."""
         return ""
 
     def open(self, plan: Plan, stream: BlockStream | None = None) -> None:
@@ -127,12 +127,12 @@ class GroupTransport:
 
     @property
     def mesh(self) -> SocketMesh:
-        """What else may go point to point among the members of the generation; not connected for a member alone."""
+        """Sockets for other point-to-point transfers among the members; not connected if there is only one member."""
         check(isinstance(self._links, SocketMesh), "expected an open transport in host memory")
         return self._links  # type: ignore[return-value]
 
     def ticking(self) -> AbstractContextManager[None]:
-        """While the caller is blocked inside torch, the progress counter goes on."""
+        """Keep the progress counter going while the caller is blocked inside torch."""
         return self._ticker.ticking()
 
     def settled(self) -> None:
@@ -144,7 +144,7 @@ class GroupTransport:
         return self._flats.tensor(step, node)
 
     def offering(self, step: int) -> OnFinal | None:
-        """Where blocks go over our own sockets, and there is somebody to send them to."""
+        """Receiver of final blocks, if they go over our own sockets and there are other members."""
         stream = self._stream
         if stream is None or len(self._owned) < 2:
             return None
@@ -158,7 +158,7 @@ class GroupTransport:
         return found
 
     def reduce(self, step: int, presence: Mapping[Node, bytes]) -> Reduced:
-        """Offer own nodes, finish the tree for the own blocks, hand the result to everybody."""
+        """Offer own nodes, finish the tree for the own blocks, send the result to all."""
         self._fence.check()
         self._finisher.begin(step)
         self._flats.begin_reduction(step)
@@ -199,13 +199,13 @@ class GroupTransport:
         self._retire_old()
 
     def leave(self) -> None:
-        """Nothing is written any more of the generation, which has been cut, or all have left it."""
+        """Stop all writes for the generation, which has been cut, or all have left it."""
         if self._stream is not None:
             self._stream.leave()
             self._stream = None
 
     def close(self) -> None:
-        """Leave the group and free everything but what was handed out."""
+        """Leave the group and free everything but tensors that were handed out."""
         self.abort(1 << 62)
         self._retire_old()
         for group in (self._links, self._records):
@@ -231,7 +231,7 @@ class GroupTransport:
         return SocketMesh(meeting, self._tick, self._stream)
 
     def _offers(self, step: int, presence: Mapping[Node, bytes]) -> Offers:
-        """Of all members, once all have begun to reduce."""
+        """Offers of all members, once all have begun to reduce."""
         records = self._gather(Tag("reduce", step, 0), encode_offers(dict.fromkeys(presence, 0), presence))
         return {
             worker_id: [(node, row) for node, _, row in decode_offers(record, len(self._layout.entries))]
@@ -239,7 +239,7 @@ class GroupTransport:
         }
 
     def _streamed(self, step: int, own: Mapping[Node, torch.Tensor], presence: Mapping[Node, bytes]) -> Offers | None:
-        """The whole reduction, where blocks go over our own sockets; what has left before is not sent again."""
+        """The whole reduction, if blocks go over our own sockets; blocks that have left before are not sent again."""
         stream, links = self._stream, self._links
         if stream is None or links is None or len(self._owned) < 2:
             return None
@@ -251,25 +251,25 @@ class GroupTransport:
         return {w: list(offered) for w, offered in rows.items()}
 
     def _retire_old(self) -> None:
-        """Called when all members are known to have left the generation before (or it has been cut)."""
+        """Take down old connections. All members are known to have left the generation before (or it has been cut)."""
         while self._old:
             self._reaper.take(self._old.pop().retire)
 
     def _others(self) -> list[int]:
-        """Beginning with the next one, so that not everybody begins with the same one."""
+        """Other members, beginning with the next one, so that not all begin with the same one."""
         ids = list(self._owned)
         at = ids.index(self._me.worker_id)
         return ids[at + 1 :] + ids[:at]
 
     def _gather(self, tag: Tag, payload: bytes) -> dict[int, bytes]:
-        """Records of all. Whoever wrote one has received all that was sent to him before."""
+        """Records of all. A member that wrote one has received everything that was sent to it before."""
         if self._records is None:
             raise InvariantViolation("an exchange before the transport was opened")
         return self._records.gather(record_key(self._fence.generation, tag), payload)
 
     def _move(self, step: int, own: Mapping[Node, torch.Tensor], offers: Offers, result: torch.Tensor) -> None:
-        """Nodes to their owners, the tree finished by these, and their results to all; one after the other, since a
-        group of NCCL begins and ends as a whole. A member alone has nothing to send."""
+        """Send nodes to their owners, finish the tree there, and send the results to all; one after the other, since a
+        group of NCCL begins and ends as a whole. A single member has nothing to send."""
         others, mine = self._others(), self._owned[self._me.worker_id]
         parts, recvs = self._parts(own, offers)
         nodes = [(t, w, _TAG_NODE + k) for w in others for k, t in enumerate(own.values())]
@@ -286,7 +286,7 @@ class GroupTransport:
             self._links.transfer(sends, recvs)
 
     def _parts(self, own: Mapping[Node, torch.Tensor], offers: Offers) -> tuple[list[NodePart], list[Transfer]]:
-        """Everybody's nodes over the own range, and what of them is to be received before they can be used."""
+        """All members' nodes over the own range, and the transfers that must come before they can be used."""
         me = self._me.worker_id
         mine = self._owned[me]
         start, stop = (block * BLOCK_ELEMENTS for block in within(mine))
@@ -308,7 +308,7 @@ class GroupTransport:
 
 
 class _Ticker:
-    """Calls `tick` from a thread of its own while the caller is blocked inside torch, unless it should have left."""
+    """Calls `tick` from its own thread while the caller is blocked inside torch, unless the caller should have left."""
 
     def __init__(self, tick: OnTick, overdue: Callable[[], bool]) -> None:
         self._tick = tick
@@ -344,7 +344,7 @@ class _Ticker:
 
 
 def _cut(transfer: Transfer, origin: int, runs: Runs) -> list[Transfer]:
-    """The parts of a transfer that lie in these blocks; `origin`: the element at which its tensor begins."""
+    """Parts of a transfer that lie in these blocks; `origin`: the element at which its tensor begins."""
     tensor, worker_id, tag = transfer
     elements = [[block * BLOCK_ELEMENTS - origin for block in run] for run in runs]
     return [(tensor[first:last], worker_id, tag) for first, last in elements]
@@ -361,8 +361,8 @@ def _own_host(plan: Plan, me: WorkerKey) -> str:
 
 
 class Reaper:
-    """Takes down what is not needed any more off the critical path: one thread for all of it, in turn. With more than a
-    few waiting, giving blocks: nothing piles up."""
+    """Takes down unneeded objects off the critical path: one thread, one object after the other. If more than a few
+    wait, `take` blocks, so nothing piles up."""
 
     def __init__(self) -> None:
         self._queue: queue.Queue[Callable[[], None] | None] = queue.Queue(_BACKLOG)
@@ -370,11 +370,11 @@ class Reaper:
         self._thread.start()
 
     def take(self, retire: Callable[[], None]) -> None:
-        """Call this. The caller must hold no other reference to what shall be freed."""
+        """Call `retire` later. The caller must hold no other reference to the object that it frees."""
         self._queue.put(retire)
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """Finish what is left, for `timeout_s` at most."""
+        """Finish the rest, for `timeout_s` at most."""
         with contextlib.suppress(queue.Full):
             self._queue.put(None, timeout=timeout_s)
             self._thread.join(timeout_s)

@@ -1,12 +1,12 @@
 """Shared memory with one writer: a memfd that its owner maps for writing and its peers read-only.
 
-Single writer: a process that was evicted and comes back to life can damage nothing but its own memory. A memfd leaves
-nothing behind when everybody is killed, does not depend on the size of /dev/shm, and stays readable through existing
-mappings after its owner's death. Only touched pages cost memory, so a file may be laid out for the worst case.
+Single writer: an evicted process that comes back to life can damage only its own memory. A memfd leaves nothing behind
+when all processes are killed, does not depend on the size of /dev/shm, and stays readable through existing mappings
+after its owner's death. Only touched pages cost memory, so a file may be laid out for the worst case.
 
-Its first page holds a header (who, facts about the layout) and, at byte 256, the *bell*: a 32-bit counter that the
-owner raises after every record it has written; peers sleep on it (futex). What lies in the other pages is the business
-of those who build on this.
+Its first page holds a header (owner, facts about the layout) and, at byte 256, the *bell*: a 32-bit counter that the
+owner raises after every record it has written; peers sleep on it (futex). Code that builds on this decides what the
+other pages hold.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ MappingFacts = tuple[int, int, int, int]
 
 
 def pages(size_bytes: int) -> int:
-    """Rounded up to whole pages."""
+    """The size rounded up to whole pages."""
     return -(-size_bytes // PAGE) * PAGE
 
 
@@ -73,13 +73,13 @@ _SYSCALL.argtypes = (
 
 
 def _wake(address: int) -> None:
-    """Wake everybody who sleeps on the word at `address`."""
+    """Wake all threads that sleep on the word at `address`."""
     if _FUTEX is not None:
         _SYSCALL(_FUTEX, address, _WAKE, 0x7FFFFFFF, None, None, 0)
 
 
 def load_fence() -> None:
-    """What was read before stays before what is read afterwards. x86 keeps that order by itself."""
+    """Keep earlier reads before later ones. x86 keeps that order by itself."""
     if platform.machine() != "x86_64":
         _wake(ctypes.addressof(_FENCE))
 
@@ -89,7 +89,7 @@ class Mapping:
 
     def __init__(self, memory: mmap.mmap) -> None:
         self.memory = memory
-        # The address of a read-only mapping is only to be had through an array over it.
+        # only an array over a read-only mapping gives its address
         self.address: int = np.frombuffer(memory, np.uint8, count=1).ctypes.data
         self._bell = ctypes.c_uint32.from_address(self.address + _BELL_AT)
 
@@ -98,12 +98,11 @@ class Mapping:
         return int(self._bell.value)
 
     def poke(self) -> None:
-        """Wake whoever sleeps on the bell, from either side, though nothing has been written here. Who is about to
-        sleep may miss it."""
+        """Wake all that sleep on the bell, from either side, without a write. A thread about to sleep may miss it."""
         _wake(self.address + _BELL_AT)
 
     def await_bell(self, seen: int, timeout_s: float) -> None:
-        """Sleep while the bell is as it was seen, `timeout_s` seconds at most (below one second)."""
+        """Sleep while the bell has the value `seen`, `timeout_s` seconds at most (below one second)."""
         if _FUTEX is None:
             time.sleep(min(_POLL_S, timeout_s))
         else:
@@ -115,7 +114,7 @@ class Mapping:
         return True
 
     def array(self, kind: Any, count: int, offset: int) -> Any:
-        """A ctypes array over the mapping. It keeps the mapping alive, and nothing else has to."""
+        """A ctypes array over the mapping. It alone keeps the mapping alive."""
         array = (kind * count).from_address(self.address + offset)
         array.keep_alive = self.memory
         return array
@@ -133,11 +132,11 @@ class OwnMapping(Mapping):
 
     @property
     def name(self) -> str:
-        """ "memfd:<pid>:<fd>:<nonce>": with it a process of the same user and host attaches."""
+        """ "memfd:<pid>:<fd>:<nonce>": text with which a process of the same user and host attaches."""
         return f"memfd:{os.getpid()}:{self._fd}:{self._nonce.decode()}"
 
     def ring(self) -> None:
-        """Wake whoever sleeps on the bell: something has been written. A full memory barrier."""
+        """Wake all that sleep on the bell: something has been written. A full memory barrier."""
         self._bell.value = (self._bell.value + 1) & 0xFFFFFFFF
         _wake(self.address + _BELL_AT)
 
@@ -146,7 +145,7 @@ class OwnMapping(Mapping):
         self.memory.madvise(mmap.MADV_REMOVE, offset, size_bytes)
 
     def close(self) -> None:
-        """No peer can attach any more; existing mappings stay readable."""
+        """Let no further peer attach; existing mappings stay readable."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
@@ -155,8 +154,8 @@ class OwnMapping(Mapping):
 class PeerMapping(Mapping):
     """A peer's memory, mapped read-only, and a watch on the peer's life.
 
-    Raises: ProcessLookupError or FileNotFoundError if the process or its memory is gone (a dying process may have
-    something else behind that descriptor already); MembershipError if it is of another model or job.
+    Raises: ProcessLookupError or FileNotFoundError if the process or its memory is gone (a dying process may already
+    have something else behind that descriptor); MembershipError if it is of another model or job.
     """
 
     def __init__(self, name: str, key: WorkerKey, size_bytes: int, magic: bytes, facts: MappingFacts) -> None:
@@ -170,13 +169,13 @@ class PeerMapping(Mapping):
             raise
 
     def alive(self) -> bool:
-        """Whether the process still runs (one that was killed and not yet waited for does not)."""
+        """Whether the process still runs (a killed process that was not yet waited for does not)."""
         watch = select.poll()
         watch.register(self._pidfd, select.POLLIN)
         return not watch.poll(0)
 
     def close(self) -> None:
-        """Stop watching. The mapping goes when the last tensor over it does."""
+        """Stop watching. The mapping goes with the last tensor over it."""
         if self._pidfd >= 0:
             os.close(self._pidfd)
             self._pidfd = -1
@@ -186,7 +185,7 @@ P = TypeVar("P", bound=PeerMapping)
 
 
 class Attached(Generic[P]):
-    """The memory of the other members of a generation. Who stays a member stays attached. attach: makes one."""
+    """The memory of the other members of a generation. Workers that stay members stay attached. attach: maps one."""
 
     def __init__(self, me: WorkerKey, attach: Callable[[Member], P]) -> None:
         self._me = me
@@ -194,7 +193,7 @@ class Attached(Generic[P]):
         self._found: dict[str, P] = {}
 
     def meet(self, plan: Plan, fence: Fence) -> dict[int, P]:
-        """By worker id, all members of the plan but this one; whoever is no member any more is let go.
+        """Mappings of all members of the plan but this one, by worker id; former members are let go.
 
         Raises: CollectiveAborted if members are dead; MembershipError if a segment is not that of a member.
         """
@@ -216,7 +215,7 @@ class Attached(Generic[P]):
         return {m.worker_id: self._found[m.segment] for m in others}
 
     def close(self) -> None:
-        """Let go of all."""
+        """Detach from all."""
         while self._found:
             self._found.popitem()[1].close()
 
@@ -232,7 +231,7 @@ def _map_readonly(path: str, size_bytes: int, expected: tuple[Any, ...]) -> mmap
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
-        if error.errno == errno.ENXIO:  # a socket is behind it by now
+        if error.errno == errno.ENXIO:  # by now a socket has this number
             raise FileNotFoundError(f"segment {path} is gone") from None
         raise
     try:
@@ -269,7 +268,7 @@ _SPARE_SLOTS = 3
 
 
 def record_key(generation: int, tag: Tag) -> bytes:
-    """40 bytes that name a record: who waits for one compares them."""
+    """Name of a record, 40 bytes; waiting members compare it."""
     kind = tag.kind.encode()
     check(len(kind) <= 16, f"the kind of a tag has at most 16 bytes, got {tag.kind!r}")
     return _KEY.pack(generation, kind, tag.step, tag.seq)
@@ -277,7 +276,7 @@ def record_key(generation: int, tag: Tag) -> bytes:
 
 @dataclass(frozen=True)
 class Geometry:
-    """Where things are in a segment; equal for all members of a job.
+    """Layout of a segment; equal for all members of a job.
 
     numel: elements of the flat gradient; entries: entries of its layout; record_bytes: capacity of an exchange record.
     """
@@ -289,12 +288,12 @@ class Geometry:
 
     @property
     def slots(self) -> int:
-        """Node slots: every lane apart, and those that results of the last steps may still occupy."""
+        """Number of node slots: one per lane, and further ones that results of the last steps may still occupy."""
         return self.n_lanes + _SPARE_SLOTS
 
     @property
     def blocks(self) -> int:
-        """Blocks of the flat gradient."""
+        """Number of blocks of the flat gradient."""
         return -(-self.numel // BLOCK_ELEMENTS)
 
     @cached_property
@@ -330,12 +329,12 @@ class Geometry:
 
 
 class _Segment(Mapping):
-    """What both sides can find in a segment."""
+    """The part of a segment that both sides use."""
 
     geometry: Geometry
 
     def flat(self, offset: int) -> torch.Tensor:
-        """float32 [numel] over the mapping. The tensor keeps the mapping alive, and nothing else has to."""
+        """float32 [numel] over the mapping. The tensor alone keeps the mapping alive."""
         if self.geometry.numel == 0:
             return torch.empty(0)
         return torch.frombuffer(self.array(ctypes.c_float, self.geometry.numel, offset), dtype=torch.float32)
@@ -348,7 +347,7 @@ class _Segment(Mapping):
         return self.flat(self.geometry.result_offset(parity))
 
     def read(self, record: int, key: bytes) -> bytes | None:
-        """The payload, if the record bears this key and is whole; None otherwise."""
+        """Payload of a record that bears this key and is whole; None otherwise."""
         at = self.geometry.record_offsets[record]
         digest, length, found = _RECORD.unpack_from(self.memory, at)
         if found != key or length > self.geometry.capacities[record]:
@@ -366,7 +365,7 @@ class OwnSegment(OwnMapping, _Segment):
         super().__init__(me, geometry.size_bytes, _MAGIC, geometry.facts)
 
     def write(self, record: int, key: bytes, payload: bytes) -> None:
-        """Publish: everything that the record announces must have been written before."""
+        """Publish a record; everything that it announces must have been written before."""
         capacity = self.geometry.capacities[record]
         check(len(payload) <= capacity, f"a record of {len(payload)} bytes does not fit into {capacity}")
         at = self.geometry.record_offsets[record]
@@ -381,7 +380,7 @@ class OwnSegment(OwnMapping, _Segment):
 
 
 class PeerSegment(PeerMapping, _Segment):
-    """A peer's segment, mapped read-only, and a watch on the peer's life; raises what `PeerMapping` does."""
+    """A peer's segment, mapped read-only, and a watch on the peer's life; raises the errors of `PeerMapping`."""
 
     def __init__(self, name: str, key: WorkerKey, geometry: Geometry) -> None:
         self.geometry = geometry

@@ -44,7 +44,8 @@ class NcclLinks:
         self._group = group_class(self._store, self.worker_ids.index(self.me), len(self.worker_ids), options)
 
     def transfer(self, sends: Sequence[Transfer], recvs: Sequence[Transfer]) -> None:
-        """All as one group of NCCL, which matches the transfers of two members by order. Waits for all of them.
+        """Make all transfers as one group of NCCL, which matches the transfers of two members by order. Waits for all
+        of them.
 
         Raises: CollectiveAborted.
         """
@@ -60,10 +61,10 @@ class NcclLinks:
             while not work.is_completed():
                 self._fence.check()
                 time.sleep(_POLL_S)
-            work.wait()  # a work that failed counts as completed until it is asked
+            work.wait()  # a failed work counts as completed until it is asked
             torch.cuda.current_stream(self._device).synchronize()
         except CollectiveAborted:
-            self.cut()  # nothing may write to the receive buffers any more when the next generation uses them
+            self.cut()  # no writes to the receive buffers when the next generation uses them
             raise
         except RuntimeError as error:
             self.cut()
@@ -71,12 +72,12 @@ class NcclLinks:
             raise CollectiveAborted(f"generation {self._generation}: {str(error).splitlines()[0]}") from None
 
     def cut(self) -> None:
-        """Thread-safe. Pending transfers end."""
+        """Thread-safe. End pending transfers."""
         if self._group is not None:
             self._group.abort()
 
     def retire(self) -> None:
-        """Give the group back."""
+        """Release the group."""
         if self._group is not None:
             self._group.shutdown()
             self._group = None

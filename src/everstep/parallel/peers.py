@@ -1,7 +1,7 @@
 """One generation's sockets for small records: each member is connected with each other one.
 
-Apart from the gloo group because there a record passes through several threads per hop and its size must be known
-before; here whoever waits reads by itself, ticks by itself, and looks for aborts by itself.
+Apart from gloo's group, where a record passes through several threads per hop and its size must be known before. Here
+the waiting thread itself reads, ticks, and looks for aborts.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ _RETRY_S = 0.01
 _MOST_RECORD_BYTES = 1 << 30
 """Members of one host have no such limit, so a job finds it when the first other host joins."""
 _AT_ONCE_BYTES = 32 << 10
-"""What the kernel of whoever is late takes in any case."""
+"""Bytes that a late peer's kernel takes in any case."""
 _BACKLOG = 1024
 
 
 class Door(NamedTuple):
-    """Where a member takes connections."""
+    """Address where a member takes connections."""
 
     host: str
     port: int
@@ -58,11 +58,11 @@ class Door(NamedTuple):
 
 
 class Meeting(NamedTuple):
-    """Who meets in a generation, this one among them, and where: the part of a store that is this group's own.
+    """The members that meet in a generation, this one among them, and the group's own part of a store.
 
-    host: address to listen on. key: the token of the role `peer`, which members prove to each other; tls: what they
-    show to each other where that covers them. What is made for a meeting raises CollectiveAborted from each method that
-    waits, within milliseconds after the fence went down.
+    host: address to listen on. key: the token of the role `peer`, which members prove to each other; tls: certificates
+    for connections that need TLS. Objects made for a meeting raise CollectiveAborted from each method that waits,
+    within milliseconds after the fence went down.
     """
 
     worker_ids: tuple[int, ...]
@@ -77,7 +77,7 @@ class Meeting(NamedTuple):
 class PeerSockets:
     """Connections to the other members of one generation; all methods are called by one thread.
 
-    tick is called every few milliseconds while a method waits. what: of several at one meeting, each has its own.
+    tick is called every few milliseconds while a method waits. what: tells several objects of one meeting apart.
     """
 
     def __init__(self, meeting: Meeting, tick: OnTick, what: str = "records") -> None:
@@ -88,7 +88,7 @@ class PeerSockets:
         self._seals_of: dict[int, Seals] = {}
 
     def connect(self) -> None:
-        """Meet the others: call those with smaller ids, be called by those with larger ones, all beside one another.
+        """Meet the others: call members with smaller ids, be called by those with larger ones, all at the same time.
 
         Raises: CollectiveAborted.
         """
@@ -107,11 +107,11 @@ class PeerSockets:
             notice_silence(sock, LINK_SILENT_S)
 
     def lines(self) -> dict[int, tuple[socket.socket, Seals]]:
-        """The connections by worker id, for somebody else who moves bytes over them; `retire` closes them."""
+        """Connections by worker id, for other code that moves bytes over them; `retire` closes them."""
         return {worker_id: (sock, self._seals_of[worker_id]) for worker_id, sock in self._sockets.items()}
 
     def gather(self, key: bytes, payload: bytes) -> dict[int, bytes]:
-        """The payloads of all, in the order of their ids; `key` (40 bytes) must be the same at everybody's.
+        """Payloads of all members, in the order of their ids; `key` (40 bytes) must be the same at all members.
 
         Raises: CollectiveAborted; InvariantViolation if a peer is at another record.
         """
@@ -121,7 +121,7 @@ class PeerSockets:
         found = {self._me: payload}
         for descriptor, talk in tuple(pending.items()):
             self._guarded(talk.send, talk.worker_id)
-            if isinstance(talk.sock, TlsSocket) and talk.sock.pending():  # it came with the frame before
+            if isinstance(talk.sock, TlsSocket) and talk.sock.pending():  # it came with the last frame
                 self._guarded(talk.receive, talk.worker_id)
             if talk.events():
                 poller.register(talk.sock, talk.events())
@@ -152,7 +152,7 @@ class PeerSockets:
     # ---- inside
 
     def _name(self, worker_id: int) -> str:
-        """What that member calls itself when it calls: of another generation it would be nobody."""
+        """Name with which a member calls; it bears the generation, so members of another one are refused."""
         return f"{self._fence.generation} {worker_id}"
 
     def _meet(self, unproven: UnprovenConnections, calls: list[_Call], callers: dict[str, int]) -> None:
@@ -165,7 +165,7 @@ class PeerSockets:
             for call in due.values():
                 poller.register(call, call.events())
             for descriptor, _ in self._poll(poller):
-                if descriptor in due and self._go_on(call := due.pop(descriptor)):
+                if descriptor in due and self._advance(call := due.pop(descriptor)):
                     waiting.discard(call)
             for sock, seals in unproven.turn(0.0):
                 worker_id = callers.pop(seals.name, None)
@@ -174,13 +174,13 @@ class PeerSockets:
                 else:
                     self._sockets[worker_id], self._seals_of[worker_id] = sock, seals
 
-    def _go_on(self, call: _Call) -> bool:
-        """Returns whether they have met."""
+    def _advance(self, call: _Call) -> bool:
+        """Go on with a call; returns whether they have met."""
         try:
             seals = call.go_on()
         except (OSError, ProtocolError) as error:
             why = ProtocolError(said(error)) if isinstance(error, ssl.SSLError) else error
-            # Who has not answered for so long will not now.
+            # A member that has not answered for so long will not answer now.
             if isinstance(error, TimeoutError) or not call.again(time.monotonic()):
                 self._lost(call.worker_id, why)
             return False
@@ -190,7 +190,7 @@ class PeerSockets:
         return True
 
     def _doors(self, own: Door) -> dict[int, Door]:
-        """The others' doors by worker id."""
+        """Addresses of the others, by worker id."""
         try:
             self._store.set(str(self._me), own.text())
             texts = self._store.multi_get([str(w) for w in self._worker_ids])
@@ -215,7 +215,8 @@ class PeerSockets:
             self._lost(worker_id, error)
 
     def _lost(self, worker_id: int, error: Exception) -> None:
-        """A peer that leaves because of a new plan hangs up too: that plan may be on its way to us."""
+        """Report a lost peer, after a pause: a peer that leaves because of a new plan hangs up, too, and that plan may
+        be on its way here."""
         until = time.monotonic() + _GRACE_S
         while time.monotonic() < until:
             self._fence.check()
@@ -227,8 +228,8 @@ class PeerSockets:
 
 
 class _Call:
-    """One call to a member until it has proved the token and been proved it. What goes wrong at first is tried again:
-    who said where it listens does listen, or has left."""
+    """One call to a member until both have proved the token. Early errors are tried again: a member that published its
+    address does listen, or has left."""
 
     def __init__(self, worker_id: int, door: Door, key: bytes, name: str, tls: Tls | None) -> None:
         self.worker_id = worker_id
@@ -261,7 +262,7 @@ class _Call:
         return select.POLLOUT if connecting else select.POLLIN
 
     def go_on(self) -> Seals | None:
-        """Returns the seals once both have proved the token. Raises: OSError, ProtocolError."""
+        """Go on; returns the seals once both have proved the token. Raises: OSError, ProtocolError."""
         sock = self._sock
         if sock is None:
             return None
@@ -287,7 +288,7 @@ class _Call:
         return None
 
     def _secured(self, sock: socket.socket) -> socket.socket:
-        """Connected, and to be used over TLS where that is spoken. Raises: OSError."""
+        """The connected socket, over TLS where it is used. Raises: OSError."""
         if isinstance(sock, TlsSocket):
             return sock
         error = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
@@ -297,7 +298,7 @@ class _Call:
         return self._tls.call(sock, between) if self._tls is not None and self._tls.covers(between) else sock
 
     def again(self, now_s: float) -> bool:
-        """It failed. Returns False if it has done so for too long."""
+        """Prepare another try after an error. Returns False if the errors have gone on for too long."""
         self.give_up()
         self._caller, self._heard, self._greeted = None, b"", False
         self._next_s = now_s + _RETRY_S
@@ -305,7 +306,7 @@ class _Call:
         return now_s - self._failed_s <= _GRACE_S
 
     def hand_over(self) -> socket.socket:
-        """The connection, which is the caller's from now on."""
+        """Give the connection to the caller."""
         sock, self._sock = self._sock, None
         if sock is None:
             raise InvariantViolation("a call that has ended was handed over")
@@ -319,7 +320,7 @@ class _Call:
 
 
 class _Talk:
-    """One peer's part of one gathering: our frame on its way there, its frame on its way here."""
+    """One peer's part of one gathering: our frame on its way out, the peer's frame on its way in."""
 
     def __init__(self, worker_id: int, sock: socket.socket, seals: Seals, key: bytes, payload: bytes) -> None:
         self.worker_id = worker_id
@@ -334,14 +335,14 @@ class _Talk:
         self._body = False
 
     def events(self) -> int:
-        """What to poll for; 0 when both directions are done."""
+        """Events to poll for; 0 when both directions are done."""
         done = self._body and self._have == len(self._in)
         return (select.POLLOUT if len(self._out) > self._held else 0) | (0 if done else select.POLLIN)
 
     @property
     def _held(self) -> int:
-        """So many of the last bytes wait for the peer's header: it may come much later than we, and a kernel whose
-        reader takes nothing for `LINK_SILENT_S` counts as silent."""
+        """Number of last bytes that wait for the peer's header. The peer may come much later than we, and a kernel
+        whose reader takes nothing for `LINK_SILENT_S` counts as silent."""
         return 0 if self._body or self._size <= _AT_ONCE_BYTES else self._size - _HEADER.size
 
     def send(self) -> None:
@@ -351,7 +352,7 @@ class _Talk:
                 self._out = self._out[self.sock.send(ready) :]
 
     def receive(self) -> None:
-        """Never reads beyond the frame: the next one may be there already."""
+        """Receive; never read beyond the frame: the next one may be there already."""
         while self._have < len(self._in):
             try:
                 count = self.sock.recv_into(memoryview(self._in)[self._have :])
@@ -371,8 +372,8 @@ class _Talk:
         self._body = True
 
     def payload(self) -> bytes:
-        """Raises: CollectiveAborted if it came damaged, or from somebody else; InvariantViolation if it is another
-        record."""
+        """The peer's payload. Raises: CollectiveAborted if it was damaged, or comes from another sender;
+        InvariantViolation if it is another record."""
         whole = memoryview(self._in)
         try:
             self._seals.check(whole[-TAG_BYTES:], whole[:-TAG_BYTES])

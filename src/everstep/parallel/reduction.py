@@ -1,4 +1,4 @@
-"""What the transports have in common when they reduce: offering nodes, and finishing blocks once."""
+"""Common parts of the transports' reductions: offering nodes, and finishing blocks once."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _OFFER = struct.Struct("<qqq")
 
 
 class BlockFinisher:
-    """Finishes the tree in the blocks of two result areas (by parity of the step), each of them once per step, so that
-    whoever holds an earlier result of the step may go on reading it. look: called between chunks of blocks."""
+    """Finishes the tree in the blocks of two result areas (by parity of the step), each block once per step, so that
+    readers of an earlier result of the step may go on. look: called between chunks of blocks."""
 
     def __init__(self, layout: GradientLayout, n_lanes: int, look: Callable[[], None]) -> None:
         self._layout = layout
@@ -33,7 +33,7 @@ class BlockFinisher:
 
     def begin(self, step: int) -> None:
         """The reduction of `step` begins."""
-        if step < self._newest:  # steps have been undone, and what is finished is void
+        if step < self._newest:  # steps have been undone, so finished blocks are void
             self._steps = [-1, -1]
         self._newest, parity = step, step % 2
         if self._steps[parity] != step:
@@ -41,7 +41,7 @@ class BlockFinisher:
             self._done[parity] = bytearray(self._layout.n_blocks)
 
     def finish(self, step: int, run: tuple[int, int], parts: Sequence[NodePart], out: torch.Tensor) -> None:
-        """The blocks [first, last) of `out`, the flat result of the step, as far as they are not finished."""
+        """Finish the blocks [first, last) of `out`, the flat result of the step, except those that are finished."""
         done, (lo, last) = self._done[step % 2], run
         while (lo := done.find(0, lo, last)) >= 0:
             most = min(lo + CHUNK_BLOCKS, last)
@@ -54,7 +54,7 @@ class BlockFinisher:
             lo = hi
 
     def received(self, step: int, run: tuple[int, int] | None = None) -> None:
-        """The blocks [first, last), None: all other ones, have come from those who finished them."""
+        """Note that the blocks [first, last), None: all other ones, have come from their finishers."""
         self._mark(step, *(run or (0, self._layout.n_blocks)))
 
     def _mark(self, step: int, lo: int, hi: int) -> None:
@@ -62,15 +62,14 @@ class BlockFinisher:
 
 
 def zero_absent(layout: GradientLayout, flat: torch.Tensor, present: bytes) -> None:
-    """Makes a node a result: what no lane had is zero, padding after it included."""
+    """Make a node a result: entries that no lane had become zero, with the padding after them."""
     for entry, end, has in zip(layout.entries, layout.boundaries, present, strict=True):
         if not has:
             flat[entry.offset : end].zero_()
 
 
 def encode_offers(slots: Mapping[Node, int], presence: Mapping[Node, bytes | bytearray]) -> bytes:
-    """The record with which a worker offers its nodes: for each its lanes, its slot and its presence bytes. Likewise
-    with other bytes about them, of one length."""
+    """Record with which a worker offers its nodes: lanes, slot and presence bytes (or others of one length)."""
     return b"".join(_OFFER.pack(node.lo, node.hi, slots[node]) + presence[node] for node in presence)
 
 
@@ -91,7 +90,7 @@ _HUGE_BYTES = 8 << 20
 
 
 def new_flat(numel: int, device: torch.device) -> torch.Tensor:
-    """float32 [numel], at least 64-byte aligned; on the CPU in huge pages where the kernel gives them."""
+    """float32 [numel], at least 64-byte aligned; on the CPU in huge pages if the kernel gives them."""
     if device.type != "cpu" or numel * 4 < _HUGE_BYTES:
         return torch.empty(numel, dtype=torch.float32, device=device)
     memory = mmap.mmap(-1, numel * 4, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -116,7 +115,7 @@ class Flats:
         self._scratch: dict[int, torch.Tensor] = {}
 
     def tensor(self, step: int, node: Node) -> torch.Tensor:
-        """The same (step, node) gives the same memory; a new step frees that of the step before."""
+        """Tensor of a node; the same (step, node) gives the same memory; a new step frees old nodes."""
         if step != self._step:
             self._step = step
             kept = {id(t) for t in self._results.values()}
@@ -127,23 +126,23 @@ class Flats:
         return self._nodes[node]
 
     def held(self, step: int, node: Node) -> torch.Tensor:
-        """A node that was filled before."""
+        """Tensor of a node that was filled before."""
         check(step == self._step and node in self._nodes, f"node {node} of step {step} was never asked for")
         return self._nodes[node]
 
     def keep_result(self, step: int, node: Node) -> None:
-        """The node is the result of the step: it stays until the reduction of step + 2 begins."""
+        """Keep the node as the result of the step until the reduction of step + 2 begins."""
         self._results[step] = self._nodes[node]
 
     def begin_reduction(self, step: int) -> None:
-        """Frees results of step - 2, and those of a future that was undone."""
+        """Free results of step - 2, and those of later steps that were undone."""
         freed = [s for s in self._results if not step - 2 < s <= step]
         held = {id(t) for t in self._nodes.values()}
         self._spare += [t for t in map(self._results.pop, freed) if id(t) not in held]
         del self._spare[self._SPARES :]
 
     def scratch(self, number: int, numel: int) -> torch.Tensor:
-        """The receive buffer `number`, free again after the reduction; float32 [numel]."""
+        """Receive buffer `number`, free again after the reduction; float32 [numel]."""
         found = self._scratch.get(number)
         if found is None or found.numel() < numel:
             found = self._scratch[number] = new_flat(numel, self._device)

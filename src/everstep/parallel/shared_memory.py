@@ -1,18 +1,19 @@
 """The transport between workers of one host: each offers its sums in its own shared memory, and reads its peers'.
 
-Nobody copies a gradient to anybody. A worker's nodes lie in its segment from the start; the owner of a block range
-reads them there, finishes the tree into its own result area, and everybody reads the result there.
+No gradient is copied from one worker to another. A worker's nodes lie in its segment from the start; the owner of a
+block range reads them there, finishes the tree into its own result area, and all members read the result there.
 
 Why nothing is overwritten too early, without a lock:
-- Nodes of a step: who begins the next step has left `reduce`, so all results are finished and nobody reads them.
+- Nodes of a step: a member that begins the next step has left `reduce`, so all results are finished and nobody reads
+  the nodes.
 - Result areas alternate by step. Writing that of step s begins when the nodes of all members have arrived for s, so all
   of them have begun the reduction of s, and promised not to use the result of s - 2 any more.
 - A step that is reduced again in another generation gives the same bits at the same place; blocks finished before are
-  not written again, so whoever holds the earlier result may go on reading it.
-- Where others are on other hosts (`tiers`), blocks are read and finished before the reduction begins: whoever computes
-  step s in a settled generation has the records of step s - 1 of all, so nobody uses the result of s - 2 any more.
-- Exchange slots alternate: who writes his k-th record has read all (k-1)-th ones, so nobody waits for the (k-2)-th. A
-  peer may thus be one exchange ahead, also beyond a prepared change of generation; both slots are looked at.
+  not written again, so readers of the earlier result may go on.
+- If others are on other hosts (`tiers`), blocks are read and finished before the reduction begins: a member that
+  computes step s in a settled generation has all records of step s - 1, so nobody uses the result of s - 2 any more.
+- Exchange slots alternate: a member that writes its k-th record has read all (k-1)-th ones, so nobody waits for the
+  (k-2)-th. A peer may thus be one exchange ahead, also beyond a prepared change of generation; both slots are read.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ Ready = Callable[[int, PeerSegment], bool]
 
 
 class SharedMemoryTransport:
-    """Satisfies `everstep.base.ports.Transport` for members of one host.
+    """`everstep.base.ports.Transport` for members of one host.
 
     record_bytes: capacity of one exchange record; larger payloads go in several rounds. finisher: of the own result
     areas.
@@ -86,7 +87,7 @@ class SharedMemoryTransport:
 
     @property
     def slots(self) -> NodeSlots:
-        """Where the nodes lie, for whoever reduces them over another way."""
+        """Slots of the nodes, for code that reduces them in another way."""
         return self._slots
 
     def open(self, plan: Plan) -> None:
@@ -101,11 +102,11 @@ class SharedMemoryTransport:
         self._owned = finishers(plan, self._layout.n_blocks)
 
     def node(self, step: int, node: Node) -> torch.Tensor:
-        """float32 [layout.numel] in the own segment."""
+        """Node in the own segment, float32 [layout.numel]."""
         return self._slots.tensor(step, node)
 
     def offering(self, step: int) -> None:
-        """Nothing has to leave: peers read nodes where they lie."""
+        """None: peers read nodes in place, so nothing has to leave before."""
 
     def exchange(self, tag: Tag, payload: bytes) -> dict[int, bytes]:
         """All-gather of small records."""
@@ -124,7 +125,7 @@ class SharedMemoryTransport:
         return {worker_id: b"".join(parts[worker_id]) for worker_id in sorted(parts)}
 
     def reduce(self, step: int, presence: Mapping[Node, bytes]) -> Reduced:
-        """Offer own nodes, finish the tree for the own blocks, and return views of everybody's results."""
+        """Offer own nodes, finish the tree for the own blocks, and return views of all members' results."""
         self._fence.check()
         self.finisher.begin(step)
         self._slots.release_results(step)
@@ -143,11 +144,11 @@ class SharedMemoryTransport:
         self.finish_together(step)
         return Reduced(step, self._pieces(step), union(parts), owned)
 
-    # ---- the same in parts, for whoever reduces beyond this host
+    # ---- parts of the reduction, for code that reduces beyond this host
 
     @property
     def generation(self) -> int:
-        """The one that was opened last."""
+        """The generation that was opened last."""
         return self._fence.generation
 
     @property
@@ -160,8 +161,8 @@ class SharedMemoryTransport:
         return self._own if worker_id == self._me.worker_id else self._peers[worker_id]
 
     def tell_final(self, whom: int, generation: int, step: int, node: Node, runs: Sequence[tuple[int, int]]) -> None:
-        """These blocks of an own node are final, as runs [first, last), no entry in them being absent: a member of this
-        host may read them. Nothing happens once the generation has ended."""
+        """Tell a member of this host that these blocks of an own node are final and readable, as runs [first, last); no
+        entry in them is absent. Nothing happens once the generation has ended."""
         if self._fence.down or self._fence.generation != generation:
             return
         key = _final_key(generation)
@@ -178,10 +179,11 @@ class SharedMemoryTransport:
             self._peers[whom].poke()
 
     def final_blocks(self, worker_id: int) -> tuple[int, list[tuple[Node, int, bytes]]] | None:
-        """What a member of this host has told in this generation, if that can be read now: the step, and of its nodes
-        the slot and a byte for each block, 1 where it is final. Who tells more pokes (`Mapping.poke`) the others.
+        """Final blocks that a member of this host has reported in this generation, None if they cannot be read now: the
+        step, and for each of its nodes the slot and a byte for each block, 1 if it is final. A member that reports more
+        pokes (`Mapping.poke`) the others.
 
-        Raises: InvariantViolation if it makes no sense.
+        Raises: InvariantViolation if the record makes no sense.
         """
         record = self.segment_of(worker_id).read(FINAL, _final_key(self._fence.generation))
         if record is None:
@@ -191,15 +193,15 @@ class SharedMemoryTransport:
         return _STEP.unpack_from(record)[0], decode_offers(record[_STEP.size :], self._geometry.blocks)
 
     def held(self, worker_id: int, slot: int) -> torch.Tensor:
-        """float32 [layout.numel]: the node in that slot of a member of this host."""
+        """Node in that slot of a member of this host, float32 [layout.numel]."""
         return self.segment_of(worker_id).slot(slot)
 
     def result(self, worker_id: int, step: int) -> torch.Tensor:
-        """float32 [layout.numel]: what a member of this host has of the step's result, at its place."""
+        """Part of the step's result that a member of this host holds, at its place, float32 [layout.numel]."""
         return self.segment_of(worker_id).result(step % 2)
 
     def finish_together(self, step: int) -> None:
-        """What this worker has of the step's result is complete; wait until that of all of this host is.
+        """Report that this worker's part of the step's result is complete, and wait for all parts of this host.
 
         Raises: CollectiveAborted.
         """
@@ -208,24 +210,24 @@ class SharedMemoryTransport:
         self._await(lambda _, peer: peer.read(record, key) is not None, f"results of step {step}")
 
     def look(self) -> None:
-        """To be called every few milliseconds of work. Raises: CollectiveAborted."""
+        """Tick; call it every few milliseconds of work. Raises: CollectiveAborted."""
         self._fence.check()
         self._tick()
 
     def settled(self) -> None:
-        """Nothing is on its way: peers read where it lies."""
+        """Nothing to do: peers read in place, so nothing is on its way."""
 
     def rest(self) -> None:
-        """Let go of the others, until the next `open`."""
+        """Detach from the others, until the next `open`."""
         self._attached.close()
         self._peers = {}
 
     def abort(self, generation: int) -> None:
-        """Thread-safe; the waiter sees it within 5 ms."""
+        """Thread-safe; a waiting caller sees it within 5 ms."""
         self._fence.abort(generation)
 
     def close(self) -> None:
-        """Detach. Tensors that were handed out stay valid for as long as they are referred to."""
+        """Detach. Tensors that were handed out stay valid while they are referred to."""
         self._fence.abort(1 << 62)
         self._attached.close()
         self._peers = {}
@@ -273,16 +275,16 @@ class SharedMemoryTransport:
         return tuple(pieces)
 
     def _keep_root(self, step: int, root: Node, present: bytes) -> Reduced:
-        """A worker alone that has added up everything: its node is the result, if what no lane had reads as zero."""
+        """Result of a worker that has added up everything alone: its node, with zeros for entries that no lane had."""
         flat = self.node(step, root)
         zero_absent(self._layout, flat, present)
         self._slots.keep_result(step, root)
         return Reduced(step, (Piece(0, self._layout.numel, flat),), present, self._owned[self._me.worker_id])
 
     def _await(self, ready: Ready, what: str) -> None:
-        """Until `ready` has said yes once for every peer.
+        """Wait until `ready` has said yes once for every peer.
 
-        Raises: CollectiveAborted after `abort`, or when a peer died without having become ready.
+        Raises: CollectiveAborted after `abort`, or if a peer died without having become ready.
         """
         waiting = dict(self._peers)
         life_checked = time.monotonic()
@@ -308,7 +310,7 @@ def _final_key(generation: int) -> bytes:
 
 
 class NodeSlots:
-    """Which slot of the own segment holds which node of the current step, and which hold results."""
+    """Slots of the own segment that hold nodes of the current step, and those that hold results."""
 
     _IDLE_STEPS = 4
 
@@ -320,7 +322,7 @@ class NodeSlots:
         self._touched: dict[int, int] = {}
 
     def tensor(self, step: int, node: Node) -> torch.Tensor:
-        """As `Transport.node`."""
+        """Tensor of a node, as `Transport.node`."""
         if step != self._step:
             self._step = step
             self._used.clear()
@@ -333,16 +335,16 @@ class NodeSlots:
         return self._own.slot(self._used[node])
 
     def index(self, step: int, node: Node) -> int:
-        """The slot of a node that was asked for before."""
+        """Slot of a node that was asked for before."""
         check(step == self._step and node in self._used, f"node {node} of step {step} was never asked for")
         return self._used[node]
 
     def keep_result(self, step: int, node: Node) -> None:
-        """The node is the result of the step."""
+        """Keep the node as the result of the step."""
         self._results[step] = self.index(step, node)
 
     def release_results(self, step: int) -> None:
-        """The reduction of `step` begins: only the results of this step and the one before are still referred to."""
+        """Free results when the reduction of `step` begins: only this step's and the last one's are in use."""
         self._results = {s: slot for s, slot in self._results.items() if step - 2 < s <= step}
 
     def _forget_idle(self) -> None:

@@ -1,11 +1,11 @@
 """One generation's own sockets for bulk data, over connections whose ends have proved the token.
 
-Not gloo's, which take any caller for a member, lose a descriptor to each stranger, and cannot be aborted: here each
-connection is authenticated before anything is read from it, and abort is a shutdown. A receiver asks first, and the
-member that has the tensor then sends it: so each byte goes straight into the memory where it is wanted, and what nobody
-asks for stays with its sender. Blocks of gradients are pushed, for their receiver has room for them (`Receiver`). Two
-threads move all bytes of a mesh, one out and one in, as nobody computes in them.
-Between hosts every byte is covered by a tag; on one host the frames around the bytes are.
+Gloo takes any caller for a member, loses a descriptor to each stranger, and cannot be aborted. Here each connection is
+authenticated before anything is read from it, and abort is a shutdown. A receiver asks first, and the member that has
+the tensor then sends it: so each byte goes straight into its final memory, and unwanted bytes stay with their sender.
+Blocks of gradients are pushed, because their receiver has room for them (`Receiver`). Two threads move all bytes of a
+mesh, one out and one in. Between hosts a tag covers every byte; on one host tags cover only the frames around the
+bytes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _GRACE_S = 0.1
 _WAIT_S = 0.05
 _PIECE_BYTES = 1 << 20
 _HEAD = struct.Struct(">BqQIII")
-"""Kind; tag, or the step of blocks; size in bytes; of blocks: lanes from and to, and the first block."""
+"""Kind; tag, or the step of blocks; size in bytes; for blocks: lanes from and to, and the first block."""
 _ASK, _CONTENT, _BLOCKS, _WHOLE_BLOCKS = 1, 2, 3, 4
 
 _Address = tuple[int, int]
@@ -42,10 +42,8 @@ _Address = tuple[int, int]
 
 
 class BlockNote(NamedTuple):
-    """What blocks are: of the sum of the lanes lo..hi-1, or (0, 0) of the result; beginning with block `first`.
-
-    whole: no entry of the layout is absent in them.
-    """
+    """Description of blocks: of the sum of the lanes lo..hi-1, or of the result, (0, 0); beginning with block `first`.
+    whole: no entry of the layout is absent in them."""
 
     step: int
     lo: int
@@ -63,27 +61,27 @@ class BlockNote(NamedTuple):
 
 
 class Receiver(Protocol):
-    """Takes blocks that are pushed; called by the thread that receives, but for `lost`."""
+    """Takes blocks that are pushed; called by the receiving thread, except for `lost`."""
 
     def space(self, w: int, note: BlockNote, size: int) -> memoryview:
-        """Where that many bytes of worker `w` go to. Raises: ProtocolError if they are not wanted."""
+        """Memory for that many bytes of worker `w`. Raises: ProtocolError if they are not wanted."""
 
     def came(self, note: BlockNote, size: int) -> None:
-        """All of them are there. Raises: ProtocolError if they were before."""
+        """All of these bytes have come. Raises: ProtocolError if they had come before."""
 
     def lost(self) -> None:
-        """A connection has ended. Any thread."""
+        """A connection has ended. Called by any thread."""
 
 
 class Parcel:
-    """One tensor that is sent. Its sender keeps it until the receiver is known to have it."""
+    """One tensor to send. Its sender keeps it until the receiver is known to have it."""
 
     def __init__(self, content: memoryview) -> None:
         self.content = content
 
 
 class Receipt:
-    """One tensor that is received. `is_completed`: it is there."""
+    """One tensor to receive. `is_completed`: it has come."""
 
     def __init__(self, worker_id: int, content: memoryview) -> None:
         self.worker_id = worker_id
@@ -94,13 +92,13 @@ class Receipt:
         return self._there
 
     def complete(self) -> None:
-        """All of it has come."""
+        """Note that all of it has come."""
         self._there = True
         self.content = memoryview(b"")
 
 
 class _Line(NamedTuple):
-    """The connection with one member. out: frames that have not left yet, each of them pieces in order."""
+    """The connection with one member. out: frames that have not left yet, each as pieces in order."""
 
     worker_id: int
     sock: socket.socket
@@ -113,7 +111,7 @@ class SocketMesh:
     in which they are sent."""
 
     def __init__(self, meeting: Meeting, tick: OnTick, receiver: Receiver | None = None) -> None:
-        """receiver: of blocks that are pushed; without one none may be."""
+        """receiver: of pushed blocks; without one they are refused."""
         self._receiver = receiver
         self._fence = meeting.fence
         self._generation = meeting.fence.generation
@@ -141,20 +139,20 @@ class SocketMesh:
             self._threads.append(thread)
             thread.start()
 
-    # ---- what is sent and received
+    # ---- sending and receiving
 
     def receive(self, transfer: Transfer) -> Receipt:
-        """Begin to receive a contiguous tensor; `wait` says when it is there. Raises: CollectiveAborted."""
-        return self._want(*transfer)
+        """Begin to receive a contiguous tensor; `wait` says when it has come. Raises: CollectiveAborted."""
+        return self._begin_receive(*transfer)
 
     def send(self, transfer: Transfer) -> Parcel:
-        """Begin to send a contiguous tensor. The caller keeps what this returns, and does not change the tensor, until
-        all has been received. Raises: CollectiveAborted."""
-        return self._give(*transfer)
+        """Begin to send a contiguous tensor. The caller keeps the parcel, and does not change the tensor, until all has
+        been received. Raises: CollectiveAborted."""
+        return self._begin_send(*transfer)
 
     def push(self, w: int, note: BlockNote, tensor: torch.Tensor) -> None:
-        """Begin to send contiguous blocks for which the other side has room, or will not want them any more. They must
-        not change until a later exchange. Nothing happens where the connection has ended."""
+        """Begin to send contiguous blocks for which the other side has room, or that it will no longer want. They must
+        not change until a later exchange. Nothing happens if the connection has ended."""
         parcel = Parcel(bytes_of(tensor))
         kind = _WHOLE_BLOCKS if note.whole else _BLOCKS
         head = _HEAD.pack(kind, note.step, len(parcel.content), note.lo, note.hi, note.first)
@@ -164,16 +162,16 @@ class SocketMesh:
 
     @property
     def whole(self) -> bool:
-        """Whether all connections are there."""
+        """Whether all connections are up."""
         return not (self._lost or self._over or self._fence.down)
 
     def fail(self) -> NoReturn:
-        """A connection has ended. Raises: CollectiveAborted naming the worker of the first one; InvariantViolation if
-        it is a thread of this mesh that could not go on."""
+        """Report a connection that has ended. Raises: CollectiveAborted naming the worker of the first one;
+        InvariantViolation if a thread of this mesh could not go on."""
         self._fail(next(iter(self._lost), -1))
 
     def wait(self, receipt: Receipt) -> None:
-        """Until it is there. Raises: CollectiveAborted."""
+        """Wait until the tensor has come. Raises: CollectiveAborted."""
         with self._changed:
             while not (receipt.is_completed() or receipt.worker_id in self._lost or self._fence.down):
                 self._changed.wait(_WAIT_S)
@@ -193,7 +191,7 @@ class SocketMesh:
         self._tell_lost()
 
     def retire(self) -> None:
-        """Give everything back."""
+        """Release everything."""
         self.cut()
         for thread in self._threads:
             thread.join()
@@ -207,7 +205,7 @@ class SocketMesh:
 
     # ---- inside
 
-    def _want(self, tensor: torch.Tensor, w: int, tag: int) -> Receipt:
+    def _begin_receive(self, tensor: torch.Tensor, w: int, tag: int) -> Receipt:
         receipt = Receipt(w, bytes_of(tensor))
         size = len(receipt.content)
         self._check(w)
@@ -216,7 +214,7 @@ class SocketMesh:
             self._queue(w, _ASK, tag, size, None)
         return receipt
 
-    def _give(self, tensor: torch.Tensor, w: int, tag: int) -> Parcel:
+    def _begin_send(self, tensor: torch.Tensor, w: int, tag: int) -> Parcel:
         parcel = Parcel(bytes_of(tensor))
         self._check(w)
         with self._changed:
@@ -233,7 +231,7 @@ class SocketMesh:
             self._fail(w)
 
     def _match(self, w: int, tag: int) -> None:
-        """Send what was asked for, as far as it is there."""
+        """Send tensors that were asked for, as far as they are here."""
         asked, waiting = self._asked[w, tag], self._parcels[w, tag]
         while asked and waiting:
             parcel = waiting.popleft()()
@@ -247,9 +245,10 @@ class SocketMesh:
                 self._changed.notify_all()
 
     def _fail(self, worker_id: int) -> NoReturn:
-        """A peer that leaves because of a new plan closes its connections too: that plan may be on its way to us."""
-        if self._broken is not None:  # nobody else's fault
-            raise InvariantViolation(f"what moves bytes cannot go on: {self._broken!r}") from self._broken
+        """Raise for a lost peer, after a pause: a peer that leaves because of a new plan closes its connections, too,
+        and that plan may be on its way here."""
+        if self._broken is not None:  # no peer's fault
+            raise InvariantViolation(f"a thread that moves bytes failed: {self._broken!r}") from self._broken
         until = time.monotonic() + _GRACE_S
         while not self._fence.down and time.monotonic() < until:
             time.sleep(0.001)
@@ -271,7 +270,7 @@ class SocketMesh:
             with contextlib.suppress(BlockingIOError):
                 os.write(self._wake_w, b"\0")
 
-    def _gone(self, line: _Line, why: str) -> None:
+    def _mark_lost(self, line: _Line, why: str) -> None:
         with self._changed:
             self._lost.setdefault(line.worker_id, why)
             line.out.clear()
@@ -283,7 +282,7 @@ class SocketMesh:
             self._receiver.lost()
 
     def _guarded(self, run: Callable[[], None]) -> None:
-        """A thread that ends unforeseen, for want of memory perhaps, leaves nobody waiting for it."""
+        """Run a thread; if it ends unforeseen, for example for want of memory, nobody is left waiting for it."""
         try:
             run()
         except Exception as error:
@@ -312,7 +311,7 @@ class SocketMesh:
                     registered.discard(line.worker_id)
 
     def _send(self, line: _Line, leaving: dict[int, memoryview]) -> bool:
-        """As much as the kernel takes at once. Returns whether there is more."""
+        """Send as much as the kernel takes at once. Returns whether there is more."""
         while True:
             piece = leaving.pop(line.worker_id, None) or self._next(line)
             if piece is None:
@@ -322,14 +321,14 @@ class SocketMesh:
             except BlockingIOError:
                 sent = 0
             except OSError as error:
-                self._gone(line, str(error))
+                self._mark_lost(line, str(error))
                 return False
             if sent < len(piece):
                 leaving[line.worker_id] = piece[sent:]
                 return True
 
     def _next(self, line: _Line) -> memoryview | None:
-        """Made without the lock: tags take their time, and others have something to send meanwhile."""
+        """Next piece to send. Made without the lock: tags take time, and others can queue frames."""
         while True:
             with self._changed:
                 frame = line.out[0] if line.out else None
@@ -346,7 +345,7 @@ class SocketMesh:
 
     def _run_in(self) -> None:
         poller = select.poll()
-        talks = {line.sock.fileno(): (line, self._converse(line)) for line in self._lines.values()}
+        talks = {line.sock.fileno(): (line, self._incoming_spaces(line)) for line in self._lines.values()}
         space = {fd: next(talk) for fd, (_, talk) in talks.items()}
         for fd in talks:
             poller.register(fd, select.POLLIN)
@@ -356,14 +355,14 @@ class SocketMesh:
                 try:
                     space[fd] = self._fill(line, talk, space[fd])
                 except (OSError, ProtocolError) as error:
-                    self._gone(line, str(error))
+                    self._mark_lost(line, str(error))
                     poller.unregister(fd)
                     del talks[fd]
 
     def _fill(self, line: _Line, talk: Iterator[memoryview], space: memoryview) -> memoryview:
-        """Read what is there. Returns the space that is still to be filled."""
+        """Read available bytes. Returns the space that is still to be filled."""
         while True:
-            with self._changed:  # so that nothing is written to what has been given up
+            with self._changed:  # so that memory given up is not written to
                 if self._over:
                     raise ConnectionError("the connections were cut")
                 try:
@@ -376,15 +375,15 @@ class SocketMesh:
             if not space:
                 space = next(talk)
 
-    def _converse(self, line: _Line) -> Iterator[memoryview]:
-        """The spaces that what comes is written to, one after the other; none of them is empty."""
+    def _incoming_spaces(self, line: _Line) -> Iterator[memoryview]:
+        """Spaces for incoming bytes, one after the other; none of them is empty."""
         head, tag_bytes = bytearray(_HEAD.size + TAG_BYTES), bytearray(TAG_BYTES)
         while True:
             yield memoryview(head)
             line.seals.check(memoryview(head)[_HEAD.size :], memoryview(head)[: _HEAD.size])
             kind, tag, size, lo, hi, first = _HEAD.unpack_from(head)
             if kind == _ASK:
-                self._was_asked(line.worker_id, tag, size)
+                self._tensor_asked(line.worker_id, tag, size)
                 continue
             note = BlockNote(tag, lo, hi, first, kind == _WHOLE_BLOCKS) if kind in (_BLOCKS, _WHOLE_BLOCKS) else None
             receipt = self._receipt(line.worker_id, tag, size) if note is None else None
@@ -410,7 +409,7 @@ class SocketMesh:
             raise ProtocolError(f"worker {w} sends blocks that nobody here takes")
         return self._receiver.space(w, note, size)
 
-    def _was_asked(self, w: int, tag: int, size: int) -> None:
+    def _tensor_asked(self, w: int, tag: int, size: int) -> None:
         with self._changed:
             self._asked[w, tag].append(size)
             self._match(w, tag)
@@ -427,7 +426,7 @@ class SocketMesh:
 
 
 def _pieces(seals: Seals, head: bytes, parcel: Parcel | None) -> Iterator[memoryview]:
-    """One frame, piece by piece: tags are made in the order in which the pieces leave."""
+    """Pieces of one frame: tags are made in the order in which the pieces leave."""
     yield memoryview(head + seals.tag(head))
     if parcel is None:
         return
@@ -443,7 +442,7 @@ def _pieces(seals: Seals, head: bytes, parcel: Parcel | None) -> Iterator[memory
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous tensor on the CPU."""
+    """Memory of a contiguous tensor on the CPU."""
     if tensor.numel() == 0:
         return memoryview(b"")
     return tensor.detach().view(-1).view(torch.uint8).numpy().data

@@ -1,9 +1,9 @@
 """The transport of a model that is split into stages: an exchange among all, a reduction per pool, and a channel.
 
 It is made of the transports for one stage. Records go through one without gradients, over all members. Each stage that
-this worker holds has one of its own, over the plan restricted to the stage's pool; it lives for as long as the worker
-keeps the stage, so what the one-stage transport promises about results and lane sums holds here too, for each stage by
-itself. A stage that is given away takes its memory with it, except for what results that were handed out still need.
+this worker holds has a transport of its own, over the plan restricted to the stage's pool. It lives while the worker
+keeps the stage, so the promises of the one-stage transport about results and lane sums hold here, too, for each stage.
+A stage that is given away takes its memory with it, except for the memory of results that were handed out.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ _OPEN = "open"
 class StagedTransport:
     """Moves gradients, records and activations among the members of one generation, whatever their stages.
 
-    kind: a name of `kinds`. store: where groups meet, for kinds that need one; key: the token of the role `peer`,
-    likewise; tls: what peers are shown that it covers. machine: its name; who has the same one can share memory.
-    device: where gradients and received tensors are. cell_rank: of this process in its worker's cell; it meets those of
-    the same rank.
+    kind: a name of `kinds`. store: where groups meet, for kinds that need one; key: the token of the role `peer`, for
+    the same kinds; tls: certificates for connections that need TLS. machine: its name; members with the same one can
+    share memory. device: of gradients and received tensors. cell_rank: of this process in its worker's cell; it meets
+    processes of the same rank.
 
     One thread calls all methods but `abort`. Blocking calls raise `CollectiveAborted` within a few milliseconds after
     `abort(generation)` was called for theirs, and when a peer is found dead (`accused` names it). They call `tick()` at
     least every 20 ms while they wait.
 
-    Raises: ConfigError for another kind, or one that is not to be had on the device.
+    Raises: ConfigError for another kind, or one that the device does not have.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class StagedTransport:
 
     @property
     def segment(self) -> str:
-        """What `Member.segment` must say so that peers can attach; the rest they are told when they meet."""
+        """Text for `Member.segment`, with which peers attach; they learn the rest when they meet."""
         return self._records.segment
 
     @property
@@ -121,35 +121,35 @@ class StagedTransport:
         return self._pools[stage].offering(step)
 
     def reduce(self, stage: int, step: int, presence: Mapping[Node, bytes]) -> Reduced:
-        """Offer the filled nodes of this step, wait for everybody's in the stage's pool, finish the tree.
+        """Offer the filled nodes of this step, wait for those of all members of the stage's pool, and finish the tree.
 
         Workers with several stages in common must reduce them in the same order: ascend. The result stays valid and
-        unchanged until the reduction of step + 2 of this stage begins, even if the process that owns it dies or the
-        worker gives the stage away.
+        unchanged until the reduction of step + 2 of this stage begins, even if its owner dies or the worker gives the
+        stage away.
         """
         return self._pools[stage].reduce(step, presence)
 
     def void(self) -> None:
-        """What was reduced of the present step counts for nothing: the next `open` begins with new memory, for blocks
-        that are finished are finished once per step."""
+        """Void the reductions of the present step: the next `open` begins with new memory, because a block is finished
+        only once per step."""
         self._layouts = {}
 
     def exchange(self, tag: Tag, payload: bytes) -> dict[int, bytes]:
         """All-gather of small records over all members of all stages, by worker id, this one's included."""
         found = self._records.exchange(tag, payload)
         for pool in self._pools.values():
-            pool.settled()  # whoever wrote a record has left the reductions before it
+            pool.settled()  # a member that wrote a record has left the reductions before it
         return found
 
     def abort(self, generation: int) -> None:
-        """Thread-safe. Free whoever waits in an operation of this generation or an older one."""
+        """Thread-safe. Free any caller that waits in an operation of this generation or an older one."""
         with self._lock:
             self._fence.abort(generation)
             for part in self._parts():
                 part.abort(generation)
 
     def close(self) -> None:
-        """Give everything back. Tensors that were handed out stay valid for as long as they are referred to."""
+        """Release everything. Tensors that were handed out stay valid while they are referred to."""
         self.abort(1 << 62)
         with self._lock:
             parts, self._pools = self._parts(), {}
@@ -177,7 +177,7 @@ class StagedTransport:
             self._reaper.take(gone.pop().close)
 
     def _tell_segments(self, generation: int) -> dict[int, dict[str, str]]:
-        """Of all members: how to attach to their channels ("") and pools (the stage)."""
+        """All members' texts for attaching to their channels ("") and pools (the stage), by worker id."""
         own = {"": self._channel.segment, **{str(stage): pool.segment for stage, pool in self._pools.items()}}
         records = self._records.exchange(Tag(_OPEN, generation, 0), msgspec.msgpack.encode(own))
         return {w: msgspec.msgpack.decode(record, type=dict[str, str]) for w, record in records.items()}

@@ -1,10 +1,10 @@
-"""One generation's reductions over sockets, block by block: whoever has a block of a node says so, and it leaves.
+"""One generation's reductions over sockets, block by block: a block of a node leaves as soon as its holder reports it.
 
 Apart from the transport because here nobody waits for a whole gradient. Blocks of nodes go to their owners as they
-become final, while others are still computed; an owner finishes a block when the nodes that have come of it cover all
-lanes, and its result goes to everybody at once. Nobody asks for anything: whoever begins step s + 1 has agreed on step
-s, and so have all others, who therefore have room for it. What has come of a generation that ends counts for nothing.
-Whose sums a member sends, and who exchanges blocks with whom, is its `Reach`.
+become final, while others are still computed. An owner finishes a block when the nodes that have come of it cover all
+lanes, and sends its result to all at once. Nobody asks for anything: a member that begins step s + 1 has agreed on step
+s, and so have all others, who therefore have room for it. Blocks of a generation that ends count for nothing. The
+`Reach` says whose sums a member sends, and who exchanges blocks with whom.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from everstep.parallel.reduction import CHUNK_BLOCKS, BlockFinisher
 from everstep.parallel.socket_mesh import BlockNote, SocketMesh, bytes_of
 
 LEAVING_BLOCKS = 4
-"""Blocks (1 MiB) that leave together: what a link of 100 Mbit/s takes 84 ms for. The last ones are waited for twice,
-on their way to the owner and back."""
+"""Blocks (1 MiB) that leave together: a link of 100 Mbit/s takes 84 ms for them. The last ones are waited for twice, on
+their way to the owner and back."""
 _STEPS = 2
 _WAIT_S = 0.05
 _BLOCK_BYTES = 4 * BLOCK_ELEMENTS
 
 
 class BlockCut:
-    """How blocks are cut for the wire: not many at once, and without the padding at the end of each unit."""
+    """Cuts blocks for the wire: not many at once, and without the padding at the end of each unit."""
 
     def __init__(self, layout: GradientLayout) -> None:
         self._stops = [(block + 1) * BLOCK_ELEMENTS for block in range(layout.n_blocks)]
@@ -41,7 +41,7 @@ class BlockCut:
                 self._stops[(unit.stop - 1) // BLOCK_ELEMENTS] = unit.stop
 
     def pieces(self, first: int, last: int) -> Iterator[tuple[int, int]]:
-        """What leaves together, as runs of blocks [first, last)."""
+        """Runs of blocks [first, last) that leave together."""
         begin = first
         for block in range(first, last):
             end = block + 1
@@ -50,18 +50,18 @@ class BlockCut:
                 begin = end
 
     def stop(self, last: int) -> int:
-        """The element at which the content of blocks up to this one, exclusive, ends."""
+        """Element at which the content of blocks up to this one, exclusive, ends."""
         return self._stops[last - 1]
 
     def last(self, first: int, size_bytes: int) -> int:
-        """With which block, exclusive, a run of so many bytes ends. Raises: ProtocolError if none does."""
+        """End (exclusive block) of a run of this many bytes. Raises: ProtocolError if no run has this size."""
         last = first + -(-size_bytes // _BLOCK_BYTES)
         if not first < last <= len(self._stops) or 4 * (self.stop(last) - first * BLOCK_ELEMENTS) != size_bytes:
             raise ProtocolError(f"{size_bytes} bytes from block {first} on are no run of blocks")
         return last
 
     def clear_padding(self, flat: torch.Tensor, origin: int, first: int, last: int) -> None:
-        """Zeros behind the content of each of these blocks; element 0 of `flat` is element `origin` of the layout."""
+        """Write zeros behind the content of each of these blocks; `flat` begins at element `origin`."""
         for block in range(first, last):
             end = (block + 1) * BLOCK_ELEMENTS
             if self._stops[block] < end:
@@ -73,8 +73,8 @@ Rows = Mapping[int, Sequence[tuple[Node, bytes]]]
 
 
 class BlockSums:
-    """Sums of some of a node's lanes, block by block as they come, until a block is there of all of them: then it can
-    be added up, once. Not thread-safe. runs: of these blocks."""
+    """Sums of some of a node's lanes, block by block as they come. A block that has come of all lanes can be added up,
+    once. Not thread-safe. runs: of these blocks."""
 
     def __init__(self, into: Node, runs: Runs) -> None:
         self.into = into
@@ -88,10 +88,10 @@ class BlockSums:
         self._taken = bytearray(size)
         self._told = False
         self.parts: dict[Node, tuple[int, torch.Tensor, int]] = {}
-        """Of each node: whose it is, and its tensor, which begins at that element of the layout."""
+        """By node: its owner, and its tensor, which begins at that element of the layout."""
 
     def add(self, worker_id: int, node: Node, tensor: torch.Tensor, start: int) -> None:
-        """A node of which blocks will come. Raises: ProtocolError if others have lanes of it."""
+        """Announce a node of which blocks will come. Raises: ProtocolError if others have lanes of it."""
         inside = self.into.lo <= node.lo < node.hi <= self.into.hi
         lanes = set(range(*node)) if inside else set()
         if not lanes or not self._lanes.isdisjoint(lanes):
@@ -103,10 +103,10 @@ class BlockSums:
         self._came[node] = bytearray(len(self._taken))
 
     def come(self, node: Node, first: int, last: int, whole: bool) -> list[int]:
-        """Blocks of a node are here, of which those count that are wanted. whole: no entry in them is absent. Returns
-        those that can be added up now.
+        """Note that blocks of a node have come; only wanted ones count. whole: no entry in them is absent. Returns the
+        blocks that can be added up now.
 
-        Raises: ProtocolError if one of them was here before.
+        Raises: ProtocolError if one of them had come before.
         """
         came, found = self._came[node], list[int]()
         for begin, end in common(self._runs, ((first, last),)):
@@ -121,7 +121,7 @@ class BlockSums:
         return found
 
     def tell(self) -> list[int]:
-        """It is known what is absent in all nodes. Returns the blocks that can be added up now."""
+        """Note that the absent entries of all nodes are known. Returns the blocks that can be added up now."""
         self._told = True
         return [k for lo, hi in self._runs for k in self._take(range(lo - self._first, hi - self._first))]
 
@@ -135,9 +135,9 @@ class BlockSums:
 
 
 class StepBlocks(BlockSums):
-    """How far one step's reduction is. Of the own blocks: which lanes have come of each. Not thread-safe.
+    """State of one step's reduction: lanes that have come of each own block, and results. Not thread-safe.
 
-    own: blocks that are finished here. out: the flat result. awaited: blocks whose result will be here, None: all.
+    own: blocks that are finished here. out: the flat result. awaited: blocks whose result will come here, None: all.
     """
 
     def __init__(self, own: Runs, n_blocks: int, n_lanes: int, out: torch.Tensor, awaited: int | None = None) -> None:
@@ -146,17 +146,17 @@ class StepBlocks(BlockSums):
         self._results = bytearray(n_blocks)
         self._pushed: dict[Node, bytearray] = {}
         self.open = n_blocks if awaited is None else awaited
-        """Blocks whose result is not here yet."""
+        """Number of blocks whose result has not come yet."""
 
     def result(self, first: int, last: int) -> None:
-        """Results are here. Raises: ProtocolError if one of them was before."""
+        """Note that results have come. Raises: ProtocolError if one of them had come before."""
         if any(self._results[first:last]):
             raise ProtocolError(f"results of the blocks {first}..{last - 1} came twice")
         self._results[first:last] = b"\x01" * (last - first)
         self.open -= last - first
 
     def leave(self, node: Node, first: int, last: int) -> Runs:
-        """The runs of an own node in there that have not left yet; they have now."""
+        """Runs of an own node in this range that had not left yet; they count as left from now on."""
         left = self._pushed.setdefault(node, bytearray(len(self._results)))
         runs = []
         while (first := left.find(0, first, last)) >= 0:
@@ -168,8 +168,8 @@ class StepBlocks(BlockSums):
 
 
 class Reach(NamedTuple):
-    """With whom a member exchanges blocks. owners: who is sent sums from here, and sends results. readers: who sends
-    sums, and is sent the own results. sums: which ones may come, and from whom; None: any from readers."""
+    """Members with whom one exchanges blocks. owners: receive sums from here, and send results. readers: send sums, and
+    receive the own results. sums: the sums that may come, and from whom; None: any from readers."""
 
     owners: Sequence[int]
     readers: Sequence[int]
@@ -177,8 +177,8 @@ class Reach(NamedTuple):
 
 
 class Work(NamedTuple):
-    """What is to be added up: blocks [first, last) of a step, what: the own ones (0), or which of the sums for others.
-    whole: nothing is absent in them."""
+    """Work to add up: blocks [first, last) of a step. what: 0 for the own blocks, else the number of one of the sums
+    for others. whole: no entry is absent in them."""
 
     step: int
     what: int
@@ -191,8 +191,8 @@ class Work(NamedTuple):
 class BlockStream:
     """The reductions of one generation. `offer` and `reduce` are called by one thread.
 
-    owned: blocks by worker. scratch: receive buffers by number, as `Flats.scratch`. result: of a step, the flat
-    tensor for its result. reach: None: everybody sends all owners what it has.
+    owned: blocks by worker. scratch: receive buffers by number, as `Flats.scratch`. result: gives the flat tensor for a
+    step's result. reach: None: every member sends its sums to all owners.
     """
 
     def __init__(
@@ -210,7 +210,7 @@ class BlockStream:
         self._owned = owned
         ids = list(owned)
         at = ids.index(me)
-        others = ids[at + 1 :] + ids[:at]  # not everybody begins with the same one
+        others = ids[at + 1 :] + ids[:at]  # not all begin with the same one
         self._reach = reach or Reach(others, others)
         self._layout = layout
         self._n_lanes = n_lanes
@@ -232,12 +232,12 @@ class BlockStream:
         self._thread = threading.Thread(target=self._run, name="everstep-reduce", daemon=True)
 
     def begin(self, mesh: SocketMesh) -> None:
-        """Over these connections, which have been made."""
+        """Begin over these connections, which are up."""
         self._mesh = mesh
         self._thread.start()
 
     def leave(self) -> None:
-        """Afterwards nothing is written any more."""
+        """Stop all writes for this generation."""
         with self._lock:
             self._over = True
             busy = bool(self._steps)
@@ -248,11 +248,11 @@ class BlockStream:
         if self._thread.ident is not None:
             self._thread.join()
 
-    # ---- what this worker has
+    # ---- offers of this worker
 
     def offer(self, step: int, node: Node, flat: torch.Tensor, first: int, last: int, *, whole: bool = True) -> None:
-        """These blocks of an own node are final: they leave. whole: no entry in them is absent. What has left before
-        does not leave again; nothing happens where the generation has ended."""
+        """Send these blocks of an own node, which are final. whole: no entry in them is absent. Blocks that have left
+        before do not leave again; nothing happens if the generation has ended."""
         with self._lock:
             if self._over or step <= self._reduced:
                 return
@@ -268,8 +268,8 @@ class BlockStream:
     def reduce(
         self, step: int, own: Mapping[Node, torch.Tensor], presence: Mapping[Node, bytes], gather: Callable[[], Rows]
     ) -> Rows:
-        """Offer all that has not left; returns when the result of the whole step is here. gather: tells the others what
-        the own nodes have, and what theirs have.
+        """Offer all blocks that have not left; return when the result of the whole step is here. gather: exchanges the
+        rows of presence bytes of all members' nodes.
 
         Raises: CollectiveAborted.
         """
@@ -280,7 +280,7 @@ class BlockStream:
         return rows
 
     def _conclude(self, step: int, told: Mapping[Node, tuple[int, bytes]]) -> None:
-        """What is offered is known, by node: whose it is, and its presence. Until the result of the step is here."""
+        """Wait until the result of the step is here. told: owner and presence of all offered nodes."""
         mesh = self._mesh
         check(mesh is not None, "a reduction before the members have met")
         with self._lock:
@@ -303,7 +303,7 @@ class BlockStream:
             mesh.fail()  # type: ignore[union-attr]
 
     def _in_turns(self, runs: Runs) -> Iterator[tuple[int, int, int]]:
-        """(owner, first, last) of what leaves at once: of each owner a little, so that all have something to do."""
+        """(owner, first, last) of the next pieces to leave: of each owner a few, so that all have something to do."""
         queues = []
         for w in self._reach.owners:
             queues.append([(w, a, b) for run in common(runs, self._owned[w]) for a, b in self._cut.pieces(*run)])
@@ -314,12 +314,12 @@ class BlockStream:
         if self._mesh is not None:
             self._mesh.push(w, note, flat[note.first * BLOCK_ELEMENTS - origin : self._cut.stop(last) - origin])
 
-    # ---- what comes (called by the thread that receives)
+    # ---- incoming blocks (called by the thread that receives)
 
     def space(self, w: int, note: BlockNote, size: int) -> memoryview:
-        """Where blocks that worker `w` sends are to be written.
+        """Memory for blocks that worker `w` sends.
 
-        Raises: ProtocolError if they are none that are wanted of it.
+        Raises: ProtocolError if they are not wanted from it.
         """
         self._check_reach(w, note)
         runs = self._owned[self._me if note.of_node else w]
@@ -353,7 +353,7 @@ class BlockStream:
             raise ProtocolError(f"worker {w} sends blocks of the lanes {note.lo}..{note.hi - 1}, which are another's")
 
     def came(self, note: BlockNote, size: int) -> None:
-        """They are there. Raises: ProtocolError if they were before."""
+        """Note that these blocks have come. Raises: ProtocolError if they had come before."""
         last = self._cut.last(note.first, size)
         with self._lock:
             blocks = self._steps.get(note.step)
@@ -394,7 +394,7 @@ class BlockStream:
             table.pop(step, None)  # type: ignore[attr-defined]
 
     def _sums_of(self, step: int, what: int) -> BlockSums:
-        """0: the own blocks, of which results are made."""
+        """Sums by number; 0: the own blocks, of which results are made."""
         return self._steps[step]
 
     def _tell(self, step: int) -> None:
@@ -427,7 +427,7 @@ class BlockStream:
                 self._progress.notify_all()
 
     def _perform(self, work: Work) -> None:
-        """Own blocks are finished, and their result goes to all who read it."""
+        """Finish own blocks, and send their result to all readers."""
         out = self._steps[work.step].out
         self._finisher.finish(work.step, (work.first, work.last), work.parts, out)
         for begin, end in self._cut.pieces(work.first, work.last):
@@ -437,14 +437,14 @@ class BlockStream:
             self._arrived(self._steps[work.step], work.first, work.last)
 
     def _next(self) -> Work | None:
-        """Waits for some; None in the end."""
+        """Next work; waits for it. None at the end."""
         with self._lock:
             while not self._ready and not self._over:
                 self._work.wait()
             return None if self._over else self._take()
 
     def _take(self) -> Work:
-        """A run of blocks, and all that they are made of. With the lock held; sums take turns."""
+        """A run of blocks that can be added up, with all its parts. With the lock held; sums take turns."""
         step, what = next(iter(self._ready))
         blocks = sorted(self._ready.pop((step, what)))
         size = 1

@@ -1,4 +1,4 @@
-"""The kinds of transports there are: what each says of itself, what it is made of, and what it is given."""
+"""The kinds of transports: properties, parts and inputs of each."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ NO_GRADIENTS = GradientLayout((), (), 0)
 @dataclass(frozen=True)
 class Site:
     """One worker, as its transports know it. store: where groups meet, for kinds that need one; key: the token of the
-    role `peer`, likewise, and `tls` what peers are shown that it covers. device: where gradients and received tensors
-    are. machine: its name; who has the same one can share memory."""
+    role `peer`, for the same kinds, and `tls` the certificates for connections that need TLS. device: of gradients and
+    received tensors. machine: its name; members with the same one can share memory."""
 
     me: WorkerKey
     n_lanes: int
@@ -46,7 +46,7 @@ class Site:
         *,
         slots: NodeSlots | None = None,
     ) -> GroupTransport:
-        """A group of that name, for gradients on that device. slots: where nodes lie, if not in its own memory."""
+        """A group of that name, for gradients on that device. slots: memory of the nodes, if not its own."""
         if self.store is None or not self.key:
             raise InvariantViolation("a store and the peers' token were looked for that nobody gave")
         return GroupTransport(
@@ -60,11 +60,9 @@ class Site:
 
 @dataclass(frozen=True)
 class TransportKind:
-    """One kind. devices: types on which it is to be had. meets: it needs a store.
-
-    meet: makes what carries the records of all members, and their channel. pool: what reduces the gradients of one
-    stage's pool, with a name that no other pool has.
-    """
+    """One kind. devices: types of devices that have it. meets: it needs a store. meet: makes the transport of all
+    members' records, and their channel. pool: makes the transport that reduces the gradients of one stage's pool, with
+    a unique name."""
 
     name: str
     devices: tuple[str, ...]
@@ -99,7 +97,7 @@ def _either_meet(site: Site) -> tuple[Transport, Channel]:
 
 
 def _meet(site: Site) -> tuple[Transport, Channel]:
-    """Records and single messages, by way of host memory wherever the tensors are."""
+    """Records and single messages, through host memory wherever the tensors are."""
     records = site.group(NO_GRADIENTS, "", "cpu")
     return records, GroupChannel(site.me, records, device=site.device)
 
@@ -113,7 +111,7 @@ KINDS: dict[str, TransportKind] = {
         TransportKind("shm", ("cpu", "cuda"), False, _shm_meet, _shm_pool),
         # for members on any hosts, with gradients in host memory
         TransportKind("sockets", ("cpu",), True, _meet, lambda site, layout, name: site.group(layout, name, "cpu")),
-        # likewise, but gradients stay on the device; records and single messages go over sockets
+        # for members on any hosts, with gradients on the device; records and single messages go over sockets
         TransportKind("nccl", ("cuda",), True, _meet, lambda site, layout, name: site.group(layout, name, site.device)),
     )
 }
@@ -127,12 +125,12 @@ class ControlStore(Store):
     """A `torch.distributed.Store` over three callables: keys over the control connection, given up when the plan is
     superseded.
 
-    Apart from torch's own stores because those block for their whole timeout when a peer died before it said where it
-    listens. Raising in `wait` or `get` frees the group's constructor at once.
-    Source: measured on torch 2.13: 4 ms, against the timeout of the group.
+    Apart from torch's own stores because those block for their whole timeout if a peer dies before it says where it
+    listens. Raising in `wait` or `get` frees the group's constructor at once. Source: measured on torch 2.13: 4 ms,
+    against the timeout of the group.
 
     set_key(key, value) returns at once. get_keys(keys) blocks until all keys are set and returns their values, or None
-    as soon as whoever asks has been superseded; it lets go of the interpreter lock while it blocks. superseded() says
+    as soon as the caller has been superseded; it lets go of the interpreter lock while it blocks. superseded() says
     whether the generation that uses the store has ended.
     """
 

@@ -1,17 +1,18 @@
 """A reduction over several hosts: inside each of them in shared memory, between them over sockets, by the one tree.
 
-A byte crosses between two hosts once where the tree allows that: the courier of a host folds the sums of its members as
+A byte crosses between two hosts once where the tree allows that. The courier of a host folds the sums of its members as
 far as they complete a subtree, sends them to the couriers that finish them, and has the whole result in its own result
 area, where the others read it (`placement.tiers`).
 
-Nothing waits for the last lane: members tell in shared memory which blocks of their nodes are final, and the courier
-folds and sends a block when those of all lanes of the subtree are. Which subtrees a host sends follows from the plan,
-whichever nodes its members make of their lanes. What is absent somewhere waits for the records of the reduction.
+Nothing waits for the last lane: members report in shared memory which blocks of their nodes are final, and the courier
+folds and sends a block when those of all lanes of the subtree are. The plan alone decides which subtrees a host sends,
+whichever nodes its members make of their lanes. Blocks with absent entries wait for the records of the reduction.
 
-Why nothing is overwritten too early: whoever has left the reduction of a step has the result of all blocks, from all
-couriers, and so have all members of its host; so what its host sent has been received and added up, and nodes and
-scratch memory are free. What `shared_memory` says of result areas holds here too. A block that leaves in a generation
-that ends counts for nothing: its thread ends before the next one is met, and what it had begun to finish is not marked.
+Why nothing is overwritten too early: a member that has left the reduction of a step has the result of all blocks, from
+all couriers, and so have all members of its host. So everything that its host sent has been received and added up, and
+nodes and scratch memory are free. The rules of `shared_memory` for result areas hold here, too. A block that leaves in
+a generation that ends counts for nothing: the generation's thread ends before the next one is met, and blocks that it
+had begun to finish are not marked.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from everstep.placement.tiers import Tiers, folded
 from everstep.placement.tree import cover
 
 TOLD_BLOCKS = 16
-"""Blocks (4 MiB) that are told together, where a node has more; what is left of one is told by the reduction."""
+"""Blocks (4 MiB) that are reported together, if a node has more; the rest of one is reported by the reduction."""
 _LOOK_S = 0.01
 
 _Offered = tuple[Node, int, bytes]
@@ -54,7 +55,7 @@ class _Charge(NamedTuple):
 
 
 class FinalBlocks:
-    """Tells the courier of this host what is final, not block by block: each word wakes a thread of it."""
+    """Reports final blocks to the courier of this host, several at a time: each report wakes a thread of it."""
 
     def __init__(self, near: SharedMemoryTransport, courier: int, step: int, n_blocks: int) -> None:
         self._near = near
@@ -66,7 +67,7 @@ class FinalBlocks:
         self._told: Counter[Node] = Counter()
 
     def take(self, node: Node, first: int, last: int) -> None:
-        """As `OnFinal` has it."""
+        """Receiver of final blocks, an `OnFinal`."""
         runs = self._waiting.setdefault(node, [])
         runs.append((first, last))
         waiting = sum(stop - start for start, stop in runs)
@@ -77,9 +78,9 @@ class FinalBlocks:
 
 
 class TierStream(BlockStream):
-    """The reductions of one generation, of the nodes of all members of this host; members but the courier have nothing
-    to do in it. lanes: by worker, of all members. `offer` is not for this one: members tell in shared memory what is
-    final."""
+    """The reductions of one generation, of the nodes of all members of this host; members other than the courier do
+    nothing in it. lanes: by worker, of all members. `offer` is not used here: members report final blocks in shared
+    memory."""
 
     def __init__(
         self,
@@ -111,12 +112,12 @@ class TierStream(BlockStream):
         self._bells: dict[int, int] = {}
 
     def begin(self, mesh: SocketMesh) -> None:
-        """Over these connections, which have been made."""
+        """Begin over these connections, which are up."""
         if self._carries:
             super().begin(mesh)
 
     def reduce_offered(self, step: int, offers: Mapping[int, Sequence[_Offered]]) -> None:
-        """All have offered what they have, by worker. Returns when the courier has the result.
+        """Reduce the nodes that all members have offered, by worker. Returns when the courier has the result.
 
         Raises: CollectiveAborted.
         """
@@ -140,7 +141,7 @@ class TierStream(BlockStream):
     def _take_in(
         self, step: int, w: int, node: Node, slot: int, final: Iterable[tuple[int, int]], *, whole: bool
     ) -> None:
-        """These blocks of a node of this host are final; those that are known to be do not count again."""
+        """Note final blocks of a node of this host; blocks that are known to be final do not count again."""
         if self._over or step <= self._reduced:
             return
         blocks = self._step(step)
@@ -189,7 +190,7 @@ class TierStream(BlockStream):
             own.await_bell(seen, _LOOK_S)
 
     def _look_around(self) -> None:
-        """What members of this host have told since the last time."""
+        """Take in new reports of members of this host."""
         for w in self._inside:
             bell = self._near.segment_of(w).bell
             found = self._near.final_blocks(w) if self._bells.get(w) != bell else None
@@ -201,7 +202,7 @@ class TierStream(BlockStream):
                         self._take_in(step, w, node, slot, _runs(flags), whole=True)
 
     def _perform(self, work: Work) -> None:
-        """Sums of blocks of others are folded and sent to them. A subtree has the shape of the tree over its lanes."""
+        """Fold sums of others' blocks and send them. A subtree has the shape of the tree over its lanes."""
         if not work.what:
             super()._perform(work)
             return
@@ -227,9 +228,10 @@ class TierStream(BlockStream):
 
 
 class TieredTransport:
-    """Reduces what lies in `near`'s memory over the members of a generation on any hosts, as `Transport` has it.
+    """`Transport` that reduces the nodes in `near`'s memory over the members of a generation on any hosts.
 
-    near: opened before for the members of this host. far: moves bytes and records between hosts; it is this one's.
+    near: opened before for the members of this host. far: moves bytes and records between hosts; it belongs to this
+    one.
     """
 
     def __init__(
@@ -246,17 +248,17 @@ class TieredTransport:
         self._owned: dict[int, Runs] = {}
 
     def open(self, plan: Plan, machines: Mapping[int, str]) -> None:
-        """Meet the members of the plan. machines: where each of them is, by worker id. Raises: CollectiveAborted."""
+        """Meet the members of the plan. machines: machine of each of them, by worker id. Raises: CollectiveAborted."""
         tiers = Tiers.of(machines)
         self._courier = tiers.inside(self._me)[0]
         self._owned = finishers(plan, self._layout.n_blocks)
         lanes: dict[int, Sequence[int]] = dict.fromkeys(plan.worker_ids, ())
         lanes.update((seat.worker_id, seat.lanes) for seat in plan.seats)
         self._stream = TierStream(*(self._me, self._layout, self._n_lanes, self._near, self._scratch, tiers, lanes))
-        self._far.open(replace(plan, shards=()), self._stream)  # it has no gradient of its own
+        self._far.open(replace(plan, shards=()), self._stream)  # `far` has no gradient of its own
 
     def leave(self) -> None:
-        """Nothing is written any more of the generation, which has been cut, or all have left it."""
+        """Stop all writes for the generation, which has been cut, or all have left it."""
         self._far.leave()
 
     def exchange(self, tag: Tag, payload: bytes) -> dict[int, bytes]:
@@ -272,7 +274,7 @@ class TieredTransport:
         self._far.rest()
 
     def abort(self, generation: int) -> None:
-        """Thread-safe; who waits for members of this host is freed by the abort of `near`."""
+        """Thread-safe; a caller that waits for members of this host is freed by the abort of `near`."""
         self._far.abort(generation)
 
     def close(self) -> None:
@@ -280,7 +282,8 @@ class TieredTransport:
         self._far.close()
 
     def offering(self, step: int) -> OnFinal:
-        """The courier of this host is told, and sends what all its lanes have come of."""
+        """Receiver of final blocks: it reports them to the courier of this host, which sends blocks that have come of
+        all its lanes."""
         return FinalBlocks(self._near, self._courier, step, self._layout.n_blocks).take
 
     def reduce(self, step: int, presence: Mapping[Node, bytes]) -> Reduced:
@@ -298,7 +301,7 @@ class TieredTransport:
             try:
                 stream.reduce_offered(step, offers)  # type: ignore[union-attr]
             except BaseException:
-                far.mesh.cut()  # nothing may write to the receive buffers any more
+                far.mesh.cut()  # no further writes to the receive buffers
                 raise
             near.finish_together(step)
         present = merge_presence(row for offered in offers.values() for _, _, row in offered)

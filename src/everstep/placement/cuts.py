@@ -1,7 +1,7 @@
 """Where a model is cut: which run of units makes up each part. Pure.
 
 A cut is one (first unit, unit after the last) per part, in order, without gaps: `parts = stages x chunks`, and part p
-belongs to stage `p % stages`. Where it is cut changes no bit of the result, only how long the stages take.
+belongs to stage `p % stages`. The cut changes no bit of the result, only how long the stages take.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ ModelCut = tuple[tuple[int, int], ...]
 
 
 def balance(costs: Sequence[float], parts: int) -> ModelCut:
-    """The cut whose dearest part is the cheapest possible; of those the most even one, then the earliest cuts.
+    """Cut whose most expensive part is as cheap as possible; among equals the most even cut, then the earliest.
 
-    costs: of each unit, in any one measure, none negative. Every part has at least one unit.
+    costs: of the units, in any one measure, none negative. Every part has at least one unit.
 
     Raises: ConfigError if there are fewer units than parts.
     """
@@ -29,12 +29,12 @@ def balance(costs: Sequence[float], parts: int) -> ModelCut:
     ends = [0.0, *accumulate(float(c) for c in costs)]
 
     def ways(first: int, parts: int) -> Iterator[tuple[int, float]]:
-        """(end, cost) of the first part, where the units from `first` on are cut into so many."""
+        """(end, cost) of each possible first part when the units from `first` on are cut into `parts`."""
         return ((end, ends[end] - ends[first]) for end in range(first + 1 if parts > 1 else n, n - parts + 2))
 
     @cache
     def dearest(first: int, parts: int) -> float:
-        """The least cost that the dearest of the parts can have."""
+        """Least possible cost of the most expensive part."""
         if parts == 0:
             return 0.0
         least = math.inf
@@ -48,7 +48,7 @@ def balance(costs: Sequence[float], parts: int) -> ModelCut:
 
     @cache
     def squares(first: int, parts: int) -> tuple[float, int]:
-        """The fewest squares of costs under that limit, and where the first part ends for that."""
+        """Least sum of squared costs under that limit, and the end of the first part that gives it."""
         if parts == 0:
             return 0.0, n
         fitting = takewhile(lambda way: way[1] <= limit, ways(first, parts))
@@ -71,19 +71,19 @@ def _check_enough(units: int, parts: int) -> None:
 
 
 def of_sizes(sizes: Sequence[int], units: int, source: str) -> ModelCut:
-    """The cut with so many units per part. source: who said so, for error messages.
+    """Cut with these numbers of units per part. source: who gave the sizes, for error messages.
 
-    Raises: ConfigError if a part would be empty, or they are not all units.
+    Raises: ConfigError if a part would be empty, or the sizes do not add up to the number of units.
     """
     if any(isinstance(size, bool) or not isinstance(size, int) or size < 1 for size in sizes):
         raise ConfigError(f"{source}: expected at least 1 unit per part, got {list(sizes)}: give every part a unit")
     if sum(sizes) != units:
-        raise ConfigError(f"{source}: expected {units} units in all, got {sum(sizes)} in {list(sizes)}: mend the sizes")
+        raise ConfigError(f"{source}: expected {units} units in all, got {sum(sizes)} in {list(sizes)}: fix the sizes")
     return tuple(pairwise([0, *accumulate(sizes)]))
 
 
 def of_map(stage_maps: Sequence[StageMap], units: int, chunks: int = 1) -> ModelCut | None:
-    """The cut that an explicit map names; None if it names no units.
+    """Cut that an explicit map names; None if it names no units.
 
     Raises: ConfigError if it leaves units out, names one twice, names one that does not exist, or has another number of
     runs per stage than there are chunks.
@@ -122,9 +122,9 @@ def choose(
     stage_maps: Sequence[StageMap] = (),
     preferred: Sequence[int] | None = None,
 ) -> ModelCut:
-    """Where the model is cut: by hand from the map, else where the task prefers, else balanced by cost.
+    """Cut of the model: by the map, else as the task prefers, else balanced by cost.
 
-    preferred: units per part, as the task's own `cuts` says, or None.
+    preferred: units per part from the task's own `cuts`, or None.
 
     Raises: ConfigError if that is impossible.
     """
@@ -141,5 +141,5 @@ def choose(
 
 
 def units_of(cut: ModelCut, stage: int, stages: int) -> tuple[int, ...]:
-    """The units of a stage: those of its parts, in order."""
+    """Units of a stage: those of its parts, in order."""
     return tuple(unit for first, last in cut[stage::stages] for unit in range(first, last))

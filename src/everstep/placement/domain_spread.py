@@ -1,4 +1,4 @@
-"""Who is apart from whom: members of a pool in different failure domains first, the widest first. Pure."""
+"""Spread over failure domains: members of a pool sit in different domains, the widest kind first. Pure."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from functools import lru_cache
 from everstep.base.domains import WIDTHS, Domains
 
 DomainsOf = Mapping[int, Domains]
-"""The labels of workers, by worker id; of who is not in it nothing is known."""
+"""Labels of workers, by worker id; a missing worker's domains are unknown."""
 _Path = tuple[str, ...]
 _HOST = WIDTHS.index("host") + 1
 
 
 @lru_cache(maxsize=4096)
 def _path(domains: Domains) -> _Path:
-    """Its name at each width, "" where it has none: domains lie inside one another."""
+    """Name of the domain at each width, "" where there is none: domains lie inside one another."""
     labels = dict(domains)
     return tuple(labels.get(kind, "") for kind in WIDTHS)
 
 
 def prefixes(domains: Domains) -> list[Domains]:
-    """Each of the domains with those that it lies in, the widest first."""
+    """Each domain together with those that it lies in, the widest first."""
     return [domains[: depth + 1] for depth in range(len(domains))]
 
 
 class Crowd:
-    """How many of some workers are in each domain."""
+    """Counts of workers in each domain."""
 
     def __init__(self, worker_ids: Iterable[int], domains: DomainsOf) -> None:
         self._domains = domains
@@ -36,23 +36,23 @@ class Crowd:
             self.add(domains.get(worker_id, ()))
 
     def add(self, domains: Domains) -> None:
-        """One more, who is in these."""
+        """Count one more worker, who is in these domains."""
         path = _path(domains)
         self._counts.update(path[:depth] for depth in range(1, len(path) + 1))
 
     def near(self, domains: Domains) -> tuple[int, ...]:
-        """How many of them would die with somebody of these domains, the widest first: the less, the better."""
+        """Number of counted workers that would die with a worker in these domains, the widest first."""
         path = _path(domains)
         return tuple(self._counts[path[:depth]] for depth in range(1, len(path) + 1))
 
     def near_worker(self, worker_id: int) -> tuple[int, ...]:
-        """The same for a worker whose domains are known."""
+        """Result of `near` for a worker whose domains are known."""
         return self.near(self._domains.get(worker_id, ()))
 
 
 def hosts_in_order(worker_ids: Iterable[int], domains: DomainsOf) -> list[list[int]]:
-    """The workers of each host by id; hosts of one domain side by side, at every width, that of the first worker
-    first."""
+    """Worker ids of each host, ascending. Hosts of one domain, at every width, stand side by side; the domain of the
+    first worker comes first."""
     hosts: dict[_Path, list[int]] = {}
     for i in sorted(worker_ids):
         hosts.setdefault(_path(domains.get(i, ()))[:_HOST], []).append(i)
@@ -64,17 +64,17 @@ def hosts_in_order(worker_ids: Iterable[int], domains: DomainsOf) -> list[list[i
 
 
 def dealt(worker_ids: Iterable[int], pools: int, domains: DomainsOf) -> list[list[int]]:
-    """Pools that each domain, of any width, has as equal a share in as can be; the first ones have one more if it
-    does not come out even.
+    """Deal workers to pools so that each domain, of any width, has an equal share in each; the first pools get one more
+    if it does not come out even.
 
-    So no domain's death empties a pool, if so many workers are outside of it as there are pools, and these as large as
-    each other: dealt out in the order of domains, any run of workers has as many in each pool, or one less.
+    So no domain's death empties a pool if at least `pools` workers are outside of it. That holds for pools of equal
+    size: when workers are dealt in the order of domains, any run of workers has equally many in each pool, or one less.
     """
     order = [i for there in hosts_in_order(worker_ids, domains) for i in there]
     return [sorted(order[k::pools]) for k in range(pools)]
 
 
 def farthest(candidates: Sequence[int], others: Iterable[int], domains: DomainsOf) -> int | None:
-    """Who of the candidates dies with the fewest of the others, the widest domains first; of equals the first one."""
+    """Candidate that dies with the fewest of the others, the widest domains first; None if there are no candidates."""
     crowd = Crowd(others, domains)
     return min(candidates, key=crowd.near_worker, default=None)

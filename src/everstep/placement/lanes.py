@@ -2,16 +2,16 @@
 
 No choice made here changes a bit of the result (the lane tree sees to that); it changes only how long a step takes.
 
-At the start everybody goes home: where the wish wants it, else evenly and in order. Afterwards as little as possible
-moves, because moving a worker means to copy a stage's state: survivors stay; newcomers go where they are needed most; a
-stage that has lost its whole pool takes a worker from a pool that can do without, and only if there is none, a worker
-of a stage nearby serves it in addition.
+At the start each worker goes to its home stage in the wish, or they are spread evenly and in order. Later as little as
+possible moves, because a worker that moves must copy a stage's state. Survivors stay. Newcomers go where they are
+needed most. A stage that lost its whole pool takes a worker from a pool that has more than one; if there is none, a
+worker of a stage nearby serves both stages.
 
-Where workers are on several hosts, members of a pool are to be in different failure domains (`domains`): at the start
-by how they are dealt out, later by where newcomers go, unless the wish names the homes one by one.
+If workers are on several hosts, members of a pool should be in different failure domains (`domains`): at the start by
+how they are dealt out, later by where newcomers go, unless the wish names the homes one by one.
 
-A fresh placement gives every worker one run of lanes, beside those of its host. A repair keeps what the survivors have,
-because they may have computed it already, and moves only the lanes that were lost.
+A fresh placement gives every worker one run of lanes, next to those of its host. A repair lets survivors keep their
+lanes, because they may have computed them already, and moves only the lost lanes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from everstep.placement.tree import run_nodes
 Pools = list[list[int]]
 NOWHERE: DomainsOf = {}
 _MANY = 128
-"""Of more workers than that it takes too long to look which sizes of runs suit their hosts best."""
+"""With more workers, finding the run sizes that suit their hosts best takes too long."""
 
 
 def seat_pools(
@@ -44,11 +44,11 @@ def seat_pools(
     settle: bool,
     domains: DomainsOf = NOWHERE,
 ) -> Pools:
-    """The worker ids of every stage, ascending; everybody sits somewhere, and no stage is empty.
+    """Worker ids of every stage, ascending. Every worker sits somewhere, and no stage is empty.
 
-    ids: ascending and distinct, at least one. previous: the seats before; empty: a start. settle: whoever sits in
-    several stages leaves those that others hold as well (not while those may still have to copy the state from it).
-    domains: where workers are.
+    ids: ascending and distinct, at least one. previous: the seats before; empty: a start. settle: a worker in several
+    stages leaves those that other workers hold, too (not while these may still have to copy the state from it).
+    domains: of each worker.
     """
     if not ids:
         raise ConfigError("expected at least 1 active worker, got 0: start more workers")
@@ -62,20 +62,20 @@ def seat_pools(
     seated = _seats(pools)
     waiting = [i for i in ids if i not in seated]
     waiting = _fill_empty(pools, waiting, wish)
-    waiting = _relieve(pools, waiting, wish)
+    waiting = _share_loaded_stages(pools, waiting, wish)
     for newcomer in waiting:
         pools[_neediest(pools, newcomer, wish, domains)].append(newcomer)
     for stage in range(stages):
         if not pools[stage]:
             _cover(pools, stage, {s.worker_id for s in previous if s.role == "standby"}, domains)
     if settle:
-        _leave_extras(pools, wish)
+        _drop_extra_seats(pools, wish)
     return [sorted(pool) for pool in pools]
 
 
 def _start(ids: Sequence[int], stages: int, wish: PoolWish, domains: DomainsOf) -> Pools:
-    """Without anybody's past: home, if the homes are named one by one; else as far apart as can be, if there are
-    several hosts; else home, if all homes are there; else evenly."""
+    """Pools without previous seats: home, if the wish names homes one by one; else as far apart as possible, if there
+    are several hosts; else home, if all workers of all homes are there; else evenly."""
     at_home = {i for pool in wish.homes for i in pool}
     if wish.homes and (wish.named or wish.homes != even_homes(len(at_home), stages)):
         return [[i for i in pool if i in ids] for pool in wish.homes]
@@ -87,12 +87,12 @@ def _start(ids: Sequence[int], stages: int, wish: PoolWish, domains: DomainsOf) 
 
 
 def _seats(pools: Pools) -> Counter[int]:
-    """In how many stages each worker sits."""
+    """Number of stages in which each worker sits."""
     return Counter(i for pool in pools for i in pool)
 
 
 def _fill_empty(pools: Pools, waiting: list[int], wish: PoolWish) -> list[int]:
-    """Newcomers for the stages that nobody holds, their home if possible. Returns those who are left."""
+    """Seat newcomers in stages without workers, at home if possible. Returns the newcomers left over."""
     for at_home in (True, False):
         for stage, pool in enumerate(pools):
             fitting = [i for i in waiting if not at_home or stage in wish.homes_of(i)]
@@ -102,10 +102,11 @@ def _fill_empty(pools: Pools, waiting: list[int], wish: PoolWish) -> list[int]:
     return waiting
 
 
-def _relieve(pools: Pools, waiting: list[int], wish: PoolWish) -> list[int]:
-    """Newcomers for the stages whose every member has others too: half of them each, its home if possible.
+def _share_loaded_stages(pools: Pools, waiting: list[int], wish: PoolWish) -> list[int]:
+    """Seat newcomers in stages whose members all have other stages, too: half of the newcomers each, at home if
+    possible.
 
-    Returns those who are left.
+    Returns the newcomers left over.
     """
     while waiting:
         counts = _seats(pools)
@@ -128,9 +129,9 @@ def _relieve(pools: Pools, waiting: list[int], wish: PoolWish) -> list[int]:
 
 
 def _neediest(pools: Pools, newcomer: int, wish: PoolWish, domains: DomainsOf) -> int:
-    """The stage that lacks most against the wish; of equals that with the fewest who would die with the newcomer, then
-    its home, then the smallest, then the first. But its home goes first if that lacks anybody, where the wish names it
-    or all are on one host."""
+    """Stage that lacks most workers against the wish. Among equals: the one where fewest would die with the newcomer,
+    then its home, then the smallest, then the first. But its home comes first if it lacks workers, and the wish names
+    it or all workers are on one host."""
     lacking = [wish.size(stage) - len(pool) for stage, pool in enumerate(pools)]
     at_home = [k for k in wish.homes_of(newcomer) if lacking[k] > 0 and (wish.named or not domains)]
     crowded = [Crowd(pool, domains).near_worker(newcomer) if domains else () for pool in pools]
@@ -143,11 +144,11 @@ def _neediest(pools: Pools, newcomer: int, wish: PoolWish, domains: DomainsOf) -
 
 
 def _cover(pools: Pools, stage: int, standby: Collection[int], domains: DomainsOf) -> None:
-    """Somebody for a stage whose whole pool is gone: from a pool that can do without, else from nearby in addition."""
+    """Seat a worker in a stage that lost its whole pool: from a larger pool, else from nearby in addition."""
     counts = _seats(pools)
     free = [(k, i) for k, pool in enumerate(pools) if len(pool) > 1 for i in pool if counts[i] == 1]
     if free:
-        # A standby moves no lanes. Of several: from the largest pool, of it who is nearest to others, then the last.
+        # A standby moves no lanes. Among several: from the largest pool, the one nearest to others, then the last.
         crowds = [Crowd(pool, domains) for pool in pools]
         near = {(k, i): crowds[k].near_worker(i) for k, i in free}
         source, mover = max(free, key=lambda c: (c[1] in standby, len(pools[c[0]]), -c[0], near[c], c[1]))
@@ -158,10 +159,9 @@ def _cover(pools: Pools, stage: int, standby: Collection[int], domains: DomainsO
     pools[stage].append(min(nearby)[3])
 
 
-def _leave_extras(pools: Pools, wish: PoolWish) -> None:
-    """Who sits in several stages leaves those where somebody with fewer stages sits too, the largest pool first; one
-    always stays.
-    """
+def _drop_extra_seats(pools: Pools, wish: PoolWish) -> None:
+    """A worker in several stages leaves those where a worker with fewer stages sits, too, the largest pool first. One
+    always stays."""
     while True:
         counts = _seats(pools)
         leaving = [
@@ -179,10 +179,10 @@ def _leave_extras(pools: Pools, wish: PoolWish) -> None:
 def actives(
     pool: Sequence[int], stage: int, previous: Sequence[Seat], wish: PoolWish, most: int | None = None
 ) -> list[int]:
-    """Who of a pool may get lanes, ascending: all, or as many as the wish says, at most `most`.
+    """Members of a pool that may get lanes, ascending: all, or as many as the wish says, at most `most`.
 
-    Those who had lanes before (`previous`: empty for a placement anew) come first, then those whom the wish does not
-    name as standby, then the others: so a standby is promoted when an active member is gone.
+    Members that had lanes before (`previous`; empty for a fresh placement) come first, then members that the wish does
+    not name as standby, then the others: so a standby is promoted when an active member is gone.
     """
     wished = wish.active[stage] if stage < len(wish.active) else len(pool)
     most = wished if most is None else min(wished, most)
@@ -192,7 +192,7 @@ def actives(
 
 
 def leaders(seats: Sequence[Seat], wish: PoolWish) -> tuple[int | None, ...]:
-    """By stage: the leader that the wish names, None where it is not a member; empty if it names nobody."""
+    """Leader that the wish names, by stage; None where it is not a member; empty if it names none."""
     sitting = {(s.stage, s.worker_id) for s in seats}
     found = tuple(i if (stage, i) in sitting else None for stage, i in enumerate(wish.leaders))
     return found if any(i is not None for i in found) else ()
@@ -214,20 +214,20 @@ def place(
 ) -> tuple[Seat, ...]:
     """Seats for the workers, by stage and then by worker id; every lane is taken exactly once in every stage.
 
-    Fresh (`previous` empty): one run of lanes each. Without speeds (or with equal ones) the sizes differ by at most
-    one and the runs are those with the fewest tree nodes, of hosts and then of workers; with speeds the slowest
-    finishes as early as possible. The runs of a host's workers lie side by side.
-    Repair: survivors keep their stages and every lane; only lanes of workers that are gone move, to
-    where the slowest finishes earliest, by preference beside lanes of the same owner. Workers without lanes before get
-    lanes only from the lost ones; those for whom none is left become standby.
+    Fresh (`previous` empty): each worker gets one run of lanes. Without speeds (or with equal ones) the sizes differ by
+    at most one and the runs are those with the fewest tree nodes, of hosts and then of workers; with speeds the slowest
+    worker finishes as early as possible. The runs of a host's workers lie side by side. Repair: survivors keep their
+    stages and every lane; only lanes of workers that are gone move, to where the slowest finishes earliest, by
+    preference beside lanes of the same owner. Workers without lanes before get lanes only from the lost ones; workers
+    for whom none is left become standby.
 
-    worker_ids: distinct, in any order. lanes: number of lanes. speeds: samples per second by worker id; a missing,
-    zero or non-finite speed is unknown and counts as the mean of the others. wish: who is wanted where, and how many of
-    a pool active. anew: stages are kept as in a repair, but the lanes are laid out afresh, and who sat in several
-    stages leaves those that others hold too. domains: where workers are, as far as that is known.
+    worker_ids: distinct, in any order. lanes: number of lanes. speeds: samples per second by worker id; a missing, zero
+    or non-finite speed is unknown and counts as the mean of the others. wish: who is wanted where, and how many of a
+    pool active. anew: stages are kept as in a repair, but the lanes are laid out afresh, and a worker in several stages
+    leaves those that others hold, too. domains: of each worker, as far as known.
 
-    Raises: ConfigError if there is no worker for lanes, or, at a start, a stage has more active workers than there
-    are lanes; later the surplus of a pool is standby.
+    Raises: ConfigError if there is no worker for lanes, or, at a start, a stage has more active workers than there are
+    lanes; later the surplus of a pool is standby.
     """
     given = list(worker_ids)
     ids = sorted(set(given))
@@ -268,7 +268,7 @@ def _speeds(active: list[int], speeds: Mapping[int, float] | None) -> dict[int, 
 
 
 def _held(active: list[int], lanes: int, previous: Sequence[Seat]) -> dict[int, list[int]]:
-    """The lanes that active workers had before and keep. Empty if nobody keeps any."""
+    """Lanes that active workers had before and keep; empty if none are kept."""
     seen: set[int] = set()
     for seat in previous:
         if any(not 0 <= lane < lanes for lane in seat.lanes):
@@ -284,7 +284,7 @@ def _held(active: list[int], lanes: int, previous: Sequence[Seat]) -> dict[int, 
 
 
 def _fresh(active: list[int], lanes: int, speeds: Mapping[int, float], domains: DomainsOf) -> dict[int, list[int]]:
-    """One run per worker, in id order; those of one host side by side."""
+    """One run of lanes per worker, in id order; runs of one host's workers lie side by side."""
     hosts = hosts_in_order(active, domains)
     order = [i for there in hosts for i in there]
     if len(set(speeds.values())) == 1:
@@ -301,17 +301,17 @@ def _fresh(active: list[int], lanes: int, speeds: Mapping[int, float], domains: 
 
 
 def _even_sizes(hosts: Sequence[int], lanes: int) -> list[int]:
-    """Run sizes that differ by at most one, for so many workers of each host: with the fewest tree nodes of hosts, then
-    of workers; ties: the first workers have more.
+    """Run sizes that differ by at most one, for these numbers of workers per host. They give the fewest tree nodes of
+    hosts, then of workers; among equals the first workers have more.
 
     Dynamic programming over (workers seated, larger runs used), from the last worker back, for each number of larger
-    runs that the workers after it on its host use: the position of a run follows from these.
+    runs that the workers after it on its host use: these give the position of a run.
     """
     workers = sum(hosts)
     size, larger = divmod(lanes, workers)
     if larger == 0:
         return [size] * workers
-    rest: dict[int, _Sizes] = {larger: _Sizes((0, 0), None, False)}  # for the workers not yet seated, by used ones
+    rest: dict[int, _Sizes] = {larger: _Sizes((0, 0), None, False)}  # for the workers not yet seated, by larger runs
     seated = workers
     for there in reversed(hosts):
         seated -= there
@@ -324,7 +324,7 @@ def _even_sizes(hosts: Sequence[int], lanes: int) -> list[int]:
 
 
 class _Sizes(NamedTuple):
-    """How the workers from one on are served: nodes of hosts and of workers; whether the first one has a larger run."""
+    """How the workers from one on are served: nodes of hosts and workers; whether the first has a larger run."""
 
     nodes: tuple[int, int]
     after: _Sizes | None
@@ -334,7 +334,7 @@ class _Sizes(NamedTuple):
 def _host_sizes(
     rest: Mapping[int, _Sizes], seated: int, there: int, size: int, larger: int, lanes: int
 ) -> dict[int, _Sizes]:
-    """The same with one more host of `there` workers before the others."""
+    """Best sizes with one more host of `there` workers before the others."""
     best: dict[int, _Sizes] = {}
     for end_used in sorted(rest, reverse=True):
         end = (seated + there) * size + end_used
@@ -362,11 +362,11 @@ def _host_sizes(
 def _fill(
     shares: Mapping[int, int], more: int, speeds: Mapping[int, float], favoured: Collection[int] = ()
 ) -> dict[int, int]:
-    """Shares after handing out `more` lanes one by one to whoever finishes first with one more.
+    """Shares after `more` lanes are handed out one by one, each to the worker that would finish it first.
 
     Ties go to the favoured, then to the lowest id.
 
-    This minimises the time of the slowest: an exchange of any lane cannot lower it.
+    This minimises the time of the slowest worker: no exchange of a lane can lower it.
     """
     filled = dict(shares)
     heap = [((share + 1) / speeds[i], i not in favoured, i) for i, share in filled.items()]
@@ -384,7 +384,7 @@ def _fill(
 def _repair(
     active: list[int], lanes: int, speeds: Mapping[int, float], held: Mapping[int, list[int]]
 ) -> dict[int, list[int]]:
-    """The lanes held, and the lost ones spread over the active workers."""
+    """Lanes per worker: those held, plus the lost lanes spread over the active workers."""
     owner: dict[int, int] = {lane: i for i, own in held.items() for lane in own}
     n_lost = lanes - len(owner)
     newcomers = [i for i in active if i not in held][:n_lost]
@@ -407,7 +407,7 @@ def _repair(
 def _spare(
     start: Mapping[int, int], shares: Mapping[int, int], speeds: Mapping[int, float], held: Mapping[int, list[int]]
 ) -> dict[int, int]:
-    """How many more lanes each survivor can take without finishing later than the slowest that must take any."""
+    """Further lanes that each survivor can take without finishing later than the slowest that must take any."""
     limit = max((shares[i] / speeds[i] for i in held if shares[i] > start[i]), default=0.0)
     spare: dict[int, int] = {}
     for i in held:
@@ -419,13 +419,13 @@ def _spare(
 
 
 def _gaps(lanes: int, owner: Mapping[int, int]) -> list[tuple[int, int]]:
-    """The runs [lo, hi) of lanes without an owner, ascending."""
+    """Runs [lo, hi) of lanes without an owner, ascending."""
     edges = [-1, *sorted(owner), lanes]
     return [(a + 1, b) for a, b in pairwise(edges) if b - a > 1]
 
 
 def _seat_newcomer(newcomer: int, share: int, lanes: int, owner: dict[int, int]) -> None:
-    """Gives the newcomer the run of lost lanes with the fewest nodes in it and left beside it; several if none fits."""
+    """Give the newcomer the run of lost lanes with the fewest nodes in it and beside it; several if none fits."""
 
     def nodes(lo: int, hi: int) -> int:
         return run_nodes(lo, hi, lanes) if lo < hi else 0
@@ -449,9 +449,9 @@ def _next_move(
     speeds: Mapping[int, float],
     loads: Mapping[int, int],
 ) -> tuple[int, int]:
-    """(lane, worker id): a lost lane beside one of a survivor who can take it; without such, the first lost lane.
+    """(lane, worker id): a lost lane next to one of a survivor that can take it; without such, the first lost lane.
 
-    Of several, to the one that finishes first with it, then the lowest lane.
+    Among several: to the worker that finishes first with it, then the lowest lane.
     """
     gaps = _gaps(lanes, owner)
     beside = [(lo, owner[lo - 1]) for lo, _ in gaps if lo > 0] + [(hi - 1, owner[hi]) for _, hi in gaps if hi < lanes]

@@ -1,8 +1,8 @@
-"""Which lanes of a step are computed once more by other members, to see that they compute the same. Pure.
+"""Which lanes of a step are computed again by other members, to check that they compute the same. Pure.
 
-All members come to the same answer from the same plan. A *trial* is a lane that goes through the stages a second time,
-at each of them through another member than its owner where the pool has one: of who is new in the job, in its first
-step, and every so many steps of somebody else, on another host where there is one. What a trial gives is compared and
+All members derive the same answer from the same plan. A *trial* is a lane that goes through the stages a second time,
+at each stage through another member than its owner if the pool has one. A member new in the job has trials in its first
+step; every so many steps another member has one, on another host if there is one. The result of a trial is compared and
 thrown away.
 """
 
@@ -19,8 +19,8 @@ from everstep.base.ports import MOST_LANES
 
 @dataclass(frozen=True)
 class ProbeRule:
-    """When lanes are probed. seed: of the job; every: steps between probes, 0 for none; share: of all lanes, those that
-    are probed beyond that; joins: whether new members are probed."""
+    """When lanes are probed. seed: of the job; every: steps between probes, 0 for none; share: share of all lanes to
+    probe beyond that; joins: whether new members are probed."""
 
     seed: int = 0
     every: int = 0
@@ -30,26 +30,26 @@ class ProbeRule:
 
 @dataclass(frozen=True)
 class Trial:
-    """A lane that is computed once more. holders: by stage, the member that does; its owner where it is alone."""
+    """A lane that is computed again. holders: by stage, the member that does it; the owner if the pool has no other."""
 
     lane: int
     holders: tuple[int, ...]
 
 
 def computing(plan: Plan) -> Sequence[Sequence[Seat]]:
-    """By stage, the seats that have lanes."""
+    """Seats that have lanes, by stage."""
     return [[seat for seat in plan.pool(stage) if seat.lanes] for stage in range(plan.stages)]
 
 
 def alone(plan: Plan) -> dict[int, int]:
-    """By stage, who computes all of its lanes, where that is one member."""
+    """worker_id of the member that computes all lanes of a stage, by stage; only stages with a single such member."""
     return {stage: pool[0].worker_id for stage, pool in enumerate(computing(plan)) if len(pool) == 1}
 
 
 def probes(plan: Plan, step: int, rule: ProbeRule, unproven: Collection[int]) -> tuple[Trial, ...]:
-    """The trials of a step. unproven: members that nobody has compared yet.
+    """Trials of a step. unproven: members that have not been compared yet.
 
-    Of a model that is not split, and that one member computes, there are none: it sees to that by itself.
+    An unsplit model that one member computes has no trials: that member checks itself.
     """
     pools = computing(plan)
     widest = max(pools, key=len)
@@ -68,31 +68,31 @@ def probes(plan: Plan, step: int, rule: ProbeRule, unproven: Collection[int]) ->
 
 
 def once_more(plan: Plan, lane: int) -> tuple[Trial, ...]:
-    """This lane, by all who have lanes, at each stage."""
+    """Trials of this lane by all members that have lanes, at each stage."""
     pools = computing(plan)
     owners = [_owner(plan, stage, lane) for stage in range(plan.stages)]
     others = [[s for s in pool if s is not o] or [o] for pool, o in zip(pools, owners, strict=True)]
-    found = (Trial(lane, tuple(of[k % len(of)].worker_id for of in others)) for k in range(max(map(len, others))))
+    found = (Trial(lane, tuple(pool[k % len(pool)].worker_id for pool in others)) for k in range(max(map(len, others))))
     return tuple(found)[: MOST_LANES - plan.lanes]
 
 
 def owed(trials: Collection[Trial], plan: Plan, worker_id: int) -> tuple[int, ...]:
-    """Of a model that is not split: the lanes of which this worker has to say what it gets."""
+    """Lanes whose results this worker has to report, for a model that is not split."""
     return tuple(sorted({t.lane for t in trials if worker_id in (plan.holder(0, t.lane), *t.holders)}))
 
 
 def with_trials(plan: Plan, trials: Sequence[Trial]) -> Plan:
-    """The same plan, where trials are lanes as well: they are numbered on from its own."""
+    """The plan with the trials as further lanes, numbered on from its own."""
     more: dict[tuple[int, int], list[int]] = {}
     for number, trial in enumerate(trials, plan.lanes):
         for stage, worker_id in enumerate(trial.holders):
             more.setdefault((worker_id, stage), []).append(number)
     own = ((seat, more.get((seat.worker_id, seat.stage), ())) for seat in plan.seats)
-    return replace(plan, seats=tuple(replace(s, lanes=(*s.lanes, *of)) if of else s for s, of in own))
+    return replace(plan, seats=tuple(replace(s, lanes=(*s.lanes, *numbers)) if numbers else s for s, numbers in own))
 
 
 def _joining(plan: Plan, pools: Sequence[Sequence[Seat]], step: int, unproven: Collection[int]) -> Iterator[Trial]:
-    """Until each member that is new has computed a lane of one that is not; where all are, of the first."""
+    """Trials until each new member has computed a lane of a proven one; if all are new, of the first."""
     proven = [[s for s in pool if s.worker_id not in unproven] or pool[:1] for pool in pools]
     right = [{seat.worker_id for seat in seats} for seats in proven]
     waiting = [deque(s for s in pool if s.worker_id not in known) for pool, known in zip(pools, right, strict=True)]
@@ -113,13 +113,13 @@ def _owner(plan: Plan, stage: int, lane: int) -> Seat:
 
 
 def _partner(plan: Plan, pool: Sequence[Seat], owner: Seat) -> Seat:
-    """Who is to compute a lane of this owner, too: the one with the fewest lanes."""
+    """Member that computes a lane of this owner, too: the one with the fewest lanes."""
     others = _apart(plan, owner, [seat for seat in pool if seat is not owner] or [owner])
     return min(others, key=lambda seat: len(seat.lanes))
 
 
 def _apart(plan: Plan, one: Seat, seats: Sequence[Seat]) -> Sequence[Seat]:
-    """Of these, those on other hosts than this one; all, if there is none."""
+    """The seats on other hosts than this one; all, if there are none."""
     host = plan.member(one.worker_id).host
     return [seat for seat in seats if plan.member(seat.worker_id).host != host] or seats
 

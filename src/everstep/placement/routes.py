@@ -1,17 +1,17 @@
 """A lane's way through the pools, and from it the list of operations of each worker. Pure.
 
 Each worker has, for each stage that it holds, the canonical schedule (`schedules.py`) over its own lanes in ascending
-order: so pools whose members hold the same lanes are pipelines side by side, each as fast as one of its own, and the
-regular case (one worker per stage, all lanes) is exactly the published table.
+order. So pools whose members hold the same lanes are pipelines side by side, each as fast as one alone, and the regular
+case (one worker per stage, all lanes) is exactly the published table.
 
-Where lanes are spread differently from stage to stage (after a repair), such lists could wait for each other in a
-circle: one worker keeps a backward pass of lane 0 before the forward pass of lane 3, a later one the other way round.
-So the lists are played through, all workers at once, with instant messages. If nothing can go on, the lowest pass that
-is left is done first: of the forward passes the one of the lowest lane at the earliest part, else of the backward
-passes the lowest lane at the latest part. Its inputs are always there, because what it needs is lower still. What was
-played is what is given out: the workers' lists are parts of one possible run, so they cannot wait for each other in
-any real one, whatever the times, provided that sending never blocks. A worker with several stages does one thing at a
-time in that play, by preference a backward pass, then the later part; that merges its lists.
+If lanes are spread differently from stage to stage (after a repair), such lists could wait for each other in a circle:
+one worker has a backward pass of lane 0 before the forward pass of lane 3, another the other way round. So the lists
+are played through, all workers at once, with instant messages. If no worker can go on, the lowest remaining pass is
+done first: of the forward passes the one of the lowest lane at the earliest part, else of the backward passes the
+lowest lane at the latest part. Its inputs are always there, because they are lower still. The lists given out are the
+played ones: parts of one possible run, so they cannot wait for each other in any real run, whatever the times, provided
+that sending never blocks. A worker with several stages does one thing at a time in that play, by preference a backward
+pass, then the later part; that merges its lists.
 
 Every worker plays the same from the same plan, so nothing is exchanged about it. Within a part forward passes come in
 lane order, and so do backward passes.
@@ -43,20 +43,20 @@ def ops(
     chunks: int = 1,
     recompute: bool = False,
 ) -> tuple[PipeOp, ...]:
-    """What a worker computes, in order: the passes of these lanes through the parts that its seats hold.
+    """Operations of a worker, in order: the passes of these lanes through the parts that its seats hold.
 
-    lanes_to_run: the same at every worker (all lanes of a step, or those to be done again), in any order. kind: a
-    schedule's name. chunks: parts per stage. recompute: keep inputs only, and compute activations again directly
-    before a backward pass that does not follow its own forward pass.
+    lanes_to_run: equal at every worker (all lanes of a step, or those to be done again), in any order. kind: a
+    schedule's name. chunks: parts per stage. recompute: keep inputs only, and compute activations again directly before
+    a backward pass that does not follow its own forward pass.
 
-    Raises: InvariantViolation if a lane is held by nobody in some stage.
+    Raises: InvariantViolation if a lane has no holder in some stage.
     """
     lanes = tuple(sorted(set(lanes_to_run)))
     return _all_ops(plan.seats, plan.stages, lanes, kind, chunks, recompute).get(worker_id, ())
 
 
 def holder(plan: Plan, part: int, lane: int) -> int:
-    """worker_id of the one that computes this lane's passes through this part."""
+    """worker_id of the worker that computes this lane's passes through this part."""
     return plan.holder(part % plan.stages, lane)
 
 
@@ -67,7 +67,7 @@ def _all_ops(
     owner = {(seat.stage, lane): seat.worker_id for seat in seats for lane in seat.lanes}
     for stage in range(stages):
         for lane in lanes:
-            check((stage, lane) in owner, f"lane {lane} is held by nobody in stage {stage}")
+            check((stage, lane) in owner, f"lane {lane} has no holder in stage {stage}")
     lists: dict[tuple[int, int], deque[PipeOp]] = {}
     wanted = set(lanes)
     for seat in seats:
@@ -83,13 +83,13 @@ def _all_ops(
 
 
 def _hops_behind(owner: Mapping[tuple[int, int], int], seat: Seat, lane: int, stages: int) -> int:
-    """How often the lane changes workers behind this stage: that many forward passes are run ahead."""
+    """Number of times that the lane changes workers behind this stage: so many forward passes run ahead."""
     way = [owner[stage, lane] for stage in range(seat.stage, stages)]
     return sum(a != b for a, b in pairwise(way))
 
 
 class _Play:
-    """All workers go through their lists, with instant messages and unit times; what each did, in order, is kept."""
+    """A run of all workers through their lists, with instant messages and unit times; it keeps each one's order."""
 
     def __init__(
         self,
@@ -113,14 +113,14 @@ class _Play:
         self.left = sorted((op for own in lists.values() for op in own), key=self._rank, reverse=True)
 
     def run(self) -> dict[int, list[PipeOp]]:
-        """Until all lists are empty."""
+        """Run until all lists are empty."""
         idle = set(self.played)
         while True:
             for worker_id in sorted(idle):
                 self._begin(worker_id)
             idle.clear()
             if not self.ends:
-                if not self._pull_lowest():
+                if not self._advance_lowest():
                     return self.played
                 idle.update(self.played)
                 continue
@@ -156,7 +156,7 @@ class _Play:
         return op.part + 1 == self.parts or self._at(op, op.part + 1) in self.done
 
     def _waiting_for(self, op: PipeOp) -> Iterator[int]:
-        """Who may go on now that this is done."""
+        """Workers that may go on after this operation."""
         after = op.part + 1 if op.kind == "forward" else op.part - 1
         if 0 <= after < self.parts:
             yield self.owner[after % self.stages, op.lane]
@@ -164,8 +164,8 @@ class _Play:
     def _at(self, op: PipeOp, part: int) -> PipeOp:
         return PipeOp(op.kind, part, part % self.stages, op.lane)
 
-    def _pull_lowest(self) -> bool:
-        """Nobody can go on: the lowest pass that is left goes to the front of its list. False: nothing is left."""
+    def _advance_lowest(self) -> bool:
+        """No worker can go on: move the lowest remaining pass to the front of its list. False: nothing is left."""
         while self.left and self.left[-1] in self.done:
             self.left.pop()
         if not self.left:

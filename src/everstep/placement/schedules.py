@@ -1,20 +1,20 @@
 """Pipeline schedules as lists of operations: what every stage worker computes, in which order. Pure.
 
-A worker goes through its list from the front and starts each operation as soon as the `inputs` of it are there; nothing
-else decides the order. What makes one schedule differ from another is a `ScheduleKind` (`base/pipeline`): how many
-forward passes a worker runs ahead of its first backward pass, and whose turn it is among its chunks. After the passes
-ahead one forward and one backward pass take turns until the forward passes are used up.
+A worker goes through its list from the front and starts each operation as soon as its `inputs` are there; nothing else
+decides the order. Schedules differ by their `ScheduleKind` (`base/pipeline`): the number of forward passes that a
+worker runs ahead of its first backward pass, and the order of turns among its chunks. After the passes ahead one
+forward and one backward pass take turns until the forward passes are used up.
 
-Micro-batch m is the m-th of the lanes that go this way, in lane order. **Gradients fold by lane, never by arrival**:
-the order of backward passes belongs to the schedule, the bits may not. The gradient of a chunk for one micro-batch is a
+Micro-batch m is the m-th lane that goes this way, in lane order. **Gradients fold by lane, never by arrival**: the
+order of backward passes belongs to the schedule, the bits may not. The gradient of a chunk for one micro-batch is a
 leaf of `placement.tree`, and a worker adds up complete subtrees only, left child first. In all kinds the backward
 passes of one chunk come in micro-batch order, so its subtrees complete from left to right and only about log2 of the
 lanes are open at once; chunks fold apart from each other, because they are different parameters. Nothing but memory may
 depend on that: a lane taken over from a dead worker is folded into the same place of the tree, whenever it comes.
 
-Recomputation: a forward pass keeps only what came in, and is repeated directly before its backward pass; it waits for
-no gradient, so it may fill a bubble. Where the backward pass directly follows its own forward pass there is nothing to
-save, so there is no `recompute` and that forward pass keeps its activations (the last stage of 1F1B).
+Recomputation: a forward pass keeps only its input, and is repeated directly before its backward pass; it waits for no
+gradient, so it may fill a bubble. If the backward pass directly follows its own forward pass, recomputing would save
+nothing, so there is no `recompute` and that forward pass keeps its activations (the last stage of 1F1B).
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ def _check_numbers(kind: str, stages: int, micro_batches: int, chunks: int) -> N
 
 
 def order(kind: ScheduleKind, stage: int, shape: Shape) -> Iterator[Op]:
-    """What one stage worker computes, whether or not the kind was made for these numbers: a last group that is smaller
-    than the others has its turns like them."""
+    """Operations of one stage worker, also for numbers that the kind was not made for: a last group that is smaller
+    than the others takes turns like them."""
     passes = list(_forward_passes(shape.micro_batches, max(1, kind.group(shape)), shape.chunks))
     ahead = min(kind.ahead(shape), len(passes))
     for i in range(len(passes) + ahead):
@@ -100,7 +100,7 @@ def _forward_passes(micro_batches: int, group: int, chunks: int) -> Iterator[tup
 
 
 def with_recompute(ops: Iterable[_AnyOp]) -> Iterator[_AnyOp]:
-    """The same list with a recomputation directly before each backward pass that does not follow its own forward."""
+    """The list with a recomputation directly before each backward pass that does not follow its own forward pass."""
     before: _AnyOp | None = None
     for op in ops:
         if op.kind == "backward" and before != op._replace(kind="forward"):
@@ -110,7 +110,7 @@ def with_recompute(ops: Iterable[_AnyOp]) -> Iterator[_AnyOp]:
 
 
 def inputs(op: Op, *, stages: int, chunks: int = 1) -> tuple[Op, ...]:
-    """The operations whose results this one needs, its worker's own included; another worker's result is received."""
+    """Operations whose results this one needs, its worker's own included; another worker's result is received."""
     part = op.chunk * stages + op.stage
     check(0 <= op.stage < stages and 0 <= op.chunk < chunks, f"{op} is outside {stages} stages of {chunks} chunks")
     if op.kind == "forward":
@@ -127,15 +127,15 @@ def _at(op: Op, part: int, stages: int) -> Op:
 
 
 def peak_in_flight(schedule: Schedule) -> tuple[int, ...]:
-    """Per stage: the most (chunk, micro-batch) pairs at once between their forward and their backward pass.
+    """Most (chunk, micro-batch) pairs at once between their forward and their backward pass, per stage.
 
-    Of each, the worker holds at least what came in. In units of one chunk: with c chunks, 1/c of a stage's worth.
+    The worker holds at least the input of each. In units of one chunk: with c chunks, 1/c of a stage's worth.
     """
     return tuple(_peak(ops, {op[1:] for op in ops if op.kind == "forward"}) for ops in schedule)
 
 
 def peak_activations(schedule: Schedule) -> tuple[int, ...]:
-    """Per stage: the most full sets of activations held at once, in units of one chunk.
+    """Most full sets of activations held at once, per stage, in units of one chunk.
 
     `peak_in_flight` without recomputation; with it, activations are held from `recompute` to `backward` only.
     """
@@ -158,14 +158,14 @@ def _peak(ops: tuple[Op, ...], kept: set[tuple[int, int, int]]) -> int:
 
 
 def expected_bubble_fraction(stages: int, micro_batches: int, chunks: int = 1) -> float:
-    """The idle share of the workers' time in theory, without recomputation: (K-1) / (chunks * M + K-1), in 0..1.
+    """Idle share of the workers' time in theory, without recomputation: (K-1) / (chunks * M + K-1), in 0..1.
 
     Source: arXiv:2104.04473, section 2.2, as a share of the whole step instead of the ideal one.
     """
     return (stages - 1) / (chunks * micro_batches + stages - 1)
 
 
-# ---- played through in time, with instant messages: when each operation runs, who is idle
+# ---- schedules played through in time, with instant messages: when each operation runs, which worker is idle
 
 
 class TimelineSlot(NamedTuple):
@@ -193,9 +193,9 @@ class Timeline:
 
 
 def timeline(schedule: Schedule, forward: int = 1, backward: int = 1, recompute: int | None = None) -> Timeline:
-    """Each operation starts when its inputs are there and its worker has done everything before it.
+    """Times of all operations: each starts when its inputs are there and its worker has done everything before it.
 
-    forward, backward, recompute: how long each takes, in time steps (of any unit); recompute: as forward by default.
+    forward, backward, recompute: duration of each, in time steps (of any unit); recompute: as forward by default.
 
     Raises: ConfigError unless every duration is at least 1; InvariantViolation if the workers wait for each other.
     """
@@ -231,7 +231,7 @@ def _play(schedule: Schedule, durations: dict[str, int]) -> tuple[tuple[Timeline
 
 
 def bubble_fraction(timeline: Timeline) -> float:
-    """The share of all workers' time in which they are idle, in 0..1; recomputation counts as work."""
+    """Share of all workers' time in which they are idle, in 0..1; recomputation counts as work."""
     total = timeline.length * len(timeline.rows)
     return sum(timeline.idle(stage) for stage in range(len(timeline.rows))) / total if total else 0.0
 

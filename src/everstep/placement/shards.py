@@ -1,11 +1,11 @@
-"""Who holds which blocks of a stage, and which of the holders does what is done once for each block. Pure.
+"""Who holds which blocks of a stage, and which holder does the work that is done once for each block. Pure.
 
 The plan says who holds what (`Plan.shards`; a seat that is not named there holds all of its stage). Work that is done
 once for a block, finishing its reduction or writing it to a checkpoint, follows from that by one rule: the holders of a
 run of blocks divide it evenly.
 
-Segments of a state that is not held by everybody are dealt to holders by `spread`: evenly, the copies of each in
-different failure domains, and so that what is held already moves as little as possible.
+Segments of a state that not every member holds are dealt to holders by `spread`: evenly, the copies of each in
+different failure domains, and with as few moves as possible.
 """
 
 from __future__ import annotations
@@ -21,15 +21,14 @@ from everstep.placement.domain_spread import Crowd, DomainsOf, hosts_in_order
 
 
 def divided(of: Sizes, held: Mapping[int, Extents]) -> dict[int, Runs]:
-    """Each block of a state of such sizes to one of its holders, by worker id in id order.
+    """Give each block of a state of these sizes to one of its holders: runs of blocks by worker id, in id order.
 
-    held: by worker id. Blocks with the same holders that follow each other are cut into one run for each of these, in
-    id order, which differ by one block at the most, larger ones first. Who has none of them has no runs.
-
-    Raises: InvariantViolation if there is a block that nobody holds.
+    held: by worker id. Neighbouring blocks with the same holders are cut into one run per holder, in id order; the runs
+    differ by at most one block, larger ones first. A worker without blocks has no runs. Raises: InvariantViolation if a
+    block has no holder.
     """
     check(len(held) > 0, "expected holders of a state, got none")
-    changes: dict[int, set[int]] = {}  # who begins or ends to hold at this block
+    changes: dict[int, set[int]] = {}  # workers whose run of blocks begins or ends at this block
     for worker_id, extents in held.items():
         for edge in (edge for span in extents.spans(of) for edge in span):
             changes.setdefault(edge, set()).symmetric_difference_update({worker_id})
@@ -56,18 +55,18 @@ def _cut(first: int, last: int, shares: int) -> Iterator[tuple[int, int]]:
 
 
 def finishers(pool: Plan, n_blocks: int) -> dict[int, Runs]:
-    """Which blocks of the gradient each member finishes. pool: the plan as the pool of one stage sees it."""
+    """Blocks of the gradient that each member finishes. pool: the plan as the pool of one stage sees it."""
     held = dict.fromkeys(pool.worker_ids, WHOLE) | {share.worker_id: share.gradient for share in pool.shards}
     return divided((("gradient", n_blocks),), held)
 
 
 def writers(plan: Plan, stage: int, of: Sizes) -> dict[int, Runs]:
-    """Which blocks of a stage's state, of such sizes, each member of its pool writes to a checkpoint."""
+    """Blocks of a stage's state, of these sizes, that each member of its pool writes to a checkpoint."""
     return divided(of, {seat.worker_id: plan.shard(seat.worker_id, stage).state for seat in plan.pool(stage)})
 
 
 def lost_stages(plan: Plan, worker_ids: Collection[int]) -> list[int]:
-    """The stages of a plan that these members do not have all blocks of among them, as far as the plan says."""
+    """Stages of a plan of which these members together lack blocks, as far as the plan says."""
     held = dict.fromkeys(range(plan.stages), NONE)
     for seat in plan.seats:
         if seat.worker_id in worker_ids:
@@ -82,9 +81,9 @@ Holders = tuple[tuple[int, ...], ...]
 def spread(
     segments: int, copies: int, worker_ids: Iterable[int], domains: DomainsOf, before: Sequence[Sequence[int]] = ()
 ) -> Holders:
-    """So many copies of each segment, each at another worker (fewer where there are fewer workers).
+    """Holders of each segment: `copies` different workers (fewer if there are fewer workers).
 
-    No worker has two segments more than another. What is held `before` stays where it is, as far as that allows; the
+    No worker has two segments more than another. Holdings from `before` stay where they are, as far as that allows; the
     rest goes to workers that die with the fewest of a segment's other holders. domains: by worker id.
     """
     ids = sorted(set(worker_ids))
@@ -95,7 +94,7 @@ def spread(
     room = _rooms(held, copies, ids, domains)
     for i in ids:
         for _ in range(-room[i]):
-            # What nobody else gives away: else one worker that comes could not take it all.
+            # Segments that no other worker gives away: otherwise a single worker that comes could not take them all.
             most = [s for s in range(segments) if i in held[s]]
             given = max(most, key=lambda s: (len(held[s]), _nearness(i, held[s], domains), s))
             held[given].remove(i)
@@ -113,8 +112,8 @@ def spread(
 
 
 def _rooms(held: Sequence[Sequence[int]], copies: int, ids: Sequence[int], domains: DomainsOf) -> dict[int, int]:
-    """How many segments each may take; below zero: has to give away. Who has most may have one more, then one of each
-    host after the other."""
+    """Number of segments that each worker may take; below zero: it has to give some away. The workers with most may
+    have one more, then one of each host after the other."""
     has = Counter(i for who in held for i in who)
     size, larger = divmod(len(held) * copies, len(ids))
     place = {i: k for there in hosts_in_order(ids, domains) for k, i in enumerate(there)}
@@ -127,7 +126,8 @@ def _nearness(worker_id: int, holders: Sequence[int], domains: DomainsOf) -> tup
 
 
 def _exchange(who: list[int], held: Sequence[list[int]], room: dict[int, int]) -> None:
-    """All who may take a segment have this one: one of them takes another one, whose holder takes this one."""
+    """All workers that may take a segment hold this one already: one of them takes another segment, and its holder
+    takes this one."""
     taker = min(i for i, free in room.items() if free > 0)
     other = next(one for one in held if taker not in one and not set(one) <= set(who))
     giver = min(set(other) - set(who))

@@ -1,8 +1,8 @@
 """The one fixed binary tree over the lanes: which lanes are added to which, in any placement. Pure.
 
 Floating-point addition is not associative, so the bits of a sum are those of its tree. This tree depends on the number
-of lanes alone. A worker adds up every complete subtree it holds (`cover`), whoever finishes the tree does the remaining
-merges (`fold_order`), and the result is the same as if one worker had done everything (`fold`).
+of lanes alone. A worker adds up every complete subtree that it holds (`cover`), the finisher of the tree does the
+remaining merges (`fold_order`), and the result equals that of one worker doing everything (`fold`).
 
 The shape is that of RFC 6962, section 2.1: aligned runs of a power of two are nodes for any number of lanes.
 """
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class Merge(NamedTuple):
-    """Add the sum of `right` to the sum of `left`: gives that of `into`, their parent."""
+    """Add the sum of `right` to the sum of `left`; the result is the sum of `into`, their parent."""
 
     left: Node
     right: Node
@@ -45,7 +45,7 @@ def children(node: Node) -> tuple[Node, Node]:
 
 
 def cover(lanes: Iterable[int], n_lanes: int) -> tuple[Node, ...]:
-    """The maximal nodes all of whose lanes are in the set, ascending: what a worker with these lanes adds up alone."""
+    """Maximal nodes all of whose lanes are in the set, ascending: the sums of a worker with these lanes."""
     ascending = sorted(set(lanes))
     top = root(n_lanes)
     if not ascending:
@@ -71,12 +71,12 @@ def _cover(node: Node, lanes: list[int], first: int, last: int, found: list[Node
 
 @lru_cache(maxsize=65536)
 def run_nodes(lo: int, hi: int, n_lanes: int) -> int:
-    """How many nodes cover the run lo..hi-1: what a worker with this run has to hand over."""
+    """Number of nodes that cover the run lo..hi-1: the sums that a worker with this run has to hand over."""
     return len(cover(range(lo, hi), n_lanes))
 
 
 def fold_order(n_lanes: int, nodes: Iterable[Node]) -> list[Merge]:
-    """The merges that finish the tree from disjoint nodes that together cover all lanes, children before parents.
+    """Merges that finish the tree from disjoint nodes that together cover all lanes, children before parents.
 
     Raises: InvariantViolation if they are not nodes of this tree, overlap, or leave lanes out.
     """
@@ -90,7 +90,7 @@ def fold_order(n_lanes: int, nodes: Iterable[Node]) -> list[Merge]:
 
 
 def _descend(node: Node, held: set[Node], merges: list[Merge]) -> int:
-    """Appends the merges below and at `node` in postorder; returns how many of the held nodes they use."""
+    """Append the merges below and at `node` in postorder; returns the number of held nodes that they use."""
     if node in held:
         return 1
     check(node.hi - node.lo > 1, f"lane {node.lo} is covered by no node of {sorted(held)}")
@@ -111,7 +111,7 @@ def fold(n_lanes: int, values: Mapping[int, T], add: Callable[[T, T], T]) -> T:
 
 
 def _fold(node: Node, values: Mapping[int, T], add: Callable[[T, T], T]) -> Iterator[T]:
-    """Yields the sum of the node, or nothing if all its lanes are absent."""
+    """Yield the sum of the node, or nothing if all its lanes are absent."""
     if node.hi - node.lo == 1:
         if node.lo in values:
             yield values[node.lo]
@@ -123,7 +123,7 @@ def _fold(node: Node, values: Mapping[int, T], add: Callable[[T, T], T]) -> Iter
 
 
 def total_sumsq(values: Iterable[float]) -> float:
-    """The sum of block norms, exactly rounded (so their order and grouping do not matter). NaN and inf go through."""
+    """Sum of block norms, exactly rounded (so their order and grouping do not matter). NaN and inf pass through."""
     try:
         return math.fsum(values)
     except (ValueError, OverflowError):  # inf - inf

@@ -1,4 +1,4 @@
-"""A simulated worker that takes blocks from others: what `protocol.moving.taker` says, on a virtual network."""
+"""A simulated worker that takes blocks from others: it carries out `protocol.moving.taker` on a virtual network."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ _ALL = sum(n for _, n in PLANES)
 KNOWN = tuple(
     ("copies", name) for name in ("from several", "in the place of one lost", "of what is not whole", "refused", "rest")
 )
-"""What `World.seen` counts of them."""
+"""Cases that `World.seen` counts."""
 
 
 class SimTaking:
-    """One order being carried out. states: by stage, what has come beside one's own. taken: what of it has come."""
+    """One order being carried out. states: by stage, the worker's own blocks and those that have come. taken: by stage,
+    the blocks that have come."""
 
     def __init__(
         self,
@@ -34,8 +35,8 @@ class SimTaking:
         ended: Callable[[moving.TookAll | moving.TookNothing], None],
         fed: Callable[[tuple[Any, ...] | None], None] = lambda message: None,
     ) -> None:
-        """request: what is said to one that leads, or does not. own: blocks that are not to come, by stage. fed: is
-        called with what is fed, and with None once that ends."""
+        """request: makes the message for a source, given whether it leads. own: blocks that are not to come, by stage.
+        fed: called with each step that is fed, and with None at the end of the feed."""
         self.life, self.order = life, order
         self.states = {stage: own.get(stage, NOTHING) for stage in order.stages}
         self.taken: dict[int, Extents] = {}
@@ -43,18 +44,18 @@ class SimTaking:
         self._request, self._ended, self._fed = request, ended, fed
         self._lines: dict[WorkerKey, SimConnection] = {}
         self._offers: dict[WorkerKey, tuple[SimCopy, Mapping[int, Extents]]] = {}
-        self._known: dict[int, Extents] = {}  # blocks whose digests those that lead have told, or one's own
+        self._known: dict[int, Extents] = {}  # blocks whose digests leaders have told, or own blocks
         self._asked: dict[WorkerKey, Chunk] = {}
-        self._did: dict[WorkerKey, set[str]] = {}  # who has been asked, and whether it gave and refused
+        self._did: dict[WorkerKey, set[str]] = {}  # sources that were asked, and whether they gave and refused
         self._owed = NONE
         self._taker = moving.Taker(order, _ALL if life.site.donors == 1 else 1)
 
     def begin(self) -> None:
-        """Ask the first one."""
+        """Ask the first source."""
         self._carry_out(self._taker.begin())
 
     def uses(self, connection: SimConnection) -> bool:
-        """Whether something may still be sent or expected here."""
+        """Whether the connection may still carry something for this."""
         return connection in self._lines.values()
 
     def close(self) -> None:
@@ -79,7 +80,7 @@ class SimTaking:
                     self._lines[source].send(self.life, ("blocks", chunk.stage, chunk.extents))
                 case moving.LeaveSource(source, True):
                     self._lines[source].send(self.life, ("enough",))
-                case moving.LeaveSource(source) if source in self._lines:  # else it has just gone by itself
+                case moving.LeaveSource(source) if source in self._lines:  # otherwise it has just gone by itself
                     self._lines.pop(source).close(self.life)
                 case moving.TookAll():
                     self._ended(effect)
@@ -101,7 +102,7 @@ class SimTaking:
         self._tell(moving.SourceReached(source))
 
     def _check(self, how: moving.TookNothing) -> None:
-        """Nobody gives up while there is somebody to ask, and nobody is blamed for what others did."""
+        """Check that no source is left unasked, and no source is blamed for others."""
         unasked = set(self.order.sources) - self._did.keys()
         if (unasked and not self.order.follows) or not (how.refused or how.lost):
             raise AssertionError(f"{self.life.me} gives up without asking {unasked}: {how}")
@@ -133,7 +134,7 @@ class SimTaking:
                 self._fed(message)
 
     def _came(self, source: WorkerKey, chunk: Chunk, blocks: Blocks) -> None:
-        """What a source has given. What is not among it, it does not have."""
+        """Take blocks that a source has given. It does not have the others that were asked for."""
         stage = chunk.stage
         given = present(blocks) & chunk.extents & self._known[stage]
         if present(self.states[stage]) & given:

@@ -1,6 +1,6 @@
-"""What must be true whatever happens: the promises, checked at every step of a simulation.
+"""The promises: statements that must always be true, checked at every step of a simulation.
 
-They look at what the workers do from outside and share no code with the machines under test.
+The checks watch the workers from outside and share no code with the machines under test.
 """
 
 from __future__ import annotations
@@ -36,31 +36,31 @@ class PromiseBroken(AssertionError):
 
 
 def require(condition: bool, promise: str, text: str) -> None:
-    """What a promise needs."""
+    """Raise `PromiseBroken` unless the condition of a promise holds."""
     if not condition:
         raise PromiseBroken(f"{promise}: {text}")
 
 
 def freed(who: object, what: str, kept: object) -> None:
-    """P5: nothing is kept that nobody will ask for again; there must be nothing left of it."""
+    """P5: nothing is kept that will not be used again; `kept` must be empty."""
     if kept:
         raise PromiseBroken(f"P5: {who} keeps {what}: {kept}")
 
 
 class Vote(msgspec.Struct, frozen=True, array_like=True):
-    """What a record's payload says in the simulation: who contributed what, in which generation."""
+    """Vote of a member, in a record's payload: its contributions and its generation."""
 
     generation: int
     worker_id: int
     lanes: tuple[int, ...]  # stage times the number of lanes, plus lane
-    sums: tuple[tuple[int, int], ...]  # stage and what its reduced gradient is
+    sums: tuple[tuple[int, int], ...]  # stage and value of its reduced gradient
     states: tuple[tuple[int, int], ...]  # stage and its state before the step
 
 
 _agree = msgspec.msgpack.Decoder(AgreePayload)
 _vote = msgspec.msgpack.Decoder(Vote)
 _PROBED = -100
-"""From here down: what lanes have given that several have computed."""
+"""Numbers from here down stand for results of lanes that several workers have computed."""
 
 
 class SimRecords:
@@ -73,7 +73,7 @@ class SimRecords:
         self._votes: dict[bytes, Vote] = {}
 
     def plan(self, plan: Plan) -> None:
-        """A plan was sent to, or taken in by, somebody."""
+        """A plan was sent, or taken in."""
         known = self.plans.setdefault(plan.generation, plan)
         if known is plan:
             self._new_plan(plan)
@@ -81,7 +81,7 @@ class SimRecords:
             raise PromiseBroken(f"P3: two plans of generation {plan.generation}: {known} and {plan}")
 
     def clear(self) -> None:
-        """Another run of the job begins, whose generations count from 1."""
+        """Another run of the job begins; its generations count from 1."""
         self.plans.clear()
         self.holdings.clear()
         self.exchanged.clear()
@@ -104,7 +104,7 @@ class SimRecords:
             made.setdefault(generation, {})[worker_id] = decode_record(payload)
 
     def made_in(self, generation: int, key: Key, records: Mapping[int, Record]) -> int:
-        """The newest generation, up to this one, whose members have contributed just these records."""
+        """The newest generation, up to this one, whose members have contributed exactly these records."""
         for made_in, given in sorted(self.exchanged.get(key, {}).items(), reverse=True):
             if made_in <= generation and given == records and tuple(sorted(given)) == self.plans[made_in].worker_ids:
                 return made_in
@@ -115,7 +115,7 @@ class SimRecords:
         )
 
     def vote(self, payload: bytes) -> Vote:
-        """What an agree record bears for the checks."""
+        """The vote in an agree record."""
         found = self._votes.get(payload)
         if found is None:
             found = _vote.decode(_agree.decode(payload).sections[0].buffers[0])
@@ -123,16 +123,16 @@ class SimRecords:
         return found
 
     def stated(self, generation: int, worker_id: int, payload: bytes) -> None:
-        """A member states what it holds."""
+        """A member states its holdings."""
         self.holdings.setdefault(generation, {})[worker_id] = decode_holding(payload)
 
     def compared(self, records: Mapping[int, Record]) -> bool:
-        """Whether all said what their states were before the step."""
+        """Whether all members told the digests of their states before the step."""
         return all(section.digest for r in records.values() for section in _agree.decode(r.payload).sections)
 
     def said(self, key: Key, records: Mapping[int, Record]) -> dict[int, set[str]]:
-        """By stage the digests that members compare in a decision; below zero those of how the model is set, and of
-        lanes that several have computed."""
+        """Digests that members compare in a decision, by stage; below zero those of the model's settings, and of lanes
+        that several have computed."""
         agree = (section for r in records.values() for section in _agree.decode(r.payload).sections)
         said: dict[int, set[str]] = {}
         for section in chain.from_iterable(last_states(records).values()) if key.seq else agree:
@@ -145,7 +145,7 @@ class SimRecords:
         return said
 
     def copies(self, records: Mapping[int, Record]) -> dict[int, set[int]]:
-        """What the copies of each stage were before the step."""
+        """States of all copies of each stage before the step."""
         copies: dict[int, set[int]] = {}
         for record in records.values():
             for stage, state in self.vote(record.payload).states:
@@ -154,9 +154,10 @@ class SimRecords:
 
 
 class Taint:
-    """P1, with flipped bits: what a comparison can show is never built upon, and all go back behind it.
+    """P1, with flipped bits: no member builds on a state that a comparison can show to be wrong, and all go back behind
+    it.
 
-    flipped: a bit has. found: a comparison has shown it. unnoticed: all copies of every stage were alike in a
+    flipped: a bit has flipped. found: a comparison has shown it. unnoticed: all copies of every stage were alike in a
     comparison, and some were wrong: then nobody can know.
     """
 
@@ -170,7 +171,7 @@ class Taint:
         self.flipped = True
 
     def accept(self) -> None:
-        """What is another state than that of the undisturbed run was there from the first step: nobody can know."""
+        """A state that differs from the undisturbed run was there from the first step: nobody can know."""
         self.unnoticed = True
 
     def applies(self, who: WorkerKey, step: int, records: Mapping[int, Record]) -> None:
@@ -187,7 +188,7 @@ class Taint:
         self.unnoticed = self.unnoticed or any(map(wrong, set().union(*copies.values())))
 
     def invalidated(self, who: WorkerKey, sound: int) -> None:
-        """A worker has found that states after this step count for nothing."""
+        """A worker has found that states after this step are void."""
         shown = any(
             key.step >= sound + (not key.seq)
             and tuple(sorted(given)) == self.records.plans[generation].worker_ids
@@ -201,18 +202,19 @@ class Taint:
         self.found = True
 
     def _differ(self, key: Key, given: Mapping[int, Record]) -> bool:
-        """Among those who say it, or from what was said of the same state before."""
+        """Whether digests differ among these records, or from earlier ones of the same state."""
         said, step = self.records.said(key, given), key.step if key.seq else key.step - 1
         return any(len(digests | self._alike.get((step, k), set())) > 1 for k, digests in said.items())
 
     def last(self, states: Mapping[int, Blocks], plan: Plan) -> None:
-        """The result is written, by a worker that holds these stages: of one that nobody else holds nobody can know."""
+        """The result is written by a worker that holds these stages: nobody can know that a stage is wrong if it has no
+        other holder."""
         alone = all(len(plan.pool(stage)) == 1 for stage, state in states.items() if wrong(state))
         self.unnoticed = self.unnoticed or (alone and any(map(wrong, states.values())))
 
     def went_back(self, who: WorkerKey, generation: int, step: int, held: Mapping[int, Blocks]) -> bool:
-        """Whether a member of the generation knew of taint: then it is behind it. Once a plan has told of taint, or a
-        member has, nobody goes on from anything that is wrong."""
+        """Check a return. If a member of the generation knew of taint, all go back behind it. Once a plan or a member
+        has reported taint, nobody goes on from a wrong state. Returns whether a member knew."""
         sound = sound_limit(self.records.holdings.get(generation, {}))
         told = any(plan.sound >= 0 for number, plan in self.records.plans.items() if number <= generation)
         if sound is not None or told:
@@ -227,7 +229,8 @@ class Taint:
 
 
 class Exact:
-    """P1: what a worker holds, hands on and leaves behind is that of the undisturbed run, unless a bit has flipped."""
+    """P1: a worker's state, the copies that it gives and its results are those of the undisturbed run, unless a bit has
+    flipped."""
 
     def __init__(self, job: SimJob, taint: Taint) -> None:
         self.job = job
@@ -235,11 +238,11 @@ class Exact:
         self.states = undisturbed(job)
         self.finals: list[dict[int, Blocks]] = []
         self.left: dict[WorkerKey, int] = {}
-        """After which step loops were left of which others know nothing."""
+        """Steps after which loops were left, of which other workers know nothing."""
         self.ended_at = 0
 
     def cut_anew(self, job: SimJob) -> None:
-        """The same states, as the stages of another cut of the model."""
+        """Take the same states as stages of another cut of the model."""
         self.job, self.states = job, [cut_anew(states, job) for states in self.states]
 
     def state(self, who: WorkerKey, step: int, stage: int, state: Blocks) -> None:
@@ -255,7 +258,7 @@ class Exact:
         require(right, "P1", f"{who}: wrong gradient of stage {stage} in step {step}")
 
     def effect(self, step: int) -> int:
-        """What a step would write into the ledger: a function of the step."""
+        """Entry that a step would write into the ledger: a function of the step."""
         return hash((step, by_unit(self.states[step])))
 
     def stands(self, who: WorkerKey, step: int, at: int) -> None:
@@ -263,7 +266,8 @@ class Exact:
         require(step == at, "P1", f"{who} is told of step {step}, its state is that of {at}")
 
     def final(self, who: WorkerKey, step: int, states: Mapping[int, Blocks]) -> None:
-        """The leader of the first stage wrote its part of the result; the others' are checked like any state."""
+        """The leader of the first stage wrote its part of the result; other stages' states are checked like any
+        state."""
         right = step == self.job.last or self.left.get(who) == step
         require(right, "P1", f"{who} finished at step {step} of {self.job.last}")
         self.ended_at = step
@@ -275,7 +279,7 @@ class Exact:
         self.finals.append(dict(states))
 
     def saved(self, step: int, states: Mapping[int, Blocks]) -> None:
-        """A checkpoint that was asked for is on disk."""
+        """A checkpoint that was requested is on disk."""
         right = states.keys() == self.states[step].keys() and all(
             wrong(state) or state == self.states[step][stage] for stage, state in states.items()
         )
@@ -283,7 +287,7 @@ class Exact:
 
 
 class Effects:
-    """P2: the effects of every step leave exactly once, and only what is committed.
+    """P2: the effects of every step leave exactly once, and only effects of committed steps.
 
     floor: the newest step whose effects have left, and that was not found tainted since.
     """
@@ -299,7 +303,7 @@ class Effects:
         self.committed = max(self.committed, step)
 
     def back(self, step: int) -> None:
-        """What came after the step was tainted."""
+        """States after the step were tainted."""
         self.floor = min(self.floor, step)
 
     def release(self, who: WorkerKey, position: Key, step: int, effect: int) -> None:
@@ -315,10 +319,9 @@ class Effects:
 
 @dataclass(frozen=True)
 class Views:
-    """What is to be seen of the workers. `holders`: (step, stage) that live, reachable workers which follow some plan
-    have, or would have with one more decision; `positions`: of all live workers that do; `settled`: of the live ones
-    that have entered a generation.
-    """
+    """Views of the workers. `holders`: (step, stage) that live, reachable workers which follow some plan have, or would
+    have with one more decision; `positions`: of all live workers that follow one; `settled`: of the live workers that
+    have entered a generation."""
 
     holders: Callable[[], Mapping[WorkerKey, Collection[tuple[int, int]]]]
     positions: Callable[[], Mapping[WorkerKey, Key]]
@@ -326,7 +329,7 @@ class Views:
 
 
 class Checks:
-    """The promises, over one simulation: each by itself, and here what concerns several of them."""
+    """The promises, over one simulation: each by itself, and here the checks that concern several of them."""
 
     def __init__(self, job: SimJob, views: Views) -> None:
         self.job = job
@@ -337,8 +340,8 @@ class Checks:
         self.effects = Effects()
         self.lost_everything = 0
         self.given_up: set[WorkerKey] = set()
-        self._excused: dict[tuple[int, WorkerKey], bool] = {}  # by the term of who has given it up
-        self.newest = 0  # generation that anybody has entered
+        self._excused: dict[tuple[int, WorkerKey], bool] = {}  # by term of the coordinator that gave it up
+        self.newest = 0  # newest generation that a worker has entered
 
     def decision(self, generation: int, key: Key, records: Mapping[int, Record], handed: bool) -> None:
         """A worker took a decision; `handed`: with records of an older generation that a peer gave it."""
@@ -366,7 +369,7 @@ class Checks:
             self.effects.commit(key.step)
 
     def entered(self, who: WorkerKey, generation: int, step: int, held: Mapping[int, Blocks]) -> None:
-        """A worker goes on in a generation from the state of `step`, which it holds of these stages."""
+        """A worker goes on in a generation from the state of `step`, of which it holds these stages."""
         self.newest = max(self.newest, generation)
         whole = {stage for stage, state in held.items() if None not in state}
         missing = set(self.records.plans[generation].stages_of(who.worker_id)) - whole
@@ -380,9 +383,9 @@ class Checks:
         if self.taint.went_back(who, generation, step, held):
             self.effects.back(step)
             return
-        if step >= floor or generation < self.newest:  # one that slept through a change gets nowhere in an old one
+        if step >= floor or generation < self.newest:  # a sleeper gets nowhere in an old generation
             return
-        gone_on = self.views.settled(generation)  # who entered earlier may have come to later steps since
+        gone_on = self.views.settled(generation)  # workers that entered earlier may have come to later steps since
         holders = {k: held for k, held in self.views.holders().items() if k not in self.given_up and k not in gone_on}
         there = {one for held in holders.values() for one in held if one[0] >= floor}
         kept = sorted({at for at, _ in there if all((at, stage) in there for stage in range(self.job.stages))})
@@ -394,7 +397,7 @@ class Checks:
         self.lost_everything += 1
 
     def _newest_possible(self, who: WorkerKey, generation: int, step: int) -> None:
-        """Nobody goes back further than the members' holdings make it necessary, and nobody to what is not there."""
+        """Check that members go back no further than their holdings require, and only to states that exist."""
         plan, said = self.records.plans[generation], self.records.holdings[generation]
         limit = sound_limit(said)
 
@@ -414,14 +417,14 @@ class Checks:
         require(step == newest, "P2", f"{who} enters {generation} at step {step}; the newest in all is {newest}")
 
     def _in_parts(self, said: Mapping[int, Holding], at: int, stage: int) -> bool:
-        """Whether what the members have of a stage at a step is together all of it."""
+        """Whether the members' parts of a stage at a step are together all of it."""
         live = [h.parts[stage] for h in said.values() if h.position.step == at and stage in h.parts]
         kept = [h.kept_parts[stage, at] for h in said.values() if (stage, at) in h.kept_parts]
         blocks = {k for part in live + kept for lo, hi in part.spans(PLANES) for k in range(lo, hi)}
         return len(blocks) == sum(n for _, n in PLANES)
 
     def resumed(self, stages: int) -> None:
-        """The job was started again, in so many stages: what processes held is gone, and nothing of before counts."""
+        """The job was started again, in so many stages: states of old processes are gone, and their records void."""
         if stages != self.job.stages:
             self.job = self.job.cut(stages)
             self.exact.cut_anew(self.job)
@@ -430,8 +433,8 @@ class Checks:
         self.effects.back(0)
 
     def _first_state(self, who: WorkerKey, generation: int, held: Mapping[int, Blocks]) -> None:
-        """Nobody begins with another initial state than all, unless that is what members had begun with before, or what
-        most of them have built."""
+        """Check that each worker begins with the common initial state, unless members had begun with the other one
+        before, or most of them have built it."""
         seats, said = self.records.plans[generation].stages_of(who.worker_id), self.records.holdings.get(generation, {})
         for stage, state in ((k, held[k]) for k in seats if k in held):
             if not wrong(state) or self.taint.flipped:
@@ -445,7 +448,7 @@ class Checks:
             self.taint.accept()
 
     def together(self, generation: int) -> None:
-        """Those who have entered a generation are at most one decision apart, whatever their stages."""
+        """Check that the workers that have entered a generation are at most one decision apart."""
         positions = self.views.settled(generation)
         if not positions:
             return
@@ -455,20 +458,20 @@ class Checks:
         require(by_gather or by_update, "P1", f"members of generation {generation} are apart: {positions}")
 
     def given_up_by(self, term: int, who: WorkerKey, *, excused: bool) -> None:
-        """A coordinator says that a life is over, which counts when it is journaled.
+        """A coordinator says that a life is over; this counts when it is journaled.
 
-        excused: it is said to be lost, and members are left, as far as the coordinator can know, or its host alone has
-        been silent for so long that it must be taken for gone. Then it is no loss.
+        excused: the life is said to be lost, and other members are left, as far as the coordinator can know, or only
+        its host has been silent so long that it must be taken for gone. Then it is no loss.
         """
         self._excused[term, who] = excused
 
     def evicted(self, term: int, who: WorkerKey) -> None:
-        """The journal has it, though whoever wrote it may die before anybody is told."""
+        """The journal has the eviction, though its writer may die before it tells anybody."""
         if self._excused[term, who]:
             self.given_up.add(who)
 
     def finish(self) -> None:
-        """The job is said to be completed."""
+        """Check a job that is reported as completed."""
         require(bool(self.exact.finals), "P1", "completed without a result")
         missing = [s for s in range(1, self.exact.ended_at + 1) if s not in self.effects.effects]
         require(not missing, "P2", f"completed, but the effects of steps {missing} never left")

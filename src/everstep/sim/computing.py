@@ -1,12 +1,12 @@
-"""The lanes of one simulated worker: what it computes, one thing after the other, and what passes between the stages.
+"""The lanes of one simulated worker: it computes one pass after the other, and exchanges activations between stages.
 
 In a split job a lane really flows: a stage computes its forward pass when the activation of the stage before has come,
-and its backward pass when the gradient of the stage after has; so if two workers disagree about which lanes are to be
-run, somebody waits for ever, and the simulation does not end. What is abstracted: passes run in the order in which
-they become possible, not in that of a schedule.
+and its backward pass when the gradient of the stage after has. So if two workers disagree about the lanes to run, one
+waits for ever, and the simulation does not end. One simplification: passes run in the order in which they become
+possible, not in that of a schedule.
 
 As in production, complete subtrees of the lane tree are added up as they come: a plan that gives one of their lanes to
-somebody else tears them apart.
+another worker tears them apart.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Sums = dict[Node, SimGradient]
 
 @lru_cache
 def _merges(n_lanes: int) -> Mapping[Node, Merge]:
-    """Of each node but the root the merge that it is part of."""
+    """For each node but the root, the merge that it is part of."""
     merges = fold_order(n_lanes, [Node(lane, lane + 1) for lane in range(n_lanes)])
     return {node: merge for merge in merges for node in (merge.left, merge.right)}
 
@@ -65,26 +65,26 @@ class SimLanes:
         self.held: dict[int, dict[int, Sums]] = {}  # by step and stage
         self.busy = False
         self.given = LanesGiven()
-        self._repeated: dict[int, int] = {}  # of the present operation: trials, and the lanes that they repeat
+        self._repeated: dict[int, int] = {}  # in the present operation: trials, and the lanes that they repeat
         self._is_told: set[int] = set()
         self._operation: Compute | None = None
         self._leaving: tuple[tuple[int, ...], str] | None = None
         self._todo: deque[Pass] = deque()
         self._wanted: set[tuple[int, int]] = set()  # (stage, lane), of the present operation
         self._under: dict[int, set[int]] = {}  # all own lanes by stage, when they were computed last
-        self._came: dict[Pass, int] = {}  # what a pass starts from
+        self._came: dict[Pass, int] = {}  # inputs of passes
         self._when_left: Callable[[], None] | None = None
         life.install({Compute: self._compute, Discard: self._discard, ("message", "lane"): self._arrived})
         life.install({("abort", Compute): self._leave, ("owes", Compute): self._owes})
 
     def when_left(self, call: Callable[[], None]) -> None:
-        """Whom to tell when an operation was aborted, and the driver knows."""
+        """Set the callback for an operation that was aborted, after the driver knows."""
         self._when_left = call
 
     def open(self, plan: Plan, step: int) -> tuple[tuple[int, int], ...]:
-        """A generation begins: what was on its way between stages is lost. Returns (stage, lane) of sums torn apart:
-        a lane of them is somebody else's now, or (as with accumulators of another shape) this worker's lanes differ.
-        """
+        """Begin a generation: messages on their way between stages are lost. Returns (stage, lane) of sums torn apart:
+        a lane of them is another worker's now, or (as with accumulators of another shape) this worker's lanes
+        differ."""
         self._came.clear()
         lost = []
         me, rng = self.life.me.worker_id, self.life.world.rng
@@ -104,17 +104,17 @@ class SimLanes:
         self.given.drop(effect.step)
 
     def sums(self, plan: Plan, step: int, stage: int) -> Sums:
-        """What this worker has to hand over at a stage."""
+        """Sums that this worker has to hand over at a stage."""
         held = self.held.get(step, {}).get(stage, {})
         return {node: _total(node, held) for node in cover(plan.lanes_of(self.life.me.worker_id, stage), plan.lanes)}
 
     def _compute(self, operation: Compute) -> None:
-        """These lanes are wanted at all own seats that they pass through."""
+        """Compute these lanes at all own seats that they pass through."""
         plan, step, me = operation.plan, operation.step, self.life.me.worker_id
         if step != self.life.state.at + 1:
             raise AssertionError(f"{self.life.me} is to compute step {step} at state {self.life.state.at}")
         self._operation, self._leaving = operation, None
-        self._look_who_is_alone(plan)
+        self._note_alone(plan)
         if plan.stages == 1:
             self._repeated, self._is_told = {}, set(owed(operation.trials, plan, me))
             for lane in self._is_told:
@@ -135,15 +135,15 @@ class SimLanes:
         self._next()
 
     def _leave(self, operation: Compute, accused: tuple[int, ...], reason: str) -> None:
-        """The operation ends with the pass that is under way."""
+        """End the operation with the present pass."""
         if self._operation is operation:
             self._leaving = self._leaving or (accused, reason)
             self._next()
-        else:  # it has not begun
+        else:  # the operation has not begun
             self._aborted(operation, accused, reason)
 
     def _arrived(self, kind: str, step: int, stage: int, lane: int, value: int) -> None:
-        """From the stage before or after; perhaps before this worker wants the lane."""
+        """An input came from the stage before or after, perhaps before this worker wants the lane."""
         self._came[kind, step, stage, lane] = value
         operation = self._operation
         if operation is not None and operation.step == step and (stage, lane) in self._wanted:
@@ -159,7 +159,7 @@ class SimLanes:
         return operation.plan.stages > 1 and worker_id in self._neighbours()
 
     def _neighbours(self) -> set[int]:
-        """Workers from which something is still to come."""
+        """Workers whose messages are still awaited."""
         if self._operation is None:
             return set()
         plan, found = self._with_trials(self._operation), set()
@@ -200,24 +200,24 @@ class SimLanes:
         self._next()
 
     def _leaf(self, step: int, lane: int) -> SimGradient:
-        """The gradient of a lane, of a model that is one stage."""
+        """Gradient of a lane, for a model of one stage."""
         found = leaf(self.life.state.stages[0], step, lane)
         return tuple(tuple(map(self._odd, block)) for block in found)
 
     def _odd(self, value: int) -> int:
-        """What comes out here."""
+        """A value as this worker computes it."""
         return hash((value, "odd")) | 1 if self.life.site.is_odd(self.life) else value
 
     def _with_trials(self, operation: Compute) -> Plan:
         return with_trials(operation.plan, operation.trials) if operation.plan.stages > 1 else operation.plan
 
-    def _look_who_is_alone(self, plan: Plan) -> None:
+    def _note_alone(self, plan: Plan) -> None:
         if self.life.site.is_odd(self.life) and self.life.me.worker_id in alone(plan).values():  # nobody can know
             self.life.site.checks.taint.flip()
             self.life.site.checks.taint.accept()
 
     def _hold(self, operation: Compute, stage: int, lane: int, gradient: SimGradient) -> None:
-        """Keep it, added up as far as it goes; a result that is held already is not replaced."""
+        """Keep a gradient, added up as far as possible; a result that is held already is not replaced."""
         self._wanted.discard((stage, lane))
         sums = self.held.setdefault(operation.step, {}).setdefault(stage, {})
         if not any(lane in _lanes(node) for node in sums):
@@ -278,14 +278,14 @@ class Reduction:
         life.install({("message", "part"): self._on_part, ("message", "piece"): self._on_piece})
 
     def clear(self) -> None:
-        """A generation begins."""
+        """Begin a generation."""
         self._parts, self._pieces = {}, {}
 
     def _pool(self, stage: int) -> tuple[int, ...]:
         return tuple(s.worker_id for s in self.mesh.plan.pool(stage)) if self.mesh.plan is not None else ()
 
     def _reduce(self, operation: do.Reduce) -> None:
-        """Hand the own subtrees of each stage, cut by owner, to the owners."""
+        """Send the own subtrees of each stage, cut by owner, to the owners."""
         plan, me = operation.plan, self.life.me.worker_id
         for stage in plan.stages_of(me):
             nodes = self.lanes.sums(plan, operation.step, stage)
@@ -323,7 +323,7 @@ class Reduction:
         self.life.done(operation, self._payload(operation, gradients))
 
     def _gradient(self, plan: Plan, step: int, stage: int) -> SimGradient:
-        """Of what all have finished."""
+        """The gradient, put together from the pieces of all owners."""
         owned = finishers(plan.of_pool(stage), BLOCKS)
         values: dict[int, UnitValues] = {}
         for worker_id, part in self._pieces[step, stage].items():
@@ -331,7 +331,7 @@ class Reduction:
         return tuple(values[block] for block in range(BLOCKS))
 
     def _payload(self, operation: do.Reduce, gradients: Mapping[int, SimGradient]) -> AgreePayload:
-        """A section per stage; the first one bears what the checks want to know."""
+        """A section per stage; the first one bears the vote for the checks."""
         plan, step, me = operation.plan, operation.step, self.life.me.worker_id
         mine = {k: plan.lanes_of(me, k) for k in plan.stages_of(me)}
         vote = Vote(
@@ -353,7 +353,7 @@ class Reduction:
         return AgreePayload(sections)
 
     def _state(self, stage: int) -> int:
-        """As it is told; of one that lacks blocks nobody will hear."""
+        """Digest of a stage for the record; 0 for a state that lacks blocks, as nobody will hear of it."""
         state = self.life.state.stages[stage]
         return 0 if None in state else digest(state)
 

@@ -1,6 +1,6 @@
 """The control plane in the simulation: the coordinator's process, the agents of the hosts, and the user's commands.
 
-The `Coordinator` is the very one of production; here is only what the runtime is there: connections, journal, timers.
+The `Coordinator` is that of production; this file replaces the runtime: connections, journal, timers.
 """
 
 from __future__ import annotations
@@ -44,13 +44,14 @@ _MOST_IDLE_TICKS = 5
 
 MakeDriver = Callable[[WorkerKey], Driver]
 MakeCoordinator = Callable[[Sequence[dict[str, Any]], int, int], Coordinator]
-"""From a journal, how many workers the job begins with, and the term of a lease (0: there is none)."""
+"""Makes a coordinator from a journal, the number of workers with which the job begins, and the term of a lease (0:
+there is none)."""
 
 
 class SimCoordinator(Process):
     """One life of the coordinator. The journal outlives it; effects after a sync wait for it.
 
-    When it crashes an entry that was being written is there or not; nothing that depends on it has left.
+    After a crash an entry that was being written may be there or not; no effect that depends on it has left.
     """
 
     def __init__(self, world: World, control: Control, name: str = "coordinator", host: str = CONTROL_HOST) -> None:
@@ -68,16 +69,16 @@ class SimCoordinator(Process):
 
     @property
     def term(self) -> int:
-        """Under which it writes; 0: there is no lease."""
+        """Term under which it writes; 0: there is no lease."""
         return 0
 
     def begin(self) -> None:
-        """It has been started."""
+        """The process has started."""
         self.world.log(self.name, "STARTED", f"journal of {len(self.control.journal)}")
         self.feed(Tick())
 
     def accept(self, connection: SimConnection, role: str) -> None:
-        """Somebody connects; the empty message says that it has proved the token."""
+        """Take a connection; its empty message says that the peer has proved the token."""
         name = f"{role[0]}{self.control.connected()}"
         connection.listen(self, lambda body: self._received(name, role, connection, body), lambda: self._lost(name))
 
@@ -94,11 +95,11 @@ class SimCoordinator(Process):
             self.feed(Disconnected(name))
 
     def crash_after(self, effects: int | None) -> None:
-        """Crash when it has carried out so many more effects; None: never."""
+        """Crash after this many further effects; None: never."""
         self._crash_after = effects
 
     def feed(self, event: CoordinatorEvent) -> None:
-        """One event for the machine."""
+        """Give the machine one event."""
         if self.world.tracing and not _is_routine(event):
             self.world.log(self.name, "<-", event)
         said = self.machine.handle(self.world.now_ns, event)
@@ -156,7 +157,7 @@ class SimCoordinator(Process):
                 self.control.fate.report(kind, fields)
 
     def _knocked(self, key: WorkerKey) -> None:
-        """What the host of this worker says, if it can be heard."""
+        """Report the answer of this worker's host, if it can be heard."""
         worker = self.control.workers.get(key)
         if worker is not None and self.world.reachable(self.host, worker.host):
             self.world.seen["hosts", "knocked"] += 1
@@ -188,7 +189,7 @@ def _life(life: Life) -> wire.WorkerLife:
 
 
 class AgentProcess(Process):
-    """The supervisor of one host's workers: starts them, sees them die, heartbeats for all of them."""
+    """The agent of one host: it starts workers, sees them die, and sends heartbeats for all of them."""
 
     def __init__(
         self, world: World, control: Control, host: str, worker_ids: Sequence[int], heartbeat_ns: int, process: str
@@ -198,8 +199,8 @@ class AgentProcess(Process):
         self.process = process
         self.dismissed = False
         self.slots = sorted(worker_ids)
-        self.lost: dict[int, wire.SlotLost] = {}  # slots that it has given up
-        self.waiting: set[int] | None = None  # slots to be started when there is a fork server again
+        self.lost: dict[int, wire.SlotLost] = {}  # slots that the agent has given up
+        self.waiting: set[int] | None = None  # slots to start when there is a fork server again
         self.workers: dict[int, SimWorker] = {}
         self.heartbeat_ns = heartbeat_ns
         self.seq = 0
@@ -242,15 +243,15 @@ class AgentProcess(Process):
         self.client.send(wire.WorkerStarted(agent_id=self.name, worker=_life(worker)))
 
     def give_up(self, worker: SimWorker) -> None:
-        """Its slot gets no other life."""
+        """Give up a slot: it gets no other life."""
         slot, why = worker.me.worker_id, "it died again and again"
         self.lost[slot] = wire.SlotLost(agent_id=self.name, worker_id=slot, cause=Cause.CRASH_LOOP, reason=why)
         worker.die("it died once too often")
         self.client.send(self.lost[slot])
 
     def lose_fork_server(self) -> None:
-        """It dies. Its workers outlive it, but for those that it has not told of yet; until it has been replaced, no
-        others are started."""
+        """The fork server dies. Its workers outlive it, except those that have not begun. No others start until it is
+        replaced."""
         if self.alive and self.waiting is None:
             self.world.log(self.name, "FORK SERVER DIED")
             self.waiting = set()
@@ -259,7 +260,7 @@ class AgentProcess(Process):
                     worker.die("its fork server died")
 
     def replace_fork_server(self) -> None:
-        """The next one has imported everything."""
+        """The next fork server is ready."""
         waiting, self.waiting = self.waiting or set(), None
         for worker_id in sorted(waiting):
             self.start(worker_id)
@@ -338,23 +339,23 @@ class Client(Process):
 
 
 class Fate:
-    """What has come of the job, as the coordinator reports it."""
+    """The end of the job, as the coordinator reports it."""
 
     def __init__(self) -> None:
         self.completed = False
         self.failed = ""
-        self.stopped = False  # as the user asked
-        self.why = ""  # then
+        self.stopped = False  # at the user's request
+        self.why = ""  # reason of the stop
         self.reports: dict[str, int] = {}
 
     def began(self, state: str, reason: str) -> None:
-        """A coordinator has begun: the one before may have crashed between journaling the end and telling of it."""
+        """A coordinator has begun: the one before may have crashed between journaling the end and reporting it."""
         self.stopped = self.stopped or state == "interrupted"
         self.completed = self.completed or state == "completed"
         self.failed = reason if state == "failed" else self.failed
 
     def report(self, kind: str, fields: dict[str, Any]) -> None:
-        """Something that it reports."""
+        """Take one of the coordinator's reports."""
         self.reports[kind] = self.reports.get(kind, 0) + 1
         if kind == "job_completed":
             self.completed = True
@@ -365,16 +366,16 @@ class Fate:
 
     @property
     def ended(self) -> bool:
-        """Whether there is no more to come."""
+        """Whether the job is over."""
         return self.completed or self.stopped or bool(self.failed)
 
 
-def _whose(fields: Mapping[str, Any]) -> WorkerKey:
+def _evicted_key(fields: Mapping[str, Any]) -> WorkerKey:
     return WorkerKey(fields["worker_id"], fields["incarnation"])
 
 
 class Control:
-    """What there is: the coordinator's journal and present life, the agents of the hosts, every worker's life."""
+    """All processes: the coordinator's journal and present life, the agents of the hosts, every worker's life."""
 
     def __init__(
         self,
@@ -384,12 +385,12 @@ class Control:
         make: MakeCoordinator,
         make_driver: MakeDriver,
     ) -> None:
-        """size: how many workers, and how many spares."""
+        """size: number of workers, and number of spares."""
         self.site = site
         self.checks = site.checks
         self.hosts = list(hosts)
         self.size, self.spares = size
-        self.fallen = False  # there is no job: it has yet to be resumed
+        self.fallen = False  # there is no job until it is resumed
         self.clients: list[Client] = []
         self.make = make
         self.make_driver = make_driver
@@ -401,12 +402,12 @@ class Control:
         self.coordinator = self.first_coordinator()
 
     def first_coordinator(self) -> SimCoordinator:
-        """The one that there is from the start."""
+        """The coordinator at the start."""
         return SimCoordinator(self.world, self)
 
     @property
     def world(self) -> World:
-        """Where all of it is."""
+        """The world of all of it."""
         return self.site.world
 
     def dial(
@@ -421,11 +422,11 @@ class Control:
         return connection
 
     def answering(self) -> SimCoordinator | None:
-        """To whom somebody who looks for the coordinator comes."""
+        """The coordinator that a caller reaches."""
         return self.coordinator
 
     def connected(self) -> int:
-        """One more connection. Returns its number."""
+        """Count one more connection; returns its number."""
         self.connections += 1
         return self.connections
 
@@ -436,12 +437,12 @@ class Control:
             self.began(self.coordinator)
 
     def began(self, coordinator: SimCoordinator) -> None:
-        """It goes on with what is in the journal."""
+        """A coordinator goes on with the content of the journal."""
         status = coordinator.machine.status()
         self.fate.began(status["state"], status["reason"])
 
     def mend(self) -> None:
-        """From here on nothing is wrong with the coordinator."""
+        """End all troubles of the coordinator."""
         self.coordinator.crash_after(None)
         self.coordinator.thaw()
 
@@ -451,24 +452,24 @@ class Control:
         if (known is None or not known.alive) and not self.fallen:
             first = [i for i in range(self.size + self.spares) if i % len(self.hosts) == self.hosts.index(host)]
             slots = first if known is None else known.slots
-            again = known is not None and known.dismissed  # a new process, which nobody has drained
+            again = known is not None and known.dismissed  # a new process, which was not drained
             process = "" if known is None else f"{known.process}+" if again else known.process
             self.agents[host] = AgentProcess(self.world, self, host, slots, HEARTBEAT_NS, process)
 
     def command(self, name: str, args: dict[str, Any]) -> None:
-        """What a user types."""
+        """Run a user's command."""
         self.world.log("user", name, args)
         self.clients.append(Client(self.world, self, name, args))
 
     def fall(self) -> None:
-        """The process of the job dies, and with it all that it has started."""
+        """The job's process dies, and with it everything that it has started."""
         self.fallen = True
         for process in (self.coordinator, *self.agents.values(), *self.clients):
             process.die("its job is gone")
         self.clients.clear()
 
     def resume(self, size: int, stages: int) -> None:
-        """The job goes on from what is on the disk, with so many workers and stages, unless it runs."""
+        """Resume the job from its disk, with this many workers and stages, unless it runs."""
         if self.fallen and not self.fate.ended:
             self.world.log("user", "resumes with", size, stages)
             self.fallen, self.size = False, size
@@ -489,13 +490,13 @@ class Control:
         return worker
 
     def said(self, term: int, effects: Iterable[CoordinatorEffect], machine: Coordinator) -> None:
-        """What a coordinator has just decided. It judges by what holds now; that may differ when it tells of it."""
+        """Judge the coordinator's new decisions by present facts; these may differ when it tells of them."""
         for effect in effects:
             if isinstance(effect, Persist) and effect.entry["kind"] == "evict":
-                self.checks.given_up_by(term, _whose(effect.entry), excused=False)
+                self.checks.given_up_by(term, _evicted_key(effect.entry), excused=False)
             elif isinstance(effect, Report) and effect.kind == "worker_evicted":
                 believed = [w for w in machine.status()["workers"] if w["role"] in ("leader", "active", "standby")]
-                who = _whose(effect.fields)
+                who = _evicted_key(effect.fields)
                 worker, cause = self.workers.get(who), effect.fields["cause"]
                 starved = worker is not None and worker.starved and cause is Cause.HUNG
                 require(not starved, "P8", f"{who} is taken for hung, but it waits for a processor")
@@ -503,17 +504,17 @@ class Control:
                 self.checks.given_up_by(term, who, excused=excused)
 
     def wrote(self, term: int, entries: Iterable[dict[str, Any]]) -> None:
-        """These are in the journal: they count, though whoever wrote them may die before telling of it."""
+        """These entries are in the journal: they count, though their writer may die before it tells of them."""
         for entry in entries:
             if entry["kind"] == "evict":
-                self.checks.evicted(term, _whose(entry))
+                self.checks.evicted(term, _evicted_key(entry))
 
     def _cut_off(self, who: WorkerKey, cause: Cause) -> bool:
-        """Whether it was given up for its host's silence, while another host was heard."""
+        """Whether the life was given up for its host's silence, while another host was heard."""
         worker = self.workers.get(who)
         heard = {a.host for a in self.agents.values() if a.alive and self.world.reachable(a.host, CONTROL_HOST)}
         return cause is Cause.HOST_LOST and worker is not None and bool(heard - {worker.host})
 
     def live_workers(self) -> list[SimWorker]:
-        """In order."""
+        """Live workers, by key."""
         return [w for _, w in sorted(self.workers.items()) if w.alive]

@@ -1,7 +1,7 @@
-"""What a simulated worker keeps, writes and gives away.
+"""Everything that a simulated worker keeps, writes and gives away.
 
-Snapshots in memory, checkpoints on disk and the result at the end, as the driver says; the shelf for members that
-settle, feeds for joiners. A donor does what the threads of a real one do: they read a shelf, and never ask the driver.
+As the driver says: snapshots in memory, checkpoints on disk and the result at the end; the shelf for settling members,
+feeds for joiners. A donor acts like the threads of a real one: they read a shelf, and never ask the driver.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Memory:
         self._say()
 
     def _keep(self, effect: do.Keep) -> None:
-        """Of the state as it is; some of it is handed to other pools, and may get lost on the way."""
+        """Keep the present state; some of it goes to other pools, and may get lost on the way."""
         life, number = self.life, effect.step
         for stage, value in life.state.stages.items():
             fits, gone = self._retention.make_room(stage, len(value))
@@ -75,17 +75,17 @@ class Memory:
             del self.kept[key]
 
     def _take(self, stage: int, number: int, value: Blocks, records: do.Records) -> None:
-        """Another pool's."""
+        """Keep a snapshot of another pool."""
         if (stage, number) not in self._retention.whole and self._put(stage, number, value):
             self._say({number: records})
 
     def _retire(self, effect: do.RetireKept) -> None:
-        """What is older than a complete one goes, but for the newest that is proven."""
+        """Drop snapshots older than a complete one, except the newest proven one."""
         self._let_go(self._retention.retire(effect.step, effect.proven))
         self._say()
 
     def _forget(self, effect: do.ForgetKept) -> None:
-        """Later ones count for nothing."""
+        """Drop later snapshots, which are void."""
         self._let_go(self._retention.forget(effect.after))
         self._say()
 
@@ -120,7 +120,7 @@ class SimSaver:
             life.soon(MS, 60 * MS, self._written, effect.plan, stage, number, life.state.stages[stage])
 
     def _written(self, plan: Plan, stage: int, number: int, state: Blocks) -> None:
-        """What is not complete when its generation ends, or when it is invalidated, is abandoned."""
+        """Write a part; a checkpoint that is not complete when its generation ends, or is invalidated, is dropped."""
         driver = self.life.driver
         sound = driver.machine.sound
         if driver.generation == plan.generation and (sound < 0 or number <= sound):
@@ -133,7 +133,7 @@ class SimSaver:
     # ---- the end
 
     def _save_last(self, operation: do.SaveLast) -> None:
-        """The job's leader waits until all parts are there, for as long as it may."""
+        """The job's leader waits until all parts are there, within its limit."""
         life = self.life
         if operation.save is not None:
             self._save(operation.save)
@@ -145,14 +145,15 @@ class SimSaver:
             life.soon(MS, 60 * MS, self._others_saved, operation)
 
     def _others_saved(self, operation: do.SaveLast) -> None:
-        """Nobody leaves before the job's leader has all parts."""
+        """Wait: no worker leaves before the job's leader has all parts."""
         if self._lacks_parts(operation):
             self.life.during(operation, 5 * MS, self._others_saved)
         else:
             self.life.done(operation, "")
 
     def _lacks_parts(self, operation: do.SaveLast) -> bool:
-        """Of members who have not come so far, or are still writing, where no plan has brought all there."""
+        """Whether parts are missing of members that have not come so far, or are still writing, and no plan has brought
+        all of them there."""
         life, disk = self.life, self.life.site.disk
         there, written = disk.saving.get(operation.step, set()), disk.parts.get(operation.step, ())
         whole = there.issuperset(operation.plan.worker_ids) and len(written) == life.job.stages
@@ -174,7 +175,7 @@ class SimSaver:
     def _finished(self, operation: do.Finish) -> None:
         life = self.life
         leads = operation.plan.leader(0) == life.me.worker_id
-        held = {k: life.state.stages[k] for k in life.driver.machine.stages}  # not what it has left, or lost in part
+        held = {k: life.state.stages[k] for k in life.driver.machine.stages}  # without lost and left ones
         agreed = {k: operation.digests.get(k, "") for k in held}
         if leads and any(said and said != format(digest(held[k]), "x") for k, said in agreed.items()):
             life.tainted(operation, "the state is not the one that all have agreed on", torn=True)
@@ -187,7 +188,7 @@ class SimSaver:
 
 @dataclass(eq=False)
 class _Asker:
-    """A conversation with one that wants state. items: steps that it gets once it has all that it was given."""
+    """A conversation with a worker that wants state. items: steps that it gets once it has all blocks."""
 
     connection: SimConnection
     stages: tuple[int, ...] = ()
@@ -197,15 +198,15 @@ class _Asker:
     items: list[tuple[Any, ...]] = field(default_factory=list)
 
     def asks(self, stages: tuple[int, ...], generation: int) -> None:
-        """It has said what it wants."""
+        """Note the request."""
         self.stages, self.generation = stages, generation
 
     def gets(self, given: dict[int, SimCopy]) -> None:
-        """What it may have, by stage."""
+        """Note the copies that it may have, by stage."""
         self.given = given
 
     def has_all(self) -> None:
-        """Of what it was given."""
+        """Note that it has all blocks that it was given."""
         self.had = True
 
 
@@ -222,7 +223,7 @@ class SimDonor:
         life.install({do.OfferFeeds: self._offer, do.CutFeeds: lambda effect: self._tell(giver.WentElsewhere())})
 
     def uses(self, connection: SimConnection) -> bool:
-        """Whether something may still be sent or expected here."""
+        """Whether the connection may still carry something for this."""
         return any(connection is asker.connection for asker in self.askers)
 
     def _accept(self, connection: SimConnection) -> None:
@@ -251,7 +252,7 @@ class SimDonor:
                 self._pass(asker)
 
     def _tell(self, event: giver.GiverEvent, given: Mapping[int, SimCopy] = {}, item: tuple[Any, ...] = ()) -> None:
-        """given: what there is of the state as it is, by stage. item: the step that is decided."""
+        """Give the machine an event. given: copies of the present state, by stage. item: the step that is decided."""
         for effect in self._giver.handle(event):
             match effect:
                 case giver.GiveState(asker, shelf):
@@ -268,14 +269,14 @@ class SimDonor:
                     self._giver.handle(giver.AskerGone(asker))
 
     def _head(self, asker: _Asker) -> None:
-        """What there is, without the blocks."""
+        """Send the description of a copy, without the blocks."""
         copies = [asker.given[k] for k in asker.stages] if asker.given is not None else []
         if copies:
             there = {k: present(copy.states[k]) for k, copy in zip(asker.stages, copies, strict=True)}
             asker.connection.send(self.life, ("offer", replace(copies[0], states={}), there))
 
     def lose(self, stage: int, lost: Extents) -> None:
-        """Blocks of the present state are gone, on the shelf too."""
+        """Blocks of the present state are gone, on the shelf, too."""
         if self.shelf is not None and stage in self.shelf:
             copy = self.shelf[stage]
             if copy.effects or not copy.position.step:
@@ -284,7 +285,7 @@ class SimDonor:
     # ---- the shelf
 
     def _shelve(self, effect: do.Shelve) -> None:
-        """Members of this generation may have what is held at the position, live or kept."""
+        """Offer members of this generation the states at the position, live or kept."""
         state, kept = self.life.state, self.memory.kept
         step = effect.position.step
         copies = {
@@ -301,12 +302,12 @@ class SimDonor:
         self._tell(giver.ShelfFilled(effect.generation, frozenset(copies)))
 
     def _unshelve(self, effect: do.Unshelve) -> None:
-        """Nobody asks for it any more."""
+        """Empty the shelf: nobody asks for it any more."""
         self.shelf = None
         self._tell(giver.ShelfEmptied())
 
     def _blocks(self, asker: _Asker, stage: int, extents: Extents) -> None:
-        """Some more of what it was given. Of a shelf nothing may have changed meanwhile, or the copy would be torn."""
+        """Send further blocks. A shelf's state must not have changed meanwhile, or the copy would be torn."""
         life = self.life
         if asker.given is None or not asker.connection.open:
             return
@@ -322,7 +323,7 @@ class SimDonor:
         asker.connection.send(life, ("blocks", blocks))
 
     def _differs(self, stage: int, copy: SimCopy) -> bool:
-        """Whether a block is another one now; a wrong one may have been repaired, or have come in a repair."""
+        """Whether a block has changed; a wrong one may have been repaired, or have come in a repair."""
         pairs = zip(copy.states[stage], self.life.state.stages.get(stage, NOTHING), strict=True)
         return any(a != b for a, b in pairs if a is not None and b is not None and not wrong((a, b)))
 
@@ -339,7 +340,7 @@ class SimDonor:
         self._tell(giver.StepToFeed(frozenset(gradients)), item=(step, records, gradients))
 
     def _pass(self, asker: _Asker) -> None:
-        """The steps that wait for one that has all that it was given; then there is no more for now."""
+        """Send waiting steps to a joiner that has all blocks, and then tell it that it has caught up."""
         if not asker.had:
             return
         items, asker.items[:] = asker.items[:], []

@@ -1,4 +1,4 @@
-"""Blocks that come damaged from those who give them: whoever takes them asks others, or gives up with a reason."""
+"""Blocks that arrive damaged: their taker asks other sources, or gives up with a reason."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ _OFTEN = 0.3
 
 
 def _damage(injector: SimInjector, fault: SimFault, worker: SimWorker | None) -> None:
-    """For a while, in so many answers."""
+    """Damage a share of the answers, for a while."""
     site = injector.control.site
     site.damages(_OFTEN)
     injector.for_a_while(fault, site.damages, 0.0)
 
 
 def draw_damage(rng: Random, horizon_ms: int) -> tuple[SimFault, ...]:
-    """In every fourth schedule."""
+    """Draw damage, in every fourth schedule."""
     damage = SimFault("damage_copies", rng.randint(0, horizon_ms), for_ms=rng.randint(100, 3000))
     return (damage,) if rng.random() < 0.25 else ()
 

@@ -1,7 +1,7 @@
-"""Which faults happen when: drawn from the seed, at a time or aimed at a phase of the protocol, as readable data.
+"""Faults of a simulation: drawn from the seed, at a time or aimed at a phase of the protocol, as readable data.
 
 A fault aimed at a phase strikes when any worker enters it. Faults come in twos often enough that the second hits the
-first one's recovery; so settling, fetching, healing and switching get their share.
+first one's recovery, so settling, fetching, healing and switching get their share.
 """
 
 from __future__ import annotations
@@ -27,9 +27,8 @@ _LOSSES = ("lose", "lose", "lose_all", "lose_kept")
 @dataclass(frozen=True)
 class SimFault:
     """One fault. After `at_ms` it strikes at once (`phase` ""), or `delay_us` after the `count`-th time that a worker
-    enters the phase. `pick`: which of the possible targets. `for_ms`: how long it lasts (0: does not end by itself).
-    `stages`: of the job from then on; 0: as before.
-    """
+    enters the phase. `pick`: selects one of the possible targets. `for_ms`: how long it lasts (0: does not end by
+    itself). `stages`: of the job from then on; 0: as before."""
 
     kind: str
     at_ms: int
@@ -64,7 +63,7 @@ def draw(rng: Random, horizon_ms: int) -> tuple[SimFault, ...]:
 
 
 def draw_split(rng: Random, horizon_ms: int) -> tuple[SimFault, ...]:
-    """The same for a model in several stages: besides, whole pools die, at once or one member after the other."""
+    """A schedule for a model in several stages: in addition, whole pools die, at once or one member after the other."""
     faults = list(draw(rng, horizon_ms))
     for _ in range(rng.choice((0, 1, 1, 1, 2, 2))):
         at = rng.randint(30, horizon_ms)
@@ -77,7 +76,7 @@ def draw_split(rng: Random, horizon_ms: int) -> tuple[SimFault, ...]:
 
 
 def draw_losses(rng: Random, horizon_ms: int) -> tuple[SimFault, ...]:
-    """Blocks that are lost, in every third schedule; often several at once, or into what follows."""
+    """Losses of blocks, in every third schedule; often several at once, or during the recovery."""
     faults: list[SimFault] = []
     for _ in range(rng.choice((1, 1, 2, 4)) if rng.random() < 0.35 else 0):
         one = draw_one(rng, rng.randint(20, horizon_ms))
@@ -90,7 +89,7 @@ def draw_losses(rng: Random, horizon_ms: int) -> tuple[SimFault, ...]:
 
 
 def draw_more(rng: Random, horizon_ms: int, *, resumes: bool) -> tuple[SimFault, ...]:
-    """What befalls more than workers and links, in every second schedule. resumes: the job may die as a whole."""
+    """Faults beyond workers and links, in every second schedule. resumes: the job may die as a whole."""
     faults: list[SimFault] = []
     for _ in range(rng.choice((1, 1, 2)) if rng.random() < 0.5 else 0):
         one = draw_one(rng, rng.randint(20, horizon_ms))
@@ -98,7 +97,7 @@ def draw_more(rng: Random, horizon_ms: int, *, resumes: bool) -> tuple[SimFault,
         if kind == "launcher" and not resumes:
             kind = "fork_server"
         faults.append(replace(one, kind=kind))
-        if kind == "disk_full":  # somebody wants to write
+        if kind == "disk_full":  # and there must be something to write
             faults += [replace(one, kind="save", at_ms=one.at_ms + rng.randint(0, 100)) for _ in range(2)]
     return tuple(faults)
 
@@ -125,7 +124,7 @@ Strikes = Callable[["SimInjector", SimFault, SimWorker | None], None]
 
 
 class SimInjector:
-    """The faults that are still to strike. more: what kinds do that are not in the table here."""
+    """The faults that are still to strike. more: strikes of kinds that are not in the table here."""
 
     def __init__(self, control: Control, faults: tuple[SimFault, ...], more: Mapping[str, Strikes] = {}) -> None:
         self._more = more
@@ -162,21 +161,22 @@ class SimInjector:
             (self._more.get(fault.kind) or _KINDS[fault.kind][1])(self, fault, worker)
 
     def for_a_while(self, fault: SimFault, end: Callable[..., None], *args: object) -> None:
-        """What has begun ends."""
+        """End the fault after its time."""
         self.world.later(fault.for_ms * MS, end, *args)
 
     def host(self, fault: SimFault, worker: SimWorker | None = None) -> str:
-        """That of the worker, or any."""
+        """The worker's host, or any host."""
         hosts = self.control.hosts
         return worker.host if worker is not None else hosts[fault.pick % len(hosts)]
 
     def cut(self, fault: SimFault, a: str, b: str) -> None:
-        """Two hosts cannot reach each other for a while."""
+        """Cut two hosts off from each other for a while."""
         self.world.cut(a, b)
         self.for_a_while(fault, self.world.mend, a, b)
 
     def lose(self, target: SimWorker, pick: int, mask: int) -> bool:
-        """Some blocks of a stage that it holds; whether it was the time for it. Late ones are no matter."""
+        """Lose blocks of a stage that the worker holds; returns whether the time was right. Late losses do not
+        matter."""
         if not target.alive or self.stopped:
             return True
         driver = target.driver
@@ -188,7 +188,7 @@ class SimInjector:
         return True
 
     def stop(self) -> None:
-        """From here on nothing fails: what is cut, frozen or down comes back."""
+        """Stop all faults: cut links, frozen processes and dead hosts come back."""
         self.stopped = True
         control = self.control
         control.site.phases.hooks.clear()
@@ -211,7 +211,7 @@ class SimInjector:
 
 
 def _one(strikes: Callable[[SimInjector, SimFault, SimWorker], None]) -> Strikes:
-    """A fault of one worker, if anybody lives."""
+    """A fault of one worker, if any lives."""
 
     def strike(injector: SimInjector, fault: SimFault, worker: SimWorker | None) -> None:
         live = injector.control.live_workers()
@@ -232,13 +232,13 @@ def _freeze(injector: SimInjector, fault: SimFault, target: SimWorker) -> None:
 
 
 def _last_words(injector: SimInjector, fault: SimFault, target: SimWorker) -> None:
-    """An exception in a worker: it says so and ends."""
+    """An exception in a worker: it reports it and ends."""
     if target.frozen_ns is None:
         target.ties.fail(f"error of {target.me} at {injector.world.now_ns}")
 
 
 def _raises(injector: SimInjector, fault: SimFault, target: SimWorker) -> None:
-    """An exception in a worker's application, which stays for a while with what it holds."""
+    """An exception in a worker's application; the worker stays for a while with its state."""
     target.later(0, target.loop.raises, f"error of {target.me} at {injector.world.now_ns}")
 
 
@@ -249,7 +249,7 @@ def _leave(injector: SimInjector, fault: SimFault, target: SimWorker) -> None:
 
 
 def _stale_plan(injector: SimInjector, fault: SimFault, target: SimWorker) -> None:
-    """A plan comes once more, late."""
+    """A plan comes again, late."""
     plans = [p for _, p in sorted(injector.control.checks.records.plans.items()) if p.has(target.me)]
     if plans:
         plan = plans[-1 - fault.pick % min(3, len(plans))]
@@ -258,7 +258,7 @@ def _stale_plan(injector: SimInjector, fault: SimFault, target: SimWorker) -> No
 
 
 def _old_plan(injector: SimInjector, fault: SimFault, target: SimWorker) -> None:
-    """Any plan that there has been comes again, as one for at once or as one that was prepared."""
+    """Any earlier plan comes again, as an immediate or a prepared one."""
     plans = [p for _, p in sorted(injector.control.checks.records.plans.items())]
     if plans:
         plan = plans[fault.pick % len(plans)]
@@ -267,7 +267,7 @@ def _old_plan(injector: SimInjector, fault: SimFault, target: SimWorker) -> None
 
 
 def _double_plan(injector: SimInjector, fault: SimFault, target: SimWorker) -> None:
-    """The newest plan that it is a member of comes twice more, one right after the other."""
+    """The newest plan that has the worker comes twice more, one right after the other."""
     plans = [p for _, p in sorted(injector.control.checks.records.plans.items()) if p.has(target.me)]
     for plan in plans[-1:] * 2:
         again = wire.PlanPrepared(plan=plan) if plan.prepared else wire.PlanNow(plan=plan)
@@ -275,19 +275,19 @@ def _double_plan(injector: SimInjector, fault: SimFault, target: SimWorker) -> N
 
 
 def _lose(injector: SimInjector, fault: SimFault, target: SimWorker) -> None:
-    """Blocks of its state, as soon as it may be noticed."""
+    """The worker loses blocks of its state, as soon as it can notice."""
     if not injector.lose(target, fault.pick, 1 + fault.pick % 15):
         injector.world.later(3 * MS, _lose, injector, fault, target)
 
 
 def _pair(injector: SimInjector, fault: SimFault, target: SimWorker) -> tuple[str, str] | None:
-    """The names of it and of another."""
+    """Names of the worker and of another."""
     others = [w.name for w in injector.control.live_workers() if w is not target]
     return (target.name, others[fault.pick % len(others)]) if others else None
 
 
 def _link(injector: SimInjector, fault: SimFault, target: SimWorker) -> None:
-    """Break its connections with another, once."""
+    """Break the worker's connections with another, once."""
     pair = _pair(injector, fault, target)
     for connection in list(injector.world.connections):
         if pair is not None and connection.pair == tuple(sorted(pair)):
@@ -309,7 +309,7 @@ def _drain(injector: SimInjector, fault: SimFault, target: SimWorker) -> None:
 
 
 def _pool(injector: SimInjector, fault: SimFault, worker: SimWorker | None) -> None:
-    """Everybody who has a seat in one stage, by the newest plan; `for_ms`: time between the deaths."""
+    """All members of one stage's pool die, by the newest plan; `for_ms`: time between the deaths."""
     plans = injector.control.checks.records.plans
     if not plans:
         return
@@ -321,7 +321,7 @@ def _pool(injector: SimInjector, fault: SimFault, worker: SimWorker | None) -> N
 
 
 def _flip(injector: SimInjector, fault: SimFault, worker: SimWorker | None) -> None:
-    """A bit of one copy of a stage, as soon as there is another copy; not one that was healed, and not compared since:
+    """Flip a bit of one copy of a stage that has another copy; not of one that was healed and not compared since, for
     that would be taken for drift."""
     site = injector.control.site
     found = [
@@ -341,7 +341,7 @@ def _flip(injector: SimInjector, fault: SimFault, worker: SimWorker | None) -> N
 
 
 def _lose_all(injector: SimInjector, fault: SimFault, worker: SimWorker | None) -> None:
-    """Of all workers at once, of each another block: what is left is whole together, unless it is one alone."""
+    """All workers lose a different block at once: the rest is whole together, unless there is only one worker."""
     live = injector.control.live_workers()
     if all(one.driver.still for one in live):
         for n, one in enumerate(live):
@@ -351,7 +351,7 @@ def _lose_all(injector: SimInjector, fault: SimFault, worker: SimWorker | None) 
 
 
 def _lose_kept(injector: SimInjector, fault: SimFault, worker: SimWorker | None) -> None:
-    """Blocks of a snapshot in memory: of one worker, or of all."""
+    """Lose blocks of a snapshot in memory: of one worker, or of all."""
     live = injector.control.live_workers()
     for n, one in enumerate(live):
         if one.holdings and (fault.same or n == fault.pick % len(live)):
@@ -394,27 +394,27 @@ def _host(injector: SimInjector, fault: SimFault, worker: SimWorker | None) -> N
 
 
 def _drain_host(injector: SimInjector, fault: SimFault, worker: SimWorker | None) -> None:
-    """The workers of a host leave in order, and then its agent; the host is there again later."""
+    """The workers of a host leave in order, and then its agent; the host comes back later."""
     host = injector.host(fault)
     injector.control.command("drain", {"host": injector.control.agents[host].name})
     injector.world.later(fault.for_ms * MS + SECOND // 2, injector.control.boot, host)
 
 
 def _fork_server(injector: SimInjector, fault: SimFault, worker: SimWorker | None) -> None:
-    """A host's fork server dies, which its workers outlive; it takes a while until there is another."""
+    """A host's fork server dies; its workers outlive it. It takes a while until there is another."""
     agent = injector.control.agents[injector.host(fault, worker)]
     agent.lose_fork_server()
     injector.for_a_while(fault, agent.replace_fork_server)
 
 
 def _host_workers(injector: SimInjector, fault: SimFault, worker: SimWorker | None) -> None:
-    """All workers of a host die at once; the agent lives, and starts them anew."""
+    """All workers of a host die at once; the agent lives, and starts them again."""
     for _, one in sorted(injector.control.agents[injector.host(fault, worker)].workers.items()):
         one.die("all workers of its host died")
 
 
 def _launcher(injector: SimInjector, fault: SimFault, worker: SimWorker | None) -> None:
-    """The whole job dies, and is resumed, with other numbers of workers and stages perhaps."""
+    """The whole job dies, and is resumed, perhaps with other numbers of workers and stages."""
     control = injector.control
     if not control.fallen:
         most = min(5, control.checks.job.lanes)
@@ -424,7 +424,7 @@ def _launcher(injector: SimInjector, fault: SimFault, worker: SimWorker | None) 
 
 
 def _disk_full(injector: SimInjector, fault: SimFault, worker: SimWorker | None) -> None:
-    """Nothing can be written for a while."""
+    """The disk is full for a while."""
     disk = injector.control.site.disk
     disk.fill()
     injector.for_a_while(fault, disk.empty)
@@ -458,7 +458,7 @@ def _isolate(injector: SimInjector, fault: SimFault, worker: SimWorker | None) -
 
 
 def _one_way(injector: SimInjector, fault: SimFault, worker: SimWorker | None) -> None:
-    """What one host sends does not arrive at one of the others, or at the coordinator; or the other way round."""
+    """Packets of one host do not arrive at one of the others, or at the coordinator; or the other way round."""
     host = injector.host(fault, worker)
     others = [CONTROL_HOST, *(h for h in injector.control.hosts if h != host)]
     a, b = (host, others[fault.pick // 2 % len(others)])[:: 1 if fault.pick % 2 else -1]
@@ -475,7 +475,7 @@ def _drop_control(injector: SimInjector, fault: SimFault, worker: SimWorker | No
             connection.fail()
 
 
-# ---- what users do
+# ---- users' commands
 
 
 def _scale(injector: SimInjector, fault: SimFault, worker: SimWorker | None) -> None:
@@ -484,14 +484,13 @@ def _scale(injector: SimInjector, fault: SimFault, worker: SimWorker | None) -> 
 
 def _stop(injector: SimInjector, fault: SimFault, worker: SimWorker | None) -> None:
     """The user ends the job, with a checkpoint if there is time."""
-    if fault.pick % 3 == 0:  # most seeds are to see the end
+    if fault.pick % 3 == 0:  # most seeds should run to the end
         injector.control.command("stop", {"grace_s": fault.for_ms / 1000})
 
 
 def _end_alone(injector: SimInjector, fault: SimFault, worker: SimWorker | None) -> None:
-    """A signal to the job while its coordinator is dead: the workers of its own host are told, and no others.
-
-    for_ms: after which the coordinator is there again, and asked to end the job; 0: never."""
+    """A signal to the job while its coordinator is dead: only workers of the job's own host are told. for_ms: time
+    after which the coordinator is back, and is asked to end the job; 0: never."""
     control, why = injector.control, Why(Cause.INTERRUPTED, "interrupted")
     control.coordinator.die("SIGKILL")
     for target in control.live_workers():
@@ -580,7 +579,7 @@ _KINDS: dict[str, tuple[int, Strikes]] = {
     "launcher": (0, _launcher),
     "disk_full": (0, _disk_full),
 }
-"""How often each is drawn, among the others, and what it does. What is never drawn so has a schedule of its own."""
+"""Weight of each kind among the others, and its strike. Kinds of weight 0 have schedules of their own."""
 _MORE = {
     "one_way": 3,
     "save": 3,
@@ -592,9 +591,9 @@ _MORE = {
     "launcher": 3,
     "signal": 1,
 }
-"""How often each is drawn, among these."""
+"""Weight of each kind among these."""
 DIFFERS = ("faults", "differs")
-"""A worker that builds another initial state than all others; that is no matter of time."""
+"""A worker that builds another initial state than all others; it has no time."""
 _APART = ("drain_host", "end_alone", "senseless", "given_up")
 KNOWN = (*(("faults", kind) for kind in _KINDS if kind not in _APART), DIFFERS)
-"""What `World.seen` counts of them; the others have scenarios of their own."""
+"""Cases that `World.seen` counts; the others have scenarios of their own."""

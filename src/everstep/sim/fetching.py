@@ -20,8 +20,8 @@ from everstep.sim.world import MS, SimConnection
 
 
 class Fetcher:
-    """Gets it order by order from others, then its own copies, from disk, or anew. What this worker has a part of, it
-    gets the rest of."""
+    """Gets the state order by order from others, then from its own copies, from disk, or from initial values. For a
+    stage of which this worker has a part, it gets the rest."""
 
     def __init__(self, life: Life, memory: Memory) -> None:
         self.life = life
@@ -34,7 +34,7 @@ class Fetcher:
         life.install({("abort", do.Fetch): self._leave, ("abort", do.Restore): self._leave})
 
     def uses(self, connection: SimConnection) -> bool:
-        """Whether something may still be sent or expected here."""
+        """Whether the connection may still carry something for this."""
         return self._taking is not None and self._taking.uses(connection)
 
     def _restore(self, operation: do.Restore) -> None:
@@ -62,7 +62,7 @@ class Fetcher:
         return min(self.life.site.donors, sources)
 
     def _stop(self) -> None:
-        """Whatever is on its way is not wanted."""
+        """Stop all transfers; they are not wanted any more."""
         if self._taking is not None:
             self._taking.close()
             self._taking = None
@@ -77,30 +77,31 @@ class Fetcher:
         else:
             life.during(operation, life.world.between(0, MS), self._install)
 
-    # ---- of this worker's own
+    # ---- this worker's own copies
 
     def _held(self, operation: do.Fetch | do.Restore, stage: int) -> Blocks:
-        """What is live or kept here of the state that is wanted."""
+        """Own blocks of the wanted state, live or kept."""
         step, state = operation.position.step, self.life.state
         live = state.stages.get(stage, NOTHING) if state.at == step else NOTHING
         kept = self.memory.kept.get((stage, step), NOTHING) if isinstance(operation, do.Restore) else NOTHING
         return merged(live, kept)
 
     def _claimed(self, operation: do.Fetch | do.Restore, stage: int) -> Extents:
-        """What this worker says that it has of that, live; where it is gathers behind, it copies what they led to."""
+        """Blocks of the wanted state that this worker claims to have, live. At a position gathers behind, it copies the
+        later state."""
         machine, wanted = self.life.driver.machine, operation.position
         if machine.step != wanted.step or (isinstance(operation, do.Fetch) and machine.position != wanted):
             return NONE
         return WHOLE if stage in machine.stages else machine.parts.get(stage, NONE)
 
     def _from_here(self, operation: do.Restore, stage: int, memory: bool) -> None:
-        """From this worker's memory, from disk, or anew."""
+        """Take a stage from this worker's memory, from disk, or from initial values."""
         life, at = self.life, operation.position
         if memory and stage in operation.stands:
             copy = life.state.copy(at, operation.own, {}, (stage,))
         elif memory:
             copy = SimCopy(at, operation.own, {stage: self._held(operation, stage)})
-            if None in copy.states[stage]:  # lost since they were stated
+            if None in copy.states[stage]:  # lost since the holdings were stated
                 said = f"stage {stage} of step {at.step} is not whole any more"
                 life.during(operation, 0, self._refuse, said)
                 return
@@ -110,7 +111,7 @@ class Fetcher:
                 said = f"checkpoint {at.step} is damaged"
                 life.during(operation, life.world.between(0, 5 * MS), self._damaged, said)
                 return
-            effects = ((at.step, life.site.checks.exact.effect(at.step)),) if at.step else ()  # perhaps untold yet
+            effects = ((at.step, life.site.checks.exact.effect(at.step)),) if at.step else ()  # perhaps unreleased
             copy = SimCopy(at, {}, {stage: found}, effects)
         took = life.world.between(0, MS) if memory else life.world.between(MS, 20 * MS)
         life.during(operation, took, self._have, copy)
@@ -123,7 +124,7 @@ class Fetcher:
 
     def _take(self, operation: do.Fetch | do.Restore, order: TakeOrder) -> None:
         own: dict[int, Blocks] = {}
-        if order.pieces is not None:  # perhaps more has been lost since it was stated
+        if order.pieces is not None:  # perhaps more has been lost since the holdings were stated
             own = {k: without(self._held(operation, k), order.pieces.missing) for k in order.stages}
         taking = self._taking = SimTaking(
             self.life,
@@ -177,14 +178,14 @@ class Fetcher:
         anew = (
             []
             if position.step or isinstance(operation, do.Fetch)
-            else [k for k, of in operation.sources.items() if not of]
+            else [k for k, givers in operation.sources.items() if not givers]
         )
         life.done(operation, do.Copied(records, gathers, {k: life.state.first(k) for k in anew}))
 
 
 @dataclass(eq=False)
 class _Feed:
-    """Some stages of a joiner: what it takes of them, and the steps that have come since."""
+    """Some stages of a joiner: the blocks that it takes of them, and the steps that have come since."""
 
     taking: SimTaking
     whole: bool = False
@@ -192,12 +193,12 @@ class _Feed:
     seen: list[int] = field(default_factory=list)  # 0: caught up
 
     def complete(self) -> None:
-        """All that was offered is here."""
+        """Note that all offered blocks have come."""
         self.whole = True
 
 
 class Follower:
-    """A joiner's feeds, and what they bring."""
+    """A joiner's feeds, and their steps."""
 
     def __init__(self, life: Life) -> None:
         self.life = life
@@ -207,11 +208,11 @@ class Follower:
         life.install({do.Watch: lambda operation: self._look(), do.Adopt: self._adopt, do.Replay: self._replay})
 
     def uses(self, connection: SimConnection) -> bool:
-        """Whether something may still be sent or expected here."""
+        """Whether the connection may still carry something for this."""
         return any(feed.taking.uses(connection) for feed in self.feeds)
 
     def _open(self, operation: do.OpenFeeds) -> None:
-        """Be fed by the first one of each group that can be reached, once all that it offers is here."""
+        """Open a feed from the first reachable donor of each group; it is whole once all offered blocks came."""
         self._stop()
         for place, (donors, stages) in enumerate(operation.groups):
             keys, at_once = tuple(member.key for member in donors), min(self.life.site.donors, len(donors))
@@ -228,7 +229,7 @@ class Follower:
             feed.taking.begin()
 
     def _stop(self) -> None:
-        """Follow nobody any more."""
+        """Stop following."""
         for feed in self.feeds:
             feed.taking.close()
         self.feeds, self.broken = [], ""
@@ -282,7 +283,7 @@ class Follower:
         life.soon(MS // 2, 3 * MS, self._apply, operation)
 
     def _load(self, operation: do.Adopt) -> None:
-        """Load what was offered, brought to one position by the steps that have come."""
+        """Load the offered states, brought to one position by the steps that have come."""
         states: dict[int, Blocks] = {}
         effects: dict[int, int] = {}
         newest: SimCopy | None = None

@@ -1,7 +1,7 @@
-"""The store of a simulation: one lease and one journal, as etcd has them, behind a network that loses and delays.
+"""The store of a simulation: one lease and one journal, as in etcd, behind a network that loses and delays.
 
-What was asked takes effect whole, once, or never, in the order in which it arrives; whether it is answered is another
-matter. So a request that was given up may take effect later.
+A request takes effect whole, once, or never, in the order of arrival; it may be answered or not. So a request that was
+given up may take effect later.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ TIMEOUT_NS = 250 * MS
 
 
 class SimStore:
-    """troubles: "down", "mute", "slow" and "late", by how often each has begun and not ended. wrote: what hears, with
-    their term, of entries as they come into the journal."""
+    """troubles: "down", "mute", "slow" and "late", by how often each has begun and not ended. wrote: called with the
+    term and the entries that come into the journal."""
 
     def __init__(self, world: World, wrote: Callable[[int, list[dict[str, Any]]], None]) -> None:
         self.world = world
@@ -49,7 +49,7 @@ class SimStore:
         self.clear()
 
     def clear(self) -> None:
-        """As before any job."""
+        """Reset to the state before any job."""
         self._revision = 0
         self._holder: Holder | None = None
         self._until_ns: dict[int, int] = {}
@@ -61,7 +61,7 @@ class SimStore:
     # ---- the network
 
     def trouble(self, kind: str, lasts_ns: int) -> None:
-        """From now on, for so long."""
+        """Begin a trouble that lasts this long."""
         self.troubles[kind] = self.troubles.get(kind, 0) + 1
         self.world.later(lasts_ns, self._over, kind)
 
@@ -69,7 +69,7 @@ class SimStore:
         self.troubles[kind] = max(0, self.troubles.get(kind, 0) - 1)
 
     def mend(self) -> None:
-        """Nothing is wrong any more."""
+        """End all troubles."""
         self.troubles = {}
 
     def ask(self, who: Process, request: StoreRequest, answered: Callable[[StoreAnswer], None]) -> None:
@@ -102,16 +102,16 @@ class SimStore:
             return self.world.between(20 * MS, 400 * MS)
         return self.world.latency_ns() + self.world.between(0, 2 * MS)
 
-    # ---- what it does
+    # ---- requests
 
     def do(self, request: StoreRequest) -> StoreAnswer:
-        """Carry it out."""
+        """Carry out a request."""
         self._expire()
         return _MEANS[type(request)](self, request)
 
     @property
     def holder(self) -> Holder | None:
-        """Of the lease, now."""
+        """Present holder of the lease."""
         self._expire()
         return self._holder
 
@@ -180,7 +180,7 @@ class SimStore:
         if self._holder is None or self._holder.term != request.term:
             return Fenced()
         if request.through <= self._compacted[0]:
-            return Appended()  # it was done before, or a later one
+            return Appended()  # this one or a later one was done before
         self._revision += 1
         parts = [self._parts.get((request.through, request.digest, number)) for number in range(request.parts)]
         check(None not in parts, f"a part is lacking of {request.parts}")

@@ -1,7 +1,7 @@
-"""Two coordinators that stand by for each other, and what befalls them.
+"""Two coordinators that stand by for each other, and their faults.
 
-Lease, journal and order of effects are the machines of production; here is only what the runtime is there. One of the
-two may go on talking after it has lost the lease: frozen, or with a clock that stands still.
+Lease, journal and order of effects are the machines of production; this file replaces the runtime. A coordinator may go
+on talking after it has lost the lease: frozen, or with a clock that stands still.
 """
 
 from __future__ import annotations
@@ -45,27 +45,27 @@ class SimCandidate(SimCoordinator):
 
     @property
     def term(self) -> int:
-        """Of the lease that it holds, or has held."""
+        """Term of the lease that it holds, or has held."""
         return self._candidate.term
 
     def begin(self) -> None:
-        """It has been started, and stands by."""
+        """The process has started, and stands by."""
         self.world.log(self.name, "STANDS BY")
         self._turn()
 
     def stop_clock(self, stopped: bool) -> None:
-        """From now on it does not see that its lease is over, or sees it again."""
+        """Stop its clock, so that it does not see that its lease is over; or start it again."""
         self.unaware = stopped
 
     # ---- the lease
 
     def _turn(self) -> None:
-        """Ask what is to be asked for the lease."""
+        """Make the next request for the lease."""
         now = self.world.now_ns
         if self._candidate.deposed(now) and not self.unaware:
             self._stand_down("its lease is over")
             return
-        self._knock()
+        self._knock_at_holder()
         request = self._candidate.request(now)
         if request is not None:
             self.world.seen["lease", "deposed"] += isinstance(request, Depose)
@@ -73,8 +73,8 @@ class SimCandidate(SimCoordinator):
         else:
             self.later(max(MS, self._candidate.due_ns - now), self._turn)
 
-    def _knock(self) -> None:
-        """Look whether anybody listens where the holder does."""
+    def _knock_at_holder(self) -> None:
+        """Check whether anybody listens at the holder's address."""
         holder = self._candidate.holder
         if holder is not None and not self.serves:
             self._candidate.knocked(self.world.now_ns, holder.where, self._leased.listens(self.host, holder.where))
@@ -117,7 +117,7 @@ class SimCandidate(SimCoordinator):
     # ---- events and effects
 
     def feed(self, event: CoordinatorEvent) -> None:
-        """One event for the machine, if it may decide still."""
+        """Give the machine one event, if it may still decide."""
         if not self.serves or not self.alive:
             return
         if not self._candidate.holds(self.world.now_ns) and not self.unaware:
@@ -128,7 +128,7 @@ class SimCandidate(SimCoordinator):
         super().feed(event)
 
     def _perform(self) -> None:
-        """The queue is what the machine has said since the last time."""
+        """Carry out the machine's effects since the last time, which are in the queue."""
         said, self._queue = self._queue, []
         entries, self._queue = self._order.take(said)
         if self._writer is not None:
@@ -167,26 +167,26 @@ class SimCandidate(SimCoordinator):
 
 
 class LeasedControl(Control):
-    """The job's coordinators are two; `coordinator` is the one that was the last to begin to decide."""
+    """The control plane with two coordinators; `coordinator` is the one that was the last to begin to decide."""
 
     def first_coordinator(self) -> SimCoordinator:
-        """Of two."""
+        """Start both coordinators; returns the first."""
         self.store, self._lives, self._refuses = SimStore(self.world, self.wrote), 0, False
         self.candidates = [SimCandidate(self.world, self, number) for number in range(len(_HOSTS))]
         return self.candidates[0]
 
     def lives(self) -> int:
-        """One more life of a coordinator. Returns its number."""
+        """Count one more life of a coordinator; returns its number."""
         self._lives += 1
         return self._lives
 
     def leads(self, candidate: SimCandidate) -> None:
-        """It decides from now on."""
+        """The candidate decides from now on."""
         self.coordinator = candidate
         self.began(candidate)
 
     def answering(self) -> SimCoordinator | None:
-        """The one that holds the lease; now and then another that still talks."""
+        """The coordinator that holds the lease; now and then another that still talks."""
         serving = [c for c in self.candidates if c.alive and c.serves]
         holder = self.store.holder
         known = [c for c in serving if holder is not None and c.number == holder.where["number"]]
@@ -195,40 +195,40 @@ class LeasedControl(Control):
         return known[0] if known else None
 
     def refuse(self, refuses: bool) -> None:
-        """From now on something on the way says that nobody listens anywhere, or says it no more."""
+        """From now on the network answers that nobody listens anywhere; or stops doing so."""
         self._refuses = refuses
 
     def listens(self, host: str, where: dict[str, int]) -> bool | None:
-        """What somebody on this host hears who knocks at a coordinator's."""
+        """Answer for a caller on this host that knocks at a coordinator's address."""
         there = self.candidates[where["number"]]
         if not self.world.reachable(host, there.host):
             return None
         return there.alive and there.serves and there.where == where and not self._refuses
 
     def start(self, number: int) -> None:
-        """The next life of this one, if there is none now."""
+        """Start this candidate's next life, if it is dead."""
         if not self.candidates[number].alive and not self.fallen:
             self.candidates[number] = SimCandidate(self.world, self, number)
 
     def start_coordinator(self) -> None:
-        """The next lives of those that are dead."""
+        """Start the next lives of dead candidates."""
         for number in range(len(self.candidates)):
             self.start(number)
 
     def fall(self) -> None:
-        """All of it dies."""
+        """All processes die."""
         super().fall()
         for candidate in self.candidates:
             candidate.die("its job is gone")
 
     def resume(self, size: int, stages: int) -> None:
-        """As ever; with a journal that begins anew."""
+        """Resume the job, with an empty journal."""
         if self.fallen and not self.fate.ended:
             self.store.clear()
         super().resume(size, stages)
 
     def mend(self) -> None:
-        """From here on nothing is wrong with coordinators or store."""
+        """End all troubles of coordinators and store."""
         self.store.mend()
         self.refuse(False)
         for candidate in self.candidates:
@@ -241,19 +241,19 @@ class LeasedControl(Control):
 
 
 def draw_leases(rng: Random, horizon_ms: int) -> tuple[SimFault, ...]:
-    """What befalls coordinators and store; often two at once."""
+    """Faults of coordinators and store; often two at once."""
     faults: list[SimFault] = []
     for _ in range(rng.choice((0, 1, 1, 2, 2, 3))):
         one = draw_one(rng, rng.randint(5, 3 * horizon_ms))
         kinds = (*LEASE_FAULTS, "coordinator", "coordinator_freeze", "coordinator_mid_effects")
         faults.append(replace(one, kind=rng.choice(kinds)))
-        if rng.random() < 0.5:  # and then something has to be decided
+        if rng.random() < 0.5:  # and then something must be decided
             faults.append(replace(draw_one(rng, one.at_ms + rng.randint(0, 1500)), phase=""))
     return tuple(faults)
 
 
 def strike(injector: SimInjector, fault: SimFault, worker: SimWorker | None) -> None:
-    """One of them."""
+    """Carry out one of these faults."""
     control = injector.control
     if not isinstance(control, LeasedControl):
         raise AssertionError(f"{fault} where there is no lease")
@@ -266,7 +266,7 @@ def strike(injector: SimInjector, fault: SimFault, worker: SimWorker | None) -> 
     elif fault.kind == "lease_cut":
         injector.world.cut(leading.host, STORE_HOST)
         injector.world.later(lasts_ns, injector.world.mend, leading.host, STORE_HOST)
-    elif isinstance(leading, SimCandidate):  # it talks on, deposed
+    elif isinstance(leading, SimCandidate):  # it talks on after its lease has ended
         leading.stop_clock(True)
         injector.world.cut(leading.host, STORE_HOST)
         injector.world.later(lasts_ns + SECOND, injector.world.mend, leading.host, STORE_HOST)
@@ -274,4 +274,4 @@ def strike(injector: SimInjector, fault: SimFault, worker: SimWorker | None) -> 
 
 _NAMES = ("store_down", "store_mute", "store_slow", "store_late", "lease_cut", "lease_unaware", "lease_refused")
 LEASE_FAULTS = dict.fromkeys(_NAMES, strike)
-"""By kind."""
+"""Strikes by kind."""

@@ -1,6 +1,6 @@
-"""One life of a slot: its process, the driver of production, the state that it holds, and who carries out what.
+"""One life of a slot: its process, the driver of production, its state, and the parts that carry out operations.
 
-Nothing is decided here, and nothing is carried out: each part says by its `handlers` what it does.
+Nothing is decided here, and nothing is carried out: each part registers its acts in its `handlers`.
 """
 
 from __future__ import annotations
@@ -52,42 +52,42 @@ class Phases:
         self._of[who] = phase
 
     def forget(self, who: WorkerKey) -> None:
-        """The next phase of a worker is a new one, whichever it is."""
+        """Forget the phase of a worker: whichever comes next is a new one."""
         self._of[who] = ""
 
 
 class Disk:
-    """Checkpoints, by step and stage. `hosts`: who sees the directory; everybody if None."""
+    """Checkpoints, by step and stage. `hosts`: hosts that see the directory; all if None."""
 
     def __init__(self, hosts: frozenset[str] | None) -> None:
         self.hosts = hosts
         self.parts: dict[int, dict[int, Blocks]] = {}
         self.damaged: set[int] = set()
         self.saving: dict[int, set[int]] = {}
-        """By step, the workers that have begun the last checkpoint, which has a part of each."""
+        """Workers that have begun the last checkpoint, which has a part of each, by step."""
         self._asking: dict[int, Callable[[str], None]] = {}
         self._said: dict[tuple[int, int], dict[tuple[int, int], Blocks]] = {}
-        """By step and generation what each seat's worker, by stage and worker, has copied."""
+        """Copies of each seat's worker, by stage and worker; by step and generation."""
         self._full = 0
 
     def ask(self, step: int, ended: Callable[[str], None]) -> None:
-        """Call `ended` when all parts are there, or will never be: with what is wrong, "" if nothing is."""
+        """Call `ended` when all parts are there, or will never be: with the trouble, "" if there is none."""
         self._asking = {step: ended}
 
     def fill(self) -> None:
-        """There is no room for anything, until `empty`."""
+        """Fill the disk until `empty`."""
         self._full += 1
 
     def empty(self) -> None:
-        """There is room again, unless somebody else has filled it."""
+        """Make room again, unless another fault has filled the disk, too."""
         self._full = max(0, self._full - 1)
 
     def empty_all(self) -> None:
-        """There is room again."""
+        """Make room again, whatever filled the disk."""
         self._full = 0
 
     def write(self, stage: int, step: int, who: int, state: Blocks, plan: Plan) -> None:
-        """One seat's part is on disk, if there is room; the last one completes the checkpoint, if all are alike."""
+        """Write one seat's part, if there is room; the last part completes the checkpoint, if all are alike."""
         said = self._said.setdefault((step, plan.generation), {})
         said[stage, who] = state
         complete = said.keys() >= {(k, seat.worker_id) for k in range(plan.stages) for seat in plan.pool(k)}
@@ -107,12 +107,12 @@ class Disk:
         return tuple(sorted(step for step in self.parts if limit is None or step <= limit)[-2:])
 
     def cut_anew(self, job: SimJob) -> None:
-        """What is complete is read as the stages of another cut from now on; nobody is left to write the rest."""
+        """Read complete checkpoints as stages of another cut from now on; incomplete ones are dropped."""
         self.parts = {step: cut_anew(parts, job) for step, parts in self.parts.items()}
         self._asking, self._said, self.saving = {}, {}, {}
 
     def damage(self) -> None:
-        """The newest complete checkpoint cannot be read any more."""
+        """Damage the newest complete checkpoint."""
         self.damaged.update(sorted(self.parts)[-1:])
 
     def read(self, stage: int, step: int) -> Blocks | None:
@@ -123,14 +123,14 @@ class Disk:
         return self.parts[step][stage]
 
     def invalidate(self, sound: int) -> None:
-        """Later checkpoints are set aside."""
+        """Set later checkpoints aside."""
         self.parts = {step: parts for step, parts in self.parts.items() if step <= sound}
         self._said = {key: said for key, said in self._said.items() if key[0] <= sound}
 
 
 @dataclass(frozen=True)
 class SimCopy:
-    """State of some stages: everything a worker needs to be at `position`, effects not yet released included."""
+    """State of some stages: everything that a worker needs to be at `position`, effects not yet released included."""
 
     position: Key
     records: Mapping[int, Record]
@@ -140,10 +140,10 @@ class SimCopy:
 
 
 class SimState:
-    """Of the stages that a worker holds, all of one step. `records`: of that step's agree, as far as known."""
+    """State of the stages that a worker holds, all of one step. `records`: of that step's agree, as far as known."""
 
     def __init__(self, me: WorkerKey, job: SimJob, checks: Checks, *, other: bool) -> None:
-        """other: the initial state that it builds differs from everybody else's."""
+        """other: the initial state that it builds differs from all others'."""
         self.me = me
         self.checks = checks
         self.at = 0
@@ -163,12 +163,12 @@ class SimState:
         return format(digest(self._first[stage]), "x")
 
     def build(self) -> None:
-        """What nobody has trained can be built."""
+        """Build initial states of missing stages, if no step was done."""
         if self.at == 0:
             self.stages = {**self._first, **self.stages}
 
     def flip(self, stage: int) -> None:
-        """A bit of a stage's state flips."""
+        """Flip a bit of a stage's state."""
         self.stages[stage] = flipped(self.stages[stage])
 
     def lose(self, stage: int, lost: Extents) -> None:
@@ -184,13 +184,13 @@ class SimState:
         self.gradients = (step, gradients)
 
     def gradient(self, step: int) -> dict[int, SimGradient]:
-        """That of the step, which must be the next one."""
+        """Gradient of the step, which must be the next one."""
         if self.gradients is None or self.gradients[0] != step or self.at != step - 1:
             raise AssertionError(f"{self.me} at {self.at} is to apply step {step} with {self.gradients}")
         return self.gradients[1]
 
     def apply(self, step: int, records: Mapping[int, Record], gradients: Mapping[int, SimGradient]) -> None:
-        """One step further; stages that are not named are dropped."""
+        """Apply one step; stages that are not named are dropped."""
         self.at, self.records = step, records
         self.stages = {k: update(self.stages[k], step, gradient) for k, gradient in gradients.items()}
         self._check()
@@ -199,7 +199,7 @@ class SimState:
     def copy(
         self, position: Key, records: Mapping[int, Record], gathers: GatheredRecords, stages: Iterable[int]
     ) -> SimCopy:
-        """What a peer needs to be where this worker is."""
+        """Copy for a peer that wants to be where this worker is."""
         effects = ((self.at, self.checks.exact.effect(self.at)),) if self.at else ()
         return SimCopy(position, records, {k: self.stages[k] for k in stages}, effects, gathers)
 
@@ -229,19 +229,19 @@ class SimState:
 
 
 SimHandlers = Mapping[Hashable, Callable[..., Any]]
-"""Who does what, by kind of effect or operation. By ("abort", kind): who ends such an operation before its time; by
-("owes", kind): whether a peer still owes it something; by ("message", kind): who takes messages of members; by
-("door", name): who takes connections of peers that ask for this."""
+"""Handlers by kind of effect or operation. By ("abort", kind): ends such an operation before its time; by ("owes",
+kind): whether a peer still owes it something; by ("message", kind): takes messages of members; by ("door", name): takes
+connections of peers that ask for this."""
 Exited = Callable[[WorkerKey, Cause, str, bool, bool], None]
 UNINTERRUPTED = do.Update | do.Adopt | do.Replay
 
 
 def nothing(*what: object) -> None:
-    """What has no counterpart on an abstract state."""
+    """Handler of effects that have no counterpart on an abstract state."""
 
 
 class SimSite:
-    """What the workers of a simulation share."""
+    """Facts that the workers of a simulation share."""
 
     def __init__(
         self,
@@ -254,41 +254,41 @@ class SimSite:
         drifts: str = "",
         odd: WorkerKey | None = None,
     ) -> None:
-        """donors: how many are asked for a state at once. differs: who builds another initial state than all others.
-        foreign: the host with other kernels than all others; facts: what the coordinator has had put into job.json.
-        drifts: whose script changes its state after each update ("leader", "healed"; "": nobody's). odd: the first of
-        the lives that compute lanes otherwise."""
+        """donors: number of sources asked for a state at once. differs: worker that builds another initial state than
+        all others. foreign: the host with other kernels than all others; facts: entries that the coordinator has had
+        put into job.json. drifts: worker whose script changes its state after each update ("leader", "healed"; "":
+        none). odd: the first of the lives that compute lanes otherwise."""
         self.odd = odd
         self.differs, self.foreign, self.drifts = differs, foreign, drifts
         self.facts: dict[str, Any] = {}
         self.donors = donors
-        self.damaged = 0.0  # of how many answers a block comes damaged
+        self.damaged = 0.0  # share of answers in which a block comes damaged
         self.world = world
         self.checks = checks
         self.disk = disk
         self.lives: dict[WorkerKey, Life] = {}
         self.phases = Phases()
-        self.went_back: list[int] = []  # to which steps
+        self.went_back: list[int] = []  # steps that workers went back to
 
     def damages(self, share: float) -> None:
-        """A block comes damaged in so many answers from now on."""
+        """Damage a block in this share of answers from now on."""
         self.damaged = share
 
     def is_odd(self, life: Life) -> bool:
-        """Whether it computes lanes otherwise than all others."""
+        """Whether the life computes lanes otherwise than all others."""
         return self.odd is not None and self.odd.worker_id == life.me.worker_id and life.me >= self.odd
 
     def copies(self, life: Life, stage: int) -> int:
-        """How many members of a worker's generation hold a stage."""
+        """Number of members of a worker's generation that hold a stage."""
         plan = life.driver.plan
         pool = [] if plan is None else [self.lives.get(plan.member(seat.worker_id).key) for seat in plan.pool(stage)]
         return sum(w is not None and w.alive and stage in w.state.stages for w in pool)
 
 
 class Life(Process):
-    """Gives the driver what happens, and to the parts what it says.
+    """Gives the driver events, and its effects to the parts.
 
-    `exited`: what its agent does at the end: who, cause, reason, whether to restart, whether it left in order.
+    `exited`: called at the end with key, cause, reason, whether to restart, whether it left in order.
     """
 
     def __init__(self, site: SimSite, host: str, driver: Driver, exited: Exited) -> None:
@@ -299,7 +299,7 @@ class Life(Process):
         self.slowness = site.world.rng.choice((1, 1, 1, 2, 4))
         self.state = SimState(self.me, self.job, site.checks, other=self.me == site.differs)
         self.operation: do.Operation | None = None
-        self.finished: do.Operation | None = None  # the exchange whose end the driver is being told of
+        self.finished: do.Operation | None = None  # the exchange whose end is being reported to the driver
         self.cut_to = -1  # operations of this generation and older ones are over
         self._exited = exited
         self.handlers: dict[Hashable, Callable[..., Any]] = {}
@@ -308,7 +308,7 @@ class Life(Process):
 
     @property
     def job(self) -> SimJob:
-        """What is trained."""
+        """The job that is trained."""
         return self.site.checks.job
 
     @property
@@ -318,11 +318,11 @@ class Life(Process):
     # ---- parts
 
     def install(self, handlers: SimHandlers) -> None:
-        """Who does what."""
+        """Register handlers."""
         self.handlers.update(handlers)
 
     def look(self) -> None:
-        """Whether the operation under way can end at all."""
+        """Check whether the present operation can end at all."""
 
     def reach(
         self,
@@ -333,7 +333,7 @@ class Life(Process):
         *said: Any,
         timeout_ns: int = 500 * MS,
     ) -> SimConnection | None:
-        """A connection to another life; None if that cannot be reached."""
+        """Connect to another life; None if it cannot be reached."""
         peer = self.site.lives.get(key)
         connection = connect(self.world, self, peer, timeout_ns)
         if connection is not None and peer is not None:
@@ -344,7 +344,7 @@ class Life(Process):
     # ---- the driver
 
     def handle(self, event: object) -> None:
-        """Give the driver an event; what it says is carried out in order, before anything else is handed in."""
+        """Give the driver an event; its effects are carried out in order, before the next event is handed in."""
         self._events.append(event)
         if self._handling:
             return
@@ -362,7 +362,7 @@ class Life(Process):
         self._handling = False
 
     def during(self, operation: do.Operation, delay_ns: int, act: Callable[..., None], *args: Any) -> None:
-        """Have `act(operation, *args)` called after the delay, unless the operation has been answered by then."""
+        """Call `act(operation, *args)` after the delay, unless the operation has been answered by then."""
         self.later(delay_ns, self._during, operation, act, args)
 
     def _during(self, operation: do.Operation, act: Callable[..., None], args: tuple[Any, ...]) -> None:
@@ -370,7 +370,7 @@ class Life(Process):
             act(operation, *args)
 
     def done(self, operation: do.Operation, result: object = None) -> None:
-        """The operation was carried out, unless it has been answered."""
+        """Report that the operation was carried out, unless it has been answered."""
         if self.operation is operation:
             self._answered(operation, "done")
             if isinstance(operation, do.Exchange):
@@ -378,7 +378,7 @@ class Life(Process):
             self.handle(do.Done(operation.op, result))
 
     def cut(self, generation: int) -> None:
-        """The transfers of this generation and older ones are over."""
+        """End the transfers of this generation and older ones."""
         self.cut_to = max(self.cut_to, generation)
 
     def abort(self, operation: do.Operation, accused: tuple[int, ...] = (), reason: str = "interrupted") -> None:
@@ -387,12 +387,12 @@ class Life(Process):
             self.handlers.get(("abort", type(operation)), self.aborted)(operation, accused, reason)
 
     def aborted(self, operation: do.Operation, accused: tuple[int, ...], reason: str) -> None:
-        """The operation was left."""
+        """Report that the operation was left."""
         self._answered(operation, "aborted")
         self.handle(do.Aborted(operation.op, accused, Why(Cause.LINK, reason)))
 
     def tainted(self, operation: do.Operation, reason: str, torn: bool | None = None) -> None:
-        """The operation came upon something that must not be used, now and then when it had loaded a part of it."""
+        """Report an operation that met something that must not be used, sometimes after it had loaded a part of it."""
         self._answered(operation, "tainted")
         torn = self.world.rng.random() < 0.3 if torn is None else torn
         self.handle(do.Tainted(operation.op, Why(Cause.CORRUPT, reason), torn))
@@ -420,7 +420,7 @@ class Life(Process):
     # ---- the end
 
     def last_words(self, cause: Cause, reason: str, **more: Any) -> wire.WorkerFailed:
-        """What it tells the coordinator when something was raised."""
+        """Message to the coordinator when an exception was raised."""
         return wire.WorkerFailed(
             worker_id=self.me.worker_id,
             incarnation=self.me.incarnation,

@@ -1,9 +1,9 @@
-"""What ties one simulated worker to others: a connection to every peer per generation, and to the coordinator.
+"""Connections of one simulated worker: to every peer per generation, and to the coordinator.
 
-The first stand where shared memory, sockets or NCCL stand in production, with what they have in common: a peer's death
-or a broken link is seen, silence is not (a limit on how long a message may be stuck is). What is lost ends the
-operation that needs it; nothing else does. What the coordinator says is treated as in production: it is asked at once
-whether it interrupts the operation under way, and handed in; the driver takes it in when it may.
+The peers' connections stand for shared memory, sockets or NCCL: a peer's death or a broken link is seen, silence is not
+(only a limit on how long a message may be stuck). A loss ends the operation that needs the message; nothing else does.
+A message of the coordinator is treated as in production: it is checked at once for whether it interrupts the present
+operation, and handed in; the driver takes it in when it may.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Mesh:
         return self.life.driver.standing.plan
 
     def uses(self, connection: SimConnection) -> bool:
-        """Whether something may still be sent or expected here."""
+        """Whether the connection may still carry something for this."""
         return connection in self.out.values() or any(connection is c for _, c in self.incoming)
 
     @property
@@ -65,7 +65,7 @@ class Mesh:
     # ---- a generation begins and ends
 
     def leave(self, generation: int) -> None:
-        """Cut the connections of this generation and older; the peers see them end, after what was sent over them."""
+        """Cut the connections of this generation and older; the peers see the end after earlier messages."""
         if self.generation <= generation:
             for _, connection in sorted(self.out.items()):
                 connection.close(self.life)
@@ -181,11 +181,11 @@ class Mesh:
 
 
 Dial = Callable[[Process, str, Callable[[Any], None], Callable[[], None]], SimConnection | None]
-"""Connects a process, in a role, to the coordinator: what takes what comes, and what to do at the end."""
+"""Connects a process, in a role, to the coordinator, with callbacks for messages and for the end."""
 
 
 class SimControlClient:
-    """A connection to the coordinator that is always being kept up, once begun: hello first, then what waits."""
+    """A connection to the coordinator that is kept up once begun: hello first, then waiting messages."""
 
     def __init__(
         self,
@@ -227,9 +227,9 @@ class SimControlClient:
         for body in bodies:
             message = listener.take(wire.decode(body))
             if message is not None:
-                self._believe(message)
+                self._check_term(message)
 
-    def _believe(self, message: wire.AnyMessage) -> None:
+    def _check_term(self, message: wire.AnyMessage) -> None:
         refused = self._terms.refusal(message)
         if not refused:
             self.deliver(message)
@@ -244,7 +244,7 @@ class SimControlClient:
         self.owner.soon(20 * MS, 100 * MS, self._try)
 
     def send(self, message: wire.AnyMessage) -> None:
-        """Now, or once connected again; heartbeats and progress only now."""
+        """Send now, or once connected again; heartbeats and progress only now."""
         if self.connection is not None and self.connection.open:
             self.connection.send(self.owner, wire.encode(message))
         elif not self.closed and not isinstance(message, wire.Heartbeat | wire.Progress):
@@ -257,7 +257,7 @@ class SimControlClient:
 
 
 class Ties:
-    """The connection to the coordinator, what is said over it, and what the agent reads."""
+    """The connection to the coordinator, its messages, and the worker's facts for its agent."""
 
     def __init__(self, life: Life, dial: Dial, mesh: Mesh) -> None:
         self.life = life
@@ -267,7 +267,7 @@ class Ties:
         life.install({do.Refused: lambda effect: self.fail(effect.reason)})
 
     def _hello(self) -> list[wire.AnyMessage]:
-        """Everything that the coordinator may have missed, anew."""
+        """Everything that the coordinator may have missed."""
         life, standing = self.life, self.life.driver.standing
         member = Member(life.me.worker_id, life.me.incarnation, life.host, life.pid, life.name)
         size = life.job.state_bytes
@@ -286,11 +286,11 @@ class Ties:
         return self.life.driver.standing.plan
 
     def uses(self, connection: SimConnection) -> bool:
-        """Whether something may still be sent or expected here."""
+        """Whether the connection may still carry something for this."""
         return self.client.connection is connection
 
     def pulse(self) -> wire.WorkerPulse:
-        """What the agent reads of it from shared memory."""
+        """Facts that the agent reads of it from shared memory."""
         life = self.life
         still = 0 if life.frozen_ns is None else (life.world.now_ns - life.frozen_ns) // MS
         return wire.WorkerPulse(
@@ -306,7 +306,7 @@ class Ties:
         )
 
     def deliver(self, message: wire.AnyMessage) -> None:
-        """A message of the coordinator."""
+        """Take a message of the coordinator."""
         life = self.life
         if isinstance(message, PlanAsked):
             life.world.seen["plans", "shown"] += 1
@@ -324,7 +324,7 @@ class Ties:
             life.soon(0, MS, life.done, life.operation, ())
 
     def _interrupt(self, generation: int) -> None:
-        """The transfers of this generation and older ones are over."""
+        """End the transfers of this generation and older ones."""
         life, operation = self.life, self.life.operation
         life.cut(generation)
         if life.world.rng.random() < 0.5:

@@ -1,15 +1,15 @@
-"""Training in the abstract: states and gradients are hashes, so any wrong or missing part shows in all that follows.
+"""Training in the abstract: states and gradients are hashes, so any wrong or missing part shows in all later values.
 
-The sum of two gradients is not associative here, as in floating point: only the canonical tree gives the right one.
-In a split model a lane's gradient at one stage depends on the states of all of them: an activation goes up through the
-stages, and what comes back down depends on it.
+The sum of two gradients is not associative here, as in floating point: only the canonical tree gives the right one. In
+a split model a lane's gradient at one stage depends on the states of all of them: an activation goes up through the
+stages, and the gradient that comes back down depends on it.
 
-The lowest bit of every value says whether it descends from one in which a bit has flipped, which is that one. So what
-is wrong for another reason is never taken for it.
+The lowest bit of every value says whether the value descends from one in which a bit has flipped. So values that are
+wrong for another reason are told apart from these.
 
-A stage's state is a few blocks in a few planes; what an update makes of one depends on all. One that is lost is None,
-and nothing can be computed from that. A block has one value per unit of the stage, and each unit is computed by itself:
-so where the model is cut changes no value, and what one cut has written another can read.
+A stage's state is a few blocks in a few planes; an update of one depends on all. A lost block is None, and nothing can
+be computed from it. A block has one value per unit of the stage, and each unit is computed by itself: so the cut of the
+model changes no value, and a state written in one cut can be read in another.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ INITIAL = 2
 PLANES = (("model", 2), ("exp_avg", 2))
 
 UnitValues = tuple[int, ...]
-"""By number of the unit, of those that a stage has."""
+"""Values by number of the unit, of a stage's units."""
 SimGradient = tuple[UnitValues, ...]
 Blocks = tuple[UnitValues | None, ...]
 """A stage's state, by number of the block."""
@@ -34,10 +34,10 @@ Blocks = tuple[UnitValues | None, ...]
 
 @dataclass(frozen=True)
 class SimJob:
-    """What is trained: `steps` updates over `lanes` lanes, with gathers after every `gather_every` steps.
+    """The job that is trained: `steps` updates over `lanes` lanes, with gathers after every `gather_every` steps.
 
-    stages: of the model. keep_every: every so many steps a snapshot of each stage is kept in memory, one of them by a
-    worker of another pool; 0: never. write_every: the same for checkpoints on disk; 0: only those that a plan asks for.
+    stages: of the model. keep_every: steps between snapshots of each stage in memory, one of them by a worker of
+    another pool; 0: none. write_every: steps between checkpoints on disk; 0: only those that a plan asks for.
     leaves_after: the step after which all loops are left; 0: the last one. units: the finest cut of the model; 0: as
     many as there are stages.
     """
@@ -58,16 +58,16 @@ class SimJob:
         return self.leaves_after or self.steps
 
     def units_of(self, stage: int) -> range:
-        """The units that a stage is made of."""
+        """Units of a stage."""
         units = self.units or self.stages
         return range(units * stage // self.stages, units * (stage + 1) // self.stages)
 
     def cut(self, stages: int) -> SimJob:
-        """The same, cut into so many stages."""
+        """The job cut into so many stages."""
         return replace(self, stages=stages, units=self.units or self.stages)
 
     def gathers(self, step: int) -> int:
-        """How many gathers the application asks for at the state of `step`, besides the one that ends the job."""
+        """Number of gathers that the application asks for at the state of `step`, besides the one that ends the job."""
         return 1 + step % 2 if step % self.gather_every == self.gather_every - 1 else 0
 
 
@@ -77,7 +77,7 @@ def evaluates(job: SimJob, step: int) -> bool:
 
 
 def initial(job: SimJob, stage: int) -> Blocks:
-    """The state of a stage that nobody has trained yet."""
+    """State of a stage before any training."""
     units = job.units_of(stage)
     return tuple(tuple(INITIAL + 2 * unit + 100 * block for unit in units) for block in range(_N_BLOCKS))
 
@@ -88,25 +88,25 @@ def flipped(state: Blocks) -> Blocks:
 
 
 def wrong(state: int | Blocks) -> bool:
-    """Whether it, or what it is the digest of, descends from a flipped bit."""
+    """Whether a state, or a digest of one, descends from a flipped bit."""
     if isinstance(state, int):
         return bool(state & 1)
     return any(value & 1 for block in state for value in block or ())
 
 
 def present(state: Blocks) -> Extents:
-    """The blocks that are there."""
+    """Blocks that are not lost."""
     return Extents.numbered(PLANES, (k for k, block in enumerate(state) if block is not None))
 
 
 def without(state: Blocks, lost: Extents) -> Blocks:
-    """The same, but for these blocks."""
+    """The state without these blocks."""
     gone = {k for lo, hi in lost.spans(PLANES) for k in range(lo, hi)}
     return tuple(None if k in gone else block for k, block in enumerate(state))
 
 
 def merged(first: Blocks, second: Blocks) -> Blocks:
-    """What either has."""
+    """Blocks that either state has."""
     return tuple(b if a is None else a for a, b in zip(first, second, strict=True))
 
 
@@ -115,12 +115,12 @@ NOTHING: Blocks = (None,) * _N_BLOCKS
 
 
 def by_unit(states: Mapping[int, Blocks]) -> tuple[Blocks, ...]:
-    """The states of all stages, as those of the units that they are made of, in order."""
+    """States of all stages, split into the states of their units, in order."""
     return tuple(one for _, state in sorted(states.items()) for one in _units(state))
 
 
 def cut_anew(states: Mapping[int, Blocks], job: SimJob) -> dict[int, Blocks]:
-    """What has been written of all stages, as the stages of another cut of the model."""
+    """States of all stages, as the stages of another cut of the model."""
     units = by_unit(states)
     return {
         stage: tuple(tuple(units[unit][block][0] for unit in job.units_of(stage)) for block in range(_N_BLOCKS))  # type: ignore[index]
@@ -129,7 +129,7 @@ def cut_anew(states: Mapping[int, Blocks], job: SimJob) -> dict[int, Blocks]:
 
 
 def digest(state: Blocks) -> int:
-    """Of all blocks; says like them whether it is wrong."""
+    """Digest of all blocks; its lowest bit says whether the state is wrong, too."""
     return hash(state) & -2 | _bit(state)
 
 
@@ -139,18 +139,18 @@ def _bit(state: Blocks) -> int:
 
 
 def _units(state: Blocks) -> list[Blocks]:
-    """Each unit's own, of a stage that is whole."""
+    """State of each unit of a stage that is whole."""
     check(None not in state, f"nothing is computed from a state that lacks blocks: {state}")
     return [tuple((value,) for value in unit) for unit in zip(*state, strict=True)]  # type: ignore[arg-type]
 
 
 def forward(state: Blocks, step: int, lane: int, entering: int) -> int:
-    """What a stage hands to the next one."""
+    """Activation that a stage hands to the next one."""
     return _entering(state, step, lane, entering)[-1]
 
 
 def _entering(state: Blocks, step: int, lane: int, entering: int) -> list[int]:
-    """What each unit of a stage starts from, and what the last one hands on."""
+    """Input of each unit of a stage, and the output of the last one."""
     found = [entering]
     for unit in _units(state):
         found.append(hash((unit, step, lane, found[-1], 5)) & -2 | (_bit(unit) | found[-1]) & 1)
@@ -158,7 +158,7 @@ def _entering(state: Blocks, step: int, lane: int, entering: int) -> list[int]:
 
 
 def through(state: Blocks, step: int, lane: int, entering: int, coming_back: int) -> tuple[int, SimGradient]:
-    """The backward pass of a stage: what it hands to the one before, and the gradient of the lane."""
+    """The backward pass of a stage: the gradient for the stage before, and the gradient of the lane."""
     leaves: list[SimGradient] = []
     for unit, start in reversed(list(zip(_units(state), _entering(state, step, lane, entering)[:-1], strict=True))):
         bit = (_bit(unit) | start | coming_back) & 1
@@ -169,7 +169,7 @@ def through(state: Blocks, step: int, lane: int, entering: int, coming_back: int
 
 
 def add(left: UnitValues, right: UnitValues) -> UnitValues:
-    """One block of two subtrees."""
+    """Sum of one block of two subtrees."""
     return tuple(hash((a, b, 17)) & -2 | (a | b) & 1 for a, b in zip(left, right, strict=True))
 
 
@@ -186,7 +186,7 @@ def _updated(unit: Blocks, step: int, gradient: UnitValues) -> UnitValues:
 
 
 def leaf(state: Blocks, step: int, lane: int) -> SimGradient:
-    """The gradient of one lane, of a model that is one stage."""
+    """Gradient of one lane, for a model of one stage."""
     return through(state, step, lane, 0, forward(state, step, lane, 0))[1]
 
 
@@ -202,7 +202,7 @@ def whole_lane(states: Mapping[int, Blocks], step: int, lane: int) -> dict[int, 
 
 
 def undisturbed(job: SimJob) -> list[dict[int, Blocks]]:
-    """The state of every stage after each step, as one worker computes it that nothing ever happens to."""
+    """State of every stage after each step, as one undisturbed worker computes it."""
     states = [{stage: initial(job, stage) for stage in range(job.stages)}]
     for step in range(1, job.steps + 1):
         leaves = {lane: whole_lane(states[-1], step, lane) for lane in range(job.lanes)}

@@ -1,7 +1,7 @@
-"""One simulation from its seed, or many: what runs, which faults strike, and whether the promises held.
+"""One simulation from its seed, or many: the setup, the faults, and whether the promises held.
 
 First safety under faults; then the faults stop, everything that is down comes back, and the training must finish within
-a bound of virtual time. Of a seed that breaks a promise it is said what replays it.
+a bound of virtual time. For a seed that breaks a promise the command that replays it is printed.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ from everstep.sim.starving import STARVING_FAULTS, SimLauncher, draw_starved
 from everstep.sim.world import MS, SECOND, SimConnection, World
 
 SeedKind = Literal["", "split", "leased"]
-"""Of seeds: whole models; models in several stages; jobs with two coordinators, of either."""
+"""Kinds of seeds: whole models; models in several stages; jobs with two coordinators, of either."""
 NewDriver = Callable[[WorkerKey, DriverConfig, StepMachine], Driver]
 NewCoordinator = Callable[[CoordinatorConfig, Sequence[dict[str, Any]]], Coordinator]
 
@@ -72,7 +72,7 @@ _NEVER_S = 1e9
 
 @dataclass(frozen=True)
 class Setup:
-    """What is simulated. `hosts` worker hosts share the slots; `spares` are started beyond `workers`."""
+    """Setup of a simulation. `hosts` worker hosts share the slots; `spares` are started beyond `workers`."""
 
     workers: int
     spares: int
@@ -81,19 +81,19 @@ class Setup:
     on_failure: str
     job: SimJob
     faults: tuple[SimFault, ...]
-    active: int = 0  # of each pool, the others stand by; 0: all of them
-    disk_hosts: int | None = None  # how many of the hosts see the checkpoints; None: all
-    lasting_ms: int = 30_000  # how long slow workers and weak pools are put up with
-    save_ms: int = 0  # how long the last checkpoint of a worker that has raised may take; 0: none is taken
+    active: int = 0  # of each pool; the others stand by; 0: all of them
+    disk_hosts: int | None = None  # number of hosts that see the checkpoints; None: all
+    lasting_ms: int = 30_000  # how long slow workers and weak pools are tolerated
+    save_ms: int = 0  # limit of the last checkpoint of a worker that has raised; 0: none is taken
     rewindable: bool = True  # applications can go on from an earlier step, in place
     verify_every: int = 0  # steps between comparisons of the copies; 0: none
-    donors: int = 1  # how many are asked for a state at once
-    # Whose first life builds another initial state than all others; or whose script changes its state in each step; or
-    # the first of the lives of a slot that compute lanes otherwise.
+    donors: int = 1  # number of sources asked for a state at once
+    # A worker whose first life builds another initial state than all others; or whose script changes its state in each
+    # step; or the first of the lives of a slot that compute lanes otherwise.
     differs: int | Literal["leader", "healed"] | WorkerKey | None = None
 
     def with_odd(self, seed: int) -> Setup:
-        """The same; now and then with a slot whose lives compute otherwise, from the first or the second one on."""
+        """The setup, now and then with a slot whose lives compute otherwise, from the first or the second one on."""
         rng = Random(f"odd {seed}")
         if self.workers < 2 or rng.random() > 0.12 or self.differs is not None:
             return self
@@ -101,15 +101,15 @@ class Setup:
         return replace(self, differs=odd, min_workers=1, on_failure=self.on_failure.replace("wait", "shrink"))
 
     def with_losses(self, seed: int, horizon_ms: int) -> Setup:
-        """The same; now and then blocks are lost, several donors are asked at once, or what they give is damaged."""
+        """The setup, now and then with lost blocks, several donors asked at once, or damaged answers."""
         rng = Random(f"blocks {seed}")
         faults = (*self.faults, *draw_losses(rng, horizon_ms), *draw_damage(rng, horizon_ms))
         donors = rng.choice((1, 1, 2, 3))
         return replace(self, donors=donors, faults=tuple(sorted(faults, key=lambda f: f.at_ms)))
 
     def with_more(self, seed: int, horizon_ms: int) -> Setup:
-        """The same; now and then with what users do, with hosts, disks and whole jobs that fail, and with a worker that
-        builds another initial state."""
+        """The setup, now and then with users' commands, with hosts, disks and whole jobs that fail, and with a worker
+        that builds another initial state."""
         rng, compared = Random(f"more {seed}"), bool(self.verify_every)
         more = draw_more(rng, horizon_ms, resumes=not compared)
         job, dies = self.job, any(fault.kind == "launcher" for fault in more)
@@ -122,7 +122,7 @@ class Setup:
         return replace(self, job=job, faults=faults, differs=differs)
 
     def with_leaving(self, seed: int, horizon_ms: int) -> Setup:
-        """The same; now and then all loops are left before the last step, or one of them is."""
+        """The setup, now and then with all loops left before the last step, or one of them."""
         rng = Random(f"leaving {seed}")
         drawn = rng.random()
         if self.verify_every or drawn > 0.16:
@@ -130,22 +130,22 @@ class Setup:
         if drawn > 0.06:
             return replace(self, job=replace(self.job, leaves_after=rng.randint(1, self.job.steps - 1)))
         one = replace(draw_one(rng, rng.randint(20, horizon_ms)), kind="leave", count=1)
-        phase = rng.choice(("", "settling", "gathering", "computing"))  # in that moment, or in what follows
+        phase = rng.choice(("", "settling", "gathering", "computing"))  # at that moment, or during the recovery
         second = replace(draw_one(rng, one.at_ms + rng.randint(0, 30), phase), kind="kill")
         faults = (*self.faults, one, *((second,) if rng.random() < 0.4 else ()))
         return replace(self, faults=tuple(sorted(faults, key=lambda f: f.at_ms)))
 
     def with_starved(self, seed: int, horizon_ms: int) -> Setup:
-        """The same; now and then somebody gets no processor."""
+        """The setup, now and then with processes that get no processor."""
         faults = (*self.faults, *draw_starved(Random(f"starved {seed}"), horizon_ms))
         return replace(self, faults=tuple(sorted(faults, key=lambda f: f.at_ms)))
 
     def with_state_of(self, size: int) -> Setup:
-        """The same, with workers whose state has so many bytes."""
+        """The setup with workers whose state has this many bytes."""
         return replace(self, job=replace(self.job, state_bytes=size))
 
     def with_corruption(self, rng: Random) -> Setup:
-        """The same; now and then copies are compared, what is right is kept, and a bit of one copy flips."""
+        """The setup, now and then with comparisons of copies, kept right states, and a flipped bit of one copy."""
         every = rng.choice((0, 0, 0, 0, 0, 1, 2, 3))
         if not every or 2 * every > self.job.steps:
             return self
@@ -155,7 +155,7 @@ class Setup:
         if rng.random() < 0.85:
             horizon_ms = 40 + 20 * (job.steps - 2 * every)
             faults.append(replace(draw_one(rng, rng.randint(20, horizon_ms)), kind="flip", count=1))
-        if rng.random() < 0.3:  # into what follows
+        if rng.random() < 0.3:  # during the recovery
             faults = [f for f in faults if f.kind == "flip" or rng.random() < 0.2]
         return replace(self, job=job, verify_every=every, faults=tuple(sorted(faults, key=lambda f: f.at_ms)))
 
@@ -175,15 +175,15 @@ class Setup:
 
 
 class UnlikeSetup(Setup):
-    """The same; the last host computes with other kernels than all others."""
+    """A setup in which the last host computes with other kernels than all others."""
 
 
 class LeasedSetup(Setup):
-    """With two coordinators, of which the one that holds the lease decides."""
+    """A setup with two coordinators, of which the holder of the lease decides."""
 
 
 def _cut_anew(rng: Random, faults: Iterable[SimFault], job: SimJob) -> tuple[tuple[SimFault, ...], SimJob]:
-    """Jobs that are resumed get another number of stages, mostly: any, as far as the units of the model go."""
+    """Give resumed jobs another number of stages, mostly: any, as far as the units of the model go."""
     units = rng.randint(job.stages, 4)
     drawn = [replace(f, stages=rng.choice((0, *range(1, units + 1)))) if f.kind == "launcher" else f for f in faults]
     cut = any(fault.stages for fault in drawn)
@@ -247,7 +247,7 @@ def set_up_leased(seed: int) -> Setup:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What came of it. `problem` is "" if every promise held."""
+    """Outcome of a seed. `problem` is "" if every promise held."""
 
     seed: int
     setup: Setup
@@ -260,10 +260,10 @@ class Verdict:
     reports: dict[str, int]
     targets: tuple[int, ...]  # steps that a worker went back to, each time
     flipped: bool  # a bit of a copy
-    found: bool  # by a comparison
-    unnoticed: bool  # for all copies were alike when they were compared
+    found: bool  # a comparison has found it
+    unnoticed: bool  # all copies were alike when they were compared
     trace: tuple[str, ...]
-    seen: Mapping[tuple[str, str], int]  # how often what happened, by group and name
+    seen: Mapping[tuple[str, str], int]  # counts by group and name
 
     @property
     def ok(self) -> bool:
@@ -275,7 +275,7 @@ class Verdict:
 
 
 class Simulation:
-    """Everything of one run, put together."""
+    """One run, put together."""
 
     def __init__(
         self,
@@ -309,7 +309,7 @@ class Simulation:
         self._look()
 
     def _coordinator(self, journal: Sequence[dict[str, Any]], workers: int, term: int) -> Coordinator:
-        """For a job that was started with so many workers; the stages are those that it has now."""
+        """Coordinator of a job that was started with this many workers; it has the present number of stages."""
         setup, stages = self.setup, self.checks.job.stages
         config = CoordinatorConfig(
             lanes=setup.job.lanes,
@@ -347,8 +347,8 @@ class Simulation:
         return self.new_driver(key, config, self.new_machine(key))
 
     def _holders(self) -> dict[WorkerKey, set[tuple[int, int]]]:
-        """What the live, reachable workers with a plan have that were not given up, and what they would have with one
-        more decision: of those who were given up nobody hears it any more, nor of those without whom all go on as was
+        """(step, stage) that live, reachable workers with a plan hold, or would hold with one more decision. Workers
+        that were given up do not count: nobody hears them any more. Nor do workers without whom all others go on as
         decided."""
         live = [
             w
@@ -356,7 +356,7 @@ class Simulation:
             if w.frozen_ns is None and w.driver.plan is not None and self.world.reachable(w.host, "control")
             if w.me not in self.checks.given_up and not w.driver.machine.leaving
         ]
-        tops = {w.state.at for w in live}  # nobody takes a decision whose records nobody has
+        tops = {w.state.at for w in live}  # no decision is taken without its records
         found = {}
         for w in live:
             right = [k for k, state in w.state.stages.items() if not wrong(state) and None not in state]
@@ -377,7 +377,7 @@ class Simulation:
         return self.control.fate.ended
 
     def run(self) -> str:
-        """Returns what went wrong, or "". Raises: whatever broke."""
+        """Run the simulation; returns the problem, or "". Raises: any error of the machines."""
         if not self.world.run(FAULTS_STOP_NS, self.ended):
             self.injector.stop()
             if not self.world.run(self.world.now_ns + LIVENESS_NS, self.ended):
@@ -391,7 +391,7 @@ class Simulation:
         odd = self.checks.taint.flipped or self.setup.differs is not None
         drifted = odd and "the script makes" in self.control.fate.failed
         self.world.seen[DRIFT] += drifted
-        if drifted or self._disagreed():
+        if drifted or self._loops_disagreed():
             return ""
         if self.control.fate.failed:
             return f"P4: the job failed: {self.control.fate.failed}"
@@ -400,13 +400,13 @@ class Simulation:
         self._sweep()
         return ""
 
-    def _disagreed(self) -> bool:
-        """Whether the job ended since one loop was left, by whom it says, and after which step."""
+    def _loops_disagreed(self) -> bool:
+        """Whether the job ended because one loop was left, and says by which worker and after which step."""
         text, left = self.control.fate.failed, self.checks.exact.left.items()
         return any(f"worker {who.worker_id} left the loop after step {step}" in text for who, step in left)
 
     def _sweep(self) -> None:
-        """What is left when the job has ended, and a while later, when nobody should be there any more."""
+        """Check that nothing is left a while after the job has ended."""
         self.injector.stop()
         self.world.run(self.world.now_ns + DRAIN_NS, lambda: False)
         freed("the job", "workers", [f"{w.me} in {w.operation}" for w in self.control.live_workers()])
@@ -418,7 +418,7 @@ class Simulation:
         freed("the world", "timers of workers", timers)
 
     def _look(self) -> None:
-        """Connections that one end holds and the other has forgotten, for longer than anything takes."""
+        """Find connections that one end holds and the other has forgotten, for longer than any transfer takes."""
         unused: dict[SimConnection, int] = {}
         for connection in self.world.connections:
             workers = [end for end in connection.ends if isinstance(end, Life)]
@@ -450,14 +450,14 @@ def simulate(
     coordinator: NewCoordinator = Coordinator,
     driver: NewDriver = Driver,
 ) -> Verdict:
-    """Run one seed. `split`: of a model in several stages; `leased`: with two coordinators. `setup` replaces what the
-    seed would draw."""
+    """Run one seed. `split`: of a model in several stages; `leased`: with two coordinators. `setup` replaces the drawn
+    one."""
     drawn = set_up_leased if leased else set_up_split if split else set_up
     chosen = setup if setup is not None else drawn(seed)
     simulation = Simulation(seed, chosen, tracing, machine, coordinator, driver)
     try:
         problem = simulation.run()
-    except Exception as error:  # whatever it is, it is this seed's finding
+    except Exception as error:  # any error is this seed's finding
         problem = f"{type(error).__name__}: {error}"
         if tracing:
             simulation.world.lines.extend(traceback.format_exc().splitlines())
@@ -482,7 +482,7 @@ def simulate(
 
 @dataclass
 class SeedTally:
-    """What came of many seeds. seen: how often what happened, by group and name; what never did counts 0."""
+    """Outcomes of many seeds. seen: counts by group and name; cases that never happened count 0."""
 
     count: int = 0
     events: int = 0
@@ -490,7 +490,7 @@ class SeedTally:
     seen: Counter[tuple[str, str]] = field(default_factory=lambda: Counter(dict.fromkeys((*WAYS, *FAULTS), 0)))
 
     def add(self, outcome: Verdict) -> None:
-        """One more seed."""
+        """Add a seed."""
         self.count += 1
         self.events += outcome.events
         self.seen.update(outcome.seen)
@@ -499,7 +499,7 @@ class SeedTally:
             self.failed.append(outcome)
 
     def as_json(self, kind: SeedKind, cpu_s: float) -> dict[str, Any]:
-        """For programs. cpu_s: what it took."""
+        """The tally for programs. cpu_s: CPU time used."""
         coverage: dict[str, dict[str, int]] = {}
         for (group, name), n in sorted(self.seen.items()):
             coverage.setdefault(group, {})[name] = n
@@ -522,7 +522,7 @@ class SeedTally:
 
 
 def run_one(seed: int, kind: SeedKind, trace: bool) -> int:
-    """Returns the exit code: 0 all promises held, 1 one was broken."""
+    """Run one seed, and print the outcome. Returns the exit code: 0 all promises held, 1 one was broken."""
     outcome = simulate(seed, split=kind == "split", leased=kind == "leased", tracing=trace)
     for line in outcome.trace:
         print(line)
@@ -535,7 +535,8 @@ def run_one(seed: int, kind: SeedKind, trace: bool) -> int:
 
 
 def run_many(start: int, stop: int | None, kind: SeedKind, keep_going: bool, as_json: bool) -> int:
-    """Seeds from `start` to before `stop`; None: until one fails or the user interrupts. Exit codes as `run_one`."""
+    """Run the seeds from `start` to before `stop`; None: until one fails or the user interrupts. Exit codes of
+    `run_one`."""
     tally, begin_s, begin_cpu_s = SeedTally(), time.monotonic(), time.process_time()
     seeds: Iterable[int] = itertools.count(start) if stop is None else range(start, stop)
     try:

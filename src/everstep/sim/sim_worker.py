@@ -1,6 +1,7 @@
-"""One worker in the simulation, put together: on an abstract state it carries out what the driver of production says.
+"""One worker in the simulation, put together: it carries out the operations of production's driver on an abstract
+state.
 
-Each part says by what it installs what it carries out.
+Each part registers the operations that it carries out.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ from everstep.sim.model import SimGradient, digest, evaluates
 from everstep.sim.world import MS, SimConnection
 
 METRIC = "score"
-"""What every other gather is about: how good the state is."""
+"""Subject of every other gather: the quality of the state."""
 _HOLD_NS = 1000 * MS
 
 
 class Loop:
-    """The user's loop: a step, the gathers that belong after it, the next step; at the end it says so.
+    """The user's loop: a step, the gathers that belong after it, the next step, and the end.
 
-    It asks on after each answer, and holds what it has when it has raised.
+    It asks on after each answer, and holds its state after it has raised.
     """
 
     def __init__(self, life: Life, lanes: SimLanes) -> None:
@@ -71,13 +72,13 @@ class Loop:
         if self.raised:
             self._hold()
         elif self.leaves and not self._ends and self.life.operation is not None:
-            self.life.later(MS, self._left)  # what it was doing is left in the middle, and that takes a while
+            self.life.later(MS, self._left)  # its present work is left in the middle, and that takes a while
         elif self.leaves and not self._ends:
             self._ends = True
             self.life.handle(self._next())
 
     def _hold(self) -> None:
-        """What it holds may be needed: stay for a while."""
+        """Stay for a while: the state that it holds may be needed."""
         life, until_ns = self.life, self.life.world.now_ns + _HOLD_NS
         life.later(_HOLD_NS, life.handle, do.TimePassed())
         life.handle(do.HoldAsked(life.last_words(Cause.EXCEPTION, self.raised, holds=True), until_ns))
@@ -129,7 +130,7 @@ class Loop:
 
 
 def _said(life: Life) -> tuple[StageSection, ...]:
-    """What is to be compared of the last state; nothing where this worker is alone."""
+    """Digests of the last state for comparison; empty if this worker is alone."""
     plan, stages = life.driver.plan, life.state.stages
     held = () if plan is None or len(plan.members) == 1 else plan.stages_of(life.me.worker_id)
     whole = [(k, stages[k]) for k in held if None not in stages[k]]
@@ -142,11 +143,12 @@ KNOWN = (
     *(("effects", kind.__name__) for kind in _EFFECTS),
     *COPIES,
 )
-"""What a driver may say, as `World.seen` counts it."""
+"""Effects of a driver, as `World.seen` counts them."""
 
 
 class SimWorker(Life):
-    """One life of one slot with all of its parts, and what concerns several of them: generations and decisions."""
+    """One life of one slot with all of its parts, and handlers that concern several of them: generations and
+    decisions."""
 
     def __init__(self, site: SimSite, host: str, dial: Dial, driver: Driver, exited: Exited) -> None:
         super().__init__(site, host, driver, exited)
@@ -180,17 +182,17 @@ class SimWorker(Life):
         return sorted(key for key, value in self.memory.kept.items() if None not in value)
 
     def lose(self, stage: int, lost: Extents) -> None:
-        """Blocks of a stage's state are gone, and it has noticed."""
+        """Blocks of a stage's state are gone, and the worker has noticed."""
         self.state.lose(stage, lost)
         self.donor.lose(stage, lost)
         self.handle(BlocksLost(stage, lost))
 
     def uses(self, connection: SimConnection) -> bool:
-        """Whether something may still be sent or expected here."""
+        """Whether the connection may still carry something for this."""
         return any(part.uses(connection) for part in self._users)
 
     def look(self) -> None:
-        """Whether the members still there are all that the operation needs."""
+        """Check whether the remaining members suffice for the present operation."""
         self.mesh.look()
 
     # ---- generations
@@ -219,7 +221,7 @@ class SimWorker(Life):
     # ---- decisions
 
     def _decided(self, effect: do.Decided) -> None:
-        """With records of this generation's exchange, or with some that were handed over."""
+        """A decision was taken, with records of this generation's exchange, or with records that were handed over."""
         made, machine = self.finished, self.driver.machine
         own = isinstance(made, do.Exchange) and Key(made.tag.step, made.tag.seq) == effect.key
         if machine.position != effect.key:

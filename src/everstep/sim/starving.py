@@ -1,6 +1,6 @@
-"""Processes that get no processor for a while: nobody may take them for dead, and those that are stuck must be found.
+"""Processes that get no processor for a while: they must not be taken for dead, and stuck ones must be found.
 
-A starved process does nothing, like a frozen one; only what the kernel says of the two differs.
+A starved process does nothing, like a frozen one; only the kernel's report on the two differs.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class SimLauncher:
 
 
 def draw_starved(rng: Random, horizon_ms: int) -> tuple[SimFault, ...]:
-    """In every third schedule somebody gets no processor, often beside somebody who is stuck."""
+    """Starve processes, in every third schedule, often beside a stuck one."""
     faults: list[SimFault] = []
     for _ in range(rng.choice((1, 1, 2, 3)) if rng.random() < 0.35 else 0):
         one = draw_one(rng, rng.randint(20, horizon_ms))

@@ -1,8 +1,8 @@
 """The simulated world: a virtual clock, processes that crash and freeze, and a network that is slow and breaks.
 
-Apart from who lives in it. Everything that happens comes from one heap of events and one seeded random generator, so
-a seed replays exactly. Connections are like TCP: in order, without loss while they last; they may stall and break, and
-what was under way is then lost. Different connections overtake each other freely.
+Apart from its inhabitants. Everything that happens comes from one heap of events and one seeded random generator, so a
+seed replays exactly. Connections are like TCP: in order, without loss while they last. They may stall and break, and
+messages under way are then lost. Different connections overtake each other freely.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Act = Callable[..., None]
 
 
 class World:
-    """Virtual time, randomness, the trace, and which hosts cannot reach each other."""
+    """Virtual time, randomness, the trace, and broken links between hosts."""
 
     def __init__(self, seed: int, tracing: bool = False) -> None:
         self.rng = random.Random(seed)
@@ -36,10 +36,10 @@ class World:
         self._one_way: set[tuple[str, str]] = set()
         self._bad: dict[tuple[str, str], int] = {}
         self.connections: list[SimConnection] = []
-        self.seen: Counter[tuple[str, str]] = Counter()  # how often what happened, by group and name
+        self.seen: Counter[tuple[str, str]] = Counter()  # counts by group and name
 
     def later(self, delay_ns: int, act: Act, *args: Any) -> None:
-        """Have `act(*args)` called after the delay."""
+        """Call `act(*args)` after the delay."""
         self._count += 1
         heapq.heappush(self._heap, (self.now_ns + max(0, delay_ns), self._count, act, args))
 
@@ -55,11 +55,11 @@ class World:
         return stop()
 
     def pending(self) -> list[Act]:
-        """What is still to be called."""
+        """Calls that are still to come."""
         return [entry[2] for entry in self._heap]
 
     def log(self, who: str, what: str, *details: Any) -> None:
-        """A line of the trace."""
+        """Write a line of the trace."""
         if self.tracing:
             said = " ".join(str(d) for d in details)
             self.lines.append(f"{self.now_ns / MS:11.3f} {who:<12} {what} {said}".rstrip())
@@ -70,7 +70,7 @@ class World:
         return self.rng.randint(low_ns, high_ns)
 
     def latency_ns(self) -> int:
-        """Of one message: mostly a fraction of a millisecond, now and then very long."""
+        """Latency of one message: mostly a fraction of a millisecond, now and then very long."""
         draw = self.rng.random()
         if draw < 0.01 or (self.slow_network and draw < 0.05):
             return self.between(10 * MS, 60 * MS)
@@ -79,7 +79,7 @@ class World:
     # ---- the network
 
     def cut(self, a: str, b: str) -> None:
-        """No packet passes between two hosts until `mend`."""
+        """Let no packet pass between two hosts until `mend`."""
         self.log("network", "cut", a, b)
         self._cuts[_pair(a, b)] = self._cuts.get(_pair(a, b), 0) + 1
 
@@ -95,7 +95,7 @@ class World:
                 connection.flush()
 
     def cut_one_way(self, a: str, b: str) -> None:
-        """What one host sends to another does not arrive until `mend_one_way`."""
+        """Lose packets from one host to another until `mend_one_way`."""
         self.log("network", "cut one way", a, b)
         self._one_way.add((a, b))
 
@@ -107,11 +107,11 @@ class World:
                 connection.flush()
 
     def passes(self, a: str, b: str) -> bool:
-        """Whether what one host sends to another arrives."""
+        """Whether packets from one host to another arrive."""
         return a == b or not (_pair(a, b) in self._cuts or (a, b) in self._one_way)
 
     def reachable(self, a: str, b: str) -> bool:
-        """Whether packets pass both ways: without that there is no connection."""
+        """Whether packets pass both ways: a connection needs that."""
         return self.passes(a, b) and self.passes(b, a)
 
     def spoil(self, a: str, b: str) -> None:
@@ -131,7 +131,7 @@ class World:
         return _pair(a, b) in self._bad
 
     def mend_all(self) -> None:
-        """The faults stop."""
+        """End all faults of the network."""
         self._bad.clear()
         for a, b in sorted(self._one_way):
             self.mend_one_way(a, b)
@@ -145,8 +145,8 @@ def _pair(a: str, b: str) -> tuple[str, str]:
 
 
 class Process:
-    """Something that runs on a host, until it dies. While frozen it does nothing, and does it all afterwards: a signal
-    has stopped it, or (`starved`) it waits for a processor. waited_ns: for how long it has done that."""
+    """A program that runs on a host, until it dies. While frozen it does nothing, and does all of it afterwards: a
+    signal has stopped it, or (`starved`) it waits for a processor. waited_ns: how long it has waited."""
 
     def __init__(self, world: World, name: str, host: str) -> None:
         self.world = world
@@ -159,11 +159,11 @@ class Process:
         self._backlog: list[tuple[Act, tuple[Any, ...]]] = []
 
     def later(self, delay_ns: int, act: Act, *args: Any) -> None:
-        """A timer of this process."""
+        """Set a timer of this process."""
         self.world.later(delay_ns, self.wake, act, args)
 
     def soon(self, low_ns: int, high_ns: int, act: Act, *args: Any) -> None:
-        """One that rings somewhen in between."""
+        """Set a timer that rings at a random time in between."""
         self.later(self.world.between(low_ns, high_ns), act, *args)
 
     def wake(self, act: Act, args: tuple[Any, ...]) -> None:
@@ -176,7 +176,7 @@ class Process:
 
     @property
     def letter(self) -> str:
-        """Its state, as the kernel calls it."""
+        """Its state letter, as in the kernel."""
         return "S" if self.frozen_ns is None else "R" if self.starved else "T"
 
     def freeze(self, *, starved: bool = False) -> None:
@@ -206,7 +206,8 @@ class Process:
 
 
 class SimConnection:
-    """Between two processes. Each side gives what to call for a message and for the end; that is called once.
+    """A connection between two processes. Each side gives callbacks for messages and for the end; the latter is called
+    once.
 
     `timeout_ns`: a message that cannot be delivered for so long ends it.
     """
@@ -223,17 +224,17 @@ class SimConnection:
         self._due = [0, 0]
         self._held: tuple[list[Any], list[Any]] = ([], [])
         self._sent = [0, 0]
-        self._came = [0, 0]  # and have all been received
-        self._early: tuple[dict[int, Any], dict[int, Any]] = ({}, {})  # by number, what has overtaken others
+        self._came = [0, 0]  # numbers up to which all messages have been received
+        self._early: tuple[dict[int, Any], dict[int, Any]] = ({}, {})  # by number, messages that have overtaken others
         world.connections.append(self)
 
     def listen(self, side: Process, receive: Callable[[Any], None], lost: Callable[[], None]) -> None:
-        """What `side` does with what comes, and at the end."""
+        """Set the callbacks of `side` for messages and for the end."""
         index = self.ends.index(side)
         self._receive[index], self._lost[index] = receive, lost
 
     def send(self, side: Process, message: Any) -> None:
-        """From one side to the other."""
+        """Send a message from one side to the other."""
         if not self.open:
             return
         to = 1 - self.ends.index(side)
@@ -270,7 +271,7 @@ class SimConnection:
         return any(self._held)
 
     def flush(self) -> None:
-        """The hosts may reach each other again."""
+        """Send held messages: the hosts may reach each other again."""
         for to in (0, 1):
             if self.open and self._passes(to):
                 held = self._held[to][:]
@@ -279,7 +280,8 @@ class SimConnection:
                     self._transmit(to, message)
 
     def _deliver(self, to: int, message: tuple[int, Any]) -> None:
-        """What was under way when packets were lost comes after what was sent later, and is received before it."""
+        """Deliver in order: a message that waited for lost packets comes after later ones, and is received before
+        them."""
         if not self.open:
             return
         if not self._passes(to):
@@ -296,7 +298,8 @@ class SimConnection:
             receive(message)
 
     def close(self, side: Process) -> None:
-        """One side ends it: what it had sent still arrives, unless it broke on the way."""
+        """End the connection from one side: messages that it had sent still arrive, unless the connection broke on the
+        way."""
         if not self.open:
             return
         to = 1 - self.ends.index(side)
@@ -307,7 +310,7 @@ class SimConnection:
         self.world.later(delay, self.fail)
 
     def fail(self) -> None:
-        """Both sides see the end; what is under way is lost."""
+        """End the connection for both sides; messages under way are lost."""
         if not self.open:
             return
         self.open = False
@@ -319,7 +322,7 @@ class SimConnection:
 
 
 def connect(world: World, a: Process, b: Process | None, timeout_ns: int = SECOND) -> SimConnection | None:
-    """A connection from `a` to `b`; None if nobody can be reached there (the caller waits before trying again)."""
+    """A connection from `a` to `b`; None if `b` cannot be reached (the caller waits before trying again)."""
     if b is None or not b.alive or not world.reachable(a.host, b.host) or world.spoiled(a.name, b.name):
         return None
     return SimConnection(world, a, b, timeout_ns)

@@ -29,7 +29,7 @@ class MlflowRun(Sink):
         self._last_ns = 0
 
     def begin(self, run: SinkJob, config: Mapping[str, Any]) -> None:
-        """Begin the run, or go on with the one that was begun before. MLFLOW_EXPERIMENT_NAME counts as usual."""
+        """Begin the run, or go on with the one that was begun before. MLFLOW_EXPERIMENT_NAME works as usual."""
         uri, artifacts = os.environ.get("MLFLOW_TRACKING_URI"), None
         if not uri:  # not a folder of files: newer versions refuse that
             uri, artifacts = f"sqlite:///{(run.folder / 'mlflow.db').resolve()}", run.folder / "artifacts"
@@ -55,20 +55,20 @@ class MlflowRun(Sink):
             self._client.log_batch(made.info.run_id, params=params[start : start + _MOST_PARAMS], tags=tags)
 
     def scalars(self, step: int, time_ns: int, values: Mapping[str, float]) -> None:
-        """Kept until they fill a call, or `flush`."""
+        """Keep values until they fill a call, or until `flush`."""
         self._last_ns = max(self._last_ns, time_ns)
         self._metrics += [Metric(name, value, time_ns // 10**6, step) for name, value in values.items()]
         while len(self._metrics) >= _MOST_METRICS:
             self._send()
 
     def event(self, step: int, text: str, event: Event) -> None:
-        """A line of the next text file."""
+        """Add a line to the next text file."""
         time_ns = whole_number(event.get("time_unix_ns"))
         self._last_ns = max(self._last_ns, time_ns)
         self._lines.append(f"{time_ns / 1e9:.3f} step {step} {event['kind']}: {text}")
 
     def flush(self) -> None:
-        """Raises: MlflowException and others if the server refuses."""
+        """Send everything. Raises: MlflowException and others if the server refuses."""
         while self._metrics:
             self._send()
         if self._lines:
@@ -78,7 +78,7 @@ class MlflowRun(Sink):
             self._lines.clear()
 
     def end(self, state: str) -> None:
-        """The run's status, as of the job's last event."""
+        """Set the run's status, at the time of the job's last event."""
         self.flush()
         if state in _STATUS:
             self._client.set_terminated(self._id, _STATUS[state], end_time=self._last_ns // 10**6)

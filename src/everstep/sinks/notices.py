@@ -1,8 +1,8 @@
 """Notices: a command, or a web address, is told of chosen events (`notify.*`).
 
-A sink like the others, so in a process of its own: told in order, tried again, and never in the way of training. What
-has arrived is kept in `DIR/notify`, so that nothing is told twice when it is tried again. How much is told is bounded:
-of a storm of events, the first ones and then how many more there were. The address of a webhook is a secret: it comes
+A sink like the others, so in a process of its own: it tells events in order, tries again, and never gets in the way of
+training. Delivered notices are kept in `DIR/notify`, so that a new try repeats none. Their number is bounded: of a
+storm of events, the first ones are told, and then a count of the rest. The address of a webhook is a secret: it comes
 from the environment alone, and no message, file or page shows it.
 """
 
@@ -46,7 +46,7 @@ Notice = dict[str, Any]
 
 
 def check_notify(config: NotifyConfig) -> None:
-    """Raises: ConfigError, one line without secrets, if notices are wanted and cannot be given."""
+    """Check the settings of notices. Raises: ConfigError, one line without secrets, if they cannot be sent."""
     if config.command is not None:
         words = _words(config.command)
         if shutil.which(words[0]) is None:
@@ -70,7 +70,7 @@ def _words(command: str) -> list[str]:
 
 
 def _address(variable: str) -> str:
-    """The address that an environment variable holds. Raises: ConfigError, which does not show it."""
+    """Address in an environment variable. Raises: ConfigError, which does not show it."""
     url = os.environ.get(variable, "").strip()
     if not url:
         raise ConfigError(f"notify.webhook: expected an address in the environment variable {variable}, it is not set")
@@ -85,7 +85,7 @@ def _address(variable: str) -> str:
 
 
 class Notices(Sink):
-    """Tells what is chosen. sleep, clock: of tests."""
+    """Sends notices of chosen events. sleep, clock: for tests."""
 
     def __init__(self, sleep: Callable[[float], None] = time.sleep, clock: Callable[[], float] = time.time) -> None:
         self._sleep, self._clock = sleep, clock
@@ -100,7 +100,7 @@ class Notices(Sink):
         self._about: Notice = {}
 
     def begin(self, run: SinkJob, config: Mapping[str, Any]) -> None:
-        """Takes the rules, and what was told by a process before this one. Raises: ConfigError."""
+        """Take the rules, and the notices that an earlier process has delivered. Raises: ConfigError."""
         rule = as_dict(config.get("notify"))
         self._wanted = frozenset(map(str, rule.get("events") or ()))
         timeout_s = rule.get("timeout_s")
@@ -129,7 +129,7 @@ class Notices(Sink):
             return
         time_ns = whole_number(event.get("time_unix_ns"))
         if self._clock() - time_ns / 1e9 > _STALE_S:
-            return  # nobody is to be woken by what is long over
+            return  # too old to wake anybody
         why_then = {"cause": cause(event), "reason": one_line(event.get("reason"))}
         said = {"event": kind, "text": f"{self._about['run']}: {one_line(text)}", "step": step, **why_then}
         said["worker_id"] = known(event.get("worker_id"))
@@ -154,7 +154,7 @@ class Notices(Sink):
             self._remember()
 
     def _next(self) -> Notice | None:
-        """The next to be told; of too many, one that stands for the rest."""
+        """The next notice; if there are too many, one that stands for the rest."""
         now_s = self._clock()
         if len(self._lately) == _HOURLY and now_s - self._lately[0] < _HOUR_S:
             self._left_out.update(notice["event"] for notice in self._waiting)
@@ -172,7 +172,7 @@ class Notices(Sink):
         return self._waiting[0]
 
     def _deliver(self, way: str, deliver: Callable[[Notice], str], notice: Notice) -> None:
-        """Raises: SinkFailed once it has been tried several times."""
+        """Deliver a notice. Raises: SinkFailed after several tries."""
         why = ""
         for pause_s in _PAUSES_S:
             self._sleep(pause_s)
@@ -185,7 +185,7 @@ class Notices(Sink):
         write_atomically(self._file, json.dumps({"told": list(self._told)}), 1, make=True)
 
     def _run(self, words: list[str], notice: Notice) -> str:
-        """Run the command with the notice on its standard input; "" if it went well, else why not."""
+        """Run the command with the notice on its standard input; returns "" on success, else the error."""
         env = {name: value for name, value in os.environ.items() if name not in SECRET_VARIABLES}
         env |= {"EVERSTEP_EVENT": notice["event"], "EVERSTEP_TEXT": notice["text"], "EVERSTEP_RUN": notice["run"]}
         try:
@@ -205,12 +205,13 @@ class Notices(Sink):
             return f"{words[0]!r} took longer than {self._timeout_s:g} s"
         finally:
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid, signal.SIGKILL)  # also what it has started
+                os.killpg(process.pid, signal.SIGKILL)  # and all processes that it has started
             process.wait()
         return f"{words[0]!r} ended with {process.returncode}" if process.returncode else ""
 
     def _post(self, url: str, notice: Notice) -> str:
-        """Post the notice as JSON; `text` is what chats show. "" if it went well, else why not, without the address."""
+        """Post the notice as JSON; `text` is the field that chats show. Returns "", or the error without the
+        address."""
         headers = {"content-type": "application/json", "user-agent": "everstep"}
         request = urllib.request.Request(url, json.dumps(notice).encode(), headers, method="POST")
         try:
@@ -218,19 +219,19 @@ class Notices(Sink):
                 answer.read(1024)
         except urllib.error.HTTPError as error:
             return f"the server answered {error.code}"
-        except Exception as error:  # whatever it says may hold the address
+        except Exception as error:  # any error text may hold the address
             reason = getattr(error, "reason", error)
             return f"the server cannot be reached: {type(reason).__name__}"
         return ""
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """A notice goes where it was meant to, or nowhere."""
+    """Refuses redirects: a notice goes to its address, or nowhere."""
 
     def redirect_request(self, *_: Any) -> None:
         return None
 
 
 def _key(notice: Notice) -> str:
-    """By which a notice is known again."""
+    """Key that identifies a notice."""
     return f"{notice['time_unix_ns']} {notice['event']} {notice['worker_id']}"

@@ -1,7 +1,7 @@
 """OpenTelemetry: a job as a trace: generations, steps, workers, recoveries with their phases, checkpoints.
 
-Times are those of the events. Ids follow from the job and from what a span is, so that a span that is sent twice is the
-same span. Where spans go the standard OTEL_* variables say.
+Times are those of the events. Ids follow from the job and from the kind of span, so that a span that is sent twice is
+the same span. The standard OTEL_* variables say where spans go.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class _Steps:
 
 
 class OtelSpans(Sink, SpanProcessor):
-    """Spans, exported once they have ended: it hears of that itself, as the processor of its own spans.
+    """Exports spans once they have ended: it is the processor of its own spans, and so hears of their ends.
 
     exporters: None: those that the environment names.
     """
@@ -65,7 +65,7 @@ class OtelSpans(Sink, SpanProcessor):
         self._generation_ns = 0
 
     def begin(self, run: SinkJob, config: Mapping[str, Any]) -> None:
-        """One trace for all attempts of a job. Raises: EverstepError for an exporter that is not installed."""
+        """Begin one trace for all attempts of a job. Raises: EverstepError for an exporter that is not installed."""
         if self._exporters is None:
             self._exporters = _exporters()
         self._run = run
@@ -78,12 +78,12 @@ class OtelSpans(Sink, SpanProcessor):
         self._tracer = provider.get_tracer("everstep", importlib.metadata.version("everstep"))
 
     def on_end(self, span: ReadableSpan) -> None:
-        """A span has ended; one that was sent before is not sent again."""
+        """Take a span that has ended; one that was sent before is not sent again."""
         if not self._run.again:
             self._finished.append(span)
 
     def scalars(self, step: int, time_ns: int, values: Mapping[str, float]) -> None:
-        """A committed step lasts from the one before, or from the beginning of its generation."""
+        """Note a committed step: it lasts from the one before, or from the beginning of its generation."""
         if "job/generation" not in values:
             return
         begin_ns = min(time_ns, max(self._step_ns, self._generation_ns) or time_ns)
@@ -96,7 +96,7 @@ class OtelSpans(Sink, SpanProcessor):
             self._end_steps()
 
     def event(self, step: int, text: str, event: Event) -> None:
-        """Spans for what lasts; what happened at one moment becomes an event of the generation's span."""
+        """Make a span of an event that lasts; an event of one moment is added to the generation's span."""
         kind, time_ns = str(event["kind"]), whole_number(event.get("time_unix_ns"))
         self._last_ns = max(self._last_ns, time_ns) if kind != "job_started" else self._last_ns
         lasts = _LASTING.get(kind)
@@ -112,7 +112,7 @@ class OtelSpans(Sink, SpanProcessor):
             self._close(time_ns, "" if kind == _ENDS[0] else text)
 
     def flush(self) -> None:
-        """Raises: EverstepError if an exporter refuses."""
+        """Export all ended spans. Raises: EverstepError if an exporter refuses."""
         for exporter in self._exporters or ():
             for start in range(0, len(self._finished), _PORTION):
                 portion = self._finished[start : start + _PORTION]
@@ -122,7 +122,7 @@ class OtelSpans(Sink, SpanProcessor):
         self._finished.clear()
 
     def end(self, state: str) -> None:
-        """What is under way ends with a job that died without a word; else it is told when it has ended."""
+        """End open spans if the job is over; spans of a job that goes on are told later."""
         if state in OVER:
             self._run.again = False
             self._close(self._last_ns, state)
@@ -193,7 +193,7 @@ class OtelSpans(Sink, SpanProcessor):
             span.end(time_ns)
 
     def _recovery(self, event: Event, time_ns: int) -> None:
-        """From the fault to the next committed step, with its phases one after another."""
+        """Make the span of a recovery, from the fault to the next committed step, with its phases one after another."""
         recovery = recovery_of(event, time_ns)
         about = _about(event, "generation", "step", "worker_id", "incarnation", "cause", "reason")
         span = self._start("recovery", recovery.begin_ns, self._job, f"recovery {time_ns}", about)
@@ -213,7 +213,7 @@ class OtelSpans(Sink, SpanProcessor):
         span.end(time_ns)
 
     def _close(self, time_ns: int, why: str) -> None:
-        """End all that is under way. why: "" if the job is done."""
+        """End all open spans. why: "" if the job is done."""
         if self._job is None:
             return
         sent = self._run.again
@@ -239,7 +239,7 @@ _LASTING = {
     "checkpoint_completed": OtelSpans._checkpoint,
     "checkpoint_failed": OtelSpans._checkpoint,
 }
-"""What begins or is a span; of all else its moment is told."""
+"""Kinds of events that begin or are a span; of all others only the moment is told."""
 
 
 def _about(event: Event, *names: str) -> _Attributes:
@@ -249,7 +249,7 @@ def _about(event: Event, *names: str) -> _Attributes:
 
 
 def _exporters() -> list[SpanExporter]:
-    """Those that OTEL_TRACES_EXPORTER names: otlp (the default), console, none, or any that is installed."""
+    """Exporters that OTEL_TRACES_EXPORTER names: otlp (the default), console, none, or any that is installed."""
     names = [name.strip() for name in os.environ.get("OTEL_TRACES_EXPORTER", "").split(",") if name.strip()] or ["otlp"]
     found: list[SpanExporter] = []
     for name in names:
@@ -264,7 +264,7 @@ def _exporters() -> list[SpanExporter]:
 
 
 class _Ids(IdGenerator):
-    """Ids from what a span is; `key` is set before each."""
+    """Ids derived from the spans' keys; `key` is set before each."""
 
     def __init__(self, identity: str) -> None:
         self.key = ""

@@ -1,8 +1,8 @@
-"""One job told to one sink: what each step and event is worth, in order, once, however often one begins anew.
+"""One job told to one sink: each step and event in order, once, however often publishing starts again.
 
-Everything is read through the reading library, from the first line on, so that all that depends on what came before
-(workers, generations, the account of the time) is right; what was delivered earlier is counted in the sink's own folder
-(`DIR/<name>/published.json`) and not delivered again.
+Everything is read through the reading library, from the first line on, so that all values that depend on earlier ones
+(workers, generations, the account of the time) are right. Earlier deliveries are counted in the sink's own folder
+(`DIR/<name>/published.json`) and not repeated.
 """
 
 from __future__ import annotations
@@ -33,15 +33,13 @@ from everstep.sinks.sink import Sink, SinkFailed, SinkJob
 CURSOR_FILE = "published.json"
 _LOCK_FILE = "publishing.lock"
 _MOST_WORKERS = 64
-_LATE_S = 5.0  # samples of all hosts are there after that
+_LATE_S = 5.0  # by then samples of all hosts are there
 
 
 @dataclass
 class SinkCursor:
-    """How far a sink has got. lines: events; sampled_s, sampled_step: samples of what the workers spend.
-
-    begun_ns: the first event, by which another job in the same directory is known.
-    """
+    """Progress of a sink. lines: events; sampled_s, sampled_step: samples of the workers' time and memory. begun_ns:
+    the first event, by which another job in the same directory is recognised."""
 
     begun_ns: int = 0
     lines: int = 0
@@ -51,7 +49,7 @@ class SinkCursor:
 
 
 def read_cursor(folder: Path) -> SinkCursor:
-    """Of a sink's folder; a fresh one if there is none, or it says something else."""
+    """Cursor in a sink's folder; a fresh one if there is none, or it is malformed."""
     try:
         return msgspec.json.decode(read_given(folder / CURSOR_FILE, folders=1), type=SinkCursor)
     except (OSError, ValueError, RecursionError):
@@ -59,10 +57,10 @@ def read_cursor(folder: Path) -> SinkCursor:
 
 
 class Publication:
-    """Tells a sink what is new in a run directory each time `advance` is called.
+    """Tells a sink the news of a run directory each time `advance` is called.
 
-    steps, events: how many were delivered by this object. notify: what is run or called for notices, which whoever
-    publishes has to say: a directory may have been prepared.
+    steps, events: numbers delivered by this object. notify: rules of notices, which the caller has to give, because the
+    directory may have been prepared by somebody else.
     """
 
     def __init__(self, run_dir: Path, name: str, sink: Sink, notify: Mapping[str, Any] | None = None) -> None:
@@ -83,9 +81,9 @@ class Publication:
         self._worker_step = self._cursor.sampled_step
 
     def advance(self, over: bool) -> bool:
-        """Deliver what is new, and remember that; returns whether there was anything. over: the job has ended.
+        """Deliver news, and remember that; returns whether there were any. over: the job has ended.
 
-        Raises: SinkFailed. Then begin with a fresh publication, which goes on where this one got to.
+        Raises: SinkFailed. Then make a new publication, which goes on from there.
         """
         before = (self.steps, self.events, self._cursor.sampled_step)
         while self.history.poll():
@@ -95,7 +93,7 @@ class Publication:
         return before != (self.steps, self.events, self._cursor.sampled_step)
 
     def end(self, running: bool) -> None:
-        """The sink is told no more. Raises: SinkFailed."""
+        """End the sink. Raises: SinkFailed."""
         if self._run is not None:
             with self._failing():
                 self._sink.end(self.history.state(running))
@@ -106,7 +104,7 @@ class Publication:
     def _event(self, event: Event) -> None:
         time_ns = whole_number(event.get("time_unix_ns"))
         if self.history.resets:
-            return  # begun anew under our hands: another Publication's
+            return  # the job was begun again meanwhile: for another Publication
         if not self._lines and self._cursor.begun_ns not in (0, time_ns):
             self._cursor, self._sampled_s = SinkCursor(), 0.0
         if self._lines <= self._cursor.lines:
@@ -133,7 +131,7 @@ class Publication:
     def _committed(self, event: Event, time_ns: int, again: bool) -> None:
         step = whole_number(event.get("step"))
         if step <= self._step:
-            return  # told before: it was done again, to the same bits
+            return  # told before: the step was done again, to the same bits
         facts = self.history.facts
         rates = event.get("lr")
         rates = rates if isinstance(rates, list) else [rates]
@@ -165,10 +163,10 @@ class Publication:
             names = list(metrics)[:64]
             self._tell(step, time_ns, {f"eval/{one_line(k, 60)}": number(metrics[k]) for k in names}, again)
 
-    # ---- samples of what the workers spend
+    # ---- samples of the workers' time and memory
 
     def _breakdown(self, everything: bool) -> None:
-        """Seconds of a worker per step, by phase, over each stretch in which steps were done."""
+        """Tell seconds of a worker per step, by phase, over each stretch in which steps were done."""
         usage, cursor = self.history.usage, self._cursor
         newest_ns = max((worker.time_ns for worker in usage.workers.values()), default=0)
         through_s = min(newest_ns / 1e9 - _LATE_S, self.history.facts.last_step_ns / 1e9)
@@ -184,7 +182,7 @@ class Publication:
             step, members = self._at(end_s)
             passes = (step - cursor.sampled_step) * members
             if passes < 0:
-                self._carried = {}  # steps that are done again
+                self._carried = {}  # these steps are done again
             elif not self._carried:
                 cursor.sampled_step = step  # nothing was measured before
             elif passes:
@@ -193,13 +191,13 @@ class Publication:
                 self._tell(step, round(end_s * 1e9), values, again=False)
 
     def _at(self, time_s: float) -> tuple[int, int]:
-        """The newest step then, and how many workers did it."""
+        """The newest step at a time, and the number of workers that did it."""
         steps = self.history.facts.steps
         at = bisect.bisect_right(steps.columns[0], time_s) - 1
         return (int(steps.x[at]), int(steps.columns[6][at])) if at >= 0 else (0, 0)
 
     def _each_worker(self) -> None:
-        """What the first workers' newest samples say, while they are new."""
+        """Tell the newest samples of the first workers, while they are new."""
         usage, facts = self.history.usage, self.history.facts
         newest_ns = max((worker.time_ns for worker in usage.workers.values()), default=0)
         step = self._at(newest_ns / 1e9)[0]
@@ -221,7 +219,7 @@ class Publication:
                 self._sink.scalars(step, time_ns, values)
 
     def _wanted(self, again: bool) -> bool:
-        """Whether the sink is to hear it; begins, if it is the first."""
+        """Whether to tell the sink; begins it at its first news."""
         if again and not self._sink.remembers:
             return False
         if self._run is None:
@@ -246,7 +244,7 @@ class Publication:
             self._sink.begin(self._run, {NOTICES: self._notify} if self.name == NOTICES else config)
 
     def _keep(self, everything: bool) -> None:
-        """What was told has arrived, and is never told again. everything: also what samples of others may complete."""
+        """Remember that all deliveries have arrived. everything: also tell samples that others may still complete."""
         self._breakdown(everything)
         self._each_worker()
         if self._run is None:
@@ -265,7 +263,7 @@ class Publication:
     def _failing(self) -> Iterator[None]:
         try:
             yield
-        except Exception as error:  # whatever a library raises
+        except Exception as error:  # any error of a library
             said = one_line(error, 300) or "no reason given"
             raise SinkFailed(f"the sink {self.name} failed: {type(error).__name__}: {said}") from error
 
@@ -285,9 +283,9 @@ def _of_worker(worker: Newest) -> Iterator[tuple[str, float]]:
 
 @contextlib.contextmanager
 def sole_publisher(run_dir: Path, name: str) -> Iterator[None]:
-    """Nobody else tells this job to this sink meanwhile.
+    """Keep all other processes from telling this job to this sink meanwhile.
 
-    Raises: ConfigError if somebody does, or the sink's folder cannot be written.
+    Raises: ConfigError if another process does, or the sink's folder cannot be written.
     """
     held = f"{run_dir} is being published to {name} by another process: a running job with it among its sinks?"
     with sole_holder(run_dir, f"{name}/{_LOCK_FILE}", held):
@@ -300,9 +298,10 @@ def follow(
     warn: Callable[[str, bool], None],
     poll_s: float = 1.0,
 ) -> bool:
-    """Publish until the job is over; what fails is tried again later. Returns whether everything has arrived.
+    """Publish until the job is over; failures are tried again later. Returns whether everything has arrived.
 
-    wait: for so many seconds, or until the job is over, which it returns. warn: told once, and whether the job runs.
+    wait: waits for so many seconds, or until the job is over; returns whether it is. warn: called once with a message,
+    and whether the job runs.
     """
     publication: Publication | None = None
     pause_s, warned, over = 0.0, False, False

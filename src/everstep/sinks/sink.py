@@ -1,7 +1,7 @@
-"""The one interface behind which everything lives that a job is told to, and who is behind each name.
+"""The common interface of all sinks, and their names.
 
-Sinks are fed from the run directory, in a process of their own: workers do nothing for them, and what fails in a sink
-fails there.
+Sinks are fed from the run directory, in a process of their own: workers do nothing for them, and an error in a sink
+stays there.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ OVER = ("completed", "failed", "interrupted")
 
 
 class SinkFailed(EverstepError):
-    """A sink could not take what it was told; nothing that came before is lost, and it can be told again."""
+    """A sink could not take data; nothing delivered earlier is lost, and the data can be told again."""
 
 
 @dataclass
 class SinkJob:
     """The job as a sink knows it.
 
-    folder: the sink's own, in the run directory. fresh: it was told nothing before; last_step: the newest step that it
-    was told of. memory: what it wants to know again when another process goes on, kept with how far it got. again: what
-    comes now was told before (only a sink that `remembers` hears it).
+    folder: the sink's own, in the run directory. fresh: the sink was told nothing before; last_step: the newest step
+    that it was told. memory: values that it needs when another process goes on, kept with its progress. again: the
+    present news was told before (only a sink that `remembers` hears it).
     """
 
     run_dir: Path
@@ -54,28 +54,28 @@ class SinkJob:
 
 
 class Sink:
-    """Something that a job is told to. What a method raises ends the sink, not the job.
+    """A receiver of a job's steps and events. An exception in a method ends the sink, not the job.
 
-    remembers: it needs everything from the start of the job, to know what is still under way; `SinkJob.again` says what
-    it has told before.
+    remembers: it needs everything from the start of the job, to know what is still under way; `SinkJob.again` marks
+    news that it was told before.
     """
 
     remembers: ClassVar[bool] = False
 
     def begin(self, run: SinkJob, config: Mapping[str, Any]) -> None:
-        """Before anything else. config: the job's effective one, nested."""
+        """Begin; called before anything else. config: the job's effective one, nested."""
 
     def scalars(self, step: int, time_ns: int, values: Mapping[str, float]) -> None:
-        """Values of a step. A name comes with rising steps, once with each."""
+        """Take values of a step. Each name comes with rising steps, once with each."""
 
     def event(self, step: int, text: str, event: Event) -> None:
-        """What happened, in words and as a line of events.jsonl; `step` is the newest one that was told of."""
+        """Take an event, as text and as a line of events.jsonl; `step` is the newest one told."""
 
     def flush(self) -> None:
-        """All of the above must have arrived when this returns."""
+        """Return when all of the above has arrived."""
 
     def end(self, state: str) -> None:
-        """No more for now. state: the job's; one of OVER if it has ended."""
+        """End for now. state: the job's; one of OVER if it has ended."""
 
 
 def make_sink(name: str) -> Sink:
@@ -84,13 +84,13 @@ def make_sink(name: str) -> Sink:
     module, _, attribute = _BEHIND[name].partition(":")
     try:
         sink: Sink = getattr(importlib.import_module(module), attribute)()
-    except Exception as error:  # a library that is there and broken
+    except Exception as error:  # a library that is installed but broken
         raise SinkFailed(f"the sink {name} cannot be used: {type(error).__name__}: {error}") from error
     return sink
 
 
 def check_installed(names: Sequence[str]) -> None:
-    """Raises: ConfigError, naming what to install, if the library of one of these sinks is missing."""
+    """Check the libraries of these sinks. Raises: ConfigError, naming the package to install, if one is missing."""
     for name in names:
         for module in _needed(name):
             if not _found(module):
@@ -100,7 +100,7 @@ def check_installed(names: Sequence[str]) -> None:
 
 
 def _needed(name: str) -> list[str]:
-    """The modules that a sink needs, as the environment configures it."""
+    """Modules that a sink needs, as the environment configures it."""
     if name == NOTICES:
         return []
     if name == "mlflow":
@@ -114,13 +114,13 @@ def _needed(name: str) -> list[str]:
 
 
 def otlp_protocol() -> str:
-    """How spans travel, as the OTEL_* variables say: 'http/protobuf' unless they say 'grpc'."""
+    """Protocol of spans, by the OTEL_* variables: 'http/protobuf' unless they say 'grpc'."""
     said = os.environ.get("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL") or os.environ.get("OTEL_EXPORTER_OTLP_PROTOCOL")
     return (said or "http/protobuf").strip()
 
 
 def _found(module: str) -> bool:
-    """Whether it is installed; a mere folder of that name in the current directory is not it."""
+    """Whether the module is installed; a mere folder of that name in the current directory does not count."""
     try:
         spec = importlib.util.find_spec(module)
     except ImportError:

@@ -33,7 +33,8 @@ class TensorBoardFiles(Sink):
         self._last_ns = 0
 
     def begin(self, run: SinkJob, config: Mapping[str, Any]) -> None:
-        """A new file; one that goes on voids what an older one may hold beyond the steps that it is known to hold."""
+        """Open a new file. If the run goes on, the file voids an older one's entries beyond the last step that it is
+        known to hold."""
         seconds, rest = divmod(time.time_ns(), 10**9)  # readers go by the order of names
         name = f"events.out.tfevents.{seconds:010d}.{rest:09d}.{socket.gethostname()}.everstep"
         self._writer = RecordWriter(os.fdopen(open_below(run.folder / name, NEW, 1), "wb"))
@@ -49,12 +50,12 @@ class TensorBoardFiles(Sink):
         self._summary(0, run.created_ns, [_text("config", table), _hparams(run, config)])
 
     def scalars(self, step: int, time_ns: int, values: Mapping[str, float]) -> None:
-        """One record for all values of a step."""
+        """Write one record for all values of a step."""
         found = [summary_pb2.Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
         self._summary(step, time_ns, found)
 
     def event(self, step: int, text: str, event: Event) -> None:
-        """A text; those of one kind and step become one, for readers keep one."""
+        """Keep a text; texts of one kind and step become one, because readers keep only one."""
         kind = str(event["kind"])
         if kind == "evaluated":
             return
@@ -63,14 +64,14 @@ class TensorBoardFiles(Sink):
         lines.append(text)
 
     def flush(self) -> None:
-        """Raises: OSError, such as for a full disk."""
+        """Write kept texts. Raises: OSError, for example for a full disk."""
         for (kind, step), (time_ns, lines) in self._texts.items():
             self._summary(step, time_ns, [_text(f"events/{kind}", "\n\n".join(lines))])
         self._texts.clear()
         self._writer.flush()
 
     def end(self, state: str) -> None:
-        """The state as the outcome of the trial."""
+        """Write the state as the outcome of the trial."""
         if state in OVER:
             status = 1 if state == "completed" else 2  # api.proto: STATUS_SUCCESS, STATUS_FAILURE
             ended = plugin_data_pb2.SessionEndInfo(status=status, end_time_secs=self._last_ns / 1e9)
@@ -87,7 +88,7 @@ class TensorBoardFiles(Sink):
 
 
 def _text(tag: str, text: str) -> Any:
-    """A text summary. Made by hand: the library's own maker imports TensorFlow where it is installed."""
+    """A text summary. Made by hand: the library's own maker imports TensorFlow if it is installed."""
     tensor = tensor_pb2.TensorProto(
         dtype=types_pb2.DT_STRING, string_val=[text.encode()], tensor_shape=tensor_shape_pb2.TensorShapeProto()
     )
@@ -111,7 +112,7 @@ def _hparams(run: SinkJob, config: Mapping[str, Any]) -> Any:
 
 
 def _plugin(tag: str, data: Any) -> Any:
-    """What the HParams page reads: all of it is in the metadata."""
+    """Entry of the HParams page, which reads only the metadata."""
     content = summary_pb2.SummaryMetadata.PluginData(plugin_name="hparams", content=data.SerializeToString())
     metadata = summary_pb2.SummaryMetadata(plugin_data=content, data_class=summary_pb2.DATA_CLASS_TENSOR)
     nothing = tensor_shape_pb2.TensorShapeProto(dim=[tensor_shape_pb2.TensorShapeProto.Dim(size=0)])

@@ -18,9 +18,9 @@ _SERVER = "https://api.wandb.ai"
 
 
 class WandbRun(Sink):
-    """Scalars by `step`, events as text. WANDB_PROJECT, WANDB_NAME, WANDB_MODE and the others count as usual.
+    """Scalars by `step`, events as text. WANDB_PROJECT, WANDB_NAME, WANDB_MODE and the others work as usual.
 
-    Nothing is to be flushed: its own process has what it was told, on disk.
+    No flush is needed: W&B's own process has written everything to disk.
     """
 
     def begin(self, run: SinkJob, config: Mapping[str, Any]) -> None:
@@ -40,23 +40,23 @@ class WandbRun(Sink):
         self._run.define_metric("*", step_metric="step")
 
     def scalars(self, step: int, time_ns: int, values: Mapping[str, float]) -> None:
-        """One row."""
+        """Log one row."""
         self._run.log({"step": step, **values, "_timestamp": time_ns / 1e9})
 
     def event(self, step: int, text: str, event: Event) -> None:
-        """One row of text."""
+        """Log one row of text."""
         if event["kind"] != "evaluated":
             time_s = whole_number(event.get("time_unix_ns")) / 1e9
             self._run.log({"step": step, f"events/{event['kind']}": text, "_timestamp": time_s})
 
     def end(self, state: str) -> None:
-        """Raises: whatever wandb does if the rest cannot be handed over."""
+        """End the run. Raises: the errors of wandb if it cannot hand over the rest."""
         self._run.summary["state"] = state
         self._run.finish(exit_code=1 if state in ("failed", "interrupted") else 0)
 
 
 def _has_key() -> bool:
-    """Whether there is one, in the environment or where `wandb login` leaves it; nobody is asked."""
+    """Whether there is a key, in the environment or where `wandb login` leaves it; the user is not asked."""
     if os.environ.get("WANDB_API_KEY"):
         return True
     host = urlsplit(os.environ.get("WANDB_BASE_URL") or _SERVER).hostname or ""

@@ -1,8 +1,7 @@
-"""Names that a loop carries from one round to the next and that what is trained depends on, found in its code.
+"""Names that a loop carries from one round to the next and that training depends on, found in its code.
 
-The loop that iterates over the job is read once, with the functions of the user's that it calls and what makes its
-samples. A name that is read before it is written, and written, is carried; where training depends on it, it must be
-state.
+The loop that iterates over the job is read once, with the user's functions that it calls and the code that makes its
+samples. A name that is read before it is written, and written, is carried; if training depends on it, it must be state.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ _RUN = str(Path(__file__).with_name("run.py"))
 
 
 def is_run(thing: Any) -> bool:
-    """Whether this is a job that is iterated over, by itself or by its iterator."""
+    """Whether this is a job that is iterated over, directly or by its iterator."""
     if isinstance(thing, types.GeneratorType):
         return thing.gi_code.co_filename == _RUN and thing.gi_code.co_name == "_steps"
     return type(thing).__module__ == "everstep.train.run" and type(thing).__name__ == "Run"
@@ -56,8 +55,8 @@ def is_run(thing: Any) -> bool:
 
 @dataclass(frozen=True)
 class Trained:
-    """What `join` was given. carried: the objects in `state=`, with what is in them. is_run: the job's own objects that
-    are iterated over. ignored: as join has them."""
+    """Arguments of `join`. carried: the objects in `state=`, with their contents. is_run: whether an object is the
+    iterated job. ignored: as in join."""
 
     model: nn.Module
     optimizer: Optimizer
@@ -71,9 +70,9 @@ class Trained:
 
 @dataclass(frozen=True)
 class Read:
-    """What was read in the code. carried: names that must be state, with their kind (carried, iterator, generator,
-    cache, file, count) and where they are written first; harmless: names that change, but on which nothing that is
-    trained depends; notes: what could not be followed."""
+    """Result of reading the code. carried: names that must be state, with their kind (carried, iterator, generator,
+    cache, file, count) and the place of their first write; harmless: names that change without an effect on training;
+    notes: things that could not be followed."""
 
     carried: tuple[tuple[str, str, str, int], ...] = ()
     harmless: tuple[str, ...] = ()
@@ -86,7 +85,7 @@ def read_loop(frames: Sequence[types.FrameType], trained: Trained) -> Read:
     sources, memory = SyntaxTrees(), RoundMemory(_judge(trained))
     reader = Reader(memory, sources, SYNTAX)
     keyed = [(frame, id(frame)) for frame in frames if frame.f_code.co_name != "<module>"]
-    reader.ask(Calls(reader, _feeds(trained, names), Functions(reader, _users_modules, keyed)))
+    reader.ask(Calls(reader, _beside_loop(trained, names), Functions(reader, _users_modules, keyed)))
     seen = False
     for frame in frames:
         loop = sources.loop(frame)
@@ -101,7 +100,7 @@ def read_loop(frames: Sequence[types.FrameType], trained: Trained) -> Read:
 
 
 def _names(frames: Sequence[types.FrameType]) -> dict[int, str]:
-    """What objects are called in the code of these frames, and what they hold."""
+    """Names of objects, and of their contents, in the code of these frames."""
     found: dict[int, str] = {}
     layer = [(name, thing) for name, thing in variables(frames) if not isinstance(thing, _PLAIN)]
     for _ in range(_DEEP):
@@ -134,7 +133,7 @@ def _read_round(reader: Reader, loop: Any, frame: types.FrameType) -> None:
 
 
 def _counted(memory: RoundMemory, each: Value, loop: Any) -> Value:
-    """What goes along with the job's steps (`enumerate`, `zip`) begins anew with the loop."""
+    """Note that counters beside the job's steps (`enumerate`, `zip`) start over with the loop."""
     if each.items is None:
         return each
     items = []
@@ -196,7 +195,7 @@ def _title(place: Origin, memory: RoundMemory, names: Mapping[int, str]) -> str:
 
 
 def _is_average(place: Origin, thing: Any, memory: RoundMemory, trained: Trained) -> bool:
-    """Whether it is a copy of what is trained, or another thing with such a state, that is kept up."""
+    """Whether it is a copy of trained values that is kept up to date, or another object with such a state."""
     if memory.remembers(place) or (place[0] == "file"):
         return False
     if place[0] == "object":
@@ -215,7 +214,7 @@ def looks_trained(thing: Any, model: nn.Module) -> bool:
     return bool(shapes) and like_parameters(shapes, [tuple(p.shape) for p in model.parameters()])
 
 
-# ---- what is told apart
+# ---- kinds of objects
 
 
 def _judge(trained: Trained) -> Judge:
@@ -257,13 +256,13 @@ def _judge(trained: Trained) -> Judge:
 
 
 def _carried(trained: Trained) -> list[Any]:
-    """What is in `state=`, and what an optimizer of the user's keeps in attributes of its own, scalars aside."""
+    """Objects in `state=`, and attributes of a user's own optimizer, scalars aside."""
     own = plain(trained.optimizer).values()
     return [*trained.carried, *(value for value in own if not isinstance(value, _PLAIN))]
 
 
 def _are_all(thing: Any, test: Callable[[Any], bool]) -> bool:
-    """Whether it is a container, and this is so of all that is in it, as far as one looks."""
+    """Whether this is a container all of whose elements pass the test, as far as one looks."""
     inner = thing.values() if isinstance(thing, dict) else thing if isinstance(thing, list | tuple) else ()
     return len(inner) > 0 and all(test(one) for one in itertools.islice(inner, _WIDE))
 
@@ -273,7 +272,7 @@ def _iterates(thing: Any) -> bool:
 
 
 def _within(things: Iterable[Any]) -> Iterator[Any]:
-    """These, and what they hold."""
+    """These objects, and their contents."""
     layer = list(things)
     for _ in range(_DEEP):
         yield from layer
@@ -297,10 +296,10 @@ def _users_modules(thing: Any) -> list[Any]:
     return [m for m in thing.modules() if users_class(type(m))] if isinstance(thing, nn.Module) else []
 
 
-# ---- what runs beside the loop
+# ---- code that runs beside the loop
 
 
-def _feeds(trained: Trained, names: Mapping[int, str]) -> BesideLoop:
+def _beside_loop(trained: Trained, names: Mapping[int, str]) -> BesideLoop:
     samples: list[Any] = []
     data: list[Any] = []
     dataset = trained.dataset

@@ -1,8 +1,8 @@
-"""Looking at a whole model before it is cut: do its units make it up, and how long does each of them take?
+"""Checks of a whole model before it is cut: do its units make it up, and how long does each of them take?
 
-Before the job starts, too (`look_at_split`), though the workers find the same when they cut the model: a job that
-cannot work never starts, and the time of each unit is measured in one place only, for no two measurements are alike and
-all workers must cut alike.
+They run before the job starts, too (`look_at_split`), though the workers find the same when they cut the model: a job
+that cannot work never starts. And the time of each unit must be measured in one place only, because measurements differ
+and all workers must cut alike.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ from everstep.train.task import Task
 
 @dataclass(frozen=True)
 class SplitFacts:
-    """cut: of the units, one run per part. unit_ms: of one lane, forward and backward; empty if not asked for."""
+    """Facts of a split. cut: of the units, one run per part. unit_ms: of a lane, both passes; empty if not wanted."""
 
     cut: ModelCut
     unit_ms: tuple[float, ...] = ()
 
 
 def look_at_split(task: Task) -> SplitFacts | None:
-    """See that the task can be split as its config wants; with `cut: measured`, how long its units take.
+    """Check that the task can be split as its config wants; with `cut: measured`, also measure its units.
 
-    Runs one lane of the first step, forward, in this process. None if the task's own code raises: its workers meet
-    that too, and say where.
+    Runs one lane of the first step, forward, in this process. None if the task's own code raises: its workers meet that
+    error, too, and say where.
 
     Raises: ConfigError, one line, if it cannot be split.
     """
@@ -66,7 +66,7 @@ def look_at_split(task: Task) -> SplitFacts | None:
         return _look(whole, task, batch, config, device)
     except ConfigError:
         raise
-    except EverstepError as error:  # what a task may do only in one piece
+    except EverstepError as error:  # things that a task may do only in one piece
         raise ConfigError(f"{error}; or use stages: 1") from None
     except Exception:
         return None
@@ -81,20 +81,22 @@ def _look(whole: Parts, task: Task, batch: Any, config: Config, device: torch.de
     refuse_hidden_ties(whole, cut, config.stages)
     output = check_units(whole, task.loss, batch, config, device, cut)
     with ModelCall(whole.model) as call, autocast(config.precision, device):
-        call.result(task.loss, batch, lambda: output)  # as the last stage runs it, upon what the units gave
+        call.result(task.loss, batch, lambda: output)  # as the last stage runs it, on the units' output
     return SplitFacts(cut, unit_ms)
 
 
 def check_units(
     whole: Parts, loss: Loss, batch: Any, config: Config, device: torch.device, cut: Sequence[tuple[int, int]] = ()
 ) -> Any:
-    """See that the units, one after the other, are the model's whole forward pass: same output, same buffers, bitwise.
+    """Check that the units, one after the other, are the model's whole forward pass: same output, same buffers,
+    bitwise.
 
-    whole: before it is cut, in training mode; it is left as it was. batch: of one lane. cut: where
-    it will be cut; then no unit may use a parameter of another part that is not among its own, and what comes out
-    there must be what can be handed on. Returns the output.
+    whole: before it is cut, in training mode; it is left as it was. batch: of one lane. cut: where it will be cut; then
+    no unit may use a parameter of another part that is not among its own, and the output there must be one that can be
+    handed on. Returns the output.
 
-    Raises: ConfigError if they are not. TaskError if the loss does what cannot be split; what the model itself raises.
+    Raises: ConfigError if they are not. TaskError if the loss does something that cannot be split; errors of the model
+    itself.
     """
     with preserve_rng(), _guarded(whole.model) as guard:
         args, kwargs = _lane_of(whole, loss, batch)
@@ -207,10 +209,10 @@ class _Chain:
                 ) from error
             self.used.append(_leaves_behind(x, before_it))
             if k in self._ends:
-                self._see_that_it_can_be_cut(k, x)
+                self._check_cut(k, x)
         return x
 
-    def _see_that_it_can_be_cut(self, k: int, x: Any) -> None:
+    def _check_cut(self, k: int, x: Any) -> None:
         try:
             bundle(x, lambda: f"units: the output of {self._name(k)}")
         except TaskError as error:
@@ -222,13 +224,13 @@ class _Chain:
 
 
 def _shapes(tree: Any) -> str:
-    """What a tree of tensors looks like, in short: float32 [4, 8], int64 [4]."""
+    """Short description of a tree of tensors: float32 [4, 8], int64 [4]."""
     found = [f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)}" for t in tensors_in(tree)]
     return ", ".join(found[:4]) + (", ..." if len(found) > 4 else "") or type(tree).__name__
 
 
 def _lane_of(whole: Parts, loss: Loss, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """What the loss calls the model with."""
+    """Arguments with which the loss calls the model."""
     with ModelCall(whole.model) as call:
         return call.arguments(loss, batch)
 
@@ -263,7 +265,7 @@ def _kept_by(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _leaves_behind(tree: Any, stop: set[Any]) -> list[Tensor]:
-    """The leaves that a unit's output depends on, without what came in (`stop`: where that was made)."""
+    """Leaves that a unit's output depends on, without those of its input (`stop`: where that was made)."""
     seen = set(stop)
     waiting = [t.grad_fn for t in tensors_in(tree) if t.grad_fn is not None and t.grad_fn not in seen]
     found: list[Tensor] = []

@@ -1,9 +1,9 @@
-"""What a script prints: everything goes to the worker's log, and what the leader prints also to where the user looks.
+"""A script's printed text: all of it goes to the worker's log, and the leader's also to where the user looks.
 
-The leader may change at any line, so each worker looks anew, line by line, whether it leads. What is printed before the
-job has a plan waits until it has one; of a later life of a worker it is dropped, for the first one's was shown.
+The leader may change at any line, so each worker checks for each line whether it leads. Text printed before the job has
+a plan waits until it has one; in a later life of a worker such text is dropped, because the first life's was shown.
 
-Each line in the file bears the time at which it ended, so that who shows it puts it between the right steps.
+Each line in the file bears the time at which it ended, so that viewers can put it between the right steps.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from everstep.base.below import APPEND, open_below
 
 _MOST_WAITING = 10_000  # characters of a script that prints before it joins
 MOST_UNSHOWN_BYTES = 1 << 20
-"""Of lines that wait for a full disk."""
+"""Limit of lines that wait for a full disk."""
 OUTPUT_FILE = Path("logs") / "output.log"
 
 
 def older(path: Path) -> Path:
-    """What a file is called once another one has begun in its place."""
+    """Name of a file once another one has replaced it."""
     return path.with_name(f"{path.stem}.1{path.suffix}")
 
 
 def stamped(text: str) -> bytes:
-    """Whole lines as they are kept: each after the time, ns since 1970, and a space."""
+    """Whole lines in the form in which they are kept: each after the time, ns since 1970, and a space."""
     now = time.time_ns()
     return "".join(f"{now} {line}\n" for line in text.removesuffix("\n").split("\n")).encode(errors="replace")
 
 
 def unstamped(line: bytes) -> tuple[int, str]:
-    """When a kept line ended, and the line; 0 and all of it where no time stands before it."""
+    """Time at which a kept line ended, and the line; 0 and all of it if no time stands before it."""
     stamp, _, text = line.partition(b" ")
     known = len(stamp) <= 20 and stamp.isdigit()
     return (int(stamp), text.decode(errors="replace")) if known else (0, line.decode(errors="replace"))
@@ -44,8 +44,7 @@ def unstamped(line: bytes) -> tuple[int, str]:
 class LeaderConsole(io.TextIOBase):
     """Stands in for stdout. `leads`: whether this worker leads, None while nobody knows. `first`: its first life.
 
-    What is shown goes through a file that begins anew at `most_bytes`. Lines that a full disk refuses wait for
-    the next.
+    Shown text goes through a file that starts over at `most_bytes`. Lines that a full disk refuses wait for the next.
     """
 
     def __init__(
@@ -67,7 +66,7 @@ class LeaderConsole(io.TextIOBase):
 
     @property
     def encoding(self) -> str:  # type: ignore[override]
-        """That of the log."""
+        """Encoding of the log."""
         return self._log.encoding
 
     def writable(self) -> bool:
@@ -77,11 +76,11 @@ class LeaderConsole(io.TextIOBase):
         return False
 
     def fileno(self) -> int:
-        """The log's: what writes there directly is not shown."""
+        """Descriptor of the log: text written directly to it is not shown."""
         return self._log.fileno()
 
     def write(self, text: str) -> int:
-        """To the log at once; to the user by whole lines."""
+        """Write to the log at once; to the user by whole lines."""
         written = self._log.write(text)
         self._line += text
         self._show(self._line.rfind("\n") + 1)
@@ -91,7 +90,7 @@ class LeaderConsole(io.TextIOBase):
         self._log.flush()
 
     def finish(self) -> None:
-        """Show what the last line lacks an end for; the log is written to directly from now on."""
+        """Show a last line without an end; from now on the log is written to directly."""
         if self._line:
             self._line += "\n"
             self._show(len(self._line))
@@ -119,7 +118,7 @@ class LeaderConsole(io.TextIOBase):
             self._put()
 
     def _put(self) -> None:
-        """Append what waits; a full disk does not stop training, and what did not fit comes later."""
+        """Append waiting lines; a full disk does not stop training, and the rest comes later."""
         try:
             with os.fdopen(open_below(self._path, APPEND, 1), "ab", buffering=0) as file:
                 del self._unshown[: file.write(self._unshown)]

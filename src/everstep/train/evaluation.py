@@ -1,7 +1,8 @@
 """Evaluation in parallel, with the same numbers for any number of workers.
 
-The dataset is cut into fixed chunks. Who computes which chunk is placement; what a chunk gives is not: each has its own
-seed, and the results are folded in chunk order. What a dead worker leaves undone is shared out again.
+The dataset is cut into fixed chunks. Placement decides which worker computes which chunk; the result of a chunk does
+not depend on it: each has its own seed, and the results are folded in chunk order. Chunks that a dead worker leaves
+undone are shared out again.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def evaluate(
     """Run `fn(load(i))` for every chunk, once over all workers.
 
     fn returns name -> tensor([sum, count]) (or a pair, or a number that counts once). members() gives (own worker id,
-    all members' ids) as of now. Returns name -> sum / count.
+    ids of all present members). Returns name -> sum / count.
     """
     mine: _Results = {}
     known: _Results = {}
@@ -63,7 +64,7 @@ def _folded(known: _Results, chunks: int) -> dict[str, float]:
 
 _CHUNK_SEED = 1 << 32
 _WAVE = 64
-"""Most chunks of one wave: what is on its way is kept until the wave has ended."""
+"""Most chunks of one wave: its messages are kept until it has ended."""
 _BEFORE_ALL_STEPS = 1 << 31
 """Messages of evaluations count as of a step before all others, so that those of older waves can be forgotten alone."""
 
@@ -71,8 +72,9 @@ _BEFORE_ALL_STEPS = 1 << 31
 class Waves:
     """An evaluation where each worker has a part of the model: chunks flow through the pools, wave after wave.
 
-    A wave belongs to the generation that all stated in the gather before it. Whoever has left that generation does not
-    begin it, and whoever waits for such a one is freed by the plan that comes; the next gather unites them.
+    A wave belongs to the generation that all stated in the gather before it. A worker that has left that generation
+    does not begin the wave; a worker that waits for such a one is freed by the plan that comes, and the next gather
+    unites them.
     """
 
     def __init__(
@@ -90,7 +92,8 @@ class Waves:
         self._local: dict[Hop, Bundle] = {}
 
     def run(self, gather: Callable[[bytes], Mapping[int, bytes]], wave: Callable[[], object]) -> dict[str, float]:
-        """All chunks, whatever happens to the members; as `evaluate`. wave: has `pass_on` carried out, if it can be.
+        """Evaluate all chunks, whatever happens to the members; result as of `evaluate`. wave: has `pass_on` carried
+        out, if it can be.
 
         Raises: StateJumped if the state is another one meanwhile.
         """
@@ -110,12 +113,12 @@ class Waves:
         return [i for i in range(self._chunks) if i not in self._known][:_WAVE]
 
     def pass_on(self, operation: Evaluate) -> None:
-        """One wave: all passes of its chunks that are this worker's. Raises: CollectiveAborted."""
+        """Do one wave: all of this worker's passes of its chunks. Raises: CollectiveAborted."""
         view, plan = self._view, operation.plan
         if self._generations != {plan.generation}:
             return
         number = operation.number - _BEFORE_ALL_STEPS
-        view.transport.channel.forget(number - 1)  # all have received what the wave before sent
+        view.transport.channel.forget(number - 1)  # all have received the messages of the wave before
         self._local = {}
         models = [replica.parts.model for replica in view.stages.values()]
         modes = [model.training for model in models]
@@ -138,7 +141,7 @@ class Waves:
         return pool[place % len(pool)]
 
     def _pass(self, plan: Plan, hop: Hop, index: int) -> None:
-        """One chunk through one part; what comes out at the last one is its result."""
+        """One chunk through one part; the output of the last one is its result."""
         view, part, place = self._view, hop.part, hop.lane
         inputs = self._take(plan, hop) if part else None
         last = part == self._parts - 1

@@ -1,6 +1,6 @@
-"""The executor: carries out what the driver asks for, one operation after the other, in the training thread.
+"""The executor: carries out the driver's operations, one after the other, in the training thread.
 
-Other threads only put things into its inbox, and cut the transfers of generations that are over.
+Other threads only put events into its inbox, and cut the transfers of generations that are over.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _ANSWERS = (do.Arrived, do.Stepped, do.GatherDone, do.Evaluated, do.JobOver, do.
 
 
 class StateJumped(EverstepError):
-    """The state has jumped to that of another step: what the application was doing is over, it goes on from there."""
+    """The state has jumped to that of another step: the application leaves its present work, and goes on from there."""
 
 
 class Unusable(EverstepError):
-    """What was to be taken on must not be used: all settle anew. torn: the state has been written in part."""
+    """A state that was to be taken on must not be used: all settle again. torn: it was partly written."""
 
     def __init__(self, why: Why, torn: bool) -> None:
         super().__init__(why.reason)
@@ -40,7 +40,7 @@ class Unusable(EverstepError):
 
 
 class Cutter:
-    """Ends what an operation waits for once its generation is over. Thread-safe.
+    """Ends the waits of an operation once its generation is over. Thread-safe.
 
     Two threads meet here: the training thread waits on transports and connections, the control thread hears that it
     need not.
@@ -54,10 +54,10 @@ class Cutter:
         self._open: dict[PeerConnection, int] = {}
 
     def cut(self, generation: int) -> None:
-        """This generation is over, and all before it: free whoever waits in one of them."""
+        """This generation is over, and all before it: end all waits in them."""
         with self._lock:
             self._newest = max(self._newest, generation)
-            over = [connection for connection, of in self._open.items() if of <= generation]
+            over = [connection for connection, bound in self._open.items() if bound <= generation]
         for connection in over:
             connection.abort()
         self._abort(generation)
@@ -76,7 +76,7 @@ class Cutter:
             self.close(connection)
 
     def guard(self, connection: PeerConnection, generation: int) -> None:
-        """The connection ends with the generation, or by `close`."""
+        """End the connection with the generation, or by `close`."""
         with self._lock:
             self._open[connection] = generation
             over = self.over(generation)
@@ -94,10 +94,10 @@ Handlers = Mapping[type, Callable[[Any], Any]]
 
 
 class Executor:
-    """Between the application's asks and the driver's answers.
+    """Executor between the application's requests and the driver's answers.
 
-    handlers: what carries out an operation (and returns its result) or an effect, by its type. Whoever leaves `Compute`
-    out gets that handed out, in place of an answer, and says what becomes of it.
+    handlers: by type, functions that carry out an operation (and return its result) or an effect. If `Compute` has no
+    handler, the caller gets it in place of an answer, and reports its end.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class Executor:
         waits: Callable[[], None] = lambda: None,
     ) -> None:
         """end_asked: whether this worker's host ends the job, while no coordinator answers. waits: called again and
-        again while there is nothing to do before somebody says something."""
+        again while the executor waits for an event."""
         self._driver = driver
         self._cutter = cutter
         self._tick = tick
@@ -122,7 +122,7 @@ class Executor:
         self.jumped = False
 
     def install(self, handlers: Handlers) -> None:
-        """Who does what. Effects may be for several."""
+        """Add handlers. An effect may have several."""
         for kind, act in handlers.items():
             others = [] if issubclass(kind, do.Operation) else self._handlers.get(kind, [])
             self._handlers[kind] = [*others, act]
@@ -130,47 +130,48 @@ class Executor:
     # ---- from any thread
 
     def deliver(self, message: wire.AnyMessage) -> None:
-        """A message of the coordinator. One that ends a generation frees this worker from whatever it waits for."""
+        """Take a message of the coordinator. One that ends a generation frees this worker from all its waits."""
         self._inbox.put(do.Heard(message, time.monotonic_ns()))
         generation = interrupts(message)
         if generation is not None:
             self._cutter.cut(generation)
 
     def note(self, event: object) -> None:
-        """Something that the driver is to know when it comes to it."""
+        """Queue an event for the driver."""
         self._inbox.put(event)
 
     @property
     def news(self) -> bool:
-        """Whether something has come that the driver does not know yet."""
+        """Whether an event has come that the driver does not know yet."""
         return not self._inbox.empty()
 
     # ---- the training thread
 
     def arrived(self) -> bool:
-        """Whether the state has jumped since this was asked last (true the first time): go on from there."""
+        """Whether the state has jumped since the last call (true the first time): go on from there."""
         jumped, self.jumped = self.jumped, False
         return jumped
 
     def ask(self, event: do.Ask) -> do.Answer | do.Compute:
         """Wait for the answer, or for lanes to compute.
 
-        Raises: StateJumped, Evicted, JobFailed, StateTainted: what ends what the application was doing.
+        Raises: StateJumped, Evicted, JobFailed, StateTainted: they end the application's present work.
         """
-        while self._handed is not None or self._effects:  # what it was doing was left in the middle
+        while self._handed is not None or self._effects:  # its present work was left in the middle
             self._give_back(left=True)
             self._carry_out()
         self._handle(event)
         return self._until_answered()
 
     def lane_done(self, number: int, stage: int, lane: int) -> None:
-        """While an operation computes lanes: a stage is through with one. What is to be told is told now, for lanes may
-        take long; nothing else can come of it before the operation has ended."""
+        """During an operation that computes lanes: a stage has finished one. Messages that follow are sent now, because
+        lanes may take long; other effects come only after the operation."""
         self._handle(LaneDone(number, stage, lane))
         self._carry_out()
 
     def computed(self) -> do.Answer | do.Compute:
-        """What was handed out has been computed, or was left as its generation is over. Returns and raises as `ask`."""
+        """The lanes handed out have been computed, or were left as their generation is over. Returns and raises as
+        `ask`."""
         self._give_back(left=False)
         return self._until_answered()
 
@@ -188,12 +189,12 @@ class Executor:
             except queue.Empty:
                 event = do.TimePassed()
                 self._waits()
-            self._look_for_the_end()
+            self._check_end_asked()
             self._effects.extend(self._driver.handle(time.monotonic_ns(), event))
         return answer
 
     def _carry_out(self) -> do.Answer | do.Compute | None:
-        """All effects, and those that follow from them, up to an answer."""
+        """Carry out all effects, and those that follow from them, up to an answer."""
         while self._effects:
             effect = self._effects.popleft()
             self.jumped |= isinstance(effect, do.Arrived | do.WentBack)
@@ -230,13 +231,13 @@ class Executor:
             self._handle(event)
 
     def _handle(self, event: object) -> None:
-        """What has come before goes first; while an operation is outstanding it waits in the driver."""
-        self._look_for_the_end()
+        """Give the driver an event, after those that have come before; during an operation it waits there."""
+        self._check_end_asked()
         while self.news:
             self._effects.extend(self._driver.handle(time.monotonic_ns(), self._inbox.get()))
         self._effects.extend(self._driver.handle(time.monotonic_ns(), event))
 
-    def _look_for_the_end(self) -> None:
+    def _check_end_asked(self) -> None:
         if not self._end_told and self._end_asked():
             self._end_told = True
             self._effects.extend(self._driver.handle(time.monotonic_ns(), do.EndOrdered(END_ALONE)))

@@ -1,7 +1,7 @@
-"""What calls do, of a loop's code that is read: to what they are given, to what is trained, and what comes of them.
+"""Effects of calls in a loop's code that is read: on their arguments, on trained values, and their results.
 
-The user's functions are read in turn (`flow_functions`); of all others, what their names say (`flow_words`): a method
-that changes its object, a function that changes its argument, a draw, a file. What is not known changes nothing.
+The user's functions are read in turn (`flow_functions`); for all others the names decide (`flow_words`): a method that
+changes its object, a function that changes its argument, a draw, a file. Unknown functions change nothing.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ _OPENED = ("opened to read", "opened to write")
 
 @dataclass(frozen=True)
 class BesideLoop:
-    """What is run beside the loop's code. samples: functions that make samples and batches, with what they
-    are given; hooks: at each backward pass; updates: at each update. data: what holds the samples."""
+    """Code that runs beside the loop's own. samples: functions that make samples and batches, with their arguments;
+    hooks: at each backward pass; updates: at each update. data: objects that hold the samples."""
 
     samples: Sequence[tuple[types.FunctionType, tuple[Any, ...]]] = ()
     hooks: Sequence[tuple[types.FunctionType, tuple[Any, ...]]] = ()
@@ -67,7 +67,7 @@ class BesideLoop:
 
 @dataclass
 class Calls:
-    """Of one reader."""
+    """Calls of one reader."""
 
     reader: Reader
     feeds: BesideLoop
@@ -75,7 +75,7 @@ class Calls:
 
     @property
     def memory(self) -> RoundMemory:
-        """What is known of the round."""
+        """Facts of the round."""
         return self.reader.memory
 
     def iterate(self, value: Value, node: ast.expr) -> Value:
@@ -116,7 +116,7 @@ class Calls:
         return joined(lives) if lives else Value(title=title)
 
     def _batch(self) -> Value:
-        """What the dataset and what collates make of it: training depends on that."""
+        """A batch, made by the dataset and collate: training depends on all that they read."""
         memory = self.memory
         deps: frozenset[Origin] = frozenset((STEP,))
         for title, thing in self.feeds.data:
@@ -130,12 +130,12 @@ class Calls:
         return Value(deps)
 
     def updated(self) -> None:
-        """An update is made: schedulers, and hooks of the optimizer."""
+        """Note an update: schedulers and hooks of the optimizer run."""
         for function, given in self.feeds.updates:
             self.memory.sink(self.memory.use(self._beside(function, given)))
 
     def operate(self, value: Value, name: str, given: Sequence[Value]) -> Value | None:
-        """What a method of the user's gives that Python calls by itself; None if there is none."""
+        """Result of a user's method that Python calls by itself; None if there is none."""
         return self.functions.operate(value, name, given)
 
     def _beside(
@@ -150,7 +150,7 @@ class Calls:
         return self.functions.run(function, [*own, *rest], {})
 
     def call(self, node: ast.Call, scope: Scope) -> Value:
-        """The value of a call, whose effects are noted."""
+        """The value of a call; its effects are noted."""
         reader = self.reader
         plain = tuple(reader.value(a, scope) for a in node.args)
         named = {k.arg or f"**{n}": reader.value(k.value, scope) for n, k in enumerate(node.keywords)}
@@ -306,7 +306,7 @@ class Calls:
     def _special(
         self, name: str, node: ast.Call, given: Given, together: frozenset[Origin], scope: Scope
     ) -> Value | None:
-        """Of functions whose results share something with what they are given; None for all others."""
+        """Result of functions that share something with their arguments; None for all others."""
         plain = given.plain
         running = next((v for v in plain if "run" in v.flags), None)
         if name == "enumerate" and plain:
@@ -349,7 +349,7 @@ class Calls:
         return None
 
     def _named(self, name: str, node: ast.Call, plain: Any, whole: frozenset[Origin], scope: Scope) -> Value:
-        """`getattr` and `setattr`."""
+        """Result of `getattr` and `setattr`."""
         memory, key = self.memory, node.args[1] if len(node.args) > 1 else None
         if name == "getattr" and isinstance(key, ast.Constant):
             return joined([self.reader.attribute_of(plain[0], str(key.value)), *plain[2:]])
@@ -378,8 +378,8 @@ class Calls:
             memory.mutate(changed, Value(together))
 
     def _file(self, name: str, named: Iterable[tuple[ast.expr, Value]], deps: frozenset[Origin]) -> frozenset[Origin]:
-        """A file is written or read, known by its name, or by how that is made. Returns what that which is read depends
-        on."""
+        """Note that a file is written or read, known by its name, or by how the name is made. Returns the dependences
+        of the content that is read."""
         found: frozenset[Origin] = NOTHING
         for node, value in named:
             paths = [str(t) for t in value.objects if isinstance(t, str) or hasattr(type(t), "__fspath__")]
@@ -396,12 +396,12 @@ class Calls:
 
 
 def together(memory: RoundMemory, given: Given) -> frozenset[Origin]:
-    """All that arguments depend on."""
+    """All that the arguments depend on."""
     return NOTHING.union(*(memory.use(v) for v in given.all))
 
 
 def _methods(thing: Any) -> list[Any]:
-    """The user's functions that this object has, bound: one of these is meant by a name that is made."""
+    """The object's own methods written by the user, bound: a computed name may mean any of them."""
     found: list[Any] = []
     for kind in type(thing).__mro__:
         for one in vars(kind).values():
@@ -413,18 +413,18 @@ def _methods(thing: Any) -> list[Any]:
 
 
 def _changes_tables(given: Given) -> bool:
-    """Whether a database is told to change what it holds, as far as that can be read."""
+    """Whether a database statement changes data, as far as that can be read."""
     said = [t for v in given.plain[:1] for t in v.objects if isinstance(t, str)]
     return not any(text.lstrip().lower().startswith(("select", "pragma", "explain")) for text in said)
 
 
 def _is_held(found: Any) -> bool:
-    """Whether an attribute is an object of its own, and no method of its class."""
+    """Whether an attribute is an object of its own, not a method of its class."""
     return found is not MISSING and not isinstance(found, property) and not hasattr(type(found), "__get__")
 
 
 def _opened(node: ast.Call) -> str:
-    """What opening a file is for."""
+    """Name of the act for which a file is opened."""
     given = [*node.args[1:2], *(k.value for k in node.keywords if k.arg == "mode")]
     modes = [str(g.value) for g in given if isinstance(g, ast.Constant)]
     return _OPENED[bool(modes and set(modes[0]) & set("wax+"))]

@@ -1,6 +1,6 @@
-"""The user's functions that a loop calls, of code that is read: each is read in turn, with what it is given.
+"""The user's functions that a loop calls, in code that is read: each is read in turn, with its arguments.
 
-Apart from `flow_calls`, which knows what everybody else's functions do.
+Apart from `flow_calls`, which knows the effects of all other functions.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class Given:
 
 @dataclass
 class Functions:
-    """Of one reader. forwards: of a module of a class that is not the user's, the user's modules in it. frames: of the
-    loop, with their keys."""
+    """Functions of one reader. forwards: the user's modules in a module of a class that is not the user's. frames: of
+    the loop, with their keys."""
 
     reader: Reader
     forwards: Callable[[Any], Iterable[Any]]
@@ -41,15 +41,15 @@ class Functions:
 
     @property
     def memory(self) -> RoundMemory:
-        """What is known of the round."""
+        """Facts of the round."""
         return self.reader.memory
 
     def is_users(self, thing: Any) -> bool:
-        """Whether this is a function of the user's."""
+        """Whether this is a user's function."""
         return isinstance(thing, types.FunctionType) and self.memory.judge.of_user(unwrapped(thing))
 
     def live(self, thing: Any, callee: Value, given: Given) -> Value | None:
-        """The result, where this object's code can be read."""
+        """Result of calling this object, if its code can be read."""
         memory = self.memory
         if isinstance(thing, functools.partial):
             bound = [memory.live(v, f"{callee.title}.args") for v in thing.args]
@@ -78,7 +78,7 @@ class Functions:
         return self.run(function, plain, named) if self.is_users(function) else None
 
     def run(self, function: Any, plain: Sequence[Value], named: Mapping[str, Value]) -> Value:
-        """The result of a live function of the user's."""
+        """Result of a live function of the user's."""
         memory, reader = self.memory, self.reader
         function = unwrapped(function)
         node = reader.sources.function(function.__code__) if isinstance(function, types.FunctionType) else None
@@ -101,13 +101,13 @@ class Functions:
         return {names[k]: self.memory.live(v, f"{name}.default{k}") for k, v in enumerate(found)}
 
     def closure(self, closure: Closure, plain: Sequence[Value], named: Mapping[str, Value]) -> Value:
-        """The result of a function that is defined in the code that is read."""
+        """Result of a function that is defined in the code that is read."""
         scope = Scope(None, closure.scope.globals, parent=closure.scope)
         found = self.reader.inline(closure.node, scope, plain, named)
         return found or Value(frozenset().union(*(self.memory.use(v) for v in (*plain, *named.values()))))
 
     def handed(self, value: Value, plain: Sequence[Value]) -> Value:
-        """What is handed to somebody as a function is called by him."""
+        """Result of a function that is an argument, and is called by its receiver."""
         found = [self.closure(code, plain, {}) for code in value.codes]
         for thing in value.objects:
             if isinstance(thing, types.FunctionType | types.MethodType | functools.partial):
@@ -115,7 +115,7 @@ class Functions:
         return joined(found) if found else Value()
 
     def handed_on(self, given: Given, base: Value | None = None) -> None:
-        """Functions among what somebody is given are called by him, with anything of the rest."""
+        """Note that a receiver may call the functions among its arguments, with any of the other arguments."""
         values = [*given.all, *([base] if base is not None else [])]
         functions = [v for v in values if v.codes or any(map(callable, v.objects))]
         for function in functions:
@@ -127,7 +127,7 @@ class Functions:
             )
 
     def operate(self, value: Value, name: str, given: Sequence[Value]) -> Value | None:
-        """What a method of the user's gives that Python calls by itself; None if there is none."""
+        """Result of a user's method that Python calls by itself; None if there is none."""
         found = []
         for thing in value.objects:
             method = method_of(type(thing), name) if self.memory.judge.of_user(thing) else None
@@ -148,13 +148,13 @@ class Functions:
         return me, None
 
     def autograd(self, kind: type, given: Given) -> Value:
-        """Of `torch.autograd.Function.apply`: both passes."""
+        """Result of `torch.autograd.Function.apply`: both passes are read."""
         passes = [vars(kind).get(name) for name in ("forward", "setup_context", "backward")]
         found = [self.run(one.__func__, [Value(), *given.plain], {}) for one in passes if isinstance(one, staticmethod)]
         return Value(NOTHING.union(*(self.memory.use(v) for v in (*found, *given.all))))
 
     def _cached(self, thing: Any, title: str, given: Given) -> Value:
-        """Of `functools.cache`: the same for the same arguments, if it depends on nothing else."""
+        """Result of `functools.cache`: the same for the same arguments, if it depends on nothing else."""
         memory, place = self.memory, ("object", id(thing))
         memory.live(thing, title)
         keys = [frozenset((("arg", id(thing), k),)) for k in range(len(given.all))]
@@ -186,7 +186,7 @@ class Functions:
 
 
 def unwrapped(function: Any) -> Any:
-    """The user's function in what `functools.wraps`, a library's decorator or a method have made of it."""
+    """The user's function inside `functools.wraps`, a library's decorator or a method."""
     for _ in range(_MOST_WRAPPED):
         inner = getattr(function, "__func__", None) or getattr(function, "__wrapped__", None)
         if inner is None or (isinstance(function, types.FunctionType) and of_user(function.__code__.co_filename)):

@@ -1,8 +1,8 @@
-"""What is known of a loop while one round of it is read: places, what they depend on, and what reaches training.
+"""Facts of a loop while one round of it is read: places, their dependences, and those that reach training.
 
-A place is something that outlives the round: a variable, an attribute of an object, or what an object holds. At the
-round's beginning each depends on itself alone; so what depends on a place at the end depends on what it was before.
-Pure: nothing of the user's is run; live objects are only told apart, and their attributes looked up.
+A place is something that outlives the round: a variable, an attribute of an object, or an object's content. At the
+beginning of the round each place depends on itself alone; so a value that depends on a place at the end depends on the
+content before. Pure: no code of the user's is run; live objects are only told apart, and their attributes looked up.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 Origin = tuple[Any, ...]
-"""("name", scope, NAME), ("attr", id, NAME), ("object", id), ("file", PATH), ("count", LINE, N); or what is no place
-but varies: ("step",), ("random",), ("trained",), ("arg", ...); ("if", PLACE): what it decides."""
+"""("name", scope, NAME), ("attr", id, NAME), ("object", id), ("file", PATH), ("count", LINE, N); or something that
+varies without being a place: ("step",), ("random",), ("trained",), ("arg", ...); ("if", PLACE): decisions of that
+place."""
 
 STEP, RANDOM, TRAINED = ("step",), ("random",), ("trained",)
 _VARYING = ("step", "random", "trained", "arg")
@@ -25,15 +26,15 @@ _MOST = 64
 MISSING: Any = object()
 NOTHING: frozenset[Origin] = frozenset()
 CHOSEN = frozenset(("chosen",))
-"""The flag of a function that is one of several."""
+"""Flag of a function that is one of several."""
 
 
 @dataclass(frozen=True, eq=False)
 class Value:
-    """What an expression may be. deps: the places that it depends on. objects: what it may be, of those that live.
-    homes: what is changed with it where it is changed in place. flags: run, step, trained, copy (of what is trained).
-    items: of a tuple; element: of what is iterated over; codes: of functions in the code itself. key: the one place
-    that it is the bare value of. title: as a person calls it."""
+    """Possible values of an expression. deps: places that it depends on. objects: live objects that it may be. homes:
+    places that change with it if it is changed in place. flags: run, step, trained, copy (of trained values). items: of
+    a tuple; element: of an iterable; codes: of functions in the code itself. key: the one place whose bare value it is.
+    title: its name for a person."""
 
     deps: frozenset[Origin] = NOTHING
     objects: tuple[Any, ...] = ()
@@ -46,24 +47,24 @@ class Value:
     title: str = ""
 
     def with_deps(self, deps: Iterable[Origin]) -> Value:
-        """Depending on these, too."""
+        """The value, with these dependences added."""
         more = frozenset(deps) - self.deps
         return replace(self, deps=normal(self.deps | more), key=self.key if not more else None) if more else self
 
 
 def normal(deps: frozenset[Origin]) -> frozenset[Origin]:
-    """What depends on a value depends on what that value decides."""
+    """Drop decisions of values that are dependences anyway: a dependence on a value includes its decisions."""
     dropped = {d for d in deps if d[0] == "if" and d[1] in deps}
     return deps - dropped if dropped else deps
 
 
 def decided(deps: Iterable[Origin]) -> frozenset[Origin]:
-    """The dependence of what happens under a condition that depends on these."""
+    """Dependences of an act under a condition that depends on these."""
     return frozenset(d if d[0] == "if" else ("if", d) for d in deps)
 
 
 def joined(values: Iterable[Value]) -> Value:
-    """One of these."""
+    """A value that may be any of these."""
     values = list(values)
     if len(values) == 1:
         return values[0]
@@ -89,8 +90,8 @@ def joined(values: Iterable[Value]) -> Value:
 
 @dataclass(frozen=True)
 class Judge:
-    """What is known of live objects. flags: run, trained, carried, restless (any method changes it), drives (what it is
-    given changes what is trained), copies (a class whose objects copy). of_user: its class is the user's."""
+    """Facts of live objects. flags: run, trained, carried, restless (any method changes it), drives (its arguments
+    change trained values), copies (a class whose objects copy). of_user: whether the class is the user's."""
 
     flags: Callable[[Any], frozenset[str]]
     of_user: Callable[[Any], bool]
@@ -98,7 +99,7 @@ class Judge:
 
 @dataclass(frozen=True)
 class WrittenOnce:
-    """A write: what was written, the keys that it was written under, and under which conditions."""
+    """A write: dependences of the value, and keys under which it was written."""
 
     deps: frozenset[Origin]
     keys: frozenset[Origin]
@@ -106,14 +107,14 @@ class WrittenOnce:
 
 @dataclass
 class Attempt:
-    """What is tried. raised: on what it depends whether the code raises, so that the rest is not done; surprised: on
-    what it may depend whether somebody else does."""
+    """A `try`. raised: dependences of whether its own code raises, so that the rest is not done; surprised: dependences
+    of whether other code may raise."""
 
     raised: frozenset[Origin] = NOTHING
     surprised: frozenset[Origin] = NOTHING
 
     def note(self, deps: frozenset[Origin], surely: bool) -> None:
-        """It depends on these, too. surely: the code says so."""
+        """Add dependences. surely: the code itself raises."""
         if surely:
             self.raised |= deps
         else:
@@ -123,8 +124,8 @@ class Attempt:
 @dataclass
 class RoundMemory:
     """All places. written: by place, file and line of the first write; stores: all writes. copies: places that came to
-    hold a copy of what is trained. sinks: what training was found to depend on. control: what it depends on whether the
-    present statement is done. kept: live objects by id; made: stand-ins for objects that are made in the round.
+    hold a copy of trained values. sinks: places that training was found to depend on. control: dependences of whether
+    the present statement is done. kept: live objects by id; made: stand-ins for objects that are made in the round.
     owners: by cell of a closure, its function."""
 
     judge: Judge
@@ -145,21 +146,21 @@ class RoundMemory:
     # ---- reading
 
     def live(self, thing: Any, title: str, deps: frozenset[Origin] = NOTHING) -> Value:
-        """An object that lives."""
+        """Value of a live object."""
         if thing is MISSING:
             return Value(deps, title=title)
         self.kept[id(thing)] = thing
         return Value(deps, (thing,), flags=self.judge.flags(thing) - {"carried", "restless"}, title=title)
 
     def read(self, place: Origin, thing: Any, title: str) -> Value:
-        """What is there; thing: at the beginning of the round."""
+        """Value of a place. thing: its content at the beginning of the round."""
         self.titles.setdefault(place, title)
         if place not in self.values:
             self.values[place] = replace(self.live(thing, title, frozenset((place,))), key=frozenset((place,)))
         return self.values[place]
 
     def contents(self, thing: Any) -> frozenset[Origin]:
-        """What an object holds depends on these."""
+        """Dependences of an object's content."""
         if isinstance(thing, SCALARS):
             return NOTHING
         place = ("object", id(thing))
@@ -173,7 +174,7 @@ class RoundMemory:
         return found
 
     def fields(self, thing: Any, title: str) -> frozenset[Origin]:
-        """What an object keeps in its attributes: what its own code does, which is not read, depends on these."""
+        """Dependences of an object's attributes, which its own code may use without being read."""
         own = getattr(thing, "__dict__", {})
         if isinstance(thing, SCALARS) or "trained" in self.judge.flags(thing):
             return NOTHING
@@ -184,7 +185,7 @@ class RoundMemory:
         return found
 
     def use(self, value: Value) -> frozenset[Origin]:
-        """All that computing with it depends on."""
+        """All that a computation with the value depends on."""
         found = value.deps.union(*(self.contents(thing) for thing in value.objects))
         found = found.union(*(self.values[h].deps for h in value.homes if h in self.values))
         for inner in (*(value.items or ()), *([value.element] if value.element is not None else ())):
@@ -192,7 +193,7 @@ class RoundMemory:
         return found | {TRAINED} if "trained" in value.flags else found
 
     def attribute(self, thing: Any, name: str) -> tuple[Origin, Any]:
-        """Where an attribute of a live object is, and its value; MISSING if there is none."""
+        """Place and value of an attribute of a live object; MISSING if there is none."""
         self.kept[id(thing)] = thing
         if isinstance(thing, types.ModuleType):
             return ("name", id(vars(thing)), name), vars(thing).get(name, MISSING)
@@ -212,7 +213,7 @@ class RoundMemory:
                 self.kept[id(kind)] = kind
                 return ("attr", id(kind), name), found
             place, shared = ("attr", id(thing), name), ("attr", id(kind), name)
-            if place not in self.values:  # the class's, until the object has its own
+            if place not in self.values:  # of the class, until the object has its own
                 self.kept[id(kind)] = kind
                 self.values[place] = self.live(found, "", frozenset((place, shared)))
             return place, found
@@ -221,7 +222,7 @@ class RoundMemory:
     # ---- writing
 
     def write(self, place: Origin, value: Value, *, title: str = "", strong: bool = True, keys: Any = NOTHING) -> None:
-        """A value comes to a place; strong: and replaces what was there."""
+        """Write a value to a place. strong: it replaces the content."""
         self.titles.setdefault(place, title)
         self.written.setdefault(place, self.at)
         if place[0] == "attr":
@@ -240,13 +241,13 @@ class RoundMemory:
     def mutate(
         self, value: Value, given: Value, *, keys: Iterable[Origin] = NOTHING, sets: bool = False, forgets: bool = False
     ) -> None:
-        """Something is changed in place. sets: what was there does not matter for what is then; forgets: what is there
-        may be found again."""
+        """Note a change in place. sets: the old content does not matter for the new one; forgets: the content may be
+        found again."""
         if value.flags & {"trained", "step", "grad"}:
             self.sink(self.use(given))
         places = [("object", id(thing)) for thing in value.objects if not isinstance(thing, SCALARS)]
         if "trained" in value.flags:
-            return  # which is carried
+            return  # trained values are carried
         for place in (*places, *value.homes):
             if forgets:
                 self.written.setdefault(place, self.at)
@@ -259,12 +260,12 @@ class RoundMemory:
                 self.values[place] = Value(self.use(given), title=value.title)
 
     def sink(self, deps: Iterable[Origin]) -> None:
-        """Training depends on these, here."""
+        """Note that training depends on these, here."""
         self.sinks |= normal(frozenset(deps) | self.control)
 
     @contextmanager
     def reading(self, file: str = "", line: int = 0) -> Iterator[None]:
-        """What is read meanwhile stands in this file, or at this line."""
+        """While inside, code is read that stands in this file, or at this line."""
         before, self.at = self.at, (file or self.at[0], line or self.at[1])
         try:
             yield
@@ -273,7 +274,7 @@ class RoundMemory:
 
     @contextmanager
     def under(self, deps: Iterable[Origin]) -> Iterator[None]:
-        """What is done meanwhile is done under a condition that depends on these."""
+        """While inside, acts are done under a condition that depends on these."""
         before, self.control = self.control, self.control | decided(deps)
         try:
             yield
@@ -282,7 +283,7 @@ class RoundMemory:
 
     @contextmanager
     def unconditionally(self) -> Iterator[None]:
-        """When what is done meanwhile is done does not matter: it is the same whenever that is."""
+        """While inside, acts have the same result whenever they are done, so conditions do not matter."""
         before, self.control = self.control, NOTHING
         try:
             yield
@@ -291,7 +292,7 @@ class RoundMemory:
 
     @contextmanager
     def attempt(self) -> Iterator[Attempt]:
-        """What is read meanwhile is tried."""
+        """While inside, code of a `try` is read."""
         self._attempts.append(Attempt())
         try:
             yield self._attempts[-1]
@@ -299,13 +300,13 @@ class RoundMemory:
             self._attempts.pop()
 
     def may_raise(self, deps: Iterable[Origin] = NOTHING, *, surely: bool = False) -> None:
-        """What is tried ends here, if these say so. surely: where the code comes here."""
+        """Note that the `try` may end here, depending on these. surely: it does if the code comes here."""
         if self._attempts:
             self._attempts[-1].note(decided(frozenset(deps) | self.control), surely)
 
     @property
     def raised(self) -> frozenset[Origin]:
-        """On what it depends that the rest of what is tried is done."""
+        """Dependences of whether the rest of the `try` is done."""
         return self._attempts[-1].raised if self._attempts else NOTHING
 
     def branches(self, acts: Iterable[Callable[[], None]]) -> None:
@@ -326,10 +327,10 @@ class RoundMemory:
                 merged[place] = joined([*known, *untouched])
         self.values = merged
 
-    # ---- what comes of it
+    # ---- results
 
     def reaching(self) -> set[Origin]:
-        """The places that what is trained depends on, in this round or a later one; ("if", PLACE) where one decides."""
+        """Places that training depends on, in this round or a later one; ("if", PLACE) if the place only decides."""
         found: set[Origin] = set()
         left = list(self.sinks)
         while left:
@@ -345,7 +346,7 @@ class RoundMemory:
         return found
 
     def remembers(self, place: Origin) -> bool:
-        """Whether what is there is a function of the key that it is written under, whenever that is."""
+        """Whether the content of a place is a function of the key that it is written under, at any time."""
         stores = self.stores.get(place, [])
         return bool(stores) and all(
             d == ("if", place) or not self._varies(d) or (d[1] if d[0] == "if" else d) in store.keys
@@ -354,7 +355,7 @@ class RoundMemory:
         )
 
     def is_plain(self, dep: Origin) -> bool:
-        """Whether this is no place that begins anew in another life: batches, shapes, what is carried."""
+        """Whether this is no place whose content is lost in another life: batches, shapes, carried objects."""
         place = dep[1] if dep[0] == "if" else dep
         if place in (STEP, RANDOM, TRAINED) or place[:2] == ("arg", "shape"):
             return True

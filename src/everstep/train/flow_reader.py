@@ -1,7 +1,7 @@
-"""Reading the code of one round: statements and expressions, with the functions of the user's that they call.
+"""Reading the code of one round: statements and expressions, with the user's functions that they call.
 
 Nothing is run. Both branches of a condition count, an inner loop is read twice, and a function is read where it is
-called, with what it is given there. What is read into is `flow_memory`; what calls do is `flow_calls`.
+called, with its arguments there. Results go into `flow_memory`; the effects of calls are in `flow_calls`.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ _EACH = 8
 
 @dataclass
 class Scope:
-    """Names of one function, or of a module. own: the names that live here; cells: places of free variables, with what
-    is there; parent: of a function that is defined in code that is read. lasting: what is here outlives the round;
-    is_round: a `break` ends the training. first: the first parameter. left, gone: on what it depends that the rest of
-    the loop's body, or of the function, is done at all."""
+    """Names of one function, or of a module. own: names that live here; cells: places and contents of free variables;
+    parent: of a function that is defined in code that is read. lasting: the names outlive the round; is_round: a
+    `break` ends the training. first: the first parameter. left, gone: dependences of whether the rest of the loop's
+    body, or of the function, is done at all."""
 
     key: Any
     globals: Mapping[str, Any]
@@ -52,11 +52,11 @@ class Scope:
     results: list[Value] = field(default_factory=list)
 
     def leave(self, control: frozenset[Origin]) -> None:
-        """The rest of the loop's body is left out, under these conditions."""
+        """Note that the rest of the loop's body is left out, under these conditions."""
         self.left |= control
 
     def place(self, name: str) -> tuple[Origin, Any]:
-        """Where a name is, and what it stands for at the beginning."""
+        """Place of a name, and its value at the beginning."""
         if name in self.own:
             return ("name", self.key, name), self.live.get(name, MISSING)
         if name in self.cells:
@@ -76,7 +76,7 @@ class Closure:
 
 
 class CallReader(Protocol):
-    """What a call does."""
+    """Effects of calls."""
 
     def call(self, node: ast.Call, scope: Scope) -> Value:
         """The value of a call."""
@@ -85,15 +85,15 @@ class CallReader(Protocol):
         """Each value that an iterable gives."""
 
     def updated(self) -> None:
-        """The step's batches are used up."""
+        """Note that the step's batches are used up."""
 
     def operate(self, value: Value, name: str, given: Sequence[Value]) -> Value | None:
-        """What a method of the user's gives that Python calls by itself; None if there is none."""
+        """Result of a user's method that Python calls by itself; None if there is none."""
 
 
 @dataclass
 class Reader:
-    """Of one round. syntax: by kind of statement and expression, how it is read. notes: what could not be followed."""
+    """Reader of one round. syntax: handlers by kind of statement and expression. notes: things not followed."""
 
     memory: RoundMemory
     sources: SyntaxTrees
@@ -105,13 +105,13 @@ class Reader:
     _fresh: int = 0
 
     def ask(self, calls: CallReader) -> None:
-        """What calls do is to be asked here."""
+        """Set the source of calls' effects."""
         self.calls = calls
 
     # ---- functions
 
     def inline(self, node: Function, scope: Scope, given: Sequence[Value], named: Mapping[str, Value]) -> Value | None:
-        """The result of a function that is called with these; None if it is too deep. scope: its own, but for names."""
+        """Result of a function that is called with these; None if it is too deep. scope: its own, without its names."""
         if len(self._active) >= _DEEPEST or self._active.count(node) > 1:
             return None
         self._active.append(node)
@@ -128,12 +128,12 @@ class Reader:
         return joined(inner.results) if inner.results else Value()
 
     def fresh(self) -> Origin:
-        """The key of a scope that there was not before."""
+        """Key of a new scope."""
         self._fresh += 1
         return ("call", self._fresh)
 
     def scope_of(self, function: types.FunctionType, frames: Iterable[tuple[types.FrameType, Any]]) -> Scope:
-        """The scope of a live function. frames: with their keys, for a variable that one of them shares with it."""
+        """Scope of a live function. frames: with their keys, for variables shared with it."""
         cells = {}
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
             try:
@@ -178,7 +178,7 @@ class Reader:
     # ---- statements
 
     def block(self, statements: Sequence[ast.stmt], scope: Scope) -> None:
-        """One after the other; what follows a condition under which one leaves depends on that."""
+        """Read statements in order; statements after a conditional exit depend on its condition."""
         for statement in statements:
             self._count += 1
             if self._count > _MOST_STATEMENTS:
@@ -205,7 +205,7 @@ class Reader:
                 self._others(child, scope)
 
     def same(self, source: ast.expr, target: ast.expr, scope: Scope) -> None:
-        """What a name stands for is now what is stored elsewhere, too."""
+        """Note that a name now also stands for a value stored elsewhere."""
         if isinstance(source, ast.Name) and isinstance(target, ast.Subscript | ast.Attribute):
             place = scope.place(source.id)[0]
             if place in self.memory.values:
@@ -223,7 +223,7 @@ class Reader:
                 memory.read(place, scope.place(target.id)[1], target.id)
                 memory.write(place, value, title=memory.titles.get(place, target.id))
                 if _acts(value) and not (defines and scope.place(target.id)[1] is MISSING):
-                    memory.sink((place,))  # whoever calls it does something else from then on
+                    memory.sink((place,))  # its callers do something else from then on
             else:
                 memory.values[place] = value.with_deps(memory.control)
         elif isinstance(target, ast.Attribute):
@@ -240,7 +240,7 @@ class Reader:
             self.store(target.value, value, scope)
 
     def store_attribute(self, base: Value, name: str, value: Value, node: ast.expr, scope: Scope) -> None:
-        """Set an attribute of what this may be, or run what the user's class does instead."""
+        """Set an attribute, or run the user's class's own method for that."""
         memory = self.memory
         if base.flags & {"trained", "step"}:
             memory.sink(memory.use(value))
@@ -263,7 +263,7 @@ class Reader:
             memory.write(place, value, title=memory.titles[place], strong=len(base.objects) == 1)
 
     def grow(self, node: ast.expr, base: Value, given: Value, scope: Scope) -> None:
-        """What is made in this round holds something more: the name that it has knows."""
+        """Note under its name that an object made in this round holds something more."""
         if isinstance(node, ast.Subscript | ast.Attribute):
             node = node.value
         if isinstance(node, ast.Name) and not base.objects:
@@ -276,12 +276,12 @@ class Reader:
                     self.memory.copies.add(place)
 
     def operate(self, value: Value, names: Iterable[str], *given: Value) -> frozenset[Origin]:
-        """What the user's own operators say depends on these."""
+        """Dependences of the user's own operators."""
         found = [self.calls.operate(value, name, given) for name in names] if self.calls is not None else []
         return NOTHING.union(*(self.memory.use(one) for one in found if one is not None))
 
     def truth(self, node: ast.expr, scope: Scope) -> frozenset[Origin]:
-        """On what it depends whether this is true."""
+        """Dependences of whether this is true."""
         value = self.value(node, scope)
         return self.memory.use(value) | self.operate(value, ("__bool__", "__len__"))
 
@@ -289,7 +289,7 @@ class Reader:
         return self.calls.iterate(over, node) if self.calls is not None else Value(self.memory.use(over))
 
     def value(self, node: ast.expr, scope: Scope) -> Value:
-        """What an expression may be."""
+        """Possible values of an expression."""
         handler: Any = self.syntax.get(type(node))
         found: Value = handler(self, node, scope) if handler is not None else self.anything(node, scope)
         return found
@@ -303,7 +303,7 @@ class Reader:
         return Value(deps, flags=flags)
 
     def attribute_of(self, base: Value, name: str) -> Value:
-        """An attribute of what this may be."""
+        """An attribute of a value."""
         memory = self.memory
         if base.flags & {"step", "run"}:
             key = frozenset((STEP,)) if name == "number" else None
@@ -326,31 +326,31 @@ class Reader:
                     memory.write(mine, made, title=f"{base.title}.{name}", strong=False)
                 found.append(made.with_deps(memory.values[mine].deps))
             elif inner is MISSING and not memory.judge.of_user(thing) and place not in memory.values:
-                found.append(replace(base, title=f"{base.title}.{name}", key=None))  # a view of the same
+                found.append(replace(base, title=f"{base.title}.{name}", key=None))  # a view of the same memory
             else:
                 value = memory.read(place, inner, f"{base.title}.{name}")
                 value = value if value.title else replace(value, title=f"{base.title}.{name}")
-                whole = memory.values.get(("object", id(thing)), Value()).deps  # setattr, vars
+                whole = memory.values.get(("object", id(thing)), Value()).deps  # for setattr and vars
                 found.append(value.with_deps(base.deps | whole))
         if found:
             return replace(joined(found), homes=joined(found).homes | base.homes)
         return replace(base, items=None, element=None, codes=(), key=None, title=f"{base.title}.{name}")
 
     def run_function(self, function: types.FunctionType, given: Sequence[Value]) -> Value:
-        """The result of a live function of the user's."""
+        """Result of a live function of the user's."""
         node = self.sources.function(function.__code__)
         found = self.inline(node, self.scope_of(function, ()), given, {}) if node is not None else None
         return found or Value(frozenset().union(*(self.memory.use(v) for v in given)))
 
 
 def _acts(value: Value) -> bool:
-    """Whether it is a function."""
+    """Whether the value may be a function."""
     functions = (types.FunctionType, types.MethodType, functools.partial)
     return bool(value.codes) or any(isinstance(thing, functions) for thing in value.objects)
 
 
 def _is_shared(thing: Any) -> bool:
-    """Whether functions are found here by all that computes: a class, or a module, but not one of Everstep's."""
+    """Whether all code finds functions here: a class, or a module, but not one of Everstep's."""
     return isinstance(thing, type | types.ModuleType) and not _home_of(thing).startswith("everstep.")
 
 
@@ -364,12 +364,12 @@ def _first(node: Function) -> str:
 
 
 def bare(value: Value) -> frozenset[Origin]:
-    """The place that it is the bare value of, if there is one."""
+    """The place whose bare value this is, if there is one."""
     return value.key if value.key is not None else NOTHING
 
 
 def part_of(value: Value, k: int, count: int) -> Value:
-    """Item k of what is taken apart into so many."""
+    """Item k of a value that is unpacked into `count` items."""
     if value.items is not None and len(value.items) == count and -count <= k < count:
         return value.items[k].with_deps(value.deps - value.items[k].deps) if value.deps else value.items[k]
     flags = value.flags & {"trained", "copy", "step"}

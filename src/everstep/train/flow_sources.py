@@ -1,6 +1,6 @@
 """The source of functions and loops, as syntax trees: found by file and line, each file parsed once.
 
-Apart from what reads them, because here is all that touches files: `linecache`, which knows notebooks' cells, too.
+Apart from its readers, because only this touches files: `linecache`, which knows notebooks' cells, too.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ _MOST_CHARACTERS = 2_000_000
 
 @dataclass
 class SyntaxTrees:
-    """Of the user's files."""
+    """Syntax trees of the user's files."""
 
     _trees: dict[str, ast.Module | None] = field(default_factory=dict)
     _functions: dict[str, dict[tuple[str, int], Function]] = field(default_factory=dict)
 
     def tree(self, filename: str) -> ast.Module | None:
-        """None if there is no source that can be read."""
+        """Tree of a file; None if there is no readable source."""
         if filename not in self._trees:
             text = "".join(linecache.getlines(filename))
             try:
@@ -34,7 +34,7 @@ class SyntaxTrees:
         return self._trees[filename]
 
     def function(self, code: types.CodeType) -> Function | None:
-        """The definition of a function, None if it is not found."""
+        """Definition of a function, None if it is not found."""
         filename = code.co_filename
         if filename not in self._functions:
             tree = self.tree(filename)
@@ -71,7 +71,7 @@ def prepares(frame: types.FrameType) -> bool:
 
 
 def _inside(top: ast.AST) -> list[ast.AST]:
-    """All nodes of this scope, not of those within."""
+    """All nodes of this scope, without those of inner scopes."""
     found, left = [], list(ast.iter_child_nodes(top))
     while left:
         node = left.pop()
@@ -82,7 +82,7 @@ def _inside(top: ast.AST) -> list[ast.AST]:
 
 
 def names_of(node: Function) -> frozenset[str]:
-    """The names that are a function's own: its parameters, and what it assigns to."""
+    """A function's own names: its parameters, and the names that it assigns to."""
     arguments = node.args
     parameters = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
     found = {a.arg for a in (*parameters, *(x for x in (arguments.vararg, arguments.kwarg) if x is not None))}

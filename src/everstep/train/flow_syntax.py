@@ -1,4 +1,4 @@
-"""What statements and expressions mean, by kind, in the code of a round that is read.
+"""Meaning of statements and expressions, by kind, in the code of a round that is read.
 
 Apart from `flow_reader`, which reads functions and knows names, because this is a table.
 """
@@ -165,7 +165,7 @@ def _attribute(reader: Reader, node: ast.Attribute, scope: Scope) -> Value:
 
 
 def _shape(reader: Reader, base: Value, node: ast.expr) -> Value:
-    """What says nothing of a batch's numbers: the same in every step, as far as it is told apart by its value."""
+    """A property of a batch that does not depend on its numbers: equal in every step, if told apart by its value."""
     found = reader.attribute_of(base, node.attr) if isinstance(node, ast.Attribute) else base
     deps = reader.memory.use(found)
     if base.objects:
@@ -227,7 +227,7 @@ def _choice(reader: Reader, node: ast.IfExp, scope: Scope) -> Value:
 
 
 def _both(reader: Reader, node: ast.BoolOp, scope: Scope) -> Value:
-    """The next one is looked at if those before it say so."""
+    """Read `and` and `or`: later operands are read under the condition of the earlier ones."""
     deps = reader.truth(node.values[0], scope)
     flags = frozenset[str]()
     for part in node.values[1:]:
@@ -241,7 +241,7 @@ def _both(reader: Reader, node: ast.BoolOp, scope: Scope) -> Value:
 
 
 def _operation(reader: Reader, node: Any, scope: Scope) -> Value:
-    """Operators; the user's own are read."""
+    """Read operators; the user's own are read as functions."""
     parts = [node.left, *node.comparators] if isinstance(node, ast.Compare) else None
     parts = parts or ([node.operand] if isinstance(node, ast.UnaryOp) else [node.left, node.right])
     values = [reader.value(part, scope) for part in parts]
@@ -305,7 +305,7 @@ def _starred(reader: Reader, node: ast.Starred, scope: Scope) -> Value:
 
 
 def _callables(thing: Any) -> list[Any]:
-    """What can be called of what is in a container: one of these is chosen."""
+    """Callables in a container: one of them is chosen."""
     if type(thing).__module__ not in ("builtins", "collections") or not isinstance(thing, dict | list | tuple):
         return []
     inner = list(thing.values() if isinstance(thing, dict) else thing)[:_MOST_CHOICES]
@@ -328,7 +328,7 @@ def _item(thing: Any, index: ast.expr) -> Any:
 
 
 def _loaded(target: ast.expr) -> ast.expr:
-    """The same place, read."""
+    """The target as an expression that is read."""
     if isinstance(target, ast.Name):
         return ast.Name(target.id, ast.Load())
     if isinstance(target, ast.Attribute):

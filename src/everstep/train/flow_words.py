@@ -1,4 +1,4 @@
-"""What calls of functions and methods that are not the user's do, as far as their names say it."""
+"""Effects of functions and methods that are not the user's, as far as their names tell."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ CHANGING = _words(
 )
 """Methods that change their object."""
 FORGETTING = _words("clear popitem")
-"""Those that leave less."""
+"""Methods that remove content."""
 SILENT = _words("append appendleft extend extendleft insert clear sort reverse __setitem__ __setattr__")
-"""Those whose result says nothing."""
+"""Methods whose result tells nothing."""
 SILENT_HERE = _words("add update remove discard")
-"""Those whose result says nothing, of the builtin containers."""
+"""Methods whose result tells nothing, of the builtin containers."""
 SETTING = _words("train eval requires_grad_ zero_grad copy_ zero_ fill_")
-"""Those after which it does not matter what was there before."""
+"""Methods after which the old content does not matter."""
 ALIASING = _words(
     "parameters named_parameters buffers named_buffers modules named_modules children named_children "
     "state_dict values items get detach view reshape flatten view_as t transpose permute squeeze "
@@ -31,7 +31,7 @@ ALIASING = _words(
 )
 """Methods whose result shares something with their object."""
 PASSING = _words("list tuple iter reversed sorted filter chain from_iterable vars cast islice cycle set dict")
-"""Functions whose result shares something with what they are given."""
+"""Functions whose result shares something with their arguments."""
 DRAWS = _words(
     "rand randn randint randperm normal bernoulli multinomial rand_like randn_like randint_like random "
     "uniform choice choices shuffle sample gauss randrange permutation standard_normal getrandbits "
@@ -39,24 +39,24 @@ DRAWS = _words(
 )
 """Draws from a global generator."""
 SEEDS = _words("manual_seed seed manual_seed_all set_rng_state setstate set_state seed_everything")
-"""What sets a global generator."""
+"""Functions that set a global generator."""
 SHAPES = _words("shape dtype device ndim")
-"""What of a tensor says nothing of its numbers."""
+"""Attributes of a tensor that do not depend on its numbers."""
 COPIES = _words("deepcopy copy clone parameters_to_vector state_dict")
-"""What copies."""
+"""Functions that copy."""
 WRITES = _words("save dump write_text write_bytes savez savetxt to_csv rename replace touch")
-"""What writes a file."""
+"""Functions that write a file."""
 READS = _words("load read_text read_bytes loadtxt read_csv fromfile exists is_file")
-"""What reads one."""
+"""Functions that read a file."""
 FIRST_CHANGED = _words(
     "heappush heappop heapify shuffle copyto delattr vector_to_parameters insort insort_left "
     "insort_right setitem delitem iadd isub imul itruediv pack_into"
 )
 """Functions that change their first argument."""
 EXITS = _words("exit _exit quit")
-"""What ends the process."""
+"""Functions that end the process."""
 TOGETHER = _words("evaluate barrier")
-"""What all workers must do in the same step."""
+"""Acts that all workers must do in the same step."""
 OPERATORS = {
     **{k: (f"__{n}__", f"__r{n}__") for k, n in (("Add", "add"), ("Sub", "sub"), ("Mult", "mul"), ("Div", "truediv"))},
     **{k: (f"__{n}__", f"__r{n}__") for k, n in (("FloorDiv", "floordiv"), ("Mod", "mod"), ("Pow", "pow"))},
@@ -69,4 +69,4 @@ OPERATORS = {
 CONVERTS = {n: (f"__{n}__",) for n in ("bool", "float", "int", "len", "abs", "round", "str", "iter", "next")}
 """By builtin function, the methods that it calls."""
 REFUSING = _words("pop popleft popitem get_nowait remove index fetchone")
-"""Methods that may raise, of what holds nothing more."""
+"""Methods that may raise if nothing is left in the object."""

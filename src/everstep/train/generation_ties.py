@@ -1,6 +1,6 @@
-"""One worker's ties to the rest of the job: how it says hello, hears, repeats, meets the members, and leaves.
+"""One worker's ties to the rest of the job: hello, messages, repeats, meetings of the members, and the end.
 
-Apart from what it trains: nothing here touches a tensor.
+Apart from training: nothing here touches a tensor.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ _FOREVER = 1 << 62
 
 @dataclass(eq=False)
 class GenerationTies:
-    """Between the control connection and the driver.
+    """Ties between the control connection and the driver.
 
-    serve: answers a peer's request, in a thread of its own. profile: told in the control thread what is to be recorded.
+    serve: answers a peer's request, in a thread of its own. profile: called in the control thread with requests to
+    record.
     """
 
     _view: WorkerView
@@ -46,7 +47,7 @@ class GenerationTies:
     _imports: LateImports = field(default_factory=LateImports)
 
     def handlers(self) -> dict[type, Callable[[Any], Any]]:
-        """What it does for the driver."""
+        """Operations and effects that this carries out."""
         link, cutter = self._view.link, self._view.cutter
         return {
             do.Exchange: self._exchange,
@@ -67,7 +68,7 @@ class GenerationTies:
         link.connect(lambda: self._hello(member), self._deliver, self._reconnected)
 
     def gather(self, data: bytes) -> Mapping[int, bytes]:
-        """All members' data, the same at every member. Once the job has ended everybody is alone."""
+        """All members' data, equal at every member. Once the job has ended each worker is alone."""
         alone = {self._view.me: data}
         if self._view.ended:
             return alone
@@ -76,19 +77,19 @@ class GenerationTies:
         return gathered(records) if records else alone
 
     def members(self) -> tuple[int, tuple[int, ...]]:
-        """Own worker id, and everybody's as of now."""
+        """Own worker id, and the ids of all present members."""
         plan, me = self._view.plan, self._view.me
         return me, plan.worker_ids if plan is not None and not self._view.ended else (me,)
 
     # ---- from any thread
 
     def tell(self, message: wire.AnyMessage) -> None:
-        """Something that is no part of the driver's conversation; it is repeated likewise."""
+        """Send a message that is no part of the driver's conversation; it is repeated after a reconnect, too."""
         self._late = (*self._late[1 - _LATE :], message)
         self._view.link.tell(message)
 
     def _serve_peer(self, connection: PeerConnection, request: dict[str, Any]) -> None:
-        """In a thread of its own."""
+        """Answer a peer's request, in a thread of its own."""
         try:
             self._serve(connection, request)
         finally:
@@ -110,13 +111,13 @@ class GenerationTies:
         return hello, standing.plan
 
     def _reconnected(self) -> None:
-        """What was handed to a connection that then broke may be lost: say it again."""
+        """Send messages again: those given to a connection that then broke may be lost."""
         self._rendezvous.repeat()
         for message in (*self._view.driver.standing.messages, *self._late):
             self._view.link.tell(message)
 
     def _deliver(self, message: wire.AnyMessage) -> None:
-        """In the control thread."""
+        """Take a message, in the control thread."""
         link = self._view.link
         if isinstance(message, PlanAsked):
             me, plan = link.me, self._view.driver.standing.plan
@@ -131,7 +132,7 @@ class GenerationTies:
         self._rendezvous.observe(message)
         self._executor.deliver(message)
 
-    # ---- what the driver asks
+    # ---- the driver's requests
 
     def _exchange(self, operation: do.Exchange) -> Mapping[int, bytes]:
         tag, plan = operation.tag, self._view.plan
@@ -142,7 +143,7 @@ class GenerationTies:
         return self._view.transport.exchange(tag, operation.payload)
 
     def telling_imports(self, reduce: Callable[[do.Reduce], Any]) -> Callable[[do.Reduce], Any]:
-        """The same, after what was imported since was told."""
+        """The reduction, with new imports reported before it."""
 
         def told(operation: do.Reduce) -> Any:
             self._tell_imports(operation.step, operation.plan)
@@ -151,8 +152,9 @@ class GenerationTies:
         return told
 
     def _tell_imports(self, step: int, plan: Plan | None) -> None:
-        """What was imported since: lanes may have been computed with it, so nobody gets any of them before the
-        coordinator has compared it. Raises: CollectiveAborted if this worker is refused, or a newer plan comes."""
+        """Report new imports: lanes may have been computed with them, so no member gets any of these lanes before the
+        coordinator has compared the imports. Raises: CollectiveAborted if this worker is refused, or a newer plan
+        comes."""
         more, link = self._imports.more(), self._view.link
         if more is None:
             return
@@ -161,10 +163,10 @@ class GenerationTies:
             key = f"generation{plan.generation}/imported/{link.me.worker_id}/{step}"
             self._rendezvous.set_key(key, b"1")
             if self._rendezvous.get_keys([key]) is None:
-                raise CollectiveAborted("what was imported is not what the others have, or a newer plan has come")
+                raise CollectiveAborted("this worker imported other code than the others, or a newer plan has come")
 
     def _entered(self, effect: do.EnteredPlan) -> None:
-        """All have settled. Raises: DeterminismError if the job would begin with something else than it was to."""
+        """All have settled. Raises: DeterminismError if the job would begin from another state than it should."""
         plan, number, link = effect.plan, effect.step, self._view.link
         stages, role = plan.stages_of(self._view.me), plan.role_of(self._view.me)
         stage = stages[0] if stages else None
@@ -183,11 +185,10 @@ class GenerationTies:
 
 
 class Rendezvous:
-    """The store with which connections and NCCL groups find together: kept by the coordinator, per generation.
+    """The store through which connections and NCCL groups meet: kept by the coordinator, per generation.
 
     Sets and gets keys through control messages; keys begin with "generation<g>/". Two threads meet here: the training
-    thread waits for keys, the control thread brings them, or the news that the generation is over, which frees whoever
-    waits.
+    thread waits for keys; the control thread brings them, or the news that the generation is over, which ends the wait.
     """
 
     def __init__(self, tell: Callable[[wire.AnyMessage], None]) -> None:
@@ -202,7 +203,7 @@ class Rendezvous:
     # ---- training thread
 
     def set_key(self, key: str, value: bytes) -> None:
-        """Returns at once."""
+        """Set a key; returns at once."""
         message = wire.StoreSet(generation=_generation(key), key=key, value=value)
         with self._changed:
             self._set = {k: m for k, m in self._set.items() if m.generation >= message.generation}
@@ -210,7 +211,7 @@ class Rendezvous:
         self._tell(message)
 
     def get_keys(self, keys: list[str]) -> list[bytes] | None:
-        """Blocks until all are set; None once a newer plan has come."""
+        """Values of these keys. Blocks until all are set; None once a newer plan has come."""
         generation = _generation(keys[0])
         request = next(self._requests)
         message = wire.StoreGet(request=request, generation=generation, keys=keys)
@@ -229,7 +230,7 @@ class Rendezvous:
     # ---- control thread
 
     def observe(self, message: wire.AnyMessage) -> None:
-        """See everything that comes from the coordinator."""
+        """Take note of each message of the coordinator."""
         with self._changed:
             if isinstance(message, wire.StoreValues):
                 if message.request in self._asked:
@@ -243,7 +244,7 @@ class Rendezvous:
             self._changed.notify_all()
 
     def repeat(self) -> None:
-        """After a reconnect: a coordinator that was restarted has an empty store."""
+        """Repeat all requests after a reconnect: a coordinator that was restarted has an empty store."""
         with self._changed:
             again: list[wire.AnyMessage] = [*self._set.values(), *self._asked.values()]
         for message in again:

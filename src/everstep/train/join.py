@@ -45,14 +45,14 @@ _conclude: Conclude | None = None
 
 
 def launched_with(link: LaunchedLink, conclude: Conclude) -> None:
-    """Told by the worker before it runs a script: `join` belongs to this job. conclude: the script's rehearsal."""
+    """Called by the worker before it runs a script: `join` belongs to this job. conclude: the script's rehearsal."""
     global _conclude
     _enter(link)
     _conclude = conclude
 
 
 def rehearsed_with(link: LifeLink) -> None:
-    """Told before a script is rehearsed: `join` belongs to this life."""
+    """Called before a script is rehearsed: `join` belongs to this life."""
     _enter(link)
 
 
@@ -68,7 +68,7 @@ def was_called() -> bool:
 
 
 def hold(words: wire.WorkerFailed) -> None:
-    """The script has raised; what it holds may be needed."""
+    """The script has raised; its state may be needed."""
     if _run is not None:
         _run.hold(words)
 
@@ -113,27 +113,27 @@ def join(
 ) -> Run:
     """Make this process a worker of a job, and return the job's steps to iterate over.
 
-    The global batch is `lanes` x `micro_batch` samples, whoever computes them. `state`: anything else to be healed and
-    saved: what everstep.state(best=1e9, wait=0) returns, or, by name, such objects and others with state_dict and
-    load_state_dict. `units`: the finest cuts of the model, in order.
-    `config`: further keys of the config (steps=..., epochs=..., precision=..., seed=...). Under `everstep run`, keys
-    given there win. `run_dir`: where a job of one worker writes, if anywhere;
-    it takes checkpoints there, and goes on from the newest one when the script is run again. What this process writes
-    from then on, there and elsewhere, is readable by its owner alone, as in launched workers; os.umask changes that.
+    The global batch is `lanes` x `micro_batch` samples, whichever workers compute them. `state`: anything else to heal
+    and save: the result of everstep.state(best=1e9, wait=0), or, by name, such objects and others with state_dict and
+    load_state_dict. `units`: the finest cuts of the model, in order. `config`: further keys of the config (steps=...,
+    epochs=..., precision=..., seed=...). Under `everstep run`, keys given there win. `run_dir`: where a job of one
+    worker writes, if anywhere; it takes checkpoints there, and goes on from the newest one when the script is run
+    again. All files that this process writes from then on, there and elsewhere, are readable by their owner alone, as
+    in launched workers; os.umask changes that.
 
-    What else the loop keeps from step to step begins anew in a worker that is resumed or healed, so a script is
-    rehearsed before its first step, and refused if it does (`rehearse=False` does not look). `ignore`: what it may
-    keep for itself, as objects or as names ("meter", "trainer.history").
+    Other values that the loop keeps from step to step are lost in a worker that is resumed or healed, so a script is
+    rehearsed before its first step, and refused if it keeps any (`rehearse=False` skips this). `ignore`: values that it
+    may keep all the same, as objects or as names ("meter", "trainer.history").
 
-    Build the model after seeding (torch.manual_seed(...)), so that a run by itself starts from the same weights; a
-    job seeds every worker alike before it runs the script.
+    Build the model after seeding (torch.manual_seed(...)), so that a run by itself starts from the same weights; a job
+    seeds every worker alike before it runs the script.
 
     In a process that torchrun, srun, mpirun or the like has started as one of several, this does not return: all of
-    them become one job (`everstep run` of the script), whose workers run the script from its beginning. So what stands
-    before `join` is done once more, and what follows it by workers alone.
+    them become one job (`everstep run` of the script), whose workers run the script from its beginning. So the code
+    before `join` is run again, and the code after it by workers alone.
 
-    Raises: ConfigError for what cannot work, in one line; SystemExit (2) after such a line in a process that could be
-    no part of one job.
+    Raises: ConfigError, in one line, for arguments that cannot work; SystemExit (2) after such a line in a process that
+    cannot be part of one job.
     """
     global _called, _run
     if _called and _launched is not None:
@@ -164,7 +164,7 @@ def join(
 
 
 def _link(given: Mapping[str, Any], run_dir: Path | None) -> WorkerLink:
-    """This process's ties to the job, with all that is known of its config by now."""
+    """This process's link to the job, with all that is known of its config by now."""
     if _launched is not None:
         _launched.fill_up(
             _alone(given) if isinstance(_launched, LifeLink) and not _launched.launched else _merge(_launched, given)
@@ -185,7 +185,7 @@ def _link(given: Mapping[str, Any], run_dir: Path | None) -> WorkerLink:
 
 
 def _await_rehearsal(link: WorkerLink) -> str:
-    """Returns why the script was not rehearsed, "" if it was or need not be. Raises: ConfigError."""
+    """Wait for the rehearsal; returns why there was none, "" if there was or need not be. Raises: ConfigError."""
     if _conclude is not None:
         note = _conclude()
         return note if link.config.rehearse else ""
@@ -195,7 +195,7 @@ def _await_rehearsal(link: WorkerLink) -> str:
 
 
 def _tell_ledger(link: WorkerLink, dataset: Any) -> None:
-    """Write down what only the script knew: without it nobody could check the ledger."""
+    """Write down facts that only the script knew: without them nobody could check the ledger."""
     if link.run_dir is None or not hasattr(dataset, "__len__"):
         return
     config = link.config
@@ -224,7 +224,7 @@ def _alone(given: Mapping[str, Any]) -> Config:
 
 
 def _merge(link: LaunchedLink | LifeLink, given: Mapping[str, Any]) -> Config:
-    """The job's config, filled up with what the script gives and the user has not set."""
+    """The job's config, filled up with the script's values for keys that the user has not set."""
     job = to_dict(link.config)
     own = {k: v for k, v in given.items() if v is not None and k not in link.job.get("explicit", ())}
     if size := link.job.get("batch_size"):

@@ -1,6 +1,6 @@
-"""The numerics fingerprint: what this process computes with, as bits of fixed small kernels and in words.
+"""The numerics fingerprint of this process: the bits of fixed small kernels, and words.
 
-Inputs are an arithmetic pattern and nothing is set, so no generator, flag or thread count is other than before.
+Inputs are an arithmetic pattern and nothing is set, so generators, flags and thread counts stay as they were.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ _NARROWED = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS"
 
 @functools.cache
 def kernels_of(precision: str, device: torch.device, threads: int) -> Kernels:
-    """Of this process, computed once. threads: those that torch was set to; precision: of the job's config."""
+    """Fingerprint of this process, computed once. threads: torch's setting; precision: the config's."""
     found = [_bits(kernel) for kernel in _kernels(_LOW.get(precision, torch.float32), device)]
     return Kernels(digest_bytes(b"".join(found)), _words(device), threads, _versions(device))
 
 
 def _bits(kernel: Callable[[], Tensor]) -> bytes:
-    """Of what it computes; where this torch lacks it, of that."""
+    """Bytes of a kernel's result; the error's name if this torch lacks the kernel."""
     try:
         with torch.no_grad():
             return kernel().contiguous().cpu().reshape(-1).view(torch.uint8).numpy().tobytes()
@@ -42,8 +42,8 @@ def _bits(kernel: Callable[[], Tensor]) -> bytes:
 
 
 def _kernels(low: torch.dtype, device: torch.device) -> Iterator[Callable[[], Tensor]]:
-    """What training spends its time in, each large enough for vectors of all widths to end in other sums. low: the
-    type of matrix products, convolutions and attention."""
+    """Kernels in which training spends its time, each large enough for vectors of all widths to give different sums.
+    low: type of matrix products, convolutions and attention."""
     # 2654435761 / 2^32 is the golden ratio: no two numbers alike, all of them exact in float32.
     pattern = (np.arange(1 << 15, dtype=np.uint32) * np.uint32(2654435761) >> np.uint32(8)).astype(np.float32)
     source = torch.from_numpy(pattern / np.float32(1 << 23) - np.float32(1)).to(device)

@@ -1,4 +1,4 @@
-"""Calls that belong to a plain training loop and not to this one: each is named where it is made, with what to write.
+"""Calls that belong to a plain training loop and not to this one: each is refused where it is made, with a remedy.
 
 Apart from `run` because it reaches into torch: while the loop runs, `Tensor.backward`, gradient clipping, `zero_grad`
 and the optimizer's `step` ask here first. Otherwise they would do nothing, or spoil a sum of gradients that waits in
@@ -25,18 +25,18 @@ _REMEDIES = {
     "that, and set precision='fp16')",
     "scheduler.step()": "remove it: a scheduler that join was given is stepped once per update; if it is yours, do not "
     "pass it to join but as state={'scheduler': scheduler}",
-    "zero_grad()": "remove it: gradients are cleared by themselves",
-    "gradient clipping": "remove it, and give join(clip_norm=...): what is in .grad is one lane's, not the batch's",
+    "zero_grad()": "remove it: gradients are cleared automatically",
+    "gradient clipping": "remove it, and give join(clip_norm=...): .grad holds one lane's gradient, not the batch's",
 }
 
 
 def refused(what: str) -> TaskError:
-    """The error for a call that must not be made in the loop."""
+    """Error for a call that must not be made in the loop."""
     return TaskError(f"{what} was called in the loop: {_REMEDIES[what]}")
 
 
 class LoopGuard:
-    """Of one model and its optimizer, while the loop runs."""
+    """Guard of one model and its optimizer, while the loop runs."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, updating: Callable[[], bool]) -> None:
         """updating: whether the optimizer is being stepped for the loop."""
@@ -50,7 +50,7 @@ class LoopGuard:
         hook = self._optimizer.register_step_pre_hook(self._before_step)
         self._undo.callback(hook.remove)
         for thing in (self._optimizer, self._model):
-            self._replace(vars(thing), "zero_grad", _refusing("zero_grad()"))
+            self._replace(vars(thing), "zero_grad", _refusing_call("zero_grad()"))
         backward: Callable[..., Any] = torch.Tensor.backward
 
         def guarded(tensor: torch.Tensor, *args: Any, **more: Any) -> None:
@@ -62,8 +62,8 @@ class LoopGuard:
         self._undo.callback(setattr, torch.Tensor, "backward", backward)
         for name in _CLIPPING:
             if name in vars(clip_grad):
-                self._replace(vars(clip_grad), name, _refusing("gradient clipping"))
-        self._replace(vars(torch.nn.utils), "clip_grad_value_", _refusing("gradient clipping"))
+                self._replace(vars(clip_grad), name, _refusing_call("gradient clipping"))
+        self._replace(vars(torch.nn.utils), "clip_grad_value_", _refusing_call("gradient clipping"))
 
     def __exit__(self, *_: object) -> None:
         """The loop is over."""
@@ -80,7 +80,7 @@ class LoopGuard:
         self._undo.callback(lambda: names.pop(name) if before is missing else names.update({name: before}))
 
 
-def _refusing(what: str) -> Callable[..., Any]:
+def _refusing_call(what: str) -> Callable[..., Any]:
     def refuse(*_: Any, **__: Any) -> Any:
         raise refused(what)
 

@@ -1,8 +1,9 @@
-"""What the user's loop changes (`state=` of join, and how the model is set), as it was at two moments of each round.
+"""State that the user's loop changes (`state=` of join, and the model's settings), as it was at two moments of each
+round.
 
-A worker that gets a step's state enters the loop's body for that step once more, and the donor's loop has gone on by
-then. So it begins from what held when the donor entered that body, and from its batches on, of which none are left, has
-what held right after the update: what stands before the batches is done once, and what stands after them, too.
+A worker that gets a step's state enters the loop's body for that step again, and the donor's loop has gone on by then.
+So the body begins with the state at the moment when the donor entered it. From its batches on, of which none are left,
+it has the state right after the update. So the code before the batches is done once, and so is the code after them.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from everstep.train.view import Stages
 
 @dataclass
 class _Entry:
-    """The body of a step's round was entered. given: what others have told of it, packed; else it was here."""
+    """The entry into the body of a step's round. given: another worker's copy, packed; None: it was here."""
 
     number: int
     given: bytes | None = None
@@ -29,7 +30,7 @@ class _Entry:
 
 
 class LoopState:
-    """Of one worker."""
+    """Loop state of one worker."""
 
     def __init__(self, stages: Stages) -> None:
         self._stages = stages
@@ -42,22 +43,22 @@ class LoopState:
         self.survey: LoopSurvey | None = None
 
     def watch(self, survey: LoopSurvey) -> None:
-        """What else the loop changes is looked at with each checkpoint."""
+        """Set the survey, which looks with each checkpoint for other changes of the loop."""
         self.survey = survey
 
     def changed(self) -> tuple[str, ...]:
-        """The names of what was found to have changed, and is not carried."""
+        """Names that were found to have changed, and are not carried."""
         return self.survey.changed if self.survey is not None else ()
 
     def refuse(self, names: Sequence[str], where: str) -> None:
-        """This worker's loop begins anew, with a state in which these had changed. Raises: ConfigError."""
+        """This worker's loop starts over, with a state in which these had changed. Raises: ConfigError."""
         if self.survey is not None and names:
             self.survey.refuse(names, where)
 
     # ---- the moments of a round
 
     def begin(self, prepares: bool) -> None:
-        """The loop is about to begin. prepares: it may do something in its body before it comes to the batches."""
+        """The loop is about to begin. prepares: its body may do something before it comes to the batches."""
         parts = self._stages.only.parts
         self._stages.only.state.settings.begin()
         self._standing = StandingTensors(parts.model, parts.optimizer) if prepares else None
@@ -75,7 +76,7 @@ class LoopState:
         self._entries = [_Entry(number, None, copy, moment), *self._entries]
 
     def enter_again(self, number: int) -> None:
-        """The same, for a step that is done: `reach` puts back what holds after it."""
+        """The loop's body is about to be entered for a step that is done: `reach` puts back the state after it."""
         if self._standing is None:
             return
         self._standing.begin()
@@ -95,7 +96,7 @@ class LoopState:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Meanwhile it is not the loop that changes tensors. Raises: as `reach`."""
+        """While inside, changes of tensors are not the loop's. Raises: as `reach`."""
         stood = False
         if self._standing is not None:
             self._standing.check()
@@ -107,17 +108,17 @@ class LoopState:
     def remember(self, number: int) -> None:
         """The state is that of this step, and the loop does not know it yet."""
         replica = self._stages.any
-        if self._step != number:  # whoever stays at a step has gone on since
+        if self._step != number:  # a loop that stays at a step has gone on since
             self._again = b""
             replica.state.settings.after_update()
             if replica.application.extras:
                 self._copy.take(replica.application)
         self._step = number
 
-    # ---- for others, and from them
+    # ---- exchange with other workers
 
     def after(self, number: int) -> bytes:
-        """Right after this step's update; empty if the loop has no state, or the update is not the newest."""
+        """State right after this step's update; empty if the loop has none, or the update is not the newest."""
         if self._step != number:
             return b""
         if self._again:
@@ -126,7 +127,7 @@ class LoopState:
         return self._packed(self._copy, settings.after())
 
     def entered(self, number: int) -> bytes:
-        """When the loop's body was entered for this step; empty if it has no state, or that is not known any more."""
+        """State at the entry into the loop's body for this step; empty if there is none, or it is lost."""
         entry = next((e for e in self._entries if e.number == number), None)
         if entry is None or entry.given is not None:
             return (entry.given or b"") if entry is not None else b""
@@ -140,11 +141,12 @@ class LoopState:
         return pack_state(replica.application, settings) if settings or replica.state.settings.now() else b""
 
     def told(self, number: int) -> bytes:
-        """For whoever gets the state of this step: `after` and `entered`; empty if the loop has no state."""
+        """State for a worker that gets the state of this step: `after` and `entered`; empty if the loop has no
+        state."""
         return self._joined(self.after(number), number)
 
     def fed(self, number: int) -> bytes:
-        """For whoever follows, which does not run this loop: what holds before this step's update, and `entered`."""
+        """State for a follower, which does not run this loop: the state before this step's update, and `entered`."""
         return self._joined(pack_state(self._stages.any.application), number)
 
     def _joined(self, state: bytes, number: int) -> bytes:
@@ -152,13 +154,13 @@ class LoopState:
         return with_entry(state or pack_state(self._stages.any.application, {}), entry) if entry else state
 
     def take(self, data: bytes, number: int) -> None:
-        """Take on what `told` or `fed` has given. Who is at this step already has its own rounds."""
+        """Take on state from `told` or `fed`. A worker that is at this step already keeps its own rounds."""
         entry = unpack_state(self._stages.any.application, data)
         if self._step != number:
             self._entries = [_Entry(number, entry)]
 
     def take_entered(self, data: bytes) -> None:
-        """Take on what `entered` has given of the step that comes next."""
+        """Take on state from `entered` for the next step."""
         if data:
             unpack_state(self._stages.any.application, data)
 

@@ -1,8 +1,8 @@
-"""What a running loop has changed beside what `join` carries: looked at with each checkpoint, off the step's path.
+"""Changes of a running loop beside the state that `join` carries: looked for with each checkpoint, off the step's path.
 
-The first look is before the first step of a life, the second after its first steps, which the rehearsal answers for.
-What is the same in both and another later, and is harmless by no code that was read, a resumed worker would lose. Apart
-from the rehearsal because this is about the job itself, for as long as it lasts.
+The first look is before the first step of a life, the second after its first steps, for which the rehearsal is
+responsible. A value that is the same in both and different later is lost on resume, unless code that was read shows it
+to be harmless. Apart from the rehearsal because this is about the job itself, for as long as it lasts.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from everstep.train.restarts import differing, is_one_of
 from everstep.train.view import WorkerView
 
 CHANGED = "changed"
-"""Part of a checkpoint: the names that had changed, with what was not looked at."""
+"""Part of a checkpoint: names that had changed, and names that were not looked into."""
 LIMIT_S = 0.1
 _FIRST_LIMIT_S = 0.05
 _PATIENCE_S = 1.0
@@ -42,8 +42,8 @@ class _Recorded(msgspec.Struct):
 
 @dataclass
 class LoopSurvey:
-    """Of one life. carried: what `join` carries, as it is then; trained: the same, for the reading of code. tell: says
-    a sentence to the user."""
+    """Survey of one life. carried: gives the present objects that `join` carries; trained: the same, for the reading of
+    code. tell: says a sentence to the user."""
 
     carried: Callable[[], Carried]
     trained: Trained
@@ -63,7 +63,7 @@ class LoopSurvey:
             self._first = self._look(frames, _FIRST_LIMIT_S)
             try:
                 self._read = read_loop(frames, self.trained)
-            except Exception as error:  # the user's objects may raise wherever they are looked at
+            except Exception as error:  # the user's objects may raise at any look
                 self._read = Read(notes=(f"the loop ({type(error).__name__})",))
         elif self._turns == _STEPS:
             self._moving = differing(self._first, self._look(loop_frames(frame), LIMIT_S))
@@ -77,7 +77,7 @@ class LoopSurvey:
             self._thread.start()
 
     def record(self) -> dict[str, bytes]:
-        """What is to be said in the checkpoint. Waits for the look that goes on, not in the training thread."""
+        """Entry for the checkpoint. Waits for a look that is under way; not called in the training thread."""
         if self._thread is not None:
             self._thread.join(_PATIENCE_S)
         if not self.changed:
@@ -86,7 +86,7 @@ class LoopSurvey:
         return {CHANGED: json.dumps(said).encode()}
 
     def refuse(self, names: Sequence[str], where: str) -> None:
-        """A loop that begins anew goes on from a state in which these had changed.
+        """Check a state in which these had changed, for a loop that starts over.
 
         Raises: ConfigError if one of them may not be lost.
         """
@@ -95,7 +95,7 @@ class LoopSurvey:
         if lost:
             raise ConfigError(
                 f"{where}: the loop had changed {', '.join(lost[:5])}, which join does not carry, so this worker would "
-                "go on with other values: give join state=everstep.state(...) that holds it, or "
+                "go on with different values: give join state=everstep.state(...) that holds it, or "
                 f"ignore={lost[:5]!r} if no later step depends on it"
             )
 
@@ -124,7 +124,7 @@ class LoopSurvey:
 
 
 def recorded(data: bytes | None) -> tuple[str, ...]:
-    """The names that a checkpoint says."""
+    """Changed names in a checkpoint's entry."""
     if not data:
         return ()
     try:
@@ -134,7 +134,7 @@ def recorded(data: bytes | None) -> tuple[str, ...]:
 
 
 def _whole(name: str) -> str:
-    """A container, rather than what lies in it."""
+    """Name of the container, rather than of its element."""
     return name.split("[")[0]
 
 

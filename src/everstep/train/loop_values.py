@@ -1,4 +1,4 @@
-"""`everstep.state`: what a loop keeps from step to step, as attributes of one object that `join` carries."""
+"""`everstep.state`: values that a loop keeps from step to step, as attributes of one object that `join` carries."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class LoopValues:
         return f"everstep.state({', '.join(f'{name}={value!r}' for name, value in vars(self).items())})"
 
     def state_dict(self) -> dict[str, Any]:
-        """All attributes; of an object with a state of its own, that state."""
+        """All attributes; for an object with a state of its own, that state."""
         found: dict[str, dict[str, Any]] = {_VALUES: {}, _OBJECTS: {}}
         for name, value in vars(self).items():
             state = _state_of(value)
@@ -34,7 +34,7 @@ class LoopValues:
         return found
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The attributes are those that were saved: others that there are by now go."""
+        """Restore the attributes; present ones that were not saved are removed."""
         values, objects = dict(state[_VALUES]), dict(state[_OBJECTS])
         for name in list(vars(self)):
             if name not in values and name not in objects:
@@ -47,7 +47,8 @@ class LoopValues:
 
 
 def state(**values: Any) -> LoopValues:
-    """What your loop keeps from step to step: give it to join as `state=`, and read and write its attributes.
+    """Values that your loop keeps from step to step: give the result to join as `state=`, and read and write its
+    attributes.
 
     It is saved with every checkpoint, and a worker that is resumed or healed goes on with it.
     """
@@ -55,13 +56,13 @@ def state(**values: Any) -> LoopValues:
 
 
 def held(extras: Mapping[str, Any]) -> list[Any]:
-    """All that is carried beside the model: what `join` was given, and what is in it."""
+    """All objects that are carried beside the model: those given to `join`, and their contents."""
     found = list(extras.values())
     return [*found, *(v for thing in found if isinstance(thing, LoopValues) for v in vars(thing).values())]
 
 
 def _refill(value: Any, saved: Any) -> bool:
-    """Put what was saved into the present object, for the loop may have other names for it. False if it cannot be."""
+    """Put a saved value into the present object, because the loop may have other names for it. False if that fails."""
     if type(value) is not type(saved):
         return False
     if isinstance(value, torch.Tensor) and (value.shape, value.dtype) == (saved.shape, saved.dtype):
@@ -81,7 +82,7 @@ def _refill(value: Any, saved: Any) -> bool:
 
 
 def _state_of(value: Any) -> Any:
-    """None if the value is its own state."""
+    """State of the value; None if the value is its own state."""
     if callable(getattr(type(value), "load_state_dict", None)):
         return value.state_dict()
     if isinstance(value, torch.Generator):

@@ -1,4 +1,4 @@
-"""Where a script makes what its names stand for. Pure but for reading the script."""
+"""Places where a script makes the objects behind its names. Pure but for reading the script."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from everstep.train.restarts import Finding
 
 
 class Places:
-    """Where a script makes what its names stand for: the first assignment, else the call of `join`."""
+    """Places where a script makes the objects behind its names: the first assignment, else the call of `join`."""
 
     def __init__(self, script: str) -> None:
         self._file = os.path.basename(script)

@@ -1,7 +1,7 @@
 """Forward and backward passes of one part of the model, with several lanes in flight.
 
 Between the passes a lane keeps its graph, its buffers (`BufferGuard`) and its place in the seeding; or, with
-recomputation, only what went in. The first lane of all is computed twice, to see that it gives the same bits.
+recomputation, only its input. The very first lane is computed twice, to check that it gives the same bits.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from everstep.train.stage import StageSpec
 from everstep.train.task import where
 
 Scaled = tuple[Tensor, float, float]
-"""(what backward starts from, loss as a sum in units of the weight, weight)."""
+"""(start of backward, loss as a sum in units of the weight, weight)."""
 
 NOT_DETERMINISTIC = (
-    "the model or the loss uses an operation or a random source that is not deterministic (one seeded by time or by "
-    "os.urandom, say); use torch's, numpy's or random's global generators"
+    "the model or the loss uses an operation or a random source that is not deterministic (for example one seeded by "
+    "time or os.urandom): use torch's, numpy's or random's global generators"
 )
 
 
 def computed_otherwise(step: int, lane: int, what: str, where: str = "") -> DeterminismError:
-    """A worker has computed a lane twice."""
+    """Error for a lane that a worker has computed twice, with different results."""
     return DeterminismError(
         f"lane {lane} of step {step} was computed twice{where} and gave different {what}: {NOT_DETERMINISTIC}"
     )
@@ -45,14 +45,13 @@ def computed_otherwise(step: int, lane: int, what: str, where: str = "") -> Dete
 
 @dataclass(frozen=True)
 class Lane:
-    """A lane in one part, from its forward to its backward pass. inputs: of the part before, None at the first one.
+    """A lane in one part, from its forward to its backward pass. inputs: from the part before, None at the first one.
 
-    batch: used at the first and at the last part; `share` is how full it is. keep: hold the graph; else only what goes
-    in, and `recompute` comes before `backward`. probe: it is computed twice, the second time in its backward pass.
-    repeats: of a trial, the lane that it repeats: nothing of it counts. said: what it has given so far, if that is to
-    be told.
-    The rest is what its forward pass made: the graph begins at `entry` (None: with nothing that wants a gradient), and
-    ends with the outputs for the next part, or with the loss.
+    batch: used at the first and at the last part; `share`: how full it is. keep: hold the graph; otherwise only the
+    input, and `recompute` comes before `backward`. probe: set if it is computed twice, the second time in its backward
+    pass. repeats: lane that a trial repeats; nothing of the trial counts. said: digests of its results so far, if they
+    are to be reported. The other fields are made by its forward pass: the graph begins at `entry` (None: nothing wants
+    a gradient), and ends with the outputs for the next part, or with the loss.
     """
 
     inputs: Bundle | None
@@ -68,7 +67,7 @@ class Lane:
 
 
 class LaneProbe:
-    """What the first of the two computations gave. where: the stage, for the error. inputs: of the lane; copied, for
+    """Results of the first of two computations. where: the stage, for the error. inputs: of the lane; copied, because
     the first computation may change them."""
 
     def __init__(self, where: str, step: int, lane: int, inputs: Bundle | None) -> None:
@@ -79,12 +78,12 @@ class LaneProbe:
         self._seen: dict[str, str] = {}
 
     def forward(self, units: Sequence[nn.Module], lane: Lane) -> None:
-        """A forward pass is over. Raises: DeterminismError if the second one has given something else."""
-        self._compare("outputs or buffers", _made(units, lane))
+        """Compare a forward pass. Raises: DeterminismError if the second one gave something else."""
+        self._compare("outputs or buffers", _forward_digest(units, lane))
 
     def backward(self, units: Sequence[nn.Module], lane: Lane) -> None:
-        """A backward pass is over. Raises: as `forward`."""
-        self._compare("gradients", _gave(units, lane))
+        """Compare a backward pass. Raises: as `forward`."""
+        self._compare("gradients", _gradient_digest(units, lane))
 
     def _compare(self, what: str, digest: str) -> None:
         if self._seen.setdefault(what, digest) != digest:
@@ -95,8 +94,8 @@ class LaneProbe:
 class PartPass:
     """One part of the model, in one worker.
 
-    units: the part's own, in order. call, loss: not used where nothing is split. seeder: of the whole stage. probing:
-    whether it has still to be seen that a lane gives the same bits twice.
+    units: the part's own, in order. call, loss: not used if nothing is split. seeder: of the whole stage. probing:
+    whether a lane must still be computed twice for comparison.
     """
 
     part: int
@@ -111,7 +110,7 @@ class PartPass:
     _autocast: Callable[[], Any]
     _probing: Callable[[], bool]
     said: LaneSaid | None = None
-    """What the lane has given whose backward pass was the last, if that is to be told."""
+    """Digests of the lane whose backward pass was the last, if they are to be reported."""
     _probed: bool = False
     _flights: dict[int, Lane] = field(default_factory=dict)
     _writes_inputs: bool | None = None
@@ -125,14 +124,14 @@ class PartPass:
         return self.part == self._spec.n_parts - 1
 
     def begin_step(self, step: int) -> None:
-        """A step begins: nothing of another one is in flight."""
+        """Begin a step: nothing of another one is in flight."""
         self.guard.begin_step(step)
         self.watch.begin_step()
         self.accumulator.begin_lanes(step)
         self._flights = {}
 
     def drop(self) -> None:
-        """Nothing is in flight any more."""
+        """Forget all lanes in flight."""
         for lane in self._flights:
             self.guard.drop_lane(lane)
         self._flights = {}
@@ -142,7 +141,7 @@ class PartPass:
     def forward(self, step: int, number: int, lane: Lane) -> Bundle | tuple[float, float]:
         """The forward pass of lane `number`; its output, or at the last part its loss and its weight.
 
-        Raises: TaskError if the task does what cannot be split.
+        Raises: TaskError if the task does something that cannot be split.
         """
         self._flights.pop(number, None)
         fresh = lane.repeats is None and self.accumulator.is_missing(number)
@@ -155,7 +154,7 @@ class PartPass:
         if lane.probe is not None:
             lane.probe.forward(self.units, lane)
         if lane.said is not None:
-            lane = replace(lane, said=structs.replace(lane.said, made=_made(self.units, lane)))
+            lane = replace(lane, said=structs.replace(lane.said, made=_forward_digest(self.units, lane)))
         if fresh:
             self.accumulator.capture(number)
             self.guard.end_lane()
@@ -164,42 +163,42 @@ class PartPass:
             self.guard.drop_lane(number)
         if lane.scaled is not None:
             return lane.scaled[1:]
-        outputs = _there(lane.outputs)
+        outputs = _required(lane.outputs)
         return Bundle([t.detach() for t in outputs.tensors], outputs.meta)
 
     def recompute(self, step: int, number: int) -> None:
-        """The forward pass once more, from what was kept: same seeds, same buffers, same bits."""
+        """Repeat the forward pass, from the kept input: same seeds, same buffers, same bits."""
         self._flights[number] = self._pass(step, number, self._flights[number])
 
     def backward(
         self, number: int, back: Bundle | None, scale: float, give: Callable[[Bundle], None] | None = None
     ) -> Bundle | None:
-        """The backward pass; returns the gradients of what came in, None at the first part.
+        """The backward pass; returns the gradients of the part's inputs, None at the first part.
 
-        back: from the part behind, None at the last one. scale: of the loss. give: called with what is returned before
-        the lane's own gradients are added up. A lane that had been added before, and one that is repeated, gives the
-        same gradients, and is not counted again.
+        back: from the part behind, None at the last one. scale: of the loss. give: called with the returned gradients
+        before the lane's own are added up. A lane that had been added before, and one that is repeated, gives the same
+        gradients, and is not counted again.
         """
         lane = self._flights.pop(number)
         fresh = lane.repeats is None and self.accumulator.is_missing(number)
         probe = lane.probe if fresh else None
         if probe is not None:
             lane = self._try(probe, number, lane, back, scale)
-        if fresh and (lane.said is None or self.accumulator.watches):  # else its gradient lies by itself
+        if fresh and (lane.said is None or self.accumulator.watches):  # otherwise its gradient lies by itself
             self.accumulator.enter(number)
         came = "" if lane.said is None else _digest(back)
         self._run_backward(number, lane, back, scale)
         if probe is not None:
             probe.backward(self.units, lane)
-        self.said = lane.said and structs.replace(lane.said, back=came, gave=_gave(self.units, lane))
+        self.said = lane.said and structs.replace(lane.said, back=came, gave=_gradient_digest(self.units, lane))
         result = None
         if lane.entry is not None:
             found = iter(lane.entry.found)
-            result = gradients([next(found) if wanted else None for wanted in _there(lane.inputs).wants_gradient])
+            result = gradients([next(found) if wanted else None for wanted in _required(lane.inputs).wants_gradient])
         try:
             if result is not None and give is not None:
                 give(result)
-        finally:  # what was computed counts, whether or not it could be sent
+        finally:  # a computed gradient counts, whether or not it could be sent
             if fresh:
                 self.accumulator.add(number)
             else:
@@ -207,7 +206,7 @@ class PartPass:
         return result
 
     def _try(self, probe: LaneProbe, number: int, lane: Lane, back: Bundle | None, scale: float) -> Lane:
-        """The first backward pass of a lane that is computed twice, and its second forward pass; returns that."""
+        """First backward pass of a lane that is computed twice, and its second forward pass, which is returned."""
         self.accumulator.enter(number)
         self._run_backward(number, lane, None if back is None else _copied(back), scale)
         probe.backward(self.units, lane)
@@ -224,8 +223,8 @@ class PartPass:
                 loss = lane.scaled[0]
                 torch.autograd.backward(loss if scale == 1.0 else loss * scale)
             else:
-                found = open_gradients(_there(back))
-                pairs = zip(_there(lane.outputs).tensors, found, strict=True)
+                found = open_gradients(_required(back))
+                pairs = zip(_required(lane.outputs).tensors, found, strict=True)
                 roots = [(t, g) for t, g in pairs if g is not None]
                 if roots:
                     torch.autograd.backward([t for t, _ in roots], [g for _, g in roots])
@@ -265,28 +264,28 @@ class PartPass:
         return lane
 
     def _enter(self, lane: Lane) -> tuple[EntryHolder, Any, list[Tensor]]:
-        """Where the graph begins, the inputs there, and the tensors to watch for changes."""
-        inputs = _there(lane.inputs)
+        """Beginning of the graph, the inputs there, and the tensors to watch for changes."""
+        inputs = _required(lane.inputs)
         tensors = inputs.tensors
         if not lane.keep and self._writes_inputs is not False:
             tensors = [faithful_clone(t) for t in tensors]
         return *EntryHolder.enter(inputs, tensors), tensors
 
     def _note_writes(self, wrote: bool, lane: Lane) -> None:
-        """With recomputation, what goes in must still be there afterwards."""
+        """Note whether the part changes its input: with recomputation, the input must still be there afterwards."""
         if lane.keep:
             return
         if wrote and (self.is_first or self._writes_inputs is False):
             raise TaskError(
-                f"part {self.part} of the model changes what goes into it in place; with recompute it must not: "
-                "let its first unit make a new tensor, or set recompute to false"
+                f"part {self.part} of the model changes its input in place, which recompute does not allow: let its "
+                "first unit make a new tensor, or set recompute to false"
             )
         self._writes_inputs = bool(self._writes_inputs) or wrote
 
     # ---- units
 
     def _through(self, *args: Any, **kwargs: Any) -> Any:
-        """The part's output for that of the part before; at the first part, for the model's own arguments.
+        """The part's output for the output of the part before; at the first part, for the model's own arguments.
 
         Raises: TaskError naming the unit that raises.
         """
@@ -304,11 +303,11 @@ class PartPass:
             raise TaskError(told) from error
 
     def evaluate(self, inputs: Bundle | None, metrics: Loss, batch: Any) -> Any:
-        """Without backward pass: what goes to the next part, at the last one what `metrics` gives."""
+        """Pass without backward: the output for the next part, at the last one the result of `metrics`."""
         if self.is_first:
             args, kwargs = self._call.arguments(metrics, batch)
             return self._bundled(self._through(*args, **kwargs))
-        tree = _there(inputs).tree()
+        tree = _required(inputs).tree()
         if self.is_last:
             return self._call.result(metrics, batch, lambda: self._through(tree))
         return self._bundled(self._through(tree))
@@ -319,8 +318,8 @@ class PartPass:
         return bundle(x, lambda: f"the output of unit {last} ({type(self.units[-1]).__name__})")
 
 
-def _made(units: Sequence[nn.Module], lane: Lane) -> str:
-    """Digest of what a forward pass has left: output or loss, buffers."""
+def _forward_digest(units: Sequence[nn.Module], lane: Lane) -> str:
+    """Digest of a forward pass's results: output or loss, buffers."""
     named = [(f"buffer {k} {n}", b) for k, unit in enumerate(units) for n, b in unit.named_buffers()]
     named += [(f"extra {k} {n}", packed(n, m)) for k, unit in enumerate(units) for n, m in keepers(unit)]
     named += [(f"output {k}", t) for k, t in enumerate(lane.outputs.tensors if lane.outputs is not None else ())]
@@ -328,15 +327,15 @@ def _made(units: Sequence[nn.Module], lane: Lane) -> str:
     return digest_bytes(f"{named_digest(named)} {loss}".encode())
 
 
-def _gave(units: Sequence[nn.Module], lane: Lane) -> str:
-    """Digest of the gradients that a backward pass has left."""
+def _gradient_digest(units: Sequence[nn.Module], lane: Lane) -> str:
+    """Digest of a backward pass's gradients."""
     parameters = [(f"grad {k} {n}", p.grad) for k, unit in enumerate(units) for n, p in unit.named_parameters()]
     inputs = [(f"input {k}", t) for k, t in enumerate(lane.entry.found if lane.entry is not None else ())]
     return named_digest([(n, t) for n, t in (*parameters, *inputs) if t is not None])
 
 
 def _digest(parcel: Bundle | None) -> str:
-    """Of what comes into a pass; "" where nothing does."""
+    """Digest of a pass's input; "" if there is none."""
     if parcel is None:
         return ""
     tensors = named_digest([(str(k), t) for k, t in enumerate(parcel.tensors)])
@@ -359,13 +358,13 @@ def measured(loss: Any, weight: float | Tensor | None, share: float) -> Scaled:
     return scaled, value, weighed
 
 
-def _there(parcel: Bundle | None) -> Bundle:
+def _required(parcel: Bundle | None) -> Bundle:
     check(parcel is not None, "only the first part gets nothing, and only the last one hands nothing on")
     return parcel  # type: ignore[return-value]
 
 
 def _copied(parcel: Bundle) -> Bundle:
-    """The same in memory of its own."""
+    """A copy of the bundle in memory of its own."""
     wants = [t.requires_grad for t in parcel.tensors]
     tensors = [faithful_clone(t).requires_grad_(w) for t, w in zip(parcel.tensors, wants, strict=True)]
     return Bundle(tensors, parcel.meta)

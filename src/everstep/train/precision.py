@@ -61,7 +61,7 @@ class LossScaler:
 
 
 def resolve_device(name: str) -> torch.device:
-    """Raises: ConfigError if torch does not know the device or it is not there."""
+    """The device of this name. Raises: ConfigError if torch does not know it or it is not there."""
     try:
         device = torch.device(name)
     except RuntimeError:
@@ -77,7 +77,7 @@ def resolve_device(name: str) -> torch.device:
 
 
 def prepare_torch(config: Config, worker_id: int = 0, cell_rank: int = 0) -> torch.device:
-    """Threads and determinism of this process; returns the device of this rank of a worker.
+    """Set up threads and determinism of this process; returns the device of this rank of a worker.
 
     Raises: ConfigError if it is not there.
     """

@@ -1,7 +1,7 @@
-"""Steps of this worker recorded with torch's profiler, on request (`everstep profile`).
+"""Recordings of this worker's steps with torch's profiler, on request (`everstep profile`).
 
-Nothing is done, and nothing is asked per lane, while no profile is wanted. A recording draws no random numbers and
-changes no arithmetic, so the bits stay. Whatever goes wrong with it is told to who asked, and training goes on.
+Without a request nothing is done, and nothing is checked per lane. A recording draws no random numbers and changes no
+arithmetic, so the bits stay. Any error of it is reported to the requester, and training goes on.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _GZIP_LEVEL = 3
 class WorkerProfiling:
     """A worker's recordings, one at a time. `ask` may be called by any thread; the others by the training loop's.
 
-    wanted: what is asked for and not yet done.
+    wanted: the open request.
     """
 
     def __init__(self, link: WorkerLink, device: torch.device, tell: Callable[[wire.AnyMessage], None]) -> None:
@@ -47,7 +47,7 @@ class WorkerProfiling:
         self._writing: threading.Thread | None = None
 
     def ask(self, request: wire.ProfileNow) -> None:
-        """Record these steps; one that is done already is told again."""
+        """Record these steps; the answer of a finished recording is repeated."""
         if request.name in self._done:
             self._tell(self._done[request.name])
         elif self.wanted is None:
@@ -56,7 +56,7 @@ class WorkerProfiling:
             self._say(request.name, f"it records another profile ({self.wanted.name})")
 
     def begin_step(self, number: int) -> None:
-        """A step is about to begin, and something is wanted."""
+        """A step is about to begin, and there is a request."""
         request, recording = self.wanted, self._recording
         if request is None or number < request.first_step or self._writing is not None or request.name in self._done:
             return
@@ -70,7 +70,7 @@ class WorkerProfiling:
             recording.steps.append((time.time_ns(), number))
 
     def end(self) -> None:
-        """There is no further step: what there is has to do."""
+        """There is no further step: finish with the steps recorded so far."""
         recording, request = self._recording, self.wanted
         if recording is not None:
             self._stop(recording)
@@ -79,7 +79,7 @@ class WorkerProfiling:
         self.close()
 
     def close(self) -> None:
-        """Wait until what was recorded is written."""
+        """Wait until the recording is written."""
         writing = self._writing
         if writing is not None:
             writing.join()
@@ -94,7 +94,7 @@ class WorkerProfiling:
             self._fail(request, f"the profiler does not start: {error}")
 
     def _stop(self, recording: _Recording) -> None:
-        """Take the trace; it is made small in a thread of its own."""
+        """Take the trace; a thread of its own compresses it."""
         self._recording = None
         request = recording.request
         try:
@@ -142,7 +142,7 @@ class WorkerProfiling:
 
 
 class _Recording:
-    """From its making to `stop`. steps: (unix time in ns, number) of those that have begun."""
+    """A recording, until `stop`. steps: (unix time in ns, number) of those that have begun."""
 
     def __init__(self, request: wire.ProfileNow, link: WorkerLink, device: torch.device) -> None:
         if link.run_dir is None:
@@ -154,11 +154,11 @@ class _Recording:
         self._link = link
         self.path = link.run_dir / PROFILES_FOLDER / request.name / f"worker-{link.me.worker_id}.json.gz"
         with folder_of(self.path, 2, make=True):
-            pass  # it can be written there
+            pass  # the folder can be written
         activities = [torch.profiler.ProfilerActivity.CPU]
         if device.type == "cuda":
             activities.append(torch.profiler.ProfilerActivity.CUDA)
-        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else it tells its begin and its end on stderr
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise it reports begin and end on stderr
         self._profiler = torch.profiler.profile(
             activities=activities, profile_memory=request.memory, with_stack=request.stacks
         )
@@ -168,7 +168,7 @@ class _Recording:
         link.row.mark(self._phases)
 
     def stop(self) -> Path:
-        """Returns where the trace is, until `held` is closed."""
+        """Stop; returns the path of the trace, which exists until `held` is closed."""
         end_ns = time.time_ns()
         link, log_context = self._link, self._link.log
         link.row.mark(None)

@@ -1,4 +1,4 @@
-"""What leaves the process once a step can no longer be undone: ledger rows, events, metrics.
+"""Outputs that leave the process once a step can no longer be undone: ledger rows, events, metrics.
 
 Apart because of one rule: nothing here runs before every member is known to have committed the step. Rows are keyed by
 step and idempotent, so every worker writes its own file and a reader takes the union.
@@ -32,18 +32,18 @@ log = logging.getLogger(__name__)
 _Held = tuple[StepOutcome, int, dict[str, Any]]
 _Fields = dict[str, Any]
 LOOK_EVERY = 100
-"""So many more steps wait before it is looked which of them have been told."""
+"""Number of further waiting steps before the next look at which of them have been told."""
 MOST_UNTOLD = 100_000
-"""Steps of which each worker keeps what is to be told, while nothing reaches the job: some 60 MB."""
+"""Steps whose events each worker keeps while nothing reaches the job: some 60 MB."""
 _MOST_REPORTS = 1000
 TAIL_BYTES = 1 << 20
-"""So much of an event log is looked through at first: some thousand steps."""
+"""Part of an event log that is looked through at first: some thousand steps."""
 _MOST_GIVEN = 1000
 
 MOST_WAITING_BYTES = 64 << 20
-"""Rows of 300,000 steps of 8 lanes, which is days of a full disk."""
+"""Rows of 300,000 steps of 8 lanes: days of a full disk."""
 LAST_WAIT_S = 5.0
-"""How long the end waits for a disk that is full; less than what agents give workers to leave."""
+"""Time that the end waits for a full disk; less than agents give workers to leave."""
 _RETRY_S = 0.1
 _BLOCK_BYTES = 1 << 16
 
@@ -51,7 +51,7 @@ _BLOCK_BYTES = 1 << 16
 class Publisher:
     """Holds the outcomes of decided steps until they are released, then writes them.
 
-    `run_dir` None: what is written goes nowhere (a job without a directory).
+    `run_dir` None: nothing is written (a job without a directory).
     """
 
     def __init__(self, run_dir: Path | None, me: WorkerKey) -> None:
@@ -62,37 +62,36 @@ class Publisher:
         self._released = 0
         self._reports: dict[tuple[str, int], dict[str, Any]] = {}
         events = rows = None
-        self._events_path = Path(os.devnull, EVENTS_FILE)  # nothing is there
+        self._events_path = Path(os.devnull, EVENTS_FILE)  # there is no such file
         if run_dir is not None:
             self._events_path = events = run_dir / EVENTS_FILE
             rows = run_dir / "ledger" / f"worker-{me.worker_id}-{me.incarnation}.jsonl"
             with folder_of(rows, 1, make=True):
-                pass  # now it is there
+                pass  # the file exists now
         self._events = EventLog(events, worker_id=me.worker_id, incarnation=me.incarnation, pid=os.getpid())
         self._ledger = LedgerFile(rows)
         self.untold = Untold(self._events_path)
 
     def hold(self, outcome: StepOutcome, generation: int, extra: dict[str, Any]) -> None:
-        """A step has been committed, reduced in this generation; `extra` goes into its event.
-
-        Nothing if it was released before."""
+        """A step has been committed, reduced in this generation; `extra` goes into its event. Does nothing if the step
+        was released before."""
         if outcome.step > self._released:
             self._pending[outcome.step] = (outcome, generation, extra)
 
     def learn(self, untold: bytes, step: int) -> None:
-        """What another worker knows of steps up to this one that may not have been told: it may be gone when this one
-        has to tell."""
+        """Take another worker's events of steps up to this one that may not have been told: that worker may be gone
+        when this one has to tell them."""
         for fields in _unpacked(untold):
             if self._released < fields["step"] <= step:
                 self.untold.add(fields["step"], fields)
 
     def committed(self, step: int, unix_ns: int) -> None:
-        """When the first worker committed the step."""
+        """Note when the first worker committed the step."""
         if unix_ns:
             self._committed_ns[step] = unix_ns
 
     def release(self, step: int, leads: bool) -> None:
-        """Write everything up to this step. The leader tells the world, also of what the one before left."""
+        """Write everything up to this step. The leader tells it, also the events that the leader before left."""
         self._released = max(self._released, step)
         for number in sorted(n for n in self._pending if n <= step):
             outcome, generation, extra = self._pending.pop(number)
@@ -111,13 +110,14 @@ class Publisher:
         self._leading = leads
 
     def _look(self) -> None:
-        """Forget what has been told by others."""
+        """Forget events that others have told."""
         self.untold.look()
-        known = self.untold.through  # later reports than that may have been told, or not
+        known = self.untold.through  # later reports may have been told, or not
         self._reports = {key: fields for key, fields in self._reports.items() if key[1] >= known}
 
     def report(self, kind: str, step: int, leads: bool, fields: dict[str, Any]) -> None:
-        """An event that all workers know of and one tells: the leader, or the next one if that died meanwhile.
+        """Note an event that all workers know of and one tells: the leader, or the next leader if that one died
+        meanwhile.
 
         One per kind and step.
         """
@@ -131,18 +131,18 @@ class Publisher:
             self._repeat_reports()
 
     def _repeat_reports(self) -> None:
-        """A new leader: what the one before has not told. It may have told some of it."""
+        """As a new leader, tell reports that the leader before has not told; it may have told some."""
         told = told_lately(self._events_path) if self._reports else set()
         for (kind, step), fields in self._reports.items():
             if (kind, step) not in told:
                 self.emit(kind, step=step, **fields)
 
     def emit(self, kind: str, **fields: Any) -> bool:
-        """An event of this worker's. Returns whether it is written, or will be."""
+        """Write an event of this worker's own. Returns whether it is written, or will be."""
         return self._events.write(kind, **fields)
 
     def close(self) -> None:
-        """This worker leaves: rows that still wait for a full disk are given a last while."""
+        """This worker leaves: rows that still wait for a full disk get a last while."""
         missing = self._ledger.close()
         if missing:
             reason = (
@@ -154,7 +154,7 @@ class Publisher:
         self._events.close()
 
     def _write_ledger(self) -> None:
-        """Write what is released, and what has waited; say once that the disk refuses it, as soon as that works."""
+        """Write released and waiting rows; warn once, as soon as possible, if the disk refuses them."""
         ledger = self._ledger
         if ledger.flush():
             self._told_waiting = False
@@ -186,18 +186,18 @@ class Publisher:
 
 
 class Untold:
-    """What events are to say of steps that have been released, and may not have been told: whoever leads when the
-    leader is lost, perhaps with its host and that one's disk, tells it.
+    """Events of steps that have been released, and may not have been told: if the leader is lost, perhaps with its host
+    and disk, the next leader tells them.
 
     A step has been told if it is in the event log that this host sees (its own log dies with it), or if the job has
-    said so (`ARRIVED_FILE`, where that is another log). So what was told before one that is lacking is kept, too.
+    said so (`ARRIVED_FILE`, if that is another log). So events that were told before a missing one are kept, too.
     """
 
     def __init__(self, events: Path) -> None:
         self._file = ToldFile(events, TAIL_BYTES)
         self._word = events.with_name(ARRIVED_FILE)
         self._steps: dict[int, _Fields] = {}
-        self._said = 0
+        self._told_through = 0
         self._given_up = False
         self._look_at = LOOK_EVERY
 
@@ -206,24 +206,24 @@ class Untold:
 
     @property
     def many(self) -> bool:
-        """Whether it is time to look."""
+        """Whether there are so many that it is time to look."""
         return len(self._steps) > self._look_at
 
     @property
     def through(self) -> int:
-        """All steps up to this one have been told, as was found when it was looked last."""
-        return max(self._said, self._file.told.through)
+        """Last step up to which all had been told at the last look."""
+        return max(self._told_through, self._file.told.through)
 
     def add(self, step: int, fields: _Fields) -> None:
-        """What is to be told of a step."""
+        """Add the event of a step."""
         self._steps[step] = fields
 
     def look(self) -> None:
-        """Keep only what has not been told; nothing is known to have been of a log that cannot be read."""
+        """Drop events that have been told; an unreadable log counts as having told none."""
         with contextlib.suppress(OSError):
             while not self._file.look():
                 pass
-        self._said = _said(self._word)
+        self._told_through = _told_through(self._word)
         self._forget()
         gone = sorted(self._steps)[:-MOST_UNTOLD]
         if gone and not self._given_up:
@@ -235,25 +235,25 @@ class Untold:
         self._look_at = len(self._steps) + LOOK_EVERY
 
     def packed(self) -> bytes:
-        """For another worker: the newest of what is kept; empty if nothing is."""
+        """The newest kept events, for another worker; empty if there are none."""
         found = [self._steps[n] for n in sorted(self._steps)[-_MOST_GIVEN:]]
-        with contextlib.suppress(ValueError, TypeError):  # text that is no UTF-8, say
+        with contextlib.suppress(ValueError, TypeError):  # for example text that is no UTF-8
             return encoded(found) if found else b""
         return b""
 
     def _forget(self) -> None:
         told = self._file.told
-        self._steps = {n: fields for n, fields in self._steps.items() if n > self._said and told.lacks(n)}
+        self._steps = {n: fields for n, fields in self._steps.items() if n > self._told_through and told.lacks(n)}
 
     def take(self) -> list[_Fields]:
-        """All of it, in order: it is told now."""
+        """All events, in order, and none are kept: the caller tells them now."""
         self._forget()  # a step that is done again may be new to this worker
         steps, self._steps, self._look_at = self._steps, {}, LOOK_EVERY
         return [steps[n] for n in sorted(steps)]
 
 
 def _unpacked(untold: bytes) -> list[_Fields]:
-    """What another worker has packed; nothing if that is something else."""
+    """Events that another worker has packed; none if the data is malformed."""
     if not untold:
         return []
     try:
@@ -263,12 +263,12 @@ def _unpacked(untold: bytes) -> list[_Fields]:
             return found
     except (msgspec.MsgspecError, KeyError, RecursionError):
         pass
-    log.warning("what a donor says of untold steps is of another form: it is left out")
+    log.warning("a donor's record of untold steps is malformed: it is ignored")
     return []
 
 
-def _said(word: Path) -> int:
-    """Up to which step the job says that all have been told; 0 if it has not said."""
+def _told_through(word: Path) -> int:
+    """Step up to which the job says that all have been told; 0 if it has not said."""
     try:
         through = read_json(word)["through"]
     except (OSError, ValueError, TypeError, KeyError):
@@ -277,7 +277,7 @@ def _said(word: Path) -> int:
 
 
 def _tokens(outcome: StepOutcome) -> dict[str, int]:
-    """How many tokens a step had, where the loss is a mean over something finer than samples."""
+    """Number of tokens of a step, if the loss is a mean over units finer than samples."""
     counted = math.isfinite(outcome.weight) and outcome.weight.is_integer() and outcome.weight > outcome.samples
     return {"tokens": int(outcome.weight)} if counted else {}
 
@@ -288,14 +288,12 @@ def _row(outcome: StepOutcome, generation: int) -> bytes:
 
 
 class LedgerFile:
-    """Appends whole lines to a file that nobody else writes. Never raises for the file's sake.
+    """Appends whole lines to a file that only this process writes. Never raises for errors of the file.
 
-    A row is a proof, not a piece of news: unlike an event it may not be lost to a disk that is full for a while. So
-    rows wait in memory while the disk refuses them, and no half row stays. Others write the same rows into files of
-    their own, so only what nobody could write is missing.
-
-    `waiting`: rows that are not on disk yet; `given_up`: those that came when `most_bytes` were waiting already;
-    `error`: what the disk said last.
+    A row is a proof, not news: unlike an event it may not be lost to a disk that is full for a while. So rows wait in
+    memory while the disk refuses them, and no half row stays. Others write the same rows into files of their own, so
+    only rows that no worker could write are missing. `waiting`: rows that are not on disk yet; `given_up`: rows that
+    came when `most_bytes` were waiting already; `error`: the disk's last error.
     """
 
     def __init__(self, path: Path | None, most_bytes: int = MOST_WAITING_BYTES) -> None:
@@ -308,7 +306,7 @@ class LedgerFile:
         self._fd = -1
 
     def append(self, row: bytes) -> None:
-        """A row, its line feed included; it is on disk once `flush` has said so."""
+        """Add a row, its line feed included; it is on disk once `flush` has said so."""
         if len(self._lines) + len(row) > self._most_bytes:
             self.given_up += 1
             return
@@ -316,7 +314,7 @@ class LedgerFile:
         self.waiting += 1
 
     def flush(self) -> bool:
-        """Write what waits. Returns whether all of it is on disk; the rest waits for the next call."""
+        """Write waiting rows. Returns whether all are on disk; the rest waits for the next call."""
         if self.path is None:
             self._lines.clear()
             self.waiting = 0
@@ -328,7 +326,7 @@ class LedgerFile:
             written = os.write(self._fd, self._lines)
         except OSError as error:
             self.error = error.strerror or str(error)
-            self._forget()  # the file may have been replaced, or the mount come back: open anew next time
+            self._forget()  # the file may have been replaced, or the mount may be back: open it again next time
             return False
         whole = self._lines.rfind(b"\n", 0, written) + 1
         self.waiting -= self._lines.count(b"\n", 0, whole)
@@ -339,7 +337,7 @@ class LedgerFile:
         return not self._lines
 
     def close(self, wait_s: float = LAST_WAIT_S) -> int:
-        """Try for a while to write what waits, and give the descriptor back; returns how many rows are not on disk."""
+        """Try for a while to write waiting rows, and close the descriptor; returns the number of rows not on disk."""
         end_s = time.monotonic() + wait_s
         while not self.flush() and time.monotonic() < end_s:
             time.sleep(_RETRY_S)
@@ -353,7 +351,7 @@ class LedgerFile:
 
 
 def _open_whole(path: Path) -> int:
-    """A descriptor to append with, after the half row is cut off that a full disk or an earlier life left at the end.
+    """Descriptor for appending, after cutting off a half row that a full disk or an earlier life left at the end.
 
     Raises: OSError.
     """

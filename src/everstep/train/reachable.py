@@ -1,8 +1,8 @@
-"""What a user's loop can reach beside what `join` carries: a digest of everything that it finds, by name.
+"""Everything that a user's loop can reach beside the state that `join` carries: a digest of each, by name.
 
 Apart from the rehearsal, which compares two of these, because this only looks. It follows variables of the loop's
-frames, closures, globals of the user's own files, attributes, containers and iterators, nearest first, and runs none of
-the user's code but `state_dict()`.
+frames, closures, globals of the user's own files, attributes, containers and iterators, nearest first, and runs no code
+of the user's but `state_dict()`.
 """
 
 from __future__ import annotations
@@ -48,16 +48,14 @@ _FOREIGN_FOLDERS = tuple(
 _SHOWS = ("torch.profiler", "torch.utils.tensorboard", "logging", "tqdm", "rich", "wandb", "mlflow")
 """Packages whose objects count steps only to show them."""
 _WALKED = ("collections", "queue", "types", "dataclasses", "torch.utils.data", "argparse")
-"""Modules that are not the user's, in whose objects the user's may lie."""
+"""Modules that are not the user's, whose objects may hold the user's."""
 
 
 @dataclass(frozen=True)
 class Fact:
-    """What was found at one place. owner: the name of the object that it belongs to. hard: it is state for certain.
-
-    kind: optimizer, scheduler, module, generator, object, meter, iterator, tensor, list, value. shape: of a tensor of
-    floating point numbers, else None. type_name: of the owner.
-    """
+    """Fact of one place. owner: the name of the object that it belongs to. hard: it is certainly state. kind:
+    optimizer, scheduler, module, generator, object, meter, iterator, tensor, list, value. shape: of a floating point
+    tensor, else None. type_name: of the owner."""
 
     digest: str
     kind: str
@@ -69,7 +67,7 @@ class Fact:
 
 @dataclass
 class Carried:
-    """What `join` was given. objects: by id, with everything that is theirs; shapes: of the model's parameters."""
+    """Objects given to `join`. objects: by id, with all their parts; shapes: of the model's parameters."""
 
     model: nn.Module
     objects: dict[int, Any]
@@ -78,7 +76,7 @@ class Carried:
 
     @staticmethod
     def of(model: nn.Module, *others: Any) -> Carried:
-        """others: the optimizer, the scheduler and what else has a state, None where there is none."""
+        """others: the optimizer, the scheduler and other objects with a state; None where there is none."""
         given = [inner for other in others if other is not None for inner in _with_schedulers(other)]
         objects = {id(thing): thing for thing in (*model.modules(), *given)}
         tensors: list[Tensor] = [*model.parameters(), *model.buffers()]
@@ -92,12 +90,12 @@ class Carried:
         return Carried(model, objects, {storage_of(t) for t in tensors}, [tuple(p.shape) for p in model.parameters()])
 
     def has(self, tensor: Tensor) -> bool:
-        """Whether it shares memory with what is carried."""
+        """Whether the tensor shares memory with a carried one."""
         return storage_of(tensor) in self.storages
 
 
 def _with_schedulers(thing: Any) -> Iterator[Any]:
-    """This, and the schedulers that it consists of: its `state_dict` has theirs (`SequentialLR`)."""
+    """The object, and the schedulers that it consists of: its `state_dict` has theirs (`SequentialLR`)."""
     yield thing
     for inner in getattr(thing, "_schedulers", ()) if isinstance(thing, LRScheduler) else ():
         yield from _with_schedulers(inner)
@@ -114,7 +112,7 @@ class _Place:
 
 
 def loop_frames(frame: types.FrameType | None) -> list[types.FrameType]:
-    """The frames of the user's files among this one and its callers, innermost first."""
+    """Frames of the user's files among this one and its callers, innermost first."""
     found = []
     while frame is not None:
         if of_user(frame.f_code.co_filename):
@@ -131,7 +129,7 @@ def of_user(filename: str | None) -> bool:
 
 
 def variables(frames: Iterable[types.FrameType]) -> Iterator[tuple[str, Any]]:
-    """The names that the code of these frames sees, with what they stand for: locals first, then globals."""
+    """Names that the code of these frames sees, with their values: locals first, then globals."""
     frames = list(frames)
     known: set[str] = set()
     for names in (*(frame.f_locals for frame in frames), *(frame.f_globals for frame in frames)):
@@ -143,20 +141,22 @@ def variables(frames: Iterable[types.FrameType]) -> Iterator[tuple[str, Any]]:
 
 @dataclass
 class Survey:
-    """Of one moment. `facts` by name; `unseen`: names, with the type, of what was not looked into."""
+    """Survey of one moment. `facts` by name; `unseen`: names, with the type, of things that were not looked into."""
 
     carried: Carried
     ignored: Iterable[Any] = ()
     scopes: Iterable[Any] = ()
     """Objects whose methods are on the frames, so that their attributes are variables of the loop."""
     globals: Iterable[dict[str, Any]] = ()
-    """Of the frames' files, whose names are among the roots."""
+    """Globals of the frames' files, whose names are among the roots."""
     until_s: float = math.inf
-    """By the processor time of this thread: what is not seen by then is not, however busy the machine is."""
+    """Limit in processor time of this thread, which does not depend on how busy the machine is; the rest is not looked
+    at."""
     most_bytes: int = 1 << 62
-    """Of a tensor: a larger one is known by its memory and by how often it was written to."""
+    """Limit of a tensor's size: a larger one is known by its memory and its number of writes."""
     trusting: bool = False
-    """Whether what the `state_dict` of a carried object says is carried; else it is looked at like the rest."""
+    """Whether values in the `state_dict` of a carried object count as carried; otherwise they are looked at like the
+    rest."""
     facts: dict[str, Fact] = field(default_factory=dict)
     unseen: dict[str, str] = field(default_factory=dict)
     _seen: dict[int, Any] = field(default_factory=dict)
@@ -165,7 +165,7 @@ class Survey:
     _known: set[int] = field(default_factory=set)
 
     def look(self, roots: Iterable[tuple[str, Any]]) -> None:
-        """Find whatever can be reached from these names."""
+        """Find everything that can be reached from these names."""
         self._queue.extend(_Place(name, value) for name, value in roots)
         self._seen.update((id(names), names) for names in self.globals)
         self._model()
@@ -175,7 +175,7 @@ class Survey:
                 self._visit(place)
             elif not isinstance(place.value, _SCALARS):
                 self._seen[id(place.value)] = place.value
-        for place in self._tensors:  # now that it is known which belong to something else
+        for place in self._tensors:  # now that tensors of other objects are known
             self._tensor(place)
         if self._queue:
             self.unseen["..."] = f"more than {len(self._seen)} values"
@@ -213,11 +213,11 @@ class Survey:
         if place.depth < _DEEPEST:
             self._queue.extend(_Place(place.name + part, value, place.depth + 1, owner) for part, value in items)
 
-    # ---- what there is
+    # ---- kinds of values
 
     def _model(self) -> None:
-        """Attributes of the model's modules that are neither parameters nor buffers. Plain values among them that
-        the loop changes are carried (`exact.settings`), and those that forward passes change are of their lanes."""
+        """Visit attributes of the model's modules that are neither parameters nor buffers. Plain values among them that
+        the loop changes are carried (`exact.settings`), and those that forward passes change belong to their lanes."""
         for name, module in self.carried.model.named_modules():
             path = f"model.{name}" if name else "model"
             owner = Fact("", "module", path, type(module).__name__)
@@ -226,7 +226,7 @@ class Survey:
                 self._push(_Place(path, module), found, owner)
 
     def _given(self, place: _Place) -> None:
-        """What `join` was given says itself what its state is; other objects may hang on to it."""
+        """Visit an object given to `join`: it defines its own state, but other objects may be attached to it."""
         if users_class(type(place.value)) and not isinstance(place.value, nn.Module | Optimizer):
             found = dict(_defaults(type(place.value))) | dict(_attributes(place.value))
             stated = _stated(place.value) if self.trusting else {}
@@ -260,7 +260,7 @@ class Survey:
             self._push(_Place(home, names), [(f".{n}", v) for n, v in list(names.items()) if not n.startswith("__")])
 
     def _bound(self, place: _Place) -> None:
-        """A method, or a function that has its arguments already."""
+        """Visit a method, or a function with bound arguments."""
         value = place.value
         if isinstance(value, types.MethodType):
             self._push(place, [("", value.__self__), ("", value.__func__)])
@@ -290,7 +290,7 @@ class Survey:
         self._note(place, _digest(_generator_state(place.value)), "generator", hard=hard)
 
     def _stateful(self, place: _Place) -> None:
-        """An object with a state of its own: its `state_dict`, and the values among its attributes."""
+        """Visit an object with a state of its own: its `state_dict`, and the values among its attributes."""
         value, kind = place.value, kind_of(place.value)
         in_scope = any(value is scope for scope in self.scopes)
         owner: Fact | None = Fact("", kind, place.name, _type_name(value))
@@ -348,12 +348,12 @@ class Survey:
 
 
 def _inside(place: _Place) -> Fact | None:
-    """The owner of what is in a container: all that an iterator holds says where it stands."""
+    """Owner of a container's elements: everything in an iterator tells its position."""
     return place.owner if place.owner is not None and place.owner.kind == "iterator" else None
 
 
 def _is_hard(owner: Fact | None) -> bool:
-    """Whether what lies directly in this owner is state for certain."""
+    """Whether a direct part of this owner is certainly state."""
     return owner is not None and owner.kind not in ("meter", "iterator")
 
 
@@ -365,7 +365,7 @@ def _filled(cell: Any) -> bool:
 
 
 def storage_of(tensor: Tensor) -> int:
-    """A number that tensors have alike which share memory."""
+    """Number that is equal for tensors which share memory."""
     return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else id(tensor)
 
 
@@ -374,7 +374,7 @@ def _type_name(value: Any) -> str:
 
 
 def _has(value: Any, method: str) -> bool:
-    """Whether the class has such a method; instances are not asked, for they may answer to any name."""
+    """Whether the class has such a method; instances are not asked, because they may answer to any name."""
     return callable(getattr(type(value), method, None))
 
 
@@ -389,7 +389,7 @@ def users_class(kind: type) -> bool:
 
 
 def kind_of(value: Any) -> str:
-    """Of an object with a state of its own, "" if it has none."""
+    """Kind of an object with a state of its own, "" if it has none."""
     if _has(value, "update") and _has(value, "reset") and not _has(value, "step"):
         return "meter"
     if isinstance(value, Optimizer):
@@ -402,7 +402,7 @@ def kind_of(value: Any) -> str:
 
 
 def _attributes(value: Any) -> list[tuple[str, Any]]:
-    """Name, with a dot, and value; of a module without what its `state_dict` and its children say."""
+    """Attributes as (name with a dot, value); for a module without those of its `state_dict` and its children."""
     found = dict(getattr(value, "__dict__", {}))
     for kind in type(value).__mro__:
         for name in getattr(kind, "__slots__", ()):
@@ -415,7 +415,7 @@ def _attributes(value: Any) -> list[tuple[str, Any]]:
 
 
 def _defaults(kind: type) -> list[tuple[str, Any]]:
-    """What objects of this class have until they set it themselves."""
+    """Values that objects of this class have until they set them themselves."""
     found: dict[str, Any] = {}
     for parent in kind.__mro__:
         if users_class(parent):
@@ -425,7 +425,7 @@ def _defaults(kind: type) -> list[tuple[str, Any]]:
 
 
 def _stated(value: Any) -> dict[str, Any]:
-    """What an object's `state_dict` holds, inner containers too, by key."""
+    """Content of an object's `state_dict`, inner containers too, by key."""
     found: dict[str, Any] = {}
     layer = [("", value.state_dict())] if _has(value, "state_dict") else []
     while layer and len(found) < _MOST_ITEMS:
@@ -457,7 +457,7 @@ def _generator_state(value: Any) -> Any:
 
 
 def _digest(value: Any) -> str:
-    """Of plain values, tensors, arrays and containers of them; of anything else its type alone."""
+    """Digest of plain values, tensors, arrays and containers of them; for anything else only of its type."""
     return digest_bytes(json.dumps(_picture(value, 0), sort_keys=True).encode())
 
 

@@ -1,9 +1,10 @@
-"""The rehearsal of a script: is what its loop keeps beside what `join` carries, so that it begins anew after a fault?
+"""The rehearsal of a script: does its loop keep state beside the state that `join` carries, so that it would be lost
+after a fault?
 
-Life a does the first steps. Life b, a process that begins anew, gets what `join` carries of a step in between, as a
-worker does that is resumed, and does the steps after it. What can be reached from the loop (`reachable`) must then be
-the same; where it is not, life c does what life a did, so that whatever differs by itself (times, addresses) accuses
-nobody. Each life is a job of one worker by itself, with checkpoints in a folder that is thrown away.
+Life a does the first steps. Life b, a new process, gets the carried state of a step in between, like a worker that is
+resumed, and does the steps after it. Everything that can be reached from the loop (`reachable`) must then be the same.
+If it is not, life c repeats life a, so that values that always differ (times, addresses) accuse nobody. Each life is a
+job of one worker by itself, with checkpoints in a folder that is thrown away.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ from everstep.train.worker_link import Deliver, Hello, LoneLink
 
 STEPS, LIMIT_S = 3, 120.0
 IN_REHEARSAL = "EVERSTEP_REHEARSAL"
-"""Set, in the environment of a life that is only rehearsed."""
+"""Environment variable of a life that is only rehearsed."""
 _NEVER = 1 << 40
 _WAIT_S = 0.01
 _MOST_TEXT = 400
@@ -53,9 +54,9 @@ _MOST_OUTPUT = 2_000
 
 @dataclass(frozen=True)
 class Rehearsed:
-    """What is rehearsed: a script with its arguments (else a task), in which folder, up to which step.
+    """The script to rehearse with its arguments (or a task), the folder, and the last step.
 
-    config: of the job, None where the script's own is all there is; said: the job's facts, as job.json has them.
+    config: of the job, None if the script's own is the only one; said: the job's facts, as in job.json.
     """
 
     script: str
@@ -66,15 +67,15 @@ class Rehearsed:
     said: Mapping[str, Any] = field(default_factory=dict)
 
     def path(self, name: str) -> Path:
-        """Of a file or folder of the rehearsal's own."""
+        """Path of a file or folder of the rehearsal's own."""
         return Path(self.folder) / name
 
 
 @dataclass(frozen=True)
 class Sighting:
-    """What a life has seen at its end. step: the last one that it did. error: why it ended otherwise, "" if it did not;
+    """Facts that a life has seen at its end. step: its last step. error: why it ended otherwise, "" if it did not;
     known: Everstep itself has refused something. unpassed: name and type of a scheduler that `join` was not given.
-    read: what the loop's code says, which was read before the first step."""
+    read: facts from the loop's code, which was read before the first step."""
 
     step: int = 0
     facts: Mapping[str, Fact] = field(default_factory=dict)
@@ -88,8 +89,9 @@ class Sighting:
 
 @dataclass(frozen=True)
 class Judgement:
-    """findings: those that refuse the job first. note: why there was no rehearsal, "" if there was one. refused: what
-    Everstep itself says against the script. output: the last that was printed, where a life failed. seen: by life a."""
+    """Verdict. findings: those that refuse the job first. note: why there was no rehearsal, "" if there was one.
+    refused: Everstep's own objection to the script. output: the last printed text, if a life failed. seen: by life
+    a."""
 
     findings: tuple[Finding, ...] = ()
     note: str = ""
@@ -100,8 +102,8 @@ class Judgement:
 
 @dataclass(frozen=True)
 class WatchedLoop:
-    """What is looked at in a life. ignored: as join has it; roots: what is looked at where it is not the loop's names;
-    unpassed: what is known to be missing, by name and type; data: dataset and collate."""
+    """Things to look at in a life. ignored: as in join; roots: names to look at instead of the loop's; unpassed: name
+    and type of a scheduler known to be missing; data: dataset and collate."""
 
     ignored: tuple[Any, ...] = ()
     roots: Mapping[str, Any] | None = None
@@ -110,14 +112,13 @@ class WatchedLoop:
 
 
 class LifeLink(LoneLink):
-    """The ties of a life that is rehearsed: to nobody. `job`, `fill_up`: as those of a launched worker.
-    `launched`: there is a config of a job, which the script's own fills up.
-    `joined`: the script has called `join`."""
+    """Link of a life that is rehearsed: to nobody. `job`, `fill_up`: as in a launched worker's. `launched`: there is a
+    config of a job, which the script's own fills up. `joined`: the script has called `join`."""
 
     regular_saves = False
 
     def __init__(self, what: Rehearsed, life: str) -> None:
-        super().__init__(_calm(what.config or Config()), what.path(life))
+        super().__init__(_life_config(what.config or Config()), what.path(life))
         self.job = dict(what.said)
         self.launched = what.config is not None
         self.task = "rehearsal"
@@ -133,8 +134,8 @@ class LifeLink(LoneLink):
         self.read: Read | None = None
 
     def fill_up(self, config: Config) -> None:
-        """The script has joined. A life that goes on waits for what it goes on from."""
-        self.config, self.joined = _calm(config), True
+        """The script has joined. A life that goes on waits for its checkpoint."""
+        self.config, self.joined = _life_config(config), True
         if not config.rehearse:
             report(self._what, self._life, Sighting(error="rehearse is false"))
         while self._life == "b" and not self._what.path("b").exists():
@@ -143,7 +144,7 @@ class LifeLink(LoneLink):
             self.run_dir.mkdir(exist_ok=True)
 
     def follow(self, followed: WatchedLoop) -> None:
-        """Look at this: in the code before the first step, and at what can be reached at the end of the last one."""
+        """Set the things to look at: in the code before the first step, and in memory at the end of the last one."""
         self._followed = followed
 
     def connect(self, hello: Hello, deliver: Deliver, connected: Callable[[], None]) -> None:
@@ -162,7 +163,7 @@ class LifeLink(LoneLink):
         super().tell(message)
 
     def turn(self, view: WorkerView, over: bool) -> None:
-        """The rehearsal ends here if there is no more to do."""
+        """End the rehearsal here if there is no more to do."""
         self._last = min(self._what.steps, view.order.total_steps)
         if self.read is None:
             self.read = (
@@ -172,7 +173,7 @@ class LifeLink(LoneLink):
             report(self._what, self._life, self._look(view, sys._getframe(1)))
 
     def _at(self, step: int, phase: str, plan: Plan) -> None:
-        """The loop is through with the step before, which all later lives are to go on from: save it."""
+        """Save the step before, which the loop has finished, and from which all later lives go on."""
         if not self._asked and self._life != "b" and phase == "load" and step == max(1, self._last - 2) + 1:
             self._asked = True
             self._regroup("the rehearsal goes on from here")
@@ -183,14 +184,14 @@ class LifeLink(LoneLink):
             self._hand(wire.PlanNow(plan=self._current))
 
     def _pass_on(self) -> None:
-        """What was saved, and nothing else, is what life b begins with."""
+        """Pass the saved checkpoint, and nothing else, to life b."""
         if self._life == "a" and self.run_dir is not None:
             whole = self._what.path("b.part")
             shutil.copytree(self.run_dir / CHECKPOINTS_DIR, whole / CHECKPOINTS_DIR, copy_function=os.link)
             whole.rename(self._what.path("b"))
 
     def _read(self, view: WorkerView, frame: FrameType) -> Read:
-        """What the code of the loop says that is about to begin."""
+        """Read the code of the loop that is about to begin."""
         parts = view.stages.only.parts
         state, (dataset, collate) = held(parts.extras), self._followed.data
         trained = Trained(
@@ -198,7 +199,7 @@ class LifeLink(LoneLink):
         )
         try:
             return read_loop(loop_frames(frame), trained)
-        except Exception as error:  # the user's objects may raise wherever they are looked at
+        except Exception as error:  # the user's objects may raise at any look
             return Read(notes=(f"the loop ({type(error).__name__}: {error})",))
 
     def _look(self, view: WorkerView, frame: FrameType) -> Sighting:
@@ -229,8 +230,8 @@ class LifeLink(LoneLink):
         )
 
 
-def _calm(config: Config) -> Config:
-    """The config of a life: a worker by itself, which saves when it is told to and tells nobody of itself."""
+def _life_config(config: Config) -> Config:
+    """Config of a life: a worker by itself, which saves on request and reports to nobody."""
     checkpoint = config.checkpoint
     disk = replace(checkpoint.disk, every_steps=_NEVER, every_minutes=None, path=None)
     memory = replace(checkpoint.memory, every_steps=None, every_minutes=None)
@@ -245,13 +246,13 @@ def _calm(config: Config) -> Config:
 
 
 def report(what: Rehearsed, life: str, found: Sighting) -> None:
-    """Write down what this life has seen, and end it: nothing of what follows in the script is done."""
+    """Write down the facts that this life has seen, and end it: the rest of the script is not done."""
     write_atomically(what.path(f"{life}.json"), json.dumps(asdict(found)), 1)
     os._exit(0)
 
 
 def live(what: Rehearsed, life: str, body: Callable[[LifeLink], None]) -> None:
-    """Live one life in this process, which ends with it. body: loads and runs what is rehearsed."""
+    """Live one life in this process, which ends with it. body: loads and runs the script or task."""
     os.environ[IN_REHEARSAL] = life
     os.environ.setdefault("WANDB_MODE", "disabled")
     link = LifeLink(what, life)
@@ -263,21 +264,21 @@ def live(what: Rehearsed, life: str, body: Callable[[LifeLink], None]) -> None:
         error, known = str(refusal), True
     except SystemExit as leaving:
         error = f"it left with exit code {leaving.code}"
-    except BaseException as fault:  # whatever the user's code raises ends this life, and nothing else
+    except BaseException as fault:  # any error of the user's code ends this life, and nothing else
         error = f"{type(fault).__name__}: {fault}{where(fault)}"
     said = " ".join(error.split())[:_MOST_TEXT]
     report(what, life, Sighting(error=said, known=known, read=link.read or Read()))
 
 
 def run_script(what: Rehearsed) -> None:
-    """As a worker does."""
+    """Run the script as a worker does."""
     sys.argv = [what.script, *what.argv]
     import_from_script(Path(what.script))
     runpy.run_path(what.script, run_name="__main__")
 
 
 def _fork_life(what: Rehearsed, life: str, body: Callable[[LifeLink], None]) -> int:
-    """A life in a fork of this process, in which nothing of the user's has run. Returns its pid."""
+    """Fork a life from this process, in which no code of the user's has run. Returns its pid."""
     parent = os.getpid()
     pid = os.fork()
     if pid == 0:
@@ -296,9 +297,10 @@ def _fork_life(what: Rehearsed, life: str, body: Callable[[LifeLink], None]) -> 
 
 
 class Rehearsal:
-    """Of a piece, in this process, which forks a life after the other: nothing of the user's may have run in it.
+    """The rehearsal of a script or task, in this process, which forks one life after the other: no code of the user's
+    may have run in it.
 
-    body: loads and runs what is rehearsed. in_turn: one life at a time, where there is room for one (a GPU).
+    body: loads and runs the script or task. in_turn: one life at a time, if there is room for only one (a GPU).
     """
 
     def __init__(
@@ -312,7 +314,7 @@ class Rehearsal:
         self._pids: dict[str, int] = {}
 
     def verdict(self, listed: bool = False) -> Judgement:
-        """The whole of it. listed: look into what no job is refused for, too."""
+        """Run the whole rehearsal. listed: also look into things for which no job is refused."""
         try:
             self._run("a")
             if not self._in_turn:
@@ -372,7 +374,7 @@ class Rehearsal:
             return Sighting(error=f"its process ended ({why_ended(os.waitstatus_to_exitcode(status)).reason})")
 
     def _output(self, life: str) -> str:
-        """The last that this life has printed."""
+        """The last text that this life has printed."""
         try:
             return read_given(self._what.path(f"{life}.log"), folders=1).decode(errors="replace")[-_MOST_OUTPUT:]
         except OSError:

@@ -1,6 +1,6 @@
 """The process that rehearses a script which is run by itself: `python -m everstep.train.rehearsal_process WHAT [ARGV]`.
 
-Apart from the script's own process, where devices and threads of the user's may be in use already.
+Apart from the script's own process, where the user's devices and threads may be in use already.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from everstep.train.rehearsing import perform
 
 
 def main() -> int:
-    """Rehearse what the first argument says, with the others."""
+    """Rehearse the script of the first argument, with the other arguments."""
     said = json.loads(sys.argv[1])
     die_with_parent(int(said.pop("parent")))
     preload(list(DEFAULT_PRELOAD))  # once for all lives

@@ -1,8 +1,7 @@
-"""When and where a script is rehearsed: once for a job and a script, before the first step, beside the start of the
-workers.
+"""When and where a script is rehearsed: once for a job and a script, before the first step, while the workers start.
 
 Apart from the rehearsal because here it meets a worker that is launched, or a script that is run by itself. Either has
-a process for it in which nothing of the user's has run, so it does not matter which threads, files and devices the
+a process for it in which no code of the user's has run, so it does not matter which threads, files and devices the
 script opens.
 """
 
@@ -40,19 +39,19 @@ Conclude = Callable[[], str]
 """Waits for the verdict. Returns why there was no rehearsal, "" if there was one. Raises: ConfigError."""
 
 
-def _nothing() -> str:
+def _no_rehearsal() -> str:
     return ""
 
 
 def beside_worker(link: LaunchedLink, script: str, argv: list[str], enter: Callable[[LifeLink], None]) -> Conclude:
-    """Begin the rehearsal if it is due: worker 0 does it, and the others wait for it. enter: `join` belongs to this
-    link from then on."""
+    """Begin the rehearsal if it is due: worker 0 does it, and the others wait for it. enter: sets the link to which
+    `join` belongs from then on."""
     run_dir = link.run_dir
     digest = script_digest(script, argv)
     if run_dir is None or not link.config.rehearse or is_rehearsed(run_dir, digest, tried=link.me.incarnation > 0):
-        return _nothing
-    if _is_under_way(run_dir):  # so the script has been edited since: this life will be compared, and refused
-        return _nothing
+        return _no_rehearsal
+    if _is_under_way(run_dir):  # the script has been edited since: this life will be compared, and refused
+        return _no_rehearsal
     if link.me.worker_id:
         return lambda: _await_others(run_dir, digest, link.row.tick)
     folder = _cleared(run_dir)
@@ -65,18 +64,18 @@ def beside_worker(link: LaunchedLink, script: str, argv: list[str], enter: Calla
 
 
 def beside_script(run_dir: Path) -> Conclude:
-    """Of a script that is run by itself, and may go on later in this directory."""
+    """Begin the rehearsal of a script that is run by itself, and may go on later in this directory."""
     script = _main_script()
     if script is None or IN_REHEARSAL in os.environ:
-        return _nothing
+        return _no_rehearsal
     argv = sys.argv[1:]
     digest = script_digest(script, argv)
     if is_rehearsed(run_dir, digest):
-        return _nothing
+        return _no_rehearsal
     folder = _cleared(run_dir)
     said = json.dumps({"script": script, "folder": str(folder), "parent": os.getpid()})
     process = subprocess.Popen(
-        own_command(PROCESS, said, *argv),  # as they came: one argument alone has a limit
+        own_command(PROCESS, said, *argv),  # passed as they came: a single argument has a size limit
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
@@ -86,7 +85,7 @@ def beside_script(run_dir: Path) -> Conclude:
 
 
 def perform(what: Rehearsed, enter: Callable[[LifeLink], None]) -> None:
-    """In a process of its own: rehearse a script, and write the verdict down."""
+    """Rehearse a script in this process, and write the verdict down."""
 
     def body(link: LifeLink) -> None:
         enter(link)
@@ -98,7 +97,7 @@ def perform(what: Rehearsed, enter: Callable[[LifeLink], None]) -> None:
 
 
 def refusal(script: str, lines: list[str]) -> ConfigError:
-    """The error for a script that must not be begun. lines: of its findings."""
+    """Error for a script that must not be started. lines: of its findings."""
     more = f" (and {len(lines) - 1} more)" if len(lines) > 1 else ""
     return ConfigError(
         f"{lines[0]}{more}; everstep check {os.path.basename(script)} lists all, rehearse=false skips the rehearsal"
@@ -148,7 +147,7 @@ def _conclude(pid: int, run_dir: Path, script: str, digest: str, tick: Callable[
 
 
 def _await_others(run_dir: Path, digest: str, tick: Callable[[], None]) -> str:
-    """Worker 0 rehearses: wait until it is through. If it refuses the script the job ends meanwhile."""
+    """Wait until worker 0 has finished the rehearsal. If it refuses the script the job ends meanwhile."""
     until_s = time.monotonic() + _PATIENCE_S
     while not (is_rehearsed(run_dir, digest, tried=True) or _is_under_way(run_dir)) and time.monotonic() < until_s:
         tick()
@@ -157,7 +156,7 @@ def _await_others(run_dir: Path, digest: str, tick: Callable[[], None]) -> str:
 
 
 def _is_under_way(run_dir: Path) -> bool:
-    """Whether a worker of this run has said what it has imported, and so was through with waiting for the verdict."""
+    """Whether a worker of this run has reported its imports, and so had finished waiting for the verdict."""
     try:
         return read_json(run_dir / JOB_FILE).get("code") is not None
     except (OSError, ValueError, AttributeError):
@@ -196,7 +195,7 @@ def _gpus() -> bool:
 
 
 def script_digest(script: str, argv: Iterable[str]) -> str:
-    """Of a script, of the modules that it imports from its own folder, and of its arguments; 32 hex digits."""
+    """Digest of a script, of the modules that it imports from its own folder, and of its arguments; 32 hex digits."""
     found = hashlib.blake2b(read_given(script, links=True), digest_size=16)
     found.update(json.dumps(list(argv)).encode())
     first, *others = files_of(script)
@@ -210,11 +209,11 @@ def _content(path: Path) -> bytes:
     try:
         return read_given(path, links=True)
     except (OSError, ValueError):
-        return b""  # nor can the script import it
+        return b""  # the script cannot import it either
 
 
 def is_rehearsed(run_dir: Path, digest: str, *, tried: bool = False) -> bool:
-    """Whether this script was rehearsed for this job. tried: it counts, too, if that failed."""
+    """Whether this script was rehearsed for this job. tried: a failed rehearsal counts, too."""
     try:
         said = read_json(run_dir / _REMEMBERED)
         return bool(said["script"] == digest) and (tried or not said["note"])

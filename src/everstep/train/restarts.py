@@ -1,4 +1,4 @@
-"""From two surveys of one moment to findings: what begins anew in a worker that is resumed or healed. Pure.
+"""From two surveys of one moment to findings: state that would be lost in a worker that is resumed or healed. Pure.
 
 Apart from `reachable`, which looks, because this decides what is refused, what is only listed, and in which words.
 """
@@ -29,9 +29,9 @@ _STATE = (
 _GIVEN = "and give that to join as state="
 _REMEDIES = {
     "carried": _STATE,
-    "cache": "let what it returns depend on its arguments alone",
+    "cache": "let its result depend on its arguments alone",
     "count": "count from step.number",
-    "file": "keep what it holds in everstep.state(...), and give that to join as state=",
+    "file": "keep its content in everstep.state(...), and give that to join as state=",
     "scheduler": "give it to join: scheduler={name}, which steps it once per update, or state={{'{key}': {name}}} to "
     "step it yourself",
     "optimizer": _GIVE,
@@ -39,15 +39,15 @@ _REMEDIES = {
     "object": "give it to join: state={{'{key}': {name}}} (it needs state_dict and load_state_dict)",
     "generator": _DRAWS,
     "training": "give join everything else that the training depends on, as state={{...}}",
-    "iterator": "let what it yields depend on step.number alone",
+    "iterator": "let its items depend on step.number alone",
 }
 
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that begins anew. object: its name, as the loop's code has it. refused: a job is not begun with it.
+    """A value that would be lost. object: its name in the loop's code. refused: a job is not started with it.
 
-    file, line: where it is made, "" and 0 where that is not known.
+    file, line: where it is made, "" and 0 if unknown.
     """
 
     kind: str
@@ -65,7 +65,7 @@ class Finding:
 
 
 def differing(one: Mapping[str, Fact], other: Mapping[str, Fact]) -> set[str]:
-    """The names whose facts differ, or that only one of the two has."""
+    """Names whose facts differ, or that only one of the two has."""
     return {
         name
         for name in one.keys() | other.keys()
@@ -80,17 +80,17 @@ def findings(
     shapes: Sequence[tuple[int, ...]],
     harmless: Sequence[str] = (),
 ) -> list[Finding]:
-    """One per object, the refused ones first. names: the facts that differ. shapes: of the model's parameters.
-    harmless: names on which nothing that is trained depends."""
+    """Findings, one per object, the refused ones first. names: of facts that differ. shapes: of the model's parameters.
+    harmless: names without effect on training."""
     grown = {name.removesuffix("[...]") for name in names if name.endswith("[...]")}
     by_object: dict[tuple[str, str], list[Fact]] = {}
     for name in sorted(names, key=lambda n: (n.count(".") + n.count("["), n)):
         fact = undisturbed.get(name) or resumed[name]
-        if fact.kind == "module" and name in harmless:  # a count of its calls, say
+        if fact.kind == "module" and name in harmless:  # for example a count of its calls
             fact = replace(fact, hard=False)
         parents = [g for g in grown if name.startswith(f"{g}[") and not name.endswith("[...]")]
         if parents:
-            continue  # what is in a container that has grown differently
+            continue  # an element of a container that has grown differently
         if fact.kind in ("list", "tensor", "value") and not fact.hard:
             by_object.setdefault((fact.kind, re.split(r"\[", name)[0]), []).append(fact)
         else:
@@ -100,7 +100,7 @@ def findings(
     if suspects and not any(f.refused and f.kind != "training" for f in found):
         found = [_accused(f, suspects) if f.kind == "training" else f for f in found]
     elif suspects:
-        found = [f for f in found if f.kind != "training"]  # which follows from what is refused by name
+        found = [f for f in found if f.kind != "training"]  # it follows from a finding that is refused by name
     return sorted(found, key=lambda f: not f.refused)
 
 
@@ -121,32 +121,32 @@ def _finding(kind: str, name: str, facts: Sequence[Fact], shapes: Sequence[tuple
 
 
 def _remedy(kind: str, name: str) -> str:
-    """What to write instead."""
+    """Remedy for the user."""
     wanted = _REMEDIES.get(kind, _STATE)
     key = re.split(r"[.\[]", name)[-1].strip("]'\"") or name
     if wanted is _STATE and re.fullmatch(r"default\d+", key):
-        return f"keep what the default argument of {name.rpartition('.')[0]} holds in everstep.state(...), {_GIVEN}"
+        return f"keep the content of {name.rpartition('.')[0]}'s default argument in everstep.state(...), {_GIVEN}"
     if wanted is _STATE and (name.split(".")[0] in sys.stdlib_module_names or not key.isidentifier()):
         return f"keep that in everstep.state(...) instead, {_GIVEN}"
     return wanted.format(name=name, key=key)
 
 
 def unpassed(name: str, type_name: str) -> Finding:
-    """A scheduler that drives the job's optimizer, whether it has been stepped by now or not."""
+    """Finding of a scheduler that drives the job's optimizer, whether it has been stepped by now or not."""
     remedy = _REMEDIES["scheduler"].format(name=name, key=name.split(".")[-1])
     remedy += f"; or join(ignore=['{name}']) if it is never stepped"
     return Finding("scheduler", name, type_name, True, remedy, says=_ANEW.format(type_name))
 
 
 def read_in_code(name: str, kind: str, file: str, line: int) -> Finding:
-    """A name that the loop carries from round to round, and that what is trained depends on."""
+    """Finding of a name that the loop carries from round to round, and that training depends on."""
     remedy = _remedy(kind, name)
     remedy += f"; or join(ignore=['{name}']) if no later step depends on it"
     return Finding(kind, name, "", True, remedy, file, line, _CARRIES)
 
 
 def with_code(found: Sequence[Finding], read: Sequence[Finding], harmless: Sequence[str]) -> list[Finding]:
-    """What two lives tell, and what the code tells. harmless: names on which nothing that is trained depends."""
+    """Findings of two lives, joined with findings of the code. harmless: names without effect on training."""
     named = {_last(f.object) for f in found if f.refused}
     told = [f for f in read if _last(f.object) not in named]
     own = {_last(f.object) for f in told}

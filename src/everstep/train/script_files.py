@@ -1,6 +1,6 @@
-"""Which files a script is made of: itself, and the modules of its own folder that it imports, directly or not.
+"""Files that a script is made of: itself, and the modules of its own folder that it imports, directly or not.
 
-Apart because nothing is imported or run here: the source says it. Modules that are named while the script runs
+Apart because nothing is imported or run here: the source tells. Modules that are named while the script runs
 (`importlib`), and those of other folders, are not among them.
 """
 
@@ -31,7 +31,7 @@ def files_of(script: str) -> list[Path]:
 
 
 def _imports(path: Path, folder: Path) -> Iterator[tuple[str, ...]]:
-    """Dotted names, from the folder on; what cannot be read imports nothing, and is told when it is run."""
+    """Dotted names of imports, relative to the folder; an unreadable file imports nothing, and fails when it is run."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -49,7 +49,7 @@ def _imports(path: Path, folder: Path) -> Iterator[tuple[str, ...]]:
 
 
 def _modules(folder: Path, parts: tuple[str, ...]) -> Iterator[Path]:
-    """The files of a dotted name, of all packages that it leads through, and of the module that it ends in."""
+    """Files of a dotted name: of all packages on its way, and of the module at its end."""
     for n in range(1, len(parts) + 1):
         stem = folder.joinpath(*parts[:n])
         for candidate in (stem.with_name(f"{stem.name}.py"), stem / "__init__.py"):

@@ -1,7 +1,7 @@
-"""What is trained, and cutting it up: where, and from everything that is trained to what one stage of the job trains.
+"""The trained objects, and cutting them up: where to cut, and how one stage's share is made of the whole.
 
-The whole model is built first, in the same way by everybody, so every stage begins with the very bits of the unsplit
-job; then what belongs to other stages is dropped, and its memory with it. Names stay those of the whole model.
+The whole model is built first, in the same way by every worker, so every stage begins with the very bits of the unsplit
+job; then the parts of other stages are dropped, and their memory with them. Names stay those of the whole model.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from everstep.train.task import Task, calling
 
 @dataclass(frozen=True)
 class Parts:
-    """What the user brings: everything that is trained, and what goes with it. `extras`: more state to keep."""
+    """The user's objects: everything that is trained, and its companions. `extras`: more state to keep."""
 
     model: nn.Module
     optimizer: Optimizer
@@ -42,7 +42,7 @@ class Parts:
 class StageSpec:
     """One stage of a job. cut: of the whole model; part p belongs to stage p % stages.
 
-    ties: parameters that are used in this stage and in others. share: None where there is one stage.
+    ties: parameters that are used in this stage and in others. share: None if there is one stage.
     """
 
     stage: int
@@ -53,7 +53,7 @@ class StageSpec:
 
     @staticmethod
     def whole(n_units: int) -> StageSpec:
-        """Of a model that is not split."""
+        """Spec of a model that is not split."""
         return StageSpec(0, 1, ((0, n_units),))
 
     @property
@@ -62,12 +62,12 @@ class StageSpec:
 
     @property
     def parts(self) -> tuple[int, ...]:
-        """The numbers of the stage's parts."""
+        """Numbers of the stage's parts."""
         return tuple(range(self.stage, self.n_parts, self.stages))
 
     @property
     def units(self) -> tuple[int, ...]:
-        """The numbers of the stage's units in the whole model, in order."""
+        """Numbers of the stage's units in the whole model, in order."""
         return tuple(unit for part in self.parts for unit in range(*self.cut[part]))
 
     @property
@@ -94,10 +94,10 @@ def build_model(
 
 
 def chosen_cut(config: Config, task: Task, model: nn.Module, unit_ms: Sequence[float] = ()) -> ModelCut:
-    """The cut that this job trains with, the same at every worker: a function of these alone.
+    """The cut that this job trains with, equal at every worker: a function of these alone.
 
-    model: whole; on the meta device will do, as only the numbers of its parameters are looked at. unit_ms: measured
-    once, before the job starts; its workers find in `cut` what came of it.
+    model: whole; it may be on the meta device, as only the numbers of its parameters are used. unit_ms: measured once,
+    before the job starts; its workers find the result in `cut`.
 
     Raises: ConfigError if there are more parts than units, or the config or the task names an impossible cut.
     """
@@ -121,12 +121,12 @@ def chosen_cut(config: Config, task: Task, model: nn.Module, unit_ms: Sequence[f
 
 
 def parameter_counts(units: Sequence[nn.Module]) -> list[int]:
-    """Parameter elements of each unit; one that several share counts at each, for each works with it."""
+    """Parameter elements of each unit; a shared one counts in each unit, because each computes with it."""
     return [sum(p.numel() for p in unit.parameters()) for unit in units]
 
 
 def cut_out(whole: Parts, cut: ModelCut, stages: int, stage: int) -> tuple[Parts, StageSpec]:
-    """What one stage trains. `whole` is used up: what is not the stage's is dropped.
+    """One stage's share. `whole` is used up: everything that is not the stage's is dropped.
 
     Raises: ConfigError for more parts than units, or parameters that are shared in a way that cannot be cut.
     """
@@ -169,7 +169,7 @@ _Leaves = list[tuple[int, nn.Parameter]]
 
 @dataclass(frozen=True)
 class _Holder:
-    """Where a tensor is registered. unit: -1 outside all units."""
+    """A tensor where it is registered. unit: -1 outside all units."""
 
     tensor: Tensor
     name: str
@@ -177,7 +177,7 @@ class _Holder:
 
 
 def _leaves(units: Sequence[nn.Module]) -> list[_Leaves]:
-    """Of every parameter in the units, after `untie`."""
+    """Leaves of every parameter in the units, after `untie`."""
     found: dict[tuple[Any, ...], _Leaves] = {}
     for number, unit in enumerate(units):
         for parameter in unit.parameters():
@@ -201,7 +201,7 @@ def _holders(whole: Parts) -> list[_Holder]:
 
 
 def refuse_hidden_ties(whole: Parts, cut: ModelCut, stages: int) -> None:
-    """See that memory which several stages would write to is one Parameter object, so that everybody sees the tie.
+    """Check that memory which several stages would write to is one Parameter object, so that all stages see the tie.
 
     Raises: ConfigError naming both places.
     """
@@ -242,7 +242,7 @@ def refuse_hidden_ties(whole: Parts, cut: ModelCut, stages: int) -> None:
 
 
 def _drop_foreign(whole: Parts, units: Sequence[nn.Module], kept_tensors: Iterable[Tensor]) -> None:
-    """Other stages' modules become None in their parents, and give their memory back."""
+    """Make other stages' modules None in their parents, and free their memory."""
     own = {id(m) for unit in units for m in unit.modules()}
     foreign = {id(m): m for unit in whole.units for m in unit.modules() if id(m) not in own}
     kept = {id(t) for unit in units for t in (*unit.parameters(), *unit.buffers())} | {id(t) for t in kept_tensors}
@@ -260,7 +260,7 @@ def _drop_foreign(whole: Parts, units: Sequence[nn.Module], kept_tensors: Iterab
 
 
 def _filter_optimizer(whole: Parts, kept: set[int]) -> tuple[tuple[int, ...], ...]:
-    """Takes other stages' parameters out of the optimizer; returns the places of those that stay, by group."""
+    """Take other stages' parameters out of the optimizer; returns the places of the remaining ones, by group."""
     positions = []
     for group in whole.optimizer.param_groups:
         places = [k for k, p in enumerate(group["params"]) if id(p) in kept]
@@ -298,13 +298,13 @@ def build_by_module(
     device: torch.device,
     wanted: Iterable[int] | None = None,
 ) -> tuple[nn.Module, list[nn.Module]]:
-    """The model and its units. Only the units `wanted` (all by default), and what is outside all units, take memory.
+    """The model and its units. Only the units `wanted` (all by default), and modules outside all units, take memory.
 
-    Every module is initialised under generators seeded from the job's seed and the module's own path, so what it begins
-    with does not depend on which other modules are made here: the same bits in every topology.
+    Every module is initialised under generators seeded from the job's seed and the module's own path, so its initial
+    values do not depend on which other modules are made here: the same bits in every topology.
 
-    A module is initialised by its `reset_parameters()`, then by the model's `_init_weights(module)`, where there are
-    such. A tied parameter begins as its first module makes it.
+    A module is initialised by its `reset_parameters()`, then by the model's `_init_weights(module)`, as far as they
+    exist. A tied parameter keeps the values of its first module.
 
     Raises: ConfigError naming a module that has parameters or buffers of its own and neither of the two.
     """
@@ -323,7 +323,7 @@ def build_by_module(
         for path, module in model.named_modules():
             if id(module) in needed:
                 _materialise(model, path, module, seed, device, owners, made)
-    for module in model.modules():  # what is not made stays tied to what is, so that every stage sees the tie
+    for module in model.modules():  # modules that are not made stay tied to made ones, so that every stage sees the tie
         if id(module) not in needed:
             tied = {name: made[id(p)] for name, p in module._parameters.items() if p is not None and id(p) in made}
             module._parameters.update(tied)
@@ -387,10 +387,10 @@ def _initialise(model: nn.Module, path: str, module: nn.Module, seed: int) -> No
 
 
 def _empty(tensor: Tensor, device: torch.device) -> Tensor:
-    """Zeros, so that what nobody initialises is the same everywhere."""
+    """Zeros, so that values that nobody initialises are the same everywhere."""
     return torch.zeros_like(tensor.detach(), device=device)
 
 
 def _scratch(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
-    """For a tied parameter while another module's initialiser runs over it."""
+    """Stand-in for a tied parameter while another module's initialiser runs over it."""
     return nn.Parameter(_empty(parameter, device), requires_grad=parameter.requires_grad)

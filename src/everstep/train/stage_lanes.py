@@ -1,6 +1,6 @@
-"""The lanes of a step at one stage: what is wanted, which parts they pass through, and what has been added of them.
+"""The lanes of a step at one stage: wanted lanes, the parts that they pass through, and the gradients added so far.
 
-Apart from the replica because nothing here changes the state: the same lanes give the same sums, whoever asks.
+Apart from the replica because nothing here changes the state: the same lanes always give the same sums.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from everstep.train.stage import Parts, StageSpec
 
 
 class StageLanes:
-    """One stage's lanes within a step. What has been added stays until `discard`."""
+    """One stage's lanes within a step. Added gradients stay until `discard`."""
 
     def __init__(
         self,
@@ -47,8 +47,7 @@ class StageLanes:
         loss: Loss | None,
         probing: Callable[[], bool],
     ) -> None:
-        """loss: the task's; needed where the model is split. probing: whether it has still to be seen that a lane gives
-        the same bits twice."""
+        """loss: the task's; needed if the model is split. probing: whether a lane must still be computed twice."""
         self.seeder = UnitSeeder(parts.units, config.seed, spec.units)
         self._call = ModelCall(parts.model) if spec.is_split else None
         self.passes: dict[int, PartPass] = {}
@@ -59,7 +58,7 @@ class StageLanes:
             at = here.stop
             units = tuple(parts.units[k] for k in here)
             modules = {id(m) for unit in units for m in unit.modules()}
-            if not self.passes:  # what is outside all units goes with the first part
+            if not self.passes:  # modules outside all units go with the first part
                 modules |= {id(m) for m in parts.model.modules()} - inside
             self.passes[part] = PartPass(
                 part,
@@ -89,9 +88,9 @@ class StageLanes:
         *,
         entered: bool = True,
     ) -> None:
-        """The lanes of a step that are wanted from here; what has been computed of them already counts. offer: as in
-        `StageSums.begin`. entered: the loop has come to the step's batches, so that nobody changes the state any more
-        before its lanes are computed."""
+        """Begin a step, or change its lanes here; lanes computed already count. offer: as in `StageSums.begin`.
+        entered: the loop has come to the step's batches, so that nobody changes the state any more before its lanes are
+        computed."""
         if step != self._step:
             self._step, self._reports, self._entered = step, {}, False
         if entered and not self._entered:
@@ -110,29 +109,29 @@ class StageLanes:
         return self._sums.missing
 
     def add_empty(self, lane: int, use: int) -> None:
-        """A lane beyond the end of the data: it weighs nothing."""
+        """Add a lane beyond the end of the data: it weighs nothing."""
         self._sums.add_empty(lane)
         self._reports[lane] = LaneReport(lane, 0.0, 0.0, 0, use)
 
     def add_idle(self, lane: int, count: int, use: int) -> None:
-        """A lane that was only waited for: it counts as `count` samples, and has no gradient and no loss."""
+        """Add a lane that was only waited for: it counts as `count` samples, and has no gradient and no loss."""
         if lane in self.missing:
             self._sums.add_empty(lane)
         self._reports[lane] = LaneReport(lane, 0.0, 1.0, count, use)
 
     def note(self, report: LaneReport) -> None:
-        """What is to be told of a lane whose loss was computed here."""
+        """Note the report of a lane whose loss was computed here."""
         self._reports[report.lane] = report
 
     # ---- passes of a model that is split
 
     def forward(self, step: int, part: int, number: int, lane: Lane, count: int = 0, use: int = 0) -> Bundle | None:
-        """A lane's forward pass through one part: what goes to the next part, None at the last one.
+        """A lane's forward pass through one part: the output for the next part, None at the last one.
 
         count, use: at the last part, as in `LaneReport`. Several lanes may be between this and `backward`. A lane
         without samples does not come here.
 
-        Raises: TaskError if the task does what cannot be split.
+        Raises: TaskError if the task does something that cannot be split.
         """
         check(step == self._step, f"step {step} has not begun")
         result = self.passes[part].forward(step, number, lane)
@@ -143,7 +142,7 @@ class StageLanes:
         return None
 
     def recompute(self, step: int, part: int, lane: int) -> None:
-        """The forward pass again, directly before its backward pass: same bits, and nothing is counted twice."""
+        """Repeat the forward pass, directly before its backward pass: same bits, and nothing is counted twice."""
         self.passes[part].recompute(step, lane)
 
     def backward(
@@ -156,49 +155,49 @@ class StageLanes:
     ) -> Bundle | None:
         """A lane's backward pass through one part: the gradients for the part before, None at the first one.
 
-        back: what the part behind returned, None at the last one. The lane's gradients are taken, once; `give` is
-        called with what is returned before that, since somebody waits for it.
+        back: from the part behind, None at the last one. The lane's gradients are taken, once; `give` is called with
+        the returned ones before that, because another worker waits for them.
         """
         check(step == self._step, f"step {step} has not begun")
         return self.passes[part].backward(lane, back, self._scaler.scale, give)
 
     def said(self, part: int) -> LaneSaid | None:
-        """What the lane has given that was the last in `backward`, if that is to be told."""
+        """Digests of the last lane in `backward`, if they are to be reported."""
         return self.passes[part].said
 
     def drop(self) -> None:
-        """Forget lanes between their passes (a generation has ended); what has been added stays."""
+        """Forget lanes between their passes (a generation has ended); added gradients stay."""
         for part in self.passes.values():
             part.drop()
 
     def evaluate(self, part: int, inputs: Bundle | None, metrics: Loss, batch: Any = None) -> Any:
-        """One part of an evaluation, without gradients: what goes to the next part, at the last one the metrics.
+        """One part of an evaluation, without gradients: the output for the next part, at the last one the metrics.
 
         metrics: `Task.metrics`. The model must be in eval mode.
         """
         with torch.no_grad(), self.passes[part].guard.shielded():
             return self.passes[part].evaluate(inputs, metrics, batch)
 
-    # ---- what the step gets
+    # ---- results for the step
 
     def presence(self, step: int, lanes: Sequence[int]) -> dict[Node, bytes]:
-        """What this worker offers to the reduction: the sums that cover exactly these lanes, its own now."""
+        """This worker's offer to the reduction: the sums that cover exactly these lanes, which are its own now."""
         if step != self._step:
             self.begin(step, (), _no_buffer)
         return self._sums.offered(lanes)
 
     def reports(self, lanes: Sequence[int]) -> list[LaneReport]:
-        """Of these lanes."""
+        """Reports of these lanes."""
         return [self._reports[lane] for lane in lanes]
 
     # ---- buffers
 
     def buffer_reports(self) -> list[bytes]:
-        """What the lanes have made of the buffers, by part."""
+        """Reports of the lanes' changes to buffers, by part."""
         return [part.guard.report().encode() for part in self.passes.values()]
 
     def commit_buffers(self, step: int, reports: Sequence[Sequence[bytes]]) -> None:
-        """A step was decided: the buffers become what all lanes together make of them. reports: by worker, by part."""
+        """A step was decided: the buffers take the outcome of all lanes together. reports: by worker, by part."""
         if step != self._step:
             self.begin(step, (), _no_buffer)
         for k, part in enumerate(self.passes.values()):
@@ -212,14 +211,14 @@ class StageLanes:
     # ---- the end
 
     def discard(self) -> None:
-        """The step is over: its lane results are of no more use."""
+        """The step is over: drop its lanes' results."""
         self._sums.forget()
         self.drop()
         self._reports = {}
         self._step = 0
 
     def abandon(self) -> None:
-        """The state is about to be replaced: nothing of the step that was under way counts."""
+        """The state is about to be replaced: drop everything of the step under way."""
         self.discard()
         for part in self.passes.values():
             part.guard.abandon()
@@ -231,10 +230,10 @@ def _no_buffer(node: Node) -> torch.Tensor:
 
 
 class LoopLane:
-    """The lane that the user's own loop computes, of a model that is whole: one after the other, from `enter` over
-    `backward` to `leave`, in the modes and with the seeds that it has to find. The first is computed twice (`probes`).
+    """The lane that the user's own loop computes, in a model that is not split. Lanes come one after the other, from
+    `enter` over `backward` to `leave`, with the right modes and seeds. The first is computed twice (`probes`).
 
-    Apart from the stage's lanes because here somebody else's code runs between entering a lane and its backward pass.
+    Apart from the stage's lanes because here the user's code runs between entering a lane and its backward pass.
     """
 
     def __init__(self, lanes: StageLanes, model: nn.Module, scaler: LossScaler, autocast: Callable[[], Any]) -> None:
@@ -248,7 +247,7 @@ class LoopLane:
         self._step = self._lane = 0
         self._loss = 0.0
         self._weight = 0.0
-        self._spoke = False
+        self._called_backward = False
         self._probed = self._apart = self._on_trial = False
         self._first = ""
 
@@ -262,7 +261,7 @@ class LoopLane:
         self._step, self._lane = step, lane
         self._lanes.seeder.begin_lane(step, lane)
         self._loss = self._weight = 0.0
-        self._spoke = False
+        self._called_backward = False
         self._autocast = self._autocast_of()
         self._autocast.__enter__()
 
@@ -272,36 +271,36 @@ class LoopLane:
         Raises: TaskError if the loss is not a scalar tensor with a graph, or if the lane called it twice.
         """
         self._end_autocast()
-        if self._spoke:
+        if self._called_backward:
             raise TaskError("step.backward(loss) was called twice for one batch; add the losses up and call it once")
         scaled, self._loss, self._weight = measured(loss, weight, share)
         if not self._on_trial:
             self._pass.accumulator.capture(self._lane)
         self._pass.guard.end_lane()
         torch.autograd.backward(scaled * self._scaler.scale if self._scaler.enabled else scaled)
-        self._spoke = True
+        self._called_backward = True
 
     def leave(self, lane: int, count: int, use: int) -> None:
         """Take the lane's gradient and buffers. Raises: TaskError if the lane never called backward."""
         self._end_autocast()
         self._lanes.seeder.end_lane()
-        if not self._spoke:
+        if not self._called_backward:
             raise TaskError("a batch was taken without step.backward(loss); call it once for every batch")
         self._pass.watch.look()
         self._pass.accumulator.add(lane)
         self._lanes.note(LaneReport(lane, self._loss, self._weight, count, use))
 
-    # ---- the lane that is computed twice
+    # ---- a lane that is computed twice
 
     def probes(self, due: bool) -> bool:
-        """Whether the lane about to be computed is to be computed twice, to see that it gives the same bits: the first
-        of this life, and those that are due, if they are the first of their step."""
+        """Whether the next lane is computed twice for comparison: the first of this life, and those that are due, if
+        they are the first of their step."""
         due = not self._probed or (due and self._pass.guard.untouched)
         self._probed = True
         return due
 
     def again(self) -> None:
-        """Enter the lane once more; what it has left is thrown away, and the guard puts the buffers back."""
+        """Enter the lane again; its results are thrown away, and the guard puts the buffers back."""
         self._pass.watch.look()
         self._first = self._digest()
         self._pass.guard.forget_lanes()
@@ -310,25 +309,25 @@ class LoopLane:
         self.enter(self._step, self._lane, apart=self._apart)
 
     def compare(self) -> None:
-        """Raises: DeterminismError if the lane just computed again gave something else."""
+        """Compare the two computations of a lane. Raises: DeterminismError if they gave different results."""
         if self._first != self._digest():
             raise computed_otherwise(self._step, self._lane, "gradients")
 
     # ---- lanes that several workers compute
 
     def said(self, batch: Any) -> LaneSaid:
-        """Of the lane just computed: digests of what went in, and of what came out."""
+        """Digests of the lane just computed: of its input, and of its results."""
         return LaneSaid(data=batch_digest(batch), gave=digest_bytes(self._digest().encode()))
 
     @contextmanager
     def trial(self, step: int, lane: int) -> Iterator[None]:
-        """Enter a lane of which nothing is to be left behind. Raises: TaskError, after it, if it called no backward."""
+        """Enter a lane that leaves nothing behind. Raises: TaskError, after it, if it called no backward."""
         with self._pass.guard.on_trial():
             self._on_trial = True
             self.enter(step, lane, apart=True)
             try:
                 yield
-                if not self._spoke:
+                if not self._called_backward:
                     raise TaskError("a batch was taken without step.backward(loss); call it once for every batch")
             finally:
                 self._end_autocast()
@@ -338,7 +337,7 @@ class LoopLane:
                     parameter.grad = None
 
     def _digest(self) -> str:
-        """Of the gradients and buffers that a lane has left, and its loss."""
+        """Digest of a lane's gradients and buffers, and its loss."""
         self._end_autocast()
         self._lanes.seeder.end_lane()
         named = [(f"grad {n}", p.grad) for n, p in self._model.named_parameters() if p.grad is not None]
@@ -352,12 +351,12 @@ class LoopLane:
 
 
 def batch_digest(batch: Any) -> str:
-    """Of everything in a batch that can be compared."""
+    """Digest of everything in a batch that can be compared."""
     return named_digest([(str(k), _as_tensor(leaf)) for k, leaf in enumerate(tree_leaves(batch))])
 
 
 def _as_tensor(leaf: Any) -> torch.Tensor:
-    """What is known of a part of a batch; of what is neither tensor nor plain value, its type."""
+    """Comparable form of a part of a batch; for anything but tensors and plain values, its type."""
     if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided:
         return leaf
     text = repr(leaf) if isinstance(leaf, bool | int | float | str | bytes | None) else type(leaf).__name__

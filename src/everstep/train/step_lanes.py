@@ -1,6 +1,6 @@
-"""The lanes of a step on this worker: what is wanted, where batches come from, and the passes of a split model.
+"""The lanes of a step on this worker: wanted lanes, their batches, and the passes of a split model.
 
-Apart from updates because nothing here changes the state: what is computed is kept by the stages until a step is over.
+Apart from updates because nothing here changes the state: the stages keep all results until a step is over.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from everstep.train.stage_lanes import batch_digest
 from everstep.train.view import WorkerView
 
 _AHEAD = 8
-"""How many passes ahead of the present one the channel is told what will be wanted."""
+"""Passes ahead of the present one for which the channel is told of awaited messages."""
 _SLICE_S = 0.01
 
 
 class Lanes:
-    """One worker's lanes. `done` is told step, stage and lane of each, at each stage; given: what those have
-    given here that several workers compute."""
+    """One worker's lanes. `done` is called with step, stage and lane of each, at each stage; given: results here of
+    lanes that several workers compute."""
 
     def __init__(
         self,
@@ -59,17 +59,17 @@ class Lanes:
         self._loader = LaneLoader(Recipe(dataset, view.order, collate, view.config.seed), view.config.loader)
 
     def handlers(self) -> dict[type, Callable[[Any], Any]]:
-        """What it does for the driver; lanes of a model that is whole are computed by the user's loop."""
+        """Operations that this carries out; lanes of a model that is not split are computed by the user's loop."""
         return {Open: self.open} | ({Compute: self.compute} if self._view.stages.split else {})
 
     def close(self) -> None:
-        """Give back what the loader holds."""
+        """Release the loader's processes."""
         self._loader.close()
 
     # ---- operations
 
     def open(self, operation: Open) -> Opened:
-        """Have the stages of the plan's seats, and meet the members."""
+        """Make the stages of the plan's seats ready, and meet the members."""
         view, plan = self._view, operation.plan
         seats = plan.stages_of(view.me)
         view.stages.want(seats)
@@ -81,7 +81,7 @@ class Lanes:
         return Opened(tuple(lost), disk, {} if view.step else {k: view.stages.first(k) for k in machine.in_part})
 
     def compute(self, operation: Compute) -> None:
-        """The lanes of a split model, wherever they pass through this worker.
+        """Compute the lanes of a split model, wherever they pass through this worker.
 
         Raises: CollectiveAborted.
         """
@@ -97,7 +97,7 @@ class Lanes:
         Passes(self, view, operation, full, [t for t in operation.trials if self.samples(number, t.lane)]).run()
 
     def _empty(self, number: int, plan: Plan, lane: int) -> bool:
-        """Whether the lane has no samples; then it is through at once, at all stages."""
+        """Whether the lane has no samples; then it is finished at once, at all stages."""
         if self.samples(number, lane):
             return False
         for stage in plan.stages_of(self._view.me):
@@ -105,11 +105,11 @@ class Lanes:
                 self.pass_empty(number, stage, lane)
         return True
 
-    # ---- what is done here, of whichever lanes
+    # ---- acts on single lanes
 
     def begin(self, number: int, plan: Plan, stage: int, *, settled: bool = True) -> tuple[int, ...]:
-        """The plan's lanes of the step are wanted at this stage; returns those that are still to be computed. settled:
-        this is the step that comes next, so what becomes final of it may leave."""
+        """Begin the plan's lanes of the step at this stage; returns those that are still to be computed. settled: this
+        is the step that comes next, so final blocks of it may leave."""
         lanes, mine = self._view.stages[stage].lanes, plan.lanes_of(self._view.me, stage)
         transport = self._view.transport
         offer = transport.offering(stage, number) if settled else None
@@ -118,7 +118,7 @@ class Lanes:
         return tuple(lane for lane in lanes.lacking(mine) if lane in missing)
 
     def schedule(self, number: int, lanes: Sequence[int]) -> None:
-        """Have these loaded, soon."""
+        """Have these lanes loaded, soon."""
         self._loader.schedule(number, lanes)
 
     def batch(self, number: int, lane: int) -> tuple[Any, Any]:
@@ -129,29 +129,29 @@ class Lanes:
         return to_device(batch, self.device), samples
 
     def samples(self, number: int, lane: int) -> Any:
-        """Which samples a lane has, without loading them."""
+        """Samples of a lane, without loading them."""
         return self._view.order.samples(number, lane)
 
     def note(self, number: int, lane: int, part: int, said: LaneSaid) -> None:
-        """What a lane has given that several workers compute. Raises: DeterminismError if it was computed here before,
-        and gave something else."""
+        """Note the results of a lane that several workers compute. Raises: DeterminismError if it was computed here
+        before, with other results."""
         differs = self._given.note(number, lane, part, said)
         if differs:
             raise computed_otherwise(number, lane, differs)
 
     def has_given(self, number: int, lane: int) -> bool:
-        """Whether that is known of a lane."""
+        """Whether a lane's results are known."""
         return self._given.has(number, lane)
 
     def pass_empty(self, number: int, stage: int, lane: int) -> None:
-        """A lane without samples is through with a stage."""
+        """Finish a stage of a lane without samples."""
         lanes = self._view.stages[stage].lanes
         if lane in lanes.missing:
             lanes.add_empty(lane, use_digest(()))
         self.done(number, stage, lane)
 
     def count(self, samples: int) -> None:
-        """So many more were trained on."""
+        """Count samples that were trained on."""
         self._samples += samples
         self._view.link.row.set(samples=self._samples)
         if self.device.type == "cuda":
@@ -162,14 +162,14 @@ class Lanes:
 class Passes:
     """The passes of a step's lanes through this worker, in the order of its list, in one generation.
 
-    Whatever it is given it computes the same, and it may be stopped between any two passes. What is computed is kept
-    by the stages; what is on its way belongs to the generation.
+    A pass has the same results in any list, and the run may be stopped between any two passes. Results are kept
+    by the stages; messages on their way belong to the generation.
     """
 
     def __init__(
         self, lanes: Lanes, view: WorkerView, operation: Compute, full: Sequence[int], trials: Sequence[Trial]
     ) -> None:
-        """full: the lanes to be computed, the same at every member, none of them empty; likewise trials."""
+        """full: the lanes to compute, equal at every member, none of them empty; trials: equal at every member, too."""
         config, plan = view.config, with_trials(operation.plan, trials)
         self._lanes, self._view, self._plan, self._step = lanes, view, plan, operation.step
         self._repeated = {number: trial.lane for number, trial in enumerate(trials, plan.lanes)}
@@ -187,7 +187,7 @@ class Passes:
         self._local: dict[Hop, Bundle] = {}
 
     def run(self) -> None:
-        """Raises: CollectiveAborted if the generation ends, or a worker that something was expected from is dead."""
+        """Do all passes. Raises: CollectiveAborted if the generation ends, or an awaited worker is dead."""
         for replica in self._view.stages.values():
             replica.lanes.drop()
         self._expect(self._ops[:_AHEAD])
@@ -233,7 +233,7 @@ class Passes:
             self._lanes.done(self._step, op.stage, op.lane)
 
     def _emulate(self, op: PipeOp) -> None:
-        """Waiting in place of computing; gradients are absent."""
+        """Wait instead of computing; gradients are absent."""
         end = time.monotonic() + self._wait_s * (2 if op.kind == "backward" else 1)
         while (left := end - time.monotonic()) > 0:
             time.sleep(min(left, _SLICE_S))
@@ -245,7 +245,7 @@ class Passes:
             self._view.stages[op.stage].lanes.add_idle(op.lane, len(samples), use_digest(samples))
 
     def _batch(self, op: PipeOp) -> tuple[Any, Sequence[Any]]:
-        """Loaded once where this worker has both ends of the lane's way."""
+        """Batch and samples, loaded once if this worker has both ends of the lane's way."""
         found = self._batches.pop(op.lane, None)
         if found is None:
             self._view.phase("load", self._step, self._plan)
@@ -254,10 +254,10 @@ class Passes:
                 self._batches[op.lane] = found
         return found
 
-    # ---- what goes from part to part
+    # ---- messages between parts
 
     def _awaited(self, op: PipeOp) -> tuple[int, Hop] | None:
-        """Who has what a pass needs of another part, and what that is; None if it needs nothing."""
+        """Source and name of the message that a pass needs; None if it needs none."""
         if op.kind == "forward" and op.part:
             source, hop = op.part - 1, Hop(self._step, "act", op.part, op.lane)
         elif op.kind == "backward" and op.part + 1 < self._parts:
@@ -267,7 +267,7 @@ class Passes:
         return routes.holder(self._plan, source, op.lane), hop
 
     def _expect(self, ops: Sequence[PipeOp]) -> None:
-        """Tell the channel what these passes will receive."""
+        """Tell the channel which messages these passes will receive."""
         for op in ops:
             awaited = self._awaited(op)
             if awaited is not None and awaited[0] != self._view.me:
@@ -284,7 +284,7 @@ class Passes:
         return from_wire(*self._channel.recv(source, hop))
 
     def _give(self, op: PipeOp, what: Bundle) -> None:
-        """What a forward pass made to the part behind, what a backward pass made to the one before."""
+        """Send a forward pass's output to the part behind, a backward pass's to the part before."""
         part = op.part + 1 if op.kind == "forward" else op.part - 1
         hop = Hop(self._step, "act" if op.kind == "forward" else "grad", part, op.lane)
         to = routes.holder(self._plan, part, op.lane)

@@ -28,7 +28,7 @@ class EarlyStop:
         self.stale = 0
 
     def observe(self, metrics: dict[str, float]) -> str | None:
-        """Take in an evaluation; returns why to stop, or None.
+        """Take in an evaluation; returns the reason to stop, or None.
 
         Raises: ConfigError if it lacks the metric.
         """
@@ -68,7 +68,7 @@ def train(task: Task, run: Run, early_stop: EarlyStop) -> None:
                 continue
             metrics = _evaluate(task, run, test)
         except StateJumped:
-            continue  # a stage was lost: the run goes on from where all are
+            continue  # a stage was lost: the run goes on from the members' common step
         run.report("evaluated", step=step.number, metrics=metrics)
         reason = early_stop.observe(metrics)
         if reason is not None:

@@ -1,4 +1,5 @@
-"""What cannot be trained exactly, seen before anything is: each is refused by name, with what to write instead."""
+"""Models, optimizers and schedulers that cannot be trained exactly: each is refused by name before the start, with a
+remedy."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ from everstep.exact.layout import memory_of
 
 
 def refuse_unsupported(model: Any, optimizer: Any, scheduler: Any) -> None:
-    """Raises: ConfigError for what a job cannot have."""
+    """Check the arguments of a job. Raises: ConfigError for unsupported ones."""
     if not isinstance(model, nn.Module):
         raise ConfigError(f"expected a torch.nn.Module as the model, got {_named(model)}")
     if not isinstance(optimizer, Optimizer):
@@ -54,7 +55,7 @@ def refuse_unsupported(model: Any, optimizer: Any, scheduler: Any) -> None:
 
 
 def refuse_group() -> None:
-    """Raises: ConfigError if the script has a process group of several of its own."""
+    """Check for a process group. Raises: ConfigError if the script has one of several processes."""
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         raise ConfigError(
             f"torch.distributed is initialised, for {dist.get_world_size()} processes: workers compute different "
@@ -63,7 +64,7 @@ def refuse_group() -> None:
 
 
 def refuse_unmade(model: nn.Module) -> None:
-    """Raises: ConfigError naming a parameter or buffer that has no memory yet."""
+    """Check that the model has memory. Raises: ConfigError naming a parameter or buffer that has none yet."""
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.is_meta:
             raise ConfigError(
@@ -73,7 +74,7 @@ def refuse_unmade(model: nn.Module) -> None:
 
 
 def refuse_elsewhere(model: nn.Module, device: torch.device) -> None:
-    """Raises: ConfigError naming a parameter that is not on the device to which the batches go."""
+    """Check the model's device. Raises: ConfigError naming a parameter that is not on the batches' device."""
     for name, parameter in model.named_parameters():
         there = parameter.device
         if there.type != device.type or device.index not in (None, there.index):
@@ -111,7 +112,7 @@ def _refuse_wrapper(model: nn.Module) -> None:
             )
     if isinstance(model, AveragedModel):
         raise ConfigError(
-            f"{kind} is the average of a model, not what is trained: give the model itself, and the average as "
+            f"{kind} is the average of a model, not the model to train: give the model itself, and the average as "
             "state={'average': ...}, updated after each step"
         )
 
@@ -120,15 +121,13 @@ def _refuse_tensor(name: str, tensor: Tensor) -> None:
     if is_lazy(tensor):
         raise ConfigError(f"{name} has no shape yet (a lazy module): run the model once on a batch before training")
     if tensor.is_quantized:
-        raise ConfigError(
-            f"{name} is quantized ({tensor.dtype}): train in floating point, and quantize what comes of it"
-        )
+        raise ConfigError(f"{name} is quantized ({tensor.dtype}): train in floating point, and quantize the result")
     if tensor.layout is not torch.strided:
         raise ConfigError(f"{name} is {tensor.layout}; only dense tensors can be carried: keep it dense (.to_dense())")
 
 
 def _refuse_shared_memory(named: Sequence[tuple[str, Tensor]]) -> None:
-    """Raises: ConfigError naming tensors that overlap without being one: each would be carried by itself."""
+    """Check for shared memory. Raises: ConfigError naming tensors that overlap without being one."""
     spans = []
     for name, tensor in named:
         if tensor.numel():
@@ -154,8 +153,8 @@ def _refuse_embedding(name: str, module: nn.Embedding | nn.EmbeddingBag) -> None
         raise ConfigError(f"{name} ({kind}) has sparse gradients, which are not summed exactly: use sparse=False")
     if module.max_norm is not None:
         raise ConfigError(
-            f"{name} ({kind}) has max_norm={module.max_norm:g}: it changes its weight in every forward pass, so that "
-            "lanes would see each other: leave max_norm out, and scale what it returns in the model"
+            f"{name} ({kind}) has max_norm={module.max_norm:g}: it changes its weight in every forward pass, so lanes "
+            "would affect each other: leave max_norm out, and scale its output in the model"
         )
 
 

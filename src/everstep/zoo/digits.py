@@ -45,31 +45,31 @@ class ResNet18Digits(_Digits, ResNetClassifier):
 
 
 class ResNet34Digits(ResNet18Digits):
-    """As `ResNet18Digits`, with 34 layers."""
+    """`ResNet18Digits` with 34 layers."""
 
     depth = 34
 
 
 class ResNet50Digits(ResNet18Digits):
-    """As `ResNet18Digits`, with 50 layers."""
+    """`ResNet18Digits` with 50 layers."""
 
     depth = 50
 
 
 class ResNet101Digits(ResNet18Digits):
-    """As `ResNet18Digits`, with 101 layers."""
+    """`ResNet18Digits` with 101 layers."""
 
     depth = 101
 
 
 class ResNet152Digits(ResNet18Digits):
-    """As `ResNet18Digits`, with 152 layers."""
+    """`ResNet18Digits` with 152 layers."""
 
     depth = 152
 
 
 class MLPDigits(_Digits):
-    """Two hidden layers of 64: a job of seconds, for a first look and for tests. Options as `ResNet18Digits`."""
+    """Two hidden layers of 64: a job of seconds, for a first look and for tests. Options as in `ResNet18Digits`."""
 
     defaults: ClassVar[Mapping[str, Any]] = {"lanes": 8, "micro_batch": 4, "steps": 20}
     option_defaults: ClassVar[Mapping[str, Any]] = {"lr": 0.1, "weight_decay": 0.0, "shift": 0.0}
@@ -82,5 +82,5 @@ class MLPDigits(_Digits):
         )
 
     def units(self, model: nn.Module) -> list[nn.Module]:
-        """The three layers."""
+        """Units: the three layers."""
         return list(model.children())

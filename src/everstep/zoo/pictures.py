@@ -17,9 +17,9 @@ from everstep.zoo.resnet import ResNet
 
 
 class ResNet18Folder(ResNetClassifier):
-    """path: a folder with one folder of pictures per class (see `PictureFolder`).
+    """A ResNet on the user's pictures. path: a folder with one folder of pictures per class (see `PictureFolder`).
 
-    Options: `task.path`, `task.size` (of the squares that pictures are brought to, in pixels), `task.weights` (a
+    Options: `task.path`, `task.size` (side of the squares that pictures are resized to, in pixels), `task.weights` (a
     safetensors file with torchvision's names to start from; its classifier is used if it has as many classes),
     `task.lr`, `task.weight_decay`.
     """
@@ -62,31 +62,31 @@ class ResNet18Folder(ResNetClassifier):
 
 
 class ResNet34Folder(ResNet18Folder):
-    """As `ResNet18Folder`, with 34 layers."""
+    """`ResNet18Folder` with 34 layers."""
 
     depth = 34
 
 
 class ResNet50Folder(ResNet18Folder):
-    """As `ResNet18Folder`, with 50 layers."""
+    """`ResNet18Folder` with 50 layers."""
 
     depth = 50
 
 
 class ResNet101Folder(ResNet18Folder):
-    """As `ResNet18Folder`, with 101 layers."""
+    """`ResNet18Folder` with 101 layers."""
 
     depth = 101
 
 
 class ResNet152Folder(ResNet18Folder):
-    """As `ResNet18Folder`, with 152 layers."""
+    """`ResNet18Folder` with 152 layers."""
 
     depth = 152
 
 
 def _load_weights(model: nn.Module, path: str) -> None:
-    """Raises: ConfigError if the file cannot be read or is of another architecture."""
+    """Load weights from a file. Raises: ConfigError if it cannot be read or is of another architecture."""
     from safetensors.torch import load_file
 
     try:

@@ -1,4 +1,4 @@
-"""What the ready tasks share: their options, the number of steps, and the learning rate's course."""
+"""Common parts of the ready tasks: options, the number of steps, and the learning rate's course."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class ReadyTask(Task):
     option_defaults: ClassVar[Mapping[str, Any]] = {}
 
     def option(self, name: str) -> Any:
-        """One of the task's own options."""
+        """Value of one of the task's own options."""
         return options(self.config, self.option_defaults)[name]
 
 
@@ -39,22 +39,22 @@ class Classifier(ReadyTask):
         return functional.cross_entropy(model(images), labels)
 
     def metrics(self, model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
-        """loss and accuracy."""
+        """Metrics loss and accuracy."""
         images, labels = batch
         return classification_metrics(model(images), labels)
 
 
 class ResNetClassifier(Classifier):
-    """One whose model is a `ResNet` of `depth` layers."""
+    """A classifier whose model is a `ResNet` of `depth` layers."""
 
     depth: ClassVar[int] = 18
 
     def units(self, model: nn.Module) -> list[nn.Module]:
-        """Stem, residual blocks, head."""
+        """Units: stem, residual blocks, head."""
         return model.units()  # type: ignore[operator, no-any-return]
 
     def cuts(self, model: nn.Module, parts: int) -> list[int] | None:
-        """The five classic stages."""
+        """Sizes of the five classic stages."""
         return model.cuts(parts)  # type: ignore[operator, no-any-return]
 
 
@@ -79,7 +79,7 @@ def options(config: Any, defaults: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def total_steps(config: Any, dataset_size: int, otherwise: int) -> int:
-    """The job's last step, from its config; `otherwise` where there is no config (a task used by itself)."""
+    """The job's last step, from its config; `otherwise` if there is no config (a task used by itself)."""
     if config is None:
         return otherwise
     if config.epochs is None and config.steps is not None:
@@ -88,8 +88,8 @@ def total_steps(config: Any, dataset_size: int, otherwise: int) -> int:
 
 
 def warmup_cosine(optimizer: Optimizer, steps: int, warmup: float) -> LambdaLR:
-    """The optimizer's learning rate, times a factor: it rises to 1 over the first `warmup` (0 to 1) of the steps, then
-    falls to 1 % along half a cosine, and stays there if the job goes on.
+    """Schedule of the optimizer's learning rate: its factor rises to 1 over the first `warmup` (0 to 1) of the steps,
+    then falls to 1 % along half a cosine, and stays there if the job goes on.
 
     Source: Loshchilov and Hutter, "SGDR" (2017), without restarts.
     """

@@ -19,12 +19,12 @@ _TASKS = {
 
 
 def names() -> tuple[str, ...]:
-    """What `load` knows."""
+    """Names that `load` knows."""
     return tuple(_TASKS)
 
 
 def load(name: str) -> type[Task]:
-    """The class of a ready task. Those that read files take their PATH as the constructor's only argument.
+    """Class of a ready task. Tasks that read files take their PATH as the constructor's only argument.
 
     Raises: ConfigError for an unknown name.
     """

@@ -1,10 +1,10 @@
 """ResNet 18, 34, 50, 101 and 152 with torchvision's parameter names and shapes, so that its weight files load.
 
-Own code, because the model has to be a plain chain of units: `x = unit(x)` over `ResNet.units()` is the whole forward
-pass, which lets a job seed, lay out and cut the model by unit.
+Written here because the model has to be a plain chain of units: `x = unit(x)` over `ResNet.units()` is the whole
+forward pass, so that a job can seed, lay out and cut the model by unit.
 
-Source: He et al., "Deep Residual Learning for Image Recognition" (2015), table 1; strides of the bottleneck on its
-3x3 convolution, and the initialisation, as in torchvision (version 1.5 of the architecture).
+Source: He et al., "Deep Residual Learning for Image Recognition" (2015), table 1; strides of the bottleneck on its 3x3
+convolution, and the initialisation, as in torchvision (version 1.5 of the architecture).
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ class BatchNorm2d(nn.BatchNorm2d):
 
 
 class Conv2d(nn.Conv2d):
-    """A square convolution without bias that is one matrix product where, on a CPU, its output is a single pixel.
+    """A square convolution without bias that becomes one matrix product if, on a CPU, its output is a single pixel.
 
-    Then only some of the kernel's taps meet the image, and torch's convolution spends most of its time on bringing
-    the whole weight into another memory layout and back (measured on one core, 512 channels, 3x3 on 1x1 maps, 32
-    samples, forward and backward: 20 ms, against 6 ms as a product).
+    Then only some of the kernel's taps meet the image, and torch's convolution spends most of its time converting the
+    whole weight to another memory layout and back (measured on one core, 512 channels, 3x3 on 1x1 maps, 32 samples,
+    forward and backward: 20 ms, against 6 ms as a product).
     """
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -123,7 +123,7 @@ class Bottleneck(nn.Module):
 
 
 class Stem(nn.Module):
-    """The model's `conv1`, `bn1`, ReLU and pooling as one unit; it shares the modules, it does not own them."""
+    """The model's `conv1`, `bn1`, ReLU and pooling as one unit, which does not own these modules."""
 
     def __init__(self, conv1: nn.Conv2d, bn1: nn.Module, relu: nn.Module, maxpool: nn.Module) -> None:
         super().__init__()
@@ -138,7 +138,7 @@ class Stem(nn.Module):
 
 
 class ResNetHead(nn.Module):
-    """The model's pooling and `fc` as one unit; it shares the modules, it does not own them."""
+    """The model's pooling and `fc` as one unit, which does not own these modules."""
 
     def __init__(self, avgpool: nn.Module, fc: nn.Linear) -> None:
         super().__init__()
@@ -185,7 +185,7 @@ class ResNet(nn.Module):
         self.fc = nn.Linear(inputs, classes)
         for module in self.modules():
             self._init_weights(module)
-        # In a tuple, where nn.Module does not look: otherwise the state would list their parameters twice.
+        # in a tuple, where nn.Module does not look: otherwise the state would list their parameters twice
         self._ends = (
             Stem(self.conv1, self.bn1, self.relu, self.maxpool),
             ResNetHead(self.avgpool, self.fc),
@@ -210,9 +210,9 @@ class ResNet(nn.Module):
         return [stem, *blocks, head]
 
     def cuts(self, parts: int) -> list[int] | None:
-        """The five classic stages: stem, layer1, layer2, layer3, and layer4 with pooling and classifier.
+        """Sizes of the five classic stages: stem, layer1, layer2, layer3, and layer4 with pooling and classifier.
 
-        Any other number: even in blocks, which all cost about the same (their parameters do not).
+        Any other number of parts: even in blocks, which all cost about the same (their parameters do not).
         """
         costs = [1.0] * (len(self.units()) - 1) + [0.1]
         if parts != 5:

@@ -57,7 +57,7 @@ class TransformerText(ReadyTask):
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """Of this text. Raises: ConfigError."""
+        """Tokenizer of this text. Raises: ConfigError."""
         return self._read()[1]
 
     def _read(self) -> tuple[Windows, Tokenizer]:
@@ -81,7 +81,7 @@ class TransformerText(ReadyTask):
         return Transformer(TransformerConfig(self.tokenizer.vocabulary, **sizes))
 
     def units(self, model: nn.Module) -> list[nn.Module]:
-        """Embedding, blocks, head."""
+        """Units: embedding, blocks, head."""
         return model.units()  # type: ignore[operator, no-any-return]
 
     def build_dataset(self, split: str) -> Dataset[Any]:
@@ -99,12 +99,12 @@ class TransformerText(ReadyTask):
         return warmup_cosine(optimizer, steps, warmup=0.1)
 
     def loss(self, model: nn.Module, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """batch: (N, context + 1) int64. Returns the sum over tokens, and how many there are."""
+        """Loss: (sum over tokens, number of tokens). batch: (N, context + 1) int64."""
         inputs, targets = batch[:, :-1], batch[:, 1:]
         logits = model(inputs)
         total = functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="sum")
         return total, torch.tensor(float(targets.numel()))
 
     def metrics(self, model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
-        """loss per token, in nats, and the share of tokens predicted right."""
+        """Metrics: loss per token, in nats, and the share of tokens predicted right."""
         return classification_metrics(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())

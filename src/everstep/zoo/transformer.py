@@ -19,7 +19,7 @@ from everstep.base.errors import ConfigError
 
 @dataclass(frozen=True)
 class TransformerConfig:
-    """Sizes. width: of the residual stream, a multiple of heads; context: most tokens that are seen at once."""
+    """Sizes of the model. width: of the residual stream, a multiple of heads; context: most tokens seen at once."""
 
     vocabulary: int = 256
     context: int = 128
@@ -68,7 +68,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and a two-layer perceptron, each behind a norm and around a shortcut. A unit."""
+    """Attention and a two-layer perceptron, each behind a norm and inside a shortcut. A unit."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
@@ -115,10 +115,10 @@ class Transformer(nn.Module):
             self._init_weights(module)
 
     def _init_weights(self, module: nn.Module) -> None:
-        """Normal with 1 / sqrt(3 width); 1 / sqrt(2 layers) of that where a branch ends in the residual stream.
+        """Normal with 1 / sqrt(3 width); 1 / sqrt(2 layers) of that if a branch ends in the residual stream.
 
-        GPT-2's constant 0.02 is that of a width of 833, and slows small models down (measured with a width of 128,
-        60 steps: loss 3.01, against 2.53).
+        GPT-2's constant 0.02 is that of a width of 833, and slows small models down (measured with a width of 128, 60
+        steps: loss 3.01, against 2.53).
         """
         scale = 1 / math.sqrt(3 * self.config.width)
         if isinstance(module, nn.Linear | nn.Embedding):
@@ -128,7 +128,7 @@ class Transformer(nn.Module):
             nn.init.zeros_(module.bias)
 
     def units(self) -> list[nn.Module]:
-        """Embedding, each block, head."""
+        """Units: embedding, each block, head."""
         return [self.embedding, *self.blocks, self.head]
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:

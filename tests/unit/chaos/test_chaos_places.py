@@ -45,14 +45,14 @@ def test_what_is_said_is_what_is_meant() -> None:
 @pytest.mark.parametrize(
     ("spec", "words"),
     [
-        ("cut:target=worker:1,at=2,for=1", "what strikes a worker is kill, stop, raise"),
+        ("cut:target=worker:1,at=2,for=1", "kinds for a worker are kill, stop, raise"),
         (
             "raise:target=host:b,at=2",
-            "what strikes a host is kill, slow, cut, oneway, drop, narrow; raise is for a worker",
+            "kinds for a host are kill, slow, cut, oneway, drop, narrow; raise is for a worker",
         ),
         (
             "kill:target=link:a-b,at=2",
-            "what strikes a link is slow, cut, oneway, drop, narrow; kill is for a host or a worker",
+            "kinds for a link are slow, cut, oneway, drop, narrow; kill is for a host or a worker",
         ),
         ("cut:target=link:ab,at=2,for=1", "a link is between two hosts, link:NAME-NAME"),
         ("cut:target=link:a-b,at=2", "it must say for=SECONDS"),

@@ -321,5 +321,5 @@ def test_without_a_loop_nothing_is_looked_at_and_foreign_settings_are_refused() 
     model[3] = nn.ReLU()  # type: ignore[operator]
     assert (settings.digests(), settings.now(), settings.after(), settings.enter()) == (b"", {}, {}, None)
     settings.restore({})
-    with pytest.raises(ConfigError, match="settings that its loop has changed"):
+    with pytest.raises(ConfigError, match="changed settings of the state"):
         settings.restore({"modes": {"1": False}})

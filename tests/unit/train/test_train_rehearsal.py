@@ -136,7 +136,7 @@ def test_what_the_code_says_counts_where_a_life_fails(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("late.default0", "keep what the default argument of late holds in everstep.state(...), and give that to join"),
+        ("late.default0", "keep the content of late's default argument in everstep.state(...), and give that to join"),
         ("os.environ", "keep that in everstep.state(...) instead, and give that to join as state="),
         ("box.best", "write kept = everstep.state(best=box.best), give it to join as state=kept"),
     ],

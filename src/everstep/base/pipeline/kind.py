@@ -1,8 +1,8 @@
-"""What makes one pipeline schedule differ from another, as data. Pure.
+"""Differences between pipeline schedules, as data. Pure.
 
-In all of them a worker does some forward passes first, then forward and backward passes in turn, then the backward
-passes that are left; `placement.schedules` makes the lists. A kind says how many passes are ahead, and in which order
-the chunks have their turns.
+In all schedules a worker does some forward passes first, then forward and backward passes in turn, then the remaining
+backward passes; `placement.schedules` makes the lists. A kind says how many passes are ahead, and in which order the
+chunks take turns.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 
 class Shape(NamedTuple):
-    """What a stage worker's list is made for. behind: how many other workers come after this one on the way."""
+    """Inputs of a stage worker's list. behind: number of other workers that come after this one on the way."""
 
     stages: int
     behind: int
@@ -22,7 +22,7 @@ class Shape(NamedTuple):
 
 
 class Fit(NamedTuple):
-    """Numbers of micro-batches that a kind is for, in words, and those nearest to one that is not among them."""
+    """Numbers of micro-batches that a kind accepts, in words, and those nearest to a refused one."""
 
     wanted: str
     nearest: tuple[int, ...]
@@ -32,8 +32,8 @@ class Fit(NamedTuple):
 class ScheduleKind:
     """One schedule.
 
-    name: as in the config. about: what it is good for. ahead: forward passes before the first backward pass. group: how
-    many micro-batches go through one chunk before the next chunk has its turn. unlooped: None: one chunk per stage;
+    name: as in the config. about: its purpose. ahead: forward passes before the first backward pass. group: number of
+    micro-batches that go through one chunk before the next chunk takes its turn. unlooped: None: one chunk per stage;
     else it needs several, and this is the schedule that takes one. fits: (stages, micro-batches) -> None if that many
     are possible.
     """

@@ -1,4 +1,4 @@
-"""The pipeline schedules there are, and what each refuses. Pure."""
+"""The pipeline schedules, and the numbers that each refuses. Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ KINDS: dict[str, ScheduleKind] = {room.KIND.name: room.KIND for room in (gpipe, 
 
 
 def check_possible(name: str, stages: int, micro_batches: int, chunks: int, *, called: str = "lanes") -> None:
-    """Raises: ConfigError, one line, unless the schedule takes these numbers. called: the micro-batches, in words."""
+    """Check that the schedule takes these numbers. Raises: ConfigError, one line. called: the micro-batches, in
+    words."""
     kind = KINDS[name]
     if kind.unlooped is None:
         if chunks > 1:

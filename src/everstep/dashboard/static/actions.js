@@ -1,10 +1,10 @@
-// What a page may ask of a running job. Nothing that hurts is done by one press, and what the dashboard has no token of
-// the job for cannot be pressed at all.
+// Actions of a page on a running job. Harmful actions need two presses; actions for which the dashboard lacks the job's
+// token cannot be pressed at all.
 
 import { $, attribute, el, write } from "./dom.js";
 import { known, post } from "./stream.js";
 
-/** The role whose token an action needs, as the coordinator has it. */
+/** The role whose token an action needs, as the coordinator defines it. */
 const NEEDS = { checkpoint: "operate", drain: "operate", scale: "operate", profile: "operate", stop: "operate", chaos: "inject" };
 const FAULTS = [["kill", "kill"], ["stop,for=5", "stop for 5 s"], ["stop", "stop for good"], ["raise", "raise an exception"], ["partition,for=5", "cut off for 5 s"]];
 const ANYBODY = [["random", "any worker"], ["coordinator", "the coordinator"]];
@@ -35,7 +35,7 @@ function row(label, needs, act, ...fields) {
 }
 
 export class Actions {
-  /** run: the chosen run; key: what the server calls it. */
+  /** run: the chosen run; key: its name on the server. */
   constructor(run, key) {
     this.run = run;
     this.key = key;
@@ -62,7 +62,7 @@ export class Actions {
     );
   }
 
-  /** What may be done to one worker, as buttons; the answer is written into `node`. */
+  /** Actions on one worker, as buttons; the answer is written into `node`. */
   ofWorker(id, node) {
     const profile = el("button", { type: "submit", "data-needs": "profile" }, "Profile 5 steps");
     const alone = el("form", { onsubmit: (e) => (e.preventDefault(), this.ask("profile", { steps: 5, workers: [id] }, node)) }, profile);
@@ -89,7 +89,7 @@ export class Actions {
     this.allow();
   }
 
-  /** Buttons can be pressed while the job runs, as far as the dashboard has the token for what they ask. */
+  /** Enable the buttons while the job runs, as far as the dashboard has the tokens for their actions. */
   allow() {
     const head = this.run()?.head ?? {};
     for (const button of document.querySelectorAll("button[data-needs]")) {
@@ -105,7 +105,7 @@ export class Actions {
     answer(await post(`/api/runs/${this.key()}/${name}`, body), node);
   }
 
-  /** Whom a fault may strike: anyone, the leader of a stage, a worker. */
+  /** Possible targets of a fault: anyone, the leader of a stage, a worker. */
   targets(run) {
     const list = $("fault-target");
     const living = [...run.rows].filter(([, w]) => w.state !== "dead" && w.state !== "left");
@@ -120,7 +120,7 @@ export class Actions {
     if (wanted.some(([value]) => value === kept)) list.value = kept;
   }
 
-  /** Whoever is picked among the workers is the one that actions mean. */
+  /** Actions apply to the worker that is picked. */
   aim(id) {
     $("drain-worker").value = id;
     $("fault-target").value = `worker:${id}`;

@@ -1,5 +1,5 @@
-// Curves by uPlot, with what befell the job marked on each. A chart is made anew only when its series or the colours
-// change. Wherever the pointer is, every chart tells its value there.
+// Curves by uPlot, with the job's incidents marked on each. A chart is rebuilt only when its series or the colours
+// change. Every chart shows its value at the pointer's moment.
 
 import { $, attribute, bytes, colour, compactNumber, duration, el, number, write } from "./dom.js";
 import { linked } from "./links.js";
@@ -10,7 +10,7 @@ const PHASE_COLOURS = { load: "c6", forward: "c0", backward: "c4", transfer: "c3
 const STEPS = [1, 2, 5].flatMap((m) => [...Array(10).keys()].map((p) => m * 10 ** p)).sort((a, b) => a - b);
 
 export class Chart {
-  /** format: a value as text; series names and colours come with the data. note: what the values are of. */
+  /** format: a value as text; series names and colours come with the data. note: explains the values. */
   constructor(root, title, format = (v) => number(v, 3), options = {}) {
     this.title = title;
     this.format = format;
@@ -94,7 +94,7 @@ export class Chart {
     return value === null || value === undefined ? "–" : this.format(value);
   }
 
-  /** Tell the values at an index of x; null: the newest, without a place. */
+  /** Show the values at an index of x; null: the newest, without a place. */
   tell(at) {
     const strong = this.series.findLast((s) => !s.faint) ?? this.series[0];
     const last = strong.y.findLastIndex((v) => v !== null && v !== undefined);
@@ -104,7 +104,7 @@ export class Chart {
     this.now.classList.toggle("pointed", at !== null);
   }
 
-  /** Nobody points anywhere: the newest values. */
+  /** Nothing is pointed at: show the newest values. */
   rest() {
     if (this.plot.cursor.left >= 0) return this.tell(this.plot.cursor.idx ?? null);
     this.plot.setLegend({ idx: this.plot.data[0].length - 1 }, false);
@@ -181,7 +181,7 @@ export class Chart {
   }
 }
 
-/** Digits after the point, up to `most`, without which two labels would be alike, or one would lie. */
+/** Digits after the point, up to `most`, that labels need to differ and to be right. */
 function enough(values, most) {
   for (let digits = Math.max(0, most - 1); digits < most + 2; digits++) if (values.every((v) => Math.abs(Number(v.toFixed(digits)) - v) <= 1e-9 * Math.abs(v))) return digits;
   return Math.min(8, most + 2);
@@ -218,7 +218,7 @@ function stack(series) {
 
 const column = (run, i) => run.curves.steps?.columns[i] ?? [];
 
-/** Over the newest `points` points up to each: samples per second, and that per worker; of single ones, seconds a step. */
+/** Over the newest `points` points up to each: samples per second, also per worker; for single points, seconds a step. */
 function rates(run, points = 1) {
   const x = run.curves.steps?.x ?? [], time = column(run, 0), samples = column(run, 5), workers = column(run, 6);
   const rate = [], seconds = [], each = [];
@@ -235,7 +235,7 @@ function rates(run, points = 1) {
   return { rate, seconds, each };
 }
 
-/** A mean that forgets, as TensorBoard smooths: each point weighs `share` times the one after it. */
+/** Exponential mean, as in TensorBoard's smoothing: each point weighs `share` times the one after it. */
 function smooth(values, share) {
   let sum = 0, weight = 0;
   return values.map((v) => {
@@ -256,7 +256,7 @@ export class Training {
     this.rate = new Chart(root, "Samples per second", (v) => number(v), { range: zero });
     this.lr = new Chart(root, "Learning rate", (v) => (v ? Number(v.toPrecision(3)).toString() : "0"), { range: zero });
     this.each = new Chart(root, "Samples per second and worker", (v) => number(v), { range: zero });
-    this.seconds = new Chart(root, "Step time", took, { range: zero, ticks: took, note: "from commit to commit" });
+    this.seconds = new Chart(root, "Step time", took, { range: zero, ticks: took, note: "between commits" });
     this.phases = new Chart(root, "Step time by phase, per worker", took, { range: zero, stacked: true, ticks: took });
     this.bytes = new Chart(root, "Sent per second, by operation", sent, { range: zero, stacked: true, ticks: sent });
     this.scaling = new Chart(root, "Samples per second by number of workers", (v) => number(v), { range: zero, label: "workers", points: true, alone: true, note: "over all undisturbed steps" });
@@ -264,7 +264,7 @@ export class Training {
     this.tests = new Map(); // by metric: one axis does not suit an accuracy and a loss
   }
 
-  /** How the loss is drawn: smoothed, and on which scale. */
+  /** Options of the loss: smoothing and scale. */
   tools() {
     const amounts = [["", "as it is"], ["0.6", "smoothed 0.6"], ["0.9", "smoothed 0.9"], ["0.98", "smoothed 0.98"]];
     this.smoothing = el("select", { id: "loss-smoothing", "aria-label": "Smoothing of the loss" }, ...amounts.map(([value, text]) => el("option", { value }, text)));
@@ -278,7 +278,7 @@ export class Training {
     return [this.smoothing, this.scale];
   }
 
-  /** The loss as it is, faint below the smoothed one where that is wanted. */
+  /** The raw loss, faint below the smoothed one if that is shown. */
   drawLoss(run, x, time, marks) {
     const loss = column(run, 1), share = Number(this.smoothing.value);
     const drawn = share ? [{ name: "loss", y: loss, colour: "c0", faint: true }, { name: `smoothed ${share}`, y: smooth(loss, share), colour: "c0" }] : [{ name: "loss", y: loss, colour: "c0" }];
@@ -299,11 +299,11 @@ export class Training {
     const x = time ? column(run, 0) : (run.curves.steps?.x ?? []);
     crosshair.by(run.curves.steps?.x ?? [], column(run, 0));
     const marks = wanted(run), timed = marks;
-    const points = run.head.rate_points ?? 12, window = `over the last ${points} points, faint: from one to the next`;
+    const points = run.head.rate_points ?? 12, window = `over the last ${points} points, faint: between neighbours`;
     const { rate, seconds, each: single } = rates(run), over = rates(run, points - 1);
     const one = (chart, name, y, tint) => chart.update(x, x.length ? [{ name, y, colour: tint }] : [], time, marks);
     const two = (chart, name, faint, y, tint) => {
-      chart.update(x, x.length ? [{ name: "from one to the next", y: faint, colour: tint, faint: true }, { name, y, colour: tint }] : [], time, marks);
+      chart.update(x, x.length ? [{ name: "between neighbours", y: faint, colour: tint, faint: true }, { name, y, colour: tint }] : [], time, marks);
       write(chart.note, window);
     };
     this.drawLoss(run, x, time, marks);

@@ -1,4 +1,4 @@
-// One worker from near: what it is and does, its last lines, its newest traceback, its recoveries, and what may be done.
+// One worker in detail: its state, last lines, newest traceback, recoveries, and actions.
 
 import { $, ago, attribute, bytes, clock, duration, el, number, percent, write } from "./dom.js";
 import { writeLinked } from "./links.js";
@@ -8,7 +8,7 @@ import { fetched } from "./stream.js";
 const EVERY_MS = 2000;
 
 export class Drawer {
-  /** actions: what may be done to a worker; key: what the server calls the chosen run; closed: told when it closes. */
+  /** actions: buttons for a worker; key: the chosen run's name on the server; closed: called when the drawer closes. */
   constructor(actions, key, closed) {
     this.actions = actions;
     this.key = key;
@@ -83,7 +83,7 @@ export class Drawer {
     const log = $("drawer-log"), last = JSON.stringify(found.log.at(-1) ?? null) + found.log.length;
     if (log.last !== last) {
       log.last = last;
-      log.replaceChildren(...(found.log.length ? found.log.toReversed().map(logLine) : [el("p", { className: "empty" }, "it has said nothing")]));
+      log.replaceChildren(...(found.log.length ? found.log.toReversed().map(logLine) : [el("p", { className: "empty" }, "no lines yet")]));
     }
     $("drawer-traceback").hidden = $("drawer-traceback-title").hidden = !found.traceback;
     write($("drawer-traceback"), found.traceback);
@@ -95,7 +95,7 @@ export class Drawer {
   }
 }
 
-/** Where a worker's time and bytes go, as the newest samples say. */
+/** A worker's time and bytes by use, from the newest samples. */
 function spent(found) {
   if (!found) return [];
   const sent = Object.entries(found.bytes_per_s ?? {}).map(([name, of]) => `${name} ${bytes(Math.round(of))}/s`);

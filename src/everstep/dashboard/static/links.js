@@ -1,14 +1,14 @@
-// What a reason is about, as links: workers, steps and generations that it names. Text stays text.
+// Links in a reason: workers, steps and generations that it names. Text stays text.
 
 import { el } from "./dom.js";
 
 const NAMED = /\b(worker|step|generation) (\d{1,9})\b/g;
 const acts = {};
 
-/** What happens when a link is followed: {worker(id), step(number), generation(number)}. */
+/** Handlers of links: {worker(id), step(number), generation(number)}. */
 export const linksDo = (found) => Object.assign(acts, found);
 
-/** A text as nodes, with a link at each thing that it names. */
+/** A text as nodes, with a link for each of these. */
 export function linked(text) {
   const said = String(text ?? ""), found = [];
   let from = 0;

@@ -18,8 +18,8 @@ const COLUMNS = [
 const NUMBERS = new Set(["step", "loss", "goodput", "faults"]);
 
 export class RunList {
-  /** choose: told a key whose run is to be shown; ticked: told when other runs are to be compared; noted: whether somebody
-  may write notes. */
+  /** choose: called with the key of the run to show; ticked: called when other runs are to be compared; noted: whether
+  notes may be written. */
   constructor(choose, ticked, noted) {
     this.choose = choose;
     this.ticked = ticked;
@@ -58,7 +58,7 @@ export class RunList {
     this.draw();
   }
 
-  /** ticks: keys of the runs that are compared; current: that of the one that is shown. */
+  /** ticks: keys of the runs that are compared; current: key of the shown run. */
   mark(ticks, current) {
     this.ticks = new Set(ticks);
     this.current = current;

@@ -1,9 +1,9 @@
-// What befell the job, as marks on charts and on the workers' lives: which kinds are shown, what is drawn as one, and
-// the crosshair that all of them share.
+// The job's incidents, as marks on charts and on the workers' lives: the kinds shown, clusters of near ones, and the
+// crosshair that all charts share.
 
 import { $, attribute, el } from "./dom.js";
 
-/** Kinds that are switched together. on: at first. */
+/** Kinds that are switched together. on: shown at first. */
 const GROUPS = {
   faults: { kinds: ["fault", "evicted", "coordinator", "fallback"], on: true },
   leaders: { kinds: ["leader"], on: false },
@@ -37,13 +37,13 @@ export function switches(root, changed) {
   }
 }
 
-/** Of a run's marks those that are switched on: [{ms, step, hard, worker, text}], by time. */
+/** A run's marks that are switched on: [{ms, step, hard, worker, text}], by time. */
 export function wanted(run) {
   const kinds = new Set([...shown].flatMap((name) => GROUPS[name].kinds));
   return run.marks.filter(([, , kind]) => kinds.has(kind)).map(([at, step, kind, worker, text]) => ({ ms: 1000 * at, step, hard: HARD.has(kind), worker, text }));
 }
 
-/** Marks with a place (`px`), drawn as one where many are near each other: [{px, hard, marks}]. */
+/** Marks with a place (`px`), near ones joined to a cluster: [{px, hard, marks}]. */
 export function clustered(placed) {
   const sorted = placed.toSorted((a, b) => a.px - b.px);
   const found = [];
@@ -58,10 +58,10 @@ export function clustered(placed) {
   return found;
 }
 
-/** What a cluster says. */
+/** Text of a cluster. */
 export const told = ({ marks }) => (marks.length === 1 ? marks[0].text : `${marks.length} marks: ${marks.slice(0, 3).map((mark) => mark.text).join("; ")}${marks.length > 3 ? "; …" : ""}`);
 
-/** Say below the charts what a cluster is about. */
+/** Show a cluster's text below the charts. */
 export function point(cluster, links) {
   const node = $("mark-text");
   const text = told(cluster);
@@ -70,7 +70,7 @@ export function point(cluster, links) {
 
 // ---- the crosshair
 
-/** Where the pointer is, for all: `at` is {ms, step}, either of which may be null, or null when it has left. */
+/** The pointer's moment, for all charts: `at` is {ms, step}, either of which may be null, or null when it has left. */
 class Crosshair {
   constructor() {
     this.followers = new Set();
@@ -78,7 +78,7 @@ class Crosshair {
     this.steps = [];
   }
 
-  /** The curve by which moments and steps are told from each other. times: seconds since 1970. */
+  /** The curve that converts between moments and steps. times: seconds since 1970. */
   by(steps, times) {
     this.steps = steps;
     this.times = times;

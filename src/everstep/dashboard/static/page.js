@@ -1,4 +1,4 @@
-// The page: takes in patches, keeps what is known of each run, redraws what changed.
+// The page: takes in patches, keeps each run's data, redraws changed parts.
 
 import { Actions, answer } from "./actions.js";
 import { Overlay, Training } from "./charts.js";
@@ -56,7 +56,7 @@ function take(message, first) {
   document.documentElement.dataset.updateMs = (performance.now() - begin).toFixed(1);
 }
 
-/** A connection has begun: which runs it is about. */
+/** A connection has begun: take its runs. */
 function begin_anew(message) {
   const before = keyed[selected] ?? null;
   folder = message.folder;
@@ -122,7 +122,7 @@ function choose(i) {
   several();
 }
 
-/** Show a run of the list: one that is there already, or one more that the server is asked for. */
+/** Show a run of the list, after asking the server for it if necessary. */
 function show(key) {
   const at = keyed.indexOf(key);
   if (at >= 0) {
@@ -134,7 +134,7 @@ function show(key) {
   request();
 }
 
-/** Compare other runs than before; of a list, those that are ticked are all that the server sends. */
+/** Compare other runs; with a list, the server sends only the ticked ones. */
 function tick(key, yes) {
   ticks = yes ? [...ticks, key] : ticks.filter((other) => other !== key);
   if (folder === null) return several();
@@ -177,9 +177,9 @@ function drawOverview() {
   panels.compared(together);
 }
 
-// ---- from near
+// ---- details
 
-/** The log at a moment: of all, or of a worker and the events. */
+/** Show the log at a moment: all lines, or those of a worker and the events. */
 async function readMoment(ms, worker) {
   const about = worker === null ? "" : `&worker=${worker}`;
   const found = await fetched(`/api/runs/${keys[selected]}/log?at=${Math.max(0, Math.round(ms))}${about}`);
@@ -226,7 +226,7 @@ function paint() {
   if (runs[selected]?.head.state) training.update(runs[selected]);
 }
 
-/** What changes by itself: ages, and the ends of what lasts. */
+/** Redraw parts that change with time: ages, and the ends of open spans. */
 function age() {
   const run = runs[selected];
   if (!run?.head.state) return;

@@ -1,4 +1,4 @@
-// Everything beside workers and curves: the head, generations, recoveries, account, scaling, checkpoints, ledger, log.
+// All panels but workers and curves: the head, generations, recoveries, account, scaling, checkpoints, ledger, log.
 
 import { $, ago, attribute, bytes, clock, duration, el, number, percent, plural, styled, write } from "./dom.js";
 import { linked, writeLinked } from "./links.js";
@@ -8,10 +8,10 @@ const phaseColour = (phase) => `var(--phase-${PHASES.includes(phase) ? phase : "
 const USES = { training: "c2", "start-up": "c0", "waiting for workers": "c1", "steps done again": "c5", evaluation: "c4", checkpoints: "c3", finishing: "c7", "not running": "line" };
 const MOST_LINES = 300;
 
-/** What a click on a moment or a generation does: {moment(ms, worker)}. */
+/** Handlers of clicks on a moment or a generation: {moment(ms, worker)}. */
 export const acts = {};
 
-/** Why, as programs go by it. */
+/** The cause, as programs use it. */
 const causeTag = (cause) => [el("code", { className: "cause" }, cause), " "];
 
 function table(header, rows, numbers = []) {
@@ -96,7 +96,7 @@ export function recoveries(run) {
   $("recoveries").replaceChildren(...(list.length ? falls(list) : [el("p", { className: "soft" }, run.incidents.some(([, , end]) => end === null) ? "none has ended yet" : "none was needed")]));
 }
 
-/** One line per incident, newest first: the fault, what was done about it, how long it took. */
+/** One line per incident, newest first: the fault, the reaction, the duration. */
 export function incidents(run) {
   const lines = run.incidents.toReversed().map(([, begin, , , cause, level, line]) => {
     const when = el("button", { type: "button", className: "link-to", title: "read the log at this moment", onclick: () => acts.moment(begin, null) }, clock(begin));
@@ -158,12 +158,12 @@ export function ledger(run, check) {
   $("ledger").replaceChildren(text, button);
 }
 
-/** What several runs have in common: their final states, and the settings in which they differ. */
+/** Comparison of several runs: their final states, and the settings in which they differ. */
 export function compared(runs) {
   const names = runs.map((run) => run.head.name), digests = runs.map((run) => run.head.digest);
   const missing = names.filter((_, i) => !digests[i]);
   const equal = new Set(digests).size === 1 ? "The final states are bitwise equal." : "The final states are not all equal.";
-  write($("verdict"), missing.length ? `Of ${missing.join(", ")} there is no final state to compare yet.` : equal);
+  write($("verdict"), missing.length ? `No final state to compare yet: ${missing.join(", ")}.` : equal);
   $("verdict").className = `small ${missing.length ? "soft" : new Set(digests).size === 1 ? "good" : "warn"}`;
   const keys = [...new Set(runs.flatMap((run) => Object.keys(run.config)))].sort();
   const rows = keys.map((key) => [key, ...runs.map((run) => run.config[key] ?? "")]).filter(([, ...values]) => new Set(values).size > 1);
@@ -199,7 +199,7 @@ export class Log {
     if (line) this.root.scrollTop = line.offsetTop - this.root.offsetTop - this.root.clientHeight / 3;
   }
 
-  /** New lines have come. */
+  /** Add new lines. */
   more(run) {
     if (run !== this.run) return this.show(run);
     const fresh = run.log.filter((line) => line[0] > this.shown && this.wanted(line));

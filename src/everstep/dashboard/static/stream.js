@@ -1,10 +1,10 @@
-// Server-sent events by fetch, because an EventSource does not say why it is refused. Reconnects by itself.
+// Server-sent events by fetch, because an EventSource does not tell the reason of a refusal. Reconnects automatically.
 
 let cut = new AbortController();
 let again = false;
 
-/** Calls `take(message, first)` for each message and `link(state)` as the connection changes, for ever. query: what is
-asked for, anew at each connection. */
+/** Calls `take(message, first)` for each message and `link(state)` as the connection changes, for ever. query: gives the
+query of each new connection. */
 export async function follow(take, link, query) {
   for (let pause = 500; ; pause = Math.min(8000, pause * 2)) {
     cut = new AbortController();
@@ -26,7 +26,7 @@ export async function follow(take, link, query) {
   }
 }
 
-/** Connect again: something else is asked for. */
+/** Connect again with another query. */
 export function reconnect() {
   again = true;
   cut.abort();
@@ -59,7 +59,7 @@ export async function known() {
   }
 }
 
-/** What the server knows at this address; {ok: false, error} if it says nothing. */
+/** The server's answer at this address; {ok: false, error} if there is none. */
 export async function fetched(path) {
   try {
     const answer = await fetch(path, { cache: "no-store" });
@@ -69,7 +69,7 @@ export async function fetched(path) {
   }
 }
 
-/** Ask for something to be done; returns {ok, text | error, result}. token: where the cookie is still to be had. */
+/** Request an action; returns {ok, text | error, result}. token: needed until there is a cookie. */
 export async function post(path, body = {}, token = "") {
   const headers = { "content-type": "application/json", ...(token && { "x-everstep-token": token }) };
   try {

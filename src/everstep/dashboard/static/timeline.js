@@ -1,4 +1,4 @@
-// The lives of the workers over time, live: who was what and when, with faults as lines. A click opens the log there.
+// The lives of the workers over time, live: each one's states, with faults as lines. A click opens the log there.
 
 import { $, attribute, clock, duration, el, number, styled } from "./dom.js";
 import { clustered, crosshair, told, wanted } from "./marks.js";
@@ -8,7 +8,7 @@ const DRAG_PX = 6;
 const UNITS_S = [0.1, 0.2, 0.5, 1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400, 172800, 604800, 2592000];
 
 export class Timeline {
-  /** open: told (ms, worker) when somebody wants to read what happened there; pick: told a worker's id. */
+  /** open: called with (ms, worker) to read the log of a moment; pick: called with a worker's id. */
   constructor(open, pick) {
     this.open = open;
     this.pick = pick;
@@ -46,7 +46,7 @@ export class Timeline {
     this.box.replaceChildren();
   }
 
-  /** Show a stretch: [begin, end] in ms; or the last so many seconds; or, with neither, everything. */
+  /** Show a time range: [begin, end] in ms; or the last seconds; or, with neither, everything. */
   look(window, last) {
     this.window = window;
     this.last = last;
@@ -164,7 +164,7 @@ export class Timeline {
     if (inside) styled(this.cursor, { left: `${((100 * (at.ms - this.span[0])) / (this.span[1] - this.span[0])).toFixed(3)}%` });
   }
 
-  /** In words: who was what at that moment, and what happened near it. */
+  /** Text for a moment: the worker's state then, and incidents near it. */
   say(ms, id) {
     const span = this.run?.lives.spans.find(([of, , , begin, until]) => of === id && begin <= ms && (until ?? Infinity) >= ms);
     const whole = this.span[1] - this.span[0], width = this.width;

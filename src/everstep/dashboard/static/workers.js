@@ -6,7 +6,7 @@ const GLYPH = { leader: "L", active: "A", standby: "S", spare: "·", healing: "H
 const COMPACT_FROM = 64;
 
 export class Workers {
-  /** picked: told the id of a worker that somebody points out. */
+  /** picked: called with the id of a worker that the user picks. */
   constructor(picked) {
     this.picked = picked;
     this.tiles = new Map();
@@ -121,7 +121,7 @@ export class Workers {
     this.picked(id);
   }
 
-  /** Nobody is pointed out any more; the focus is where it was. */
+  /** Unpick the worker; the focus stays. */
   leave(id) {
     this.tiles.get(id)?.setAttribute("aria-pressed", "false");
     this.chosen = null;
@@ -129,7 +129,7 @@ export class Workers {
     this.tiles.get(id)?.focus({ preventScroll: true });
   }
 
-  /** The one that Tab comes to. */
+  /** Make this the worker that Tab reaches. */
   reach(id) {
     const tile = this.tiles.get(id);
     if (!tile) return;
