@@ -75,7 +75,14 @@ def describe() -> list[tuple[str, str, str, str]]:
 
 
 def load_config(layers: Sequence[tuple[str, Mapping[str, Any]]]) -> Config:
-    """The config that these layers make over the defaults; later layers win."""
+    """The config that these layers make over the defaults; later layers win.
+
+    layers: (source, values) such as ("run.yaml", {...}); keys are dotted or nested, or both; numbers, booleans and
+    none may come as text.
+
+    Raises: ConfigError, one line, for an unknown key (naming the source and the nearest known key), a value of the
+    wrong type or range, or values that contradict each other.
+    """
     values = read_layers(layers)
     wanted = default_workers(values) if "workers" not in values else None
     config: Config = _build(Config, values if wanted is None else {**values, "workers": wanted}, ())
@@ -210,7 +217,10 @@ def device_of(config: Config, worker_id: int, cell_rank: int = 0) -> str:
 
 
 def parse_set(text: str) -> tuple[str, str]:
-    """Key and (unconverted) value of `--set key=value`."""
+    """Key and (unconverted) value of `--set key=value`.
+
+    Raises: ConfigError if it has no '='.
+    """
     name, equals, value = text.partition("=")
     if not equals or not name.strip():
         raise ConfigError(f"--set: expected key=value, got {text!r}: write e.g. --set lanes=16")

@@ -84,7 +84,10 @@ def key(default: Any, meaning: str, **limits: Any) -> Any:
 
 
 def convert(source: str, name: str, kind: Kind, value: Any, default: Any) -> Any:
-    """Value in the type of its key; numbers, booleans and none may come as text."""
+    """Value in the type of its key; numbers, booleans and none may come as text.
+
+    Raises: ConfigError, one line: expected, came, what to do.
+    """
     if isinstance(value, str) and kind.auto and value.strip().lower() == "auto":
         return "auto"
     if kind.none and (value is None or (isinstance(value, str) and value.strip().lower() in _NONE)):

@@ -1,4 +1,7 @@
-"""Address of the etcd with a job's lease and journal: `etcd://HOST:PORT,HOST:PORT/PREFIX`, or `etcds://` over TLS."""
+"""Address of the etcd with a job's lease and journal: `etcd://HOST:PORT,HOST:PORT/PREFIX`, or `etcds://` over TLS.
+
+Standard library only.
+"""
 
 from __future__ import annotations
 

@@ -69,7 +69,10 @@ def parse_cut(value: Any, parts: int) -> CutRule | tuple[int, ...]:
 
 
 def even_homes(workers: int, stages: int) -> tuple[tuple[int, ...], ...]:
-    """Even contiguous pools of the workers 0 to `workers` - 1; fewer workers than stages get a run of stages each."""
+    """Even contiguous pools of the workers 0 to `workers` - 1; fewer workers than stages get a run of stages each.
+
+    Sizes differ by at most one, larger ones first.
+    """
     if workers >= stages:
         size, larger = divmod(workers, stages)
         firsts = [stage * size + min(stage, larger) for stage in range(stages + 1)]

@@ -21,7 +21,10 @@ class Node(NamedTuple):
 
 
 class Tag(NamedTuple):
-    """Name of one exchange of small records inside a generation."""
+    """Name of one exchange of small records inside a generation.
+
+    kind: "settle" or "decide"; step, seq: the decision's key (0, 0 for settle).
+    """
 
     kind: str
     step: int
@@ -35,7 +38,12 @@ HopKind = Literal["act", "grad", "tied", "eval"]
 
 
 class Hop(NamedTuple):
-    """Name of one message between two members inside a generation; a sender uses it once per receiver."""
+    """Name of one message between two members inside a generation; a sender uses it once per receiver.
+
+    kind: activations on their way forward, their gradients on the way back, a reduced gradient of a tied parameter,
+    activations of an evaluation. part: the part of the model that receives it. lane: the lane, or the number of the
+    batch in an evaluation.
+    """
 
     step: int
     kind: HopKind

@@ -56,7 +56,10 @@ class _Stage:
 
 
 def parse_map(value: Any, stages: int) -> tuple[StageMap, ...]:
-    """The explicit `map` of a config: one entry per stage, or empty if there is none."""
+    """The explicit `map` of a config: one entry per stage, or empty if there is none.
+
+    Raises: ConfigError, one line, for anything that is not such a list, a worker in two places, or an empty stage.
+    """
     if value is None:
         return ()
     if not _is_list(value):
