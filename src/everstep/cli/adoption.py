@@ -15,10 +15,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from everstep.base.config import Config
-from everstep.base.domains import found_domains
 from everstep.base.errors import ConfigError, EverstepError, ProtocolError
 from everstep.base.foreign import Foreign, derived_ports, first_host, left_alone
-from everstep.cli.agent import take_part_in
+from everstep.cli.agent import start_of_agent, take_part_in
 from everstep.cli.main import exit_code_of, run_command
 from everstep.cli.run_dir import RUNS
 from everstep.cli.tokens import TOKEN_VARIABLE, strong
@@ -80,8 +79,8 @@ def _meet(foreign: Foreign, name: str, args: Sequence[str], token: bytes, config
         port = find_job(place.host, place.ports, token, config.security.tls)
         host_name = os.environ.get("SLURMD_NODENAME") or f"{os.uname().nodename}-{foreign.rank}"
         _leave_launcher()
-        here = config, found_domains(None, os.environ)
-        return take_part_in(f"{place.host}:{port}", foreign.local_size, *here, host_name=host_name)
+        where = f"{place.host}:{port}"
+        return take_part_in(start_of_agent(config, where, room=foreign.local_size, host=host_name))
 
 
 def _place(foreign: Foreign) -> LauncherPlace:
