@@ -22,7 +22,7 @@ from everstep.cli.main import exit_code_of, run_command
 from everstep.cli.run_dir import RUNS
 from everstep.cli.tokens import TOKEN_VARIABLE, strong
 from everstep.runtime.link import wire
-from everstep.runtime.link.rendezvous import address_towards, find_job, is_reachable, reserve
+from everstep.runtime.link.rendezvous import address_towards, is_reachable, reserve
 from everstep.runtime.link.waiting import Waited, wait_for
 from everstep.runtime.process import parent_began_s
 from everstep.train.launcher_store import ask_store
@@ -76,11 +76,11 @@ def _meet(foreign: Foreign, name: str, args: Sequence[str], token: bytes, config
             open_still.enter_context(place.kept)
         if foreign.part == "job":
             return _run(foreign, name, args, f"{place.host}:{place.ports[0]}")
-        port = find_job(place.host, place.ports, token, config.security.tls)
         host_name = os.environ.get("SLURMD_NODENAME") or f"{os.uname().nodename}-{foreign.rank}"
         _leave_launcher()
-        where = f"{place.host}:{port}"
-        return take_part_in(start_of_agent(config, where, room=foreign.local_size, host=host_name))
+        where = ",".join(f"{place.host}:{port}" for port in place.ports)
+        begun = start_of_agent(config, where, room=foreign.local_size, host=host_name)
+        return take_part_in(begun, patient=True)  # until the job is there, others may listen at these ports
 
 
 def _place(foreign: Foreign) -> LauncherPlace:

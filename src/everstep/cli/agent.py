@@ -148,17 +148,17 @@ def start_of_agent(
     return start_here(config, domain, **{**known, "where": where, "token": token, "room": room})
 
 
-def take_part_in(begun: Start, *, stay: bool = False, refill: int | None = None) -> int:
-    """Be an agent of the job until it is over. Returns the exit code."""
+def take_part_in(begun: Start, *, stay: bool = False, refill: int | None = None, patient: bool = False) -> int:
+    """Be an agent of the job until it is over. patient: one who does not prove the token may be followed by one who
+    does. Returns the exit code."""
     from everstep.runtime.host.host_agent import take_part
 
     folder, look, follows = folder_of(begun.where), looking(begun), moves(begun.where)
     there = begun.where if folder is None else str(folder / COORDINATOR_FILE)
     with temporary_folder("everstep-agent-") as kept:
         address = str(kept / COORDINATOR_FILE) if follows else there
-        before = False
         while True:
-            met = wait_for_job(begun, look, before=before)
+            met = wait_for_job(begun, look, patient=patient)
             if met is None:
                 print(f"the job in {folder} is over", file=sys.stderr, flush=True)
                 return 0
@@ -172,7 +172,7 @@ def take_part_in(begun: Start, *, stay: bool = False, refill: int | None = None)
                 print(left.words, file=sys.stderr, flush=True)
             if not stay or not (left.later or left.exit_code == HEAD_GONE):
                 return left.exit_code
-            before = True
+            patient = True
             time.sleep(_AGAIN_S)  # whoever has told it may still be there
 
 

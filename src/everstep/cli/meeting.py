@@ -19,12 +19,12 @@ from everstep.base.etcd_address import SCHEMES, EtcdAddress
 from everstep.cli.run_dir import read_digest
 from everstep.runtime.lead.etcd import Etcd
 from everstep.runtime.lead.etcd_access import find_access
-from everstep.runtime.lead.finding import Where, among, in_etcd, local_address
+from everstep.runtime.lead.finding import Where, among, in_etcd
 from everstep.runtime.link import wire
 from everstep.runtime.link.address import COORDINATOR_FILE, TOKEN_FILE, read_address
 from everstep.runtime.link.context import Joining
 from everstep.runtime.link.head_facts import as_refused, ask_about, clock_words, refusal_words
-from everstep.runtime.link.interfaces import own_address
+from everstep.runtime.link.interfaces import own_address, route_to
 from everstep.runtime.link.tls import Tls, shown_by
 from everstep.runtime.start import Start
 
@@ -86,7 +86,7 @@ def looking(begun: Start) -> Callable[[], Where | None]:
 
 def _among(places: Sequence[tuple[str, int]], token: bytes, tls: TlsConfig) -> Where | None:
     try:
-        return among(places, token, Tls.of(shown_by(tls, token, local_address(places[0]))))
+        return among(places, token, Tls.of(shown_by(tls, token, route_to(places[0][0]))))
     except ProtocolError as error:
         raise as_refused(error, tls) from None
 
@@ -107,9 +107,9 @@ def _in_folder(folder: Path) -> Where:
     return {"host": found.host, "port": found.port}
 
 
-def wait_for_job(begun: Start, look: Callable[[], Where | None], *, before: bool = False) -> Met | None:
-    """Until a job answers that has this token, where `look` says. before: it did, so that who does not prove it may be
-    on the way out. Returns None if the job is over in the directory that says where it is.
+def wait_for_job(begun: Start, look: Callable[[], Where | None], *, patient: bool = False) -> Met | None:
+    """Until a job answers that has this token, where `look` says. patient: also where another answers, who may be on
+    the way out. Returns None if the job is over in the directory that says where it is.
 
     Raises: ConfigError if it has another one, or is none; QuorumLost if nobody has answered for long.
     """
@@ -131,12 +131,12 @@ def wait_for_job(begun: Start, look: Callable[[], Where | None], *, before: bool
                 print(f"warning: {warning}", file=sys.stderr, flush=True)
             return Met(own, token, place)
         except ProtocolError as error:
-            if folder is None and not before:
+            if folder is None and not patient:
                 raise ConfigError(f"--join {at}: {refusal_words(error)}") from None
             there = f"at {at}" if folder is None else f"in {folder}"
             words = f"no job answers {there} ({error})"  # what is there may be of the one before
-        except OSError as error:
-            words = f"no head at {at} ({(error.strerror or str(error)).lower()})"
+        except (OSError, UnicodeError) as error:  # a name that none can have is a UnicodeError
+            words = f"no head at {at} ({(getattr(error, 'strerror', None) or str(error)).lower()})"
         if folder is not None and read_digest(folder) is not None and not (folder / COORDINATOR_FILE).exists():
             return None
         if time.monotonic() >= end_s:

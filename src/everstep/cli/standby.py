@@ -33,11 +33,12 @@ from everstep.runtime.files.host_directory import OWN_FOLDER, new_word, word_in
 from everstep.runtime.files.run_lock import run_lock
 from everstep.runtime.lead.etcd import Announced, Etcd
 from everstep.runtime.lead.etcd_access import find_access
-from everstep.runtime.lead.finding import among, in_etcd, local_address
+from everstep.runtime.lead.finding import among, in_etcd
 from everstep.runtime.lead.journal_and_lease import place_of
 from everstep.runtime.lead.succession import Succession, new_owner
 from everstep.runtime.link import wire
 from everstep.runtime.link.address import COORDINATOR_FILE, EVENTS_FILE, JOURNAL_FILE, TOKEN_FILE, read_address
+from everstep.runtime.link.interfaces import route_to
 from everstep.runtime.link.tls import Tls, shown_by
 from everstep.runtime.start import Start
 
@@ -163,11 +164,14 @@ def _announced(etcd: Etcd) -> Announced:
 
 def _own(etcd: Etcd) -> str:
     """The address of this host on the way to the coordinator, or to etcd while there is none."""
-    seen = etcd.ask(Look())
-    host, _, port = etcd.address.members[0].rpartition(":")
+    seen, there = etcd.ask(Look()), etcd.address.members[0].rpartition(":")[0]
     if isinstance(seen, HolderSeen) and seen.holder is not None and seen.holder.where:
-        return local_address((str(seen.holder.where.get("host")), 1))
-    return local_address((host, int(port)))
+        there = str(seen.holder.where.get("host"))
+    try:
+        return route_to(there)
+    except (OSError, UnicodeError) as error:
+        why = (error.strerror if isinstance(error, OSError) else None) or error
+        raise ConfigError(f"--join: there is no way to {there} from here ({why}): give --address") from None
 
 
 @click.command()

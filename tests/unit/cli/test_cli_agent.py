@@ -257,7 +257,7 @@ def test_whoever_is_on_the_way_out_is_no_other_job(
     def look() -> Where:
         return {"host": "127.0.0.1", "port": 5}
 
-    met = wait_for_job(begun, look, before=True)
+    met = wait_for_job(begun, look, patient=True)
     assert met is not None and met.place == ("127.0.0.1", 5) and not answers
     assert capsys.readouterr().err == f"no job answers at 127.0.0.1:5 ({error}): waiting for it\n"
     answers.append(error)
