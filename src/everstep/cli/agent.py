@@ -7,6 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -140,12 +141,12 @@ def start_of_agent(
     config: of this host's own keys. known: as `start_here` has it; room None: for a worker per device, or one.
     """
     places_in(where)
+    room = default_slots() if known.get("room") is None else known["room"]
+    begun = start_here(config, domain, **{**known, "where": where, "room": room})
     if token_file is None and config.security.token_file is not None:
         token_file = Path(config.security.token_file)
     in_folder = folder_of(where) is not None and token_file is None
-    token = given_token() or b"" if in_folder else _token(token_file, known.get("run_dir"))
-    room = default_slots() if known.get("room") is None else known["room"]
-    return start_here(config, domain, **{**known, "where": where, "token": token, "room": room})
+    return replace(begun, token=given_token() or b"" if in_folder else _token(token_file, begun.run_dir))
 
 
 def take_part_in(begun: Start, *, stay: bool = False, refill: int | None = None, patient: bool = False) -> int:

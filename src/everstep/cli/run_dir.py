@@ -19,10 +19,11 @@ from everstep.base.config import Config
 from everstep.base.config_keys import CheckpointConfig
 from everstep.base.errors import BlobMissing, CheckpointCorrupt, ConfigError, StoreError
 from everstep.base.given import read_json
-from everstep.checkpoint.names import MAX_STEP, manifest_name, step_of
+from everstep.checkpoint.names import MAX_STEP
 from everstep.cli.job import JobFile, differences, read_job
 from everstep.cli.task_loading import TaskSpec
 from everstep.observe.events import last_committed_step
+from everstep.report.history import newest_step
 from everstep.runtime.files.file_sets import NEWEST_FILE
 from everstep.runtime.files.host_directory import checkpoints_in
 from everstep.runtime.files.private import close_folder, close_run_dir, close_store
@@ -159,16 +160,6 @@ def checkpoint_dir(run_dir: Path, job: JobFile) -> Path:
     """Where the job's own checkpoints are. Raises: ConfigError for a link."""
     path = job.config.checkpoint.disk.path
     return Path(path) if path is not None else checkpoints_in(run_dir)
-
-
-def newest_step(folder: Path) -> int:
-    """The newest step of which there is a manifest; 0 if none. Nothing is verified."""
-    try:
-        names = os.listdir(folder)
-    except OSError:
-        return 0
-    steps = [step for step in map(step_of, names) if step is not None]
-    return max((step for step in steps if (folder / manifest_name(step)).is_file()), default=0)
 
 
 def _newest_elsewhere(run_dir: Path) -> int:

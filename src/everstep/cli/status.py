@@ -11,9 +11,9 @@ import click
 
 from everstep.base.errors import ConfigError
 from everstep.cli.job import read_job
-from everstep.cli.run_dir import checkpoint_dir, newest_step, read_digest
+from everstep.cli.run_dir import checkpoint_dir, read_digest
 from everstep.report.facts import MEMBERS, Facts
-from everstep.report.history import History
+from everstep.report.history import History, newest_step
 from everstep.report.words import aligned
 from everstep.runtime import commands
 from everstep.runtime.files.run_lock import is_locked
