@@ -45,7 +45,7 @@ def end_of(process: Job, job: JobFile, events: EventLog, facts: Facts, outcome: 
         print_summary(result)
     wrong = [lacking] if lacking else []
     if exit_code:
-        reached = max(facts.step, facts.checkpoint_step)
+        reached = max(facts.course.step, facts.checkpoint_step)
         wrong.insert(0, f"{outcome.why.reason or 'the job failed'} (after step {reached}; logs in {run_dir / 'logs'})")
     if wrong:
         complain("; ".join(wrong))

@@ -75,7 +75,7 @@ class GroupTransport:
         self._layout = layout
         self._n_lanes = n_lanes
         self._device = torch.device(device)
-        self._groups = Groups(me, store, tick, key, tls, f"/{name}" if name else "")
+        self._groups = GroupLinks(me, store, tick, key, tls, f"/{name}" if name else "")
         self._stream: BlockStream | None = None
         self._ticker = _Ticker(tick, lambda: self._groups.fence.down)
         self._owned: dict[int, Runs] = {}
@@ -99,7 +99,8 @@ class GroupTransport:
         self.leave()
         self._owned = finishers(plan, self._layout.n_blocks)
         if self._device.type == "cpu":
-            self._stream = stream or self._own_stream()
+            own = self._me.worker_id, self._owned, self._layout, self._n_lanes
+            self._stream = stream or BlockStream(*own, self._finisher, self._flats.scratch, self._result)
         self._groups.link(self._stream or self._device)
         with self._ticker.ticking():
             self._groups.fence.check()
@@ -191,12 +192,6 @@ class GroupTransport:
 
     # ---- inside
 
-    def _own_stream(self) -> BlockStream:
-        return BlockStream(
-            *(self._me.worker_id, self._owned, self._layout, self._n_lanes),
-            *(self._finisher, self._flats.scratch, self._result),
-        )
-
     def _offers(self, step: int, presence: Mapping[Node, bytes]) -> Offers:
         """Offers of all members, once all have begun to reduce."""
         records = self._groups.gather(Tag("reduce", step, 0), encode_offers(dict.fromkeys(presence, 0), presence))
@@ -259,7 +254,7 @@ class GroupTransport:
         return found
 
 
-class Groups:
+class GroupLinks:
     """The connections of one generation after the other, for records and for gradients, and how the older ones go.
 
     fence: which generation it is, and whether it has been aborted. links: for gradients, None while there are none.

@@ -119,14 +119,14 @@ class History:
         """INTERFACE's state of the job, as far as files tell."""
         if self.begins(running):
             return "starting"
-        if running or self.facts.ended_ns is not None:
-            return self.facts.state
+        if running or self.facts.condition.ended_ns is not None:
+            return self.facts.condition.state
         return "completed" if self.digest else "interrupted" if self.facts.counts else "starting"
 
     def seconds(self, running: bool) -> dict[str, float]:
         """The account of the wall time, by cause; of a running job up to now."""
         facts, account = self.facts, self.facts.account
-        if running and facts.ended_ns is None and account.begin_ns is not None and not self.begins(running):
+        if running and facts.condition.ended_ns is None and account.begin_ns is not None and not self.begins(running):
             account.reach(time.time_ns())
         return account.seconds(facts.under_way(account.end_ns))
 

@@ -41,7 +41,7 @@ _LOOK_MS = 500
 _PASSING = (Progress, Heartbeat)
 
 
-Said = str | os.PathLike[str] | tuple[str, int]
+CoordinatorPlace = str | os.PathLike[str] | tuple[str, int]
 """Where the coordinator is: the path of coordinator.json, or a fixed (host, port)."""
 FirstWords = AnyMessage | tuple[AnyMessage, Plan | None]
 """What is said first; a worker's with the plan that it names, so that the next one may be told as what has changed."""
@@ -68,10 +68,10 @@ class Unheard:
         return f"no coordinator has answered for {away_s:.0f} s: this worker waits for one to decide how to go on"
 
 
-class Whereabouts:
+class AnnouncedPlace:
     """Where the coordinator is: a fixed (host, port), or what a file says, which is read when it has changed."""
 
-    def __init__(self, said: Said) -> None:
+    def __init__(self, said: CoordinatorPlace) -> None:
         self._said = said
         self._seen = (0, 0)
 
@@ -115,7 +115,7 @@ class _Replaced(EverstepError):
     """Somebody else is to be talked to."""
 
 
-class Outbox:
+class FrameQueue:
     """Frames that wait until a connection takes them, and how much of the first one it has taken. Not thread-safe."""
 
     def __init__(self) -> None:
@@ -197,7 +197,7 @@ class ControlClient:
 
     def __init__(
         self,
-        address: Said,
+        address: CoordinatorPlace,
         key: bytes,
         role: str,
         name: str,
@@ -206,13 +206,13 @@ class ControlClient:
         on_connected: Callable[[bool], None] | None = None,
         tls: Tls | None = None,
     ) -> None:
-        self._where = Whereabouts(address)
+        self._where = AnnouncedPlace(address)
         self._own = (key, role, name)
         self._tls = tls
         self._hello = hello
         self._ear = Ear(on_message)
         self._on_connected = on_connected
-        self._outbox = Outbox()
+        self._outbox = FrameQueue()
         self._drained = threading.Condition(threading.Lock())  # what it locks: the outbox, the line, the waker's end
         self._line: tuple[socket.socket, Seals] | None = None
         self._closing = False
