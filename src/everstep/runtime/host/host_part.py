@@ -67,16 +67,12 @@ class Host:
         self._failed: Why | None = None
         self.config: Config = load_config([("the job", facts.config)])
         wire = PeerWire(joining.own or joining.host, role_token(secrets.token, PEER), Tls.of(secrets.shown))
-        self.files = AgentFiles(
-            facts, joining, self.config.checkpoint, wire, link.client.send, lambda: link.client.connected
-        )
+        self.files = AgentFiles(facts, joining, self.config.checkpoint, wire, link.client)
         self.run_dir = self.files.run_dir
         keep_to(self.run_dir)
         logs = self.config.logs
         self._collector = Collector(self.run_dir / LOGS_FOLDER, board, int(logs.max_mb * (1 << 20)), logs.keep)
-        self.workers = Workers(
-            board, joining.entry, self.config, self._context, link, notify, self._collector, joining.ranks
-        )
+        self.workers = Workers(joining, self.config, board, self._context, link, notify, self._collector)
         self._sampler = self._start_sampler()
         if self.config.threads != joining.threads:
             server.close(0.0)
