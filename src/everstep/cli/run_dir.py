@@ -23,7 +23,6 @@ from everstep.checkpoint.names import MAX_STEP
 from everstep.cli.job import JobFile, differences, read_job
 from everstep.cli.task_loading import TaskSpec
 from everstep.observe.events import last_committed_step
-from everstep.report.history import newest_step
 from everstep.runtime.files.file_sets import NEWEST_FILE
 from everstep.runtime.files.host_directory import checkpoints_in
 from everstep.runtime.files.private import close_folder, close_run_dir, close_store
@@ -196,6 +195,8 @@ def find_start(run_dir: Path, job: JobFile, *, script: bool, trust: Trust = Trus
 
     Raises: ConfigError if that is no checkpoint, one of another job, or not signed so. CheckpointCorrupt, StoreError.
     """
+    from everstep.report.history import newest_step  # agents import this module, and have no use for that
+
     config = job.config
     if not config.checkpoint.enabled and config.resume_from is None:
         return StartPoint()
