@@ -22,8 +22,9 @@ from everstep.base.errors import EverstepError
 from everstep.observe.events import read_events
 from everstep.runtime.commands import NoJobRunning, ask
 from everstep.runtime.job import Job as JobProcess
+from everstep.runtime.job_end import Outcome
 from everstep.runtime.link.address import read_address
-from everstep.runtime.supervisor import LocalHost
+from everstep.runtime.start import Start
 
 HERE = Path(__file__).parent
 ENTRY = "runtime_fake_worker:main"
@@ -82,14 +83,16 @@ class Job:
         self.seen: list[dict[str, Any]] = []
         settings = {"workers": 2, "heartbeat.interval_s": 0.2, "checkpoint.enabled": False, **config}
         found = load_config([("test", settings)])
-        local = LocalHost(run_dir, found, entry, preload=(), ranks=ranks)
-        self.process = JobProcess(run_dir, found, "task", argv or [], local, self.seen.append)
+        begun = Start(found, entry, (), ranks=ranks, run_dir=run_dir, task="task", argv=tuple(argv or ()))
+        self.process = JobProcess(begun)
         self.code: int | None = None
+        self.outcome: Outcome | None = None
         self.thread = threading.Thread(target=self._run)
         self.thread.start()
 
     def _run(self) -> None:
-        self.code = self.process.run()
+        self.outcome = self.process.run(self.seen.append)
+        self.code = self.outcome.exit_code
 
     def status(self) -> dict[str, Any]:
         return ask(self.run_dir, "status", {}, timeout_s=30)
@@ -149,7 +152,7 @@ def test_a_job_from_start_to_end(start: Callable[..., Job]) -> None:
     status = job.running({0: 0, 1: 0, 2: 0})
     assert sorted(lane for w in status["workers"] for lane in w["lanes"]) == list(range(8))
     assert job.finish() == 0
-    assert job.process.outcome is not None and job.process.outcome.state == "completed"
+    assert job.outcome is not None and job.outcome.state == "completed"
     assert processes_of(job.run_dir) == []
     kinds = [e["kind"] for e in read_events(job.run_dir / "events.jsonl")]
     assert kinds.count("worker_joined") == 3 and "generation_started" in kinds and "job_completed" in kinds
@@ -253,8 +256,8 @@ def test_an_agent_that_cannot_be_started_ends_the_job(
     monkeypatch.setattr("everstep.runtime.supervisor.HOPELESS", 2)
     job = start()
     assert job.wait() == 1
-    assert job.process.outcome is not None
-    reason = job.process.outcome.why.reason
+    assert job.outcome is not None
+    reason = job.outcome.why.reason
     assert "the agent of this host cannot start" in reason and "everstep.nowhere" in reason
 
 
@@ -264,7 +267,7 @@ def test_a_signal_ends_the_job_in_order(start: Callable[..., Job], number: signa
     job.running({0: 0, 1: 0})
     job.process.interrupt(number)
     assert job.wait() == code
-    assert job.process.outcome is not None and job.process.outcome.state == "interrupted"
+    assert job.outcome is not None and job.outcome.state == "interrupted"
     assert [(e["reason"], e["in_order"]) for e in job.kinds("worker_exited")] == [("exit code 0", True)] * 2
     assert processes_of(job.run_dir) == []
 
@@ -317,8 +320,8 @@ def test_a_crash_loop_ends_the_job_with_the_reason(start: Callable[..., Job], tm
     (tmp_path / "run" / "crash-1").touch()
     job = start(min_workers=2, **{"backoff.initial_s": 0.01})
     assert job.wait() == 1
-    assert job.process.outcome is not None
-    reason = job.process.outcome.why.reason
+    assert job.outcome is not None
+    reason = job.outcome.why.reason
     assert "crash loop" in reason and "ImportError: no module named 'nonsense'" in reason
     assert len([e for e in job.kinds("worker_exited") if e["worker_id"] == 1]) == 3
 
@@ -353,7 +356,7 @@ def test_workers_that_all_leave_without_a_word(start: Callable[..., Job], monkey
     monkeypatch.setattr("everstep.runtime.job_end.LAST_WAIT_S", 0.2)
     job = start(entry="runtime_fake_worker:quick")
     assert job.wait() == 1
-    assert job.process.outcome is not None and "has not said" in job.process.outcome.why.reason
+    assert job.outcome is not None and "has not said" in job.outcome.why.reason
 
 
 def test_when_the_job_is_killed_everything_dies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -361,9 +364,9 @@ def test_when_the_job_is_killed_everything_dies(tmp_path: Path, monkeypatch: pyt
     run_dir = tmp_path / "run"
     script = (
         "import sys; from pathlib import Path; from everstep.base.config import load_config;"
-        "from everstep.runtime.job import Job; from everstep.runtime.supervisor import LocalHost;"
+        "from everstep.runtime.job import Job; from everstep.runtime.start import Start;"
         "run_dir, config = Path(sys.argv[1]), load_config([('t', {'workers': 2})]);"
-        f"sys.exit(Job(run_dir, config, 't', [], LocalHost(run_dir, config, '{ENTRY}', preload=())).run())"
+        f"sys.exit(Job(Start(config, '{ENTRY}', (), run_dir=run_dir, task='t')).run().exit_code)"
     )
     process = subprocess.Popen([sys.executable, "-c", script, str(run_dir)])
     try:
@@ -382,9 +385,9 @@ def test_signals_reach_a_job_in_the_main_thread(tmp_path: Path, monkeypatch: pyt
     run_dir = tmp_path / "run"
     script = (
         "import sys; from pathlib import Path; from everstep.base.config import load_config;"
-        "from everstep.runtime.job import Job; from everstep.runtime.supervisor import LocalHost;"
+        "from everstep.runtime.job import Job; from everstep.runtime.start import Start;"
         "run_dir, config = Path(sys.argv[1]), load_config([('t', {'workers': 1, 'checkpoint.enabled': False})]);"
-        f"sys.exit(Job(run_dir, config, 't', [], LocalHost(run_dir, config, '{ENTRY}', preload=())).run())"
+        f"sys.exit(Job(Start(config, '{ENTRY}', (), run_dir=run_dir, task='t')).run().exit_code)"
     )
     process = subprocess.Popen([sys.executable, "-c", script, str(run_dir)], start_new_session=True)
     try:

@@ -112,9 +112,9 @@ def test_when_the_job_is_killed_all_ranks_die(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")]))
     script = (
         "import sys; from pathlib import Path; from everstep.base.config import load_config;"
-        "from everstep.runtime.job import Job; from everstep.runtime.supervisor import LocalHost;"
+        "from everstep.runtime.job import Job; from everstep.runtime.start import Start;"
         "run_dir, config = Path(sys.argv[1]), load_config([('x', {'workers': 2})]);"
-        f"Job(run_dir, config, 't', [], LocalHost(run_dir, config, '{ENTRY}', preload=(), ranks=2)).run()"
+        f"Job(Start(config, '{ENTRY}', (), ranks=2, run_dir=run_dir, task='t')).run()"
     )
     run_dir = tmp_path / "run"
     process = subprocess.Popen([sys.executable, "-c", script, str(run_dir)])

@@ -101,6 +101,8 @@ PUBLIC = frozenset(  # what users name, and nothing here does
 SEAMS = frozenset({"Limb", "blocks_of"})  # what sharding will stand on: tests alone use it so far
 DRIVING = ("everstep.train.", "everstep.protocol.driver.", "everstep.protocol.coordinator.", "everstep.sim.")
 DRIVING += ("everstep.runtime.job", "everstep.runtime.host.host_agent")
+NOT_CROWDED = (*DRIVING, "everstep.parallel.group", "everstep.runtime.link.control_client")
+NOT_CROWDED += tuple(f"everstep.report.{name}" for name in ("facts", "course", "crew", "job_condition"))
 MAX_ATTRIBUTES = 15
 MAX_METHODS = 20
 CROWDED = frozenset({"everstep.protocol.driver.driver.Driver"})  # not taken apart yet
@@ -588,7 +590,7 @@ def crowded_types(source: Source) -> Iterator[str]:
 
 def crowds(source: Source) -> Iterator[tuple[str, str]]:
     """(class, problem), whether or not it is known."""
-    if not source.module.startswith(DRIVING):
+    if not source.module.startswith(NOT_CROWDED):
         return
     for node in source.nodes:
         if not isinstance(node, ast.ClassDef):

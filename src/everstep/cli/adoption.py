@@ -15,15 +15,14 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from everstep.base.config import Config
-from everstep.base.domains import found_domains
 from everstep.base.errors import ConfigError, EverstepError, ProtocolError
 from everstep.base.foreign import Foreign, derived_ports, first_host, left_alone
-from everstep.cli.agent import take_part_in
+from everstep.cli.agent import start_of_agent, take_part_in
 from everstep.cli.main import exit_code_of, run_command
 from everstep.cli.run_dir import RUNS
 from everstep.cli.tokens import TOKEN_VARIABLE, strong
 from everstep.runtime.link import wire
-from everstep.runtime.link.rendezvous import address_towards, find_job, is_reachable, reserve
+from everstep.runtime.link.rendezvous import address_towards, is_reachable, reserve
 from everstep.runtime.link.waiting import Waited, wait_for
 from everstep.runtime.process import parent_began_s
 from everstep.train.launcher_store import ask_store
@@ -77,11 +76,11 @@ def _meet(foreign: Foreign, name: str, args: Sequence[str], token: bytes, config
             open_still.enter_context(place.kept)
         if foreign.part == "job":
             return _run(foreign, name, args, f"{place.host}:{place.ports[0]}")
-        port = find_job(place.host, place.ports, token, config.security.tls)
         host_name = os.environ.get("SLURMD_NODENAME") or f"{os.uname().nodename}-{foreign.rank}"
         _leave_launcher()
-        here = config, found_domains(None, os.environ)
-        return take_part_in(f"{place.host}:{port}", foreign.local_size, *here, host_name=host_name)
+        where = ",".join(f"{place.host}:{port}" for port in place.ports)
+        begun = start_of_agent(config, where, room=foreign.local_size, host=host_name)
+        return take_part_in(begun, patient=True)  # until the job is there, others may listen at these ports
 
 
 def _place(foreign: Foreign) -> LauncherPlace:

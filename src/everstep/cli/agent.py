@@ -9,32 +9,30 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import click
 
 from everstep.base.config import Config, load_config, parse_set
-from everstep.base.domains import VARIABLE, found_domains
 from everstep.base.errors import ConfigError, EverstepError
-from everstep.base.etcd_address import SCHEMES, EtcdAddress
+from everstep.base.etcd_address import SCHEMES
 from everstep.base.leaving import temporary_folder
 from everstep.cli.config_file import said_layers
 from everstep.cli.main import complain
 from everstep.cli.meeting import Met, folder_of, looking, moves, places_in, wait_for_job
+from everstep.cli.starting import DOMAIN_HELP, start_here
 from everstep.cli.task_loading import parse_task
 from everstep.cli.tokens import TOKEN_VARIABLE, given_token, token_in
-from everstep.cli.worker import ENTRY, FILES, PRELOAD
 from everstep.protocol.roles import OPERATE
 from everstep.runtime import commands
 from everstep.runtime.host.devices import default_slots
-from everstep.runtime.lead.etcd_access import taken_secrets
 from everstep.runtime.link.address import COORDINATOR_FILE, TOKEN_FILE
-from everstep.runtime.link.context import Joining
 from everstep.runtime.link.handshake import role_token
 from everstep.runtime.link.interfaces import check_own
 from everstep.runtime.link.tls import Tls, shown_by
+from everstep.runtime.start import Start
 
 HEAD_GONE = 3
-DOMAIN_HELP = f"Parts that this host fails together with, e.g. rack=r1,nvlink=u7 (${VARIABLE}, and Slurm's switch)."
 _OWN_GROUPS = ("security.", "control.etcd_")
 _OWN_KEYS = ("network.interface", "network.trusted", "hosts.wait_s")
 _ANSWER_S = 10.0
@@ -115,104 +113,76 @@ def command(
     if task is not None:
         task = parse_task(task).canonical
     if standby:
-        from everstep.cli.standby import stand_by
+        _check_standby(address, {"--task": task, "--stay": stay, "--refill": refill, "--set": settings})
+    known = {"run_dir": run_dir, "host": host_name or os.uname().nodename, "own": own or "", "task": task or ""}
+    begun = start_of_agent(config, address, token_file, domain, room=slots, **known)
+    if not standby:
+        return take_part_in(begun, stay=stay, refill=refill)
+    from everstep.cli.standby import stand_by
 
-        if not address.startswith(SCHEMES):
-            raise ConfigError(f"--standby: expected --join etcd://..., which holds the lease, got {address!r}")
-        beside = {"--task": task, "--stay": stay, "--refill": refill, "--set": settings}
-        if unfit := [name for name, value in beside.items() if value]:
-            raise ConfigError(
-                f"--standby: expected it without {', '.join(unfit)}: drop these, because this host may have to lead "
-                "the job"
-            )
-        token = _token(token_file, run_dir)
-        room, domains = default_slots() if slots is None else slots, found_domains(domain, os.environ)
-        etcd = EtcdAddress.parse("--join", address)
-        return stand_by(etcd, token, run_dir, room, host_name or "", own or "", domains, taken_secrets())
-    return take_part_in(
-        *(address, slots, config, found_domains(domain, os.environ)),
-        token_file=token_file,
-        run_dir=run_dir,
-        host_name=host_name,
-        own=own,
-        stay=stay,
-        refill=refill,
-        task=task,
-    )
+    return stand_by(begun)
 
 
-def take_part_in(
-    address: str,
-    slots: int | None,
-    config: Config,
-    domains: Mapping[str, str],
-    *,
-    token_file: Path | None = None,
-    run_dir: Path | None = None,
-    host_name: str | None = None,
-    own: str | None = None,
-    stay: bool = False,
-    refill: int | None = None,
-    task: str | None = None,
-) -> int:
-    """Be an agent of the job that listens at "host:port", at one of several, is in etcd, or in "file://DIR".
+def _check_standby(address: str, beside: Mapping[str, object]) -> None:
+    """beside: what is said with --standby, by option. Raises: ConfigError if it does not fit."""
+    if not address.startswith(SCHEMES):
+        raise ConfigError(f"--standby: expected --join etcd://..., which holds the lease, got {address!r}")
+    if unfit := [name for name, value in beside.items() if value]:
+        raise ConfigError(
+            f"--standby: expected it without {', '.join(unfit)}: drop these, because this host may have to lead the job"
+        )
 
-    config: of this host's own keys. Returns the exit code.
+
+def start_of_agent(
+    config: Config, where: str, token_file: Path | None = None, domain: str | None = None, **known: Any
+) -> Start:
+    """The start of an agent of the job that listens at "host:port", at one of several, is in etcd, or in "file://DIR".
+
+    config: of this host's own keys. known: as `start_here` has it; room None: for a worker per device, or one.
     """
+    places_in(where)
+    room = default_slots() if known.get("room") is None else known["room"]
+    begun = start_here(config, domain, **{**known, "where": where, "room": room})
+    if token_file is None and config.security.token_file is not None:
+        token_file = Path(config.security.token_file)
+    in_folder = folder_of(where) is not None and token_file is None
+    return replace(begun, token=given_token() or b"" if in_folder else _token(token_file, begun.run_dir))
+
+
+def take_part_in(begun: Start, *, stay: bool = False, refill: int | None = None, patient: bool = False) -> int:
+    """Be an agent of the job until it is over. patient: one who does not prove the token may be followed by one who
+    does. Returns the exit code."""
     from everstep.runtime.host.host_agent import take_part
 
-    places_in(address)
-    token_file, folder = _token_file(token_file, config), folder_of(address)
-    joining = Joining(
-        address=address if folder is None else str(folder / COORDINATOR_FILE),
-        token_file=str(token_file or ""),
-        entry=ENTRY,
-        preload=list(PRELOAD),
-        host=host_name or os.uname().nodename,
-        room=default_slots() if slots is None else slots,
-        run_dir=str(folder or run_dir or ""),
-        own=own or "",
-        files=FILES,
-        tls=config.security.tls,
-        task=task or "",
-        domains=dict(domains),
-        said=address,
-    )
-    known = _token(token_file, run_dir) if folder is None or token_file is not None else given_token()
-    look, follows = looking(address, known, config, taken_secrets()), moves(address)
+    folder, look, follows = folder_of(begun.where), looking(begun), moves(begun.where)
+    there = begun.where if folder is None else str(folder / COORDINATOR_FILE)
     with temporary_folder("everstep-agent-") as kept:
-        before = False
+        address = str(kept / COORDINATOR_FILE) if follows else there
         while True:
-            met = wait_for_job(joining, look, known, folder, config, before=before)
+            met = wait_for_job(begun, look, patient=patient)
             if met is None:
                 print(f"the job in {folder} is over", file=sys.stderr, flush=True)
                 return 0
             if refill is not None:
-                _refill(met, refill)
-            found = replace(met.joining, address=str(kept / COORDINATOR_FILE)) if follows else met.joining
-            left = take_part(found, met.token, look if follows else None)
+                _refill(begun, met, refill)
+            more = {"run_dir": str(folder or begun.run_dir or ""), "task": begun.task, "said": begun.where}
+            left = take_part(begun.joining(address, own=met.own, **more), met.token, look if follows else None)
             if left.words and left.exit_code:
                 complain(left.words)
             elif left.words:
                 print(left.words, file=sys.stderr, flush=True)
             if not stay or not (left.later or left.exit_code == HEAD_GONE):
                 return left.exit_code
-            before = True
+            patient = True
             time.sleep(_AGAIN_S)  # whoever has told it may still be there
 
 
-def _token_file(given: Path | None, config: Config) -> Path | None:
-    found = config.security.token_file
-    return given if given is not None or found is None else Path(found)
-
-
-def _refill(met: Met, most: int) -> None:
+def _refill(begun: Start, met: Met, most: int) -> None:
     """Have the job want as many workers more as this host has room for, up to so many."""
     with contextlib.suppress(EverstepError, OSError):  # it may have ended meanwhile; who joins will see
-        joining, key = met.joining, role_token(met.token, OPERATE)
-        tls = Tls.of(shown_by(joining.tls, met.token, joining.own))
+        key, tls = role_token(met.token, OPERATE), Tls.of(shown_by(begun.config.security.tls, met.token, met.own))
         target = commands.ask_at(met.place, OPERATE, key, tls, "status", {}, _ANSWER_S).result.get("target")
-        wanted = refilled(target, most, joining.room) if isinstance(target, int) else 0
+        wanted = refilled(target, most, begun.room or 0) if isinstance(target, int) else 0
         if wanted:
             commands.ask_at(met.place, OPERATE, key, tls, "scale", {"workers": wanted}, _ANSWER_S)
 

@@ -27,21 +27,32 @@ ENDS = ("job_completed", "job_failed")
 """Kinds of the event with which a job says how it ended."""
 
 
-def end_of(
-    process: Job, run_dir: Path, job: JobFile, events: EventLog, facts: Facts, exit_code: int, *, as_json: bool = False
-) -> int:
-    """What is left to do when the process of a job is over. Returns the command's exit code."""
-    if moved(run_dir):
-        return conclude(run_dir, facts, process.outcome, exit_code, "", as_json=as_json)
-    DirectoryStore(checkpoint_dir(run_dir, job)).drop_leftovers()  # workers may have been killed while they wrote
-    lacking = lacking_rows(run_dir, process.reached - 1)  # when a step was applied, the one before it was released
+def end_of(process: Job, job: JobFile, events: EventLog, facts: Facts, outcome: Outcome, *, as_json: bool) -> int:
+    """What is left to do when the process of a job is over, and the words for how it ended; a job that is completed
+    without its ledger exits with 1. Returns the command's exit code."""
+    run_dir, exit_code, lacking = process.run_dir, outcome.exit_code, ""
+    if not moved(run_dir):
+        DirectoryStore(checkpoint_dir(run_dir, job)).drop_leftovers()  # workers may have been killed while they wrote
+        lacking = lacking_rows(run_dir, process.reached - 1)  # when a step was applied, that before it was released
     if lacking:  # the end was told by the coordinator, who does not read the ledger: pages and reports shall say it too
         events.write("warning", cause=Cause.DISK, reason=lacking)
         events.close()
-    return conclude(run_dir, facts, process.outcome, exit_code, lacking, as_json=as_json)
+    digest = read_digest(run_dir) if exit_code == 0 else None
+    result = summary(facts, exit_code, str(run_dir), digest, outcome.why if exit_code else None, lacking)
+    if as_json:
+        print(json.dumps(result, separators=(",", ":")), flush=True)
+    elif exit_code == 0:
+        print_summary(result)
+    wrong = [lacking] if lacking else []
+    if exit_code:
+        reached = max(facts.course.step, facts.checkpoint_step)
+        wrong.insert(0, f"{outcome.why.reason or 'the job failed'} (after step {reached}; logs in {run_dir / 'logs'})")
+    if wrong:
+        complain("; ".join(wrong))
+    return int(result["exit_code"])
 
 
-def say_the_end(events: EventLog, run_dir: Path, begin_ns: int, outcome: Outcome | None, exit_code: int) -> None:
+def say_the_end(events: EventLog, run_dir: Path, begin_ns: int, outcome: Outcome) -> None:
     """The coordinator reports the end; if it could not, the job's own word stands in."""
     there = home(run_dir) if moved(run_dir) else run_dir
     if there is None:
@@ -49,9 +60,9 @@ def say_the_end(events: EventLog, run_dir: Path, begin_ns: int, outcome: Outcome
     if there != run_dir:
         events = EventLog(there / EVENTS_FILE)
     told = (e["kind"] in ENDS and e["time_unix_ns"] >= begin_ns for e in read_events(there / EVENTS_FILE))
-    if outcome is not None and not any(told):
-        why, kind = outcome.why, ENDS[bool(exit_code)]
-        events.write(kind, cause=why.cause, reason=why.reason, state=outcome.state, exit_code=exit_code)
+    if not any(told):
+        why, code = outcome.why, outcome.exit_code
+        events.write(ENDS[bool(code)], cause=why.cause, reason=why.reason, state=outcome.state, exit_code=code)
 
 
 def lacking_rows(run_dir: Path, reached: int = 0) -> str:
@@ -60,23 +71,3 @@ def lacking_rows(run_dir: Path, reached: int = 0) -> str:
         return missing_rows(run_dir, reached)
     except ConfigError as error:
         return f"it is not known whether the ledger is complete: {error}"
-
-
-def conclude(
-    run_dir: Path, facts: Facts, outcome: Outcome | None, exit_code: int, lacking: str, *, as_json: bool = False
-) -> int:
-    """Say how it ended. lacking: what the ledger lacks; a job that is completed without it exits with 1."""
-    digest = read_digest(run_dir) if exit_code == 0 else None
-    why = outcome.why if outcome is not None and exit_code else None
-    result = summary(facts, exit_code, str(run_dir), digest, why, lacking)
-    if as_json:
-        print(json.dumps(result, separators=(",", ":")), flush=True)
-    elif exit_code == 0:
-        print_summary(result)
-    wrong = [lacking] if lacking else []
-    if exit_code:
-        said, reached = why.reason if why else "the job failed", max(facts.step, facts.checkpoint_step)
-        wrong.insert(0, f"{said} (after step {reached}; logs in {run_dir / 'logs'})")
-    if wrong:
-        complain("; ".join(wrong))
-    return int(result["exit_code"])

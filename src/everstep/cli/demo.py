@@ -99,7 +99,7 @@ def _verdict(undisturbed: Path, disturbed: Path, wall_s: float) -> int:
         raise ConfigError(f"{disturbed} has no final/digest.json")
     print(f"\nundisturbed  {(read_digest(undisturbed) or {}).get('state')}")
     print(f"with faults  {digest.get('state')}")
-    print(f"{facts.faults} faults survived, {facts.steps_lost} steps lost, {duration(wall_s)} in all")
+    print(f"{facts.faults} faults survived, {facts.course.steps_lost} steps lost, {duration(wall_s)} in all")
     for line in different:
         print(line)
     print("NOT bitwise equal" if different else "bitwise equal")

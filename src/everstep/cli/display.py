@@ -139,8 +139,8 @@ class LiveDisplay(Display):
         phases = {i: str(newest.row.get("phase") or "") for i, newest in self._usage.workers.items()}
         said = headline(facts, Now(time.time_ns(), phases=phases, total=total, free_bytes=self._samples.free_bytes))
         head = Table.grid(padding=(0, 2))
-        bar = ProgressBar(total=total or 100, completed=facts.step if total else 0, width=min(32, width // 5))
-        head.add_row(bar, Text(step_line(facts, facts.step, total), overflow="ellipsis", no_wrap=True))
+        bar = ProgressBar(total=total or 100, completed=facts.course.step if total else 0, width=min(32, width // 5))
+        head.add_row(bar, Text(step_line(facts, facts.course.step, total), overflow="ellipsis", no_wrap=True))
         parts: list[RenderableType] = [Text(said.fitted(2 * width - 2), style=LEVEL_STYLES[said.level]), head]
         parts.append(self._workers(facts, max(3, height - len(self._last) - 6)))
         parts += [Text(f"  {line}", style="dim", overflow="ellipsis", no_wrap=True) for line in self._last]
@@ -153,10 +153,10 @@ class LiveDisplay(Display):
         table = Table(box=None, padding=(0, 2), header_style="bold", caption_justify="left")
         for name in ("worker", "state", "stage", "lanes", "step", "phase", "samples"):
             table.add_column(name, no_wrap=True, overflow="ellipsis", max_width=24)
-        there = [i for i, worker in facts.workers.items() if worker.state != "left"]
-        shown = sorted(sorted(there, key=lambda i: (facts.workers[i].state not in _TROUBLED, i))[:most])
+        there = [i for i, worker in facts.crew.workers.items() if worker.state != "left"]
+        shown = sorted(sorted(there, key=lambda i: (facts.crew.workers[i].state not in _TROUBLED, i))[:most])
         for i in shown:
-            worker, newest = facts.workers[i], self._usage.workers.get(i)
+            worker, newest = facts.crew.workers[i], self._usage.workers.get(i)
             row = newest.row if newest is not None and newest.row.get("incarnation") == worker.incarnation else {}
             row = row if worker.state not in ("dead", "ended") else {}
             lanes, stages = (",".join(map(str, found)) or "-" for found in (worker.lanes, worker.stages))
@@ -232,7 +232,7 @@ class Watcher:
 
     def _tell_notes(self) -> None:
         """A turn late, when it is known whether the job was over by then: how its workers leave interests nobody."""
-        if self.facts.exit_code is None:
+        if self.facts.condition.exit_code is None:
             for note in self._due:
                 if note.about not in self._told:
                     self._display.note(note.text)
@@ -303,19 +303,19 @@ def choose_display(run_dir: Path, *, as_json: bool, log_every: int, total_steps:
 def step_line(facts: Facts, number: int, total_steps: int | None) -> str:
     """step 12/200  loss 1.2345  lr 0.001  812 samples/s (or tokens/s, where the task counts them)  eta 1m02s ..."""
     parts = [f"step {number}" + (f"/{total_steps}" if total_steps else "")]
-    rate, eta_s = facts.samples_per_s(), facts.eta_s(total_steps)
-    if facts.loss_text:
-        parts.append(f"loss {facts.loss_text}")
-    learning_rate = facts.steps.columns[4][-1] if facts.steps.x else math.nan
+    rate, eta_s = facts.course.samples_per_s(), facts.course.eta_s(total_steps)
+    if facts.course.loss_text:
+        parts.append(f"loss {facts.course.loss_text}")
+    learning_rate = facts.course.steps.columns[4][-1] if facts.course.steps.x else math.nan
     if math.isfinite(learning_rate):
         parts.append(f"lr {learning_rate:.3g}")
-    if rate is not None and facts.tokens_per_sample is not None:
-        parts.append(f"{rate * facts.tokens_per_sample:.0f} tokens/s")
+    if rate is not None and facts.course.tokens_per_sample is not None:
+        parts.append(f"{rate * facts.course.tokens_per_sample:.0f} tokens/s")
     elif rate is not None:
         parts.append(f"{rate:.0f} samples/s")
     if eta_s is not None:
         parts.append(f"eta {duration(eta_s)}")
-    parts.append(f"generation {facts.generation}")
+    parts.append(f"generation {facts.crew.generation}")
     return "  ".join(parts)
 
 
@@ -403,7 +403,7 @@ def summary(
 
     missing_rows: what the ledger lacks. A job that was done in order is completed, but without the proof not in order.
     """
-    strange = facts.strange
+    strange = facts.course.strange
     states = {0: "completed", 130: "interrupted", 143: "interrupted"}
     times = sorted(recovery.duration_s for recovery in facts.recoveries)
     return {
@@ -412,13 +412,13 @@ def summary(
         "exit_code": exit_code or int(bool(missing_rows)),
         "cause": why.cause if why is not None else Cause.DISK if missing_rows else None,
         "reason": "; ".join(text for text in (why.reason if why is not None else "", missing_rows) if text) or None,
-        "steps": int(digest["step"]) if digest is not None else facts.step,
+        "steps": int(digest["step"]) if digest is not None else facts.course.step,
         "faults_survived": facts.faults,
-        "steps_lost": facts.steps_lost,
+        "steps_lost": facts.course.steps_lost,
         "nonfinite": {"steps": strange.count, "first": strange.first, "last": strange.last} if strange else None,
         "recoveries": facts.counts.get("recovery_completed", 0),
         "recovery_s": {"median": statistics.median(times) if times else None, "max": times[-1] if times else None},
-        "generations": facts.generation,
+        "generations": facts.crew.generation,
         "checkpoints": {
             "completed": facts.counts.get("checkpoint_completed", 0),
             "failed": facts.counts.get("checkpoint_failed", 0),
@@ -427,8 +427,8 @@ def summary(
         },
         "ledger_complete": not missing_rows,
         "digest": dict(digest) if digest is not None else None,
-        "loss": facts.loss,
-        "metrics": facts.metrics or None,
+        "loss": facts.course.loss,
+        "metrics": facts.course.metrics or None,
         "wall_s": round(sum(s for use, s in facts.account.seconds().items() if use != "not running"), 3),
         "run_dir": run_dir,
     }

@@ -20,7 +20,7 @@ import click
 from everstep.base.config import Config
 from everstep.base.doors import PORTS_PER_WORKER, check_private, parse_ports
 from everstep.base.errors import ConfigError, EverstepError, ProtocolError, TokenRefused
-from everstep.base.etcd_address import SCHEMES, EtcdAddress
+from everstep.base.etcd_address import SCHEMES
 from everstep.cli.agent import own_settings
 from everstep.cli.beside import parse_listen
 from everstep.cli.meeting import etcd_at
@@ -31,6 +31,7 @@ from everstep.runtime.lead.etcd_access import taken_secrets
 from everstep.runtime.lead.finding import in_etcd
 from everstep.runtime.link.head_facts import FULL_PACKETS_BYTES, HeadFacts, ask_about, clock_words, refusal_words
 from everstep.runtime.link.interfaces import interface_of, mtu_of, own_address, path_mtu
+from everstep.runtime.start import Start
 from everstep.runtime.versions import differences, versions
 
 _CONNECT_S = 5.0
@@ -122,7 +123,7 @@ def find_in_etcd(address: str, config: Config, token: bytes | None) -> tuple[tup
 
     Raises: ConfigError for what is no such address, or for files and variables that do not go with it.
     """
-    etcd = etcd_at(EtcdAddress.parse("--join", address), token or b"", config.control, taken_secrets())
+    etcd = etcd_at(Start(config, where=address, token=token or b"", secrets=taken_secrets()))
     with contextlib.closing(etcd):
         try:
             if token is None:

@@ -97,10 +97,10 @@ def _is_address(text: str) -> bool:
     return True
 
 
-def check_own_ports(config: Config, slots: int, *, local: bool) -> None:
-    """slots: how many workers this host runs at most, 0 for as many as there are. local: it runs any.
+def check_own_ports(config: Config, room: int | None) -> None:
+    """room: how many workers this host runs at most, 0 for as many as there are, None for none.
 
     Raises: ConfigError if `network.ports` has too few for them.
     """
     workers = config.workers + config.spares
-    check_ports(config.network.ports, (min(slots, workers) if slots else workers) if local else 1)
+    check_ports(config.network.ports, 1 if room is None else min(room or workers, workers))

@@ -81,7 +81,7 @@ def _check_worker(run_dir: Path, files: LogFiles, worker: int) -> None:
     config = as_dict(history.job.get("config"))
     known = files.worker_ids | set(range(sum(whole_number(config.get(name)) for name in ("workers", "spares"))))
     if worker not in known:
-        known |= history.load().facts.workers.keys()
+        known |= history.load().facts.crew.workers.keys()
     if worker not in known:
         listed = ", ".join(map(str, sorted(known))) or "none"
         raise ConfigError(f"--worker: expected one that {run_dir} has ({listed}), got {worker}")

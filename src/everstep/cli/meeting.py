@@ -8,26 +8,25 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from everstep.base.config import Config
-from everstep.base.config_keys import ControlConfig, TlsConfig
+from everstep.base.config_keys import TlsConfig
 from everstep.base.doors import check_private
 from everstep.base.errors import ConfigError, ProtocolError, QuorumLost
 from everstep.base.etcd_address import SCHEMES, EtcdAddress
 from everstep.cli.run_dir import read_digest
 from everstep.runtime.lead.etcd import Etcd
 from everstep.runtime.lead.etcd_access import find_access
-from everstep.runtime.lead.finding import Where, among, in_etcd, local_address
+from everstep.runtime.lead.finding import Where, among, in_etcd
 from everstep.runtime.link import wire
 from everstep.runtime.link.address import COORDINATOR_FILE, TOKEN_FILE, read_address
 from everstep.runtime.link.context import Joining
 from everstep.runtime.link.head_facts import as_refused, ask_about, clock_words, refusal_words
-from everstep.runtime.link.interfaces import own_address
+from everstep.runtime.link.interfaces import own_address, route_to
 from everstep.runtime.link.tls import Tls, shown_by
+from everstep.runtime.start import Start
 
 _FILE = "file://"
 _AGAIN_S = 0.25
@@ -35,9 +34,9 @@ ETCD_S = 2.0
 
 
 class Met(NamedTuple):
-    """A job that answers. joining: with the address of this host."""
+    """A job that answers at a place, to its token. own: the address of this host on the way there."""
 
-    joining: Joining
+    own: str
     token: bytes
     place: tuple[str, int]
 
@@ -56,40 +55,38 @@ def moves(address: str) -> bool:
     return address.startswith(SCHEMES) or len(places_in(address)) > 1
 
 
-def etcd_at(address: EtcdAddress, token: bytes, control: ControlConfig, secrets: Mapping[str, str]) -> Etcd:
-    """That which this host is told to look in. control: what else it is told. secrets: of its user there.
+def etcd_at(begun: Start) -> Etcd:
+    """That which this host is told to look in.
 
     Raises: ConfigError if it lacks what it needs to be let in, or has something that is no such thing.
     """
-    access = find_access(address, control, {**os.environ, **secrets})
+    address = EtcdAddress.parse("--join", begun.where)
+    access = find_access(address, begun.config.control, {**os.environ, **begun.secrets})
     if access.warning():
         print(f"warning: {access.warning()}", file=sys.stderr, flush=True)
-    return Etcd(address, token, ETCD_S, access=access)
+    return Etcd(address, begun.token, ETCD_S, access=access)
 
 
-def looking(
-    address: str, token: bytes | None, config: Config, secrets: Mapping[str, str]
-) -> Callable[[], Where | None]:
-    """What finds the job's coordinator, as `Finder` has it. token: None if it lies in the job's directory. secrets: of
-    this host's user in etcd.
+def looking(begun: Start) -> Callable[[], Where | None]:
+    """What finds the job's coordinator, as `Finder` has it.
 
     Raises: ConfigError; QuorumLost if etcd does not answer.
     """
-    folder, known = folder_of(address), places_in(address)
+    folder, known = folder_of(begun.where), places_in(begun.where)
     if folder is not None:
         return lambda: _in_folder(folder)
     if not known:
-        etcd = etcd_at(EtcdAddress.parse("--join", address), token or b"", config.control, secrets)
+        etcd = etcd_at(begun)
         etcd.announced()
         return lambda: in_etcd(etcd)
     if len(known) == 1:
         return lambda: {"host": known[0][0], "port": known[0][1]}
-    return lambda: _among(known, token or b"", config.security.tls)
+    return lambda: _among(known, begun.token, begun.config.security.tls)
 
 
 def _among(places: Sequence[tuple[str, int]], token: bytes, tls: TlsConfig) -> Where | None:
     try:
-        return among(places, token, Tls.of(shown_by(tls, token, local_address(places[0]))))
+        return among(places, token, Tls.of(shown_by(tls, token, route_to(places[0][0]))))
     except ProtocolError as error:
         raise as_refused(error, tls) from None
 
@@ -98,7 +95,7 @@ def places_in(address: str) -> list[tuple[str, int]]:
     """What ADDR:PORT[,...] names; nothing for etcd and directories. Raises: ConfigError if it is none of these."""
     if address.startswith((*SCHEMES, _FILE)):
         return []
-    places = [Joining(one, "", "", [], "").where() for one in address.split(",")]
+    places = [Joining(one, "", [], "").where() for one in address.split(",")]
     known = [place for place in places if not isinstance(place, Path)]
     if len(known) < len(places):
         raise ConfigError(f"--join: expected ADDR:PORT like 127.0.0.1:29400, or file://DIR, got {address!r}")
@@ -110,23 +107,14 @@ def _in_folder(folder: Path) -> Where:
     return {"host": found.host, "port": found.port}
 
 
-def wait_for_job(
-    joining: Joining,
-    look: Callable[[], Where | None],
-    known: bytes | None,
-    folder: Path | None,
-    config: Config,
-    *,
-    before: bool = False,
-) -> Met | None:
-    """Until a job answers that has this token, where `look` says. known: the token; None: it lies in the `folder` of
-    the job. before: it did, so that who does not prove it may be on the way out. Returns None if the job in the folder
-    is over.
+def wait_for_job(begun: Start, look: Callable[[], Where | None], *, patient: bool = False) -> Met | None:
+    """Until a job answers that has this token, where `look` says. patient: also where another answers, who may be on
+    the way out. Returns None if the job is over in the directory that says where it is.
 
     Raises: ConfigError if it has another one, or is none; QuorumLost if nobody has answered for long.
     """
-    patience_s = config.hosts.wait_s
-    end_s, told, at = time.monotonic() + patience_s, False, joining.said
+    config, folder, patience_s = begun.config, folder_of(begun.where), begun.config.hosts.wait_s
+    end_s, told, at = time.monotonic() + patience_s, False, begun.where
     while True:
         try:
             found = look()
@@ -135,20 +123,20 @@ def wait_for_job(
                 raise ConnectionRefusedError(none)
             place = str(found["host"]), int(found["port"])
             at = f"{place[0]}:{place[1]}"
-            token = known or wire.read_token(Path(folder or "", TOKEN_FILE))
-            own = own_address(config.network, joining.own or None, place[0])
+            token = begun.token or wire.read_token(Path(folder or "", TOKEN_FILE))
+            own = own_address(config.network, begun.own or None, place[0])
             check_private("--address", own, trusted=config.network.trusted)
-            warning = clock_words(ask_about(place, token, joining.tls, own))
+            warning = clock_words(ask_about(place, token, config.security.tls, own))
             if warning:
                 print(f"warning: {warning}", file=sys.stderr, flush=True)
-            return Met(replace(joining, own=own), token, place)
+            return Met(own, token, place)
         except ProtocolError as error:
-            if folder is None and not before:
+            if folder is None and not patient:
                 raise ConfigError(f"--join {at}: {refusal_words(error)}") from None
             there = f"at {at}" if folder is None else f"in {folder}"
             words = f"no job answers {there} ({error})"  # what is there may be of the one before
-        except OSError as error:
-            words = f"no head at {at} ({(error.strerror or str(error)).lower()})"
+        except (OSError, UnicodeError) as error:  # a name that none can have is a UnicodeError
+            words = f"no head at {at} ({(getattr(error, 'strerror', None) or str(error)).lower()})"
         if folder is not None and read_digest(folder) is not None and not (folder / COORDINATOR_FILE).exists():
             return None
         if time.monotonic() >= end_s:

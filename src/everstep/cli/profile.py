@@ -13,7 +13,7 @@ import click
 
 from everstep.base.errors import ConfigError, EverstepError
 from everstep.cli.running import ask_running
-from everstep.cli.seconds import Seconds
+from everstep.cli.seconds import timeout
 from everstep.report.history import History
 from everstep.report.traces import merge
 from everstep.report.words import size_text
@@ -34,14 +34,7 @@ _PATIENCE_S = 2.0
 @click.option("--workers", "listed", metavar="ID,ID", help="Only these workers (all that train).")
 @click.option("--memory", is_flag=True, help="Record allocations as well.")
 @click.option("--stacks", is_flag=True, help="Record Python's stacks as well; traces become large.")
-@click.option(
-    "--timeout",
-    "timeout_s",
-    type=Seconds(above=True),
-    default=600.0,
-    show_default=True,
-    help="Seconds to wait for the trace.",
-)
+@timeout("Seconds to wait for the trace.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object; progress goes to stderr.")
 def command(
     run_dir: Path,

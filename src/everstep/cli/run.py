@@ -7,35 +7,24 @@ import dataclasses
 import json
 import os
 import re
-import shlex
-import time
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from everstep.base.cause import Cause, Why
 from everstep.base.config import Config, load_config, read_layers
-from everstep.base.domains import found_domains
 from everstep.base.doors import is_loopback
 from everstep.base.errors import ConfigError
 from everstep.base.foreign import foreign_launcher
 from everstep.chaos.spec import parse, strikes_of
 from everstep.checkpoint.keys import read_private_key, read_public_key
 from everstep.cli.adoption import adopt
-from everstep.cli.agent import DOMAIN_HELP, place, take_part_in
-from everstep.cli.beside import (
-    ANY_PORT,
-    PUBLIC_HELP,
-    check_installed,
-    check_metrics,
-    dashboard_beside,
-    metrics_beside,
-)
-from everstep.cli.conclusion import end_of, lacking_rows, say_the_end
+from everstep.cli.agent import place, start_of_agent, take_part_in
+from everstep.cli.beside import ANY_PORT, PUBLIC_HELP, check_installed, check_metrics
+from everstep.cli.conclusion import lacking_rows
 from everstep.cli.config_file import said_layers
-from everstep.cli.display import Watcher, choose_display, summary
+from everstep.cli.display import summary
 from everstep.cli.doors import check_own_ports, head_doors, slots_here
 from everstep.cli.job import (
     JobFile,
@@ -47,11 +36,11 @@ from everstep.cli.job import (
     effective_config,
     free_port,
     make_job,
-    total_steps,
     with_chaos,
     with_cut,
     write_job,
 )
+from everstep.cli.leading import UserView, see_through
 from everstep.cli.main import complain
 from everstep.cli.placement_table import print_placement
 from everstep.cli.probe import Probe, probe_task
@@ -68,60 +57,81 @@ from everstep.cli.run_dir import (
     set_aside,
 )
 from everstep.cli.signed import not_before
-from everstep.cli.standby import begin_leased, check_lease, leaders_work
+from everstep.cli.standby import begin_leased, check_lease
+from everstep.cli.starting import DOMAIN_HELP, start_here
 from everstep.cli.task_loading import TaskSpec, parse_task
 from everstep.cli.tokens import given_token, token_in
-from everstep.cli.worker import ENTRY, FILES, PRELOAD
-from everstep.observe.events import EventLog, read_events
+from everstep.cli.worker import PRELOAD
+from everstep.observe.events import read_events
 from everstep.report.facts import facts_of
 from everstep.runtime.files.private import owner_words
 from everstep.runtime.files.run_lock import run_lock
 from everstep.runtime.host.admission import cannot_strike
 from everstep.runtime.host.fork_server_client import EarlyForkServer
-from everstep.runtime.lead.etcd_access import taken_secrets
 from everstep.runtime.link import wire
 from everstep.runtime.link.address import EVENTS_FILE, JOB_FILE, TOKEN_FILE
 from everstep.runtime.link.interfaces import check_own
 from everstep.runtime.link.tls import check_tls
+from everstep.runtime.start import Start
 from everstep.sinks.notices import check_notify
 from everstep.sinks.sink import check_installed as check_sinks
 
-if TYPE_CHECKING:
-    from everstep.runtime.job import Job
-    from everstep.runtime.lead.succession import Succession
-    from everstep.runtime.supervisor import LocalHost
-
 
 @dataclasses.dataclass(frozen=True)
-class Invocation:
-    """One `everstep run`, as the user typed it. port: where agents of others may come, None: they may not. token:
-    which they know already. local: this host runs workers, `slots` at most (0: all that nobody
-    else runs). domains: in which it is. trust: in which checkpoints
-    to begin with. secrets: of this host's user in etcd."""
+class Asked:
+    """One `everstep run`, as the user typed it, but for the config keys that have options of their own.
+
+    `argv`: of the script; `told`: of `--address`; `key_file`: of `--require-signature`; the others as they are called.
+    """
 
     spec: TaskSpec
     argv: tuple[str, ...]
-    request: Request
-    run_dir: Path
-    server: EarlyForkServer
+    run_dir: Path | None
+    batch_size: int | None
+    simulate_failure: bool
     fresh: bool
+    key_file: str | None
+    not_before: int | None
+    listen: str | None
+    told: str | None
+    slots: int | None
+    no_local_workers: bool
+    token_file: Path | None
+    domain: str | None
+    world_size: int | None
+    dry_run: bool
     as_json: bool
     dashboard: bool
     public: bool
-    port: int | None
-    token: bytes | None
-    local: bool
-    slots: int
-    trust: Trust
-    domains: dict[str, str]
-    secrets: dict[str, str] = dataclasses.field(repr=False)
 
     @property
     def is_script(self) -> bool:
         return self.spec.kind == "script"
 
+    @property
+    def local(self) -> bool:
+        """Whether this host runs workers."""
+        return not self.no_local_workers
+
+    def trust(self) -> Trust:
+        """Which checkpoints to begin with. Raises: ConfigError if the key is none."""
+        key = read_public_key(self.key_file) if self.key_file is not None else None
+        return Trust(key, self.not_before)
+
+
+@dataclasses.dataclass(frozen=True)
+class Invocation:
+    """What becomes of that. request: what it says of the config; trust: of checkpoints; begun: of this host."""
+
+    asked: Asked
+    request: Request
+    trust: Trust
+    begun: Start
+    server: EarlyForkServer
+
 
 _ARGS = "everstep.args"
+_ASKED = [field.name for field in dataclasses.fields(Asked) if field.name not in ("spec", "argv")]
 
 
 class _Run(click.Command):
@@ -198,29 +208,13 @@ class _Run(click.Command):
 def command(
     task: str,
     argv: tuple[str, ...],
-    batch_size: int | None,
-    run_dir: Path | None,
     config_file: Path | None,
     settings: tuple[str, ...],
-    simulate_failure: bool,
-    fresh: bool,
-    key_file: str | None,
-    listen: str | None,
-    told: str | None,
-    slots: int | None,
-    token_file: Path | None,
-    domain: str | None,
     rank: int | None,
-    world_size: int | None,
     master_addr: str | None,
     master_port: int | None,
-    no_local_workers: bool,
-    dry_run: bool,
-    as_json: bool,
-    dashboard: bool,
-    public: bool,
     metrics: str | None,
-    **options: Any,
+    **said: Any,
 ) -> int:
     """Train TASK, whatever happens to its workers.
 
@@ -230,77 +224,67 @@ def command(
     spec = parse_task(task)
     if argv and spec.kind != "script":
         raise ConfigError(f"only a script takes arguments of its own, got {' '.join(argv)!r} for task {task!r}")
-    options |= {"metrics.listen": metrics, "security.token_file": None if token_file is None else str(token_file)}
-    domains = found_domains(domain, os.environ)
-    if rank is not None or world_size is not None or master_addr is not None or master_port is not None:
-        listen = place(rank, world_size, master_addr, master_port, listen)
+    asked = Asked(spec, argv, **{name: said.pop(name) for name in _ASKED})
+    options = said | {"metrics.listen": metrics, "security.token_file": asked.token_file and str(asked.token_file)}
+    options = {key: value for key, value in options.items() if value is not None}
+    if rank is not None or asked.world_size is not None or master_addr is not None or master_port is not None:
+        where = place(rank, asked.world_size, master_addr, master_port, asked.listen)
+        asked = dataclasses.replace(asked, listen=where)
     layers = said_layers(config_file, settings)
     foreign = foreign_launcher(os.environ)
     if foreign is not None and rank is None:
-        if listen is not None:
+        if asked.listen is not None:
             raise ConfigError(f"--listen: expected none, as hosts meet by themselves: {foreign.words()}")
         return adopt(foreign, spec.short, click.get_current_context().meta[_ARGS], load_config(layers))
-    given = read_layers([*layers, ("options", _said(options))])
-    if rank and listen is not None:
-        room, own = slots or slots_here(given, world_size), load_config(layers)
-        return _follow(listen, room, own, domains, token_file, run_dir, told, spec, dry_run=dry_run)
-    doors, port = head_doors(listen, told, given, local=not no_local_workers, slots=slots, world_size=world_size)
-    options |= doors
-    layers.append(("options", _said(options)))
-    request = Request(tuple(layers), batch_size, simulate_failure)
-    run_dir = _usable(run_dir, spec, argv, dry_run)
-    given = read_layers(request.layers)
+    given = read_layers([*layers, ("options", options)])
+    if rank:
+        return _follow(asked, load_config(layers), asked.slots or slots_here(given, asked.world_size))
+    doors, port = head_doors(
+        *(asked.listen, asked.told, given), local=asked.local, slots=asked.slots, world_size=asked.world_size
+    )
+    request = Request((*layers, ("options", options | doors)), asked.batch_size, asked.simulate_failure)
+    return _begin(asked, request, port)
+
+
+def _begin(asked: Asked, request: Request, port: int | None) -> int:
+    """Be the host on which the job begins. port: where agents of others may come, None: they may not."""
+    run_dir, given, slots = _usable(asked), read_layers(request.layers), asked.slots
     if port is not None and not is_loopback(given["network.address"]):
-        slots = slots or slots_here(given, world_size)
-    token, secrets = _token(given.get("security.token_file"), listen), taken_secrets()
-    trust = Trust(read_public_key(key_file) if key_file is not None else None, options["not_before"])
-    if dashboard:
+        slots = slots or slots_here(given, asked.world_size)
+    known: dict[str, Any] = {"run_dir": run_dir, "port": port, "room": (slots or 0) if asked.local else None}
+    token = _token(given.get("security.token_file"), asked.listen) or wire.new_token()
+    begun, trust = start_here(Config(), asked.domain, token=token, **known), asked.trust()
+    if asked.dashboard:
         check_installed("--dashboard")
-    check_metrics(given.get("metrics.listen"), public)
+    check_metrics(given.get("metrics.listen"), asked.public)
     _check_sign_key(given.get("checkpoint.sign_key"))
     threads = given.get("threads")
-    server = EarlyForkServer(threads if isinstance(threads, int) else 1, ("torch",) if dry_run else PRELOAD)
+    server = EarlyForkServer(threads if isinstance(threads, int) else 1, ("torch",) if asked.dry_run else PRELOAD)
     with contextlib.closing(server):
-        first = spec, argv, request, run_dir, server, fresh, as_json, dashboard, public
-        invocation = Invocation(*first, port, token, not no_local_workers, slots or 0, trust, domains, secrets)
-        return _run_or_show(invocation, dry_run)
+        return _run_or_show(Invocation(asked, request, trust, dataclasses.replace(begun, early=server), server))
 
 
-def _usable(given: Path | None, spec: TaskSpec, argv: Sequence[str], dry_run: bool) -> Path:
+def _usable(asked: Asked) -> Path:
     """The run directory; one that is busy, or leads elsewhere, is refused before anything is imported."""
-    run_dir = given or default_run_dir(spec)
-    for text in (*argv, spec.canonical, str(run_dir.absolute())):
+    run_dir = asked.run_dir or default_run_dir(asked.spec)
+    for text in (*asked.argv, asked.spec.canonical, str(run_dir.absolute())):
         if text != text.encode(errors="replace").decode():  # no message could bear it
             raise ConfigError(f"expected arguments and names of folders in UTF-8, got {text!a}")
-    if run_dir.exists() and not dry_run:
+    if run_dir.exists() and not asked.dry_run:
         with run_lock(run_dir):
             pass
     return run_dir
 
 
-def _follow(
-    head: str,
-    room: int,
-    config: Config,
-    domains: Mapping[str, str],
-    token_file: Path | None,
-    run_dir: Path | None,
-    own: str | None,
-    spec: TaskSpec,
-    *,
-    dry_run: bool,
-) -> int:
+def _follow(asked: Asked, config: Config, room: int) -> int:
     """Be one of the other hosts that are started with a rank, and run what was said here."""
-    if dry_run:
+    if asked.dry_run:
         raise ConfigError("--dry-run: expected it with --rank 0, which decides the placement")
-    if own is not None:
-        check_own("--address", own)
-    task = spec.canonical
-    return take_part_in(head, room, config, domains, token_file=token_file, run_dir=run_dir, own=own, task=task)
-
-
-def _said(options: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in options.items() if value is not None and key != "not_before"}
+    if asked.told is not None:
+        check_own("--address", asked.told)
+    known: dict[str, Any] = {"run_dir": asked.run_dir, "host": os.uname().nodename, "own": asked.told or ""}
+    known |= {"room": room, "task": asked.spec.canonical}
+    return take_part_in(start_of_agent(config, asked.listen or "", asked.token_file, asked.domain, **known))
 
 
 def _token(path: str | None, listen: str | None) -> bytes | None:
@@ -315,32 +299,33 @@ def _check_sign_key(path: str | None) -> None:
         read_private_key(path)
 
 
-def _run_or_show(invocation: Invocation, dry_run: bool) -> int:
-    if dry_run:
-        print_placement(*_prepare(invocation, units=True), as_json=invocation.as_json)
+def _run_or_show(invocation: Invocation) -> int:
+    if invocation.asked.dry_run:
+        print_placement(*_prepare(invocation, units=True), as_json=invocation.asked.as_json)
         return 0
-    prepared = None if invocation.run_dir.exists() else _prepare(invocation)  # what cannot work leaves nothing behind
-    with run_lock(invocation.run_dir):
+    run_dir = invocation.begun.folder
+    prepared = None if run_dir.exists() else _prepare(invocation)  # what cannot work leaves nothing behind
+    with run_lock(run_dir):
         return _run(invocation, *(prepared or _prepare(invocation)))
 
 
 def _prepare(invocation: Invocation, *, units: bool = False) -> tuple[Config, Probe]:
     """The effective config, checked against everything that can be known before the start."""
-    request, probe = invocation.request, Probe()
-    if not invocation.is_script:
+    asked, begun, request, probe = invocation.asked, invocation.begun, invocation.request, Probe()
+    if not asked.is_script:
         parse(str(read_layers(request.layers).get("chaos", "")))  # found before anything is imported
-        probe = probe_task(invocation.spec.canonical, request, invocation.server, units=units)
-    config = effective_config(probe.defaults, request, script=invocation.is_script)
-    check_metrics(config.metrics.listen, invocation.public)
+        probe = probe_task(asked.spec.canonical, request, invocation.server, units=units)
+    config = effective_config(probe.defaults, request, script=asked.is_script)
+    check_metrics(config.metrics.listen, asked.public)
     check_sinks(config.sinks)
     check_notify(config.notify)
     _check_sign_key(config.checkpoint.sign_key)
-    check_hosts(config, alone=invocation.port is None)
-    check_network(config, invocation.port or 0)
-    check_own_ports(config, invocation.slots, local=invocation.local)
+    check_hosts(config, alone=begun.port is None)
+    check_network(config, begun.port or 0)
+    check_own_ports(config, begun.room)
     _check_strikes(config)
     check_tls(config.security.tls, config.network.address)
-    check_lease(config, invocation.secrets)
+    check_lease(config, begun.secrets)
     if probe.dataset_size is not None:
         check_dataset(config, probe.dataset_size)
     return with_chaos(config, request, probe.dataset_size), probe
@@ -355,18 +340,18 @@ def _check_strikes(config: Config) -> None:
 
 def _run(invocation: Invocation, config: Config, probe: Probe) -> int:
     """With the directory locked."""
-    run_dir = invocation.run_dir
-    job = make_job(invocation.spec.canonical, invocation.argv, config, probe.dataset_size, invocation.request)
+    asked, run_dir = invocation.asked, invocation.begun.folder
+    job = make_job(asked.spec.canonical, asked.argv, config, probe.dataset_size, invocation.request)
     open_still = close_to_others(run_dir, config)
-    aside = set_aside(run_dir) if invocation.fresh else None
+    aside = set_aside(run_dir) if asked.fresh else None
     found = inspect(run_dir, job)
     if found.state == "finished":
-        return _already_finished(invocation, found)
+        return _already_finished(run_dir, found, as_json=asked.as_json)
     if found.job is not None:  # it goes on: its checkpoints must know it again
         job = dataclasses.replace(job, created_unix_ns=found.job.created_unix_ns, begins_after=found.job.begins_after)
     warning = ask_object_store(config.checkpoint)
     job = with_cut(dataclasses.replace(job, split_checked=probe.split_checked), probe.cut, probe.unit_ms, found.job)
-    start = find_start(run_dir, job, script=invocation.is_script, trust=invocation.trust)
+    start = find_start(run_dir, job, script=asked.is_script, trust=invocation.trust)
     job = dataclasses.replace(job, resumes_at=start.step)
     if start.step and found.job is not None:
         before = found.job.code or found.job.code_before
@@ -374,12 +359,12 @@ def _run(invocation: Invocation, config: Config, probe: Probe) -> int:
     if start.brought:
         job = dataclasses.replace(job, begins_after=start.step)
     write_job(run_dir, job)
-    opening = _opening(run_dir, found, start, aside, invocation.is_script)
+    opening = _opening(run_dir, found, start, aside, asked.is_script)
     if config.hosts.mixed:
         opening.insert(0, "hosts.mixed: hosts with other kernels are admitted, so the result is not exact any more")
     opening += [about_to_run(job)] if found.job is not None else []
     opening += [text for text in (owner_words(run_dir), warning, open_still) if text]
-    return _launch(invocation, job, opening, start.step)
+    return _launch(invocation, job, opening)
 
 
 def _opening(run_dir: Path, found: Found, start: StartPoint, aside: Path | None, is_script: bool) -> list[str]:
@@ -406,11 +391,10 @@ def _opening(run_dir: Path, found: Found, start: StartPoint, aside: Path | None,
     return lines
 
 
-def _already_finished(invocation: Invocation, found: Found) -> int:
-    run_dir = invocation.run_dir
+def _already_finished(run_dir: Path, found: Found, *, as_json: bool) -> int:
     lacking = lacking_rows(run_dir)
     text = f"this job has finished: step {found.step}, in {run_dir}; --fresh runs it again from the start"
-    if invocation.as_json:
+    if as_json:
         facts, why = facts_of(read_events(run_dir / EVENTS_FILE)), Why(Cause.COMPLETED, text)
         text = json.dumps(summary(facts, 0, str(run_dir), found.digest, why, lacking))
     print(text)
@@ -419,82 +403,20 @@ def _already_finished(invocation: Invocation, found: Found) -> int:
     return int(bool(lacking))
 
 
-def _launch(invocation: Invocation, job: JobFile, opening: list[str], step: int) -> int:
-    from everstep.runtime import job as runtime_job
-
-    run_dir, config = invocation.run_dir, job.config
-    port = 0
-    if invocation.port is not None:
-        port = invocation.port or free_port(config.network.address)
-        where = f"{config.network.address}:{port}"
-        opening.append(f"hosts join with: everstep agent --join {where} --token-file {run_dir.resolve() / TOKEN_FILE}")
+def _launch(invocation: Invocation, job: JobFile, opening: list[str]) -> int:
+    asked, config = invocation.asked, job.config
+    begun = dataclasses.replace(invocation.begun, config=config)
+    if begun.port is not None:
+        begun = dataclasses.replace(begun, port=begun.port or free_port(config.network.address))
+        where, run_dir = f"{config.network.address}:{begun.port}", begun.folder.resolve()
+        opening.append(f"hosts join with: everstep agent --join {where} --token-file {run_dir / TOKEN_FILE}")
         if config.control.etcd is None:
             opening.append(
                 "if this host is lost, the others train on only until a decision is needed: control.etcd lets another "
-                f"host take over, or type there: everstep takeover {run_dir.resolve()}"
+                f"host take over, or type there: everstep takeover {run_dir}"
             )
-    if not invocation.local:
+    if not asked.local:
         invocation.server.close()
-    token = invocation.token or wire.new_token()
-    succession = begin_leased(run_dir, config, token, opening, invocation.secrets)
-    process = runtime_job.Job(
-        run_dir,
-        config,
-        job.task,
-        list(job.argv),
-        _local_host(invocation, config),
-        port=port,
-        token=token,
-        strikes=strikes_of(parse(config.chaos)),
-        succession=succession,
-    )
-    with runtime_job.hearing_signals(process):
-        return _see_through(process, succession, invocation, job, opening, step)
-
-
-def _see_through(
-    process: Job, succession: Succession, invocation: Invocation, job: JobFile, opening: list[str], step: int
-) -> int:
-    """Run the job to its end, and say what becomes of it."""
-    run_dir, config, begin_ns = invocation.run_dir, job.config, time.time_ns()
-    total = total_steps(config, job.dataset_size)
-    display = choose_display(run_dir, as_json=invocation.as_json, log_every=config.log_every, total_steps=total)
-    watcher = Watcher(run_dir / EVENTS_FILE, begin_ns, display)
-    for line in opening:
-        display.note(line)
-    events = EventLog(run_dir / EVENTS_FILE)
-    words = shlex.join([job.task, *(["--", *job.argv] if job.argv else [])])
-    how = f"{words} with {config.workers} workers" + (f", from the checkpoint of step {step}" if step else "")
-    events.write("job_started", step=step, cause=Cause.STARTED, reason=how, workers=config.workers)
-    watcher.start()
-    exit_code = 1
-    try:
-        with leaders_work(run_dir, config, display.note, leads=not succession.owner) as on_lead:
-
-            def told_of(event: dict[str, Any]) -> None:
-                on_lead(event)
-                watcher.process_event(event)
-
-            with (
-                dashboard_beside(run_dir, invocation.dashboard, invocation.public) as page,
-                metrics_beside(run_dir, config.metrics.listen, invocation.public) as metrics,
-            ):
-                for name, address in (("dashboard", page), ("metrics", metrics)):
-                    if address:
-                        display.note(f"{name} {address}")
-                exit_code = process.run(told_of)
-            say_the_end(events, run_dir, begin_ns, process.outcome, exit_code)
-    finally:
-        events.close(wait_s=1.0)
-        watcher.stop()
-    return end_of(process, run_dir, job, events, watcher.facts, exit_code, as_json=invocation.as_json)
-
-
-def _local_host(invocation: Invocation, config: Config) -> LocalHost | None:
-    from everstep.runtime.supervisor import LocalHost
-
-    if not invocation.local:
-        return None
-    run_dir, early = invocation.run_dir, invocation.server
-    room, domains = invocation.slots, invocation.domains
-    return LocalHost(run_dir, config, ENTRY, preload=PRELOAD, early=early, room=room, domains=domains, files=FILES)
+    begun, lines = begin_leased(begun)
+    view = UserView([*opening, *lines], asked.as_json, asked.dashboard, config.metrics.listen, asked.public)
+    return see_through(begun, job, view)

@@ -19,7 +19,7 @@ from everstep.base.config import Config
 from everstep.base.config_keys import CheckpointConfig
 from everstep.base.errors import BlobMissing, CheckpointCorrupt, ConfigError, StoreError
 from everstep.base.given import read_json
-from everstep.checkpoint.names import MAX_STEP, manifest_name, step_of
+from everstep.checkpoint.names import MAX_STEP
 from everstep.cli.job import JobFile, differences, read_job
 from everstep.cli.task_loading import TaskSpec
 from everstep.observe.events import last_committed_step
@@ -161,16 +161,6 @@ def checkpoint_dir(run_dir: Path, job: JobFile) -> Path:
     return Path(path) if path is not None else checkpoints_in(run_dir)
 
 
-def newest_step(folder: Path) -> int:
-    """The newest step of which there is a manifest; 0 if none. Nothing is verified."""
-    try:
-        names = os.listdir(folder)
-    except OSError:
-        return 0
-    steps = [step for step in map(step_of, names) if step is not None]
-    return max((step for step in steps if (folder / manifest_name(step)).is_file()), default=0)
-
-
 def _newest_elsewhere(run_dir: Path) -> int:
     """The newest step of which hosts with disks of their own have a checkpoint, 0 if none is known."""
     if not (run_dir / NEWEST_FILE).exists():
@@ -205,6 +195,8 @@ def find_start(run_dir: Path, job: JobFile, *, script: bool, trust: Trust = Trus
 
     Raises: ConfigError if that is no checkpoint, one of another job, or not signed so. CheckpointCorrupt, StoreError.
     """
+    from everstep.report.history import newest_step  # agents import this module, and have no use for that
+
     config = job.config
     if not config.checkpoint.enabled and config.resume_from is None:
         return StartPoint()

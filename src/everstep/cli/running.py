@@ -13,7 +13,7 @@ from everstep.base.errors import ConfigError
 from everstep.cli.job import read_job
 from everstep.cli.main import complain
 from everstep.cli.run_dir import read_digest
-from everstep.cli.seconds import Seconds
+from everstep.cli.seconds import Seconds, timeout
 from everstep.runtime import commands
 from everstep.runtime.files.run_lock import is_locked
 
@@ -79,14 +79,7 @@ def _hosts(run_dir: Path) -> list[dict[str, Any]]:
 
 @click.command()
 @click.argument("run_dir", metavar="DIR", type=click.Path(path_type=Path))
-@click.option(
-    "--timeout",
-    "timeout_s",
-    type=Seconds(above=True),
-    default=600.0,
-    show_default=True,
-    help="Seconds to wait for the checkpoint.",
-)
+@timeout("Seconds to wait for the checkpoint.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def checkpoint(run_dir: Path, timeout_s: float, as_json: bool) -> int:
     """Take a checkpoint of the running job in DIR after its current step, and print its path."""

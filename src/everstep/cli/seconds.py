@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import isnan
 from typing import Any
 
@@ -23,3 +24,10 @@ class Seconds(click.FloatRange):
         if isnan(found):
             self.fail(f"expected a number of seconds, got {value}", param, ctx)
         return found
+
+
+def timeout(meaning: str) -> Callable[[Any], Any]:
+    """The option `--timeout` of a command that waits for what a job does."""
+    return click.option(
+        "--timeout", "timeout_s", type=Seconds(above=True), default=600.0, show_default=True, help=meaning
+    )

@@ -7,40 +7,40 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import click
 
-from everstep.base.config import Config
-from everstep.base.domains import found_domains
+from everstep.base.config import Config, load_config, to_dict
 from everstep.base.doors import is_loopback
 from everstep.base.errors import ConfigError, EverstepError, ProtocolError, QuorumLost
 from everstep.base.etcd_address import EtcdAddress
-from everstep.cli.beside import parse_listen, sinks_beside
-from everstep.cli.conclusion import ENDS, end_of, say_the_end
-from everstep.cli.display import Watcher, choose_display
-from everstep.cli.job import JobFile, about_to_run, check_network, read_job, total_steps
-from everstep.cli.main import complain
+from everstep.cli.beside import parse_listen
+from everstep.cli.conclusion import ENDS
+from everstep.cli.job import about_to_run, check_network, read_job
+from everstep.cli.leading import see_through
 from everstep.cli.meeting import ETCD_S, etcd_at
 from everstep.cli.run_dir import read_digest
 from everstep.cli.standby_fill import copy_in
-from everstep.cli.worker import ENTRY, FILES, PRELOAD
-from everstep.observe.events import EventLog, read_events
+from everstep.cli.starting import start_here
+from everstep.observe.events import read_events
 from everstep.protocol.lease.requests import Holder, HolderSeen, Load, Loaded, Look
 from everstep.report.history import History
 from everstep.runtime.files.host_directory import OWN_FOLDER, new_word, word_in
 from everstep.runtime.files.run_lock import run_lock
-from everstep.runtime.host.fork_server_client import EarlyForkServer
 from everstep.runtime.lead.etcd import Announced, Etcd
 from everstep.runtime.lead.etcd_access import find_access
-from everstep.runtime.lead.finding import among, in_etcd, local_address
+from everstep.runtime.lead.finding import among, in_etcd
 from everstep.runtime.lead.journal_and_lease import place_of
 from everstep.runtime.lead.succession import Succession, new_owner
 from everstep.runtime.link import wire
 from everstep.runtime.link.address import COORDINATOR_FILE, EVENTS_FILE, JOURNAL_FILE, TOKEN_FILE, read_address
+from everstep.runtime.link.interfaces import route_to
 from everstep.runtime.link.tls import Tls, shown_by
+from everstep.runtime.start import Start
 
 _PATIENCE_S = 600.0
 _AGAIN_S = 0.25
@@ -55,31 +55,29 @@ def check_lease(config: Config, secrets: Mapping[str, str]) -> None:
         find_access(address, config.control, {**os.environ, **secrets})
 
 
-def begin_leased(
-    run_dir: Path, config: Config, token: bytes, opening: list[str], secrets: Mapping[str, str]
-) -> Succession:
+def begin_leased(begun: Start) -> tuple[Start, list[str]]:
     """Announce a job that begins now, where it has a lease; another one may have it still for as long as that lasts.
-    secrets: of this host's user in etcd.
+    Returns how it begins, and lines for the user.
 
     Raises: ConfigError if a job runs there, or etcd does not let this host in; QuorumLost if etcd does not answer.
     """
-    if config.control.etcd is None:
-        return Succession()
-    address = EtcdAddress.parse("control.etcd", config.control.etcd)
-    access = find_access(address, config.control, {**os.environ, **secrets})
-    etcd, owner, lease_s = Etcd(address, token, ETCD_S, access=access), new_owner(), config.control.lease_s
-    word = new_word()
-    wire.write_token(run_dir / TOKEN_FILE, token)  # whoever stands by looks for it as soon as it hears of the job
+    control = begun.config.control
+    if control.etcd is None:
+        return begun, []
+    address = EtcdAddress.parse("control.etcd", control.etcd)
+    access = find_access(address, control, {**os.environ, **begun.secrets})
+    etcd, owner, word = Etcd(address, begun.token, ETCD_S, access=access), new_owner(), new_word()
+    wire.write_token(begun.folder / TOKEN_FILE, begun.token)  # standbys look for it as soon as they hear of the job
     try:
-        _wait_until_over(etcd, lease_s)
-        holder = etcd.begin({"run_dir": str(run_dir.resolve()), "word": word}, owner, lease_s)
+        _wait_until_over(etcd, control.lease_s)
+        holder = etcd.begin({"run_dir": str(begun.folder.resolve()), "word": word}, owner, control.lease_s)
     except ProtocolError as error:
         raise ConfigError(f"control.etcd: {error}") from None
     if holder is not None:
         raise ConfigError(_still(etcd, holder))
-    opening.append(f"hosts that can take over join with: everstep agent --join {address} --standby")
-    opening += [f"warning: {text}" for text in (access.warning(),) if text]
-    return Succession(owner=owner, job=etcd.job, address=config.network.address, word=word, secrets=secrets)
+    lines = [f"hosts that can take over join with: everstep agent --join {address} --standby"]
+    lines += [f"warning: {text}" for text in (access.warning(),) if text]
+    return replace(begun, succession=Succession(owner=owner, job=etcd.job, word=word)), lines
 
 
 def _wait_until_over(etcd: Etcd, lease_s: int) -> None:
@@ -106,57 +104,25 @@ def _still(etcd: Etcd, holder: Holder) -> str:
     return f"a job is still running under {etcd.address}: its coordinator is at {where}; wait, or stop it"
 
 
-@contextlib.contextmanager
-def leaders_work(
-    run_dir: Path, config: Config, note: Callable[[str], None], leads: bool
-) -> Iterator[Callable[[dict[str, Any]], None]]:
-    """What one host does for the job, beside deciding: telling the sinks. Yields what is to be told of the process's
-    own events. leads: from the start, and for good."""
-    with contextlib.ExitStack() as working:
-
-        def on_event(event: dict[str, Any]) -> None:
-            if event["kind"] in ("coordinator_leads", "coordinator_follows"):
-                working.close()
-            if event["kind"] == "coordinator_leads":
-                working.enter_context(sinks_beside(run_dir, config, note))
-
-        if leads:
-            working.enter_context(sinks_beside(run_dir, config, note))
-        yield on_event
-
-
-def stand_by(
-    address: EtcdAddress,
-    token: bytes,
-    run_dir: Path | None,
-    slots: int,
-    host: str,
-    own: str,
-    domains: Mapping[str, str],
-    secrets: Mapping[str, str],
-) -> int:
-    """Be an agent, and the job's next coordinator should its present one be lost. Returns the exit code.
-
-    run_dir: None if the job says. host: its name, "" for this machine's. own: its address, "" for that of the route.
-    domains: in which it is, by label. secrets: of its user in etcd.
-    """
-    name = host or os.uname().nodename
+def stand_by(begun: Start) -> int:
+    """Be an agent, and the job's next coordinator should its present one be lost. Returns the exit code."""
     with contextlib.ExitStack() as held:
-        etcd = held.enter_context(contextlib.closing(etcd_at(address, token, Config().control, secrets)))
+        etcd = held.enter_context(contextlib.closing(etcd_at(begun)))
         found = _announced(etcd)
-        word, own = str(found.facts.get("word", "")), own or _own(etcd)
-        shown = run_dir or Path(str(found.facts.get("run_dir")))
+        word = str(found.facts.get("word", ""))
+        begun = replace(begun, own=begun.own or _own(etcd))
+        shown = begun.run_dir or Path(str(found.facts.get("run_dir")))
         shared = _sees(shown, lambda: _place(etcd) or word)
         if not shared:
-            shown = held.enter_context(copy_in(run_dir, word, name, own, token, lambda: in_etcd(etcd)))
+            shown = held.enter_context(copy_in(begun, word, lambda: in_etcd(etcd)))
         job = read_job(shown, joined=False)
-        check_lease(job.config, secrets)
-        copying_host = name if (shown / OWN_FOLDER).is_dir() else ""
-        succession = Succession(True, new_owner(), found.job, own, copying_host=copying_host, secrets=secrets)
+        check_lease(job.config, begun.secrets)
+        copying_host = begun.host if (shown / OWN_FOLDER).is_dir() else ""
+        succession = Succession(True, new_owner(), found.job, copying_host=copying_host)
         how = "" if shared else ", with files of its own"
-        print(f"{name} stands by for the job in {shown}{how}; {about_to_run(job)}", file=sys.stderr, flush=True)
-        exit_code = _take_part(shown, job, token, succession, slots, name, 0, domains)
-        if not (exit_code or shared or run_dir or word_in(shown)):  # the job is over, and was led elsewhere
+        print(f"{begun.host} stands by for the job in {shown}{how}; {about_to_run(job)}", file=sys.stderr, flush=True)
+        exit_code = see_through(replace(begun, run_dir=shown, succession=succession), job)
+        if not (exit_code or shared or begun.run_dir or word_in(shown)):  # the job is over, and was led elsewhere
             shutil.rmtree(shown, ignore_errors=True)
         return exit_code
 
@@ -198,73 +164,14 @@ def _announced(etcd: Etcd) -> Announced:
 
 def _own(etcd: Etcd) -> str:
     """The address of this host on the way to the coordinator, or to etcd while there is none."""
-    seen = etcd.ask(Look())
-    host, _, port = etcd.address.members[0].rpartition(":")
+    seen, there = etcd.ask(Look()), etcd.address.members[0].rpartition(":")[0]
     if isinstance(seen, HolderSeen) and seen.holder is not None and seen.holder.where:
-        return local_address((str(seen.holder.where.get("host")), 1))
-    return local_address((host, int(port)))
-
-
-def _take_part(
-    run_dir: Path,
-    job: JobFile,
-    token: bytes,
-    succession: Succession,
-    slots: int,
-    host: str,
-    port: int,
-    domains: Mapping[str, str],
-) -> int:
-    """As the process of a job that was started elsewhere. slots: of this host, -1 for none."""
-    from everstep.runtime.job import Job, hearing_signals
-    from everstep.runtime.supervisor import LocalHost
-
-    config, own = job.config, succession.address
-    events = EventLog(run_dir / EVENTS_FILE)
-    display = choose_display(
-        run_dir, as_json=False, log_every=config.log_every, total_steps=total_steps(config, job.dataset_size)
-    )
-    begin_ns = time.time_ns()
-    watcher = Watcher(run_dir / EVENTS_FILE, begin_ns, display)
-    led = not succession.owner
-    with contextlib.ExitStack() as held:
-        server = held.enter_context(contextlib.closing(EarlyForkServer(config.threads, PRELOAD)))
-        more: dict[str, Any] = {"room": slots, "domains": domains, "files": FILES, "host": host, "own": own}
-        apart = run_dir / OWN_FOLDER if succession.copying_host else None
-        local = LocalHost(run_dir, config, ENTRY, preload=PRELOAD, early=server, apart=apart, **more)
-
-        def on_event(event: dict[str, Any]) -> None:
-            nonlocal led
-            on_lead(event)
-            if event["kind"] == "coordinator_leads" and not led:
-                led = True
-                with contextlib.suppress(ConfigError):  # the command that began the job may run still
-                    held.enter_context(run_lock(run_dir))
-                logs = ", and the logs of its workers are where it is" if succession.copying_host else ""
-                display.note(f"{host} leads the job in {run_dir} from now on: the host that did is lost{logs}")
-                watcher.start()
-            if led:
-                watcher.process_event(event)
-
-        on_lead = held.enter_context(leaders_work(run_dir, config, display.note, leads=led))
-        agent = local if slots >= 0 else None
-        if led:
-            watcher.start()
-        process = Job(
-            run_dir, config, job.task, list(job.argv), agent, on_event, port=port, token=token, succession=succession
-        )
-        held.enter_context(hearing_signals(process))
-        exit_code = process.run()
-        outcome = process.outcome
-        if led:
-            watcher.stop()
-        if succession.guest and (not led or (outcome is not None and exit_code > 128)):
-            if outcome is not None and exit_code > 1:
-                complain(outcome.why.reason)
-            return exit_code if exit_code > 1 else 0
-        say_the_end(events, run_dir, begin_ns, outcome, exit_code)
-        events.close(wait_s=1.0)
-        return end_of(process, run_dir, job, events, watcher.facts, exit_code)
+        there = str(seen.holder.where.get("host"))
+    try:
+        return route_to(there)
+    except (OSError, UnicodeError) as error:
+        why = (error.strerror if isinstance(error, OSError) else None) or error
+        raise ConfigError(f"--join: there is no way to {there} from here ({why}): give --address") from None
 
 
 @click.command()
@@ -295,32 +202,28 @@ def takeover(run_dir: Path, listen: str | None, slots: int | None) -> int:
         token = wire.read_token(run_dir / TOKEN_FILE)
     except (OSError, EverstepError) as error:
         raise ConfigError(f"cannot read the job's token in {run_dir / TOKEN_FILE}: {error}") from None
+    host, succession = os.uname().nodename, Succession(anew=True)
     with run_lock(run_dir):
-        _refuse_if_led(run_dir, job.config, token, own)
+        known: dict[str, Any] = {"run_dir": run_dir, "token": token, "port": port, "succession": succession}
+        begun = start_here(job.config, host=host, own=own, room=slots, **known)
+        _refuse_if_led(begun)
         _refuse_if_stopped(run_dir)
-        check_network(_at(job.config, own), port)
+        check_network(load_config([("the job", to_dict(job.config)), ("--listen", {"network.address": own})]), port)
         print(about_to_run(job), file=sys.stderr, flush=True)
-        succession = Succession(address=own, anew=True)
-        name = os.uname().nodename
-        return _take_part(run_dir, job, token, succession, slots or -1, name, port, found_domains(None, os.environ))
+        return see_through(begun, job)
 
 
-def _at(config: Config, own: str) -> Config:
-    from everstep.base.config import load_config, to_dict
-
-    return load_config([("the job", to_dict(config)), ("--listen", {"network.address": own})])
-
-
-def _refuse_if_led(run_dir: Path, config: Config, token: bytes, own: str) -> None:
+def _refuse_if_led(begun: Start) -> None:
     """Raises: ConfigError if the job's coordinator answers."""
     try:
-        there = read_address(run_dir / COORDINATOR_FILE)
-        found = among([(there.host, there.port)], token, Tls.of(shown_by(config.security.tls, token, own)))
+        there = read_address(begun.folder / COORDINATOR_FILE)
+        shown = shown_by(begun.config.security.tls, begun.token, begun.own)
+        found = among([(there.host, there.port)], begun.token, Tls.of(shown))
     except (OSError, ProtocolError):  # nobody has said where it is, or somebody else is there by now
         return
     if found is not None:
         raise ConfigError(
-            f"the coordinator of {run_dir} answers at {there.host}:{there.port}: takeover is only for a job whose "
+            f"the coordinator of {begun.folder} answers at {there.host}:{there.port}: takeover is only for a job whose "
             "coordinator is lost"
         )
 

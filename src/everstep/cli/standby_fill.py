@@ -28,6 +28,7 @@ from everstep.runtime.link.address import (
 )
 from everstep.runtime.link.handshake import role_token
 from everstep.runtime.link.tls import Tls, shown_by
+from everstep.runtime.start import Start
 
 _PATIENCE_S = 600.0
 _TURN_S = 10.0
@@ -35,20 +36,18 @@ _AGAIN_S = 0.25
 
 
 @contextlib.contextmanager
-def copy_in(
-    given: Path | None, job: str, host: str, own: str, token: bytes, look: Callable[[], Where | None]
-) -> Iterator[Path]:
+def copy_in(begun: Start, job: str, look: Callable[[], Where | None]) -> Iterator[Path]:
     """A directory that has all of the job's, or had it a moment ago; locked as long as it is used.
 
-    given: what the user calls it. job: the word of the job when it began. own: address of this host. look: where the
-    head is, as `Finder` has it. Raises: ConfigError if the directory cannot be used; QuorumLost if no head fills it.
+    job: the word of the job when it began. look: where the head is, as `Finder` has it. Raises: ConfigError if the
+    directory cannot be used; QuorumLost if no head fills it.
     """
-    folder = given or private_folder(job[:16], f"{host}-standby")
+    folder = begun.run_dir or private_folder(job[:16], f"{begun.host}-standby")
     with run_lock(folder):
-        words = _make_ready(folder, job, token)
+        words = _make_ready(folder, job, begun.token)
         if words:
             print(words, file=sys.stderr, flush=True)
-        _fill(folder, host, own, token, look)
+        _fill(folder, begun, look)
         yield folder
 
 
@@ -84,7 +83,7 @@ def kept_apart(folder: Path, job: str) -> bool:
     return led
 
 
-def _fill(folder: Path, host: str, own: str, token: bytes, look: Callable[[], Where | None]) -> None:
+def _fill(folder: Path, begun: Start, look: Callable[[], Where | None]) -> None:
     """Until it has all that there was a moment ago; or it once had, and nobody is there to say what is new."""
     end_s = time.monotonic() + _PATIENCE_S
     while (where := look()) is None:
@@ -94,10 +93,10 @@ def _fill(folder: Path, host: str, own: str, token: bytes, look: Callable[[], Wh
         if time.monotonic() > end_s:
             raise QuorumLost(f"nobody has held the job's lease for {_PATIENCE_S:g} s")
         time.sleep(_AGAIN_S)
-    tls = Tls.of(shown_by(TlsConfig(mode=where["tls"]), token, own))
+    tls = Tls.of(shown_by(TlsConfig(mode=where["tls"]), begun.token, begun.own))
     with contextlib.ExitStack() as held:
         held.callback(Finder(folder / COORDINATOR_FILE, look, lambda: True).close)
-        link = CopyLink(folder, token, host, tls)
+        link = CopyLink(folder, begun.token, begun.host, tls)
         held.callback(link.close)
         while not link.wait_in_step(_TURN_S) and (look() is not None or not link.state().usable):
             if time.monotonic() > end_s:

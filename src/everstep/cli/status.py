@@ -11,9 +11,10 @@ import click
 
 from everstep.base.errors import ConfigError
 from everstep.cli.job import read_job
-from everstep.cli.run_dir import checkpoint_dir, newest_step, read_digest
-from everstep.report.facts import MEMBERS, Facts
-from everstep.report.history import History
+from everstep.cli.run_dir import checkpoint_dir, read_digest
+from everstep.report.crew import MEMBERS
+from everstep.report.facts import Facts
+from everstep.report.history import History, newest_step
 from everstep.report.words import aligned
 from everstep.runtime import commands
 from everstep.runtime.files.run_lock import is_locked
@@ -54,7 +55,7 @@ def read_status(run_dir: Path) -> dict[str, Any]:
         live, answer = {}, None
     history = History(run_dir).load()  # after the answer, so that the sentence is not older than the numbers
     if answer is not None:  # the coordinator hears of steps a few times a second only
-        live["step"] = max(live["step"], history.facts.step)
+        live["step"] = max(live["step"], history.facts.course.step)
     live = live or _from_files(run_dir, history.facts, running, history.begins(running))
     folder = checkpoint_dir(run_dir, job)
     step = newest_step(folder)
@@ -72,21 +73,21 @@ def _from_files(run_dir: Path, facts: Facts, running: bool, begins: bool) -> dic
     """Of a job that no coordinator answers for: over, starting, or recovering from the coordinator's loss."""
     digest = read_digest(run_dir)
     if running:
-        state = "starting" if begins or not facts.step else "recovering"
+        state = "starting" if begins or not facts.course.step else "recovering"
     elif digest is not None:
         state = "completed"
-    elif facts.state in ("failed", "interrupted"):
-        state = facts.state
+    elif facts.condition.state in ("failed", "interrupted"):
+        state = facts.condition.state
     else:
         state = "interrupted"  # it ended without a word: killed, or the machine went down
     return {
         "state": state,
-        "generation": facts.generation,
-        "step": int(digest["step"]) if digest is not None and not running else facts.step,
+        "generation": facts.crew.generation,
+        "step": int(digest["step"]) if digest is not None and not running else facts.course.step,
         "workers": workers_of(facts),
         "coordinator": {"pid": None},
-        "cause": facts.cause,
-        "reason": facts.reason,
+        "cause": facts.condition.cause,
+        "reason": facts.condition.reason,
     }
 
 
@@ -102,11 +103,11 @@ def workers_of(facts: Facts) -> list[dict[str, Any]]:
             "stage": worker.stages[0] if worker.stages else None,
             "stages": list(worker.stages),
             "role": "joining" if worker.role == "healing" else worker.role,
-            "step": facts.step if worker.role in MEMBERS else 0,
+            "step": facts.course.step if worker.role in MEMBERS else 0,
             "lanes": list(worker.lanes),
             "samples_per_s": 0.0,
         }
-        for i, worker in sorted(facts.workers.items())
+        for i, worker in sorted(facts.crew.workers.items())
         if worker.state not in ("dead", "left")
     ]
 

@@ -130,7 +130,7 @@ class RunFeed:
         automatic: only if the ledger is small and the result is not known yet.
         """
         with self._auditing:
-            step = self.history.facts.step
+            step = self.history.facts.course.step
             known = self.ledger.get("checked_step") == step
             if self._audit is None or (automatic and (known or self._ledger_bytes() > _AUTOMATIC_LEDGER_BYTES)):
                 return self.ledger
@@ -248,7 +248,7 @@ class Feeds:
         while not self._stop.is_set():
             for run in list(self.runs.values()):
                 run.ask()
-                if not run.running and run.history.loaded and run.history.facts.step:
+                if not run.running and run.history.loaded and run.history.facts.course.step:
                     run.check_ledger(automatic=True)
             self._stop.wait(_STATUS_S)
 

@@ -16,7 +16,8 @@ from everstep.base.cause import Cause
 from everstep.base.config import dotted
 from everstep.dashboard.details import row
 from everstep.dashboard.feed import RunFeed
-from everstep.report.facts import MEMBERS, Facts
+from everstep.report.crew import MEMBERS
+from everstep.report.facts import Facts
 from everstep.report.headline import headline
 from everstep.report.history import History
 from everstep.report.pace import RECENT_STEPS
@@ -92,15 +93,18 @@ def patch(feed: RunFeed, cursor: PageCursor) -> dict[str, Any]:
         "marks": _marks(facts),
         "lives": lives(facts),
         "account": {k: round(v, 2) for k, v in history.seconds(feed.running).items() if v >= 0.005},
-        "efficiency": facts.efficiency()[:64],
-        "metrics": {"step": facts.metrics_step, "values": facts.metrics},
+        "efficiency": facts.course.efficiency()[:64],
+        "metrics": {"step": facts.course.metrics_step, "values": facts.course.metrics},
         "ledger": feed.ledger,
         "config": _config(history),
     }
     for name, value in parts.items():
         if cursor.parts.get(name) != value:
             cursor.parts[name] = found[name] = value
-    for name, series in (("steps", facts.steps), *((f"eval:{k}", s) for k, s in facts.evaluations.items())):
+    for name, series in (
+        ("steps", facts.course.steps),
+        *((f"eval:{k}", s) for k, s in facts.course.evaluations.items()),
+    ):
         version, length = cursor.curves.get(name, (-1, 0))
         tail = (series.version, len(series), series.x[-1] if series.x else None)
         news = series.since(version, length) if cursor.parts.get(f"tail:{name}") != tail else None
@@ -127,45 +131,46 @@ def head(feed: RunFeed, rows: Mapping[int, WorkerRow]) -> dict[str, Any]:
     now = history.now(feed.running, live, asked=feed.silent)
     said = headline(facts, now)
     training = feed.running and state in ("running", "recovering")
-    rate = facts.samples_per_s(now.time_ns) if training else None
-    total, step = history.total_steps, facts.step
+    rate = facts.course.samples_per_s(now.time_ns) if training else None
+    total, step = history.total_steps, facts.course.step
     return {
         "name": history.name,
         "dir": str(feed.run_dir),
         "digest": one_line(history.digest.get("state") or history.digest.get("model"), 64),
         "task": one_line(history.job.get("task")),
         "state": state,
-        "cause": (live or {}).get("cause") or facts.cause,
-        "reason": one_line((live or {}).get("reason")) or (facts.reason if feed.running or facts.ended_ns else ""),
+        "cause": (live or {}).get("cause") or facts.condition.cause,
+        "reason": one_line((live or {}).get("reason"))
+        or (facts.condition.reason if feed.running or facts.condition.ended_ns else ""),
         "headline": {"level": said.level, "text": said.text, "more": said.more},
         "stands_still": feed.running and facts.stands_still(now.time_ns),
-        "usual_s": facts.pace.usual_s,
-        "last_step_ns": facts.last_step_ns or None,
+        "usual_s": facts.course.pace.usual_s,
+        "last_step_ns": facts.course.last_step_ns or None,
         "running": feed.running,
         "answers": live is not None,
         "may": feed.may,
         "loaded": history.loaded,
         "step": step,
         "total": total,
-        "loss": facts.loss,
-        "loss_text": facts.loss_text,
+        "loss": facts.course.loss,
+        "loss_text": facts.course.loss_text,
         "rate": rate,
         "rate_points": RECENT_STEPS,
-        "mean_rate": facts.mean_samples_per_s(),
-        "eta_s": facts.eta_s(total) if rate and not facts.stands_still(now.time_ns) else None,
-        "generation": facts.generation,
-        "wanted": int(number((live or {}).get("target"))) or facts.wanted,
+        "mean_rate": facts.course.mean_samples_per_s(),
+        "eta_s": facts.course.eta_s(total) if rate and not facts.stands_still(now.time_ns) else None,
+        "generation": facts.crew.generation,
+        "wanted": int(number((live or {}).get("target"))) or facts.crew.wanted,
         "members": sum(s in MEMBERS for s in states),
         "states": {s: states.count(s) for s in sorted(set(states))},
         "goodput": goodput(history.seconds(feed.running)),
         "goodput_by_capacity": history.goodput_by_capacity(feed.running),
         "began_ns": facts.account.begin_ns,
-        "ended_ns": facts.ended_ns,
+        "ended_ns": facts.condition.ended_ns,
         "last_ns": facts.account.end_ns if not feed.running else None,
         "faults": facts.faults,
         "recoveries": facts.counts.get("recovery_completed", 0),
-        "steps_lost": facts.steps_lost,
-        "strange": {"level": strange.level, "text": str(strange)} if (strange := facts.strange) else None,
+        "steps_lost": facts.course.steps_lost,
+        "strange": {"level": strange.level, "text": str(strange)} if (strange := facts.course.strange) else None,
         "incident": _incident(facts),
     }
 
@@ -178,14 +183,14 @@ def worker_rows(feed: RunFeed) -> dict[int, WorkerRow]:
     if feed.running and feed.status is not None:
         live = {w["worker_id"]: w for w in feed.status.get("workers", ()) if isinstance(w, dict)}
     rows: dict[int, WorkerRow] = {}
-    for worker_id in sorted(facts.workers.keys() | live.keys()):
-        worker = facts.workers.get(worker_id) or WorkerFact(worker_id)
+    for worker_id in sorted(facts.crew.workers.keys() | live.keys()):
+        worker = facts.crew.workers.get(worker_id) or WorkerFact(worker_id)
         now = live.get(worker_id)
         state, life = _state(worker, now, going)
         measured = usage.get(worker_id)
         if measured is not None and (state in ("dead", "left") or measured.row.get("incarnation") != life):
             measured = None  # of an ended life
-        step = now["step"] if now else (facts.step if worker.role in MEMBERS and state != "dead" else 0)
+        step = now["step"] if now else (facts.course.step if worker.role in MEMBERS and state != "dead" else 0)
         rate = now.get("samples_per_s") if now and state not in _STILL else None
         if not rate and measured is not None and feed.running and state not in _STILL:
             rate = measured.samples_per_s
@@ -243,13 +248,13 @@ def _state(worker: WorkerFact, now: dict[str, Any] | None, running: bool) -> tup
 def lives(facts: Facts) -> dict[str, Any]:
     """States of the workers over time: {"spans": [[worker, life, state, begin ms, end ms or null]], "hidden": number
     left out}. If there are many workers, those with the most trouble are shown."""
-    ids = {span.worker_id for span in facts.spans}
+    ids = {span.worker_id for span in facts.crew.spans}
     if len(ids) > _MOST_LIVES:
-        troubled = {span.worker_id for span in facts.spans if span.state in ("dead", "suspect", "healing")}
+        troubled = {span.worker_id for span in facts.crew.spans if span.state in ("dead", "suspect", "healing")}
         ids = set(sorted(ids, key=lambda i: (i not in troubled, i))[:_MOST_LIVES])
-    shown = [span for span in facts.spans if span.worker_id in ids][-_MOST_SPANS:]
+    shown = [span for span in facts.crew.spans if span.worker_id in ids][-_MOST_SPANS:]
     spans = [[s.worker_id, s.incarnation, s.state, _ms(s.begin_ns), _ms(s.end_ns)] for s in shown]
-    return {"spans": spans, "hidden": len({span.worker_id for span in facts.spans}) - len(ids)}
+    return {"spans": spans, "hidden": len({span.worker_id for span in facts.crew.spans}) - len(ids)}
 
 
 def _ms(time_ns: int | None) -> int | None:
@@ -284,7 +289,7 @@ def _newest(items: Any, most: int = _LISTED) -> list[Any]:
 def _generations(facts: Facts) -> list[list[Any]]:
     return [
         [g.number, g.time_ns // 1_000_000, g.step, g.members, list(g.leaders), g.reason, g.cause]
-        for g in _newest(facts.generations)
+        for g in _newest(facts.crew.generations)
     ]
 
 

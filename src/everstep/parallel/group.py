@@ -12,6 +12,7 @@ import queue
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from typing import cast
 
 import torch
 from torch._C._distributed_c10d import PrefixStore, Store
@@ -70,26 +71,16 @@ class GroupTransport:
         name: str = "",
         flats: Flats | None = None,
     ) -> None:
-        self._key = key
-        self._tls = tls
-        self._device = torch.device(device)
         self._me = me
         self._layout = layout
         self._n_lanes = n_lanes
-        self._store = store
-        self._name = f"/{name}" if name else ""
-        self._fence = Fence()
-        self._lock = threading.Lock()
-        self._records: PeerSockets | None = None
-        self._links: SocketMesh | NcclLinks | None = None
+        self._device = torch.device(device)
+        self._groups = GroupLinks(me, store, tick, key, tls, f"/{name}" if name else "")
         self._stream: BlockStream | None = None
-        self._old: list[PeerSockets | SocketMesh | NcclLinks] = []
-        self._reaper = Reaper()
-        self._tick = tick
-        self._ticker = _Ticker(tick, lambda: self._fence.down)
+        self._ticker = _Ticker(tick, lambda: self._groups.fence.down)
         self._owned: dict[int, Runs] = {}
         self._flats = flats or Flats(layout.numel, self._device)
-        self._finisher = BlockFinisher(layout, n_lanes, self._fence.check)
+        self._finisher = BlockFinisher(layout, n_lanes, self._groups.fence.check)
         self._results: list[torch.Tensor | None] = [None, None]
 
     @property
@@ -104,32 +95,27 @@ class GroupTransport:
         Raises: CollectiveAborted if the generation ends before all are there, or a member cannot be reached.
         """
         check(plan.has(self._me), f"{self._me} is no member of generation {plan.generation}")
-        self._retire_old()
-        with self._lock:
-            self._fence.enter(plan.generation)
-            self._old += [group for group in (self._links, self._records) if group is not None]
-            store = PrefixStore(f"generation{plan.generation}{self._name}", self._store)
-            host = _own_host(plan, self._me)
-            meeting = Meeting(plan.worker_ids, self._me.worker_id, store, host, self._fence, self._key, self._tls)
-            records = self._records = PeerSockets(meeting, self._tick)
-            self.leave()
-            self._owned = finishers(plan, self._layout.n_blocks)
-            cuda = self._device.type == "cuda"
-            links = NcclLinks(meeting, self._device) if cuda else self._mesh_of(meeting, stream)
-            self._links = links
+        self._groups.enter(plan)
+        self.leave()
+        self._owned = finishers(plan, self._layout.n_blocks)
+        if self._device.type == "cpu":
+            own = self._me.worker_id, self._owned, self._layout, self._n_lanes
+            self._stream = stream or BlockStream(*own, self._finisher, self._flats.scratch, self._result)
+        self._groups.link(self._stream or self._device)
         with self._ticker.ticking():
-            self._fence.check()
+            self._groups.fence.check()
             if len(plan.members) > 1:
-                records.connect()
-                links.connect()
-                if self._stream is not None and isinstance(links, SocketMesh):
-                    self._stream.begin(links)
+                self._groups.connect()
+                if self._stream is not None:
+                    self._stream.begin(self.mesh)
 
     @property
     def mesh(self) -> SocketMesh:
         """Sockets for other point-to-point transfers among the members; not connected if there is only one member."""
-        check(isinstance(self._links, SocketMesh), "expected an open transport in host memory")
-        return self._links  # type: ignore[return-value]
+        links = self._groups.links
+        if not isinstance(links, SocketMesh):
+            raise InvariantViolation("expected an open transport in host memory")
+        return links
 
     def ticking(self) -> AbstractContextManager[None]:
         """Keep the progress counter going while the caller is blocked inside torch."""
@@ -137,7 +123,7 @@ class GroupTransport:
 
     def settled(self) -> None:
         """All members are known to have received everything that was sent here in this generation."""
-        self._retire_old()
+        self._groups.retire_old()
 
     def node(self, step: int, node: Node) -> torch.Tensor:
         """float32 [layout.numel] on the transport's device."""
@@ -152,14 +138,14 @@ class GroupTransport:
 
     def exchange(self, tag: Tag, payload: bytes) -> dict[int, bytes]:
         """All-gather of small records."""
-        self._fence.check()
-        found = self._gather(tag, payload)
-        self._retire_old()
+        self._groups.fence.check()
+        found = self._groups.gather(tag, payload)
+        self._groups.retire_old()
         return found
 
     def reduce(self, step: int, presence: Mapping[Node, bytes]) -> Reduced:
         """Offer own nodes, finish the tree for the own blocks, send the result to all."""
-        self._fence.check()
+        self._groups.fence.check()
         self._finisher.begin(step)
         self._flats.begin_reduction(step)
         with self._ticker.ticking():
@@ -183,20 +169,13 @@ class GroupTransport:
 
     def abort(self, generation: int) -> None:
         """Thread-safe; a pending transfer raises within a few milliseconds."""
-        with self._lock:
-            self._fence.abort(generation)
-            if not self._fence.down:
-                return
-            if self._links is not None:
-                self._links.cut()
+        self._groups.abort(generation)
 
     def rest(self) -> None:
         """All members are known to have left the last generation, and there is none until the next `open`."""
-        with self._lock:
-            self._old += [group for group in (self._links, self._records) if group is not None]
-            self._links = self._records = None
-            self.leave()
-        self._retire_old()
+        self._groups.part()
+        self.leave()
+        self._groups.retire_old()
 
     def leave(self) -> None:
         """Stop all writes for the generation, which has been cut, or all have left it."""
@@ -207,32 +186,15 @@ class GroupTransport:
     def close(self) -> None:
         """Leave the group and free everything but tensors that were handed out."""
         self.abort(1 << 62)
-        self._retire_old()
-        for group in (self._links, self._records):
-            if group is not None:
-                self._reaper.take(group.retire)
-        self._links = self._records = None
-        self.leave()
-        self._reaper.close()
+        self.rest()
+        self._groups.close()
         self._ticker.close()
 
     # ---- inside
 
-    def _mesh_of(self, meeting: Meeting, stream: BlockStream | None) -> SocketMesh:
-        self._stream = stream or BlockStream(
-            self._me.worker_id,
-            self._owned,
-            self._layout,
-            self._n_lanes,
-            self._finisher,
-            self._flats.scratch,
-            self._result,
-        )
-        return SocketMesh(meeting, self._tick, self._stream)
-
     def _offers(self, step: int, presence: Mapping[Node, bytes]) -> Offers:
         """Offers of all members, once all have begun to reduce."""
-        records = self._gather(Tag("reduce", step, 0), encode_offers(dict.fromkeys(presence, 0), presence))
+        records = self._groups.gather(Tag("reduce", step, 0), encode_offers(dict.fromkeys(presence, 0), presence))
         return {
             worker_id: [(node, row) for node, _, row in decode_offers(record, len(self._layout.entries))]
             for worker_id, record in records.items()
@@ -240,20 +202,15 @@ class GroupTransport:
 
     def _streamed(self, step: int, own: Mapping[Node, torch.Tensor], presence: Mapping[Node, bytes]) -> Offers | None:
         """The whole reduction, if blocks go over our own sockets; blocks that have left before are not sent again."""
-        stream, links = self._stream, self._links
-        if stream is None or links is None or len(self._owned) < 2:
+        stream = self._stream
+        if stream is None or len(self._owned) < 2:
             return None
         try:
             rows = stream.reduce(step, own, presence, lambda: self._offers(step, presence))
         except BaseException:
-            links.cut()  # nothing may write to the receive buffers any more
+            self.mesh.cut()  # nothing may write to the receive buffers any more
             raise
         return {w: list(offered) for w, offered in rows.items()}
-
-    def _retire_old(self) -> None:
-        """Take down old connections. All members are known to have left the generation before (or it has been cut)."""
-        while self._old:
-            self._reaper.take(self._old.pop().retire)
 
     def _others(self) -> list[int]:
         """Other members, beginning with the next one, so that not all begin with the same one."""
@@ -261,29 +218,19 @@ class GroupTransport:
         at = ids.index(self._me.worker_id)
         return ids[at + 1 :] + ids[:at]
 
-    def _gather(self, tag: Tag, payload: bytes) -> dict[int, bytes]:
-        """Records of all. A member that wrote one has received everything that was sent to it before."""
-        if self._records is None:
-            raise InvariantViolation("an exchange before the transport was opened")
-        return self._records.gather(record_key(self._fence.generation, tag), payload)
-
     def _move(self, step: int, own: Mapping[Node, torch.Tensor], offers: Offers, result: torch.Tensor) -> None:
         """Send nodes to their owners, finish the tree there, and send the results to all; one after the other, since a
         group of NCCL begins and ends as a whole. A single member has nothing to send."""
         others, mine = self._others(), self._owned[self._me.worker_id]
         parts, recvs = self._parts(own, offers)
         nodes = [(t, w, _TAG_NODE + k) for w in others for k, t in enumerate(own.values())]
-        self._transfer([cut for node in nodes for cut in _cut(node, 0, self._owned[node[1]])], recvs)
+        self._groups.transfer([cut for node in nodes for cut in _cut(node, 0, self._owned[node[1]])], recvs)
         for run in mine:
             self._finisher.finish(step, run, parts, result)
         results = [(result, w, _TAG_RESULT) for w in others]
         sends = [cut for one in results for cut in _cut(one, 0, mine)]
-        self._transfer(sends, [cut for one in results for cut in _cut(one, 0, self._owned[one[1]])])
+        self._groups.transfer(sends, [cut for one in results for cut in _cut(one, 0, self._owned[one[1]])])
         self._finisher.received(step)
-
-    def _transfer(self, sends: list[Transfer], recvs: list[Transfer]) -> None:
-        if isinstance(self._links, NcclLinks):
-            self._links.transfer(sends, recvs)
 
     def _parts(self, own: Mapping[Node, torch.Tensor], offers: Offers) -> tuple[list[NodePart], list[Transfer]]:
         """All members' nodes over the own range, and the transfers that must come before they can be used."""
@@ -305,6 +252,91 @@ class GroupTransport:
         if found is None:
             found = self._results[step % 2] = new_flat(self._layout.numel, self._device)
         return found
+
+
+class GroupLinks:
+    """The connections of one generation after the other, for records and for gradients, and how the older ones go.
+
+    fence: which generation it is, and whether it has been aborted. links: for gradients, None while there are none.
+    """
+
+    def __init__(self, me: WorkerKey, store: Store, tick: OnTick, key: bytes, tls: Tls | None, name: str) -> None:
+        self._me = me
+        self._store = store
+        self._tick = tick
+        self._key = key
+        self._tls = tls
+        self._name = name
+        self.fence = Fence()
+        self.links: SocketMesh | NcclLinks | None = None
+        self._records: PeerSockets | None = None
+        self._meeting: Meeting | None = None
+        self._lock = threading.Lock()
+        self._old: list[PeerSockets | SocketMesh | NcclLinks] = []
+        self._reaper = Reaper()
+
+    def enter(self, plan: Plan) -> None:
+        """From now on this plan's generation is spoken of; nobody is connected yet."""
+        self.retire_old()
+        with self._lock:
+            self.fence.enter(plan.generation)
+            self._part()
+            store = PrefixStore(f"generation{plan.generation}{self._name}", self._store)
+            ids, host = plan.worker_ids, _own_host(plan, self._me)
+            self._meeting = Meeting(ids, self._me.worker_id, store, host, self.fence, self._key, self._tls)
+            self._records = PeerSockets(self._meeting, self._tick)
+
+    def link(self, way: BlockStream | torch.device) -> None:
+        """Gradients go over our own sockets, and this takes what comes; or over NCCL, from this device."""
+        with self._lock:
+            meeting = cast(Meeting, self._meeting)
+            if isinstance(way, torch.device):
+                self.links = NcclLinks(meeting, way)
+            else:
+                self.links = SocketMesh(meeting, self._tick, way)
+
+    def connect(self) -> None:
+        """Meet the others. Raises: CollectiveAborted."""
+        for group in (self._records, self.links):
+            if group is not None:
+                group.connect()
+
+    def gather(self, tag: Tag, payload: bytes) -> dict[int, bytes]:
+        """Records of all. A member that wrote one has received everything that was sent to it before."""
+        if self._records is None:
+            raise InvariantViolation("an exchange before the transport was opened")
+        return self._records.gather(record_key(self.fence.generation, tag), payload)
+
+    def transfer(self, sends: list[Transfer], recvs: list[Transfer]) -> None:
+        """Over NCCL, if gradients go that way."""
+        if isinstance(self.links, NcclLinks):
+            self.links.transfer(sends, recvs)
+
+    def abort(self, generation: int) -> None:
+        """Thread-safe; a pending transfer raises within a few milliseconds."""
+        with self._lock:
+            self.fence.abort(generation)
+            if self.fence.down and self.links is not None:
+                self.links.cut()
+
+    def part(self) -> None:
+        """This generation is over, and there is no next one yet."""
+        with self._lock:
+            self._part()
+
+    def _part(self) -> None:
+        self._old += [group for group in (self.links, self._records) if group is not None]
+        self.links = self._records = None
+
+    def retire_old(self) -> None:
+        """Take down old connections. All members are known to have left the generation before, or it has been cut."""
+        while self._old:
+            self._reaper.take(self._old.pop().retire)
+
+    def close(self) -> None:
+        """Take down what is left."""
+        self.retire_old()
+        self._reaper.close()
 
 
 class _Ticker:

@@ -38,14 +38,14 @@ def figures(history: History) -> dict[str, str]:
         "recoveries": recoveries_chart(facts),
         "goodput": goodput_chart(history.seconds(False)),
     }
-    for name in facts.evaluations:
+    for name in facts.course.evaluations:
         found["evaluation-" + re.sub(r"\W+", "-", name)] = evaluation_chart(facts, name)
     if history.usage.total_s:
         found["steptime"] = step_time_chart(history)
         found["busy"] = busy_chart(history)
     if history.usage.total_bytes:
         found["communication"] = communication_chart(history)
-    if len(facts.efficiency()) > 1:
+    if len(facts.course.efficiency()) > 1:
         found["scaling"] = scaling_chart(facts)
     return found
 
@@ -54,7 +54,7 @@ def loss_chart(history: History, others: Sequence[History] = ()) -> str:
     """Loss by step; of several runs over each other. Neighbouring steps are averaged, the band is their range."""
     curves = []
     for i, one in enumerate([history, *others]):
-        steps = one.facts.steps
+        steps = one.facts.course.steps
         loss, low, high = steps.columns[1:4]
         band = (low, high) if not others else None
         curves.append(Curve(one.name, steps.x, loss, i % COLOURS, band))
@@ -71,7 +71,7 @@ def throughput_chart(history: History, others: Sequence[History] = ()) -> str:
 
 def rates(facts: Facts) -> tuple[list[float], list[float | None]]:
     """Seconds since the start, samples per second between the points of the curve."""
-    times, samples = facts.steps.columns[0], facts.steps.columns[5]
+    times, samples = facts.course.steps.columns[0], facts.course.steps.columns[5]
     passed = [after - before for before, after in pairwise(times)]
     x = [t - facts.began_ns / 1e9 for t in times[1:]]
     return x, [n / s if s > 0 else None for n, s in zip(samples[1:], passed, strict=True)]
@@ -79,20 +79,20 @@ def rates(facts: Facts) -> tuple[list[float], list[float | None]]:
 
 def evaluation_chart(facts: Facts, name: str) -> str:
     """A metric on the test split by step."""
-    series = facts.evaluations[name]
+    series = facts.course.evaluations[name]
     return line_chart(f"Evaluated: {name}", [Curve(name, series.x, series.columns[1], 4)], "step")
 
 
 def workers_chart(facts: Facts) -> str:
     """Lives of the workers: who was what, when; faults as lines."""
     start = facts.began_ns
-    end = facts.ended_ns or facts.account.end_ns
-    ids = sorted({span.worker_id for span in facts.spans})
+    end = facts.condition.ended_ns or facts.account.end_ns
+    ids = sorted({span.worker_id for span in facts.crew.spans})
     if len(ids) > _MOST_ROWS:
-        troubled = {s.worker_id for s in facts.spans if s.state in ("dead", "suspect", "healing")}
+        troubled = {s.worker_id for s in facts.crew.spans if s.state in ("dead", "suspect", "healing")}
         ids = sorted(sorted(ids, key=lambda i: (i not in troubled, i))[:_MOST_ROWS])
     row_of = {worker_id: row for row, worker_id in enumerate(ids)}
-    lives = (_life(span, row_of[span.worker_id], start, end) for span in facts.spans if span.worker_id in row_of)
+    lives = (_life(span, row_of[span.worker_id], start, end) for span in facts.crew.spans if span.worker_id in row_of)
     bars = [bar for bar in lives if bar.x1 > bar.x0]
     used = {bar.style for bar in bars}
     legend = [(state, f"s-{state}") for state in STATES if f"s-{state}" in used]
@@ -169,7 +169,7 @@ def phase_style(phase: str) -> str:
 
 def scaling_chart(facts: Facts) -> str:
     """Samples per second by number of workers, and what it would be if each added as much as the fewest did."""
-    found = facts.efficiency()
+    found = facts.course.efficiency()
     workers = [e["workers"] for e in found]
     each = found[0]["samples_per_s"] / found[0]["workers"]
     curves = [

@@ -11,7 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from everstep.report.facts import MEMBERS, Facts
+from everstep.report.crew import MEMBERS
+from everstep.report.facts import Facts
 from everstep.report.incidents import Incident
 from everstep.report.words import number, one_line, time_text, whole_number
 
@@ -79,10 +80,10 @@ def headline(facts: Facts, now: Now) -> Headline:
 def disk_trouble(facts: Facts, now: Now) -> bool:
     """Whether the disk of a job that runs is full, or refused something and has not shown since that it takes more: by
     a checkpoint, or by steps that were told for a minute."""
-    if not now.running or facts.ended_ns is not None:
+    if not now.running or facts.condition.ended_ns is not None:
         return False
     refused_ns = facts.full.time_ns if facts.full is not None else None
-    return _is_full(now) or (refused_ns is not None and facts.last_step_ns - refused_ns < _LATELY_S * 1e9)
+    return _is_full(now) or (refused_ns is not None and facts.course.last_step_ns - refused_ns < _LATELY_S * 1e9)
 
 
 def _with_full(found: Headline, facts: Facts, now: Now) -> Headline:
@@ -97,7 +98,7 @@ def _with_full(found: Headline, facts: Facts, now: Now) -> Headline:
 def _with_kills(found: Headline, facts: Facts, now: Now) -> Headline:
     """The same; and that the coordinator is killed again and again, where it is."""
     kills, ago_s = facts.incidents.kills, _s(facts.incidents.killed_ns, now)
-    if kills < _MANY_KILLS or ago_s > _KILLS_LATELY_S or not now.running or facts.ended_ns is not None:
+    if kills < _MANY_KILLS or ago_s > _KILLS_LATELY_S or not now.running or facts.condition.ended_ns is not None:
         return found
     text = f"{found.text} The coordinator was killed {kills} times, the last time {span(ago_s)} ago: it did not answer."
     level = "warning" if found.level == "good" else found.level
@@ -106,7 +107,7 @@ def _with_kills(found: Headline, facts: Facts, now: Now) -> Headline:
 
 def step_of(facts: Facts, now: Now) -> int:
     """The newest step: the coordinator hears of one before it is told as an event."""
-    return max(facts.step, whole_number((now.live or {}).get("step"))) if now.running else facts.step
+    return max(facts.course.step, whole_number((now.live or {}).get("step"))) if now.running else facts.course.step
 
 
 def span(seconds: float) -> str:
@@ -128,43 +129,43 @@ def _coming(facts: Facts, now: Now) -> Headline | None:
     if now.taken_ns is None:
         return None
     took_s = _s(now.taken_ns, now)
-    after = f" again, after step {facts.step}" if facts.step else ""
+    after = f" again, after step {facts.course.step}" if facts.course.step else ""
     return Headline("warning" if took_s > _LONG_START_S else "good", f"Starting{after}: for {span(took_s)}.")
 
 
 def _over(facts: Facts, now: Now) -> Headline | None:
-    if facts.ended_ns is None and not (now.finished and not now.running):
+    if facts.condition.ended_ns is None and not (now.finished and not now.running):
         return None
     ran_s = sum(v for k, v in facts.account.seconds().items() if k != "not running")
-    strange = facts.strange
-    if (now.finished or facts.state == "completed") and strange is not None and strange.in_a_row:
+    strange = facts.course.strange
+    if (now.finished or facts.condition.state == "completed") and strange is not None and strange.in_a_row:
         text = f"Finished, but the loss or gradient was not finite from step {strange.since} to the last."
         return Headline("bad", text, "The weights are of no use: go on from a checkpoint before that step.")
-    if now.finished or facts.state == "completed":
+    if now.finished or facts.condition.state == "completed":
         faults = f"{facts.faults} fault{'s' * (facts.faults != 1)} survived." if facts.faults else "No fault."
         more = " ".join(filter(None, (faults, _was_strange(facts))))
-        return Headline("good", f"Finished: all {facts.step} steps are done, in {span(ran_s)}.", more)
-    reason = facts.reason or "no reason was given"
+        return Headline("good", f"Finished: all {facts.course.step} steps are done, in {span(ran_s)}.", more)
+    reason = facts.condition.reason or "no reason was given"
     more = _behind(facts, now)
-    if facts.state == "interrupted":
-        return Headline("warning", f"Stopped after step {facts.step}: {reason}.", more)
-    return Headline("bad", f"Failed after step {facts.step}: {reason}.", more)
+    if facts.condition.state == "interrupted":
+        return Headline("warning", f"Stopped after step {facts.course.step}: {reason}.", more)
+    return Headline("bad", f"Failed after step {facts.course.step}: {reason}.", more)
 
 
 def _died(facts: Facts, now: Now) -> Headline | None:
     if now.running or not facts.counts:
         return None
-    last_ns = max(facts.last_step_ns, facts.account.end_ns)
+    last_ns = max(facts.course.last_step_ns, facts.account.end_ns)
     what = "The process of the job died without a word" if facts.began_ns else "The job never started"
     said = f", last heard of {span(_s(last_ns, now))} ago: nothing runs any more." if last_ns else "."
-    return Headline("bad", f"{what} after step {facts.step}{said}", _behind(facts, now))
+    return Headline("bad", f"{what} after step {facts.course.step}{said}", _behind(facts, now))
 
 
 def _behind(facts: Facts, now: Now) -> str:
     """How far the newest checkpoint is behind, and the command that goes on from it."""
     saved = facts.checkpoint_step if now.disk_step is None else now.disk_step
-    again = max(0, facts.step - saved)
-    strange = facts.strange
+    again = max(0, facts.course.step - saved)
+    strange = facts.course.strange
     if saved and strange is not None and strange.in_a_row and saved >= strange.since:
         return (
             f"The newest checkpoint is of step {saved}, but nothing is finite since step {strange.since}: go on from "
@@ -183,33 +184,35 @@ def _behind(facts: Facts, now: Now) -> str:
 
 
 def _starting(facts: Facts, now: Now) -> Headline | None:
-    began_ns = facts.started_ns
-    if not facts.counts or (began_ns is None and facts.last_step_ns):
+    began_ns = facts.condition.started_ns
+    if not facts.counts or (began_ns is None and facts.course.last_step_ns):
         return None if facts.counts else Headline("good", "Starting: nothing has been told yet.")
-    if facts.incidents.open is not None or facts.state == "waiting":
+    if facts.incidents.open is not None or facts.condition.state == "waiting":
         return None
-    if began_ns is None and step_of(facts, now) > facts.step:
+    if began_ns is None and step_of(facts, now) > facts.course.step:
         return None  # the first step is done, its event comes with the next
-    since_ns = began_ns if began_ns is not None else (facts.generations[-1].time_ns if facts.generations else None)
+    since_ns = (
+        began_ns if began_ns is not None else (facts.crew.generations[-1].time_ns if facts.crew.generations else None)
+    )
     took_s = _s(since_ns, now) if since_ns else 0.0
-    ready = sum(worker.state not in ("dead", "left") for worker in facts.workers.values())
-    text = f"Starting for {span(took_s)}: {ready} of {facts.wanted or '?'} workers are ready."
+    ready = sum(worker.state not in ("dead", "left") for worker in facts.crew.workers.values())
+    text = f"Starting for {span(took_s)}: {ready} of {facts.crew.wanted or '?'} workers are ready."
     if began_ns is None:
-        text = f"Starting: step {facts.step + 1}, the first one, is being computed for {span(took_s)}."
+        text = f"Starting: step {facts.course.step + 1}, the first one, is being computed for {span(took_s)}."
     return Headline("warning" if took_s > _LONG_START_S else "good", text)
 
 
 def _stopping(facts: Facts, now: Now) -> Headline | None:
-    if facts.stopping is None:
+    if facts.condition.stopping is None:
         return None
-    text = f"Stopping for {span(_s(facts.stopping.time_ns, now))}: {facts.stopping.reason}."
+    text = f"Stopping for {span(_s(facts.condition.stopping.time_ns, now))}: {facts.condition.stopping.reason}."
     return Headline("warning", text, _stands(facts, now))
 
 
 def _finishing(facts: Facts, now: Now) -> Headline | None:
     if now.total is None or step_of(facts, now) < now.total or facts.incidents.open is not None:
         return None
-    took_s = _s(facts.last_step_ns, now) if facts.last_step_ns else 0.0
+    took_s = _s(facts.course.last_step_ns, now) if facts.course.last_step_ns else 0.0
     level = "warning" if took_s > _BEYOND_HELP_S else "good"
     return Headline(level, f"All {now.total} steps are done; what is left is to write the results, for {span(took_s)}.")
 
@@ -219,10 +222,10 @@ def _finishing(facts: Facts, now: Now) -> Headline | None:
 
 def _waiting(facts: Facts, now: Now) -> Headline | None:
     live = now.live or {}
-    if facts.state != "waiting" and live.get("state") != "waiting":
+    if facts.condition.state != "waiting" and live.get("state") != "waiting":
         return None
-    waited_s = _s(facts.waiting_ns or now.time_ns, now)
-    reason = facts.reason if facts.state == "waiting" else one_line(live.get("reason"))
+    waited_s = _s(facts.condition.waiting_ns or now.time_ns, now)
+    reason = facts.condition.reason if facts.condition.state == "waiting" else one_line(live.get("reason"))
     left_s = None if now.gives_up_s is None else now.gives_up_s - waited_s
     more = f"It gives up in {span(left_s)}." if left_s is not None and left_s > 0 else ""
     return Headline("bad" if waited_s > _LONG_WAIT_S else "warning", f"Waiting for {span(waited_s)}: {reason}.", more)
@@ -230,11 +233,11 @@ def _waiting(facts: Facts, now: Now) -> Headline | None:
 
 def _silent(facts: Facts, now: Now) -> Headline | None:
     """Nothing is told any more, while the job's processes live: the disk, or the coordinator."""
-    if not facts.last_step_ns:
+    if not facts.course.last_step_ns:
         return None
-    told = now.live is not None and step_of(facts, now) > facts.step + 1 and not facts.redo_to
+    told = now.live is not None and step_of(facts, now) > facts.course.step + 1 and not facts.course.redo_to
     if (told or (_is_full(now) and facts.incidents.open is None)) and facts.stands_still(now.time_ns):
-        since = span(_s(facts.last_step_ns, now))
+        since = span(_s(facts.course.last_step_ns, now))
         full = f": the disk is full ({_free(now)} left)" if _is_full(now) else ": can its files be written?"
         text = f"Training is at step {step_of(facts, now)}, but nothing has been written for {since}{full}."
         return Headline("warning", text, "What is told waits in memory; free some space.")
@@ -248,7 +251,7 @@ def _standing(facts: Facts, now: Now) -> Headline | None:
     if incident is None and not late:
         return None
     passed_s = _s(facts.progress_ns, now) if facts.progress_ns else 0.0
-    usual_s = facts.pace.usual_s
+    usual_s = facts.course.pace.usual_s
     beyond = passed_s > max(_BEYOND_HELP_S, _BEYOND_HELP * (usual_s or 0.0))
     no_answer = now.asked and now.live is None
     level = "bad" if beyond or (late and no_answer) else "warning"
@@ -264,7 +267,7 @@ def _stands(facts: Facts, now: Now) -> str:
     """No step for 6 s (usually 0.3 s)."""
     if not facts.stands_still(now.time_ns):
         return ""
-    usual_s = facts.pace.usual_s
+    usual_s = facts.course.pace.usual_s
     usually = f" (usually {span(usual_s)})" if usual_s is not None else ""
     return f"No step for {span(_s(facts.progress_ns, now))}{usually}"
 
@@ -278,15 +281,15 @@ def _cure(incident: Incident, facts: Facts, now: Now) -> str:
         return f"{incident.brief} for {waits}{f' ({reasons})' if reasons else ''}, and is evicted if it stays so"
     if incident.planned_ns is None:
         return f"{incident.brief} {ago}, and who takes its work is being decided"
-    if facts.redo_to:
-        return f"doing steps {facts.step + 1} to {facts.redo_to} again since {incident.brief} {ago}"
+    if facts.course.redo_to:
+        return f"doing steps {facts.course.step + 1} to {facts.course.redo_to} again since {incident.brief} {ago}"
     did = ", ".join(text for text in incident.done)
     return f"redoing step {step_of(facts, now) + 1} since {incident.brief} {ago}{f'; {did}' if did else ''}"
 
 
 def _blame(facts: Facts, now: Now) -> str:
     """Nobody has said why: whom do the others wait for?"""
-    members = {i for i, worker in facts.workers.items() if worker.role in MEMBERS}
+    members = {i for i, worker in facts.crew.workers.items() if worker.role in MEMBERS}
     phases = {i: phase for i, phase in now.phases.items() if i in members and phase}
     counted = Counter(phases.values())
     if len(counted) == 1 and next(iter(counted)) not in _PASSIVE:
@@ -309,21 +312,21 @@ def _help(level: str, incident: Incident | None) -> str:
 
 def _again(facts: Facts, now: Now) -> Headline | None:
     incident = facts.incidents.newest
-    if not facts.redo_to or facts.incidents.open is not None or facts.began_again_ns is None:
+    if not facts.course.redo_to or facts.incidents.open is not None or facts.course.began_again_ns is None:
         return None
     why = f", since {incident.brief} {span(_s(incident.begin_ns, now))} ago" if incident is not None else ""
     at = step_of(facts, now)
-    where = f" (now at step {at})" if facts.step < at <= facts.redo_to else ""
-    text = f"Doing steps {facts.step + 1} to {facts.redo_to} again, to the same bits{where}{why}."
-    passed_s = _s(facts.began_again_ns, now)
-    due_s = (facts.redo_to - facts.step + 1) * (facts.pace.usual_s or 0.0)
+    where = f" (now at step {at})" if facts.course.step < at <= facts.course.redo_to else ""
+    text = f"Doing steps {facts.course.step + 1} to {facts.course.redo_to} again, to the same bits{where}{why}."
+    passed_s = _s(facts.course.began_again_ns, now)
+    due_s = (facts.course.redo_to - facts.course.step + 1) * (facts.course.pace.usual_s or 0.0)
     late = passed_s > max(_BEYOND_HELP_S, 4 * due_s)
     return Headline("bad" if late else "warning", text, f"That takes {span(passed_s)} already." if late else "")
 
 
 def _strange(facts: Facts, now: Now) -> Headline | None:
     """The newest step is not finite."""
-    strange = facts.strange
+    strange = facts.course.strange
     if strange is None or not strange.in_a_row:
         return None
     if strange.level == "warning":
@@ -336,7 +339,7 @@ def _strange(facts: Facts, now: Now) -> Headline | None:
 
 def _was_strange(facts: Facts) -> str:
     """That some steps were not finite, in a job that goes on well."""
-    strange = facts.strange
+    strange = facts.course.strange
     if strange is None:
         return ""
     if strange.count == 1:
@@ -369,11 +372,11 @@ def _troubled(facts: Facts, now: Now) -> Headline | None:
 
 
 def _fewer(facts: Facts, now: Now) -> Headline | None:
-    members = sum(worker.state in MEMBERS for worker in facts.workers.values())
-    wanted = whole_number((now.live or {}).get("target")) or facts.wanted
+    members = sum(worker.state in MEMBERS for worker in facts.crew.workers.values())
+    wanted = whole_number((now.live or {}).get("target")) or facts.crew.wanted
     if members >= wanted:
         return None
-    healing = sorted(i for i, worker in facts.workers.items() if worker.state == "healing")
+    healing = sorted(i for i, worker in facts.crew.workers.items() if worker.state == "healing")
     missed = facts.incidents.missed()
     why = "; ".join(f"{one.brief} {span(_s(one.begin_ns, now))} ago" for one in missed[-2:])
     comes = f"; worker {', '.join(map(str, healing[:6]))} heals" if healing else ""
@@ -384,8 +387,8 @@ def _well(facts: Facts, now: Now) -> Headline:
     if not facts.counts:
         return Headline("good", "Nothing has been told yet.")
     total = f" of {now.total}" if now.total else ""
-    members = sum(worker.state in MEMBERS for worker in facts.workers.values())
-    text = f"All is well: step {step_of(facts, now)}{total}, {members} of {facts.wanted or members} workers."
+    members = sum(worker.state in MEMBERS for worker in facts.crew.workers.values())
+    text = f"All is well: step {step_of(facts, now)}{total}, {members} of {facts.crew.wanted or members} workers."
     last = facts.incidents.newest
     strange = _was_strange(facts)
     if last is None:

@@ -119,14 +119,14 @@ class History:
         """INTERFACE's state of the job, as far as files tell."""
         if self.begins(running):
             return "starting"
-        if running or self.facts.ended_ns is not None:
-            return self.facts.state
+        if running or self.facts.condition.ended_ns is not None:
+            return self.facts.condition.state
         return "completed" if self.digest else "interrupted" if self.facts.counts else "starting"
 
     def seconds(self, running: bool) -> dict[str, float]:
         """The account of the wall time, by cause; of a running job up to now."""
         facts, account = self.facts, self.facts.account
-        if running and facts.ended_ns is None and account.begin_ns is not None and not self.begins(running):
+        if running and facts.condition.ended_ns is None and account.begin_ns is not None and not self.begins(running):
             account.reach(time.time_ns())
         return account.seconds(facts.under_way(account.end_ns))
 
@@ -160,11 +160,9 @@ class History:
         """The newest step of which there is a checkpoint on disk, 0 if none; nothing is verified."""
         given = as_dict(as_dict(as_dict(self.job.get("config")).get("checkpoint")).get("disk")).get("path")
         try:
-            folder = Path(given) if isinstance(given, str) else checkpoints_in(self.run_dir)
-            steps = [step for step in map(step_of, os.listdir(folder)) if step is not None]
-        except (OSError, ConfigError):
+            return newest_step(Path(given) if isinstance(given, str) else checkpoints_in(self.run_dir))
+        except ConfigError:
             return 0
-        return max((step for step in steps if (folder / manifest_name(step)).is_file()), default=0)
 
     def now(self, running: bool, live: Mapping[str, Any] | None = None, asked: bool = False) -> Now:
         """What the sentence is made of beside the facts, at this moment. live: what the coordinator answers; asked: it
@@ -224,6 +222,15 @@ class History:
             return stored[1]
         except (OSError, ValueError):
             return {}
+
+
+def newest_step(folder: Path) -> int:
+    """The newest step of which there is a manifest; 0 if none. Nothing is verified."""
+    try:
+        steps = [step for step in map(step_of, os.listdir(folder)) if step is not None]
+    except OSError:
+        return 0
+    return max((step for step in steps if (folder / manifest_name(step)).is_file()), default=0)
 
 
 def _doors(job: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:

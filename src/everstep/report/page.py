@@ -80,12 +80,12 @@ def compare_page(histories: Sequence[History]) -> str:
         {
             "task": one_line(h.job.get("task")),
             "state": h.state(False),
-            "steps": str(h.facts.step),
+            "steps": str(h.facts.course.step),
             "last loss": _loss(h),
             "samples per second": _rate(h),
             "wall time": time_text(sum(account.values())),
             "goodput": _percent(goodput(account)),
-            "generations": str(h.facts.generation),
+            "generations": str(h.facts.crew.generation),
             "recoveries": str(h.facts.counts.get("recovery_completed", 0)),
             "digest of model": str(h.digest.get("model", "none")),
             "digest of state": str(h.digest.get("state", "none")),
@@ -162,7 +162,7 @@ def _tiles(history: History, seconds: dict[str, float], running: bool) -> str:
     durations = sorted(r.duration_s for r in facts.recoveries)
     total = history.total_steps
     tiles = [
-        ("steps", f"{facts.step}" + (f" of {total}" if total else "")),
+        ("steps", f"{facts.course.step}" + (f" of {total}" if total else "")),
         ("last loss", _loss(history)),
         ("samples per second", _rate(history)),
         ("wall time", time_text(sum(seconds.values()))),
@@ -170,10 +170,10 @@ def _tiles(history: History, seconds: dict[str, float], running: bool) -> str:
         ("goodput by capacity", _percent(history.goodput_by_capacity(running))),
         ("faults survived", str(max(facts.counts.get("fault_injected", 0), facts.counts.get("worker_evicted", 0)))),
         ("median recovery", time_text(durations[len(durations) // 2]) if durations else "none needed"),
-        ("steps lost", str(facts.steps_lost)),
+        ("steps lost", str(facts.course.steps_lost)),
     ]
-    tiles += [("loss or gradient not finite", str(facts.strange))] if facts.strange else []
-    tiles += [(f"test {name}", f"{value:.4f}") for name, value in list(facts.metrics.items())[:4]]
+    tiles += [("loss or gradient not finite", str(facts.course.strange))] if facts.course.strange else []
+    tiles += [(f"test {name}", f"{value:.4f}") for name, value in list(facts.course.metrics.items())[:4]]
     cells = "".join(
         f'<div class="tile"><b>{escape(value)}</b><span>{escape(name)}</span></div>' for name, value in tiles
     )
@@ -210,7 +210,7 @@ def _said(history: History) -> list[str]:
 
 
 def _efficiency(history: History) -> str:
-    found = history.facts.efficiency()
+    found = history.facts.course.efficiency()
     if len(found) < 2:
         return ""
     rows = [
@@ -222,7 +222,7 @@ def _efficiency(history: History) -> str:
 
 def _communication(history: History) -> str:
     total = history.usage.total_bytes
-    steps = max(1, history.facts.step)
+    steps = max(1, history.facts.course.step)
     rows = [[name, size_text(sent), size_text(sent / steps)] for name, sent in sorted(total.items())]
     return _table(["operation", "sent by all workers", "per step"], rows, (1, 2)) if rows else ""
 
@@ -245,7 +245,7 @@ def _workers(history: History) -> str:
 
 def _generations(history: History) -> str:
     rows = []
-    for g in list(history.facts.generations)[-_MOST_ROWS:]:
+    for g in list(history.facts.crew.generations)[-_MOST_ROWS:]:
         numbers = (str(g.number), _at(history, g.time_ns), str(g.step), str(g.members))
         rows.append([*numbers, ", ".join(map(str, g.leaders)), g.cause, g.reason])
     return _table(["generation", "time", "step", "members", "leaders", "cause", "why"], rows, (0, 1, 2, 3))
@@ -316,7 +316,7 @@ def _exactness(history: History, proof: Proof) -> str:
 def _environment(history: History) -> str:
     job = history.job
     rows = [[one_line(k), one_line(v)] for k, v in as_dict(job.get("versions")).items()]
-    hosts = sorted({w.host for w in history.facts.workers.values() if w.host})
+    hosts = sorted({w.host for w in history.facts.crew.workers.values() if w.host})
     rows += [["run directory", str(history.run_dir.resolve())], ["hosts", ", ".join(hosts[:20]) or "unknown"]]
     config = escape(json.dumps(shown_settings(as_dict(job.get("config"))), indent=2, default=str))
     return f"{_table(['', ''], rows)}<details><summary>Effective config</summary><pre>{config}</pre></details>"
@@ -344,11 +344,11 @@ def _at(history: History, time_ns: int) -> str:
 
 
 def _loss(history: History) -> str:
-    return history.facts.loss_text or "none"
+    return history.facts.course.loss_text or "none"
 
 
 def _rate(history: History) -> str:
-    rate = history.facts.mean_samples_per_s()
+    rate = history.facts.course.mean_samples_per_s()
     return "unknown" if rate is None else f"{rate:.1f}"
 
 

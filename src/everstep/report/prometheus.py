@@ -81,21 +81,23 @@ def device_families(found: Iterable[Device] | None = None) -> Iterator[Metric]:
 
 def _progress(history: History, running: bool, now_ns: int) -> Iterator[Metric]:
     facts, tally, job = history.facts, history.tally, history.job
-    strange = facts.loss is None and facts.loss_text
+    strange = facts.course.loss is None and facts.course.loss_text
     info = GaugeMetricFamily("everstep_run_info", "The run: its directory's name and its task.", labels=["run", "task"])
     info.add_metric([one_line(history.name, 120), one_line(job.get("task"), 200)], 1)
     yield info
     yield _gauge("running", "1 while a job holds the run directory, else 0.", float(running))
     yield _counter("steps", "Updates committed, those that a new start from step 0 did again included.", tally.steps)
     yield _counter("samples", "Samples trained in committed steps, likewise.", tally.samples)
-    yield _gauge("step", "Newest committed step.", facts.step)
+    yield _gauge("step", "Newest committed step.", facts.course.step)
     yield _gauge("target_step", "Step after which the job ends, where the config says so.", history.total_steps)
-    yield _gauge("loss", "Loss of the newest committed step, NaN if it is not finite.", nan if strange else facts.loss)
+    yield _gauge(
+        "loss", "Loss of the newest committed step, NaN if it is not finite.", nan if strange else facts.course.loss
+    )
     text = "Steps whose loss or gradient was not finite."
     yield _counter("nonfinite_steps", text, tally.nonfinite_steps)
-    rate = (facts.samples_per_s(now_ns) or 0.0) if running else 0.0
+    rate = (facts.course.samples_per_s(now_ns) or 0.0) if running else 0.0
     yield _gauge("samples_per_second", "Samples trained per second, over the newest steps.", rate)
-    yield _gauge("generation", "Number of the newest generation.", facts.generation)
+    yield _gauge("generation", "Number of the newest generation.", facts.crew.generation)
     text = "Share of the time since the first start, stops left out, that was training."
     yield _gauge("goodput_ratio", text, history.goodput(running))
     text = "The same, each moment counted for the share of the wanted workers that took part."
@@ -108,12 +110,12 @@ def _progress(history: History, running: bool, now_ns: int) -> Iterator[Metric]:
 
 
 def _workers(history: History, running: bool, status: Mapping[str, Any] | None) -> Iterator[Metric]:
-    states = [worker.state for worker in history.facts.workers.values()]
+    states = [worker.state for worker in history.facts.crew.workers.values()]
     if not running:  # who lived when the job ended, with or without a word, lives no more
         states = [state if state == "dead" else "left" for state in states]
     counts = {state: states.count(state) for state in STATES}
     yield _by_label(GaugeMetricFamily, "workers", "Workers by state.", "state", counts)
-    wanted = whole_number((status or {}).get("target")) or history.facts.wanted
+    wanted = whole_number((status or {}).get("target")) or history.facts.crew.wanted
     yield _gauge("wanted_workers", "Workers that the job was told to have.", wanted or None)
 
 
@@ -210,7 +212,7 @@ def _each_worker(history: History) -> Iterator[Metric]:
 
 def _living(history: History) -> Iterator[tuple[WorkerFact, Newest]]:
     measured = history.usage.workers
-    for worker_id, worker in sorted(history.facts.workers.items()):
+    for worker_id, worker in sorted(history.facts.crew.workers.items()):
         newest = measured.get(worker_id)
         if newest is not None and worker.state not in ("dead", "left"):
             yield worker, newest

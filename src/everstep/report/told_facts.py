@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from everstep.base.cause import Cause
 
+MOST_LISTED = 1000
+"""Of the newest facts of a kind."""
 _GOES_ON = 3
 """So many steps in a row are no accident."""
 

@@ -162,7 +162,7 @@ def _own_tracks(trace: Trace, pid: int, zero_ns: int) -> Iterator[TraceEvent]:
 def job_events(facts: Facts, begin_ns: int, end_ns: int, zero_ns: int) -> Iterator[TraceEvent]:
     """Generations and recoveries as ranges, faults and what else happened as instants, of this time."""
     yield from _row(_JOB_PID, "job", _JOB_TRACKS)
-    generations = list(facts.generations)
+    generations = list(facts.crew.generations)
     for g, until_ns in zip(generations, [*(g.time_ns for g in generations[1:]), end_ns], strict=True):
         if until_ns > begin_ns and g.time_ns < end_ns:
             said = {"cause": g.cause, "reason": g.reason, "members": g.members, "since step": g.step}

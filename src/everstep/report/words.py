@@ -73,6 +73,11 @@ def cause(event: Event) -> Cause:
     return Cause.read(event.get("cause"))
 
 
+def why_of(event: Event) -> tuple[Cause, str]:
+    """Why it happened, for programs and for people."""
+    return cause(event), one_line(event.get("reason"))
+
+
 def checkpoint_result(event: Event) -> str:
     """complete, skipped (it was not its turn, and the next one will do) or failed; older jobs told both alike."""
     if event["kind"] == "checkpoint_completed":

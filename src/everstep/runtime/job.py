@@ -12,7 +12,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from math import inf
 from pathlib import Path
@@ -20,10 +20,9 @@ from typing import Any
 
 from everstep.base.below import moved, write_atomically
 from everstep.base.cause import Cause, Why
-from everstep.base.config import Config, to_dict
+from everstep.base.config import to_dict
 from everstep.base.given import read_json
 from everstep.base.readable import readable
-from everstep.base.strikes import Strike
 from everstep.observe.events import EventLog
 from everstep.protocol.coordinator.user_commands import MOST_ASKED
 from everstep.protocol.messages import (
@@ -44,7 +43,7 @@ from everstep.protocol.roles import JOB, PEOPLE
 from everstep.runtime.files.host_directory import HOSTS_FILE, leave_word
 from everstep.runtime.job_end import JobEnd, Outcome, reserve_s
 from everstep.runtime.lead.journal import end_in_file
-from everstep.runtime.lead.succession import Lead, Succession
+from everstep.runtime.lead.succession import Lead
 from everstep.runtime.link import wire
 from everstep.runtime.link.address import (
     COORDINATOR_FILE,
@@ -60,6 +59,7 @@ from everstep.runtime.link.handshake import role_token
 from everstep.runtime.link.tls import Tls, shown_by
 from everstep.runtime.process import Inbox, last_line, raise_descriptor_limit, taking_signals
 from everstep.runtime.process_figures import ask_about
+from everstep.runtime.start import Start
 from everstep.runtime.supervisor import REFUSED, CoordinatorProcess, LocalHost, Supervised
 
 INTERRUPTED_WAIT_S = 3.0
@@ -71,70 +71,47 @@ Observer = Callable[[dict[str, Any]], None]
 
 
 class Job:
-    """Runs a job in `run_dir`. `outcome`: how it ended; `reached`: the newest step that any worker had applied then.
-
-    task, argv: handed to the workers. local: the agent of this host, None if agents come from elsewhere. on_event:
-    called from the job's thread with {"kind": ..., ...} for what job and agents do themselves (worker_started,
-    worker_exited, worker_killed, worker_restarting, slot_lost, agent_started, agent_died, coordinator_started,
-    coordinator_died, fork_server_ready, warning, job_ended). port: where the coordinator listens, 0: anywhere. token:
-    the job's secret, None: a new one. strikes: scripted faults of hosts and links. succession: where others may take
-    the place of this process, or it of theirs; then coordinator_leads and coordinator_follows are told, too.
+    """Runs a job in its directory. `reached`: the newest step that any worker has applied.
 
     The directory must be locked by the caller (`run_lock`). In the main thread `run` takes SIGINT and SIGTERM;
     elsewhere the caller passes them on with `interrupt`.
     """
 
-    def __init__(
-        self,
-        run_dir: Path,
-        config: Config,
-        task: str,
-        argv: Sequence[str],
-        local: LocalHost | None,
-        on_event: Observer | None = None,
-        *,
-        port: int = 0,
-        token: bytes | None = None,
-        strikes: Sequence[Strike] = (),
-        succession: Succession = Succession(),  # noqa: B008
-    ) -> None:
-        self.run_dir = run_dir
-        self.config = config
-        self.outcome: Outcome | None = None
+    def __init__(self, begun: Start) -> None:
+        self.run_dir = begun.folder
+        self.config = begun.config
         self.reached = 0
-        self._what = {
-            "task": task,
-            "argv": list(argv),
-            "config": to_dict(config),
-            "strikes": [vars(s) for s in strikes],
-            "doors": {"port": port, "slots": None if local is None else local.room},
-        }
-        self._token = token or wire.new_token()
-        self._on_event = on_event
+        self._begun = begun
+        self._token = begun.token or wire.new_token()
+        self._on_event: Observer | None = None
         self._inbox: Inbox[AnyMessage | int] = Inbox()
-        self._succession = succession
-        self._lead = Lead(run_dir, succession, self._notify)
-        self._coordinator = CoordinatorProcess(run_dir, port, succession)
-        self._local = local
-        self._end = JobEnd(config.quorum_wait_s)
+        self._succession = begun.succession
+        self._lead = Lead(begun.folder, bool(begun.succession.owner), begun.address, self._notify)
+        self._coordinator = CoordinatorProcess(begun)
+        self._local = None if begun.room is None else LocalHost(begun)
+        self._end = JobEnd(begun.config.quorum_wait_s)
         self._link: JobLink | None = None
-        self._watch = Patience(config.coordinator.silent_s)
+        self._watch = Patience(begun.config.coordinator.silent_s)
 
     # ---- from outside
 
-    def run(self, on_event: Observer | None = None) -> int:
-        """Run the job to its end. on_event: as the constructor has it, where that had none yet.
+    def run(self, on_event: Observer | None = None) -> Outcome:
+        """Run the job to its end.
 
-        Returns the exit code; `outcome` says more. Nothing is left running on this host.
+        on_event: called from the job's thread with {"kind": ..., ...} for what job and agents do themselves
+        (worker_started, worker_exited, worker_killed, worker_restarting, slot_lost, agent_started, agent_died,
+        coordinator_started, coordinator_died, fork_server_ready, warning, job_ended; where others may take the place of
+        this process, or it theirs, coordinator_leads and coordinator_follows, too).
+
+        Returns how it ended. Nothing is left running on this host.
         """
-        self._on_event = self._on_event or on_event
+        self._on_event = on_event
         try:
             with hearing_signals(self):
                 self._write_files()
                 self._start_coordinator()
                 self._start_local()
-                own = self._succession.address or self.config.network.address
-                shown = shown_by(self.config.security.tls, self._token, own)
+                shown = shown_by(self.config.security.tls, self._token, self._begun.address)
                 where = self.run_dir / COORDINATOR_FILE
                 self._link = JobLink(where, self._token, self._inbox.put, self._watch, Tls.of(shown))
                 while not self._end.over:
@@ -142,9 +119,8 @@ class Job:
         finally:
             self._tear_down()
         outcome = self._end.outcome or Outcome(1, "failed", Why(Cause.UNKNOWN, "the job's process ended early"))
-        self.outcome = outcome
         self._notify("job_ended", outcome.why, exit_code=outcome.exit_code, state=outcome.state)
-        return outcome.exit_code
+        return outcome
 
     def interrupt(self, number: int) -> None:
         """As if the signal had come: SIGUSR1 asks for a checkpoint at once; of the others the first ends the job in
@@ -169,7 +145,10 @@ class Job:
         with contextlib.suppress(OSError, ValueError):
             found = read_json(self.run_dir / JOB_FILE)
             job = found if isinstance(found, dict) else {}
-        write_atomically(self.run_dir / JOB_FILE, json.dumps({**job, **self._what}, indent=2) + "\n")
+        begun = self._begun
+        job |= {"task": begun.task, "argv": begun.argv, "config": to_dict(self.config)}
+        job |= {"strikes": [vars(s) for s in begun.strikes], "doors": {"port": begun.port or 0, "slots": begun.room}}
+        write_atomically(self.run_dir / JOB_FILE, json.dumps(job, indent=2) + "\n")
 
     def _start_coordinator(self) -> None:
         self._coordinator.start()

@@ -14,19 +14,16 @@ from pathlib import Path
 
 from everstep.base.below import APPEND, open_below
 from everstep.base.cause import Cause, Why
-from everstep.base.config import Config
 from everstep.base.errors import EverstepError
 from everstep.protocol.patience import Patience
+from everstep.runtime.files.host_directory import OWN_FOLDER
 from everstep.runtime.files.led_directory import MOVED
-from everstep.runtime.host.fork_server import DEFAULT_PRELOAD
-from everstep.runtime.host.fork_server_client import EarlyForkServer
 from everstep.runtime.host.undoing import stop, throttle
 from everstep.runtime.lead.journal_and_lease import DEPOSED
-from everstep.runtime.lead.succession import Succession
 from everstep.runtime.link.address import COORDINATOR_FILE, COORDINATOR_MODULE, LOGS_FOLDER, TOKEN_FILE, read_address
-from everstep.runtime.link.context import Joining
 from everstep.runtime.process import END_ALONE, killed_from_outside, last_line, own_command, why_ended
 from everstep.runtime.process_figures import ask_about
+from everstep.runtime.start import Start
 
 AGENT_MODULE = "everstep.runtime.host.host_agent"
 SHORT_LIFE_S = 2.0
@@ -143,13 +140,12 @@ class Supervised(ABC):
 
 
 class CoordinatorProcess(Supervised):
-    """The one coordinator of a run directory. port: for its first life; 0 is any. succession: among those of others."""
+    """The one coordinator of a run directory, where others' may take its place, or it theirs."""
 
-    def __init__(self, run_dir: Path, port: int, succession: Succession) -> None:
-        super().__init__(run_dir / LOGS_FOLDER / "coordinator.log")
-        self._run_dir = run_dir
-        self._port = port
-        self._succession = succession
+    def __init__(self, begun: Start) -> None:
+        super().__init__(begun.folder / LOGS_FOLDER / "coordinator.log")
+        self._begun = begun
+        self._port = begun.port or 0
 
     def died(self, now_s: float) -> tuple[Why, bool]:
         """As ever; but one that another has taken the place of stands by at once."""
@@ -177,52 +173,24 @@ class CoordinatorProcess(Supervised):
 
     def start(self) -> None:
         """Start it, on the port of its predecessor if there was one."""
-        if self._succession.begins and not self._succession.owner:
+        begun, succession = self._begun, self._begun.succession
+        if succession.begins and not succession.owner:
             with contextlib.suppress(OSError, EverstepError):
-                self._port = read_address(self._run_dir / COORDINATOR_FILE).port
-        command = own_command(COORDINATOR_MODULE, str(self._run_dir), "--port", str(self._port))
+                self._port = read_address(begun.folder / COORDINATOR_FILE).port
+        command = own_command(COORDINATOR_MODULE, str(begun.folder), "--port", str(self._port))
         command += ["--parent", str(os.getpid()), "--down-since", str(self.died_unix_ns)]
         command += ["--cause", self.death.cause if self.death is not None else Cause.UNKNOWN]
-        command += self._succession.words()
-        self.spawn(command, secrets=self._succession.secrets)
+        command += succession.words(begun.address)
+        self.spawn(command, secrets=begun.secrets if succession.owner else None)
 
 
 class LocalHost(Supervised):
-    """One agent process after the other. entry, preload, room, ranks, domains, files: as `Joining` has them. host, own:
-    likewise; "": both are the config's address.
+    """One agent process after the other; the first takes over the early fork server, later ones start their own."""
 
-    early: a fork server that may be running already; the first agent takes it over, later ones start their own.
-    apart: a directory of its own, where the one that it works for is not the job's.
-    """
-
-    def __init__(
-        self,
-        run_dir: Path,
-        config: Config,
-        entry: str,
-        *,
-        preload: Sequence[str] = DEFAULT_PRELOAD,
-        early: EarlyForkServer | None = None,
-        ranks: int = 1,
-        room: int = 0,
-        domains: Mapping[str, str] | None = None,
-        host: str = "",
-        own: str = "",
-        files: str = "",
-        apart: Path | None = None,
-    ) -> None:
-        super().__init__(run_dir / LOGS_FOLDER / "agent.log")
-        self._apart = apart
-        self._named = (host or config.network.address, own or config.network.address)
-        self._run_dir = run_dir
-        self._config = config
-        self._entry = entry
-        self._preload = tuple(preload)
-        self._early = early
-        self._ranks = ranks
-        self._room = room
-        self._domains = dict(domains or {})
-        self._files = files
+    def __init__(self, begun: Start) -> None:
+        super().__init__(begun.folder / LOGS_FOLDER / "agent.log")
+        self._begun = begun
+        self._early = begun.early
         self._handed = False
         self._moves = Patience(STOPPED_S, spoke=True)
         self._continued = False
@@ -230,34 +198,21 @@ class LocalHost(Supervised):
     @property
     def name(self) -> str:
         """What its agent is called."""
-        return self._named[0]
-
-    @property
-    def room(self) -> int:
-        """For how many workers there is room here, 0 if that does not matter."""
-        return self._room
+        return self._begun.name
 
     def start(self) -> None:
         """Start an agent, with the early fork server if there is one that nobody has had yet."""
-        early = None if self._handed else self._early
+        begun, early = self._begun, None if self._handed else self._early
         self._handed = True
-        server = early.hand_over(self._config.threads) if early is not None else None
-        joining = Joining(
-            address=str((self._run_dir / COORDINATOR_FILE).resolve()),
-            token_file=str(self._run_dir / TOKEN_FILE),
-            entry=self._entry,
-            preload=list(self._preload),
-            host=self._named[0],
-            room=self._room,
-            run_dir=str(self._apart or ""),
-            threads=self._config.threads,
-            ranks=self._ranks,
+        threads, run_dir = begun.config.threads, begun.folder
+        server = early.hand_over(threads) if early is not None else None
+        joining = begun.joining(
+            str((run_dir / COORDINATOR_FILE).resolve()),
+            token_file=str(run_dir / TOKEN_FILE),
+            run_dir=str(run_dir / OWN_FOLDER) if begun.succession.copying_host else "",
+            threads=threads,
             server=server,
             parent=os.getpid(),
-            own=self._named[1],
-            files=self._files,
-            tls=self._config.security.tls,
-            domains=self._domains,
         )
         self.spawn(own_command(AGENT_MODULE, joining.to_json()), (server.fd, server.board_fd) if server else ())
         if early is not None:

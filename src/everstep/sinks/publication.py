@@ -145,7 +145,7 @@ class Publication:
             values["speed/step_s"] = (time_ns - self._last_ns) / 1e9
             values["speed/samples_per_s"] = samples / values["speed/step_s"]
         values["job/generation"] = whole_number(event.get("generation"))
-        values["job/workers"] = facts.steps.columns[6][-1] if facts.steps.x else 0
+        values["job/workers"] = facts.course.steps.columns[6][-1] if facts.course.steps.x else 0
         begin_ns = facts.account.begin_ns or time_ns
         if time_ns - self._goodput_ns >= max(1e9, (time_ns - begin_ns) / 200):
             share = goodput(facts.account.seconds(facts.under_way(time_ns)))
@@ -169,7 +169,7 @@ class Publication:
         """Tell seconds of a worker per step, by phase, over each stretch in which steps were done."""
         usage, cursor = self.history.usage, self._cursor
         newest_ns = max((worker.time_ns for worker in usage.workers.values()), default=0)
-        through_s = min(newest_ns / 1e9 - _LATE_S, self.history.facts.last_step_ns / 1e9)
+        through_s = min(newest_ns / 1e9 - _LATE_S, self.history.facts.course.last_step_ns / 1e9)
         for key in sorted(usage.buckets):
             end_s = (key + 1) * usage.width_s
             if end_s <= self._sampled_s:
@@ -192,7 +192,7 @@ class Publication:
 
     def _at(self, time_s: float) -> tuple[int, int]:
         """The newest step at a time, and the number of workers that did it."""
-        steps = self.history.facts.steps
+        steps = self.history.facts.course.steps
         at = bisect.bisect_right(steps.columns[0], time_s) - 1
         return (int(steps.x[at]), int(steps.columns[6][at])) if at >= 0 else (0, 0)
 
@@ -201,12 +201,12 @@ class Publication:
         usage, facts = self.history.usage, self.history.facts
         newest_ns = max((worker.time_ns for worker in usage.workers.values()), default=0)
         step = self._at(newest_ns / 1e9)[0]
-        if facts.ended_ns is not None or step <= self._worker_step:
+        if facts.condition.ended_ns is not None or step <= self._worker_step:
             return
         self._worker_step = step
         values: dict[str, float] = {}
         for worker_id, worker in sorted(usage.workers.items())[:_MOST_WORKERS]:
-            fact = facts.workers.get(worker_id)
+            fact = facts.crew.workers.get(worker_id)
             if fact is not None and fact.state not in ("dead", "left"):
                 values |= {f"worker{worker_id}/{name}": value for name, value in _of_worker(worker)}
         self._tell(step, newest_ns, values, again=False)
@@ -315,7 +315,7 @@ def follow(
                 publication.end(running=False)
                 return True
         except SinkFailed as error:
-            runs = not over and (publication is None or publication.history.facts.ended_ns is None)
+            runs = not over and (publication is None or publication.history.facts.condition.ended_ns is None)
             publication = None
             pause_s = min(900.0, max(60.0, 2 * pause_s))
             if not warned:

@@ -17,9 +17,10 @@ from everstep.cli.job import check_network
 from everstep.cli.main import run_command
 from everstep.cli.meeting import moves, wait_for_job
 from everstep.cli.tokens import strong, token_in
+from everstep.runtime.lead.finding import Where
 from everstep.runtime.link import wire
-from everstep.runtime.link.context import Joining
 from everstep.runtime.link.head_facts import HeadFacts
+from everstep.runtime.start import Start
 
 GIVEN = sha256(b"ab").hexdigest()
 
@@ -251,14 +252,17 @@ def test_whoever_is_on_the_way_out_is_no_other_job(
         return answer
 
     monkeypatch.setattr(meeting, "ask_about", ask)
-    joining = Joining("127.0.0.1:5", "", "", [], "here", own="127.0.0.1")
-    words = {"joining": joining, "look": lambda: {"host": "127.0.0.1", "port": 5}, "known": b"t" * 32, "folder": None}
-    met = wait_for_job(**words, config=load_config([]), before=True)
+    begun = Start(load_config([]), own="127.0.0.1", token=b"t" * 32, where="127.0.0.1:5")
+
+    def look() -> Where:
+        return {"host": "127.0.0.1", "port": 5}
+
+    met = wait_for_job(begun, look, patient=True)
     assert met is not None and met.place == ("127.0.0.1", 5) and not answers
     assert capsys.readouterr().err == f"no job answers at 127.0.0.1:5 ({error}): waiting for it\n"
     answers.append(error)
     with pytest.raises(ConfigError):
-        wait_for_job(**words, config=load_config([]))
+        wait_for_job(begun, look)
 
 
 @pytest.mark.parametrize("name", ["", "a\nb", "\udcff", "x" * 300])

@@ -69,13 +69,21 @@ JOB = [
 
 def test_what_is_known_so_far() -> None:
     facts = facts_of(JOB[:7])
-    assert (facts.state, facts.step, facts.loss, facts.generation) == ("running", 2, 1.5, 1)
-    assert facts.samples_per_s() == pytest.approx(64)
-    assert facts.eta_s(4) == pytest.approx(2)
-    assert (facts.eta_s(None), facts.eta_s(2)) == (None, None)
-    assert [(w.role, w.lanes) for _, w in sorted(facts.workers.items())] == [("leader", (0, 1)), ("active", (2, 3))]
+    assert (facts.condition.state, facts.course.step, facts.course.loss, facts.crew.generation) == (
+        "running",
+        2,
+        1.5,
+        1,
+    )
+    assert facts.course.samples_per_s() == pytest.approx(64)
+    assert facts.course.eta_s(4) == pytest.approx(2)
+    assert (facts.course.eta_s(None), facts.course.eta_s(2)) == (None, None)
+    assert [(w.role, w.lanes) for _, w in sorted(facts.crew.workers.items())] == [
+        ("leader", (0, 1)),
+        ("active", (2, 3)),
+    ]
     facts.take(EVICTED)
-    assert (facts.state, facts.cause) == ("recovering", Cause.KILLED)
+    assert (facts.condition.state, facts.condition.cause) == ("recovering", Cause.KILLED)
     assert [w["worker_id"] for w in workers_of(facts)] == [1]
 
 
@@ -126,14 +134,14 @@ def test_a_ledger_that_lacks_rows_is_not_in_order(code: int, after: int) -> None
 def test_a_fallback_loses_steps_and_says_so() -> None:
     events = [*JOB[:6], event("fallback", 2.2, step=0, reason="all workers were lost"), commit(1, 3)]
     facts = facts_of(events)
-    assert (facts.steps_lost, facts.step) == (2, 1)
+    assert (facts.course.steps_lost, facts.course.step) == (2, 1)
     assert summary(facts, 0, "x", None)["steps_lost"] == 2
 
 
 def test_a_checkpoint_that_is_refused_loses_no_steps() -> None:
     refused = event("fallback", 2.2, step=1, what="checkpoint", cause="corrupt", reason="a block differs")
     facts = facts_of([*JOB[:6], refused])
-    assert (facts.steps_lost, facts.step) == (0, 2)
+    assert (facts.course.steps_lost, facts.course.step) == (0, 2)
 
 
 @pytest.mark.parametrize(("code", "state"), [(1, "failed"), (3, "failed"), (130, "interrupted"), (143, "interrupted")])
@@ -193,7 +201,7 @@ def test_json_lines_are_those_of_the_file(tmp_path: Path, capsys: pytest.Capture
     watcher.stop()
     shown = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert shown == read_events(path)[1:], "older ones belong to an earlier run"
-    assert watcher.facts.step == 2
+    assert watcher.facts.course.step == 2
 
 
 def test_what_agents_do_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -237,7 +245,7 @@ def test_what_is_counted_is_the_jobs_and_what_is_shown_is_of_this_start(
     watcher = Watcher(tmp_path / "events.jsonl", 11 * S, PlainDisplay(1))
     watcher.start()
     watcher.stop()
-    assert capsys.readouterr().out.startswith("step 5") and watcher.facts.step == 5
+    assert capsys.readouterr().out.startswith("step 5") and watcher.facts.course.step == 5
     found = summary(watcher.facts, 0, "x", None)
     assert (found["faults_survived"], found["recoveries"], found["wall_s"]) == (2, 2, 5.0)
 

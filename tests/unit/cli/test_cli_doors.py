@@ -346,7 +346,7 @@ def facts(task: str = "resnet18-digits", **config: object) -> m.JobFacts:
 
 
 def refusal(told: m.JobFacts, room: int = 1, task: str = "") -> str:
-    joining = Joining("127.0.0.1:5", "", "m:f", [], "here", room=room, task=task)
+    joining = Joining("127.0.0.1:5", "m:f", [], "here", room=room, task=task)
     return why_not(told, load_config([("test", told.config)]), joining)
 
 

@@ -13,8 +13,9 @@ from everstep.base.errors import CheckpointCorrupt, ConfigError
 from everstep.cli.checkpoint_import import initial_replica
 from everstep.cli.job import JobFile, Request, effective_config
 from everstep.cli.main import run_command
-from everstep.cli.run_dir import Trust, find_start, newest_step
+from everstep.cli.run_dir import Trust, find_start
 from everstep.cli.task_loading import make_task, parse_task
+from everstep.report.history import newest_step
 from foreign_checkpoints import ESCAPE, PART, escaping, idle, prepare, renamed, tree_of
 
 Prepared = Callable[[Path], None]

@@ -73,7 +73,7 @@ def to_take_over(run_dir: Path, monkeypatch: pytest.MonkeyPatch, address: str = 
     write_job(run_dir, JobFile("task.py:Task", (), load_config([("test", {"network.address": address})])))
     (run_dir / JOURNAL_FILE).touch()
     wire.write_token(run_dir / TOKEN_FILE, hashlib.sha256(b"x").digest())
-    monkeypatch.setattr(standby, "_take_part", lambda *given: 0)
+    monkeypatch.setattr(standby, "see_through", lambda *given: 0)
     return run_dir
 
 
@@ -104,7 +104,7 @@ def test_whoever_takes_over_says_first_what_it_runs(
     run_dir = to_take_over(tmp_path, monkeypatch)
     config = load_config([("test", {"notify.command": "mail \x1b[1m me", "notify.events": ["job_failed"]})])
     write_job(run_dir, JobFile("task.py:Task", ("--lr", "a b"), config))
-    monkeypatch.setattr(standby, "_take_part", lambda *given: said.append(capsys.readouterr().err) or 0)
+    monkeypatch.setattr(standby, "see_through", lambda *given: said.append(capsys.readouterr().err) or 0)
     if command == "takeover":
         assert run_command(["takeover", str(run_dir)]) == 0
     else:

@@ -534,7 +534,7 @@ def test_what_a_worker_uses_is_that_of_its_present_life(tmp_path: Path) -> None:
     sample = {"incarnation": 0, "step": 4, "samples": 16, "rss_bytes": 7, "phase": "reduce", "seconds": {}}
     feed.history.usage.take({"t": T0, "workers": [{**sample, "worker_id": i} for i in (0, 1)]})
     feed.running = True
-    feed.history.facts.workers[1].incarnation = 1
+    feed.history.facts.crew.workers[1].incarnation = 1
     shown = patch(feed, PageCursor())["workers"]
     rows = {i: dict(zip(shown["fields"], row, strict=True)) for i, row in shown["rows"].items()}
     assert (rows["0"]["rss"], rows["0"]["phase"]) == (7, "reduce")

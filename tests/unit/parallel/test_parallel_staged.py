@@ -272,6 +272,6 @@ def test_a_job_may_grow_from_one_machine_to_two_and_shrink_again_within_a_step()
         if pools is one:
             assert nodes == [pool.node(2, node).data_ptr() for node in cover(plan.lanes_of(0), LANES)]
     together(*(lambda i=i: crew.transports[i].exchange(Tag("agree", 2, 0), b"x") for i in plan.worker_ids))
-    assert pool._tiers._far._records is None, "nobody needs the sockets any more"
+    assert pool._tiers._far._groups.links is None, "nobody needs the sockets any more"
     check_step(crew.reduce(plan, 3), 3)
     crew.close()

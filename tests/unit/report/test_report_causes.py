@@ -145,9 +145,9 @@ def test_what_is_counted_and_shown_follows_from_the_causes(tmp_path: Path) -> No
         ("memory", Cause.CONFIG): 1,
     }
     assert {key: n for key, n in history.tally.checkpoints_skipped.items() if n} == {("disk", Cause.BUSY): 1}
-    left = history.facts.workers[2]
+    left = history.facts.crew.workers[2]
     assert (left.state, left.cause, left.reason) == ("left", Cause.DRAINED, "somebody has gone")
-    assert (history.facts.state, history.facts.cause) == ("failed", Cause.QUORUM)
+    assert (history.facts.condition.state, history.facts.condition.cause) == ("failed", Cause.QUORUM)
     assert "<td>host_lost</td>" in report_page(history, Proof())
 
 
@@ -157,7 +157,7 @@ def test_run_directories_of_older_versions_are_shown(tmp_path: Path) -> None:
     assert history.facts.counts.get("not understood") is None
     assert history.tally.recoveries[Cause.UNKNOWN] == 1 + len(EVICTIONS)
     assert known["head"]["cause"] is Cause.UNKNOWN
-    assert {g.cause for g in history.facts.generations} == {Cause.UNKNOWN}
+    assert {g.cause for g in history.facts.crew.generations} == {Cause.UNKNOWN}
 
 
 def test_a_cause_that_is_none_is_unknown(tmp_path: Path) -> None:

@@ -271,7 +271,7 @@ def test_nothing_is_well_once_the_clock_alone_goes_on(name: str) -> None:
     facts, levels = facts_of(events), []
     for later_s in (0, 2.5, 120, 1e4):
         levels.append(headline(facts, Now(T0 + round((at_s + later_s) * S), **beside)).level)
-    started = facts.last_step_ns > 0 and name != "finishing"
+    started = facts.course.last_step_ns > 0 and name != "finishing"
     assert "good" not in (levels[1:] if started else levels[2:]), levels
 
 
@@ -285,7 +285,7 @@ def test_a_step_of_before_the_fault_ends_no_recovery() -> None:
     """The last step before a death is told after it."""
     facts = facts_of([*LOST, commit(11, 5.75)])
     assert headline(facts, Now(T0 + 6 * S)).level == "warning"
-    assert (facts.state, facts.step) == ("recovering", 11)
+    assert (facts.condition.state, facts.course.step) == ("recovering", 11)
 
 
 def test_it_is_fitted_to_the_width() -> None:

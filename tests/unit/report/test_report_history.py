@@ -58,14 +58,14 @@ def history(run_dir: Path, lines: list[bytes]) -> History:
 def test_a_run_with_a_kill(tmp_path: Path) -> None:
     known = history(tmp_path, killed_run())
     facts = known.facts
-    assert (facts.state, facts.step, facts.generation) == ("running", 10, 2)
-    assert {i: w.state for i, w in facts.workers.items()} == {0: "healing", 1: "leader", 2: "active"}
-    assert facts.workers[0].pid == 99
-    assert [(g.number, g.members) for g in facts.generations] == [(1, 3), (2, 2)]
+    assert (facts.condition.state, facts.course.step, facts.crew.generation) == ("running", 10, 2)
+    assert {i: w.state for i, w in facts.crew.workers.items()} == {0: "healing", 1: "leader", 2: "active"}
+    assert facts.crew.workers[0].pid == 99
+    assert [(g.number, g.members) for g in facts.crew.generations] == [(1, 3), (2, 2)]
     assert [mark.kind for mark in facts.marks] == ["evicted"]
-    states = [(s.state, s.incarnation) for s in facts.spans if s.worker_id == 0]
+    states = [(s.state, s.incarnation) for s in facts.crew.spans if s.worker_id == 0]
     assert states == [("spare", 0), ("leader", 0), ("dead", 0), ("healing", 1)]
-    dead = next(s for s in facts.spans if s.state == "dead")
+    dead = next(s for s in facts.crew.spans if s.state == "dead")
     assert (dead.begin_ns, dead.end_ns) == (T0 + round(8.5 * S), T0 + 12 * S)
 
 
@@ -118,7 +118,7 @@ def test_a_dead_job_that_starts_again_was_not_running_in_between(tmp_path: Path)
     lines += [event("step_committed", 104, step=8, generation=3, loss=1.0, samples=8)]
     known = history(tmp_path, lines)
     assert known.seconds(running=False)["not running"] == pytest.approx(100 - 13.5)
-    assert (known.facts.step, known.facts.steps.x[-1]) == (8, 8)
+    assert (known.facts.course.step, known.facts.course.steps.x[-1]) == (8, 8)
 
 
 def test_waiting_suspicion_fallback_and_failure(tmp_path: Path) -> None:
@@ -130,13 +130,14 @@ def test_waiting_suspicion_fallback_and_failure(tmp_path: Path) -> None:
         event("fallback", 18.1, step=7, steps_redone=3, reason="stage lost"),
     ]
     known = history(tmp_path, lines)
-    assert (known.facts.step, known.facts.steps_lost, known.facts.steps.x[-1]) == (7, 3, 10)
+    assert (known.facts.course.step, known.facts.course.steps_lost, known.facts.course.steps.x[-1]) == (7, 3, 10)
     seconds = known.seconds(running=False)
     assert seconds["waiting for workers"] == pytest.approx(3.0)
     assert seconds["steps done again"] == pytest.approx(3.0)
     ended = history(tmp_path, [*lines, event("job_failed", 20, state="failed", reason="why", exit_code=1)])
-    assert (ended.facts.state, ended.facts.reason, ended.facts.exit_code) == ("failed", "why", 1)
-    assert all(span.end_ns is not None for span in ended.facts.spans)
+    condition = ended.facts.condition
+    assert (condition.state, condition.reason, condition.exit_code) == ("failed", "why", 1)
+    assert all(span.end_ns is not None for span in ended.facts.crew.spans)
 
 
 def test_events_of_older_jobs_and_nonsense(tmp_path: Path) -> None:
@@ -153,7 +154,7 @@ def test_events_of_older_jobs_and_nonsense(tmp_path: Path) -> None:
     bad += [event("generation_started", 4, seats=[[1]]), event("evaluated", 5, metrics="z")]
     bad += [event("checkpoint_completed", 6, tier={}, step=None, duration_s=None)]
     known = history(tmp_path, [b"".join(bad), event("job_started", 0, workers=2), old])
-    assert {i: w.state for i, w in known.facts.workers.items()} == {1: "leader", 2: "active"}
+    assert {i: w.state for i, w in known.facts.crew.workers.items()} == {1: "leader", 2: "active"}
     assert known.foreign >= 4
     assert json.dumps(known.seconds(running=False))
 
@@ -162,7 +163,7 @@ def test_half_a_line_spoils_no_other(tmp_path: Path) -> None:
     """A disk that was full left it, and another process has appended."""
     torn = event("step_committed", 3, step=3)[:-30]
     known = history(tmp_path, [event("step_committed", 2, step=2), torn, event("step_committed", 4, step=4)])
-    assert known.facts.step == 4 and known.tally.steps == 2 and known.foreign == 0
+    assert known.facts.course.step == 4 and known.tally.steps == 2 and known.foreign == 0
 
 
 def test_a_torn_last_line_waits_for_its_end(tmp_path: Path) -> None:
@@ -205,7 +206,7 @@ def test_fresh_begins_anew(tmp_path: Path) -> None:
     (tmp_path / "events.jsonl").rename(tmp_path / "old")
     (tmp_path / "events.jsonl").write_bytes(event("job_started", 50, workers=1))
     known.load()
-    assert (known.facts.step, known.resets, known.facts.wanted) == (0, 1, 1)
+    assert (known.facts.course.step, known.resets, known.facts.crew.wanted) == (0, 1, 1)
 
 
 def test_series_stay_small_and_exact_in_sum() -> None:
@@ -261,7 +262,7 @@ def test_a_long_file_in_bounded_memory(tmp_path: Path) -> None:
     known.load()
     assert known.facts.counts["step_committed"] == 49_500
     assert known.facts.counts["worker_suspected"] == 500
-    assert len(known.facts.steps) <= 2048
+    assert len(known.facts.course.steps) <= 2048
     assert len(known.facts.log) <= 4000
 
 

@@ -102,8 +102,8 @@ def test_going_back_is_part_of_the_incident() -> None:
     events = [*trained(), evicted, plan(5.9, 2, [[0, 2, 3]]), back, commit(11, 7.4)]
     assert "went back to the copy of step 7: 3 steps again" in lines(events)[0]
     facts = facts_of(events[:-1])
-    assert (facts.step, facts.redo_to) == (7, 10)
-    assert facts_of(events).redo_to == 0
+    assert (facts.course.step, facts.course.redo_to) == (7, 10)
+    assert facts_of(events).course.redo_to == 0
 
 
 def test_a_spare_that_dies_stops_nobody() -> None:
@@ -112,7 +112,7 @@ def test_a_spare_that_dies_stops_nobody() -> None:
     assert facts.incidents.open is None
     assert [one.line() for one in facts.incidents.all] == ["worker 4 was killed; it took no part"]
     facts.take(commit(11, 6.0))
-    assert (facts.state, facts.workers[4].state) == ("running", "dead")
+    assert (facts.condition.state, facts.crew.workers[4].state) == ("running", "dead")
 
 
 def test_clocks_that_differ_keep_no_incident_open() -> None:
@@ -121,7 +121,7 @@ def test_clocks_that_differ_keep_no_incident_open() -> None:
         facts = facts_of([*trained(), killed(2, 5.8), plan(5.9, 2, [[0, 1, 3]])])
         for step in range(11, 17):
             facts.take(commit(step, 6 + step / 10 - slow_s))
-        assert (facts.state, facts.incidents.open, facts.step) == ("running", None, 16)
+        assert (facts.condition.state, facts.incidents.open, facts.course.step) == ("running", None, 16)
 
 
 def test_who_leaves_in_order_is_no_incident() -> None:
@@ -133,23 +133,24 @@ def test_who_leaves_in_order_is_no_incident() -> None:
 def test_the_newest_step_is_told_by_whoever_tells_it_first(last: str) -> None:
     """An emergency checkpoint proves a step whose own event comes with the next decision: never, if that is the end."""
     fields = {"tier": "disk"} if last == "checkpoint_completed" else {"state": "interrupted", "exit_code": 130}
-    assert facts_of([*trained(), event(last, 6, step=11, cause="interrupted", **fields)]).step == 11
+    assert facts_of([*trained(), event(last, 6, step=11, cause="interrupted", **fields)]).course.step == 11
 
 
 def test_a_resumed_job_counts_from_where_it_goes_on() -> None:
     again = [event("job_started", 100, step=8, workers=4), plan(101, 1, [[0, 1, 2, 3]])]
     facts = facts_of([*trained(), *again])
-    assert (facts.step, facts.redo_to, facts.samples_per_s(), facts.eta_s(50)) == (8, 10, None, None)
+    course = facts.course
+    assert (course.step, course.redo_to, course.samples_per_s(), course.eta_s(50)) == (8, 10, None, None)
     assert facts.account.seconds()["not running"] == pytest.approx(100 - 5.7)
     further = facts_of([*trained(), event("job_started", 100, step=30, workers=4)])
-    assert (further.step, further.redo_to) == (30, 0)
+    assert (further.course.step, further.course.redo_to) == (30, 0)
 
 
 def test_a_new_life_has_no_pool_until_it_is_given_one() -> None:
     events = [*trained(TWO), killed(2, 5.8), plan(5.9, 2, [[0, 1], [3]])]
     back = event("worker_joined", 6.5, worker_id=2, incarnation=1, pid=9, host="a")
-    assert facts_of(events).workers[2].stage == 1  # the dead one is shown where it is missed
-    assert facts_of([*events, back]).workers[2].stage is None
+    assert facts_of(events).crew.workers[2].stage == 1  # the dead one is shown where it is missed
+    assert facts_of([*events, back]).crew.workers[2].stage is None
 
 
 def test_speed_is_that_of_now() -> None:

@@ -18,7 +18,7 @@ from everstep.base.errors import InvariantViolation, ProtocolError
 from everstep.base.plan import Rank
 from everstep.protocol.messages import WorkerLife
 from everstep.runtime.host import cell as channels
-from everstep.runtime.host.agent_link import AgentLink
+from everstep.runtime.host.agent_link import Pulses
 from everstep.runtime.host.board import MAX_RANKS, ROW_BYTES, Board
 from everstep.runtime.host.cell import Head, Limb, LimbLost
 from everstep.runtime.host.collector import Collector, Sampler, process_usage
@@ -114,11 +114,9 @@ def test_a_limb_that_stands_still_makes_the_worker_stand_still(monkeypatch: pyte
     board = Board.create(1)
     board.begin(0, 0, 2)
     life = WorkerLife(worker_id=0, incarnation=0, pid=1, limbs=(2,))
-    agent = AgentLink(("127.0.0.1", 1), b"t" * 32, "a", 0, board, lambda: [life], lambda: 1, lambda message: None)
     now[0] = 3_000_000_000
     board.row(0).set(step=2, phase="forward")
-    (pulse,) = agent.pulses([life], 0.0)
-    agent.close(0.0)
+    (pulse,) = Pulses(board).of([life], 0.0)
     assert (pulse.still_ms, pulse.slowest, pulse.step, pulse.phase) == (3000, 1, 2, "forward")
 
 

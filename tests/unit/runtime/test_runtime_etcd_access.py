@@ -9,12 +9,14 @@ from pathlib import Path
 import pytest
 
 from certificates import own_ca
+from everstep.base.config import Config
 from everstep.base.config_keys import ControlConfig
 from everstep.base.errors import ConfigError
 from everstep.base.etcd_address import EtcdAddress
 from everstep.cli.main import run_command
 from everstep.runtime.lead.etcd_access import SECRETS, find_access, taken_secrets
 from everstep.runtime.lead.succession import Succession
+from everstep.runtime.start import Start
 
 SECURED, PLAIN = (EtcdAddress.parse("a test", f"{scheme}://127.0.0.1:1/jobs") for scheme in ("etcds", "etcd"))
 CA, CERT, KEY = (f"EVERSTEP_ETCD_{kind}" for kind in ("CA", "CERT", "KEY"))
@@ -85,8 +87,8 @@ def test_secrets_are_taken_out_of_the_environment() -> None:
     environment = {USER: "me", PASSWORD: "secret", "HOME": "/"}
     secrets = taken_secrets(environment)
     assert (secrets, environment) == ({USER: "me", PASSWORD: "secret"}, {"HOME": "/"})
-    succession = Succession(owner="one", secrets=secrets)
-    assert "secret" not in " ".join([*succession.words(), repr(succession)])
+    begun = Start(Config(), secrets=secrets, succession=Succession(owner="one"))
+    assert "secret" not in " ".join([*begun.succession.words(begun.address), repr(begun)])
 
 
 @pytest.mark.parametrize("command", [["agent"], ["agent", "--standby"], ["doctor"]])

@@ -102,7 +102,7 @@ class Started:
         self.coordinator = FakeCoordinator(TOKEN)
         self.server = FakeForkServer()
         self.board = Board.create(8)
-        joining = Joining(f"127.0.0.1:{self.coordinator.port}", "", "module:entry", [], "here", room=3)
+        joining = Joining(f"127.0.0.1:{self.coordinator.port}", "module:entry", [], "here", room=3)
         self.agent = HostAgent(joining, TOKEN, self.board, self.server.client)
         self.left: list[Left] = []
         self._thread = threading.Thread(target=lambda: self.left.append(self.agent.run()))

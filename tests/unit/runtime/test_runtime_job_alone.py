@@ -20,9 +20,10 @@ from everstep.observe.events import read_events
 from everstep.protocol import messages as m
 from everstep.runtime.files.led_directory import MOVED
 from everstep.runtime.job import Job, JobLink
-from everstep.runtime.job_end import JobEnd
+from everstep.runtime.job_end import JobEnd, Outcome
 from everstep.runtime.lead.journal import format_entry
 from everstep.runtime.link.address import COORDINATOR_FILE, JOURNAL_FILE, address_of, announce
+from everstep.runtime.start import Start
 from everstep.runtime.supervisor import REFUSED, Supervised
 
 TOKEN = b"0123456789abcdef"
@@ -97,14 +98,18 @@ class Started:
         self.coordinator = FakeCoordinator(TOKEN)
         self.local = FakeProcess(run_dir, hopeless=hopeless) if local else None
         config = load_config([("test", {"checkpoint.grace_s": 3, "coordinator.silent_s": silent_s})])
-        job = Job(run_dir, config, "task", ["--one"], self.local, self.events.append, token=TOKEN)  # type: ignore[arg-type]
+        job = Job(Start(config, run_dir=run_dir, task="task", argv=("--one",), token=TOKEN))
+        job._local = self.local  # type: ignore[assignment]
         self.process = FakeProcess(run_dir, self.coordinator.port)
         job._coordinator = self.process  # type: ignore[assignment]
         self.job = job
-        self.codes: list[int] = []
-        self._thread = threading.Thread(target=lambda: self.codes.append(job.run()))
+        self.outcome: Outcome | None = None
+        self._thread = threading.Thread(target=self._run)
         self._thread.start()
         self.coordinator.hear(m.JobHello)
+
+    def _run(self) -> None:
+        self.outcome = self.job.run(self.events.append)
 
     def over(self, code: int = 0, state: str = "completed") -> None:
         self.coordinator.say(m.JobEnded(state=state, cause=Cause.COMPLETED, reason="said so", exit_code=code))
@@ -112,7 +117,8 @@ class Started:
     def end(self) -> int:
         self._thread.join(PATIENCE_S)
         assert not self._thread.is_alive()
-        return self.codes[0]
+        assert self.outcome is not None
+        return self.outcome.exit_code
 
     def kinds(self) -> list[str]:
         return [event["kind"] for event in self.events]
@@ -142,7 +148,7 @@ def test_what_others_need_is_in_the_run_directory_and_its_end_is_the_coordinator
     assert (run_dir / "token").stat().st_mode & 0o777 == 0o600
     started.over(3, "failed")
     assert started.end() == 3
-    assert started.job.outcome is not None and started.job.outcome.why.reason == "said so"
+    assert started.outcome is not None and started.outcome.why.reason == "said so"
     assert not (run_dir / COORDINATOR_FILE).exists() and started.process.ended == 1
     assert started.kinds() == ["coordinator_started", "job_ended"]
 
@@ -217,7 +223,7 @@ def test_a_coordinator_that_cannot_be_started_leaves_a_checkpoint(started: Start
     started.process._hopeless = True
     started.process.die()
     assert started.end() == 1 and local.alone.acquire(timeout=PATIENCE_S)
-    outcome = started.job.outcome
+    outcome = started.outcome
     assert outcome is not None and (outcome.state, outcome.why.cause) == ("failed", Cause.CRASH_LOOP)
     assert outcome.why.reason.startswith("the coordinator cannot start (") and "uvloop" in outcome.why.reason
     assert any("the workers take the checkpoint among themselves" in e.get("reason", "") for e in started.events)
@@ -244,8 +250,8 @@ def test_an_agent_that_cannot_be_started_ends_the_job(started: Started) -> None:
     local.log_path.write_text("no module named torch\n")
     local.die()
     assert started.end() == 1
-    assert started.job.outcome is not None
-    assert started.job.outcome.why.reason.endswith("cannot start (killed by SIGKILL): no module named torch")
+    assert started.outcome is not None
+    assert started.outcome.why.reason.endswith("cannot start (killed by SIGKILL): no module named torch")
 
 
 @with_agent
@@ -255,8 +261,8 @@ def test_a_refused_agent_is_not_started_again_and_ends_the_job_if_there_is_no_ot
     local.log_path.write_text("everstep agent: host h1: its code is not the job's\n")
     local.name, local.exit_code, local.in_order = "h1", REFUSED, True  # type: ignore[attr-defined]
     local.die()
-    assert started.end() == 2 and started.job.outcome is not None
-    assert started.job.outcome.why == Why(Cause.CONFIG, "host h1: its code is not the job's")
+    assert started.end() == 2 and started.outcome is not None
+    assert started.outcome.why == Why(Cause.CONFIG, "host h1: its code is not the job's")
     end = JobEnd(1.0)
     end.present(["h1", "h2"])
     assert end.others("h1")
@@ -307,4 +313,4 @@ def test_the_end_that_the_journal_has_is_the_end_though_nobody_says_so(started: 
     (started.job.run_dir / JOURNAL_FILE).write_bytes(format_entry({"kind": "unknown"}) + format_entry(entry))
     started.coordinator.answers = False
     assert started.end() == 0
-    assert started.job.outcome is not None and started.job.outcome.why.reason == "all done"
+    assert started.outcome is not None and started.outcome.why.reason == "all done"

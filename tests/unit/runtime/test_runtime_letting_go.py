@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from everstep.base.config import Config
 from everstep.runtime.host.undoing import Harms, Undone, stop, throttle
-from everstep.runtime.lead.succession import Succession
 from everstep.runtime.process import OUTLIVES_WORKERS, is_stopped, lasting_command, outlives_workers
+from everstep.runtime.start import Start
 from everstep.runtime.supervisor import CoordinatorProcess
 
 LIMIT_S = 60.0
@@ -108,7 +109,7 @@ def test_a_coordinator_whose_striker_was_killed_is_continued_before_it_is_ended(
         f"signal.signal(signal.SIGTERM, over); open({str(said)!r}, 'w').write('there')\n"
         "while True: signal.pause()"
     )
-    process = CoordinatorProcess(tmp_path, 0, Succession())
+    process = CoordinatorProcess(Start(Config(), run_dir=tmp_path))
     process.spawn([sys.executable, "-c", program])
     try:
         until(lambda: said.exists() and said.read_text() == "there")
@@ -126,7 +127,7 @@ def test_a_coordinator_is_struck_by_the_process_that_has_started_it(
     tmp_path: Path, kind: str, code: int | None
 ) -> None:
     (tmp_path / "logs").mkdir()
-    process = CoordinatorProcess(tmp_path, 0, Succession())
+    process = CoordinatorProcess(Start(Config(), run_dir=tmp_path))
     process.strike(kind, 0.0)  # there is none yet
     process.spawn([*SLEEPER[:2], "import time; time.sleep(1000)"])
     try:

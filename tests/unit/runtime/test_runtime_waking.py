@@ -13,6 +13,7 @@ import pytest
 
 from everstep.base.config import load_config
 from everstep.runtime.process import END_ALONE, is_stopped
+from everstep.runtime.start import Start
 from everstep.runtime.supervisor import STOPPED_S, LocalHost
 
 
@@ -20,7 +21,7 @@ from everstep.runtime.supervisor import STOPPED_S, LocalHost
 def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalHost]:
     monkeypatch.setattr("everstep.runtime.process_figures.own_waits_s", lambda: 0.0)
     (tmp_path / "logs").mkdir()
-    found = LocalHost(tmp_path, load_config([]), "module:entry")
+    found = LocalHost(Start(load_config([]), "module:entry", run_dir=tmp_path))
     found.spawn([sys.executable, "-c", "import time; time.sleep(1000)"])
     yield found
     found.end(0.0)

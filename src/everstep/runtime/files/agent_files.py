@@ -46,6 +46,7 @@ from everstep.runtime.files.private import close_run_dir
 from everstep.runtime.files.run_lock import run_lock
 from everstep.runtime.link.address import LOGS_FOLDER
 from everstep.runtime.link.context import Joining
+from everstep.runtime.link.control_client import ControlClient
 from everstep.runtime.link.peer import PeerConnection, PeerServer, peer_connect
 from everstep.runtime.link.tls import Tls
 
@@ -68,27 +69,20 @@ class PeerWire:
 
 
 class AgentFiles:
-    """Of an agent that has heard of its job. send: to the coordinator; connected: whether that can be heard.
+    """Of an agent that has heard of its job. client: speaks with the coordinator.
 
     Raises: ConfigError if there is no directory to work in.
     """
 
     def __init__(
-        self,
-        facts: JobFacts,
-        joining: Joining,
-        config: CheckpointConfig,
-        wire: PeerWire,
-        send: Callable[[AnyMessage], None],
-        connected: Callable[[], bool],
+        self, facts: JobFacts, joining: Joining, config: CheckpointConfig, wire: PeerWire, client: ControlClient
     ) -> None:
         self._place = find_place(facts, joining.run_dir, joining.host)
         self._host, self._domains = joining.host, joining.domains
         self._checkpoints, self._disk = disk_of(facts, self._place, config, joining.host)
         self._files, self._wire = joining.files, wire
         self._server: PeerServer | None = None
-        self._send = send
-        self._connected = connected
+        self._client = client
         self._sender: DirectorySender | None = None
         self._held = contextlib.ExitStack()
         if self._place.apart:
@@ -126,7 +120,7 @@ class AgentFiles:
         address = self._server.address if self._server is not None else ""
         here, apart = self._host, self._place.apart
         said = HostPlace(agent_id=here, apart=apart, disk=self._disk, address=address, domains=self._domains)
-        self._send(said)
+        self._client.send(said)
         if self._sender is not None:
             self._sender.ask_again()
 
@@ -140,7 +134,7 @@ class AgentFiles:
         if isinstance(message, HostAsk):
             logs = self.run_dir / LOGS_FOLDER
             found, data = logs_in(logs), log_bytes(logs, message.name, message.start)
-            self._send(HostTold(agent_id=self._host, request=message.request, logs=found, data=data))
+            self._client.send(HostTold(agent_id=self._host, request=message.request, logs=found, data=data))
             return
         with contextlib.suppress(OSError):
             if isinstance(message, HostsThere):
@@ -165,7 +159,7 @@ class AgentFiles:
         begin_s = heard_s = time.monotonic()
         while not self._sender.finish(begin_s, _TURN_S):
             now_s = time.monotonic()
-            heard_s = now_s if self._connected() else heard_s
+            heard_s = now_s if self._client.connected else heard_s
             if now_s > begin_s + timeout_s or now_s - heard_s > _CUT_OFF_S:
                 return False
         return True
@@ -181,8 +175,8 @@ class AgentFiles:
             shutil.rmtree(self.run_dir, ignore_errors=True)
 
     def _send_on(self, message: AnyMessage) -> None:
-        if self._connected():
-            self._send(message)
+        if self._client.connected:
+            self._client.send(message)
 
 
 class DirectorySender(FileSender):

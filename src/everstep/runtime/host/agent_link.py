@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
+from secrets import token_hex
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 from everstep.base.cause import Why
 from everstep.protocol.messages import (
@@ -28,9 +28,10 @@ from everstep.protocol.messages import (
 from everstep.protocol.patience import Figures, Vitals
 from everstep.protocol.roles import AGENT
 from everstep.runtime.host.board import Board
+from everstep.runtime.link.context import Joining
 from everstep.runtime.link.control_client import ControlClient
 from everstep.runtime.link.handshake import role_token
-from everstep.runtime.link.tls import Tls
+from everstep.runtime.link.tls import Shown, Tls
 from everstep.runtime.process_figures import figures_of
 from everstep.runtime.versions import versions
 
@@ -95,91 +96,21 @@ class Stillness:
         }
 
 
-class AgentLink:
-    """Speaks for the workers of one host.
+class Pulses:
+    """What the board says of the workers of one host. seen_at: as `Workers` has it."""
 
-    address, tls: as `ControlClient` has it. token: the job's. agent_id: of the host; it is also the host's name.
-    room: for how many workers, 0 if that does not matter. own: the host's address; domains: in which it is. lives:
-    called (from any thread) for the processes that run now; slots: likewise, how many are kept filled. on_message:
-    called in the connection's thread for what the coordinator says. seen_at: as `Workers` has it.
-    """
-
-    def __init__(
-        self,
-        address: str | os.PathLike[str] | tuple[str, int],
-        token: bytes,
-        agent_id: str,
-        room: int,
-        board: Board,
-        lives: Callable[[], list[WorkerLife]],
-        slots: Callable[[], int],
-        on_message: Callable[[AnyMessage], None],
-        tls: Tls | None = None,
-        own: str = "",
-        domains: Mapping[str, str] | None = None,
-        seen_at: Callable[[int, int], str] = lambda worker_id, since_ns: "",
-    ) -> None:
-        self.agent_id = agent_id
-        self._about = {**versions(), "address": own}
-        self._room = room
-        self._domains = dict(domains or {})
-        self._process = f"{os.getpid()}-{secrets.token_hex(4)}"
+    def __init__(self, board: Board, seen_at: Callable[[int, int], str] = lambda worker_id, since_ns: "") -> None:
         self._board = board
-        self._lives = lives
-        self._slots = slots
-        self._on_message = on_message
-        self._interval_s: float | None = None
-        self._seq = 0
-        self._sent: tuple[int, float] = (0, 0.0)
-        self._rtts_ms: deque[float] = deque(maxlen=31)
-        self._paces: dict[tuple[int, int], tuple[Rate, LaneTime, Stillness]] = {}
         self._seen_at = seen_at
-        self._own_waits_s = 0.0
-        self._next_s = 0.0
-        self._lost: dict[int, SlotLost] = {}
-        self._failed: HostFailed | None = None
-        self.leaving = False
-        key = role_token(token, AGENT)
-        self.client = ControlClient(address, key, AGENT, agent_id, self._hello, self._receive, tls=tls)
+        self._paces: dict[tuple[int, int], tuple[Rate, LaneTime, Stillness]] = {}
 
-    # ---- heartbeats
+    def step(self, worker_id: int, incarnation: int) -> int:
+        """The newest step that this life has applied, 0 if none."""
+        pulse = self._board.read(worker_id)
+        return pulse.step if pulse.incarnation == incarnation else 0
 
-    def due_in(self, now_s: float) -> float:
-        """Seconds until the next heartbeat."""
-        return max(0.0, self._next_s - now_s)
-
-    def interval(self) -> float:
-        """Seconds between heartbeats."""
-        if self._interval_s is not None:
-            return self._interval_s
-        if not self._rtts_ms:
-            return FIRST_INTERVAL_S
-        return min(MAX_INTERVAL_S, max(MIN_INTERVAL_S, RTT_FACTOR * median(self._rtts_ms) / 1000))
-
-    def beat(self, now_s: float) -> None:
-        """Send a heartbeat if one is due. `now_s` is monotonic."""
-        if now_s < self._next_s:
-            return
-        self._next_s = now_s + self.interval()
-        if not self.client.connected:
-            return
-        self._seq += 1
-        rtt_ms = self._rtts_ms[-1] if self._rtts_ms else 0.0
-        workers = list(self.pulses(self._lives(), now_s))
-        own = figures_of(os.getpid())
-        before_s, self._own_waits_s = self._own_waits_s, 0.0 if own is None else own.waited_s
-        waited_ms = int(1000 * max(0.0, self._own_waits_s - (before_s or self._own_waits_s)))
-        self._sent = (self._seq, time.monotonic())
-        self.client.send(
-            Heartbeat(agent_id=self.agent_id, seq=self._seq, rtt_ms=rtt_ms, workers=workers, waited_ms=waited_ms)
-        )
-
-    def beat_every(self, interval_s: float | None) -> None:
-        """Seconds between heartbeats; None: ten median round trips within 0.2 to 5 s."""
-        self._interval_s = interval_s
-
-    def pulses(self, lives: Iterable[WorkerLife], now_s: float) -> Iterable[WorkerPulse]:
-        """What the board says of these lives."""
+    def of(self, lives: Iterable[WorkerLife], now_s: float) -> Iterable[WorkerPulse]:
+        """Of these lives, as they are now."""
         now_ns = time.monotonic_ns()
         there = {(life.worker_id, life.incarnation): life for life in lives}
         self._paces = {key: self._paces.get(key) or (Rate(), LaneTime(), Stillness()) for key in there}
@@ -204,6 +135,86 @@ class AgentLink:
                 at=self._seen_at(worker_id, pulse.beat_ns) if still_ms else "",
             )
 
+
+class Secrets(NamedTuple):
+    """What a host shows that it is of the job with. token: the job's. shown: over TLS, None where it speaks without."""
+
+    token: bytes
+    shown: Shown | None
+
+
+class AgentLink:
+    """Speaks for the workers of one host.
+
+    lives: called (from any thread) for the processes that run now; slots: likewise, how many are kept filled.
+    on_message: called in the connection's thread for what the coordinator says.
+    """
+
+    def __init__(
+        self,
+        joining: Joining,
+        secrets: Secrets,
+        pulses: Pulses,
+        lives: Callable[[], list[WorkerLife]],
+        slots: Callable[[], int],
+        on_message: Callable[[AnyMessage], None],
+    ) -> None:
+        self.agent_id = joining.host
+        self._joining = joining
+        self._about = {**versions(), "address": joining.own or joining.host}
+        self._process = f"{os.getpid()}-{token_hex(4)}"
+        self._pulses = pulses
+        self._lives = lives
+        self._slots = slots
+        self._on_message = on_message
+        self._interval_s: float | None = None
+        self._seq = 0
+        self._sent: tuple[int, float] = (0, 0.0)
+        self._rtts_ms: deque[float] = deque(maxlen=31)
+        self._own_waits_s = 0.0
+        self._next_s = 0.0
+        self._lost: dict[int, SlotLost] = {}
+        self._failed: HostFailed | None = None
+        self.leaving = False
+        key, tls = role_token(secrets.token, AGENT), Tls.of(secrets.shown)
+        self.client = ControlClient(joining.where(), key, AGENT, self.agent_id, self._hello, self._receive, tls=tls)
+
+    # ---- heartbeats
+
+    def due_in(self, now_s: float) -> float:
+        """Seconds until the next heartbeat."""
+        return max(0.0, self._next_s - now_s)
+
+    def interval(self) -> float:
+        """Seconds between heartbeats."""
+        if self._interval_s is not None:
+            return self._interval_s
+        if not self._rtts_ms:
+            return FIRST_INTERVAL_S
+        return min(MAX_INTERVAL_S, max(MIN_INTERVAL_S, RTT_FACTOR * median(self._rtts_ms) / 1000))
+
+    def beat(self, now_s: float) -> None:
+        """Send a heartbeat if one is due. `now_s` is monotonic."""
+        if now_s < self._next_s:
+            return
+        self._next_s = now_s + self.interval()
+        if not self.client.connected:
+            return
+        self._seq += 1
+        rtt_ms = self._rtts_ms[-1] if self._rtts_ms else 0.0
+        workers = list(self._pulses.of(self._lives(), now_s))
+        own = figures_of(os.getpid())
+        before_s, self._own_waits_s = self._own_waits_s, 0.0 if own is None else own.waited_s
+        waited_ms = int(1000 * max(0.0, self._own_waits_s - (before_s or self._own_waits_s)))
+        self._sent = (self._seq, time.monotonic())
+        self.client.send(
+            Heartbeat(agent_id=self.agent_id, seq=self._seq, rtt_ms=rtt_ms, workers=workers, waited_ms=waited_ms)
+        )
+
+    def beat_every(self, interval_s: float | None) -> None:
+        """Seconds between heartbeats; None: ten median round trips within 0.2 to 5 s."""
+        self._interval_s = interval_s
+
     # ---- births and deaths
 
     def worker_started(self, life: WorkerLife) -> None:
@@ -215,7 +226,6 @@ class AgentLink:
         self, worker_id: int, incarnation: int, why: Why, died_unix_ns: int, in_order: bool = False
     ) -> None:
         """A process is dead."""
-        pulse = self._board.read(worker_id)
         self.client.send(
             WorkerExited(
                 agent_id=self.agent_id,
@@ -224,7 +234,7 @@ class AgentLink:
                 **vars(why),
                 died_unix_ns=died_unix_ns,
                 in_order=in_order,
-                step=pulse.step if pulse.incarnation == incarnation else 0,
+                step=self._pulses.step(worker_id, incarnation),
             )
         )
 
@@ -263,13 +273,13 @@ class AgentLink:
             host=self.agent_id,
             workers=self._lives(),
             slots=self._slots(),
-            room=self._room,
+            room=self._joining.room,
             process=self._process,
             lost=list(self._lost.values()),
             failed=self._failed,
             leaving=self.leaving,
             about=self._about,
-            domains=self._domains,
+            domains=self._joining.domains,
         )
 
     def _receive(self, message: AnyMessage) -> None:

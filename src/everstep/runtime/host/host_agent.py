@@ -41,16 +41,16 @@ from everstep.protocol.messages import (
     WorkerLife,
 )
 from everstep.runtime.host.admission import why_not
-from everstep.runtime.host.agent_link import AgentLink
+from everstep.runtime.host.agent_link import AgentLink, Pulses, Secrets
 from everstep.runtime.host.board import MAX_ROWS, Board, create_board_memory
 from everstep.runtime.host.fork_server_client import ForkServerClient, start_fork_server
-from everstep.runtime.host.host_part import Host, Secrets
+from everstep.runtime.host.host_part import Host
 from everstep.runtime.host.packet_faults import clear, harm
 from everstep.runtime.host.undoing import Harms
 from everstep.runtime.lead.finding import Finder, Where
 from everstep.runtime.link import wire
 from everstep.runtime.link.context import Joining
-from everstep.runtime.link.tls import Tls, shown_by
+from everstep.runtime.link.tls import shown_by
 from everstep.runtime.process import (
     END_ALONE,
     Inbox,
@@ -125,12 +125,8 @@ class HostAgent:
         self._done = {"idle"}  # until it is told of slots; also: killed, told of failure
         self._left: Left | None = None
         self._harms = Harms()
-        self._link = AgentLink(
-            *(joining.where(), token, joining.host, joining.room, board),
-            *(self._lives, self._slots, self._hear, Tls.of(shown), joining.own or joining.host),
-            domains=joining.domains,
-            seen_at=lambda *about: "" if self._host is None else self._host.workers.seen_at(*about),
-        )
+        pulses = Pulses(board, lambda *about: "" if self._host is None else self._host.workers.seen_at(*about))
+        self._link = AgentLink(joining, self._secrets, pulses, self._lives, self._slots, self._hear)
 
     @property
     def connected(self) -> bool:

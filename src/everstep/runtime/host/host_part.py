@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from math import inf
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from everstep.base.below import keep_to
 from everstep.base.cause import Cause, Why
@@ -22,7 +22,7 @@ from everstep.protocol.messages import (
 )
 from everstep.protocol.roles import WORKER
 from everstep.runtime.files.agent_files import AgentFiles, PeerWire
-from everstep.runtime.host.agent_link import AgentLink
+from everstep.runtime.host.agent_link import AgentLink, Secrets
 from everstep.runtime.host.board import Board
 from everstep.runtime.host.collector import Collector, Sampler
 from everstep.runtime.host.fork_server_client import ForkServerClient, start_fork_server
@@ -30,7 +30,7 @@ from everstep.runtime.host.host_workers import Workers
 from everstep.runtime.link.address import COORDINATOR_FILE, EVENTS_FILE, LOGS_FOLDER, METRICS_FOLDER
 from everstep.runtime.link.context import Joining, WorkerContext
 from everstep.runtime.link.handshake import PEER, role_token
-from everstep.runtime.link.tls import Shown, Tls
+from everstep.runtime.link.tls import Tls
 from everstep.runtime.process import (
     is_stopped,
     last_line,
@@ -39,13 +39,6 @@ from everstep.runtime.process import (
 SERVER_HOPELESS = 3
 SERVER_LOG = Path(LOGS_FOLDER) / "fork-server.log"
 _END_WAIT_S = 5.0
-
-
-class Secrets(NamedTuple):
-    """What a host shows that it is of the job with. token: the job's. shown: over TLS, None where it speaks without."""
-
-    token: bytes
-    shown: Shown | None
 
 
 class Host:
@@ -74,16 +67,12 @@ class Host:
         self._failed: Why | None = None
         self.config: Config = load_config([("the job", facts.config)])
         wire = PeerWire(joining.own or joining.host, role_token(secrets.token, PEER), Tls.of(secrets.shown))
-        self.files = AgentFiles(
-            facts, joining, self.config.checkpoint, wire, link.client.send, lambda: link.client.connected
-        )
+        self.files = AgentFiles(facts, joining, self.config.checkpoint, wire, link.client)
         self.run_dir = self.files.run_dir
         keep_to(self.run_dir)
         logs = self.config.logs
         self._collector = Collector(self.run_dir / LOGS_FOLDER, board, int(logs.max_mb * (1 << 20)), logs.keep)
-        self.workers = Workers(
-            board, joining.entry, self.config, self._context, link, notify, self._collector, joining.ranks
-        )
+        self.workers = Workers(joining, self.config, board, self._context, link, notify, self._collector)
         self._sampler = self._start_sampler()
         if self.config.threads != joining.threads:
             server.close(0.0)

@@ -23,7 +23,7 @@ from everstep.runtime.host.collector import Collector
 from everstep.runtime.host.fork_server_client import ForkServerClient
 from everstep.runtime.host.stacks import SHOW_STACKS
 from everstep.runtime.host.worker_processes import Running
-from everstep.runtime.link.context import WorkerContext
+from everstep.runtime.link.context import Joining, WorkerContext
 from everstep.runtime.process import MemoryKills, end_strays, killed_from_outside, why_ended
 
 _COMPUTING = ("load", "forward", "backward", "reduce", "agree", "update", "evaluate")
@@ -34,24 +34,24 @@ class Workers:
     """All slots of this host. One thread calls the methods; `lives` and `wanted_slots` may be called by any.
 
     make_context: (worker_id, incarnation) -> what the worker is given. link: tells the coordinator; notify: whoever
-    watches. collector: takes what the workers print and log. ranks: processes of each worker.
+    watches. collector: takes what the workers print and log.
     `alone`: they end the job by themselves. `hopeless`: why no restart can help, None while there is no such reason.
     """
 
     def __init__(
         self,
-        board: Board,
-        entry: str,
+        joining: Joining,
         config: Config,
+        board: Board,
         make_context: Callable[[int, int], WorkerContext],
         link: AgentLink,
         notify: Callable[..., None],
         collector: Collector,
-        ranks: int = 1,
     ) -> None:
+        ranks = joining.ranks
         check(1 <= ranks <= MAX_RANKS, f"a worker has 1 to {MAX_RANKS} ranks, asked for {ranks}")
         self._board = board
-        self._entry = entry
+        self._entry = joining.entry
         self._config = config
         self._make_context = make_context
         self._link = link

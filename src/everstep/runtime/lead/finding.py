@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from everstep.base.errors import ConfigError, EverstepError, ProtocolError
+from everstep.base.errors import EverstepError, ProtocolError
 from everstep.protocol.lease.requests import HolderSeen, Look
 from everstep.protocol.roles import READ
 from everstep.runtime.lead.etcd import Etcd
@@ -49,17 +49,6 @@ def among(places: Sequence[tuple[str, int]], token: bytes, tls: Tls | None) -> W
     if strangers:
         raise strangers[0]
     return None
-
-
-def local_address(there: tuple[str, int]) -> str:
-    """That of this host on the way to another one. Raises: ConfigError if there is no way."""
-    with socket.socket(type=socket.SOCK_DGRAM) as sock:
-        try:
-            sock.connect(there)
-            return str(sock.getsockname()[0])
-        except (OSError, UnicodeError) as error:
-            why = (error.strerror if isinstance(error, OSError) else None) or error
-            raise ConfigError(f"--join: there is no way to {there[0]} from here ({why}): give --address") from None
 
 
 class Finder:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from everstep.base.errors import EverstepError
@@ -15,20 +15,17 @@ from everstep.runtime.link.address import COORDINATOR_FILE, read_address
 @dataclass(frozen=True)
 class Succession:
     """guest: the job was started on another host, and a signal ends the part of this one alone. owner: as `Holder` has
-    it, "" where there is no lease; job: as `Etcd` has it. address: of this host, "" if as the job's config says. anew:
-    this process takes the place of one that is gone, by hand. word: by which other hosts know the run directory of a
-    job that begins (`host_directory.leave_word`), "" if they were not told. secrets: with which etcd lets this host's
-    coordinator in, for its environment. copying_host: the run directory is a copy that the head
-    fills (`standby_files.CopyLink`), and this is the host's name; "" for the job's own directory.
+    it, "" where there is no lease; job: as `Etcd` has it. anew: this process takes the place of one that is gone, by
+    hand. word: by which other hosts know the run directory of a job that begins (`host_directory.leave_word`), "" if
+    they were not told. copying_host: the run directory is a copy that the head fills (`standby_files.CopyLink`), and
+    this is the host's name; "" for the job's own directory.
     """
 
     guest: bool = False
     owner: str = ""
     job: str = ""
-    address: str = ""
     anew: bool = False
     word: str = ""
-    secrets: Mapping[str, str] = field(default_factory=dict, repr=False)
     copying_host: str = ""
 
     @property
@@ -36,11 +33,12 @@ class Succession:
         """Whether the job begins with this process: nothing of what is in its directory is of now."""
         return not (self.guest or self.anew)
 
-    def words(self) -> list[str]:
-        """For the command line of the coordinator."""
+    def words(self, address: str) -> list[str]:
+        """For the command line of the coordinator. address: of this host, which need not be the config's."""
         words = ["--owner", self.owner, "--job", self.job] if self.owner else []
         words += ["--copying-host", self.copying_host] if self.copying_host else []
-        return [*words, *(["--host", self.address] if self.address else []), *(["--anew"] if self.anew else [])]
+        words += ["--host", address] if self.owner or self.anew else []
+        return [*words, *(["--anew"] if self.anew else [])]
 
 
 def new_owner() -> str:
@@ -51,12 +49,13 @@ def new_owner() -> str:
 class Lead:
     """Whether the coordinator of this process decides, by what its directory says of whoever does.
 
-    tell: called with coordinator_leads or coordinator_follows when the answer is another one than before.
+    leased: else it does. address: of this host. tell: called with coordinator_leads or coordinator_follows when the
+    answer is another one than before.
     """
 
-    def __init__(self, run_dir: Path, succession: Succession, tell: Callable[[str], None]) -> None:
+    def __init__(self, run_dir: Path, leased: bool, address: str, tell: Callable[[str], None]) -> None:
         self._path = run_dir / COORDINATOR_FILE
-        self._leased, self._address, self._tell = bool(succession.owner), succession.address, tell
+        self._leased, self._address, self._tell = leased, address, tell
         self._seen: tuple[int, int, int] = (0, 0, 0)
         self.here = not self._leased
 

@@ -123,20 +123,20 @@ class Joining:
     address: "host:port" of the coordinator, or the path of coordinator.json. entry: "module:function", called in each
     worker with its `WorkerContext`; what it returns is the worker's exit code, and 0 means that it left in order (done,
     or dismissed by request). preload: modules that the fork server imports. host: a name that no other agent of the job
-    has. room: for how many workers, 0 if that does not matter. run_dir: how the job's directory is called here, "" if
-    as the job says. threads: with how many the fork server is started, as far as is known. server: a fork server that
-    runs already. parent: dies with this process, 0 if with none. ranks: processes of each worker.
-    files: "module:class", which serves this host's checkpoint directory to peers; "" if nobody does.
-    own: the address of this host that workers listen at and tell others, "" if as the job's config says. task: the only
-    one that it runs, "" if any. tls: how it speaks with others. domains: in which this host is, by label. said: what
-    people call `address`, "" if so.
+    has. token_file: where an agent that is a process of the job finds the token. room: for how many workers, 0 if that
+    does not matter. run_dir: how the job's directory is called here, "" if as the job says. threads: with how many the
+    fork server is started, as far as is known. server: a fork server that runs already. parent: dies with this process,
+    0 if with none. ranks: processes of each worker. files: "module:class", which serves this host's checkpoint
+    directory to peers; "" if nobody does. own: the address of this host that workers listen at and tell others, "" if
+    as the job's config says. task: the only one that it runs, "" if any. tls: how it speaks with others. domains: in
+    which this host is, by label. said: what people call `address`, "" if so.
     """
 
     address: str
-    token_file: str
     entry: str
     preload: list[str]
     host: str
+    token_file: str = ""
     room: int = 0
     run_dir: str = ""
     threads: int = 1

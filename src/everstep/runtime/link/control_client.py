@@ -28,6 +28,7 @@ from everstep.runtime.link.handshake import Seals
 from everstep.runtime.link.silence import CONTROL_SILENT_S, notice_silence
 from everstep.runtime.link.tls import Tls
 from everstep.runtime.link.wire import HANDSHAKE_TIMEOUT_S, FrameReader, frame, handshake_client, sealed, secured
+from everstep.runtime.process import Inbox
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +41,8 @@ _LOOK_MS = 500
 _PASSING = (Progress, Heartbeat)
 
 
+CoordinatorPlace = str | os.PathLike[str] | tuple[str, int]
+"""Where the coordinator is: the path of coordinator.json, or a fixed (host, port)."""
 FirstWords = AnyMessage | tuple[AnyMessage, Plan | None]
 """What is said first; a worker's with the plan that it names, so that the next one may be told as what has changed."""
 
@@ -65,14 +68,122 @@ class Unheard:
         return f"no coordinator has answered for {away_s:.0f} s: this worker waits for one to decide how to go on"
 
 
+class AnnouncedPlace:
+    """Where the coordinator is: a fixed (host, port), or what a file says, which is read when it has changed."""
+
+    def __init__(self, said: CoordinatorPlace) -> None:
+        self._said = said
+        self._seen = (0, 0)
+
+    def follow(self, path: str | os.PathLike[str]) -> None:
+        """From now on it is what this file says. Thread-safe."""
+        self._said = path
+
+    def read(self) -> tuple[str, int]:
+        """Raises: OSError, ProtocolError if nobody says."""
+        if isinstance(self._said, tuple):
+            return self._said
+        self._seen = self._signature()
+        found = read_address(Path(self._said))
+        return found.host, found.port
+
+    def changed(self) -> bool:
+        """Whether somebody has written since it was read last."""
+        return self._signature() != self._seen
+
+    def look(self, peer: tuple[str, int]) -> None:
+        """Raises: ProtocolError if another coordinator has announced itself than that at the other end, which may be
+        frozen, or unaware that it decides no more."""
+        if not self.changed() or self._signature() == (0, 0):
+            return
+        with contextlib.suppress(OSError, ProtocolError):
+            where = self.read()
+            if where != peer:
+                raise _Replaced(f"the coordinator is at {where[0]}:{where[1]} now")
+
+    def _signature(self) -> tuple[int, int]:
+        if isinstance(self._said, tuple):
+            return self._seen
+        try:
+            found = os.stat(self._said)
+        except OSError:
+            return (0, 0)
+        return (found.st_ino, found.st_mtime_ns)
+
+
 class _Replaced(EverstepError):
     """Somebody else is to be talked to."""
+
+
+class FrameQueue:
+    """Frames that wait until a connection takes them, and how much of the first one it has taken. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self._queue: deque[tuple[bytes, bool]] = deque()  # (frame, passing)
+        self._leaving = b""  # the first frame, as this connection is taking it
+        self._offset = 0  # bytes of that which it has taken already
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    def add(self, data: bytes, passing: bool) -> None:
+        """Where there are too many, a passing frame goes that has not begun to leave, this one at last."""
+        if len(self._queue) < MAX_QUEUED or self._make_room() or not passing:
+            self._queue.append((data, passing))
+
+    def pump(self, sock: socket.socket, seals: Seals) -> None:
+        """Hand as much to the kernel as it takes at once."""
+        while self._queue:
+            self._leaving = self._leaving or sealed(seals, self._queue[0][0])
+            try:
+                self._offset += sock.send(memoryview(self._leaving)[self._offset :])
+            except OSError:
+                return  # it is full, or broken: the thread sees that when it reads
+            if self._offset < len(self._leaving):
+                return
+            self._leaving, self._offset = b"", 0
+            self._queue.popleft()
+
+    def lost(self) -> None:
+        """The connection has ended: what passes has no meaning any more, the rest waits for the next one."""
+        self._leaving, self._offset = b"", 0
+        self._queue = deque(item for item in self._queue if not item[1])
+
+    def _make_room(self) -> bool:
+        for index, (_data, passing) in enumerate(self._queue):
+            if passing and (index > 0 or not self._leaving):
+                del self._queue[index]
+                return True
+        return False
+
+
+class Ear:
+    """Hands on what comes over one connection after the other, as long as it is no deposed coordinator's. `ended`: it
+    was told that the job is over."""
+
+    def __init__(self, on_message: Callable[[AnyMessage], None]) -> None:
+        self._on_message = on_message
+        self._terms = Terms()
+        self.ended = False
+
+    def hear(self, message: AnyMessage) -> None:
+        """Raises: ProtocolError if who says this is not to be listened to any more."""
+        refused = self._terms.refusal(message)
+        if refused:
+            raise ProtocolError(f"this coordinator was deposed: {refused}")
+        if isinstance(message, TermBegun):
+            return
+        self.ended = self.ended or isinstance(message, JobEnded)
+        try:
+            self._on_message(message)
+        except Exception:
+            log.exception("handling %s failed", type(message).__name__)
 
 
 class ControlClient:
     """A control connection to the coordinator that is always being kept up.
 
-    address: the path of coordinator.json (read anew at each attempt), or a fixed (host, port). key: the role's token.
+    address: where that is; a file is read anew at each attempt. key: the role's token.
     hello: called in the client's thread at each connect; its message goes out before all others.
     on_message: called in the client's thread for each message that arrives; it must not block for long. An exception
     in it is logged and does not end the connection.
@@ -86,7 +197,7 @@ class ControlClient:
 
     def __init__(
         self,
-        address: str | os.PathLike[str] | tuple[str, int],
+        address: CoordinatorPlace,
         key: bytes,
         role: str,
         name: str,
@@ -95,30 +206,19 @@ class ControlClient:
         on_connected: Callable[[bool], None] | None = None,
         tls: Tls | None = None,
     ) -> None:
+        self._where = AnnouncedPlace(address)
+        self._own = (key, role, name)
         self._tls = tls
-        self._address = address
-        self._key = key
-        self._role = role
-        self._name = name
         self._hello = hello
-        self._on_message = on_message
+        self._ear = Ear(on_message)
         self._on_connected = on_connected
-        self._lock = threading.Lock()
-        self._drained = threading.Condition(self._lock)
-        self._queue: deque[tuple[bytes, bool]] = deque()  # (frame, passing)
-        self._leaving = b""  # the first frame, as this connection is taking it
-        self._offset = 0  # bytes of that which it has taken already
-        self._sock: socket.socket | None = None
-        self._seals: Seals | None = None
+        self._outbox = FrameQueue()
+        self._drained = threading.Condition(threading.Lock())  # what it locks: the outbox, the line, the waker's end
+        self._line: tuple[socket.socket, Seals] | None = None
         self._closing = False
-        self._warned = ""
-        self._ended = False
-        self._seen: tuple[int, int] = (0, 0)
-        self._terms = Terms()
         self._connected = threading.Event()
-        self._cut_until_s = 0.0
-        self._cut_breaks = False
-        self._wake_r, self._wake_w = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._cut = (0.0, False)  # until when, and whether that ends the connection
+        self._waker: Inbox[None] = Inbox()
         self.connects = 0
         self._thread = threading.Thread(target=self._run, name=f"control-{role}-{name}", daemon=True)
         self._thread.start()
@@ -136,51 +236,46 @@ class ControlClient:
         """Send now if the socket takes it, else keep the message for the client's thread. Never blocks. Thread-safe."""
         data = frame(encode(message), deflate=True)
         passing = isinstance(message, _PASSING)
-        with self._lock:
-            if self._closing:
+        with self._drained:
+            if self._closing or (passing and self._line is None):
                 return
-            if passing and self._sock is None:
-                return
-            if len(self._queue) >= MAX_QUEUED and not self._make_room() and passing:
-                return
-            self._queue.append((data, passing))
-            if self._sock is not None:
-                self._pump()
-            waiting = bool(self._queue)
+            self._outbox.add(data, passing)
+            self._pump()
+            waiting = len(self._outbox) > 0
         if waiting:
             self._wake()
 
     def follow(self, path: str | os.PathLike[str]) -> None:
         """From now on the coordinator's address is what this file says. Thread-safe."""
-        self._address = path
+        self._where.follow(path)
 
     def flush(self, timeout_s: float) -> bool:
         """Wait until everything queued was handed to the kernel. Returns False after `timeout_s`."""
         with self._drained:
-            return self._drained.wait_for(lambda: not self._queue or self._closing, timeout_s)
+            return self._drained.wait_for(lambda: not self._outbox or self._closing, timeout_s)
 
     def cut(self, for_s: float, breaks: bool) -> None:
         """A scripted fault: for so many seconds nothing passes in either direction. Thread-safe.
 
         breaks: the connection ends, and none can be made meanwhile; else it only falls silent, and goes on afterwards.
         """
-        with self._lock:
-            self._cut_until_s, self._cut_breaks = time.monotonic() + for_s, breaks
+        with self._drained:
+            self._cut = (time.monotonic() + for_s, breaks)
         self._wake()
 
     def _cut_s(self) -> float:
         """Seconds that the scripted fault still lasts; not above 0 if there is none."""
-        return self._cut_until_s - time.monotonic() if self._cut_until_s else 0.0
+        return self._cut[0] - time.monotonic() if self._cut[0] else 0.0
 
     def close(self, flush_s: float = 1.0) -> None:
         """End the connection, after giving what is queued `flush_s` to leave."""
         if flush_s > 0 and threading.current_thread() is not self._thread:
             self.flush(flush_s)
-        with self._lock:
+        with self._drained:
             self._closing = True
-            if self._sock is not None:
+            if self._line is not None:
                 with contextlib.suppress(OSError):
-                    self._sock.shutdown(socket.SHUT_RDWR)
+                    self._line[0].shutdown(socket.SHUT_RDWR)
             self._drained.notify_all()
         self._wake()
         if threading.current_thread() is not self._thread:
@@ -189,7 +284,7 @@ class ControlClient:
     # ---- the client's thread
 
     def _run(self) -> None:
-        backoff_s = FIRST_BACKOFF_S
+        backoff_s, complained = FIRST_BACKOFF_S, ""
         while not self._closing:
             if self._cut_s() > 0:
                 self._pause(self._cut_s())
@@ -197,42 +292,32 @@ class ControlClient:
             try:
                 sock, seals, heard = self._connect()
             except (OSError, EverstepError) as error:
-                self._complain(error)
+                complained = _complain(error, complained)
                 self._pause(backoff_s)
                 backoff_s = min(MAX_BACKOFF_S, backoff_s * 2)
                 continue
-            backoff_s = FIRST_BACKOFF_S
-            self._warned = ""
+            backoff_s, complained = FIRST_BACKOFF_S, ""
             try:
                 self._talk(sock, seals, heard)
             except (OSError, EverstepError) as error:
-                if not self._ended:  # after the end of the job that is how it ought to be
+                if not self._ear.ended:  # after the end of the job that is how it ought to be
                     log.info("control connection lost: %s", error)
             finally:
                 self._disconnect(sock)
             if not self._closing:
                 self._pause(FIRST_BACKOFF_S)
-        with self._lock:  # first the end that others write to: a pipe without a reader breaks whoever wakes
-            os.close(self._wake_w)
-            self._wake_w = -1
-        os.close(self._wake_r)
+        with self._drained:
+            self._waker.close()
 
     def _connect(self) -> tuple[socket.socket, Seals, Listener]:
-        address = self._address
-        if isinstance(address, tuple):
-            host, port = address
-        else:
-            self._seen = self._signature()
-            found = read_address(Path(address))
-            host, port = found.host, found.port
-        sock = socket.create_connection((host, port), timeout=HANDSHAKE_TIMEOUT_S)
+        sock = socket.create_connection(self._where.read(), timeout=HANDSHAKE_TIMEOUT_S)
         if sock.getsockname() == sock.getpeername():
             sock.close()
             raise ProtocolError("connected to itself: nobody listens there")
         sock = secured(sock, self._tls)
         try:
             notice_silence(sock, CONTROL_SILENT_S)
-            seals = handshake_client(sock, self._key, self._role, self._name)
+            seals = handshake_client(sock, *self._own)
             said = self._hello()
             message, plan = said if isinstance(said, tuple) else (said, None)
             sock.sendall(sealed(seals, frame(encode(message), deflate=True)))
@@ -243,8 +328,8 @@ class ControlClient:
         return sock, seals, Listener(plan)
 
     def _talk(self, sock: socket.socket, seals: Seals, heard: Listener) -> None:
-        with self._lock:
-            self._sock, self._seals = sock, seals
+        with self._drained:
+            self._line = (sock, seals)
             self._pump()
         self.connects += 1
         self._connected.set()
@@ -252,20 +337,19 @@ class ControlClient:
             self._on_connected(True)
         reader = FrameReader(seals)
         poller = select.poll()
-        poller.register(self._wake_r, select.POLLIN)
+        poller.register(self._waker.fd, select.POLLIN)
         while not self._closing:
             if self._cut_s() > 0:
-                if self._cut_breaks:
+                if self._cut[1]:
                     raise ProtocolError("cut by a scripted fault")
                 self._pause(self._cut_s())
                 continue
-            wants_out = select.POLLOUT if self._queue else 0
+            wants_out = select.POLLOUT if self._outbox else 0
             poller.register(sock, select.POLLIN | wants_out)
-            for fd, _events in poller.poll(_LOOK_MS):
-                if fd == self._wake_r:
-                    self._clear_wake()
-            self._look_for_another(sock)
-            with self._lock:
+            poller.poll(_LOOK_MS)
+            self._waker.take()
+            self._where.look(sock.getpeername()[:2])
+            with self._drained:
                 self._pump()
             if self._cut_s() > 0:
                 continue
@@ -278,37 +362,12 @@ class ControlClient:
             for body in reader.feed(data):
                 message = heard.take(decode(body))
                 if message is not None:
-                    self._deliver(message)
-
-    def _look_for_another(self, sock: socket.socket) -> None:
-        """Raises: ProtocolError if another coordinator has announced itself than that at the other end, which may be
-        frozen, or unaware that it decides no more."""
-        address, seen = self._address, self._signature()
-        if isinstance(address, tuple) or seen in (self._seen, (0, 0)):
-            return
-        self._seen = seen
-        with contextlib.suppress(OSError, ProtocolError):
-            found = read_address(Path(address))
-            if (found.host, found.port) != sock.getpeername()[:2]:
-                raise _Replaced(f"the coordinator is at {found.host}:{found.port} now")
-
-    def _deliver(self, message: AnyMessage) -> None:
-        refused = self._terms.refusal(message)
-        if refused:
-            raise ProtocolError(f"this coordinator was deposed: {refused}")
-        if isinstance(message, TermBegun):
-            return
-        self._ended = self._ended or isinstance(message, JobEnded)
-        try:
-            self._on_message(message)
-        except Exception:
-            log.exception("handling %s failed", type(message).__name__)
+                    self._ear.hear(message)
 
     def _disconnect(self, sock: socket.socket) -> None:
-        with self._lock:
-            self._sock = self._seals = None
-            self._leaving, self._offset = b"", 0
-            self._queue = deque(item for item in self._queue if not item[1])
+        with self._drained:
+            self._line = None
+            self._outbox.lost()
             self._drained.notify_all()
         sock.close()
         if self._connected.is_set():
@@ -316,71 +375,33 @@ class ControlClient:
             if self._on_connected is not None:
                 self._on_connected(False)
 
-    # ---- with the lock held
-
     def _pump(self) -> None:
-        """Hand as much of the queue to the kernel as it takes at once."""
-        sock, seals = self._sock, self._seals
-        while sock is not None and seals is not None and self._queue and self._cut_s() <= 0:
-            if not self._leaving:
-                self._leaving = sealed(seals, self._queue[0][0])
-            data = self._leaving
-            try:
-                sent = sock.send(memoryview(data)[self._offset :] if self._offset else data)
-            except BlockingIOError:
-                return
-            except OSError:
-                return  # the thread sees it when it reads
-            self._offset += sent
-            if self._offset < len(data):
-                return
-            self._leaving, self._offset = b"", 0
-            self._queue.popleft()
-        if not self._queue:
+        """With the lock held: hand as much to the kernel as it takes at once."""
+        if self._line is not None and self._cut_s() <= 0:
+            self._outbox.pump(*self._line)
+        if not self._outbox:
             self._drained.notify_all()
-
-    def _make_room(self) -> bool:
-        """Drop the oldest passing message that has not begun to leave. Returns whether there was one."""
-        for index, (_data, passing) in enumerate(self._queue):
-            if passing and (index > 0 or not self._leaving):
-                del self._queue[index]
-                return True
-        return False
 
     # ---- waking and waiting
 
     def _wake(self) -> None:
-        with self._lock:
-            if self._wake_w >= 0:
-                with contextlib.suppress(BlockingIOError):
-                    os.write(self._wake_w, b"\0")
-
-    def _clear_wake(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            os.read(self._wake_r, 4096)
+        with self._drained:
+            self._waker.put(None)
 
     def _pause(self, seconds: float) -> None:
         """Wait, unless closing or a new address ends it; a message that is queued meanwhile does not."""
         end = time.monotonic() + seconds
         while not self._closing and (left := end - time.monotonic()) > 0:
-            readable([self._wake_r], min(left, FIRST_BACKOFF_S))
-            self._clear_wake()
-            if self._signature() != self._seen:
+            readable([self._waker.fd], min(left, FIRST_BACKOFF_S))
+            self._waker.take()
+            if self._where.changed():
                 return
 
-    def _signature(self) -> tuple[int, int]:
-        """Changes when another coordinator announces itself."""
-        if isinstance(self._address, tuple):
-            return self._seen
-        try:
-            found = os.stat(self._address)
-        except OSError:
-            return (0, 0)
-        return (found.st_ino, found.st_mtime_ns)
 
-    def _complain(self, error: Exception) -> None:
-        text = f"{type(error).__name__}: {error}"
-        if text != self._warned:
-            self._warned = text
-            level = logging.WARNING if isinstance(error, EverstepError) else logging.INFO
-            log.log(level, "no control connection yet: %s", error)
+def _complain(error: Exception, before: str) -> str:
+    """Say that there is no connection, unless that was the complaint before. Returns it."""
+    text = f"{type(error).__name__}: {error}"
+    if text != before:
+        level = logging.WARNING if isinstance(error, EverstepError) else logging.INFO
+        log.log(level, "no control connection yet: %s", error)
+    return text

@@ -1,0 +1,139 @@
+"""A process that leads a job, or may have to: from its start to the job's end, with everything it says on the way."""
+
+from __future__ import annotations
+
+import contextlib
+import shlex
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from everstep.base.cause import Cause
+from everstep.base.errors import ConfigError
+from everstep.chaos.spec import parse, strikes_of
+from everstep.cli.beside import dashboard_beside, metrics_beside, sinks_beside
+from everstep.cli.conclusion import end_of, say_the_end
+from everstep.cli.display import Display, Watcher, choose_display
+from everstep.cli.job import JobFile, total_steps
+from everstep.cli.main import complain
+from everstep.observe.events import EventLog
+from everstep.runtime.files.run_lock import run_lock
+from everstep.runtime.host.fork_server_client import EarlyForkServer
+from everstep.runtime.link.address import EVENTS_FILE
+from everstep.runtime.start import Start
+
+
+class UserView(NamedTuple):
+    """What the user sees of a job beside its progress. opening: lines to begin with. dashboard, public: as `run` has
+    them. metrics: where they are served, None: nowhere."""
+
+    opening: Sequence[str] = ()
+    as_json: bool = False
+    dashboard: bool = False
+    metrics: str | None = None
+    public: bool = False
+
+
+class LeadersWork:
+    """What one host does for the job beside deciding: it shows it to the user, and tells the sinks.
+
+    It does both from the start, unless the coordinator of another host may decide by then. held: what is to be held
+    until the command is over.
+    """
+
+    def __init__(self, begun: Start, display: Display, held: contextlib.ExitStack) -> None:
+        self._begun = begun
+        self._display = display
+        self._held = held
+        self._watching = contextlib.ExitStack()
+        self._telling = contextlib.ExitStack()
+        self.watcher = Watcher(begun.folder / EVENTS_FILE, time.time_ns(), display)
+        self.led = False
+
+    def begin(self) -> None:
+        """Before the job's process runs."""
+        if not self._begun.succession.guest:
+            self._watch()
+        if not self._begun.succession.owner:
+            self._tell()
+
+    def on_event(self, event: dict[str, Any]) -> None:
+        """Take in what the job's process has done itself."""
+        if event["kind"] in ("coordinator_leads", "coordinator_follows"):
+            self._telling.close()
+        if event["kind"] == "coordinator_leads":
+            self._tell()
+            if not self.led:
+                self._take_over()
+        if self.led:
+            self.watcher.process_event(event)
+
+    def close(self) -> None:
+        """The sinks are told the rest, and what is still unread is shown."""
+        self._telling.close()
+        self._watching.close()
+
+    def _take_over(self) -> None:
+        begun = self._begun
+        with contextlib.suppress(ConfigError):  # the command that began the job may run still
+            self._held.enter_context(run_lock(begun.folder))
+        logs = ", and the logs of its workers are where it is" if begun.succession.copying_host else ""
+        self._display.note(f"{begun.name} leads the job in {begun.folder} from now on: the host that did is lost{logs}")
+        self._watch()
+
+    def _watch(self) -> None:
+        self.led = True
+        self.watcher.start()
+        self._watching.callback(self.watcher.stop)
+
+    def _tell(self) -> None:
+        self._telling.enter_context(sinks_beside(self._begun.folder, self._begun.config, self._display.note))
+
+
+def see_through(begun: Start, job: JobFile, view: UserView = UserView()) -> int:  # noqa: B008
+    """Run the job's process here until the job is over, or goes on elsewhere. begun: all but what `job` says.
+
+    The directory must be locked by the caller if the job begins here. Returns the command's exit code.
+    """
+    from everstep.runtime.job import Job, hearing_signals
+
+    config, strikes, begin_ns = job.config, strikes_of(parse(job.config.chaos)), time.time_ns()
+    begun = replace(begun, config=config, task=job.task, argv=job.argv, strikes=tuple(strikes))
+    run_dir, total = begun.folder, total_steps(config, job.dataset_size)
+    with contextlib.ExitStack() as held:
+        if begun.early is None:
+            early = held.enter_context(contextlib.closing(EarlyForkServer(config.threads, begun.preload)))
+            begun = replace(begun, early=early)
+        process = Job(begun)
+        held.enter_context(hearing_signals(process))
+        events = EventLog(run_dir / EVENTS_FILE)
+        held.callback(events.close, wait_s=1.0)
+        display = choose_display(run_dir, as_json=view.as_json, log_every=config.log_every, total_steps=total)
+        work = LeadersWork(begun, display, held)
+        for line in view.opening:
+            display.note(line)
+        if begun.succession.begins:
+            _say_the_start(events, job)
+        with contextlib.closing(work), contextlib.ExitStack() as pages:
+            work.begin()
+            page = pages.enter_context(dashboard_beside(run_dir, view.dashboard, view.public))
+            metrics = pages.enter_context(metrics_beside(run_dir, view.metrics, view.public))
+            for name, address in (("dashboard", page), ("metrics", metrics)):
+                if address:
+                    display.note(f"{name} {address}")
+            outcome = process.run(work.on_event)
+            pages.close()
+            if begun.succession.guest and (not work.led or outcome.exit_code > 128):
+                if outcome.exit_code > 1:
+                    complain(outcome.why.reason)
+                return outcome.exit_code if outcome.exit_code > 1 else 0
+            say_the_end(events, run_dir, begin_ns, outcome)
+        return end_of(process, job, events, work.watcher.facts, outcome, as_json=view.as_json)
+
+
+def _say_the_start(events: EventLog, job: JobFile) -> None:
+    words = shlex.join([job.task, *(["--", *job.argv] if job.argv else [])])
+    step, workers = job.resumes_at, job.config.workers
+    how = f"{words} with {workers} workers" + (f", from the checkpoint of step {step}" if step else "")
+    events.write("job_started", step=step, cause=Cause.STARTED, reason=how, workers=workers)

@@ -1,0 +1,24 @@
+"""What this host knows before it starts anything of a job: the one place where commands put that together."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from everstep.base.config import Config
+from everstep.base.domains import VARIABLE, found_domains
+from everstep.cli.worker import ENTRY, FILES, PRELOAD
+from everstep.runtime.lead.etcd_access import taken_secrets
+from everstep.runtime.start import Start
+
+DOMAIN_HELP = f"Parts that this host fails together with, e.g. rack=r1,nvlink=u7 (${VARIABLE}, and Slurm's switch)."
+
+
+def start_here(config: Config, domain: str | None = None, **known: Any) -> Start:
+    """domain: of `--domain`. known: the other fields of `Start`, as far as they are known.
+
+    The secrets for etcd leave this process's environment, so call it once. Raises: ConfigError if there is no such
+    domain.
+    """
+    domains = found_domains(domain, os.environ)
+    return Start(config, ENTRY, PRELOAD, FILES, domains=domains, secrets=taken_secrets(), **known)

@@ -1,0 +1,166 @@
+"""The steps of a job as its events tell of them: how far it is, its curves, its speed, what is done again. Pure."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from everstep.report.pace import Pace
+from everstep.report.series import POINTS, Series
+from everstep.report.told_facts import Strange
+from everstep.report.wall_time import Stretch
+from everstep.report.words import Event, known, number, one_line, whole_number
+
+# time_s, loss, loss_min, loss_max, lr, samples, workers
+_STEP_RULES = ("last", "mean", "min", "max", "last", "sum", "last")
+_MOST_METRICS = 16
+Again = tuple[int, int]
+"""From when to when steps were done first that are done again."""
+
+
+@dataclass
+class Course:
+    """`loss`: of the newest step, None if there is none or it is not finite; `strange`: steps that were not. `rates`:
+    samples, seconds, steps by number of workers. `redo_to`: up to this step steps are done again that had been done
+    before, 0 if none are; `began_again_ns`: since when. `clean`: nothing but a step follows upon the last one."""
+
+    step: int = 0
+    loss: float | None = None
+    strange: Strange | None = None
+    tokens_per_sample: float | None = None
+    steps: Series = field(default_factory=lambda: Series(_STEP_RULES, POINTS))
+    evaluations: dict[str, Series] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
+    metrics_step: int = 0
+    rates: dict[int, list[float]] = field(default_factory=dict)
+    pace: Pace = field(default_factory=Pace)
+    last_step_ns: int = 0
+    steps_lost: int = 0
+    redo_to: int = 0
+    began_again_ns: int | None = None
+    clean: bool = False
+
+    def begin(self, step: int, time_ns: int) -> Again:
+        """The job goes on from this step. Returns the steps that it does again."""
+        self.redo_to = self.step if 0 < step < self.step else 0  # from step 0 on all is told again
+        again = self._go_back(step, time_ns)
+        self.step, self.last_step_ns = max(self.step, step), 0
+        self._begin(time_ns)
+        self.strange = self.strange if self.step else None
+        return again
+
+    def _begin(self, time_ns: int) -> None:
+        self.clean, self.began_again_ns = False, time_ns
+        self.pace.begin()
+
+    def committed(self, event: Event, time_ns: int, members: int, settled: bool) -> Stretch | None:
+        """A step was committed by so many members. settled: the next one follows upon it. Returns how long it was
+        overdue, if it was."""
+        step = self.step = int(event["step"])
+        loss = _float(event.get("loss"))
+        self.loss = loss if loss is not None and math.isfinite(loss) else None
+        empty = self.loss is None and not whole_number(event.get("samples"))
+        self.finite(step, empty or (self.loss is not None and not event.get("nonfinite")))
+        rate = event.get("lr")
+        lr = _float(rate[0] if isinstance(rate, list) and rate else rate)
+        samples = whole_number(event.get("samples"))
+        tokens = number(event["tokens"]) if "tokens" in event else 0.0
+        self.tokens_per_sample = tokens / samples if tokens > 0 and samples > 0 else None
+        self.steps.add(step, (time_ns / 1e9, loss, loss, loss, lr, samples, members))
+        passed_s = (time_ns - self.last_step_ns) / 1e9 if self.last_step_ns else 0.0
+        clean = self.clean and passed_s > 0.0
+        if clean:
+            entry = self.rates.setdefault(members, [0.0, 0.0, 0.0])
+            entry[0] += samples
+            entry[1] += passed_s
+            entry[2] += 1
+        late = passed_s > 1.0 and not self.redo_to and self.pace.stands_still(passed_s)
+        stalled = self.standstill(time_ns) if late else None
+        self.pace.commit(time_ns, step, samples, clean)
+        self.clean, self.last_step_ns = settled, time_ns
+        self.redo_to = self.redo_to if step < self.redo_to else 0
+        return stalled
+
+    def standstill(self, until_ns: int) -> Stretch:
+        """From the moment at which the next step was due."""
+        due_ns = self.last_step_ns + round(1e9 * (self.pace.usual_s or 0.0))
+        return Stretch(min(until_ns, due_ns), until_ns, "stalled")
+
+    def finite(self, step: int, finite: bool) -> None:
+        """Whether loss and gradient of a step were."""
+        strange = self.strange
+        if finite and strange is not None:
+            self.strange = replace(strange, in_a_row=0)
+        elif not finite:
+            before = strange or Strange(0, step, 0, 0)
+            self.strange = Strange(before.count + 1, before.first, step, before.in_a_row + 1)
+
+    def fall_back(self, event: Event, time_ns: int) -> Again:
+        """Training may go back, as an event says. Returns the steps that are done again."""
+        back_to = known(event.get("step"))
+        if back_to is None or event.get("what") == "checkpoint":  # that one is not used, which tells no more
+            return 0, 0
+        if event.get("steps_redone") is None and back_to >= self.step:
+            return 0, 0
+        self.redo_to = max(self.redo_to, self.step, back_to + (known(event.get("steps_redone")) or 0))
+        self.steps_lost += max(0, self.step - back_to)
+        again = self._go_back(back_to, time_ns)
+        self._begin(time_ns)
+        return again
+
+    def _go_back(self, back_to: int, time_ns: int) -> Again:
+        """The steps after this one are done again, to the same bits: they are not told again, so their points stay."""
+        at, self.step = self.steps.at(back_to + 1), min(self.step, back_to)
+        if at is None:
+            return 0, 0
+        return int(self.steps.columns[0][max(0, at - 1)] * 1e9), min(time_ns, self.last_step_ns)
+
+    def evaluated(self, event: Event, time_ns: int) -> bool:
+        """Returns whether the event has metrics."""
+        metrics = event.get("metrics")
+        if not isinstance(metrics, dict):
+            return False
+        self.metrics = {one_line(k, 60): number(v) for k, v in list(metrics.items())[:_MOST_METRICS]}
+        self.metrics_step = whole_number(event.get("step"))
+        for name, value in self.metrics.items():
+            if len(self.evaluations) < _MOST_METRICS or name in self.evaluations:
+                series = self.evaluations.setdefault(name, Series(("last", "last")))
+                series.add(self.metrics_step, (time_ns / 1e9, value))
+        self.clean = False
+        return True
+
+    @property
+    def loss_text(self) -> str:
+        """Of the newest step; "nan" if it is not finite, "" if there is none."""
+        if self.loss is not None:
+            return f"{self.loss:.4f}"
+        return "nan" if self.strange is not None and self.strange.last == self.step else ""
+
+    def efficiency(self) -> list[dict[str, float]]:
+        """By number of workers, rising: samples per second, and that per worker relative to the fewest workers."""
+        found: list[dict[str, float]] = []
+        for workers, (samples, seconds, steps) in sorted(self.rates.items()):
+            if seconds > 0 and steps >= 2 and workers:
+                rate = samples / seconds
+                base = found[0]["samples_per_s"] / found[0]["workers"] if found else rate / workers
+                share = rate / workers / base if base else 0.0
+                found.append({"workers": workers, "samples_per_s": rate, "efficiency": share, "steps": steps})
+        return found
+
+    def samples_per_s(self, now_ns: int | None = None) -> float | None:
+        """Over the newest steps; now_ns: it falls while the next one is overdue."""
+        return self.pace.samples_per_s(now_ns)
+
+    def mean_samples_per_s(self) -> float | None:
+        """Over all steps that no change of generation and no evaluation fell into."""
+        spent = sum(seconds for _, seconds, _ in self.rates.values())
+        return sum(samples for samples, _, _ in self.rates.values()) / spent if spent > 0 else None
+
+    def eta_s(self, total_steps: int | None) -> float | None:
+        """Seconds to the last step at the speed of the newest steps; None if unknown, or there already."""
+        return self.pace.eta_s(self.step, total_steps)
+
+
+def _float(value: Any) -> float | None:
+    return value if type(value) is float else float(value) if isinstance(value, int | float) else None

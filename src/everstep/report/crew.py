@@ -1,0 +1,131 @@
+"""The workers of a job as its events tell of them: what each is and was, and who the members are. Pure."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from everstep.base.cause import Cause
+from everstep.report.seats import seats_of
+from everstep.report.told_facts import MOST_LISTED, Generation, Span, WorkerFact
+from everstep.report.words import Event, cause, known, one_line, whole_number, why_of
+
+MEMBERS = ("leader", "active", "standby")
+_MOST_SPANS = 8000
+_LEFT = (Cause.DRAINED, Cause.SCALED)
+_GONE = ("dead", "left")
+
+
+@dataclass
+class Crew:
+    """`generation`: the newest that was told of; `members`: how many have lanes; `wanted`: how many there are to be."""
+
+    workers: dict[int, WorkerFact] = field(default_factory=dict)
+    spans: deque[Span] = field(default_factory=lambda: deque(maxlen=_MOST_SPANS))
+    generations: deque[Generation] = field(default_factory=lambda: deque(maxlen=MOST_LISTED))
+    generation: int = 0
+    wanted: int = 0
+    members: int = 0
+    suspected: bool = False
+    _open: dict[int, Span] = field(default_factory=dict)
+    _seated: frozenset[int] = frozenset()
+
+    def not_running(self, since_ns: int) -> None:
+        """The job's process ended then, and is started again."""
+        self.end_spans(since_ns)
+        self.workers.clear()
+        self._seated = frozenset()
+
+    def started(self, event: Event) -> None:
+        """The job has begun, or goes on."""
+        self.wanted = whole_number(event.get("workers"))
+        self.suspected = False
+
+    def alive(self, time_ns: int) -> None:
+        """A step was committed, so every member lives."""
+        for worker in self.workers.values() if self.suspected else ():
+            if worker.state == "suspect":
+                self._be(worker, worker.role, time_ns)
+        self.suspected = False
+
+    def generation_started(self, event: Event, time_ns: int) -> int:
+        """A new generation: who takes part in it. Returns how many."""
+        seats, leaders = seats_of(event), event.get("leaders")
+        before, self._seated = self._seated, frozenset(seats)
+        leaders = leaders if isinstance(leaders, list) else [event.get("leader")]
+        asked = event if cause(event) in _LEFT else None
+        for i, worker in self.workers.items():
+            if i not in seats and worker.state not in _GONE:
+                why = asked if i in before else None
+                outside = "left" if why is not None else self._outside(len(seats))
+                worker.lanes, worker.stages, worker.role = (), (), outside
+                self._be(worker, outside, time_ns, why)
+        for i, held in seats.items():
+            worker = self.workers.setdefault(i, WorkerFact(i, since_ns=time_ns))
+            worker.stages = tuple(sorted({stage for stage, _, _ in held}))
+            worker.stage = worker.stages[0]
+            worker.lanes = tuple(sorted({lane for _, _, lanes in held for lane in lanes}))
+            worker.role = "leader" if i in leaders else "active" if worker.lanes else "standby"
+            self._be(worker, worker.role, time_ns)
+        self.members = sum(1 for w in self.workers.values() if w.role in MEMBERS and w.lanes)
+        self.wanted = whole_number(event.get("target")) or self.wanted
+        name, step = whole_number(event.get("generation")), whole_number(event.get("step"))
+        leading = tuple(i for i in leaders if isinstance(i, int))[:64]
+        self.generations.append(Generation(name, time_ns, step, *why_of(event), len(seats), leading))
+        return len(seats)
+
+    def joined(self, event: Event, time_ns: int) -> None:
+        """A life of a worker has said hello."""
+        i, incarnation = int(event["worker_id"]), whole_number(event.get("incarnation"))
+        before = self.workers.get(i)
+        if before is None or before.incarnation != incarnation or before.state in _GONE:
+            members = sum(w.role in MEMBERS and w.state not in _GONE for w in self.workers.values())
+            worker = WorkerFact(i, incarnation, role=self._outside(members))  # in no pool until it is given a seat
+            self.workers[i] = worker
+            self._be(worker, worker.role, time_ns)
+        worker, pids = self.workers[i], event.get("pids")
+        worker.pid = known(event.get("pid"))
+        listed = pids if isinstance(pids, list) else [worker.pid]
+        worker.pids = tuple(one for one in listed[:MOST_LISTED] if isinstance(one, int))
+        worker.host = one_line(event.get("host"), 80)
+
+    def suspect(self, event: Event, time_ns: int) -> None:
+        """A worker may be dead."""
+        worker = self.workers.get(int(event["worker_id"]))
+        if worker is not None and worker.state not in _GONE:
+            self._be(worker, "suspect", time_ns, event)
+            self.suspected = True
+
+    def evicted(self, event: Event, died_ns: int) -> int:
+        """A worker is dead. Returns which one."""
+        i = int(event["worker_id"])
+        worker = self.workers.setdefault(i, WorkerFact(i, whole_number(event.get("incarnation"))))
+        worker.lanes = ()
+        self._be(worker, "dead", died_ns, event)
+        return i
+
+    def end_spans(self, time_ns: int) -> None:
+        """What the workers are at the moment ends."""
+        for span in self._open.values():
+            span.end_ns = time_ns
+        self._open.clear()
+
+    def _outside(self, members: int) -> str:
+        """What a worker in no plan is doing: it is on its way in if somebody is missing."""
+        return "healing" if self.generation and (not self.wanted or members < self.wanted) else "spare"
+
+    def _be(self, worker: WorkerFact, state: str, time_ns: int, why: Event | None = None) -> None:
+        """From now on the worker is in this state; why: the event that says so, where there is something to say."""
+        worker.cause, worker.reason = (None, "") if why is None else why_of(why)
+        if worker.state == state and worker.worker_id in self._open:
+            return
+        worker.state, worker.since_ns = state, time_ns
+        last = self._open.pop(worker.worker_id, None)
+        if last is not None:
+            last.end_ns = max(last.begin_ns, time_ns)
+        span = Span(worker.worker_id, worker.incarnation, state, time_ns)
+        self.spans.append(span)
+        if state == "left":
+            span.end_ns = time_ns
+        else:
+            self._open[worker.worker_id] = span

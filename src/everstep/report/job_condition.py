@@ -1,0 +1,83 @@
+"""How a job is, as its events tell of it: its state, why, since when what goes on, and how it ended. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from everstep.base.cause import Cause
+from everstep.report.told_facts import Trouble
+from everstep.report.wall_time import Stretch, TimeAccount
+from everstep.report.words import Event, one_line, why_of
+
+
+@dataclass
+class JobCondition:
+    """`started_ns`, `waiting_ns`, `fault_ns`: since when the job starts up, waits for workers, or recovers; None if it
+    does not. `stopping`: why it is being ended. `account`: where its time went."""
+
+    state: str = "starting"
+    cause: Cause | None = None
+    reason: str = ""
+    exit_code: int | None = None
+    stopping: Trouble | None = None
+    started_ns: int | None = None
+    waiting_ns: int | None = None
+    fault_ns: int | None = None
+    ended_ns: int | None = None
+    account: TimeAccount = field(default_factory=TimeAccount)
+
+    def be(self, state: str, why: Event | None = None) -> None:
+        """From now on the job is in this state; why: the event that says so, where there is something to say."""
+        self.state = state
+        self.cause, self.reason = (None, "") if why is None else why_of(why)
+
+    def begin(self, time_ns: int) -> None:
+        """The job was started."""
+        self.be("starting")
+        self.exit_code = self.ended_ns = self.stopping = None
+        self.started_ns, self.waiting_ns, self.fault_ns = time_ns, None, None
+
+    def go_on(self, time_ns: int) -> None:
+        """A step was committed: nothing is waited for."""
+        self.end_of_start(time_ns)
+        self.end_of_waiting(time_ns)
+        self.fault_ns = None
+        self.be("running")
+
+    def end_of_start(self, time_ns: int) -> None:
+        """It has started up, if it was about to."""
+        if self.started_ns is not None:
+            self.account.paint(self.started_ns, time_ns, "start-up")
+            self.started_ns = None
+
+    def end_of_waiting(self, time_ns: int) -> None:
+        """It waits for workers no more, if it did."""
+        if self.waiting_ns is not None:
+            self.account.paint(self.waiting_ns, time_ns, "waiting for workers")
+            self.waiting_ns = None
+
+    def wait(self, event: Event, time_ns: int) -> None:
+        """It waits for workers."""
+        self.be("waiting", event)
+        self.waiting_ns = self.waiting_ns or time_ns
+
+    def stops(self, event: Event, time_ns: int) -> None:
+        """It is being ended: since it was asked for, with the newest word for it."""
+        since_ns = self.stopping.time_ns if self.stopping else time_ns
+        self.stopping = Trouble(since_ns, one_line(event.get("reason")))
+
+    def end(self, exit_code: int | None, time_ns: int) -> None:
+        """It is over, and nothing is under way any more."""
+        self.exit_code, self.ended_ns = exit_code, time_ns
+        self.stopping = self.started_ns = self.waiting_ns = self.fault_ns = None
+
+    def under_way(self, now_ns: int) -> list[Stretch]:
+        """What lasts at the moment and no event has ended yet."""
+        found = []
+        if self.started_ns is not None:
+            found.append(Stretch(self.started_ns, now_ns, "start-up"))
+        if self.waiting_ns is not None:
+            found.append(Stretch(self.waiting_ns, now_ns, "waiting for workers"))
+        elif self.fault_ns is not None and self.state == "recovering":
+            found.append(Stretch(self.fault_ns, now_ns, "recovery: other"))
+        return found

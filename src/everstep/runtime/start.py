@@ -1,0 +1,77 @@
+"""What is known of a job on this host before anything of it starts, the same for all commands that start some of it.
+
+`run`, `takeover` and `agent --standby` start a process that leads the job, or may have to; `agent`, and the hosts after
+the first that a launcher starts, an agent alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from everstep.base.config import Config
+from everstep.base.errors import InvariantViolation
+from everstep.base.strikes import Strike
+from everstep.runtime.host.fork_server import DEFAULT_PRELOAD
+from everstep.runtime.host.fork_server_client import EarlyForkServer
+from everstep.runtime.lead.succession import Succession
+from everstep.runtime.link.context import Joining
+
+
+@dataclass(frozen=True)
+class Start:
+    """config: the job's; before that is known, what this host says of itself. entry, preload, files, ranks: as
+    `Joining` has them. host, own: this host's name and its address, "": both are the config's address. room: for how
+    many workers there is room here, 0: for any number, None: this host has none. domains: in which this host is, by
+    label. run_dir: the job's directory as this host sees it, None if the job says. where: the job is there, as --join
+    says it, "" where this host begins it. task, argv: handed to the workers; an agent runs no other task than this.
+    token: the job's secret, b"": a new one, or that in the job's directory. secrets: of this host's user in etcd. port:
+    where the coordinator listens for other hosts, 0: anywhere, None: no other host may come. strikes: scripted faults
+    of hosts and links. succession: how this process leads the job. early: a fork server that may be running already;
+    the first agent takes it over.
+    """
+
+    config: Config
+    entry: str = ""
+    preload: tuple[str, ...] = DEFAULT_PRELOAD
+    files: str = ""
+    ranks: int = 1
+    host: str = ""
+    own: str = ""
+    room: int | None = 0
+    domains: Mapping[str, str] = field(default_factory=dict)
+    run_dir: Path | None = None
+    where: str = ""
+    task: str = ""
+    argv: tuple[str, ...] = ()
+    token: bytes = field(default=b"", repr=False)
+    secrets: Mapping[str, str] = field(default_factory=dict, repr=False)
+    port: int | None = None
+    strikes: tuple[Strike, ...] = ()
+    succession: Succession = field(default_factory=Succession)
+    early: EarlyForkServer | None = None
+
+    @property
+    def name(self) -> str:
+        """What the agent of this host is called."""
+        return self.host or self.config.network.address
+
+    @property
+    def address(self) -> str:
+        """Where this host is found by others."""
+        return self.own or self.config.network.address
+
+    @property
+    def folder(self) -> Path:
+        """The job's directory, where it is known. Raises: InvariantViolation if it is not."""
+        if self.run_dir is None:
+            raise InvariantViolation("expected a start with the job's directory, got one that has yet to be told")
+        return self.run_dir
+
+    def joining(self, address: str, **more: Any) -> Joining:
+        """What the agent of this host is told. address: as `Joining` has it; more: its other fields."""
+        own = {"entry": self.entry, "preload": list(self.preload), "files": self.files, "ranks": self.ranks}
+        own |= {"host": self.name, "own": self.address, "room": self.room or 0, "domains": dict(self.domains)}
+        return Joining(**{"address": address, **own, "tls": self.config.security.tls, **more})
