@@ -71,20 +71,16 @@ def gathered(data: bytes) -> Any:
 
 def offer() -> bytes:
     """What a donor says first."""
-    said = records.encode({0: Record(0, b"abc")})
+    said = {0: Record(0, b"abc")}
     part = Extents.part((("model", 4),), [("model", 1, 3)]).encoded()
-    header = {"position": [3, 0], "manifests": [], "gathers": [[3, 1]], "parts": {"0": part}}
-    return msgspec.msgpack.encode([json.dumps(header).encode(), said, said, b"loop", b""])
+    told = {"position": Key(3, 0), "records": said, "gathers": {Key(3, 1): said}, "application": b"loop"}
+    return msgspec.msgpack.encode(heal.OfferHead(**told, manifests=["{}"], parts={0: part}, changed=("name",)))
 
 
 def offered(data: bytes) -> Any:
     """What is made of it."""
-    try:
-        runs = msgspec.msgpack.decode(data, type=list[bytes])
-    except msgspec.MsgspecError:
-        return None
-    header = heal.receive_header(_Runs(runs))  # type: ignore[arg-type]
-    return heal.offered(header, {}), heal.place_in(header, [0, 1])
+    head = heal.receive_head(_Runs([data]))  # type: ignore[arg-type]
+    return head, head.place([0, 1])
 
 
 class _Runs:

@@ -40,7 +40,6 @@ from everstep.train.worker_link import WorkerLink
 log = logging.getLogger(__name__)
 
 _SERVE_TIMEOUT_S = 60.0
-_MOST_NAMES = 50
 _MOST_BYTES = 1 << 36
 _MOST_PARAMETERS = 1 << 20
 _OTHER_FORMS = (
@@ -123,23 +122,55 @@ def joint_manifest(told: Sequence[tuple[dict[str, Any], Extents]], own: Iterable
 # ---- the donor
 
 
-@dataclass(frozen=True)
-class Offer:
-    """Snapshots on offer, by stage: state and records at `position`, with the gathers of that step.
+class Told(msgspec.Struct, frozen=True, kw_only=True):
+    """What goes with a state at `position`: the records of that decision, and the gathers of that step.
 
-    application: what `LoopState.told` gives, where the snapshots may have a later state; empty if
-    the loop has none. parts: of snapshots that are not whole, what is there. untold: of steps up to there that may not
-    have been told. changed: names that the loop has changed, and that are not carried.
+    application: what `LoopState.told` gives, where snapshots may have a later state; empty if the loop has none.
+    untold: of steps up to there that may not have been told. changed: names that the loop has changed, and that are not
+    carried.
     """
 
     position: Key
-    records: Mapping[int, Record]
-    gathers: Mapping[Key, Mapping[int, Record]]
-    snapshots: Mapping[int, Readable]
+    records: Mapping[int, Record] = {}
+    gathers: Mapping[Key, Mapping[int, Record]] = {}
     application: bytes = b""
-    parts: Mapping[int, Extents] = field(default_factory=dict)
     untold: bytes = b""
     changed: tuple[str, ...] = ()
+
+
+class Offer(Told, frozen=True, kw_only=True):
+    """held: the snapshots on offer, by stage."""
+
+    held: Mapping[int, Held]
+
+
+class OfferHead(Told, frozen=True, kw_only=True):
+    """An offer on the wire, before any block. manifests: as JSON, of the stages that were asked for; none for somebody
+    that has them of another donor. parts: of the stages that are not whole, what is there."""
+
+    manifests: list[str] = []
+    parts: dict[int, Coded] = {}
+
+    def place(self, stages: Iterable[int]) -> tuple[Key, dict[int, Extents]]:
+        """Where a donor is, and what it has of these stages. Raises: ProtocolError if it says none of it."""
+        with _Sent("what a donor has"):
+            there = {k: Extents.decoded(self.parts[k]) if k in self.parts else WHOLE for k in stages}
+        return self.position, there
+
+
+class ReceivedOffer(Told, frozen=True, kw_only=True):
+    """An offer as it arrived, with the states by stage."""
+
+    states: Mapping[int, StageState]
+
+
+def offered(head: Told, states: Mapping[int, StageState]) -> ReceivedOffer:
+    """What a donor has told, with the states that came."""
+    return ReceivedOffer(**_told(head), states=states)
+
+
+def _told(offer: Told) -> dict[str, Any]:
+    return {name: getattr(offer, name) for name in Told.__struct_fields__}
 
 
 @dataclass(frozen=True)
@@ -220,7 +251,7 @@ class Donor:
         """At a step boundary: give everyone who asked a snapshot of now; they are fed from the next step on."""
         if self._giver.asked:
             offer = make()
-            self._tell(giver.StandsStill(frozenset(offer.snapshots)), offer)
+            self._tell(giver.StandsStill(frozenset(offer.held)), offer)
 
     def feed(
         self,
@@ -252,7 +283,7 @@ class Donor:
 
     def shelve(self, generation: int, offer: Offer) -> None:
         """While settling: members of this generation may fetch this."""
-        self._tell(giver.ShelfFilled(generation, frozenset(offer.snapshots)), offer)
+        self._tell(giver.ShelfFilled(generation, frozenset(offer.held)), offer)
 
     def unshelve(self) -> None:
         """A decision was taken since, or the generation has ended: whoever had to fetch the state has it."""
@@ -263,8 +294,8 @@ class Donor:
         with self._lock:
             offers = [asker.offer for asker in self._giver.giving] + [self._shelf]
         for offer in offers:
-            for snapshot in offer.snapshots.values() if offer is not None else ():
-                snapshot.wait()
+            for readable, _ in offer.held.values() if offer is not None else ():
+                readable.wait()
 
     # ---- handler threads
 
@@ -290,9 +321,9 @@ class Donor:
             offer = asker.given(_SERVE_TIMEOUT_S)
             if offer is None:
                 return
-            _send_header(connection, offer, stages, request["ranges"] == "first")
+            connection.send_bytes([msgspec.msgpack.encode(_head(offer, stages, request["ranges"] == "first"))])
             step = offer.position.step
-            serve_blocks(connection, offer.snapshots, offer.parts, lambda stage: self._doubt(stage, step))
+            serve_blocks(connection, offer.held, lambda stage: self._doubt(stage, step))
             self._tell(giver.AskerHasAll(asker))
             asker.took()
             if follows:
@@ -320,79 +351,49 @@ class Donor:
 # ---- states on the wire
 
 
-def serve_blocks(
-    connection: PeerConnection,
-    snapshots: Mapping[int, Readable],
-    parts: Mapping[int, Extents],
-    doubt: Callable[[int], None],
-) -> None:
+def serve_blocks(connection: PeerConnection, held: Mapping[int, Held], doubt: Callable[[int], None]) -> None:
     """Blocks of these stages as they are asked for, until the other side has enough or goes.
 
-    parts: of the stages that are not whole. doubt: called when blocks of a stage came damaged.
+    doubt: called when blocks of a stage came damaged.
 
     Raises: CollectiveAborted when the other side has gone.
     """
     while not (request := connection.recv_json()).get("enough"):
         stage = int(request["stage"])
-        snapshot = snapshots[stage]
-        there = parts.get(stage, WHOLE).spans((("", snapshot.n_blocks),))
+        readable, there = held[stage]
+        spans = there.spans((("", readable.n_blocks),))
         if request.get("damaged"):
             doubt(stage)
             continue
-        numbers = [n for lo, hi in request["blocks"] for n in range(max(lo, 0), min(hi, snapshot.n_blocks))]
+        numbers = [n for lo, hi in request["blocks"] for n in range(max(lo, 0), min(hi, readable.n_blocks))]
         for n in numbers:
-            held = any(lo <= n < hi for lo, hi in there)
-            connection.send_bytes([snapshot.read_block(n)] if held else [])
+            connection.send_bytes([readable.read_block(n)] if any(lo <= n < hi for lo, hi in spans) else [])
 
 
-def _send_header(connection: PeerConnection, offer: Offer, stages: Sequence[int], manifests: bool) -> None:
-    """All of it as runs of bytes, since a frame has a limit, and the loop's state and the records have none.
+def _head(offer: Offer, stages: Sequence[int], leads: bool) -> OfferHead:
+    """leads: else whoever takes only blocks has the manifests of another donor."""
+    said = _told(offer) if leads else {**_told(offer), "untold": b""}
+    manifests = [json.dumps(offer.held[k][0].manifest()) for k in stages] if leads else []
+    parts = {k: offer.held[k][1].encoded() for k in stages if not offer.held[k][1].whole}
+    return OfferHead(**said, manifests=manifests, parts=parts)
 
-    manifests: else whoever takes only blocks has them of another donor.
+
+def receive_head(connection: PeerConnection) -> OfferHead:
+    """What a donor tells before the blocks, in one run of bytes since a frame has a limit.
+
+    Raises: CollectiveAborted if it goes; ProtocolError for another form.
     """
-    said: dict[str, Any] = {
-        "position": list(offer.position),
-        "gathers": [list(key) for key in offer.gathers],
-        "manifests": [offer.snapshots[k].manifest() for k in stages] if manifests else [],
-    }
-    parts = {str(k): offer.parts[k].encoded() for k in stages if k in offer.parts}
-    said |= {"parts": parts} if parts else {}
-    said |= {"changed": list(offer.changed)} if offer.changed else {}
-    for run in (json.dumps(said).encode(), encode(offer.records), *map(encode, offer.gathers.values())):
-        connection.send_bytes([run])
-    connection.send_bytes([offer.application])
-    connection.send_bytes([offer.untold if manifests else b""])
-
-
-def receive_header(connection: PeerConnection) -> dict[str, Any]:
-    """What a donor tells before the blocks. Raises: CollectiveAborted if it goes; ProtocolError for another form."""
     with _Sent("what a donor offers"):
-        header = json.loads(connection.recv_bytes(_MOST_BYTES))
-        header["records"] = decode_records(bytes(connection.recv_bytes(_MOST_BYTES)))
-        header["gathers"] = {
-            Key(*map(int, key)): decode_records(bytes(connection.recv_bytes(_MOST_BYTES))) for key in header["gathers"]
-        }
-        header["application"], header["untold"] = (bytes(connection.recv_bytes(_MOST_BYTES)) for _ in range(2))
-        return dict(header)
+        return _heads.decode(connection.recv_bytes(_MOST_BYTES))
+
+
+_heads = msgspec.msgpack.Decoder(OfferHead)
 
 
 def send_blocks(connection: PeerConnection, snapshot: Readable | ModelState) -> None:
     """All blocks of a snapshot or a state, in order."""
     for index in range(snapshot.n_blocks):
         connection.send_bytes([snapshot.read_block(index)])
-
-
-@dataclass(frozen=True)
-class ReceivedOffer:
-    """An offer as it arrived; `states` by stage."""
-
-    position: Key
-    records: Mapping[int, Record]
-    gathers: Mapping[Key, Mapping[int, Record]]
-    states: Mapping[int, StageState]
-    application: bytes
-    untold: bytes
-    changed: tuple[str, ...] = ()
 
 
 def receive_blocks(
@@ -406,24 +407,6 @@ def receive_blocks(
         blocks.append(block)
         tick()
     return blocks
-
-
-def offered(header: Mapping[str, Any], states: Mapping[int, StageState]) -> ReceivedOffer:
-    """What a donor has told, with the states that came. Raises: ProtocolError if that is none of it."""
-    with _Sent("a donor's offer"):
-        step, seq = header["position"]
-        changed = tuple(msgspec.convert(header.get("changed", []), list[str])[:_MOST_NAMES])
-        told = (states, header["application"], header["untold"], changed)
-        return ReceivedOffer(Key(int(step), int(seq)), header["records"], header["gathers"], *told)
-
-
-def place_in(header: Mapping[str, Any], stages: Sequence[int]) -> tuple[Key, dict[int, Extents]]:
-    """Where a donor is, and what it has of these stages. Raises: ProtocolError if it says none of it."""
-    with _Sent("what a donor has"):
-        step, seq = header["position"]
-        parts = msgspec.convert(header.get("parts", {}), dict[str, Coded], strict=False)
-        there = {k: Extents.decoded(parts[str(k)]) if str(k) in parts else WHOLE for k in stages}
-        return Key(int(step), int(seq)), there
 
 
 class _Sent(contextlib.AbstractContextManager[None]):

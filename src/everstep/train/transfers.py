@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
+
+import msgspec
 
 from everstep.base.cause import Cause, Why
 from everstep.base.errors import CollectiveAborted, EverstepError, check
@@ -20,7 +22,7 @@ from everstep.protocol.driver.records import conclude
 from everstep.protocol.step_types import Key
 from everstep.train import heal
 from everstep.train.executor import Unusable
-from everstep.train.heal import Donor, Held, Layers, Offer, Readable, ReceivedOffer, StageState
+from everstep.train.heal import Donor, Held, Layers, Offer, ReceivedOffer, StageState
 from everstep.train.keeping import SnapshotKeeper
 from everstep.train.loop_state import LoopState
 from everstep.train.loop_survey import CHANGED, recorded
@@ -80,19 +82,17 @@ class Transfers:
     def shelve(self, effect: do.Shelve) -> None:
         """Members of this generation may have what is held at this position, live or kept."""
         position = effect.position
-        offer = Offer(position, effect.records, {}, {})
+        offer = Offer(position=position, records=effect.records, held={})
         if effect.live:
             offer = self._live(effect, (*effect.stages, *effect.parts))
-        layers: dict[int, list[Held]] = {k: [(s, effect.parts.get(k, WHOLE))] for k, s in offer.snapshots.items()}
+        layers: dict[int, list[Held]] = {k: [(s, effect.parts.get(k, WHOLE))] for k, (s, _) in offer.held.items()}
         for stage, kept in self._keeper.held(position.step).items():
             layers.setdefault(stage, []).append(kept)
-        snapshots: dict[int, Readable] = {}
+        held: dict[int, Held] = {}
         for stage, of in layers.items():
-            whole = [snapshot for snapshot, there in of if there.whole]
-            snapshots[stage] = whole[0] if whole else Layers(of)
-        united = {stage: union(there for _, there in of) for stage, of in layers.items()}
-        parts = {stage: there for stage, there in united.items() if not there.whole}
-        self._donor.shelve(effect.generation, replace(offer, snapshots=snapshots, parts=parts))
+            whole = [one for one in of if one[1].whole]
+            held[stage] = whole[0] if whole else (Layers(of), union(there for _, there in of))
+        self._donor.shelve(effect.generation, msgspec.structs.replace(offer, held=held))
 
     def offer_feeds(self, effect: do.OfferFeeds) -> None:
         """Whoever has asked to follow gets a snapshot of now."""
@@ -100,10 +100,15 @@ class Transfers:
 
     def _live(self, effect: do.Shelve | do.OfferFeeds, stages: Sequence[int]) -> Offer:
         """Of the state as it is, but for the loop's: whoever takes it enters the loop's body right after the update."""
-        position, snapshots = effect.position, {stage: self._snapshot(stage) for stage in stages}
-        loop, untold = self._loop.told(position.step), self._view.publisher.untold.packed()
+        position: Key = effect.position
         return Offer(
-            position, effect.records, dict(effect.gathers), snapshots, loop, untold=untold, changed=self._loop.changed()
+            position=position,
+            records=effect.records,
+            gathers=dict(effect.gathers),
+            held={stage: (self._snapshot(stage), WHOLE) for stage in stages},
+            application=self._loop.told(position.step),
+            untold=self._view.publisher.untold.packed(),
+            changed=self._loop.changed(),
         )
 
     def _snapshot(self, stage: int) -> Snapshot:

@@ -82,15 +82,15 @@ class Peer:
         return sum(connection.sent_bytes for connection, _ in self.conversations) // BLOCK_BYTES
 
     def shelve(self, shown: Shown, there: Extents = WHOLE) -> None:
-        parts = {} if there.whole else {0: there}
-        self.donor.shelve(3, Offer(AT, RECORDS, {AT: RECORDS}, {0: shown}, parts=parts))
+        self.donor.shelve(3, Offer(position=AT, records=RECORDS, gathers={AT: RECORDS}, held={0: (shown, there)}))
 
     def offer(
         self, shown: Shown, position: Key = AT, records: Mapping[int, Record] = RECORDS, loop: bytes = b""
     ) -> None:
         """To who has asked by now."""
         assert self.asked.wait(GENEROUS_S)
-        self.donor.offer(lambda: Offer(position, records, {}, {0: shown}, loop))
+        held = {0: (shown, WHOLE)}
+        self.donor.offer(lambda: Offer(position=position, records=records, held=held, application=loop))
 
     def die(self) -> None:
         self.server.abort_all()
