@@ -266,10 +266,12 @@ class Exact:
         require(step == at, "P1", f"{who} is told of step {step}, its state is that of {at}")
 
     def final(self, who: WorkerKey, step: int, states: Mapping[int, Blocks]) -> None:
-        """The leader of the first stage wrote its part of the result; other stages' states are checked like any
-        state."""
+        """The job's leader wrote the result, of all stages."""
         right = step == self.job.last or self.left.get(who) == step
         require(right, "P1", f"{who} finished at step {step} of {self.job.last}")
+        require(
+            states.keys() == set(range(self.job.stages)), "P1", f"{who} finished with stages {sorted(states)} alone"
+        )
         self.ended_at = step
         for stage, state in states.items():
             self.state(who, step, stage, state)

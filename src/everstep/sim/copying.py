@@ -107,7 +107,7 @@ class SimSaver:
     def __init__(self, life: Life) -> None:
         self.life = life
         life.install({Save: self._save, AbandonSave: nothing, do.Invalidate: self._invalidate})
-        life.install({do.SaveLast: self._save_last, do.Finish: self._finish})
+        life.install({do.SaveLast: self._save_last})
         life.install({do.Linger: lambda operation: life.soon(10 * MS, 2000 * MS, life.done, operation)})
 
     def _save(self, effect: Save) -> None:
@@ -167,15 +167,17 @@ class SimSaver:
         life.site.checks.exact.saved(operation.step, disk.parts[operation.step])
         life.done(operation, "disk")
 
-    def _finish(self, operation: do.Finish) -> None:
+    def at_end(self, operation: do.Finish) -> None:
+        """Leave a checkpoint of the last step."""
         if operation.save is not None and self.life.job.write_every:
             self._save(operation.save)
-        self.life.during(operation, self.life.world.between(0, 3 * MS), self._finished)
 
-    def _finished(self, operation: do.Finish) -> None:
+    def finish(self, operation: do.Finish, theirs: Mapping[int, Blocks]) -> None:
+        """The job's leader writes the result: of its own stages, and of those that it has copied."""
         life = self.life
         leads = operation.plan.leader(0) == life.me.worker_id
-        held = {k: life.state.stages[k] for k in life.driver.machine.stages}  # without lost and left ones
+        own = life.driver.machine.stages  # not what it has left, or lost in part
+        held = {k: life.state.stages[k] for k in own} | dict(theirs)
         agreed = {k: operation.digests.get(k, "") for k in held}
         if leads and any(said and said != format(digest(held[k]), "x") for k, said in agreed.items()):
             life.tainted(operation, "the state is not the one that all have agreed on", torn=True)

@@ -24,7 +24,6 @@ import torch
 
 from everstep.base.errors import CheckpointCorrupt, EverstepError, InvariantViolation, ProtocolError
 from everstep.base.extents import WHOLE, Coded, Extents
-from everstep.base.plan import Member
 from everstep.base.ports import Piece, Reduced
 from everstep.checkpoint.vault import Kept
 from everstep.exact.digest import bytes_of, digest_bytes
@@ -35,7 +34,6 @@ from everstep.protocol.driver.records import decode_records, encode
 from everstep.protocol.moving import giver
 from everstep.protocol.step_types import Key, Record
 from everstep.runtime.link.peer import PeerConnection
-from everstep.train.worker_link import WorkerLink
 
 log = logging.getLogger(__name__)
 
@@ -127,7 +125,7 @@ class Told(msgspec.Struct, frozen=True, kw_only=True):
 
     application: what `LoopState.told` gives, where snapshots may have a later state; empty if the loop has none.
     untold: of steps up to there that may not have been told. changed: names that the loop has changed, and that are not
-    carried.
+    carried. names: by stage, in which entry of the manifest each name of the model's state_dict is; of a split model.
     """
 
     position: Key
@@ -136,6 +134,7 @@ class Told(msgspec.Struct, frozen=True, kw_only=True):
     application: bytes = b""
     untold: bytes = b""
     changed: tuple[str, ...] = ()
+    names: Mapping[int, Mapping[str, str]] = {}
 
 
 class Offer(Told, frozen=True, kw_only=True):
@@ -563,20 +562,3 @@ def unpack_state(state: ModelState, data: bytes) -> bytes:
         return small.entry
     except _OTHER_FORMS as error:
         raise CheckpointCorrupt(f"expected a small state, got another form ({error!r:.200})") from error
-
-
-# ---- connections
-
-
-def connect_first(donors: Iterable[Member], link: WorkerLink, request: dict[str, Any]) -> PeerConnection:
-    """Connect to the first donor that answers.
-
-    Raises: CheckpointCorrupt if none does (nobody to copy from).
-    """
-    reasons = []
-    for donor in donors:
-        try:
-            return link.call_peer(donor.address, request)
-        except (EverstepError, OSError) as error:
-            reasons.append(f"{donor.key} at {donor.address}: {error}")
-    raise CheckpointCorrupt("no donor could be reached: " + "; ".join(reasons))

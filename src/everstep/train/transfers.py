@@ -22,6 +22,7 @@ from everstep.protocol.driver.records import conclude
 from everstep.protocol.step_types import Key
 from everstep.train import heal
 from everstep.train.executor import Unusable
+from everstep.train.final import names_of
 from everstep.train.heal import Donor, Held, Layers, Offer, ReceivedOffer, StageState
 from everstep.train.keeping import SnapshotKeeper
 from everstep.train.loop_state import LoopState
@@ -58,7 +59,8 @@ class Transfers:
     _offers: list[ReceivedOffer] = field(default_factory=list)
 
     @property
-    def _copier(self) -> Copier:
+    def copier(self) -> Copier:
+        """Gets state from others."""
         return Copier(self._view, self._own)
 
     def handlers(self) -> dict[type, Callable[[Any], Any]]:
@@ -100,15 +102,16 @@ class Transfers:
 
     def _live(self, effect: do.Shelve | do.OfferFeeds, stages: Sequence[int]) -> Offer:
         """Of the state as it is, but for the loop's: whoever takes it enters the loop's body right after the update."""
-        position: Key = effect.position
+        position, view = effect.position, self._view
         return Offer(
             position=position,
             records=effect.records,
             gathers=dict(effect.gathers),
             held={stage: (self._snapshot(stage), WHOLE) for stage in stages},
             application=self._loop.told(position.step),
-            untold=self._view.publisher.untold.packed(),
+            untold=view.publisher.untold.packed(),
             changed=self._loop.changed(),
+            names={k: names_of(view.stages[k].parts.model, view.stages[k].state) for k in stages if view.stages.split},
         )
 
     def _snapshot(self, stage: int) -> Snapshot:
@@ -124,7 +127,7 @@ class Transfers:
         """Raises: CollectiveAborted if the generation ends, or no donor gives the state."""
         view, position = self._view, operation.position
         view.phase("heal", position.step, operation.plan)
-        received = self._copier.settle(operation.plan, position, operation.sources, operation.pieces)
+        received = self.copier.settle(operation.plan, position, operation.sources, operation.pieces)
         self._updates.stand_still()
         if position != view.driver.position:
             self._updates.forget()
@@ -187,7 +190,7 @@ class Transfers:
         view, number, me = self._view, operation.step, self._view.me
         sources = operation.sources
         view.phase("heal", number, operation.plan)
-        received = self._copier.settle(operation.plan, operation.position, sources, operation.pieces)
+        received = self.copier.settle(operation.plan, operation.position, sources, operation.pieces)
         mine = [k for k, ids in sources.items() if ids and ids[0] == me and k not in operation.stands]
         own = {k: self._kept(k, number) for k in mine}
         records = operation.own or next((r.records for r in received if r.records), {})
@@ -246,9 +249,9 @@ class Transfers:
         stages = [stage for _, wanted in operation.groups for stage in wanted]
         view.stages.want(stages)
         view.stages.keep(stages)
-        self._copier.knock(donor for donors, _ in operation.groups for donor in donors)
+        self.copier.knock(donor for donors, _ in operation.groups for donor in donors)
         for donors, wanted in operation.groups:
-            self._feeds.append(FollowedDonor(self._copier.follow(operation.generation, donors, wanted)))
+            self._feeds.append(FollowedDonor(self.copier.follow(operation.generation, donors, wanted)))
         try:
             self._offers = [feed.taking.offer() for feed in self._feeds]
         except (EverstepError, OSError) as error:

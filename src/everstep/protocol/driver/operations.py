@@ -189,12 +189,15 @@ class Linger(Operation, frozen=True):
 
 class Finish(Operation, frozen=True):
     """All steps are done: leave a checkpoint, and where this worker is the job's leader write final/; answered with
-    whether that was written. save: as in `SaveLast`. digests: by stage, of the state that all hold."""
+    whether that was written. save: as in `SaveLast`. digests: by stage, of the state that all hold. position, sources:
+    as in `Fetch`, of the stages that the job's leader does not hold."""
 
     plan: Plan
     step: int
     save: Save | None
-    digests: Mapping[int, str] = {}
+    digests: Mapping[int, str]
+    position: Key
+    sources: Mapping[int, tuple[int, ...]] = {}
 
 
 class Opened(msgspec.Struct, frozen=True):
