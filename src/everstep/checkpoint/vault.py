@@ -1,19 +1,19 @@
 """The memory tier: snapshots of stages, own and for other pools, by (stage, step).
 
-What stays is decided by `protocol.moving.retention`; here are the blocks. Thread-safe.
+What stays is decided by `protocol.moving.memory_retention`; here are the blocks. Thread-safe.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from everstep.base.config_keys import MemoryTierConfig
-from everstep.base.errors import CheckpointCorrupt
-from everstep.base.extents import WHOLE, Extents
-from everstep.exact.digest import digest_bytes
-from everstep.exact.image import BLOCK_BYTES, entries_of, sizes_of
+from everstep.base.extents import Extents
+from everstep.exact.image import BLOCK_BYTES, Scatter
+from everstep.exact.state import ModelState
 from everstep.protocol.moving.memory_retention import Retention, SnapshotKey
 
 
@@ -34,36 +34,39 @@ class Kept(Protocol):
         """Its memory is given back; it is not read any more."""
 
 
-class MemoryCopy:
-    """A snapshot that came from a peer: its manifest and its blocks, all verified. there: those that match it."""
+@dataclass(frozen=True)
+class StageState:
+    """A stage's state as it came from others, each block checked then."""
 
-    def __init__(self, manifest: Mapping[str, Any], blocks: Iterable[bytes | bytearray | memoryview]) -> None:
-        """Raises: CheckpointCorrupt if the manifest does not match its digest, or no block does."""
-        entries_of(manifest)
-        self._manifest = dict(manifest)
-        self._blocks = [memoryview(block).cast("B") for block in blocks]
-        expected: Sequence[str] = manifest["blocks"]
-        pairs = zip(self._blocks, expected, strict=False)
-        right = [n for n, (b, digest) in enumerate(pairs) if len(b) == BLOCK_BYTES and digest_bytes(b) == digest]
-        self.there = WHOLE if len(right) == len(expected) else Extents.numbered(sizes_of(manifest), right)
-        if not self.there:
-            raise CheckpointCorrupt(f"none of the {len(expected)} blocks of the snapshot matches its digest")
+    made_of: dict[str, Any]
+    blocks: list[memoryview]
 
     @property
     def n_blocks(self) -> int:
-        return len(self._manifest["blocks"])
+        return len(self.made_of["blocks"])
 
     def wait(self, timeout_s: float | None = None) -> bool:
         return True
 
     def manifest(self) -> dict[str, Any]:
-        return self._manifest
+        return self.made_of
 
     def read_block(self, index: int) -> memoryview:
-        return self._blocks[index]
+        return self.blocks[index]
 
     def release(self) -> None:
-        self._blocks = []
+        self.blocks.clear()
+
+    def load_into(self, state: ModelState) -> None:
+        """Raises: CheckpointCorrupt if it does not fit."""
+        state.load_with(self.made_of, self._fill)
+
+    def _fill(self, scatter: Scatter) -> None:
+        for index, data in enumerate(self.blocks):
+            at = 0
+            for view in scatter.views(index):
+                view[:] = data[at : at + len(view)]
+                at += len(view)
 
 
 class Vault:
@@ -84,15 +87,15 @@ class Vault:
             released = self._taken(gone)
         return fits and _release(released)
 
-    def put(self, stage: int, step: int, snapshot: Kept, there: Extents = WHOLE, forgotten: int | None = None) -> bool:
+    def put(self, stage: int, step: int, snapshot: Kept, forgotten: int | None = None) -> bool:
         """As `Retention.put`: whether it fits. If not, it is released and nothing changes.
 
-        forgotten: `times_forgotten` when a peer began to hand it over. If that has grown since, the snapshot may be of
+        forgotten: `times_forgotten` when it began to come from others. If that has grown since, the snapshot may be of
         a step that is done again, and does not fit.
         """
         with self._lock:
             current = forgotten in (None, self.times_forgotten)
-            fits, gone = self._retention.put(stage, step, snapshot.n_blocks, there) if current else (False, [])
+            fits, gone = self._retention.put(stage, step, snapshot.n_blocks) if current else (False, [])
             released = self._taken(gone)
             if fits:
                 self._held[stage, step] = snapshot

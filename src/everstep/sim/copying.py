@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from everstep.base.cause import Cause, Why
@@ -17,10 +18,12 @@ from everstep.base.plan import Plan
 from everstep.protocol.driver import operations as do
 from everstep.protocol.driver.operations import AbandonSave, Save, SaveEnded
 from everstep.protocol.moving import giver
+from everstep.protocol.moving import taker as moving
 from everstep.protocol.moving.memory_retention import Retention, SnapshotKey
-from everstep.protocol.step_types import Record
+from everstep.protocol.moving.taker import TakeOrder
+from everstep.protocol.step_types import Key, Record
+from everstep.sim.block_taking import SimTaking
 from everstep.sim.life import Life, SimCopy, nothing
-from everstep.sim.mesh import Mesh
 from everstep.sim.model import NOTHING, PLANES, Blocks, SimGradient, digest, merged, present, without, wrong
 from everstep.sim.world import MS, SimConnection
 
@@ -31,13 +34,16 @@ NO_ROOM = Why(Cause.CONFIG, "there is no room")
 class Memory:
     """One worker's snapshots: states by stage and step, as far as `Retention` keeps them."""
 
-    def __init__(self, life: Life, mesh: Mesh) -> None:
+    def __init__(self, life: Life, donor: SimDonor) -> None:
+        """donor: gives the newest ones away."""
         self.life = life
-        self.mesh = mesh
+        self.donor = donor
         self.kept: dict[SnapshotKey, Blocks] = {}
+        self._wanted: dict[int, SimTaking] = {}  # others' that are on their way, by stage
+        self._failed = False
         self._retention = Retention(MemoryTierConfig(), _MOST_BLOCKS)
         life.install({do.Keep: self._keep, do.RetireKept: self._retire, do.ForgetKept: self._forget})
-        life.install({do.DropLanes: nothing, ("message", "snapshot"): self._take})
+        life.install({do.DropLanes: nothing})
 
     def lose(self, stage: int, number: int, lost: Extents) -> None:
         """Blocks of a snapshot are gone."""
@@ -46,7 +52,7 @@ class Memory:
         self._say()
 
     def _keep(self, effect: do.Keep) -> None:
-        """Keep the present state; some of it goes to other pools, and may get lost on the way."""
+        """Of the state as it is; and some of other pools, which has to be copied."""
         life, number = self.life, effect.step
         for stage, value in life.state.stages.items():
             fits, gone = self._retention.make_room(stage, len(value))
@@ -54,30 +60,40 @@ class Memory:
             if not fits or life.world.rng.random() < 0.05 or not self._put(stage, number, value):
                 life.handle(do.NotKept(number, NO_ROOM))
                 return
+        kept = {k: SimCopy(Key(number, 0), {}, {k: value}) for k, value in life.state.stages.items()}
+        self.donor.keeps(number, kept)
         self._say()
-        for stage, member in effect.to.items():
-            if stage in life.state.stages:
-                value = life.state.stages[stage]
-                self.mesh.send(member.worker_id, "snapshot", stage, number, value, effect.records)
-        if effect.to:
-            done = life.world.rng.random() < 0.9
-            life.soon(MS, 40 * MS, life.handle, do.HandedOver(number, done))
+        self._failed = False
+        for stage, members in effect.others.items():
+            keys, at_once = tuple(member.key for member in members), min(life.site.donors, len(members))
+            order = TakeOrder((stage,), keys, at_once, Key(number, 0))
+            asks, ended = ("kept", number, order.stages), partial(self._copied, number, stage)
+            self._wanted[stage] = SimTaking(life, order, partial(_said, asks), {}, ended)
+        for taking in list(self._wanted.values()):
+            taking.begin()
+
+    def _copied(self, number: int, stage: int, how: moving.TookAll | moving.TookNothing) -> None:
+        """Another pool's; or there is none."""
+        taking = self._wanted.pop(stage)
+        taking.close()
+        self._failed = self._failed or isinstance(how, moving.TookNothing)
+        if isinstance(how, moving.TookAll) and (stage, number) not in self._retention.whole:
+            self._put(stage, number, taking.states[stage])
+            self._say()
+        if not self._wanted:
+            self.life.handle(do.OthersKept(number, not self._failed))
 
     def _put(self, stage: int, number: int, value: Blocks) -> bool:
-        fits, gone = self._retention.put(stage, number, len(value), present(value))
+        fits, gone = self._retention.put(stage, number, len(value))
         self._let_go(gone)
         if fits:
             self.kept[stage, number] = value
+            self._retention.lose(stage, number, WHOLE - present(value))
         return fits
 
     def _let_go(self, gone: Iterable[SnapshotKey]) -> None:
         for key in gone:
             del self.kept[key]
-
-    def _take(self, stage: int, number: int, value: Blocks, records: do.Records) -> None:
-        """Keep a snapshot of another pool."""
-        if (stage, number) not in self._retention.whole and self._put(stage, number, value):
-            self._say({number: records})
 
     def _retire(self, effect: do.RetireKept) -> None:
         """Drop snapshots older than a complete one, except the newest proven one."""
@@ -85,13 +101,25 @@ class Memory:
         self._say()
 
     def _forget(self, effect: do.ForgetKept) -> None:
-        """Drop later snapshots, which are void."""
+        """Later ones count for nothing."""
+        self.donor.keeps_nothing()
+        wanted, self._wanted = self._wanted, {}
+        for taking in wanted.values():
+            taking.close()
         self._let_go(self._retention.forget(effect.after))
         self._say()
 
-    def _say(self, records: Mapping[int, do.Records] | None = None) -> None:
+    def uses(self, connection: SimConnection) -> bool:
+        """Whether something may still be sent or expected here."""
+        return any(taking.uses(connection) for taking in self._wanted.values())
+
+    def _say(self) -> None:
         retention = self._retention
-        self.life.handle(do.InMemory(tuple(retention.whole), records or {}, retention.parts))
+        self.life.handle(do.InMemory(tuple(retention.whole), retention.parts, self.donor.busy))
+
+
+def _said(asks: tuple[Any, ...], leads: bool) -> tuple[Any, ...]:
+    return asks
 
 
 _GRACE_NS = 500 * MS
@@ -215,11 +243,12 @@ class _Asker:
 class SimDonor:
     """Gives states away: to settling members from the shelf, to joiners at a step boundary and then step by step."""
 
-    def __init__(self, life: Life, memory: Memory) -> None:
+    def __init__(self, life: Life) -> None:
         self.life = life
-        self.memory = memory
+        self.memory = Memory(life, self)
         self.shelf: dict[int, SimCopy] | None = None  # by stage
         self.askers: list[_Asker] = []
+        self._kept: dict[int, SimCopy] = {}
         self._giver = giver.Giver()
         life.install({do.Shelve: self._shelve, do.Unshelve: self._unshelve, ("door", "donor"): self._accept})
         life.install({do.OfferFeeds: self._offer, do.CutFeeds: lambda effect: self._tell(giver.WentElsewhere())})
@@ -245,7 +274,10 @@ class SimDonor:
                 self.life.handle(do.FollowerAsked())
             case ("settle", generation, stages):
                 asker.asks(stages, generation)
-                self._tell(giver.AskerCame(asker, stages, generation))
+                self._tell(giver.AskerCame(asker, stages, ("settle", generation)))
+            case ("kept", number, stages):
+                asker.asks(stages, 0)
+                self._tell(giver.AskerCame(asker, stages, ("kept", number)))
             case ("blocks", stage, extents):
                 self.life.soon(0, 10 * MS if asker.generation else 3 * MS, self._blocks, asker, stage, extents)
             case _:
@@ -258,7 +290,7 @@ class SimDonor:
         for effect in self._giver.handle(event):
             match effect:
                 case giver.GiveState(asker, shelf):
-                    there = self.shelf if shelf and self.shelf is not None else given
+                    there = self._kept if shelf == "kept" else self.shelf if shelf and self.shelf else given
                     asker.gets({k: there[k] for k in asker.stages})
                     self.life.soon(0, 5 * MS if shelf else 0, self._head, asker)
                 case giver.FeedStep(asker, stages):
@@ -301,12 +333,26 @@ class SimDonor:
                 beside = copies[stage].states[stage] if stage in copies else NOTHING
                 copies[stage] = replace(copy, states={stage: merged(copy.states[stage], beside)})
         self.shelf = copies
-        self._tell(giver.ShelfFilled(effect.generation, frozenset(copies)))
+        self._tell(giver.ShelfFilled(("settle", effect.generation), frozenset(copies)))
 
     def _unshelve(self, effect: do.Unshelve) -> None:
         """Empty the shelf: nobody asks for it any more."""
         self.shelf = None
-        self._tell(giver.ShelfEmptied())
+        self._tell(giver.ShelfEmptied("settle"))
+
+    @property
+    def busy(self) -> bool:
+        """Whether somebody still copies a snapshot that is kept."""
+        return self._giver.busy
+
+    def keeps(self, number: int, copies: dict[int, SimCopy]) -> None:
+        """Others may have these snapshots of a step, by stage, to keep them too."""
+        self._kept = copies
+        self._tell(giver.ShelfFilled(("kept", number), frozenset(copies)))
+
+    def keeps_nothing(self) -> None:
+        """Nobody is to have a snapshot."""
+        self._tell(giver.ShelfEmptied("kept"))
 
     def _blocks(self, asker: _Asker, stage: int, extents: Extents) -> None:
         """Send further blocks. A shelf's state must not have changed meanwhile, or the copy would be torn."""

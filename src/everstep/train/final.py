@@ -134,7 +134,7 @@ class Finisher:
         found: dict[int, tuple[dict[str, Any], dict[str, Tensor]]] = {}
         for offer in self._copier.settle(operation.plan, operation.position, operation.sources, {}):
             for stage, state in offer.states.items():
-                found[stage] = state.manifest, _tensors(state.manifest, offer.names[stage], state.blocks)
+                found[stage] = state.manifest(), _tensors(state.manifest(), offer.names[stage], state.blocks)
         for stage in self._view.driver.machine.stages:
             replica = self._view.stages[stage]
             replica.lanes.settle_buffers()

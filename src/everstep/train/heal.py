@@ -25,9 +25,9 @@ import torch
 from everstep.base.errors import CheckpointCorrupt, EverstepError, InvariantViolation, ProtocolError
 from everstep.base.extents import WHOLE, Coded, Extents
 from everstep.base.ports import Piece, Reduced
-from everstep.checkpoint.vault import Kept
+from everstep.checkpoint.vault import Kept, StageState
 from everstep.exact.digest import bytes_of, digest_bytes
-from everstep.exact.image import Image, Scatter, sealed, sizes_of
+from everstep.exact.image import Image, sealed, sizes_of
 from everstep.exact.reduce import TiePlace
 from everstep.exact.state import ModelState
 from everstep.protocol.driver.records import decode_records, encode
@@ -79,25 +79,6 @@ Held = tuple[Readable, Extents]
 """A snapshot, and what is there of it."""
 
 
-@dataclass(frozen=True)
-class StageState:
-    """One stage's state as it arrived, each block checked then."""
-
-    manifest: dict[str, Any]
-    blocks: list[memoryview]
-
-    def load_into(self, state: ModelState) -> None:
-        """Raises: CheckpointCorrupt if it does not fit."""
-        state.load_with(self.manifest, self._fill)
-
-    def _fill(self, scatter: Scatter) -> None:
-        for index, data in enumerate(self.blocks):
-            at = 0
-            for view in scatter.views(index):
-                view[:] = data[at : at + len(view)]
-                at += len(view)
-
-
 def joint_manifest(told: Sequence[tuple[dict[str, Any], Extents]], own: Iterable[Held]) -> dict[str, Any]:
     """The manifest of a state that nobody has all of: each block's digest is of who has it.
 
@@ -120,7 +101,7 @@ def joint_manifest(told: Sequence[tuple[dict[str, Any], Extents]], own: Iterable
 # ---- the donor
 
 
-class Told(msgspec.Struct, frozen=True, kw_only=True):
+class OfferTold(msgspec.Struct, frozen=True, kw_only=True):
     """What goes with a state at `position`: the records of that decision, and the gathers of that step.
 
     application: what `LoopState.told` gives, where snapshots may have a later state; empty if the loop has none.
@@ -137,13 +118,13 @@ class Told(msgspec.Struct, frozen=True, kw_only=True):
     names: Mapping[int, Mapping[str, str]] = {}
 
 
-class Offer(Told, frozen=True, kw_only=True):
+class Offer(OfferTold, frozen=True, kw_only=True):
     """held: the snapshots on offer, by stage."""
 
     held: Mapping[int, Held]
 
 
-class OfferHead(Told, frozen=True, kw_only=True):
+class OfferHead(OfferTold, frozen=True, kw_only=True):
     """An offer on the wire, before any block. manifests: as JSON, of the stages that were asked for; none for somebody
     that has them of another donor. parts: of the stages that are not whole, what is there."""
 
@@ -157,19 +138,19 @@ class OfferHead(Told, frozen=True, kw_only=True):
         return self.position, there
 
 
-class ReceivedOffer(Told, frozen=True, kw_only=True):
+class ReceivedOffer(OfferTold, frozen=True, kw_only=True):
     """An offer as it arrived, with the states by stage."""
 
     states: Mapping[int, StageState]
 
 
-def offered(head: Told, states: Mapping[int, StageState]) -> ReceivedOffer:
+def offered(head: OfferTold, states: Mapping[int, StageState]) -> ReceivedOffer:
     """What a donor has told, with the states that came."""
     return ReceivedOffer(**_told(head), states=states)
 
 
-def _told(offer: Told) -> dict[str, Any]:
-    return {name: getattr(offer, name) for name in Told.__struct_fields__}
+def _told(offer: OfferTold) -> dict[str, Any]:
+    return {name: getattr(offer, name) for name in OfferTold.__struct_fields__}
 
 
 @dataclass(frozen=True)
@@ -226,19 +207,21 @@ class Donor:
         self._told_asked = asked
         self._lock = threading.Lock()
         self._giver = giver.Giver()
-        self._shelf: Offer | None = None
+        self._shelves: dict[giver.ShelfKind, Offer] = {}
         self._others = dict(others or {})
         self._doubt = doubt
 
     def _tell(self, event: giver.GiverEvent, offer: Offer | None = None, item: Any = None) -> None:
-        """offer: what goes on the shelf, or of the state as it is. item: the step that is decided."""
+        """offer: what goes on a shelf, or of the state as it is. item: the step that is decided."""
         with self._lock:
-            if isinstance(event, giver.ShelfFilled | giver.ShelfEmptied):
-                self._shelf = offer
+            if isinstance(event, giver.ShelfFilled) and offer is not None:
+                self._shelves[event.shelf[0]] = offer
+            elif isinstance(event, giver.ShelfEmptied):
+                self._shelves.pop(event.kind, None)
             for effect in self._giver.handle(event):
                 match effect:
                     case giver.GiveState(asker, shelf):
-                        asker.give(self._shelf if shelf else offer)
+                        asker.give(self._shelves.get(shelf) if shelf else offer)
                     case giver.FeedStep(asker, stages):
                         asker.items.put(item(stages))
                     case giver.EndAsker(asker):
@@ -280,18 +263,23 @@ class Donor:
         """The state jumps: who follows has to begin anew."""
         self._tell(giver.WentElsewhere())
 
-    def shelve(self, generation: int, offer: Offer) -> None:
-        """While settling: members of this generation may fetch this."""
-        self._tell(giver.ShelfFilled(generation, frozenset(offer.held)), offer)
+    def shelve(self, shelf: giver.ShelfName, offer: Offer) -> None:
+        """Members may fetch this."""
+        self._tell(giver.ShelfFilled(shelf, frozenset(offer.held)), offer)
 
-    def unshelve(self) -> None:
-        """A decision was taken since, or the generation has ended: whoever had to fetch the state has it."""
-        self._tell(giver.ShelfEmptied())
+    def unshelve(self, kind: giver.ShelfKind) -> None:
+        """Nobody has to fetch that any more."""
+        self._tell(giver.ShelfEmptied(kind))
+
+    @property
+    def busy(self) -> bool:
+        """Whether somebody still copies a snapshot that is kept."""
+        return self._giver.busy
 
     def busy_snapshot(self) -> None:
         """Wait until what is on offer has been copied; call before the state changes."""
         with self._lock:
-            offers = [asker.offer for asker in self._giver.giving] + [self._shelf]
+            offers = [*(asker.offer for asker in self._giver.giving), *self._shelves.values()]
         for offer in offers:
             for readable, _ in offer.held.values() if offer is not None else ():
                 readable.wait()
@@ -300,21 +288,23 @@ class Donor:
 
     def handle(self, connection: PeerConnection, request: dict[str, Any]) -> None:
         """One conversation, from request to end."""
-        kind = str(request.get("kind"))
+        kind = request.get("kind")
         if kind == "settle":
-            self._serve(connection, request, int(request["generation"]), follows=False)
+            self._serve(connection, request, (kind, int(request["generation"])), follows=False)
+        elif kind == "kept":
+            self._serve(connection, request, (kind, int(request["step"])), follows=False)
         elif kind == "heal":
             self._serve(connection, request, None, follows=request["ranges"] == "first")
         elif kind in self._others:
-            self._others[kind](connection, request)
+            self._others[str(kind)](connection, request)
 
     def _serve(
-        self, connection: PeerConnection, request: dict[str, Any], generation: int | None, *, follows: bool
+        self, connection: PeerConnection, request: dict[str, Any], shelf: giver.ShelfName | None, *, follows: bool
     ) -> None:
         """Manifests and records first, then the blocks that are asked for, then steps."""
         asker, stages = AskerTalk(), tuple(request["stages"])
-        self._tell(giver.AskerCame(asker, stages, generation, follows))
-        if generation is None:
+        self._tell(giver.AskerCame(asker, stages, shelf, follows))
+        if shelf is None:
             self._told_asked()
         try:
             offer = asker.given(_SERVE_TIMEOUT_S)
@@ -387,25 +377,6 @@ def receive_head(connection: PeerConnection) -> OfferHead:
 
 
 _heads = msgspec.msgpack.Decoder(OfferHead)
-
-
-def send_blocks(connection: PeerConnection, snapshot: Readable | ModelState) -> None:
-    """All blocks of a snapshot or a state, in order."""
-    for index in range(snapshot.n_blocks):
-        connection.send_bytes([snapshot.read_block(index)])
-
-
-def receive_blocks(
-    connection: PeerConnection, manifest: Mapping[str, Any], tick: Callable[[], None]
-) -> list[memoryview]:
-    """The blocks of a manifest, in memory."""
-    blocks = []
-    for _ in manifest["blocks"]:
-        block = memoryview(bytearray(int(manifest["block_bytes"])))
-        connection.recv_into(block)
-        blocks.append(block)
-        tick()
-    return blocks
 
 
 class _Sent(contextlib.AbstractContextManager[None]):

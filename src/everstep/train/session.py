@@ -87,9 +87,9 @@ class Session:
         loop = LoopState(stages)
         saver = PartSaver(view, whole, loop, executor.note)
         restorer, last = Restorer(view, saver.checkpointer), LastCheckpoint(view, saver)
-        keeper = SnapshotKeeper(view, executor.note)
-        others = {"keep": keeper.take, "part": saver.take_report}
-        donor = Donor(lambda: executor.note(do.FollowerAsked()), others, keeper.check)
+        others = {"part": saver.take_report}
+        donor = Donor(lambda: executor.note(do.FollowerAsked()), others, lambda *at: keeper.check(*at))
+        keeper = SnapshotKeeper(view, donor, executor.note)
         updates = Updates(view, donor, keeper, saver, loop)
         transfers = Transfers(view, updates, donor, keeper, restorer, loop)
         finisher = Finisher(view, transfers.copier)

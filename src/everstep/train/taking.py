@@ -20,8 +20,10 @@ from everstep.base.cause import Cause, Why
 from everstep.base.errors import CollectiveAborted, EverstepError
 from everstep.base.extents import NONE, WHOLE, Extents
 from everstep.base.plan import Member, Plan, WorkerKey
+from everstep.checkpoint.vault import StageState
 from everstep.exact.digest import digest_bytes
 from everstep.exact.image import BLOCK_BYTES, sizes_of
+from everstep.protocol.driver.driver import FOREVER
 from everstep.protocol.moving import taker as moving
 from everstep.protocol.moving.chunks import Chunk, share
 from everstep.protocol.moving.taker import TakeOrder, orders
@@ -29,7 +31,7 @@ from everstep.protocol.step_types import Key, Piecewise
 from everstep.runtime.link.peer import PeerConnection
 from everstep.train import heal
 from everstep.train.executor import Unusable
-from everstep.train.heal import Held, ReceivedOffer, StageState
+from everstep.train.heal import Held, ReceivedOffer
 from everstep.train.view import WorkerView
 
 log = logging.getLogger(__name__)
@@ -126,8 +128,10 @@ class Taking:
         members: Iterable[Member],
         request: Mapping[str, Any],
         own: Callable[[int], Sequence[Held]] = lambda stage: (),
+        tick: Callable[[], None] | None = None,
     ) -> None:
-        """own: what is here of a stage, as it is."""
+        """own: what is here of a stage, as it is. tick: called while `offer` waits; None: the training thread waits."""
+        self._tick = tick or view.tick
         self.view, self.generation, self.order = view, generation, order
         self._members = {member.key: member for member in members}
         self._request = {**request, "stages": list(order.stages)}
@@ -179,7 +183,7 @@ class Taking:
             connection.send_json({"stage": chunk.stage, "damaged": True})
         return moving.BlocksCame(source, chunk, Extents.numbered(of, damaged + empty))
 
-    # ---- training thread
+    # ---- the thread that waits for it
 
     def offer(self) -> ReceivedOffer:
         """What was offered, with all that is wanted of it, in memory.
@@ -205,7 +209,7 @@ class Taking:
 
     def _next(self) -> moving.TakerEffect:
         while True:
-            self.view.tick()
+            self._tick()
             try:
                 return self._news.get(timeout=_SLICE_S)
             except queue.Empty:
@@ -299,6 +303,16 @@ class Copier:
         at_once = self._several(stages, len(donors), MOST_FOLLOWED)
         order = TakeOrder(tuple(stages), tuple(member.key for member in donors), at_once, follows=True)
         return Taking(self._view, generation, order, donors, {"kind": "heal", "worker": str(self._view.link.me)})
+
+    def kept(self, step: int, stage: int, donors: Sequence[Member]) -> StageState:
+        """The snapshot of a step that others keep of a stage. In any thread, for as long as the job goes on.
+
+        Raises: BlocksDamaged; CollectiveAborted.
+        """
+        at_once = self._several((stage,), len(donors))
+        order = TakeOrder((stage,), tuple(member.key for member in donors), at_once, Key(step, 0))
+        request = {"kind": "kept", "step": step}
+        return Taking(self._view, FOREVER, order, donors, request, tick=lambda: None).offer().states[stage]
 
     def _several(self, stages: Sequence[int], sources: int, most: int = MOST_DONORS) -> int:
         size = max(0, self._view.stages.expected_bytes) * len(stages)

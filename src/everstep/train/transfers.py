@@ -16,6 +16,7 @@ from everstep.base.cause import Cause, Why
 from everstep.base.errors import CollectiveAborted, EverstepError, check
 from everstep.base.extents import WHOLE, union
 from everstep.checkpoint.manifest import Manifest
+from everstep.checkpoint.vault import StageState
 from everstep.exact.snapshot import Snapshot
 from everstep.protocol.driver import operations as do
 from everstep.protocol.driver.records import conclude
@@ -23,7 +24,7 @@ from everstep.protocol.step_types import Key
 from everstep.train import heal
 from everstep.train.executor import Unusable
 from everstep.train.final import names_of
-from everstep.train.heal import Donor, Held, Layers, Offer, ReceivedOffer, StageState
+from everstep.train.heal import Donor, Held, Layers, Offer, ReceivedOffer
 from everstep.train.keeping import SnapshotKeeper
 from everstep.train.loop_state import LoopState
 from everstep.train.loop_survey import CHANGED, recorded
@@ -73,7 +74,7 @@ class Transfers:
             do.Adopt: self.adopt,
             do.Replay: self.replay,
             do.Shelve: self.shelve,
-            do.Unshelve: lambda effect: self._donor.unshelve(),
+            do.Unshelve: lambda effect: self._donor.unshelve("settle"),
             do.OfferFeeds: self.offer_feeds,
             do.CutFeeds: lambda effect: self._donor.cut(),
             do.CloseFeeds: self.close_feeds,
@@ -94,7 +95,7 @@ class Transfers:
         for stage, of in layers.items():
             whole = [one for one in of if one[1].whole]
             held[stage] = whole[0] if whole else (Layers(of), union(there for _, there in of))
-        self._donor.shelve(effect.generation, msgspec.structs.replace(offer, held=held))
+        self._donor.shelve(("settle", effect.generation), msgspec.structs.replace(offer, held=held))
 
     def offer_feeds(self, effect: do.OfferFeeds) -> None:
         """Whoever has asked to follow gets a snapshot of now."""

@@ -8,7 +8,7 @@ from checkpoint_saving import advance, make_state
 from everstep.base.config_keys import MemoryTierConfig
 from everstep.base.errors import CheckpointCorrupt
 from everstep.base.extents import WHOLE, Extents
-from everstep.checkpoint.vault import MemoryCopy, Vault
+from everstep.checkpoint.vault import StageState, Vault
 from everstep.exact.image import sizes_of
 from everstep.exact.snapshot import Snapshot
 from everstep.exact.state import ModelState
@@ -75,44 +75,35 @@ def test_the_rule_keeps_further_complete_ones_while_there_is_room() -> None:
     assert vault.kept() == ((0, 40), (0, 50), (1, 41))
 
 
-def test_a_peer_gets_a_verified_copy() -> None:
+def test_a_copy_from_a_peer_is_kept_like_a_snapshot() -> None:
     state, vault = make_state(1), Vault(MemoryTierConfig())
     assert vault.put(0, 5, snapshot(state))
     expected = state.manifest()
     served = vault.get(0, 5)
     assert served is not None and vault.get(0, 4) is None
     advance(state, 2)  # the copy is not concerned
-    manifest = served.manifest()
-    copy = MemoryCopy(manifest, [bytes(served.read_block(k)) for k in range(served.n_blocks)])
-    other = make_state(7)
-    other.load(copy.manifest(), copy.read_block)
-    assert other.manifest() == expected
+    copy = StageState(served.manifest(), [memoryview(bytes(served.read_block(k))) for k in range(served.n_blocks)])
     held = Vault(MemoryTierConfig())
     assert held.put(0, 5, copy) and held.kept() == ((0, 5),)
-    bad = [bytes(copy.read_block(k)) for k in range(copy.n_blocks)]
-    bad[2] = bad[2][:-1] + bytes([bad[2][-1] ^ 1])
-    part = MemoryCopy(manifest, bad)
-    of = sizes_of(manifest)
-    assert Extents.numbered(of, [2]) == WHOLE - part.there and part.n_blocks == copy.n_blocks
-    assert MemoryCopy(manifest, bad[:1]).there == Extents.numbered(of, [0])
-    with pytest.raises(CheckpointCorrupt, match="none of the"):
-        MemoryCopy(manifest, [bad[2]])
-    with pytest.raises(CheckpointCorrupt, match="does not match its digest"):
-        MemoryCopy({**manifest, "blocks": manifest["blocks"][1:]}, bad)
+    found, other = held.get(0, 5), make_state(7)
+    assert found is not None
+    other.load(found.manifest(), found.read_block)
+    assert other.manifest() == expected
+    copy.load_into(other)
+    assert other.manifest() == expected
 
 
-def test_a_copy_that_has_lost_blocks_is_a_part() -> None:
+def test_a_snapshot_that_has_lost_blocks_is_a_part() -> None:
     state, vault = make_state(1), Vault(MemoryTierConfig())
     made = snapshot(state)
     of = sizes_of(made.manifest())
-    blocks = [bytes(made.read_block(k)) for k in range(made.n_blocks)]
-    blocks[1] = bytes(len(blocks[1]))
-    came = MemoryCopy(made.manifest(), blocks)
-    assert vault.put(0, 5, came, came.there)
+    assert vault.put(0, 5, made)
+    vault.lose(0, 5, Extents.numbered(of, [1]))
     left = WHOLE - Extents.numbered(of, [1])
     assert vault.kept() == () and vault.get(0, 5) is None
-    assert vault.parts() == {(0, 5): left} and vault.part(0, 5) == (came, left)
-    assert vault.put(0, 6, made) and vault.part(0, 6) is None
+    assert vault.parts() == {(0, 5): left} and vault.part(0, 5) == (made, left)
+    newer = snapshot(state)
+    assert vault.put(0, 6, newer) and vault.part(0, 6) is None
     vault.lose(0, 6, Extents.numbered(of, [0, 2]))
     assert vault.kept() == () and vault.parts()[0, 6] == WHOLE - Extents.numbered(of, [0, 2])
     vault.lose(0, 6, WHOLE)
@@ -120,3 +111,12 @@ def test_a_copy_that_has_lost_blocks_is_a_part() -> None:
     vault.forget(5)
     assert vault.parts() == {(0, 5): left}
     assert vault.put(0, 6, snapshot(state)) and vault.kept() == ((0, 6),), "what was lost is of the one before"
+
+
+def test_who_still_reads_what_has_gone_is_told_so() -> None:
+    state, vault = make_state(1), Vault(MemoryTierConfig())
+    made = snapshot(state)
+    assert vault.put(0, 5, made)
+    vault.clear()
+    with pytest.raises(CheckpointCorrupt, match="released"):
+        made.read_block(0)

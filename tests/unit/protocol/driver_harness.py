@@ -113,8 +113,12 @@ class Worker:
 
     def keeps(self, snapshots):
         """These snapshots, (stage, step), are in memory here, with the records of their steps."""
-        records = {number: {0: Record(0, b"kept")} for _, number in snapshots}
-        return self.on(do.InMemory(snapshots=snapshots, records=records))
+        self.knows(*(number for _, number in snapshots))
+        return self.on(do.InMemory(snapshots=snapshots))
+
+    def knows(self, *steps: int) -> None:
+        """It has taken snapshots of these steps."""
+        self.driver._keeper._records |= {number: {0: Record(0, b"kept")} for number in steps}
 
     def on(self, event: object) -> list[Any]:
         self.now += MS

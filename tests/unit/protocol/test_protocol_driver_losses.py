@@ -15,7 +15,7 @@ from everstep.protocol import messages as wire
 from everstep.protocol.driver import operations as do
 from everstep.protocol.driver.records import decode_holding, encode_holding
 from everstep.protocol.step_phases import Phase
-from everstep.protocol.step_types import BlocksLost, Discard, Holding, Key, Pieces, Record
+from everstep.protocol.step_types import BlocksLost, Discard, Holding, Key, Pieces
 
 OF = (("model", 2), ("exp_avg", 2))
 MODEL = Extents.part(OF, [BlockRun("model", 0, 2)])
@@ -115,7 +115,8 @@ def test_members_with_half_of_the_planes_each_serve_each_other() -> None:
 def test_snapshots_in_part_are_stated_once_their_step_has_been_released() -> None:
     w = member_worker()
     w.step(1)
-    w.on(do.InMemory(snapshots=(), records={1: {0: Record(0, b"kept")}}, parts={(0, 1): MODEL}))
+    w.knows(1)
+    w.on(do.InMemory(snapshots=(), parts={(0, 1): MODEL}))
     w.ask(do.StepAsked(2))
     w.hear(plan(2, (0, 1)))
     w.abort()
@@ -139,7 +140,8 @@ def test_going_back_to_parts_in_memory() -> None:
     w = member_worker()
     for number in (1, 2, 3):
         w.step(number)
-    w.on(do.InMemory(snapshots=(), records={2: {0: Record(0, b"kept")}}, parts={(0, 2): MODEL}))
+    w.knows(2)
+    w.on(do.InMemory(snapshots=(), parts={(0, 2): MODEL}))
     w.on(BlocksLost(0, WHOLE))
     w.ask(do.StepAsked(4))
     regroup(w, plan(2, (0, 1)), w1=replace(at(0), stages=(), kept_parts={(0, 2): OPTIMIZER}))

@@ -13,6 +13,7 @@ import torch
 from everstep.base.errors import ProtocolError
 from everstep.base.extents import WHOLE
 from everstep.base.ports import Piece, Reduced
+from everstep.checkpoint.vault import StageState
 from everstep.exact.reduce import TiePlace
 from everstep.protocol.driver.records import encode
 from everstep.protocol.moving.giver import MAX_BACKLOG
@@ -23,7 +24,6 @@ from everstep.train.heal import (
     Offer,
     ReceivedOffer,
     StageGradient,
-    StageState,
     next_item,
     offered,
     receive_head,
@@ -257,18 +257,18 @@ def test_an_update_waits_for_the_copy_of_one_that_is_let_go_too() -> None:
 
 def test_an_update_waits_for_what_is_on_the_shelf_and_not_for_what_was() -> None:
     donor, snapshot = Donor(), Snapshot()
-    donor.shelve(2, Offer(position=Key(3, 0), held={0: (snapshot, WHOLE)}))
-    donor.unshelve()
+    donor.shelve(("settle", 2), Offer(position=Key(3, 0), held={0: (snapshot, WHOLE)}))
+    donor.unshelve("settle")
     donor.busy_snapshot()
     assert not snapshot.waited
-    donor.shelve(3, Offer(position=Key(3, 0), held={0: (snapshot, WHOLE)}))
+    donor.shelve(("settle", 3), Offer(position=Key(3, 0), held={0: (snapshot, WHOLE)}))
     donor.busy_snapshot()
     assert snapshot.waited
 
 
 def test_who_settles_is_given_what_is_shelved_for_its_generation() -> None:
     donor, pipe = Donor(), Pipe()
-    donor.shelve(3, Offer(position=Key(3, 0), records=RECORDS, held={0: (Snapshot(), WHOLE)}))
+    donor.shelve(("settle", 3), Offer(position=Key(3, 0), records=RECORDS, held={0: (Snapshot(), WHOLE)}))
     pipe.open.set()
     request = {"kind": "settle", "generation": 3, "ranges": "first"}
     pipe.joiner.send_json({"enough": True})

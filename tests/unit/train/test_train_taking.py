@@ -82,7 +82,9 @@ class Peer:
         return sum(connection.sent_bytes for connection, _ in self.conversations) // BLOCK_BYTES
 
     def shelve(self, shown: Shown, there: Extents = WHOLE) -> None:
-        self.donor.shelve(3, Offer(position=AT, records=RECORDS, gathers={AT: RECORDS}, held={0: (shown, there)}))
+        self.donor.shelve(
+            ("settle", 3), Offer(position=AT, records=RECORDS, gathers={AT: RECORDS}, held={0: (shown, there)})
+        )
 
     def offer(
         self, shown: Shown, position: Key = AT, records: Mapping[int, Record] = RECORDS, loop: bytes = b""

@@ -19,7 +19,7 @@ from everstep.protocol.driver.saver import Saver
 from everstep.protocol.settling import Sources
 from everstep.protocol.step_machine import StepMachine
 from everstep.protocol.step_phases import Phase
-from everstep.protocol.step_types import Key, Record, ServeState
+from everstep.protocol.step_types import Key, Record
 
 _UNSETTLED = frozenset({Phase.WAITING, Phase.SETTLING, Phase.FETCHING, Phase.UPDATING, Phase.LEFT, Phase.LACKING})
 
@@ -35,9 +35,9 @@ class Application:
         gathers: Gathers,
         saver: Saver,
         rewindable: bool,
-        serve: Callable[[ServeState], None],
+        bring_together: Callable[[], Sources],
     ) -> None:
-        """serve: has others get what is held here."""
+        """bring_together: as `Settler` does."""
         self.ask: do.Ask | None = None
         self.asked = 0
         self.ended: wire.JobEnded | None = None
@@ -46,7 +46,7 @@ class Application:
         self._gathers = gathers
         self._saver = saver
         self._rewindable = rewindable
-        self._serve = serve
+        self._bring_together = bring_together
         self._gather = Key(0, 0)
         self._finished = 0
         self._jumped = False
@@ -189,16 +189,6 @@ class Application:
             digests = {one.stage: one.digest for states in said for one in states}
             at = machine.step, save, digests, machine.position
             self._out.start(do.Finish, machine.generation, machine.plan, *at, self._bring_together())
-
-    def _bring_together(self) -> Sources:
-        """From whom the job's leader gets the stages that it does not hold; the others have theirs ready for it."""
-        machine, plan, me = self._machine, self._machine.current_plan(), self._machine.me.worker_id
-        if plan.leader(0) == me:
-            others = (k for k in range(plan.stages) if k not in machine.stages)
-            return {k: tuple(seat.worker_id for seat in plan.pool(k) if seat.worker_id != me) for k in others}
-        if plan.stages > 1:
-            self._serve(ServeState(machine.generation, machine.position, (plan.leader(0),)))
-        return {}
 
     def _answer(self) -> do.Answer | None:
         """What the ask has come to, if it has."""

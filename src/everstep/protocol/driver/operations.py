@@ -314,15 +314,14 @@ class Invalidate(AtOnce, frozen=True):
 
 
 class Keep(AtOnce, frozen=True):
-    """Take a snapshot in memory of all stages held, as they are now, of this step; hand some to members of other pools.
-    `HandedOver` or `NotKept` says what came of it, `InMemory` what there is then.
+    """Take a snapshot in memory of all stages held, as they are now, of this step, and copy some of other pools beside
+    it. `OthersKept` or `NotKept` says what came of it, `InMemory` what there is then.
 
-    to: by stage, who is to keep it too.
+    others: by stage, who has them, the one to ask first in front.
     """
 
     step: int
-    records: Mapping[int, Record]
-    to: Mapping[int, Member]
+    others: Mapping[int, tuple[Member, ...]]
 
 
 class RetireKept(AtOnce, frozen=True):
@@ -493,16 +492,16 @@ class FollowerAsked(DriverEvent, frozen=True):
 
 
 class InMemory(DriverEvent, frozen=True):
-    """What is kept in memory here: (stage, step), ascending. records: of steps that others have handed over. parts: of
-    snapshots that are not whole, the blocks that are there."""
+    """What is kept in memory here: (stage, step), ascending. parts: of snapshots that are not whole, the blocks that
+    are there. busy: the newest one is being copied by members of other pools."""
 
     snapshots: tuple[tuple[int, int], ...]
-    records: Mapping[int, Mapping[int, Record]] = {}
     parts: Mapping[tuple[int, int], Extents] = {}
+    busy: bool = False
 
 
-class HandedOver(DriverEvent, frozen=True):
-    """Other pools have got what they are to keep of a step; or not, since somebody is gone."""
+class OthersKept(DriverEvent, frozen=True):
+    """What is to be kept here of other pools is there, of a step; or it is not to be had, since somebody is gone."""
 
     step: int
     done: bool
