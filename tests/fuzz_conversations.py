@@ -21,7 +21,7 @@ import torch
 
 from checkpoint_saving import make_state
 from everstep.base.errors import CollectiveAborted, EverstepError, InvariantViolation
-from everstep.base.extents import Extents
+from everstep.base.extents import WHOLE, Extents
 from everstep.checkpoint.object_store import ObjectOptions
 from everstep.checkpoint.stores.s3 import open_s3
 from everstep.dashboard.app import make_app
@@ -46,7 +46,7 @@ _NUMEL = 6
 def holding() -> bytes:
     """What one states."""
     part = Extents.part((("model", 4), ("exp_avg", 4)), [("model", 1, 3)])
-    given = {"snapshots": ((0, 2),), "parts": {1: part}, "kept_parts": {(1, 2): part}, "first": {0: "ab"}}
+    given = {"stages": {0: WHOLE, 1: part}, "snapshots": {(0, 2): WHOLE, (1, 2): part}, "first": {0: "ab"}}
     return records.encode_holding(Holding(Key(3, 1), {0: Record(0, b"x")}, 4, **given))
 
 
@@ -74,7 +74,7 @@ def offer() -> bytes:
     said = {0: Record(0, b"abc")}
     part = Extents.part((("model", 4),), [("model", 1, 3)]).encoded()
     told = {"position": Key(3, 0), "records": said, "gathers": {Key(3, 1): said}, "application": b"loop"}
-    return msgspec.msgpack.encode(heal.OfferHead(**told, manifests=["{}"], parts={0: part}, changed=("name",)))
+    return msgspec.msgpack.encode(heal.OfferHead(**told, manifests=["{}"], there={0: part, 1: None}, changed=("name",)))
 
 
 def offered(data: bytes) -> Any:

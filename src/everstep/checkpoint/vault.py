@@ -101,33 +101,23 @@ class Vault:
                 self._held[stage, step] = snapshot
         return _release(released if fits else [snapshot]) and fits
 
-    def get(self, stage: int, step: int) -> Kept | None:
-        """A snapshot that is whole, None if there is none."""
-        with self._lock:
-            found = self._held.get((stage, step)) if (stage, step) in self._retention.whole else None
-        return found if found is not None and _whole(found) else None
+    def there(self) -> dict[SnapshotKey, Extents]:
+        """What is there of every snapshot that has been copied, by (stage, step), ascending."""
+        return {key: there for key, (_, there) in self._found().items()}
 
-    def part(self, stage: int, step: int) -> tuple[Kept, Extents] | None:
-        """A snapshot that is not whole, and what is there of it; None if there is none."""
-        with self._lock:
-            there = self._retention.parts.get((stage, step))
-            return (self._held[stage, step], there) if there else None
+    def held(self, step: int) -> dict[int, tuple[Kept, Extents]]:
+        """The snapshots of a step, by stage, and what is there of them."""
+        return {stage: found for (stage, at), found in self._found().items() if at == step}
 
-    def parts(self) -> dict[SnapshotKey, Extents]:
-        """Of every snapshot that is not whole, by (stage, step), what is there."""
+    def _found(self) -> dict[SnapshotKey, tuple[Kept, Extents]]:
         with self._lock:
-            return self._retention.parts
+            found = {key: (self._held[key], there) for key, there in self._retention.there.items()}
+        return {key: one for key, one in found.items() if _copied(one[0])}
 
     def lose(self, stage: int, step: int, lost: Extents) -> None:
         """Blocks of a snapshot are not what they were."""
         with self._lock:
             self._retention.lose(stage, step, lost)
-
-    def kept(self) -> tuple[SnapshotKey, ...]:
-        """(stage, step) of every snapshot that is whole, ascending."""
-        with self._lock:
-            held = [(key, self._held[key]) for key in self._retention.whole]
-        return tuple(key for key, snapshot in held if _whole(snapshot))
 
     def retire(self, complete_step: int, proven: int = 0) -> None:
         """As `Retention.retire`."""
@@ -157,7 +147,7 @@ def _release(snapshots: Iterable[Kept]) -> bool:
     return True
 
 
-def _whole(snapshot: Kept) -> bool:
+def _copied(snapshot: Kept) -> bool:
     try:
         return snapshot.wait(0.0)
     except Exception:  # its thread failed: it is no snapshot

@@ -216,7 +216,7 @@ def _distance(top: Key, holding: Holding, known: bool) -> int | None:
 
 def _held_at(top: Key, holding: Holding) -> dict[int, Extents]:
     """What a member has at the top, or will have when it has rolled forward, by stage."""
-    live = {k: holding.live(k) for k in (*holding.stages, *holding.parts)}
+    live = dict(holding.stages)
     if holding.position.step == top.step:
         return live
     return {k: blocks for k, blocks in holding.gradients.items() if not less(live.get(k, NONE), blocks)}
@@ -261,7 +261,7 @@ def _newest(plan: Plan, holdings: Mapping[int, Holding], rolls: _Rolls = _NOBODY
     """The newest step that every stage has; up to the limit, if there is one."""
     steps = {0}
     for holding in holdings.values():
-        kept = (step for _, step in (*holding.snapshots, *holding.kept_parts))
+        kept = (step for _, step in holding.snapshots)
         steps |= {holding.position.step, *kept, *holding.disk}
     steps = steps if limit is None else {step for step in steps if step <= limit}
     return next(step for step in sorted(steps, reverse=True) if _available(plan, holdings, step, rolls))

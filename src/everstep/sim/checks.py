@@ -406,22 +406,21 @@ class Checks:
         def there(at: int, stage: int) -> bool:
             top = limit is None and any(h.position == Key(at, 0) and h.records for h in said.values())
             live = any(
-                stage in h.stages
+                h.live(stage).whole
                 and (h.position.step == at or (top and stage in h.gradients and h.gradient_step == at))
                 for h in said.values()
             )
             pool = [s.worker_id for s in plan.pool(stage)]
-            kept = any((stage, at) in h.snapshots for h in said.values())
-            return live or kept or all(at in said[i].disk for i in pool) or self._in_parts(said, at, stage)
+            return live or all(at in said[i].disk for i in pool) or self._in_parts(said, at, stage)
 
         steps = range(1 + (self.job.steps if limit is None else limit))
         newest = max(at for at in steps if at == 0 or all(there(at, k) for k in range(plan.stages)))
         require(step == newest, "P2", f"{who} enters {generation} at step {step}; the newest in all is {newest}")
 
     def _in_parts(self, said: Mapping[int, Holding], at: int, stage: int) -> bool:
-        """Whether the members' parts of a stage at a step are together all of it."""
-        live = [h.parts[stage] for h in said.values() if h.position.step == at and stage in h.parts]
-        kept = [h.kept_parts[stage, at] for h in said.values() if (stage, at) in h.kept_parts]
+        """Whether what the members have of a stage at a step is together all of it."""
+        live = [h.live(stage) for h in said.values() if h.position.step == at]
+        kept = [h.kept(stage, at) for h in said.values()]
         blocks = {k for part in live + kept for lo, hi in part.spans(PLANES) for k in range(lo, hi)}
         return len(blocks) == sum(n for _, n in PLANES)
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from everstep.base.cause import Cause, Why
 from everstep.base.config_keys import MemoryTierConfig
-from everstep.base.extents import WHOLE, Extents
+from everstep.base.extents import NONE, WHOLE, Extents
 from everstep.base.plan import Plan
 from everstep.protocol.driver import operations as do
 from everstep.protocol.driver.operations import AbandonSave, Save, SaveEnded
@@ -77,7 +77,7 @@ class Memory:
         taking = self._wanted.pop(stage)
         taking.close()
         self._failed = self._failed or isinstance(how, moving.TookNothing)
-        if isinstance(how, moving.TookAll) and (stage, number) not in self._retention.whole:
+        if isinstance(how, moving.TookAll) and not self._retention.there.get((stage, number), NONE).whole:
             self._put(stage, number, taking.states[stage])
             self._say()
         if not self._wanted:
@@ -114,8 +114,7 @@ class Memory:
         return any(taking.uses(connection) for taking in self._wanted.values())
 
     def _say(self) -> None:
-        retention = self._retention
-        self.life.handle(do.InMemory(tuple(retention.whole), retention.parts, self.donor.busy))
+        self.life.handle(do.InMemory(self._retention.there, self.donor.busy))
 
 
 def _said(asks: tuple[Any, ...], leads: bool) -> tuple[Any, ...]:
@@ -328,7 +327,7 @@ class SimDonor:
             if at == step
         }
         if effect.live:
-            for stage in (*effect.stages, *effect.parts):
+            for stage in effect.live:
                 copy = state.copy(effect.position, effect.records, effect.gathers, (stage,))
                 beside = copies[stage].states[stage] if stage in copies else NOTHING
                 copies[stage] = replace(copy, states={stage: merged(copy.states[stage], beside)})

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from everstep.base.extents import NONE, WHOLE, Extents
+from everstep.base.extents import NONE, Extents
 from everstep.protocol.driver import operations as do
 from everstep.protocol.moving import taker as moving
 from everstep.protocol.moving.taker import TakeOrder, orders
@@ -99,7 +99,7 @@ class Fetcher:
         machine, wanted = self.life.driver.machine, operation.position
         if machine.step != wanted.step or (isinstance(operation, do.Fetch) and machine.position != wanted):
             return NONE
-        return WHOLE if stage in machine.stages else machine.parts.get(stage, NONE)
+        return machine.held.get(stage, NONE)
 
     def _from_here(self, operation: do.Restore, stage: int, memory: bool) -> None:
         """Take a stage from this worker's memory, from disk, or from initial values."""

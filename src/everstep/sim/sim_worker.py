@@ -207,7 +207,7 @@ class SimWorker(Life):
         lost = self.lanes.open(operation.plan, operation.step)
         disk = self.site.disk.newest(self.host, operation.limit) if operation.disk else ()
         state, machine = self.state, self.driver.machine
-        self.done(operation, do.Opened(lost, disk, {} if state.at else {k: state.first(k) for k in machine.in_part}))
+        self.done(operation, do.Opened(lost, disk, {} if state.at else {k: state.first(k) for k in machine.held}))
 
     def _cut(self, effect: do.Cut) -> None:
         self.cut(effect.generation)

@@ -23,7 +23,7 @@ import msgspec
 import torch
 
 from everstep.base.errors import CheckpointCorrupt, EverstepError, InvariantViolation, ProtocolError
-from everstep.base.extents import WHOLE, Coded, Extents
+from everstep.base.extents import Coded, Extents
 from everstep.base.ports import Piece, Reduced
 from everstep.checkpoint.vault import Kept, StageState
 from everstep.exact.digest import bytes_of, digest_bytes
@@ -126,16 +126,15 @@ class Offer(OfferTold, frozen=True, kw_only=True):
 
 class OfferHead(OfferTold, frozen=True, kw_only=True):
     """An offer on the wire, before any block. manifests: as JSON, of the stages that were asked for; none for somebody
-    that has them of another donor. parts: of the stages that are not whole, what is there."""
+    that has them of another donor. there: what there is of these stages."""
 
-    manifests: list[str] = []
-    parts: dict[int, Coded] = {}
+    manifests: list[str]
+    there: dict[int, Coded]
 
     def place(self, stages: Iterable[int]) -> tuple[Key, dict[int, Extents]]:
         """Where a donor is, and what it has of these stages. Raises: ProtocolError if it says none of it."""
         with _Sent("what a donor has"):
-            there = {k: Extents.decoded(self.parts[k]) if k in self.parts else WHOLE for k in stages}
-        return self.position, there
+            return self.position, {k: Extents.decoded(self.there[k]) for k in stages}
 
 
 class ReceivedOffer(OfferTold, frozen=True, kw_only=True):
@@ -363,8 +362,7 @@ def _head(offer: Offer, stages: Sequence[int], leads: bool) -> OfferHead:
     """leads: else whoever takes only blocks has the manifests of another donor."""
     said = _told(offer) if leads else {**_told(offer), "untold": b""}
     manifests = [json.dumps(offer.held[k][0].manifest()) for k in stages] if leads else []
-    parts = {k: offer.held[k][1].encoded() for k in stages if not offer.held[k][1].whole}
-    return OfferHead(**said, manifests=manifests, parts=parts)
+    return OfferHead(**said, manifests=manifests, there={k: offer.held[k][1].encoded() for k in stages})
 
 
 def receive_head(connection: PeerConnection) -> OfferHead:

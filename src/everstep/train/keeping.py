@@ -12,7 +12,7 @@ from typing import Any
 
 from everstep.base.cause import Cause, Why
 from everstep.base.errors import EverstepError
-from everstep.base.extents import WHOLE, Extents
+from everstep.base.extents import NONE, WHOLE, Extents
 from everstep.checkpoint.vault import Vault
 from everstep.exact.digest import digest_bytes
 from everstep.exact.image import entries_of, sizes_of
@@ -37,7 +37,7 @@ class SnapshotKeeper:
         self._copier = Copier(view, lambda stage, step: ())
         self._vault = Vault(view.config.checkpoint.memory)
         self._copying: list[Snapshot] = []
-        self._told: InMemory = InMemory(())
+        self._told: InMemory = InMemory({})
 
     def handlers(self) -> dict[type, Callable[[Any], Any]]:
         """What it does for the driver."""
@@ -83,7 +83,7 @@ class SnapshotKeeper:
             self._note(now)
 
     def _in_memory(self) -> InMemory:
-        return InMemory(self._vault.kept(), self._vault.parts(), self._donor.busy)
+        return InMemory(self._vault.there(), self._donor.busy)
 
     def retire(self, effect: RetireKept) -> None:
         """All stages have a snapshot of this step: what is older may go."""
@@ -96,15 +96,12 @@ class SnapshotKeeper:
 
     def held(self, step: int) -> dict[int, Held]:
         """All that is kept here of a step, by stage, and the blocks that are there."""
-        parts = {k: self._vault.part(k, s) for k, s in self._vault.parts() if s == step}
-        whole = {k: self._vault.get(k, s) for k, s in self._vault.kept() if s == step}
-        found = {k: part for k, part in parts.items() if part is not None}
-        return {**found, **{k: (snapshot, WHOLE) for k, snapshot in whole.items() if snapshot is not None}}
+        return dict(self._vault.held(step))
 
     def check(self, stage: int, step: int) -> None:
         """From any thread: let blocks of a snapshot that are not what they were count no more, and say so."""
-        snapshot = self._vault.get(stage, step)
-        if snapshot is None:
+        snapshot, there = self._vault.held(step).get(stage, (None, NONE))
+        if snapshot is None or not there.whole:
             return
         manifest = snapshot.manifest()
         pairs = enumerate(manifest["blocks"])
@@ -130,7 +127,7 @@ class SnapshotKeeper:
                 done = False
                 log.info("the snapshot of stage %d at step %d was not copied: %s", stage, effect.step, error)
                 continue
-            if self._vault.get(stage, effect.step) is None:
+            if not self._vault.there().get((stage, effect.step), NONE).whole:
                 self._vault.put(stage, effect.step, came, forgotten)
         self._note(self._in_memory())
         self._note(OthersKept(effect.step, done))

@@ -6,7 +6,7 @@ Apart from updates because nothing here is needed in an undisturbed step.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -87,8 +87,8 @@ class Transfers:
         position = effect.position
         offer = Offer(position=position, records=effect.records, held={})
         if effect.live:
-            offer = self._live(effect, (*effect.stages, *effect.parts))
-        layers: dict[int, list[Held]] = {k: [(s, effect.parts.get(k, WHOLE))] for k, (s, _) in offer.held.items()}
+            offer = self._live(effect, effect.live)
+        layers: dict[int, list[Held]] = {k: [(s, effect.live[k])] for k, (s, _) in offer.held.items()}
         for stage, kept in self._keeper.held(position.step).items():
             layers.setdefault(stage, []).append(kept)
         held: dict[int, Held] = {}
@@ -101,7 +101,7 @@ class Transfers:
         """Whoever has asked to follow gets a snapshot of now."""
         self._donor.offer(lambda: self._live(effect, effect.stages))
 
-    def _live(self, effect: do.Shelve | do.OfferFeeds, stages: Sequence[int]) -> Offer:
+    def _live(self, effect: do.Shelve | do.OfferFeeds, stages: Iterable[int]) -> Offer:
         """Of the state as it is, but for the loop's: whoever takes it enters the loop's body right after the update."""
         position, view = effect.position, self._view
         return Offer(
@@ -148,7 +148,7 @@ class Transfers:
         if view.step == step and stage in view.stages:
             snapshot = self._snapshot(stage)
             snapshot.wait()
-            found.append((snapshot, view.driver.machine.parts.get(stage, WHOLE)))
+            found.append((snapshot, view.driver.machine.held.get(stage, WHOLE)))
         kept = self._keeper.held(step)
         return [*found, kept[stage]] if stage in kept else found
 

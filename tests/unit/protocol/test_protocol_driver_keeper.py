@@ -9,6 +9,7 @@ import pytest
 from driver_harness import member, plan
 
 from everstep.base.cause import Cause
+from everstep.base.extents import WHOLE
 from everstep.base.plan import WorkerKey
 from everstep.protocol.driver import operations as do
 from everstep.protocol.driver.outbox import Outbox
@@ -63,5 +64,5 @@ def test_who_copies_has_all_of_a_step_once_the_copy_is_there() -> None:
 def test_nobody_takes_another_one_while_its_newest_is_being_copied(busy: bool) -> None:
     one = Member(next(i for i in PLAN.worker_ids if i not in {keeps_for(PLAN, 0), keeps_for(PLAN, 1)}))
     one.update(4)
-    one.keeper.there(do.InMemory(((0, 4),), busy=busy))
+    one.keeper.there(do.InMemory({(0, 4): WHOLE}, busy=busy))
     assert skipped(one.update(5)) == busy and one.keeper.complete == (4 if busy else 5)

@@ -19,7 +19,7 @@ from everstep.placement.probes import Trial
 from everstep.protocol import messages as wire
 from everstep.protocol.driver.policy import Due
 from everstep.protocol.driver.records import StageSection, StepOutcome
-from everstep.protocol.step_types import Discard, Key, Piecewise, Record, Release
+from everstep.protocol.step_types import Discard, Key, Piecewise, Record, Release, Snapshots
 
 LEFT = Why(Cause.LINK, "")
 
@@ -265,17 +265,15 @@ class Decided(AtOnce, frozen=True):
 
 class Shelve(AtOnce, frozen=True):
     """Put what is held of the state at `position` on the shelf of a generation, for members that lack it; it stays as
-    it is until `Unshelve`. gathers: that belong to it. live: whether it is the present state, or a kept one; of the
-    present one the application's part is given as it was right after the update, be the position a later one: whoever
-    takes it does again what comes between. parts: of further stages, the blocks that are there."""
+    it is until `Unshelve`. gathers: that belong to it. live: what of the present state is of that position, by stage;
+    else only what is kept is. The application's part of the present state is given as it was right after the update, be
+    the position a later one: whoever takes it does again what comes between."""
 
     generation: int
     position: Key
     records: Mapping[int, Record]
     gathers: GatheredRecords
-    stages: tuple[int, ...]
-    live: bool
-    parts: Mapping[int, Extents] = {}
+    live: Mapping[int, Extents]
 
 
 class Unshelve(AtOnce, frozen=True):
@@ -492,11 +490,9 @@ class FollowerAsked(DriverEvent, frozen=True):
 
 
 class InMemory(DriverEvent, frozen=True):
-    """What is kept in memory here: (stage, step), ascending. parts: of snapshots that are not whole, the blocks that
-    are there. busy: the newest one is being copied by members of other pools."""
+    """What is kept in memory here. busy: the newest one is being copied by members of other pools."""
 
-    snapshots: tuple[tuple[int, int], ...]
-    parts: Mapping[tuple[int, int], Extents] = {}
+    snapshots: Snapshots
     busy: bool = False
 
 

@@ -14,7 +14,6 @@ import msgspec
 
 from everstep.base.cause import Cause, Why
 from everstep.base.config_keys import CheckpointConfig
-from everstep.base.extents import Extents
 from everstep.base.plan import Plan
 from everstep.placement.domain_spread import farthest
 from everstep.protocol import messages as wire
@@ -25,7 +24,7 @@ from everstep.protocol.driver.outbox import Gathers, Outbox
 from everstep.protocol.driver.policy import COMPARE, END, Due, SaveSchedule, Tier
 from everstep.protocol.driver.records import StepOutcome, gathered
 from everstep.protocol.step_machine import StepMachine
-from everstep.protocol.step_types import Key, Record, SnapshotsKept
+from everstep.protocol.step_types import Key, Record, Snapshots, SnapshotsKept
 
 GIVE_UP_S = 300.0
 """So long the next checkpoint waits for one of which parts are lacking."""
@@ -277,8 +276,7 @@ class Keeper:
         self._machine = machine
         self._out = out
         self._proven = proven
-        self._there: tuple[tuple[int, int], ...] = ()
-        self._parts: Mapping[tuple[int, int], Extents] = {}
+        self._there: Snapshots = {}
         self._records: dict[int, Mapping[int, Record]] = {}
         self._begun = self._copied = 0
         self._busy = False
@@ -301,7 +299,7 @@ class Keeper:
         """The state is that of this step, and the application has not gone on yet."""
         if outcome.kept:
             self._out.put(do.RetireKept(outcome.kept, self._proven(outcome.kept)))
-            there = {number for _, number in (*self._there, *self._parts)}
+            there = {number for _, number in self._there}
             self._records = {n: r for n, r in self._records.items() if n >= outcome.kept or n in there}
         plan = self._machine.plan
         if "memory" in outcome.save[0] and plan is not None:
@@ -335,8 +333,8 @@ class Keeper:
 
     def there(self, event: do.InMemory) -> Iterable[SnapshotsKept]:
         """What is held here has changed."""
-        self._there, self._parts, self._busy = event.snapshots, event.parts, event.busy
-        self._skipping &= all(number != self._begun for _, number in event.snapshots)
+        self._there, self._busy = event.snapshots, event.busy
+        self._skipping &= not any(n == self._begun and there.whole for (_, n), there in event.snapshots.items())
         return self._state()
 
     def released(self, number: int) -> Iterable[SnapshotsKept]:
@@ -347,17 +345,13 @@ class Keeper:
     def went_back(self, number: int) -> Iterable[SnapshotsKept]:
         """Steps after this one are done again."""
         self._out.put(do.ForgetKept(number))
-        self._there = tuple(key for key in self._there if key[1] <= number)
-        self._parts = {key: part for key, part in self._parts.items() if key[1] <= number}
+        self._there = {key: part for key, part in self._there.items() if key[1] <= number}
         self._records = {n: r for n, r in self._records.items() if n <= number}
         self._begun = self._copied = min(self._begun, number) if self._copied == self._begun else 0
         return self._state()
 
     def _state(self) -> Iterable[SnapshotsKept]:
-        stated = SnapshotsKept(
-            snapshots=tuple(key for key in self._there if self._counts(key[1])),
-            parts={key: part for key, part in self._parts.items() if self._counts(key[1])},
-        )
+        stated = SnapshotsKept({key: part for key, part in self._there.items() if self._counts(key[1])})
         if stated == self._stated:
             return ()
         self._stated = stated

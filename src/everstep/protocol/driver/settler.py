@@ -56,7 +56,7 @@ class Settler:
     def in_memory(self, number: int) -> bool:
         """Whether a member stated, when this generation settled, that it has state of this step in memory."""
         holdings = self._stated.values()
-        kept = (s for h in holdings for _, s in (*h.snapshots, *h.kept_parts))
+        kept = (s for h in holdings for _, s in h.snapshots)
         return number in (*(h.position.step for h in holdings), *kept)
 
     @property
@@ -177,9 +177,8 @@ class Settler:
         if live and position.seq == 0 and machine.position.seq > 0:  # whoever goes back to it has learnt nothing yet
             records = self._gathers.of_update(position.step)
             gathers = {position: records} if records else {}
-        stages, parts = (machine.stages, machine.parts) if live else ((), {})
         self._shelved = True
-        self._out.put(do.Shelve(effect.generation, position, records, gathers, stages, live, parts))
+        self._out.put(do.Shelve(effect.generation, position, records, gathers, machine.held if live else {}))
 
     def bring_together(self) -> Sources:
         """At the end: from whom the job's leader gets the stages that it does not hold. Others have theirs ready."""
