@@ -21,9 +21,10 @@ from everstep.base.below import drafted, placed
 from everstep.base.cause import Cause, Why
 from everstep.base.digests import DIGEST_VERSION
 from everstep.base.plan import Plan
+from everstep.checkpoint.interchange import tensor_of
 from everstep.exact import topology
 from everstep.exact.extra_state import is_extra, to_file, unpack
-from everstep.exact.image import BLOCK_BYTES, Scatter, entries_of, write_blocks
+from everstep.exact.image import Scatter, entries_of, write_blocks
 from everstep.exact.state import ModelState
 from everstep.protocol.driver.comparing import WHOLE
 from everstep.protocol.driver.operations import Finish
@@ -173,15 +174,10 @@ def _tensors(manifest: Mapping[str, Any], names: Mapping[str, str], blocks: Sequ
     Raises: CheckpointCorrupt if a block does not match its digest.
     """
     entries = entries_of(manifest)
-    image = bytearray(len(blocks) * BLOCK_BYTES)
-    memory = [memoryview(image)[e.offset : e.offset + e.nbytes] for e in entries]
-    write_blocks(manifest, Scatter(entries, memory), lambda i: blocks[i])
-    found: dict[str, Tensor] = {}
-    for entry, data in zip(entries, memory, strict=True):
-        if entry.name.startswith(_MODEL):
-            dtype = getattr(torch, entry.dtype)
-            flat = torch.frombuffer(data, dtype=dtype) if entry.nbytes else torch.empty(0, dtype=dtype)
-            found[entry.name] = flat.view(entry.shape)
+    memory = [bytearray(entry.nbytes) for entry in entries]
+    write_blocks(manifest, Scatter(entries, [memoryview(data) for data in memory]), blocks.__getitem__)
+    pairs = zip(entries, memory, strict=True)
+    found = {entry.name: tensor_of(entry, data) for entry, data in pairs if entry.name.startswith(_MODEL)}
     return {
         name: to_file(name, unpack(found[entry])) if is_extra(name) else found[entry].clone()
         for name, entry in names.items()

@@ -17,13 +17,14 @@ from bisect import bisect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain, islice
 from typing import Any
 
 import msgspec
 import torch
 
 from everstep.base.errors import CheckpointCorrupt, EverstepError, InvariantViolation, ProtocolError
-from everstep.base.extents import Coded, Extents
+from everstep.base.extents import Coded, Extents, union
 from everstep.base.ports import Piece, Reduced
 from everstep.checkpoint.vault import Kept, StageState
 from everstep.exact.digest import bytes_of, digest_bytes
@@ -49,37 +50,14 @@ _OTHER_FORMS = (
 # ---- states by block
 
 
-@dataclass(frozen=True)
-class Layers:
-    """One state, of which several snapshots have a part each: the first one that has a block gives it."""
+Held = tuple[Kept, Extents]
+"""A snapshot, whoever made it, and what is there of it."""
 
-    layers: Sequence[Held]
-
-    @property
-    def n_blocks(self) -> int:
-        return self.layers[0][0].n_blocks
-
-    def wait(self, timeout_s: float | None = None) -> bool:
-        return all(readable.wait(timeout_s) for readable, _ in self.layers)
-
-    def manifest(self) -> dict[str, Any]:
-        return self.layers[0][0].manifest()
-
-    def read_block(self, index: int) -> memoryview:
-        for readable, there in self.layers:
-            if any(lo <= index < hi for lo, hi in there.spans((("", readable.n_blocks),))):
-                return readable.read_block(index)
-        raise CheckpointCorrupt(f"block {index} is in none of {len(self.layers)} snapshots")
+Layers = Sequence[Held]
+"""One state, of which several snapshots have a part each: the first one that has a block gives it."""
 
 
-Readable = Kept | Layers
-"""A snapshot, whoever made it."""
-
-Held = tuple[Readable, Extents]
-"""A snapshot, and what is there of it."""
-
-
-def joint_manifest(told: Sequence[tuple[dict[str, Any], Extents]], own: Iterable[Held]) -> dict[str, Any]:
+def joint_manifest(told: Sequence[tuple[dict[str, Any], Extents]], own: Iterable[Held] = ()) -> dict[str, Any]:
     """The manifest of a state that nobody has all of: each block's digest is of who has it.
 
     told: manifests and what their makers have; what they lack may be anything, and their manifests say so. own: here.
@@ -119,9 +97,9 @@ class OfferTold(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Offer(OfferTold, frozen=True, kw_only=True):
-    """held: the snapshots on offer, by stage."""
+    """held: what is on offer, by stage."""
 
-    held: Mapping[int, Held]
+    held: Mapping[int, Layers]
 
 
 class OfferHead(OfferTold, frozen=True, kw_only=True):
@@ -280,8 +258,8 @@ class Donor:
         with self._lock:
             offers = [*(asker.offer for asker in self._giver.giving), *self._shelves.values()]
         for offer in offers:
-            for readable, _ in offer.held.values() if offer is not None else ():
-                readable.wait()
+            for snapshot, _ in chain.from_iterable(offer.held.values()) if offer is not None else ():
+                snapshot.wait()
 
     # ---- handler threads
 
@@ -339,7 +317,7 @@ class Donor:
 # ---- states on the wire
 
 
-def serve_blocks(connection: PeerConnection, held: Mapping[int, Held], doubt: Callable[[int], None]) -> None:
+def serve_blocks(connection: PeerConnection, held: Mapping[int, Layers], doubt: Callable[[int], None]) -> None:
     """Blocks of these stages as they are asked for, until the other side has enough or goes.
 
     doubt: called when blocks of a stage came damaged.
@@ -348,21 +326,24 @@ def serve_blocks(connection: PeerConnection, held: Mapping[int, Held], doubt: Ca
     """
     while not (request := connection.recv_json()).get("enough"):
         stage = int(request["stage"])
-        readable, there = held[stage]
-        spans = there.spans((("", readable.n_blocks),))
+        n_blocks = held[stage][0][0].n_blocks
         if request.get("damaged"):
             doubt(stage)
             continue
-        numbers = [n for lo, hi in request["blocks"] for n in range(max(lo, 0), min(hi, readable.n_blocks))]
+        layers = [(snapshot, there.spans((("", n_blocks),))) for snapshot, there in held[stage]]
+        numbers = [n for lo, hi in request["blocks"] for n in range(max(lo, 0), min(hi, n_blocks))]
         for n in numbers:
-            connection.send_bytes([readable.read_block(n)] if any(lo <= n < hi for lo, hi in spans) else [])
+            found = (snapshot for snapshot, spans in layers if any(lo <= n < hi for lo, hi in spans))
+            connection.send_bytes([snapshot.read_block(n) for snapshot in islice(found, 1)])
 
 
 def _head(offer: Offer, stages: Sequence[int], leads: bool) -> OfferHead:
     """leads: else whoever takes only blocks has the manifests of another donor."""
     said = _told(offer) if leads else {**_told(offer), "untold": b""}
-    manifests = [json.dumps(offer.held[k][0].manifest()) for k in stages] if leads else []
-    return OfferHead(**said, manifests=manifests, there={k: offer.held[k][1].encoded() for k in stages})
+    told = {k: [(snapshot.manifest(), there) for snapshot, there in offer.held[k]] for k in stages if leads}
+    manifests = [json.dumps(of[0][0] if len(of) == 1 else joint_manifest(of)) for of in told.values()]
+    there = {k: union(part for _, part in offer.held[k]).encoded() for k in stages}
+    return OfferHead(**said, manifests=manifests, there=there)
 
 
 def receive_head(connection: PeerConnection) -> OfferHead:

@@ -69,7 +69,7 @@ class SnapshotKeeper:
                 self._note(NotKept(effect.step, Why(Cause.CONFIG, text)))
                 return
             snapshots[stage] = snapshot
-        held: dict[int, Held] = {stage: (snapshot, WHOLE) for stage, snapshot in snapshots.items()}
+        held = {stage: [(snapshot, WHOLE)] for stage, snapshot in snapshots.items()}
         self._donor.shelve(("kept", effect.step), Offer(position=Key(effect.step, 0), held=held))
         if effect.others:
             given = effect, self._vault.times_forgotten

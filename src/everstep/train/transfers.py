@@ -14,7 +14,7 @@ import msgspec
 
 from everstep.base.cause import Cause, Why
 from everstep.base.errors import CollectiveAborted, EverstepError, check
-from everstep.base.extents import WHOLE, union
+from everstep.base.extents import WHOLE
 from everstep.checkpoint.manifest import Manifest
 from everstep.checkpoint.vault import StageState
 from everstep.exact.snapshot import Snapshot
@@ -24,7 +24,7 @@ from everstep.protocol.step_types import Key
 from everstep.train import heal
 from everstep.train.executor import Unusable
 from everstep.train.final import names_of
-from everstep.train.heal import Donor, Held, Layers, Offer, ReceivedOffer
+from everstep.train.heal import Donor, Held, Offer, ReceivedOffer
 from everstep.train.keeping import SnapshotKeeper
 from everstep.train.loop_state import LoopState
 from everstep.train.loop_survey import CHANGED, recorded
@@ -88,14 +88,12 @@ class Transfers:
         offer = Offer(position=position, records=effect.records, held={})
         if effect.live:
             offer = self._live(effect, effect.live)
-        layers: dict[int, list[Held]] = {k: [(s, effect.live[k])] for k, (s, _) in offer.held.items()}
+        held: dict[int, list[Held]] = {k: [(snapshot, effect.live[k])] for k, [(snapshot, _)] in offer.held.items()}
         for stage, kept in self._keeper.held(position.step).items():
-            layers.setdefault(stage, []).append(kept)
-        held: dict[int, Held] = {}
-        for stage, of in layers.items():
-            whole = [one for one in of if one[1].whole]
-            held[stage] = whole[0] if whole else (Layers(of), union(there for _, there in of))
-        self._donor.shelve(("settle", effect.generation), msgspec.structs.replace(offer, held=held))
+            held.setdefault(stage, []).append(kept)
+        whole = {k: [one for one in of if one[1].whole][:1] for k, of in held.items()}
+        given = {k: whole[k] or of for k, of in held.items()}
+        self._donor.shelve(("settle", effect.generation), msgspec.structs.replace(offer, held=given))
 
     def offer_feeds(self, effect: do.OfferFeeds) -> None:
         """Whoever has asked to follow gets a snapshot of now."""
@@ -108,7 +106,7 @@ class Transfers:
             position=position,
             records=effect.records,
             gathers=dict(effect.gathers),
-            held={stage: (self._snapshot(stage), WHOLE) for stage in stages},
+            held={stage: [(self._snapshot(stage), WHOLE)] for stage in stages},
             application=self._loop.told(position.step),
             untold=view.publisher.untold.packed(),
             changed=self._loop.changed(),

@@ -144,7 +144,7 @@ def start(stages: tuple[int, ...] = (0,)) -> tuple[Donor, Follower, Snapshot]:
     asked = threading.Event()
     donor, snapshot = Donor(asked.set), Snapshot()
     follower = Follower(donor, asked, stages)
-    held = dict.fromkeys(stages, (snapshot, WHOLE))
+    held = {stage: [(snapshot, WHOLE)] for stage in stages}
     told = {"records": RECORDS, "gathers": {Key(3, 0): RECORDS}, "application": b"app"}
     offer = Offer(position=Key(3, 1), held=held, **told)  # type: ignore[arg-type]
     donor.offer(lambda: offer)
@@ -257,18 +257,18 @@ def test_an_update_waits_for_the_copy_of_one_that_is_let_go_too() -> None:
 
 def test_an_update_waits_for_what_is_on_the_shelf_and_not_for_what_was() -> None:
     donor, snapshot = Donor(), Snapshot()
-    donor.shelve(("settle", 2), Offer(position=Key(3, 0), held={0: (snapshot, WHOLE)}))
+    donor.shelve(("settle", 2), Offer(position=Key(3, 0), held={0: [(snapshot, WHOLE)]}))
     donor.unshelve("settle")
     donor.busy_snapshot()
     assert not snapshot.waited
-    donor.shelve(("settle", 3), Offer(position=Key(3, 0), held={0: (snapshot, WHOLE)}))
+    donor.shelve(("settle", 3), Offer(position=Key(3, 0), held={0: [(snapshot, WHOLE)]}))
     donor.busy_snapshot()
     assert snapshot.waited
 
 
 def test_who_settles_is_given_what_is_shelved_for_its_generation() -> None:
     donor, pipe = Donor(), Pipe()
-    donor.shelve(("settle", 3), Offer(position=Key(3, 0), records=RECORDS, held={0: (Snapshot(), WHOLE)}))
+    donor.shelve(("settle", 3), Offer(position=Key(3, 0), records=RECORDS, held={0: [(Snapshot(), WHOLE)]}))
     pipe.open.set()
     request = {"kind": "settle", "generation": 3, "ranges": "first"}
     pipe.joiner.send_json({"enough": True})
