@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from everstep.base.config_keys import MemoryTierConfig
-from everstep.base.extents import Extents
+from everstep.base.extents import WHOLE, Extents
 from everstep.exact.image import BLOCK_BYTES, Scatter
 from everstep.exact.state import ModelState
 from everstep.protocol.moving.memory_retention import Retention, SnapshotKey
@@ -87,7 +87,7 @@ class Vault:
             released = self._taken(gone)
         return fits and _release(released)
 
-    def put(self, stage: int, step: int, snapshot: Kept, forgotten: int | None = None) -> bool:
+    def put(self, stage: int, step: int, snapshot: Kept, there: Extents = WHOLE, forgotten: int | None = None) -> bool:
         """As `Retention.put`: whether it fits. If not, it is released and nothing changes.
 
         forgotten: `times_forgotten` when it began to come from others. If that has grown since, the snapshot may be of
@@ -95,7 +95,7 @@ class Vault:
         """
         with self._lock:
             current = forgotten in (None, self.times_forgotten)
-            fits, gone = self._retention.put(stage, step, snapshot.n_blocks) if current else (False, [])
+            fits, gone = self._retention.put(stage, step, snapshot.n_blocks, there) if current else (False, [])
             released = self._taken(gone)
             if fits:
                 self._held[stage, step] = snapshot

@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
 
-from everstep.base.extents import NONE, Extents, union
+from everstep.base.extents import NONE, WHOLE, Extents, union
 from everstep.base.plan import Plan
 from everstep.protocol.step_types import Holding, Key, Pieces, Piecewise, Record
 
@@ -197,6 +197,16 @@ class _Rolls:
 
 
 _NOBODY = _Rolls(Key(0, 0), {}, {})
+
+
+def from_shares(plan: Plan, stages: Iterable[int], me: int) -> tuple[Sources, dict[int, Pieces]]:
+    """From whom a worker gets all of these stages once every member has its share of them; in pieces of which nobody,
+    or this worker itself, has more than a part."""
+    shares = {k: {seat.worker_id: _share(plan, seat.worker_id, k) for seat in plan.pool(k)} for k in stages}
+    stocks = {k: _Stock(held) for k, held in shares.items()}
+    pieces = {k: stock.pieces(me, WHOLE) for k, stock in stocks.items()}
+    sources = {k: stock.donors(me, WHOLE) for k, stock in stocks.items()}
+    return sources, {k: one for k, one in pieces.items() if one is not None}
 
 
 def sound_limit(holdings: Mapping[int, Holding]) -> int | None:

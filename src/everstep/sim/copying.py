@@ -6,7 +6,7 @@ feeds for joiners. A donor acts like the threads of a real one: they read a shel
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -20,7 +20,7 @@ from everstep.protocol.driver.operations import AbandonSave, Save, SaveEnded
 from everstep.protocol.moving import giver
 from everstep.protocol.moving import taker as moving
 from everstep.protocol.moving.memory_retention import Retention, SnapshotKey
-from everstep.protocol.moving.taker import TakeOrder
+from everstep.protocol.moving.taker import orders
 from everstep.protocol.step_types import Key, Record
 from everstep.sim.block_taking import SimTaking
 from everstep.sim.life import Life, SimCopy, nothing
@@ -39,7 +39,7 @@ class Memory:
         self.life = life
         self.donor = donor
         self.kept: dict[SnapshotKey, Blocks] = {}
-        self._wanted: dict[int, SimTaking] = {}  # others' that are on their way, by stage
+        self._wanted: dict[tuple[int, ...], SimTaking] = {}  # others' that are on their way, by stages
         self._failed = False
         self._retention = Retention(MemoryTierConfig(), _MOST_BLOCKS)
         life.install({do.Keep: self._keep, do.RetireKept: self._retire, do.ForgetKept: self._forget})
@@ -64,31 +64,31 @@ class Memory:
         self.donor.keeps(number, kept)
         self._say()
         self._failed = False
-        for stage, members in effect.others.items():
-            keys, at_once = tuple(member.key for member in members), min(life.site.donors, len(members))
-            order = TakeOrder((stage,), keys, at_once, Key(number, 0))
-            asks, ended = ("kept", number, order.stages), partial(self._copied, number, stage)
-            self._wanted[stage] = SimTaking(life, order, partial(_said, asks), {}, ended)
+        several = partial(_at_once, life)
+        at, me = Key(number, 0), life.me.worker_id
+        for order in orders(effect.plan, at, effect.sources, effect.pieces, several, me):
+            asks, ended = ("kept", number, order.stages), partial(self._copied, number, order.stages)
+            self._wanted[order.stages] = SimTaking(life, order, partial(_said, asks), {}, ended)
         for taking in list(self._wanted.values()):
             taking.begin()
 
-    def _copied(self, number: int, stage: int, how: moving.TookAll | moving.TookNothing) -> None:
-        """Another pool's; or there is none."""
-        taking = self._wanted.pop(stage)
+    def _copied(self, number: int, stages: tuple[int, ...], how: moving.TookAll | moving.TookNothing) -> None:
+        """Other pools'; or there is none."""
+        taking = self._wanted.pop(stages)
         taking.close()
         self._failed = self._failed or isinstance(how, moving.TookNothing)
-        if isinstance(how, moving.TookAll) and not self._retention.there.get((stage, number), NONE).whole:
-            self._put(stage, number, taking.states[stage])
-            self._say()
+        for stage in stages if isinstance(how, moving.TookAll) else ():
+            if not self._retention.there.get((stage, number), NONE).whole:
+                self._put(stage, number, taking.states[stage])
+        self._say()
         if not self._wanted:
             self.life.handle(do.OthersKept(number, not self._failed))
 
     def _put(self, stage: int, number: int, value: Blocks) -> bool:
-        fits, gone = self._retention.put(stage, number, len(value))
+        fits, gone = self._retention.put(stage, number, len(value), present(value))
         self._let_go(gone)
         if fits:
             self.kept[stage, number] = value
-            self._retention.lose(stage, number, WHOLE - present(value))
         return fits
 
     def _let_go(self, gone: Iterable[SnapshotKey]) -> None:
@@ -115,6 +115,10 @@ class Memory:
 
     def _say(self) -> None:
         self.life.handle(do.InMemory(self._retention.there, self.donor.busy))
+
+
+def _at_once(life: Life, stages: Sequence[int], sources: int) -> int:
+    return min(life.site.donors, sources)
 
 
 def _said(asks: tuple[Any, ...], leads: bool) -> tuple[Any, ...]:

@@ -60,8 +60,7 @@ class Fetcher:
         """Get these stages, then take them on, all or nothing."""
         me, sources, at = self.life.me.worker_id, operation.sources, operation.position
         self._got = []
-        pieces = {} if isinstance(operation, do.Finish) else operation.pieces
-        self._orders = orders(operation.plan, at, sources, pieces, self._several, me)
+        self._orders = orders(operation.plan, at, sources, operation.pieces, self._several, me)
         theirs = {stage for order in self._orders for stage in order.stages}
         self._own = [stage for stage in sorted(sources) if stage not in theirs]
         self._next(operation)

@@ -133,7 +133,7 @@ class Finisher:
         Raises: CollectiveAborted; Unusable if a stage is not to be had.
         """
         found: dict[int, tuple[dict[str, Any], dict[str, Tensor]]] = {}
-        for offer in self._copier.settle(operation.plan, operation.position, operation.sources, {}):
+        for offer in self._copier.settle(operation.plan, operation.position, operation.sources, operation.pieces):
             for stage, state in offer.states.items():
                 found[stage] = state.manifest(), _tensors(state.manifest(), offer.names[stage], state.blocks)
         for stage in self._view.driver.machine.stages:

@@ -19,7 +19,7 @@ from everstep.exact.image import entries_of, sizes_of
 from everstep.exact.snapshot import Snapshot
 from everstep.protocol.driver.operations import ForgetKept, InMemory, Keep, NotKept, OthersKept, RetireKept
 from everstep.protocol.step_types import Key
-from everstep.train.heal import Donor, Held, Offer
+from everstep.train.heal import Donor, Held, Layers, Offer, ReceivedOffer
 from everstep.train.taking import Copier
 from everstep.train.view import WorkerView
 
@@ -53,7 +53,7 @@ class SnapshotKeeper:
 
     def keep(self, effect: Keep) -> None:
         """Of the state as it is, that of this step."""
-        snapshots: dict[int, Snapshot] = {}
+        held: dict[int, Layers] = {}
         for stage, replica in self._view.stages.items():
             snapshot = replica.state.clone_snapshot()
             if not self._vault.make_room(stage, snapshot.n_blocks):
@@ -64,14 +64,14 @@ class SnapshotKeeper:
                 return
             snapshot.start()
             self._copying.append(snapshot)
-            if not self._vault.put(stage, effect.step, snapshot):
+            there = self._view.driver.machine.held.get(stage, WHOLE)
+            if not self._vault.put(stage, effect.step, snapshot, there):
                 text = "what was copied of another pool meanwhile has taken the room"
                 self._note(NotKept(effect.step, Why(Cause.CONFIG, text)))
                 return
-            snapshots[stage] = snapshot
-        held = {stage: [(snapshot, WHOLE)] for stage, snapshot in snapshots.items()}
+            held[stage] = [(snapshot, there)]
         self._donor.shelve(("kept", effect.step), Offer(position=Key(effect.step, 0), held=held))
-        if effect.others:
+        if effect.sources:
             given = effect, self._vault.times_forgotten
             threading.Thread(target=self._copy, args=given, name="everstep-keep", daemon=True).start()
 
@@ -119,15 +119,18 @@ class SnapshotKeeper:
     def _copy(self, effect: Keep, forgotten: int) -> None:
         """In a thread of its own: keep what other pools have of a step, unless that is done again meanwhile."""
         done = True
-        for stage, donors in effect.others.items():
-            try:
-                came = self._copier.kept(effect.step, stage, donors)
-                entries_of(came.manifest())
-            except (EverstepError, OSError) as error:  # they died, or this worker ends: the next one may succeed
-                done = False
-                log.info("the snapshot of stage %d at step %d was not copied: %s", stage, effect.step, error)
-                continue
-            if not self._vault.there().get((stage, effect.step), NONE).whole:
-                self._vault.put(stage, effect.step, came, forgotten)
+        try:
+            for offer in self._copier.kept(effect):
+                self._take(effect.step, offer, forgotten)
+        except (EverstepError, OSError) as error:  # they died, or this worker ends: the next one may succeed
+            done = False
+            log.info("snapshots of step %d were not copied: %s", effect.step, error)
         self._note(self._in_memory())
         self._note(OthersKept(effect.step, done))
+
+    def _take(self, step: int, offer: ReceivedOffer, forgotten: int) -> None:
+        there = self._vault.there()
+        for stage, state in offer.states.items():
+            entries_of(state.manifest())
+            if not there.get((stage, step), NONE).whole:
+                self._vault.put(stage, step, state, forgotten=forgotten)

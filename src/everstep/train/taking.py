@@ -11,7 +11,7 @@ import json
 import logging
 import queue
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -24,6 +24,7 @@ from everstep.checkpoint.vault import StageState
 from everstep.exact.digest import digest_bytes
 from everstep.exact.image import BLOCK_BYTES, sizes_of
 from everstep.protocol.driver.driver import FOREVER
+from everstep.protocol.driver.operations import Keep
 from everstep.protocol.moving import taker as moving
 from everstep.protocol.moving.chunks import Chunk, share
 from everstep.protocol.moving.taker import TakeOrder, orders
@@ -304,15 +305,15 @@ class Copier:
         order = TakeOrder(tuple(stages), tuple(member.key for member in donors), at_once, follows=True)
         return Taking(self._view, generation, order, donors, {"kind": "heal", "worker": str(self._view.link.me)})
 
-    def kept(self, step: int, stage: int, donors: Sequence[Member]) -> StageState:
-        """The snapshot of a step that others keep of a stage. In any thread, for as long as the job goes on.
+    def kept(self, effect: Keep) -> Iterator[ReceivedOffer]:
+        """The snapshots of a step that others keep. In any thread, for as long as the job goes on.
 
         Raises: BlocksDamaged; CollectiveAborted.
         """
-        at_once = self._several((stage,), len(donors))
-        order = TakeOrder((stage,), tuple(member.key for member in donors), at_once, Key(step, 0))
-        request = {"kind": "kept", "step": step}
-        return Taking(self._view, FOREVER, order, donors, request, tick=lambda: None).offer().states[stage]
+        plan, request = effect.plan, {"kind": "kept", "step": effect.step}
+        at, me = Key(effect.step, 0), self._view.me
+        for order in orders(plan, at, effect.sources, effect.pieces, self._several, me):
+            yield Taking(self._view, FOREVER, order, plan.members, request, tick=lambda: None).offer()
 
     def _several(self, stages: Sequence[int], sources: int, most: int = MOST_DONORS) -> int:
         size = max(0, self._view.stages.expected_bytes) * len(stages)

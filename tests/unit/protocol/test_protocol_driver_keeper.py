@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from driver_harness import member, plan
+from driver_harness import plan
 
 from everstep.base.cause import Cause
 from everstep.base.extents import WHOLE
@@ -46,7 +46,7 @@ def test_a_member_of_another_pool_copies_what_a_stage_has() -> None:
     assert len(keepers) == 2 and None not in keepers
     for i, (effect,) in others.items():
         pool = {0: (0, 1), 1: (2, 3)}.get(keepers.get(i, -1), ())
-        assert effect == do.Keep(4, {keepers[i]: tuple(map(member, pool))} if pool else {})
+        assert effect == do.Keep(PLAN, 4, {keepers[i]: pool} if pool else {}, {})
 
 
 def test_who_copies_has_all_of_a_step_once_the_copy_is_there() -> None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from everstep.base.extents import WHOLE, BlockRun, Extents
 from everstep.base.plan import Member, Plan, Seat, Shard
-from everstep.protocol.settling import settle
+from everstep.protocol.settling import from_shares, settle
 from everstep.protocol.step_types import Holding, Key, Pieces, Record
 
 RECORDS = {9: Record(0, b"")}
@@ -235,6 +235,15 @@ def test_shares_are_no_damage():
     """No member has all, together they do: everybody goes on, and nobody gets anything."""
     settled = settle(shared(), {i: sharing(5, i) for i in range(3)})
     assert (settled.target, settled.back, settled.wants, settled.rerun) == (Key(5, 0), False, {}, frozenset())
+
+
+def test_who_gets_all_of_a_stage_asks_whoever_has_all_or_each_for_its_share():
+    assert from_shares(plan((0,), (1, 2)), (1,), 0) == ({1: (1, 2)}, {})
+    sources, pieces = from_shares(shared(), (0,), 9)
+    assert sources == {0: (0, 1, 2)} and pieces == {0: Pieces(WHOLE, {i: SHARES[i] for i in range(3)})}
+    sources, pieces = from_shares(shared(), (0,), 0)
+    rest = WHOLE - SHARES[0]
+    assert sources == {0: (1, 2)} and pieces == {0: Pieces(rest, {i: SHARES[i] & rest for i in (1, 2)})}
 
 
 def test_a_step_is_taken_with_a_share_of_which_nothing_is_lost():

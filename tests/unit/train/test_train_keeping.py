@@ -11,7 +11,8 @@ from everstep.base.config_keys import CheckpointConfig
 from everstep.checkpoint.vault import StageState
 from everstep.exact.state import ModelState
 from everstep.protocol.driver.operations import ForgetKept, InMemory, OthersKept
-from everstep.train.heal import Donor
+from everstep.protocol.step_types import Key
+from everstep.train.heal import Donor, ReceivedOffer
 from everstep.train.keeping import SnapshotKeeper
 
 
@@ -26,12 +27,12 @@ def test_a_snapshot_that_comes_while_all_go_back_does_not_take_the_place_of_what
     keeper, spoilt, right = SnapshotKeeper(view, Donor(), notes.append), make_state(1), make_state(2)
 
     def copy(step: int, state: ModelState, meanwhile: Callable[[], None] = lambda: None) -> None:
-        def kept(*what: Any) -> StageState:
+        def kept(effect: Any) -> list[ReceivedOffer]:
             meanwhile()
-            return copied(state)
+            return [ReceivedOffer(position=Key(step, 0), states={1: copied(state)})]
 
         keeper._copier = SimpleNamespace(kept=kept)  # type: ignore[assignment]
-        effect: Any = SimpleNamespace(step=step, others={1: ()})
+        effect: Any = SimpleNamespace(step=step)
         keeper._copy(effect, keeper._vault.times_forgotten)
 
     copy(10, spoilt)

@@ -19,7 +19,7 @@ from everstep.protocol.driver.saver import Saver
 from everstep.protocol.settling import Sources
 from everstep.protocol.step_machine import StepMachine
 from everstep.protocol.step_phases import Phase
-from everstep.protocol.step_types import Key, Record
+from everstep.protocol.step_types import Key, Piecewise, Record
 
 _UNSETTLED = frozenset({Phase.WAITING, Phase.SETTLING, Phase.FETCHING, Phase.UPDATING, Phase.LEFT, Phase.LACKING})
 
@@ -35,7 +35,7 @@ class Application:
         gathers: Gathers,
         saver: Saver,
         rewindable: bool,
-        bring_together: Callable[[], Sources],
+        bring_together: Callable[[], tuple[Sources, Piecewise]],
     ) -> None:
         """bring_together: as `Settler` does."""
         self.ask: do.Ask | None = None
@@ -188,7 +188,7 @@ class Application:
             said = last_states(self._gathers.known[self._gather]).values()
             digests = {one.stage: one.digest for states in said for one in states}
             at = machine.step, save, digests, machine.position
-            self._out.start(do.Finish, machine.generation, machine.plan, *at, self._bring_together())
+            self._out.start(do.Finish, machine.generation, machine.plan, *at, *self._bring_together())
 
     def _answer(self) -> do.Answer | None:
         """What the ask has come to, if it has."""

@@ -189,8 +189,8 @@ class Linger(Operation, frozen=True):
 
 class Finish(Operation, frozen=True):
     """All steps are done: leave a checkpoint, and where this worker is the job's leader write final/; answered with
-    whether that was written. save: as in `SaveLast`. digests: by stage, of the state that all hold. position, sources:
-    as in `Fetch`, of the stages that the job's leader does not hold."""
+    whether that was written. save: as in `SaveLast`. digests: by stage, of the state that all hold. position,
+    sources, pieces: as in `Fetch`, of the stages that the job's leader does not hold."""
 
     plan: Plan
     step: int
@@ -198,6 +198,7 @@ class Finish(Operation, frozen=True):
     digests: Mapping[int, str]
     position: Key
     sources: Mapping[int, tuple[int, ...]] = {}
+    pieces: Piecewise = {}
 
 
 class Opened(msgspec.Struct, frozen=True):
@@ -315,11 +316,13 @@ class Keep(AtOnce, frozen=True):
     """Take a snapshot in memory of all stages held, as they are now, of this step, and copy some of other pools beside
     it. `OthersKept` or `NotKept` says what came of it, `InMemory` what there is then.
 
-    others: by stage, who has them, the one to ask first in front.
+    sources, pieces: of others, as in `Fetch`.
     """
 
+    plan: Plan
     step: int
-    others: Mapping[int, tuple[Member, ...]]
+    sources: Mapping[int, tuple[int, ...]]
+    pieces: Piecewise
 
 
 class RetireKept(AtOnce, frozen=True):

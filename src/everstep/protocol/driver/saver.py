@@ -23,6 +23,7 @@ from everstep.protocol.driver.operations import AbandonSave, PartsThere, Save, S
 from everstep.protocol.driver.outbox import Gathers, Outbox
 from everstep.protocol.driver.policy import COMPARE, END, Due, SaveSchedule, Tier
 from everstep.protocol.driver.records import StepOutcome, gathered
+from everstep.protocol.settling import from_shares
 from everstep.protocol.step_machine import StepMachine
 from everstep.protocol.step_types import Key, Record, Snapshots, SnapshotsKept
 
@@ -309,11 +310,11 @@ class Keeper:
         if self._copied != self._begun or self._busy:
             self._skip(number, Why(Cause.BUSY, f"that of step {self._begun} is still on its way to another worker"))
             return
-        mine = [stage for stage in range(plan.stages) if keeps_for(plan, stage) == self._machine.me.worker_id]
-        others = {k: tuple(plan.member(seat.worker_id) for seat in plan.pool(k)) for k in mine}
-        self._begun, self._copied = number, 0 if others else number
+        me = self._machine.me.worker_id
+        mine = [stage for stage in range(plan.stages) if keeps_for(plan, stage) == me]
+        self._begun, self._copied = number, 0 if mine else number
         self._records[number] = records
-        self._out.put(do.Keep(number, others))
+        self._out.put(do.Keep(plan, number, *from_shares(plan, mine, me)))
 
     def refused(self, event: do.NotKept) -> None:
         """A snapshot could not be taken."""

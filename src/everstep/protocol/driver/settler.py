@@ -21,9 +21,9 @@ from everstep.protocol.driver.outbox import Gathers, Outbox
 from everstep.protocol.driver.probing import ProbeVerdict, Probing
 from everstep.protocol.driver.records import decode_holding, encode_holding
 from everstep.protocol.driver.saver import Keeper
-from everstep.protocol.settling import Sources, settle
+from everstep.protocol.settling import Sources, from_shares, settle
 from everstep.protocol.step_machine import StepMachine
-from everstep.protocol.step_types import Record
+from everstep.protocol.step_types import Piecewise, Record
 
 SETTLE = Tag("settle", 0, 0)
 
@@ -180,15 +180,14 @@ class Settler:
         self._shelved = True
         self._out.put(do.Shelve(effect.generation, position, records, gathers, machine.held if live else {}))
 
-    def bring_together(self) -> Sources:
+    def bring_together(self) -> tuple[Sources, Piecewise]:
         """At the end: from whom the job's leader gets the stages that it does not hold. Others have theirs ready."""
         machine, plan, me = self._machine, self._machine.current_plan(), self._machine.me.worker_id
         if plan.leader(0) == me:
-            others = (k for k in range(plan.stages) if k not in machine.stages)
-            return {k: tuple(seat.worker_id for seat in plan.pool(k) if seat.worker_id != me) for k in others}
+            return from_shares(plan, (k for k in range(plan.stages) if k not in machine.stages), me)
         if plan.stages > 1:
             self.serve(step.ServeState(machine.generation, machine.position, (plan.leader(0),)))
-        return {}
+        return {}, {}
 
     def unshelve(self) -> None:
         """Whoever had to copy the state has done so."""

@@ -43,15 +43,18 @@ class Retention:
         gone = [] if self._fits(stage, n_blocks) else self._reduce({max(self._complete)} if self._complete else set())
         return self._fits(stage, n_blocks), gone
 
-    def put(self, stage: int, step: int, n_blocks: int) -> tuple[bool, list[SnapshotKey]]:
+    def put(self, stage: int, step: int, n_blocks: int, there: Extents = WHOLE) -> tuple[bool, list[SnapshotKey]]:
         """Whether a snapshot fits, and what is to go. Of its stage, it displaces all but the complete ones and the
-        newest before it (which may be complete in all stages before that is known here)."""
+        newest before it (which may be complete in all stages before that is known here).
+
+        there: the blocks of it that are.
+        """
         if not self._fits(stage, n_blocks):
             return False, []
         displaced = self._displaced(stage)
         gone = [key for key in self._held if key in displaced or key == (stage, step)]
         self._drop(gone)
-        self._held[stage, step] = _Held(n_blocks, WHOLE)
+        self._held[stage, step] = _Held(n_blocks, there)
         return True, gone
 
     def lose(self, stage: int, step: int, lost: Extents) -> None:
