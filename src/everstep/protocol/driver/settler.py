@@ -185,7 +185,7 @@ class Settler:
         machine, plan, me = self._machine, self._machine.current_plan(), self._machine.me.worker_id
         if plan.leader(0) == me:
             return from_shares(plan, (k for k in range(plan.stages) if k not in machine.stages), me)
-        if plan.stages > 1:
+        if plan.stages > 1 or plan.shards:
             self.serve(step.ServeState(machine.generation, machine.position, (plan.leader(0),)))
         return {}, {}
 
