@@ -418,7 +418,7 @@ class Checks:
         require(step == newest, "P2", f"{who} enters {generation} at step {step}; the newest in all is {newest}")
 
     def _in_parts(self, said: Mapping[int, Holding], at: int, stage: int) -> bool:
-        """Whether what the members have of a stage at a step is together all of it."""
+        """Whether the members' parts of a stage at a step are together all of it."""
         live = [h.live(stage) for h in said.values() if h.position.step == at]
         kept = [h.kept(stage, at) for h in said.values()]
         blocks = {k for part in live + kept for lo, hi in part.spans(PLANES) for k in range(lo, hi)}

@@ -49,7 +49,7 @@ class Memory:
         """Blocks of a snapshot are gone."""
         self.kept[stage, number] = without(self.kept[stage, number], lost)
         self._retention.lose(stage, number, lost)
-        self._say()
+        self.say()
 
     def _keep(self, effect: do.Keep) -> None:
         """Of the state as it is; and some of other pools, which has to be copied."""
@@ -62,7 +62,7 @@ class Memory:
                 return
         kept = {k: SimCopy(Key(number, 0), {}, {k: value}) for k, value in life.state.stages.items()}
         self.donor.keeps(number, kept)
-        self._say()
+        self.say()
         self._failed = False
         several = partial(_at_once, life)
         at, me = Key(number, 0), life.me.worker_id
@@ -80,7 +80,7 @@ class Memory:
         for stage in stages if isinstance(how, moving.TookAll) else ():
             if not self._retention.there.get((stage, number), NONE).whole:
                 self._put(stage, number, taking.states[stage])
-        self._say()
+        self.say()
         if not self._wanted:
             self.life.handle(do.OthersKept(number, not self._failed))
 
@@ -98,22 +98,23 @@ class Memory:
     def _retire(self, effect: do.RetireKept) -> None:
         """Drop snapshots older than a complete one, except the newest proven one."""
         self._let_go(self._retention.retire(effect.step, effect.proven))
-        self._say()
+        self.say()
 
     def _forget(self, effect: do.ForgetKept) -> None:
-        """Later ones count for nothing."""
+        """Drop later snapshots, which are void, and those that are on their way."""
         self.donor.keeps_nothing()
         wanted, self._wanted = self._wanted, {}
         for taking in wanted.values():
             taking.close()
         self._let_go(self._retention.forget(effect.after))
-        self._say()
+        self.say()
 
     def uses(self, connection: SimConnection) -> bool:
         """Whether something may still be sent or expected here."""
         return any(taking.uses(connection) for taking in self._wanted.values())
 
-    def _say(self) -> None:
+    def say(self) -> None:
+        """Have the driver know what there is."""
         self.life.handle(do.InMemory(self._retention.there, self.donor.busy))
 
 
@@ -290,10 +291,11 @@ class SimDonor:
 
     def _tell(self, event: giver.GiverEvent, given: Mapping[int, SimCopy] = {}, item: tuple[Any, ...] = ()) -> None:
         """Give the machine an event. given: copies of the present state, by stage. item: the step that is decided."""
+        busy = self._giver.busy
         for effect in self._giver.handle(event):
             match effect:
                 case giver.GiveState(asker, shelf):
-                    there = self._kept if shelf == "kept" else self.shelf if shelf and self.shelf else given
+                    there = self._kept if shelf == "kept" else self.shelf if shelf and self.shelf is not None else given
                     asker.gets({k: there[k] for k in asker.stages})
                     self.life.soon(0, 5 * MS if shelf else 0, self._head, asker)
                 case giver.FeedStep(asker, stages):
@@ -304,6 +306,8 @@ class SimDonor:
                     asker.connection.close(self.life)
                     self.askers.remove(asker)
                     self._giver.handle(giver.AskerGone(asker))
+        if self._giver.busy != busy:
+            self.memory.say()
 
     def _head(self, asker: _Asker) -> None:
         """Send the description of a copy, without the blocks."""

@@ -22,8 +22,8 @@ _Taking = do.Fetch | do.Restore | do.Finish
 
 
 class Fetcher:
-    """Gets it order by order from others, then its own copies, from disk, or anew. What this worker has a part of, it
-    gets the rest of. At the end the job's leader gets what it is to write."""
+    """Gets the state order by order from others, then from its own copies, from disk, or from initial values. For a
+    stage of which this worker has a part, it gets the rest. At the end the job's leader gets all that it writes."""
 
     def __init__(self, life: Life, memory: Memory, saver: SimSaver) -> None:
         self.life = life
@@ -87,14 +87,15 @@ class Fetcher:
     # ---- this worker's own copies
 
     def _held(self, operation: _Taking, stage: int) -> Blocks:
-        """What is live or kept here of the state that is wanted."""
+        """Own blocks of the wanted state, live or kept."""
         step, state = operation.position.step, self.life.state
         live = state.stages.get(stage, NOTHING) if state.at == step else NOTHING
         kept = self.memory.kept.get((stage, step), NOTHING) if isinstance(operation, do.Restore) else NOTHING
         return merged(live, kept)
 
     def _claimed(self, operation: _Taking, stage: int) -> Extents:
-        """What this worker says that it has of that, live; where it is gathers behind, it copies what they led to."""
+        """Blocks of the wanted state that this worker claims to have, live. At a position gathers behind, it copies the
+        later state."""
         machine, wanted = self.life.driver.machine, operation.position
         if machine.step != wanted.step or (isinstance(operation, do.Fetch) and machine.position != wanted):
             return NONE
