@@ -21,7 +21,7 @@ import torch
 
 from checkpoint_saving import make_state
 from everstep.base.errors import CollectiveAborted, EverstepError, InvariantViolation
-from everstep.base.extents import Extents
+from everstep.base.extents import WHOLE, Extents
 from everstep.checkpoint.object_store import ObjectOptions
 from everstep.checkpoint.stores.s3 import open_s3
 from everstep.dashboard.app import make_app
@@ -46,7 +46,7 @@ _NUMEL = 6
 def holding() -> bytes:
     """What one states."""
     part = Extents.part((("model", 4), ("exp_avg", 4)), [("model", 1, 3)])
-    given = {"snapshots": ((0, 2),), "parts": {1: part}, "kept_parts": {(1, 2): part}, "first": {0: "ab"}}
+    given = {"stages": {0: WHOLE, 1: part}, "snapshots": {(0, 2): WHOLE, (1, 2): part}, "first": {0: "ab"}}
     return records.encode_holding(Holding(Key(3, 1), {0: Record(0, b"x")}, 4, **given))
 
 
@@ -71,20 +71,16 @@ def gathered(data: bytes) -> Any:
 
 def offer() -> bytes:
     """What a donor says first."""
-    said = records.encode({0: Record(0, b"abc")})
+    said = {0: Record(0, b"abc")}
     part = Extents.part((("model", 4),), [("model", 1, 3)]).encoded()
-    header = {"position": [3, 0], "manifests": [], "gathers": [[3, 1]], "parts": {"0": part}}
-    return msgspec.msgpack.encode([json.dumps(header).encode(), said, said, b"loop", b""])
+    told = {"position": Key(3, 0), "records": said, "gathers": {Key(3, 1): said}, "application": b"loop"}
+    return msgspec.msgpack.encode(heal.OfferHead(**told, manifests=["{}"], there={0: part, 1: None}, changed=("name",)))
 
 
 def offered(data: bytes) -> Any:
     """What is made of it."""
-    try:
-        runs = msgspec.msgpack.decode(data, type=list[bytes])
-    except msgspec.MsgspecError:
-        return None
-    header = heal.receive_header(_Runs(runs))  # type: ignore[arg-type]
-    return heal.offered(header, {}), heal.place_in(header, [0, 1])
+    head = heal.receive_head(_Runs([data]))  # type: ignore[arg-type]
+    return head, head.place([0, 1])
 
 
 class _Runs:

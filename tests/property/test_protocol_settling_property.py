@@ -51,7 +51,6 @@ def members(draw):
     at = draw(POSITIONS)
     live: dict[int, Blocks] = {k: draw(LIVE) for k in STAGES}
     kept = {(k, s): draw(SOME | st.just(ALL)) for k in STAGES for s in STEPS[1:] if draw(st.integers(0, 3)) == 0}
-    whole = tuple(k for k in STAGES if live[k] == ALL)
     gradients = {k: draw(st.sampled_from([blocks, blocks, frozenset({0, 3})])) for k, blocks in live.items() if blocks}
     rolls = draw(st.booleans()) and at.step < 2 and bool(gradients)
     return Holding(
@@ -59,12 +58,10 @@ def members(draw):
         records={9: Record(0, b"")} if at.step else {},
         gradient_step=at.step + 1 if rolls else 0,
         digest="same" if at.step == 0 else "",
-        stages=whole,
+        stages={k: extents(blocks) for k, blocks in live.items() if blocks},
         gradients={k: extents(blocks) for k, blocks in gradients.items()},
-        snapshots=tuple(sorted(key for key, blocks in kept.items() if blocks == ALL)),
+        snapshots={key: extents(blocks) for key, blocks in kept.items() if blocks},
         disk=(1,) if draw(st.integers(0, 5)) == 0 else (),
-        parts={k: extents(blocks) for k, blocks in live.items() if blocks and blocks != ALL},
-        kept_parts={key: extents(blocks) for key, blocks in kept.items() if blocks and blocks != ALL},
     )
 
 
@@ -80,7 +77,7 @@ def cases(draw):
 
 def taken(holding: Holding, stage: int) -> Blocks:
     """Blocks that a member has after one more decision."""
-    live = ALL if stage in holding.stages else numbers(holding.parts.get(stage, Extents()))
+    live = numbers(holding.live(stage))
     gradient = numbers(holding.gradients.get(stage, Extents()))
     return gradient if gradient <= live else frozenset()
 
@@ -89,12 +86,10 @@ def has(holding: Holding, stage: int, step: int, *, rolled: bool = False) -> Blo
     """Blocks that a member has of a stage at the beginning of a step; rolled: with one more decision."""
     found: Blocks = frozenset()
     if holding.position.step == step:
-        found |= ALL if stage in holding.stages else numbers(holding.parts.get(stage, Extents()))
+        found |= numbers(holding.live(stage))
     if rolled:
         found |= taken(holding, stage)
-    if (stage, step) in holding.snapshots:
-        found |= ALL
-    return found | numbers(holding.kept_parts.get((stage, step), Extents()))
+    return found | numbers(holding.kept(stage, step))
 
 
 def together(plan: Plan, holdings: Mapping[int, Holding], step: int) -> bool:
@@ -115,9 +110,7 @@ def own(settled: Settlement, holdings: Mapping[int, Holding], worker_id: int, st
     if not settled.back:
         holding = holdings[worker_id]
         live = holding.position.step == settled.target.step
-        return has(
-            replace(holding, snapshots=(), kept_parts={}), stage, settled.target.step, rolled=rolled and not live
-        )
+        return has(replace(holding, snapshots={}), stage, settled.target.step, rolled=rolled and not live)
     return has(holdings[worker_id], stage, settled.target.step, rolled=rolled)
 
 
@@ -165,6 +158,8 @@ def test_nobody_goes_back_further_than_it_must(case):
 @given(cases())
 def test_with_whole_stages_there_is_nothing_in_pieces(case):
     plan, holdings = case
-    gradients = {i: dict.fromkeys(h.stages, WHOLE) for i, h in holdings.items()}
-    whole = {i: replace(h, parts={}, kept_parts={}, gradients=gradients[i]) for i, h in holdings.items()}
+    whole: dict[int, Holding] = {}
+    for i, h in holdings.items():
+        stages, snapshots = ({k: part for k, part in of.items() if part.whole} for of in (h.stages, h.snapshots))
+        whole[i] = replace(h, stages=stages, snapshots=snapshots, gradients=stages)
     assert settle(replace(plan, shards=()), whole).pieces == {}

@@ -126,7 +126,8 @@ def test_the_top_without_one_of_its_stages_is_noticed(monkeypatch):
 
     def blind(plan, holdings) -> Settlement:
         held = {k for h in holdings.values() for k in h.stages if h.position.step}
-        full = {i: replace(h, stages=tuple(range(plan.stages))) if held else h for i, h in holdings.items()}
+        everything = dict.fromkeys(range(plan.stages), WHOLE)
+        full = {i: replace(h, stages=everything) if held else h for i, h in holdings.items()}
         return settle(plan, full)
 
     monkeypatch.setattr(step_machine, "settle", blind)

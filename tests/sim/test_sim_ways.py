@@ -27,14 +27,14 @@ EVENTS = (
     do.Tainted,
     do.FollowerAsked,
     do.InMemory,
-    do.HandedOver,
+    do.OthersKept,
     do.NotKept,
     do.TimePassed,
 )
 OPERATIONS = tuple(do.Operation.__subclasses__())
 TOLD_APART = {
     do.Exit: ("drained", "failed"),
-    do.HandedOver: ("done",),
+    do.OthersKept: ("done",),
     do.Tainted: ("torn",),
 }
 NEVER = {"Exit(drained=True, failed=True)"}

@@ -18,8 +18,8 @@ from everstep.base.errors import check
 Sizes = tuple[tuple[str, int], ...]
 """The planes of a state with their numbers of blocks, in the order of the numbering."""
 
-Coded = tuple[Sizes, tuple[tuple[int, int, int], ...]]
-"""Form of a proper part in messages: sizes, and (place of the plane among them, lo, hi)."""
+Coded = tuple[Sizes, tuple[tuple[int, int, int], ...]] | None
+"""As it travels: sizes, and (place of the plane among them, lo, hi); None for all."""
 
 Runs = tuple[tuple[int, int], ...]
 """Blocks by their numbers: (first, one beyond the last), ascending, none empty, none adjacent."""
@@ -132,14 +132,17 @@ class Extents:
         return found
 
     def encoded(self) -> Coded:
-        """Form for a message. Raises: InvariantViolation for the whole, which needs no form."""
-        check(not self.whole, "only a part is encoded")
+        """For a message."""
+        if self.whole:
+            return None
         places = {plane: k for k, (plane, _) in enumerate(self.of)}
         return self.of, tuple((places[run.plane], run.lo, run.hi) for run in self.runs)
 
     @staticmethod
     def decoded(coded: Coded) -> Extents:
-        """Inverse of `encoded`. Raises: InvariantViolation for anything that `encoded` cannot have made."""
+        """What `encoded` made. Raises: InvariantViolation for what it cannot have made."""
+        if coded is None:
+            return WHOLE
         of, runs = coded
         check(all(0 <= k < len(of) for k, _, _ in runs), f"expected runs of the planes {of}, got {runs}")
         return Extents.part(of, (BlockRun(of[k][0], lo, hi) for k, lo, hi in runs))

@@ -136,10 +136,11 @@ def _read(entries: Iterable[StateEntry], checkpoint: Checkpoint, progress: OnPro
             offset = ordered[k].offset
             memory[k][lo - offset : hi - offset] = block[lo - start : hi - start]
         progress(count * BLOCK_BYTES, len(needed) * BLOCK_BYTES)
-    return {e.name: _tensor(e, m) for e, m in zip(ordered, memory, strict=True)}
+    return {e.name: tensor_of(e, m) for e, m in zip(ordered, memory, strict=True)}
 
 
-def _tensor(entry: StateEntry, memory: bytearray) -> Tensor:
+def tensor_of(entry: StateEntry, memory: bytearray) -> Tensor:
+    """An entry's tensor, in the memory of its bytes."""
     dtype = getattr(torch, entry.dtype)
     if not memory:
         return torch.empty(entry.shape, dtype=dtype)

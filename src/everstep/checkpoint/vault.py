@@ -1,19 +1,19 @@
 """The memory tier: snapshots of stages, own and for other pools, by (stage, step).
 
-What stays is decided by `protocol.moving.retention`; here are the blocks. Thread-safe.
+What stays is decided by `protocol.moving.memory_retention`; here are the blocks. Thread-safe.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from everstep.base.config_keys import MemoryTierConfig
-from everstep.base.errors import CheckpointCorrupt
 from everstep.base.extents import WHOLE, Extents
-from everstep.exact.digest import digest_bytes
-from everstep.exact.image import BLOCK_BYTES, entries_of, sizes_of
+from everstep.exact.image import BLOCK_BYTES, Scatter
+from everstep.exact.state import ModelState
 from everstep.protocol.moving.memory_retention import Retention, SnapshotKey
 
 
@@ -34,36 +34,39 @@ class Kept(Protocol):
         """Its memory is given back; it is not read any more."""
 
 
-class MemoryCopy:
-    """A snapshot that came from a peer: its manifest and its blocks, all verified. there: those that match it."""
+@dataclass(frozen=True)
+class StageState:
+    """A stage's state as it came from others, each block checked then."""
 
-    def __init__(self, manifest: Mapping[str, Any], blocks: Iterable[bytes | bytearray | memoryview]) -> None:
-        """Raises: CheckpointCorrupt if the manifest does not match its digest, or no block does."""
-        entries_of(manifest)
-        self._manifest = dict(manifest)
-        self._blocks = [memoryview(block).cast("B") for block in blocks]
-        expected: Sequence[str] = manifest["blocks"]
-        pairs = zip(self._blocks, expected, strict=False)
-        right = [n for n, (b, digest) in enumerate(pairs) if len(b) == BLOCK_BYTES and digest_bytes(b) == digest]
-        self.there = WHOLE if len(right) == len(expected) else Extents.numbered(sizes_of(manifest), right)
-        if not self.there:
-            raise CheckpointCorrupt(f"none of the {len(expected)} blocks of the snapshot matches its digest")
+    made_of: dict[str, Any]
+    blocks: list[memoryview]
 
     @property
     def n_blocks(self) -> int:
-        return len(self._manifest["blocks"])
+        return len(self.made_of["blocks"])
 
     def wait(self, timeout_s: float | None = None) -> bool:
         return True
 
     def manifest(self) -> dict[str, Any]:
-        return self._manifest
+        return self.made_of
 
     def read_block(self, index: int) -> memoryview:
-        return self._blocks[index]
+        return self.blocks[index]
 
     def release(self) -> None:
-        self._blocks = []
+        self.blocks.clear()
+
+    def load_into(self, state: ModelState) -> None:
+        """Raises: CheckpointCorrupt if it does not fit."""
+        state.load_with(self.made_of, self._fill)
+
+    def _fill(self, scatter: Scatter) -> None:
+        for index, data in enumerate(self.blocks):
+            at = 0
+            for view in scatter.views(index):
+                view[:] = data[at : at + len(view)]
+                at += len(view)
 
 
 class Vault:
@@ -87,7 +90,7 @@ class Vault:
     def put(self, stage: int, step: int, snapshot: Kept, there: Extents = WHOLE, forgotten: int | None = None) -> bool:
         """As `Retention.put`: whether it fits. If not, it is released and nothing changes.
 
-        forgotten: `times_forgotten` when a peer began to hand it over. If that has grown since, the snapshot may be of
+        forgotten: `times_forgotten` when it began to come from others. If that has grown since, the snapshot may be of
         a step that is done again, and does not fit.
         """
         with self._lock:
@@ -98,33 +101,23 @@ class Vault:
                 self._held[stage, step] = snapshot
         return _release(released if fits else [snapshot]) and fits
 
-    def get(self, stage: int, step: int) -> Kept | None:
-        """A snapshot that is whole, None if there is none."""
-        with self._lock:
-            found = self._held.get((stage, step)) if (stage, step) in self._retention.whole else None
-        return found if found is not None and _whole(found) else None
+    def there(self) -> dict[SnapshotKey, Extents]:
+        """What is there of every snapshot that has been copied, by (stage, step), ascending."""
+        return {key: there for key, (_, there) in self._found().items()}
 
-    def part(self, stage: int, step: int) -> tuple[Kept, Extents] | None:
-        """A snapshot that is not whole, and what is there of it; None if there is none."""
-        with self._lock:
-            there = self._retention.parts.get((stage, step))
-            return (self._held[stage, step], there) if there else None
+    def held(self, step: int) -> dict[int, tuple[Kept, Extents]]:
+        """The snapshots of a step, by stage, and what is there of them."""
+        return {stage: found for (stage, at), found in self._found().items() if at == step}
 
-    def parts(self) -> dict[SnapshotKey, Extents]:
-        """Of every snapshot that is not whole, by (stage, step), what is there."""
+    def _found(self) -> dict[SnapshotKey, tuple[Kept, Extents]]:
         with self._lock:
-            return self._retention.parts
+            found = {key: (self._held[key], there) for key, there in self._retention.there.items()}
+        return {key: one for key, one in found.items() if _copied(one[0])}
 
     def lose(self, stage: int, step: int, lost: Extents) -> None:
         """Blocks of a snapshot are not what they were."""
         with self._lock:
             self._retention.lose(stage, step, lost)
-
-    def kept(self) -> tuple[SnapshotKey, ...]:
-        """(stage, step) of every snapshot that is whole, ascending."""
-        with self._lock:
-            held = [(key, self._held[key]) for key in self._retention.whole]
-        return tuple(key for key, snapshot in held if _whole(snapshot))
 
     def retire(self, complete_step: int, proven: int = 0) -> None:
         """As `Retention.retire`."""
@@ -154,7 +147,7 @@ def _release(snapshots: Iterable[Kept]) -> bool:
     return True
 
 
-def _whole(snapshot: Kept) -> bool:
+def _copied(snapshot: Kept) -> bool:
     try:
         return snapshot.wait(0.0)
     except Exception:  # its thread failed: it is no snapshot

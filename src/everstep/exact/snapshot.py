@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from everstep.base.errors import check
+from everstep.base.errors import CheckpointCorrupt, check
 from everstep.exact.digest import bytes_of
 from everstep.exact.image import Image, Outline, StateEntry
 
@@ -81,8 +81,9 @@ class Snapshot:
         return self._image.manifest
 
     def read_block(self, index: int) -> memoryview:
-        """Bytes of a block; waits until copying has ended."""
-        check(self._arena is not None, "the snapshot was released")
+        """The bytes of a block; waits until copying has ended. Raises: CheckpointCorrupt once it was released."""
+        if self._arena is None:
+            raise CheckpointCorrupt("the snapshot was released")
         self.wait()
         return self._image.read_block(index)
 

@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
 
-from everstep.base.extents import NONE, Extents, union
+from everstep.base.extents import NONE, WHOLE, Extents, union
 from everstep.base.plan import Plan
 from everstep.protocol.step_types import Holding, Key, Pieces, Piecewise, Record
 
@@ -199,6 +199,16 @@ class _Rolls:
 _NOBODY = _Rolls(Key(0, 0), {}, {})
 
 
+def from_shares(plan: Plan, stages: Iterable[int], me: int) -> tuple[Sources, dict[int, Pieces]]:
+    """From whom a worker gets all of these stages once every member has its share of them; in pieces of which nobody,
+    or this worker itself, has more than a part."""
+    shares = {k: {seat.worker_id: _share(plan, seat.worker_id, k) for seat in plan.pool(k)} for k in stages}
+    stocks = {k: _Stock(held) for k, held in shares.items()}
+    pieces = {k: stock.pieces(me, WHOLE) for k, stock in stocks.items()}
+    sources = {k: stock.donors(me, WHOLE) for k, stock in stocks.items()}
+    return sources, {k: one for k, one in pieces.items() if one is not None}
+
+
 def sound_limit(holdings: Mapping[int, Holding]) -> int | None:
     """The newest step whose state counts, as far as these members know; None if nobody has a doubt."""
     return min((h.sound for h in holdings.values() if h.sound >= 0), default=None)
@@ -216,7 +226,7 @@ def _distance(top: Key, holding: Holding, known: bool) -> int | None:
 
 def _held_at(top: Key, holding: Holding) -> dict[int, Extents]:
     """What a member has at the top, or will have when it has rolled forward, by stage."""
-    live = {k: holding.live(k) for k in (*holding.stages, *holding.parts)}
+    live = dict(holding.stages)
     if holding.position.step == top.step:
         return live
     return {k: blocks for k, blocks in holding.gradients.items() if not less(live.get(k, NONE), blocks)}
@@ -261,7 +271,7 @@ def _newest(plan: Plan, holdings: Mapping[int, Holding], rolls: _Rolls = _NOBODY
     """The newest step that every stage has; up to the limit, if there is one."""
     steps = {0}
     for holding in holdings.values():
-        kept = (step for _, step in (*holding.snapshots, *holding.kept_parts))
+        kept = (step for _, step in holding.snapshots)
         steps |= {holding.position.step, *kept, *holding.disk}
     steps = steps if limit is None else {step for step in steps if step <= limit}
     return next(step for step in sorted(steps, reverse=True) if _available(plan, holdings, step, rolls))

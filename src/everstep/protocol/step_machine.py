@@ -131,14 +131,9 @@ class StepMachine:
         return tuple(sorted(k for k, blocks in self._blocks.items() if blocks.whole))
 
     @property
-    def parts(self) -> Mapping[int, Extents]:
-        """What it has of other stages."""
-        return {k: blocks for k, blocks in self._blocks.items() if blocks and not blocks.whole}
-
-    @property
-    def in_part(self) -> tuple[int, ...]:
-        """The stages of which it has anything, which members may copy; ascending."""
-        return tuple(sorted(k for k, blocks in self._blocks.items() if blocks))
+    def held(self) -> Mapping[int, Extents]:
+        """What it has of the stages of which it has anything, which members may copy; ascending."""
+        return {k: blocks for k, blocks in sorted(self._blocks.items()) if blocks}
 
     def _lacks(self, stage: int) -> bool:
         """Whether it has less of a stage than the present plan's share."""
@@ -206,14 +201,12 @@ class StepMachine:
             records=self.records,
             gradient_step=self._gradient_step,
             digest=self._digest if self.position.step == 0 else "",
-            stages=self.stages,
+            stages=self.held,
             lacking=tuple(sorted({lane for _, lane in self._seats(plan) - held})),
-            snapshots=tuple(sorted(self._kept.snapshots)),
+            snapshots=dict(self._kept.snapshots),
             disk=tuple(sorted(self._kept.disk)),
             gradients=dict(self._gradients),
             sound=self.sound,
-            parts=self.parts,
-            kept_parts=dict(self._kept.parts),
         )
 
     def _blocks_lost(self, event: step_types.BlocksLost) -> list[StepEffect]:

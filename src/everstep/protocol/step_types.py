@@ -59,6 +59,10 @@ class Doubt(msgspec.Struct, frozen=True, array_like=True):
     said: dict[int, LaneSaid] = {}
 
 
+Snapshots = Mapping[tuple[int, int], Extents]
+"""By (stage, step), what is there of states in memory."""
+
+
 @dataclass(frozen=True)
 class Holding:
     """What a worker states when it settles.
@@ -66,13 +70,10 @@ class Holding:
     position: key of its last decision; records: that decision's records by worker id, handed to whoever lacks them.
     gradient_step: the step beyond position.step whose reduced gradient it holds (it has contributed, or was about
     to), 0 if none; gradients: by stage, the blocks of the state that this takes to that step. digest: of the
-    initial state, at step 0 only. stages: those whose state at `position` it has. lacking: lanes of its seats in
-    this plan whose results for step position.step + 1 it does not have, at one of them at least. snapshots: (stage,
-    step) of the states kept in its memory. disk: steps of the verified, complete checkpoints that it can read.
-    sound: the newest step whose state counts, if it knows that later ones are tainted; else -1.
-
-    `stages` and `snapshots` are whole. parts: of further stages, the blocks whose state at `position` it has;
-    kept_parts: of further snapshots, by (stage, step), the blocks that are there.
+    initial state, at step 0 only. stages: what it has of their state at `position`. lacking: lanes of its seats in
+    this plan whose results for step position.step + 1 it does not have, at one of them at least. snapshots: by (stage,
+    step), what is there of the states kept in its memory. disk: steps of the verified, complete checkpoints that it can
+    read. sound: the newest step whose state counts, if it knows that later ones are tainted; else -1.
 
     fresh: its state was copied or read since it was last found to be that of all others. proven: it was seen to compute
     as others do. doubt: what it knows of members that do not compute alike.
@@ -85,14 +86,12 @@ class Holding:
     records: Mapping[int, Record]
     gradient_step: int
     digest: str = ""
-    stages: tuple[int, ...] = (0,)
+    stages: Mapping[int, Extents] = field(default_factory=lambda: {0: WHOLE})
     lacking: tuple[int, ...] = ()
-    snapshots: tuple[tuple[int, int], ...] = ()
+    snapshots: Snapshots = field(default_factory=dict)
     disk: tuple[int, ...] = ()
     gradients: Mapping[int, Extents] = field(default_factory=lambda: {0: WHOLE})
     sound: int = -1
-    parts: Mapping[int, Extents] = field(default_factory=dict)
-    kept_parts: Mapping[tuple[int, int], Extents] = field(default_factory=dict)
     first: Mapping[int, str] = field(default_factory=dict)
     built: Mapping[int, str] = field(default_factory=dict)
     fresh: bool = False
@@ -101,11 +100,11 @@ class Holding:
 
     def live(self, stage: int) -> Extents:
         """What it has of a stage's state at `position`."""
-        return WHOLE if stage in self.stages else self.parts.get(stage, NONE)
+        return self.stages.get(stage, NONE)
 
     def kept(self, stage: int, step: int) -> Extents:
         """What it has kept of a stage's state of a step."""
-        return WHOLE if (stage, step) in self.snapshots else self.kept_parts.get((stage, step), NONE)
+        return self.snapshots.get((stage, step), NONE)
 
 
 class Pieces(msgspec.Struct, frozen=True):
@@ -240,14 +239,12 @@ class Followed(StepEvent, frozen=True):
 class SnapshotsKept(StepEvent, frozen=True):
     """What this worker could go back to, all of it: replaces what was said before. Stated in the next settle.
 
-    snapshots: (stage, step) in its memory, of own stages or for other pools; parts: of those that are not whole, the
-    blocks that are there. disk: steps of the verified complete checkpoints that it can read. None may name a step
-    before its `Release` has been seen by whoever made it.
+    snapshots: in its memory, of own stages or for other pools. disk: steps of the verified complete checkpoints that it
+    can read. None may name a step before its `Release` has been seen by whoever made it.
     """
 
-    snapshots: tuple[tuple[int, int], ...] = ()
+    snapshots: Snapshots = {}
     disk: tuple[int, ...] = ()
-    parts: Mapping[tuple[int, int], Extents] = {}
 
 
 class StepSaved(StepEvent, frozen=True):

@@ -266,10 +266,12 @@ class Exact:
         require(step == at, "P1", f"{who} is told of step {step}, its state is that of {at}")
 
     def final(self, who: WorkerKey, step: int, states: Mapping[int, Blocks]) -> None:
-        """The leader of the first stage wrote its part of the result; other stages' states are checked like any
-        state."""
+        """The job's leader wrote the result, of all stages."""
         right = step == self.job.last or self.left.get(who) == step
         require(right, "P1", f"{who} finished at step {step} of {self.job.last}")
+        require(
+            states.keys() == set(range(self.job.stages)), "P1", f"{who} finished with stages {sorted(states)} alone"
+        )
         self.ended_at = step
         for stage, state in states.items():
             self.state(who, step, stage, state)
@@ -404,13 +406,12 @@ class Checks:
         def there(at: int, stage: int) -> bool:
             top = limit is None and any(h.position == Key(at, 0) and h.records for h in said.values())
             live = any(
-                stage in h.stages
+                h.live(stage).whole
                 and (h.position.step == at or (top and stage in h.gradients and h.gradient_step == at))
                 for h in said.values()
             )
             pool = [s.worker_id for s in plan.pool(stage)]
-            kept = any((stage, at) in h.snapshots for h in said.values())
-            return live or kept or all(at in said[i].disk for i in pool) or self._in_parts(said, at, stage)
+            return live or all(at in said[i].disk for i in pool) or self._in_parts(said, at, stage)
 
         steps = range(1 + (self.job.steps if limit is None else limit))
         newest = max(at for at in steps if at == 0 or all(there(at, k) for k in range(plan.stages)))
@@ -418,8 +419,8 @@ class Checks:
 
     def _in_parts(self, said: Mapping[int, Holding], at: int, stage: int) -> bool:
         """Whether the members' parts of a stage at a step are together all of it."""
-        live = [h.parts[stage] for h in said.values() if h.position.step == at and stage in h.parts]
-        kept = [h.kept_parts[stage, at] for h in said.values() if (stage, at) in h.kept_parts]
+        live = [h.live(stage) for h in said.values() if h.position.step == at]
+        kept = [h.kept(stage, at) for h in said.values()]
         blocks = {k for part in live + kept for lo, hi in part.spans(PLANES) for k in range(lo, hi)}
         return len(blocks) == sum(n for _, n in PLANES)
 

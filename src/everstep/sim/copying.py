@@ -6,21 +6,24 @@ feeds for joiners. A donor acts like the threads of a real one: they read a shel
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from everstep.base.cause import Cause, Why
 from everstep.base.config_keys import MemoryTierConfig
-from everstep.base.extents import WHOLE, Extents
+from everstep.base.extents import NONE, WHOLE, Extents
 from everstep.base.plan import Plan
 from everstep.protocol.driver import operations as do
 from everstep.protocol.driver.operations import AbandonSave, Save, SaveEnded
 from everstep.protocol.moving import giver
+from everstep.protocol.moving import taker as moving
 from everstep.protocol.moving.memory_retention import Retention, SnapshotKey
-from everstep.protocol.step_types import Record
+from everstep.protocol.moving.taker import orders
+from everstep.protocol.step_types import Key, Record
+from everstep.sim.block_taking import SimTaking
 from everstep.sim.life import Life, SimCopy, nothing
-from everstep.sim.mesh import Mesh
 from everstep.sim.model import NOTHING, PLANES, Blocks, SimGradient, digest, merged, present, without, wrong
 from everstep.sim.world import MS, SimConnection
 
@@ -31,22 +34,25 @@ NO_ROOM = Why(Cause.CONFIG, "there is no room")
 class Memory:
     """One worker's snapshots: states by stage and step, as far as `Retention` keeps them."""
 
-    def __init__(self, life: Life, mesh: Mesh) -> None:
+    def __init__(self, life: Life, donor: SimDonor) -> None:
+        """donor: gives the newest ones away."""
         self.life = life
-        self.mesh = mesh
+        self.donor = donor
         self.kept: dict[SnapshotKey, Blocks] = {}
+        self._wanted: dict[tuple[int, ...], SimTaking] = {}  # others' that are on their way, by stages
+        self._failed = False
         self._retention = Retention(MemoryTierConfig(), _MOST_BLOCKS)
         life.install({do.Keep: self._keep, do.RetireKept: self._retire, do.ForgetKept: self._forget})
-        life.install({do.DropLanes: nothing, ("message", "snapshot"): self._take})
+        life.install({do.DropLanes: nothing})
 
     def lose(self, stage: int, number: int, lost: Extents) -> None:
         """Blocks of a snapshot are gone."""
         self.kept[stage, number] = without(self.kept[stage, number], lost)
         self._retention.lose(stage, number, lost)
-        self._say()
+        self.say()
 
     def _keep(self, effect: do.Keep) -> None:
-        """Keep the present state; some of it goes to other pools, and may get lost on the way."""
+        """Of the state as it is; and some of other pools, which has to be copied."""
         life, number = self.life, effect.step
         for stage, value in life.state.stages.items():
             fits, gone = self._retention.make_room(stage, len(value))
@@ -54,14 +60,29 @@ class Memory:
             if not fits or life.world.rng.random() < 0.05 or not self._put(stage, number, value):
                 life.handle(do.NotKept(number, NO_ROOM))
                 return
-        self._say()
-        for stage, member in effect.to.items():
-            if stage in life.state.stages:
-                value = life.state.stages[stage]
-                self.mesh.send(member.worker_id, "snapshot", stage, number, value, effect.records)
-        if effect.to:
-            done = life.world.rng.random() < 0.9
-            life.soon(MS, 40 * MS, life.handle, do.HandedOver(number, done))
+        kept = {k: SimCopy(Key(number, 0), {}, {k: value}) for k, value in life.state.stages.items()}
+        self.donor.keeps(number, kept)
+        self.say()
+        self._failed = False
+        several = partial(_at_once, life)
+        at, me = Key(number, 0), life.me.worker_id
+        for order in orders(effect.plan, at, effect.sources, effect.pieces, several, me):
+            asks, ended = ("kept", number, order.stages), partial(self._copied, number, order.stages)
+            self._wanted[order.stages] = SimTaking(life, order, partial(_said, asks), {}, ended)
+        for taking in list(self._wanted.values()):
+            taking.begin()
+
+    def _copied(self, number: int, stages: tuple[int, ...], how: moving.TookAll | moving.TookNothing) -> None:
+        """Other pools'; or there is none."""
+        taking = self._wanted.pop(stages)
+        taking.close()
+        self._failed = self._failed or isinstance(how, moving.TookNothing)
+        for stage in stages if isinstance(how, moving.TookAll) else ():
+            if not self._retention.there.get((stage, number), NONE).whole:
+                self._put(stage, number, taking.states[stage])
+        self.say()
+        if not self._wanted:
+            self.life.handle(do.OthersKept(number, not self._failed))
 
     def _put(self, stage: int, number: int, value: Blocks) -> bool:
         fits, gone = self._retention.put(stage, number, len(value), present(value))
@@ -74,24 +95,35 @@ class Memory:
         for key in gone:
             del self.kept[key]
 
-    def _take(self, stage: int, number: int, value: Blocks, records: do.Records) -> None:
-        """Keep a snapshot of another pool."""
-        if (stage, number) not in self._retention.whole and self._put(stage, number, value):
-            self._say({number: records})
-
     def _retire(self, effect: do.RetireKept) -> None:
         """Drop snapshots older than a complete one, except the newest proven one."""
         self._let_go(self._retention.retire(effect.step, effect.proven))
-        self._say()
+        self.say()
 
     def _forget(self, effect: do.ForgetKept) -> None:
-        """Drop later snapshots, which are void."""
+        """Drop later snapshots, which are void, and those that are on their way."""
+        self.donor.keeps_nothing()
+        wanted, self._wanted = self._wanted, {}
+        for taking in wanted.values():
+            taking.close()
         self._let_go(self._retention.forget(effect.after))
-        self._say()
+        self.say()
 
-    def _say(self, records: Mapping[int, do.Records] | None = None) -> None:
-        retention = self._retention
-        self.life.handle(do.InMemory(tuple(retention.whole), records or {}, retention.parts))
+    def uses(self, connection: SimConnection) -> bool:
+        """Whether something may still be sent or expected here."""
+        return any(taking.uses(connection) for taking in self._wanted.values())
+
+    def say(self) -> None:
+        """Have the driver know what there is."""
+        self.life.handle(do.InMemory(self._retention.there, self.donor.busy))
+
+
+def _at_once(life: Life, stages: Sequence[int], sources: int) -> int:
+    return min(life.site.donors, sources)
+
+
+def _said(asks: tuple[Any, ...], leads: bool) -> tuple[Any, ...]:
+    return asks
 
 
 _GRACE_NS = 500 * MS
@@ -107,7 +139,7 @@ class SimSaver:
     def __init__(self, life: Life) -> None:
         self.life = life
         life.install({Save: self._save, AbandonSave: nothing, do.Invalidate: self._invalidate})
-        life.install({do.SaveLast: self._save_last, do.Finish: self._finish})
+        life.install({do.SaveLast: self._save_last})
         life.install({do.Linger: lambda operation: life.soon(10 * MS, 2000 * MS, life.done, operation)})
 
     def _save(self, effect: Save) -> None:
@@ -167,15 +199,17 @@ class SimSaver:
         life.site.checks.exact.saved(operation.step, disk.parts[operation.step])
         life.done(operation, "disk")
 
-    def _finish(self, operation: do.Finish) -> None:
+    def at_end(self, operation: do.Finish) -> None:
+        """Leave a checkpoint of the last step."""
         if operation.save is not None and self.life.job.write_every:
             self._save(operation.save)
-        self.life.during(operation, self.life.world.between(0, 3 * MS), self._finished)
 
-    def _finished(self, operation: do.Finish) -> None:
+    def finish(self, operation: do.Finish, theirs: Mapping[int, Blocks]) -> None:
+        """The job's leader writes the result: of its own stages, and of those that it has copied."""
         life = self.life
         leads = operation.plan.leader(0) == life.me.worker_id
-        held = {k: life.state.stages[k] for k in life.driver.machine.stages}  # without lost and left ones
+        own = life.driver.machine.stages  # not what it has left, or lost in part
+        held = {k: life.state.stages[k] for k in own} | dict(theirs)
         agreed = {k: operation.digests.get(k, "") for k in held}
         if leads and any(said and said != format(digest(held[k]), "x") for k, said in agreed.items()):
             life.tainted(operation, "the state is not the one that all have agreed on", torn=True)
@@ -213,11 +247,12 @@ class _Asker:
 class SimDonor:
     """Gives states away: to settling members from the shelf, to joiners at a step boundary and then step by step."""
 
-    def __init__(self, life: Life, memory: Memory) -> None:
+    def __init__(self, life: Life) -> None:
         self.life = life
-        self.memory = memory
+        self.memory = Memory(life, self)
         self.shelf: dict[int, SimCopy] | None = None  # by stage
         self.askers: list[_Asker] = []
+        self._kept: dict[int, SimCopy] = {}
         self._giver = giver.Giver()
         life.install({do.Shelve: self._shelve, do.Unshelve: self._unshelve, ("door", "donor"): self._accept})
         life.install({do.OfferFeeds: self._offer, do.CutFeeds: lambda effect: self._tell(giver.WentElsewhere())})
@@ -243,7 +278,10 @@ class SimDonor:
                 self.life.handle(do.FollowerAsked())
             case ("settle", generation, stages):
                 asker.asks(stages, generation)
-                self._tell(giver.AskerCame(asker, stages, generation))
+                self._tell(giver.AskerCame(asker, stages, ("settle", generation)))
+            case ("kept", number, stages):
+                asker.asks(stages, 0)
+                self._tell(giver.AskerCame(asker, stages, ("kept", number)))
             case ("blocks", stage, extents):
                 self.life.soon(0, 10 * MS if asker.generation else 3 * MS, self._blocks, asker, stage, extents)
             case _:
@@ -253,10 +291,11 @@ class SimDonor:
 
     def _tell(self, event: giver.GiverEvent, given: Mapping[int, SimCopy] = {}, item: tuple[Any, ...] = ()) -> None:
         """Give the machine an event. given: copies of the present state, by stage. item: the step that is decided."""
+        busy = self._giver.busy
         for effect in self._giver.handle(event):
             match effect:
                 case giver.GiveState(asker, shelf):
-                    there = self.shelf if shelf and self.shelf is not None else given
+                    there = self._kept if shelf == "kept" else self.shelf if shelf and self.shelf is not None else given
                     asker.gets({k: there[k] for k in asker.stages})
                     self.life.soon(0, 5 * MS if shelf else 0, self._head, asker)
                 case giver.FeedStep(asker, stages):
@@ -267,6 +306,8 @@ class SimDonor:
                     asker.connection.close(self.life)
                     self.askers.remove(asker)
                     self._giver.handle(giver.AskerGone(asker))
+        if self._giver.busy != busy:
+            self.memory.say()
 
     def _head(self, asker: _Asker) -> None:
         """Send the description of a copy, without the blocks."""
@@ -294,17 +335,31 @@ class SimDonor:
             if at == step
         }
         if effect.live:
-            for stage in (*effect.stages, *effect.parts):
+            for stage in effect.live:
                 copy = state.copy(effect.position, effect.records, effect.gathers, (stage,))
                 beside = copies[stage].states[stage] if stage in copies else NOTHING
                 copies[stage] = replace(copy, states={stage: merged(copy.states[stage], beside)})
         self.shelf = copies
-        self._tell(giver.ShelfFilled(effect.generation, frozenset(copies)))
+        self._tell(giver.ShelfFilled(("settle", effect.generation), frozenset(copies)))
 
     def _unshelve(self, effect: do.Unshelve) -> None:
         """Empty the shelf: nobody asks for it any more."""
         self.shelf = None
-        self._tell(giver.ShelfEmptied())
+        self._tell(giver.ShelfEmptied("settle"))
+
+    @property
+    def busy(self) -> bool:
+        """Whether somebody still copies a snapshot that is kept."""
+        return self._giver.busy
+
+    def keeps(self, number: int, copies: dict[int, SimCopy]) -> None:
+        """Others may have these snapshots of a step, by stage, to keep them too."""
+        self._kept = copies
+        self._tell(giver.ShelfFilled(("kept", number), frozenset(copies)))
+
+    def keeps_nothing(self) -> None:
+        """Nobody is to have a snapshot."""
+        self._tell(giver.ShelfEmptied("kept"))
 
     def _blocks(self, asker: _Asker, stage: int, extents: Extents) -> None:
         """Send further blocks. A shelf's state must not have changed meanwhile, or the copy would be torn."""

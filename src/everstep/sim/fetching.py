@@ -7,31 +7,34 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from everstep.base.extents import NONE, WHOLE, Extents
+from everstep.base.extents import NONE, Extents
 from everstep.protocol.driver import operations as do
 from everstep.protocol.moving import taker as moving
 from everstep.protocol.moving.taker import TakeOrder, orders
 from everstep.protocol.step_types import Record
 from everstep.sim.block_taking import SimTaking
-from everstep.sim.copying import Memory
+from everstep.sim.copying import Memory, SimSaver
 from everstep.sim.life import Life, SimCopy
 from everstep.sim.model import NOTHING, Blocks, SimGradient, merged, update, without
 from everstep.sim.world import MS, SimConnection
 
+_Taking = do.Fetch | do.Restore | do.Finish
+
 
 class Fetcher:
     """Gets the state order by order from others, then from its own copies, from disk, or from initial values. For a
-    stage of which this worker has a part, it gets the rest."""
+    stage of which this worker has a part, it gets the rest. At the end the job's leader gets all that it writes."""
 
-    def __init__(self, life: Life, memory: Memory) -> None:
+    def __init__(self, life: Life, memory: Memory, saver: SimSaver) -> None:
         self.life = life
         self.memory = memory
+        self._saver = saver
         self._taking: SimTaking | None = None
         self._got: list[SimCopy] = []
         self._orders: list[TakeOrder] = []
         self._own: list[int] = []
-        life.install({do.Fetch: self._fetch, do.Restore: self._restore})
-        life.install({("abort", do.Fetch): self._leave, ("abort", do.Restore): self._leave})
+        life.install({do.Fetch: self._fetch, do.Restore: self._restore, do.Finish: self._finish})
+        life.install({("abort", kind): self._leave for kind in (do.Fetch, do.Restore, do.Finish)})
 
     def uses(self, connection: SimConnection) -> bool:
         """Whether the connection may still carry something for this."""
@@ -39,6 +42,10 @@ class Fetcher:
 
     def _restore(self, operation: do.Restore) -> None:
         self.life.site.went_back.append(operation.step)
+        self._fetch(operation)
+
+    def _finish(self, operation: do.Finish) -> None:
+        self._saver.at_end(operation)
         self._fetch(operation)
 
     def _leave(self, operation: do.Operation, accused: tuple[int, ...], reason: str) -> None:
@@ -49,7 +56,7 @@ class Fetcher:
         self._stop()
         self.life.tainted(operation, reason)
 
-    def _fetch(self, operation: do.Fetch | do.Restore) -> None:
+    def _fetch(self, operation: _Taking) -> None:
         """Get these stages, then take them on, all or nothing."""
         me, sources, at = self.life.me.worker_id, operation.sources, operation.position
         self._got = []
@@ -67,7 +74,7 @@ class Fetcher:
             self._taking.close()
             self._taking = None
 
-    def _next(self, operation: do.Fetch | do.Restore) -> None:
+    def _next(self, operation: _Taking) -> None:
         life = self.life
         if self._orders:
             self._take(operation, self._orders.pop(0))
@@ -79,20 +86,20 @@ class Fetcher:
 
     # ---- this worker's own copies
 
-    def _held(self, operation: do.Fetch | do.Restore, stage: int) -> Blocks:
+    def _held(self, operation: _Taking, stage: int) -> Blocks:
         """Own blocks of the wanted state, live or kept."""
         step, state = operation.position.step, self.life.state
         live = state.stages.get(stage, NOTHING) if state.at == step else NOTHING
         kept = self.memory.kept.get((stage, step), NOTHING) if isinstance(operation, do.Restore) else NOTHING
         return merged(live, kept)
 
-    def _claimed(self, operation: do.Fetch | do.Restore, stage: int) -> Extents:
+    def _claimed(self, operation: _Taking, stage: int) -> Extents:
         """Blocks of the wanted state that this worker claims to have, live. At a position gathers behind, it copies the
         later state."""
         machine, wanted = self.life.driver.machine, operation.position
         if machine.step != wanted.step or (isinstance(operation, do.Fetch) and machine.position != wanted):
             return NONE
-        return WHOLE if stage in machine.stages else machine.parts.get(stage, NONE)
+        return machine.held.get(stage, NONE)
 
     def _from_here(self, operation: do.Restore, stage: int, memory: bool) -> None:
         """Take a stage from this worker's memory, from disk, or from initial values."""
@@ -116,13 +123,13 @@ class Fetcher:
         took = life.world.between(0, MS) if memory else life.world.between(MS, 20 * MS)
         life.during(operation, took, self._have, copy)
 
-    def _have(self, operation: do.Fetch | do.Restore, copy: SimCopy) -> None:
+    def _have(self, operation: _Taking, copy: SimCopy) -> None:
         self._got.append(copy)
         self._next(operation)
 
     # ---- from peers
 
-    def _take(self, operation: do.Fetch | do.Restore, order: TakeOrder) -> None:
+    def _take(self, operation: _Taking, order: TakeOrder) -> None:
         own: dict[int, Blocks] = {}
         if order.pieces is not None:  # perhaps more has been lost since the holdings were stated
             own = {k: without(self._held(operation, k), order.pieces.missing) for k in order.stages}
@@ -135,9 +142,7 @@ class Fetcher:
         )
         taking.begin()
 
-    def _taken(
-        self, operation: do.Fetch | do.Restore, taking: SimTaking, how: moving.TookAll | moving.TookNothing
-    ) -> None:
+    def _taken(self, operation: _Taking, taking: SimTaking, how: moving.TookAll | moving.TookNothing) -> None:
         life = self.life
         if life.operation is not operation or self._taking is not taking:
             return
@@ -155,13 +160,13 @@ class Fetcher:
             raise AssertionError(f"{life.me} has all blocks, and no records")
         self._have(operation, replace(taking.offer, states=dict(taking.states)))
 
-    def _refuse(self, operation: do.Fetch | do.Restore, reason: str) -> None:
+    def _refuse(self, operation: _Taking, reason: str) -> None:
         self._stop()
         self.life.tainted(operation, reason, torn=False)
 
     # ---- the end
 
-    def _install(self, operation: do.Fetch | do.Restore) -> None:
+    def _install(self, operation: _Taking) -> None:
         life, position = self.life, operation.position
         wrong = [c.position for c in self._got if c.position != position]
         if wrong:
@@ -173,6 +178,9 @@ class Fetcher:
         lacking = [k for k, state in states.items() if None in state]
         if lacking:
             raise AssertionError(f"{life.me} takes on stages {lacking} without all of their blocks")
+        if isinstance(operation, do.Finish):
+            self._saver.finish(operation, states)
+            return
         effects = tuple(sorted({effect for c in copies for effect in c.effects}))
         life.state.install(SimCopy(position, records, states, effects, gathers))
         anew = (

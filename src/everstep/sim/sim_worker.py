@@ -15,7 +15,7 @@ from everstep.protocol.step_types import BlocksLost, Discard, Key, Release
 from everstep.sim.block_taking import KNOWN as COPIES
 from everstep.sim.checks import freed
 from everstep.sim.computing import Reduction, SimLanes
-from everstep.sim.copying import Memory, SimDonor, SimSaver
+from everstep.sim.copying import SimDonor, SimSaver
 from everstep.sim.fetching import Fetcher, Follower
 from everstep.sim.life import UNINTERRUPTED, Exited, Life, SimSite, nothing
 from everstep.sim.mesh import Dial, Mesh, Ties
@@ -154,13 +154,13 @@ class SimWorker(Life):
         super().__init__(site, host, driver, exited)
         self.mesh = Mesh(self)
         self.lanes = SimLanes(self, self.mesh)
-        self.memory = Memory(self, self.mesh)
-        self.donor, self.follower = SimDonor(self, self.memory), Follower(self)
+        self.donor, self.follower = SimDonor(self), Follower(self)
+        self.memory = self.donor.memory
         self.reduction = Reduction(self, self.mesh, self.lanes)
         self.ties = Ties(self, dial, self.mesh)
         self.loop = Loop(self, self.lanes)
-        self._users = (self.ties, self.mesh, self.donor, Fetcher(self, self.memory), self.follower)
-        self.saver = SimSaver(self)
+        fetcher = Fetcher(self, self.memory, SimSaver(self))
+        self._users = (self.ties, self.mesh, self.donor, self.memory, fetcher, self.follower)
         self.install({do.Open: self._open, do.Cut: self._cut, do.Decided: self._decided, do.EnteredPlan: self._entered})
         self.install({do.Update: self._update, Release: self._release})
         self.world.log(self.name, "STARTED", f"pid {self.pid} on {self.host}")
@@ -207,7 +207,7 @@ class SimWorker(Life):
         lost = self.lanes.open(operation.plan, operation.step)
         disk = self.site.disk.newest(self.host, operation.limit) if operation.disk else ()
         state, machine = self.state, self.driver.machine
-        self.done(operation, do.Opened(lost, disk, {} if state.at else {k: state.first(k) for k in machine.in_part}))
+        self.done(operation, do.Opened(lost, disk, {} if state.at else {k: state.first(k) for k in machine.held}))
 
     def _cut(self, effect: do.Cut) -> None:
         self.cut(effect.generation)

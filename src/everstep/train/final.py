@@ -1,16 +1,15 @@
 """What a finished job leaves: the model under its own names, and digests of everything.
 
-In a split job the job's leader gets the stages that it does not hold from their pools. Digests are functions of the
+In a split job the job's leader copies the stages that it does not hold from their pools. Digests are functions of the
 merged manifest, so they are those of the unsplit job.
 """
 
 from __future__ import annotations
 
 import json
-import logging
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,20 +20,18 @@ from torch import Tensor, nn
 from everstep.base.below import drafted, placed
 from everstep.base.cause import Cause, Why
 from everstep.base.digests import DIGEST_VERSION
-from everstep.base.errors import EverstepError
 from everstep.base.plan import Plan
+from everstep.checkpoint.interchange import tensor_of
 from everstep.exact import topology
 from everstep.exact.extra_state import is_extra, to_file, unpack
-from everstep.exact.image import BLOCK_BYTES, Scatter, entries_of, write_blocks
+from everstep.exact.image import Scatter, entries_of, write_blocks
 from everstep.exact.state import ModelState
 from everstep.protocol.driver.comparing import WHOLE
 from everstep.protocol.driver.operations import Finish
-from everstep.runtime.link.peer import PeerConnection
-from everstep.train import heal
 from everstep.train.executor import Unusable
+from everstep.train.taking import Copier
 from everstep.train.view import WorkerView
 
-log = logging.getLogger(__name__)
 _MODEL = "model/"
 
 
@@ -78,11 +75,11 @@ def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 class Finisher:
-    """Writes final/ where this worker is the job's leader, and gives its stages to the job's leader where it is not."""
+    """Writes final/ where this worker is the job's leader, of its own stages and those that its copier brings."""
 
-    def __init__(self, view: WorkerView) -> None:
+    def __init__(self, view: WorkerView, copier: Copier) -> None:
         self._view = view
-        self._manifests: dict[tuple[int, int], dict[str, Any]] = {}
+        self._copier = copier
 
     def write(self, operation: Finish) -> bool:
         """Whether it was written: by the job's leader, unless the plan changed meanwhile."""
@@ -98,9 +95,7 @@ class Finisher:
             _refuse_other({0: digest}, operation)
             write_final(run_dir, model_tensors(model), state.model_digest(), digest, number, left=left)
             return self._arrived(plan)
-        parts = self._collect(plan, number)
-        if parts is None:
-            return False
+        parts = self._collect(operation)
         _refuse_other({k: topology.state_digest(manifest, number) for k, (manifest, _) in enumerate(parts)}, operation)
         merged = topology.merge([manifest for manifest, _ in parts])
         tensors = {name: t for _, found in parts for name, t in found.items()}
@@ -132,53 +127,20 @@ class Finisher:
             time.sleep(0.02)
         return True
 
-    def _collect(self, plan: Plan, number: int) -> list[tuple[dict[str, Any], dict[str, Tensor]]] | None:
-        """All stages; None if the plan changed before they were there."""
-        while not self._view.cutter.over(plan.generation):
-            try:
-                return [self._stage(plan, stage, number) for stage in range(plan.stages)]
-            except (EverstepError, OSError) as error:
-                log.info("the stages could not be collected: %s", error)  # not there yet; or dead, then a plan comes
-                self._view.tick()
-                time.sleep(0.02)
-        return None
+    def _collect(self, operation: Finish) -> list[tuple[dict[str, Any], dict[str, Tensor]]]:
+        """All stages: manifests, and tensors by their names in the whole model's state_dict.
 
-    def _stage(self, plan: Plan, stage: int, number: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        view = self._view
-        if stage in view.driver.machine.stages:
-            replica = view.stages[stage]
-            return self._manifest(stage, number), model_tensors(replica.parts.model)
-        holders = [plan.member(seat.worker_id) for seat in plan.pool(stage)]
-        request = {"kind": "final", "stage": stage, "step": number, "generation": plan.generation}
-        connection = heal.connect_first(holders, view.link, request)
-        with view.cutter.guarded(connection, plan.generation):
-            while not connection.readable(0.005):
-                view.tick()
-            told = connection.recv_json()
-            manifest = told["manifest"]
-            blocks = heal.receive_blocks(connection, manifest, view.tick)
-        return manifest, _tensors(manifest, told["names"], blocks)
-
-    def _manifest(self, stage: int, number: int) -> dict[str, Any]:
-        """Made once: nothing changes any more."""
-        key = (stage, number)
-        if key not in self._manifests:
+        Raises: CollectiveAborted; Unusable if a stage is not to be had.
+        """
+        found: dict[int, tuple[dict[str, Any], dict[str, Tensor]]] = {}
+        for offer in self._copier.settle(operation.plan, operation.position, operation.sources, operation.pieces):
+            for stage, state in offer.states.items():
+                found[stage] = state.manifest(), _tensors(state.manifest(), offer.names[stage], state.blocks)
+        for stage in self._view.driver.machine.stages:
             replica = self._view.stages[stage]
             replica.lanes.settle_buffers()
-            self._manifests = {k: m for k, m in self._manifests.items() if k[1] == number}
-            self._manifests[key] = replica.state.manifest()
-        return self._manifests[key]
-
-    def serve(self, connection: PeerConnection, request: dict[str, Any]) -> None:
-        """In a handler thread: the job's leader asks for a stage at the last step. Silent if it is not held like
-        that."""
-        view, stage, number = self._view, int(request["stage"]), int(request["step"])
-        if view.step != number or stage not in view.driver.machine.stages:
-            return
-        replica = view.stages[stage]
-        manifest = self._manifest(stage, number)
-        connection.send_json({"manifest": manifest, "names": names_of(replica.parts.model, replica.state)})
-        heal.send_blocks(connection, replica.state)
+            found[stage] = replica.state.manifest(), model_tensors(replica.parts.model)
+        return [found[stage] for stage in range(operation.plan.stages)]
 
 
 def _refuse_other(digests: Mapping[int, str], operation: Finish) -> None:
@@ -206,21 +168,16 @@ def names_of(model: nn.Module, state: ModelState) -> dict[str, str]:
     return names
 
 
-def _tensors(manifest: Mapping[str, Any], names: Mapping[str, str], blocks: list[memoryview]) -> dict[str, Tensor]:
+def _tensors(manifest: Mapping[str, Any], names: Mapping[str, str], blocks: Sequence[memoryview]) -> dict[str, Tensor]:
     """The tensors of a manifest by their names in the model's state_dict.
 
     Raises: CheckpointCorrupt if a block does not match its digest.
     """
     entries = entries_of(manifest)
-    image = bytearray(len(blocks) * BLOCK_BYTES)
-    memory = [memoryview(image)[e.offset : e.offset + e.nbytes] for e in entries]
-    write_blocks(manifest, Scatter(entries, memory), lambda i: blocks[i])
-    found: dict[str, Tensor] = {}
-    for entry, data in zip(entries, memory, strict=True):
-        if entry.name.startswith(_MODEL):
-            dtype = getattr(torch, entry.dtype)
-            flat = torch.frombuffer(data, dtype=dtype) if entry.nbytes else torch.empty(0, dtype=dtype)
-            found[entry.name] = flat.view(entry.shape)
+    memory = [bytearray(entry.nbytes) for entry in entries]
+    write_blocks(manifest, Scatter(entries, [memoryview(data) for data in memory]), blocks.__getitem__)
+    pairs = zip(entries, memory, strict=True)
+    found = {entry.name: tensor_of(entry, data) for entry, data in pairs if entry.name.startswith(_MODEL)}
     return {
         name: to_file(name, unpack(found[entry])) if is_extra(name) else found[entry].clone()
         for name, entry in names.items()

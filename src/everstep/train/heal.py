@@ -17,30 +17,28 @@ from bisect import bisect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain, islice
 from typing import Any
 
 import msgspec
 import torch
 
 from everstep.base.errors import CheckpointCorrupt, EverstepError, InvariantViolation, ProtocolError
-from everstep.base.extents import WHOLE, Coded, Extents
-from everstep.base.plan import Member
+from everstep.base.extents import Coded, Extents, union
 from everstep.base.ports import Piece, Reduced
-from everstep.checkpoint.vault import Kept
+from everstep.checkpoint.vault import Kept, StageState
 from everstep.exact.digest import bytes_of, digest_bytes
-from everstep.exact.image import Image, Scatter, sealed, sizes_of
+from everstep.exact.image import Image, sealed, sizes_of
 from everstep.exact.reduce import TiePlace
 from everstep.exact.state import ModelState
 from everstep.protocol.driver.records import decode_records, encode
 from everstep.protocol.moving import giver
 from everstep.protocol.step_types import Key, Record
 from everstep.runtime.link.peer import PeerConnection
-from everstep.train.worker_link import WorkerLink
 
 log = logging.getLogger(__name__)
 
 _SERVE_TIMEOUT_S = 60.0
-_MOST_NAMES = 50
 _MOST_BYTES = 1 << 36
 _MOST_PARAMETERS = 1 << 20
 _OTHER_FORMS = (
@@ -52,56 +50,14 @@ _OTHER_FORMS = (
 # ---- states by block
 
 
-@dataclass(frozen=True)
-class Layers:
-    """One state, of which several snapshots have a part each: the first one that has a block gives it."""
+Held = tuple[Kept, Extents]
+"""A snapshot, whoever made it, and what is there of it."""
 
-    layers: Sequence[Held]
-
-    @property
-    def n_blocks(self) -> int:
-        return self.layers[0][0].n_blocks
-
-    def wait(self, timeout_s: float | None = None) -> bool:
-        return all(readable.wait(timeout_s) for readable, _ in self.layers)
-
-    def manifest(self) -> dict[str, Any]:
-        return self.layers[0][0].manifest()
-
-    def read_block(self, index: int) -> memoryview:
-        for readable, there in self.layers:
-            if any(lo <= index < hi for lo, hi in there.spans((("", readable.n_blocks),))):
-                return readable.read_block(index)
-        raise CheckpointCorrupt(f"block {index} is in none of {len(self.layers)} snapshots")
+Layers = Sequence[Held]
+"""One state, of which several snapshots have a part each: the first one that has a block gives it."""
 
 
-Readable = Kept | Layers
-"""A snapshot, whoever made it."""
-
-Held = tuple[Readable, Extents]
-"""A snapshot, and what is there of it."""
-
-
-@dataclass(frozen=True)
-class StageState:
-    """One stage's state as it arrived, each block checked then."""
-
-    manifest: dict[str, Any]
-    blocks: list[memoryview]
-
-    def load_into(self, state: ModelState) -> None:
-        """Raises: CheckpointCorrupt if it does not fit."""
-        state.load_with(self.manifest, self._fill)
-
-    def _fill(self, scatter: Scatter) -> None:
-        for index, data in enumerate(self.blocks):
-            at = 0
-            for view in scatter.views(index):
-                view[:] = data[at : at + len(view)]
-                at += len(view)
-
-
-def joint_manifest(told: Sequence[tuple[dict[str, Any], Extents]], own: Iterable[Held]) -> dict[str, Any]:
+def joint_manifest(told: Sequence[tuple[dict[str, Any], Extents]], own: Iterable[Held] = ()) -> dict[str, Any]:
     """The manifest of a state that nobody has all of: each block's digest is of who has it.
 
     told: manifests and what their makers have; what they lack may be anything, and their manifests say so. own: here.
@@ -123,23 +79,55 @@ def joint_manifest(told: Sequence[tuple[dict[str, Any], Extents]], own: Iterable
 # ---- the donor
 
 
-@dataclass(frozen=True)
-class Offer:
-    """Snapshots on offer, by stage: state and records at `position`, with the gathers of that step.
+class OfferTold(msgspec.Struct, frozen=True, kw_only=True):
+    """What goes with a state at `position`: the records of that decision, and the gathers of that step.
 
-    application: what `LoopState.told` gives, where the snapshots may have a later state; empty if
-    the loop has none. parts: of snapshots that are not whole, what is there. untold: of steps up to there that may not
-    have been told. changed: names that the loop has changed, and that are not carried.
+    application: what `LoopState.told` gives, where snapshots may have a later state; empty if the loop has none.
+    untold: of steps up to there that may not have been told. changed: names that the loop has changed, and that are not
+    carried. names: by stage, in which entry of the manifest each name of the model's state_dict is; of a split model.
     """
 
     position: Key
-    records: Mapping[int, Record]
-    gathers: Mapping[Key, Mapping[int, Record]]
-    snapshots: Mapping[int, Readable]
+    records: Mapping[int, Record] = {}
+    gathers: Mapping[Key, Mapping[int, Record]] = {}
     application: bytes = b""
-    parts: Mapping[int, Extents] = field(default_factory=dict)
     untold: bytes = b""
     changed: tuple[str, ...] = ()
+    names: Mapping[int, Mapping[str, str]] = {}
+
+
+class Offer(OfferTold, frozen=True, kw_only=True):
+    """held: what is on offer, by stage."""
+
+    held: Mapping[int, Layers]
+
+
+class OfferHead(OfferTold, frozen=True, kw_only=True):
+    """An offer on the wire, before any block. manifests: as JSON, of the stages that were asked for; none for somebody
+    that has them of another donor. there: what there is of these stages."""
+
+    manifests: list[str]
+    there: dict[int, Coded]
+
+    def place(self, stages: Iterable[int]) -> tuple[Key, dict[int, Extents]]:
+        """Where a donor is, and what it has of these stages. Raises: ProtocolError if it says none of it."""
+        with _Sent("what a donor has"):
+            return self.position, {k: Extents.decoded(self.there[k]) for k in stages}
+
+
+class ReceivedOffer(OfferTold, frozen=True, kw_only=True):
+    """An offer as it arrived, with the states by stage."""
+
+    states: Mapping[int, StageState]
+
+
+def offered(head: OfferTold, states: Mapping[int, StageState]) -> ReceivedOffer:
+    """What a donor has told, with the states that came."""
+    return ReceivedOffer(**_told(head), states=states)
+
+
+def _told(offer: OfferTold) -> dict[str, Any]:
+    return {name: getattr(offer, name) for name in OfferTold.__struct_fields__}
 
 
 @dataclass(frozen=True)
@@ -196,19 +184,21 @@ class Donor:
         self._told_asked = asked
         self._lock = threading.Lock()
         self._giver = giver.Giver()
-        self._shelf: Offer | None = None
+        self._shelves: dict[giver.ShelfKind, Offer] = {}
         self._others = dict(others or {})
         self._doubt = doubt
 
     def _tell(self, event: giver.GiverEvent, offer: Offer | None = None, item: Any = None) -> None:
-        """offer: what goes on the shelf, or of the state as it is. item: the step that is decided."""
+        """offer: what goes on a shelf, or of the state as it is. item: the step that is decided."""
         with self._lock:
-            if isinstance(event, giver.ShelfFilled | giver.ShelfEmptied):
-                self._shelf = offer
+            if isinstance(event, giver.ShelfFilled) and offer is not None:
+                self._shelves[event.shelf[0]] = offer
+            elif isinstance(event, giver.ShelfEmptied):
+                self._shelves.pop(event.kind, None)
             for effect in self._giver.handle(event):
                 match effect:
                     case giver.GiveState(asker, shelf):
-                        asker.give(self._shelf if shelf else offer)
+                        asker.give(self._shelves.get(shelf) if shelf else offer)
                     case giver.FeedStep(asker, stages):
                         asker.items.put(item(stages))
                     case giver.EndAsker(asker):
@@ -220,7 +210,7 @@ class Donor:
         """At a step boundary: give everyone who asked a snapshot of now; they are fed from the next step on."""
         if self._giver.asked:
             offer = make()
-            self._tell(giver.StandsStill(frozenset(offer.snapshots)), offer)
+            self._tell(giver.StandsStill(frozenset(offer.held)), offer)
 
     def feed(
         self,
@@ -250,49 +240,56 @@ class Donor:
         """The state jumps: who follows has to begin anew."""
         self._tell(giver.WentElsewhere())
 
-    def shelve(self, generation: int, offer: Offer) -> None:
-        """While settling: members of this generation may fetch this."""
-        self._tell(giver.ShelfFilled(generation, frozenset(offer.snapshots)), offer)
+    def shelve(self, shelf: giver.ShelfName, offer: Offer) -> None:
+        """Members may fetch this."""
+        self._tell(giver.ShelfFilled(shelf, frozenset(offer.held)), offer)
 
-    def unshelve(self) -> None:
-        """A decision was taken since, or the generation has ended: whoever had to fetch the state has it."""
-        self._tell(giver.ShelfEmptied())
+    def unshelve(self, kind: giver.ShelfKind) -> None:
+        """Nobody has to fetch that any more."""
+        self._tell(giver.ShelfEmptied(kind))
+
+    @property
+    def busy(self) -> bool:
+        """Whether somebody still copies a snapshot that is kept."""
+        return self._giver.busy
 
     def busy_snapshot(self) -> None:
         """Wait until what is on offer has been copied; call before the state changes."""
         with self._lock:
-            offers = [asker.offer for asker in self._giver.giving] + [self._shelf]
+            offers = [*(asker.offer for asker in self._giver.giving), *self._shelves.values()]
         for offer in offers:
-            for snapshot in offer.snapshots.values() if offer is not None else ():
+            for snapshot, _ in chain.from_iterable(offer.held.values()) if offer is not None else ():
                 snapshot.wait()
 
     # ---- handler threads
 
     def handle(self, connection: PeerConnection, request: dict[str, Any]) -> None:
         """One conversation, from request to end."""
-        kind = str(request.get("kind"))
+        kind = request.get("kind")
         if kind == "settle":
-            self._serve(connection, request, int(request["generation"]), follows=False)
+            self._serve(connection, request, (kind, int(request["generation"])), follows=False)
+        elif kind == "kept":
+            self._serve(connection, request, (kind, int(request["step"])), follows=False)
         elif kind == "heal":
             self._serve(connection, request, None, follows=request["ranges"] == "first")
         elif kind in self._others:
-            self._others[kind](connection, request)
+            self._others[str(kind)](connection, request)
 
     def _serve(
-        self, connection: PeerConnection, request: dict[str, Any], generation: int | None, *, follows: bool
+        self, connection: PeerConnection, request: dict[str, Any], shelf: giver.ShelfName | None, *, follows: bool
     ) -> None:
         """Manifests and records first, then the blocks that are asked for, then steps."""
         asker, stages = AskerTalk(), tuple(request["stages"])
-        self._tell(giver.AskerCame(asker, stages, generation, follows))
-        if generation is None:
+        self._tell(giver.AskerCame(asker, stages, shelf, follows))
+        if shelf is None:
             self._told_asked()
         try:
             offer = asker.given(_SERVE_TIMEOUT_S)
             if offer is None:
                 return
-            _send_header(connection, offer, stages, request["ranges"] == "first")
+            connection.send_bytes([msgspec.msgpack.encode(_head(offer, stages, request["ranges"] == "first"))])
             step = offer.position.step
-            serve_blocks(connection, offer.snapshots, offer.parts, lambda stage: self._doubt(stage, step))
+            serve_blocks(connection, offer.held, lambda stage: self._doubt(stage, step))
             self._tell(giver.AskerHasAll(asker))
             asker.took()
             if follows:
@@ -320,110 +317,45 @@ class Donor:
 # ---- states on the wire
 
 
-def serve_blocks(
-    connection: PeerConnection,
-    snapshots: Mapping[int, Readable],
-    parts: Mapping[int, Extents],
-    doubt: Callable[[int], None],
-) -> None:
+def serve_blocks(connection: PeerConnection, held: Mapping[int, Layers], doubt: Callable[[int], None]) -> None:
     """Blocks of these stages as they are asked for, until the other side has enough or goes.
 
-    parts: of the stages that are not whole. doubt: called when blocks of a stage came damaged.
+    doubt: called when blocks of a stage came damaged.
 
     Raises: CollectiveAborted when the other side has gone.
     """
     while not (request := connection.recv_json()).get("enough"):
         stage = int(request["stage"])
-        snapshot = snapshots[stage]
-        there = parts.get(stage, WHOLE).spans((("", snapshot.n_blocks),))
+        n_blocks = held[stage][0][0].n_blocks
         if request.get("damaged"):
             doubt(stage)
             continue
-        numbers = [n for lo, hi in request["blocks"] for n in range(max(lo, 0), min(hi, snapshot.n_blocks))]
+        layers = [(snapshot, there.spans((("", n_blocks),))) for snapshot, there in held[stage]]
+        numbers = [n for lo, hi in request["blocks"] for n in range(max(lo, 0), min(hi, n_blocks))]
         for n in numbers:
-            held = any(lo <= n < hi for lo, hi in there)
-            connection.send_bytes([snapshot.read_block(n)] if held else [])
+            found = (snapshot for snapshot, spans in layers if any(lo <= n < hi for lo, hi in spans))
+            connection.send_bytes([snapshot.read_block(n) for snapshot in islice(found, 1)])
 
 
-def _send_header(connection: PeerConnection, offer: Offer, stages: Sequence[int], manifests: bool) -> None:
-    """All of it as runs of bytes, since a frame has a limit, and the loop's state and the records have none.
+def _head(offer: Offer, stages: Sequence[int], leads: bool) -> OfferHead:
+    """leads: else whoever takes only blocks has the manifests of another donor."""
+    said = _told(offer) if leads else {**_told(offer), "untold": b""}
+    told = {k: [(snapshot.manifest(), there) for snapshot, there in offer.held[k]] for k in stages if leads}
+    manifests = [json.dumps(of[0][0] if len(of) == 1 else joint_manifest(of)) for of in told.values()]
+    there = {k: union(part for _, part in offer.held[k]).encoded() for k in stages}
+    return OfferHead(**said, manifests=manifests, there=there)
 
-    manifests: else whoever takes only blocks has them of another donor.
+
+def receive_head(connection: PeerConnection) -> OfferHead:
+    """What a donor tells before the blocks, in one run of bytes since a frame has a limit.
+
+    Raises: CollectiveAborted if it goes; ProtocolError for another form.
     """
-    said: dict[str, Any] = {
-        "position": list(offer.position),
-        "gathers": [list(key) for key in offer.gathers],
-        "manifests": [offer.snapshots[k].manifest() for k in stages] if manifests else [],
-    }
-    parts = {str(k): offer.parts[k].encoded() for k in stages if k in offer.parts}
-    said |= {"parts": parts} if parts else {}
-    said |= {"changed": list(offer.changed)} if offer.changed else {}
-    for run in (json.dumps(said).encode(), encode(offer.records), *map(encode, offer.gathers.values())):
-        connection.send_bytes([run])
-    connection.send_bytes([offer.application])
-    connection.send_bytes([offer.untold if manifests else b""])
-
-
-def receive_header(connection: PeerConnection) -> dict[str, Any]:
-    """What a donor tells before the blocks. Raises: CollectiveAborted if it goes; ProtocolError for another form."""
     with _Sent("what a donor offers"):
-        header = json.loads(connection.recv_bytes(_MOST_BYTES))
-        header["records"] = decode_records(bytes(connection.recv_bytes(_MOST_BYTES)))
-        header["gathers"] = {
-            Key(*map(int, key)): decode_records(bytes(connection.recv_bytes(_MOST_BYTES))) for key in header["gathers"]
-        }
-        header["application"], header["untold"] = (bytes(connection.recv_bytes(_MOST_BYTES)) for _ in range(2))
-        return dict(header)
+        return _heads.decode(connection.recv_bytes(_MOST_BYTES))
 
 
-def send_blocks(connection: PeerConnection, snapshot: Readable | ModelState) -> None:
-    """All blocks of a snapshot or a state, in order."""
-    for index in range(snapshot.n_blocks):
-        connection.send_bytes([snapshot.read_block(index)])
-
-
-@dataclass(frozen=True)
-class ReceivedOffer:
-    """An offer as it arrived; `states` by stage."""
-
-    position: Key
-    records: Mapping[int, Record]
-    gathers: Mapping[Key, Mapping[int, Record]]
-    states: Mapping[int, StageState]
-    application: bytes
-    untold: bytes
-    changed: tuple[str, ...] = ()
-
-
-def receive_blocks(
-    connection: PeerConnection, manifest: Mapping[str, Any], tick: Callable[[], None]
-) -> list[memoryview]:
-    """The blocks of a manifest, in memory."""
-    blocks = []
-    for _ in manifest["blocks"]:
-        block = memoryview(bytearray(int(manifest["block_bytes"])))
-        connection.recv_into(block)
-        blocks.append(block)
-        tick()
-    return blocks
-
-
-def offered(header: Mapping[str, Any], states: Mapping[int, StageState]) -> ReceivedOffer:
-    """What a donor has told, with the states that came. Raises: ProtocolError if that is none of it."""
-    with _Sent("a donor's offer"):
-        step, seq = header["position"]
-        changed = tuple(msgspec.convert(header.get("changed", []), list[str])[:_MOST_NAMES])
-        told = (states, header["application"], header["untold"], changed)
-        return ReceivedOffer(Key(int(step), int(seq)), header["records"], header["gathers"], *told)
-
-
-def place_in(header: Mapping[str, Any], stages: Sequence[int]) -> tuple[Key, dict[int, Extents]]:
-    """Where a donor is, and what it has of these stages. Raises: ProtocolError if it says none of it."""
-    with _Sent("what a donor has"):
-        step, seq = header["position"]
-        parts = msgspec.convert(header.get("parts", {}), dict[str, Coded], strict=False)
-        there = {k: Extents.decoded(parts[str(k)]) if str(k) in parts else WHOLE for k in stages}
-        return Key(int(step), int(seq)), there
+_heads = msgspec.msgpack.Decoder(OfferHead)
 
 
 class _Sent(contextlib.AbstractContextManager[None]):
@@ -580,20 +512,3 @@ def unpack_state(state: ModelState, data: bytes) -> bytes:
         return small.entry
     except _OTHER_FORMS as error:
         raise CheckpointCorrupt(f"expected a small state, got another form ({error!r:.200})") from error
-
-
-# ---- connections
-
-
-def connect_first(donors: Iterable[Member], link: WorkerLink, request: dict[str, Any]) -> PeerConnection:
-    """Connect to the first donor that answers.
-
-    Raises: CheckpointCorrupt if none does (nobody to copy from).
-    """
-    reasons = []
-    for donor in donors:
-        try:
-            return link.call_peer(donor.address, request)
-        except (EverstepError, OSError) as error:
-            reasons.append(f"{donor.key} at {donor.address}: {error}")
-    raise CheckpointCorrupt("no donor could be reached: " + "; ".join(reasons))

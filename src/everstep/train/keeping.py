@@ -1,29 +1,26 @@
-"""Snapshots in memory, for pools that die as a whole: members keep their stages, one hands them to another pool.
+"""Snapshots in memory, for pools that die as a whole: members keep their stages, and one of another pool does, too.
 
-What is taken, stated and let go is the driver's to say; here is the memory, and the way to and from other pools.
+What is taken, copied, stated and let go is the driver's to say; here is the memory.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable
 from typing import Any
 
 from everstep.base.cause import Cause, Why
-from everstep.base.errors import CheckpointCorrupt, EverstepError
-from everstep.base.extents import WHOLE, Extents
-from everstep.base.plan import Member
-from everstep.checkpoint.vault import MemoryCopy, Vault
+from everstep.base.errors import EverstepError
+from everstep.base.extents import NONE, WHOLE, Extents
+from everstep.checkpoint.vault import Vault
 from everstep.exact.digest import digest_bytes
-from everstep.exact.image import sizes_of
+from everstep.exact.image import entries_of, sizes_of
 from everstep.exact.snapshot import Snapshot
-from everstep.protocol.driver.operations import ForgetKept, HandedOver, InMemory, Keep, NotKept, RetireKept
-from everstep.protocol.driver.records import decode_records, encode
-from everstep.protocol.step_types import Record
-from everstep.runtime.link.peer import PeerConnection
-from everstep.train.heal import Held, receive_blocks, send_blocks
+from everstep.protocol.driver.operations import ForgetKept, InMemory, Keep, NotKept, OthersKept, RetireKept
+from everstep.protocol.step_types import Key
+from everstep.train.heal import Donor, Held, Layers, Offer, ReceivedOffer
+from everstep.train.taking import Copier
 from everstep.train.view import WorkerView
 
 log = logging.getLogger(__name__)
@@ -32,13 +29,15 @@ log = logging.getLogger(__name__)
 class SnapshotKeeper:
     """One worker's snapshots in memory, of own stages and for other pools."""
 
-    def __init__(self, view: WorkerView, note: Callable[[object], None]) -> None:
-        """note: has the driver know something; from any thread."""
+    def __init__(self, view: WorkerView, donor: Donor, note: Callable[[object], None]) -> None:
+        """donor: gives the newest ones away. note: has the driver know something; from any thread."""
         self._view = view
+        self._donor = donor
         self._note = note
+        self._copier = Copier(view, lambda stage, step: ())
         self._vault = Vault(view.config.checkpoint.memory)
         self._copying: list[Snapshot] = []
-        self._told: InMemory = InMemory(())
+        self._told: InMemory = InMemory({})
 
     def handlers(self) -> dict[type, Callable[[Any], Any]]:
         """What it does for the driver."""
@@ -54,7 +53,7 @@ class SnapshotKeeper:
 
     def keep(self, effect: Keep) -> None:
         """Of the state as it is, that of this step."""
-        snapshots: dict[int, Snapshot] = {}
+        held: dict[int, Layers] = {}
         for stage, replica in self._view.stages.items():
             snapshot = replica.state.clone_snapshot()
             if not self._vault.make_room(stage, snapshot.n_blocks):
@@ -65,17 +64,16 @@ class SnapshotKeeper:
                 return
             snapshot.start()
             self._copying.append(snapshot)
-            if not self._vault.put(stage, effect.step, snapshot):
-                text = "what another pool has handed over meanwhile has taken the room"
+            there = self._view.driver.machine.held.get(stage, WHOLE)
+            if not self._vault.put(stage, effect.step, snapshot, there):
+                text = "what was copied of another pool meanwhile has taken the room"
                 self._note(NotKept(effect.step, Why(Cause.CONFIG, text)))
                 return
-            snapshots[stage] = snapshot
-        if effect.to:
-            wanted = [(stage, snapshots[stage], to) for stage, to in effect.to.items() if stage in snapshots]
-            records = encode(effect.records)
-            threading.Thread(
-                target=self._send, args=(effect.step, wanted, records), name="everstep-keep", daemon=True
-            ).start()
+            held[stage] = [(snapshot, there)]
+        self._donor.shelve(("kept", effect.step), Offer(position=Key(effect.step, 0), held=held))
+        if effect.sources:
+            given = effect, self._vault.times_forgotten
+            threading.Thread(target=self._copy, args=given, name="everstep-keep", daemon=True).start()
 
     def state(self) -> None:
         """Have the driver know what is there and whole by now, if that is something new."""
@@ -84,8 +82,8 @@ class SnapshotKeeper:
             self._told = now
             self._note(now)
 
-    def _in_memory(self, records: Mapping[int, Mapping[int, Record]] | None = None) -> InMemory:
-        return InMemory(self._vault.kept(), records or {}, self._vault.parts())
+    def _in_memory(self) -> InMemory:
+        return InMemory(self._vault.there(), self._donor.busy)
 
     def retire(self, effect: RetireKept) -> None:
         """All stages have a snapshot of this step: what is older may go."""
@@ -93,19 +91,17 @@ class SnapshotKeeper:
 
     def forget(self, effect: ForgetKept) -> None:
         """Steps after this one are done again."""
+        self._donor.unshelve("kept")
         self._vault.forget(effect.after)
 
     def held(self, step: int) -> dict[int, Held]:
         """All that is kept here of a step, by stage, and the blocks that are there."""
-        parts = {k: self._vault.part(k, s) for k, s in self._vault.parts() if s == step}
-        whole = {k: self._vault.get(k, s) for k, s in self._vault.kept() if s == step}
-        found = {k: part for k, part in parts.items() if part is not None}
-        return {**found, **{k: (snapshot, WHOLE) for k, snapshot in whole.items() if snapshot is not None}}
+        return dict(self._vault.held(step))
 
     def check(self, stage: int, step: int) -> None:
         """From any thread: let blocks of a snapshot that are not what they were count no more, and say so."""
-        snapshot = self._vault.get(stage, step)
-        if snapshot is None:
+        snapshot, there = self._vault.held(step).get(stage, (None, NONE))
+        if snapshot is None or not there.whole:
             return
         manifest = snapshot.manifest()
         pairs = enumerate(manifest["blocks"])
@@ -120,38 +116,21 @@ class SnapshotKeeper:
         self.stand_still()
         self._vault.clear()
 
-    # ---- to and from other pools
-
-    def _send(self, number: int, wanted: Sequence[tuple[int, Snapshot, Member]], records: bytes) -> None:
-        """In a thread of its own: hand over the stages that this worker leads."""
+    def _copy(self, effect: Keep, forgotten: int) -> None:
+        """In a thread of its own: keep what other pools have of a step, unless that is done again meanwhile."""
         done = True
         try:
-            for stage, snapshot, to in wanted:
-                self._hand_over(to, stage, number, snapshot, records)
-        except (EverstepError, OSError) as error:  # it died, or this worker ends: the next one may succeed
+            for offer in self._copier.kept(effect):
+                self._take(effect.step, offer, forgotten)
+        except (EverstepError, OSError) as error:  # they died, or this worker ends: the next one may succeed
             done = False
-            log.info("the snapshot of step %d was not handed over: %s", number, error)
-        self._note(HandedOver(number, done))
+            log.info("snapshots of step %d were not copied: %s", effect.step, error)
+        self._note(self._in_memory())
+        self._note(OthersKept(effect.step, done))
 
-    def _hand_over(self, to: Member, stage: int, number: int, snapshot: Snapshot, records: bytes) -> None:
-        request = {"kind": "keep", "stage": stage, "step": number, "records": records.hex()}
-        with closing(self._view.link.call_peer(to.address, request)) as connection:
-            connection.send_json(snapshot.manifest())
-            send_blocks(connection, snapshot)
-            connection.recv_json()
-
-    def take(self, connection: PeerConnection, request: dict[str, Any]) -> None:
-        """In a handler thread: keep another pool's stage."""
-        stage, number, forgotten = int(request["stage"]), int(request["step"]), self._vault.times_forgotten
-        manifest = connection.recv_json()
-        blocks = receive_blocks(connection, manifest, lambda: None)
-        try:
-            copy = MemoryCopy(manifest, blocks)
-        except CheckpointCorrupt as error:
-            log.warning("a snapshot for keeping came damaged: %s", error)
-            return
-        if not copy.there.whole:
-            log.warning("of a snapshot for keeping only %s came undamaged", copy.there)
-        if self._vault.get(stage, number) is None and self._vault.put(stage, number, copy, copy.there, forgotten):
-            self._note(self._in_memory({number: decode_records(bytes.fromhex(request["records"]))}))
-        connection.send_json({"kind": "kept"})
+    def _take(self, step: int, offer: ReceivedOffer, forgotten: int) -> None:
+        there = self._vault.there()
+        for stage, state in offer.states.items():
+            entries_of(state.manifest())
+            if not there.get((stage, step), NONE).whole:
+                self._vault.put(stage, step, state, forgotten=forgotten)

@@ -87,11 +87,12 @@ class Session:
         loop = LoopState(stages)
         saver = PartSaver(view, whole, loop, executor.note)
         restorer, last = Restorer(view, saver.checkpointer), LastCheckpoint(view, saver)
-        keeper, finisher = SnapshotKeeper(view, executor.note), Finisher(view)
-        others = {"keep": keeper.take, "final": finisher.serve, "part": saver.take_report}
-        donor = Donor(lambda: executor.note(do.FollowerAsked()), others, keeper.check)
+        others = {"part": saver.take_report}
+        donor = Donor(lambda: executor.note(do.FollowerAsked()), others, lambda *at: keeper.check(*at))
+        keeper = SnapshotKeeper(view, donor, executor.note)
         updates = Updates(view, donor, keeper, saver, loop)
         transfers = Transfers(view, updates, donor, keeper, restorer, loop)
+        finisher = Finisher(view, transfers.copier)
         lanes = Lanes(view, restorer, dataset, collate, device, executor.lane_done, updates.given)
         membership = GenerationTies(view, executor, rendezvous, donor.handle, lambda wanted: profiling.ask(wanted))
         profiling = WorkerProfiling(link, device, membership.tell)

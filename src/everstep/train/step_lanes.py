@@ -78,7 +78,7 @@ class Lanes:
         held = [stage for stage in seats if stage in machine.stages]
         lost = [(stage, lane) for stage in held for lane in self.begin(operation.step, plan, stage, settled=False)]
         disk = self._restorer.restorable(operation.limit) if operation.disk else ()
-        return Opened(tuple(lost), disk, {} if view.step else {k: view.stages.first(k) for k in machine.in_part})
+        return Opened(tuple(lost), disk, {} if view.step else {k: view.stages.first(k) for k in machine.held})
 
     def compute(self, operation: Compute) -> None:
         """Compute the lanes of a split model, wherever they pass through this worker.

@@ -7,10 +7,11 @@ is one's own, counts where it is just that.
 
 from __future__ import annotations
 
+import json
 import logging
 import queue
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,8 +20,11 @@ from everstep.base.cause import Cause, Why
 from everstep.base.errors import CollectiveAborted, EverstepError
 from everstep.base.extents import NONE, WHOLE, Extents
 from everstep.base.plan import Member, Plan, WorkerKey
+from everstep.checkpoint.vault import StageState
 from everstep.exact.digest import digest_bytes
 from everstep.exact.image import BLOCK_BYTES, sizes_of
+from everstep.protocol.driver.driver import FOREVER
+from everstep.protocol.driver.operations import Keep
 from everstep.protocol.moving import taker as moving
 from everstep.protocol.moving.chunks import Chunk, share
 from everstep.protocol.moving.taker import TakeOrder, orders
@@ -28,7 +32,7 @@ from everstep.protocol.step_types import Key, Piecewise
 from everstep.runtime.link.peer import PeerConnection
 from everstep.train import heal
 from everstep.train.executor import Unusable
-from everstep.train.heal import Held, ReceivedOffer, StageState
+from everstep.train.heal import Held, ReceivedOffer
 from everstep.train.view import WorkerView
 
 log = logging.getLogger(__name__)
@@ -51,11 +55,11 @@ class BlocksDamaged(EverstepError):
 
 
 class SourceTalk:
-    """The conversation with one source, in a thread of its own. header: what it offers, once it has said so. feeds:
+    """The conversation with one source, in a thread of its own. head: of what it offers, once it has said so. feeds:
     its steps come on the same connection, which is for others to close."""
 
     def __init__(self, taking: Taking, member: Member, request: dict[str, Any]) -> None:
-        self.header: dict[str, Any] = {}
+        self.head: heal.OfferHead | None = None
         self.connection: PeerConnection | None = None
         self._taking = taking
         self._member = member
@@ -105,8 +109,8 @@ class SourceTalk:
         self._taking.tell(moving.SourceReached(source))
         while not connection.readable(_PATIENCE_S):
             pass
-        self.header = heal.receive_header(connection)
-        self._taking.tell(moving.SourceOffers(source, *heal.place_in(self.header, self._taking.order.stages)))
+        self.head = heal.receive_head(connection)
+        self._taking.tell(moving.SourceOffers(source, *self.head.place(self._taking.order.stages)))
         while not isinstance(said := self._asked.get(), moving.LeaveSource):
             self._taking.tell(self._taking.receive(connection, source, said.chunk))
         if said.feeds:
@@ -125,8 +129,10 @@ class Taking:
         members: Iterable[Member],
         request: Mapping[str, Any],
         own: Callable[[int], Sequence[Held]] = lambda stage: (),
+        tick: Callable[[], None] | None = None,
     ) -> None:
-        """own: what is here of a stage, as it is."""
+        """own: what is here of a stage, as it is. tick: called while `offer` waits; None: the training thread waits."""
+        self._tick = tick or view.tick
         self.view, self.generation, self.order = view, generation, order
         self._members = {member.key: member for member in members}
         self._request = {**request, "stages": list(order.stages)}
@@ -134,7 +140,6 @@ class Taking:
         self._manifests: dict[int, dict[str, Any]] = {}
         self._blocks: dict[int, list[memoryview | None]] = {}
         self._lines: dict[WorkerKey, SourceTalk] = {}
-        self._header: dict[str, Any] = {}
         self._news: queue.SimpleQueue[moving.TakerEffect] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._taker = moving.Taker(order, CHUNK_BLOCKS)
@@ -179,7 +184,7 @@ class Taking:
             connection.send_json({"stage": chunk.stage, "damaged": True})
         return moving.BlocksCame(source, chunk, Extents.numbered(of, damaged + empty))
 
-    # ---- training thread
+    # ---- the thread that waits for it
 
     def offer(self) -> ReceivedOffer:
         """What was offered, with all that is wanted of it, in memory.
@@ -190,7 +195,7 @@ class Taking:
             while not isinstance(news := self._next(), moving.TookAll):
                 match news:
                     case moving.FindBlocks(leaders):
-                        self._describe(leaders)
+                        head = self._describe(leaders)
                     case moving.TookNothing(why, refused, lost):
                         raise BlocksDamaged(why) if refused else CollectiveAborted(why, [k.worker_id for k in lost])
         except BaseException:
@@ -201,31 +206,33 @@ class Taking:
             line.ended()
         blocks, self._blocks = self._blocks, {}  # nothing keeps them but who gets them: it is a copy of the state
         states = {k: StageState(self._manifests[k], [b for b in v if b is not None]) for k, v in blocks.items()}
-        return heal.offered(self._header, states)
+        return heal.offered(head, states)
 
     def _next(self) -> moving.TakerEffect:
         while True:
-            self.view.tick()
+            self._tick()
             try:
                 return self._news.get(timeout=_SLICE_S)
             except queue.Empty:
                 continue
 
-    def _describe(self, leaders: Sequence[WorkerKey]) -> None:
-        """The manifests are those of the source that leads, where that has all."""
-        headers = [self._lines[source].header for source in leaders]
-        self._header, order = headers[0], self.order
-        self._manifests = dict(zip(order.stages, self._header["manifests"], strict=True))
+    def _describe(self, leaders: Sequence[WorkerKey]) -> heal.OfferHead:
+        """What goes with the state. The manifests are those of the source that leads, where that has all."""
+        order = self.order
+        heads = [head for source in leaders if (head := self._lines[source].head) is not None]
+        told = [dict(zip(order.stages, map(json.loads, head.manifests), strict=True)) for head in heads]
+        self._manifests = told[0]
         missing = WHOLE if order.pieces is None else order.pieces.missing
         own = [] if missing.whole else self._own(order.stages[0])
         if order.scattered:
             (stage,) = order.stages
-            told = [(header["manifests"][0], heal.place_in(header, (stage,))[1][stage]) for header in headers]
-            self._manifests[stage] = heal.joint_manifest(told, [(r, there - missing) for r, there in own])
+            theirs = [(one[stage], head.place((stage,))[1][stage]) for one, head in zip(told, heads, strict=True)]
+            self._manifests[stage] = heal.joint_manifest(theirs, [(r, there - missing) for r, there in own])
         self._blocks = {k: own_blocks(manifest, missing, own) for k, manifest in self._manifests.items()}
         lacking = {k: (n for n, block in enumerate(blocks) if block is None) for k, blocks in self._blocks.items()}
         of = {k: sizes_of(manifest) for k, manifest in self._manifests.items()}
         self.tell(moving.BlocksKnown({k: (Extents.numbered(of[k], lacking[k]), of[k]) for k in of}))
+        return heads[0]
 
     @property
     def fed(self) -> PeerConnection:
@@ -297,6 +304,16 @@ class Copier:
         at_once = self._several(stages, len(donors), MOST_FOLLOWED)
         order = TakeOrder(tuple(stages), tuple(member.key for member in donors), at_once, follows=True)
         return Taking(self._view, generation, order, donors, {"kind": "heal", "worker": str(self._view.link.me)})
+
+    def kept(self, effect: Keep) -> Iterator[ReceivedOffer]:
+        """The snapshots of a step that others keep. In any thread, for as long as the job goes on.
+
+        Raises: BlocksDamaged; CollectiveAborted.
+        """
+        plan, request = effect.plan, {"kind": "kept", "step": effect.step}
+        at, me = Key(effect.step, 0), self._view.me
+        for order in orders(plan, at, effect.sources, effect.pieces, self._several, me):
+            yield Taking(self._view, FOREVER, order, plan.members, request, tick=lambda: None).offer()
 
     def _several(self, stages: Sequence[int], sources: int, most: int = MOST_DONORS) -> int:
         size = max(0, self._view.stages.expected_bytes) * len(stages)

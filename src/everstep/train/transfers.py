@@ -6,21 +6,25 @@ Apart from updates because nothing here is needed in an undisturbed step.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
+
+import msgspec
 
 from everstep.base.cause import Cause, Why
 from everstep.base.errors import CollectiveAborted, EverstepError, check
-from everstep.base.extents import WHOLE, union
+from everstep.base.extents import WHOLE
 from everstep.checkpoint.manifest import Manifest
+from everstep.checkpoint.vault import StageState
 from everstep.exact.snapshot import Snapshot
 from everstep.protocol.driver import operations as do
 from everstep.protocol.driver.records import conclude
 from everstep.protocol.step_types import Key
 from everstep.train import heal
 from everstep.train.executor import Unusable
-from everstep.train.heal import Donor, Held, Layers, Offer, Readable, ReceivedOffer, StageState
+from everstep.train.final import names_of
+from everstep.train.heal import Donor, Held, Offer, ReceivedOffer
 from everstep.train.keeping import SnapshotKeeper
 from everstep.train.loop_state import LoopState
 from everstep.train.loop_survey import CHANGED, recorded
@@ -56,7 +60,8 @@ class Transfers:
     _offers: list[ReceivedOffer] = field(default_factory=list)
 
     @property
-    def _copier(self) -> Copier:
+    def copier(self) -> Copier:
+        """Gets state from others."""
         return Copier(self._view, self._own)
 
     def handlers(self) -> dict[type, Callable[[Any], Any]]:
@@ -69,7 +74,7 @@ class Transfers:
             do.Adopt: self.adopt,
             do.Replay: self.replay,
             do.Shelve: self.shelve,
-            do.Unshelve: lambda effect: self._donor.unshelve(),
+            do.Unshelve: lambda effect: self._donor.unshelve("settle"),
             do.OfferFeeds: self.offer_feeds,
             do.CutFeeds: lambda effect: self._donor.cut(),
             do.CloseFeeds: self.close_feeds,
@@ -80,30 +85,32 @@ class Transfers:
     def shelve(self, effect: do.Shelve) -> None:
         """Members of this generation may have what is held at this position, live or kept."""
         position = effect.position
-        offer = Offer(position, effect.records, {}, {})
+        offer = Offer(position=position, records=effect.records, held={})
         if effect.live:
-            offer = self._live(effect, (*effect.stages, *effect.parts))
-        layers: dict[int, list[Held]] = {k: [(s, effect.parts.get(k, WHOLE))] for k, s in offer.snapshots.items()}
+            offer = self._live(effect, effect.live)
+        held: dict[int, list[Held]] = {k: [(snapshot, effect.live[k])] for k, [(snapshot, _)] in offer.held.items()}
         for stage, kept in self._keeper.held(position.step).items():
-            layers.setdefault(stage, []).append(kept)
-        snapshots: dict[int, Readable] = {}
-        for stage, of in layers.items():
-            whole = [snapshot for snapshot, there in of if there.whole]
-            snapshots[stage] = whole[0] if whole else Layers(of)
-        united = {stage: union(there for _, there in of) for stage, of in layers.items()}
-        parts = {stage: there for stage, there in united.items() if not there.whole}
-        self._donor.shelve(effect.generation, replace(offer, snapshots=snapshots, parts=parts))
+            held.setdefault(stage, []).append(kept)
+        whole = {k: [one for one in of if one[1].whole][:1] for k, of in held.items()}
+        given = {k: whole[k] or of for k, of in held.items()}
+        self._donor.shelve(("settle", effect.generation), msgspec.structs.replace(offer, held=given))
 
     def offer_feeds(self, effect: do.OfferFeeds) -> None:
         """Whoever has asked to follow gets a snapshot of now."""
         self._donor.offer(lambda: self._live(effect, effect.stages))
 
-    def _live(self, effect: do.Shelve | do.OfferFeeds, stages: Sequence[int]) -> Offer:
+    def _live(self, effect: do.Shelve | do.OfferFeeds, stages: Iterable[int]) -> Offer:
         """Of the state as it is, but for the loop's: whoever takes it enters the loop's body right after the update."""
-        position, snapshots = effect.position, {stage: self._snapshot(stage) for stage in stages}
-        loop, untold = self._loop.told(position.step), self._view.publisher.untold.packed()
+        position, view = effect.position, self._view
         return Offer(
-            position, effect.records, dict(effect.gathers), snapshots, loop, untold=untold, changed=self._loop.changed()
+            position=position,
+            records=effect.records,
+            gathers=dict(effect.gathers),
+            held={stage: [(self._snapshot(stage), WHOLE)] for stage in stages},
+            application=self._loop.told(position.step),
+            untold=view.publisher.untold.packed(),
+            changed=self._loop.changed(),
+            names={k: names_of(view.stages[k].parts.model, view.stages[k].state) for k in stages if view.stages.split},
         )
 
     def _snapshot(self, stage: int) -> Snapshot:
@@ -119,7 +126,7 @@ class Transfers:
         """Raises: CollectiveAborted if the generation ends, or no donor gives the state."""
         view, position = self._view, operation.position
         view.phase("heal", position.step, operation.plan)
-        received = self._copier.settle(operation.plan, position, operation.sources, operation.pieces)
+        received = self.copier.settle(operation.plan, position, operation.sources, operation.pieces)
         self._updates.stand_still()
         if position != view.driver.position:
             self._updates.forget()
@@ -139,7 +146,7 @@ class Transfers:
         if view.step == step and stage in view.stages:
             snapshot = self._snapshot(stage)
             snapshot.wait()
-            found.append((snapshot, view.driver.machine.parts.get(stage, WHOLE)))
+            found.append((snapshot, view.driver.machine.held.get(stage, WHOLE)))
         kept = self._keeper.held(step)
         return [*found, kept[stage]] if stage in kept else found
 
@@ -182,7 +189,7 @@ class Transfers:
         view, number, me = self._view, operation.step, self._view.me
         sources = operation.sources
         view.phase("heal", number, operation.plan)
-        received = self._copier.settle(operation.plan, operation.position, sources, operation.pieces)
+        received = self.copier.settle(operation.plan, operation.position, sources, operation.pieces)
         mine = [k for k, ids in sources.items() if ids and ids[0] == me and k not in operation.stands]
         own = {k: self._kept(k, number) for k in mine}
         records = operation.own or next((r.records for r in received if r.records), {})
@@ -241,9 +248,9 @@ class Transfers:
         stages = [stage for _, wanted in operation.groups for stage in wanted]
         view.stages.want(stages)
         view.stages.keep(stages)
-        self._copier.knock(donor for donors, _ in operation.groups for donor in donors)
+        self.copier.knock(donor for donors, _ in operation.groups for donor in donors)
         for donors, wanted in operation.groups:
-            self._feeds.append(FollowedDonor(self._copier.follow(operation.generation, donors, wanted)))
+            self._feeds.append(FollowedDonor(self.copier.follow(operation.generation, donors, wanted)))
         try:
             self._offers = [feed.taking.offer() for feed in self._feeds]
         except (EverstepError, OSError) as error:

@@ -8,7 +8,7 @@ from checkpoint_saving import advance, make_state
 from everstep.base.config_keys import MemoryTierConfig
 from everstep.base.errors import CheckpointCorrupt
 from everstep.base.extents import WHOLE, Extents
-from everstep.checkpoint.vault import MemoryCopy, Vault
+from everstep.checkpoint.vault import StageState, Vault
 from everstep.exact.image import sizes_of
 from everstep.exact.snapshot import Snapshot
 from everstep.exact.state import ModelState
@@ -21,21 +21,26 @@ def snapshot(state: ModelState) -> Snapshot:
     return found
 
 
+def whole(vault: Vault) -> tuple[tuple[int, int], ...]:
+    """(stage, step) of all that have lost nothing."""
+    return tuple(key for key, there in vault.there().items() if there.whole)
+
+
 def test_the_newest_complete_and_what_is_newer_stay() -> None:
     state, vault = make_state(1), Vault(MemoryTierConfig())
     for step in (10, 20):
         assert vault.put(0, step, snapshot(state)) and vault.put(1, step, snapshot(state))
-    assert vault.kept() == ((0, 10), (0, 20), (1, 10), (1, 20))
+    assert whole(vault) == ((0, 10), (0, 20), (1, 10), (1, 20))
     vault.retire(10)
     assert vault.put(0, 30, snapshot(state))  # 20 is the newest so far, and may be complete before it is known
-    assert vault.kept() == ((0, 10), (0, 20), (0, 30), (1, 10), (1, 20))
+    assert whole(vault) == ((0, 10), (0, 20), (0, 30), (1, 10), (1, 20))
     vault.retire(20)
     vault.retire(10)  # told late
-    assert vault.kept() == ((0, 20), (0, 30), (1, 20))
+    assert whole(vault) == ((0, 20), (0, 30), (1, 20))
     vault.forget(20)
-    assert vault.kept() == ((0, 20), (1, 20))
+    assert whole(vault) == ((0, 20), (1, 20))
     vault.clear()
-    assert vault.kept() == () and not vault._held
+    assert whole(vault) == () and not vault._held
 
 
 def test_what_a_peer_was_handing_over_when_all_went_back_is_not_kept() -> None:
@@ -45,8 +50,8 @@ def test_what_a_peer_was_handing_over_when_all_went_back_is_not_kept() -> None:
     assert vault.put(1, 10, snapshot(state), forgotten=began)
     vault.forget(10)
     late = snapshot(state)
-    assert not vault.put(1, 20, late, forgotten=began) and vault.kept() == ((1, 10),)
-    assert vault.put(1, 20, snapshot(state), forgotten=vault.times_forgotten) and vault.kept() == ((1, 10), (1, 20))
+    assert not vault.put(1, 20, late, forgotten=began) and whole(vault) == ((1, 10),)
+    assert vault.put(1, 20, snapshot(state), forgotten=vault.times_forgotten) and whole(vault) == ((1, 10), (1, 20))
 
 
 def test_the_limit_holds() -> None:
@@ -56,7 +61,7 @@ def test_the_limit_holds() -> None:
     assert vault.put(0, 1, snapshot(state)) and vault.put(0, 2, snapshot(state))
     vault.retire(1)
     assert not vault.put(0, 3, snapshot(state))
-    assert vault.kept() == ((0, 1), (0, 2)) and len(vault._held) == 2
+    assert whole(vault) == ((0, 1), (0, 2)) and len(vault._held) == 2
     vault.retire(2)
     assert vault.make_room(0, state.n_blocks) and vault.put(0, 3, snapshot(state))
     assert not vault.make_room(0, state.n_blocks + 1)
@@ -69,54 +74,53 @@ def test_the_rule_keeps_further_complete_ones_while_there_is_room() -> None:
     for step in (10, 20, 30, 40):
         assert vault.put(0, step, snapshot(state))
         vault.retire(step, proven=19)
-    assert vault.kept() == ((0, 10), (0, 30), (0, 40)), "10 is the newest that was compared"
+    assert whole(vault) == ((0, 10), (0, 30), (0, 40)), "10 is the newest that was compared"
     assert vault.put(1, 41, snapshot(state))
     assert vault.make_room(0, state.n_blocks) and vault.put(0, 50, snapshot(state))
-    assert vault.kept() == ((0, 40), (0, 50), (1, 41))
+    assert whole(vault) == ((0, 40), (0, 50), (1, 41))
 
 
-def test_a_peer_gets_a_verified_copy() -> None:
+def test_a_copy_from_a_peer_is_kept_like_a_snapshot() -> None:
     state, vault = make_state(1), Vault(MemoryTierConfig())
     assert vault.put(0, 5, snapshot(state))
     expected = state.manifest()
-    served = vault.get(0, 5)
-    assert served is not None and vault.get(0, 4) is None
+    served, _ = vault.held(5)[0]
+    assert not vault.held(4)
     advance(state, 2)  # the copy is not concerned
-    manifest = served.manifest()
-    copy = MemoryCopy(manifest, [bytes(served.read_block(k)) for k in range(served.n_blocks)])
-    other = make_state(7)
-    other.load(copy.manifest(), copy.read_block)
-    assert other.manifest() == expected
+    copy = StageState(served.manifest(), [memoryview(bytes(served.read_block(k))) for k in range(served.n_blocks)])
     held = Vault(MemoryTierConfig())
-    assert held.put(0, 5, copy) and held.kept() == ((0, 5),)
-    bad = [bytes(copy.read_block(k)) for k in range(copy.n_blocks)]
-    bad[2] = bad[2][:-1] + bytes([bad[2][-1] ^ 1])
-    part = MemoryCopy(manifest, bad)
-    of = sizes_of(manifest)
-    assert Extents.numbered(of, [2]) == WHOLE - part.there and part.n_blocks == copy.n_blocks
-    assert MemoryCopy(manifest, bad[:1]).there == Extents.numbered(of, [0])
-    with pytest.raises(CheckpointCorrupt, match="none of the"):
-        MemoryCopy(manifest, [bad[2]])
-    with pytest.raises(CheckpointCorrupt, match="does not match its digest"):
-        MemoryCopy({**manifest, "blocks": manifest["blocks"][1:]}, bad)
+    assert held.put(0, 5, copy) and whole(held) == ((0, 5),)
+    (found, _), other = held.held(5)[0], make_state(7)
+    other.load(found.manifest(), found.read_block)
+    assert other.manifest() == expected
+    copy.load_into(other)
+    assert other.manifest() == expected
 
 
-def test_a_copy_that_has_lost_blocks_is_a_part() -> None:
+def test_a_snapshot_that_has_lost_blocks_is_a_part() -> None:
     state, vault = make_state(1), Vault(MemoryTierConfig())
     made = snapshot(state)
     of = sizes_of(made.manifest())
-    blocks = [bytes(made.read_block(k)) for k in range(made.n_blocks)]
-    blocks[1] = bytes(len(blocks[1]))
-    came = MemoryCopy(made.manifest(), blocks)
-    assert vault.put(0, 5, came, came.there)
+    assert vault.put(0, 5, made)
+    vault.lose(0, 5, Extents.numbered(of, [1]))
     left = WHOLE - Extents.numbered(of, [1])
-    assert vault.kept() == () and vault.get(0, 5) is None
-    assert vault.parts() == {(0, 5): left} and vault.part(0, 5) == (came, left)
-    assert vault.put(0, 6, made) and vault.part(0, 6) is None
+    assert whole(vault) == ()
+    assert vault.there() == {(0, 5): left} and vault.held(5) == {0: (made, left)}
+    newer = snapshot(state)
+    assert vault.put(0, 6, newer) and vault.there()[0, 6].whole
     vault.lose(0, 6, Extents.numbered(of, [0, 2]))
-    assert vault.kept() == () and vault.parts()[0, 6] == WHOLE - Extents.numbered(of, [0, 2])
+    assert whole(vault) == () and vault.there()[0, 6] == WHOLE - Extents.numbered(of, [0, 2])
     vault.lose(0, 6, WHOLE)
-    assert (0, 6) not in vault.parts() and vault.part(0, 6) is None
+    assert (0, 6) not in vault.there() and not vault.held(6)
     vault.forget(5)
-    assert vault.parts() == {(0, 5): left}
-    assert vault.put(0, 6, snapshot(state)) and vault.kept() == ((0, 6),), "what was lost is of the one before"
+    assert vault.there() == {(0, 5): left}
+    assert vault.put(0, 6, snapshot(state)) and whole(vault) == ((0, 6),), "what was lost is of the one before"
+
+
+def test_who_still_reads_what_has_gone_is_told_so() -> None:
+    state, vault = make_state(1), Vault(MemoryTierConfig())
+    made = snapshot(state)
+    assert vault.put(0, 5, made)
+    vault.clear()
+    with pytest.raises(CheckpointCorrupt, match="released"):
+        made.read_block(0)

@@ -84,8 +84,9 @@ def at(step: int, seq: int = 0, stages: tuple[int, ...] = (0,), **more: Any) -> 
         "records": {9: Record(0, b"")} if step else {},
         "gradient_step": 0,
         "gradients": dict.fromkeys(stages, WHOLE),
+        "stages": dict.fromkeys(stages, WHOLE),
     }
-    return Holding(Key(step, seq), stages=stages, **{**given, **more})
+    return Holding(Key(step, seq), **{**given, **more})
 
 
 def ticket(number: int, given: Plan, stages: Sequence[int] = (0,), **more: Any) -> wire.Heal:
@@ -113,8 +114,12 @@ class Worker:
 
     def keeps(self, snapshots):
         """These snapshots, (stage, step), are in memory here, with the records of their steps."""
-        records = {number: {0: Record(0, b"kept")} for _, number in snapshots}
-        return self.on(do.InMemory(snapshots=snapshots, records=records))
+        self.knows(*(number for _, number in snapshots))
+        return self.on(do.InMemory(dict.fromkeys(snapshots, WHOLE)))
+
+    def knows(self, *steps: int) -> None:
+        """It has taken snapshots of these steps."""
+        self.driver._keeper._records |= {number: {0: Record(0, b"kept")} for number in steps}
 
     def on(self, event: object) -> list[Any]:
         self.now += MS
@@ -190,7 +195,7 @@ class Worker:
         own = {lane for stage in stages for lane in self.plan.lanes_of(worker_id, stage)}
         return replace(
             mine,
-            stages=stages,
+            stages=dict.fromkeys(stages, WHOLE),
             gradients=dict.fromkeys(stages, WHOLE),
             lacking=tuple(sorted(own)) if mine.lacking else (),
         )

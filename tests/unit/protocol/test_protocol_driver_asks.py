@@ -17,6 +17,7 @@ from driver_harness import (
 
 from everstep.base.cause import Cause
 from everstep.base.errors import InvariantViolation
+from everstep.base.extents import WHOLE
 from everstep.protocol import messages as wire
 from everstep.protocol.driver import operations as do
 from everstep.protocol.driver.driver import FOREVER, interrupts
@@ -108,7 +109,7 @@ def test_lanes_and_snapshots_are_noted_at_any_time() -> None:
     w.abort()
     w.hear(plan(2, (0, 1)))
     w.done(do.Opened())
-    assert w.stated().snapshots == ((0, 1),), "what has not been released is not stated"
+    assert w.stated().snapshots == {(0, 1): WHOLE}, "what has not been released is not stated"
 
 
 def test_a_tick_is_nothing_by_itself() -> None:

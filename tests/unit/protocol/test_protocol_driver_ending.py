@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 from driver_harness import MS, Worker, at, gather_records, joiner, member_worker, plan
 
+from everstep.base.extents import WHOLE
+from everstep.base.plan import WorkerKey
 from everstep.base.ports import Tag
 from everstep.protocol import messages as wire
 from everstep.protocol.driver import operations as do
@@ -39,6 +41,25 @@ def holding(until_ns: int = 1 << 60) -> Worker:
 # ---- finish
 
 
+def finish(w: Worker, generation: int) -> do.Finish:
+    """Its last operation, where it is the only one to hold anything."""
+    end = {"step": 1, "save": None, "digests": {}, "position": w.driver.position}
+    return do.Finish(op=w.op.op, generation=generation, plan=w.plan, **end)
+
+
+def test_those_who_do_not_lead_have_their_stages_ready_for_who_writes_the_result() -> None:
+    w = Worker(plan(1, (0,), (1,)), me=WorkerKey(1, 0))
+    w.step(1)
+    w.ask(do.EndAsked())
+    w.exchange(gather_records(w.plan, ends=True))
+    (shelf,) = [effect for effect in w.out if isinstance(effect, do.Shelve)]
+    assert (shelf.generation, shelf.position, shelf.live) == (1, Key(1, 1), {1: WHOLE})
+    assert isinstance(w.op, do.Finish) and not w.op.sources
+    w.abort()
+    w.hear(plan(2, (1,), (1,)))
+    assert do.Unshelve() in w.out, "another one may be the leader, and who is not there any more"
+
+
 def test_the_result_is_held_against_what_all_have_said_of_every_stage() -> None:
     w = Worker(plan(1, (0,), (1,)))
     w.step(1)
@@ -46,7 +67,8 @@ def test_the_result_is_held_against_what_all_have_said_of_every_stage() -> None:
     w.ask(do.EndAsked(states=(said[0],), at=1))
     records = {k: Record(0, encode(GatherPayload(b"", 0, True, [said[k]]))) for k in w.plan.worker_ids}
     w.exchange(records)
-    assert w.op == do.Finish(op=w.op.op, generation=1, plan=w.plan, step=1, save=None, digests={0: "aa", 1: "bb"})
+    end = {"step": 1, "save": None, "digests": {0: "aa", 1: "bb"}, "position": Key(1, 1), "sources": {1: (1,)}}
+    assert w.op == do.Finish(op=w.op.op, generation=1, plan=w.plan, **end)
 
 
 def test_the_end_is_a_gather_and_then_finish_and_then_the_end_of_the_job() -> None:
@@ -55,7 +77,7 @@ def test_the_end_is_a_gather_and_then_finish_and_then_the_end_of_the_job() -> No
     w.ask(do.EndAsked())
     assert w.op.tag == Tag("decide", 1, 1) and w.driver._application.asked == 2
     w.exchange(gather_records(w.plan, ends=True))
-    assert w.out[-1] == do.Finish(op=w.op.op, generation=1, plan=w.plan, step=1, save=None)
+    assert w.out[-1] == finish(w, 1)
     w.done(True)
     done = wire.WorkerDone(worker_id=0, incarnation=0, generation=1, step=1, final_written=True)
     assert w.out == [do.Tell(done)] and done in w.driver.standing.messages
@@ -77,7 +99,7 @@ def test_a_plan_in_the_middle_of_the_end_finishes_again() -> None:
     w.abort()
     assert w.told(wire.WorkerDone) == []
     w.settle()
-    assert w.op == do.Finish(op=w.op.op, generation=2, plan=w.plan, step=1, save=None)
+    assert w.op == finish(w, 2)
     w.done(True)
     w.hear(plan(3, (0,)))
     w.settle()

@@ -15,7 +15,7 @@ from everstep.protocol import messages as wire
 from everstep.protocol.driver import operations as do
 from everstep.protocol.driver.records import decode_holding, encode_holding
 from everstep.protocol.step_phases import Phase
-from everstep.protocol.step_types import BlocksLost, Discard, Holding, Key, Pieces, Record
+from everstep.protocol.step_types import BlocksLost, Discard, Holding, Key, Pieces
 
 OF = (("model", 2), ("exp_avg", 2))
 MODEL = Extents.part(OF, [BlockRun("model", 0, 2)])
@@ -46,7 +46,7 @@ def test_who_has_lost_a_block_says_so_and_goes_no_further() -> None:
     w.hear(plan(2, (0, 1)))
     assert isinstance(w.op, do.Open)
     w.done(do.Opened())
-    assert w.stated().stages == () and w.stated().parts == {0: WHOLE - ONE}
+    assert w.stated().stages == {0: WHOLE - ONE}
 
 
 def test_the_rest_of_a_stage_is_fetched_and_the_step_goes_on() -> None:
@@ -60,7 +60,7 @@ def test_the_rest_of_a_stage_is_fetched_and_the_step_goes_on() -> None:
         op=w.op.op, generation=2, plan=w.plan, position=Key(1, 0), sources={0: (1,)}, pieces={0: Pieces(ONE)}
     )
     w.done(do.Copied(records=records, gathers={}))
-    assert w.driver.machine.stages == (0,) and w.driver.machine.parts == {}
+    assert w.driver.machine.held == {0: WHOLE}
     assert Discard(2) in w.out and do.CutFeeds() not in w.out, "its lanes run again, nobody's feed breaks"
     assert isinstance(w.op, do.Compute) and w.op.step == 2
     w.lanes()
@@ -104,9 +104,9 @@ def test_members_with_half_of_the_planes_each_serve_each_other() -> None:
     w.step(1)
     w.on(BlocksLost(0, OPTIMIZER))
     w.ask(do.StepAsked(2))
-    regroup(w, plan(2, (0, 1)), w1=replace(peer(w, stages=()), parts={0: OPTIMIZER}))
+    regroup(w, plan(2, (0, 1)), w1=replace(peer(w, stages=()), stages={0: OPTIMIZER}))
     shelf = w.last(do.Shelve)
-    assert (shelf.stages, shelf.parts, shelf.live) == ((), {0: MODEL}, True)
+    assert shelf.live == {0: MODEL}
     assert w.op.sources == {0: (1,)} and w.op.pieces == {0: Pieces(OPTIMIZER, {1: OPTIMIZER})}
     w.done(do.Copied(records=w.driver.machine.records, gathers={}))
     assert w.driver.machine.stages == (0,) and w.last(do.EnteredPlan).plan.generation == 2
@@ -115,12 +115,13 @@ def test_members_with_half_of_the_planes_each_serve_each_other() -> None:
 def test_snapshots_in_part_are_stated_once_their_step_has_been_released() -> None:
     w = member_worker()
     w.step(1)
-    w.on(do.InMemory(snapshots=(), records={1: {0: Record(0, b"kept")}}, parts={(0, 1): MODEL}))
+    w.knows(1)
+    w.on(do.InMemory({(0, 1): MODEL}))
     w.ask(do.StepAsked(2))
     w.hear(plan(2, (0, 1)))
     w.abort()
     w.done(do.Opened())
-    assert w.stated().kept_parts == {}
+    assert w.stated().snapshots == {}
     w.done(dict.fromkeys((0, 1), w.op.payload))
     w.lanes()
     w.reduce()
@@ -130,7 +131,7 @@ def test_snapshots_in_part_are_stated_once_their_step_has_been_released() -> Non
     w.hear(plan(3, (0, 1)))
     w.abort()
     w.done(do.Opened())
-    assert w.stated().kept_parts == {(0, 1): MODEL} and w.stated().snapshots == ()
+    assert w.stated().snapshots == {(0, 1): MODEL}
     w.done(dict.fromkeys((0, 1), w.op.payload))
     assert w.driver.in_memory(1), "for all alike, whoever has it"
 
@@ -139,14 +140,15 @@ def test_going_back_to_parts_in_memory() -> None:
     w = member_worker()
     for number in (1, 2, 3):
         w.step(number)
-    w.on(do.InMemory(snapshots=(), records={2: {0: Record(0, b"kept")}}, parts={(0, 2): MODEL}))
+    w.knows(2)
+    w.on(do.InMemory({(0, 2): MODEL}))
     w.on(BlocksLost(0, WHOLE))
     w.ask(do.StepAsked(4))
-    regroup(w, plan(2, (0, 1)), w1=replace(at(0), stages=(), kept_parts={(0, 2): OPTIMIZER}))
+    regroup(w, plan(2, (0, 1)), w1=replace(at(0), stages={}, snapshots={(0, 2): OPTIMIZER}))
     assert isinstance(w.op, do.Restore) and w.op.step == 2
     assert w.op.sources == {0: (1,)} and w.op.pieces == {0: Pieces(OPTIMIZER, {1: OPTIMIZER})}
     shelf = w.last(do.Shelve)
-    assert (shelf.live, shelf.stages, shelf.parts) == (False, (), {}), "what is kept is in the keeper's hands"
+    assert shelf.live == {}, "what is kept is in the keeper's hands"
 
 
 def test_blocks_that_are_not_to_be_had_make_all_settle_anew() -> None:
@@ -223,7 +225,7 @@ def test_an_answer_that_was_taken_over_outlives_a_repair() -> None:
 
 
 def test_holdings_in_part_travel() -> None:
-    holding = Holding(Key(4, 1), {}, 0, stages=(1,), parts={0: MODEL}, kept_parts={(0, 2): ONE, (1, 2): WHOLE - ONE})
+    holding = Holding(Key(4, 1), {}, 0, stages={0: MODEL, 1: WHOLE}, snapshots={(0, 2): ONE, (1, 2): WHOLE - ONE})
     holding = replace(holding, gradients={0: MODEL, 1: WHOLE})
     assert decode_holding(encode_holding(holding)) == holding
     whole = Holding(Key(4, 1), {}, 0)

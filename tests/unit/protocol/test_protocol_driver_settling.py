@@ -6,6 +6,7 @@ import pytest
 from driver_harness import Worker, at, gather_records, joiner, member, member_worker, plan, records_of, ticket
 
 from everstep.base.cause import Cause
+from everstep.base.extents import WHOLE
 from everstep.base.plan import Plan, Seat, WorkerKey
 from everstep.base.ports import Tag
 from everstep.protocol import messages as wire
@@ -162,8 +163,7 @@ def test_what_others_lack_is_shelved_until_the_next_decision() -> None:
         position=Key(2, 0),
         records=w.driver.machine.records,
         gathers=w.driver.gathered,
-        stages=(0,),
-        live=True,
+        live={0: WHOLE},
     )
     assert w.out[0] == shelf
     assert set(shelf.gathers) == {Key(2, 0)} and shelf.records
@@ -204,9 +204,9 @@ def test_a_kept_state_is_shelved_without_what_belongs_to_the_present_one() -> No
     w.ask(do.StepAsked(4))
     w.enter(plan(2, (0,), (1,)), w1=at(0, stages=(1,)))
     shelf = w.last(do.Shelve)
-    assert (shelf.generation, shelf.position, shelf.stages) == (2, Key(2, 0), ())
+    assert (shelf.generation, shelf.position, shelf.live) == (2, Key(2, 0), {})
     assert shelf.records == KEPT and shelf.gathers == {}
-    assert shelf.live is False
+    assert shelf.live == {}
 
 
 def test_who_goes_back_to_an_update_gets_it_as_it_was_before_the_loop_learnt_more() -> None:
@@ -220,8 +220,8 @@ def test_who_goes_back_to_an_update_gets_it_as_it_was_before_the_loop_learnt_mor
     w.keeps(((1, 1),))
     w.enter(plan(2, (0,), (1,)), w1=at(0, stages=(1,)))
     shelf = w.last(do.Shelve)
-    assert (shelf.position, shelf.live) == (Key(1, 0), True)
-    assert (shelf.records, shelf.gathers, shelf.stages) == (of_update, {Key(1, 0): of_update}, (0,))
+    assert (shelf.position, shelf.live) == (Key(1, 0), {0: WHOLE})
+    assert (shelf.records, shelf.gathers, shelf.live) == (of_update, {Key(1, 0): of_update}, {0: WHOLE})
     assert isinstance(w.op, do.Restore) and (w.op.own, w.op.stands) == (of_update, (0,))
 
 
@@ -232,7 +232,7 @@ def test_gathers_belong_to_what_is_served_after_them() -> None:
     w.ask(do.GatherAsked(b""))
     w.enter(plan(2, (0, 1)), w1=at(0))
     shelf = w.last(do.Shelve)
-    assert (shelf.position, shelf.live) == (Key(1, 1), True)
+    assert (shelf.position, shelf.live) == (Key(1, 1), {0: WHOLE})
     assert set(shelf.gathers) == {Key(1, 0), Key(1, 1)} and shelf.records == w.driver.machine.records
 
 
@@ -432,7 +432,7 @@ def test_one_that_stands_where_all_go_back_to_keeps_nothing_of_steps_that_are_do
     w.step(1)
     w.keeps(((0, 1), (1, 1), (1, 2)))
     w.ask(do.StepAsked(2))
-    ahead = at(2, stages=(1,), snapshots=((1, 1), (2, 1)))
+    ahead = at(2, stages=(1,), snapshots={(1, 1): WHOLE, (2, 1): WHOLE})
     w.enter(plan(2, (0,), (1,), (2,)), w1=ahead, w2=at(0, stages=(2,)))
     assert do.ForgetKept(1) in w.out and w.count(do.Restore) == 0
     assert w.told(wire.GenerationEntered)[-1].step == 2

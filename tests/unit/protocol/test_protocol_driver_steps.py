@@ -19,6 +19,7 @@ from driver_harness import (
     records_of,
 )
 
+from everstep.base.extents import WHOLE
 from everstep.base.plan import WorkerKey
 from everstep.base.ports import Tag
 from everstep.protocol import messages as wire
@@ -288,7 +289,7 @@ def test_what_somebody_stated_to_have_in_memory() -> None:
     w = member_worker(0, 1)
     w.step(1)
     w.ask(do.StepAsked(2))
-    w.enter(plan(2, (0, 1)), w1=at(1, snapshots=((0, 5),)))
+    w.enter(plan(2, (0, 1)), w1=at(1, snapshots={(0, 5): WHOLE}))
     assert [n for n in range(8) if w.driver.in_memory(n)] == [1, 5]
     assert not joiner().driver.in_memory(0), "nobody has said anything yet"
 

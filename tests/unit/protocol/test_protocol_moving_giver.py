@@ -36,19 +36,35 @@ def give(*events: GiverEvent) -> list[GiverEffect]:
 
 
 def test_members_get_what_is_on_the_shelf_of_their_generation():
-    asked = AskerCame("m", (0,), 3)
+    asked, filled = AskerCame("m", (0,), ("settle", 3)), ShelfFilled(("settle", 3), BOTH)
     assert give(asked) == []
-    assert give(asked, ShelfFilled(2, BOTH)) == []
-    assert give(asked, ShelfFilled(3, BOTH)) == [GiveState("m", True)]
-    assert give(ShelfFilled(3, BOTH), asked) == [GiveState("m", True)]
-    assert give(ShelfFilled(3, ONE), AskerCame("m", (1,), 3)) == [EndAsker("m")]
-    assert give(ShelfFilled(3, BOTH), ShelfEmptied(), asked) == []
-    assert give(asked, AskerGone("m"), ShelfFilled(3, BOTH)) == []
+    assert give(asked, ShelfFilled(("settle", 2), BOTH)) == []
+    assert give(asked, ShelfFilled(("kept", 3), BOTH)) == []
+    assert give(asked, filled) == [GiveState("m", "settle")]
+    assert give(filled, asked) == [GiveState("m", "settle")]
+    assert give(ShelfFilled(("settle", 3), ONE), AskerCame("m", (1,), ("settle", 3))) == [EndAsker("m")]
+    assert give(filled, ShelfEmptied("settle"), asked) == []
+    assert give(asked, AskerGone("m"), filled) == []
+
+
+def test_who_keeps_a_snapshot_for_another_pool_gets_that_of_its_step_or_none():
+    asked, filled = AskerCame("k", (0,), ("kept", 4)), ShelfFilled(("kept", 4), BOTH)
+    assert give(asked, filled) == give(filled, ShelfEmptied("settle"), asked) == [GiveState("k", "kept")]
+    assert give(ShelfFilled(("kept", 6), BOTH), asked) == [EndAsker("k")], "a newer one has taken its place"
+    giver = Giver()
+    for event, busy in ((filled, False), (asked, True), (ShelfFilled(("settle", 9), BOTH), True)):
+        giver.handle(event)
+        assert giver.busy == busy
+    for end in (AskerHasAll("k"), AskerGone("k")):
+        giver.handle(asked)
+        assert giver.busy
+        giver.handle(end)
+        assert not giver.busy, "the next one may be taken"
 
 
 def test_joiners_get_the_state_of_the_next_boundary_and_then_every_step():
     assert give(JOINER, StepToFeed(BOTH)) == []
-    assert give(JOINER, StandsStill(BOTH)) == [GiveState("j", False)]
+    assert give(JOINER, StandsStill(BOTH)) == [GiveState("j", None)]
     assert give(JOINER, StandsStill(BOTH), StepToFeed(BOTH)) == [FeedStep("j", (0,))], "be it still copying"
     assert give(*FED, StepToFeed(BOTH)) == [FeedStep("j", (0,))]
     assert give(*FED, StandsStill(BOTH)) == []
@@ -63,7 +79,7 @@ def test_who_takes_only_blocks_is_not_fed():
 def test_no_step_is_left_out():
     assert give(*FED, WentElsewhere()) == [EndAsker("j")]
     assert give(*FED, WentElsewhere(), StepToFeed(BOTH)) == []
-    assert give(JOINER, WentElsewhere(), StandsStill(BOTH)) == [GiveState("j", False)], "it begins after the jump"
+    assert give(JOINER, WentElsewhere(), StandsStill(BOTH)) == [GiveState("j", None)], "it begins after the jump"
     assert give(*FED, StepToFeed(frozenset({1}))) == [EndAsker("j")]
 
 

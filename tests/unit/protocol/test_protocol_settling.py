@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from everstep.base.extents import WHOLE, BlockRun, Extents
 from everstep.base.plan import Member, Plan, Seat, Shard
-from everstep.protocol.settling import settle
+from everstep.protocol.settling import from_shares, settle
 from everstep.protocol.step_types import Holding, Key, Pieces, Record
 
 RECORDS = {9: Record(0, b"")}
@@ -24,9 +24,8 @@ def plan(*pools: tuple[int, ...], lanes: int = 2) -> Plan:
 
 
 def at(step: int, *stages: int, seq: int = 0, gradient: int = 0, lacking=(), snapshots=(), disk=()) -> Holding:
-    return Holding(
-        Key(step, seq), RECORDS, gradient, "", stages, lacking, snapshots, disk, dict.fromkeys(stages, WHOLE)
-    )
+    live, kept = dict.fromkeys(stages, WHOLE), dict.fromkeys(snapshots, WHOLE)
+    return Holding(Key(step, seq), RECORDS, gradient, "", live, lacking, kept, disk, live)
 
 
 def test_one_settlement_serves_every_stage():
@@ -47,7 +46,7 @@ def test_who_has_lost_its_seat_still_serves():
 
 
 def test_a_stage_rolls_forward_only_with_its_own_gradient():
-    half = Holding(Key(4, 0), RECORDS, 5, stages=(0, 1), gradients={0: WHOLE}, snapshots=((0, 4),))
+    half = Holding(Key(4, 0), RECORDS, 5, stages={0: WHOLE, 1: WHOLE}, gradients={0: WHOLE}, snapshots={(0, 4): WHOLE})
     settled = settle(plan((0,), (1,)), {0: at(5, 0, snapshots=((0, 4),)), 1: half})
     assert (settled.target, settled.back) == (Key(4, 0), True)
 
@@ -106,7 +105,7 @@ def test_gathers_after_the_step_are_undone_by_going_back_to_it():
 
 
 def test_nobody_rolls_forward_without_records():
-    bare = Holding(Key(5, 0), {}, 0, stages=(0,))
+    bare = Holding(Key(5, 0), {}, 0)
     settled = settle(plan((0, 1)), {0: bare, 1: at(4, 0, gradient=5)})
     assert settled.rolls == set() and settled.wants == {1: {0: (0,)}}
 
@@ -162,7 +161,7 @@ ONE = part(("model", 2, 3))
 
 
 def test_who_has_lost_a_block_gets_that_block_alone():
-    hurt = replace(at(5), stages=(), parts={0: WHOLE - ONE})
+    hurt = replace(at(5), stages={0: WHOLE - ONE})
     settled = settle(plan((0, 1, 2)), {0: at(5, 0), 1: hurt, 2: at(5, 0)})
     assert (settled.target, settled.back) == (Key(5, 0), False)
     assert settled.wants == {1: {0: (0, 2)}} and settled.pieces == {1: {0: Pieces(ONE)}}
@@ -171,7 +170,7 @@ def test_who_has_lost_a_block_gets_that_block_alone():
 
 def test_halves_that_are_together_whole_are_held():
     """Planes of a stage at different members: each gets the other's, and a newcomer both."""
-    halves = {0: replace(at(5), parts={0: MODEL}), 1: replace(at(5), parts={0: OPTIMIZER}), 2: at(3, 0)}
+    halves = {0: replace(at(5), stages={0: MODEL}), 1: replace(at(5), stages={0: OPTIMIZER}), 2: at(3, 0)}
     settled = settle(plan((0, 1, 2)), halves)
     assert (settled.target, settled.back) == (Key(5, 0), False)
     assert settled.wants == {0: {0: (1,)}, 1: {0: (0,)}, 2: {0: (0, 1)}}
@@ -185,8 +184,8 @@ def test_halves_that_are_together_whole_are_held():
 
 def test_without_one_block_all_go_to_the_newest_step_that_is_whole():
     holdings = {
-        0: replace(at(9, snapshots=((0, 4),)), parts={0: MODEL}, kept_parts={(0, 6): MODEL}),
-        1: replace(at(9), parts={0: OPTIMIZER - part(("exp_avg", 0, 1))}, kept_parts={(0, 6): OPTIMIZER}),
+        0: replace(at(9), stages={0: MODEL}, snapshots={(0, 4): WHOLE, (0, 6): MODEL}),
+        1: replace(at(9), stages={0: OPTIMIZER - part(("exp_avg", 0, 1))}, snapshots={(0, 6): OPTIMIZER}),
     }
     settled = settle(plan((0, 1)), holdings)
     assert (settled.target, settled.back) == (Key(6, 0), True)
@@ -194,13 +193,13 @@ def test_without_one_block_all_go_to_the_newest_step_that_is_whole():
         0: {0: Pieces(OPTIMIZER, {1: OPTIMIZER})},
         1: {0: Pieces(MODEL, {0: MODEL})},
     }
-    bad = {**holdings, 1: replace(holdings[1], kept_parts={})}
+    bad = {**holdings, 1: replace(holdings[1], snapshots={})}
     settled = settle(plan((0, 1)), bad)
     assert settled.target == Key(4, 0) and settled.pieces == {}
 
 
 def test_a_live_part_and_a_kept_one_of_a_member_count_together():
-    both = replace(at(6), parts={0: MODEL}, kept_parts={(0, 6): OPTIMIZER})
+    both = replace(at(6), stages={0: MODEL}, snapshots={(0, 6): OPTIMIZER})
     settled = settle(plan((0, 1)), {0: both, 1: at(0)})
     assert (settled.target, settled.back) == (Key(6, 0), True)
     assert settled.wants == {0: {0: (0,)}, 1: {0: (0,)}} and settled.pieces == {}
@@ -208,7 +207,7 @@ def test_a_live_part_and_a_kept_one_of_a_member_count_together():
 
 def test_nobody_takes_a_step_with_a_part():
     """The gradient is there, but the blocks that it makes anew may depend on one that is lost."""
-    behind = replace(at(4), gradient_step=5, parts={0: WHOLE - ONE})
+    behind = replace(at(4), gradient_step=5, stages={0: WHOLE - ONE})
     settled = settle(plan((0, 1)), {0: at(5, 0), 1: replace(behind, gradient_step=0)})
     assert settled.wants == {1: {0: (0,)}} and settled.pieces == {}, "it gets all of the newer state"
     assert settle(plan((0, 1)), {0: at(5), 1: behind}).target == Key(0, 0)
@@ -229,7 +228,7 @@ SHARES = {i: MODEL | part(("exp_avg", i, i + 2)) for i in range(3)} | {3: MODEL 
 
 def sharing(step: int, worker_id: int, **more) -> Holding:
     blocks = {0: SHARES[worker_id]}
-    return replace(at(step), parts=blocks, gradients=blocks, **more)
+    return replace(at(step), stages=blocks, gradients=blocks, **more)
 
 
 def test_shares_are_no_damage():
@@ -238,11 +237,20 @@ def test_shares_are_no_damage():
     assert (settled.target, settled.back, settled.wants, settled.rerun) == (Key(5, 0), False, {}, frozenset())
 
 
+def test_who_gets_all_of_a_stage_asks_whoever_has_all_or_each_for_its_share():
+    assert from_shares(plan((0,), (1, 2)), (1,), 0) == ({1: (1, 2)}, {})
+    sources, pieces = from_shares(shared(), (0,), 9)
+    assert sources == {0: (0, 1, 2)} and pieces == {0: Pieces(WHOLE, {i: SHARES[i] for i in range(3)})}
+    sources, pieces = from_shares(shared(), (0,), 0)
+    rest = WHOLE - SHARES[0]
+    assert sources == {0: (1, 2)} and pieces == {0: Pieces(rest, {i: SHARES[i] & rest for i in (1, 2)})}
+
+
 def test_a_step_is_taken_with_a_share_of_which_nothing_is_lost():
     holdings = {0: sharing(5, 0), 1: sharing(4, 1, gradient_step=5), 2: sharing(4, 2, gradient_step=5)}
     settled = settle(shared(), holdings)
     assert (settled.target, settled.back, settled.wants, settled.rolls) == (Key(5, 0), False, {}, {1, 2})
-    hurt = replace(holdings[1], parts={0: SHARES[1] - part(("exp_avg", 2, 3))})
+    hurt = replace(holdings[1], stages={0: SHARES[1] - part(("exp_avg", 2, 3))})
     settled = settle(shared(), {**holdings, 1: hurt})
     assert settled.target == Key(5, 0) and settled.wants == {1: {0: (0, 2)}}, "what is left of it is of the step before"
     assert settled.pieces == {1: {0: Pieces(SHARES[1], {0: SHARES[0] & SHARES[1], 2: SHARES[2] & SHARES[1]})}}
@@ -251,14 +259,14 @@ def test_a_step_is_taken_with_a_share_of_which_nothing_is_lost():
 def test_what_is_less_than_a_share_comes_of_another_holder():
     lost = part(("exp_avg", 1, 2))
     holdings = {i: sharing(5, i) for i in range(3)}
-    settled = settle(shared(), {**holdings, 1: replace(holdings[1], parts={0: SHARES[1] - lost})})
+    settled = settle(shared(), {**holdings, 1: replace(holdings[1], stages={0: SHARES[1] - lost})})
     assert settled.wants == {1: {0: (0,)}} and settled.pieces == {1: {0: Pieces(lost, {0: lost})}}
 
 
 def test_the_last_holder_of_a_block_takes_its_step_with_it():
     """Worker 0 alone had the first of the optimizer: all go back to where it is kept, in parts again."""
     kept = {i: {(0, 3): SHARES[i]} for i in range(4)}
-    holdings = {i: sharing(5, i, kept_parts=kept[i]) for i in (1, 2)} | {3: replace(at(3), kept_parts=kept[3])}
+    holdings = {i: sharing(5, i, snapshots=kept[i]) for i in (1, 2)} | {3: replace(at(3), snapshots=kept[3])}
     settled = settle(shared(lives=(1, 2, 3)), holdings)
     assert (settled.target, settled.back) == (Key(3, 0), True)
     assert settled.wants == {1: {0: (1,)}, 2: {0: (2,)}, 3: {0: (3,)}} and settled.pieces == {}
@@ -283,19 +291,19 @@ def test_who_has_more_than_its_share_lacks_nothing():
 def test_a_share_of_other_planes_is_not_there():
     """As of the state that was built, in which the optimizer has nothing yet."""
     other = Extents.part((("model", 4), ("exp_avg", 4), ("more", 1)), [BlockRun("model", 0, 4)])
-    settled = settle(shared(lives=(0, 1)), {0: replace(at(5), parts={0: other}), 1: at(5, 0)})
+    settled = settle(shared(lives=(0, 1)), {0: replace(at(5), stages={0: other}), 1: at(5, 0)})
     assert settled.wants == {0: {0: (1,)}} and settled.pieces == {0: {0: Pieces(SHARES[0])}}
 
 
 def test_a_gather_may_be_taken_with_a_part():
-    hurt = replace(at(5), parts={0: WHOLE - ONE})
+    hurt = replace(at(5), stages={0: WHOLE - ONE})
     settled = settle(plan((0, 1)), {0: at(5, 0, seq=1), 1: hurt})
     assert settled.rolls == {1} and settled.pieces == {1: {0: Pieces(ONE)}}
 
 
 def test_a_part_of_another_initial_state_is_none():
     zero = Holding(Key(0, 0), {}, 0, "this")
-    other = Holding(Key(0, 0), {}, 0, "that", stages=(), parts={0: WHOLE - ONE})
+    other = Holding(Key(0, 0), {}, 0, "that", stages={0: WHOLE - ONE})
     settled = settle(plan((0, 1)), {0: zero, 1: other})
     assert settled.wants == {1: {0: (0,)}} and settled.pieces == {}
     same = replace(other, digest="this")
@@ -303,5 +311,5 @@ def test_a_part_of_another_initial_state_is_none():
 
 
 def test_lanes_of_a_repaired_stage_run_again():
-    hurt = replace(at(5), parts={0: WHOLE - ONE})
+    hurt = replace(at(5), stages={0: WHOLE - ONE})
     assert settle(plan((1, 0)), {0: at(5, 0), 1: hurt}).rerun == {0, 1}

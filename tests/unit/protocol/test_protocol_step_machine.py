@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from everstep.base.errors import InvariantViolation
+from everstep.base.extents import WHOLE
 from everstep.base.plan import Member, Plan, Seat, WorkerKey
 from everstep.protocol.settling import settle
 from everstep.protocol.step_machine import StepMachine
@@ -529,11 +530,11 @@ def test_all_go_back_when_states_differ():
     peers = Peers([0, 1, 2])
     for _ in range(3):
         peers.compute(), peers.reduce(), peers.agree(), peers.on(Updated(peers.machine.step))
-    peers.on(SnapshotsKept(snapshots=((0, 1), (0, 2))))
+    peers.on(SnapshotsKept(dict.fromkeys(((0, 1), (0, 2)), WHOLE)))
     tainted(peers, 1)
     sent = next(e for e in peers.on(PlanArrived(plan(2, [0, 2]))) if isinstance(e, SendHolding))
     assert sent.holding.sound == 1 and sent.holding.position == Key(3, 0)
-    other = Holding(Key(3, 0), {}, 0, snapshots=((0, 1), (0, 2)), sound=1)
+    other = Holding(Key(3, 0), {}, 0, snapshots=dict.fromkeys(((0, 1), (0, 2)), WHOLE), sound=1)
     effects = peers.hold_all(2, other)
     assert effects[-1] == GoBack(2, 1, {0: (0, 2)})
     peers.on(StateCopied(2, Key(1, 0), RECORDS))
@@ -578,7 +579,7 @@ def test_a_worker_that_has_copied_a_first_state_does_not_take_it_for_its_own():
     peers = Peers([0, 1], enter=False)
     peers.on(Followed(Key(0, 0)))
     effects = peers.on(PlanArrived(replace(plan(1, [0, 1]), sound=0)))
-    assert [e.holding.stages for e in effects if isinstance(e, SendHolding)] == [()]
+    assert [e.holding.stages for e in effects if isinstance(e, SendHolding)] == [{}]
 
 
 def test_the_live_state_that_was_found_to_differ_is_not_gone_back_to():
@@ -587,8 +588,8 @@ def test_the_live_state_that_was_found_to_differ_is_not_gone_back_to():
     peers.on(UpdateRefused(0))
     effects = peers.on(PlanArrived(plan(2, [0, 1])))
     sent = next(e for e in effects if isinstance(e, SendHolding))
-    assert sent.holding.position == Key(0, 0) and sent.holding.stages == ()
-    other = Holding(Key(0, 0), {}, 0, stages=(), sound=0, lacking=(0, 1, 2, 3))
+    assert sent.holding.position == Key(0, 0) and sent.holding.stages == {}
+    other = Holding(Key(0, 0), {}, 0, stages={}, sound=0, lacking=(0, 1, 2, 3))
     assert peers.hold_all(2, other) == [GoBack(2, 0, {0: ()})]
     effects = peers.on(StateCopied(2, Key(0, 0), {}))
     assert Discard(1) in effects, "what was computed from the other state counts for nothing"

@@ -51,7 +51,10 @@ def plan(generation: int, *seats: tuple[int, int, tuple[int, ...]], stages: int 
 
 def held(step: int, *stages: int, seq: int = 0, **more) -> Holding:
     return Holding(
-        Key(step, seq), RECORDS if step else {}, 0, stages=stages, gradients=dict.fromkeys(stages, WHOLE), **more
+        Key(step, seq),
+        RECORDS if step else {},
+        0,
+        **{"stages": dict.fromkeys(stages, WHOLE), "gradients": dict.fromkeys(stages, WHOLE), **more},
     )
 
 
@@ -125,7 +128,7 @@ def test_a_seat_in_another_stage_is_fetched_alone_and_lanes_are_kept():
     w.on(StepWanted())
     w.on(LaneDone(2, 0, 0))
     effects, sent = w.enter(2, plan(2, (0, 0, (0, 1)), (0, 1, (0,)), (1, 1, (1,))), held(1, 1, lacking=(1,)))
-    assert sent.stages == (0,) and sent.lacking == (0, 1)
+    assert sent.stages == {0: WHOLE} and sent.lacking == (0, 1)
     assert effects == [FetchState(2, Key(1, 0), {1: (1,)})]
     assert w.on(StateCopied(2, Key(1, 0), RECORDS)) == [Entered(2, 1), LanesNeeded(2, (0, 1))]
     assert w.machine._held == {(0, 0)} and w.machine.stages == (0, 1)
@@ -136,7 +139,7 @@ def test_a_lost_seat_is_served_from_until_the_next_decision():
     w.enter(1, BOTH, held(0, 1))
     w.step()
     effects, sent = w.enter(2, APART, held(1))
-    assert sent.stages == (0, 1)
+    assert sent.stages == dict.fromkeys((0, 1), WHOLE)
     assert effects[0] == ServeState(2, Key(1, 0), (1,)) and w.machine.stages == (0, 1)
     w.step()
     assert w.machine.stages == (0,)
@@ -152,8 +155,8 @@ def test_what_was_held_before_the_first_step_is_not_forgotten_either():
             w.on(LaneDone(1, stage, lane))
     w.on(GradientReduced(1, 1, b""))
     beyond = plan(2, (0, 0, (0, 1)), (1, 1, (0, 1)))
-    effects, sent = w.enter(2, beyond, Holding(Key(1, 0), RECORDS, 0, stages=()))
-    assert sent.stages == tuple(sent.gradients) == (0, 1) and w.machine.in_part == (0, 1)
+    effects, sent = w.enter(2, beyond, Holding(Key(1, 0), RECORDS, 0, stages={}))
+    assert sent.stages == w.machine.held == dict.fromkeys((0, 1), WHOLE) == dict(sent.gradients)
     assert StepDecided(1, RECORDS) in effects
     assert ServeState(2, Key(1, 0), (1,)) in w.on(Updated(1))
 
@@ -164,7 +167,7 @@ def gone_back(steps: int = 3) -> tuple[Worker, list]:
     w.enter(1, plan(1, (0, 0, (0, 1)), (1, 1, (0, 1))), held(0, 1))
     for _ in range(steps):
         w.step()
-    w.on(SnapshotsKept(((0, 2), (1, 2)), (1,)))
+    w.on(SnapshotsKept({(0, 2): WHOLE, (1, 2): WHOLE}, (1,)))
     w.on(StepWanted())
     w.on(LaneDone(steps + 1, 0, 0))
     effects, _ = w.enter(2, APART, held(0, 1, disk=(1,)))
@@ -219,7 +222,7 @@ def test_a_joiner_says_which_stages_it_follows_and_may_start_anew_at_an_older_st
     w.on(Followed(Key(4, 0), RECORDS, (1,)))
     assert w.machine.position == Key(4, 0)
     effects, sent = w.enter(2, plan(2, (0, 1, (0, 1)), (1, 0, (0, 1))), held(4, 0))
-    assert sent.stages == (1,) and effects == [Entered(2, 4)]
+    assert sent.stages == {1: WHOLE} and effects == [Entered(2, 4)]
 
 
 # ---- seats that hold parts of a stage
@@ -240,7 +243,7 @@ def shared(generation: int, mine: Extents = MINE, others: Extents = OTHERS) -> P
 
 
 def share_of(other: Extents, step: int, **more) -> Holding:
-    return replace(held(step), parts={0: other}, gradients={0: other}, **more)
+    return replace(held(step), stages={0: other}, gradients={0: other}, **more)
 
 
 def sharing() -> Worker:
@@ -248,14 +251,14 @@ def sharing() -> Worker:
     w = Worker()
     w.enter(1, shared(1), held(0, 0))
     w.step()
-    assert w.machine.stages == () and w.machine.parts == {0: MINE} and w.machine.in_part == (0,)
+    assert w.machine.stages == () and w.machine.held == {0: MINE}
     return w
 
 
 def test_after_a_step_there_is_the_share_and_with_it_all_goes_on():
     w = sharing()
     effects, sent = w.enter(2, shared(2), share_of(OTHERS, 1))
-    assert (sent.stages, sent.parts, sent.gradients) == ((), {0: MINE}, {0: MINE})
+    assert sent.stages == sent.gradients == {0: MINE}
     assert effects == [Entered(2, 1)]
     w.step()
     assert w.machine.position == Key(2, 0)
@@ -275,18 +278,18 @@ def test_blocks_that_are_no_share_may_be_lost():
     w.on(BlocksLost(0, blocks(3)))
     assert w.machine.phase is Phase.IDLE and w.machine.holding().lacking == (0, 1)
     w.step()
-    assert w.machine.position == Key(1, 0) and w.machine.parts == {0: MINE}
+    assert w.machine.position == Key(1, 0) and w.machine.held == {0: MINE}
 
 
 def test_less_than_the_share_is_lacking_and_comes_of_who_has_it():
     w = sharing()
     w.on(BlocksLost(0, blocks(1)))
-    assert w.machine.phase is Phase.LACKING and w.machine.parts == {0: blocks(0, 2)}
+    assert w.machine.phase is Phase.LACKING and w.machine.held == {0: blocks(0, 2)}
     effects, sent = w.enter(2, shared(2), share_of(OTHERS, 1))
-    assert sent.parts == {0: blocks(0, 2)} and sent.gradients == {}
+    assert sent.stages == {0: blocks(0, 2)} and sent.gradients == {}
     assert FetchState(2, Key(1, 0), {0: (1,)}, {0: Pieces(blocks(1), {1: blocks(1)})}) in effects
     effects = w.on(StateCopied(2, Key(1, 0), RECORDS))
-    assert Discard(2) in effects and Entered(2, 1) in effects and w.machine.parts == {0: MINE}
+    assert Discard(2) in effects and Entered(2, 1) in effects and w.machine.held == {0: MINE}
 
 
 def test_the_gradient_takes_the_share_forward():
@@ -297,7 +300,7 @@ def test_the_gradient_takes_the_share_forward():
     w.on(GradientReduced(1, 2, b""))
     effects, sent = w.enter(2, shared(2), share_of(OTHERS, 2))
     assert sent.gradient_step == 2 and StepDecided(2, RECORDS) in effects
-    assert Entered(2, 2) in w.on(Updated(2)) and w.machine.parts == {0: MINE}
+    assert Entered(2, 2) in w.on(Updated(2)) and w.machine.held == {0: MINE}
 
 
 def test_a_larger_share_is_filled_and_a_smaller_one_is_not_copied():
@@ -307,16 +310,16 @@ def test_a_larger_share_is_filled_and_a_smaller_one_is_not_copied():
     w.on(StateCopied(2, Key(1, 0), RECORDS))
     assert w.machine.stages == (0,) and w.machine.position == Key(1, 0)
     effects, sent = w.enter(3, shared(3, blocks(0), OTHERS), share_of(OTHERS, 1))
-    assert sent.stages == (0,) and Entered(3, 1) in effects
+    assert sent.stages == {0: WHOLE} and Entered(3, 1) in effects
     w.step()
-    assert w.machine.parts == {0: blocks(0)}
+    assert w.machine.held == {0: blocks(0)}
 
 
 def test_without_its_only_holder_all_go_back_to_where_a_block_is():
     w = sharing()
-    w.on(SnapshotsKept((), (), {(0, 1): MINE}))
+    w.on(SnapshotsKept({(0, 1): MINE}))
     w.step()
-    effects, _ = w.enter(2, shared(2), share_of(blocks(0, 1), 2, kept_parts={(0, 1): OTHERS}))
+    effects, _ = w.enter(2, shared(2), share_of(blocks(0, 1), 2, snapshots={(0, 1): OTHERS}))
     assert GoBack(2, 1, {0: (0,)}) in effects
     w.on(StateCopied(2, Key(1, 0), RECORDS))
-    assert w.machine.position == Key(1, 0) and w.machine.parts == {0: MINE}
+    assert w.machine.position == Key(1, 0) and w.machine.held == {0: MINE}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import queue
 import threading
 from typing import Any
@@ -10,7 +11,9 @@ import pytest
 import torch
 
 from everstep.base.errors import ProtocolError
+from everstep.base.extents import WHOLE
 from everstep.base.ports import Piece, Reduced
+from everstep.checkpoint.vault import StageState
 from everstep.exact.reduce import TiePlace
 from everstep.protocol.driver.records import encode
 from everstep.protocol.moving.giver import MAX_BACKLOG
@@ -21,10 +24,9 @@ from everstep.train.heal import (
     Offer,
     ReceivedOffer,
     StageGradient,
-    StageState,
     next_item,
     offered,
-    receive_header,
+    receive_head,
 )
 
 RECORDS = {1: Record(0, b"r")}
@@ -114,11 +116,11 @@ class Follower:
         """What is offered, with its one block."""
         self.pipe.open.set()
         joiner = self.pipe.joiner
-        header = receive_header(joiner)  # type: ignore[arg-type]
+        head = receive_head(joiner)  # type: ignore[arg-type]
         joiner.send_json({"stage": 0, "blocks": [[0, 1]]})
-        state = StageState(header["manifests"][0], [memoryview(joiner.recv_bytes())])
+        state = StageState(json.loads(head.manifests[0]), [memoryview(joiner.recv_bytes())])
         joiner.send_json({"enough": True})
-        return offered(header, {0: state})
+        return offered(head, {0: state})
 
     def next_step(self, numel: int = 3) -> FollowedStep:
         while True:
@@ -142,7 +144,9 @@ def start(stages: tuple[int, ...] = (0,)) -> tuple[Donor, Follower, Snapshot]:
     asked = threading.Event()
     donor, snapshot = Donor(asked.set), Snapshot()
     follower = Follower(donor, asked, stages)
-    offer = Offer(Key(3, 1), RECORDS, {Key(3, 0): RECORDS}, dict.fromkeys(stages, snapshot), b"app")
+    held = {stage: [(snapshot, WHOLE)] for stage in stages}
+    told = {"records": RECORDS, "gathers": {Key(3, 0): RECORDS}, "application": b"app"}
+    offer = Offer(position=Key(3, 1), held=held, **told)  # type: ignore[arg-type]
     donor.offer(lambda: offer)
     return donor, follower, snapshot
 
@@ -253,23 +257,23 @@ def test_an_update_waits_for_the_copy_of_one_that_is_let_go_too() -> None:
 
 def test_an_update_waits_for_what_is_on_the_shelf_and_not_for_what_was() -> None:
     donor, snapshot = Donor(), Snapshot()
-    donor.shelve(2, Offer(Key(3, 0), {}, {}, {0: snapshot}))
-    donor.unshelve()
+    donor.shelve(("settle", 2), Offer(position=Key(3, 0), held={0: [(snapshot, WHOLE)]}))
+    donor.unshelve("settle")
     donor.busy_snapshot()
     assert not snapshot.waited
-    donor.shelve(3, Offer(Key(3, 0), {}, {}, {0: snapshot}))
+    donor.shelve(("settle", 3), Offer(position=Key(3, 0), held={0: [(snapshot, WHOLE)]}))
     donor.busy_snapshot()
     assert snapshot.waited
 
 
 def test_who_settles_is_given_what_is_shelved_for_its_generation() -> None:
     donor, pipe = Donor(), Pipe()
-    donor.shelve(3, Offer(Key(3, 0), RECORDS, {}, {0: Snapshot()}))
+    donor.shelve(("settle", 3), Offer(position=Key(3, 0), records=RECORDS, held={0: [(Snapshot(), WHOLE)]}))
     pipe.open.set()
     request = {"kind": "settle", "generation": 3, "ranges": "first"}
     pipe.joiner.send_json({"enough": True})
     donor.handle(pipe.donor, {**request, "stages": [0]})  # type: ignore[arg-type]
-    assert offered(receive_header(pipe.joiner), {}).records == RECORDS  # type: ignore[arg-type]
+    assert receive_head(pipe.joiner).records == RECORDS  # type: ignore[arg-type]
     donor.handle(pipe.donor, {**request, "stages": [1]})  # type: ignore[arg-type]
     assert pipe.left() == [], "a stage that is not there is not given"
 

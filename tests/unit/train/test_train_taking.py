@@ -81,16 +81,17 @@ class Peer:
         assert all(ended.wait(GENEROUS_S) for _, ended in self.conversations)
         return sum(connection.sent_bytes for connection, _ in self.conversations) // BLOCK_BYTES
 
-    def shelve(self, shown: Shown, there: Extents = WHOLE) -> None:
-        parts = {} if there.whole else {0: there}
-        self.donor.shelve(3, Offer(AT, RECORDS, {AT: RECORDS}, {0: shown}, parts=parts))
+    def shelve(self, shown: Shown, there: Extents = WHOLE, *more: Held) -> None:
+        held = {0: [(shown, there), *more]}
+        self.donor.shelve(("settle", 3), Offer(position=AT, records=RECORDS, gathers={AT: RECORDS}, held=held))
 
     def offer(
         self, shown: Shown, position: Key = AT, records: Mapping[int, Record] = RECORDS, loop: bytes = b""
     ) -> None:
         """To who has asked by now."""
         assert self.asked.wait(GENEROUS_S)
-        self.donor.offer(lambda: Offer(position, records, {}, {0: shown}, loop))
+        held = {0: [(shown, WHOLE)]}
+        self.donor.offer(lambda: Offer(position=position, records=records, held=held, application=loop))
 
     def die(self) -> None:
         self.server.abort_all()
@@ -230,6 +231,21 @@ def test_what_a_part_has_instead_of_the_rest_counts_for_nothing(peers):
     missing = WHOLE - has
     received = settled(peers[:1], {0: Pieces(missing, {0: missing})}, own={0: (Shown(mine), has)})
     assert same(received, state)
+
+
+def test_a_live_state_and_a_snapshot_of_one_member_make_a_whole(peers):
+    """Each has garbage where the other has the blocks: the digests are of who has them."""
+    state, live, kept = make_state(), make_state(), make_state()
+    for broken, name in ((live, "wide"), (kept, "deep")):
+        with torch.no_grad():
+            dict(broken.model.named_parameters())[name].view(-1)[-10:].add_(1.0)
+    has = [
+        part(state, *(n for n in range(state.n_blocks) if bytes(_block(state, n)) == bytes(_block(broken, n))))
+        for broken in (live, kept)
+    ]
+    assert has[0] | has[1] == WHOLE and not any(one.whole for one in has)
+    peers[0].shelve(Shown(live), has[0], (Shown(kept), has[1]))
+    assert same(settled(peers[:1], {0: Pieces(WHOLE, {0: WHOLE})}), state)
 
 
 def test_what_is_not_whole_is_not_taken_for_it(peers):

@@ -5,7 +5,7 @@ Apart because an ask may outlive several generations: what it waits for is found
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Literal
 
 from everstep.base.cause import Cause, Why
@@ -16,9 +16,10 @@ from everstep.protocol.driver.operations import SaveAsked
 from everstep.protocol.driver.outbox import Gathers, Outbox
 from everstep.protocol.driver.records import last_states
 from everstep.protocol.driver.saver import Saver
+from everstep.protocol.settling import Sources
 from everstep.protocol.step_machine import StepMachine
 from everstep.protocol.step_phases import Phase
-from everstep.protocol.step_types import Key, Record
+from everstep.protocol.step_types import Key, Piecewise, Record
 
 _UNSETTLED = frozenset({Phase.WAITING, Phase.SETTLING, Phase.FETCHING, Phase.UPDATING, Phase.LEFT, Phase.LACKING})
 
@@ -27,7 +28,16 @@ class Application:
     """One application's asks, one after the other. `ask`: the present one; `asked`: the step that it asked for last,
     one beyond the last once it is through with that; `ended`: how the job has ended, if it has."""
 
-    def __init__(self, machine: StepMachine, out: Outbox, gathers: Gathers, saver: Saver, rewindable: bool) -> None:
+    def __init__(
+        self,
+        machine: StepMachine,
+        out: Outbox,
+        gathers: Gathers,
+        saver: Saver,
+        rewindable: bool,
+        bring_together: Callable[[], tuple[Sources, Piecewise]],
+    ) -> None:
+        """bring_together: as `Settler` does."""
         self.ask: do.Ask | None = None
         self.asked = 0
         self.ended: wire.JobEnded | None = None
@@ -36,6 +46,7 @@ class Application:
         self._gathers = gathers
         self._saver = saver
         self._rewindable = rewindable
+        self._bring_together = bring_together
         self._gather = Key(0, 0)
         self._finished = 0
         self._jumped = False
@@ -176,7 +187,8 @@ class Application:
             save = self._saver.boundary(Why(Cause.COMPLETED, "the end of the job"), past=self.past)
             said = last_states(self._gathers.known[self._gather]).values()
             digests = {one.stage: one.digest for states in said for one in states}
-            self._out.start(do.Finish, machine.generation, machine.plan, machine.step, save, digests)
+            at = machine.step, save, digests, machine.position
+            self._out.start(do.Finish, machine.generation, machine.plan, *at, *self._bring_together())
 
     def _answer(self) -> do.Answer | None:
         """What the ask has come to, if it has."""

@@ -87,7 +87,8 @@ class Driver:
         settling = config.rewindable, self._comparing, probing
         self._settler = Settler(machine, out, self._gathers, self._keeper, *settling)
         self._saver = Saver(machine, out, self._gathers, config.saving)
-        self._application = Application(machine, out, self._gathers, self._saver, config.rewindable)
+        ends = self._saver, config.rewindable, self._settler.bring_together
+        self._application = Application(machine, out, self._gathers, *ends)
         self._joiner = Joiner(out, self._stepper, self._gathers)
         self._queue: deque[step.StepEffect] = deque()
         self._news: deque[do.Heard] = deque()
@@ -168,7 +169,7 @@ class Driver:
             step.LaneDone: self._feed,
             step.BlocksLost: self._lost,
             do.InMemory: lambda e: self._feed(*keeper.there(e)),
-            do.HandedOver: keeper.handed_over,
+            do.OthersKept: keeper.others_kept,
             do.NotKept: keeper.refused,
             do.PartsThere: saver.parts_there,
             do.SaveEnded: saver.ended,

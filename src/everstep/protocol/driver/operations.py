@@ -19,7 +19,7 @@ from everstep.placement.probes import Trial
 from everstep.protocol import messages as wire
 from everstep.protocol.driver.policy import Due
 from everstep.protocol.driver.records import StageSection, StepOutcome
-from everstep.protocol.step_types import Discard, Key, Piecewise, Record, Release
+from everstep.protocol.step_types import Discard, Key, Piecewise, Record, Release, Snapshots
 
 LEFT = Why(Cause.LINK, "")
 
@@ -189,12 +189,16 @@ class Linger(Operation, frozen=True):
 
 class Finish(Operation, frozen=True):
     """All steps are done: leave a checkpoint, and where this worker is the job's leader write final/; answered with
-    whether that was written. save: as in `SaveLast`. digests: by stage, of the state that all hold."""
+    whether that was written. save: as in `SaveLast`. digests: by stage, of the state that all hold. position,
+    sources, pieces: as in `Fetch`, of the stages that the job's leader does not hold."""
 
     plan: Plan
     step: int
     save: Save | None
-    digests: Mapping[int, str] = {}
+    digests: Mapping[int, str]
+    position: Key
+    sources: Mapping[int, tuple[int, ...]] = {}
+    pieces: Piecewise = {}
 
 
 class Opened(msgspec.Struct, frozen=True):
@@ -262,17 +266,15 @@ class Decided(AtOnce, frozen=True):
 
 class Shelve(AtOnce, frozen=True):
     """Put what is held of the state at `position` on the shelf of a generation, for members that lack it; it stays as
-    it is until `Unshelve`. gathers: that belong to it. live: whether it is the present state, or a kept one; of the
-    present one the application's part is given as it was right after the update, be the position a later one: whoever
-    takes it does again what comes between. parts: of further stages, the blocks that are there."""
+    it is until `Unshelve`. gathers: that belong to it. live: what of the present state is of that position, by stage;
+    else only what is kept is. The application's part of the present state is given as it was right after the update, be
+    the position a later one: whoever takes it does again what comes between."""
 
     generation: int
     position: Key
     records: Mapping[int, Record]
     gathers: GatheredRecords
-    stages: tuple[int, ...]
-    live: bool
-    parts: Mapping[int, Extents] = {}
+    live: Mapping[int, Extents]
 
 
 class Unshelve(AtOnce, frozen=True):
@@ -311,15 +313,16 @@ class Invalidate(AtOnce, frozen=True):
 
 
 class Keep(AtOnce, frozen=True):
-    """Take a snapshot in memory of all stages held, as they are now, of this step; hand some to members of other pools.
-    `HandedOver` or `NotKept` says what came of it, `InMemory` what there is then.
+    """Take a snapshot in memory of all stages held, as they are now, of this step, and copy some of other pools beside
+    it. `OthersKept` or `NotKept` says what came of it, `InMemory` what there is then.
 
-    to: by stage, who is to keep it too.
+    sources, pieces: of others, as in `Fetch`.
     """
 
+    plan: Plan
     step: int
-    records: Mapping[int, Record]
-    to: Mapping[int, Member]
+    sources: Mapping[int, tuple[int, ...]]
+    pieces: Piecewise
 
 
 class RetireKept(AtOnce, frozen=True):
@@ -490,16 +493,14 @@ class FollowerAsked(DriverEvent, frozen=True):
 
 
 class InMemory(DriverEvent, frozen=True):
-    """What is kept in memory here: (stage, step), ascending. records: of steps that others have handed over. parts: of
-    snapshots that are not whole, the blocks that are there."""
+    """What is kept in memory here. busy: the newest one is being copied by members of other pools."""
 
-    snapshots: tuple[tuple[int, int], ...]
-    records: Mapping[int, Mapping[int, Record]] = {}
-    parts: Mapping[tuple[int, int], Extents] = {}
+    snapshots: Snapshots
+    busy: bool = False
 
 
-class HandedOver(DriverEvent, frozen=True):
-    """Other pools have got what they are to keep of a step; or not, since somebody is gone."""
+class OthersKept(DriverEvent, frozen=True):
+    """What is to be kept here of other pools is there, of a step; or it is not to be had, since somebody is gone."""
 
     step: int
     done: bool

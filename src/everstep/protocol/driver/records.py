@@ -17,7 +17,7 @@ import msgspec
 
 from everstep.base.cause import Cause
 from everstep.base.errors import InvariantViolation, ProtocolError, check
-from everstep.base.extents import WHOLE, Coded, Extents, Runs
+from everstep.base.extents import Coded, Extents, Runs
 from everstep.placement.tree import fold, total_sumsq
 from everstep.protocol.driver.policy import COMPARE, END, Due
 from everstep.protocol.step_types import Doubt, Holding, Key, LaneSaid, Record
@@ -305,14 +305,12 @@ class _Held(msgspec.Struct, frozen=True, array_like=True):
     gradient_step: int
     digest: str
     records: dict[int, Record]
-    stages: tuple[int, ...] = (0,)
-    lacking: tuple[int, ...] = ()
-    snapshots: tuple[tuple[int, int], ...] = ()
-    disk: tuple[int, ...] = ()
-    gradients: tuple[int | tuple[int, Coded], ...] = (0,)  # a stage alone: all of it
+    stages: dict[int, Coded]
+    lacking: tuple[int, ...]
+    snapshots: dict[tuple[int, int], Coded]
+    disk: tuple[int, ...]
+    gradients: dict[int, Coded]
     sound: int = -1
-    parts: dict[int, Coded] = {}
-    kept_parts: tuple[tuple[int, int, Coded], ...] = ()
     first: dict[int, str] = {}
     built: dict[int, str] = {}
     standing: tuple[bool, bool, Doubt | None] = (False, False, None)  # fresh, proven, doubt
@@ -322,9 +320,10 @@ _held = msgspec.msgpack.Decoder(_Held)
 
 
 _ALIKE = (
-    *("gradient_step", "digest", "records", "stages", "lacking", "snapshots", "disk", "sound"),
+    *("gradient_step", "digest", "records", "lacking", "disk", "sound"),
     *("first", "built"),
 )
+_BLOCKS = ("stages", "snapshots", "gradients")
 
 
 _T = TypeVar("_T")
@@ -350,25 +349,20 @@ def decode_records(data: bytes) -> dict[int, Record]:
 
 def encode_holding(holding: Holding) -> bytes:
     """For the exchange in which members settle."""
-    parts = {k: part.encoded() for k, part in holding.parts.items()}
-    kept_parts = tuple((k, at, part.encoded()) for (k, at), part in sorted(holding.kept_parts.items()))
     alike = {name: getattr(holding, name) for name in _ALIKE}
-    alike["gradients"] = tuple(k if part.whole else (k, part.encoded()) for k, part in holding.gradients.items())
+    alike |= {name: {k: there.encoded() for k, there in getattr(holding, name).items()} for name in _BLOCKS}
     alike["standing"] = holding.fresh, holding.proven, holding.doubt if holding.doubt.step else None
-    return msgspec.msgpack.encode(_Held(position=holding.position, parts=parts, kept_parts=kept_parts, **alike))
+    return msgspec.msgpack.encode(_Held(position=holding.position, **alike))
 
 
 def decode_holding(data: bytes) -> Holding:
     """What `encode_holding` made. Raises: ProtocolError if that is none."""
     held = _decoded(_held, data)
     try:
-        parts = {k: Extents.decoded(coded) for k, coded in held.parts.items()}
-        kept_parts = {(k, at): Extents.decoded(coded) for k, at, coded in held.kept_parts}
-        told = [(one, None) if isinstance(one, int) else one for one in held.gradients]
-        gradients = {k: WHOLE if coded is None else Extents.decoded(coded) for k, coded in told}
+        blocks = {name: {k: Extents.decoded(c) for k, c in getattr(held, name).items()} for name in _BLOCKS}
     except (InvariantViolation, ValueError) as error:
         raise ProtocolError(f"expected what another member holds: {str(error)[:200]!a}") from None
-    alike = {name: getattr(held, name) for name in _ALIKE}
+    alike = {name: getattr(held, name) for name in _ALIKE} | blocks
     alike["fresh"], alike["proven"], doubt = held.standing
     alike["doubt"] = doubt or Doubt()
-    return Holding(position=Key(*held.position), parts=parts, kept_parts=kept_parts, gradients=gradients, **alike)
+    return Holding(position=Key(*held.position), **alike)

@@ -14,8 +14,7 @@ import msgspec
 
 from everstep.base.cause import Cause, Why
 from everstep.base.config_keys import CheckpointConfig
-from everstep.base.extents import Extents
-from everstep.base.plan import Member, Plan
+from everstep.base.plan import Plan
 from everstep.placement.domain_spread import farthest
 from everstep.protocol import messages as wire
 from everstep.protocol.driver import operations as do
@@ -24,8 +23,9 @@ from everstep.protocol.driver.operations import AbandonSave, PartsThere, Save, S
 from everstep.protocol.driver.outbox import Gathers, Outbox
 from everstep.protocol.driver.policy import COMPARE, END, Due, SaveSchedule, Tier
 from everstep.protocol.driver.records import StepOutcome, gathered
+from everstep.protocol.settling import from_shares
 from everstep.protocol.step_machine import StepMachine
-from everstep.protocol.step_types import Key, Record, SnapshotsKept
+from everstep.protocol.step_types import Key, Record, Snapshots, SnapshotsKept
 
 GIVE_UP_S = 300.0
 """So long the next checkpoint waits for one of which parts are lacking."""
@@ -266,8 +266,8 @@ def _memory_of(due: Due) -> Due:
 class Keeper:
     """One worker's snapshots in memory, for pools that die as a whole.
 
-    Taken right after an update, by all members alike, when the job's leader's record of the step says so; each stage's
-    leader has its own handed to another pool. A snapshot is stated only once its step has been released, so that going
+    Taken right after an update, by all members alike, when the job's leader's record of the step says so; a member of
+    another pool copies that of each stage. A snapshot is stated only once its step has been released, so that going
     to it skips no effect; the newest that is complete in all stages stays until a newer one is.
 
     proven: after so many steps, the newest whose state is known to be right.
@@ -277,10 +277,10 @@ class Keeper:
         self._machine = machine
         self._out = out
         self._proven = proven
-        self._there: tuple[tuple[int, int], ...] = ()
-        self._parts: Mapping[tuple[int, int], Extents] = {}
+        self._there: Snapshots = {}
         self._records: dict[int, Mapping[int, Record]] = {}
-        self._begun = self._handed = 0
+        self._begun = self._copied = 0
+        self._busy = False
         self._skipping = False
         self._released = 0
         self._stated = SnapshotsKept()
@@ -288,7 +288,7 @@ class Keeper:
     @property
     def complete(self) -> int:
         """The newest step of which all that this worker is to do has been done; 0 if it is not done yet."""
-        return self._begun if self._handed == self._begun else 0
+        return self._begun if self._copied == self._begun else 0
 
     def records_of(self, number: int) -> Mapping[int, Record]:
         """Of the decision of a step that something is kept of; none if they are not known."""
@@ -300,26 +300,25 @@ class Keeper:
         """The state is that of this step, and the application has not gone on yet."""
         if outcome.kept:
             self._out.put(do.RetireKept(outcome.kept, self._proven(outcome.kept)))
-            there = {number for _, number in (*self._there, *self._parts)}
+            there = {number for _, number in self._there}
             self._records = {n: r for n, r in self._records.items() if n >= outcome.kept or n in there}
         plan = self._machine.plan
         if "memory" in outcome.save[0] and plan is not None:
             self._take(plan, outcome.step, records)
 
     def _take(self, plan: Plan, number: int, records: Mapping[int, Record]) -> None:
-        if self._handed != self._begun:
+        if self._copied != self._begun or self._busy:
             self._skip(number, Why(Cause.BUSY, f"that of step {self._begun} is still on its way to another worker"))
             return
         me = self._machine.me.worker_id
-        mine = [stage for stage in plan.stages_of(me) if plan.pool(stage)[0].worker_id == me]
-        to = {stage: member for stage in mine if (member := target(plan, stage)) is not None}
-        self._begun, self._handed = number, 0 if to else number
+        mine = [stage for stage in range(plan.stages) if keeps_for(plan, stage) == me]
+        self._begun, self._copied = number, 0 if mine else number
         self._records[number] = records
-        self._out.put(do.Keep(number, records, to))
+        self._out.put(do.Keep(plan, number, *from_shares(plan, mine, me)))
 
     def refused(self, event: do.NotKept) -> None:
         """A snapshot could not be taken."""
-        self._begun = self._handed = 0
+        self._begun = self._copied = 0
         self._skip(event.step, event.why)
 
     def _skip(self, number: int, why: Why) -> None:
@@ -328,17 +327,15 @@ class Keeper:
 
     # ---- what there is
 
-    def handed_over(self, event: do.HandedOver) -> None:
-        """Other pools have what they are to keep of a step; or it failed, and the next one may succeed."""
+    def others_kept(self, event: do.OthersKept) -> None:
+        """What is to be kept here of other pools is there; or it failed, and the next one may succeed."""
         if event.step == self._begun:
-            self._begun = self._handed = event.step if event.done else 0
+            self._begun = self._copied = event.step if event.done else 0
 
     def there(self, event: do.InMemory) -> Iterable[SnapshotsKept]:
         """What is held here has changed."""
-        self._there, self._parts = event.snapshots, event.parts
-        self._skipping &= all(number != self._begun for _, number in event.snapshots)
-        for number, records in event.records.items():
-            self._records.setdefault(number, records)
+        self._there, self._busy = event.snapshots, event.busy
+        self._skipping &= not any(n == self._begun and there.whole for (_, n), there in event.snapshots.items())
         return self._state()
 
     def released(self, number: int) -> Iterable[SnapshotsKept]:
@@ -349,17 +346,13 @@ class Keeper:
     def went_back(self, number: int) -> Iterable[SnapshotsKept]:
         """Steps after this one are done again."""
         self._out.put(do.ForgetKept(number))
-        self._there = tuple(key for key in self._there if key[1] <= number)
-        self._parts = {key: part for key, part in self._parts.items() if key[1] <= number}
+        self._there = {key: part for key, part in self._there.items() if key[1] <= number}
         self._records = {n: r for n, r in self._records.items() if n <= number}
-        self._begun = self._handed = min(self._begun, number) if self._handed == self._begun else 0
+        self._begun = self._copied = min(self._begun, number) if self._copied == self._begun else 0
         return self._state()
 
     def _state(self) -> Iterable[SnapshotsKept]:
-        stated = SnapshotsKept(
-            snapshots=tuple(key for key in self._there if self._counts(key[1])),
-            parts={key: part for key, part in self._parts.items() if self._counts(key[1])},
-        )
+        stated = SnapshotsKept({key: part for key, part in self._there.items() if self._counts(key[1])})
         if stated == self._stated:
             return ()
         self._stated = stated
@@ -369,11 +362,10 @@ class Keeper:
         return number <= self._released and number in self._records
 
 
-def target(plan: Plan, stage: int) -> Member | None:
-    """Who keeps a stage for its pool: who of the pools that follow would die with the fewest of it, the widest domains
-    first; of equals the first one; None if nobody is outside."""
+def keeps_for(plan: Plan, stage: int) -> int | None:
+    """Who (by worker id) keeps a stage for its pool: who of the pools that follow would die with the fewest of it, the
+    widest domains first; of equals the first one; None if nobody is outside."""
     inside = {seat.worker_id for seat in plan.pool(stage)}
     following = [seat.worker_id for k in range(1, plan.stages) for seat in plan.pool((stage + k) % plan.stages)]
     domains = {member.worker_id: member.all_domains for member in plan.members}
-    found = farthest([worker_id for worker_id in following if worker_id not in inside], inside, domains)
-    return None if found is None else plan.member(found)
+    return farthest([worker_id for worker_id in following if worker_id not in inside], inside, domains)

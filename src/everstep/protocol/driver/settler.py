@@ -21,9 +21,9 @@ from everstep.protocol.driver.outbox import Gathers, Outbox
 from everstep.protocol.driver.probing import ProbeVerdict, Probing
 from everstep.protocol.driver.records import decode_holding, encode_holding
 from everstep.protocol.driver.saver import Keeper
-from everstep.protocol.settling import settle
+from everstep.protocol.settling import Sources, from_shares, settle
 from everstep.protocol.step_machine import StepMachine
-from everstep.protocol.step_types import Record
+from everstep.protocol.step_types import Piecewise, Record
 
 SETTLE = Tag("settle", 0, 0)
 
@@ -56,7 +56,7 @@ class Settler:
     def in_memory(self, number: int) -> bool:
         """Whether a member stated, when this generation settled, that it has state of this step in memory."""
         holdings = self._stated.values()
-        kept = (s for h in holdings for _, s in (*h.snapshots, *h.kept_parts))
+        kept = (s for h in holdings for _, s in h.snapshots)
         return number in (*(h.position.step for h in holdings), *kept)
 
     @property
@@ -177,9 +177,17 @@ class Settler:
         if live and position.seq == 0 and machine.position.seq > 0:  # whoever goes back to it has learnt nothing yet
             records = self._gathers.of_update(position.step)
             gathers = {position: records} if records else {}
-        stages, parts = (machine.stages, machine.parts) if live else ((), {})
         self._shelved = True
-        self._out.put(do.Shelve(effect.generation, position, records, gathers, stages, live, parts))
+        self._out.put(do.Shelve(effect.generation, position, records, gathers, machine.held if live else {}))
+
+    def bring_together(self) -> tuple[Sources, Piecewise]:
+        """At the end: from whom the job's leader gets the stages that it does not hold. Others have theirs ready."""
+        machine, plan, me = self._machine, self._machine.current_plan(), self._machine.me.worker_id
+        if plan.leader(0) == me:
+            return from_shares(plan, (k for k in range(plan.stages) if k not in machine.stages), me)
+        if plan.stages > 1 or plan.shards:
+            self.serve(step.ServeState(machine.generation, machine.position, (plan.leader(0),)))
+        return {}, {}
 
     def unshelve(self) -> None:
         """Whoever had to copy the state has done so."""

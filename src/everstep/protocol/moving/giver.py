@@ -1,44 +1,53 @@
 """How a worker gives state to others: who may have what when, who is fed, and when it lets go of whom. Pure.
 
-An *asker* is one conversation. Members that settle get what is on the shelf for their generation, as soon as it is
-there. Joiners get an offer at the next step boundary; those that follow are then fed each step, in order and without a
-gap, or let go: where the state jumps, where a stage of theirs is not held any more, and where they take too long.
+An *asker* is one conversation. Members that settle, and those that keep snapshots for other pools, get what lies on a
+shelf as soon as it is there: of their generation, or of the step. Joiners get an offer at the next step boundary; those
+that follow are then fed each step, in order and without a gap, or let go: where the state jumps, where a stage of
+theirs is not held any more, and where they take too long.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 MAX_BACKLOG = 16
 """Steps that wait for one follower: what they hold is kept in memory."""
+
+ShelfKind = Literal["settle", "kept"]
+"""States of a generation, for members that settle; the newest snapshots in memory, for those who keep them too."""
+
+ShelfName = tuple[ShelfKind, int]
+"""Its generation or step. One of a higher number takes the place of the one before."""
 
 # ---- events
 
 
 @dataclass(frozen=True)
 class AskerCame:
-    """Somebody wants state of these stages. generation: it is a member that settles in it; None: a joiner. follows: a
-    joiner that is fed afterwards."""
+    """Somebody wants state of these stages. shelf: what lies there; None: it is a joiner. follows: a joiner that is fed
+    afterwards."""
 
     asker: Any
     stages: tuple[int, ...]
-    generation: int | None = None
+    shelf: ShelfName | None = None
     follows: bool = False
 
 
 @dataclass(frozen=True)
 class ShelfFilled:
-    """Members that settle in this generation may have these stages."""
+    """Members may have these stages."""
 
-    generation: int
+    shelf: ShelfName
     stages: frozenset[int]
 
 
 @dataclass(frozen=True)
 class ShelfEmptied:
     """Nobody has to copy from the shelf any more."""
+
+    kind: ShelfKind
 
 
 @dataclass(frozen=True)
@@ -98,10 +107,10 @@ GiverEvent = (
 
 @dataclass(frozen=True)
 class GiveState:
-    """Tell an asker what there is, and give it blocks as it asks for them: of the shelf, or of the state as it is."""
+    """Tell an asker what there is, and give it blocks as it asks for them: of a shelf, or of the state as it is."""
 
     asker: Any
-    shelf: bool
+    shelf: ShelfKind | None
 
 
 @dataclass(frozen=True)
@@ -139,8 +148,9 @@ class Giver:
     """One worker's part in giving."""
 
     def __init__(self) -> None:
-        self._shelf: ShelfFilled | None = None
-        self._settling: dict[Any, AskerCame] = {}
+        self._shelves: dict[ShelfKind, ShelfFilled] = {}
+        self._waiting: dict[Any, AskerCame] = {}
+        self._keeping: set[Any] = set()
         self._joiners: dict[Any, _Joiner] = {}
 
     @property
@@ -154,6 +164,11 @@ class Giver:
         return any(self._fed(joiner) for joiner in self._joiners.values())
 
     @property
+    def busy(self) -> bool:
+        """Whether somebody still copies a snapshot that is kept."""
+        return bool(self._keeping)
+
+    @property
     def giving(self) -> tuple[Any, ...]:
         """Who may still read what it was offered, be it let go or not."""
         return tuple(asker for asker, joiner in self._joiners.items() if joiner.offered and not joiner.had)
@@ -164,13 +179,13 @@ class Giver:
             case AskerCame(asker, _, None):
                 self._joiners[asker] = _Joiner(event)
             case AskerCame(asker):
-                self._settling[asker] = event
+                self._waiting[asker] = event
                 return self._serve()
-            case ShelfFilled():
-                self._shelf = event
+            case ShelfFilled((kind, _)):
+                self._shelves[kind] = event
                 return self._serve()
-            case ShelfEmptied():
-                self._shelf = None
+            case ShelfEmptied(kind):
+                self._shelves.pop(kind, None)
             case StandsStill(stages):
                 return self._offer(stages)
             case StepToFeed(stages):
@@ -182,20 +197,28 @@ class Giver:
             case StepSent(asker) if asker in self._joiners:  # else it has gone while the step was sent
                 self._joiners[asker].backlog -= 1
             case AskerGone(asker):
-                self._settling.pop(asker, None)
+                self._waiting.pop(asker, None)
                 self._joiners.pop(asker, None)
+                self._keeping.discard(asker)
         return []
 
-    # ---- the shelf
+    # ---- shelves
 
     def _serve(self) -> list[GiverEffect]:
-        shelf = self._shelf
-        if shelf is None:
-            return []
-        now = [one for one in self._settling.values() if one.generation == shelf.generation]
-        for one in now:
-            del self._settling[one.asker]
-        return [GiveState(one.asker, True) if shelf.stages >= set(one.stages) else EndAsker(one.asker) for one in now]
+        effects: list[GiverEffect] = []
+        for one in list(self._waiting.values()):
+            kind, number = one.shelf  # type: ignore[misc]
+            filled = self._shelves.get(kind)
+            if filled is None or filled.shelf[1] < number:
+                continue
+            del self._waiting[one.asker]
+            if filled.shelf[1] != number or not filled.stages >= set(one.stages):
+                effects.append(EndAsker(one.asker))
+                continue
+            if kind == "kept":
+                self._keeping.add(one.asker)
+            effects.append(GiveState(one.asker, kind))
+        return effects
 
     # ---- joiners
 
@@ -206,7 +229,7 @@ class Giver:
                 continue
             if stages >= set(joiner.asked.stages):
                 joiner.offered = True
-                effects.append(GiveState(asker, False))
+                effects.append(GiveState(asker, None))
             else:
                 del self._joiners[asker]
                 effects.append(EndAsker(asker))
@@ -238,6 +261,7 @@ class Giver:
 
     def _had(self, asker: Any) -> list[GiverEffect]:
         joiner = self._joiners.get(asker)
+        self._keeping.discard(asker)
         if joiner is None:
             return []
         joiner.had = True

@@ -33,14 +33,9 @@ class Retention:
         self._complete: set[int] = set()
 
     @property
-    def whole(self) -> list[SnapshotKey]:
-        """The snapshots of which nothing is lost, ascending."""
-        return sorted(key for key, held in self._held.items() if held.there.whole)
-
-    @property
-    def parts(self) -> dict[SnapshotKey, Extents]:
-        """What is there of the others; those of which nothing is there are left out."""
-        return {key: held.there for key, held in sorted(self._held.items()) if held.there and not held.there.whole}
+    def there(self) -> dict[SnapshotKey, Extents]:
+        """What is there of each snapshot, ascending; those of which nothing is there are left out."""
+        return {key: held.there for key, held in sorted(self._held.items()) if held.there}
 
     def make_room(self, stage: int, n_blocks: int) -> tuple[bool, list[SnapshotKey]]:
         """Whether a snapshot of so many blocks fits, with what it would displace gone; and what is to go. If it does

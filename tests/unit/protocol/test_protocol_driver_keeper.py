@@ -1,0 +1,68 @@
+"""Snapshots in memory: who copies those of another pool, and when none is taken."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from driver_harness import plan
+
+from everstep.base.cause import Cause
+from everstep.base.extents import WHOLE
+from everstep.base.plan import WorkerKey
+from everstep.protocol.driver import operations as do
+from everstep.protocol.driver.outbox import Outbox
+from everstep.protocol.driver.saver import Keeper, keeps_for
+from everstep.protocol.step_types import Record
+
+PLAN = plan(1, (0, 1), (2, 3))
+RECORDS = {0: Record(0, b"r")}
+
+
+class Member:
+    """A worker's keeper after updates."""
+
+    def __init__(self, worker_id: int) -> None:
+        self.out = Outbox(WorkerKey(worker_id, 0))
+        machine: Any = SimpleNamespace(plan=PLAN, me=WorkerKey(worker_id, 0))
+        self.keeper = Keeper(machine, self.out, lambda number: 0)
+
+    def update(self, number: int) -> list[Any]:
+        """After which snapshots are due."""
+        outcome: Any = SimpleNamespace(kept=0, save=(("memory",), ""), step=number)
+        self.keeper.updated(outcome, RECORDS)
+        return self.out.drain()
+
+
+def skipped(effects: list[Any]) -> bool:
+    (effect,) = effects
+    return isinstance(effect, do.Skipped) and effect.why.cause is Cause.BUSY
+
+
+def test_a_member_of_another_pool_copies_what_a_stage_has() -> None:
+    others = {i: Member(i).update(4) for i in PLAN.worker_ids}
+    keepers = {keeps_for(PLAN, stage): stage for stage in range(PLAN.stages)}
+    assert len(keepers) == 2 and None not in keepers
+    for i, (effect,) in others.items():
+        pool = {0: (0, 1), 1: (2, 3)}.get(keepers.get(i, -1), ())
+        assert effect == do.Keep(PLAN, 4, {keepers[i]: pool} if pool else {}, {})
+
+
+def test_who_copies_has_all_of_a_step_once_the_copy_is_there() -> None:
+    one = Member(keeps_for(PLAN, 0) or 0)
+    one.update(4)
+    assert one.keeper.complete == 0 and skipped(one.update(5)), "one at a time"
+    one.keeper.others_kept(do.OthersKept(4, True))
+    assert one.keeper.complete == 4 and not skipped(one.update(6))
+    one.keeper.others_kept(do.OthersKept(4, False))
+    one.keeper.others_kept(do.OthersKept(6, False))
+    assert one.keeper.complete == 0 and not skipped(one.update(7)), "the next one may succeed"
+
+
+@pytest.mark.parametrize("busy", [False, True])
+def test_nobody_takes_another_one_while_its_newest_is_being_copied(busy: bool) -> None:
+    one = Member(next(i for i in PLAN.worker_ids if i not in {keeps_for(PLAN, 0), keeps_for(PLAN, 1)}))
+    one.update(4)
+    one.keeper.there(do.InMemory({(0, 4): WHOLE}, busy=busy))
+    assert skipped(one.update(5)) == busy and one.keeper.complete == (4 if busy else 5)
