@@ -60,6 +60,7 @@ class _Guarded:
         self.name, self.module, self.attribute, self.statistic = name, module, attribute, statistic
         self.tensor: Tensor | None = None
         self.saved: Tensor | None = None
+        self.flat: Tensor | None = None  # a view of `saved`, if there can be one: it is hashed in every step
         self.start = b""
         self.version = 0
         self.small = False
@@ -89,7 +90,7 @@ class _Guarded:
         """Take the present value as the step's; returns (copy, value) if the copy must still be filled."""
         value = self.tensor = self.current()
         if value is None:
-            self.saved = None
+            self.saved = self.flat = None
             return None
         self.version = _version(value)
         self.small = _size(value) <= SMALL_BYTES
@@ -98,6 +99,7 @@ class _Guarded:
         if self.saved is not None and _alike(self.saved, value):
             return self.saved, value
         self.saved = value.detach().clone()
+        self.flat = self.saved.view(-1) if self.saved.is_contiguous() else None
         return None
 
     def changed(self, thorough: bool) -> bool:
@@ -323,7 +325,8 @@ class BufferGuard:
         for guarded in self._statistics:
             value = guarded.current() if self._step is None else guarded.saved
             if value is not None:
-                yield value.detach().reshape(-1)
+                flat = guarded.flat if value is guarded.saved else None
+                yield value.detach().reshape(-1) if flat is None else flat
 
     def report(self) -> BufferReport:
         """Report for the agree record."""
