@@ -25,7 +25,7 @@ from models import MODELS
 _REPLICA, _SETTINGS = "everstep.train.replica:StageReplica", "everstep.exact.settings:Settings"
 PARTS = {
     "settings": ((_REPLICA, "how_set"), (_SETTINGS, "before_lanes"), (_SETTINGS, "after_update")),
-    "comparing": ((_REPLICA, "digest"),),
+    "comparing": ((_REPLICA, "compared"),),
     "survey": (
         ("everstep.train.loop_survey:LoopSurvey", "turn"),
         ("everstep.train.loop_survey:LoopSurvey", "_compare"),
