@@ -263,10 +263,10 @@ def test_the_scenario_of_the_outvoted_meets_its_bug():
 
 
 def test_what_descends_from_a_flipped_bit_is_marked_and_nothing_else():
-    states = undisturbed(SimJob(2, 4, stages=2))[1]
+    states = undisturbed(SimJob(2, 4, stages=2))[0][1]
     assert not any(map(wrong, states.values()))
     bad = flipped(states[0])
     assert wrong(bad) and all(wrong((block,)) for block in leaf(bad, 2, 0))
     cut = cut_anew(states, SimJob(2, 4, stages=1, units=2))
-    assert by_unit(cut) == by_unit(states) and cut == undisturbed(SimJob(2, 4, units=2))[1]
+    assert by_unit(cut) == by_unit(states) and cut == undisturbed(SimJob(2, 4, units=2))[0][1]
     assert wrong(update(states[1], 2, leaf(bad, 2, 0))) and not wrong(update(states[1], 2, leaf(states[0], 2, 0)))

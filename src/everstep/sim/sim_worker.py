@@ -37,7 +37,7 @@ class Loop:
         self.life = life
         self.lanes = lanes
         self.raised = ""
-        self.leaves = self._ends = False
+        self.leaves = self._ends = self._fatal = False
         self._step = self._gathers = 0
         self._evaluated = False
         lanes.when_left(self._left)
@@ -51,6 +51,7 @@ class Loop:
                 do.Evaluate: lambda operation: life.soon(0, 5 * MS, life.done, operation),
                 do.Exit: self._exit,
                 do.Released: lambda effect: life.end(Cause.EXCEPTION, self.raised),
+                do.EndsJob: self._ends_job,
                 do.JobOver: lambda effect: life.end(Cause.EXITED, "the job is over", restart=False),
                 do.Skipped: nothing,
             }
@@ -77,11 +78,17 @@ class Loop:
             self._ends = True
             self.life.handle(self._next())
 
+    def _ends_job(self, effect: do.EndsJob) -> None:
+        self.life.site.checks.exact.ends(self.life.me, self.life.state.at)
+        self.raised, self._fatal = effect.reason, True
+        self._hold()
+
     def _hold(self) -> None:
         """Stay for a while: the state that it holds may be needed."""
         life, until_ns = self.life, self.life.world.now_ns + _HOLD_NS
+        cause = Cause.NONFINITE if self._fatal else Cause.EXCEPTION
         life.later(_HOLD_NS, life.handle, do.TimePassed())
-        life.handle(do.HoldAsked(life.last_words(Cause.EXCEPTION, self.raised, holds=True), until_ns))
+        life.handle(do.HoldAsked(life.last_words(cause, self.raised, holds=True, fatal=self._fatal), until_ns))
 
     def _stepped(self, effect: do.Arrived | do.Stepped | do.WentBack) -> None:
         life, at = self.life, self.life.state.at
@@ -240,7 +247,7 @@ class SimWorker(Life):
         self.soon(MS // 2, 25 * MS if slow else 3 * MS, self._updated, operation, gradients)
 
     def _updated(self, operation: do.Update, gradients: dict[int, SimGradient]) -> None:
-        self.state.apply(operation.step, operation.records, gradients)
+        self.state.apply(operation.outcome, operation.records, gradients)
         self._drift()
         self.done(operation, self.world.now_ns)
 

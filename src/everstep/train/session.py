@@ -18,6 +18,7 @@ from everstep.parallel.transport_kinds import KINDS, ControlStore
 from everstep.placement.probes import ProbeRule
 from everstep.protocol.driver import operations as do
 from everstep.protocol.driver.driver import Driver, DriverConfig
+from everstep.protocol.driver.nonfinite import NonfiniteRule
 from everstep.protocol.step_machine import StepMachine
 from everstep.runtime.process import machine
 from everstep.train.elastic import AnyOrder
@@ -63,6 +64,7 @@ class Session:
             probes=ProbeRule(config.seed, config.verify_every, config.spot_check, joins=True)
             if probed
             else ProbeRule(),
+            nonfinite=NonfiniteRule.of(config),
             names=lambda stage: stages[stage].state.part_names if stage in stages else (),
         )
         driver = Driver(link.me, driver_config, StepMachine(link.me))

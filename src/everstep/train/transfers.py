@@ -19,7 +19,6 @@ from everstep.checkpoint.manifest import Manifest
 from everstep.checkpoint.vault import StageState
 from everstep.exact.snapshot import Snapshot
 from everstep.protocol.driver import operations as do
-from everstep.protocol.driver.records import conclude
 from everstep.protocol.step_types import Key
 from everstep.train import heal
 from everstep.train.executor import Unusable
@@ -174,7 +173,7 @@ class Transfers:
         self._view.publisher.learn(offer.untold, number)
         agreed = offer.gathers.get(Key(number, 0)) or (offer.records if not offer.position.seq else None)
         if agreed:
-            outcome = conclude(number, self._view.config.lanes, agreed)
+            outcome = self._view.driver.config.outcome(number, agreed)
             strange = self._updates.strange(outcome)
             self._view.publisher.hold(outcome, self._view.driver.generation, strange)  # who gave it may be gone then
         self._updates.arrive(outcome, number)
@@ -200,7 +199,7 @@ class Transfers:
             records = records or self._restorer.records_of(restored)
         self.past = 0
         self._updates.forget()
-        outcome = conclude(number, view.config.lanes, records) if records else None
+        outcome = view.driver.config.outcome(number, records) if records else None
         with _loop_goes_on(view, Key(number, 0)) as goes_on:
             built = self._put(operation, own)
             for offer in received:

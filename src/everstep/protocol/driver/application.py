@@ -12,6 +12,7 @@ from everstep.base.cause import Cause, Why
 from everstep.base.errors import check
 from everstep.protocol import messages as wire
 from everstep.protocol.driver import operations as do
+from everstep.protocol.driver.last_step import LastStep
 from everstep.protocol.driver.operations import SaveAsked
 from everstep.protocol.driver.outbox import Gathers, Outbox
 from everstep.protocol.driver.records import last_states
@@ -34,6 +35,7 @@ class Application:
         out: Outbox,
         gathers: Gathers,
         saver: Saver,
+        last: LastStep,
         rewindable: bool,
         bring_together: Callable[[], tuple[Sources, Piecewise]],
     ) -> None:
@@ -45,6 +47,7 @@ class Application:
         self._out = out
         self._gathers = gathers
         self._saver = saver
+        self._last = last
         self._rewindable = rewindable
         self._bring_together = bring_together
         self._gather = Key(0, 0)
@@ -122,7 +125,10 @@ class Application:
         match event:
             case do.StepAsked():
                 self.asked = event.step
-                self._offer_feeds()
+                if self._last.ends_job:
+                    self.answer(do.EndsJob(self._last.ends_job))
+                else:
+                    self._offer_feeds()
             case do.GatherAsked():
                 return self._begin_gather(event.data)
             case SaveAsked():
@@ -211,7 +217,7 @@ class Application:
     def _stepped(self, wanted: int) -> do.Answer:
         at = self._machine.step  # beyond what was asked for where the state was copied from others who are there
         if at == wanted:
-            return do.Stepped(at)
+            return do.EndsJob(self._last.ends_job) if self._last.ends_job else do.Stepped(at)
         if self._rewindable:
             return do.WentBack(at)
         return do.Exit(f"the others are at step {at}, while step {wanted} was under way here: this worker starts anew")

@@ -28,9 +28,10 @@ from everstep.protocol import step_types as step
 from everstep.protocol.driver import operations as do
 from everstep.protocol.driver.application import Application
 from everstep.protocol.driver.comparing import Comparing, Names
+from everstep.protocol.driver.nonfinite import NonfiniteRule
 from everstep.protocol.driver.outbox import Gathers, Outbox, Standing
 from everstep.protocol.driver.probing import Probing
-from everstep.protocol.driver.records import AgreePayload
+from everstep.protocol.driver.records import AgreePayload, StepOutcome, conclude
 from everstep.protocol.driver.saver import Keeper, Saver, SavingRules
 from everstep.protocol.driver.settler import SETTLE, Settler
 from everstep.protocol.driver.stepper import Differs, Joiner, Stepper
@@ -57,7 +58,7 @@ def interrupts(message: wire.AnyMessage) -> int | None:
 class DriverConfig:
     """What a driver goes by. lanes: of the global batch. rewindable: the application can go on from an earlier step;
     else this worker starts anew for that. verify_every, begins_after, repeats, names: as for `Comparing`. saving: of
-    checkpoints. probes: of lanes."""
+    checkpoints. probes: of lanes. nonfinite: what to do about a step that is not finite."""
 
     lanes: int
     rewindable: bool = True
@@ -67,6 +68,11 @@ class DriverConfig:
     repeats: bool = True
     names: Names = lambda stage: ()
     probes: ProbeRule = field(default_factory=ProbeRule)
+    nonfinite: NonfiniteRule = field(default_factory=NonfiniteRule)
+
+    def outcome(self, number: int, records: do.Records) -> StepOutcome:
+        """What everybody concludes from the records of a step."""
+        return conclude(number, self.lanes, records, self.nonfinite)
 
 
 class Driver:
@@ -82,12 +88,12 @@ class Driver:
         every, after = config.verify_every, config.begins_after
         self._comparing = Comparing(every, after, repeats=config.repeats, names=config.names)
         self._probing = probing = Probing(config.probes, after)
-        self._stepper = Stepper(machine, out, self._gathers, config.lanes, self._comparing, probing)
+        self._stepper = Stepper(machine, out, self._gathers, config.outcome, self._comparing, probing)
         self._keeper = Keeper(machine, out, self.proven)
         settling = config.rewindable, self._comparing, probing
         self._settler = Settler(machine, out, self._gathers, self._keeper, *settling)
         self._saver = Saver(machine, out, self._gathers, config.saving)
-        ends = self._saver, config.rewindable, self._settler.bring_together
+        ends = self._saver, self._stepper.last, config.rewindable, self._settler.bring_together
         self._application = Application(machine, out, self._gathers, *ends)
         self._joiner = Joiner(out, self._stepper, self._gathers)
         self._queue: deque[step.StepEffect] = deque()
@@ -185,7 +191,7 @@ class Driver:
         data = self._application.take(event)
         if data is not None:
             self._gather(data)
-        elif isinstance(event, do.StepAsked) and self.ended is None:
+        elif isinstance(self._application.ask, do.StepAsked) and self.ended is None:
             self._feed(step.StepWanted())
 
     def _gather(self, data: bytes) -> None:
