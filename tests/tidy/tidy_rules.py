@@ -100,7 +100,8 @@ PUBLIC = frozenset(  # what users name, and nothing here does
 )
 SEAMS = frozenset({"Limb", "blocks_of"})  # what sharding will stand on: tests alone use it so far
 DRIVING = ("everstep.train.", "everstep.protocol.driver.", "everstep.protocol.coordinator.", "everstep.sim.")
-DRIVING += ("everstep.runtime.job", "everstep.runtime.host.host_agent")
+DRIVING += ("everstep.protocol.step_machine", "everstep.protocol.stepping.", "everstep.runtime.job")
+DRIVING += ("everstep.runtime.host.host_agent",)
 NOT_CROWDED = (*DRIVING, "everstep.parallel.group", "everstep.runtime.link.control_client")
 NOT_CROWDED += tuple(f"everstep.report.{name}" for name in ("facts", "course", "crew", "job_condition"))
 MAX_ATTRIBUTES = 15
