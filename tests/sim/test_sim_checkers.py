@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 from planted_bugs import machine_with
 
-from everstep.base.plan import Plan, WorkerKey
+from everstep.base.plan import Plan
 from everstep.placement.lanes import place
 from everstep.protocol import messages as wire
 from everstep.protocol.coordinator import speeds
 from everstep.protocol.coordinator.coordinator import Coordinator
 from everstep.protocol.driver import operations as do
-from everstep.protocol.driver.driver import Driver, DriverConfig
+from everstep.protocol.driver.driver import Driver
+from everstep.protocol.driver.driver_parts import DriverConfig
 from everstep.protocol.step_machine import StepMachine
 from everstep.protocol.step_types import (
     Discard,
@@ -152,23 +153,25 @@ def test_the_same_setups_pass_with_the_real_machine():
 class LeavesTheUpdate(Driver):
     """Drops a step that it has decided when a plan comes."""
 
-    def _drop_transfers(self) -> None:
-        self._queue.clear()
+    def __init__(self, config: DriverConfig, machine: StepMachine) -> None:
+        super().__init__(config, machine)
+        self._queue.drop_transfers = lambda: self._queue._effects.clear()
 
 
 class KeepsTheShelf(Driver):
     """Never says that nobody asks for the state any more."""
 
-    def __init__(self, me: WorkerKey, config: DriverConfig, machine: StepMachine) -> None:
-        super().__init__(me, config, machine)
-        self._settler.unshelve = lambda: None
+    def __init__(self, config: DriverConfig, machine: StepMachine) -> None:
+        super().__init__(config, machine)
+        self._parts.settler.unshelve = lambda: None
 
 
 class KeepsFollowing(Driver):
-    """Never lets go of its donors."""
+    """Never lets go of its donors when a plan comes."""
 
-    def _open(self, plan: Plan) -> None:
-        self._settler.open(plan)
+    def __init__(self, config: DriverConfig, machine: StepMachine) -> None:
+        super().__init__(config, machine)
+        self._effects._open = self._parts.settler.open
 
 
 class HearsAtOnce(Driver):
@@ -176,7 +179,7 @@ class HearsAtOnce(Driver):
 
     def handle(self, now_ns: int, event: object) -> list[do.Effect]:
         if isinstance(event, do.Heard) and isinstance(event.message, wire.PlanNow):
-            self._out.operation = None
+            self._parts.out.operation = None
         return super().handle(now_ns, event)
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from everstep.base.plan import WorkerKey
-from everstep.protocol.driver.driver import Driver, DriverConfig
+from everstep.protocol.driver.driver import Driver
+from everstep.protocol.driver.driver_parts import DriverConfig
 from everstep.protocol.driver.nonfinite import APPLIED, NonfiniteRule
 from everstep.protocol.driver.records import AgreePayload
 from everstep.protocol.step_machine import StepMachine
@@ -77,8 +77,8 @@ def test_ordinary_seeds_meet_each_rule() -> None:
 def ruled(rule: NonfiniteRule, *, but: int = -1) -> Any:
     """Drivers that go by another rule, all but one of them."""
 
-    def make(me: WorkerKey, config: DriverConfig, machine: StepMachine) -> Driver:
-        return Driver(me, config if me.worker_id == but else replace(config, nonfinite=rule), machine)
+    def make(config: DriverConfig, machine: StepMachine) -> Driver:
+        return Driver(config if machine.me.worker_id == but else replace(config, nonfinite=rule), machine)
 
     return make
 

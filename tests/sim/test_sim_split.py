@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from planted_bugs import machine_with
 
+from everstep.base.extents import WHOLE
 from everstep.protocol.settling import Settlement, settle
 from everstep.protocol.step_machine import StepMachine
 from everstep.protocol.step_types import Holding, LanesLost, StepEffect

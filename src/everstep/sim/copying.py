@@ -154,7 +154,7 @@ class SimSaver:
         """Write a part; a checkpoint that is not complete when its generation ends, or is invalidated, is dropped."""
         driver = self.life.driver
         sound = driver.machine.sound
-        if driver.generation == save.plan.generation and (sound < 0 or save.step <= sound):
+        if driver.machine.generation == save.plan.generation and (sound < 0 or save.step <= sound):
             self.life.site.disk.write(stage, save, self.life.me.worker_id, state)
 
     def _invalidate(self, effect: do.Invalidate) -> None:
@@ -367,10 +367,10 @@ class SimDonor:
             return
         copy = asker.given[stage]
         live = copy.effects or not copy.position.step
-        if asker.generation > life.cut_to and asker.generation == life.driver.generation:
+        if asker.generation > life.cut_to and asker.generation == life.driver.machine.generation:
             copy = self.shelf[stage] if self.shelf is not None and stage in self.shelf else copy
             if self.shelf is None or (live and (life.state.at != copy.position.step or self._differs(stage, copy))):
-                raise AssertionError(f"{life.me} moved to {life.driver.position} while it served {asker}")
+                raise AssertionError(f"{life.me} moved to {life.driver.machine.position} while it served {asker}")
         blocks = without(copy.states[stage], WHOLE - extents)
         if life.site.damaged and life.world.rng.random() < life.site.damaged:
             blocks = without(blocks, extents.first(1, PLANES))

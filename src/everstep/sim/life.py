@@ -291,7 +291,7 @@ class SimSite:
 
     def copies(self, life: Life, stage: int) -> int:
         """Number of members of a worker's generation that hold a stage."""
-        plan = life.driver.plan
+        plan = life.driver.machine.plan
         pool = [] if plan is None else [self.lives.get(plan.member(seat.worker_id).key) for seat in plan.pool(stage)]
         return sum(w is not None and w.alive and stage in w.state.stages for w in pool)
 
@@ -303,7 +303,7 @@ class Life(Process):
     """
 
     def __init__(self, site: SimSite, host: str, driver: Driver, exited: Exited) -> None:
-        self.me = driver.me
+        self.me = driver.machine.me
         super().__init__(site.world, f"worker-{self.me}", host)
         self.site = site
         self.driver = driver
@@ -439,7 +439,7 @@ class Life(Process):
             step=self.driver.machine.step,
             reason=reason,
             signature=reason,
-            **{"fatal": False, "generation": self.driver.generation, **more},
+            **{"fatal": False, "generation": self.driver.machine.generation, **more},
         )
 
     def die(self, reason: str) -> None:

@@ -22,7 +22,8 @@ from everstep.base.pool_wish import PoolWish, even_homes
 from everstep.placement.probes import ProbeRule
 from everstep.protocol.coordinator.coordinator import Coordinator
 from everstep.protocol.coordinator.types import Alike, CoordinatorConfig, HostRules
-from everstep.protocol.driver.driver import Driver, DriverConfig
+from everstep.protocol.driver.driver import Driver
+from everstep.protocol.driver.driver_parts import DriverConfig
 from everstep.protocol.driver.nonfinite import NonfiniteRule
 from everstep.protocol.driver.saver import SavingRules
 from everstep.protocol.identity import read_kernels
@@ -58,7 +59,7 @@ from everstep.sim.world import MS, SECOND, SimConnection, World
 
 SeedKind = Literal["", "split", "leased"]
 """Kinds of seeds: whole models; models in several stages; jobs with two coordinators, of either."""
-NewDriver = Callable[[WorkerKey, DriverConfig, StepMachine], Driver]
+NewDriver = Callable[[DriverConfig, StepMachine], Driver]
 NewCoordinator = Callable[[CoordinatorConfig, Sequence[dict[str, Any]]], Coordinator]
 
 FAULTS_STOP_NS = 6 * SECOND
@@ -363,7 +364,7 @@ class Simulation:
         saving, rule_of_probes = SavingRules(rule, on=True), ProbeRule(every=every, joins=True)
         config = DriverConfig(job.lanes, self.setup.rewindable, every, saving=saving, probes=rule_of_probes)
         config = replace(config, nonfinite=NonfiniteRule(job.on_nonfinite, job.nonfinite_limit))
-        return self.new_driver(key, config, self.new_machine(key))
+        return self.new_driver(config, self.new_machine(key))
 
     def _holders(self) -> dict[WorkerKey, set[tuple[int, int]]]:
         """(step, stage) that live, reachable workers with a plan hold, or would hold with one more decision. Workers
@@ -372,7 +373,7 @@ class Simulation:
         live = [
             w
             for w in self.control.live_workers()
-            if w.frozen_ns is None and w.driver.plan is not None and self.world.reachable(w.host, "control")
+            if w.frozen_ns is None and w.driver.machine.plan is not None and self.world.reachable(w.host, "control")
             if w.me not in self.checks.given_up and not w.driver.machine.leaving
         ]
         tops = {w.state.at for w in live}  # no decision is taken without its records
@@ -386,11 +387,12 @@ class Simulation:
         return found
 
     def _settled(self, generation: int) -> dict[WorkerKey, Key]:
-        live = self.control.live_workers()
-        return {w.me: w.driver.position for w in live if w.driver.machine.settled and w.driver.generation == generation}
+        machines = [w.driver.machine for w in self.control.live_workers()]
+        return {m.me: m.position for m in machines if m.settled and m.generation == generation}
 
     def _positions(self) -> dict[WorkerKey, Key]:
-        return {w.me: w.driver.position for w in self.control.live_workers() if w.driver.plan is not None}
+        machines = [w.driver.machine for w in self.control.live_workers()]
+        return {m.me: m.position for m in machines if m.plan is not None}
 
     def ended(self) -> bool:
         return self.control.fate.ended
@@ -454,10 +456,8 @@ class Simulation:
 
     def _where(self) -> str:
         status = self.control.coordinator.machine.status()
-        workers = [
-            f"{w.me} {w.driver.machine.phase} generation {w.driver.generation} at {w.driver.position} in {w.operation}"
-            for w in self.control.live_workers()
-        ]
+        live = [(w.driver.machine, w.operation) for w in self.control.live_workers()]
+        workers = [f"{m.me} {m.phase} generation {m.generation} at {m.position} in {doing}" for m, doing in live]
         return f"workers: {workers}; coordinator: {status}"
 
 

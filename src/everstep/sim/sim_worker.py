@@ -138,7 +138,7 @@ class Loop:
 
 def _said(life: Life) -> tuple[StageSection, ...]:
     """Digests of the last state for comparison; empty if this worker is alone."""
-    plan, stages = life.driver.plan, life.state.stages
+    plan, stages = life.driver.machine.plan, life.state.stages
     held = () if plan is None or len(plan.members) == 1 else plan.stages_of(life.me.worker_id)
     whole = [(k, stages[k]) for k in held if None not in stages[k]]
     return tuple(StageSection(k, [], (), b"", [], [], format(digest(state), "x")) for k, state in whole)
@@ -253,7 +253,7 @@ class SimWorker(Life):
 
     def _drift(self) -> None:
         """The script changes the state, here alone."""
-        plan, drifts = self.driver.plan, self.site.drifts
+        plan, drifts = self.driver.machine.plan, self.site.drifts
         leads = drifts == "leader" and plan is not None and plan.leader(0) == self.me.worker_id
         if leads or (drifts == "healed" and self.me.incarnation):
             self.site.checks.taint.flip()
@@ -262,12 +262,12 @@ class SimWorker(Life):
 
     def _release(self, effect: Release) -> None:
         driver = self.driver
-        position = driver.position
+        position = driver.machine.position
         undone = driver.machine.sound >= 0 or driver.machine.undone == effect.step + 1
         if undone and effect.step == position.step:  # the decision was not carried out
             position = Key(effect.step + 1, 0)
         elif effect.step in self.site.disk.parts:  # all have written theirs
             position = max(position, Key(effect.step, 1))
         self.state.release(effect.step, position)
-        if driver.plan is not None and driver.plan.leader(0) == self.me.worker_id:
+        if driver.machine.plan is not None and driver.machine.plan.leader(0) == self.me.worker_id:
             self.ties.client.send(driver.progress(effect.step, 10.0))

@@ -25,7 +25,8 @@ from everstep.base.errors import (
 )
 from everstep.protocol import messages as wire
 from everstep.protocol.driver import operations as do
-from everstep.protocol.driver.driver import Driver, interrupts
+from everstep.protocol.driver.driver import Driver
+from everstep.protocol.driver.hearing import interrupts
 from everstep.protocol.step_types import LaneDone
 from everstep.runtime.link.peer import PeerConnection
 

@@ -303,7 +303,7 @@ class Run:
         """An event of the job at this step, told once: by the leader, or by the next one if it died meanwhile."""
         view = self._session.view
         step = fields.pop("step", view.step)
-        fields.setdefault("generation", view.driver.generation)
+        fields.setdefault("generation", view.driver.machine.generation)
         view.publisher.report(kind, step, self.is_main, fields)
 
     def stop(self) -> None:

@@ -17,7 +17,8 @@ from everstep.parallel.staged import StagedTransport
 from everstep.parallel.transport_kinds import KINDS, ControlStore
 from everstep.placement.probes import ProbeRule
 from everstep.protocol.driver import operations as do
-from everstep.protocol.driver.driver import Driver, DriverConfig
+from everstep.protocol.driver.driver import Driver
+from everstep.protocol.driver.driver_parts import DriverConfig
 from everstep.protocol.driver.nonfinite import NonfiniteRule
 from everstep.protocol.step_machine import StepMachine
 from everstep.runtime.process import machine
@@ -67,7 +68,7 @@ class Session:
             nonfinite=NonfiniteRule.of(config),
             names=lambda stage: stages[stage].state.part_names if stage in stages else (),
         )
-        driver = Driver(link.me, driver_config, StepMachine(link.me))
+        driver = Driver(driver_config, StepMachine(link.me))
         rendezvous = Rendezvous(link.tell)
         kind = config.transport
         meets = KINDS[kind].meets

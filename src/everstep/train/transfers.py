@@ -127,14 +127,14 @@ class Transfers:
         view.phase("heal", position.step, operation.plan)
         received = self.copier.settle(operation.plan, position, operation.sources, operation.pieces)
         self._updates.stand_still()
-        if position != view.driver.position:
+        if position != view.driver.machine.position:
             self._updates.forget()
         with _loop_goes_on(view, position):
             for offer in received:
                 self._load(offer)
         if not received:
             return do.Copied()
-        if position != view.driver.position:
+        if position != view.driver.machine.position:
             self._arrive(received[0])
         return do.Copied(received[0].records, received[0].gathers)
 
@@ -174,8 +174,8 @@ class Transfers:
         agreed = offer.gathers.get(Key(number, 0)) or (offer.records if not offer.position.seq else None)
         if agreed:
             outcome = self._view.driver.config.outcome(number, agreed)
-            strange = self._updates.strange(outcome)
-            self._view.publisher.hold(outcome, self._view.driver.generation, strange)  # who gave it may be gone then
+            strange, generation = self._updates.strange(outcome), self._view.driver.machine.generation
+            self._view.publisher.hold(outcome, generation, strange)  # who gave it may be gone then
         self._updates.arrive(outcome, number)
 
     # ---- going back
@@ -312,7 +312,7 @@ def _loop_goes_on(view: WorkerView, position: Key) -> Iterator[bool]:
     """While a state is loaded: whoever is at its position already goes on with what its loop knows by now, for what
     that has done since the update is not done again. Initial states are the donor's in all. Yields whether so."""
     application = view.stages.any.application
-    goes_on = position.step > 0 and position == view.driver.position
+    goes_on = position.step > 0 and position == view.driver.machine.position
     own = heal.pack_state(application) if goes_on else b""
     yield goes_on
     if own:

@@ -202,7 +202,7 @@ class Updates:
         view.publisher.release(number, leads)
         self._keeper.state()
         now = time.monotonic_ns()
-        if leads and self._entered == view.driver.generation and now - self._told_ns > _PROGRESS_NS:
+        if leads and self._entered == view.driver.machine.generation and now - self._told_ns > _PROGRESS_NS:
             self._told_ns = now
             self._tell_progress(number, (now - self._began_ns) / 1e6)
 
