@@ -120,7 +120,7 @@ class Worker:
 
     def knows(self, *steps: int) -> None:
         """It has taken snapshots of these steps."""
-        self.driver._keeper._records |= {number: {0: Record(0, b"kept")} for number in steps}
+        self.driver._parts.keeper._records |= {number: {0: Record(0, b"kept")} for number in steps}
 
     def on(self, event: object) -> list[Any]:
         self.now += MS

@@ -54,7 +54,7 @@ class DriverParts:
         self.settler = settler = Settler(machine, out, gathers, keeper, config.rewindable, comparing, probing)
         self.saver = saver = Saver(machine, out, gathers, config.saving)
         ends = saver, stepper.last, config.rewindable, settler.bring_together
-        self.application = Application(machine, out, gathers, *ends)
+        self.application = Application(machine, out, *ends)
         self.joiner = Joiner(out, stepper, gathers)
 
     def proven(self, number: int) -> int:

@@ -16,13 +16,13 @@ from everstep.protocol.step_machine import StepMachine
 
 
 class LastStep:
-    """What its records say. conclude: what everybody makes of those of a step."""
+    """What its records say. gathers: after it. conclude: what everybody makes of those of a step."""
 
     def __init__(
         self, machine: StepMachine, gathers: Gathers, conclude: Callable[[int, do.Records], StepOutcome]
     ) -> None:
         self._machine = machine
-        self._gathers = gathers
+        self.gathers = gathers
         self._conclude = conclude
         self._judged: tuple[do.Records, Nonfinite] = {}, FINITE
         self._done = 0
@@ -35,7 +35,7 @@ class LastStep:
     def nonfinite(self) -> Nonfinite:
         """What was not finite in it, if its records are known."""
         number = self._machine.step
-        records = self._gathers.of_update(number)
+        records = self.gathers.of_update(number)
         if records is not self._judged[0]:
             self._judged = records, self._conclude(number, records).nonfinite if records else FINITE
         return self._judged[1]
