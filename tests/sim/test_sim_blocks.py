@@ -6,15 +6,18 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
+from planted_bugs import machine_with
 
 from everstep.base.extents import NONE, WHOLE
 from everstep.base.plan import WorkerKey
-from everstep.protocol import step_machine
 from everstep.protocol.moving import taker
 from everstep.protocol.moving.taker import BlocksCame, SourceOffers, Taker, TakerEffect
 from everstep.protocol.settling import Settlement, settle
 from everstep.protocol.step_machine import StepMachine
 from everstep.protocol.step_types import BlocksLost, Holding, Key, StepEffect
+from everstep.protocol.stepping import entering
+from everstep.protocol.stepping.entering import Entering
+from everstep.protocol.stepping.known import Known
 from everstep.sim.faults import SimFault
 from everstep.sim.model import SimJob, initial, merged, present, without
 from everstep.sim.scenario import Setup, set_up, simulate
@@ -116,7 +119,7 @@ def problems(given: Setup, machine: type[StepMachine] = StepMachine) -> list[str
     return [o.problem for o in (simulate(s, setup=given, machine=machine) for s in range(8)) if not o.ok]
 
 
-class StatesAllTheSame(StepMachine):
+class StatesAllTheSame(Known):
     """States a stage as whole of which blocks are lost."""
 
     def holding(self) -> Holding:
@@ -124,16 +127,16 @@ class StatesAllTheSame(StepMachine):
         return replace(held, stages=dict.fromkeys(held.stages, WHOLE))
 
 
-class GoesOnWithAPart(StepMachine):
+class GoesOnWithAPart(Entering):
     """Takes a loss for none."""
 
-    def _blocks_lost(self, event: BlocksLost) -> list[StepEffect]:
+    def blocks_lost(self, event: BlocksLost) -> list[StepEffect]:
         return []
 
 
 @pytest.mark.parametrize("machine", [StatesAllTheSame, GoesOnWithAPart])
 def test_a_bug_in_the_step_machine_is_noticed(machine):
-    assert problems(LOSSES, machine)
+    assert problems(LOSSES, machine_with(machine))
 
 
 def test_who_copies_what_it_has_is_noticed(monkeypatch):
@@ -142,7 +145,7 @@ def test_who_copies_what_it_has_is_noticed(monkeypatch):
     def greedy(plan, holdings) -> Settlement:
         return replace(settle(plan, holdings), pieces={})
 
-    monkeypatch.setattr(step_machine, "settle", greedy)
+    monkeypatch.setattr(entering, "settle", greedy)
     assert any("has copied what it had" in p for p in problems(LOSSES))
 
 

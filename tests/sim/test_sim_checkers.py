@@ -7,25 +7,30 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from planted_bugs import machine_with
 
-from everstep.base.plan import Plan, WorkerKey
+from everstep.base.plan import Plan
 from everstep.placement.lanes import place
 from everstep.protocol import messages as wire
 from everstep.protocol.coordinator import speeds
 from everstep.protocol.coordinator.coordinator import Coordinator
 from everstep.protocol.driver import operations as do
-from everstep.protocol.driver.driver import Driver, DriverConfig
+from everstep.protocol.driver.driver import Driver
+from everstep.protocol.driver.driver_parts import DriverConfig
 from everstep.protocol.step_machine import StepMachine
 from everstep.protocol.step_types import (
     Discard,
     GradientReduced,
     HoldingArrived,
-    Key,
     Record,
     Release,
     StepEffect,
     Updated,
 )
+from everstep.protocol.stepping.contributing import Contributing
+from everstep.protocol.stepping.deciding import Deciding
+from everstep.protocol.stepping.entering import Entering
+from everstep.protocol.stepping.states_held import NextStep
 from everstep.sim import scenario
 from everstep.sim.faults import SimFault
 from everstep.sim.model import SimJob
@@ -62,62 +67,61 @@ def outcomes(machine: type[StepMachine], setup: scenario.Setup, seeds: Sequence[
     return found
 
 
-class OneRecordTooFew(StepMachine):
+class OneRecordTooFew(Deciding):
     """Decides without waiting for the last member."""
 
     def _complete(self, records: Mapping[int, Record]) -> bool:
-        return len(records) >= max(1, len(self._members()) - 1)
+        return len(records) >= max(1, len(self._known.plans.current.members) - 1)
 
 
-class ReleasesTooEarly(StepMachine):
+class ReleasesTooEarly(Deciding):
     """Lets the effects of a step leave after its update, not when the next decision has proven that all have it."""
 
-    def _updated(self, event: Updated) -> list[StepEffect]:
-        return [*super()._updated(event), Release(event.step)]
+    def updated(self, event: Updated) -> list[StepEffect]:
+        return [*super().updated(event), Release(event.step)]
 
 
-class SettlesAlone(StepMachine):
+class SettlesAlone(Entering):
     """Goes on after its own holding, without the others'."""
 
     def _stated(self) -> dict[int, Any]:
         stated = super()._stated()
-        mine = stated.get(self.me.worker_id)
-        return dict.fromkeys(self._members(), mine) if mine is not None else {}
+        mine = stated.get(self._known.me.worker_id)
+        return dict.fromkeys(self._known.plans.current.worker_ids, mine) if mine is not None else {}
 
 
-class NeverSettlesAgain(StepMachine):
+class NeverSettlesAgain(Entering):
     """Does not hear the others in any generation but the first."""
 
-    def _holding_arrived(self, event: HoldingArrived) -> list[StepEffect]:
-        return super()._holding_arrived(event) if event.generation == 1 else []
+    def holding_arrived(self, event: HoldingArrived) -> list[StepEffect]:
+        return super().holding_arrived(event) if event.generation == 1 else []
 
 
-class VotesWithoutTheGradient(StepMachine):
+class VotesWithoutTheGradient(Contributing):
     """Contributes to the agree of a step with a gradient of another generation's reduction that was cut short."""
 
     def _begin_step(self) -> list[StepEffect]:
-        effects = super()._begin_step()
-        if self.generation > 1 and self.phase == "reducing":
-            stale = self._gradient_reduced(GradientReduced(self.generation, self.position.step + 1, b"1;0;0;0"))
+        effects, known = super()._begin_step(), self._known
+        if known.plans.generation > 1 and known.phase == "reducing":
+            stale = self.gradient_reduced(GradientReduced(known.plans.generation, known.step + 1, b"1;0;0;0"))
             return effects + stale
         return effects
 
 
-class KeepsOldLanes(StepMachine):
+class KeepsOldLanes(NextStep):
     """Takes lanes of the step before for lanes of this one."""
 
-    def _move(self, position: Key, records: Mapping[int, Record]) -> list[StepEffect]:
-        held = set(self._held)
-        effects = super()._move(position, records)
-        self._held = held
-        return effects
+    def is_another(self) -> None:
+        held = set(self.lanes)
+        super().is_another()
+        self.lanes = held
 
 
-class NeverUpdates(StepMachine):
+class NeverUpdates(Deciding):
     """Drops the step that it has decided."""
 
-    def _updated(self, event: Updated) -> list[StepEffect]:
-        return [e for e in super()._updated(event) if isinstance(e, Discard)] if event.step != 3 else []
+    def updated(self, event: Updated) -> list[StepEffect]:
+        return [e for e in super().updated(event) if isinstance(e, Discard)] if event.step != 3 else []
 
 
 @pytest.mark.parametrize(
@@ -134,7 +138,7 @@ class NeverUpdates(StepMachine):
     ids=lambda value: value.__name__ if isinstance(value, type) else None,
 )
 def test_a_bug_in_the_step_machine_is_caught(machine, setup, expected, seeds):
-    found = outcomes(machine, setup, range(seeds))
+    found = outcomes(machine_with(machine), setup, range(seeds))
     assert any(expected in problem for problem in found), found
 
 
@@ -149,23 +153,25 @@ def test_the_same_setups_pass_with_the_real_machine():
 class LeavesTheUpdate(Driver):
     """Drops a step that it has decided when a plan comes."""
 
-    def _drop_transfers(self) -> None:
-        self._queue.clear()
+    def __init__(self, config: DriverConfig, machine: StepMachine) -> None:
+        super().__init__(config, machine)
+        self._queue.drop_transfers = lambda: self._queue._effects.clear()
 
 
 class KeepsTheShelf(Driver):
     """Never says that nobody asks for the state any more."""
 
-    def __init__(self, me: WorkerKey, config: DriverConfig, machine: StepMachine) -> None:
-        super().__init__(me, config, machine)
-        self._settler.unshelve = lambda: None
+    def __init__(self, config: DriverConfig, machine: StepMachine) -> None:
+        super().__init__(config, machine)
+        self._parts.settler.unshelve = lambda: None
 
 
 class KeepsFollowing(Driver):
-    """Never lets go of its donors."""
+    """Never lets go of its donors when a plan comes."""
 
-    def _open(self, plan: Plan) -> None:
-        self._settler.open(plan)
+    def __init__(self, config: DriverConfig, machine: StepMachine) -> None:
+        super().__init__(config, machine)
+        self._effects._open = self._parts.settler.open
 
 
 class HearsAtOnce(Driver):
@@ -173,7 +179,7 @@ class HearsAtOnce(Driver):
 
     def handle(self, now_ns: int, event: object) -> list[do.Effect]:
         if isinstance(event, do.Heard) and isinstance(event.message, wire.PlanNow):
-            self._out.operation = None
+            self._parts.out.operation = None
         return super().handle(now_ns, event)
 
 

@@ -6,13 +6,15 @@ from dataclasses import replace
 
 import pytest
 from msgspec import structs
+from planted_bugs import machine_with
 
 from everstep.protocol.driver import comparing
 from everstep.protocol.driver import operations as do
 from everstep.protocol.driver.comparing import Comparing
 from everstep.protocol.driver.records import AgreePayload
 from everstep.protocol.driver.stepper import Stepper
-from everstep.protocol.step_machine import StepMachine
+from everstep.protocol.stepping.known import Known
+from everstep.protocol.stepping.switching import Switching
 from everstep.sim.computing import Reduction
 from everstep.sim.faults import SimFault
 from everstep.sim.model import SimJob, by_unit, cut_anew, flipped, leaf, undisturbed, update, wrong
@@ -214,16 +216,16 @@ def test_a_driver_that_cries_wolf_is_caught(monkeypatch):
     assert words in outcome.problem
 
 
-class KeepsTheLiveState(StepMachine):
+class KeepsTheLiveState(Known):
     """What has been found to differ counts as long as its step does."""
 
-    def _doubt(self, sound: int) -> None:
-        self.sound = sound
+    def doubt(self, sound: int) -> None:
+        self.held.doubt(sound)
 
 
 @pytest.mark.parametrize("name", ["the very first state", "the very first state of a stage"])
 def test_the_scenario_of_the_first_state_meets_its_bug(name):
-    assert any(o.problem for o in runs(name, machine=KeepsTheLiveState))
+    assert any(o.problem for o in runs(name, machine=machine_with(KeepsTheLiveState)))
 
 
 def test_the_scenario_of_pace_meets_its_bug(monkeypatch):
@@ -246,7 +248,7 @@ def test_the_scenario_of_steps_that_are_done_again_meets_its_bug(monkeypatch):
     assert any("with wrong states" in o.problem for o in runs("while steps are done again"))
 
 
-class Forgets(StepMachine):
+class Forgets(Switching):
     """Knows only what it has found itself, or what members state."""
 
     def _take(self, plan):
@@ -255,7 +257,7 @@ class Forgets(StepMachine):
 
 
 def test_the_scenario_of_the_outvoted_meets_its_bug():
-    outcomes = runs("the outvoted worker alone knows", 80, machine=Forgets)
+    outcomes = runs("the outvoted worker alone knows", 80, machine=machine_with(Forgets))
     assert any(o.problem or o.unnoticed for o in outcomes)
 
 
@@ -263,10 +265,10 @@ def test_the_scenario_of_the_outvoted_meets_its_bug():
 
 
 def test_what_descends_from_a_flipped_bit_is_marked_and_nothing_else():
-    states = undisturbed(SimJob(2, 4, stages=2))[1]
+    states = undisturbed(SimJob(2, 4, stages=2))[0][1]
     assert not any(map(wrong, states.values()))
     bad = flipped(states[0])
     assert wrong(bad) and all(wrong((block,)) for block in leaf(bad, 2, 0))
     cut = cut_anew(states, SimJob(2, 4, stages=1, units=2))
-    assert by_unit(cut) == by_unit(states) and cut == undisturbed(SimJob(2, 4, units=2))[1]
+    assert by_unit(cut) == by_unit(states) and cut == undisturbed(SimJob(2, 4, units=2))[0][1]
     assert wrong(update(states[1], 2, leaf(bad, 2, 0))) and not wrong(update(states[1], 2, leaf(states[0], 2, 0)))

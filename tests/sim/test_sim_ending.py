@@ -33,7 +33,7 @@ def test_all_leave_at_one_step_which_is_saved(at_ms: int, stages: int) -> None:
         simulation = Simulation(seed, alone(at_ms, stages=stages), tracing=False)
         assert simulation.run() == "", seed
         lives = simulation.control.workers.values()
-        steps = {worker.driver.position.step for worker in lives if worker.driver.plan is not None}
+        steps = {worker.driver.machine.position.step for worker in lives if worker.driver.machine.plan is not None}
         assert len(steps) <= 1, (seed, steps)
         for step in steps - {0}:
             assert step < JOB.steps and len(simulation.control.site.disk.parts[step]) == stages, seed
@@ -47,7 +47,7 @@ def test_a_coordinator_that_is_back_while_all_leave_says_what_was_saved() -> Non
         simulation = Simulation(seed, setup, tracing=False)
         assert simulation.run() == "", seed
         control, newest = simulation.control, max(simulation.control.site.disk.parts)
-        assert newest == max(worker.driver.position.step for worker in control.workers.values()), seed
+        assert newest == max(worker.driver.machine.position.step for worker in control.workers.values()), seed
         where, unknown = f"checkpoint of step {newest} in disk", "no checkpoint is known, and no worker is left"
         assert control.fate.why in (f"stopped by request; {where}", f"stopped by request; {unknown}"), seed
         told += where in control.fate.why

@@ -27,13 +27,14 @@ from everstep.sim.lease_store import SimStore
 from everstep.sim.scenario import simulate
 from everstep.sim.world import World
 
-SEEDS = 120
+SEEDS = (*range(120), 248)
+"""The last one meets what is rare: a term that is refused."""
 TELLING = (56, 68, 74, 77)
 """Seeds by which the mistakes below are found."""
 
 
 def test_seeds_keep_the_promises() -> None:
-    outcomes = [simulate(seed, leased=True) for seed in range(SEEDS)]
+    outcomes = [simulate(seed, leased=True) for seed in SEEDS]
     failed = [str(outcome) for outcome in outcomes if not outcome.ok]
     assert not failed, "\n".join(failed)
     seen = sum((Counter(outcome.seen) for outcome in outcomes), Counter[tuple[str, str]]())

@@ -6,9 +6,10 @@ import pytest
 
 from everstep.protocol import messages as wire
 from everstep.protocol.coordinator import liveness
-from everstep.protocol.driver import operations as do
 from everstep.protocol.driver.driver import Driver
-from everstep.protocol.step_types import PlanArrived
+from everstep.protocol.driver.driver_parts import DriverConfig
+from everstep.protocol.step_machine import StepMachine
+from everstep.protocol.step_types import PlanArrived, PreparedArrived
 from everstep.sim.faults import SimFault
 from everstep.sim.model import SimJob
 from everstep.sim.scenario import LeasedSetup, Setup, simulate
@@ -446,11 +447,14 @@ def test_training_is_not_begun_anew_when_only_the_coordinator_is_cut_off():
 class SwitchesAtOnce(Driver):
     """Takes a prepared plan for one that is in force, without the step by which a joiner gets to it."""
 
-    def _take(self, heard: do.Heard) -> None:
-        super()._take(heard)
-        message = heard.message
-        if isinstance(message, wire.PlanPrepared) and self.plan is not None and message.plan.has(self.me):
-            self._feed(PlanArrived(message.plan))
+    def __init__(self, config: DriverConfig, machine: StepMachine) -> None:
+        super().__init__(config, machine)
+        self._hearing._table[wire.PlanPrepared] = self._prepared
+
+    def _prepared(self, message: wire.PlanPrepared) -> None:
+        self._queue.feed(PreparedArrived(message.plan))
+        if self.machine.plan is not None and message.plan.has(self.machine.me):
+            self._queue.feed(PlanArrived(message.plan))
 
 
 def test_the_donor_scenario_meets_its_bug():

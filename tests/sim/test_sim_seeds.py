@@ -7,14 +7,14 @@ import os
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import replace
 
 import pytest
 
 from everstep.cli.main import run_command
 from everstep.protocol.driver.driver import Driver
-from everstep.protocol.step_types import StepEvent
+from everstep.protocol.driver.driver_parts import DriverConfig
+from everstep.protocol.step_machine import StepMachine
 from everstep.sim.faults import KNOWN as FAULTS
 from everstep.sim.faults import PHASES, SimFault
 from everstep.sim.model import SimJob
@@ -96,8 +96,9 @@ def test_nobody_begins_with_another_initial_state():
     class BelievesItself(Driver):
         """Goes on with what it has built."""
 
-        def _unless_refused(self, events: Iterable[StepEvent]) -> Iterable[StepEvent]:
-            return events
+        def __init__(self, config: DriverConfig, machine: StepMachine) -> None:
+            super().__init__(config, machine)
+            self._ends._unless_refused = lambda events: events
 
     for one in setups:
         problems = [simulate(seed, setup=one, driver=BelievesItself).problem for seed in range(8)]

@@ -5,12 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from planted_bugs import machine_with
 
 from everstep.base.extents import WHOLE
-from everstep.protocol import step_machine
 from everstep.protocol.settling import Settlement, settle
 from everstep.protocol.step_machine import StepMachine
 from everstep.protocol.step_types import Holding, LanesLost, StepEffect
+from everstep.protocol.stepping import entering
+from everstep.protocol.stepping.contributing import Contributing
+from everstep.protocol.stepping.entering import Entering
+from everstep.protocol.stepping.known import Known
 from everstep.sim.faults import SimFault
 from everstep.sim.model import SimJob
 from everstep.sim.scenario import Setup, set_up_split, simulate
@@ -130,47 +134,39 @@ def test_the_top_without_one_of_its_stages_is_noticed(monkeypatch):
         full = {i: replace(h, stages=everything) if held else h for i, h in holdings.items()}
         return settle(plan, full)
 
-    monkeypatch.setattr(step_machine, "settle", blind)
+    monkeypatch.setattr(entering, "settle", blind)
     assert any("P" in p for p in problems(POOL_DIES))
 
 
-class StatesItsSeatsAlone(StepMachine):
-    """Forgets the stages without a seat once it has copied those with one."""
-
-    def _settle(self) -> list[StepEffect]:
-        if self._copied:
-            self._blocks = dict.fromkeys(self.current_plan().stages_of(self.me.worker_id), WHOLE)
-        return super()._settle()
-
-
-class GoesForwardAlone(StepMachine):
+class GoesForwardAlone(Entering):
     """Stays at the top with its stage when the others have to go back."""
 
-    def _settle(self) -> list[StepEffect]:
-        if len(self._stated()) == len(self._members()):
-            settled = settle(self.current_plan(), self._stated())
-            if settled.back and self.position > settled.target:
+    def settle(self) -> list[StepEffect]:
+        plan = self._known.plans.current
+        if len(self._stated()) == len(plan.members):
+            settled = settle(plan, self._stated())
+            if settled.back and self._known.decisions.position > settled.target:
                 return self._enter()
-        return super()._settle()
+        return super().settle()
 
 
-class RunsOnlyItsOwn(StepMachine):
+class RunsOnlyItsOwn(Contributing):
     """Runs again what itself lacks, not what others lack."""
 
     def _begin_step(self) -> list[StepEffect]:
-        seats = self._seats(self.current_plan())
-        self.rerun = frozenset(lane for _, lane in seats - self._held)
+        known = self._known
+        known.next.runs(frozenset(lane for _, lane in known.plans.seats() - known.next.lanes))
         return super()._begin_step()
 
 
-class KeepsTornSums(StepMachine):
+class KeepsTornSums(Contributing):
     """Takes lanes for held whose sum a plan has torn apart."""
 
-    def _lanes_lost(self, event: LanesLost) -> list[StepEffect]:
+    def lanes_lost(self, event: LanesLost) -> list[StepEffect]:
         return []
 
 
-class ForgetsWhatIsHeld(StepMachine):
+class ForgetsWhatIsHeld(Known):
     """Says that it lacks nothing, so nobody runs its lanes again."""
 
     def holding(self) -> Holding:
@@ -195,7 +191,7 @@ FEW = SCENARIOS["fewer workers than stages"]
     ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_a_bug_in_the_step_machine_is_noticed(machine, setup):
-    assert problems(setup, machine)
+    assert problems(setup, machine_with(machine))
 
 
 def test_the_same_setups_pass_with_the_real_machine():

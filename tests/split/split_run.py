@@ -18,6 +18,7 @@ from everstep.exact.topology import merge, model_digest, state_digest
 from everstep.exact.trees import Bundle, from_wire, to_wire
 from everstep.placement.cuts import ModelCut
 from everstep.placement.schedules import Op, schedule
+from everstep.protocol.driver.nonfinite import NonfiniteRule
 from everstep.protocol.driver.records import AgreePayload, conclude, encode
 from everstep.protocol.step_types import Record
 from everstep.train.elastic import sample_order
@@ -166,7 +167,7 @@ class SplitRun:
             )
             for w in range(n)
         }
-        outcome = conclude(step, lanes, records)
+        outcome = conclude(step, lanes, records, NonfiniteRule.of(self.config))
         self.losses.append(outcome.loss)
         for w, worker in enumerate(self.workers):
             for k, stage in worker.items():

@@ -15,8 +15,7 @@ from torch.nn import functional
 import everstep
 from everstep import Task
 from everstep.base.errors import NonFinite
-from everstep.protocol.driver.nonfinite import NonfiniteRule, judged
-from everstep.protocol.driver.records import Finiteness, StepOutcome
+from everstep.protocol.driver.nonfinite import Nonfinite, NonfiniteRule, judged
 
 STEPS = 3
 VALUES: dict[str, Any] = {"lanes": 4, "micro_batch": 2}
@@ -103,28 +102,27 @@ def test_a_gradient_that_is_not_finite_alone_is_left_out_too() -> None:
     assert run.digests(0) == before and math.isfinite(run.losses[0])
 
 
-def outcome(lanes: tuple[int, ...], finite: bool, before: int = 0) -> StepOutcome:
-    return StepOutcome(20, (), {}, 0.0, 1.0, 0.0, {}, {}, finiteness=Finiteness(lanes, finite, before))
+def of_step_20(rule: NonfiniteRule, *lanes: int, gradient: bool = True, before: int = 0) -> Nonfinite:
+    return judged(20, lanes, before, rule, gradient=gradient)
 
 
 def test_words() -> None:
     plain, scaled = NonfiniteRule("warn", 10, False), NonfiniteRule("warn", 10, True)
-    assert judged(outcome((), True, 9), plain) == judged(outcome((), False, 9), scaled)  # it halves its scale
-    assert not judged(outcome((), True, 9), plain).words
-    assert judged(outcome((3,), True), scaled).words == "the loss of lane 3 is not finite"
-    assert judged(outcome((0, 3), False), plain).words == "the loss of lanes 0, 3 is not finite"
-    assert "the gradient is not finite" in judged(outcome((), False), plain).words
+    assert of_step_20(plain, before=9) == of_step_20(scaled, gradient=False, before=9)  # it halves its scale
+    assert not of_step_20(plain, before=9).words
+    assert of_step_20(scaled, 3).words == "the loss of lane 3 is not finite"
+    assert of_step_20(plain, 0, 3, gradient=False).words == "the loss of lanes 0, 3 is not finite"
+    assert "the gradient is not finite" in of_step_20(plain, gradient=False).words
 
 
 def test_so_many_in_a_row_end_the_job() -> None:
-    strange = outcome((3,), True, 9)
     for policy in ("warn", "skip"):
-        found = judged(strange, NonfiniteRule(policy, 10, False))
+        found = of_step_20(NonfiniteRule(policy, 10, False), 3, before=9)
         assert (found.in_a_row, found.left_out) == (10, policy == "skip")
         assert "as in all steps since 11 (nonfinite_limit is 10)" in found.ends
-        assert not judged(strange, NonfiniteRule(policy, 11, False)).ends
-        assert not judged(strange, NonfiniteRule(policy, 0, False)).ends
-    assert "on_nonfinite: stop" in judged(outcome((3,), True), NonfiniteRule("stop", 0, False)).ends
+        assert not of_step_20(NonfiniteRule(policy, 11, False), 3, before=9).ends
+        assert not of_step_20(NonfiniteRule(policy, 0, False), 3, before=9).ends
+    assert "on_nonfinite: stop" in of_step_20(NonfiniteRule("stop", 0, False), 3).ends
 
 
 def test_a_script_by_itself_stops_with_a_checkpoint_and_goes_on_from_it(tmp_path: Any) -> None:

@@ -77,10 +77,6 @@ def test_a_name_means_one_thing() -> None:
     assert not problems, "\n" + "\n".join(problems)
 
 
-def test_what_is_let_off_needs_it() -> None:
-    assert {name for source in rules.all_sources() for name, _ in rules.crowds(source)} == rules.CROWDED
-
-
 def test_test_files_have_unique_names() -> None:
     names: dict[str, list[str]] = {}
     for path in (rules.ROOT / "tests").rglob("*.py"):

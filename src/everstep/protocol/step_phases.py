@@ -46,27 +46,29 @@ _RESUMED = frozenset({Phase.IDLE, Phase.COMPUTING, Phase.REDUCING, Phase.GATHERI
 _SETTLED = _RESUMED | {Phase.SETTLING, Phase.FETCHING, Phase.UPDATING}
 OUTSIDE = frozenset({Phase.WAITING, Phase.LEFT})
 MUST_FIT = (StepWanted, GatherWanted, Updated, UpdateRefused, StateCopied, Followed, BlocksLost)
+_AFTER_DECISION = frozenset({Phase.UPDATING, Phase.IDLE, Phase.SETTLING})
 _TURN = frozenset({Phase.WAITING, Phase.LEFT, Phase.SETTLING, Phase.FETCHING, Phase.IDLE, Phase.LACKING})
 
-# Every transition: event, phases in which it may come, what handles it, phases it may lead to (besides staying).
+# Every transition: event, phases in which it may come, what handles it (part and method), phases it may lead to
+# (besides staying).
 # In other phases an event is an echo of something superseded and is dropped, or, if in MUST_FIT, the driver's mistake.
 TRANSITIONS: tuple[tuple[type, frozenset[Phase], str, frozenset[Phase]], ...] = (
-    (PlanArrived, _ALL, "_plan_arrived", frozenset({Phase.SETTLING})),
-    (PreparedArrived, _ALL, "_prepared_arrived", frozenset({Phase.SETTLING})),
-    (HoldingArrived, _ALL, "_holding_arrived", _SETTLED),
-    (StepWanted, _TURN, "_asked_for", frozenset({Phase.COMPUTING, Phase.REDUCING})),
-    (GatherWanted, _TURN, "_asked_for", frozenset({Phase.GATHERING})),
-    (StepLeft, _ALL, "_step_left", frozenset({Phase.IDLE})),
-    (LaneDone, _ALL, "_lane_done", frozenset({Phase.REDUCING})),
-    (LanesLost, frozenset({Phase.SETTLING, Phase.UPDATING, Phase.LACKING}), "_lanes_lost", frozenset()),
-    (GradientReduced, _ALL - {Phase.LACKING}, "_gradient_reduced", frozenset({Phase.AGREEING})),
-    (RecordArrived, _ALL, "_record_arrived", frozenset({Phase.UPDATING, Phase.IDLE})),
-    (Updated, frozenset({Phase.UPDATING}), "_updated", _SETTLED | {Phase.LEFT}),
-    (UpdateRefused, frozenset({Phase.UPDATING, Phase.IDLE, Phase.SETTLING}), "_tainted", frozenset({Phase.SETTLING})),
-    (StateCopied, frozenset({Phase.FETCHING}), "_state_copied", _RESUMED),
-    (Followed, OUTSIDE, "_followed", frozenset({Phase.SETTLING})),
-    (SnapshotsKept, _ALL, "_snapshots_kept", frozenset()),
-    (StepSaved, _ALL, "_step_saved", frozenset()),
-    (BlocksLost, _ALL - {Phase.UPDATING, Phase.FETCHING}, "_blocks_lost", frozenset({Phase.LACKING})),
+    (PlanArrived, _ALL, "_switching.plan_arrived", frozenset({Phase.SETTLING})),
+    (PreparedArrived, _ALL, "_switching.prepared_arrived", frozenset({Phase.SETTLING})),
+    (HoldingArrived, _ALL, "_entering.holding_arrived", _SETTLED),
+    (StepWanted, _TURN, "_contributing.asked_for", frozenset({Phase.COMPUTING, Phase.REDUCING})),
+    (GatherWanted, _TURN, "_contributing.asked_for", frozenset({Phase.GATHERING})),
+    (StepLeft, _ALL, "_contributing.step_left", frozenset({Phase.IDLE})),
+    (LaneDone, _ALL, "_contributing.lane_done", frozenset({Phase.REDUCING})),
+    (LanesLost, frozenset({Phase.SETTLING, Phase.UPDATING, Phase.LACKING}), "_contributing.lanes_lost", frozenset()),
+    (GradientReduced, _ALL - {Phase.LACKING}, "_contributing.gradient_reduced", frozenset({Phase.AGREEING})),
+    (RecordArrived, _ALL, "_deciding.record_arrived", frozenset({Phase.UPDATING, Phase.IDLE})),
+    (Updated, frozenset({Phase.UPDATING}), "_deciding.updated", _SETTLED | {Phase.LEFT}),
+    (UpdateRefused, _AFTER_DECISION, "_deciding.refused", frozenset({Phase.SETTLING})),
+    (StateCopied, frozenset({Phase.FETCHING}), "_entering.state_copied", _RESUMED),
+    (Followed, OUTSIDE, "_switching.followed", frozenset({Phase.SETTLING})),
+    (SnapshotsKept, _ALL, "_held.keeps", frozenset()),
+    (StepSaved, _ALL, "_deciding.saved", frozenset()),
+    (BlocksLost, _ALL - {Phase.UPDATING, Phase.FETCHING}, "_entering.blocks_lost", frozenset({Phase.LACKING})),
 )
 BY_EVENT = {event: (phases, handler, reach) for event, phases, handler, reach in TRANSITIONS}

@@ -235,7 +235,9 @@ class Exact:
     def __init__(self, job: SimJob, taint: Taint) -> None:
         self.job = job
         self.taint = taint
-        self.states = undisturbed(job)
+        self.states, self.made = undisturbed(job)
+        self.over = False  # for what is not finite
+        self._done: set[tuple[WorkerKey, int]] = set()
         self.finals: list[dict[int, Blocks]] = []
         self.left: dict[WorkerKey, int] = {}
         """Steps after which loops were left, of which other workers know nothing."""
@@ -244,6 +246,7 @@ class Exact:
     def cut_anew(self, job: SimJob) -> None:
         """Take the same states as stages of another cut of the model."""
         self.job, self.states = job, [cut_anew(states, job) for states in self.states]
+        self.made = [cut_anew(states, job) for states in self.made]
 
     def state(self, who: WorkerKey, step: int, stage: int, state: Blocks) -> None:
         """A worker's state of a stage, every block that is there, is now that of `step`."""
@@ -254,12 +257,27 @@ class Exact:
     def reduced(self, who: WorkerKey, step: int, stage: int, state: Blocks, gradient: SimGradient) -> None:
         """A worker holds the reduced gradient of `step`, computed from `state`."""
         after = update(state, step, gradient)
-        right = wrong(after) or after == self.states[step][stage]
+        right = wrong(after) or after == self.made[step][stage]
         require(right, "P1", f"{who}: wrong gradient of stage {stage} in step {step}")
 
     def effect(self, step: int) -> int:
         """Entry that a step would write into the ledger: a function of the step."""
         return hash((step, by_unit(self.states[step])))
+
+    def does(self, who: WorkerKey, step: int) -> None:
+        """A worker carries out a step itself, and does not have its state from others or from disk."""
+        self._done.add((who, step))
+
+    def goes_on(self, who: Collection[WorkerKey], step: int) -> None:
+        """These have more to do after this step, or are through with it. That it was the end is known to who has done
+        it: to the others it may be the step with which an earlier run of the job has ended."""
+        known = [one for one in who if (one, step) in self._done] if self.job.ends_with(step) else []
+        require(not known, "P1", f"{known} go on after step {step}, by which the job ends for what is not finite")
+
+    def ends(self, who: WorkerKey, step: int) -> None:
+        """An application is told that the job ends with its state, for what is not finite."""
+        require(self.job.ends_with(step), "P1", f"{who} ends the job with step {step}")
+        self.over = True
 
     def stands(self, who: WorkerKey, step: int, at: int) -> None:
         """An application is told that the state is that of `step`."""
@@ -273,6 +291,7 @@ class Exact:
             states.keys() == set(range(self.job.stages)), "P1", f"{who} finished with stages {sorted(states)} alone"
         )
         self.ended_at = step
+        self.goes_on([who], step)
         for stage, state in states.items():
             self.state(who, step, stage, state)
             require(None not in state, "P1", f"{who} finished without blocks of stage {stage}")
@@ -368,6 +387,7 @@ class Checks:
             require(lanes == needed_lanes, "P2", f"step {key.step} committed with lanes {lanes}")
             sums = {one for v in votes for one in v.sums}
             require(len(sums) == self.job.stages, "P1", f"step {key.step}: gradients differ or are missing")
+            self.exact.goes_on([m.key for m in plan.members], key.step - 1)
             self.effects.commit(key.step)
 
     def entered(self, who: WorkerKey, generation: int, step: int, held: Mapping[int, Blocks]) -> None:

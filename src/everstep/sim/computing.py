@@ -11,9 +11,12 @@ another worker tears them apart.
 
 from __future__ import annotations
 
+import math
+from array import array
 from collections import deque
 from collections.abc import Callable, Mapping
 from functools import lru_cache
+from itertools import chain
 
 import msgspec
 
@@ -30,7 +33,7 @@ from everstep.protocol.step_types import Discard, LaneDone, LaneSaid
 from everstep.sim.checks import Vote
 from everstep.sim.life import Life
 from everstep.sim.mesh import Mesh
-from everstep.sim.model import BLOCKS, Blocks, SimGradient, UnitValues, add, digest, forward, leaf, through
+from everstep.sim.model import BLOCKS, GRADIENT, Blocks, SimGradient, UnitValues, add, digest, forward, leaf, through
 from everstep.sim.world import MS
 
 Pass = tuple[str, int, int, int]  # 'forward' or 'backward', step, stage, lane
@@ -206,7 +209,7 @@ class SimLanes:
 
     def _odd(self, value: int) -> int:
         """A value as this worker computes it."""
-        return hash((value, "odd")) | 1 if self.life.site.is_odd(self.life) else value
+        return hash((value, 53)) | 1 if self.life.site.is_odd(self.life) else value
 
     def _with_trials(self, operation: Compute) -> Plan:
         return with_trials(operation.plan, operation.trials) if operation.plan.stages > 1 else operation.plan
@@ -341,15 +344,16 @@ class Reduction:
             tuple((k, hash(gradient)) for k, gradient in sorted(gradients.items())),
             tuple((k, self._state(k)) for k in sorted(gradients)),
         )
-        sections = []
+        sections, strange = [], self.life.job.nonfinite
         for k, lanes in mine.items():
-            last = k + 1 == plan.stages
-            reports = [LaneReport(n, 0.0, 1.0, 1, hash((step, n)) & _USE) for n in lanes] if last else []
+            losses = {n: math.nan if (step, n) in strange else 0.0 for n in lanes} if k + 1 == plan.stages else {}
+            reports = [LaneReport(n, loss, 1.0, 1, hash((step, n)) & _USE) for n, loss in losses.items()]
+            owned = finishers(plan.of_pool(k), BLOCKS)[me] if (step, GRADIENT) in strange else ()
+            norms = array("d", [0.0 if k or block else math.inf for run in owned for block in range(*run)])
             said = format(self._state(k), "x") if operation.compare else ""
-            vote_of_it = [msgspec.msgpack.encode(vote)]
-            sections.append(
-                StageSection(k, reports, (), b"", [], vote_of_it, said, probes=self.lanes.given.of(step, (k,)))
-            )
+            probes, votes = self.lanes.given.of(step, (k,)), [msgspec.msgpack.encode(vote)]
+            runs = tuple(chain(*owned))
+            sections.append(StageSection(k, reports, runs, norms.tobytes(), [], votes, said, probes=probes))
         return AgreePayload(sections)
 
     def _state(self, stage: int) -> int:

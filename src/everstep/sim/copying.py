@@ -14,7 +14,6 @@ from typing import Any
 from everstep.base.cause import Cause, Why
 from everstep.base.config_keys import MemoryTierConfig
 from everstep.base.extents import NONE, WHOLE, Extents
-from everstep.base.plan import Plan
 from everstep.protocol.driver import operations as do
 from everstep.protocol.driver.operations import AbandonSave, Save, SaveEnded
 from everstep.protocol.moving import giver
@@ -149,14 +148,14 @@ class SimSaver:
         if effect.plan.leader(0) == me:
             disk.ask(number, lambda wrong: life.later(0, life.handle, _ended(number, wrong)))
         for stage in effect.plan.stages_of(me):
-            life.soon(MS, 60 * MS, self._written, effect.plan, stage, number, life.state.stages[stage])
+            life.soon(MS, 60 * MS, self._written, effect, stage, life.state.stages[stage])
 
-    def _written(self, plan: Plan, stage: int, number: int, state: Blocks) -> None:
+    def _written(self, save: Save, stage: int, state: Blocks) -> None:
         """Write a part; a checkpoint that is not complete when its generation ends, or is invalidated, is dropped."""
         driver = self.life.driver
         sound = driver.machine.sound
-        if driver.generation == plan.generation and (sound < 0 or number <= sound):
-            self.life.site.disk.write(stage, number, self.life.me.worker_id, state, plan)
+        if driver.machine.generation == save.plan.generation and (sound < 0 or save.step <= sound):
+            self.life.site.disk.write(stage, save, self.life.me.worker_id, state)
 
     def _invalidate(self, effect: do.Invalidate) -> None:
         self.life.site.checks.taint.invalidated(self.life.me, effect.sound)
@@ -368,10 +367,10 @@ class SimDonor:
             return
         copy = asker.given[stage]
         live = copy.effects or not copy.position.step
-        if asker.generation > life.cut_to and asker.generation == life.driver.generation:
+        if asker.generation > life.cut_to and asker.generation == life.driver.machine.generation:
             copy = self.shelf[stage] if self.shelf is not None and stage in self.shelf else copy
             if self.shelf is None or (live and (life.state.at != copy.position.step or self._differs(stage, copy))):
-                raise AssertionError(f"{life.me} moved to {life.driver.position} while it served {asker}")
+                raise AssertionError(f"{life.me} moved to {life.driver.machine.position} while it served {asker}")
         blocks = without(copy.states[stage], WHOLE - extents)
         if life.site.damaged and life.world.rng.random() < life.site.damaged:
             blocks = without(blocks, extents.first(1, PLANES))

@@ -179,9 +179,9 @@ class SimInjector:
         matter."""
         if not target.alive or self.stopped:
             return True
-        driver = target.driver
+        driver, at = target.driver, target.state.at
         held = sorted(set(driver.machine.stages) & set(target.state.stages))
-        if not held or not driver.still or target.frozen_ns is not None or driver.position.step != target.state.at:
+        if not held or not driver.still or target.frozen_ns is not None or driver.machine.step != at:
             return False
         self.world.log(target.name, "LOSES", held[pick % len(held)], mask)
         target.lose(held[pick % len(held)], _blocks(mask))

@@ -14,8 +14,8 @@ from everstep.protocol.moving.taker import TakeOrder, orders
 from everstep.protocol.step_types import Record
 from everstep.sim.block_taking import SimTaking
 from everstep.sim.copying import Memory, SimSaver
-from everstep.sim.life import Life, SimCopy
-from everstep.sim.model import NOTHING, Blocks, SimGradient, merged, update, without
+from everstep.sim.life import Life, SimCopy, updated
+from everstep.sim.model import NOTHING, Blocks, SimGradient, merged, without
 from everstep.sim.world import MS, SimConnection
 
 _Taking = do.Fetch | do.Restore | do.Finish
@@ -118,8 +118,8 @@ class Fetcher:
                 said = f"checkpoint {at.step} is damaged"
                 life.during(operation, life.world.between(0, 5 * MS), self._damaged, said)
                 return
-            effects = ((at.step, life.site.checks.exact.effect(at.step)),) if at.step else ()  # perhaps unreleased
-            copy = SimCopy(at, {}, {stage: found}, effects)
+            effects = ((at.step, life.site.checks.exact.effect(at.step)),) if at.step else ()  # perhaps untold yet
+            copy = SimCopy(at, life.site.disk.records.get(at.step, {}), {stage: found}, effects)
         took = life.world.between(0, MS) if memory else life.world.between(MS, 20 * MS)
         life.during(operation, took, self._have, copy)
 
@@ -302,7 +302,7 @@ class Follower:
             copies, effects = dict(feed.taking.states), {**effects, **dict(offer.effects)}
             for outcome in passed:
                 _, gradients = feed.steps.pop(outcome.step)
-                copies = {k: update(state, outcome.step, gradients[k]) for k, state in copies.items()}
+                copies = {k: updated(state, outcome, gradients[k]) for k, state in copies.items()}
                 effects[outcome.step] = self.life.site.checks.exact.effect(outcome.step)
             if offer.position == operation.position:
                 newest = offer
@@ -320,7 +320,7 @@ class Follower:
             gradients |= feed.steps.pop(operation.step)[1]
         if self.life.state.at != operation.step - 1:
             raise AssertionError(f"{self.life.me} at {self.life.state.at} is to replay {operation.step}")
-        self.life.state.apply(operation.step, operation.records, gradients)
+        self.life.state.apply(operation.outcome, operation.records, gradients)
         self.life.done(operation)
 
 

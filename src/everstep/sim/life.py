@@ -13,11 +13,12 @@ from typing import Any
 
 from everstep.base.cause import Cause, Why
 from everstep.base.extents import Extents
-from everstep.base.plan import Plan, WorkerKey
+from everstep.base.plan import WorkerKey
 from everstep.protocol import messages as wire
 from everstep.protocol.driver import operations as do
 from everstep.protocol.driver.driver import Driver
-from everstep.protocol.driver.operations import GatheredRecords
+from everstep.protocol.driver.operations import GatheredRecords, Save
+from everstep.protocol.driver.records import StepOutcome
 from everstep.protocol.step_types import Key, Record
 from everstep.sim.checks import Checks
 from everstep.sim.model import Blocks, SimGradient, SimJob, cut_anew, digest, flipped, initial, update, without
@@ -65,6 +66,8 @@ class Disk:
         self.damaged: set[int] = set()
         self.saving: dict[int, set[int]] = {}
         """Workers that have begun the last checkpoint, which has a part of each, by step."""
+        self.records: dict[int, Mapping[int, Record]] = {}
+        """By step, of its decision."""
         self._asking: dict[int, Callable[[str], None]] = {}
         self._said: dict[tuple[int, int], dict[tuple[int, int], Blocks]] = {}
         """Copies of each seat's worker, by stage and worker; by step and generation."""
@@ -86,8 +89,9 @@ class Disk:
         """Make room again, whatever filled the disk."""
         self._full = 0
 
-    def write(self, stage: int, step: int, who: int, state: Blocks, plan: Plan) -> None:
+    def write(self, stage: int, save: Save, who: int, state: Blocks) -> None:
         """Write one seat's part, if there is room; the last part completes the checkpoint, if all are alike."""
+        plan, step = save.plan, save.step
         said = self._said.setdefault((step, plan.generation), {})
         said[stage, who] = state
         complete = said.keys() >= {(k, seat.worker_id) for k in range(plan.stages) for seat in plan.pool(k)}
@@ -96,6 +100,7 @@ class Disk:
             wrong = "no space left on the disk" if self._full else "" if alike else "parts differ"
             if not wrong:
                 self.parts[step] = {k: said[k, plan.leader(k)] for k in range(plan.stages)}
+                self.records[step] = save.records
                 self.damaged.discard(step)
             if step in self._asking:
                 self._asking.pop(step)(wrong)
@@ -189,10 +194,11 @@ class SimState:
             raise AssertionError(f"{self.me} at {self.at} is to apply step {step} with {self.gradients}")
         return self.gradients[1]
 
-    def apply(self, step: int, records: Mapping[int, Record], gradients: Mapping[int, SimGradient]) -> None:
+    def apply(self, outcome: StepOutcome, records: Mapping[int, Record], gradients: Mapping[int, SimGradient]) -> None:
         """Apply one step; stages that are not named are dropped."""
-        self.at, self.records = step, records
-        self.stages = {k: update(self.stages[k], step, gradient) for k, gradient in gradients.items()}
+        step, self.at, self.records = outcome.step, outcome.step, records
+        self.checks.exact.does(self.me, step)
+        self.stages = {k: updated(self.stages[k], outcome, gradient) for k, gradient in gradients.items()}
         self._check()
         self.effects[step] = self.checks.exact.effect(step)
 
@@ -226,6 +232,11 @@ class SimState:
     def _check(self) -> None:
         for stage, state in self.stages.items():
             self.checks.exact.state(self.me, self.at, stage, state)
+
+
+def updated(state: Blocks, outcome: StepOutcome, gradient: SimGradient) -> Blocks:
+    """A stage's state after a step, whose update may be left out."""
+    return state if outcome.nonfinite.left_out else update(state, outcome.step, gradient)
 
 
 SimHandlers = Mapping[Hashable, Callable[..., Any]]
@@ -280,7 +291,7 @@ class SimSite:
 
     def copies(self, life: Life, stage: int) -> int:
         """Number of members of a worker's generation that hold a stage."""
-        plan = life.driver.plan
+        plan = life.driver.machine.plan
         pool = [] if plan is None else [self.lives.get(plan.member(seat.worker_id).key) for seat in plan.pool(stage)]
         return sum(w is not None and w.alive and stage in w.state.stages for w in pool)
 
@@ -292,7 +303,7 @@ class Life(Process):
     """
 
     def __init__(self, site: SimSite, host: str, driver: Driver, exited: Exited) -> None:
-        self.me = driver.me
+        self.me = driver.machine.me
         super().__init__(site.world, f"worker-{self.me}", host)
         self.site = site
         self.driver = driver
@@ -428,8 +439,7 @@ class Life(Process):
             step=self.driver.machine.step,
             reason=reason,
             signature=reason,
-            fatal=False,
-            **{"generation": self.driver.generation, **more},
+            **{"fatal": False, "generation": self.driver.machine.generation, **more},
         )
 
     def die(self, reason: str) -> None:

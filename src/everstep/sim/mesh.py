@@ -17,7 +17,7 @@ from everstep.base.plan import Member, Plan
 from everstep.base.ports import Tag
 from everstep.protocol import messages as wire
 from everstep.protocol.driver import operations as do
-from everstep.protocol.driver.driver import interrupts
+from everstep.protocol.driver.hearing import interrupts
 from everstep.protocol.following import PlanAsked, PlanShown, name_of
 from everstep.protocol.identity import Kernels
 from everstep.protocol.lease.terms import Terms

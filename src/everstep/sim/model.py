@@ -22,6 +22,7 @@ from everstep.base.extents import Extents
 from everstep.placement.tree import fold
 
 BLOCKS = 3
+GRADIENT = -1
 INITIAL = 2
 PLANES = (("model", 2), ("exp_avg", 2))
 
@@ -39,7 +40,8 @@ class SimJob:
     stages: of the model. keep_every: steps between snapshots of each stage in memory, one of them by a worker of
     another pool; 0: none. write_every: steps between checkpoints on disk; 0: only those that a plan asks for.
     leaves_after: the step after which all loops are left; 0: the last one. units: the finest cut of the model; 0: as
-    many as there are stages.
+    many as there are stages. nonfinite: (step, lane) of losses that are not finite; `GRADIENT` as lane: the gradient
+    alone is not. on_nonfinite, nonfinite_limit: as in a config.
     """
 
     steps: int
@@ -51,6 +53,23 @@ class SimJob:
     state_bytes: int = -1
     units: int = 0
     leaves_after: int = 0
+    nonfinite: frozenset[tuple[int, int]] = frozenset()
+    on_nonfinite: str = "warn"
+    nonfinite_limit: int = 0
+
+    def strange(self, step: int) -> bool:
+        """Whether something of a step is not finite."""
+        return any(at == step for at, _ in self.nonfinite)
+
+    def leaves_out(self, step: int) -> bool:
+        """Whether the update of a step is not made."""
+        return self.on_nonfinite != "warn" and self.strange(step)
+
+    def ends_with(self, step: int) -> bool:
+        """Whether the job ends with a step for what is not finite."""
+        many = range(step - self.nonfinite_limit + 1, step + 1)
+        limit = bool(many) and all(map(self.strange, many))
+        return self.strange(step) and (self.on_nonfinite == "stop" or limit)
 
     @property
     def last(self) -> int:
@@ -201,9 +220,11 @@ def whole_lane(states: Mapping[int, Blocks], step: int, lane: int) -> dict[int, 
     return leaves
 
 
-def undisturbed(job: SimJob) -> list[dict[int, Blocks]]:
-    """State of every stage after each step, as one undisturbed worker computes it."""
+def undisturbed(job: SimJob) -> tuple[list[dict[int, Blocks]], list[dict[int, Blocks]]]:
+    """The state of every stage after each step, as one worker computes it that nothing ever happens to; and what the
+    update would make of it, which some steps leave out."""
     states = [{stage: initial(job, stage) for stage in range(job.stages)}]
+    made = [states[0]]
     for step in range(1, job.steps + 1):
         leaves = {lane: whole_lane(states[-1], step, lane) for lane in range(job.lanes)}
         after = {}
@@ -211,5 +232,6 @@ def undisturbed(job: SimJob) -> list[dict[int, Blocks]]:
             blocks = [{lane: values[stage][block] for lane, values in leaves.items()} for block in range(BLOCKS)]
             gradient = tuple(fold(job.lanes, values, add) for values in blocks)
             after[stage] = update(state, step, gradient)
-        states.append(after)
-    return states
+        made.append(after)
+        states.append(states[-1] if job.leaves_out(step) else after)
+    return states, made

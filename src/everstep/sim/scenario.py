@@ -22,7 +22,9 @@ from everstep.base.pool_wish import PoolWish, even_homes
 from everstep.placement.probes import ProbeRule
 from everstep.protocol.coordinator.coordinator import Coordinator
 from everstep.protocol.coordinator.types import Alike, CoordinatorConfig, HostRules
-from everstep.protocol.driver.driver import Driver, DriverConfig
+from everstep.protocol.driver.driver import Driver
+from everstep.protocol.driver.driver_parts import DriverConfig
+from everstep.protocol.driver.nonfinite import NonfiniteRule
 from everstep.protocol.driver.saver import SavingRules
 from everstep.protocol.identity import read_kernels
 from everstep.protocol.step_machine import StepMachine
@@ -49,7 +51,7 @@ from everstep.sim.faults import (
 from everstep.sim.faults import KNOWN as FAULTS
 from everstep.sim.leases import LEASE_FAULTS, LeasedControl, draw_leases
 from everstep.sim.life import Disk, Life, SimSite
-from everstep.sim.model import SimJob, wrong
+from everstep.sim.model import GRADIENT, SimJob, wrong
 from everstep.sim.sim_worker import KNOWN as WAYS
 from everstep.sim.sim_worker import METRIC
 from everstep.sim.starving import STARVING_FAULTS, SimLauncher, draw_starved
@@ -57,7 +59,7 @@ from everstep.sim.world import MS, SECOND, SimConnection, World
 
 SeedKind = Literal["", "split", "leased"]
 """Kinds of seeds: whole models; models in several stages; jobs with two coordinators, of either."""
-NewDriver = Callable[[WorkerKey, DriverConfig, StepMachine], Driver]
+NewDriver = Callable[[DriverConfig, StepMachine], Driver]
 NewCoordinator = Callable[[CoordinatorConfig, Sequence[dict[str, Any]]], Coordinator]
 
 FAULTS_STOP_NS = 6 * SECOND
@@ -65,6 +67,7 @@ LIVENESS_NS = 120 * SECOND
 DRAIN_NS = 5 * SECOND
 LOOK_NS = 200 * MS
 DRIFT = ("ends", "drift")
+NONFINITE = ("ends", "not finite")
 UNLIKE = ("ends", "members that compute otherwise")
 MOST_LOOKS = 5
 _NEVER_S = 1e9
@@ -99,6 +102,19 @@ class Setup:
             return self
         odd = WorkerKey(rng.randrange(self.workers), rng.choice((0, 1, 1)))
         return replace(self, differs=odd, min_workers=1, on_failure=self.on_failure.replace("wait", "shrink"))
+
+    def with_nonfinite(self, seed: int) -> Setup:
+        """The same; now and then with losses or gradients that are not finite, some steps in a row and perhaps another
+        one, and any rule of what follows."""
+        rng, steps = Random(f"nonfinite {seed}"), self.job.steps
+        if rng.random() > 0.2:
+            return self
+        first, lanes = rng.randint(1, steps), (GRADIENT, *range(self.job.lanes))
+        row = range(first, first + rng.choice((1, 1, 2, 3, 4)))
+        strange = frozenset((step, rng.choice(lanes)) for step in (*row, *row, rng.randint(1, steps)) if step <= steps)
+        mode, limit = rng.choice(("warn", "skip", "skip", "stop")), rng.choice((0, 0, 2, 3))
+        job = replace(self.job, nonfinite=strange, on_nonfinite=mode, nonfinite_limit=limit)
+        return replace(self, job=job)
 
     def with_losses(self, seed: int, horizon_ms: int) -> Setup:
         """The setup, now and then with lost blocks, several donors asked at once, or damaged answers."""
@@ -166,6 +182,9 @@ class Setup:
         compared += f"; worker {self.differs} begins differently" if isinstance(self.differs, int) else ""
         compared += f"; {self.differs} computes otherwise" if isinstance(self.differs, WorkerKey) else ""
         compared += f"; all loops are left after step {self.job.leaves_after}" if self.job.leaves_after else ""
+        if self.job.nonfinite:
+            compared += f"; not finite {sorted(self.job.nonfinite)}"
+            compared += f" ({self.job.on_nonfinite}, limit {self.job.nonfinite_limit})"
         compared += "; two coordinators and a lease" if isinstance(self, LeasedSetup) else ""
         lines = [
             f"{self.workers} workers and {self.spares} spares on {self.hosts} hosts, at least {self.min_workers}, "
@@ -209,7 +228,7 @@ def set_up(seed: int) -> Setup:
     )
     chosen = chosen.with_state_of(rng.choice((-1, 1))).with_corruption(rng).with_losses(seed, 60 + steps * 40)
     more = chosen.with_more(seed, 60 + steps * 40).with_leaving(seed, 60 + steps * 40)
-    return more.with_starved(seed, 60 + steps * 40).with_odd(seed)
+    return more.with_starved(seed, 60 + steps * 40).with_odd(seed).with_nonfinite(seed)
 
 
 def set_up_split(seed: int) -> Setup:
@@ -235,7 +254,7 @@ def set_up_split(seed: int) -> Setup:
     )
     chosen = chosen.with_state_of(rng.choice((-1, -1, 1))).with_corruption(rng).with_losses(seed, 60 + steps * 60)
     more = chosen.with_more(seed, 60 + steps * 60).with_leaving(seed, 60 + steps * 60)
-    return more.with_starved(seed, 60 + steps * 60).with_odd(seed)
+    return more.with_starved(seed, 60 + steps * 60).with_odd(seed).with_nonfinite(seed)
 
 
 def set_up_leased(seed: int) -> Setup:
@@ -344,7 +363,8 @@ class Simulation:
         rule = CheckpointConfig(memory=memory, disk=disk, interval=_NEVER_S, best_metric=METRIC if judged else None)
         saving, rule_of_probes = SavingRules(rule, on=True), ProbeRule(every=every, joins=True)
         config = DriverConfig(job.lanes, self.setup.rewindable, every, saving=saving, probes=rule_of_probes)
-        return self.new_driver(key, config, self.new_machine(key))
+        config = replace(config, nonfinite=NonfiniteRule(job.on_nonfinite, job.nonfinite_limit))
+        return self.new_driver(config, self.new_machine(key))
 
     def _holders(self) -> dict[WorkerKey, set[tuple[int, int]]]:
         """(step, stage) that live, reachable workers with a plan hold, or would hold with one more decision. Workers
@@ -353,7 +373,7 @@ class Simulation:
         live = [
             w
             for w in self.control.live_workers()
-            if w.frozen_ns is None and w.driver.plan is not None and self.world.reachable(w.host, "control")
+            if w.frozen_ns is None and w.driver.machine.plan is not None and self.world.reachable(w.host, "control")
             if w.me not in self.checks.given_up and not w.driver.machine.leaving
         ]
         tops = {w.state.at for w in live}  # no decision is taken without its records
@@ -367,11 +387,12 @@ class Simulation:
         return found
 
     def _settled(self, generation: int) -> dict[WorkerKey, Key]:
-        live = self.control.live_workers()
-        return {w.me: w.driver.position for w in live if w.driver.machine.settled and w.driver.generation == generation}
+        machines = [w.driver.machine for w in self.control.live_workers()]
+        return {m.me: m.position for m in machines if m.settled and m.generation == generation}
 
     def _positions(self) -> dict[WorkerKey, Key]:
-        return {w.me: w.driver.position for w in self.control.live_workers() if w.driver.plan is not None}
+        machines = [w.driver.machine for w in self.control.live_workers()]
+        return {m.me: m.position for m in machines if m.plan is not None}
 
     def ended(self) -> bool:
         return self.control.fate.ended
@@ -392,6 +413,9 @@ class Simulation:
         drifted = odd and "the script makes" in self.control.fate.failed
         self.world.seen[DRIFT] += drifted
         if drifted or self._loops_disagreed():
+            return ""
+        if self.checks.exact.over and "not finite" in self.control.fate.failed:
+            self.world.seen[NONFINITE] += 1
             return ""
         if self.control.fate.failed:
             return f"P4: the job failed: {self.control.fate.failed}"
@@ -432,10 +456,8 @@ class Simulation:
 
     def _where(self) -> str:
         status = self.control.coordinator.machine.status()
-        workers = [
-            f"{w.me} {w.driver.machine.phase} generation {w.driver.generation} at {w.driver.position} in {w.operation}"
-            for w in self.control.live_workers()
-        ]
+        live = [(w.driver.machine, w.operation) for w in self.control.live_workers()]
+        workers = [f"{m.me} {m.phase} generation {m.generation} at {m.position} in {doing}" for m, doing in live]
         return f"workers: {workers}; coordinator: {status}"
 
 

@@ -37,7 +37,7 @@ class Loop:
         self.life = life
         self.lanes = lanes
         self.raised = ""
-        self.leaves = self._ends = False
+        self.leaves = self._ends = self._fatal = False
         self._step = self._gathers = 0
         self._evaluated = False
         lanes.when_left(self._left)
@@ -51,6 +51,7 @@ class Loop:
                 do.Evaluate: lambda operation: life.soon(0, 5 * MS, life.done, operation),
                 do.Exit: self._exit,
                 do.Released: lambda effect: life.end(Cause.EXCEPTION, self.raised),
+                do.EndsJob: self._ends_job,
                 do.JobOver: lambda effect: life.end(Cause.EXITED, "the job is over", restart=False),
                 do.Skipped: nothing,
             }
@@ -77,11 +78,17 @@ class Loop:
             self._ends = True
             self.life.handle(self._next())
 
+    def _ends_job(self, effect: do.EndsJob) -> None:
+        self.life.site.checks.exact.ends(self.life.me, self.life.state.at)
+        self.raised, self._fatal = effect.reason, True
+        self._hold()
+
     def _hold(self) -> None:
         """Stay for a while: the state that it holds may be needed."""
         life, until_ns = self.life, self.life.world.now_ns + _HOLD_NS
+        cause = Cause.NONFINITE if self._fatal else Cause.EXCEPTION
         life.later(_HOLD_NS, life.handle, do.TimePassed())
-        life.handle(do.HoldAsked(life.last_words(Cause.EXCEPTION, self.raised, holds=True), until_ns))
+        life.handle(do.HoldAsked(life.last_words(cause, self.raised, holds=True, fatal=self._fatal), until_ns))
 
     def _stepped(self, effect: do.Arrived | do.Stepped | do.WentBack) -> None:
         life, at = self.life, self.life.state.at
@@ -131,7 +138,7 @@ class Loop:
 
 def _said(life: Life) -> tuple[StageSection, ...]:
     """Digests of the last state for comparison; empty if this worker is alone."""
-    plan, stages = life.driver.plan, life.state.stages
+    plan, stages = life.driver.machine.plan, life.state.stages
     held = () if plan is None or len(plan.members) == 1 else plan.stages_of(life.me.worker_id)
     whole = [(k, stages[k]) for k in held if None not in stages[k]]
     return tuple(StageSection(k, [], (), b"", [], [], format(digest(state), "x")) for k, state in whole)
@@ -240,13 +247,13 @@ class SimWorker(Life):
         self.soon(MS // 2, 25 * MS if slow else 3 * MS, self._updated, operation, gradients)
 
     def _updated(self, operation: do.Update, gradients: dict[int, SimGradient]) -> None:
-        self.state.apply(operation.step, operation.records, gradients)
+        self.state.apply(operation.outcome, operation.records, gradients)
         self._drift()
         self.done(operation, self.world.now_ns)
 
     def _drift(self) -> None:
         """The script changes the state, here alone."""
-        plan, drifts = self.driver.plan, self.site.drifts
+        plan, drifts = self.driver.machine.plan, self.site.drifts
         leads = drifts == "leader" and plan is not None and plan.leader(0) == self.me.worker_id
         if leads or (drifts == "healed" and self.me.incarnation):
             self.site.checks.taint.flip()
@@ -255,12 +262,12 @@ class SimWorker(Life):
 
     def _release(self, effect: Release) -> None:
         driver = self.driver
-        position = driver.position
+        position = driver.machine.position
         undone = driver.machine.sound >= 0 or driver.machine.undone == effect.step + 1
         if undone and effect.step == position.step:  # the decision was not carried out
             position = Key(effect.step + 1, 0)
         elif effect.step in self.site.disk.parts:  # all have written theirs
             position = max(position, Key(effect.step, 1))
         self.state.release(effect.step, position)
-        if driver.plan is not None and driver.plan.leader(0) == self.me.worker_id:
+        if driver.machine.plan is not None and driver.machine.plan.leader(0) == self.me.worker_id:
             self.ties.client.send(driver.progress(effect.step, 10.0))

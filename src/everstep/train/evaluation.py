@@ -98,7 +98,7 @@ class Waves:
         Raises: StateJumped if the state is another one meanwhile.
         """
         while True:
-            stated = gather(msgspec.msgpack.encode((self._view.driver.generation, self._mine)))
+            stated = gather(msgspec.msgpack.encode((self._view.driver.machine.generation, self._mine)))
             self._generations = set()
             for data in stated.values():
                 generation, found = msgspec.msgpack.decode(data, type=tuple[int, _Results])

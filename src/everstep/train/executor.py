@@ -14,10 +14,19 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from everstep.base.cause import Cause, Why
-from everstep.base.errors import CollectiveAborted, DeterminismError, EverstepError, Evicted, JobFailed, StateTainted
+from everstep.base.errors import (
+    CollectiveAborted,
+    DeterminismError,
+    EverstepError,
+    Evicted,
+    JobFailed,
+    NonFinite,
+    StateTainted,
+)
 from everstep.protocol import messages as wire
 from everstep.protocol.driver import operations as do
-from everstep.protocol.driver.driver import Driver, interrupts
+from everstep.protocol.driver.driver import Driver
+from everstep.protocol.driver.hearing import interrupts
 from everstep.protocol.step_types import LaneDone
 from everstep.runtime.link.peer import PeerConnection
 
@@ -155,7 +164,7 @@ class Executor:
     def ask(self, event: do.Ask) -> do.Answer | do.Compute:
         """Wait for the answer, or for lanes to compute.
 
-        Raises: StateJumped, Evicted, JobFailed, StateTainted: they end the application's present work.
+        Raises: StateJumped, Evicted, JobFailed, NonFinite, StateTainted: what ends what the application was doing.
         """
         while self._handed is not None or self._effects:  # its present work was left in the middle
             self._give_back(left=True)
@@ -204,6 +213,8 @@ class Executor:
                 raise JobFailed(effect.reason) if effect.failed else Evicted(effect.reason, effect.drained)
             if isinstance(effect, do.Outvoted):
                 raise StateTainted(effect.reason, effect.step, effect.generation, effect.sound)
+            if isinstance(effect, do.EndsJob):
+                raise NonFinite(effect.reason)
             if isinstance(effect, do.Refused):
                 raise DeterminismError(effect.reason)
             if isinstance(effect, _ANSWERS):

@@ -29,7 +29,6 @@ from everstep.exact.seeding import derive, seed_all
 from everstep.exact.settings import Settings
 from everstep.exact.state import ModelState
 from everstep.protocol.driver.comparing import PART
-from everstep.protocol.driver.nonfinite import NonfiniteRule, judged
 from everstep.protocol.driver.records import SETTING_BYTES, StageSection, StepOutcome
 from everstep.protocol.step_types import LaneSaid
 from everstep.train.elastic import LrPolicy
@@ -172,7 +171,7 @@ class StageReplica:
         sumsq = outcome.sumsq
         if self._needs_norms:
             told["grad_norm"] = gradient_norm(sumsq, scale)
-        left_out = judged(outcome, NonfiniteRule.of(self._config)).left_out
+        left_out = outcome.nonfinite.left_out
         self.lanes.commit_buffers(outcome.step, () if left_out else outcome.buffers[self.spec.stage])
         if not left_out:
             self._handover.commit_statistics(reduced)

@@ -68,7 +68,7 @@ class Step:
         """This worker's batches: one per lane; more of them after a failure."""
         try:
             yield from self._batches()
-        except Uncarried as error:
+        except (NonFinite, Uncarried) as error:
             self._save_first(error)
             raise
 
@@ -87,8 +87,6 @@ class Step:
                     break
                 yield from self._lane(turn, lane, is_told=lane in told)
             turn = session.executor.computed()
-        if not self.done:
-            self._stop_if_nonfinite()
         self.done = True
         self._seed_loop(past=1)
 
@@ -156,17 +154,12 @@ class Step:
     def run_split(self) -> None:
         """Compute the lanes of a split model wherever they pass through this worker, until the update is done.
 
-        Raises: StateJumped if the step was left for another one.
+        Raises: StateJumped if the step was left for another one. NonFinite.
         """
-        if not self.done:
-            self._session.executor.ask(StepAsked(self.number))
-            self._stop_if_nonfinite()
-            self.done = True
-
-    def _stop_if_nonfinite(self) -> None:
-        """Raises: NonFinite."""
         try:
-            self._session.updates.stop_if_nonfinite(self.number)
+            if not self.done:
+                self._session.executor.ask(StepAsked(self.number))
+                self.done = True
         except NonFinite as error:
             self._save_first(error)
             raise
@@ -310,7 +303,7 @@ class Run:
         """An event of the job at this step, told once: by the leader, or by the next one if it died meanwhile."""
         view = self._session.view
         step = fields.pop("step", view.step)
-        fields.setdefault("generation", view.driver.generation)
+        fields.setdefault("generation", view.driver.machine.generation)
         view.publisher.report(kind, step, self.is_main, fields)
 
     def stop(self) -> None:

@@ -226,7 +226,7 @@ class PartSaver:
 
     def _told(self, kind: str, fields: dict[str, Any]) -> None:
         """In one of several threads: something that happened to a checkpoint."""
-        self._view.publisher.emit(kind, **{"generation": self._view.driver.generation, **fields})
+        self._view.publisher.emit(kind, **{"generation": self._view.driver.machine.generation, **fields})
 
     def _ended(self, outcome: WriteOutcome) -> None:
         """In the job's leader's thread for manifests."""
@@ -377,7 +377,8 @@ class Restorer:
                 if now_s - said_s > _SAY_EVERY_S and view.is_main:
                     said_s = now_s
                     reason = f"{away}: waiting for it to join"
-                    view.publisher.emit("waiting", cause=away.cause, reason=reason, generation=view.driver.generation)
+                    generation = view.driver.machine.generation
+                    view.publisher.emit("waiting", cause=away.cause, reason=reason, generation=generation)
             view.tick()
             time.sleep(_LOOK_S)
 

@@ -17,7 +17,9 @@ from everstep.parallel.staged import StagedTransport
 from everstep.parallel.transport_kinds import KINDS, ControlStore
 from everstep.placement.probes import ProbeRule
 from everstep.protocol.driver import operations as do
-from everstep.protocol.driver.driver import Driver, DriverConfig
+from everstep.protocol.driver.driver import Driver
+from everstep.protocol.driver.driver_parts import DriverConfig
+from everstep.protocol.driver.nonfinite import NonfiniteRule
 from everstep.protocol.step_machine import StepMachine
 from everstep.runtime.process import machine
 from everstep.train.elastic import AnyOrder
@@ -57,15 +59,15 @@ class Session:
         config, begins_after = link.config, int(link.job.get("begins_after", 0))
         saving = saving_of(link, stages.split, order)
         probed = not inexact(config) and not config.emulate_compute_ms
-        driver_config = DriverConfig(
-            *(config.lanes, rewindable, config.verify_every, begins_after, saving),
-            repeats=config.batch != "per_worker",
+        rules = DriverConfig(
+            *(config.lanes, rewindable, config.verify_every, begins_after, saving, config.batch != "per_worker"),
             probes=ProbeRule(config.seed, config.verify_every, config.spot_check, joins=True)
             if probed
             else ProbeRule(),
+            nonfinite=NonfiniteRule.of(config),
             names=lambda stage: stages[stage].state.part_names if stage in stages else (),
         )
-        driver = Driver(link.me, driver_config, StepMachine(link.me))
+        driver = Driver(rules, StepMachine(link.me))
         rendezvous = Rendezvous(link.tell)
         kind = config.transport
         meets = KINDS[kind].meets

@@ -23,7 +23,7 @@ from everstep.base.plan import Member, Plan, WorkerKey
 from everstep.checkpoint.vault import StageState
 from everstep.exact.digest import digest_bytes
 from everstep.exact.image import BLOCK_BYTES, sizes_of
-from everstep.protocol.driver.driver import FOREVER
+from everstep.protocol.driver.hearing import FOREVER
 from everstep.protocol.driver.operations import Keep
 from everstep.protocol.moving import taker as moving
 from everstep.protocol.moving.chunks import Chunk, share

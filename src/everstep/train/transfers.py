@@ -19,7 +19,6 @@ from everstep.checkpoint.manifest import Manifest
 from everstep.checkpoint.vault import StageState
 from everstep.exact.snapshot import Snapshot
 from everstep.protocol.driver import operations as do
-from everstep.protocol.driver.records import conclude
 from everstep.protocol.step_types import Key
 from everstep.train import heal
 from everstep.train.executor import Unusable
@@ -128,14 +127,14 @@ class Transfers:
         view.phase("heal", position.step, operation.plan)
         received = self.copier.settle(operation.plan, position, operation.sources, operation.pieces)
         self._updates.stand_still()
-        if position != view.driver.position:
+        if position != view.driver.machine.position:
             self._updates.forget()
         with _loop_goes_on(view, position):
             for offer in received:
                 self._load(offer)
         if not received:
             return do.Copied()
-        if position != view.driver.position:
+        if position != view.driver.machine.position:
             self._arrive(received[0])
         return do.Copied(received[0].records, received[0].gathers)
 
@@ -174,9 +173,9 @@ class Transfers:
         self._view.publisher.learn(offer.untold, number)
         agreed = offer.gathers.get(Key(number, 0)) or (offer.records if not offer.position.seq else None)
         if agreed:
-            outcome = conclude(number, self._view.config.lanes, agreed)
-            strange = self._updates.strange(outcome)
-            self._view.publisher.hold(outcome, self._view.driver.generation, strange)  # who gave it may be gone then
+            outcome = self._view.driver.config.outcome(number, agreed)
+            strange, generation = self._updates.strange(outcome), self._view.driver.machine.generation
+            self._view.publisher.hold(outcome, generation, strange)  # who gave it may be gone then
         self._updates.arrive(outcome, number)
 
     # ---- going back
@@ -200,7 +199,7 @@ class Transfers:
             records = records or self._restorer.records_of(restored)
         self.past = 0
         self._updates.forget()
-        outcome = conclude(number, view.config.lanes, records) if records else None
+        outcome = view.driver.config.outcome(number, records) if records else None
         with _loop_goes_on(view, Key(number, 0)) as goes_on:
             built = self._put(operation, own)
             for offer in received:
@@ -313,7 +312,7 @@ def _loop_goes_on(view: WorkerView, position: Key) -> Iterator[bool]:
     """While a state is loaded: whoever is at its position already goes on with what its loop knows by now, for what
     that has done since the update is not done again. Initial states are the donor's in all. Yields whether so."""
     application = view.stages.any.application
-    goes_on = position.step > 0 and position == view.driver.position
+    goes_on = position.step > 0 and position == view.driver.machine.position
     own = heal.pack_state(application) if goes_on else b""
     yield goes_on
     if own:

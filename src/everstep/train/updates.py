@@ -11,13 +11,11 @@ from typing import Any
 import msgspec
 from torch import Tensor
 
-from everstep.base.errors import NonFinite
 from everstep.base.plan import Plan
 from everstep.base.ports import Hop, Reduced
 from everstep.exact.reduce import TiePlace, tied_out
 from everstep.placement.probes import alone
 from everstep.protocol.driver import operations as do
-from everstep.protocol.driver.nonfinite import Nonfinite, NonfiniteRule, judged
 from everstep.protocol.driver.probing import LanesGiven
 from everstep.protocol.driver.records import AgreePayload, StageSection, StepOutcome, committed_unix_ns
 from everstep.protocol.step_types import Discard, Key, Record, Release
@@ -61,13 +59,6 @@ class Updates:
             do.DropLanes: self.drop_lanes,
         }
 
-    def stop_if_nonfinite(self, number: int) -> None:
-        """The loop is through with a step. Raises: NonFinite if the job is to end for what was in it."""
-        outcome = self.outcome
-        found = judged(outcome, NonfiniteRule.of(self._view.config)) if outcome is not None else Nonfinite()
-        if found.ends and outcome is not None and outcome.step == number:
-            raise NonFinite(found.ends)
-
     def begin_step(self) -> None:
         """The loop is about to ask for a step."""
         self._began_ns = time.monotonic_ns()
@@ -97,9 +88,7 @@ class Updates:
             )
             for (k, g), how in zip(found.items(), settings, strict=True)
         ]
-        last = self.outcome
-        in_a_row = judged(last, NonfiniteRule.of(view.config)).in_a_row if last is not None else 0
-        return AgreePayload(sections, nonfinite=in_a_row)
+        return AgreePayload(sections)
 
     def last_states(self, left: bool) -> tuple[StageSection, ...]:
         """What is to be compared of the state after the last step; nothing in a job of one worker. left: a lane of the
@@ -160,10 +149,10 @@ class Updates:
     def strange(self, outcome: StepOutcome) -> dict[str, Any]:
         """What is to be told of a step that is not finite: in words, how many in a row, lanes, and indices into the
         dataset of their first samples."""
-        found = judged(outcome, NonfiniteRule.of(self._view.config))
+        found = outcome.nonfinite
         if not found.words:
             return {}
-        order, lanes = self._view.order, outcome.finiteness.lanes
+        order, lanes = self._view.order, found.lanes
         past = isinstance(order, ElasticOrder) and order.step >= outcome.step  # it knows of coming steps alone
         samples = () if past else (index for lane in lanes for _, index in order.samples(outcome.step, lane))
         more = {"lanes": list(lanes), "samples": list(islice(samples, _MOST_SAMPLES)), "in_a_row": found.in_a_row}
@@ -213,7 +202,7 @@ class Updates:
         view.publisher.release(number, leads)
         self._keeper.state()
         now = time.monotonic_ns()
-        if leads and self._entered == view.driver.generation and now - self._told_ns > _PROGRESS_NS:
+        if leads and self._entered == view.driver.machine.generation and now - self._told_ns > _PROGRESS_NS:
             self._told_ns = now
             self._tell_progress(number, (now - self._began_ns) / 1e6)
 

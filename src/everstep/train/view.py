@@ -125,17 +125,17 @@ class WorkerView:
     @property
     def plan(self) -> Plan | None:
         """Of the present generation."""
-        return self.driver.plan
+        return self.driver.machine.plan
 
     @property
     def step(self) -> int:
         """Updates applied."""
-        return self.driver.position.step
+        return self.driver.machine.position.step
 
     @property
     def is_main(self) -> bool:
         """Whether this worker is the leader of the first stage."""
-        plan = self.driver.plan
+        plan = self.driver.machine.plan
         return plan is not None and plan.leader(0) == self.me
 
     @property

@@ -15,7 +15,8 @@ from everstep.base.extents import WHOLE
 from everstep.base.plan import Member, Plan, Seat, WorkerKey
 from everstep.protocol import messages as wire
 from everstep.protocol.driver import operations as do
-from everstep.protocol.driver.driver import Driver, DriverConfig
+from everstep.protocol.driver.driver import Driver
+from everstep.protocol.driver.driver_parts import DriverConfig
 from everstep.protocol.driver.records import (
     AgreePayload,
     GatherPayload,
@@ -100,7 +101,7 @@ class Worker:
         self, first: Plan | None = None, *, me: WorkerKey = ME, digest: str = "", lanes: int = LANES, **config: Any
     ) -> None:
         self.me = me
-        self.driver = Driver(me, DriverConfig(lanes, **config), StepMachine(me, digest))
+        self.driver = Driver(DriverConfig(lanes, **config), StepMachine(me, digest))
         self.out: list[Any] = []
         self.seen: list[Any] = []
         self.op: Any = None
@@ -119,7 +120,7 @@ class Worker:
 
     def knows(self, *steps: int) -> None:
         """It has taken snapshots of these steps."""
-        self.driver._keeper._records |= {number: {0: Record(0, b"kept")} for number in steps}
+        self.driver._parts.keeper._records |= {number: {0: Record(0, b"kept")} for number in steps}
 
     def on(self, event: object) -> list[Any]:
         self.now += MS
@@ -163,7 +164,7 @@ class Worker:
 
     @property
     def plan(self) -> Plan:
-        found = self.driver.plan
+        found = self.driver.machine.plan
         assert found is not None
         return found
 

@@ -20,7 +20,7 @@ from everstep.base.errors import InvariantViolation
 from everstep.base.extents import WHOLE
 from everstep.protocol import messages as wire
 from everstep.protocol.driver import operations as do
-from everstep.protocol.driver.driver import FOREVER, interrupts
+from everstep.protocol.driver.hearing import FOREVER, interrupts
 from everstep.protocol.driver.outbox import Standing
 from everstep.protocol.step_types import Discard, Key, LaneDone
 
@@ -69,18 +69,18 @@ def test_messages_wait_while_an_operation_is_outstanding() -> None:
     w.ask(do.StepAsked(1))
     w.hear(plan(2, (0, 1)))
     w.on(LaneDone(1, 0, 0))
-    assert w.driver.generation == 1 and w.seen[-1] == do.Compute(
+    assert w.driver.machine.generation == 1 and w.seen[-1] == do.Compute(
         op=3, generation=1, plan=plan(1, (0, 1)), step=1, lanes=(0, 2)
     )
     w.done()
-    assert w.driver.generation == 2 and [type(e) for e in w.out] == [do.Cut, do.Open]
+    assert w.driver.machine.generation == 2 and [type(e) for e in w.out] == [do.Cut, do.Open]
 
 
 def test_messages_wait_while_the_application_has_the_turn() -> None:
     w = member_worker(0, 1)
     w.hear(plan(2, (0, 1)))
     w.on(do.TimePassed())
-    assert w.out == [] and w.driver.generation == 1
+    assert w.out == [] and w.driver.machine.generation == 1
     w.ask(do.StepAsked(1))
     assert w.out[0] == do.Cut(1) and isinstance(w.op, do.Open)
 
@@ -92,7 +92,7 @@ def test_messages_go_before_what_is_queued() -> None:
     w.hear(plan(2, (0, 1)))
     w.agree()
     assert w.out == [do.Decided(key=Key(1, 0), generation=1, first=True), w.op] and isinstance(w.op, do.Update)
-    assert w.driver.generation == 2
+    assert w.driver.machine.generation == 2
     w.done(1)
     assert w.out == [do.Cut(1), w.op] and isinstance(w.op, do.Open)
     w.settle()
@@ -157,7 +157,7 @@ def test_a_stale_plan_cuts_nothing_of_the_present_generation_and_is_not_taken() 
     assert cut is not None and cut < w.op.generation
     w.hear(stale)
     w.lanes()
-    assert isinstance(w.op, do.Reduce) and w.driver.generation == 5
+    assert isinstance(w.op, do.Reduce) and w.driver.machine.generation == 5
     w.hear(plan(5, (0, 1)))
     w.reduce()
     assert isinstance(w.op, do.Exchange) and w.op.tag.kind == "decide"
@@ -170,7 +170,7 @@ def test_a_plan_without_this_life_is_not_taken() -> None:
     another_life = plan(3, (0, 1))
     w.hear(replace(another_life, members=(member(0, 1), member(1))))
     w.lanes()
-    assert w.driver.generation == 1 and isinstance(w.op, do.Reduce)
+    assert w.driver.machine.generation == 1 and isinstance(w.op, do.Reduce)
 
 
 # ---- aborted

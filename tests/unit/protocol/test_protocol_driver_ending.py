@@ -43,7 +43,7 @@ def holding(until_ns: int = 1 << 60) -> Worker:
 
 def finish(w: Worker, generation: int) -> do.Finish:
     """Its last operation, where it is the only one to hold anything."""
-    end = {"step": 1, "save": None, "digests": {}, "position": w.driver.position}
+    end = {"step": 1, "save": None, "digests": {}, "position": w.driver.machine.position}
     return do.Finish(op=w.op.op, generation=generation, plan=w.plan, **end)
 
 
@@ -75,7 +75,7 @@ def test_the_end_is_a_gather_and_then_finish_and_then_the_end_of_the_job() -> No
     w = member_worker(0, 1)
     w.step(1)
     w.ask(do.EndAsked())
-    assert w.op.tag == Tag("decide", 1, 1) and w.driver._application.asked == 2
+    assert w.op.tag == Tag("decide", 1, 1) and w.driver._parts.application.asked == 2
     w.exchange(gather_records(w.plan, ends=True))
     assert w.out[-1] == finish(w, 1)
     w.done(True)
@@ -127,7 +127,7 @@ def test_the_end_is_asked_again_after_going_back() -> None:
     w.settle(w1=at(0, stages=(1,)))
     assert isinstance(w.op, do.Restore)
     w.done(do.Copied())
-    assert w.out[-1] == do.WentBack(0) and w.driver._application.asked == 0
+    assert w.out[-1] == do.WentBack(0) and w.driver._parts.application.asked == 0
     w.step(1)
     w.ask(do.EndAsked())
     w.exchange(gather_records(w.plan, ends=True))
@@ -368,5 +368,5 @@ def test_who_is_held_goes_back_with_the_others_and_is_not_told() -> None:
     w.hear(plan(2, (0,), (1,)))
     w.settle(w1=at(0, stages=(1,)))
     w.done(do.Copied())
-    assert w.driver.position == Key(0, 0) and w.count(do.WentBack) == 0
+    assert w.driver.machine.position == Key(0, 0) and w.count(do.WentBack) == 0
     assert isinstance(w.out[-1], do.Tell)

@@ -139,14 +139,14 @@ def test_a_ticket_is_followed_from_the_offer_to_the_word_that_it_is_healed() -> 
     known = {Key(4, 0): records_of(MEMBERS)}
     w.done(do.Copied(records=records_of(MEMBERS), gathers=known))
     assert w.out == [Release(3), do.Watch(op=3, generation=1)]
-    assert w.driver.gathered == known and w.driver.position == Key(4, 0)
+    assert w.driver.gathered == known and w.driver.machine.position == Key(4, 0)
     assert w.driver.machine.records == records_of(MEMBERS)
     w.done([fed(5)])
     assert w.out == [
         do.Replay(op=4, generation=1, step=5, records=records_of(MEMBERS), outcome=outcome(5), plan=MEMBERS)
     ]
     w.done()
-    assert w.out == [Release(4), do.Watch(op=5, generation=1)] and w.driver.position == Key(5, 0)
+    assert w.out == [Release(4), do.Watch(op=5, generation=1)] and w.driver.machine.position == Key(5, 0)
     assert w.driver.gathered == {Key(5, 0): records_of(MEMBERS)} and w.driver.machine.stages == (0,)
     assert w.told() == []
     w.done([do.Seen(0)])
@@ -184,12 +184,12 @@ def test_offers_of_different_steps_are_levelled_before_anything_is_loaded() -> N
     passed = ((outcome(5, SPLIT), outcome(6, SPLIT)), ())
     assert w.out == [do.Adopt(op=w.op.op, generation=1, position=Key(6, 1), stages=(0, 1), passed=passed)]
     w.done(do.Copied(records=records_of(SPLIT), gathers={Key(6, 0): {}, Key(6, 1): {}}))
-    assert w.driver.position == Key(6, 1) and w.driver.machine.stages == (0, 1)
+    assert w.driver.machine.position == Key(6, 1) and w.driver.machine.stages == (0, 1)
     assert isinstance(w.op, do.Watch), "the second feed has not given step 7 yet"
     w.done([fed(7, feed=1, of=SPLIT)])
     assert isinstance(w.op, do.Replay) and w.op.step == 7
     w.done()
-    assert w.driver.position == Key(7, 0) and w.driver.machine.stages == (0, 1)
+    assert w.driver.machine.position == Key(7, 0) and w.driver.machine.stages == (0, 1)
 
 
 def test_it_is_healed_when_all_feeds_are() -> None:
@@ -301,7 +301,7 @@ def test_a_lost_feed_is_told_and_another_ticket_begins_anew() -> None:
     w.done((Key(2, 0),))
     assert isinstance(w.op, do.Adopt) and w.op.position == Key(2, 0)
     w.done(do.Copied())
-    assert w.driver.position == Key(2, 0)
+    assert w.driver.machine.position == Key(2, 0)
     w.done([do.Seen(0)])
     assert w.told(wire.WorkerHealed)[-1].ticket == 8
 
@@ -354,7 +354,7 @@ def test_a_step_whose_records_differ_is_not_replayed() -> None:
     [failed] = w.told(wire.HealFailed)
     assert failed.cause is Cause.CORRUPT
     assert failed.reason.startswith("healing stopped: the state differs among the workers before step 5")
-    assert w.op is None and w.driver.position == Key(4, 0)
+    assert w.op is None and w.driver.machine.position == Key(4, 0)
 
 
 def test_a_joiner_is_not_needed_once_the_job_is_over() -> None:

@@ -76,7 +76,7 @@ def test_a_loss_while_the_step_is_decided_leaves_it_to_the_others() -> None:
     w.to_agree(2)
     w.on(BlocksLost(0, ONE))
     w.agree()
-    assert w.count(do.Update) == 1 and w.driver.position == Key(1, 0)
+    assert w.count(do.Update) == 1 and w.driver.machine.position == Key(1, 0)
     w.hear(plan(2, (0, 1)))
     w.done(do.Opened())
     assert w.stated().gradient_step == 0, "a part cannot take it"

@@ -13,7 +13,8 @@ from everstep.base.plan import Member, Plan, Seat, WorkerKey
 from everstep.protocol import messages as wire
 from everstep.protocol import step_types as step
 from everstep.protocol.driver import operations as do
-from everstep.protocol.driver.driver import Driver, DriverConfig
+from everstep.protocol.driver.driver import Driver
+from everstep.protocol.driver.driver_parts import DriverConfig
 from everstep.protocol.driver.operations import AbandonSave, PartsThere, Save, SaveAsked, SaveEnded
 from everstep.protocol.driver.outbox import Gathers, Outbox
 from everstep.protocol.driver.policy import Due
@@ -478,7 +479,7 @@ class Job:
 
     def __init__(self, saving: SavingRules, plan: Plan | None = None) -> None:
         me = WorkerKey(0, 0)
-        self.driver = Driver(me, DriverConfig(4, saving=saving), StepMachine(me))
+        self.driver = Driver(DriverConfig(4, saving=saving), StepMachine(me))
         self.seen: list[do.Effect] = []
         self.operation: do.Operation | None = None
         self.digests = ("", "")
@@ -525,8 +526,8 @@ class Job:
 
     @property
     def plan(self) -> Plan:
-        assert self.driver.plan is not None
-        return self.driver.plan
+        assert self.driver.machine.plan is not None
+        return self.driver.machine.plan
 
     def _section(self, worker_id: int) -> StageSection:
         lanes = [LaneReport(n, 0.0, 1.0, 1, 0) for n in self.plan.lanes_of(worker_id, 0)]

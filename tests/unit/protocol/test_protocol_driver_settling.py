@@ -249,7 +249,7 @@ def test_a_gather_that_the_own_application_has_not_asked_for_yet_is_given_with_t
     w.hear(plan(3, (0, 1, 3)))
     theirs = encode_holding(at(1, 1, records=found))
     w.done({0: w.op.payload, 1: theirs, 2: theirs})
-    assert w.driver.position == Key(1, 1) and w.count(do.Arrived) == 0
+    assert w.driver.machine.position == Key(1, 1) and w.count(do.Arrived) == 0
     w.settle(w1=at(1, 1, records=found), w3=at(0))
     shelf = w.last(do.Shelve)
     assert shelf.position == Key(1, 1) and shelf.gathers == {Key(1, 0): of_update, Key(1, 1): found}
@@ -315,10 +315,10 @@ def test_a_copy_that_is_aborted_accuses_and_waits_for_the_next_plan() -> None:
     w.settle(w1=at(3))
     w.abort(1, reason="no state")
     assert [type(m) for m in w.told(wire.PeerFault)] == [wire.PeerFault]
-    assert w.driver.position == Key(2, 0) and w.op is None
+    assert w.driver.machine.position == Key(2, 0) and w.op is None
     w.hear(plan(3, (0,)))
     w.settle()
-    assert isinstance(w.op, do.Compute) and w.driver.position == Key(2, 0)
+    assert isinstance(w.op, do.Compute) and w.driver.machine.position == Key(2, 0)
 
 
 def test_a_plan_in_the_middle_of_a_copy() -> None:
@@ -347,7 +347,7 @@ def test_a_step_is_answered_once_all_have_settled() -> None:
     w.hear(plan(2, (0, 1)))
     w.done(1)
     w.abort(1)
-    assert w.driver.position == Key(1, 0) and [type(e) for e in w.out] == [do.Tell]
+    assert w.driver.machine.position == Key(1, 0) and [type(e) for e in w.out] == [do.Tell]
     w.hear(plan(3, (0,)))
     w.settle()
     assert w.out[-1] == do.Stepped(1)
@@ -385,9 +385,9 @@ def test_going_back_is_one_operation_and_the_application_is_told_once() -> None:
     assert do.CutFeeds() not in w.out, "who copies from here is waited for before the state changes"
     w.done(do.Copied(OF_5))
     assert w.out[0] == do.CutFeeds() and w.out[-1] == do.WentBack(2)
-    assert w.driver.position == Key(2, 0) and w.driver.gathered == {Key(2, 0): OF_5}
+    assert w.driver.machine.position == Key(2, 0) and w.driver.gathered == {Key(2, 0): OF_5}
     assert "heal" in w.told(wire.GenerationEntered)[-1].phases_ms
-    assert w.driver._application.asked == 0
+    assert w.driver._parts.application.asked == 0
     w.step(3)
     assert w.count(do.WentBack) == 1
     w.ask(do.GatherAsked(b""))
@@ -482,7 +482,7 @@ def test_the_application_is_told_once_all_have_settled_though_plans_come_in_betw
     w = gone_back(ask)
     w.hear(plan(3, (0,), (1,)))
     w.done(do.Copied(OF_5))
-    assert isinstance(w.op, do.Open) and w.driver.position == Key(2, 0)
+    assert isinstance(w.op, do.Open) and w.driver.machine.position == Key(2, 0)
     w.abort(1)
     assert [type(e) for e in w.out] == [do.Tell], "nothing is answered before that"
     w.hear(plan(4, (0,), (1,)))
@@ -573,7 +573,7 @@ def test_the_switch_to_a_prepared_plan_follows_the_agree_in_which_all_hold_it() 
     assert w.sent().prepared == 2
     w.agree(prepared=0)
     w.done(1)
-    assert w.out[-1] == do.Stepped(1) and w.driver.generation == 1
+    assert w.out[-1] == do.Stepped(1) and w.driver.machine.generation == 1
     w.to_agree(2)
     w.agree(prepared=2)
     w.done(2)
@@ -646,7 +646,7 @@ def test_when_somebody_else_is_outvoted_nothing_is_applied_and_all_settle_anew()
     [told] = w.told(wire.SettleAgain)
     assert (told.generation, told.tainted, told.decided_in) == (1, 4, 1)
     assert "worker 2 deviates" in told.reason and told.reason.endswith("; all steps after 1 are tainted")
-    assert w.op is None and w.driver.position == Key(3, 0) and w.driver.machine.sound == 1
+    assert w.op is None and w.driver.machine.position == Key(3, 0) and w.driver.machine.sound == 1
     w.hear(plan(2, (0, 1)))
     assert (w.op.disk, w.op.limit) == (True, 1)
 
@@ -761,7 +761,7 @@ def test_a_switch_is_not_made_by_records_that_differ() -> None:
     w = verified(0, 1)
     w.hear(plan(2, (0, 1, 2), prepared=True))
     w.agree({1: "bb"})
-    assert w.op is None and w.driver.generation == 1
+    assert w.op is None and w.driver.machine.generation == 1
 
 
 def test_a_member_without_a_seat_says_only_what_it_knows_of_the_state_that_it_did_not_copy() -> None:
@@ -774,5 +774,5 @@ def test_a_member_without_a_seat_says_only_what_it_knows_of_the_state_that_it_di
     w.settle(w1=at(3, records=OF_5))
     assert isinstance(w.op, do.Fetch) and w.op.sources == {}
     w.done(do.Copied())
-    assert w.driver.position == Key(3, 0)
+    assert w.driver.machine.position == Key(3, 0)
     assert w.driver.machine.records == {}, "those of the step before would be handed to others as this one's"

@@ -58,7 +58,7 @@ def test_a_step_is_compute_reduce_agree_update_and_then_the_answer() -> None:
     assert (w.op.outcome.step, w.op.outcome.loss, len(w.op.outcome.lanes)) == (1, 1.0, LANES)
     w.done(77)
     assert w.out == [Discard(1), do.Stepped(1)]
-    assert w.driver.position == Key(1, 0) and w.driver.gathered == {Key(1, 0): records_of(given)}
+    assert w.driver.machine.position == Key(1, 0) and w.driver.gathered == {Key(1, 0): records_of(given)}
 
 
 def test_the_next_decision_says_when_the_last_step_was_committed_and_releases_it() -> None:
@@ -279,10 +279,10 @@ def test_a_plan_that_is_not_taken_frees_from_nothing() -> None:
 def test_what_others_may_look_at() -> None:
     w = member_worker(0, 1, begins_after=3)
     assert w.driver.config.begins_after == 3
-    assert w.driver.plan == w.plan and w.driver._application.asked == 0
+    assert w.driver.machine.plan == w.plan and w.driver._parts.application.asked == 0
     w.ask(do.StepAsked(1))
-    assert w.driver._application.asked == 1
-    assert joiner().driver.plan is None
+    assert w.driver._parts.application.asked == 1
+    assert joiner().driver.machine.plan is None
 
 
 def test_what_somebody_stated_to_have_in_memory() -> None:

@@ -96,7 +96,7 @@ def test_a_superseded_reduction_is_not_voted_with_while_the_next_one_runs() -> N
 def test_a_lane_of_a_step_that_is_over_is_none_of_the_next() -> None:
     m = Machine()
     m.step()
-    assert m.on(LaneDone(1, 0, 0)) == [] and m.machine._held == frozenset()
+    assert m.on(LaneDone(1, 0, 0)) == [] and m.machine._known.next.lanes == frozenset()
     assert m.on(StepWanted()) == [LanesNeeded(2, (0, 1))]
 
 
@@ -128,11 +128,11 @@ def test_a_stale_plan_is_not_taken() -> None:
 def test_a_gradient_of_the_step_before_is_not_stated_after_a_copy() -> None:
     m = Machine()
     m.to_agree()
-    assert m.machine._gradient_step == 1
+    assert m.machine._known.next.gradient_step == 1
     effects = m.enter(plan(2, 0, 1), Holding(Key(2, 0), {1: Record(0, b"")}, 0))
     assert effects == [FetchState(2, Key(2, 0), {0: (1,)})]
     m.on(StateCopied(2, Key(2, 0), {1: Record(0, b"")}))
-    assert m.machine._gradient_step == 0 and m.machine._held == frozenset()
+    assert m.machine._known.next.gradient_step == 0 and m.machine._known.next.lanes == frozenset()
 
 
 def test_lanes_of_an_initial_state_that_was_replaced_are_none_of_the_other() -> None:
@@ -144,4 +144,4 @@ def test_lanes_of_an_initial_state_that_was_replaced_are_none_of_the_other() -> 
     m.on(HoldingArrived(1, 0, Holding(Key(0, 0), {}, 0, "theirs")))
     assert m.on(HoldingArrived(1, 1, m.machine.holding())) == [FetchState(1, Key(0, 0), {0: (0,)})]
     assert m.on(StateCopied(1, Key(0, 0), {})) == [Discard(1), Entered(1, 0)]
-    assert m.machine._held == frozenset() and m.machine._gradient_step == 0
+    assert m.machine._known.next.lanes == frozenset() and m.machine._known.next.gradient_step == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from operator import attrgetter
 
 import pytest
 
@@ -235,7 +236,7 @@ def test_the_gradient_is_held_across_generations_and_the_step_is_done_again():
     assert effects[-1] == SendHolding(2, Holding(Key(0, 0), {}, 1, "same", lacking=(2,)))
     effects = w.hold_all(2)
     assert effects[0] == Entered(2, 0) and isinstance(effects[1], LanesNeeded | ReductionDue)
-    assert w.machine._gradient_step == 1
+    assert w.machine._known.next.gradient_step == 1
 
 
 def test_a_gradient_that_completes_too_late_is_held_but_not_voted_with():
@@ -243,7 +244,7 @@ def test_a_gradient_that_completes_too_late_is_held_but_not_voted_with():
     w.compute()
     w.on(PlanArrived(plan(2, [0, 1])))
     assert w.on(GradientReduced(1, 1, b"old")) == []
-    assert w.machine._gradient_step == 1
+    assert w.machine._known.next.gradient_step == 1
     w.on(PlanArrived(plan(3, [0, 1])))
     assert w.effects[-1] == SendHolding(3, Holding(Key(0, 0), {}, 1, "same", lacking=(2,)))
 
@@ -357,9 +358,9 @@ def test_a_gather_decided_before_this_application_asked_is_its_answer():
     w.on(PlanArrived(plan(2, [0, 1])))
     handed = {1: record(0, b"theirs")}
     assert w.hold_all(2, w.holding(Key(0, 1), records=handed)) == [Entered(2, 0)]
-    assert w.machine.next_gather == Key(0, 1)
+    assert w.machine._known.decisions.next_gather == Key(0, 1)
     assert w.on(GatherWanted(b"mine")) == [Gathered(Key(0, 1), handed, here=False)]
-    assert w.machine.next_gather == Key(0, 2)
+    assert w.machine._known.decisions.next_gather == Key(0, 2)
 
 
 def test_other_initial_states_are_replaced_by_that_of_the_lowest_id():
@@ -372,7 +373,7 @@ def test_other_initial_states_are_replaced_by_that_of_the_lowest_id():
     late.handle(LaneDone(1, 0, 0))
     assert late.handle(HoldingArrived(1, 3, w.holding(digest="other"))) == [FetchState(1, Key(0, 0), {0: (2,)})]
     assert late.handle(StateCopied(1, Key(0, 0), {})) == [Discard(1), Entered(1, 0)]
-    assert late._held == frozenset()
+    assert late._known.next.lanes == frozenset()
     again = late.handle(PlanArrived(plan(2, [2, 3])))
     assert again[-1] == SendHolding(2, Holding(Key(0, 0), {}, 0, "same", lacking=(1, 3)))
 
@@ -510,8 +511,9 @@ def test_every_event_has_its_row_and_every_phase_is_reached():
     assert len({row[0] for row in TRANSITIONS}) == len(TRANSITIONS)
     reached = {phase for row in TRANSITIONS for phase in row[3]}
     assert reached == set(Phase) - {Phase.WAITING}
+    machine = StepMachine(WorkerKey(0, 0))
     for _, _, handler, _ in TRANSITIONS:
-        assert callable(getattr(StepMachine, handler))
+        assert callable(attrgetter(handler)(machine))
 
 
 # ---- states that differ

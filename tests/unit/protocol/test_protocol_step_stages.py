@@ -131,7 +131,7 @@ def test_a_seat_in_another_stage_is_fetched_alone_and_lanes_are_kept():
     assert sent.stages == {0: WHOLE} and sent.lacking == (0, 1)
     assert effects == [FetchState(2, Key(1, 0), {1: (1,)})]
     assert w.on(StateCopied(2, Key(1, 0), RECORDS)) == [Entered(2, 1), LanesNeeded(2, (0, 1))]
-    assert w.machine._held == {(0, 0)} and w.machine.stages == (0, 1)
+    assert w.machine._known.next.lanes == {(0, 0)} and w.machine.stages == (0, 1)
 
 
 def test_a_lost_seat_is_served_from_until_the_next_decision():
@@ -179,7 +179,7 @@ def test_all_go_back_to_what_is_in_memory():
     assert effects == [ServeState(2, Key(2, 0), (1,)), GoBack(2, 2, {0: (0,)})]
     assert w.machine.phase is Phase.FETCHING and w.machine.position == Key(3, 0)
     assert w.on(StateCopied(2, Key(2, 0), RECORDS)) == [Discard(4), Entered(2, 2)]
-    assert (w.machine.position, w.machine._held, w.machine.phase) == (Key(2, 0), frozenset(), Phase.IDLE)
+    assert (w.machine.position, w.machine._known.next.lanes, w.machine.phase) == (Key(2, 0), frozenset(), Phase.IDLE)
 
 
 def test_what_was_released_is_not_released_again():

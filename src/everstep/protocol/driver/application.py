@@ -12,8 +12,9 @@ from everstep.base.cause import Cause, Why
 from everstep.base.errors import check
 from everstep.protocol import messages as wire
 from everstep.protocol.driver import operations as do
+from everstep.protocol.driver.last_step import LastStep
 from everstep.protocol.driver.operations import SaveAsked
-from everstep.protocol.driver.outbox import Gathers, Outbox
+from everstep.protocol.driver.outbox import Outbox
 from everstep.protocol.driver.records import last_states
 from everstep.protocol.driver.saver import Saver
 from everstep.protocol.settling import Sources
@@ -32,8 +33,8 @@ class Application:
         self,
         machine: StepMachine,
         out: Outbox,
-        gathers: Gathers,
         saver: Saver,
+        last: LastStep,
         rewindable: bool,
         bring_together: Callable[[], tuple[Sources, Piecewise]],
     ) -> None:
@@ -43,8 +44,8 @@ class Application:
         self.ended: wire.JobEnded | None = None
         self._machine = machine
         self._out = out
-        self._gathers = gathers
         self._saver = saver
+        self._last = last
         self._rewindable = rewindable
         self._bring_together = bring_together
         self._gather = Key(0, 0)
@@ -69,18 +70,18 @@ class Application:
         """Its end, and the records by which all are through with the last step, until the result is begun in this
         generation."""
         ask, machine = self.ask, self._machine
-        ready = self.settled and not self.ended and self._gather in self._gathers.known
+        ready = self.settled and not self.ended and self._gather in self._last.gathers.known
         if not ready or not isinstance(ask, do.EndAsked) or self._finished == machine.generation:
             return None
-        return None if self._gathers.disagrees(self._gather) else (ask, self._gathers.known[self._gather])
+        return None if self._last.gathers.disagrees(self._gather) else (ask, self._last.gathers.known[self._gather])
 
     @property
     def loop(self) -> Literal["", "left", "on"]:
         """What it does after the step whose state this worker has: it has left its loop, or goes on; "": who knows."""
         match self.ask:
-            case do.EndAsked(left=left) if left or self._gathers.disagrees(self._gather):
+            case do.EndAsked(left=left) if left or self._last.gathers.disagrees(self._gather):
                 return "" if self._jumped else "left"
-            case do.GatherAsked() | do.SaveAsked() if self._gathers.disagrees(self._gather):
+            case do.GatherAsked() | do.SaveAsked() if self._last.gathers.disagrees(self._gather):
                 return "on"
             case do.StepAsked() if self.past and not self._jumped:
                 return "on"
@@ -122,7 +123,10 @@ class Application:
         match event:
             case do.StepAsked():
                 self.asked = event.step
-                self._offer_feeds()
+                if self._last.ends_job:
+                    self.answer(do.EndsJob(self._last.ends_job))
+                else:
+                    self._offer_feeds()
             case do.GatherAsked():
                 return self._begin_gather(event.data)
             case SaveAsked():
@@ -148,16 +152,18 @@ class Application:
     def again(self) -> bytes | None:
         """A generation goes on. Returns what is to be gathered once more: those whose loops were over, while others
         went on, may be gone."""
-        if isinstance(self.ask, do.GatherAsked | do.SaveAsked | do.EndAsked) and self._gathers.disagrees(self._gather):
+        if isinstance(self.ask, do.GatherAsked | do.SaveAsked | do.EndAsked) and self._last.gathers.disagrees(
+            self._gather
+        ):
             return self._begin_gather(self._data)
         return None
 
     def _begin_gather(self, data: bytes) -> bytes | None:
         at, before, self._data = self._machine.position.step, self._gather, data
         self._gather = Key(at, before.seq + 1 if before.step == at else 1)
-        while self._gathers.disagrees(self._gather):
+        while self._last.gathers.disagrees(self._gather):
             self._gather = Key(at, self._gather.seq + 1)
-        if self._gather in self._gathers.known or self.ended:
+        if self._gather in self._last.gathers.known or self.ended:
             return None
         return data
 
@@ -166,7 +172,7 @@ class Application:
         machine = self._machine
         if self._followers and machine.phase is Phase.IDLE:
             self._followers = False
-            known = dict(self._gathers.known)
+            known = dict(self._last.gathers.known)
             self._out.put(do.OfferFeeds(machine.position, machine.records, known, machine.stages))
 
     # ---- answers
@@ -178,14 +184,14 @@ class Application:
             self.answer(answer)
         elif self.settled and isinstance(self.ask, do.EvaluateAsked):
             self._out.start(do.Evaluate, machine.generation, machine.plan, self._gather.seq)
-        elif not self.settled or not isinstance(self.ask, do.EndAsked) or self._gather not in self._gathers.known:
+        elif not self.settled or not isinstance(self.ask, do.EndAsked) or self._gather not in self._last.gathers.known:
             return
-        elif self._gathers.disagrees(self._gather):
+        elif self._last.gathers.disagrees(self._gather):
             self._tell_left()
         elif self._finished != machine.generation:
             self._finished = machine.generation
             save = self._saver.boundary(Why(Cause.COMPLETED, "the end of the job"), past=self.past)
-            said = last_states(self._gathers.known[self._gather]).values()
+            said = last_states(self._last.gathers.known[self._gather]).values()
             digests = {one.stage: one.digest for states in said for one in states}
             at = machine.step, save, digests, machine.position
             self._out.start(do.Finish, machine.generation, machine.plan, *at, *self._bring_together())
@@ -211,15 +217,15 @@ class Application:
     def _stepped(self, wanted: int) -> do.Answer:
         at = self._machine.step  # beyond what was asked for where the state was copied from others who are there
         if at == wanted:
-            return do.Stepped(at)
+            return do.EndsJob(self._last.ends_job) if self._last.ends_job else do.Stepped(at)
         if self._rewindable:
             return do.WentBack(at)
         return do.Exit(f"the others are at step {at}, while step {wanted} was under way here: this worker starts anew")
 
     def _answer_gather(self, ask: do.GatherAsked | SaveAsked | do.EndAsked) -> do.Answer | None:
-        if not isinstance(ask, do.EndAsked) and (self._gather in self._gathers.known or self.ended):
-            records = self._gathers.known.get(self._gather, {})
-            if self._gathers.disagrees(self._gather) and not self.ended:
+        if not isinstance(ask, do.EndAsked) and (self._gather in self._last.gathers.known or self.ended):
+            records = self._last.gathers.known.get(self._gather, {})
+            if self._last.gathers.disagrees(self._gather) and not self.ended:
                 return None  # whose loop is over has told so: the job ends
             if isinstance(ask, SaveAsked) and not self.ended:
                 self._saver.judged(ask, records, past=self.past)

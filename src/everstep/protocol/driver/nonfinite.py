@@ -1,7 +1,8 @@
 """What follows from a step whose loss or gradient is not finite. Pure.
 
-All members judge the same records, so all come to the same. How many such steps there were in a row is in the records,
-too: whoever was healed or resumed knows it from those of the step that it goes on from.
+All members judge the same records, so all come to the same, and nobody is asked: each leaves the update out, or ends
+the job after it. How many such steps there were in a row is in the records, too: a worker that was healed or resumed
+knows it from those of the step that it goes on from.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from everstep.base.config import Config
-from everstep.protocol.driver.records import StepOutcome
 
 
 @dataclass(frozen=True)
@@ -17,9 +17,9 @@ class NonfiniteRule:
     """What the config says. on_nonfinite, limit: its `on_nonfinite` and `nonfinite_limit`. scaled: a loss scaler deals
     with a gradient that is not finite, where the loss is: it leaves the step out, and halves its scale."""
 
-    on_nonfinite: str
-    limit: int
-    scaled: bool
+    on_nonfinite: str = "warn"
+    limit: int = 0
+    scaled: bool = False
 
     @staticmethod
     def of(config: Config) -> NonfiniteRule:
@@ -27,23 +27,33 @@ class NonfiniteRule:
         return NonfiniteRule(config.on_nonfinite, config.nonfinite_limit, config.precision == "fp16")
 
 
+APPLIED = NonfiniteRule()
+"""All updates are made, and no job ends."""
+
+
 @dataclass(frozen=True)
 class Nonfinite:
-    """words: what is not finite, "" if all is. in_a_row: such steps up to this one, it included. left_out: its update
-    is not made. ends: why the job ends after it, "" if it goes on."""
+    """words: what is not finite, "" if all is. lanes: those whose loss is not. in_a_row: such steps up to this one, it
+    included. left_out: its update is not made. ends: why the job ends after it, "" if it goes on."""
 
     words: str = ""
+    lanes: tuple[int, ...] = ()
     in_a_row: int = 0
     left_out: bool = False
     ends: str = ""
 
 
-def judged(outcome: StepOutcome, rule: NonfiniteRule) -> Nonfinite:
-    """What is to be done about a step."""
-    words = _words(outcome, rule.scaled)
+FINITE = Nonfinite()
+
+
+def judged(step: int, lanes: tuple[int, ...], before: int, rule: NonfiniteRule, *, gradient: bool) -> Nonfinite:
+    """What is to be done about a step. lanes: those whose loss is no finite number. gradient: whether that of the
+    global batch is finite, as far as norms were exchanged. before: how many steps in a row before this one were not
+    finite, the most that any member says."""
+    words = _words(lanes, gradient=gradient or rule.scaled)
     if not words:
-        return Nonfinite()
-    step, in_a_row = outcome.step, outcome.finiteness.before + 1
+        return FINITE
+    in_a_row = before + 1
     ends = ""
     if rule.on_nonfinite == "stop":
         ends = f"step {step}: {words}; its update is left out, and the job stops (on_nonfinite: stop)"
@@ -53,14 +63,11 @@ def judged(outcome: StepOutcome, rule: NonfiniteRule) -> Nonfinite:
             f"step {step}: {words}{since} (nonfinite_limit is {rule.limit}): go on from a checkpoint before that "
             "(--resume-from), with a smaller learning rate or without the samples that the events name"
         )
-    return Nonfinite(words, in_a_row, rule.on_nonfinite != "warn", ends)
+    return Nonfinite(words, lanes, in_a_row, rule.on_nonfinite != "warn", ends)
 
 
-def _words(outcome: StepOutcome, scaled: bool) -> str:
-    lanes = outcome.finiteness.lanes
+def _words(lanes: tuple[int, ...], *, gradient: bool) -> str:
     if lanes:
         listed = ", ".join(str(lane) for lane in lanes)
         return f"the loss of lane{'s' if len(lanes) > 1 else ''} {listed} is not finite"
-    return (
-        "" if outcome.finiteness.gradient or scaled else "the gradient is not finite, though the loss of every lane is"
-    )
+    return "" if gradient else "the gradient is not finite, though the loss of every lane is"

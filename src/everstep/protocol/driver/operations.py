@@ -396,6 +396,12 @@ class Stepped(Answer, frozen=True):
     step: int
 
 
+class EndsJob(Answer, frozen=True):
+    """To `StepAsked`: by the records of the step whose state this worker has, the job ends with that."""
+
+    reason: str
+
+
 class GatherDone(Answer, frozen=True):
     """To `GatherAsked` and `SaveAsked`: the same at all; nothing once the job has ended."""
 

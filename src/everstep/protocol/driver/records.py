@@ -19,6 +19,7 @@ from everstep.base.cause import Cause
 from everstep.base.errors import InvariantViolation, ProtocolError, check
 from everstep.base.extents import Coded, Extents, Runs
 from everstep.placement.tree import fold, total_sumsq
+from everstep.protocol.driver.nonfinite import APPLIED, FINITE, Nonfinite, NonfiniteRule, judged
 from everstep.protocol.driver.policy import COMPARE, END, Due
 from everstep.protocol.step_types import Doubt, Holding, Key, LaneSaid, Record
 
@@ -93,9 +94,9 @@ class AgreePayload(msgspec.Struct, frozen=True, array_like=True):
     saved: int = 0
     nonfinite: int = 0
 
-    def stamped(self, committed_unix_ns: int, kept: int, due: Due, saved: int = 0) -> AgreePayload:
-        """The same, saying when the step before was committed, what is kept, due and saved."""
-        said = {"save": (tuple(due.tiers), due.reason), "save_cause": due.cause, "saved": saved}
+    def stamped(self, committed_unix_ns: int, kept: int, due: Due, saved: int = 0, nonfinite: int = 0) -> AgreePayload:
+        """The same, saying when the step before was committed, what is kept, due and saved, and what was not finite."""
+        said = {"save": (tuple(due.tiers), due.reason), "save_cause": due.cause, "saved": saved, "nonfinite": nonfinite}
         return msgspec.structs.replace(self, committed_unix_ns=committed_unix_ns, kept=kept, **said)
 
 
@@ -110,16 +111,6 @@ class GatherPayload(msgspec.Struct, frozen=True, array_like=True):
 
 
 @dataclass(frozen=True)
-class Finiteness:
-    """lanes: those whose loss is no finite number. gradient: whether that of the global batch is, as far as norms were
-    exchanged. before: how many steps in a row before this one were not finite, the most that anybody says."""
-
-    lanes: tuple[int, ...] = ()
-    gradient: bool = True
-    before: int = 0
-
-
-@dataclass(frozen=True)
 class StepOutcome:
     """What a step's records say: the same at every worker.
 
@@ -129,7 +120,7 @@ class StepOutcome:
     the step, by stage and worker, where they were due; ties: those of the copies of each parameter that several stages
     hold, and of how the model is set where that differs, by name and (stage, worker). kept: the newest step that
     is in memory in all stages. save, save_cause, saved: as in `AgreePayload`. probes: by lane and part of the model
-    what the members got that computed it, by worker.
+    what the members got that computed it, by worker. nonfinite: what follows from what is not finite.
     """
 
     step: int
@@ -144,7 +135,7 @@ class StepOutcome:
     save: tuple[tuple[str, ...], str] = ((), "")
     save_cause: Cause = Cause.UNKNOWN
     ties: Mapping[str, Mapping[tuple[int, int], str]] = field(default_factory=dict)
-    finiteness: Finiteness = Finiteness()
+    nonfinite: Nonfinite = FINITE
     saved: int = 0
     probes: Mapping[tuple[int, int], Mapping[int, LaneSaid]] = field(default_factory=dict)
 
@@ -175,8 +166,8 @@ def encode(said: AgreePayload | GatherPayload | Record | Mapping[int, Record]) -
     return msgspec.msgpack.encode(said)
 
 
-def conclude(step: int, n_lanes: int, records: Mapping[int, Record]) -> StepOutcome:
-    """Fold the records of one agree, in lane and block order.
+def conclude(step: int, n_lanes: int, records: Mapping[int, Record], rule: NonfiniteRule = APPLIED) -> StepOutcome:
+    """Fold the records of one agree, in lane and block order, and judge by the rule what is not finite.
 
     Raises: ProtocolError, InvariantViolation if they are not those of a step.
     """
@@ -217,10 +208,12 @@ def conclude(step: int, n_lanes: int, records: Mapping[int, Record]) -> StepOutc
         save=due[0].save if due else ((), ""),
         save_cause=due[0].save_cause if due else Cause.UNKNOWN,
         ties=_ties(sections),
-        finiteness=Finiteness(
+        nonfinite=judged(
+            step,
             tuple(k for k, r in used.items() if not math.isfinite(r.loss) or not math.isfinite(r.weight)),
-            not normed or math.isfinite(sumsq),
             max(p.nonfinite for p in payloads.values()),
+            rule,
+            gradient=not normed or math.isfinite(sumsq),
         ),
         saved=max(p.saved for p in payloads.values()),
         probes=_probes(sections),

@@ -8,7 +8,7 @@ that their donors feed, before anything is loaded. Then all stages go on togethe
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +22,7 @@ from everstep.protocol import messages as wire
 from everstep.protocol import step_types as step
 from everstep.protocol.driver import operations as do
 from everstep.protocol.driver.comparing import Comparing, Statements
+from everstep.protocol.driver.last_step import LastStep
 from everstep.protocol.driver.outbox import Gathers, Outbox
 from everstep.protocol.driver.policy import Due
 from everstep.protocol.driver.probing import ProbeVerdict, Probing
@@ -30,7 +31,6 @@ from everstep.protocol.driver.records import (
     GatherPayload,
     StageSection,
     StepOutcome,
-    conclude,
     decode_record,
     encode,
     last_states,
@@ -58,22 +58,30 @@ class Differs(msgspec.Struct, frozen=True):
 class Stepper:
     """What is done for one decision after the other.
 
-    lanes: of the global batch. comparing: when states are, and what came of it; probing: the same of lanes.
+    conclude: what everybody makes of a step's records. comparing: when states are, and what came of it; probing: the
+    same of lanes. last: the step whose state this worker has.
     """
 
     def __init__(
-        self, machine: StepMachine, out: Outbox, gathers: Gathers, lanes: int, comparing: Comparing, probing: Probing
+        self,
+        machine: StepMachine,
+        out: Outbox,
+        gathers: Gathers,
+        conclude: Callable[[int, do.Records], StepOutcome],
+        comparing: Comparing,
+        probing: Probing,
     ) -> None:
         self._machine = machine
         self._out = out
         self._gathers = gathers
-        self._lanes = lanes
+        self.outcome = conclude
         self._comparing = comparing
         self._probing = probing
         self._committed_ns = 0
         self._entered = self._generation = 0
         self._tried = (0, 0)  # generation and step
         self._after: step.ReductionDue | None = None
+        self.last = LastStep(machine, gathers, conclude)
 
     def entered(self, generation: int) -> None:
         """The next decision is the first one of this generation."""
@@ -117,7 +125,7 @@ class Stepper:
     ) -> Iterable[step.StepEvent]:
         """The whole reduced gradient is held here. kept: the newest step whose snapshots are where they are to be. due:
         what is taken after this one. saved: the newest step whose checkpoint is known to count."""
-        data = encode(payload.stamped(self._committed_ns, kept, due, saved))
+        data = encode(payload.stamped(self._committed_ns, kept, due, saved, self.last.nonfinite.in_a_row))
         return [step.GradientReduced(operation.generation, operation.step, data)]
 
     def gather(self, data: bytes, ends: bool, states: Sequence[StageSection] = ()) -> step.GatherWanted:
@@ -181,12 +189,9 @@ class Stepper:
     def updated(self, operation: do.Update, began_unix_ns: int) -> Iterable[step.StepEvent]:
         """The state is that of the step."""
         self._committed_ns = began_unix_ns
+        self.last.did(operation.outcome, operation.records)
         self._gathers.applied(operation.step, operation.records)
         return [step.Updated(operation.step)]
-
-    def outcome(self, number: int, records: Mapping[int, Record]) -> StepOutcome:
-        """What everybody concludes from the records of a step."""
-        return conclude(number, self._lanes, records)
 
     def concluded(self, outcome: StepOutcome) -> None:
         """What the records of a step, that counts, say of comparisons and of checkpoints."""
@@ -358,6 +363,7 @@ class Joiner:
     def replayed(self, operation: do.Replay) -> Iterable[StepEvent]:
         """The state is one step further."""
         self._at = operation.step
+        self._stepper.last.did(operation.outcome, operation.records)
         for feed in self._feeds:
             feed.steps.popleft()
         self._gathers.applied(operation.step, operation.records)

@@ -1,0 +1,55 @@
+"""How a worker leaves with a last checkpoint: since a plan says so, or alone, while no coordinator answers. Pure."""
+
+from __future__ import annotations
+
+from everstep.base.cause import Why
+from everstep.protocol import messages as wire
+from everstep.protocol import step_types as step
+from everstep.protocol.driver import operations as do
+from everstep.protocol.driver.driver_parts import DriverParts
+from everstep.protocol.driver.machine_effects import MachineEffects
+
+_INTERRUPTED = 130
+
+
+class LastSave:
+    """From the last checkpoint to the end."""
+
+    def __init__(self, parts: DriverParts, effects: MachineEffects) -> None:
+        self._parts = parts
+        self._effects = effects
+
+    @property
+    def is_agreed(self) -> bool:
+        """Whether all have decided to end the job by themselves: the application is not told of any step any more."""
+        return self._parts.saver.ending.agreed is not None
+
+    def begin(self) -> None:
+        """Take it, as far as all have decided so and this worker may go on; once in each generation."""
+        parts, ending = self._parts, self._parts.saver.ending
+        machine, application = parts.machine, parts.application
+        if ending.agreed is not None and application.settled and ending.begin(machine.generation):
+            save = parts.saver.boundary(ending.agreed, past=application.past)
+            parts.out.start(do.SaveLast, machine.generation, machine.current_plan(), machine.step, save)
+
+    def taken(self, operation: do.SaveLast, where: str) -> None:
+        """It is where it says; nowhere if it could not be completed."""
+        parts, agreed = self._parts, self._parts.saver.ending.agreed
+        for effect in parts.machine.handle(step.StepSaved(operation.step)) if where else ():
+            self._effects.carry_out(effect)  # at once: nothing is carried out any more when this worker leaves
+        parts.saver.last(operation, where)
+        if agreed is not None:
+            self.leave(agreed)
+        else:
+            parts.out.start(do.Linger, operation.generation)
+
+    def lingered(self, operation: do.Linger, result: None) -> None:
+        """The coordinator that has had all save may be gone before it could end the job."""
+        asked = self._parts.saver.ending.asked
+        if asked is not None and self._parts.application.ended is None:
+            self.leave(asked)
+
+    def leave(self, why: Why) -> None:
+        """The job ends here, without its coordinator."""
+        over = wire.JobEnded(state="interrupted", cause=why.cause, reason=why.reason, exit_code=_INTERRUPTED)
+        self._parts.application.end(over)

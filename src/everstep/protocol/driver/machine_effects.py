@@ -1,0 +1,126 @@
+"""What a worker makes of what its step machine says: the next operation, or something done at once. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from everstep.base.cause import Cause, Why
+from everstep.base.plan import Plan
+from everstep.protocol import step_types as step
+from everstep.protocol.driver import operations as do
+from everstep.protocol.driver.driver_parts import DriverParts
+from everstep.protocol.driver.machine_queue import MachineQueue
+from everstep.protocol.driver.stepper import Differs
+
+
+class MachineEffects:
+    """Carries them out, one after the other."""
+
+    def __init__(self, parts: DriverParts, queue: MachineQueue) -> None:
+        self._parts = parts
+        self._queue = queue
+        self._table = self._means()
+
+    def carry_out(self, effect: step.StepEffect) -> None:
+        """One, now."""
+        self._table[type(effect)](effect)
+
+    def _means(self) -> dict[type, Callable[[Any], object]]:
+        """The table of what each effect of the machine means."""
+        parts = self._parts
+        settler, stepper, out = parts.settler, parts.stepper, parts.out
+        return {
+            step.Leave: lambda e: settler.leave(e.generation),
+            step.Regroup: lambda e: self._open(e.plan),
+            step.SendHolding: lambda e: settler.state_holding(),
+            step.SettleAnew: lambda e: settler.anew(Why(Cause.CORRUPT, e.reason)),
+            step.ServeState: settler.serve,
+            step.FetchState: settler.fetch,
+            step.GoBack: self._go_back,
+            step.Entered: self._entered,
+            step.LanesNeeded: self._compute,
+            step.ReductionDue: stepper.reduce,
+            step.SendRecord: stepper.contribute,
+            step.StepDecided: self._update,
+            step.Gathered: self._gathered,
+            step.Release: self._release,
+            step.Discard: out.put,
+            step.LeftPlan: lambda e: parts.application.answer(do.Exit("the plan goes on without it", drained=True)),
+        }
+
+    # ---- generations
+
+    def _open(self, plan: Plan) -> None:
+        parts = self._parts
+        parts.joiner.stop()
+        parts.saver.regroup(plan)
+        if parts.probing.void(plan):
+            parts.out.put(parts.machine.void())
+        parts.settler.open(plan)
+
+    def _go_back(self, effect: step.GoBack) -> None:
+        leaves = self._parts.settler.go_back(effect)
+        if leaves is not None:
+            self._parts.application.answer(leaves)
+
+    def _entered(self, effect: step.Entered) -> None:
+        parts, application, saver = self._parts, self._parts.application, self._parts.saver
+        parts.stepper.entered(effect.generation)
+        parts.settler.entered(effect, application.loop)
+        again = application.again()
+        if again is not None:
+            self.gather(again)
+        saver.entered(parts.settler.positions)
+        plan = parts.machine.current_plan()
+        why = Why(plan.cause, plan.save)
+        if plan.save and saver.on:
+            save = None if application.ended else saver.boundary(why, past=application.past)
+            parts.out.start(do.SaveLast, plan.generation, plan, effect.step, save)
+        elif plan.save:
+            parts.out.start(do.Linger, plan.generation)
+
+    # ---- steps and gathers
+
+    def gather(self, data: bytes) -> None:
+        """The application wants this gathered."""
+        parts = self._parts
+        ask, at = parts.application.ask, parts.machine.step
+        ends = isinstance(ask, do.EndAsked)
+        states = ask.states if isinstance(ask, do.EndAsked) and ask.at == at else ()
+        self._queue.feed(parts.stepper.gather(data, ends, states))
+
+    def _compute(self, effect: step.LanesNeeded) -> None:
+        if not self._parts.application.holds:
+            self._parts.stepper.compute(effect)
+
+    def _release(self, effect: step.Release) -> None:
+        self._parts.out.put(effect)
+        self._queue.feed(*self._parts.keeper.released(effect.step))
+
+    def _gathered(self, effect: step.Gathered) -> None:
+        if effect.here:  # else others may still be copying the state
+            self._parts.settler.unshelve()
+        self.refuse(self._parts.stepper.gathered(effect))
+
+    def _update(self, effect: step.StepDecided) -> None:
+        self._parts.settler.unshelve()
+        self.refuse(self._parts.stepper.update(effect))
+
+    def refuse(self, differs: Differs | None) -> None:
+        """If a decision's records show that states differ all go back, but for the outvoted; or the job ends."""
+        if differs is None:
+            return
+        parts, probe = self._parts, differs.probe
+        if probe is None or probe.ends:
+            parts.saver.invalidated()
+        tainted = differs.tainted, differs.generation
+        if differs.outvoted and probe is not None:  # its state is right, what it makes of it is not
+            parts.application.answer(do.Exit(differs.why.reason))
+            return
+        if differs.outvoted:
+            parts.application.answer(do.Outvoted(differs.why.reason, *tainted, differs.sound))
+            return
+        self._queue.drop_holding()
+        self._queue.feed(step.UpdateRefused(differs.sound, probe is not None and not probe.ends))
+        parts.settler.anew(differs.why, *tainted, drift=differs.drift, probe=probe)

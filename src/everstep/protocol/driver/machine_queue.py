@@ -1,0 +1,45 @@
+"""The step machine's events and effects: what it is told at once, what it says in turn. Pure."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from everstep.protocol import step_types as step
+from everstep.protocol.driver.stepper import Stepper
+from everstep.protocol.step_machine import StepMachine
+
+_DECIDED = step.StepDecided | step.Gathered | step.Release | step.Discard
+
+
+class MachineQueue:
+    """Effects that have not been carried out yet; true if there are any."""
+
+    def __init__(self, machine: StepMachine, stepper: Stepper) -> None:
+        self._machine = machine
+        self._stepper = stepper
+        self._effects: deque[step.StepEffect] = deque()
+
+    def __bool__(self) -> bool:
+        return bool(self._effects)
+
+    def feed(self, *events: step.StepEvent) -> None:
+        """Give the machine events; its effects are carried out in turn."""
+        for event in events:
+            effects = self._machine.handle(event)
+            if any(isinstance(e, step.Leave | step.Regroup) for e in effects):
+                self.drop_transfers()
+            if any(isinstance(e, step.StepDecided | step.Gathered) for e in effects):
+                self._stepper.decision(self._machine.generation)  # a plan may come before it is carried out
+            self._effects.extend(effects)
+
+    def next(self) -> step.StepEffect:
+        """The next one that is to be carried out."""
+        return self._effects.popleft()
+
+    def drop_transfers(self) -> None:
+        """What has been decided is still carried out; everything that needs the old generation is not."""
+        self._effects = deque(e for e in self._effects if isinstance(e, _DECIDED))
+
+    def drop_holding(self) -> None:
+        """What is held is stated anew, in another generation."""
+        self._effects = deque(e for e in self._effects if not isinstance(e, step.SendHolding))

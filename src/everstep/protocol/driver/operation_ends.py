@@ -1,0 +1,117 @@
+"""What follows when an operation has ended: done, left, or with something that must not be used. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from everstep.protocol import messages as wire
+from everstep.protocol import step_types as step
+from everstep.protocol.driver import operations as do
+from everstep.protocol.driver.driver_parts import DriverParts
+from everstep.protocol.driver.hearing import Hearing
+from everstep.protocol.driver.last_save import LastSave
+from everstep.protocol.driver.machine_queue import MachineQueue
+from everstep.protocol.driver.records import AgreePayload
+from everstep.protocol.driver.settler import SETTLE
+
+_Events = Iterable[step.StepEvent]
+
+
+class OperationEnds:
+    """Tells those whom it concerns, and the machine what it has to know."""
+
+    def __init__(self, parts: DriverParts, queue: MachineQueue, hearing: Hearing, last: LastSave) -> None:
+        self._parts = parts
+        self._queue = queue
+        self._hearing = hearing
+        self._last = last
+        self._table = self._made()
+
+    def _made(self) -> dict[type, Callable[[Any, Any], _Events | None]]:
+        """The table of what follows when an operation has been done, from its result."""
+        settler, joiner = self._parts.settler, self._parts.joiner
+        return {
+            do.Open: settler.opened,
+            do.Exchange: self._exchanged,
+            do.Reduce: self._reduced,
+            do.Update: self._updated,
+            do.Fetch: settler.fetched,
+            do.Restore: self._restored,
+            do.OpenFeeds: joiner.opened,
+            do.Watch: joiner.saw,
+            do.Adopt: self._adopted,
+            do.Replay: self._replayed,
+            do.Evaluate: lambda operation, result: self._parts.application.answer(do.Evaluated()),
+            do.SaveLast: self._last.taken,
+            do.Finish: self._finished,
+            do.Compute: lambda operation, result: self._parts.stepper.computed(operation),
+            do.Linger: self._last.lingered,
+        }
+
+    def done(self, operation: do.Operation, result: Any) -> None:
+        """It was carried out."""
+        self._queue.feed(*(self._table[type(operation)](operation, result) or ()))
+
+    def aborted(self, operation: do.Operation, event: do.Aborted) -> None:
+        """A transfer was left: somebody decides, and a plan comes. Tell who is accused."""
+        if isinstance(operation, do.OpenFeeds | do.Watch):
+            self._hearing.feeds_lost(event.why)
+            return
+        if event.accused:
+            accused, generation = sorted(event.accused), operation.generation
+            cause, reason = event.why.cause, event.why.reason
+            self._parts.out.tell(wire.PeerFault, generation=generation, accused=accused, cause=cause, reason=reason)
+        self._queue.drop_transfers()
+        if isinstance(operation, do.Evaluate):
+            self._parts.application.answer(do.Evaluated())
+
+    def tainted(self, operation: do.Operation, event: do.Tainted) -> None:
+        """All settle anew, with what is left; whoever cannot mend its state starts anew."""
+        if event.torn:
+            self._parts.application.answer(do.Exit(f"{event.why.reason}; this worker starts anew"))
+        else:
+            self._parts.settler.anew(event.why)
+
+    # ---- done
+
+    def _exchanged(self, operation: do.Exchange, payloads: Mapping[int, bytes]) -> _Events:
+        if operation.tag == SETTLE:
+            return self._unless_refused(self._parts.settler.all_stated(operation, payloads))
+        return self._parts.stepper.all_contributed(operation, payloads)
+
+    def _reduced(self, operation: do.Reduce, payload: AgreePayload) -> _Events:
+        parts = self._parts
+        kept, due, saved = parts.keeper.complete, parts.saver.due(operation.step), parts.saver.newest
+        return parts.stepper.reduced(operation, payload, kept, due, saved)
+
+    def _updated(self, operation: do.Update, began_unix_ns: int) -> _Events:
+        self._parts.saver.updated(operation.outcome, operation.records)
+        self._parts.keeper.updated(operation.outcome, operation.records)
+        return self._parts.stepper.updated(operation, began_unix_ns)
+
+    def _adopted(self, operation: do.Adopt, result: do.Copied) -> _Events:
+        self._parts.comparing.copied()
+        return self._parts.joiner.adopted(operation, result)
+
+    def _replayed(self, operation: do.Replay, result: None) -> _Events:
+        self._parts.saver.ending.decided(operation.outcome)
+        self._parts.keeper.updated(operation.outcome, operation.records)
+        self._parts.stepper.concluded(operation.outcome)
+        return self._parts.joiner.replayed(operation)
+
+    def _finished(self, operation: do.Finish, written: bool) -> None:
+        at = operation.step
+        self._parts.out.tell(wire.WorkerDone, generation=operation.generation, step=at, final_written=bool(written))
+
+    def _restored(self, operation: do.Restore, result: do.Copied) -> _Events:
+        if self._parts.machine.position != operation.position:  # else the application is where it should be
+            self._parts.application.went_back()
+        return self._unless_refused(self._parts.settler.restored(operation, result))
+
+    def _unless_refused(self, events: _Events) -> _Events:
+        """The same; none if this worker is to go no further."""
+        refused = self._parts.settler.refused
+        if refused:
+            self._parts.application.answer(do.Refused(refused))
+        return () if refused else events

@@ -1,0 +1,82 @@
+"""All that a worker's step machine knows, and what concerns several parts of it. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from everstep.base.plan import WorkerKey
+from everstep.protocol.step_phases import Phase
+from everstep.protocol.step_types import Discard, Holding, Key, Record, StepEffect
+from everstep.protocol.stepping.decisions import Decisions
+from everstep.protocol.stepping.own_plans import Plans
+from everstep.protocol.stepping.states_held import NextStep, StatesHeld
+
+
+class Known:
+    """phase: what the worker is doing; me: who it is."""
+
+    def __init__(self, me: WorkerKey, digest: str) -> None:
+        self.me = me
+        self.phase = Phase.WAITING
+        self.plans = Plans(me)
+        self.decisions = Decisions()
+        self.held = StatesHeld(digest)
+        self.next = NextStep()
+
+    @property
+    def step(self) -> int:
+        """Updates applied or being applied."""
+        return self.decisions.position.step
+
+    def goes(self, phase: Phase) -> None:
+        """The worker does something else."""
+        self.phase = phase
+
+    def lacks(self, stage: int) -> bool:
+        """Whether it has less of a stage than the present plan's share."""
+        return self.held.lacks(stage, self.plans.share(stage))
+
+    def holding(self) -> Holding:
+        """What is held as of now, to be stated in the present plan. Raises: InvariantViolation without one."""
+        held, coming, decisions = self.held, self.next, self.decisions
+        computed = {(stage, lane) for stage, lane in coming.lanes if not self.lacks(stage)}
+        return Holding(
+            position=decisions.position,
+            records=decisions.records,
+            gradient_step=coming.gradient_step,
+            digest=held.digest if self.step == 0 else "",
+            stages=held.present,
+            lacking=tuple(sorted({lane for _, lane in self.plans.seats() - computed})),
+            snapshots=dict(held.kept.snapshots),
+            disk=tuple(sorted(held.kept.disk)),
+            gradients=dict(coming.gradients),
+            sound=held.sound,
+        )
+
+    def move(self, position: Key, records: Mapping[int, Record]) -> list[StepEffect]:
+        """The state is that of another position, or is about to be."""
+        self._leave(position.step)
+        return self.decisions.move(position, records)
+
+    def take(self, key: Key, records: Mapping[int, Record]) -> list[StepEffect]:
+        """A decision is taken, by the members of this generation: there is no doubt about what led to it."""
+        self._leave(key.step)
+        self.held.doubt(-1)
+        return self.decisions.take(key, records)
+
+    def _leave(self, step: int) -> None:
+        if step != self.step:
+            self.next.is_another()
+            self.held.becomes({k: blocks for k, blocks in self.held.blocks.items() if blocks.whole})
+
+    def doubt(self, sound: int) -> None:
+        """States after this step count for nothing; nor does the live one of it, in which copies have just differed."""
+        self.held.doubt(sound)
+        if self.step >= sound and self.phase is not Phase.UPDATING:  # that leads beyond it
+            self.held.becomes({})
+            self.next.forget()
+
+    def void(self) -> Discard:
+        """Nothing that has been computed of the next step counts: what is to be dropped."""
+        self.next.forget()
+        return Discard(self.step + 1, undone=True)

@@ -1,0 +1,69 @@
+"""Which plan a worker follows, and to which it may switch. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from everstep.base.errors import InvariantViolation
+from everstep.base.extents import WHOLE, Extents
+from everstep.base.plan import Plan, WorkerKey
+from everstep.protocol.step_types import Record
+
+
+class Plans:
+    """plan: the present one, None without. generation: of the plan, or the newest that has left this worker out; what
+    is of older ones is over. switch: to what was decided to switch, which is done after the update."""
+
+    def __init__(self, me: WorkerKey) -> None:
+        self.me = me
+        self.plan: Plan | None = None
+        self.generation = 0
+        self.switch: Plan | None = None
+        self._prepared: dict[int, Plan] = {}
+
+    @property
+    def prepared(self) -> int:
+        """Generation of the newest prepared plan that is held, 0 if none."""
+        return max(self._prepared, default=0)
+
+    @property
+    def current(self) -> Plan:
+        """The present one. Raises: InvariantViolation if there is none."""
+        if self.plan is None:
+            raise InvariantViolation(f"worker {self.me} has no plan")
+        return self.plan
+
+    def share(self, stage: int) -> Extents:
+        """What this worker is to hold of a stage's state."""
+        return WHOLE if self.plan is None else self.plan.shard(self.me.worker_id, stage).state
+
+    def shares(self) -> dict[int, Extents]:
+        """By stage of its seats."""
+        return {stage: self.share(stage) for stage in self.current.stages_of(self.me.worker_id)}
+
+    def seats(self) -> set[tuple[int, int]]:
+        """(stage, lane) of this worker's seats."""
+        plan, mine = self.current, self.me.worker_id
+        return {(stage, lane) for stage in plan.stages_of(mine) for lane in plan.lanes_of(mine, stage)}
+
+    def prepare(self, plan: Plan) -> None:
+        """One that all may switch to once they hold it."""
+        self._prepared[plan.generation] = plan
+
+    def agreed(self, records: Mapping[int, Record]) -> Plan | None:
+        """The held plan that all of these records bear, if there is one newer than the present."""
+        generations = {r.prepared for r in records.values()}
+        if len(generations) != 1:
+            return None
+        return self._prepared.get(generations.pop())
+
+    def decide(self, switch: Plan | None) -> None:
+        """To what is switched after the update."""
+        self.switch = switch
+
+    def follow(self, generation: int, plan: Plan | None) -> None:
+        """A generation begins, with this worker (by its plan) or without it."""
+        self.plan, self.generation = plan, generation
+        self._prepared = {g: p for g, p in self._prepared.items() if g > generation}
+        if self.switch is not None and self.switch.generation <= generation:
+            self.switch = None
