@@ -31,7 +31,7 @@ from everstep.runtime.targets import put_target
 
 ANY_PORT = "127.0.0.1:0"
 NOTIFY_VARIABLE = "EVERSTEP_NOTIFY"
-"""What a job hands to the process that tells its notices."""
+"""Variable in which a job gives `notify` settings to the process that sends its notices."""
 _PUBLIC = {True: ["--public"], False: []}
 PUBLIC_HELP = "Anyone who reaches the port may read without the token."
 _SINK_WORDS_S = 15.0

@@ -65,7 +65,7 @@ _TITLE = (
     f"{'scenario':22} {'ends':12} {'faults':>6} {'evicted':>7} {'healed':>6} {'recovery s':>16} {'redone':>6} {'s':>6}"
 )
 StartCase = Callable[[list[str], Path], int]
-"""Runs `everstep ARGV`, its output into a file beside the run directory; returns the exit code."""
+"""Runs `everstep ARGV`, with its output in a file beside the run directory; returns the exit code."""
 
 
 @click.group(help=_HELP.format(kinds=_KINDS), context_settings={"help_option_names": ["-h", "--help"]})

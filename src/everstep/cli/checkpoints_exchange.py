@@ -167,7 +167,7 @@ def copy_command(
 
 
 COMMANDS = {"export": export_command, "import": import_command, "copy": copy_command}
-"""For the group `everstep checkpoints`."""
+"""Commands that the group `everstep checkpoints` takes from here."""
 
 
 def _steps(origin: StorePlace, which: str | None, everything: bool) -> list[int]:

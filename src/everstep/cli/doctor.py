@@ -37,7 +37,7 @@ from everstep.runtime.versions import differences, versions
 _CONNECT_S = 5.0
 _LEAST_MTU = 576
 _MOST_BYTES = 65535
-"""Of an IPv4 packet, whatever an interface would take."""
+"""Largest IPv4 packet, whatever an interface would take."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,5 @@
-"""`everstep sim`: simulated faults, seed by seed; exit 1 at the first that breaks a promise, with what replays it."""
+"""`everstep sim`: simulated faults, seed by seed; exit 1 at the first broken promise, with the command that replays
+it."""
 
 from __future__ import annotations
 
