@@ -1,7 +1,7 @@
-"""What is known of a job on this host before anything of it starts, the same for all commands that start some of it.
+"""The facts that a host knows of a job before anything of it starts, the same for all commands that start a part of it.
 
-`run`, `takeover` and `agent --standby` start a process that leads the job, or may have to; `agent`, and the hosts after
-the first that a launcher starts, an agent alone.
+`run`, `takeover` and `agent --standby` start a process that leads the job, or may have to. `agent`, and the hosts after
+the first that a launcher starts, start an agent alone.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ class Start:
 
     @property
     def name(self) -> str:
-        """What the agent of this host is called."""
+        """Name of this host's agent."""
         return self.host or self.config.network.address
 
     @property
     def address(self) -> str:
-        """Where this host is found by others."""
+        """Address at which others find this host."""
         return self.own or self.config.network.address
 
     @property
@@ -71,7 +71,7 @@ class Start:
         return self.run_dir
 
     def joining(self, address: str, **more: Any) -> Joining:
-        """What the agent of this host is told. address: as `Joining` has it; more: its other fields."""
+        """Facts for the agent of this host. address: as `Joining` has it; more: its other fields."""
         own = {"entry": self.entry, "preload": list(self.preload), "files": self.files, "ranks": self.ranks}
         own |= {"host": self.name, "own": self.address, "room": self.room or 0, "domains": dict(self.domains)}
         return Joining(**{"address": address, **own, "tls": self.config.security.tls, **more})
