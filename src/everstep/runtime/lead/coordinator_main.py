@@ -481,7 +481,7 @@ async def serve(place: Post) -> None:
     token = wire.read_token(run_dir / TOKEN_FILE)
     shown = shown_by(config.security.tls, token, host)
     directory = led_directory(run_dir, place.copying_host, token, Tls.of(shown), config.control.lease_s)
-    own = EventLog(run_dir / (OWN_FOLDER if place.copying_host else "") / EVENTS_FILE)  # a copy stays unwritten
+    own = EventLog(run_dir / (OWN_FOLDER if place.copying_host else "") / EVENTS_FILE)  # nobody writes into a copy
     server: ControlServer | None = None
 
     def accepted() -> ControlSocket:

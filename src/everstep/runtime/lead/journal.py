@@ -130,7 +130,7 @@ class Journal:
         self._place()
 
     def _place(self) -> None:
-        """Put the new file in place. Entries count only once no crash can give the name back to the old file. Raises:
+        """Sync the folder: entries count only once no crash can give the file's name back to the old file. Raises:
         OSError."""
         if self._placed:
             return

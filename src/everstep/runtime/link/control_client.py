@@ -127,7 +127,7 @@ class FrameQueue:
         return len(self._queue)
 
     def add(self, data: bytes, passing: bool) -> None:
-        """Add a frame. If there are too many, drop a passing frame that has not begun to leave, this one last."""
+        """Add a frame. A full queue drops a passing frame that has not begun to leave, or else this one if it passes."""
         if len(self._queue) < MAX_QUEUED or self._make_room() or not passing:
             self._queue.append((data, passing))
 

@@ -281,7 +281,7 @@ class TlsSocket(ssl.SSLSocket):
             return self._moved(lambda tls: tls.read(size, view)) or 0
 
     def _moved(self, operation: Callable[[Any], T]) -> T | None:
-        """Repeat an operation until it has moved bytes; None at the end of the stream."""
+        """Result of an operation, after as many tries as it takes; None at the end of the stream."""
         try:
             return self._until_done(operation)
         except (ssl.SSLZeroReturnError, ssl.SSLEOFError):
