@@ -124,8 +124,7 @@ def command(
 
 
 def _check_standby(address: str, beside: Mapping[str, object]) -> None:
-    """Check the options given together with --standby. beside: their values by option. Raises: ConfigError if one does
-    not fit."""
+    """Check options next to --standby. beside: their values by option. Raises: ConfigError if one does not fit."""
     if not address.startswith(SCHEMES):
         raise ConfigError(f"--standby: expected --join etcd://..., which holds the lease, got {address!r}")
     if unfit := [name for name, value in beside.items() if value]:

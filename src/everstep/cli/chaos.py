@@ -315,8 +315,7 @@ def undisturbed_options(options: Sequence[str]) -> list[str]:
 
 
 def run_everstep(argv: list[str], run_dir: Path) -> int:
-    """Run the command as a process of its own, with its output in RUN_DIR.log. A job that does not end in time is
-    killed."""
+    """Run the command as a process of its own; its output is in RUN_DIR.log. A job that takes too long is killed."""
     with os.fdopen(open_below(run_dir.with_suffix(".log"), ANEW), "wb") as log:
         process = subprocess.Popen(
             own_command("everstep", *argv), stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT

@@ -237,8 +237,7 @@ def _verify(place: StorePlace, which: str | None, *, shown: bool) -> tuple[int, 
 
 
 def _too_old(text: str, bad: set[int], not_before: int | None) -> list[dict[str, Any]]:
-    """Finding if the newest usable checkpoint is older than `not_before`, else nothing. bad: steps of damaged
-    checkpoints."""
+    """Finding if the newest usable checkpoint is before `not_before`, or none. bad: steps of damaged checkpoints."""
     from everstep.checkpoint.reader import steps_in
 
     store = _place(text).store

@@ -344,8 +344,7 @@ def _step(place: StorePlace, which: str | None) -> int:
 
 @contextmanager
 def progress_bar(words: str, shown: bool) -> Iterator[Callable[[int, int], None]]:
-    """Progress bar on stderr, called with (bytes done, bytes in all). It prints nothing unless `shown` and stderr is a
-    terminal."""
+    """Progress bar on stderr, called with (bytes done, bytes in all). It is silent without `shown` or a terminal."""
     import sys
 
     if not shown or not sys.stderr.isatty():

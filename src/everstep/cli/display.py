@@ -99,8 +99,7 @@ class PlainDisplay(Display):
 
 
 class LiveDisplay(Display):
-    """Progress bar, a line per worker and the last events, redrawn in place. samples: resources that the workers
-    use."""
+    """Progress bar, a line per worker and the last events, redrawn in place. samples: workers' resources."""
 
     def __init__(self, console: Console, samples: Folder, total_steps: int | None = None) -> None:
         from rich.live import Live
@@ -232,8 +231,7 @@ class Watcher:
         return ended
 
     def _tell_notes(self) -> None:
-        """Tell the notes one turn late, when it is known whether the job is over: the exits of its workers then
-        interest nobody."""
+        """Tell notes one turn late: if the job is over by then, the exits of its workers interest nobody."""
         if self.facts.condition.exit_code is None:
             for note in self._due:
                 if note.about not in self._told:
@@ -401,11 +399,9 @@ def summary(
     why: Why | None = None,
     missing_rows: str = "",
 ) -> dict[str, Any]:
-    """The object that `run --json` ends with. why: the reason of a bad end. Of many recoveries only the newest give the
-    times.
+    """The object that `run --json` ends with. why: the reason of a bad end. Times are of the newest recoveries.
 
-    missing_rows: rows that the ledger lacks. A job that did its work but lacks the proof is completed, but not in
-    order.
+    missing_rows: rows that the ledger lacks. A completed job that lacks them ends with a problem.
     """
     strange = facts.course.strange
     states = {0: "completed", 130: "interrupted", 143: "interrupted"}

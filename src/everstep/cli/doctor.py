@@ -243,8 +243,7 @@ def _told(heard: HeadFacts, config: Config) -> Iterator[Checked]:
 
 
 def _full_packets(where: tuple[str, int], config: Config, token: bytes, own: str, heard: HeadFacts) -> Checked:
-    """Check full-size packets: small ones pass and full ones get lost if a tunnel is narrower than both ends
-    believe."""
+    """Check full packets: they get lost, and small ones pass, if a tunnel is narrower than both ends believe."""
     leaves = mtu_of(interface_of(own))
     try:
         ask_about(where, token, config.security.tls, own, padding=FULL_PACKETS_BYTES)

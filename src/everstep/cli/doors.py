@@ -25,14 +25,13 @@ def head_doors(
     slots: int | None = None,
     world_size: int | None = None,
 ) -> tuple[dict[str, Any], int | None]:
-    """Config keys that follow from the options of a job that others may join, and the port for agents (None: none may
-    join).
+    """Config keys that follow from the options for joining a job, and the port for agents, None if none may join.
 
     listen: of `--listen`, where an interface may stand for its address. told: of `--address`. given: config keys that
     are set, by dotted key. local: this host has workers, too. slots: the number of those, None for one per device.
     world_size: number of hosts that take part, None if unknown.
 
-    Returns (config keys, port).
+    Returns the keys and the port.
 
     Raises: ConfigError for an address that is not this host's, or that others could not reach.
     """

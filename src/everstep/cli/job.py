@@ -254,8 +254,7 @@ def _said_later(old: JobFile, new: JobFile) -> set[str]:
 
 
 def about_to_run(job: JobFile) -> str:
-    """Sentence that tells the user which code of a resumed job will run with his rights: its task, and its command for
-    notices."""
+    """Sentence that tells the user which code of a job will run with his rights: its task, its command for notices."""
     task = one_line(shlex.join([job.task, *job.argv]))
     notify = job.config.notify.command
     return f"this runs {task}" + (f", and for notices {one_line(notify)}" if notify else "")
@@ -270,8 +269,7 @@ def write_job(run_dir: Path, job: JobFile) -> None:
 
 
 def read_job(run_dir: Path, *, joined: bool = True) -> JobFile:
-    """The job of a run directory. joined: include the values that a script gave when it joined, which nobody knows
-    beforehand.
+    """The job of a run directory. joined: include values that its script gave when it joined, unknown before.
 
     Unknown keys of a config that another version wrote are passed over (`JobFile.unknown`).
 

@@ -321,8 +321,8 @@ def _own_python() -> str:
 
 
 def _local(words: tuple[str, ...]) -> tuple[str, ...]:
-    """The words, with the task named as hosts that share the file system can find it. Raises: ConfigError if there is
-    no such task."""
+    """The words with a task name that holds on all hosts of the file system. Raises: ConfigError if there is no such
+    task."""
     if not words or words[0].startswith("-"):
         return words
     spec = parse_task(words[0])
@@ -363,8 +363,7 @@ def _submit(command: list[str], hint: str, given: str = "") -> int:
 
 
 def _without_launcher() -> dict[str, str]:
-    """Environment without the engine's own variables, so that a submission works the same from within a job of the
-    engine."""
+    """Environment without the engine's variables, so that a submission from within a job of the engine works alike."""
     return {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "SBATCH_"))} | {
         name: os.environ[name] for name in ("SLURM_CONF",) if name in os.environ
     }

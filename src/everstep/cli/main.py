@@ -111,8 +111,7 @@ def complain(text: str) -> None:
 
 
 def run_command(argv: list[str] | None = None) -> int:
-    """Run a command, and turn its exceptions into a line and an exit code. Files that it writes belong to its user
-    alone."""
+    """Run a command, and turn its exceptions into a line and an exit code. Its files are private to the user."""
     write_privately()
     with guarded():
         return _run(argv)

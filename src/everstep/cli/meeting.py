@@ -109,11 +109,9 @@ def _in_folder(folder: Path) -> Where:
 
 def wait_for_job(begun: Start, look: Callable[[], Where | None], *, patient: bool = False) -> Met | None:
     """Wait until a job with this token answers at a place that `look` returns. patient: also while a process with
-    another token answers, because it may be about to leave. Returns None if the directory that names the place says
-    that the job is over.
+    another token answers, because it may be about to leave. Returns None if the directory says that the job is over.
 
-    Raises: ConfigError if the job has another token, or the process is no job; QuorumLost if nobody has answered for
-    long.
+    Raises: ConfigError if the job has another token, or it is no job; QuorumLost if nobody has answered for long.
     """
     config, folder, patience_s = begun.config, folder_of(begun.where), begun.config.hosts.wait_s
     end_s, told, at = time.monotonic() + patience_s, False, begun.where

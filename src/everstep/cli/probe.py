@@ -27,8 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Probe:
-    """Facts about the task. `dataset_size` None: the dataset could not be built. units: class names of the model's
-    units.
+    """Facts about a task. `dataset_size` None: no dataset could be built. units: class names of the model's units.
 
     cut: [first unit, unit after the last] of each part; stage_parameters: elements by stage, shared ones counted once.
     unit_ms: time of each unit for one lane, if asked for. split_checked: the task was proven to be splittable; the
@@ -178,8 +177,7 @@ def _check_parts(task: Task) -> None:
 
 
 def check_metric(task: Task) -> None:
-    """Raises: ConfigError if early stop waits for a metric that the task lacks; computes the metrics of one test
-    sample."""
+    """Compute the metrics of one test sample. Raises: ConfigError if the metric of early stop is not among them."""
     import torch
 
     wanted = task.config.early_stop.metric

@@ -83,8 +83,7 @@ def _ids(listed: str) -> list[int]:
 
 
 class _Watch:
-    """State of the recordings. lives: the recording workers, worker_id -> incarnation; missing: reasons of those
-    without a trace."""
+    """State of the recordings. lives: the recording workers, worker_id -> incarnation; missing: reasons by worker."""
 
     def __init__(self, run_dir: Path, folder: Path, told: dict[str, Any], progress: TextIO) -> None:
         self.lives: dict[int, int] = {w["worker_id"]: w["incarnation"] for w in told["workers"]}

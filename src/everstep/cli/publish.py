@@ -83,8 +83,7 @@ def _sinks(names: tuple[str, ...]) -> list[str]:
 
 
 def _notify(layers: list[tuple[str, dict[str, Any]]]) -> dict[str, Any]:
-    """The notice target, from the command line or the process that started this one. Raises: ConfigError if neither
-    names one."""
+    """Notice settings, from the command line or the parent process. Raises: ConfigError if neither names a target."""
     if (said := os.environ.pop(NOTIFY_VARIABLE, None)) is not None:
         return dict(json.loads(said))
     config = load_config(layers).notify

@@ -1,5 +1,4 @@
-"""`everstep report` and `everstep compare`: one job, or several on top of each other, as one HTML file, with
-pictures."""
+"""`everstep report` and `everstep compare`: one job, or several on top of each other, as HTML and pictures."""
 
 from __future__ import annotations
 
@@ -99,8 +98,7 @@ def compare_command(run_dirs: tuple[Path, ...], out: Path) -> int:
 
 
 def _refuse_absurd(histories: Iterable[History]) -> None:
-    """Check that event numbers are plausible, after all files are written. Raises: ConfigError for one that cannot
-    be."""
+    """Refuse impossible numbers in events, after all files are written. Raises: ConfigError."""
     for history in histories:
         if history.absurd:
             raise ConfigError(history.absurd)

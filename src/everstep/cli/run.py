@@ -81,8 +81,8 @@ from everstep.sinks.sink import check_installed as check_sinks
 class Asked:
     """Options of one `everstep run` as typed, except the config keys that have options of their own.
 
-    `argv`: of the script; `told`: of `--address`; `key_file`: of `--require-signature`; the others have their option's
-    name.
+    `argv`: of the script; `told`: of `--address`; `key_file`: of `--require-signature`; others are named as their
+    options.
     """
 
     spec: TaskSpec

@@ -191,11 +191,10 @@ class Trust:
 
 
 def find_start(run_dir: Path, job: JobFile, *, script: bool, trust: Trust = Trust()) -> StartPoint:
-    """Where the job in a (locked) directory begins; copies the checkpoint that `--resume-from` names if the directory
-    has none.
+    """Where the job in a (locked) directory begins; copies the one of `--resume-from` if the directory has no
+    checkpoint.
 
-    Raises: ConfigError if that is no checkpoint, another job's, or not signed with the key. CheckpointCorrupt,
-    StoreError.
+    Raises: ConfigError if that is no checkpoint, another job's, or not signed so. CheckpointCorrupt, StoreError.
     """
     from everstep.report.history import newest_step  # agents import this module without needing it
 

@@ -1,5 +1,4 @@
-"""`everstep sim`: simulated faults, seed by seed; exit 1 at the first broken promise, with the command that replays
-it."""
+"""`everstep sim`: simulated faults, seed by seed; exit 1 at the first broken promise, with its replay command."""
 
 from __future__ import annotations
 

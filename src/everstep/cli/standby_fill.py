@@ -84,8 +84,7 @@ def kept_apart(folder: Path, job: str) -> bool:
 
 
 def _fill(folder: Path, begun: Start, look: Callable[[], Where | None]) -> None:
-    """Wait until the folder has all files as of a moment ago. If no head is known, earlier complete contents
-    suffice."""
+    """Wait until the folder has all files as of a moment ago. Without a head, older complete ones do."""
     end_s = time.monotonic() + _PATIENCE_S
     while (where := look()) is None:
         if DirectoryCopy(folder).state(None).usable:

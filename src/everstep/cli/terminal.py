@@ -39,8 +39,7 @@ class SilentKeys:
                 self._fd = fd
 
     def leave_screen(self) -> None:
-        """Leave the terminal as it was before a full-screen picture, with cursor and keys, past the library that draws
-        it."""
+        """Restore the terminal behind a full-screen picture, its cursor and keys, past the library that draws it."""
         with contextlib.suppress(OSError):
             os.write(1, b"\x1b[?1049l\x1b[?25h")
         self.restore()

@@ -23,8 +23,7 @@ Again = tuple[int, int]
 class Course:
     """Progress of a job. `loss`: of the newest step, None if there is none or it is not finite; `strange`: steps
     without a finite loss. `rates`: samples, seconds, steps by number of workers. `redo_to`: the last step that is
-    repeated now, 0 if none is; `began_again_ns`: when that began. `clean`: nothing but a step follows upon the last
-    one."""
+    repeated now, 0 if none is; `began_again_ns`: when that began. `clean`: only a step follows the last one."""
 
     step: int = 0
     loss: float | None = None
@@ -111,8 +110,8 @@ class Course:
         return again
 
     def _go_back(self, back_to: int, time_ns: int) -> Again:
-        """Go back to a step. The later ones are repeated with the same bits; their events do not come again, so their
-        points stay."""
+        """Go back to a step. The later ones are repeated with the same bits but not told again, so their points
+        stay."""
         at, self.step = self.steps.at(back_to + 1), min(self.step, back_to)
         if at is None:
             return 0, 0
@@ -140,7 +139,7 @@ class Course:
         return "nan" if self.strange is not None and self.strange.last == self.step else ""
 
     def efficiency(self) -> list[dict[str, float]]:
-        """Scaling by number of workers, rising: samples per second, and that per worker relative to the fewest
+        """By number of workers, rising: samples per second, and their share per worker relative to the fewest
         workers."""
         found: list[dict[str, float]] = []
         for workers, (samples, seconds, steps) in sorted(self.rates.items()):

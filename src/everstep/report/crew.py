@@ -18,8 +18,8 @@ _GONE = ("dead", "left")
 
 @dataclass
 class Crew:
-    """Workers of a job. `generation`: the newest one told; `members`: number of workers with lanes; `wanted`: number of
-    workers that the job asks for."""
+    """Workers of a job. `generation`: the newest one told; `members`, `wanted`: numbers of workers with lanes and asked
+    for."""
 
     workers: dict[int, WorkerFact] = field(default_factory=dict)
     spans: deque[Span] = field(default_factory=lambda: deque(maxlen=_MOST_SPANS))

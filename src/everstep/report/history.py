@@ -135,8 +135,7 @@ class History:
         return goodput(self.seconds(running))
 
     def goodput_by_capacity(self, running: bool) -> float | None:
-        """Share of training in the running time, each moment weighted by the share of the wanted workers that took
-        part."""
+        """Training's share of the running time, each moment weighted by the share of the wanted workers in it."""
         facts = self.facts
         seconds = self.seconds(running)
         whole = sum(value for use, value in seconds.items() if use != "not running")

@@ -47,8 +47,8 @@ class Pace:
         return passed_s > _GRACE_S and passed_s > self.limit_s()
 
     def samples_per_s(self, now_ns: int | None = None) -> float | None:
-        """Samples per second of the newest steps; None before two steps. now_ns: for a job that trains; the speed falls
-        while the next step is overdue."""
+        """Samples per second of the newest steps; None before two steps. now_ns: the speed falls while a step is
+        overdue."""
         if len(self._recent) < 2:
             return None
         (first_ns, _, _), (last_ns, _, _) = self._recent[0], self._recent[-1]

@@ -31,8 +31,7 @@ class Series:
         return len(self.x)
 
     def add(self, x: float, values: Sequence[float | None]) -> None:
-        """Append a point. If its x is not beyond the last, it replaces all points from its x on, as those steps are
-        repeated."""
+        """Append a point. If its x is not beyond the last, it replaces all points from its x on: repeated steps."""
         if self.x and x <= self.x[-1]:
             self.cut(x)
         if self._counts and self._counts[-1] < self._stride:
@@ -60,8 +59,7 @@ class Series:
         return found if found < len(self.x) else None
 
     def since(self, version: int, length: int) -> dict[str, Any] | None:
-        """Points that a reader with `length` points of `version` lacks, as {version, start, x, columns}; None if
-        nothing.
+        """Points that a reader with `length` points of `version` lacks, as {version, start, x, columns}; None if none.
 
         The newest point that the reader has is given again, for it may have grown.
         """

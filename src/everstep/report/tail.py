@@ -135,8 +135,7 @@ class Tail:
 
 
 class Folder:
-    """All files of a folder that match a pattern, rotated ones included: each is read once, whatever its name is by
-    then."""
+    """All files of a folder that match a pattern, rotated ones included: each is read once, under any name."""
 
     def __init__(self, folder: Path, pattern: str, last_bytes: int | None = None) -> None:
         self._last_bytes = last_bytes

@@ -95,7 +95,7 @@ class Usage:
             self._widen()
 
     def columns(self, most: int = _BUCKETS) -> dict[str, Any]:
-        """Columns for charts: x (end of a bucket, s since 1970), seconds of a worker per step by phase, bytes per
+        """Columns for charts: x (end of a bucket, s since 1970), seconds per worker and step by phase, bytes per
         second.
 
         most: neighbours are merged until there are no more buckets than this, and until a worker does a few steps in

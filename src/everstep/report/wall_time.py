@@ -89,8 +89,7 @@ class TimeAccount:
         return {use: total[use] / 1e9 for use in USES if total.get(use)}
 
     def by_capacity_s(self, extra: Iterable[Stretch] = ()) -> float:
-        """The seconds of training, each weighted by the share of the capacity that took part. extra: as for
-        `seconds`."""
+        """The seconds of training, weighted by the share of the capacity in it. extra: as for `seconds`."""
         return self._total(extra).get(_BY_CAPACITY, 0) / 1e9
 
     def _total(self, extra: Iterable[Stretch]) -> dict[str, int]:
@@ -112,8 +111,7 @@ class TimeAccount:
 
 
 def recovery_phases(end_ns: int, duration_s: float, phases_s: dict[str, float]) -> list[Stretch]:
-    """Stretches of a recovery that ended at `end_ns`: its phases one after another; time that they do not explain is
-    "other".
+    """Add a recovery that ended at `end_ns`: its phases one after another; unexplained time is "other".
 
     Phases that add up to more than the whole are shortened in proportion.
     """

@@ -79,8 +79,8 @@ def why_of(event: Event) -> tuple[Cause, str]:
 
 
 def checkpoint_result(event: Event) -> str:
-    """Result of a checkpoint: complete, skipped (it was not its turn, and the next one will do) or failed; older jobs
-    told both alike."""
+    """Result of a checkpoint: complete, skipped (the next one will do) or failed; older jobs told the last two
+    alike."""
     if event["kind"] == "checkpoint_completed":
         return "complete"
     return "skipped" if event["kind"] == "checkpoint_skipped" or cause(event).skips_checkpoint else "failed"

@@ -192,14 +192,12 @@ def last_line(path: Path) -> str:
 
 
 def killed_from_outside(code: int) -> bool:
-    """Whether the process was ended by a signal that crashing processes do not send themselves (SIGKILL, SIGTERM,
-    ...)."""
+    """Whether a signal ended the process that a crash does not raise by itself (SIGKILL, SIGTERM, ...)."""
     return code < 0 and -code not in _OWN_CRASHES
 
 
 def pinned_environment(threads: int) -> dict[str, str]:
-    """This process's environment with the settings fixed that numerics depend on; `threads` is the intra-op number per
-    worker."""
+    """This process's environment with fixed settings for numerics; `threads` is the intra-op number per worker."""
     return {
         **os.environ,
         "PYTHONHASHSEED": "0",

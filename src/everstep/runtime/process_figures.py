@@ -19,8 +19,8 @@ _MOST_CHILDREN = 64
 
 
 def figures_of(pid: int, *, whole: bool = False) -> Figures | None:
-    """Figures of this process now; None if it is gone or nothing is known. whole: include bytes that it read, and its
-    children's time."""
+    """Figures of this process now; None if it is gone or nothing is known. whole: with bytes read, and children's
+    time."""
     try:
         fields = _text(f"/proc/{pid}/stat").rpartition(")")[2].split()
         spent = sum(map(int, fields[11:15])) / _TICKS_PER_S
@@ -69,8 +69,7 @@ def _scheduled(path: str) -> tuple[float, float]:
 
 
 def _of_children(pid: int) -> float:
-    """Processor time of the processes below this one; a parent's time includes that of the dead ones that it waited
-    for."""
+    """Processor time of the processes below this one; a parent's includes that of dead ones that it waited for."""
     found, left = 0.0, [pid]
     for _ in range(_MOST_CHILDREN):
         if not left:

@@ -93,8 +93,8 @@ class Supervised(ABC):
         self.restart_at_s = inf
 
     def kill(self) -> bool:
-        """SIGKILL a process that lives but does nothing. `pidfd` becomes readable. Returns False if it was killed
-        before, or does not run."""
+        """SIGKILL a process that lives but does nothing; `pidfd` becomes readable. Returns False if it was killed
+        already."""
         if self._process is None or self._silent:
             return False
         self._silent = True

@@ -31,8 +31,7 @@ def versions() -> dict[str, str]:
 
 @functools.cache
 def own_sources() -> str:
-    """Digest, 16 digits, of the source files of this Everstep: checkouts with different sources may bear the same
-    version."""
+    """Digest, 16 digits, of Everstep's source files: different checkouts may bear the same version."""
     folder, found = Path(__file__).parents[1], hashlib.blake2b(digest_size=8)
     for path in sorted(folder.rglob("*.py")):
         found.update(f"{path.relative_to(folder)}\0".encode() + read_given(path))

@@ -63,8 +63,7 @@ class FileReceiver:
         return None
 
     def _grow(self, source: str, piece: FilePiece) -> int | None:
-        """Append to a file of the same version; if the version differs, begin the file again before any byte is
-        written."""
+        """Append to a file of this version; a file of another version is first emptied."""
         path, folders = self.folder / piece.path, piece.path.count("/")
         if self.versions.get(piece.path) != piece.version:
             if piece.at:
@@ -74,8 +73,8 @@ class FileReceiver:
         return append_at(path, folders, piece.at, piece.data)
 
     def _complete_file(self, piece: FilePiece, name: str) -> int | None:
-        """Receive a file that counts when whole. It is verified as it comes, so that nobody waits for a large file to
-        be read again. name: its name here."""
+        """Receive a file that counts when whole, verified as it comes: a large one is not read again. name: its name
+        here."""
         path, folders = self.folder / name, name.count("/")
         draft = path.with_name(f".{path.name}.partial")
         with folder_of(path, folders, make=True) as folder:
@@ -182,8 +181,7 @@ class HeadReceiver(FileReceiver):
         return at
 
     def _lines(self, source: str, piece: FilePiece) -> int:
-        """Append lines for people, or samples. A head that has just begun believes the sender about the bytes that it
-        has."""
+        """Append lines for people, or samples. A new head believes the sender about bytes that are there."""
         key = (piece.path, source, piece.version)
         held = self._grown.get(key, piece.at)
         if piece.at == held and piece.data:

@@ -28,8 +28,7 @@ _READ_BYTES = 1 << 20
 _LOOK_S = 0.1
 _ANSWER_S = 5.0
 _SHARE = 10
-"""The head's sender to a standby host reads at most one part in so many of the time; at most two senders read at
-once."""
+"""A sender to a standby host reads at most one part in so many of the time; at most two read at once."""
 _READING = threading.Semaphore(2)
 
 
@@ -111,8 +110,7 @@ class FileSender:
             return file.held if file is not None and file.asked else 0
 
     def finish(self, since_s: float, timeout_s: float) -> bool:
-        """Wait until all bytes of this (monotonic) moment have arrived, and nothing is new; returns whether they
-        have."""
+        """Wait until all bytes of this (monotonic) moment have arrived, and none are new; returns the result."""
         with self._changed:
             return self._changed.wait_for(lambda: self._all_there_s > since_s and not self._failed, timeout_s)
 

@@ -10,8 +10,7 @@ from everstep.runtime.link.address import DATASET_FILE, EVENTS_FILE, JOB_FILE, N
 
 LATEST = "checkpoints/latest.json"
 NEWEST_FILE = "newest-checkpoint.json"
-"""The name that `LATEST` gets in the job's directory: the newest checkpoint on disks of hosts, for a job that goes
-on."""
+"""The name that `LATEST` gets in the job's directory: the newest checkpoint on disks of hosts, for a resume."""
 LEDGER = re.compile(r"ledger/worker-\d{1,7}-\d{1,9}\.jsonl")
 _SOURCE = r"[0-9a-f]{16}"
 SOURCE = re.compile(_SOURCE)

@@ -1,8 +1,7 @@
 """The directory in which a host keeps a job's files: the job's own if the host sees it, else one of its own.
 
 A host finds out by looking: the job leaves a word in its directories, and a host that finds it there sees the same
-directory, whatever kind of mount it is. A directory of its own holds the facts that the host's processes read of the
-job.
+directory, whatever kind of mount it is. One of its own holds the job's facts for the host's processes.
 """
 
 from __future__ import annotations
@@ -56,8 +55,7 @@ def new_word() -> str:
 
 
 def leave_word(run_dir: Path, checkpoints: str | None, word: str = "") -> None:
-    """Leave a word in the directories of a job that starts: a new one each time, so that old copies do not count as
-    this job's.
+    """Leave a word in the directories of a job that starts: each time a new one, so old copies do not count.
 
     checkpoints: their folder, None if they go into the run directory. word: the one that others were told; "": a new
     one. Raises: OSError of the run directory.
@@ -95,7 +93,7 @@ def word_in(folder: Path) -> str:
 
 @dataclass(frozen=True)
 class Place:
-    """Place of a host's files of a job. apart: the directory is the host's own; passing: it is removed when the job is
+    """Place of a host's files of a job. apart: the directory is the host's own; passing: removed when the job is
     done."""
 
     run_dir: Path

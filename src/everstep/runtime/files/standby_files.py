@@ -117,8 +117,7 @@ def _remembered(folder: Path) -> tuple[str, dict[str, str], bool]:
 
 class CopyLink:
     """Connection over which the head fills the copy in this folder until it is closed. host: name of this one. tls: as
-    `ControlClient` has it. The head is where the coordinator.json in the folder says; others keep that file up to
-    date."""
+    `ControlClient` has it. The coordinator.json in the folder, kept up by others, says where the head is."""
 
     def __init__(self, folder: Path, token: bytes, host: str, tls: Tls | None) -> None:
         self._copy = DirectoryCopy(folder)
@@ -159,8 +158,7 @@ class CopyLink:
 # ---- whether the job may be led in it. Pure
 
 LATE_S = 30.0
-"""Time for which hosts with newer files take the lease first; a head also counts on a silent standby host for so
-long."""
+"""Time in which hosts with newer files take the lease first, and for which a head counts on a silent standby host."""
 
 
 @dataclass(frozen=True)

@@ -74,8 +74,7 @@ class _Standby:
 
 class StandbyHosts:
     """Senders to the standby hosts, in the coordinator's loop. source: the word of the directory. send: to a
-    connection. looked: returns the step up to which all are in the events, as far as they were read, and the number of
-    bytes read."""
+    connection. looked: returns the step up to which all are in the events, and the bytes read of these."""
 
     def __init__(self, run_dir: Path, source: str, send: Sender, looked: Callable[[], Looked]) -> None:
         self._run_dir, self._source, self._send, self._looked = run_dir, source, send, looked
@@ -120,8 +119,7 @@ class StandbyHosts:
                 standby.sender.stop()
 
     def told(self, through: int) -> int:
-        """Step up to which others may forget their records. through: the step up to which all are in the job's own
-        events."""
+        """Step up to which others may forget their records. through: the last of those in the job's own events."""
         return self._in_step.least(time.monotonic(), through)
 
     async def caught_up(self) -> None:

@@ -32,8 +32,8 @@ def why_not(facts: JobFacts, config: Config, joining: Joining) -> str:
 
 
 def cannot_strike(strikes: Iterable[Strike], names: Sequence[str]) -> str:
-    """Scripted fault that this host, known by these names, cannot carry out, and the reason, in one line; "" if there
-    is none."""
+    """Scripted fault that this host (of these names) cannot carry out, with the reason, in one line; "" if there is
+    none."""
     own = [strike for strike in strikes if any(strike.acts(name) for name in names)]
     lacks = lacking(strike.means for strike in own)
     return f"chaos fault {next(s for s in own if s.means).text!r} cannot strike here: {lacks}" if lacks else ""

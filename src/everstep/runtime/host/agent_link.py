@@ -137,8 +137,7 @@ class Pulses:
 
 
 class Secrets(NamedTuple):
-    """Proofs that a host belongs to the job. token: the job's. shown: its TLS certificate, None if it speaks without
-    TLS."""
+    """Proofs that a host belongs to the job. token: the job's. shown: its TLS certificate, None without TLS."""
 
     token: bytes
     shown: Shown | None

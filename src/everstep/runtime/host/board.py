@@ -85,8 +85,7 @@ class Pulse:
 
 
 class Row:
-    """A process's own row. Only the process writes it; the agent only calls `reset` between two lives, and
-    `ask_end`."""
+    """A process's own row. Only it writes; the agent only calls `reset` between two lives, and `ask_end`."""
 
     def __init__(self, words: memoryview) -> None:
         self._words = words

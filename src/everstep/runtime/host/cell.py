@@ -106,8 +106,7 @@ class Head:
         return [heard[cell_rank] for cell_rank in sorted(heard)]
 
     def _await_end(self, cell_rank: int) -> bytes:
-        """Wait for the fork server to end this process. An error raised now would be taken for the cause; the fork
-        server knows better."""
+        """Wait for the fork server to end this process; an error raised now would be taken for the cause."""
         threading.Event().wait(_END_S)
         raise LimbLost(f"rank {cell_rank} of worker {self._me} has left its cell")
 

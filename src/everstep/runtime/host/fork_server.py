@@ -75,8 +75,7 @@ DEFAULT_PRELOAD = (
 
 
 def preload(names: list[str], between: Callable[[], None] = lambda: None) -> list[str]:
-    """Import modules that workers will need, and call `between` after each. Returns failed imports with their
-    reasons."""
+    """Import modules that workers will need, and call `between` after each. Returns failures with reasons."""
     skipped = []
     for name in names:
         try:
@@ -352,8 +351,7 @@ class ForkedCell:
     unix_ns: int = 0
 
     def died(self, statuses: Mapping[int, int], unix_ns: int) -> list[int]:
-        """Take in processes found dead at once, by pid, with their wait statuses. Returns the pids to kill because of
-        that."""
+        """Take in processes found dead at once: wait statuses by pid. Returns the pids to kill because of that."""
         found = {self.ranks.pop(pid): status for pid, status in statuses.items()}
         if self.status is None:
             cell_rank = first_to_go(found)

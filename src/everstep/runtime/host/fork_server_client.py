@@ -1,5 +1,4 @@
-"""The agent's end of the fork server: starts it, asks it for workers, hears of their deaths, or hands it to another
-process."""
+"""The agent's end of the fork server: starts it, asks for workers, hears of their deaths, hands it to others."""
 
 from __future__ import annotations
 

@@ -369,7 +369,7 @@ def _unfit(host: Host, facts: JobFacts, said: str) -> str:
 
 
 def _over(ended: JobEnded | None, joining: Joining, leaving: bool) -> Left:
-    """Result for an ended job. On the job's own host the job's process reports it. leaving: this host was asked to
+    """Result for an ended job; on the job's own host its process reports the end. leaving: the host was asked to
     leave."""
     if ended is None or joining.parent:
         return Left(0)

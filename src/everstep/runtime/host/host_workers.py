@@ -173,16 +173,14 @@ class Workers:
             running.send(signal.SIGCONT)
 
     def show_stacks(self, worker_id: int, incarnation: int) -> None:
-        """Have this life write its stacks to its log. The signal would kill a life that has yet to begin, so such a
-        life gets none."""
+        """Have this life write its stacks to its log, unless it is still starting: the signal would kill it."""
         slot, running = self._slots.get(worker_id), self._running.get(worker_id)
         there = slot is not None and slot.incarnation == incarnation
         if running is not None and there and self._board.read(worker_id).phase != "starting":
             running.send(SHOW_STACKS)
 
     def seen_at(self, worker_id: int, since_ns: int) -> str:
-        """Place in the user's code where this worker was seen, by its stacks, since then (monotonic); "" if it was
-        not."""
+        """Place in the user's code where stacks showed this worker since then (monotonic); "" if none did."""
         return self._collector.seen_at(worker_id, since_ns)
 
     def kill_all(self) -> None:
@@ -220,8 +218,7 @@ class Workers:
     # ---- without a fork server
 
     def server_died(self) -> None:
-        """Take in that the fork server is dead. Its workers go on; one whose start it had not confirmed is started
-        again."""
+        """Take in that the fork server is dead. Its workers go on; unconfirmed starts are repeated."""
         self._server = None
         for slot in self.slots:
             running = self._running.get(slot.worker_id)
@@ -363,8 +360,7 @@ class Slot:
     def exited(
         self, now_s: float, config: Config, why: Why, *, in_order: bool, ready: bool, killed: bool, random: float
     ) -> Why | None:
-        """End the present life. Returns the reason if the slot is lost by that; else it has left, or rests until its
-        next life.
+        """End the present life. Returns the reason if the slot is lost; else it has left, or rests.
 
         in_order: exit code 0. ready: it got beyond its start-up. killed: by a signal from outside. random: in [0, 1).
         """
@@ -407,8 +403,7 @@ class Slot:
 
 @dataclass
 class StepCrashes:
-    """Counts crashes that workers of all slots caused themselves, and tells whether they keep the job from getting
-    further.
+    """Counts crashes that workers of all slots caused themselves, and tells whether they block the job.
 
     Three alike at one step make that step hopeless; three of each worker without a new step make the job hopeless.
     """
@@ -419,8 +414,7 @@ class StepCrashes:
     fruitless: int = 0
 
     def observe(self, step: int, how: str, furthest: int, workers: int) -> str:
-        """Take in a crash, with its kind, of a worker that computed `step`; `furthest`: the newest step that any has
-        committed.
+        """Take in a crash, of this kind, of a worker at `step`; `furthest`: the newest step that any has committed.
 
         Returns the reason to give up, "" while there is hope.
         """

@@ -195,8 +195,8 @@ def _last(interface: str) -> str:
 
 
 def drops(interface: str, pref: int, peer: str, *, one_way: bool, share: float) -> list[Words]:
-    """Commands that drop packets to and from this peer ("": to and from anybody), or with `one_way` only packets that
-    leave."""
+    """Commands that drop packets to and from this peer ("": to and from anybody), or with `one_way` only those to
+    it."""
     sides = [("egress", _TARGET_AT)] + ([] if one_way else [("ingress", _SOURCE_AT)])
     commands = [_place(interface)]
     for side, at in sides:
@@ -206,8 +206,7 @@ def drops(interface: str, pref: int, peer: str, *, one_way: bool, share: float) 
 
 
 def delays(interface: str, pref: int, peer: str, detour: str, mtu: int) -> list[Words]:
-    """Commands that send packets to this peer ("": to anybody) through a detour, once. mtu: of the interface, in
-    bytes."""
+    """Commands that send packets to this peer ("": anybody) through a detour, once. mtu: of the interface, in bytes."""
     size = ["mtu", str(mtu), "txqueuelen", str(_QUEUE_PACKETS)]
     code = _code([_unmarked(), _address(_TARGET_AT, peer)], _YES, _NO)
     there = ["action", "mirred", "egress", "redirect", "dev", detour]

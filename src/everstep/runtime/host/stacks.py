@@ -1,5 +1,4 @@
-"""Place at which a worker stands still: it writes the stacks of its threads to its log, and one line of them is
-reported.
+"""Place at which a worker stands still: it writes its threads' stacks to its log, and one line of them is reported.
 
 The interpreter's `faulthandler` writes them from a signal handler in C, so it works while other code holds the
 interpreter lock.
@@ -33,8 +32,7 @@ class StackReader:
         self._within = False
 
     def take(self, line: bytes) -> str:
-        """Take the next line. Returns the place of the last thread, as far as it is known by then; "" for any other
-        line."""
+        """Take the next line. Returns the last thread's place, as far as known by then; "" for any other line."""
         frame = _FRAME.fullmatch(line)
         if frame is None or not self._within:
             self._within = _THREAD.fullmatch(line) is not None

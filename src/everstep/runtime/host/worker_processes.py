@@ -68,8 +68,7 @@ class Running:
         self._orphan = ForkedCell(worker_id, incarnation, {pid: rank for rank, pid in enumerate(pids)})
 
     def look(self, row: Callable[[int], Row]) -> ForkedCell | None:
-        """How the life has ended, if it has; the death of one process ends the others. row: returns the row of a
-        rank."""
+        """The end of the life, None before; the death of one process ends the others. row: returns a rank's row."""
         cell = self._orphan
         if cell is None:
             return None

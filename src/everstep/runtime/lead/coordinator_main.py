@@ -91,8 +91,7 @@ MAX_ASKED_BYTES = 64 << 10
 MOST_UNREAD = 4096
 MAX_UNSENT_BYTES = 256 << 20
 RARELY = (50_000, 20, 100)
-"""Thresholds of Python's garbage collection. A plan for thousands makes tens of thousands of objects, and none of them
-is garbage."""
+"""Thresholds of Python's garbage collection. A plan for thousands makes tens of thousands of objects, none garbage."""
 _LATE_S = _LOOK_S = 0.25
 Sends = list[tuple[str, AnyMessage]]
 
@@ -112,8 +111,7 @@ class Switchboard:
         self._unread: deque[AgentNotice] = deque(maxlen=MOST_UNREAD)
 
     def take(self, connection: str, message: AnyMessage) -> tuple[Sends, bool]:
-        """Take a message. Returns (messages to send, by connection; whether the coordinator needs this message,
-        too)."""
+        """Take a message. Returns (messages to send by connection, whether the coordinator needs it, too)."""
         match message:
             case Ping(seq=seq):
                 return [(connection, Pong(seq=seq))], False

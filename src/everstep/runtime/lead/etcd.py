@@ -110,8 +110,7 @@ class Etcd:
         self._chain = Chain(life, self._note)
 
     def ask(self, request: StoreRequest) -> StoreAnswer:
-        """Answer a request. Never raises for failures of etcd; data there that is not the job's own raises
-        `ProtocolError`."""
+        """Answer a request. Failures of etcd raise nothing; data that is not the job's own raises `ProtocolError`."""
         try:
             return _MEANS[type(request)](self, request)
         except TooLarge as error:

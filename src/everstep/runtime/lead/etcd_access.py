@@ -33,8 +33,7 @@ class EtcdAccess:
     password: str = field(default="", repr=False)
 
     def context(self) -> ssl.SSLContext:
-        """TLS context for connections to members, by the files as they are now. Raises: ConfigError if one holds
-        something else."""
+        """TLS context for connections to members, by the present files. Raises: ConfigError if one is malformed."""
         found = {name: read_pem(self.names[name], path) for name, path in self.paths.items()}
         try:
             context = ssl.create_default_context(cadata=found.get("ca"))

@@ -1,8 +1,7 @@
 """Requests to the members of an etcd, over the JSON gateway that each of them has, on kept connections.
 
-Apart from the requests' contents (`etcd`): this file chooses the next member, speaks TLS, and renews a user's token,
-which ends now and then. Source: etcd.io/docs, "gRPC gateway" and "Authentication"; texts of errors: etcd,
-api/v3rpc/rpctypes/error.go.
+Apart from the requests' contents (`etcd`): here are the choice of the member, TLS, and a user's token, which ends now
+and then. Source: etcd.io/docs, "gRPC gateway" and "Authentication"; texts of errors: etcd, api/v3rpc/rpctypes/error.go.
 """
 
 from __future__ import annotations
@@ -128,8 +127,7 @@ class Gateway:
         self._http.close()
 
     def post(self, what: str, asked: dict[str, Any]) -> Reply:
-        """Send a request to one member; to the next one if nobody listens there, or the last request failed. Raises:
-        NoReply."""
+        """Send a request to one member; to the next if nobody listens there, or after a failure. Raises: NoReply."""
         failed: list[str] = []
         for _ in self.address.members:
             with self._lock:

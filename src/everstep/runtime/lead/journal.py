@@ -130,8 +130,7 @@ class Journal:
         self._place()
 
     def _place(self) -> None:
-        """Sync the folder: entries count only once no crash can give the file's name back to the old file. Raises:
-        OSError."""
+        """Sync the folder: entries count once no crash can give the name back to the old file. Raises: OSError."""
         if self._placed:
             return
         folder = os.open(self.path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -155,8 +154,7 @@ def _is_at(fd: int, path: Path, size: int) -> bool:
 
 
 def _move(fd: int, draft: Path, path: Path) -> None:
-    """Rename the draft. Raises: OSError; but not if the rename took effect and only the file server's answer was
-    lost."""
+    """Rename the draft. Raises: OSError; but not if it took effect and a file server's answer was lost."""
     size = os.fstat(fd).st_size
     try:
         os.rename(draft, path)

@@ -183,8 +183,7 @@ def _ends(request: Append) -> bool:
 
 
 class Asker:
-    """Asks etcd from a loop without holding it up. complain: called now and then with the reason for missing
-    answers."""
+    """Asks etcd from a loop without holding it up. complain: called now and then with the reason of silence."""
 
     def __init__(self, etcd: Etcd, complain: Callable[[str], None]) -> None:
         self._etcd, self._complain = etcd, complain

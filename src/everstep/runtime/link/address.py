@@ -72,8 +72,7 @@ def announce(path: Path, where: dict[str, Any], *, anew: bool = False) -> None:
 
 
 def read_address(path: Path) -> CoordinatorAddress:
-    """The address in a file. Raises: FileNotFoundError if no coordinator has announced itself; ProtocolError if the
-    file holds something else."""
+    """The address in a file. Raises: FileNotFoundError if there is none; ProtocolError if the file is malformed."""
     text = read_given(path)
     try:
         return msgspec.json.decode(text, type=CoordinatorAddress)

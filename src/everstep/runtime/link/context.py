@@ -106,8 +106,7 @@ class WorkerContext:
 class Handed:
     """A fork server that one process hands to another.
 
-    fd, board_fd: inherited. heard: unread bytes of its messages; greeting: its message that it is ready, if it has sent
-    that.
+    fd, board_fd: inherited. heard: unread bytes of its messages; greeting: its message that it is ready, if sent.
     """
 
     fd: int

@@ -127,7 +127,7 @@ class FrameQueue:
         return len(self._queue)
 
     def add(self, data: bytes, passing: bool) -> None:
-        """Add a frame. A full queue drops a passing frame that has not begun to leave, or else this one if it passes."""
+        """Add a frame. A full queue drops a passing frame that has not begun to leave, or this one if it passes."""
         if len(self._queue) < MAX_QUEUED or self._make_room() or not passing:
             self._queue.append((data, passing))
 
@@ -256,8 +256,7 @@ class ControlClient:
     def cut(self, for_s: float, breaks: bool) -> None:
         """A scripted fault: for so many seconds nothing passes in either direction. Thread-safe.
 
-        breaks: the connection ends, and none can be made meanwhile; otherwise it only falls silent, and goes on
-        afterwards.
+        breaks: the connection ends, and none can be made meanwhile; else it falls silent, and goes on afterwards.
         """
         with self._drained:
             self._cut = (time.monotonic() + for_s, breaks)

@@ -151,8 +151,7 @@ class BulkTag:
 
 
 def frame_digest(*parts: bytes | memoryview) -> bytes:
-    """Digest from which the tag of a long frame is made, so that a frame for a thousand ends is read once; b"" for a
-    short one."""
+    """Digest for the tag of a long frame, so that a frame for a thousand ends is read once; b"" for a short one."""
     if sum(map(len, parts)) < _LONG_BYTES:
         return b""
     found = hashlib.blake2b(digest_size=32, person=b"frame")

@@ -1,5 +1,4 @@
-"""Questions of a host to a job's head before it takes part: does it answer, is the token right, what time is it
-there?"""
+"""Questions of a host to a job's head before it takes part: does it answer, is the token right, what time is it?"""
 
 from __future__ import annotations
 
@@ -88,8 +87,8 @@ def _connected(where: tuple[str, int], token: bytes, tls: TlsConfig, own: str) -
 
 
 def as_refused(error: ProtocolError, tls: TlsConfig) -> ProtocolError:
-    """Error to report if no connection could be made: an untrusted server has another token, if certificates come from
-    tokens."""
+    """Error to report if no connection was made: with certificates from tokens, an untrusted server has another
+    token."""
     made = tls.cert is None  # both certificates are made of the tokens
     return TokenRefused(str(error)) if made and isinstance(error, Untrusted) else error
 

@@ -1,5 +1,4 @@
-"""This host's network as its kernel knows it: addresses, interfaces, the route to another host, sizes of packets.
-Linux."""
+"""This host's network as its kernel knows it: addresses, interfaces, routes, sizes of packets. Linux."""
 
 from __future__ import annotations
 

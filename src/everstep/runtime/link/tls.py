@@ -119,8 +119,7 @@ def _issued(token: bytes, address: str, everywhere: bool) -> Shown:
 
 
 def read_pem(name: str, path: str) -> str:
-    """A PEM file's text. name: the key that names the path. Raises: ConfigError if it cannot be read, or is no PEM
-    file."""
+    """A PEM file's text. name: the key that names the path. Raises: ConfigError if it cannot be read, or is no PEM."""
     try:
         return read_given(Path(path), _MOST_PEM_BYTES, pipes=True).decode("ascii")
     except OSError as error:
@@ -332,8 +331,8 @@ class TlsPipe:
         return self.ready and bool(self._tls.getpeercert(binary_form=True))
 
     def feed(self, data: bytes) -> bytes:
-        """Take bytes from the wire; returns them decrypted. Raises: ProtocolError if they are no TLS, or the sender is
-        not believed."""
+        """Take bytes from the wire; returns them decrypted. Raises: ProtocolError for no TLS, or an untrusted
+        sender."""
         self._in.write(data)
         found = []
         try:

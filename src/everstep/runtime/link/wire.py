@@ -85,8 +85,7 @@ def frame(body: bytes, *, deflate: bool = False) -> bytes:
 
 
 class Frames:
-    """Frames for many receivers, made once: encoded, deflated and read for their digest. Plans go as `protocol.telling`
-    says.
+    """Frames for many receivers, made once: encoded, deflated, digested. Plans go as `protocol.telling` says.
 
     The last plans that were sent are kept, each with the plan of which it was sent as a change.
     """
@@ -253,8 +252,7 @@ def secured(sock: socket.socket, tls: Tls | None) -> socket.socket:
 
 
 def _recv_soon(sock: socket.socket, size: int) -> bytes:
-    """Receive as `recv_exact` does, all of it within the socket's timeout: a server that sends a byte at a time is cut
-    off."""
+    """Receive as `recv_exact` does, all of it within the socket's timeout: a server that trickles is cut off."""
     timeout_s, data = sock.gettimeout(), b""
     end_s = None if timeout_s is None else time.monotonic() + timeout_s
     try:
