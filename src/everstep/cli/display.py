@@ -401,7 +401,7 @@ def summary(
 ) -> dict[str, Any]:
     """The object that `run --json` ends with. why: the reason of a bad end. Times are of the newest recoveries.
 
-    missing_rows: rows that the ledger lacks. A completed job that lacks them ends with a problem.
+    missing_rows: rows that the ledger lacks. A completed job that lacks them ends with 1.
     """
     strange = facts.course.strange
     states = {0: "completed", 130: "interrupted", 143: "interrupted"}

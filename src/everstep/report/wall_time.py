@@ -111,7 +111,7 @@ class TimeAccount:
 
 
 def recovery_phases(end_ns: int, duration_s: float, phases_s: dict[str, float]) -> list[Stretch]:
-    """Add a recovery that ended at `end_ns`: its phases one after another; unexplained time is "other".
+    """Stretches of a recovery that ended at `end_ns`: its phases one after another; unexplained time is "other".
 
     Phases that add up to more than the whole are shortened in proportion.
     """
