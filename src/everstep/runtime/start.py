@@ -22,16 +22,15 @@ from everstep.runtime.link.context import Joining
 
 @dataclass(frozen=True)
 class Start:
-    """config: the job's; before that is known, what this host says of itself. entry, preload, files, ranks: as
-    `Joining` has them. host, own: this host's name and its address, "": both are the config's address. room: for how
-    many workers there is room here, 0: for any number, None: this host has none. domains: in which this host is, by
-    label. run_dir: the job's directory as this host sees it, None if the job says. where: the job is there, as --join
-    says it, "" where this host begins it. task, argv: handed to the workers; an agent runs no other task than this.
+    """Start of a job's part on this host. config: the job's; before that is known, this host's own keys. entry,
+    preload, files, ranks: as `Joining` has them. host, own: this host's name and its address, "": both are the config's
+    address. room: most workers here, 0: any number, None: this host has none. domains: failure domains of this host, by
+    label. run_dir: the job's directory as this host sees it, None if the job says. where: address of the job, as --join
+    takes it, "" if this host begins the job. task, argv: handed to the workers; an agent runs no other task than this.
     token: the job's secret, b"": a new one, or that in the job's directory. secrets: of this host's user in etcd. port:
     where the coordinator listens for other hosts, 0: anywhere, None: no other host may come. strikes: scripted faults
     of hosts and links. succession: how this process leads the job. early: a fork server that may be running already;
-    the first agent takes it over.
-    """
+    the first agent takes it over."""
 
     config: Config
     entry: str = ""
