@@ -99,7 +99,7 @@ class Incident:
 
     @property
     def brief(self) -> str:
-        """The same, without reasons."""
+        """The words of `what`, without reasons."""
         told: dict[str, list[str]] = {}
         for hit in self.struck.values():
             told.setdefault(hit.brief.removeprefix(hit.who), []).append(hit.who)

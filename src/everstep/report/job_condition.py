@@ -57,7 +57,7 @@ class JobCondition:
             self.waiting_ns = None
 
     def wait(self, event: Event, time_ns: int) -> None:
-        """It waits for workers."""
+        """Begin to wait for workers."""
         self.be("waiting", event)
         self.waiting_ns = self.waiting_ns or time_ns
 
