@@ -1,8 +1,7 @@
-"""`everstep run` as one of several processes that a foreign launcher has started (torchrun, srun, mpirun, ...): they
-become one job.
+"""`everstep run` under a foreign launcher (torchrun, srun, mpirun, ...): the processes that it started become one job.
 
-On each host the first is the job, or the agent of that host; the others wait for it and end with its exit code. So the
-launcher sees processes that end well whatever happens to workers, which are none of its own.
+On each host the first process becomes the job, or the agent of that host. The others wait for it and end with its exit
+code. The launcher therefore sees processes that end well whatever happens to workers, which are not the launcher's own.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from everstep.train.launcher_store import ask_store
 
 
 class LauncherPlace(NamedTuple):
-    """Where the job is, as host and the ports at one of which it listens; what keeps a port for it until the end."""
+    """Host of the job, the ports at one of which it listens, and the socket that keeps such a port until the end."""
 
     host: str
     ports: list[int]
@@ -37,12 +36,12 @@ class LauncherPlace(NamedTuple):
 
 
 def adopt(foreign: Foreign, name: str, args: Sequence[str], config: Config) -> int:
-    """Do this process's part of the one job that all become. Returns the exit code.
+    """Do this process's part of the one job that all processes of the launcher become. Returns the exit code.
 
-    name: of the task, fit for a directory. args: of `everstep run`, which win over what the launcher says. config: what
-    an agent of the job needs to find it.
+    name: of the task, fit for a directory. args: of `everstep run`; they win over the launcher's settings. config: the
+    keys that an agent needs to find the job.
 
-    Raises: ConfigError if they cannot be one job; QuorumLost if the others do not come.
+    Raises: ConfigError if the processes cannot be one job; QuorumLost if the others do not come.
     """
     foreign.check()
     token = None if foreign.one_host else _token(foreign)
@@ -80,14 +79,14 @@ def _meet(foreign: Foreign, name: str, args: Sequence[str], token: bytes, config
         _leave_launcher()
         where = ",".join(f"{place.host}:{port}" for port in place.ports)
         begun = start_of_agent(config, where, room=foreign.local_size, host=host_name)
-        return take_part_in(begun, patient=True)  # until the job is there, others may listen at these ports
+        return take_part_in(begun, patient=True)  # until the job is there, other programs may listen at these ports
 
 
 def _place(foreign: Foreign) -> LauncherPlace:
-    """Where the job's host is, and for the job itself a port there.
+    """Place of the job; for the job itself, a port on its host is kept.
 
-    torchrun keeps a store, which passes address and port on. Others name the host of rank 0 (MASTER_ADDR; Slurm's list
-    of hosts); the port is MASTER_PORT, or the first that is free of a few that all know.
+    A launcher with a store (torchrun) passes address and port on. Other launchers name the host of rank 0 (MASTER_ADDR;
+    Slurm's list of hosts). The port is MASTER_PORT, or the first free one of a few that all hosts know.
     """
     job = foreign.part == "job"
     if foreign.store:
@@ -113,13 +112,13 @@ def _place(foreign: Foreign) -> LauncherPlace:
 
 
 def _start_of(foreign: Foreign) -> str:
-    """What this start of the launcher has on all hosts."""
+    """Text that names this start of the launcher and is the same on all hosts."""
     names = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT", "PMIX_NAMESPACE")
     return " ".join([foreign.launcher, foreign.address, *(os.environ.get(name, "") for name in names)])
 
 
 def _token(foreign: Foreign) -> bytes:
-    """That of the environment, where it stays for what is run here. Raises: ConfigError if there is none."""
+    """Token from the environment; it stays there for processes that run here. Raises: ConfigError if there is none."""
     text = os.environ.get(TOKEN_VARIABLE, "")
     if not text:
         raise ConfigError(
@@ -133,7 +132,7 @@ def _token(foreign: Foreign) -> bytes:
 
 
 def _leave_launcher() -> None:
-    """What is started from here on is none of the launcher's processes."""
+    """Remove the launcher's variables: processes started from here on do not belong to the launcher."""
     rest = left_alone(os.environ)
     for name in os.environ.keys() - rest.keys():
         del os.environ[name]

@@ -124,7 +124,7 @@ def command(
 
 
 def _check_standby(address: str, beside: Mapping[str, object]) -> None:
-    """beside: what is said with --standby, by option. Raises: ConfigError if it does not fit."""
+    """Check options next to --standby. beside: their values by option. Raises: ConfigError if one does not fit."""
     if not address.startswith(SCHEMES):
         raise ConfigError(f"--standby: expected --join etcd://..., which holds the lease, got {address!r}")
     if unfit := [name for name, value in beside.items() if value]:
@@ -136,9 +136,9 @@ def _check_standby(address: str, beside: Mapping[str, object]) -> None:
 def start_of_agent(
     config: Config, where: str, token_file: Path | None = None, domain: str | None = None, **known: Any
 ) -> Start:
-    """The start of an agent of the job that listens at "host:port", at one of several, is in etcd, or in "file://DIR".
+    """Start of an agent. The address is "host:port", several of these, etcd, or "file://DIR".
 
-    config: of this host's own keys. known: as `start_here` has it; room None: for a worker per device, or one.
+    config: this host's own keys. known: as `start_here` takes it; room None: one worker per device, or one.
     """
     places_in(where)
     room = default_slots() if known.get("room") is None else known["room"]
@@ -150,8 +150,8 @@ def start_of_agent(
 
 
 def take_part_in(begun: Start, *, stay: bool = False, refill: int | None = None, patient: bool = False) -> int:
-    """Be an agent of the job until it is over. patient: one who does not prove the token may be followed by one who
-    does. Returns the exit code."""
+    """Be an agent of the job until it is over. Returns the exit code. patient: keep waiting if a process answers that
+    does not prove the token, because one that does may follow it."""
     from everstep.runtime.host.host_agent import take_part
 
     folder, look, follows = folder_of(begun.where), looking(begun), moves(begun.where)
@@ -174,12 +174,12 @@ def take_part_in(begun: Start, *, stay: bool = False, refill: int | None = None,
             if not stay or not (left.later or left.exit_code == HEAD_GONE):
                 return left.exit_code
             patient = True
-            time.sleep(_AGAIN_S)  # whoever has told it may still be there
+            time.sleep(_AGAIN_S)  # the process that answered may still be there
 
 
 def _refill(begun: Start, met: Met, most: int) -> None:
-    """Have the job want as many workers more as this host has room for, up to so many."""
-    with contextlib.suppress(EverstepError, OSError):  # it may have ended meanwhile; who joins will see
+    """Ask the job for as many more workers as this host has room for, but at most `most`."""
+    with contextlib.suppress(EverstepError, OSError):  # the job may have ended meanwhile; joining will show that
         key, tls = role_token(met.token, OPERATE), Tls.of(shown_by(begun.config.security.tls, met.token, met.own))
         target = commands.ask_at(met.place, OPERATE, key, tls, "status", {}, _ANSWER_S).result.get("target")
         wanted = refilled(target, most, begun.room or 0) if isinstance(target, int) else 0
@@ -188,7 +188,7 @@ def _refill(begun: Start, met: Met, most: int) -> None:
 
 
 def refilled(target: int, most: int, room: int) -> int:
-    """How many workers to ask for when a host with this much room comes (0: any number); 0 to ask for nothing."""
+    """Number of workers to ask for when a host with this much room joins (room 0: unlimited); 0: ask for nothing."""
     wanted = min(most, target + room) if room else most
     return wanted if wanted > target else 0
 
@@ -204,9 +204,9 @@ def _check_name(name: str) -> None:
 
 
 def place(rank: int | None, size: int | None, address: str | None, port: int | None, listen: str | None) -> str:
-    """Where hosts meet that are started one by one, each with its rank. Returns "address:port".
+    """Address where hosts meet that are started one by one with a rank each, as "address:port".
 
-    Raises: ConfigError naming what is missing, or does not fit.
+    Raises: ConfigError that names a missing or unfit option.
     """
     given = {"--rank": rank, "--world-size": size, "--master-addr": address, "--master-port": port}
     missing = [name for name, value in given.items() if value is None]
@@ -234,14 +234,14 @@ def _token(token_file: Path | None, run_dir: Path | None) -> bytes:
 
 
 def says_itself(key: str) -> bool:
-    """Whether a config key is each host's own to say."""
+    """Whether each host sets this config key for itself."""
     return key in _OWN_KEYS or key.startswith(_OWN_GROUPS)
 
 
 def own_settings(settings: tuple[str, ...]) -> Config:
-    """What this host says of itself, beside the job's config.
+    """Config of the keys that this host sets for itself, beside the job's config.
 
-    Raises: ConfigError for keys that are the job's to say, or values that contradict each other.
+    Raises: ConfigError for keys that only the job sets, or values that contradict each other.
     """
     for text in settings:
         if not says_itself(parse_set(text)[0]):

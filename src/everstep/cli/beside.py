@@ -1,7 +1,7 @@
-"""What runs beside a job, in processes of their own: the servers of `run --dashboard` and `--metrics`, and its sinks.
+"""Processes that run beside a job: the servers of `run --dashboard` and `--metrics`, and the job's sinks.
 
-Nothing that a browser, a scraper, a library or a network does can so hold up the job. They end with it; a sink after it
-has told the job's last event.
+They are apart so that no browser, scraper, library or network can hold up the job. They end with it; a sink first
+delivers the job's last event.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ from everstep.runtime.targets import put_target
 
 ANY_PORT = "127.0.0.1:0"
 NOTIFY_VARIABLE = "EVERSTEP_NOTIFY"
-"""What a job hands to the process that tells its notices."""
+"""Variable in which a job gives `notify` settings to the process that sends its notices."""
 _PUBLIC = {True: ["--public"], False: []}
 PUBLIC_HELP = "Anyone who reaches the port may read without the token."
 _SINK_WORDS_S = 15.0
 
 
 def check_installed(what: str) -> None:
-    """Raises: ConfigError if the servers cannot run here. what: who asks for them."""
+    """Raises: ConfigError if the servers cannot run here. what: the option that needs them, for the message."""
     for name in ("starlette", "uvicorn", "prometheus_client"):
         if importlib.util.find_spec(name) is None:
             raise ConfigError(f"{what} needs {name}: pip install 'everstep[dashboard]'")
 
 
 def check_metrics(listen: str | None, public: bool = False) -> None:
-    """Raises: ConfigError if metrics are wanted and may not be served there."""
+    """Raises: ConfigError if metrics are wanted and must not be served at this address."""
     if listen is None:
         return
     check_installed("metrics.listen")
@@ -62,7 +62,7 @@ def _given_token() -> str | None:
 
 
 def parse_listen(name: str, text: str) -> tuple[str, int]:
-    """Host and port of HOST:PORT; an IPv6 address is in brackets, port 0 is any that is free.
+    """Host and port of HOST:PORT. An IPv6 address is in brackets; port 0 is any free port.
 
     Raises: ConfigError naming the option.
     """
@@ -76,9 +76,9 @@ def parse_listen(name: str, text: str) -> tuple[str, int]:
 
 @contextlib.contextmanager
 def dashboard_beside(run_dir: Path, wanted: bool, public: bool = False) -> Iterator[str]:
-    """Serve a dashboard over `run_dir` for as long as the block lasts; yields its address, "" if none is wanted.
+    """Serve a dashboard over `run_dir` while the block lasts; yields its address, "" if none is wanted.
 
-    public: who only reads needs no token.
+    public: readers need no token.
     """
     if not wanted:
         yield ""
@@ -89,9 +89,9 @@ def dashboard_beside(run_dir: Path, wanted: bool, public: bool = False) -> Itera
 
 @contextlib.contextmanager
 def metrics_beside(run_dir: Path, listen: str | None, public: bool = False) -> Iterator[str]:
-    """Likewise the metrics, at `listen`; the run directory, and the folder in which it lies, say where they are, as
-    Prometheus' file_sd reads it. Yields beside the address which file holds the token for scrapers, where it is ours.
-    """
+    """Serve the metrics at `listen` while the block lasts. The run directory and its parent folder get a file for
+    Prometheus' file_sd that names the address. Yields the address, with the file that holds the token for scrapers if
+    the job made that token."""
     if listen is None:
         yield ""
         return
@@ -111,7 +111,7 @@ def metrics_beside(run_dir: Path, listen: str | None, public: bool = False) -> I
 
 
 def _target(address: str, run_dir: Path) -> dict[str, Any]:
-    """Where the metrics are, as an entry of file_sd."""
+    """Entry of file_sd with the address of the metrics."""
     url = urlsplit(address)
     everywhere = url.hostname in ("0.0.0.0", "::")
     place = f"{os.uname().nodename}:{url.port}" if everywhere else url.netloc
@@ -120,7 +120,7 @@ def _target(address: str, run_dir: Path) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _beside(argv: list[str]) -> Iterator[tuple[str, str]]:
-    """Run a command that prints its address; yields that, or "" and why there is none."""
+    """Run a command that prints its address; yields (address, reason); the address is "" if the command failed."""
     with tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(
             bound_command(*own_command("everstep", *argv)),
@@ -144,16 +144,16 @@ def _beside(argv: list[str]) -> Iterator[tuple[str, str]]:
 
 
 def told(config: Config) -> tuple[str, ...]:
-    """The sinks that this job is told to, notices among them where somebody wants them."""
+    """Names of the sinks of this job; notices are one of them if the config asks for any."""
     wanted = config.notify.events and (config.notify.command or config.notify.webhook)
     return (*config.sinks, NOTICES) if wanted else config.sinks
 
 
 @contextlib.contextmanager
 def sinks_beside(run_dir: Path, config: Config, tell: Callable[[str], None]) -> Iterator[None]:
-    """Publish the job to these sinks for as long as the block lasts, and what it left to tell after it.
+    """Publish the job to its sinks while the block lasts, and deliver the rest at its end.
 
-    tell: a line for the user, for a sink that not everything has reached.
+    tell: shows a line to the user, for a sink that lacks some events.
     """
     processes: list[tuple[str, Path, subprocess.Popen[bytes]]] = []
     try:
@@ -167,7 +167,7 @@ def sinks_beside(run_dir: Path, config: Config, tell: Callable[[str], None]) -> 
     finally:
         for _, _, process in processes:
             if process.stdin is not None:
-                process.stdin.close()  # it ends when it has told the rest
+                process.stdin.close()  # it ends when it has delivered the rest
         end_s = time.monotonic() + _SINK_WORDS_S
         for name, log, process in processes:
             try:
@@ -180,7 +180,7 @@ def sinks_beside(run_dir: Path, config: Config, tell: Callable[[str], None]) -> 
 
 
 def again(run_dir: Path, name: str, notify: NotifyConfig) -> str:
-    """The command that tells a sink what it lacks."""
+    """The command that sends a sink the events that it lacks."""
     words = ["everstep", "publish", str(run_dir), "--to", name]
     if name == NOTICES:
         said = {"notify.command": notify.command, "notify.webhook": notify.webhook}

@@ -1,6 +1,6 @@
-"""`everstep chaos`: break a job on purpose, and compare it with the one in which nothing happened.
+"""`everstep chaos`: break a job on purpose, and compare it with an undisturbed run.
 
-Scenarios run one after the other, each a real `everstep run`, and are judged by how they ended.
+Scenarios run one after the other. Each is a real `everstep run`, judged by how it ended.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ _TITLE = (
     f"{'scenario':22} {'ends':12} {'faults':>6} {'evicted':>7} {'healed':>6} {'recovery s':>16} {'redone':>6} {'s':>6}"
 )
 StartCase = Callable[[list[str], Path], int]
-"""Runs `everstep ARGV`, its output into a file beside the run directory; returns the exit code."""
+"""Runs `everstep ARGV`, with its output in a file beside the run directory; returns the exit code."""
 
 
 @click.group(help=_HELP.format(kinds=_KINDS), context_settings={"help_option_names": ["-h", "--help"]})
@@ -192,7 +192,7 @@ def report(directory: Path, as_json: bool) -> int:
 
 
 def print_faults(folder: Path) -> None:
-    """One line per strike: what, whom, when, and what the job did about it."""
+    """One line per strike: kind, target, time, and the job's reaction."""
     found = account(read_events(folder / EVENTS_FILE))
     state = "running" if found.state == "not over" and is_locked(folder) else found.state
     print(f"{folder.name}: {state} at step {found.steps}{', ' + found.reason if found.reason else ''}")
@@ -209,8 +209,8 @@ def print_faults(folder: Path) -> None:
 
 @dataclass
 class Result:
-    """How a scenario ended. `wrong`: what is not as it should be; `again`: the command that does it again; `running`:
-    it has not ended, and nothing is wrong so far."""
+    """Result of a scenario. `wrong`: the deviations from the expected result; `again`: the command that repeats it;
+    `running`: it has not ended, and nothing is wrong so far."""
 
     name: str
     account: FaultAccount
@@ -227,7 +227,7 @@ class Result:
         return not self.wrong
 
     def to_dict(self) -> dict[str, Any]:
-        """As `--json` says it."""
+        """The result as `--json` prints it."""
         return {
             "kind": "scenario",
             "name": self.name,
@@ -244,10 +244,10 @@ class Result:
 
 
 class Suite:
-    """Runs of one task under `base`; the undisturbed one is made once.
+    """Runs of one task under `base`; the undisturbed run is made once.
 
-    config: keys that all runs share. options: further ones of `everstep run`, for all of them; those that say how many
-    workers there are do not reach the undisturbed run. start: runs the command.
+    config: keys that all runs share. options: further options of `everstep run` for all runs; those that set the number
+    of workers do not reach the undisturbed run. start: runs the command.
     """
 
     def __init__(
@@ -274,7 +274,7 @@ class Suite:
             raise JobFailed(f"the undisturbed run failed: {_last_line(self.undisturbed)}; run {command_line(argv)}")
 
     def run(self, scenario: Scenario, *, bare: bool = False) -> Result:
-        """Run and judge a scenario. bare: set nothing but its faults."""
+        """Run and judge a scenario. bare: set only its faults, none of its other config."""
         run_dir = self.base / scenario.name
         config = {"chaos": scenario.chaos} if bare else {**self._config, **scenario.config()}
         argv = self._argv(run_dir, config, self._options)
@@ -297,7 +297,7 @@ class Suite:
 
 
 def undisturbed_options(options: Sequence[str]) -> list[str]:
-    """The same options for one worker: without those that say how many there are and where they sit."""
+    """The same options for one worker: without those that set the number of workers and their places."""
     kept: list[str] = []
     words = iter(options)
     for word in words:
@@ -315,7 +315,7 @@ def undisturbed_options(options: Sequence[str]) -> list[str]:
 
 
 def run_everstep(argv: list[str], run_dir: Path) -> int:
-    """As a process of its own; its output goes to RUN_DIR.log. A job that does not end in time is ended."""
+    """Run the command as a process of its own; its output is in RUN_DIR.log. A job that takes too long is killed."""
     with os.fdopen(open_below(run_dir.with_suffix(".log"), ANEW), "wb") as log:
         process = subprocess.Popen(
             own_command("everstep", *argv), stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
@@ -336,9 +336,9 @@ def _end(process: subprocess.Popen[bytes]) -> int:
 
 
 def judge(run_dir: Path, undisturbed: Path | None, scenario: Scenario | None) -> Result:
-    """What a run came to, from its directory.
+    """Judge a run by its directory.
 
-    undisturbed: what it is to be equal to; None: nothing is compared. scenario: what has to have happened.
+    undisturbed: the run that it must equal; None: nothing is compared. scenario: the events that must have happened.
     """
     found = account(read_events(run_dir / EVENTS_FILE))
     result = Result(run_dir.name, found)
@@ -383,7 +383,7 @@ def _job_facts(run_dir: Path) -> tuple[int, str]:
 
 
 def command_line(argv: Sequence[str]) -> str:
-    """What to type to have it once more."""
+    """The shell command that repeats this run."""
     return shlex.join(["everstep", *argv])
 
 

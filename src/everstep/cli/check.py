@@ -1,4 +1,4 @@
-"""`everstep check`: rehearse a script or a task, and say what begins anew in a worker that is resumed or healed."""
+"""`everstep check`: rehearse a script or a task, and report state that is lost on resume or heal."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def command(target: str, argv: tuple[str, ...], steps: int, max_seconds: float, 
 
 
 def check(spec: TaskSpec, argv: tuple[str, ...], steps: int, max_seconds: float) -> dict[str, Any]:
-    """`ok`, `findings`, `covered`, `not_covered`.
+    """Rehearse a task or script; returns `ok`, `findings`, `covered` and `not_covered`.
 
     Raises: ConfigError if it cannot be rehearsed.
     """
@@ -83,7 +83,7 @@ def _check(spec: TaskSpec, argv: tuple[str, ...], steps: int, max_seconds: float
 
 
 def answer(question: dict[str, Any]) -> dict[str, Any]:
-    """In a fork of the fork server, in which nothing of the user's has run."""
+    """Rehearse in a fork of the fork server, which has run none of the user's code."""
     from everstep.train.join import rehearsed_with
     from everstep.train.rehearsal import Judgement, Rehearsal, Rehearsed, run_script
 
@@ -111,7 +111,7 @@ def answer(question: dict[str, Any]) -> dict[str, Any]:
 
 
 def _train(text: str, link: LifeLink) -> None:
-    """In a life: the task, as a worker has it."""
+    """Train the task in one rehearsed life, as a worker would."""
     import sys
 
     from everstep.train.job_parts import assemble_task

@@ -1,4 +1,4 @@
-"""A task's initial state with weights from elsewhere in it, as a checkpoint of step 0.
+"""Import of weights: a task's initial state with weights from elsewhere, as a checkpoint of step 0.
 
 Apart from the command line, because it builds the task, which takes torch.
 """
@@ -41,10 +41,10 @@ def import_weights(
     scratch: Path,
     told: Callable[[str], None] = lambda words: None,
 ) -> dict[str, Any]:
-    """Builds the task, gives it the weights, and writes step 0 into the store; returns what is to be told.
+    """Build the task, give it the weights, and write step 0 into the store. Returns the facts to show the user.
 
-    scratch: an empty directory, for what goes to an object store. told: where the weights come from, before they are
-    read.
+    scratch: an empty directory for files that go to an object store. told: called with the origin of the weights before
+    they are read.
 
     Raises: ConfigError naming what does not fit; StoreError; TaskError.
     """
@@ -91,7 +91,7 @@ def import_weights(
 
 
 def initial_replica(task: Task, config: Config) -> StageReplica:
-    """What a worker of the job begins with.
+    """State that a worker of the job begins with.
 
     Raises: TaskError naming the method that raised.
     """

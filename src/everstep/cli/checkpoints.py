@@ -1,4 +1,4 @@
-"""`everstep checkpoints`: what there is, whether it is whole, how two of them differ, and what need not be kept."""
+"""`everstep checkpoints`: list checkpoints, verify them, compare two of them, and delete those that are not needed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _HEADER = ("step", "taken", "state", "written", "base", "marks", "hosts", "reaso
 
 
 class _Group(click.Group):
-    """Knows the commands of the other module too, and imports it when they are asked for."""
+    """Group that also knows the commands of the other module, and imports it when one of them is asked for."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return [*self.commands, *_ELSEWHERE]
@@ -216,7 +216,7 @@ def verify_command(
 
 
 def _verify(place: StorePlace, which: str | None, *, shown: bool) -> tuple[int, list[dict[str, Any]]]:
-    """(how many checkpoints were looked at, what is wrong with them)."""
+    """Verify the checkpoints of a place: (number of checkpoints read, damage found in them)."""
     from everstep.checkpoint.reader import bytes_of_files, steps_in, verify_store
     from everstep.cli.checkpoints_exchange import choose, progress_bar
 
@@ -237,7 +237,7 @@ def _verify(place: StorePlace, which: str | None, *, shown: bool) -> tuple[int, 
 
 
 def _too_old(text: str, bad: set[int], not_before: int | None) -> list[dict[str, Any]]:
-    """Whether an old checkpoint is the newest that can be used. bad: the steps of those that cannot."""
+    """Finding if the newest usable checkpoint is before `not_before`, or none. bad: steps of damaged checkpoints."""
     from everstep.checkpoint.reader import steps_in
 
     store = _place(text).store
@@ -249,7 +249,7 @@ def _too_old(text: str, bad: set[int], not_before: int | None) -> list[dict[str,
 
 
 def _unsigned(text: str, place: StorePlace, which: str | None, key: str) -> list[dict[str, Any]]:
-    """What keeps the checkpoints from being vouched for by a key."""
+    """Findings, one for each checkpoint that the key does not vouch for."""
     from everstep.checkpoint.reader import steps_in
     from everstep.checkpoint.signing import check_signature
     from everstep.cli.checkpoints_exchange import job_of
@@ -269,7 +269,7 @@ def _unsigned(text: str, place: StorePlace, which: str | None, key: str) -> list
 
 
 def _step_of(place: StorePlace, which: str | None) -> int:
-    """The step that is meant, even if its manifest is damaged. Raises: ConfigError if there is none."""
+    """Step of the wanted checkpoint, even if its manifest is damaged. Raises: ConfigError if there is none."""
     from everstep.checkpoint.reader import steps_in
     from everstep.cli.checkpoints_exchange import choose
 
@@ -332,7 +332,7 @@ def _differences(a: Checkpoint, b: Checkpoint) -> dict[str, list[str]]:
 
 
 def _other(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
-    """The keys whose values differ."""
+    """Keys whose values differ."""
     return [key for key in sorted({*a, *b}) if a.get(key) != b.get(key)]
 
 

@@ -1,6 +1,6 @@
-"""`everstep checkpoints export | import | copy`, and where the checkpoints are that a user names.
+"""`everstep checkpoints export | import | copy`, and the search for the checkpoints that a user names.
 
-That is a run directory, a checkpoint directory, one checkpoint, or a URL: all commands ask for it in the same words.
+A user names a run directory, a checkpoint directory, one checkpoint, or a URL; all commands accept the same words.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ def copy_command(
 
 
 COMMANDS = {"export": export_command, "import": import_command, "copy": copy_command}
-"""For the group `everstep checkpoints`."""
+"""Commands that the group `everstep checkpoints` takes from here."""
 
 
 def _steps(origin: StorePlace, which: str | None, everything: bool) -> list[int]:
@@ -206,7 +206,7 @@ def _tell(told: dict[str, Any], as_json: bool, line: str) -> None:
 
 @dataclass(frozen=True)
 class StorePlace:
-    """A store, and the step that was named with it (None: none in particular)."""
+    """A store, and the step named with it (None: no particular step)."""
 
     store: BlobStore
     step: int | None = None
@@ -215,10 +215,10 @@ class StorePlace:
 def find_place(
     text: str, endpoint: str | None = None, region: str | None = None, *, writes: bool = False
 ) -> StorePlace:
-    """The store that PATH or a URL names; `.../step-0000000010` names one checkpoint in it. It may still be empty.
+    """The store that PATH or a URL names; `.../step-0000000010` names one checkpoint in it. The store may be empty.
 
-    A run directory stands for where its job puts checkpoints. endpoint, region: of an object store; None: from the
-    environment. writes: something is to be written or deleted there, which a run directory says only of itself.
+    A run directory stands for the place where its job puts checkpoints. endpoint, region: of an object store; None:
+    from the environment. writes: the caller writes or deletes there; a run directory may then name no folder elsewhere.
 
     Raises: ConfigError.
     """
@@ -238,22 +238,22 @@ def find_place(
 
 
 def required_key(key_file: str | None) -> str | None:
-    """The key of `--require-signature`. Raises: ConfigError if that is none."""
+    """Key given with `--require-signature`. Raises: ConfigError if the file holds no key."""
     from everstep.checkpoint.keys import read_public_key
 
     return None if key_file is None else read_public_key(key_file)
 
 
 def origin_words(found: Checkpoint) -> str:
-    """What a checkpoint says of where it comes from; none of it is verified."""
+    """Origin of a checkpoint by its own words; none of them is verified."""
     identity, version = found.manifest.identity, found.manifest.state["format"]
     signed = f"says it is signed by {found.signed_by[:16]}" if found.signed_by else "not signed"
     return f"format {version}, of task {identity['task']}, job {identity['job'] or 'unknown'}, {signed}"
 
 
 def job_of(text: str) -> tuple[str | None, int]:
-    """The name of the job whose checkpoints are at a path, as they bear it, and the step that it began with; (None, 0)
-    if that is no run directory's."""
+    """Name of the job in a run directory, as its checkpoints bear it, and the step that it began with; (None, 0) if the
+    path is no run directory's."""
     if "://" in text and not text.startswith("file://"):
         return None, 0
     folder = Path(text.removeprefix("file://")).absolute()
@@ -265,7 +265,7 @@ def job_of(text: str) -> tuple[str | None, int]:
 
 
 def _store_of(run_dir: Path, writes: bool) -> BlobStore:
-    """With what hosts with disks of their own have, while a job runs there."""
+    """Store of a run directory's job; while the job runs, it includes checkpoints on disks of other hosts."""
     job, path = read_job(run_dir), _of_run(run_dir, writes)
     if "://" in path or not (run_dir / HOSTS_FILE).exists() or not is_locked(run_dir):
         return open_store(path)
@@ -276,7 +276,7 @@ def _store_of(run_dir: Path, writes: bool) -> BlobStore:
 
 def _of_run(run_dir: Path, writes: bool) -> str:
     path = read_job(run_dir).config.checkpoint.disk.path
-    if path is not None and (writes or "://" in path):  # a directory is prepared easily, and URLs may need keys
+    if path is not None and (writes or "://" in path):  # anybody can prepare a directory, and URLs may need keys
         what = "no address" if "://" in path else "no other folder to write to"
         raise ConfigError(
             f"{run_dir / JOB_FILE} has its checkpoints at {path[:200]!a}: {what} is taken from a directory, give "
@@ -291,7 +291,7 @@ def _of_run(run_dir: Path, writes: bool) -> str:
 
 
 def _refuse_others(folder: Path) -> None:
-    """Raises: ConfigError if a folder of checkpoints below a run directory, or that one, is another user's."""
+    """Raises: ConfigError if the folder, or a folder of checkpoints below it, belongs to another user."""
     for path, folders in ((folder, 0), (folder / "any", 1)):
         try:
             with folder_of(path, folders):
@@ -303,7 +303,7 @@ def _refuse_others(folder: Path) -> None:
 
 
 def choose(place: StorePlace, which: str | None = None) -> Checkpoint:
-    """The checkpoint that is meant. which: a step number, `latest`, `best` or a pin; None: the one that the place
+    """The checkpoint that the user means. which: a step number, `latest`, `best` or a pin; None: the one that the place
     names, else the newest.
 
     Raises: ConfigError if there is none; CheckpointCorrupt if its manifest was altered.
@@ -344,7 +344,7 @@ def _step(place: StorePlace, which: str | None) -> int:
 
 @contextmanager
 def progress_bar(words: str, shown: bool) -> Iterator[Callable[[int, int], None]]:
-    """A bar on stderr, told (bytes done, bytes in all); nothing where it is not shown or nobody looks."""
+    """Progress bar on stderr, called with (bytes done, bytes in all). It is silent without `shown` or a terminal."""
     import sys
 
     if not shown or not sys.stderr.isatty():

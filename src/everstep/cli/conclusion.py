@@ -1,4 +1,4 @@
-"""The end of a job, as the command says it that has led it: events, ledger, summary, exit code."""
+"""End of a job, as its leading command reports it: events, ledger, summary, exit code."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ ENDS = ("job_completed", "job_failed")
 
 
 def end_of(process: Job, job: JobFile, events: EventLog, facts: Facts, outcome: Outcome, *, as_json: bool) -> int:
-    """What is left to do when the process of a job is over, and the words for how it ended; a job that is completed
-    without its ledger exits with 1. Returns the command's exit code."""
+    """Finish the work of a job whose process is over, and find the words for its end. Returns the command's exit code;
+    a completed job with an incomplete ledger gets 1."""
     run_dir, exit_code, lacking = process.run_dir, outcome.exit_code, ""
     if not moved(run_dir):
         DirectoryStore(checkpoint_dir(run_dir, job)).drop_leftovers()  # workers may have been killed while they wrote
-        lacking = lacking_rows(run_dir, process.reached - 1)  # when a step was applied, that before it was released
-    if lacking:  # the end was told by the coordinator, who does not read the ledger: pages and reports shall say it too
+        lacking = lacking_rows(run_dir, process.reached - 1)  # a step is released after the next one is applied
+    if lacking:  # the coordinator told of the end, but reads no ledger: pages and reports get to know of it here
         events.write("warning", cause=Cause.DISK, reason=lacking)
         events.close()
     digest = read_digest(run_dir) if exit_code == 0 else None
@@ -53,7 +53,7 @@ def end_of(process: Job, job: JobFile, events: EventLog, facts: Facts, outcome: 
 
 
 def say_the_end(events: EventLog, run_dir: Path, begin_ns: int, outcome: Outcome) -> None:
-    """The coordinator reports the end; if it could not, the job's own word stands in."""
+    """The coordinator reports the end; if it could not, this process writes the event."""
     there = home(run_dir) if moved(run_dir) else run_dir
     if there is None:
         return
@@ -66,7 +66,7 @@ def say_the_end(events: EventLog, run_dir: Path, begin_ns: int, outcome: Outcome
 
 
 def lacking_rows(run_dir: Path, reached: int = 0) -> str:
-    """What the ledger lacks; "" if it is complete."""
+    """Rows that the ledger lacks, in words; "" if it is complete."""
     try:
         return missing_rows(run_dir, reached)
     except ConfigError as error:

@@ -1,4 +1,4 @@
-"""`everstep config`: what there is to be configured, and the causes that programs can go by."""
+"""`everstep config`: lists config keys, and the causes that programs can rely on."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def command(key: str | None, search: str | None, as_json: bool) -> int:
 
 
 def _keys(key: str | None) -> list[dict[str, str]]:
-    """Raises: ConfigError for a key that is none."""
+    """The key, or all keys of the group. Raises: ConfigError for an unknown one."""
     known = {row[0]: dict(zip(_FIELDS, row, strict=True)) for row in describe()}
     if key is None:
         return list(known.values())
@@ -51,7 +51,7 @@ def _keys(key: str | None) -> list[dict[str, str]]:
 
 
 def _with_word(word: str) -> list[dict[str, str]]:
-    """Raises: ConfigError if no key has it."""
+    """The keys whose name or meaning has the word. Raises: ConfigError if there is none."""
     elsewhere = known_elsewhere(word)
     found = [row for row in _keys(None) if word.lower() in f"{row['key']} {row['meaning']}".lower()]
     found += [row for row in _keys(None) if elsewhere and row not in found and row["key"] in elsewhere.split()]

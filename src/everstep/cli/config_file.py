@@ -1,4 +1,4 @@
-"""Config files: YAML in which every key is said once."""
+"""Config files: YAML in which every key occurs once."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MOST_MERGED = 200
 
 
 class _OnceLoader(yaml.SafeLoader):
-    """YAML's own rule, which PyYAML does not apply: the keys of a mapping are unique."""
+    """Loader with YAML's own rule that PyYAML does not apply: keys of a mapping are unique."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: dict[Any, int] = {}
@@ -42,7 +42,7 @@ class _OnceLoader(yaml.SafeLoader):
 
 
 def _refuse_unbounded(data: Any) -> None:
-    """Raises: ConfigError if a few aliases stand for more values than anybody writes, or for themselves."""
+    """Raises: ConfigError if aliases expand to absurdly many values, or refer to themselves."""
     count, left = 0, [data]
     while left:
         node = left.pop()
@@ -53,7 +53,7 @@ def _refuse_unbounded(data: Any) -> None:
 
 
 def read_config_file(path: Path) -> dict[str, Any]:
-    """A YAML file of config keys.
+    """Values of a YAML file of config keys.
 
     Raises: ConfigError if it cannot be read or holds something else.
     """
@@ -76,6 +76,6 @@ def read_config_file(path: Path) -> dict[str, Any]:
 
 
 def said_layers(config_file: Path | None, settings: Sequence[str]) -> list[tuple[str, dict[str, Any]]]:
-    """What `--config` and `--set` say, for `load_config`. Raises: ConfigError."""
+    """Layers of `--config` and `--set`, for `load_config`. Raises: ConfigError."""
     found = [(str(config_file), read_config_file(config_file))] if config_file is not None else []
     return [*found, *((f"--set {text}", dict([parse_set(text)])) for text in settings)]

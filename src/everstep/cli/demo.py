@@ -57,7 +57,7 @@ def command(steps: int, workers: int, run_dir: Path | None) -> int:
 
 
 def faults(steps: int) -> str:
-    """A worker, the leader, the coordinator, and a worker once more, spread over the run."""
+    """Faults of the demo: a worker, the leader, the coordinator, and a worker again, spread over the run."""
     return (
         f"kill:target=worker:2,at={steps // 5},phase=backward; kill:target=leader:0,at={2 * steps // 5},phase=agree; "
         f"kill:target=coordinator,at={3 * steps // 5}; kill:target=worker:1,at={4 * steps // 5},phase=reduce"
@@ -72,7 +72,7 @@ def _run(run_dir: Path, steps: int, workers: int, chaos: str) -> list[str]:
 
 @contextlib.contextmanager
 def _beside(command: list[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """Run a command in the background; whatever happens here, it does not outlive the block."""
+    """Run a command in the background; it is ended with the block, also after an exception."""
     with os.fdopen(open_below(log, ANEW), "wb") as out:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT)
     try:

@@ -1,7 +1,7 @@
-"""What a running job looks like: a live view on a terminal, plain lines in a pipe, JSON for machines.
+"""Views of a running job: a live view on a terminal, plain lines in a pipe, JSON for programs.
 
-All three take in the same events; `Watcher` feeds them from events.jsonl in a thread of its own, so that nothing that
-is shown can hold up the job.
+All three take in the same events. `Watcher` feeds them from events.jsonl in a thread of its own, so that no display can
+hold up the job.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _TROUBLED = ("dead", "suspect", "healing")
 _POLL_S = 0.2
 _LAST_SAMPLES_BYTES = 1 << 16
 _LAST_TOLD = 64
-_PRINTS_WAIT_S = 0.3  # for the events of before: a commit is told a moment after its own time
+_PRINTS_WAIT_S = 0.3  # for earlier events: a commit is told a moment after its own time
 _PROCESS_WORDS = {
     "worker_exited": "worker {worker_id} exited: {reason}",
     "worker_restarting": "worker {worker_id} is started again{delay}",
@@ -57,13 +57,13 @@ class Display:
         """An event was written; `facts` include it."""
 
     def refresh(self, facts: Facts) -> None:
-        """A moment has passed."""
+        """Redraw: some time has passed."""
 
     def note(self, text: str) -> None:
-        """Something to say that is no event."""
+        """Show a text that is no event."""
 
     def close(self) -> None:
-        """Nothing more will come."""
+        """End the display: nothing more will come."""
 
 
 class JsonDisplay(Display):
@@ -99,7 +99,7 @@ class PlainDisplay(Display):
 
 
 class LiveDisplay(Display):
-    """Progress bar, a line per worker and the last events, redrawn in place. samples: what the workers spend."""
+    """Progress bar, a line per worker and the last events, redrawn in place. samples: workers' resources."""
 
     def __init__(self, console: Console, samples: Folder, total_steps: int | None = None) -> None:
         from rich.live import Live
@@ -147,7 +147,7 @@ class LiveDisplay(Display):
         return Group(*parts)
 
     def _workers(self, facts: Facts, most: int) -> RenderableType:
-        """A line for each, so many at most: who is in trouble has one whatever happens."""
+        """A line per worker, at most `most`; workers in trouble come first."""
         from rich.table import Table
 
         table = Table(box=None, padding=(0, 2), header_style="bold", caption_justify="left")
@@ -169,16 +169,16 @@ class LiveDisplay(Display):
 
 
 class Note(NamedTuple):
-    """What agents or the job have done, and about what: kind, worker_id and incarnation."""
+    """An act of the agents or the job, and its subject: kind, worker_id and incarnation."""
 
     text: str
     about: tuple[str, Any, Any]
 
 
 class Watcher:
-    """Feeds a display from events.jsonl, from `begin_ns` on, in a thread. `facts`: what it has seen.
+    """Feeds a display from events.jsonl, from `begin_ns` on, in a thread. `facts`: the sum of the events seen so far.
 
-    What the leader of a script prints from now on is shown between the events, in the order of time.
+    Lines that the leader of a script prints from now on are shown between the events, in the order of time.
     """
 
     def __init__(self, path: Path, begin_ns: int, display: Display) -> None:
@@ -198,13 +198,13 @@ class Watcher:
         self._thread.start()
 
     def stop(self) -> None:
-        """Show what is still unread, and end."""
+        """Show everything still unread, and end."""
         self._ended.set()
         self._thread.join()
         self._display.close()
 
     def process_event(self, event: dict[str, Any]) -> None:
-        """What job and agents do themselves; from the job's thread."""
+        """Take in an act of the job or its agents; called from the job's thread."""
         words = _PROCESS_WORDS.get(event["kind"])
         if words is not None and not event.get("in_order"):
             delay_s = event.get("delay_s")
@@ -214,14 +214,14 @@ class Watcher:
             self._notes.append(Note(text, (event["kind"], event.get("worker_id"), life)))
 
     def _said(self, event: Event) -> None:
-        """What the events tell of a life, the notes of its agent need not tell again."""
+        """Note that an event told of this life's end or start, so that the agent's notes need not repeat it."""
         if event["kind"] == "worker_evicted":
             self._told.append(("worker_exited", event.get("worker_id"), event.get("incarnation")))
         elif event["kind"] == "warning" and cause(event) is Cause.CRASH_LOOP:
             self._told.append(("slot_lost", event.get("worker_id"), None))
 
     def _stopped(self) -> bool:
-        """Asked by `follow` some times a second, and before its last read: a good moment to redraw."""
+        """Whether to stop. `follow` asks some times a second, and before its last read: a good moment to redraw."""
         ended = self._ended.is_set()
         for line in self._output.due(time.monotonic()):
             self._display.note(line)
@@ -231,7 +231,7 @@ class Watcher:
         return ended
 
     def _tell_notes(self) -> None:
-        """A turn late, when it is known whether the job was over by then: how its workers leave interests nobody."""
+        """Tell notes one turn late: if the job is over by then, the exits of its workers interest nobody."""
         if self.facts.condition.exit_code is None:
             for note in self._due:
                 if note.about not in self._told:
@@ -241,7 +241,7 @@ class Watcher:
     def _run(self) -> None:
         try:
             for event in follow(self._path, poll_s=_POLL_S, stop=self._stopped):
-                self.facts.take(event)  # those of earlier starts, too: what is counted is the job's
+                self.facts.take(event)  # earlier starts included: the figures are the job's
                 time_ns = int(event.get("time_unix_ns") or 0)
                 if time_ns >= self._begin_ns:
                     for line in self._output.before(time_ns):
@@ -256,9 +256,9 @@ class Watcher:
 
 
 class Output:
-    """The lines that are appended to what the leader prints from now on; each is whole when its end is written.
+    """Lines that are appended to the leader's output from now on; a line is whole when its end is written.
 
-    Where the file has become an older one meanwhile, what it ended with comes first.
+    If the file was rotated meanwhile, the rest of the rotated one comes first.
     """
 
     def __init__(self, path: Path) -> None:
@@ -269,13 +269,13 @@ class Output:
         self._waiting.clear()
 
     def before(self, time_ns: int) -> list[str]:
-        """What was printed before that moment."""
+        """Lines printed before that moment."""
         if time_ns >= self._read_ns:
             self._read()
         return self._take(lambda printed_ns, _: printed_ns <= time_ns)
 
     def due(self, now_s: float) -> list[str]:
-        """What has waited long enough for an event to come before it. now_s: of the monotonic clock."""
+        """Lines that have waited long enough for an event that precedes them. now_s: of the monotonic clock."""
         self._read()
         return self._take(lambda _, found_s: found_s + _PRINTS_WAIT_S <= now_s)
 
@@ -327,7 +327,7 @@ def sentence(event: Event) -> str | None:
 
 
 def duration(seconds: float) -> str:
-    """1h02m, 3m04s or 5s."""
+    """Duration in words: 1h02m, 3m04s or 5s."""
     whole = int(seconds + 0.5)
     if whole >= 3600:
         return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
@@ -399,9 +399,9 @@ def summary(
     why: Why | None = None,
     missing_rows: str = "",
 ) -> dict[str, Any]:
-    """The object that `run --json` ends with. why: it ended badly. Of many recoveries the newest give the times.
+    """The object that `run --json` ends with. why: the reason of a bad end. Times are of the newest recoveries.
 
-    missing_rows: what the ledger lacks. A job that was done in order is completed, but without the proof not in order.
+    missing_rows: rows that the ledger lacks. A completed job that lacks them ends with 1.
     """
     strange = facts.course.strange
     states = {0: "completed", 130: "interrupted", 143: "interrupted"}

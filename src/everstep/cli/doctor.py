@@ -1,6 +1,6 @@
-"""`everstep doctor`: whether this host could take part in a job, looked at one thing after the other.
+"""`everstep doctor`: checks, one after the other, whether this host could take part in the job.
 
-Nothing of the job is changed by it, and nothing is started.
+It starts nothing and changes nothing of the job.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from everstep.runtime.versions import differences, versions
 _CONNECT_S = 5.0
 _LEAST_MTU = 576
 _MOST_BYTES = 65535
-"""Of an IPv4 packet, whatever an interface would take."""
+"""Largest IPv4 packet, whatever an interface would take."""
 
 
 @dataclass(frozen=True)
 class Checked:
-    """One thing that was looked at. state: ok, warning, or wrong: then no job could be joined."""
+    """Result of one check. state: ok, warning, or wrong (the host could not join)."""
 
     name: str
     state: str
@@ -96,9 +96,9 @@ def command(
 def examine(
     where: tuple[str, int], config: Config, token: bytes | None, given: str | None, slots: int, ports: str | None
 ) -> Iterator[Checked]:
-    """All findings, in the order in which one needs the other; what cannot be looked at is left out.
+    """All findings, in an order in which each check needs the ones before it; impossible checks are left out.
 
-    where: of the job's head. given: this host's address, if somebody has given it. ports: the job's network.ports.
+    where: address of the job's head. given: this host's address, if the user gave it. ports: the job's network.ports.
     """
     named = _names(where[0])
     yield named
@@ -119,9 +119,9 @@ def examine(
 
 
 def find_in_etcd(address: str, config: Config, token: bytes | None) -> tuple[tuple[str, int] | None, list[Checked]]:
-    """Where the job's head is, None if that is not known, and what was found on the way.
+    """Address of the job's head (None if unknown), and the findings on the way to it.
 
-    Raises: ConfigError for what is no such address, or for files and variables that do not go with it.
+    Raises: ConfigError for an invalid address, or for files and variables that do not fit it.
     """
     etcd = etcd_at(Start(config, where=address, token=token or b"", secrets=taken_secrets()))
     with contextlib.closing(etcd):
@@ -243,7 +243,7 @@ def _told(heard: HeadFacts, config: Config) -> Iterator[Checked]:
 
 
 def _full_packets(where: tuple[str, int], config: Config, token: bytes, own: str, heard: HeadFacts) -> Checked:
-    """Small packets pass and full ones get lost where a tunnel is narrower than both ends believe."""
+    """Check full packets: they get lost, and small ones pass, if a tunnel is narrower than both ends believe."""
     leaves = mtu_of(interface_of(own))
     try:
         ask_about(where, token, config.security.tls, own, padding=FULL_PACKETS_BYTES)

@@ -1,4 +1,4 @@
-"""Where a job can be joined, as its command line and config say: at which address, told to whom, at which port."""
+"""Ways to join a job, from its command line and config: listening address, announced address, and port."""
 
 from __future__ import annotations
 
@@ -25,13 +25,15 @@ def head_doors(
     slots: int | None = None,
     world_size: int | None = None,
 ) -> tuple[dict[str, Any], int | None]:
-    """listen: of `--listen`, where an interface may stand for its address. told: of `--address`. given: what is set of
-    the config, by dotted key. local: this host has workers, too. slots: so many, None for one per device. world_size:
-    how many hosts take part, None if that is not known.
+    """Config keys that follow from the options for joining a job, and the port for agents, None if none may join.
 
-    Returns the config keys that follow from these, and the port where agents may join, None if they may not.
+    listen: of `--listen`, where an interface may stand for its address. told: of `--address`. given: config keys that
+    are set, by dotted key. local: this host has workers, too. slots: the number of those, None for one per device.
+    world_size: number of hosts that take part, None if unknown.
 
-    Raises: ConfigError for what is none of this host's, and for what others could not reach.
+    Returns the keys and the port.
+
+    Raises: ConfigError for an address that is not this host's, or that others could not reach.
     """
     interface = given.get("network.interface")
     if listen is None:
@@ -70,9 +72,9 @@ def head_doors(
 
 
 def slots_here(given: Mapping[str, Any], world_size: int | None) -> int:
-    """How many workers this host runs if nobody says: one per device, or one; more where so many hosts as are to take
-    part would not do otherwise. given: what is set of the config, by dotted key. world_size: how many take part, None
-    if it is not known."""
+    """Default number of workers on this host: one per device, or one; more if the expected hosts would otherwise have
+    too few. given: config keys that are set, by dotted key. world_size: number of hosts that take part, None if
+    unknown."""
     hosts = world_size or given.get("hosts.min")
     if hosts is None:
         return default_slots()
@@ -81,8 +83,8 @@ def slots_here(given: Mapping[str, Any], world_size: int | None) -> int:
 
 
 def _for_all_hosts(given: Mapping[str, Any], hosts: int, slots: int | None) -> dict[str, Any]:
-    """Config keys that follow from `--world-size` where nobody says them: all hosts with workers are waited for, and
-    each has work. given: what is set of the config, by dotted key. slots: workers of each, None for one per device."""
+    """Config keys that follow from `--world-size` unless set: the job waits for all hosts with workers, and each has
+    work. given: config keys that are set, by dotted key. slots: workers of each host, None for one per device."""
     found: dict[str, Any] = {} if "hosts.min" in given else {"hosts.min": hosts}
     if "workers" not in given and default_workers(given) is None:
         found["workers"] = hosts * (slots or default_slots())
@@ -98,9 +100,10 @@ def _is_address(text: str) -> bool:
 
 
 def check_own_ports(config: Config, room: int | None) -> None:
-    """room: how many workers this host runs at most, 0 for as many as there are, None for none.
+    """Check that `network.ports` suffice. room: most workers that this host runs, 0 for as many as there are, None for
+    none.
 
-    Raises: ConfigError if `network.ports` has too few for them.
+    Raises: ConfigError if `network.ports` has too few ports for them.
     """
     workers = config.workers + config.spares
     check_ports(config.network.ports, 1 if room is None else min(room or workers, workers))

@@ -1,4 +1,4 @@
-"""`everstep eval`: what the task's own metrics say about trained weights, on its test split."""
+"""`everstep eval`: the task's own metrics of trained weights, on its test split."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def command(task: str, source: Path, key_file: str | None, as_json: bool) -> int
 
 @contextmanager
 def _weights(source: Path, key: str | None, *, shown: bool) -> Iterator[tuple[str, Callable[[], Mapping[str, Any]]]]:
-    """(what they are of, what reads them), once it has been said who vouches for them."""
+    """(name of the weights, function that reads them); before that it tells the user who signed them."""
     if key is None and not _is_checkpoint(source):
         path = find_weights(source)
         _tell(f"{path}: safetensors, which nobody signs", shown)
@@ -82,15 +82,15 @@ def _tell(words: str, shown: bool) -> None:
 
 
 def _is_checkpoint(source: Path) -> bool:
-    """Whether it names one, or a directory with nothing but these."""
+    """Whether the path is a checkpoint, or a directory of nothing but checkpoints."""
     named = step_of(source.name) is not None and not (source / "model.safetensors").is_file()
     return named or (source.is_dir() and not (source / "final").exists() and any(source.glob("step-*")))
 
 
 def evaluate_task(text: str, source: Path, read: Callable[[], Mapping[str, Any]]) -> tuple[dict[str, float], int]:
-    """Metrics by name, and the number of samples they were taken over. read: the weights, as `state_dict` has them.
+    """Metrics by name, and the number of samples behind them. read: returns the weights as `state_dict` has them.
 
-    Raises: ConfigError if the weights do not fit the task's model; TaskError for what the task raises.
+    Raises: ConfigError if the weights do not fit the task's model; TaskError if the task raises.
     """
     import torch
 
@@ -139,7 +139,7 @@ def evaluate_task(text: str, source: Path, read: Callable[[], Mapping[str, Any]]
 
 
 def _config(task: Task, source: Path) -> Config:
-    """That of the job the weights come from; else the task's own defaults."""
+    """Config of the job that the weights come from; else the task's own defaults."""
     for folder in (source, *source.parents[:2]):
         if (folder / JOB_FILE).is_file():
             return read_job(folder).config

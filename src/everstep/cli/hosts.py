@@ -1,4 +1,4 @@
-"""`everstep hosts | ports`: which hosts a job has, and which ports are free on this one."""
+"""`everstep hosts | ports`: the hosts of a job, and the free ports of this host."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def hosts(run_dir: Path, as_json: bool) -> int:
     read_job(run_dir)
     found = ask_running(run_dir, "hosts", {}).get("hosts", [])
     head = ""
-    with contextlib.suppress(OSError, ProtocolError):  # it may have ended since it answered
+    with contextlib.suppress(OSError, ProtocolError):  # the job may have ended since it answered
         head = _head(found, read_address(run_dir / COORDINATOR_FILE).host)
     if as_json:
         print(json.dumps([{**host, "is_head": host["name"] == head} for host in found]))
@@ -49,8 +49,8 @@ def hosts(run_dir: Path, as_json: bool) -> int:
 
 
 def _head(found: Sequence[Mapping[str, Any]], address: str) -> str:
-    """The name of the host with the coordinator; "" where none of them has it. Its agent is named by that address
-    where others have the same one."""
+    """Name of the host that runs the coordinator, "" if none does. An agent is named by its address if another host has
+    the same name."""
     there = [str(host["name"]) for host in found if host["address"] == address]
     return address if address in there else next(iter(there), "")
 
@@ -89,7 +89,7 @@ def _check(others: Sequence[tuple[str, int]]) -> int:
 
 
 def _reach(host: str, port: int) -> str:
-    """Why nobody can be reached there, "" if somebody can."""
+    """Reason why the address cannot be reached, "" if it can."""
     try:
         socket.create_connection((host, port), _CONNECT_S).close()
     except TimeoutError:
@@ -101,7 +101,7 @@ def _reach(host: str, port: int) -> str:
 
 
 def free_ports(start: int, end: int, count: int) -> list[int]:
-    """Up to so many ports on which something could listen now, at any address of this host, ascending."""
+    """Up to `count` ports, ascending, at which a program could listen now at any address of this host."""
     found: list[int] = []
     for port in range(start, end + 1):
         if len(found) == count:

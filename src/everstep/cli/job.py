@@ -1,6 +1,6 @@
-"""A job before it starts: its effective config, whether it can work, and job.json, which remembers it.
+"""A job before it starts: its effective config, its checks, and job.json, which remembers it.
 
-Everything the user can get wrong is found here, before a process is started, as far as it can be known by then.
+Errors of the user are found here as far as possible, before a process is started.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _VERSIONED = ("everstep", "torch", "numpy", "safetensors", "msgspec")
 
 @dataclass(frozen=True)
 class Request:
-    """What the user asked for. `layers` by rising precedence, without the task's own defaults."""
+    """Wishes of the user. `layers` by rising precedence, without the task's own defaults."""
 
     layers: tuple[tuple[str, dict[str, Any]], ...]
     batch_size: int | None = None
@@ -53,23 +53,22 @@ class Request:
 
     @property
     def explicit(self) -> tuple[str, ...]:
-        """The dotted keys that the user set himself."""
+        """Dotted keys that the user set."""
         keys = {key for _, layer in self.layers for key in dotted(layer)}
         return tuple(sorted(keys | ({"micro_batch"} if self.batch_size is not None else set())))
 
 
 @dataclass(frozen=True)
 class JobFile:
-    """What job.json holds. `task` is canonical: the same for the same task, from wherever it is started.
+    """Content of job.json. `task` is canonical: the same for the same task, from wherever it is started.
 
-    dataset_size: in samples, None where only the script knows. begins_after: the step of another job's checkpoint that
-    it began with, 0 if none; resumes_at: that of the checkpoint from which this run of it goes on. unit_ms: the
-    measured times of the units by which `cut` was chosen; empty if it was not. batch_size: samples of a global batch,
-    None where the user has not said.
-    split_checked: that the task can be split was seen before the start. numerics: the kernels that it is computed with;
-    code: what its workers have imported; code_before: the same of an earlier run, from whose checkpoint this one goes
-    on; all None while nobody has said. unknown: by dotted key, what was read but is
-    not known here, since another version wrote it; it has no effect.
+    dataset_size: in samples, None if only the script knows. begins_after: step of the other job's checkpoint that this
+    job began with, 0 if none; resumes_at: step of the checkpoint from which this run goes on. unit_ms: measured times
+    of the units by which `cut` was chosen, empty if nothing was measured. batch_size: samples of a global batch, None
+    if the user did not set it. split_checked: the task was proven to be splittable before the start. numerics: kernels
+    that compute it; code: modules that its workers have imported; code_before: those of an earlier run from whose
+    checkpoint this one goes on; all None until a worker reports them. unknown: by dotted key, values written by another
+    version and unknown here; they have no effect.
     """
 
     task: str
@@ -91,11 +90,11 @@ class JobFile:
 
     @property
     def name(self) -> str | None:
-        """What its checkpoints call it; None if nobody knows when it was created."""
+        """Name of the job in its checkpoints; None if the time of its creation is unknown."""
         return f"{self.created_unix_ns:x}" if self.created_unix_ns else None
 
     def to_dict(self) -> dict[str, Any]:
-        """As job.json says it."""
+        """The content of job.json."""
         said = {**vars(self), "config": to_dict(self.config), "seed": self.config.seed}
         said |= {name: told(said[name]) for name in ("numerics", "code", "code_before")}
         del said["unknown"]
@@ -111,7 +110,7 @@ def effective_config(defaults: Mapping[str, Any], request: Request, *, script: b
     """
     layers: list[tuple[str, Mapping[str, Any]]] = [("the task's defaults", defaults), *request.layers]
     given = read_layers(layers)
-    open_lanes = script and "lanes" not in given  # its workers will say: until then there are enough of them
+    open_lanes = script and "lanes" not in given  # the script sets them later; until then assume enough
     workers = given.get("workers") or default_workers(given) or 1
     if open_lanes and workers > Config.lanes:
         layers.insert(0, ("the script", {"lanes": workers}))
@@ -144,9 +143,9 @@ def check_dataset(config: Config, dataset_size: int) -> None:
 
 
 def check_hosts(config: Config, *, alone: bool = True) -> None:
-    """alone: no other host can join.
+    """Check the hosts of the placement map. alone: no other host can join.
 
-    Raises: ConfigError if the map names one all the same.
+    Raises: ConfigError if the map names a host although no other can join.
     """
     if not alone:
         return
@@ -160,7 +159,7 @@ def check_hosts(config: Config, *, alone: bool = True) -> None:
 
 
 def check_network(config: Config, port: int = 0) -> None:
-    """Raises: ConfigError if nothing can listen at the config's address here, or not at this port."""
+    """Raises: ConfigError if this host cannot listen at the config's address, or at this port."""
     address = config.network.listen or config.network.address
     with socket.socket() as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -177,14 +176,14 @@ def check_network(config: Config, port: int = 0) -> None:
 
 
 def free_port(address: str) -> int:
-    """A port that nobody listens on there."""
+    """A port of this address that nobody listens on."""
     with socket.socket() as sock:
         sock.bind((address, 0))
         return int(sock.getsockname()[1])
 
 
 def total_steps(config: Config, dataset_size: int | None) -> int | None:
-    """Number of the last step, None where it cannot be known beforehand."""
+    """Number of the last step, None if it cannot be known beforehand."""
     if dataset_size is None:
         return config.steps if config.epochs is None else None
     if config.steps is None and config.epochs is None:
@@ -208,7 +207,7 @@ def with_chaos(config: Config, request: Request, dataset_size: int | None) -> Co
 
 
 def make_job(task: str, argv: Sequence[str], config: Config, dataset_size: int | None, request: Request) -> JobFile:
-    """A job that is created now."""
+    """A job that begins now."""
     versions = {"python": platform.python_version(), "platform": platform.platform()}
     for name in _VERSIONED:
         versions[name] = importlib.metadata.version(name)
@@ -217,10 +216,10 @@ def make_job(task: str, argv: Sequence[str], config: Config, dataset_size: int |
 
 
 def with_cut(job: JobFile, cut: Sequence[Sequence[int]], unit_ms: Sequence[float], before: JobFile | None) -> JobFile:
-    """The job with the cut that measuring its units gave, so that all its workers, and later runs of it, cut alike.
+    """The job with the cut that was measured, so that all its workers and later runs cut alike.
 
-    cut: [first unit, unit after the last] of each part. before: this job as it was started before; if it was cut by
-    measured times into as many parts, it stays cut like that.
+    cut: [first unit, unit after the last] of each part. before: this job at its previous start. Its cut is kept if it
+    was measured and has as many parts.
     """
     if not unit_ms:
         return job
@@ -231,7 +230,7 @@ def with_cut(job: JobFile, cut: Sequence[Sequence[int]], unit_ms: Sequence[float
 
 
 def differences(old: JobFile, new: JobFile) -> list[str]:
-    """What makes these two jobs different ones: task, arguments, dataset, or config that changes the numbers."""
+    """Differences that make these two jobs different: task, arguments, dataset, or config that changes the numbers."""
     found: list[str] = []
     if old.task != new.task:
         found.append(f"task is {old.task!r} there, {new.task!r} here")
@@ -247,7 +246,7 @@ def differences(old: JobFile, new: JobFile) -> list[str]:
 
 
 def _said_later(old: JobFile, new: JobFile) -> set[str]:
-    """The keys that both jobs leave to their script: its workers compare them with their checkpoints."""
+    """Keys that both jobs leave to their script: its workers compare them with their checkpoints."""
     if "lanes" in (*old.explicit, *new.explicit) or (old.dataset_size, new.dataset_size) != (None, None):
         return set()
     follows = old.batch_size is not None and old.batch_size == new.batch_size
@@ -255,14 +254,14 @@ def _said_later(old: JobFile, new: JobFile) -> set[str]:
 
 
 def about_to_run(job: JobFile) -> str:
-    """What goes on with a job is about to run as this user: its task, and its command for notices."""
+    """Sentence that tells the user which code of a job will run with his rights: its task, its command for notices."""
     task = one_line(shlex.join([job.task, *job.argv]))
     notify = job.config.notify.command
     return f"this runs {task}" + (f", and for notices {one_line(notify)}" if notify else "")
 
 
 def write_job(run_dir: Path, job: JobFile) -> None:
-    """Raises: ConfigError if the directory cannot be written."""
+    """Write job.json. Raises: ConfigError if the directory cannot be written."""
     try:
         write_atomically(run_dir / JOB_FILE, json.dumps(job.to_dict(), indent=2) + "\n")
     except OSError as error:
@@ -270,9 +269,9 @@ def write_job(run_dir: Path, job: JobFile) -> None:
 
 
 def read_job(run_dir: Path, *, joined: bool = True) -> JobFile:
-    """The job of a run directory. joined: with what a script added when it joined, which nobody knows beforehand.
+    """The job of a run directory. joined: include values that its script gave when it joined, unknown before.
 
-    What this version does not know of a config that another one wrote is passed over (`JobFile.unknown`).
+    Unknown keys of a config that another version wrote are passed over (`JobFile.unknown`).
 
     Raises: ConfigError if there is none, or job.json cannot be read.
     """
@@ -316,7 +315,7 @@ def _whole(name: str, value: Any) -> int:
 
 
 def _joined(run_dir: Path) -> dict[str, Any]:
-    """What a script's workers wrote down once it had joined: size of the dataset, and the config that it gave."""
+    """Values that a script's workers wrote after it joined: size of the dataset, and the script's config."""
     try:
         facts = read_json(run_dir / DATASET_FILE)
     except (OSError, ValueError):

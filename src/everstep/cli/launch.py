@@ -40,7 +40,7 @@ _OURS_OF_SBATCH = ("array", "nodes", "ntasks", "ntasks-per-node", "requeue", "no
 
 
 class _Launch(click.Command):
-    """TASK and what it does not know are `everstep run`'s; what follows "--" is the script's."""
+    """Command whose TASK and unknown options are those of `everstep run`; words after "--" are the script's."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         own = args.index("--") if "--" in args else len(args)
@@ -49,7 +49,7 @@ class _Launch(click.Command):
 
 
 def _engine(**more: Any) -> Any:
-    """What the commands have in common."""
+    """Arguments of `click.command` that all commands share."""
     return {
         "cls": _Launch,
         "context_settings": {"ignore_unknown_options": True},
@@ -70,10 +70,10 @@ def launch() -> None:
 def launch_of(
     words: Sequence[str], hosts: int, slots: int, run_dir: Path | str, python: str, *, here: bool = True, name: str = ""
 ) -> Launch:
-    """What is to be launched. words: TASK and options of `everstep run`. here: the hosts have the files of this one.
-    name: for the engine, "" for one after the task.
+    """The launch that these words ask for. words: TASK and options of `everstep run`. here: the hosts see this host's
+    files. name: for the engine, "" for a name made from the task's.
 
-    Raises: ConfigError, click.UsageError for what `everstep run` would refuse.
+    Raises: ConfigError, click.UsageError for words that `everstep run` would refuse.
     """
     if not words or words[0].startswith("-"):
         raise ConfigError(
@@ -84,7 +84,7 @@ def launch_of(
         raise ConfigError(f"{taken[0]}: expected none here, because launch sets it")
     if "--fresh" in words:
         raise ConfigError("--fresh: expected none here, because host 0 would start over at every restart")
-    if not str(run_dir).isprintable():  # it stands in lines of scripts
+    if not str(run_dir).isprintable():  # the name stands in lines of scripts
         raise ConfigError(f"--run-dir: expected a path of printable characters, got {str(run_dir)!r}")
     values = _values(words, files=here)
     own = tuple(f"{key}={value}" for key, value in values.items() if says_itself(key) and key != "security.token_file")
@@ -98,10 +98,9 @@ def launch_of(
 
 
 def _values(words: Sequence[str], *, files: bool) -> dict[str, Any]:
-    """What the config keys are set to by these options of `everstep run`; what its task says it sees to itself. files:
-    its config file is here.
+    """Config keys that these options of `everstep run` set. files: the config file is on this host.
 
-    Raises: ConfigError, click.UsageError for what it would refuse.
+    Raises: ConfigError, click.UsageError for options that `everstep run` would refuse.
     """
     given = run_command.make_context("everstep run", list(words)).params
     values = read_layers(said_layers(given["config_file"] if files else None, given["settings"]))
@@ -208,11 +207,11 @@ def launch_k8s(
 
 
 _NAME = r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?"
-"""With what is put behind it, it is a label of DNS still."""
+"""With the suffixes put behind it, the name is still a valid DNS label."""
 
 
 def _check_objects(**pods: Any) -> None:
-    """Raises: ConfigError for what Kubernetes would refuse, or take for something else."""
+    """Raises: ConfigError for values that Kubernetes would refuse or misread."""
     label = r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?"
     kinds = dict.fromkeys(("cpus", "memory"), r"\d+(\.\d+)?(m|[kMGTPE]i?)?")
     kinds |= dict.fromkeys(("namespace", "queue"), label) | {"claim": rf"{label}(\.{label})*", "name": _NAME}
@@ -275,7 +274,7 @@ def launch_ssh(
 
 
 def _address_of(name: str) -> str:
-    """Raises: ConfigError if a host of this name has none."""
+    """Address of a host. Raises: ConfigError if no host of this name has one."""
     try:
         return socket.getaddrinfo(name.rpartition("@")[2], None, socket.AF_INET)[0][4][0]  # type: ignore[return-value]
     except OSError as error:
@@ -322,7 +321,8 @@ def _own_python() -> str:
 
 
 def _local(words: tuple[str, ...]) -> tuple[str, ...]:
-    """With the task as the hosts know it, who share the file system. Raises: ConfigError if it is none."""
+    """The words with a task name that holds on all hosts of the file system. Raises: ConfigError if there is no such
+    task."""
     if not words or words[0].startswith("-"):
         return words
     spec = parse_task(words[0])
@@ -333,13 +333,13 @@ def _local(words: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _is_there(package: str) -> bool:
-    """Whether it can be imported, as `everstep run` would; nothing is."""
+    """Whether the package could be imported, as `everstep run` would; nothing is imported."""
     return PathFinder.find_spec(package, [*sys.path, os.getcwd()]) is not None
 
 
 def _prepare(run_dir: Path, name: str, text: str) -> Path:
-    """Write what is submitted, and the job's token: the given one, or a new one where there is none yet, since hosts
-    that come again need the same."""
+    """Write the files to submit, and the job's token: the given one, or a new one if there is none yet. Hosts that come
+    again need the same token."""
     folder, token = run_dir / "launch", given_token()
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -363,7 +363,7 @@ def _submit(command: list[str], hint: str, given: str = "") -> int:
 
 
 def _without_launcher() -> dict[str, str]:
-    """So that it is submitted alike from within a job of the engine."""
+    """Environment without the engine's variables, so that a submission from within a job of the engine works alike."""
     return {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "SBATCH_"))} | {
         name: os.environ[name] for name in ("SLURM_CONF",) if name in os.environ
     }

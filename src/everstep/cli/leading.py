@@ -1,4 +1,4 @@
-"""A process that leads a job, or may have to: from its start to the job's end, with everything it says on the way."""
+"""A process that leads a job, or may have to: it runs the job to its end and tells the user about it."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from everstep.runtime.start import Start
 
 
 class UserView(NamedTuple):
-    """What the user sees of a job beside its progress. opening: lines to begin with. dashboard, public: as `run` has
-    them. metrics: where they are served, None: nowhere."""
+    """The user's view of a job beside its progress. opening: lines to begin with. dashboard, public: as `run` has them.
+    metrics: address at which they are served, None: nowhere."""
 
     opening: Sequence[str] = ()
     as_json: bool = False
@@ -36,9 +36,9 @@ class UserView(NamedTuple):
 
 
 class LeadersWork:
-    """What one host does for the job beside deciding: it shows it to the user, and tells the sinks.
+    """Work of the leading host beside deciding: it shows the job to the user, and feeds the sinks.
 
-    It does both from the start, unless the coordinator of another host may decide by then. held: what is to be held
+    It does both from the start, unless the coordinator of another host may decide by then. held: keeps things open
     until the command is over.
     """
 
@@ -52,14 +52,14 @@ class LeadersWork:
         self.led = False
 
     def begin(self) -> None:
-        """Before the job's process runs."""
+        """Begin before the job's process runs."""
         if not self._begun.succession.guest:
             self._watch()
         if not self._begun.succession.owner:
             self._tell()
 
     def on_event(self, event: dict[str, Any]) -> None:
-        """Take in what the job's process has done itself."""
+        """Take in an act of the job's process."""
         if event["kind"] in ("coordinator_leads", "coordinator_follows"):
             self._telling.close()
         if event["kind"] == "coordinator_leads":
@@ -70,13 +70,13 @@ class LeadersWork:
             self.watcher.process_event(event)
 
     def close(self) -> None:
-        """The sinks are told the rest, and what is still unread is shown."""
+        """Feed the sinks the rest, and show all unread events."""
         self._telling.close()
         self._watching.close()
 
     def _take_over(self) -> None:
         begun = self._begun
-        with contextlib.suppress(ConfigError):  # the command that began the job may run still
+        with contextlib.suppress(ConfigError):  # the command that began the job may still run
             self._held.enter_context(run_lock(begun.folder))
         logs = ", and the logs of its workers are where it is" if begun.succession.copying_host else ""
         self._display.note(f"{begun.name} leads the job in {begun.folder} from now on: the host that did is lost{logs}")
@@ -92,7 +92,7 @@ class LeadersWork:
 
 
 def see_through(begun: Start, job: JobFile, view: UserView = UserView()) -> int:  # noqa: B008
-    """Run the job's process here until the job is over, or goes on elsewhere. begun: all but what `job` says.
+    """Run the job's process here until the job is over, or goes on elsewhere. begun: all facts but those in `job`.
 
     The directory must be locked by the caller if the job begins here. Returns the command's exit code.
     """

@@ -1,8 +1,9 @@
-"""`everstep ledger`: was every sample of every epoch used exactly once, by exactly the steps that were committed.
+"""`everstep ledger`: checks that the committed steps used every sample of every epoch exactly once.
 
-Complete: each of those steps has its row, in one worker's file at least. They are the steps from the first of the job
-(after a checkpoint of another job, if it began with one) to its last; of a job that is not over, or ended badly, to the
-last that is known to have been committed, and rows that still wait for a full disk are missing until they are written.
+A ledger is complete if each of those steps has its row in at least one worker's file. They are the steps from the first
+of the job (after a checkpoint of another job, if it began with one) to its last. For a job that is not over, or ended
+badly, they end with the last step that is known to have been committed. Rows that still wait for a full disk are
+missing until they are written.
 """
 
 from __future__ import annotations
@@ -96,7 +97,7 @@ def read_rows(run_dir: Path) -> list[LedgerRow]:
 
 
 def _lines(path: Path) -> Iterator[bytes]:
-    """Whole lines of a file, in portions; half a line at its end comes last. Raises: OSError."""
+    """Whole lines of a file, in portions; a torn last line comes last. Raises: OSError."""
     lines = Lines()
     with open_given(path, 1) as file:
         yield from map(lines.whole, portions(file))
@@ -104,10 +105,10 @@ def _lines(path: Path) -> Iterator[bytes]:
 
 
 def missing_rows(run_dir: Path, reached: int = 0) -> str:
-    """What the ledger of a job that has ended lacks, and what to do about it, as a sentence; "" if it is complete.
+    """Rows that the ledger of an ended job lacks, and the remedy, as a sentence; "" if it is complete.
 
-    Reads only as much as it needs, in portions. reached: a step that is known to have been committed, of a job that did
-    not get to its end.
+    Reads only as much as needed, in portions. reached: a step known to have been committed, for a job that did not get
+    to its end.
 
     Raises: ConfigError if job.json or the ledger cannot be read.
     """
@@ -127,7 +128,7 @@ def missing_rows(run_dir: Path, reached: int = 0) -> str:
 
 
 def _absent(folder: Path, after: int, last: int) -> list[tuple[int, int]]:
-    """Which of the steps after+1..last have no row, as runs (first, last). Most often the largest file has all."""
+    """Steps of after+1..last without a row, as runs (first, last). Most often the largest file has all rows."""
     if last - after > _MOST_STEPS:
         raise ConfigError(f"{folder.parent} says that it is at step {last}: expected at most {_MOST_STEPS} steps")
     seen = bytearray(max(0, last - after) + 1)

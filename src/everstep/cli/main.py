@@ -66,7 +66,7 @@ COMMANDS = {
 
 
 class LazyGroup(click.Group):
-    """Knows its commands by name; imports one when it is run or asked for help."""
+    """Group that knows its commands by name; it imports one when it is run or asked for help."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
@@ -99,7 +99,7 @@ def cli() -> None:
 
 
 def exit_code_of(error: EverstepError) -> int:
-    """The exit code that an operating fault deserves."""
+    """Exit code for an operating fault."""
     if isinstance(error, ConfigError | CheckpointCorrupt | StoreError):
         return 2
     return 3 if isinstance(error, QuorumLost) else 1
@@ -111,7 +111,7 @@ def complain(text: str) -> None:
 
 
 def run_command(argv: list[str] | None = None) -> int:
-    """Run a command, and turn what it raises into a line and an exit code. What it writes is its owner's."""
+    """Run a command, and turn its exceptions into a line and an exit code. Its files are private to the user."""
     write_privately()
     with guarded():
         return _run(argv)
@@ -136,7 +136,7 @@ def _run(argv: list[str] | None) -> int:
         return 128 + signal.SIGINT
     except BrokenPipeError:
         if not any(_reader_gone(stream.fileno()) for stream in (sys.stdout, sys.stderr)):
-            raise  # of a pipe within: not for the reader to hide
+            raise  # a pipe within the command broke: that is an error
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except OSError as error:
@@ -149,7 +149,7 @@ def _run(argv: list[str] | None) -> int:
 
 
 def _reader_gone(fd: int) -> bool:
-    """Whether what is written there is read by nobody any more."""
+    """Whether the reader of this descriptor is gone."""
     poller = select.poll()
-    poller.register(fd, 0)  # POLLERR and POLLHUP are always told
+    poller.register(fd, 0)  # poll always reports POLLERR and POLLHUP
     return bool(poller.poll(0))

@@ -1,6 +1,6 @@
-"""Where the job is that a host wants to join, as --join says it, and waiting for it.
+"""Places at which a host finds the job that it wants to join, as --join names them, and the wait for it.
 
-It listens at an address; at one of several; is found in etcd; or lies in a directory that says where it listens.
+The job listens at one address or at one of several, is found in etcd, or has a directory that says where it listens.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ ETCD_S = 2.0
 
 
 class Met(NamedTuple):
-    """A job that answers at a place, to its token. own: the address of this host on the way there."""
+    """A job that answered at a place and accepted its token. own: the address of this host on the way there."""
 
     own: str
     token: bytes
@@ -51,14 +51,14 @@ def folder_of(address: str) -> Path | None:
 
 
 def moves(address: str) -> bool:
-    """Whether the job's coordinator may be elsewhere later, and this host has to look for it by itself."""
+    """Whether the job's coordinator may move later, so that this host has to look for it by itself."""
     return address.startswith(SCHEMES) or len(places_in(address)) > 1
 
 
 def etcd_at(begun: Start) -> Etcd:
-    """That which this host is told to look in.
+    """The etcd that this host has to ask.
 
-    Raises: ConfigError if it lacks what it needs to be let in, or has something that is no such thing.
+    Raises: ConfigError if this host lacks credentials for it, or they are invalid.
     """
     address = EtcdAddress.parse("--join", begun.where)
     access = find_access(address, begun.config.control, {**os.environ, **begun.secrets})
@@ -68,7 +68,7 @@ def etcd_at(begun: Start) -> Etcd:
 
 
 def looking(begun: Start) -> Callable[[], Where | None]:
-    """What finds the job's coordinator, as `Finder` has it.
+    """Function that finds the job's coordinator, as `Finder` takes it.
 
     Raises: ConfigError; QuorumLost if etcd does not answer.
     """
@@ -92,7 +92,7 @@ def _among(places: Sequence[tuple[str, int]], token: bytes, tls: TlsConfig) -> W
 
 
 def places_in(address: str) -> list[tuple[str, int]]:
-    """What ADDR:PORT[,...] names; nothing for etcd and directories. Raises: ConfigError if it is none of these."""
+    """The places that ADDR:PORT[,...] names; none for etcd and directories. Raises: ConfigError for another form."""
     if address.startswith((*SCHEMES, _FILE)):
         return []
     places = [Joining(one, "", [], "").where() for one in address.split(",")]
@@ -108,10 +108,10 @@ def _in_folder(folder: Path) -> Where:
 
 
 def wait_for_job(begun: Start, look: Callable[[], Where | None], *, patient: bool = False) -> Met | None:
-    """Until a job answers that has this token, where `look` says. patient: also where another answers, who may be on
-    the way out. Returns None if the job is over in the directory that says where it is.
+    """Wait until a job with this token answers at a place that `look` returns. patient: also while a process with
+    another token answers, because it may be about to leave. Returns None if the directory says that the job is over.
 
-    Raises: ConfigError if it has another one, or is none; QuorumLost if nobody has answered for long.
+    Raises: ConfigError if the job has another token, or it is no job; QuorumLost if nobody has answered for long.
     """
     config, folder, patience_s = begun.config, folder_of(begun.where), begun.config.hosts.wait_s
     end_s, told, at = time.monotonic() + patience_s, False, begun.where
@@ -134,8 +134,8 @@ def wait_for_job(begun: Start, look: Callable[[], Where | None], *, patient: boo
             if folder is None and not patient:
                 raise ConfigError(f"--join {at}: {refusal_words(error)}") from None
             there = f"at {at}" if folder is None else f"in {folder}"
-            words = f"no job answers {there} ({error})"  # what is there may be of the one before
-        except (OSError, UnicodeError) as error:  # a name that none can have is a UnicodeError
+            words = f"no job answers {there} ({error})"  # the answer may still be the previous job's
+        except (OSError, UnicodeError) as error:  # an impossible host name raises a UnicodeError
             words = f"no head at {at} ({(getattr(error, 'strerror', None) or str(error)).lower()})"
         if folder is not None and read_digest(folder) is not None and not (folder / COORDINATOR_FILE).exists():
             return None

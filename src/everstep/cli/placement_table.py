@@ -1,4 +1,4 @@
-"""`run --dry-run`: which stage has which layers, and who would do what, without starting anything."""
+"""`run --dry-run`: the layers of each stage and each worker's part, without starting anything."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def placement_rows(config: Config, probe: Probe) -> list[dict[str, Any]]:
 
 
 def _device(config: Config, pool: list[int]) -> str:
-    """Of the pool's workers; by worker where they differ: 0:cuda:0 1:cuda:1."""
+    """Device of the pool's workers; by worker if they differ: 0:cuda:0 1:cuda:1."""
     found = {i: device_of(config, i) for i in pool}
     if len(set(found.values())) == 1:
         return found[pool[0]]
@@ -53,7 +53,7 @@ def _device(config: Config, pool: list[int]) -> str:
 
 
 def _measured(probe: Probe, parts: list[list[int]]) -> float | None:
-    """What the stage takes for one lane, forward and backward; None if it was not measured."""
+    """Time of the stage for one lane, forward and backward; None if it was not measured."""
     if not probe.unit_ms:
         return None
     return round(sum(probe.unit_ms[i] for first, last in parts for i in range(first, last)), 3)
@@ -87,11 +87,11 @@ def print_placement(config: Config, probe: Probe, *, as_json: bool) -> None:
 
 
 def _layers(names: list[str]) -> str:
-    """["Stem", "Block", "Block"] -> Stem, 2 x Block."""
+    """Layer names in short: ["Stem", "Block", "Block"] -> Stem, 2 x Block."""
     runs = [(name, sum(1 for _ in same)) for name, same in groupby(names)]
     return ", ".join(name if count == 1 else f"{count} x {name}" for name, count in runs) or "?"
 
 
 def span(lanes: list[int]) -> str:
-    """[0, 1, 2, 5] -> 0-2,5."""
+    """Lanes in short: [0, 1, 2, 5] -> 0-2,5."""
     return ",".join(f"{a}-{b}" if b > a else f"{a}" for a, b in ranges(lanes)) or "-"

@@ -1,8 +1,7 @@
 """Look at a task before its job starts, in a fork of its fork server: defaults, size of the data, units of the model.
 
-Apart from the job's process, so that neither torch nor the user's code ever runs there; and not in the fork server
-itself, which is to stay free of the user's code. What the user's code
-raises is not reported from here: the workers meet it too, and their logs keep the traceback.
+Neither torch nor the user's code thus ever runs in the job's process or in the fork server itself. Exceptions of the
+user's code are not reported from here: the workers meet them too, and their logs keep the traceback.
 """
 
 from __future__ import annotations
@@ -28,11 +27,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Probe:
-    """What was found. `dataset_size` None: it could not be built. units: class names of the model's units.
+    """Facts about a task. `dataset_size` None: no dataset could be built. units: class names of the model's units.
 
     cut: [first unit, unit after the last] of each part; stage_parameters: elements by stage, shared ones counted once.
-    unit_ms: what each unit takes for one lane, if that was asked for. split_checked: that the task can be split was
-    seen; then the workers need not look again.
+    unit_ms: time of each unit for one lane, if asked for. split_checked: the task was proven to be splittable; the
+    workers need not look again.
     """
 
     defaults: dict[str, Any] = field(default_factory=dict)
@@ -47,7 +46,7 @@ class Probe:
 def probe_task(task: str, request: Request, server: EarlyForkServer, *, units: bool = False) -> Probe:
     """Run `look` in a fork of `server`. units: build the model too.
 
-    Raises: ConfigError with the line that the task's import, its defaults or the config deserve.
+    Raises: ConfigError with the line that the fork gave for the task's import, its defaults or the config.
     """
     question = {"task": task, "request": asdict(request), "units": units}
     try:
@@ -59,7 +58,7 @@ def probe_task(task: str, request: Request, server: EarlyForkServer, *, units: b
 
 
 def answer(question: dict[str, Any]) -> dict[str, Any]:
-    """In the fork: the question and the answer as JSON has them."""
+    """Answer a question as JSON; runs in the fork."""
     request = msgspec.convert(question["request"], Request)
     try:
         return {"probe": asdict(look(question["task"], request, question["units"]))}
@@ -68,7 +67,7 @@ def answer(question: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_answer(said: dict[str, Any]) -> Probe:
-    """Raises: ConfigError, where the fork did."""
+    """The probe in a fork's answer. Raises: ConfigError if the fork did."""
     if "error" in said:
         raise ConfigError(said["error"])
     return Probe(**said["probe"])
@@ -100,7 +99,7 @@ def look(task_text: str, request: Request, units: bool) -> Probe:
 
 @contextlib.contextmanager
 def _left_to_workers() -> Iterator[None]:
-    """Only refusals are told from here: what else the task raises, the workers meet too, and say so."""
+    """Pass ConfigError on and drop other exceptions: the workers meet those too, and report them."""
     try:
         yield
     except ConfigError:
@@ -110,7 +109,7 @@ def _left_to_workers() -> Iterator[None]:
 
 
 def _check_devices(config: Config) -> None:
-    """Raises: ConfigError naming a device of the job that is not there."""
+    """Raises: ConfigError naming a device of the job that this host lacks."""
     named = {config.device, *devices_of(parse_map(config.map, config.stages)).values()} - {"cpu"}
     if named:
         from everstep.train.precision import resolve_device
@@ -120,7 +119,7 @@ def _check_devices(config: Config) -> None:
 
 
 def _look_at_split(task: Task, probe: Probe) -> Probe:
-    """Whether the task can be split; a model that no process is to hold is not run, only cut."""
+    """Check whether the task can be split. A model too large for one process is only cut, not run."""
     from everstep.train.composition import look_at_split
     from everstep.train.stage import chosen_cut
 
@@ -135,7 +134,7 @@ def _look_at_split(task: Task, probe: Probe) -> Probe:
 
 
 def look_at_model(task_text: str, task: Task, probe: Probe) -> Probe:
-    """The probe, with the model's units and where it is cut. Raises: ConfigError if it cannot be built."""
+    """The probe with the model's units and its cut. Raises: ConfigError if the model cannot be built."""
     from everstep.train.stage import chosen_cut
 
     try:
@@ -156,7 +155,7 @@ def look_at_model(task_text: str, task: Task, probe: Probe) -> Probe:
 
 
 def _build(task: Task) -> Any:
-    """The model without its memory, if it can be built that way; else really."""
+    """The model without memory for its tensors if possible; else with it."""
     import torch
 
     try:
@@ -169,7 +168,7 @@ def _build(task: Task) -> Any:
 
 
 def _check_parts(task: Task) -> None:
-    """Raises: ConfigError if its model, optimizer or scheduler is of a kind that no job can have."""
+    """Raises: ConfigError if the model, optimizer or scheduler is of an unsupported kind."""
     from everstep.train.unsupported import refuse_unsupported
 
     model = _build(task)
@@ -178,7 +177,7 @@ def _check_parts(task: Task) -> None:
 
 
 def check_metric(task: Task) -> None:
-    """Raises: ConfigError if early stop waits for a metric that the task does not have; looks at one test sample."""
+    """Compute the metrics of one test sample. Raises: ConfigError if the metric of early stop is not among them."""
     import torch
 
     wanted = task.config.early_stop.metric

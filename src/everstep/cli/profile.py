@@ -1,4 +1,4 @@
-"""`everstep profile`: the next steps of a running job, recorded by its workers, as one trace."""
+"""`everstep profile`: records the next steps of a running job in its workers, as one trace."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def _ids(listed: str) -> list[int]:
 
 
 class _Watch:
-    """What has become of the recordings. lives: who records, worker_id -> incarnation; missing: why one has none."""
+    """State of the recordings. lives: the recording workers, worker_id -> incarnation; missing: reasons by worker."""
 
     def __init__(self, run_dir: Path, folder: Path, told: dict[str, Any], progress: TextIO) -> None:
         self.lives: dict[int, int] = {w["worker_id"]: w["incarnation"] for w in told["workers"]}
@@ -95,20 +95,20 @@ class _Watch:
         self._progress = progress
 
     def path(self, worker_id: int) -> Path:
-        """Where this worker's trace appears once it is whole."""
+        """Path of this worker's trace, which appears once it is whole."""
         return self._folder / f"worker-{worker_id}.json.gz"
 
     def _open(self) -> list[int]:
         return sorted(self.lives.keys() - self.written - self.missing.keys())
 
     def wait(self, timeout_s: float) -> None:
-        """Until each worker has a trace or will have none, and say so as it happens."""
+        """Wait until each worker has a trace or will have none; print each as it happens."""
         first, last = self._told["first_step"], self._told["first_step"] + self._told["steps"] - 1
         who = f"worker{'s' * (len(self.lives) > 1)} {', '.join(map(str, sorted(self.lives)))}"
         self._say(f"recording step{f's {first} to {last}' if last > first else f' {first}'} of {who}")
         end_s = time.monotonic() + timeout_s
         while True:
-            running = is_locked(self._run_dir)  # whoever is gone by now has written what he ever will
+            running = is_locked(self._run_dir)  # a worker that is gone by now will write no more
             status: dict[str, Any] | None = None
             with contextlib.suppress(EverstepError):
                 status = commands.ask(self._run_dir, "status", timeout_s=_PATIENCE_S)

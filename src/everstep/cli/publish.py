@@ -1,4 +1,4 @@
-"""`everstep publish`: tell a job, past or running, to TensorBoard and others; `run` starts it for its sinks."""
+"""`everstep publish`: sends a job, past or running, to TensorBoard and others; `run` starts it for its sinks."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def command(
     sinks = _sinks(names)
     if not run_dir.is_dir():
         raise ConfigError(f"there is no run directory {run_dir}")
-    if not History(run_dir).job:  # read_job would refuse that of another version
+    if not History(run_dir).job:  # read_job would refuse a file of another version
         raise ConfigError(f"{run_dir} is not a run directory: there is no {JOB_FILE} that can be read")
     check_installed(sinks)
     if (beside or following) and len(sinks) > 1:
@@ -72,7 +72,7 @@ def command(
 
 
 def _sinks(names: tuple[str, ...]) -> list[str]:
-    """Raises: ConfigError for a name that is none."""
+    """The sinks by name. Raises: ConfigError for an unknown name."""
     wanted = [name.strip() for said in names for name in said.split(",") if name.strip()]
     for name in wanted:
         if name not in (*SINKS, NOTICES):
@@ -83,7 +83,7 @@ def _sinks(names: tuple[str, ...]) -> list[str]:
 
 
 def _notify(layers: list[tuple[str, dict[str, Any]]]) -> dict[str, Any]:
-    """Whom to tell: as the command says, or the process that started it. Raises: ConfigError if neither does."""
+    """Notice settings, from the command line or the parent process. Raises: ConfigError if neither names a target."""
     if (said := os.environ.pop(NOTIFY_VARIABLE, None)) is not None:
         return dict(json.loads(said))
     config = load_config(layers).notify
@@ -116,7 +116,7 @@ def _publish(run_dir: Path, name: str, following: bool, beside: bool, notify: di
 
 
 def _once(publication: Publication, running: bool) -> str:
-    """All there is now. Raises: SinkFailed."""
+    """Send all there is now. Raises: SinkFailed."""
     while publication.advance(over=not running) and not running:
         pass
     publication.end(running)
@@ -126,10 +126,10 @@ def _once(publication: Publication, running: bool) -> str:
 
 
 def _input_ended(seconds: float) -> bool:
-    """Waits for the end of standard input: the job is over, or the process that ran it is gone."""
+    """Wait for the end of standard input: the job is over, or the process that ran it is gone."""
     ready = readable([sys.stdin.fileno()], seconds)
     if ready:
-        signal.alarm(_LAST_WORDS_S)  # what hangs now would hang for ever
+        signal.alarm(_LAST_WORDS_S)  # a hanging call would hang for ever now
     return bool(ready)
 
 
@@ -139,7 +139,7 @@ def _job_over(run_dir: Path, seconds: float) -> bool:
 
 
 def _warner(run_dir: Path) -> Callable[[str, bool], None]:
-    """Warnings of a running job are events of it: the user sees them there."""
+    """Function that takes warnings. Those of a running job become its events: the user sees them there."""
 
     def warn(text: str, running: bool) -> None:
         print(text, file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""`everstep report` and `everstep compare`: one job, or several over each other, as one HTML file; and pictures."""
+"""`everstep report` and `everstep compare`: one job, or several on top of each other, as HTML and pictures."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def report_command(run_dir: Path, out: Path | None, reference: Path | None) -> i
 
 
 def open_run(run_dir: Path) -> History:
-    """All that is known of a run.
+    """All facts of a run.
 
     Raises: ConfigError if DIR is no run directory.
     """
@@ -69,8 +69,8 @@ def prove(run_dir: Path, reference: Path | None) -> Proof:
 
 
 def write_page(path: Path, page: str, *, named: bool = True) -> None:
-    """named: a user names this very file, which may be a link or a device. Raises: ConfigError if it cannot be
-    written."""
+    """Write an HTML file. named: the user named this very file, which may be a link or a device. Raises: ConfigError if
+    it cannot be written."""
     try:
         if not named:
             write_atomically(path, page)
@@ -98,7 +98,7 @@ def compare_command(run_dirs: tuple[Path, ...], out: Path) -> int:
 
 
 def _refuse_absurd(histories: Iterable[History]) -> None:
-    """Raises: ConfigError, after all was written, if an event has numbers that cannot be."""
+    """Refuse impossible numbers in events, after all files are written. Raises: ConfigError."""
     for history in histories:
         if history.absurd:
             raise ConfigError(history.absurd)

@@ -1,4 +1,4 @@
-"""`everstep run`: from what the user asks to a job that is over, with everything it says on the way."""
+"""`everstep run`: from the user's request to the end of the job."""
 
 from __future__ import annotations
 
@@ -79,9 +79,10 @@ from everstep.sinks.sink import check_installed as check_sinks
 
 @dataclasses.dataclass(frozen=True)
 class Asked:
-    """One `everstep run`, as the user typed it, but for the config keys that have options of their own.
+    """Options of one `everstep run` as typed, except the config keys that have options of their own.
 
-    `argv`: of the script; `told`: of `--address`; `key_file`: of `--require-signature`; the others as they are called.
+    `argv`: of the script; `told`: of `--address`; `key_file`: of `--require-signature`; others are named as their
+    options.
     """
 
     spec: TaskSpec
@@ -114,14 +115,14 @@ class Asked:
         return not self.no_local_workers
 
     def trust(self) -> Trust:
-        """Which checkpoints to begin with. Raises: ConfigError if the key is none."""
+        """Checkpoints that the job may begin with. Raises: ConfigError if the key file holds no key."""
         key = read_public_key(self.key_file) if self.key_file is not None else None
         return Trust(key, self.not_before)
 
 
 @dataclasses.dataclass(frozen=True)
 class Invocation:
-    """What becomes of that. request: what it says of the config; trust: of checkpoints; begun: of this host."""
+    """The parsed command. request: its config; trust: of checkpoints; begun: facts of this host."""
 
     asked: Asked
     request: Request
@@ -247,7 +248,7 @@ def command(
 
 
 def _begin(asked: Asked, request: Request, port: int | None) -> int:
-    """Be the host on which the job begins. port: where agents of others may come, None: they may not."""
+    """Be the host on which the job begins. port: where agents of other hosts may join, None: they may not."""
     run_dir, given, slots = _usable(asked), read_layers(request.layers), asked.slots
     if port is not None and not is_loopback(given["network.address"]):
         slots = slots or slots_here(given, asked.world_size)
@@ -265,10 +266,10 @@ def _begin(asked: Asked, request: Request, port: int | None) -> int:
 
 
 def _usable(asked: Asked) -> Path:
-    """The run directory; one that is busy, or leads elsewhere, is refused before anything is imported."""
+    """The run directory. A busy one, or one that is a link elsewhere, is refused before anything is imported."""
     run_dir = asked.run_dir or default_run_dir(asked.spec)
     for text in (*asked.argv, asked.spec.canonical, str(run_dir.absolute())):
-        if text != text.encode(errors="replace").decode():  # no message could bear it
+        if text != text.encode(errors="replace").decode():  # no message could contain it
             raise ConfigError(f"expected arguments and names of folders in UTF-8, got {text!a}")
     if run_dir.exists() and not asked.dry_run:
         with run_lock(run_dir):
@@ -277,7 +278,7 @@ def _usable(asked: Asked) -> Path:
 
 
 def _follow(asked: Asked, config: Config, room: int) -> int:
-    """Be one of the other hosts that are started with a rank, and run what was said here."""
+    """Be one of the other hosts started with a rank; the job runs the task that host 0 names."""
     if asked.dry_run:
         raise ConfigError("--dry-run: expected it with --rank 0, which decides the placement")
     if asked.told is not None:
@@ -288,13 +289,13 @@ def _follow(asked: Asked, config: Config, room: int) -> int:
 
 
 def _token(path: str | None, listen: str | None) -> bytes | None:
-    """The job's, None for a new one. Raises: ConfigError if a file holds none."""
+    """The job's token, None for a new one. Raises: ConfigError if a file holds none."""
     given = given_token() if listen is not None else None
     return given if path is None else token_in(Path(path))
 
 
 def _check_sign_key(path: str | None) -> None:
-    """Raises: ConfigError if checkpoints are to be signed, but not with this."""
+    """Raises: ConfigError if checkpoints are to be signed, but this key cannot do it."""
     if path is not None:
         read_private_key(path)
 
@@ -304,13 +305,13 @@ def _run_or_show(invocation: Invocation) -> int:
         print_placement(*_prepare(invocation, units=True), as_json=invocation.asked.as_json)
         return 0
     run_dir = invocation.begun.folder
-    prepared = None if run_dir.exists() else _prepare(invocation)  # what cannot work leaves nothing behind
+    prepared = None if run_dir.exists() else _prepare(invocation)  # a job that cannot work leaves nothing behind
     with run_lock(run_dir):
         return _run(invocation, *(prepared or _prepare(invocation)))
 
 
 def _prepare(invocation: Invocation, *, units: bool = False) -> tuple[Config, Probe]:
-    """The effective config, checked against everything that can be known before the start."""
+    """The effective config, with all checks that are possible before the start."""
     asked, begun, request, probe = invocation.asked, invocation.begun, invocation.request, Probe()
     if not asked.is_script:
         parse(str(read_layers(request.layers).get("chaos", "")))  # found before anything is imported
@@ -332,14 +333,14 @@ def _prepare(invocation: Invocation, *, units: bool = False) -> tuple[Config, Pr
 
 
 def _check_strikes(config: Config) -> None:
-    """Raises: ConfigError if this host cannot do its part of a scripted fault."""
+    """Raises: ConfigError if this host cannot carry out its part of a scripted fault."""
     lacks = cannot_strike(strikes_of(parse(config.chaos)), (config.network.address,))
     if lacks:
         raise ConfigError(lacks)
 
 
 def _run(invocation: Invocation, config: Config, probe: Probe) -> int:
-    """With the directory locked."""
+    """Run the job in its locked directory."""
     asked, run_dir = invocation.asked, invocation.begun.folder
     job = make_job(asked.spec.canonical, asked.argv, config, probe.dataset_size, invocation.request)
     open_still = close_to_others(run_dir, config)
@@ -347,7 +348,7 @@ def _run(invocation: Invocation, config: Config, probe: Probe) -> int:
     found = inspect(run_dir, job)
     if found.state == "finished":
         return _already_finished(run_dir, found, as_json=asked.as_json)
-    if found.job is not None:  # it goes on: its checkpoints must know it again
+    if found.job is not None:  # a resumed job: its checkpoints bear its name
         job = dataclasses.replace(job, created_unix_ns=found.job.created_unix_ns, begins_after=found.job.begins_after)
     warning = ask_object_store(config.checkpoint)
     job = with_cut(dataclasses.replace(job, split_checked=probe.split_checked), probe.cut, probe.unit_ms, found.job)

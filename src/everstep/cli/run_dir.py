@@ -1,7 +1,7 @@
-"""The run directory as `everstep run` finds it: new, stopped, finished, of another job; how it is made ready; where the
-job begins: at step 0, at its own newest checkpoint, or at one that is brought from elsewhere.
+"""The run directory as `everstep run` finds it (new, stopped, finished, of another job), its preparation, and the job's
+start: step 0, its own newest checkpoint, or one brought from elsewhere.
 
-What is found here is what the user is told; the workers look again, and go by what they can verify.
+These findings are for the user; the workers look again, and rely only on what they can verify.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _ASK_S = 5.0
 
 @dataclass(frozen=True)
 class Found:
-    """What is in a run directory. `step`: the last one committed there; `digest`: of a finished job; `job`: as it was
+    """Content of a run directory. `step`: the last one committed there; `digest`: of a finished job; `job`: as it was
     started before."""
 
     state: Literal["new", "stopped", "finished"]
@@ -49,14 +49,14 @@ class Found:
 
 
 def in_runs(prefix: str) -> Path:
-    """runs/<prefix>-<time>, for what makes several runs; `RUNS`, where it is there, is closed to others."""
+    """runs/<prefix>-<time>, for commands that make several runs; makes `RUNS`, if there, private."""
     with contextlib.suppress(OSError):
         close_folder(RUNS)
     return RUNS / f"{prefix}-{time.strftime(_TIME)}"
 
 
 def named_directory(ctx: click.Context, parameter: click.Parameter, value: Path | None) -> Path | None:
-    """Callback of an option: "--run-dir --steps" lacks its value, and "--steps" is no directory to make.
+    """Callback of an option: refuses "--run-dir --steps", which lacks its value; "--steps" is no directory to make.
 
     Raises: ConfigError.
     """
@@ -66,7 +66,7 @@ def named_directory(ctx: click.Context, parameter: click.Parameter, value: Path 
 
 
 def default_run_dir(spec: TaskSpec) -> Path:
-    """runs/<task>-<time>, one that does not exist yet."""
+    """runs/<task>-<time>, a path that does not exist yet."""
     base = RUNS / f"{spec.short}-{time.strftime(_TIME)}"
     path, count = base, 1
     while path.exists():
@@ -76,8 +76,8 @@ def default_run_dir(spec: TaskSpec) -> Path:
 
 
 def close_to_others(run_dir: Path, config: Config) -> str:
-    """Make private what jobs left in a (locked) directory and in their checkpoints elsewhere, and `RUNS` where the
-    directory is in that. Returns a warning for the user if it cannot be done, else ""."""
+    """Make private the files that jobs left in a (locked) directory and in their checkpoints elsewhere, and `RUNS` if
+    the directory is in it. Returns a warning for the user if that fails, else ""."""
     path = config.checkpoint.disk.path
     try:
         if run_dir.parent == RUNS:
@@ -91,7 +91,7 @@ def close_to_others(run_dir: Path, config: Config) -> str:
 
 
 def read_digest(run_dir: Path) -> dict[str, Any] | None:
-    """final/digest.json, None if the job has not finished.
+    """Content of final/digest.json, None if the job has not finished.
 
     Raises: ConfigError if it is there but cannot be read.
     """
@@ -110,9 +110,9 @@ def read_digest(run_dir: Path) -> dict[str, Any] | None:
 
 
 def inspect(run_dir: Path, job: JobFile) -> Found:
-    """What a (locked) directory holds, for this job.
+    """Look into a (locked) directory on behalf of this job.
 
-    Raises: ConfigError if it belongs to another job, saying what differs.
+    Raises: ConfigError, with the differences, if it belongs to another job.
     """
     if not (run_dir / JOB_FILE).exists():
         return Found("new")
@@ -130,7 +130,7 @@ def inspect(run_dir: Path, job: JobFile) -> Found:
 
 
 def set_aside(run_dir: Path) -> Path | None:
-    """Move what a (locked) directory holds into previous-N/; returns where to, None if there was nothing."""
+    """Move the contents of a (locked) directory into previous-N/; returns that path, None if it was empty."""
     content = [p for p in run_dir.iterdir() if p.name != LOCK_FILE and not p.name.startswith(_PREVIOUS)]
     if not content:
         return None
@@ -148,7 +148,7 @@ def set_aside(run_dir: Path) -> Path | None:
 
 @dataclass(frozen=True)
 class StartPoint:
-    """step: of the checkpoint to go on from, 0 if none. words: for the user. brought: it was copied from elsewhere."""
+    """Checkpoint to go on from. step: 0 if none. words: for the user. brought: it was copied from elsewhere."""
 
     step: int = 0
     words: str = ""
@@ -156,13 +156,13 @@ class StartPoint:
 
 
 def checkpoint_dir(run_dir: Path, job: JobFile) -> Path:
-    """Where the job's own checkpoints are. Raises: ConfigError for a link."""
+    """Folder of the job's own checkpoints. Raises: ConfigError for a link."""
     path = job.config.checkpoint.disk.path
     return Path(path) if path is not None else checkpoints_in(run_dir)
 
 
 def _newest_elsewhere(run_dir: Path) -> int:
-    """The newest step of which hosts with disks of their own have a checkpoint, 0 if none is known."""
+    """The newest step with a checkpoint on hosts with disks of their own, 0 if none is known."""
     if not (run_dir / NEWEST_FILE).exists():
         return 0
     from everstep.checkpoint.pointers import read_pointer
@@ -175,14 +175,14 @@ def _newest_elsewhere(run_dir: Path) -> int:
 
 @dataclass(frozen=True)
 class Trust:
-    """In which checkpoints a job may begin with. key: the public one that all must be signed with, since damage may
-    make an older one count; None: any. not_before: the oldest step."""
+    """Checkpoints that a job may begin with. key: the public key that must have signed them all, since damage may make
+    an older one count; None: any. not_before: the oldest step allowed."""
 
     key: str | None = None
     not_before: int | None = None
 
     def refuse(self, step: int, where: str) -> None:
-        """Raises: ConfigError if a job would begin with this step, which is too old."""
+        """Raises: ConfigError if a job would begin with this step and it is too old."""
         if self.not_before is not None and step < self.not_before:
             raise ConfigError(
                 f"--not-before {self.not_before}: the newest checkpoint that is whole in {where} is of step {step}: "
@@ -191,11 +191,12 @@ class Trust:
 
 
 def find_start(run_dir: Path, job: JobFile, *, script: bool, trust: Trust = Trust()) -> StartPoint:
-    """Where the job in a (locked) directory begins; brings what `--resume-from` names, if the directory has none.
+    """Where the job in a (locked) directory begins; copies the one of `--resume-from` if the directory has no
+    checkpoint.
 
-    Raises: ConfigError if that is no checkpoint, one of another job, or not signed so. CheckpointCorrupt, StoreError.
+    Raises: ConfigError if that is no checkpoint, another job's, or not signed so. CheckpointCorrupt, StoreError.
     """
-    from everstep.report.history import newest_step  # agents import this module, and have no use for that
+    from everstep.report.history import newest_step  # agents import this module without needing it
 
     config = job.config
     if not config.checkpoint.enabled and config.resume_from is None:
@@ -225,7 +226,7 @@ def find_start(run_dir: Path, job: JobFile, *, script: bool, trust: Trust = Trus
 
 
 def ask_object_store(rule: CheckpointConfig) -> str:
-    """Whether the object tier can be used: "" if so, or if there is none; else a warning, since it may come back.
+    """Check the object tier: "" if it can be used, or there is none; else a warning, since it may come back.
 
     Raises: ConfigError if it refuses: there is no such bucket, or the credentials are wrong or have expired.
     """
@@ -249,9 +250,9 @@ def ask_object_store(rule: CheckpointConfig) -> str:
 
 
 def _newest_good(folder: Path, job: JobFile, key: str | None) -> int:
-    """The newest of the job's checkpoints of which every byte is right, 0 if none is.
+    """The newest of the job's checkpoints whose bytes are all right, 0 if there is none.
 
-    Raises: ConfigError if one of them is not signed with this key, or of another job.
+    Raises: ConfigError if one of them is not signed with this key, or is another job's.
     """
     from everstep.checkpoint.reader import steps_in, verify_store
     from everstep.checkpoint.signing import check_signature
@@ -271,8 +272,8 @@ def _newest_good(folder: Path, job: JobFile, key: str | None) -> int:
 
 
 def _bring(source: str, folder: Path, job: JobFile, *, script: bool, trust: Trust) -> tuple[int, list[str], str]:
-    """Copy a checkpoint into the job's own: the one that is named, else the newest that is whole. Returns its step, why
-    newer ones were passed over, and where it comes from."""
+    """Copy a checkpoint into the job's own: the named one, else the newest that is whole. Returns its step, the reasons
+    for passing newer ones over, and its origin."""
     from everstep.checkpoint.reader import steps_in
     from everstep.cli.checkpoints_exchange import find_place
 
@@ -304,7 +305,7 @@ def _bring_step(
     from everstep.cli.signed import transfer_signed
 
     checkpoint = choose(place, str(step))
-    if not script:  # what a script joins with is known to its workers alone
+    if not script:  # only workers know a script's own settings
         identity = JobIdentity(job.task, numerics(job.config))
         refuse_foreign(checkpoint.manifest, identity, allow_mismatch=job.config.checkpoint.allow_mismatch)
     with progress_bar(f"bringing step {checkpoint.step}", shown=True) as progress:

@@ -1,4 +1,4 @@
-"""`everstep scale | drain | checkpoint`: what is asked of a job while it runs."""
+"""`everstep scale | drain | checkpoint`: requests to a running job."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def ask_running(run_dir: Path, name: str, args: dict[str, Any], timeout_s: float
 
     timeout_s: for the reply.
 
-    Raises: ConfigError if none runs there, or if it refuses; NoAnswer if its coordinator is silent.
+    Raises: ConfigError if no job runs there, or it refuses; NoAnswer if its coordinator is silent.
     """
     read_job(run_dir)
     end = time.monotonic() + _PATIENCE_S

@@ -1,4 +1,4 @@
-"""`everstep schedule`: a pipeline schedule in time, how long workers idle in it, what they must hold."""
+"""`everstep schedule`: a pipeline schedule in time, the idle time of its workers, and the memory that they need."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def table(played: Timeline, chunks: int, width: int | None) -> list[list[list[st
 
 
 def legend(chunks: int, recompute: bool, long_passes: bool) -> str:
-    """What the letters mean."""
+    """Explanation of the letters in the table."""
     words = ["F3: forward pass of micro-batch 3", "B3: backward"]
     if recompute:
         words.append("R3: its activations computed again")
@@ -151,7 +151,7 @@ def totals(plan: Schedule, played: Timeline, chunks: int) -> list[str]:
 
 
 def _width() -> int | None:
-    """Of the terminal, or COLUMNS; None in a pipe, where lines stay whole."""
+    """Width of the terminal, or COLUMNS; None in a pipe, where lines stay whole."""
     if not sys.stdout.isatty() and not os.environ.get("COLUMNS"):
         return None
     return max(_NARROWEST, shutil.get_terminal_size().columns)

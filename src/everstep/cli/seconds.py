@@ -1,4 +1,4 @@
-"""Seconds as options of commands take them."""
+"""Option types for seconds."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ _MOST_S = 1e6
 
 
 class Seconds(click.FloatRange):
-    """A number from a range that a clock can measure. above: it is more than the least. NaN, which compares with
-    nothing and so passes any range, is none."""
+    """A number of seconds from a range that a clock can measure. above: the least value itself is refused. NaN, which
+    would pass any range check, is refused."""
 
     def __init__(self, least_s: float = 0.0, most_s: float = _MOST_S, *, above: bool = False) -> None:
         super().__init__(least_s, most_s, min_open=above)
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        """As click has it."""
+        """Check one value, as click calls it."""
         found = float(super().convert(value, param, ctx))
         if isnan(found):
             self.fail(f"expected a number of seconds, got {value}", param, ctx)
@@ -27,7 +27,7 @@ class Seconds(click.FloatRange):
 
 
 def timeout(meaning: str) -> Callable[[Any], Any]:
-    """The option `--timeout` of a command that waits for what a job does."""
+    """The option `--timeout` of a command that waits for a job's action."""
     return click.option(
         "--timeout", "timeout_s", type=Seconds(above=True), default=600.0, show_default=True, help=meaning
     )

@@ -1,6 +1,6 @@
-"""Checkpoints of others that are used only if they are signed: checked in a copy that nobody else can change.
+"""Checkpoints of others, used only if signed: they are checked in a copy that nobody else can change.
 
-Apart because each command that takes checkpoints from elsewhere has `--require-signature`, and all mean the same by it.
+Apart because all commands that take checkpoints from elsewhere have `--require-signature`, with one meaning.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ require_signature = click.option(
 not_before = click.option(
     "--not-before", metavar="STEP", type=click.IntRange(1), help="Accept no older checkpoint, signed or not."
 )
-"""A signature says who wrote a checkpoint, not that it is the newest: who can write there may put back an old one."""
+"""A signature says who wrote a checkpoint, not that it is the newest: a writer of the store may put back an old one."""
 
 
 def transfer_signed(
     source: BlobStore, target: BlobStore, step: int, key: str | None, progress: OnBytes = lambda done, total: None
 ) -> Transferred:
-    """Copy a checkpoint; with a key only one that it has signed, which is known of the copy, byte by byte.
+    """Copy a checkpoint. With a key it must be signed by it; each byte of the copy is checked.
 
-    Raises: ConfigError if it is not signed so: there is no such checkpoint in the target then. BlobMissing,
+    Raises: ConfigError if it is not signed with the key; the target then gets no such checkpoint. BlobMissing,
     CheckpointCorrupt, StoreError.
     """
     from everstep.checkpoint.signing import check_signature  # these import torch, and commands import this
@@ -59,7 +59,7 @@ def transfer_signed(
 
 @contextmanager
 def vouched(found: Checkpoint, store: BlobStore, key: str | None, folder: Path | None = None) -> Iterator[Checkpoint]:
-    """The checkpoint, or with a key a private copy of it, in this folder (that for temporary files).
+    """The checkpoint itself; with a key, a private checked copy in this folder (default: the one for temporary files).
 
     Raises: as `transfer_signed`.
     """

@@ -1,4 +1,4 @@
-"""`everstep sim`: simulated faults, seed by seed; exit 1 at the first that breaks a promise, with what replays it."""
+"""`everstep sim`: simulated faults, seed by seed; exit 1 at the first broken promise, with its replay command."""
 
 from __future__ import annotations
 

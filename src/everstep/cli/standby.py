@@ -1,4 +1,4 @@
-"""Hosts that can take over a job whose coordinator is lost: by its lease in etcd, or because somebody says so."""
+"""Hosts that can take over a job whose coordinator is lost: by its lease in etcd, or by a user's command."""
 
 from __future__ import annotations
 
@@ -44,20 +44,20 @@ from everstep.runtime.start import Start
 
 _PATIENCE_S = 600.0
 _AGAIN_S = 0.25
-_SHARED_S = 5.0  # a job announces itself just before it leaves its word, and a mount may show that later
+_SHARED_S = 5.0  # a job announces itself just before it leaves its word, and a mount may show the word later
 
 
 def check_lease(config: Config, secrets: Mapping[str, str]) -> None:
-    """Raises: ConfigError if this host lacks what it needs for the job's etcd, or has something that is no such thing.
-    secrets: of its user there."""
+    """Raises: ConfigError if this host lacks files or variables for the job's etcd, or has invalid ones. secrets: of
+    its user there."""
     if config.control.etcd is not None:
         address = EtcdAddress.parse("control.etcd", config.control.etcd)
         find_access(address, config.control, {**os.environ, **secrets})
 
 
 def begin_leased(begun: Start) -> tuple[Start, list[str]]:
-    """Announce a job that begins now, where it has a lease; another one may have it still for as long as that lasts.
-    Returns how it begins, and lines for the user.
+    """Announce a job that begins now, if it is configured to have a lease. A killed predecessor may hold the lease
+    until it ends. Returns the start, and lines for the user.
 
     Raises: ConfigError if a job runs there, or etcd does not let this host in; QuorumLost if etcd does not answer.
     """
@@ -81,8 +81,8 @@ def begin_leased(begun: Start) -> tuple[Start, list[str]]:
 
 
 def _wait_until_over(etcd: Etcd, lease_s: int) -> None:
-    """A job that was there before may be between two coordinators: it is over if it says so, or if nobody holds its
-    lease for longer than it takes to take over. Raises: ConfigError if it runs."""
+    """Wait until the job that was there before is over; it may be between two coordinators. It is over if it says so,
+    or if nobody has held its lease for longer than a takeover takes. Raises: ConfigError if it runs."""
     if etcd.announced() is None:
         return
     begun_s = time.monotonic()
@@ -91,7 +91,7 @@ def _wait_until_over(etcd: Etcd, lease_s: int) -> None:
         seen, found = etcd.ask(Look()), etcd.ask(Load())
         holder = seen.holder if isinstance(seen, HolderSeen) else None
         if holder is not None:
-            if time.monotonic() > begun_s + lease_s + 1:  # one that was killed holds it a while longer
+            if time.monotonic() > begun_s + lease_s + 1:  # a killed coordinator holds the lease a while longer
                 raise ConfigError(_still(etcd, holder))
             free_s = time.monotonic() + 2 * lease_s + 1
         elif isinstance(found, Loaded) and any(entry.get("kind") == "ended" for entry in found.entries):
@@ -105,7 +105,7 @@ def _still(etcd: Etcd, holder: Holder) -> str:
 
 
 def stand_by(begun: Start) -> int:
-    """Be an agent, and the job's next coordinator should its present one be lost. Returns the exit code."""
+    """Be an agent, and the job's next coordinator if the present one is lost. Returns the exit code."""
     with contextlib.ExitStack() as held:
         etcd = held.enter_context(contextlib.closing(etcd_at(begun)))
         found = _announced(etcd)
@@ -128,7 +128,7 @@ def stand_by(begun: Start) -> int:
 
 
 def _sees(run_dir: Path, word: Callable[[], str]) -> bool:
-    """Whether a directory is that which the job is led in. word: that it has left there."""
+    """Whether the job is led in this directory. word: returns the word that the job left in its own."""
     end_s = time.monotonic() + _SHARED_S
     while word_in(run_dir) != word():
         if time.monotonic() > end_s or not run_dir.is_dir():
@@ -138,7 +138,7 @@ def _sees(run_dir: Path, word: Callable[[], str]) -> bool:
 
 
 def _place(etcd: Etcd) -> str:
-    """By which word the directory is known in which the job is led now; "" if nobody says."""
+    """Word of the directory in which the job is led now; "" if nobody says."""
     seen = etcd.ask(Look())
     holder = seen.holder if isinstance(seen, HolderSeen) else None
     return place_of(holder.where) if holder is not None else ""
@@ -163,7 +163,7 @@ def _announced(etcd: Etcd) -> Announced:
 
 
 def _own(etcd: Etcd) -> str:
-    """The address of this host on the way to the coordinator, or to etcd while there is none."""
+    """Address of this host on the way to the coordinator, or to etcd while there is no coordinator."""
     seen, there = etcd.ask(Look()), etcd.address.members[0].rpartition(":")[0]
     if isinstance(seen, HolderSeen) and seen.holder is not None and seen.holder.where:
         there = str(seen.holder.where.get("host"))
@@ -219,7 +219,7 @@ def _refuse_if_led(begun: Start) -> None:
         there = read_address(begun.folder / COORDINATOR_FILE)
         shown = shown_by(begun.config.security.tls, begun.token, begun.own)
         found = among([(there.host, there.port)], begun.token, Tls.of(shown))
-    except (OSError, ProtocolError):  # nobody has said where it is, or somebody else is there by now
+    except (OSError, ProtocolError):  # no address is known, or another program listens there by now
         return
     if found is not None:
         raise ConfigError(

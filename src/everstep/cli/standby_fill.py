@@ -1,4 +1,4 @@
-"""The directory of a host that stands by and does not see the job's: made ready, and filled from the head's."""
+"""The directory of a standby host that does not see the job's: it is prepared, and filled from the head's."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _AGAIN_S = 0.25
 
 @contextlib.contextmanager
 def copy_in(begun: Start, job: str, look: Callable[[], Where | None]) -> Iterator[Path]:
-    """A directory that has all of the job's, or had it a moment ago; locked as long as it is used.
+    """Directory that has, or a moment ago had, all files of the job's; locked as long as it is used.
 
     job: the word of the job when it began. look: where the head is, as `Finder` has it. Raises: ConfigError if the
     directory cannot be used; QuorumLost if no head fills it.
@@ -52,7 +52,7 @@ def copy_in(begun: Start, job: str, look: Callable[[], Where | None]) -> Iterato
 
 
 def _make_ready(folder: Path, job: str, token: bytes) -> str:
-    """Returns what was done with what was there, in words."""
+    """Prepare the folder; returns words for the user if old contents were set aside."""
     words = ""
     try:
         if kept_apart(folder, job):
@@ -64,7 +64,7 @@ def _make_ready(folder: Path, job: str, token: bytes) -> str:
         for path in (own, folder / LOGS_FOLDER, folder / CHECKPOINTS_DIR):
             path.mkdir(parents=True, exist_ok=True)
         if (own / CHECKPOINTS_DIR).is_symlink():
-            (own / CHECKPOINTS_DIR).unlink()  # earlier versions made it: `checkpoints_in` knows the way
+            (own / CHECKPOINTS_DIR).unlink()  # earlier versions made this link; `checkpoints_in` needs none
         (folder / COORDINATOR_FILE).unlink(missing_ok=True)
         wire.write_token(folder / TOKEN_FILE, token)
         for role in PEOPLE:
@@ -75,8 +75,8 @@ def _make_ready(folder: Path, job: str, token: bytes) -> str:
 
 
 def kept_apart(folder: Path, job: str) -> bool:
-    """Whether what is in a folder has to be set aside: a host has led the job there. What is a copy already, or
-    empty, goes on. job: the job's word when it began. Raises: ConfigError if it is of another job."""
+    """Whether the contents of a folder have to be set aside, because a host has led the job in it. A copy, or an empty
+    folder, is kept. job: the job's word when it began. Raises: ConfigError if the files are another job's."""
     led = bool(word_in(folder))
     if not (folder / COPY_FILE).exists() and (folder / JOB_FILE).exists() and word_in(folder) != job:
         raise ConfigError(f"--run-dir: {folder} has files of another job: choose a new directory")
@@ -84,7 +84,7 @@ def kept_apart(folder: Path, job: str) -> bool:
 
 
 def _fill(folder: Path, begun: Start, look: Callable[[], Where | None]) -> None:
-    """Until it has all that there was a moment ago; or it once had, and nobody is there to say what is new."""
+    """Wait until the folder has all files as of a moment ago. Without a head, older complete ones do."""
     end_s = time.monotonic() + _PATIENCE_S
     while (where := look()) is None:
         if DirectoryCopy(folder).state(None).usable:

@@ -1,4 +1,4 @@
-"""What this host knows before it starts anything of a job: the one place where commands put that together."""
+"""Facts that this host has before it starts anything of a job: the one place where commands put them together."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DOMAIN_HELP = f"Parts that this host fails together with, e.g. rack=r1,nvlink=u7
 
 
 def start_here(config: Config, domain: str | None = None, **known: Any) -> Start:
-    """domain: of `--domain`. known: the other fields of `Start`, as far as they are known.
+    """Start of a job on this host. domain: of `--domain`. known: the other fields of `Start`, as far as they are known.
 
     The secrets for etcd leave this process's environment, so call it once. Raises: ConfigError if there is no such
     domain.

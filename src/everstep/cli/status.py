@@ -1,4 +1,4 @@
-"""`everstep status`: asked of the coordinator while the job runs, read from the directory when it does not."""
+"""`everstep status`: asks the coordinator while the job runs, and reads the directory when it does not."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def read_status(run_dir: Path) -> dict[str, Any]:
     except (commands.NoJobRunning, commands.NoAnswer, FileNotFoundError):
         live, answer = {}, None
     history = History(run_dir).load()  # after the answer, so that the sentence is not older than the numbers
-    if answer is not None:  # the coordinator hears of steps a few times a second only
+    if answer is not None:  # the coordinator hears of steps only a few times a second
         live["step"] = max(live["step"], history.facts.course.step)
     live = live or _from_files(run_dir, history.facts, running, history.begins(running))
     folder = checkpoint_dir(run_dir, job)
@@ -70,7 +70,7 @@ def read_status(run_dir: Path) -> dict[str, Any]:
 
 
 def _from_files(run_dir: Path, facts: Facts, running: bool, begins: bool) -> dict[str, Any]:
-    """Of a job that no coordinator answers for: over, starting, or recovering from the coordinator's loss."""
+    """Status of a job without an answering coordinator: over, starting, or recovering from the coordinator's loss."""
     digest = read_digest(run_dir)
     if running:
         state = "starting" if begins or not facts.course.step else "recovering"
@@ -79,7 +79,7 @@ def _from_files(run_dir: Path, facts: Facts, running: bool, begins: bool) -> dic
     elif facts.condition.state in ("failed", "interrupted"):
         state = facts.condition.state
     else:
-        state = "interrupted"  # it ended without a word: killed, or the machine went down
+        state = "interrupted"  # it ended without a word: it was killed, or the machine went down
     return {
         "state": state,
         "generation": facts.crew.generation,
@@ -92,7 +92,7 @@ def _from_files(run_dir: Path, facts: Facts, running: bool, begins: bool) -> dic
 
 
 def workers_of(facts: Facts) -> list[dict[str, Any]]:
-    """The living, as the events said last. Nobody measures their speed now; a member has done what the job has done."""
+    """The living workers, by the last events. Nobody measures their speed now; a member is as far as the job."""
     return [
         {
             "worker_id": i,
@@ -133,7 +133,7 @@ def _print(run_dir: Path, status: dict[str, Any]) -> None:
 
 
 def _print_incidents(incidents: list[dict[str, Any]]) -> None:
-    """What happened, a line each, the newest last."""
+    """Print the incidents, a line each, the newest last."""
     shown = incidents[-_SHOWN_INCIDENTS:]
     for one in shown:
         clock = time.strftime("%H:%M:%S", time.localtime(one["time_unix_ns"] / 1e9))

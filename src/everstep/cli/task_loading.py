@@ -1,7 +1,7 @@
-"""From what the user calls a TASK to something that can be trained: a `Task`, or the path of a script.
+"""From the user's TASK to a trainable object: a `Task`, or the path of a script.
 
-The words are taken apart without importing anything; only `load_task` runs the user's code. The command line uses it
-to check a job before it starts, every worker uses it to build the job.
+The words are taken apart without importing anything; only `load_task` runs the user's code. The command line uses this
+to check a job before it starts; every worker uses it to build the job.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TaskSpec:
-    """A TASK taken apart. `where`: zoo name, dotted module or file; `what`: the zoo task's PATH, or the class."""
+    """A parsed TASK. `where`: zoo name, dotted module or file; `what`: the zoo task's PATH, or the class."""
 
     kind: Literal["zoo", "module", "file", "script"]
     where: str
@@ -77,9 +77,9 @@ def zoo_names() -> tuple[str, ...]:
 
 
 def load_class(spec: TaskSpec) -> type[Task]:
-    """Import the class that a task is made of. Runs the user's module.
+    """Import the class of a task. Runs the user's module.
 
-    Raises: ConfigError, in one line, saying what does not import and why.
+    Raises: ConfigError, in one line: the failed import and its reason.
     """
     if spec.kind == "zoo":
         from everstep.zoo.registry import load
@@ -117,7 +117,7 @@ def make_task(spec: TaskSpec) -> Task:
 def load_task(text: str, config: Config) -> Task:
     """The task that TASK names, with its config set.
 
-    Raises: ConfigError, in one line: what does not import and why; scripts are not tasks.
+    Raises: ConfigError, in one line: the failed import and its reason, or that TASK is a script.
     """
     spec = parse_task(text)
     if spec.kind == "script":

@@ -1,8 +1,7 @@
-"""The one way to the user's terminal: what is printed is made visible on the way, whoever said it.
+"""The one way to the user's terminal: all printed text is made visible, whatever its origin.
 
-`guarded` stands before stdout and stderr as long as a command runs, so no command has to think of it. What draws in
-colours or in place goes through `console`, whose own sequences pass and whose text does not; nothing else writes to
-`raw` streams.
+`guarded` wraps stdout and stderr while a command runs, so no command has to think of it. Code that draws in colours or
+in place uses `console`: its own sequences pass, its text is made visible. Nothing else writes to `raw` streams.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 LEVEL_STYLES = {"good": "bold green", "warning": "bold yellow", "bad": "bold red"}
-"""Of the sentence that says how it is."""
+"""Styles of the sentence about the job's condition."""
 
 
 class SilentKeys:
-    """From now on keys that are pressed at the terminal leave no trace on it; signals pass. Nothing where there is no
-    terminal, or another process has it."""
+    """Switches the terminal's echo off: pressed keys leave no trace on it; signals pass. It does nothing without a
+    terminal, or if another process has it."""
 
     def __init__(self) -> None:
         self._fd, self._before = -1, list[Any]()
@@ -40,13 +39,13 @@ class SilentKeys:
                 self._fd = fd
 
     def leave_screen(self) -> None:
-        """As it was before a picture that filled it, cursor and keys, without a word to those who draw that."""
+        """Restore the terminal behind a full-screen picture, its cursor and keys, past the library that draws it."""
         with contextlib.suppress(OSError):
             os.write(1, b"\x1b[?1049l\x1b[?25h")
         self.restore()
 
     def restore(self) -> None:
-        """As it was before; what was typed meanwhile is forgotten."""
+        """Put the terminal back as it was; keys typed meanwhile are forgotten."""
         if self._fd >= 0:
             with contextlib.suppress(OSError, termios.error):
                 termios.tcsetattr(self._fd, termios.TCSAFLUSH, self._before)
@@ -54,18 +53,18 @@ class SilentKeys:
 
 
 class Visible:
-    """A stream of text on which everything can be looked at."""
+    """A text stream that makes every character visible."""
 
     def __init__(self, stream: TextIO) -> None:
         self.stream = stream
 
     def write(self, text: str) -> int:
-        """As any stream does."""
+        """Write text, made visible."""
         self.stream.write(visible(text))
         return len(text)
 
     def writelines(self, lines: list[str]) -> None:
-        """Likewise."""
+        """Write lines, made visible."""
         for line in lines:
             self.write(line)
 
@@ -75,8 +74,8 @@ class Visible:
 
 @contextmanager
 def guarded() -> Iterator[None]:
-    """While it lasts, stdout and stderr show what is not for looking at as escapes; characters that they cannot show,
-    too."""
+    """While the block lasts, stdout and stderr show control characters as escapes, and also characters that they cannot
+    encode."""
     before = sys.stdout, sys.stderr
     for stream in before:
         if hasattr(stream, "reconfigure"):
@@ -89,7 +88,7 @@ def guarded() -> Iterator[None]:
 
 
 def raw(stream: TextIO) -> TextIO:
-    """What is behind a guarded stream: for text that is all our own."""
+    """The stream behind a guarded one, for text that is all our own."""
     return stream.stream if isinstance(stream, Visible) else stream
 
 

@@ -1,4 +1,4 @@
-"""The job's token, as a command is given it."""
+"""The job's token, as commands get it."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _LEAST_VARIETY = 10
 
 
 def strong(token: bytes, where: str) -> bytes:
-    """A token that nobody guesses: of 16 random bytes 10 or more are unlike, and so are the steps between them, but for
-    one in 10^9. Raises: ConfigError, naming where it came from."""
+    """A token that is hard to guess: 10 or more of 16 bytes differ, and so do the steps between them. A random token
+    fails with a chance of one in 10^9. Raises: ConfigError that names its origin."""
     steps = {(after - before) % 256 for before, after in pairwise(token)}
     if min(len(set(token)), len(steps)) < _LEAST_VARIETY:
         raise ConfigError(
@@ -28,9 +28,9 @@ def strong(token: bytes, where: str) -> bytes:
 
 
 def given_token() -> bytes | None:
-    """The token in the environment, from which it is taken, so that no other process inherits it.
+    """Token in the environment; it is removed there, so that no other process inherits it.
 
-    Raises: ConfigError if it is none.
+    Raises: ConfigError if the text is no token.
     """
     text = os.environ.pop(TOKEN_VARIABLE, "")
     try:
@@ -40,7 +40,7 @@ def given_token() -> bytes | None:
 
 
 def token_in(path: Path) -> bytes:
-    """Raises: ConfigError if the file holds no token, or cannot be read."""
+    """Token in a file. Raises: ConfigError if the file holds no token, or cannot be read."""
     try:
         return strong(wire.read_token(path, links=True), str(path))
     except OSError as error:

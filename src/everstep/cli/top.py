@@ -62,7 +62,7 @@ def command(run_dir: Path, once: bool, interval: float, sort: str) -> int:
 
 
 def picture(feed: RunFeed, sort: str, most: int, width: int) -> RenderableType:
-    """The state of the job as it is now, its workers (`most` of them), its last events. width: in characters."""
+    """Picture of the job now: its state, workers (at most `most`) and last events. width: in characters."""
     from rich.console import Group
     from rich.progress_bar import ProgressBar
     from rich.table import Table

@@ -1,4 +1,4 @@
-"""`everstep verify`: are two runs bitwise equal, and if not, where do they differ."""
+"""`everstep verify`: compares two runs bit by bit, and shows where they differ."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def command(dir_a: Path, dir_b: Path) -> int:
 
 
 def incomparable(a: Mapping[str, Any], b: Mapping[str, Any]) -> str:
-    """Why two runs' digests say nothing of each other, in one line; empty if they do."""
+    """Reason why two runs' digests cannot be compared, in one line; "" if they can."""
     versions = [version_of(a), version_of(b)]
     if all(version == DIGEST_VERSION for version in versions):
         return ""
@@ -65,7 +65,7 @@ def incomparable(a: Mapping[str, Any], b: Mapping[str, Any]) -> str:
 
 
 def compare(a: Path, b: Path) -> list[str]:
-    """Lines that say what differs between two runs; none if they are bitwise equal, as far as they can be compared.
+    """Lines about differences between two runs; none if they are bitwise equal, as far as they can be compared.
 
     Raises: ConfigError if one of them cannot be read.
     """
@@ -114,7 +114,7 @@ def _difference(a: StoredTensor, b: StoredTensor) -> str:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """One tensor: dtype in safetensors' words, shape, and its bytes."""
+    """One tensor: dtype as safetensors names it, shape, and its bytes."""
 
     dtype: str
     shape: tuple[int, ...]

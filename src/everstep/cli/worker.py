@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 ENTRY = f"{__name__}:main"
 FILES = "everstep.checkpoint.host_files:HostFiles"
 PRELOAD = (*DEFAULT_PRELOAD, "everstep.train.worker", "everstep.zoo.digits", "everstep.zoo.text")
-"""What the fork server imports, so that no life of a worker pays for it (0.1 s on an idle machine)."""
+"""Modules that the fork server imports, so that no life of a worker pays for them (0.1 s on an idle machine)."""
 
 
 def main(context: WorkerContext) -> int:
@@ -37,7 +37,7 @@ def main(context: WorkerContext) -> int:
 
     config = context.load_config()
     for name, value in bind_collectives(context.address or config.network.address).items():
-        os.environ.setdefault(name, value)  # whoever has set up the host may know better
+        os.environ.setdefault(name, value)  # the user of the host may have set another value
     os.environ.update({**expected(context, config), **config.env})
     keep_within(parse_ports(config.network.ports))
     events = EventLog(context.run_path / EVENTS_FILE)

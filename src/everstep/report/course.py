@@ -1,4 +1,4 @@
-"""The steps of a job as its events tell of them: how far it is, its curves, its speed, what is done again. Pure."""
+"""The steps of a job by its events: its progress, curves and speed, and repeated steps. Pure."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from everstep.report.words import Event, known, number, one_line, whole_number
 _STEP_RULES = ("last", "mean", "min", "max", "last", "sum", "last")
 _MOST_METRICS = 16
 Again = tuple[int, int]
-"""From when to when steps were done first that are done again."""
+"""Begin and end of the time in which repeated steps were done first, in ns."""
 
 
 @dataclass
 class Course:
-    """`loss`: of the newest step, None if there is none or it is not finite; `strange`: steps that were not. `rates`:
-    samples, seconds, steps by number of workers. `redo_to`: up to this step steps are done again that had been done
-    before, 0 if none are; `began_again_ns`: since when. `clean`: nothing but a step follows upon the last one."""
+    """Progress of a job. `loss`: of the newest step, None if there is none or it is not finite; `strange`: steps
+    without a finite loss. `rates`: samples, seconds, steps by number of workers. `redo_to`: the last step that is
+    repeated now, 0 if none is; `began_again_ns`: when that began. `clean`: only a step follows the last one."""
 
     step: int = 0
     loss: float | None = None
@@ -42,8 +42,8 @@ class Course:
     clean: bool = False
 
     def begin(self, step: int, time_ns: int) -> Again:
-        """The job goes on from this step. Returns the steps that it does again."""
-        self.redo_to = self.step if 0 < step < self.step else 0  # from step 0 on all is told again
+        """The job goes on from this step. Returns the time of the steps that it repeats."""
+        self.redo_to = self.step if 0 < step < self.step else 0  # int refuses longer ones, and so the line
         again = self._go_back(step, time_ns)
         self.step, self.last_step_ns = max(self.step, step), 0
         self._begin(time_ns)
@@ -55,8 +55,8 @@ class Course:
         self.pace.begin()
 
     def committed(self, event: Event, time_ns: int, members: int, settled: bool) -> Stretch | None:
-        """A step was committed by so many members. settled: the next one follows upon it. Returns how long it was
-        overdue, if it was."""
+        """Take in a committed step of so many members. settled: the next one follows upon it. Returns the time for
+        which it was overdue, if it was."""
         step = self.step = int(event["step"])
         loss = _float(event.get("loss"))
         self.loss = loss if loss is not None and math.isfinite(loss) else None
@@ -83,12 +83,12 @@ class Course:
         return stalled
 
     def standstill(self, until_ns: int) -> Stretch:
-        """From the moment at which the next step was due."""
+        """Time from the moment at which the next step was due."""
         due_ns = self.last_step_ns + round(1e9 * (self.pace.usual_s or 0.0))
         return Stretch(min(until_ns, due_ns), until_ns, "stalled")
 
     def finite(self, step: int, finite: bool) -> None:
-        """Whether loss and gradient of a step were."""
+        """Note whether the loss and gradient of a step were finite."""
         strange = self.strange
         if finite and strange is not None:
             self.strange = replace(strange, in_a_row=0)
@@ -97,7 +97,7 @@ class Course:
             self.strange = Strange(before.count + 1, before.first, step, before.in_a_row + 1)
 
     def fall_back(self, event: Event, time_ns: int) -> Again:
-        """Training may go back, as an event says. Returns the steps that are done again."""
+        """Take in an event after which training may go back. Returns the time of the repeated steps."""
         back_to = known(event.get("step"))
         if back_to is None or event.get("what") == "checkpoint":  # that one is not used, which tells no more
             return 0, 0
@@ -110,14 +110,15 @@ class Course:
         return again
 
     def _go_back(self, back_to: int, time_ns: int) -> Again:
-        """The steps after this one are done again, to the same bits: they are not told again, so their points stay."""
+        """Go back to a step. The later ones are repeated with the same bits but not told again, so their points
+        stay."""
         at, self.step = self.steps.at(back_to + 1), min(self.step, back_to)
         if at is None:
             return 0, 0
         return int(self.steps.columns[0][max(0, at - 1)] * 1e9), min(time_ns, self.last_step_ns)
 
     def evaluated(self, event: Event, time_ns: int) -> bool:
-        """Returns whether the event has metrics."""
+        """Take in an evaluation; returns whether the event has metrics."""
         metrics = event.get("metrics")
         if not isinstance(metrics, dict):
             return False
@@ -132,13 +133,14 @@ class Course:
 
     @property
     def loss_text(self) -> str:
-        """Of the newest step; "nan" if it is not finite, "" if there is none."""
+        """Loss of the newest step; "nan" if it is not finite, "" if there is none."""
         if self.loss is not None:
             return f"{self.loss:.4f}"
         return "nan" if self.strange is not None and self.strange.last == self.step else ""
 
     def efficiency(self) -> list[dict[str, float]]:
-        """By number of workers, rising: samples per second, and that per worker relative to the fewest workers."""
+        """By number of workers, rising: samples per second, and their share per worker relative to the fewest
+        workers."""
         found: list[dict[str, float]] = []
         for workers, (samples, seconds, steps) in sorted(self.rates.items()):
             if seconds > 0 and steps >= 2 and workers:
@@ -149,11 +151,11 @@ class Course:
         return found
 
     def samples_per_s(self, now_ns: int | None = None) -> float | None:
-        """Over the newest steps; now_ns: it falls while the next one is overdue."""
+        """Speed over the newest steps; now_ns: it falls while the next one is overdue."""
         return self.pace.samples_per_s(now_ns)
 
     def mean_samples_per_s(self) -> float | None:
-        """Over all steps that no change of generation and no evaluation fell into."""
+        """Mean speed over all steps without a change of generation or an evaluation."""
         spent = sum(seconds for _, seconds, _ in self.rates.values())
         return sum(samples for samples, _, _ in self.rates.values()) / spent if spent > 0 else None
 

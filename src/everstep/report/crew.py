@@ -1,4 +1,4 @@
-"""The workers of a job as its events tell of them: what each is and was, and who the members are. Pure."""
+"""The workers of a job by its events: the states of each, and the members. Pure."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ _GONE = ("dead", "left")
 
 @dataclass
 class Crew:
-    """`generation`: the newest that was told of; `members`: how many have lanes; `wanted`: how many there are to be."""
+    """Workers of a job. `generation`: the newest one told; `members`, `wanted`: numbers of workers with lanes and asked
+    for."""
 
     workers: dict[int, WorkerFact] = field(default_factory=dict)
     spans: deque[Span] = field(default_factory=lambda: deque(maxlen=_MOST_SPANS))
@@ -31,7 +32,7 @@ class Crew:
     _seated: frozenset[int] = frozenset()
 
     def not_running(self, since_ns: int) -> None:
-        """The job's process ended then, and is started again."""
+        """The job's process ended at this time; the job is started again."""
         self.end_spans(since_ns)
         self.workers.clear()
         self._seated = frozenset()
@@ -49,7 +50,7 @@ class Crew:
         self.suspected = False
 
     def generation_started(self, event: Event, time_ns: int) -> int:
-        """A new generation: who takes part in it. Returns how many."""
+        """Take in a new generation with its members. Returns the number of members."""
         seats, leaders = seats_of(event), event.get("leaders")
         before, self._seated = self._seated, frozenset(seats)
         leaders = leaders if isinstance(leaders, list) else [event.get("leader")]
@@ -75,7 +76,7 @@ class Crew:
         return len(seats)
 
     def joined(self, event: Event, time_ns: int) -> None:
-        """A life of a worker has said hello."""
+        """Take in the hello of a worker's life."""
         i, incarnation = int(event["worker_id"]), whole_number(event.get("incarnation"))
         before = self.workers.get(i)
         if before is None or before.incarnation != incarnation or before.state in _GONE:
@@ -90,14 +91,14 @@ class Crew:
         worker.host = one_line(event.get("host"), 80)
 
     def suspect(self, event: Event, time_ns: int) -> None:
-        """A worker may be dead."""
+        """Note that a worker may be dead."""
         worker = self.workers.get(int(event["worker_id"]))
         if worker is not None and worker.state not in _GONE:
             self._be(worker, "suspect", time_ns, event)
             self.suspected = True
 
     def evicted(self, event: Event, died_ns: int) -> int:
-        """A worker is dead. Returns which one."""
+        """Note that a worker is dead. Returns its id."""
         i = int(event["worker_id"])
         worker = self.workers.setdefault(i, WorkerFact(i, whole_number(event.get("incarnation"))))
         worker.lanes = ()
@@ -105,17 +106,17 @@ class Crew:
         return i
 
     def end_spans(self, time_ns: int) -> None:
-        """What the workers are at the moment ends."""
+        """End the present state of every worker."""
         for span in self._open.values():
             span.end_ns = time_ns
         self._open.clear()
 
     def _outside(self, members: int) -> str:
-        """What a worker in no plan is doing: it is on its way in if somebody is missing."""
+        """State of a worker outside the plan: it is on its way in if a member is missing."""
         return "healing" if self.generation and (not self.wanted or members < self.wanted) else "spare"
 
     def _be(self, worker: WorkerFact, state: str, time_ns: int, why: Event | None = None) -> None:
-        """From now on the worker is in this state; why: the event that says so, where there is something to say."""
+        """Set the worker's state; why: the event with the reason, if it has one."""
         worker.cause, worker.reason = (None, "") if why is None else why_of(why)
         if worker.state == state and worker.worker_id in self._open:
             return

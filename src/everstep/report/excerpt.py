@@ -1,6 +1,5 @@
-"""The logs of a run around one moment, however long they are: each file is in the order of time, so the place is found
-by halving, and only what lies about it is read.
-"""
+"""The logs of a run around one moment, however long they are. Each file is in the order of time, so the place is found
+by halving, and only its surroundings are read."""
 
 from __future__ import annotations
 
@@ -22,9 +21,9 @@ _MOST_STEPS = 40
 
 
 def around(run_dir: Path, time_ns: int, worker_id: int | None = None, most: int = 160) -> list[LogLine]:
-    """The lines nearest to this unix time, in the order of time: events, and what the workers said.
+    """The lines nearest to this unix time, in the order of time: events, and output of workers.
 
-    worker_id: of the workers, this one alone. most: so many lines at most, of which committed steps are a quarter.
+    worker_id: only this one of the workers. most: at most so many lines, of which committed steps are a quarter.
     """
     told = [line for said in _near(run_dir / EVENTS_FILE, time_ns) if (line := event_line(said)) is not None]
     steps = [line for line in told if line.fields["kind"] == "step_committed"]
@@ -64,7 +63,7 @@ def _near(path: Path, time_ns: int) -> Iterator[dict[str, object]]:
 
 
 def _place(file: BinaryIO, time_ns: int) -> int:
-    """About where the lines of that moment begin, in bytes."""
+    """Offset, in bytes, near the first line of that moment."""
     low, high = 0, file.seek(0, 2)
     while high - low > _NEAR_BYTES // 4:
         middle = (low + high) // 2
@@ -77,7 +76,7 @@ def _place(file: BinaryIO, time_ns: int) -> int:
 
 
 def _time_after(file: BinaryIO, place: int) -> int | None:
-    """When the first line from there on was written; None if none follows soon."""
+    """Time of the first whole line from there on; None if none follows soon."""
     file.seek(place)
     file.readline(_MOST_LINE_BYTES)
     for _ in range(8):

@@ -1,4 +1,4 @@
-"""What the events of a job add up to: workers, generations, recoveries, curves, the account of its time. Pure.
+"""Facts from the events of a job: workers, generations, recoveries, curves, the account of its time. Pure.
 
 Everything is bounded: curves are decimated, lists keep their newest entries and count the rest.
 """
@@ -38,8 +38,8 @@ _MARKED |= {"coordinator_restarted": "coordinator", "fallback": "fallback", "wor
 
 @dataclass
 class Facts:
-    """Takes in events in file order. `condition`: how the job is; `course`: its steps; `crew`: its workers. `counts`:
-    events by kind; `told_ns`: when the newest was told. `full`: newest trouble with the disk, None if a checkpoint was
+    """Takes in events in file order. `condition`: the job's state; `course`: its steps; `crew`: its workers. `counts`:
+    events by kind; `told_ns`: time of the newest event. `full`: newest trouble with the disk, None if a checkpoint was
     written since."""
 
     condition: JobCondition = field(default_factory=JobCondition)
@@ -56,7 +56,7 @@ class Facts:
     _lines: int = 0
 
     def take(self, event: Event) -> None:
-        """Take in the next event; one that makes no sense counts and is otherwise passed over."""
+        """Take in the next event; a malformed one is counted and otherwise passed over."""
         kind = str(event["kind"])
         self.counts[kind] = self.counts.get(kind, 0) + 1
         time_ns = whole_number(event.get("time_unix_ns"))
@@ -89,7 +89,7 @@ class Facts:
         self.log.append(Line(self._lines, time_ns, level(event), one_line(kind, 40), *where, sentence(event)))
 
     def _struck_at(self, event: Event, time_ns: int) -> int:
-        """The step that an eviction fell into: that of the fault which was injected, if one was."""
+        """The step that an eviction fell into: the step of the injected fault, if there was one."""
         for mark in reversed(self.marks):
             lately = time_ns - mark.time_ns < _LATELY_NS
             if lately and (mark.kind, mark.worker_id) == ("fault", known(event.get("worker_id"))):
@@ -98,11 +98,11 @@ class Facts:
 
     @property
     def account(self) -> TimeAccount:
-        """Where the time went."""
+        """Account of the wall time."""
         return self.condition.account
 
     def under_way(self, now_ns: int) -> list[Stretch]:
-        """What lasts at the moment and no event has ended yet: for the account."""
+        """Stretches of time that last now, without an event that ends them yet: for the account."""
         found, condition = self.condition.under_way(now_ns), self.condition
         recovers = condition.fault_ns is not None and condition.state == "recovering"
         if condition.waiting_ns is None and not recovers and self.stands_still(now_ns):
@@ -116,8 +116,8 @@ class Facts:
 
     @property
     def progress_ns(self) -> int:
-        """When the newest step was committed that is known of, 0 if none was since the start: a recovery ends with one,
-        and is told before it."""
+        """Time of the newest known commit, 0 if there was none since the start. A recovery ends with a commit, and is
+        told before it."""
         last = self.recoveries[-1].end_ns if self.recoveries and self.course.last_step_ns else 0
         return max(self.course.last_step_ns, last)
 
@@ -128,14 +128,14 @@ class Facts:
 
     @property
     def faults(self) -> int:
-        """Those that were injected, or noticed without having been injected."""
+        """Number of faults that were injected, or noticed without having been injected."""
         count = self.counts.get
         coordinators = max(count("coordinator_restarted", 0), count("coordinator_killed", 0))
         return max(count("fault_injected", 0), count("worker_evicted", 0) + coordinators)
 
     @property
     def checkpoint_step(self) -> int:
-        """The newest step of which there is a checkpoint, as far as events tell; 0 if none."""
+        """The newest step with a checkpoint, as far as events tell; 0 if none."""
         return max((c.step for c in self.checkpoints if c.ok), default=0)
 
     # ---- events
@@ -223,7 +223,7 @@ class Facts:
     def _ended(self, event: Event, time_ns: int) -> None:
         course, default = self.course, "completed" if event["kind"] == "job_completed" else "failed"
         self.condition.be(one_line(event.get("state"), 20) or default, event)
-        course.step = max(course.step, whole_number(event.get("step")))  # the last step is told by nobody else
+        course.step = max(course.step, whole_number(event.get("step")))  # no other event tells of the last step
         course.redo_to = 0
         self.account.intervals.extend(self.under_way(time_ns))
         self.condition.end(known(event.get("exit_code")), time_ns)
@@ -233,7 +233,7 @@ class Facts:
 
 
 def facts_of(events: Iterable[Event]) -> Facts:
-    """What these events add up to."""
+    """Facts from these events."""
     facts = Facts()
     for event in events:
         facts.take(event)

@@ -1,4 +1,4 @@
-"""The figures of reports and comparisons, drawn from what the reading library knows. Pure."""
+"""The figures of reports and comparisons, drawn from the reading library's facts. Pure."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _HARD = ("fault", "evicted", "coordinator", "fallback")
 
 
 def figures(history: History) -> dict[str, str]:
-    """name -> SVG, in the order in which a report shows them."""
+    """Figures by name, as SVG, in the order in which a report shows them."""
     facts = history.facts
     found = {
         "loss": loss_chart(history),
@@ -51,7 +51,7 @@ def figures(history: History) -> dict[str, str]:
 
 
 def loss_chart(history: History, others: Sequence[History] = ()) -> str:
-    """Loss by step; of several runs over each other. Neighbouring steps are averaged, the band is their range."""
+    """Loss by step; several runs lie over each other. Neighbouring steps are averaged, the band is their range."""
     curves = []
     for i, one in enumerate([history, *others]):
         steps = one.facts.course.steps
@@ -70,7 +70,7 @@ def throughput_chart(history: History, others: Sequence[History] = ()) -> str:
 
 
 def rates(facts: Facts) -> tuple[list[float], list[float | None]]:
-    """Seconds since the start, samples per second between the points of the curve."""
+    """(seconds since the start, samples per second) between the points of the curve."""
     times, samples = facts.course.steps.columns[0], facts.course.steps.columns[5]
     passed = [after - before for before, after in pairwise(times)]
     x = [t - facts.began_ns / 1e9 for t in times[1:]]
@@ -84,7 +84,7 @@ def evaluation_chart(facts: Facts, name: str) -> str:
 
 
 def workers_chart(facts: Facts) -> str:
-    """Lives of the workers: who was what, when; faults as lines."""
+    """Lives of the workers with their states over time; faults as lines."""
     start = facts.began_ns
     end = facts.condition.ended_ns or facts.account.end_ns
     ids = sorted({span.worker_id for span in facts.crew.spans})
@@ -129,7 +129,7 @@ def goodput_chart(seconds: dict[str, float], title: str = "Where the time went")
 
 
 def step_time_chart(history: History) -> str:
-    """What a worker spends per step, by phase, over time."""
+    """Time per step of a worker, by phase, over time."""
     columns = history.usage.columns(_MOST_COLUMNS)
     parts = [
         (name, phase_style(name), [None if y is None else 1e3 * y for y in ys])
@@ -139,7 +139,7 @@ def step_time_chart(history: History) -> str:
 
 
 def communication_chart(history: History) -> str:
-    """What workers give to each other per second, by operation."""
+    """Bytes that workers send to each other per second, by operation."""
     columns = history.usage.columns(_MOST_COLUMNS)
     parts = [
         (name, f"f{i % COLOURS}", [y / 1e6 for y in ys]) for i, (name, ys) in enumerate(columns["bytes_per_s"].items())
@@ -168,7 +168,7 @@ def phase_style(phase: str) -> str:
 
 
 def scaling_chart(facts: Facts) -> str:
-    """Samples per second by number of workers, and what it would be if each added as much as the fewest did."""
+    """Samples per second by number of workers, beside the value if each added as much as the fewest did."""
     found = facts.course.efficiency()
     workers = [e["workers"] for e in found]
     each = found[0]["samples_per_s"] / found[0]["workers"]

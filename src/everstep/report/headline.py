@@ -1,7 +1,7 @@
-"""How it is, in one sentence: what is wrong, what the system does about it, since when. Pure.
+"""The job's condition in one sentence: the trouble, the system's reaction, and since when. Pure.
 
-Made of the facts and a clock, so that facts in which nothing happens any more change the sentence, too. The one place
-that decides whether all is well: the page, `status`, `top` and the live display all say this.
+It is made of the facts and a clock, so that it also changes when nothing happens any more. This is the one place that
+decides whether all is well: the page, `status`, `top` and the live display all show it.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ _PASSIVE = ("reduce", "agree", "transfer", "settle", "idle", "stall")
 
 @dataclass(frozen=True)
 class Headline:
-    """level: good, warning (the system deals with it, or somebody might look) or bad (it does not go on by itself).
-    text: the sentence; more: what follows it where there is room."""
+    """level: good, warning (the system deals with it, or a person might look) or bad (it does not go on by itself).
+    text: the sentence; more: a second one if there is room."""
 
     level: str
     text: str
     more: str = ""
 
     def whole(self) -> str:
-        """Both."""
+        """The sentence and what follows it."""
         return f"{self.text} {self.more}".strip()
 
     def fitted(self, width: int) -> str:
-        """As much as so many characters hold: both, or the sentence, or its beginning."""
+        """As much as fits into so many characters: both, the sentence, or its beginning."""
         for text in (self.whole(), self.text):
             if len(text) <= width:
                 return text
@@ -51,11 +51,11 @@ class Headline:
 
 @dataclass(frozen=True)
 class Now:
-    """What is known beside the events. running: a job holds the directory. live: what its coordinator answers, None if
-    it is silent (asked: it was asked). phases: of each worker, as last sampled. total: the last step. disk_step: of the
-    newest checkpoint that can be read, None if nobody has looked. finished: the final state is there. resume: the
-    command that goes on. gives_up_s: how long workers are waited for. free_bytes: left on the disk of the directory.
-    taken_ns: when a job took the directory that has told nothing yet, None if there is none."""
+    """Facts beside the events. running: a job holds the directory. live: the coordinator's answer, None if it is silent
+    (asked: it was asked). phases: of each worker, as last sampled. total: the last step. disk_step: of the newest
+    checkpoint that can be read, None if nobody has looked. finished: the final state is there. resume: the command that
+    goes on. gives_up_s: how long workers are waited for. free_bytes: left on the disk of the directory. taken_ns: time
+    at which a job took the directory, if no event of it is there yet, else None."""
 
     time_ns: int
     running: bool = True
@@ -78,8 +78,8 @@ def headline(facts: Facts, now: Now) -> Headline:
 
 
 def disk_trouble(facts: Facts, now: Now) -> bool:
-    """Whether the disk of a job that runs is full, or refused something and has not shown since that it takes more: by
-    a checkpoint, or by steps that were told for a minute."""
+    """Whether the disk of a running job is full, or refused a write and has not taken one since: a checkpoint, or the
+    events of steps for a minute."""
     if not now.running or facts.condition.ended_ns is not None:
         return False
     refused_ns = facts.full.time_ns if facts.full is not None else None
@@ -87,7 +87,7 @@ def disk_trouble(facts: Facts, now: Now) -> bool:
 
 
 def _with_full(found: Headline, facts: Facts, now: Now) -> Headline:
-    """The same; and that there is trouble with the disk, whatever else is to be said."""
+    """The headline, with a note on the disk if there is trouble with it."""
     if not disk_trouble(facts, now) or " disk " in found.text:
         return found
     level = "warning" if found.level == "good" else found.level
@@ -96,7 +96,7 @@ def _with_full(found: Headline, facts: Facts, now: Now) -> Headline:
 
 
 def _with_kills(found: Headline, facts: Facts, now: Now) -> Headline:
-    """The same; and that the coordinator is killed again and again, where it is."""
+    """The headline, with a note on the coordinator if it is killed again and again."""
     kills, ago_s = facts.incidents.kills, _s(facts.incidents.killed_ns, now)
     if kills < _MANY_KILLS or ago_s > _KILLS_LATELY_S or not now.running or facts.condition.ended_ns is not None:
         return found
@@ -162,7 +162,7 @@ def _died(facts: Facts, now: Now) -> Headline | None:
 
 
 def _behind(facts: Facts, now: Now) -> str:
-    """How far the newest checkpoint is behind, and the command that goes on from it."""
+    """Distance of the newest checkpoint from the last step, and the command that goes on from it."""
     saved = facts.checkpoint_step if now.disk_step is None else now.disk_step
     again = max(0, facts.course.step - saved)
     strange = facts.course.strange
@@ -232,7 +232,7 @@ def _waiting(facts: Facts, now: Now) -> Headline | None:
 
 
 def _silent(facts: Facts, now: Now) -> Headline | None:
-    """Nothing is told any more, while the job's processes live: the disk, or the coordinator."""
+    """No events come although the job's processes live: the disk, or the coordinator, is the reason."""
     if not facts.course.last_step_ns:
         return None
     told = now.live is not None and step_of(facts, now) > facts.course.step + 1 and not facts.course.redo_to
@@ -245,7 +245,7 @@ def _silent(facts: Facts, now: Now) -> Headline | None:
 
 
 def _standing(facts: Facts, now: Now) -> Headline | None:
-    """A fault that training has not gone on from, or no step for much longer than usual."""
+    """A fault holds training up, or a step takes much longer than usual."""
     incident = facts.incidents.open
     late = facts.stands_still(now.time_ns)
     if incident is None and not late:
@@ -264,7 +264,7 @@ def _standing(facts: Facts, now: Now) -> Headline | None:
 
 
 def _stands(facts: Facts, now: Now) -> str:
-    """No step for 6 s (usually 0.3 s)."""
+    """Words about a late step: No step for 6 s (usually 0.3 s)."""
     if not facts.stands_still(now.time_ns):
         return ""
     usual_s = facts.course.pace.usual_s
@@ -273,7 +273,7 @@ def _stands(facts: Facts, now: Now) -> str:
 
 
 def _cure(incident: Incident, facts: Facts, now: Now) -> str:
-    """What the system does about it."""
+    """The system's reaction to an incident."""
     ago = f"{span(_s(incident.begin_ns, now))} ago"
     if incident.suspect:
         reasons = "; ".join(hit.reason for hit in incident.struck.values() if hit.reason)
@@ -288,7 +288,7 @@ def _cure(incident: Incident, facts: Facts, now: Now) -> str:
 
 
 def _blame(facts: Facts, now: Now) -> str:
-    """Nobody has said why: whom do the others wait for?"""
+    """Without a known reason: the worker that the others wait for."""
     members = {i for i, worker in facts.crew.workers.items() if worker.role in MEMBERS}
     phases = {i: phase for i, phase in now.phases.items() if i in members and phase}
     counted = Counter(phases.values())
@@ -338,7 +338,7 @@ def _strange(facts: Facts, now: Now) -> Headline | None:
 
 
 def _was_strange(facts: Facts) -> str:
-    """That some steps were not finite, in a job that goes on well."""
+    """Words about past steps that were not finite, in a job that goes on well."""
     strange = facts.course.strange
     if strange is None:
         return ""

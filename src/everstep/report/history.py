@@ -1,7 +1,7 @@
-"""The reading library: everything that a run directory says about its job, kept current while the files grow.
+"""The reading library: all facts of a job from its run directory, kept current while the files grow.
 
-The one way in which the dashboard, reports, comparisons, `top` and `logs` read. Reading is incremental and in bounded
-portions, so that a caller can do something else between two of them; memory is bounded whatever the files hold.
+The dashboard, reports, comparisons, `top` and `logs` all read through it. Reading is incremental and in bounded
+portions, so that a caller can do other work between two of them; memory is bounded whatever the files hold.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ _NOT_AGAIN = ("chaos", "resume_from", "network.address")
 
 
 class History:
-    """What is known of one job.
+    """Facts of one job.
 
-    facts: from its events; tally: what these add up to; usage: from its metrics; `foreign`: lines that could not be
-    read. `resets` grows when the directory was begun anew (`--fresh`), which makes everything known before void. heard:
-    told each event, in order, after the others have taken it in.
+    facts: from its events; tally: their sums; usage: from its metrics; `foreign`: lines that could not be read.
+    `resets` grows when the directory was begun again (`--fresh`), which makes all earlier facts void. heard: called
+    with each event, in order, after the others have taken it in.
     """
 
     def __init__(self, run_dir: Path, heard: Callable[[Event], None] | None = None) -> None:
@@ -53,7 +53,7 @@ class History:
         self._stored: dict[str, tuple[tuple[int, int], dict[str, Any]]] = {}
 
     def poll(self, most_bytes: int = PORTION_BYTES) -> bool:
-        """Read what is new, a portion at most; returns whether there was anything. `loaded` once all was read."""
+        """Read a portion of new data at most; returns whether there was any. `loaded` once all was read."""
         changed = False
         for lines in self._events.read(most_bytes):
             if self._events.replaced > self.resets:
@@ -77,12 +77,12 @@ class History:
 
     @property
     def absurd(self) -> str:
-        """In which line of events.jsonl numbers stand that cannot be, "" if in none that was read."""
+        """The line of events.jsonl with impossible numbers; "" if no line read has any."""
         return self._events.absurd
 
     @property
     def name(self) -> str:
-        """What people call the run: the last part of its path."""
+        """Name of the run for people: the last part of its path."""
         return self.run_dir.resolve().name or str(self.run_dir)
 
     @property
@@ -92,12 +92,12 @@ class History:
 
     @property
     def digest(self) -> dict[str, Any]:
-        """final/digest.json, {} of a job that has not finished."""
+        """Content of final/digest.json, {} if the job has not finished."""
         return self._json(os.path.join("final", "digest.json"))
 
     @property
     def total_steps(self) -> int | None:
-        """How many steps the config asks for, where it says so."""
+        """Number of steps that the config asks for; None if it does not say."""
         return known(as_dict(self.job.get("config")).get("steps"))
 
     def running(self) -> bool:
@@ -105,18 +105,18 @@ class History:
         return is_locked(self.run_dir)
 
     def begins(self, running: bool) -> bool:
-        """Whether a job has taken the directory that has told nothing yet: all that is known is of the one before."""
+        """Whether a job has taken the directory without an event so far: all facts are of the one before."""
         return running and self._taken_ns() > self.facts.told_ns
 
     def _taken_ns(self) -> int:
-        """When the directory was last taken: whoever does writes its name into the lock."""
+        """Time at which the directory was last taken: each holder writes its name into the lock."""
         try:
             return (self.run_dir / LOCK_FILE).stat().st_mtime_ns
         except OSError:
             return 0
 
     def state(self, running: bool) -> str:
-        """INTERFACE's state of the job, as far as files tell."""
+        """State of the job, in INTERFACE's words, as far as files tell."""
         if self.begins(running):
             return "starting"
         if running or self.facts.condition.ended_ns is not None:
@@ -124,7 +124,7 @@ class History:
         return "completed" if self.digest else "interrupted" if self.facts.counts else "starting"
 
     def seconds(self, running: bool) -> dict[str, float]:
-        """The account of the wall time, by cause; of a running job up to now."""
+        """The account of the wall time, by cause; it includes a running job's time up to now."""
         facts, account = self.facts, self.facts.account
         if running and facts.condition.ended_ns is None and account.begin_ns is not None and not self.begins(running):
             account.reach(time.time_ns())
@@ -135,7 +135,7 @@ class History:
         return goodput(self.seconds(running))
 
     def goodput_by_capacity(self, running: bool) -> float | None:
-        """The same, each moment counted for the share of the wanted workers that took part in it."""
+        """Training's share of the running time, each moment weighted by the share of the wanted workers in it."""
         facts = self.facts
         seconds = self.seconds(running)
         whole = sum(value for use, value in seconds.items() if use != "not running")
@@ -144,7 +144,7 @@ class History:
 
     @property
     def resume(self) -> str:
-        """The command that goes on with the job; "" where job.json does not say what it is."""
+        """The command that goes on with the job; "" if job.json does not name the task."""
         job, config = self.job, as_dict(self.job.get("config"))
         task, argv, explicit = job.get("task"), job.get("argv"), job.get("explicit")
         if not isinstance(task, str) or not task:
@@ -157,7 +157,7 @@ class History:
         return one_line(shlex.join([*words, *own]), 2000)
 
     def disk_step(self) -> int:
-        """The newest step of which there is a checkpoint on disk, 0 if none; nothing is verified."""
+        """The newest step with a checkpoint on disk, 0 if none; nothing is verified."""
         given = as_dict(as_dict(as_dict(self.job.get("config")).get("checkpoint")).get("disk")).get("path")
         try:
             return newest_step(Path(given) if isinstance(given, str) else checkpoints_in(self.run_dir))
@@ -165,8 +165,8 @@ class History:
             return 0
 
     def now(self, running: bool, live: Mapping[str, Any] | None = None, asked: bool = False) -> Now:
-        """What the sentence is made of beside the facts, at this moment. live: what the coordinator answers; asked: it
-        was asked, so if that is None it is silent."""
+        """Facts for the sentence beside the events, at this moment. live: the coordinator's answer; asked: it was
+        asked, so a None means that it is silent."""
         over = not running
         return Now(
             time.time_ns(),
@@ -184,7 +184,7 @@ class History:
         )
 
     def headline(self, running: bool, live: Mapping[str, Any] | None = None, asked: bool = False) -> Headline:
-        """How it is, in one sentence; arguments as of `now`."""
+        """The job's condition in one sentence; arguments as of `now`."""
         return headline(self.facts, self.now(running, live, asked))
 
     def _reset(self) -> None:
@@ -205,7 +205,7 @@ class History:
             self.foreign += 1
             return
         if kind not in KINDS and len(self.facts.counts) > 200:
-            return  # of a file that is not ours, kinds would pile up
+            return  # in a file that is not ours, kinds would pile up
         self.facts.take(event)
         self.tally.take(event)
         if self._heard is not None:
@@ -225,7 +225,7 @@ class History:
 
 
 def newest_step(folder: Path) -> int:
-    """The newest step of which there is a manifest; 0 if none. Nothing is verified."""
+    """The newest step with a manifest; 0 if none. Nothing is verified."""
     try:
         steps = [step for step in map(step_of, os.listdir(folder)) if step is not None]
     except OSError:
@@ -234,11 +234,11 @@ def newest_step(folder: Path) -> int:
 
 
 def _doors(job: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:
-    """The options by which hosts find a job where it was, and this one takes the part in it that it had."""
+    """The options by which hosts find a job at its old place, and by which this host takes its old part in it."""
     doors, address = as_dict(job.get("doors")), _value(config, "network.address")
     port = whole_number(doors.get("port"))
     if not isinstance(address, str) or doors.get("port") == 0 or (is_loopback(address) and not port):
-        return []  # nobody else could join
+        return []  # no other host could join
     words = ["--listen", f"{address}:{port}"]
     if "slots" in doors and doors["slots"] is None:
         return [*words, "--no-local-workers"]
@@ -247,7 +247,7 @@ def _doors(job: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:
 
 
 def _value(config: Mapping[str, Any], key: str) -> Any:
-    """What a dotted key stands for."""
+    """Value of a dotted key."""
     found: Any = config
     for part in key.split("."):
         found = as_dict(found).get(part)

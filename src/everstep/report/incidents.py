@@ -1,6 +1,6 @@
-"""What went wrong and what the system did about it: one incident each, from the fault until all is whole again. Pure.
+"""Incidents: each is a trouble with the system's reaction to it, from the fault until all is whole again. Pure.
 
-Apart from the log of events, which has ten lines for what a person wants to read as one.
+The log of events has ten lines for one incident, which a person wants to read as one.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _ORDERLY = (Cause.DRAINED, Cause.SCALED, Cause.COMPLETED, Cause.INTERRUPTED, Cau
 
 @dataclass(frozen=True)
 class Hit:
-    """Whom a fault has struck (`home`: what that worker was), and how; suspected: it only stands still so far."""
+    """A fault's victim (`home`: its part in the job) and kind; suspected: it only stands still so far."""
 
     who: str
     cause: Cause
@@ -52,29 +52,29 @@ class Hit:
 
     @property
     def brief(self) -> str:
-        """Without the reason."""
+        """The hit without its reason."""
         if self.who not in _THINGS:
             return f"{self.who} {'is suspected' if self.suspected else _DID.get(self.cause, 'was lost')}"
         return _THINGS[self.who].format(did=_DID.get(self.cause, "died"))
 
     @property
     def text(self) -> str:
-        """All of it."""
+        """The whole hit."""
         home = f" ({self.home})" if self.home else ""
         return (self.brief.replace(self.who, self.who + home, 1) if home else self.brief) + self.more
 
     @property
     def more(self) -> str:
-        """The reason, where there is more to say than how."""
+        """The reason, if it says more than the kind."""
         return f" ({self.reason})" if self.reason and self.cause is not Cause.KILLED else ""
 
 
 @dataclass
 class Incident:
-    """Faults that belong together. struck: by whom it struck; done: what the system did, in order.
+    """Faults that belong together. struck: hits by victim; done: the system's acts, in order.
 
-    planned_ns: when the plan began that answers it. end_ns: when training went on, None before; whole_ns: when all who
-    were lost had been replaced. suspect: nobody is lost, a worker only stands still. lost: worker ids that are missed.
+    planned_ns: begin of the plan that answers it. end_ns: when training went on, None before; whole_ns: when all lost
+    workers had been replaced. suspect: nobody is lost, a worker only stands still. lost: ids of missing workers.
     """
 
     number: int
@@ -91,7 +91,7 @@ class Incident:
 
     @property
     def what(self) -> str:
-        """Who was struck, and how; once for all of whom the same is said."""
+        """Victims and kinds of the hits; those with the same words are named together."""
         alike: dict[str, list[Hit]] = {}
         for hit in self.struck.values():
             alike.setdefault(hit.text if hit.home else hit.text.removeprefix(hit.who), []).append(hit)
@@ -99,7 +99,7 @@ class Incident:
 
     @property
     def brief(self) -> str:
-        """The same, without reasons."""
+        """The words of `what`, without reasons."""
         told: dict[str, list[str]] = {}
         for hit in self.struck.values():
             told.setdefault(hit.brief.removeprefix(hit.who), []).append(hit.who)
@@ -115,12 +115,12 @@ class Incident:
         return "warning" if self.end_ns is None else "info"
 
     def did(self, text: str) -> None:
-        """The system did this about it."""
+        """Note an act of the system."""
         if text not in self.done and len(self.done) < 2 * _MOST_NAMED:
             self.done.append(text)
 
     def line(self) -> str:
-        """All of it in one line."""
+        """The whole incident in one line."""
         stood = self.end_ns is not None and self.end_ns > self.begin_ns
         went = [f"training went on after {self._after(self.end_ns or 0)}"] if stood else []
         whole = self.whole_ns is not None and self.end_ns is not None and self.whole_ns > self.end_ns
@@ -133,7 +133,7 @@ class Incident:
 
 @dataclass
 class Incidents:
-    """Takes in events in file order; `all`: the newest ones. `open`: what training has not gone on from yet. kills: how
+    """Takes in events in file order; `all`: the newest incidents. `open`: the one that holds training up. kills: how
     often the coordinator was killed for its silence since the job was started, the last time at `killed_ns`."""
 
     all: deque[Incident] = field(default_factory=lambda: deque(maxlen=_MOST))
@@ -147,27 +147,27 @@ class Incidents:
 
     @property
     def newest(self) -> Incident | None:
-        """The newest one."""
+        """The newest incident, None if there is none."""
         return self.all[-1] if self.all else None
 
     def missed(self) -> list[Incident]:
-        """Those that training went on from, but whose workers are not replaced yet."""
+        """Incidents that training has overcome, but whose workers are not replaced yet."""
         return [incident for incident in self.all if incident.end_ns is not None and incident.whole_ns is None]
 
     def take(self, event: Event, time_ns: int, step: int) -> None:
-        """Take in the next event, which is no commit. step: the newest one by then."""
+        """Take in the next event other than a commit. step: the newest one by then."""
         act = _ACTS.get(event["kind"])
         if act is not None:
-            with contextlib.suppress(TypeError, ValueError):  # it makes no sense; the facts count that
+            with contextlib.suppress(TypeError, ValueError):  # it is malformed; the facts count that
                 act(self, event, time_ns, step)
 
     @property
     def waits(self) -> bool:
-        """Whether the next commit says something about an incident."""
+        """Whether the next commit may change an incident."""
         return self.open is not None or self._redone is not None or bool(self._shrugged)
 
     def committed(self, time_ns: int, step: int) -> None:
-        """This step was committed at that time; it may be told when a later one has begun."""
+        """Take in a commit of that time; its event may come when a later step has begun."""
         redone, incident = self._redone, self.open
         if redone is not None and time_ns > (redone.planned_ns or 0):
             redone.did(f"step {step} was done again")
@@ -185,7 +185,7 @@ class Incidents:
             self._went_on(time_ns)
 
     def begins(self) -> None:
-        """The job is started, or over: what was open then stays as it is."""
+        """The job is started, or over: the open incident stays as it is."""
         for incident in self.missed():
             incident.whole_ns = incident.end_ns
         self.open = self._redone = None
@@ -217,7 +217,7 @@ class Incidents:
         incident.suspect = incident.suspect or fresh
 
     def _injected(self, event: Event, time_ns: int, step: int) -> None:
-        """Told on its own only if nothing else comes of it."""
+        """Note an injected fault; it becomes an incident by itself only if no other event follows from it."""
         worker_id = known(event.get("worker_id"))
         who = "coordinator" if worker_id is None else f"worker {worker_id}"
         if len(self._shrugged) < _MOST_NAMED:
@@ -235,7 +235,7 @@ class Incidents:
         return incident
 
     def _alone(self, hit: Hit, time_ns: int, step: int, did: str) -> None:
-        """A hit that training does not stand still for: an incident of its own, unless there is one just now."""
+        """Take in a hit that does not hold training up: an incident of its own, unless another one is open."""
         incident = self._strike(hit, time_ns, step)
         incident.did(did)
         if incident.struck.keys() == {hit.who}:
@@ -339,7 +339,7 @@ def _reason(event: Event) -> str:
 
 
 def _all(hits: list[Hit]) -> str:
-    """All of it, of several with the same to say."""
+    """The hits in words, those with the same words together."""
     first = hits[0]
     if len(hits) == 1:
         return first.text
@@ -347,7 +347,7 @@ def _all(hits: list[Hit]) -> str:
 
 
 def _together(who: list[str], did: str) -> str:
-    """workers 1, 2 were killed."""
+    """Several victims in one phrase: workers 1, 2 were killed."""
     if len(who) == 1 or not did.startswith(" "):
         return who[0] + did if did.startswith(" ") else did
     for one, many in (("was ", "were "), ("is ", "are "), ("itself", "themselves"), ("its host", "their hosts")):

@@ -1,4 +1,4 @@
-"""How a job is, as its events tell of it: its state, why, since when what goes on, and how it ended. Pure."""
+"""A job's state by its events, with its reason, the begin of what goes on, and its end. Pure."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from everstep.report.words import Event, one_line, why_of
 
 @dataclass
 class JobCondition:
-    """`started_ns`, `waiting_ns`, `fault_ns`: since when the job starts up, waits for workers, or recovers; None if it
-    does not. `stopping`: why it is being ended. `account`: where its time went."""
+    """`started_ns`, `waiting_ns`, `fault_ns`: when the start, the wait for workers, or the recovery began; None if it
+    does not last. `stopping`: the reason why the job is being ended. `account`: of its wall time."""
 
     state: str = "starting"
     cause: Cause | None = None
@@ -27,7 +27,7 @@ class JobCondition:
     account: TimeAccount = field(default_factory=TimeAccount)
 
     def be(self, state: str, why: Event | None = None) -> None:
-        """From now on the job is in this state; why: the event that says so, where there is something to say."""
+        """Set the job's state; why: the event with the reason, if it has one."""
         self.state = state
         self.cause, self.reason = (None, "") if why is None else why_of(why)
 
@@ -45,34 +45,34 @@ class JobCondition:
         self.be("running")
 
     def end_of_start(self, time_ns: int) -> None:
-        """It has started up, if it was about to."""
+        """End the start-up, if it lasts."""
         if self.started_ns is not None:
             self.account.paint(self.started_ns, time_ns, "start-up")
             self.started_ns = None
 
     def end_of_waiting(self, time_ns: int) -> None:
-        """It waits for workers no more, if it did."""
+        """End the wait for workers, if it lasts."""
         if self.waiting_ns is not None:
             self.account.paint(self.waiting_ns, time_ns, "waiting for workers")
             self.waiting_ns = None
 
     def wait(self, event: Event, time_ns: int) -> None:
-        """It waits for workers."""
+        """Begin to wait for workers."""
         self.be("waiting", event)
         self.waiting_ns = self.waiting_ns or time_ns
 
     def stops(self, event: Event, time_ns: int) -> None:
-        """It is being ended: since it was asked for, with the newest word for it."""
+        """The job is being ended: keep the time of the first request, and the newest reason."""
         since_ns = self.stopping.time_ns if self.stopping else time_ns
         self.stopping = Trouble(since_ns, one_line(event.get("reason")))
 
     def end(self, exit_code: int | None, time_ns: int) -> None:
-        """It is over, and nothing is under way any more."""
+        """The job is over; nothing is under way any more."""
         self.exit_code, self.ended_ns = exit_code, time_ns
         self.stopping = self.started_ns = self.waiting_ns = self.fault_ns = None
 
     def under_way(self, now_ns: int) -> list[Stretch]:
-        """What lasts at the moment and no event has ended yet."""
+        """Stretches of time that last now, without an event that ends them yet."""
         found = []
         if self.started_ns is not None:
             found.append(Stretch(self.started_ns, now_ns, "start-up"))

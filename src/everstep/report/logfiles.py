@@ -1,7 +1,7 @@
-"""The logs of a run as one stream of lines by time: what workers printed and logged, the coordinator, the events.
+"""The logs of a run as one stream of lines by time: output and logs of workers, the coordinator's lines, the events.
 
-Workers' files hold a record per line (runtime/host/collector.py). The other processes print only what goes wrong with
-themselves, as text: such a line is as old as its file.
+Workers' files hold a record per line (runtime/host/collector.py). The other processes print only their own trouble, as
+text: such a line is as old as its file.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ WORKER_FILE = re.compile(r"worker-(\d+)\.")
 
 @dataclass(frozen=True)
 class LogLine:
-    """One line. worker_id: None of the coordinator's and the agent's. more: a traceback. fields: the record."""
+    """One line. worker_id: None for the coordinator's and the agent's. more: a traceback. fields: the record."""
 
     time_ns: int
     source: str
@@ -40,15 +40,15 @@ class LogLine:
     fields: Mapping[str, Any] = field(default_factory=dict)
 
     def at_least(self, level: str) -> bool:
-        """Whether it is of this level or a graver one."""
+        """Whether the line has this level or a graver one."""
         return LEVELS.index(self.level) >= LEVELS.index(level)
 
     def has(self, text: str) -> bool:
-        """Whether this text is in it."""
+        """Whether the line contains this text."""
         return text in self.text or text in self.more
 
     def json(self) -> str:
-        """As one JSON object."""
+        """The line as one JSON object."""
         said = {"time_unix_ns": self.time_ns, "level": self.level, "source": self.source, "message": self.text}
         return json.dumps({**said, "worker_id": self.worker_id, **self.fields}, default=str)
 
@@ -65,8 +65,8 @@ class LogLine:
 class LogFiles:
     """Reads all logs of a run incrementally. Files that appear later are found.
 
-    events: also what events.jsonl tells; steps: committed steps, too. host: only what was fetched of this one.
-    last_bytes: of what is there already in each worker's file, only so much of the end; None: all.
+    events: also lines of events.jsonl; steps: committed steps, too. host: only files fetched from this one. last_bytes:
+    of data already in a worker's file, only so much of the end; None: all.
     """
 
     def __init__(
@@ -88,21 +88,21 @@ class LogFiles:
 
     @property
     def worker_ids(self) -> set[int]:
-        """The workers that have logs here."""
+        """Ids of the workers that have logs here."""
         found = (WORKER_FILE.match(path.name) for path in self._folder.glob(f"worker-*.{self._of}*"))
         return {int(match[1]) for match in found if match}
 
     @property
     def absurd(self) -> str:
-        """In which line of events.jsonl numbers stand that cannot be, "" if in none that was read."""
+        """The line of events.jsonl with impossible numbers; "" if no line read has any."""
         return self._events.absurd if self._events is not None else ""
 
     def read(self) -> Iterator[LogLine]:
-        """What is new, by time, as far as memory need not hold it all. It is to be read to its end."""
+        """New lines, merged by time without holding all in memory. Read the iterator to its end."""
         for worker_id in self.worker_ids - self._workers.keys():
             self._workers[worker_id] = Folder(self._folder, f"worker-{worker_id}.{self._of}*jsonl", self._last_bytes)
         for path in self._folder.glob("*.log") if not self._of else ():
-            if path.name not in (OUTPUT_FILE.name, f"{OUTPUT_FILE.stem}.1.log"):  # also in the log of who printed it
+            if path.name not in (OUTPUT_FILE.name, f"{OUTPUT_FILE.stem}.1.log"):  # its worker's log has it, too
                 self._texts.setdefault(path, Tail(path, folders=1))
         sources = [_records(worker_id, folder) for worker_id, folder in sorted(self._workers.items())]
         sources += [_texts(path, tail) for path, tail in sorted(self._texts.items())]

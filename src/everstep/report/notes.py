@@ -1,4 +1,4 @@
-"""What people noted of a run: tags and a text, in `notes.json` of its directory."""
+"""People's notes on a run: tags and a text, in `notes.json` of its directory."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Notes:
 
 
 def read_notes(run_dir: Path) -> Notes:
-    """Empty where there are none, or the file says something else."""
+    """Notes of a run; empty if there are none, or the file is malformed."""
     try:
         found = as_dict(read_json(run_dir / NOTES_FILE, _MOST_BYTES))
     except (OSError, ValueError):
@@ -38,7 +38,7 @@ def read_notes(run_dir: Path) -> Notes:
 
 
 def checked_notes(args: dict[str, Any]) -> Notes:
-    """What somebody wants noted. Raises: ConfigError, one line, for what is too long or no text."""
+    """Notes from a request. Raises: ConfigError, one line, for too long ones, or values that are no text."""
     tags, note = args.get("tags"), args.get("note")
     if not isinstance(note, str) or len(note) > MOST_NOTE:
         raise ConfigError(f"note: expected a text of at most {MOST_NOTE} characters")
@@ -51,7 +51,7 @@ def checked_notes(args: dict[str, Any]) -> Notes:
 
 
 def write_notes(run_dir: Path, notes: Notes) -> None:
-    """Raises: ConfigError if the directory cannot be written."""
+    """Write the notes. Raises: ConfigError if the directory cannot be written."""
     try:
         write_atomically(run_dir / NOTES_FILE, json.dumps(asdict(notes)))
         os.chmod(run_dir / NOTES_FILE, 0o600)

@@ -1,4 +1,4 @@
-"""How fast steps come, and whether the next one is overdue: the one place that speed is worked out. Pure."""
+"""Speed of the steps, and whether the next one is overdue: the one place that works speed out. Pure."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from collections import deque
 from statistics import median
 
 RECENT_STEPS = 32
-"""The window of every rate and of what is usual, in steps of the newest start."""
+"""The window of every rate and of the usual time, in steps since the newest start."""
 _MANY = 4.0
 _GRACE_S = 1.0
 _UNKNOWN_S = 30.0
 
 
 class Pace:
-    """Takes in commits, with the time at which each was made. All rates are of the newest `RECENT_STEPS` since training
-    last began, or went back: what was before, and the time in between, says nothing about the speed now."""
+    """Takes in commits, each with its time. All rates are of the newest `RECENT_STEPS` since training last began, or
+    went back: older steps, and the time in between, say nothing about the present speed."""
 
     def __init__(self) -> None:
         self._recent: deque[tuple[int, int, int]] = deque(maxlen=RECENT_STEPS + 1)
@@ -26,7 +26,7 @@ class Pace:
 
     def commit(self, time_ns: int, step: int, samples: int, clean: bool) -> None:
         """A step was committed. clean: nothing but the step itself lies between the commit before and this one."""
-        if self._recent and time_ns <= self._recent[-1][0]:  # what went back tells some steps late, with that time
+        if self._recent and time_ns <= self._recent[-1][0]:  # after going back, some are told late
             self._recent.clear()
         if clean and self._recent:
             self._usual.append(time_ns - self._recent[-1][0])
@@ -34,20 +34,21 @@ class Pace:
 
     @property
     def usual_s(self) -> float | None:
-        """Median seconds from one commit to the next where nothing came between; None before there were two."""
+        """Median seconds from one commit to the next without anything in between; None before there were two."""
         return median(self._usual) / 1e9 if self._usual else None
 
     def limit_s(self) -> float:
-        """Longer than so many seconds after the last commit, training stands still."""
+        """Seconds after the last commit beyond which training stands still."""
         usual_s = self.usual_s
         return _UNKNOWN_S if usual_s is None else max(_MANY * usual_s, usual_s + _GRACE_S)
 
     def stands_still(self, passed_s: float) -> bool:
-        """Whether so many seconds are more than a step may take. Cheap where they are few."""
+        """Whether a step may not take so many seconds. Cheap for small numbers."""
         return passed_s > _GRACE_S and passed_s > self.limit_s()
 
     def samples_per_s(self, now_ns: int | None = None) -> float | None:
-        """now_ns: of a job that trains; the speed falls while the next step is overdue. None before two steps."""
+        """Samples per second of the newest steps; None before two steps. now_ns: the speed falls while a step is
+        overdue."""
         if len(self._recent) < 2:
             return None
         (first_ns, _, _), (last_ns, _, _) = self._recent[0], self._recent[-1]

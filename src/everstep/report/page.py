@@ -28,7 +28,7 @@ _MOST_ROWS = 60
 
 @dataclass(frozen=True)
 class Proof:
-    """What was found out about exactness: the ledger's audit, and the comparison with a reference run.
+    """Evidence of exactness: the ledger's audit, and the comparison with a reference run.
 
     ledger: {"clean", "steps", "problems", "epochs"} or None with the reason in `ledger_note`. differences: lines, none
     if the runs are bitwise equal; None if there is no reference.
@@ -72,7 +72,7 @@ def report_page(history: History, proof: Proof, running: bool = False) -> str:
 
 
 def compare_page(histories: Sequence[History]) -> str:
-    """Several runs over each other."""
+    """The comparison of several runs, drawn over each other."""
     first, others = histories[0], list(histories[1:])
     names = [h.name for h in histories]
     accounts = [h.seconds(False) for h in histories]
@@ -127,7 +127,7 @@ def _page(title: str, body: Iterable[str]) -> str:
 
 
 def _section(title: str, *parts: str) -> str:
-    """A part of the page; none if there is nothing to show in it."""
+    """A part of the page; empty if it has nothing to show."""
     if not any(parts):
         return ""
     return f"<section><h2>{escape(title)}</h2>{''.join(parts)}</section>"
@@ -228,7 +228,7 @@ def _communication(history: History) -> str:
 
 
 def _workers(history: History) -> str:
-    """What each slot's newest life had done when it was last looked at."""
+    """The last sample of each slot's newest life."""
     rows = []
     for i, newest in sorted(history.usage.workers.items())[:_MOST_ROWS]:
         row = newest.row

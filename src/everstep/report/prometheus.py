@@ -1,7 +1,7 @@
-"""What a job looks like to Prometheus: its numbers as a text exposition. Names, types and labels are contracts.
+"""A job's metrics for Prometheus, as a text exposition. Names, types and labels are contracts.
 
-Made from what `History` holds already, so a scrape reads nothing. Everything that is counted follows from the files
-alone: an exporter that is started anew goes on with the same numbers. What nobody knows yet is left out, not zero.
+They are made from the data in `History`, so a scrape reads nothing. All counts follow from the files alone: a restarted
+exporter goes on with the same numbers. Unknown values are left out, not zero.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from everstep.runtime.host.board import OPERATIONS
 Family = type[CounterMetricFamily] | type[GaugeMetricFamily]
 STATES = ("leader", "active", "standby", "spare", "healing", "suspect", "dead")
 MOST_WORKERS = 1000
-"""Of more workers than these only sums are exported: each would be several time series."""
+"""Most workers with series of their own; of more, only sums are exported, as each would be several time series."""
 
 
 class _Given(Collector):
-    """Metrics that were made already."""
+    """Metrics that are already made."""
 
     def __init__(self, families: Iterable[Metric]) -> None:
         self._families = families
@@ -41,7 +41,7 @@ class _Given(Collector):
 
 
 def expose(families: Iterable[Metric], accept: str = "") -> tuple[bytes, str]:
-    """The exposition, and its content type. accept: header of the request, from which the format follows."""
+    """The exposition, and its content type. accept: header of the request, which decides the format."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Given(families))
     encode, content_type = choose_encoder(accept)
@@ -49,9 +49,9 @@ def expose(families: Iterable[Metric], accept: str = "") -> tuple[bytes, str]:
 
 
 def families(history: History, running: bool, status: Mapping[str, Any] | None, now_ns: int) -> Iterator[Metric]:
-    """All metrics of a job. status: the coordinator's word, None if it is silent. now_ns: since 1970.
+    """All metrics of a job. status: the coordinator's answer, None if it is silent. now_ns: since 1970.
 
-    To be consumed under the lock of whoever reads files into `history`.
+    Consume it under the lock that is held while files are read into `history`.
     """
     yield from _progress(history, running, now_ns)
     yield from _workers(history, running, status)
@@ -62,7 +62,7 @@ def families(history: History, running: bool, status: Mapping[str, Any] | None, 
 
 
 def device_families(found: Iterable[Device] | None = None) -> Iterator[Metric]:
-    """The GPUs of this host, nothing where there is none."""
+    """The GPUs of this host; none if there is none."""
     known = list(devices() if found is None else found)
     if not known:
         return
@@ -111,7 +111,7 @@ def _progress(history: History, running: bool, now_ns: int) -> Iterator[Metric]:
 
 def _workers(history: History, running: bool, status: Mapping[str, Any] | None) -> Iterator[Metric]:
     states = [worker.state for worker in history.facts.crew.workers.values()]
-    if not running:  # who lived when the job ended, with or without a word, lives no more
+    if not running:  # workers that lived at the job's end live no more
         states = [state if state == "dead" else "left" for state in states]
     counts = {state: states.count(state) for state in STATES}
     yield _by_label(GaugeMetricFamily, "workers", "Workers by state.", "state", counts)
@@ -277,14 +277,14 @@ def _device(nvml: Any, index: int) -> Device:
     memory = nvml.nvmlDeviceGetMemoryInfo(handle)
     try:
         used_share = nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100
-    except nvml.NVMLError:  # not told of a GPU that is cut into instances
+    except nvml.NVMLError:  # the driver gives no share for a GPU that is cut into instances
         used_share = None
     return Device(index, int(memory.used), int(memory.total), used_share)
 
 
 @functools.cache
 def _library() -> Any:
-    """pynvml with an open connection to the driver, None where there is none."""
+    """pynvml with an open connection to the driver, None if there is none."""
     try:
         import pynvml
     except ImportError:

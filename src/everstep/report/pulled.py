@@ -1,7 +1,7 @@
-"""Logs of hosts that have directories of their own, fetched when somebody wants to read them.
+"""Logs of hosts that have directories of their own, fetched when a person wants to read them.
 
-They are put beside those of the job's own host, under names that no file there has, so that all who read logs find
-them. What a host has rotated away goes here too, so there is never more than it keeps itself.
+They are put beside those of the job's own host, under names that no file there has, so that all readers of logs find
+them. Files that a host has rotated away are removed here, too, so there is never more than the host keeps itself.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from everstep.runtime.files.host_directory import hosts_there
 from everstep.runtime.link.address import LOGS_FOLDER
 
 MOST_BYTES = 64 << 20
-"""At once, of one host; the rest comes with the next call."""
+"""Most bytes of one host at once; the rest comes with the next call."""
 _HOST = re.compile(r"[A-Za-z0-9._-]{1,100}")
 _LOG = re.compile(r"worker-(\d{1,7})(\.\d{1,3})?\.jsonl")
 _MOST_FILES = 4096
 _MOST_WAITS = 6
-"""For so many hosts that are silent others wait."""
+"""A pull of all hosts gives up after so many timeouts."""
 
 
 def hosts_apart(run_dir: Path) -> list[str]:
@@ -33,7 +33,7 @@ def hosts_apart(run_dir: Path) -> list[str]:
 
 
 def pull_logs(run_dir: Path, host: str | None = None, *, timeout_s: float = 10.0) -> list[str]:
-    """Fetch what is new; of all hosts, or of one. Returns, in words, why it did not come from some.
+    """Fetch new bytes, from all hosts or from one. Returns the reasons why some sent nothing.
 
     Raises: ConfigError if there is no such host.
     """
@@ -52,7 +52,7 @@ def pull_logs(run_dir: Path, host: str | None = None, *, timeout_s: float = 10.0
         try:
             _pull(run_dir, name, timeout_s)
         except commands.NoJobRunning:
-            return problems  # what was fetched before is there
+            return problems  # earlier fetched bytes are there
         except (EverstepError, OSError) as error:
             problems.append(f"the logs of {name} did not come: {error}")
     return problems

@@ -1,4 +1,4 @@
-"""A recovery, as its event tells it. Pure."""
+"""A recovery, by its event. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from everstep.report.words import Event, as_dict, cause, known, number, one_line
 
 @dataclass(frozen=True)
 class RecoveryFact:
-    """From a fault to the next committed step; `phases` are its parts, one after another."""
+    """The time from a fault to the next committed step; `phases` are its parts, one after another."""
 
     begin_ns: int
     end_ns: int
@@ -26,7 +26,7 @@ class RecoveryFact:
 
 
 def recovery_of(event: Event, time_ns: int) -> RecoveryFact:
-    """What a `recovery_completed` of that time says."""
+    """Fact of a `recovery_completed` event of that time."""
     spent = as_dict(event.get("phases_s"))
     phases_s, duration_s = {k: number(v) for k, v in spent.items()}, max(0.0, number(event.get("duration_s")))
     whose = (whole_number(event.get("generation")), whole_number(event.get("step")), known(event.get("worker_id")))

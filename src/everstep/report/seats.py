@@ -1,4 +1,4 @@
-"""Who sits where, as an event says. Pure."""
+"""Seats of workers, by an event. Pure."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from everstep.report.words import Event, as_dict
 
 
 def seats_of(event: Event) -> dict[int, list[tuple[int, str, list[int]]]]:
-    """worker_id -> (stage, role, lanes) of its seats, as a `generation_started` gives them; older jobs know one stage.
+    """Seats by worker_id, as (stage, role, lanes), from a `generation_started`; older jobs know one stage.
 
-    Raises: TypeError, ValueError for what is none.
+    Raises: TypeError, ValueError for a malformed event.
     """
     found: dict[int, list[tuple[int, str, list[int]]]] = {}
     seats = event.get("seats")

@@ -31,7 +31,7 @@ class Series:
         return len(self.x)
 
     def add(self, x: float, values: Sequence[float | None]) -> None:
-        """Append a point. One whose x is not beyond the last takes the place of all from there on: done again."""
+        """Append a point. If its x is not beyond the last, it replaces all points from its x on: repeated steps."""
         if self.x and x <= self.x[-1]:
             self.cut(x)
         if self._counts and self._counts[-1] < self._stride:
@@ -59,7 +59,7 @@ class Series:
         return found if found < len(self.x) else None
 
     def since(self, version: int, length: int) -> dict[str, Any] | None:
-        """What a reader that has `length` points of `version` lacks, as {version, start, x, columns}; None if nothing.
+        """Points that a reader with `length` points of `version` lacks, as {version, start, x, columns}; None if none.
 
         The newest point that the reader has is given again, for it may have grown.
         """
@@ -74,7 +74,7 @@ class Series:
         }
 
     def _merge_into(self, i: int, x: float, values: Sequence[float | None], count: int) -> None:
-        """Point i and one of `count` points become one: what is done for each line of a long file."""
+        """Merge one point of `count` points into point i. It runs for each line of a long file, so it is fast."""
         before = self._counts[i]
         for rule, column, value in zip(self.rules, self.columns, values, strict=True):
             if value is None or value != value:

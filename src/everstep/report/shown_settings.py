@@ -1,4 +1,4 @@
-"""A job's settings as others may see them: pages, reports and services that a job is told to. Pure."""
+"""A job's settings for others' eyes: pages, reports and services that get the job's data. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ HIDDEN = "(not shown)"
 
 
 def shown_settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The nested config of job.json, without what may hold a secret: the arguments of a command."""
+    """The nested config of job.json, without values that may hold a secret: the arguments of a command."""
     rule = as_dict(config.get("notify"))
     if not rule.get("command"):
         return dict(config)

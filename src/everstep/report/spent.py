@@ -1,4 +1,4 @@
-"""What a worker spent between two of its samples, per step and per second. Pure."""
+"""A worker's use of time and bytes between two of its samples, per step and per second. Pure."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _MOST_OPERATIONS = 8
 
 @dataclass(frozen=True)
 class Spent:
-    """Over the last `over_s` seconds. step_s, communication_s: per step, None if none was done; busy: the share of the
-    time that went into passes, loading and updates; bytes_per_s: given to others, by operation."""
+    """Use over the last `over_s` seconds. step_s, communication_s: per step, None if none was done; busy: the share of
+    time in passes, loading and updates; bytes_per_s: sent to others, by operation."""
 
     over_s: float
     step_s: float | None

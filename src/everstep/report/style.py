@@ -1,6 +1,5 @@
-"""Colours and type of reports: the style sheet beside this file is for pages (light and dark), and a part of it for
-pictures (light); and these as PNG files, through resvg, a small renderer (extra `report`).
-"""
+"""Colours and type of reports. The style sheet beside this file is for pages (light and dark), a part of it for
+pictures (light); resvg, a small renderer (extra `report`), makes PNG files of those."""
 
 from __future__ import annotations
 
@@ -14,12 +13,12 @@ from everstep.base.errors import ConfigError
 STATES = ("leader", "active", "standby", "spare", "healing", "suspect", "dead", "left")
 COLOURS = 8
 PAGE_CSS = resources.files(__package__).joinpath("style.css").read_text()
-"""For a page: follows the reader's light or dark."""
+"""Style of a page: follows the reader's light or dark."""
 _LIGHT = dict(re.findall(r"--(\w+): (#\w+);", PAGE_CSS.partition("@media")[0]))
 
 
 def picture_css() -> str:
-    """For a picture that stands alone: light, and without variables, which few renderers know."""
+    """Style of a picture that stands alone: light, and without variables, which few renderers know."""
     rules = "\n".join(re.findall(r"^\.chart (?=[.t]).*", PAGE_CSS, re.MULTILINE))
     text = re.sub(r"var\(--(\w+)\)", lambda found: _LIGHT[found[1]], rules)
     return text.replace("system-ui, ", "").replace(".chart ", "")

@@ -26,7 +26,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Upright:
-    """A vertical line at x; `soft` for what is no fault."""
+    """A vertical line at x; `soft` if it marks no fault."""
 
     x: float
     text: str
@@ -45,7 +45,7 @@ class Bar:
 
 
 def escape(text: object) -> str:
-    """Any text, safe within elements and attributes, and all of it to be seen."""
+    """Any text, safe within elements and attributes, with control characters made visible."""
     return html.escape(visible(str(text)), quote=True)
 
 
@@ -65,7 +65,7 @@ def ticks(low: float, high: float, about: int = 6) -> list[float]:
 
 
 def short(value: float) -> str:
-    """1200000 -> 1.2M, 0.00012 -> 1.2e-4."""
+    """Number in short form: 1200000 -> 1.2M, 0.00012 -> 1.2e-4."""
     size = abs(value)
     if size == 0:
         return "0"
@@ -78,7 +78,7 @@ def short(value: float) -> str:
 def line_chart(
     title: str, curves: Sequence[Curve], x_label: str, uprights: Sequence[Upright] = (), height: int = 300
 ) -> str:
-    """Curves over x, with vertical lines where something happened."""
+    """Curves over x, with vertical lines at events."""
     points = [
         (x, y) for curve in curves for x, y in zip(curve.x, curve.y, strict=True) if y is not None and math.isfinite(y)
     ]
@@ -109,7 +109,7 @@ def columns_chart(
     x_label: str,
     uprights: Sequence[Upright] = (),
 ) -> str:
-    """Parts of a whole, (name, style, values), on top of each other; a value is that of `width` before an end."""
+    """Parts of a whole, (name, style, values), on top of each other; a value covers the `width` before an end."""
     known = [i for i in range(len(ends)) if any(values[i] for _, _, values in parts)]
     if not known:
         return _empty(title)
@@ -231,7 +231,7 @@ def _legend(entries: Sequence[tuple[str, str]]) -> list[str]:
 
 
 def _wrapped(entries: Sequence[tuple[str, str]], y: int) -> tuple[list[str], int]:
-    """A legend from y on, in as many lines as it takes; and where it ends."""
+    """A legend from y on, in as many lines as it takes; and the y of its end."""
     found, x = [], 16.0
     for name, style in entries:
         width = 34 + 6.6 * len(name)

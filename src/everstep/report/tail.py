@@ -1,8 +1,7 @@
 """Incremental reading of files that grow, are rotated, replaced or cut off while they are read.
 
-Apart because everything that people look at reads the same way: whole lines only, a bounded number of bytes at a time,
-and never twice. A file is known by its inode, so a rename (rotation) loses nothing and a new file under an old name
-begins at its first line.
+All displays read the same way: whole lines only, a bounded number of bytes at a time, and never twice. A file is known
+by its inode, so a rename (rotation) loses nothing and a new file under an old name begins at its first line.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ _decode = msgspec.json.Decoder().decode
 
 
 def object_of(line: bytes) -> dict[str, Any] | None:
-    """The JSON object that a line holds, after half a line too; None if there is none, or its numbers are absurd."""
+    """The JSON object in a line, even after half of another line; None if there is none, or its numbers are absurd."""
     found = _parsed(line)
     return None if found is None or absurd(found) else found
 
@@ -43,14 +42,14 @@ def _parsed(line: bytes) -> dict[str, Any] | None:
 
 
 def _whole(digits: str) -> float:
-    return int(digits) if len(digits) < _MOST_DIGITS else float(digits)  # int refuses longer ones, and all the line
+    return int(digits) if len(digits) < _MOST_DIGITS else float(digits)  # int refuses longer ones, and so the line
 
 
 class Tail:
-    """One growing file. `replaced` counts how often another file came under its name, or it was cut off; `absurd` says
-    in which line numbers stand that cannot be, "" if in none.
+    """One growing file. `replaced` counts how often another file came under its name, or it was cut off; `absurd` names
+    the line with impossible numbers, "" if there is none.
 
-    last_bytes: of what is there already, only so much of its end is read; None: all. folders: as for `base.below`.
+    last_bytes: of the data already there, only so much of its end is read; None: all. folders: as for `base.below`.
     """
 
     def __init__(self, path: Path, last_bytes: int | None = None, folders: int = 0) -> None:
@@ -67,8 +66,8 @@ class Tail:
         self._head = b""
 
     def read(self, most_bytes: int = 64 << 20) -> Iterator[list[bytes]]:
-        """What has been appended since the last call: lists of whole lines, at most about `most_bytes` in all. A list
-        is empty where what was read has no end of a line of ours.
+        """Data appended since the last call: lists of whole lines, at most about `most_bytes` in all. A list is empty
+        if its portion has no end of a line of ours.
 
         A missing or unreadable file has nothing new. A torn last line waits for its end.
         """
@@ -88,7 +87,7 @@ class Tail:
                 yield self._split(data)
 
     def lines(self) -> Iterator[bytes]:
-        """All that has been appended since, line by line."""
+        """All lines appended since the last call, one by one."""
         return (line for lines in self.read(EVERYTHING) for line in lines)
 
     def objects(self, lines: Iterable[bytes]) -> Iterator[dict[str, Any] | None]:
@@ -102,7 +101,7 @@ class Tail:
             yield None if wrong else found
 
     def unread_bytes(self) -> int:
-        """How much is left to be read."""
+        """Number of bytes not yet read."""
         try:
             return max(0, self.path.stat().st_size - self._position)
         except OSError:
@@ -136,7 +135,7 @@ class Tail:
 
 
 class Folder:
-    """All files of a folder that match a pattern, rotated ones included: each is read once, under whatever name."""
+    """All files of a folder that match a pattern, rotated ones included: each is read once, under any name."""
 
     def __init__(self, folder: Path, pattern: str, last_bytes: int | None = None) -> None:
         self._last_bytes = last_bytes
@@ -146,7 +145,7 @@ class Folder:
 
     @property
     def free_bytes(self) -> int | None:
-        """What is left for this user on its disk, None if nobody knows."""
+        """Free bytes for this user on its disk, None if unknown."""
         return free_bytes(self._folder)
 
     def read(self, most_bytes: int = 64 << 20) -> Iterator[list[bytes]]:
@@ -171,16 +170,16 @@ class Folder:
                 return
 
     def lines(self) -> Iterator[bytes]:
-        """All new lines, likewise."""
+        """All new lines of all files."""
         return (line for lines in self.read(EVERYTHING) for line in lines)
 
     def unread_bytes(self) -> int:
-        """How much is left to be read of the files that were there at the last look."""
+        """Number of bytes not yet read, in the files that were there at the last look."""
         return sum(tail.unread_bytes() for tail in self._tails.values())
 
 
 def free_bytes(folder: Path) -> int | None:
-    """What is left for this user on the disk of a folder, None if nobody knows."""
+    """Free bytes for this user on the disk of a folder, None if unknown."""
     try:
         found = os.statvfs(folder)
     except OSError:

@@ -1,7 +1,7 @@
-"""What only grows: counts and histograms over all events of a job, for systems that collect such numbers. Pure.
+"""Growing sums: counts and histograms over all events of a job, for systems that collect such numbers. Pure.
 
-Apart from the facts, which keep what is newest: nothing here is ever forgotten, and whoever reads the same files from
-the beginning arrives at the same numbers.
+Facts keep only the newest events; here nothing is ever forgotten. A reader that starts from the beginning of the same
+files arrives at the same numbers.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ NO_CHECKPOINT = (
     Cause.CONFIG,
     Cause.UNKNOWN,
 )
-"""What is counted from zero on: a series that begins with its first event has no increase then."""
+"""Causes that are counted from zero on: a series that begins with its first event would show no increase then."""
 _MOST_SAMPLES = 1 << 40
 _MOST = 1e12
 
@@ -133,18 +133,18 @@ class Histogram:
 
     @property
     def sum(self) -> float:
-        """What they add up to."""
+        """Sum of the values."""
         return self._sum / 1e9
 
     def add(self, value: float, times: int = 1) -> None:
-        """Count a value, `times` over; one above 10^12 counts as that."""
+        """Count a value, `times` over; a value above 10^12 counts as 10^12."""
         if value:
             value = min(value, _MOST)
             self._sum += round(value * 1e9) * times
         self._counts[bisect_left(self.bounds, value)] += times
 
     def cumulative(self) -> Iterator[tuple[float, int]]:
-        """(bound, how many values are not above it), rising; the last bound is infinity."""
+        """(bound, number of values not above it), rising; the last bound is infinity."""
         below = 0
         for bound, count in zip((*self.bounds, float("inf")), self._counts, strict=True):
             below += count

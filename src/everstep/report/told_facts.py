@@ -1,4 +1,4 @@
-"""What facts are made of: a worker, a generation, a checkpoint, a span of time, a mark, a line of the log. Pure."""
+"""Elements of facts: a worker, a generation, a checkpoint, a span of time, a mark, a line of the log. Pure."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from everstep.base.cause import Cause
 
 MOST_LISTED = 1000
-"""Of the newest facts of a kind."""
+"""Most facts of a kind that are kept, the newest ones."""
 _GOES_ON = 3
-"""So many steps in a row are no accident."""
+"""So many strange steps in a row are no accident."""
 
 
 @dataclass
 class WorkerFact:
-    """What is known of one worker. state: leader, active, standby, spare, healing, suspect, dead or left; role: the
-    same, whether it lives or not. cause and reason: of the state, None and "" where there is nothing to say."""
+    """Facts of one worker. state: leader, active, standby, spare, healing, suspect, dead or left; role: the state of
+    its seat, whether it lives or not. cause and reason: of the state, None and "" if it has none."""
 
     worker_id: int
     incarnation: int = 0
@@ -34,7 +34,7 @@ class WorkerFact:
 
 @dataclass(frozen=True)
 class Generation:
-    """One agreed membership, from when, and why."""
+    """One agreed membership, its begin and its reason."""
 
     number: int
     time_ns: int
@@ -47,7 +47,7 @@ class Generation:
 
 @dataclass(frozen=True)
 class CheckpointFact:
-    """One that was completed; or else (`ok` false) skipped because it was not its turn, or failed."""
+    """A completed checkpoint; or (`ok` false) one that failed, or was skipped because it was not its turn."""
 
     tier: str
     step: int
@@ -63,7 +63,7 @@ class CheckpointFact:
 
 @dataclass(frozen=True)
 class Trouble:
-    """Something that is wrong, since it was told."""
+    """A trouble, and the time of its first event."""
 
     time_ns: int
     reason: str
@@ -82,7 +82,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Mark:
-    """Something to be marked on the charts."""
+    """An event to mark on the charts."""
 
     time_ns: int
     step: int
@@ -107,8 +107,8 @@ class Line:
 
 @dataclass(frozen=True)
 class Strange:
-    """Steps whose loss or gradient was not finite: how many, the first and the last of them, and how many there are in
-    a row up to the newest step."""
+    """Steps whose loss or gradient was not finite: their number, the first and the last, and how many there are in a
+    row up to the newest step."""
 
     count: int
     first: int
@@ -117,12 +117,12 @@ class Strange:
 
     @property
     def level(self) -> str:
-        """How bad it is now: "" (the newest step was finite), warning, or bad: it goes on."""
+        """Gravity now: "" (the newest step was finite), warning, or bad: it goes on."""
         return "" if not self.in_a_row else "bad" if self.in_a_row >= _GOES_ON else "warning"
 
     @property
     def since(self) -> int:
-        """The first of those in a row."""
+        """The first step of those in a row."""
         return self.last - self.in_a_row + 1
 
     def __str__(self) -> str:

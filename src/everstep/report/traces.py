@@ -1,8 +1,8 @@
-"""Traces of several workers as one: workers as processes, one clock, their steps and phases, and what befell the job.
+"""Traces of several workers as one: workers as processes, one clock, their steps and phases, and events of the job.
 
-The result is what Perfetto (https://ui.perfetto.dev) and chrome://tracing read. Source: the Trace Event Format,
-https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU; kineto says its times in microseconds
-since `baseTimeNanoseconds` (unix time).
+The result is in the form that Perfetto (https://ui.perfetto.dev) and chrome://tracing read. Source: the Trace Event
+Format, https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU; kineto gives its times in
+microseconds since `baseTimeNanoseconds` (unix time).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _encode = msgspec.json.Encoder().encode
 
 @dataclass
 class Trace:
-    """One worker's. base_ns: unix time of its zero."""
+    """Trace of one worker. base_ns: unix time of its zero."""
 
     said: Mapping[str, Any]
     events: list[TraceEvent]
@@ -51,20 +51,20 @@ class Trace:
 
     @property
     def name(self) -> str:
-        """worker 2 (stage 1, active)."""
+        """Name of the worker's track: worker 2 (stage 1, active)."""
         stage, role = self.said.get("stage"), self.said.get("role")
         known = ([f"stage {stage}"] if stage is not None else []) + ([str(role)] if role else [])
         return f"worker {self.worker_id}" + (f" ({', '.join(known)})" if known else "")
 
     @property
     def window_ns(self) -> tuple[int, int]:
-        """From the begin of its first step to its end."""
+        """Time from the begin of its first step to its end."""
         steps = self.said.get("steps") or [[self.base_ns, 0]]
         return int(steps[0][0]), int(self.said.get("end_ns") or steps[-1][0])
 
 
 def read_trace(path: Path) -> Trace:
-    """Raises: ConfigError if the file is no trace of a worker."""
+    """The trace in a file. Raises: ConfigError if the file is no trace of a worker."""
     try:
         with open_given(path, 2) as packed, gzip.open(packed, "rb") as file:
             text = file.read(_MOST_BYTES + 1)
@@ -77,10 +77,9 @@ def read_trace(path: Path) -> Trace:
 
 
 def merge(paths: Iterable[Path], facts: Facts, out: Path, folders: int | None = None) -> int:
-    """Write the traces at `paths`, and what `facts` knows of their time, into one. Returns how many events it has.
+    """Write the traces at `paths`, with the facts of their time, into one file. Returns its number of events.
 
-    One worker's trace is held in memory at a time. The file is gzipped if its name says so.
-    folders: as for `drafted`.
+    One worker's trace is held in memory at a time. The file is gzipped if its name says so. folders: as for `drafted`.
 
     Raises: ConfigError for a file that is no trace, or if the result cannot be written.
     """
@@ -130,7 +129,7 @@ def worker_events(trace: Trace, zero_ns: int) -> Iterator[TraceEvent]:
     for event in trace.events:
         theirs = event.get("pid")
         if not isinstance(theirs, int) or event.get("cat") == "Trace":
-            continue  # the profiler about itself
+            continue  # events of the profiler about itself
         if theirs != own and event.get("ph") != "M":
             devices.add(theirs)
         event["pid"] = pid if theirs == own else _DEVICE_PIDS + 1000 * trace.worker_id + theirs
@@ -151,7 +150,7 @@ def worker_events(trace: Trace, zero_ns: int) -> Iterator[TraceEvent]:
 
 
 def _own_tracks(trace: Trace, pid: int, zero_ns: int) -> Iterator[TraceEvent]:
-    """Its steps and phases; each lasts until the next begins."""
+    """Tracks of the worker's steps and phases; each lasts until the next begins."""
     end_ns = trace.window_ns[1]
     for tid, marks in ((_STEPS_TID, trace.said.get("steps") or []), (_PHASES_TID, trace.said.get("phases") or [])):
         for (at_ns, what), (until_ns, _) in zip(marks, [*marks[1:], (end_ns, "")], strict=True):
@@ -160,7 +159,7 @@ def _own_tracks(trace: Trace, pid: int, zero_ns: int) -> Iterator[TraceEvent]:
 
 
 def job_events(facts: Facts, begin_ns: int, end_ns: int, zero_ns: int) -> Iterator[TraceEvent]:
-    """Generations and recoveries as ranges, faults and what else happened as instants, of this time."""
+    """Events of the job in this time: generations and recoveries as ranges, faults and others as instants."""
     yield from _row(_JOB_PID, "job", _JOB_TRACKS)
     generations = list(facts.crew.generations)
     for g, until_ns in zip(generations, [*(g.time_ns for g in generations[1:]), end_ns], strict=True):

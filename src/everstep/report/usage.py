@@ -1,8 +1,8 @@
-"""Where the workers' time, bytes and memory go, from the samples in metrics/*.jsonl. Pure.
+"""Time, bytes and memory that workers use, from the samples in metrics/*.jsonl. Pure.
 
-Samples hold counters that only grow within a life of a worker; what counts is the difference to the one before on the
-same host. Files of several hosts may come in any order: differences are added up in buckets of time, which double in
-width once there are many.
+Samples hold counters that only grow within a life of a worker; the difference to the one before on the same host
+counts. Files of several hosts may come in any order: differences are added up in buckets of time, which double in width
+once there are many.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class Bucket:
 
 @dataclass
 class Newest:
-    """The newest sample of a worker, and its speed since the one before. step_row: the sample in which it came to the
-    step at which it is; None while it takes no part in steps. spent: likewise since the one before."""
+    """The newest sample of a worker, and its speed since the one before. step_row: the sample in which it reached its
+    present step; None while it takes no part in steps. spent: use since the sample before."""
 
     time_ns: int
     row: Mapping[str, Any]
@@ -64,8 +64,7 @@ class Newest:
 
 class Usage:
     """Takes in lines of metrics files. `workers`: the newest of each; `total_s`: seconds by phase of all workers;
-    `step_seconds`: by phase, what each worker spent in it per step; `cpu_us`: processor time of all workers' lives.
-    """
+    `step_seconds`: by phase, seconds per step of each worker; `cpu_us`: processor time of all workers' lives."""
 
     def __init__(self, width_s: float = 1.0) -> None:
         self.width_s = width_s
@@ -80,7 +79,7 @@ class Usage:
         self._rows: dict[tuple[str, int], Newest] = {}
 
     def take(self, line: Mapping[str, Any]) -> None:
-        """One line: all workers of a host at one moment."""
+        """Take in one line: all workers of a host at one moment."""
         time_ns = whole_number(line.get("t"))
         rows = line.get("workers")
         if not time_ns or not isinstance(rows, list):
@@ -96,10 +95,11 @@ class Usage:
             self._widen()
 
     def columns(self, most: int = _BUCKETS) -> dict[str, Any]:
-        """For charts: x (end of a bucket, s since 1970), seconds a worker spends per step by phase, bytes per second.
+        """Columns for charts: x (end of a bucket, s since 1970), seconds per worker and step by phase, bytes per
+        second.
 
         most: neighbours are merged until there are no more buckets than this, and until a worker does a few steps in
-        each: the time of a step that ends in one is spent in those before, too. `width_s` is how long each lasts.
+        each, because a step spends time in earlier buckets than the one it ends in. `width_s` is the length of each.
         """
         width_s, buckets = self.width_s, self.buckets
         enough = sum(bucket.steps for bucket in buckets.values()) / (_STEPS_EACH * max(1, len(self.workers)))
@@ -134,11 +134,11 @@ class Usage:
             newest.spent = spent_between(old, row, passed_s)
             if old.get("phase") not in _NOT_STEPPING:
                 bucket.steps += max(0.0, number(row.get("step")) - number(old.get("step")))
-            if not row.get("rss_bytes"):  # it is just leaving
+            if not row.get("rss_bytes"):  # the worker is just leaving
                 newest.row = {**row, "rss_bytes": old.get("rss_bytes")}
         self.cpu_us += round(1e6 * cpu_s)
-        recent = bucket if before is not None else Bucket()  # else: since who knows when
-        stepping = old.get("phase") not in _NOT_STEPPING  # what a spare has waited for is no part of a step
+        recent = bucket if before is not None else Bucket()  # otherwise it is unknown since when
+        stepping = old.get("phase") not in _NOT_STEPPING  # a spare's waiting is no part of a step
         _add(row.get("seconds"), old.get("seconds"), recent.seconds if stepping else _amounts(), self.total_s)
         _add(row.get("bytes"), old.get("bytes"), recent.sent_bytes, self.total_bytes)
         self._steps(newest, same.step_row if same is not None else None)
@@ -148,9 +148,9 @@ class Usage:
             self.workers[worker_id] = newest
 
     def _steps(self, newest: Newest, since: Mapping[str, Any] | None) -> None:
-        """Once a worker has come to another step: what it spent per step since it came to the one before."""
+        """When a worker has reached another step: its time per step since it reached the one before."""
         row = newest.row
-        if row.get("phase") in _NOT_STEPPING:  # who heals comes to the others' step without having done theirs
+        if row.get("phase") in _NOT_STEPPING:  # a healing worker jumps to the others' step without having done theirs
             return
         newest.step_row = row
         if since is None:
@@ -173,12 +173,12 @@ class Usage:
 
 
 def _life(row: Mapping[str, Any]) -> tuple[Any, Any]:
-    """What a life has to itself: a job that is started again counts its incarnations anew."""
+    """Key of a life: a job that is started again counts its incarnations from 0 again."""
     return row.get("incarnation"), row.get("pid")
 
 
 def _halved(buckets: Mapping[int, Bucket]) -> dict[int, Bucket]:
-    """The same sums in half as many buckets."""
+    """The sums in half as many buckets."""
     found: dict[int, Bucket] = {}
     for key in sorted(buckets):
         found.setdefault(key // 2, Bucket()).merge(buckets[key])
@@ -186,7 +186,7 @@ def _halved(buckets: Mapping[int, Bucket]) -> dict[int, Bucket]:
 
 
 def _add(new: Any, old: Any, *sums: Amounts) -> None:
-    """What the counters grew by, into each of the sums."""
+    """Add the growth of the counters to each of the sums."""
     before = as_dict(old)
     for name, value in as_dict(new).items():
         grown = number(value) - number(before.get(name))

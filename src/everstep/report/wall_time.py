@@ -1,7 +1,7 @@
-"""Where each second of a job's wall time went. Pure.
+"""Account of a job's wall time, second by second. Pure.
 
-Intervals are painted with a use; where they overlap, the more specific use counts. What nobody painted, between the
-first and the last moment, is training. So the parts always add up to the whole.
+Intervals are painted with a use; if they overlap, the more specific use counts. Unpainted time between the first and
+the last moment is training. So the parts always add up to the whole.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _MOST_INTERVALS = 20_000
 
 @dataclass(frozen=True)
 class Stretch:
-    """A stretch of wall time, in ns since 1970, and what it went into."""
+    """A stretch of wall time, in ns since 1970, and its use."""
 
     begin_ns: int
     end_ns: int
@@ -48,7 +48,7 @@ class Stretch:
 
     @property
     def priority(self) -> int:
-        """The higher one counts where two overlap."""
+        """Rank of its use: the higher one counts if two overlap."""
         return _PRIORITY.get(self.use, _RECOVERY if self.use.startswith("recovery") else 0)
 
 
@@ -64,32 +64,32 @@ class TimeAccount:
         self._shares: list[tuple[int, float]] = [(0, 1.0)]
 
     def reach(self, time_ns: int) -> None:
-        """The job was there at this moment."""
+        """Extend the account to this moment."""
         if self.begin_ns is None:
             self.begin_ns = self._folded_through_ns = time_ns
         if time_ns > self.end_ns:
             self.end_ns = time_ns
 
     def capacity(self, time_ns: int, share: float) -> None:
-        """From this moment on so much of what the job was to have takes part, from 0 to 1."""
+        """Set the share, from 0 to 1, of the wanted capacity that takes part from this moment on."""
         share = min(1.0, max(0.0, share))
         if share != self._shares[-1][1]:
             self._shares.append((max(time_ns, self._shares[-1][0]), share))
 
     def paint(self, begin_ns: int, end_ns: int, use: str) -> None:
-        """This stretch went there."""
+        """Add a stretch with its use."""
         if end_ns > begin_ns:
             self.intervals.append(Stretch(begin_ns, end_ns, use))
         if len(self.intervals) > _MOST_INTERVALS:
             self._fold()
 
     def seconds(self, extra: Iterable[Stretch] = ()) -> dict[str, float]:
-        """Seconds by use, in the order of USES; the sum is the wall time. extra: what is still under way."""
+        """Seconds by use, in the order of USES; the sum is the wall time. extra: stretches that are still under way."""
         total = self._total(extra)
         return {use: total[use] / 1e9 for use in USES if total.get(use)}
 
     def by_capacity_s(self, extra: Iterable[Stretch] = ()) -> float:
-        """The seconds of training, each counted for the share of the capacity that took part."""
+        """The seconds of training, weighted by the share of the capacity in it. extra: as for `seconds`."""
         return self._total(extra).get(_BY_CAPACITY, 0) / 1e9
 
     def _total(self, extra: Iterable[Stretch]) -> dict[str, int]:
@@ -111,9 +111,9 @@ class TimeAccount:
 
 
 def recovery_phases(end_ns: int, duration_s: float, phases_s: dict[str, float]) -> list[Stretch]:
-    """A recovery that ended at `end_ns`: its phases one after another; what they do not explain is "other".
+    """Stretches of a recovery that ended at `end_ns`: its phases one after another; unexplained time is "other".
 
-    Phases that add up to more than the whole are taken in proportion.
+    Phases that add up to more than the whole are shortened in proportion.
     """
     shares = [(phase, max(0.0, float(phases_s.get(phase) or 0.0))) for phase in PHASES]
     total = sum(share for _, share in shares)
@@ -139,7 +139,7 @@ def goodput(seconds: dict[str, float]) -> float | None:
 def _sweep(
     intervals: list[Stretch], begin_ns: int, end_ns: int, total: dict[str, int], shares: list[tuple[int, float]]
 ) -> None:
-    """Add the nanoseconds by use between two moments. shares: from when on which share of the capacity took part."""
+    """Add the nanoseconds by use between two moments. shares: (time, share of the capacity from then on)."""
     edges: list[tuple[int, int, Stretch | float]] = []
     for interval in intervals:
         first, last = max(interval.begin_ns, begin_ns), min(interval.end_ns, end_ns)

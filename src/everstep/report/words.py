@@ -28,7 +28,7 @@ LEVELS = ("info", "warning", "error")
 
 
 def level(event: Event) -> str:
-    """One of LEVELS."""
+    """Level of an event, one of LEVELS."""
     kind = event["kind"]
     if kind == "job_failed" and event.get("state") == "interrupted":
         return "warning"
@@ -38,13 +38,13 @@ def level(event: Event) -> str:
 
 
 def one_line(value: Any, most: int = 600) -> str:
-    """Text without line breaks and control characters, cut off where it is long."""
+    """Text without line breaks and control characters, cut off if it is long."""
     text = "".join(c if c.isprintable() else " " for c in " ".join(str(value or "").split()))
     return text if len(text) <= most else f"{text[: most - 1]}…"
 
 
 def number(value: Any, default: float = 0.0) -> float:
-    """A finite number from what a file says, else the default."""
+    """A finite number from a file's value, else the default."""
     if type(value) is float:
         return value if isfinite(value) else default
     try:
@@ -54,39 +54,40 @@ def number(value: Any, default: float = 0.0) -> float:
 
 
 def whole_number(value: Any) -> int:
-    """An integer from what a file says, else 0; times in ns keep every digit."""
+    """An integer from a file's value, else 0; times in ns keep every digit."""
     return value if type(value) is int else int(number(value))
 
 
 def known(value: Any) -> int | None:
-    """An integer from what a file says, else None."""
+    """An integer from a file's value, else None."""
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
 def as_dict(value: Any) -> dict[str, Any]:
-    """A dictionary from what a file says, else an empty one."""
+    """A dictionary from a file's value, else an empty one."""
     return value if isinstance(value, dict) else {}
 
 
 def cause(event: Event) -> Cause:
-    """Why it happened, for programs; unknown in events of older versions."""
+    """Cause of an event, for programs; unknown in events of older versions."""
     return Cause.read(event.get("cause"))
 
 
 def why_of(event: Event) -> tuple[Cause, str]:
-    """Why it happened, for programs and for people."""
+    """Cause and reason of an event, for programs and for people."""
     return cause(event), one_line(event.get("reason"))
 
 
 def checkpoint_result(event: Event) -> str:
-    """complete, skipped (it was not its turn, and the next one will do) or failed; older jobs told both alike."""
+    """Result of a checkpoint: complete, skipped (the next one will do) or failed; older jobs told the last two
+    alike."""
     if event["kind"] == "checkpoint_completed":
         return "complete"
     return "skipped" if event["kind"] == "checkpoint_skipped" or cause(event).skips_checkpoint else "failed"
 
 
 def sentence(event: Event) -> str:
-    """An event as a line; unknown kinds are named."""
+    """An event as a line for people; unknown kinds are named."""
     kind = str(event["kind"])
     who = f"worker {event['worker_id']}" if event.get("worker_id") is not None else "the coordinator"
     reason = one_line(event.get("reason"))
@@ -121,7 +122,7 @@ def aligned(lines: Sequence[Sequence[str]]) -> list[str]:
 
 
 def size_text(size_bytes: float) -> str:
-    """12 B, 3.4 kB, 5.6 MB, 7.8 GB."""
+    """Size in words: 12 B, 3.4 kB, 5.6 MB, 7.8 GB."""
     size = float(size_bytes)
     for unit in ("B", "kB", "MB", "GB"):
         if abs(size) < 1000:
@@ -131,7 +132,7 @@ def size_text(size_bytes: float) -> str:
 
 
 def time_text(seconds: float) -> str:
-    """850 us, 12 ms, 3.4 s, 5m06s, 2h03m."""
+    """Time in words: 850 us, 12 ms, 3.4 s, 5m06s, 2h03m."""
     if seconds < 0.001:
         return f"{1e6 * seconds:.0f} µs"
     if seconds < 1:

@@ -1,7 +1,7 @@
-"""What a coordinator answers to each command, as far as commands rely on it.
+"""Checks of a coordinator's answers to commands, as far as the commands rely on them.
 
-Checked where an answer comes in, since the directory that names the coordinator may have been prepared, together with a
-process that answers there. Pure.
+Answers are checked on arrival: the directory that names the coordinator may have been prepared, together with a process
+that answers there. Pure.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ _ANSWERS: dict[str, Any] = {
     "profile": _Recording,
     "drain": _Left,
 }
-"""Of commands whose answer is more than a text to show."""
+"""Shapes of answers that are more than a text to show, by command."""
 
 
 def check_answer(name: str, answer: dict[str, Any]) -> None:

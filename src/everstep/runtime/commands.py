@@ -1,4 +1,4 @@
-"""Asking a running job from another process: status, scale, drain, stop."""
+"""Requests to a running job from another process: status, scale, drain, stop."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _PORTION_BYTES = 1 << 16
 
 
 class NoJobRunning(EverstepError):
-    """Nobody answers for this run directory. where: at which address, and why not, if one is announced."""
+    """No coordinator answers for this run directory. where: its announced address, and why it cannot be reached."""
 
     def __init__(self, message: str, where: str = "") -> None:
         super().__init__(message)
@@ -37,7 +37,7 @@ class NoAnswer(EverstepError):
 def ask(run_dir: Path, name: str, args: dict[str, Any] | None = None, timeout_s: float = 10.0) -> dict[str, Any]:
     """Ask the coordinator of the job that runs in `run_dir`; returns the reply's result.
 
-    The token of the command's role is all that is needed of the directory, beside the address.
+    The directory has to provide only the address, and the token of the command's role.
 
     Raises: NoJobRunning if none runs there; NoAnswer if its coordinator is silent; ConfigError with the coordinator's
     one line if it refuses, or if there is no token for this.
@@ -59,7 +59,7 @@ def ask(run_dir: Path, name: str, args: dict[str, Any] | None = None, timeout_s:
     except TimeoutError:
         at = f"{run_dir} at {address.host}:{address.port}"
         raise NoAnswer(f"the coordinator of {at} did not answer within {timeout_s:g} s: try again") from None
-    except (OSError, UnicodeError) as error:  # a name that none can have is a UnicodeError
+    except (OSError, UnicodeError) as error:  # an impossible host name raises a UnicodeError
         said = (error.strerror if isinstance(error, OSError) else None) or error
         where = f"cannot be reached at {address.host}:{address.port} from here ({str(said).lower()})"
         raise NoJobRunning(f"no job is running in {run_dir}: its coordinator {where}", where) from None
@@ -72,10 +72,10 @@ def ask(run_dir: Path, name: str, args: dict[str, Any] | None = None, timeout_s:
 def ask_at(
     where: tuple[str, int], role: str, key: bytes, tls: Tls | None, name: str, args: dict[str, Any], timeout_s: float
 ) -> CommandReply:
-    """What the coordinator that listens there answers. key: the role's token.
+    """Ask the coordinator that listens at `where`; returns its reply. key: the role's token.
 
-    Raises: ProtocolError if it is none of this job; OSError (TimeoutError if it is silent, or says other things for as
-    long).
+    Raises: ProtocolError if it is not this job's; OSError (TimeoutError if no reply comes within `timeout_s`, even if
+    other messages do).
     """
     with secured(socket.create_connection(where, timeout=timeout_s), tls) as sock:
         sock.settimeout(timeout_s)
@@ -99,7 +99,7 @@ def has_token(run_dir: Path, role: str) -> bool:
 
 
 def _token_for(run_dir: Path, role: str) -> bytes:
-    """Raises: ConfigError if there is none; ProtocolError if it is none; OSError."""
+    """Token for a role. Raises: ConfigError if there is none; ProtocolError if the file holds no token; OSError."""
     try:
         return wire.read_token(run_dir / role_file(role))
     except FileNotFoundError:

@@ -1,6 +1,6 @@
-"""A job from start to end: its files, its coordinator, signals, and how it ended. What runs workers are agents.
+"""A job from start to end: its files, its coordinator, signals, and its end. Agents run the workers.
 
-It knows the agents, that of its own host too, from the control connection alone, and nothing of their workers.
+It knows the agents, also that of its own host, from the control connection alone, and nothing of their workers.
 """
 
 from __future__ import annotations
@@ -98,10 +98,10 @@ class Job:
     def run(self, on_event: Observer | None = None) -> Outcome:
         """Run the job to its end.
 
-        on_event: called from the job's thread with {"kind": ..., ...} for what job and agents do themselves
+        on_event: called from the job's thread with {"kind": ..., ...} for acts of the job and its agents
         (worker_started, worker_exited, worker_killed, worker_restarting, slot_lost, agent_started, agent_died,
-        coordinator_started, coordinator_died, fork_server_ready, warning, job_ended; where others may take the place of
-        this process, or it theirs, coordinator_leads and coordinator_follows, too).
+        coordinator_started, coordinator_died, fork_server_ready, warning, job_ended; also coordinator_leads and
+        coordinator_follows if other processes may take this one's place, or it theirs).
 
         Returns how it ended. Nothing is left running on this host.
         """
@@ -123,7 +123,7 @@ class Job:
         return outcome
 
     def interrupt(self, number: int) -> None:
-        """As if the signal had come: SIGUSR1 asks for a checkpoint at once; of the others the first ends the job in
+        """Act as if the signal had come: SIGUSR1 asks for a checkpoint at once; of the others the first ends the job in
         order, the second immediately. Any thread."""
         self._inbox.put(number)
 
@@ -184,14 +184,14 @@ class Job:
             led = self._lead.here
             self._lead.look(self._coordinator.pid)
             if self._lead.here and not led:
-                self._watch.answered()  # what was silent was the one before it
+                self._watch.answered()  # silence was the previous process's
             self._check_processes(link, now_s)
             self._start_due(now_s)
             self._look_for_answer(link, now_s)
         else:
-            self._check_processes(link, now_s)  # who does not answer never says that the agents have left
+            self._check_processes(link, now_s)  # a silent coordinator never reports that the agents have left
             if self._succession.owner and self._coordinator.restart_at_s <= now_s:
-                self._start_coordinator()  # whoever decided may be lost before it has told all agents of the end
+                self._start_coordinator()  # the leading one may die before all agents know of the end
         self._end.look(now_s, self._local is not None and self._local.pidfd >= 0, self._lead.here)
 
     def _patience(self, link: JobLink, now_s: float) -> float:
@@ -206,8 +206,8 @@ class Job:
             self._start_local()
 
     def _look_for_answer(self, link: JobLink, now_s: float) -> None:
-        """While the coordinator says nothing: its journal may say how the job ended; else, if the job is to end, the
-        workers do it among themselves."""
+        """While the coordinator is silent: read the journal for the job's end; else, if the job is to end, have the
+        workers end it among themselves."""
         if self._succession.begins and link.unheard_s(now_s) >= JOURNAL_S:
             ended = end_in_file(self.run_dir / JOURNAL_FILE)
             if ended is not None:
@@ -219,7 +219,7 @@ class Job:
             self._local.end_alone()
 
     def _check_processes(self, link: JobLink, now_s: float) -> None:
-        """One that lives and answers nothing (stopped, or stuck in the kernel) is as good as dead."""
+        """Kill processes that live but do not answer (stopped, or stuck in the kernel)."""
         woken = self._local.wake(now_s) if self._local is not None else ""
         if woken:
             self._notify("warning", Why(Cause.HUNG, woken))
@@ -241,7 +241,7 @@ class Job:
         why, hopeless = self._coordinator.died(time.monotonic())
         self._notify("coordinator_died", why)
         if self._end.outcome is not None:
-            self._end.present(())  # nobody will say when the agents have left
+            self._end.present(())  # no coordinator will report that the agents have left
         if self._coordinator.moved:
             self._end.give_up(3, why)
         elif hopeless and self._end.outcome is None and not self._end.alone:
@@ -253,7 +253,7 @@ class Job:
         why, hopeless = self._local.died(time.monotonic())
         refused = self._local.exit_code == REFUSED
         if self._end.outcome is not None or (self._local.restart_at_s == inf and not refused):
-            return  # it has left, as it was to
+            return  # it has left, as it should
         self._notify("agent_died", Why(Cause.HOST_LOST, why.reason))
         if self._succession.owner and self._local.exit_code in (REFUSED, 3):  # 3: no coordinator has come back
             self._end.give_up(self._local.exit_code, Why(Cause.UNKNOWN, last_line(self._local.log_path)))
@@ -272,7 +272,7 @@ class Job:
         else:
             self._end.fail(Why(Cause.CRASH_LOOP, text))
 
-    # ---- what comes
+    # ---- messages
 
     def _take(self, item: AnyMessage | int, link: JobLink) -> None:
         if isinstance(item, int):
@@ -327,7 +327,7 @@ class Job:
     # ---- the end
 
     def _tear_down(self) -> None:
-        """All of it is done, whatever a part of it raises, or a signal interrupts."""
+        """Run all of it, even if a part raises or a signal interrupts."""
         with contextlib.ExitStack() as last_first:
             last_first.callback(self._inbox.close)
             if self._lead.here:
@@ -342,7 +342,7 @@ class Job:
                 last_first.callback(self._link.goodbye, Why(Cause.INTERRUPTED, "the job's process has ended"))
 
     def _hear_the_last(self) -> None:
-        """What an agent has said before it left, and the loop has not seen."""
+        """Take in messages that an agent sent before it left and the loop has not seen."""
         for item in self._inbox.take():
             if isinstance(item, AgentNotice):
                 self._on_notice(item)
@@ -356,12 +356,12 @@ class Job:
 
 
 def hearing_signals(job: Job) -> AbstractContextManager[None]:
-    """While inside, signals are noted, and acted upon while the job runs: also those that come before it does."""
+    """While the block lasts, note signals, and act upon them while the job runs, also upon those that came before."""
     return taking_signals(_SIGNALS, job.interrupt)
 
 
 def _taken_away(run_dir: Path) -> Why | None:
-    """Without its directory nothing of a job can be told, saved or started again."""
+    """Reason if the run directory was taken away: without it nothing of a job can be told, saved or started again."""
     words = moved(run_dir)
     text = f"the run directory {run_dir} {words} while the job used it, so nothing can be saved any more"
     then = "put it or a copy back, and run the job again to go on from its newest checkpoint"
@@ -377,8 +377,8 @@ def _forget(path: Path) -> None:
 
 
 class JobLink:
-    """Speaks for the job. on_message: called in the connection's thread for what the coordinator says. watch: hears of
-    each word. tls: as `ControlClient` has it."""
+    """Speaks for the job. on_message: called in the connection's thread for the coordinator's messages. watch: told of
+    each message. tls: as `ControlClient` has it."""
 
     def __init__(
         self,
@@ -405,16 +405,16 @@ class JobLink:
             self._client.send(Ping(seq=next(self._numbers)))
 
     def expect_anew(self) -> None:
-        """The coordinator has just been started: what the one before it has said is not its word."""
+        """Expect a new coordinator's first words: messages of the previous one are not its word."""
         self._greeted = False
 
     def unheard_s(self, now_s: float) -> float:
-        """Since the coordinator last said anything."""
+        """Seconds since the coordinator last said anything."""
         return now_s - self._spoke_s
 
     def command(self, name: str, args: dict[str, Any], until_s: float | None = None) -> None:
-        """Ask for something, as the command line would; the reply goes to `on_message`. It is said again in every
-        hello until it has come: a stop, until the job is over. until_s: when what "grace_s" allows has to be over."""
+        """Send a command, as the command line would; the reply goes to `on_message`. Each hello repeats it until the
+        reply has come (a stop: until the job is over). until_s: when the time of "grace_s" is over."""
         message = Command(request=next(self._numbers), name=name, args=args)
         if len(self._asked) >= MOST_ASKED:
             self._asked.pop(min(self._asked))
@@ -422,7 +422,7 @@ class JobLink:
         self._client.send(message)
 
     def goodbye(self, why: Why) -> None:
-        """The agents of other hosts, if there are any left, need not wait for this job any more."""
+        """Tell the remaining agents of other hosts that they need not wait for this job any more."""
         if self._client.wait_connected(GOODBYE_S / 4):
             self._client.send(Goodbye(cause=why.cause, reason=why.reason))
             self._told.wait(GOODBYE_S)
@@ -450,7 +450,7 @@ class JobLink:
 
 
 def _what_is_left(asked: Command, until_s: float | None) -> Command:
-    """The same, said later."""
+    """The command with the grace time that is left."""
     if until_s is None:
         return asked
     left = {"grace_s": max(0.0, until_s - time.monotonic())}

@@ -1,4 +1,4 @@
-"""How a job comes to its end: whose word counts, who is waited for, and for how long. Pure: time is passed in."""
+"""The end of a job: who may declare it, who is waited for, and for how long. Pure: time is passed in."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ class JobEnd:
         return self._failing is not None
 
     def due_in(self, now_s: float) -> float:
-        """Seconds until `look` has something to say if nothing comes before."""
+        """Seconds until `look` has news even if nothing happens before."""
         return self._deadline_s - now_s
 
     def signal(self, number: int, now_s: float, grace_s: float) -> bool:
-        """One that is to end the job. grace_s: for a checkpoint and until all is over; 0: there is none.
+        """Take in a signal that ends the job. grace_s: for a checkpoint and until all is over; 0: no grace time.
 
-        Returns whether the coordinator is to be asked to end it; a second one ends everything now.
+        Returns whether to ask the coordinator to end the job; a second signal ends everything now.
         """
         self._signals += 1
         if self._signals > 1:
@@ -69,8 +69,8 @@ class JobEnd:
         return True
 
     def goes_alone(self, now_s: float, unheard_s: float, starting: bool = False) -> bool:
-        """Whether the workers of this host are to end the job from now on, by themselves. unheard_s: since the
-        coordinator was heard of. starting: it has been started again since then, which may take a busy machine long."""
+        """Whether the workers of this host have to end the job by themselves from now on. unheard_s: time since the
+        coordinator was heard of. starting: it was restarted since then, which may take a busy machine long."""
         patience_s = max(ALONE_S, (self._deadline_s - self._asked_s) / 4) if starting else ALONE_S
         if self.alone or self.outcome is not None or min(now_s - self._asked_s, unheard_s) < patience_s:
             return False
@@ -78,7 +78,7 @@ class JobEnd:
         return True
 
     def told(self, message: JobEnded, now_s: float) -> None:
-        """The coordinator's word. Agents leave when their workers have."""
+        """Take in the coordinator's word on the end. Agents leave when their workers have."""
         why = Why(message.cause, message.reason)
         outcome = Outcome(message.exit_code, message.state, why)
         if self.interrupted and message.state != "completed":
@@ -89,22 +89,22 @@ class JobEnd:
             self._deadline_s = min(now_s + wait_s, self._deadline_s if self.interrupted else inf)
 
     def fail(self, why: Why, exit_code: int = 1) -> None:
-        """It cannot go on, and nobody is there who could end it in order."""
+        """End a job that cannot go on, without anybody who could end it in order."""
         self.outcome = self.outcome or Outcome(exit_code, "failed", why)
         self.over = True
 
     def fail_alone(self, why: Why, now_s: float, grace_s: float) -> None:
-        """It cannot go on, and the workers of this host end it by themselves, within so long."""
+        """Let the workers of this host end a job that cannot go on by themselves, within `grace_s`."""
         self.alone, self._failing = True, why
         self._deadline_s = min(self._deadline_s, now_s + grace_s)
 
     def give_up(self, exit_code: int, why: Why) -> None:
-        """This process leaves, whatever becomes of the job."""
+        """Let this process leave, whatever becomes of the job."""
         self.outcome = self.outcome or Outcome(exit_code, "interrupted", why)
         self.over = True
 
     def present(self, agents: Iterable[str]) -> None:
-        """These agents are connected."""
+        """Set the connected agents."""
         self._present = set(agents)
         self._left &= self._present
 
@@ -113,16 +113,16 @@ class JobEnd:
         return bool(self._present - {agent_id})
 
     def all_left(self, agent_id: str) -> None:
-        """No worker of this agent runs or is about to."""
+        """Note that no worker of this agent runs or is about to start."""
         self._left.add(agent_id)
 
     def started(self, agent_id: str) -> None:
-        """A worker of this agent runs."""
+        """Note that a worker of this agent runs."""
         self._left.discard(agent_id)
 
     def look(self, now_s: float, local: bool, leads: bool = True) -> None:
-        """Time has passed, or something has come. local: the agent of the job's own host runs. leads: so does the
-        coordinator that decides; else other hosts are another one's to wait for."""
+        """Decide after time has passed, or a message has come. local: the agent of the job's own host runs. leads: the
+        coordinator here decides; else another host waits for the other hosts."""
         late = now_s >= self._deadline_s
         if self.outcome is not None:
             self.over = self.over or late or not (local or (leads and self._present))
@@ -140,7 +140,7 @@ class JobEnd:
 
 
 def reserve_s(grace_s: float) -> float:
-    """So much of the time between a signal and the end is for ending processes."""
+    """Part of the time between a signal and the end that is kept for ending processes."""
     return min(5.0, grace_s / 4)
 
 

@@ -1,4 +1,4 @@
-"""What the job's processes need of Linux: dying with the parent, pinned environments, exit codes as text, waiting."""
+"""Linux services for the job's processes: dying with the parent, pinned environments, exit codes as text, waiting."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from everstep.base.given import open_given
 from everstep.base.readable import readable
 
 OUTLIVES_WORKERS = "everstep-continue"
-"""First word, or what a program of ours is told first, of a process that does not end with the worker that has started
-it."""
+"""Marks a process that does not end with the worker that started it: it is its first word, or the first argument of our
+own programs."""
 END_ALONE = signal.SIGRTMIN + 5
 """Tells a job's own agent to end the job in order, since no coordinator answers; no scheduler sends it."""
 _PR_SET_PDEATHSIG = 1
@@ -31,12 +31,12 @@ _OWN_CRASHES = {signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, si
 
 
 def own_command(module: str, *arguments: str) -> list[str]:
-    """The command of a process of our own. -P: the working directory is no place to import from."""
+    """Command that runs a module in a process of our own. -P: nothing is imported from the working directory."""
     return [sys.executable, "-P", "-m", module, *arguments]
 
 
 def lasting_command(module: str, *arguments: str) -> list[str]:
-    """The same of one that `outlives_workers`."""
+    """Command as of `own_command`, for a process that `outlives_workers`."""
     return own_command(module, OUTLIVES_WORKERS, *arguments)
 
 
@@ -48,10 +48,10 @@ def die_with_parent(parent_pid: int) -> None:
 
 
 def die_with_writer(fd: int) -> int:
-    """Have the kernel SIGKILL this process when nobody has the other end of this pipe open any more, whoever is its
-    parent by then; exit at once if that has happened already. Nobody may ever write to it.
+    """Have the kernel SIGKILL this process when nobody has the other end of this pipe open any more, whichever parent
+    it then has; exit at once if that has happened already. Nobody may ever write to the pipe.
 
-    The descriptor is closed; the one that is returned has to stay open.
+    The descriptor is closed; the returned one has to stay open.
 
     Source: fcntl(2): F_SETOWN and F_SETSIG belong to an open file, so every process needs one of its own.
     """
@@ -66,7 +66,7 @@ def die_with_writer(fd: int) -> int:
 
 
 def adopt_orphans() -> None:
-    """Become the parent of what dead children leave running, so that it can be found and ended."""
+    """Become the parent of processes that dead children leave running, so that they can be found and ended."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
@@ -77,7 +77,7 @@ def _prctl(option: int, value: int) -> None:
 
 
 def machine() -> str:
-    """Names this machine and what processes can be seen from here: where a pid means the same process."""
+    """Name of this machine and its PID namespace: where the name is the same, a pid means the same process."""
     with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
         return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
     return ""
@@ -93,7 +93,7 @@ def children() -> list[int]:
 
 
 def parent_began_s() -> float:
-    """Unix time at which this process's parent was started, of seconds; now, if nobody says.
+    """Unix time, in whole seconds, at which this process's parent was started; the present time if unknown.
 
     Source: proc(5): starttime in /proc/PID/stat, btime in /proc/stat.
     """
@@ -105,7 +105,7 @@ def parent_began_s() -> float:
 
 
 def end_strays(known: Container[int]) -> None:
-    """SIGKILL this process's children that it does not know: what the dead have left running."""
+    """SIGKILL children of this process that are not `known`: dead children have left them running."""
     for pid in children():
         if pid not in known and not outlives_workers(pid):
             with contextlib.suppress(ProcessLookupError, ChildProcessError):
@@ -114,7 +114,7 @@ def end_strays(known: Container[int]) -> None:
 
 
 def unreaped_status(pid: int) -> int | None:
-    """The wait status of a dead process whose parent, not this one, has yet to wait for it; None if it is none.
+    """Wait status of a dead process that its parent, not this process, has not reaped yet; None otherwise.
 
     Source: proc(5): the state, and exit_code, in /proc/PID/stat.
     """
@@ -136,13 +136,13 @@ def is_stopped(pid: int) -> bool:
 
 
 def outlives_workers(pid: int) -> bool:
-    """Whether this process is called `OUTLIVES_WORKERS`, or `lasting_command` has started it."""
+    """Whether this process is called `OUTLIVES_WORKERS`, or was started by a `lasting_command`."""
     words, told = command_words(pid), len(own_command(""))
     return OUTLIVES_WORKERS.encode() in (*words[:1], *words[told : told + 1])
 
 
 def command_words(pid: int) -> list[bytes]:
-    """With what this process was started; none if it is gone."""
+    """Words of the command that started this process; none if it is gone."""
     try:
         with open(f"/proc/{pid}/cmdline", "rb") as file:
             return file.read().split(b"\0")
@@ -151,7 +151,7 @@ def command_words(pid: int) -> list[bytes]:
 
 
 def thread_count() -> int:
-    """Threads of this process."""
+    """Number of threads of this process."""
     return len(os.listdir("/proc/self/task"))
 
 
@@ -164,14 +164,14 @@ def close_descriptors(keep: set[int]) -> None:
 
 
 def raise_descriptor_limit() -> None:
-    """As many descriptors as the hard limit allows."""
+    """Allow this process as many descriptors as the hard limit allows."""
     _soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def why_ended(code: int) -> Why:
-    """What an exit code says, such as 'killed by SIGKILL' or 'exit code 1'; negative: by that signal."""
+    """Meaning of an exit code, such as 'killed by SIGKILL' or 'exit code 1'; negative: by that signal."""
     if code >= 0:
         return Why(Cause.EXITED, f"exit code {code}")
     try:
@@ -182,7 +182,7 @@ def why_ended(code: int) -> Why:
 
 
 def last_line(path: Path) -> str:
-    """The last line of a text file, in a folder of a run directory, that is not empty, '' if there is none."""
+    """Last line that is not empty of a text file in a folder of a run directory; '' if there is none."""
     with contextlib.suppress(OSError):
         with open_given(path, 1) as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - 8192))
@@ -192,12 +192,12 @@ def last_line(path: Path) -> str:
 
 
 def killed_from_outside(code: int) -> bool:
-    """Whether a signal ended it that a process does not send itself by crashing (SIGKILL, SIGTERM, ...)."""
+    """Whether a signal ended the process that a crash does not raise by itself (SIGKILL, SIGTERM, ...)."""
     return code < 0 and -code not in _OWN_CRASHES
 
 
 def pinned_environment(threads: int) -> dict[str, str]:
-    """This process's environment with what numerics depend on fixed; `threads` is the intra-op number per worker."""
+    """This process's environment with fixed settings for numerics; `threads` is the intra-op number per worker."""
     return {
         **os.environ,
         "PYTHONHASHSEED": "0",
@@ -213,8 +213,8 @@ _ROOT = Path("/sys/fs/cgroup")
 
 
 class MemoryKills:
-    """Whether the kernel has killed for want of memory: what SIGKILL alone does not say. Watches the counter of this
-    process's control group; where there is none, no kill was for want of memory.
+    """Tells whether the kernel has killed for lack of memory, which SIGKILL alone does not say. It watches the counter
+    of this process's control group; without one, no kill counts as one for lack of memory.
 
     Source: Linux, admin-guide/cgroup-v2: `oom_kill` in memory.events (memory.oom_control in version 1) counts the
     processes of the group that any kind of out-of-memory killer has killed; it rises before the signal is sent.
@@ -233,7 +233,7 @@ class MemoryKills:
         self._count = count
 
     def lately(self, now_s: float) -> bool:
-        """Whether somebody was killed in the last seconds."""
+        """Whether a process was killed in the last seconds."""
         self.look(now_s)
         return self._rose_s is not None and now_s - self._rose_s <= _LATELY_S
 
@@ -261,20 +261,20 @@ T = TypeVar("T")
 
 
 class Inbox(Generic[T]):
-    """A queue and a descriptor. `fd` is readable while there may be something in it."""
+    """Queue with a descriptor. `fd` is readable while there may be something in it."""
 
     def __init__(self) -> None:
         self._items: deque[T] = deque()
         self.fd, self._wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
     def put(self, item: T) -> None:
-        """Any thread; also a signal handler."""
+        """Add an item. Any thread; also a signal handler."""
         self._items.append(item)
         with contextlib.suppress(OSError):  # full: it is readable anyway; closed: nobody waits any more
             os.write(self._wake, b"\0")
 
     def take(self) -> list[T]:
-        """All that is there."""
+        """Take all items."""
         with contextlib.suppress(BlockingIOError):
             os.read(self.fd, 4096)
         return [self._items.popleft() for _ in range(len(self._items))]
@@ -288,7 +288,7 @@ class Inbox(Generic[T]):
 
 @contextlib.contextmanager
 def taking_signals(numbers: Iterable[int], put: Callable[[int], None]) -> Iterator[None]:
-    """Have these signals given to `put`, where this is the main thread; elsewhere nobody can have them."""
+    """Give these signals to `put` while the block lasts, if this is the main thread; no other thread can take them."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,4 +1,4 @@
-"""What Linux says of how a process spends its time: whether it computes, waits for a processor, or does nothing.
+"""Linux's figures of a process's time: whether it computes, waits for a processor, or does nothing.
 
 Source: proc(5) and Linux, scheduler/sched-stats (schedstat: time on a processor, time in its queue, in ns);
 admin-guide/cgroup-v2 (throttled_usec in cpu.stat; throttled_time, in ns, in version 1).
@@ -19,7 +19,8 @@ _MOST_CHILDREN = 64
 
 
 def figures_of(pid: int, *, whole: bool = False) -> Figures | None:
-    """Of this process now; None if it is gone or nothing is known. whole: with what it read and its children spent."""
+    """Figures of this process now; None if it is gone or nothing is known. whole: with bytes read, and children's
+    time."""
     try:
         fields = _text(f"/proc/{pid}/stat").rpartition(")")[2].split()
         spent = sum(map(int, fields[11:15])) / _TICKS_PER_S
@@ -49,7 +50,7 @@ def ask_about(patience: Patience, pid: int, now_s: float) -> bool:
 
 
 def own_waits_s() -> float:
-    """For how long the threads of this process have waited for a processor in all."""
+    """Total time, in seconds, for which the threads of this process have waited for a processor."""
     found = 0.0
     for thread in os.listdir("/proc/self/task"):
         with contextlib.suppress(OSError, ValueError):
@@ -68,7 +69,7 @@ def _scheduled(path: str) -> tuple[float, float]:
 
 
 def _of_children(pid: int) -> float:
-    """Processor time of the processes below this one; a parent has that of the dead that it waited for."""
+    """Processor time of the processes below this one; a parent's includes that of dead ones that it waited for."""
     found, left = 0.0, [pid]
     for _ in range(_MOST_CHILDREN):
         if not left:
@@ -84,14 +85,14 @@ def _of_children(pid: int) -> float:
 
 
 def _read_bytes(pid: int) -> int:
-    with contextlib.suppress(OSError, ValueError, KeyError):  # of a process of another user, say
+    with contextlib.suppress(OSError, ValueError, KeyError):  # for example a process of another user
         return int(dict(row.split(": ") for row in _text(f"/proc/{pid}/io").splitlines())["read_bytes"])
     return 0
 
 
 @lru_cache(maxsize=256)
 def _cpu_stat(pid: int) -> Path | None:
-    """Where the control group of this process says for how long it was throttled, if it says that."""
+    """File of this process's control group with its throttled time, if there is one."""
     with contextlib.suppress(OSError, ValueError):
         rows = [row.split(":", 2) for row in _text(f"/proc/{pid}/cgroup").splitlines()]
         for _, controllers, path in rows:

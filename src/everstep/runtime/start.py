@@ -1,7 +1,7 @@
-"""What is known of a job on this host before anything of it starts, the same for all commands that start some of it.
+"""The facts that a host knows of a job before anything of it starts, the same for all commands that start a part of it.
 
-`run`, `takeover` and `agent --standby` start a process that leads the job, or may have to; `agent`, and the hosts after
-the first that a launcher starts, an agent alone.
+`run`, `takeover` and `agent --standby` start a process that leads the job, or may have to. `agent`, and the hosts after
+the first that a launcher starts, start an agent alone.
 """
 
 from __future__ import annotations
@@ -22,16 +22,15 @@ from everstep.runtime.link.context import Joining
 
 @dataclass(frozen=True)
 class Start:
-    """config: the job's; before that is known, what this host says of itself. entry, preload, files, ranks: as
-    `Joining` has them. host, own: this host's name and its address, "": both are the config's address. room: for how
-    many workers there is room here, 0: for any number, None: this host has none. domains: in which this host is, by
-    label. run_dir: the job's directory as this host sees it, None if the job says. where: the job is there, as --join
-    says it, "" where this host begins it. task, argv: handed to the workers; an agent runs no other task than this.
+    """Start of a job's part on this host. config: the job's; before that is known, this host's own keys. entry,
+    preload, files, ranks: as `Joining` has them. host, own: this host's name and its address, "": both are the config's
+    address. room: most workers here, 0: any number, None: this host has none. domains: failure domains of this host, by
+    label. run_dir: the job's directory as this host sees it, None if the job says. where: address of the job, as --join
+    takes it, "" if this host begins the job. task, argv: handed to the workers; an agent runs no other task than this.
     token: the job's secret, b"": a new one, or that in the job's directory. secrets: of this host's user in etcd. port:
     where the coordinator listens for other hosts, 0: anywhere, None: no other host may come. strikes: scripted faults
     of hosts and links. succession: how this process leads the job. early: a fork server that may be running already;
-    the first agent takes it over.
-    """
+    the first agent takes it over."""
 
     config: Config
     entry: str = ""
@@ -55,12 +54,12 @@ class Start:
 
     @property
     def name(self) -> str:
-        """What the agent of this host is called."""
+        """Name of this host's agent."""
         return self.host or self.config.network.address
 
     @property
     def address(self) -> str:
-        """Where this host is found by others."""
+        """Address at which others find this host."""
         return self.own or self.config.network.address
 
     @property
@@ -71,7 +70,7 @@ class Start:
         return self.run_dir
 
     def joining(self, address: str, **more: Any) -> Joining:
-        """What the agent of this host is told. address: as `Joining` has it; more: its other fields."""
+        """Facts for the agent of this host. address: as `Joining` has it; more: its other fields."""
         own = {"entry": self.entry, "preload": list(self.preload), "files": self.files, "ranks": self.ranks}
         own |= {"host": self.name, "own": self.address, "room": self.room or 0, "domains": dict(self.domains)}
         return Joining(**{"address": address, **own, "tls": self.config.security.tls, **more})

@@ -1,4 +1,4 @@
-"""The job's hand on processes that are started again when they die: the coordinator, and the agent of its own host."""
+"""The job's hold on processes that it starts again when they die: the coordinator, and the agent of its own host."""
 
 from __future__ import annotations
 
@@ -62,11 +62,11 @@ class Supervised(ABC):
 
     @property
     def moved(self) -> bool:
-        """Whether it has ended because another host leads the job in a directory of its own."""
+        """Whether it ended because another host leads the job in a directory of its own."""
         return self.exit_code == MOVED
 
     def age_s(self, now_s: float) -> float:
-        """Of its present life."""
+        """Age of its present life, in seconds."""
         return now_s - self._started_s
 
     @abstractmethod
@@ -78,7 +78,7 @@ class Supervised(ABC):
     ) -> None:
         """Start a life as this command, which inherits these descriptors. secrets: for its environment alone."""
         with os.fdopen(open_below(self.log_path, APPEND, 1, make=True), "ab") as log:
-            # A session of its own: what is sent to the job's process group is for the job to act upon.
+            # A session of its own: signals to the job's process group are for the job to act upon.
             self._process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
@@ -93,7 +93,8 @@ class Supervised(ABC):
         self.restart_at_s = inf
 
     def kill(self) -> bool:
-        """SIGKILL: it lives, but does nothing. `pidfd` becomes readable. Returns whether it was not killed before."""
+        """SIGKILL a process that lives but does nothing; `pidfd` becomes readable. Returns False if it was killed
+        already."""
         if self._process is None or self._silent:
             return False
         self._silent = True
@@ -101,10 +102,10 @@ class Supervised(ABC):
         return True
 
     def died(self, now_s: float) -> tuple[Why, bool]:
-        """Call when `pidfd` is readable; sets `restart_at_s`.
+        """Take in its death when `pidfd` is readable; sets `restart_at_s`.
 
-        Returns why it died, and whether another start is hopeless: it ends itself each time. One that is killed from
-        outside could have begun.
+        Returns why it died, and whether another start is hopeless: it ends itself each time. A life that was killed
+        from outside could have begun, so that is no reason.
         """
         self.died_unix_ns = time.time_ns()
         self.exit_code = self._process.wait() if self._process is not None else 0
@@ -121,7 +122,7 @@ class Supervised(ABC):
         return self.death, self._failed_starts >= HOPELESS
 
     def end(self, timeout_s: float = 2.0) -> None:
-        """Stop it for good: SIGTERM, and SIGKILL after so long. One that stands still is continued first."""
+        """Stop it for good: SIGTERM, and SIGKILL after so long. A stopped process is continued first."""
         if self._process is not None:
             self._process.terminate()
             self._process.send_signal(signal.SIGCONT)
@@ -140,7 +141,7 @@ class Supervised(ABC):
 
 
 class CoordinatorProcess(Supervised):
-    """The one coordinator of a run directory, where others' may take its place, or it theirs."""
+    """The one coordinator of a run directory; coordinators of other hosts may take its place, or it theirs."""
 
     def __init__(self, begun: Start) -> None:
         super().__init__(begun.folder / LOGS_FOLDER / "coordinator.log")
@@ -148,7 +149,7 @@ class CoordinatorProcess(Supervised):
         self._port = begun.port or 0
 
     def died(self, now_s: float) -> tuple[Why, bool]:
-        """As ever; but one that another has taken the place of stands by at once."""
+        """Take in its death, as other processes'; but a coordinator that was replaced by another stands by at once."""
         why, hopeless = super().died(now_s)
         if self.moved:
             self.restart_at_s = inf
@@ -161,7 +162,7 @@ class CoordinatorProcess(Supervised):
         return why, hopeless
 
     def strike(self, kind: str, for_s: float) -> None:
-        """A fault on purpose: kill, stop (for_s 0: until somebody continues it) or throttle."""
+        """Carry out a scripted fault: kill, stop (for_s 0: until somebody continues it) or throttle."""
         if self._process is None or self._process.poll() is not None:
             return
         if kind == "throttle":
@@ -197,11 +198,11 @@ class LocalHost(Supervised):
 
     @property
     def name(self) -> str:
-        """What its agent is called."""
+        """Name of its agent."""
         return self._begun.name
 
     def start(self) -> None:
-        """Start an agent, with the early fork server if there is one that nobody has had yet."""
+        """Start an agent, with the early fork server if no agent has had it yet."""
         begun, early = self._begun, None if self._handed else self._early
         self._handed = True
         threads, run_dir = begun.config.threads, begun.folder
@@ -219,8 +220,8 @@ class LocalHost(Supervised):
             early.let_go()
 
     def wake(self, now_s: float) -> str:
-        """One that a signal has stopped speaks for its workers no more: it is continued, and killed if that is no help.
-        Call again and again. Returns what was done, in words."""
+        """Continue an agent that a signal has stopped, because it speaks for its workers no more; kill it if that does
+        not help. Call again and again. Returns words about the act."""
         if self.pidfd < 0 or not ask_about(self._moves, self.pid, now_s):
             return ""
         stopped_s = self._moves.stopped_s
@@ -234,19 +235,19 @@ class LocalHost(Supervised):
             return f"{words} killed and started again"
         if stopped_s >= STOPPED_S and not self._continued:
             self._continued = True
-            signal.pidfd_send_signal(self.pidfd, signal.SIGCONT)  # killed, it would take the workers' state along
+            signal.pidfd_send_signal(self.pidfd, signal.SIGCONT)  # a kill would take the workers' state along
             return f"{words} continued"
         return ""
 
     def end_alone(self) -> None:
-        """Have its workers save and leave by themselves, as no coordinator tells them to."""
+        """Have its workers save and leave by themselves, because no coordinator tells them to."""
         with contextlib.suppress(ProcessLookupError):
             if self.pidfd >= 0:
                 signal.pidfd_send_signal(self.pidfd, END_ALONE)
 
     def died(self, now_s: float) -> tuple[Why, bool]:
-        """As ever; but an agent that was told of the job's end, maybe before the job was, or before it could hear, is
-        not started again; nor one that was refused, which the next one would be, too."""
+        """Take in its death, as other processes'. An agent that was told of the job's end, maybe earlier than this
+        process, is not started again; nor is a refused one, as the next one would be refused, too."""
         if self._early is not None:  # a child of this process, which does not outlive the agent that had it
             self._early.close(_SERVER_WAIT_S)
         found = super().died(now_s)

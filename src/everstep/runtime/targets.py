@@ -1,7 +1,7 @@
-"""Where Prometheus finds the metrics of all runs in a folder: one file of targets and one token beside the runs.
+"""Metrics targets for Prometheus: one file of targets and one token beside the runs of a folder.
 
-Prometheus gives one token to all targets of a file, so runs that share the file share the token. Only a folder that is
-ours, and that nobody else can write to, has them.
+Prometheus gives one token to all targets of a file, so runs that share the file share the token. Both are only put into
+a folder that is ours, and that nobody else can write to.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def shared_folder(run_dir: Path) -> Path | None:
 
 
 def put_target(run_dir: Path, target: dict[str, Any] | None) -> None:
-    """From now on this run is found there; None: no more. Runs that nobody holds any more go, too. What cannot be
-    written is left: it only informs."""
+    """List this run as a target from now on; None: list it no more. Runs that nobody holds are removed, too. Failed
+    writes are ignored: the file only informs."""
     folder, name = shared_folder(run_dir), run_dir.resolve().name
     if folder is None:
         return
@@ -57,7 +57,7 @@ def _targets(path: Path) -> list[Any]:
 
 
 def _run_of(target: Any) -> str:
-    """The run's name that a target has as its label; "" if it is none of ours."""
+    """Name of the run in a target's label; "" if the target is not ours."""
     labels = target.get("labels") if isinstance(target, dict) else None
     name = labels.get("run") if isinstance(labels, dict) else None
     good = isinstance(name, str) and name not in ("", ".", "..") and not {"/", "\0"} & set(name)

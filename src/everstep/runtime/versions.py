@@ -1,6 +1,6 @@
-"""What has to be alike on all hosts of a job before anything is started: versions, Everstep's own sources, the task.
+"""Facts that must be alike on all hosts of a job before anything starts: versions, Everstep's own sources, the task.
 
-Nothing is imported to find out, and nothing of the task is run.
+Finding them imports nothing, and runs nothing of the task.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _MOST_FILE_BYTES = 16 << 20
 
 
 def versions() -> dict[str, str]:
-    """Of this host and its environment, by name."""
+    """Versions of this host and its environment, by name."""
     found = {"python": platform.python_version()}
     for name in _PACKAGES:
         with contextlib.suppress(metadata.PackageNotFoundError):
@@ -31,7 +31,7 @@ def versions() -> dict[str, str]:
 
 @functools.cache
 def own_sources() -> str:
-    """A digest of the source files that this Everstep is made of, 16 digits: a checkout has the version of another."""
+    """Digest, 16 digits, of Everstep's source files: different checkouts may bear the same version."""
     folder, found = Path(__file__).parents[1], hashlib.blake2b(digest_size=8)
     for path in sorted(folder.rglob("*.py")):
         found.update(f"{path.relative_to(folder)}\0".encode() + read_given(path))
@@ -39,7 +39,7 @@ def own_sources() -> str:
 
 
 def task_digest(task: str) -> str:
-    """SHA-256 of the file that a task is in, the first 16 digits; "" for a ready task, or if there is no such file."""
+    """SHA-256, first 16 digits, of the file of a task; "" for a ready task, or if there is no such file."""
     where = task.rpartition(":")[0] or task
     if where.endswith(".py"):
         files = [Path(where)]
@@ -55,7 +55,7 @@ def task_digest(task: str) -> str:
 
 
 def differences(here: Mapping[str, str], there: Mapping[str, str]) -> list[str]:
-    """What is not alike, in plain words. there: of the job's own host."""
+    """Differences in plain words. there: versions of the job's own host."""
     return [
         f"{name} is {here.get(name) or 'not here'}, the job's host has {theirs}"
         for name, theirs in sorted(there.items())

@@ -1,1 +1,2 @@
-"""What `everstep launch` writes for each engine; engines start hosts, and only Everstep starts workers."""
+"""Files and commands that `everstep launch` makes for each engine; engines start hosts, and only Everstep starts
+workers."""

@@ -1,6 +1,6 @@
 """A job as Kubernetes objects: an Indexed Job with one pod per host, or a JobSet; pod 0 is the job's own host. Pure.
 
-No cluster was at hand to try this on: what is written is checked against the schemas of Kubernetes alone.
+No cluster was at hand to try this on: the objects are checked against the schemas of Kubernetes alone.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from everstep.cli.engines.launch import FINAL, Launch, host_script
 
 PORT = 29400
 AGAIN = 75
-"""Exit code of a pod that is to be made again; the job goes on meanwhile."""
+"""Exit code of a pod that has to be made again; the job goes on meanwhile."""
 _GRACE_S = 120
 _LABEL = "everstep/job"
 Object = dict[str, Any]
 
 
 class Pods(NamedTuple):
-    """What pods are made of. claim: of the volume that all of them mount at /runs. queue: of Kueue, "" for none."""
+    """Settings of the pods. claim: of the volume that all of them mount at /runs. queue: of Kueue, "" for none."""
 
     image: str
     claim: str
@@ -60,7 +60,7 @@ def job_set(launch: Launch, pods: Pods, token: str) -> list[Object]:
 
 
 def to_yaml(objects: list[Object]) -> str:
-    """As one stream of documents; texts of several lines stay readable."""
+    """The objects as one stream of documents; texts of several lines stay readable."""
     import yaml
 
     class Dumper(yaml.SafeDumper):
@@ -71,7 +71,7 @@ def to_yaml(objects: list[Object]) -> str:
         return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=style)
 
     Dumper.add_representer(str, text)
-    apart = json.loads(json.dumps(objects))  # what occurs twice is written twice
+    apart = json.loads(json.dumps(objects))  # repeated values are written out
     return yaml.dump_all(apart, Dumper=Dumper, sort_keys=False, width=120)
 
 
@@ -81,8 +81,8 @@ def _replicated(name: str, pods_count: int, pod: Object, launch: Launch) -> Obje
 
 
 def _job_spec(count: int, pod: Object, container: str) -> Object:
-    """A pod that ends badly is made again by itself, the others go on; one that a node or a preemption has taken counts
-    for nothing; where no new one would help, all ends."""
+    """Rules for pods: a pod that ends badly is made again by itself, the others go on; a pod lost with its node or
+    preempted does not count; if no new one would help, all end."""
     codes = {"containerName": container, "operator": "In"}
     return {
         "completions": count,
@@ -111,7 +111,7 @@ def _pod(launch: Launch, pods: Pods, index: str, where: str) -> Object:
     container = {
         "name": launch.name,
         "image": pods.image,
-        "command": ["/bin/sh", "-c", script.replace("$", "$$")],  # it makes one of two, and names of variables else
+        "command": ["/bin/sh", "-c", script.replace("$", "$$")],  # else it halves them, and reads variables
         "env": [
             {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
             {
@@ -165,7 +165,8 @@ def _pod(launch: Launch, pods: Pods, index: str, where: str) -> Object:
 
 
 def _secret(launch: Launch, pods: Pods, token: str) -> Object:
-    """It is not to be changed: pods that are made again need the one that the others have."""
+    """Secret with the token; it must not change, because pods that are made again need the token that the others
+    have."""
     metadata = _metadata(launch, pods._replace(queue=""), f"{launch.name}-token")
     return {
         "apiVersion": "v1",

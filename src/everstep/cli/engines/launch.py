@@ -1,4 +1,4 @@
-"""What is launched, whatever the engine: the words of the job's own command and of each other host's agent. Pure."""
+"""The launch of a job, for any engine: the words of the job's own command and of each other host's agent. Pure."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import NamedTuple
 class Launch(NamedTuple):
     """A job on `hosts` hosts with `slots` workers each.
 
-    name: fit for engines (letters, digits, hyphens). task, options, argv: of `everstep run`. run_dir: where all hosts
-    see it. python: the interpreter there. settings: "key=value" of what each host says of itself. folder: where hosts
-    that share the file system begin, so that relative names are the same there.
+    name: fit for engines (letters, digits, hyphens). task, options, argv: of `everstep run`. run_dir: as all hosts see
+    it. python: the interpreter there. settings: "key=value" of each host's own keys. folder: working directory on hosts
+    that share the file system, so that relative names are the same there.
     """
 
     name: str
@@ -27,7 +27,7 @@ class Launch(NamedTuple):
 
     @property
     def everstep(self) -> list[str]:
-        """How the command line is started on a host."""
+        """Words that start the command line on a host."""
         return [self.python, "-P", "-m", "everstep"]
 
     def job_words(self, listen: str, *more: str) -> str:
@@ -52,11 +52,11 @@ def host_script(
 ) -> str:
     """The shell script of one host: host 0 is the job's own.
 
-    index: which host this is, in a shell's words. job, agent: arguments. again: what has the engine start this host
-    again. alone: a SIGTERM of the engine's comes to the shell alone, not to what it runs as well. in_vain: what is done
-    when it has waited in vain for the others; leaving=1 has it start again.
+    index: number of this host, in a shell's words. job, agent: arguments. again: command that has the engine start this
+    host again. alone: the engine's SIGTERM comes to the shell alone, not to its children. in_vain: commands for a host
+    that has waited in vain for the others; leaving=1 has it start again.
 
-    SIGUSR1 means that the host is to go soon: an agent hands its workers over, the job takes a checkpoint.
+    SIGUSR1 means that the host has to go soon: an agent hands its workers over, the job takes a checkpoint.
     """
     end = '[ -z "$here" ] || kill -TERM "$here"' if alone else ":"  # a second one would end the job at once
     return f"""\

@@ -1,7 +1,7 @@
-"""A job on a Ray cluster: one actor per host, in placement groups that keep them apart, and in each actor an agent (in
-the first the job itself) as a process of its own.
+"""A job on a Ray cluster: one actor per host, in placement groups that keep them apart. Each actor runs an agent, and
+the first the job itself, as a process of its own.
 
-Ray starts the actors, again elsewhere when a node is lost; it knows nothing of workers. Needs the extra `ray`.
+Ray starts the actors, and again elsewhere if a node is lost; it knows nothing of workers. Needs the extra `ray`.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ _END_WAIT_S = 45.0
 
 
 def arguments(launch: Launch, number: int, job_at: str, own: str) -> list[str]:
-    """Of `everstep` on host `number`. job_at: where the job listens; own: this host's address."""
+    """Arguments of `everstep` on host `number`. job_at: address of the job; own: this host's address."""
     if number == 0:
         return shlex.split(launch.job_words(job_at))
     return [*shlex.split(launch.agent_words(job_at, f"host-{number}")), "--address", own]
 
 
 class HostProcess:
-    """What an actor runs: a process that ends with it, and whose exit code it tells."""
+    """An actor's process: it ends with the actor, which reports its exit code."""
 
     def __init__(self, number: int) -> None:
         self._number = number
@@ -52,7 +52,7 @@ class HostProcess:
             return own, int(sock.getsockname()[1])
 
     def run(self, launch: tuple[Any, ...], job_at: str, towards: str, token: str) -> int:
-        """Run until it ends. Returns the exit code."""
+        """Run the process until it ends. Returns the exit code."""
         found = Launch(*launch)
         words = arguments(found, self._number, job_at, self.where(towards)[0])
         command = own_command(MODULE, str(os.getpid()), *words)
@@ -63,20 +63,20 @@ class HostProcess:
         return self._process.wait()
 
     def tell(self, number: int) -> None:
-        """Send it a signal."""
+        """Send the process a signal."""
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError):
                 self._process.send_signal(number)
 
 
 def _own_environment() -> dict[str, str]:
-    """What it runs is no worker of Ray's."""
+    """Environment without Ray's variables for its workers."""
     return {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
 
 
 def start(launch: Launch, token: bytes, address: str | None, gpus: int, least: int) -> int:
     """Run the job on a cluster. address: of the cluster, None for that of the environment. gpus: of each worker. least:
-    so many hosts may begin.
+    number of hosts with which the job may begin.
 
     Returns the exit code. Raises: ConfigError if Ray is not installed, or no cluster is there.
     """
@@ -95,7 +95,7 @@ def start(launch: Launch, token: bytes, address: str | None, gpus: int, least: i
 
 
 def _why(error: BaseException, ray: Any) -> str:
-    """Ray's own words, or what it lets one guess only."""
+    """Reason of a failed connection: Ray's own words, or the missing token that they only hint at."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, getattr(ray.exceptions, "AuthenticationError", ())) or "InvalidAuthToken" in str(cause):
@@ -124,13 +124,13 @@ class _RayGroups:
         return [(node, addresses.get(node, "")) for node in (str(found[index] or "") for index in sorted(found))]
 
     def remove(self, group: Any) -> None:
-        with contextlib.suppress(Exception):  # what goes with the job is no reason to fail
+        with contextlib.suppress(Exception):  # it goes with the job in any case
             self._remove(group)
 
 
 class _Driver:
-    """Keeps each host's process running until the job is over; a host whose actor is lost begins anew where its bundle
-    has come to lie."""
+    """Keeps each host's process running until the job is over; a host whose actor is lost begins again on the node that
+    its bundle gets."""
 
     def __init__(self, ray: Any, launch: Launch, token: bytes, gpus: int, least: int) -> None:
         bundle = {"CPU": float(launch.slots), **({"GPU": float(gpus * launch.slots)} if gpus else {})}
@@ -147,7 +147,7 @@ class _Driver:
         self._signal = 0
 
     def run(self) -> int:
-        """Returns the job's exit code."""
+        """Run the job. Returns its exit code."""
         self._say(f"waiting for {self._launch.hosts} nodes with {self._bundle} each")
         before = {n: signal.signal(n, lambda number, _: self._tell(number)) for n in (signal.SIGINT, signal.SIGTERM)}
         try:
@@ -162,13 +162,13 @@ class _Driver:
             self._end()
 
     def _turn(self) -> int | None:
-        """Start what has a node, and hear what has ended. Returns the job's exit code if it is over."""
+        """Start hosts that have a node, and take in ends. Returns the job's exit code if it is over."""
         parted = self._places.alone
         self._due.update(self._places.look(time.monotonic()))
         if self._places.alone and not parted:
             self._say("some nodes are missing: the job begins without them, and they join when they come")
         for number in sorted(self._due):
-            if number == 0 or 0 in self._running:  # which knows where the job is
+            if number == 0 or 0 in self._running:  # that one knows where the job is
                 self._due.remove(number)
                 self._begin(number)
         if self._signal and 0 not in self._running:
@@ -207,7 +207,7 @@ class _Driver:
         self._running[number] = actor.run.remote(tuple(self._launch), self._job_at, towards, self._token)
 
     def _ended(self, number: int | None) -> int | None:
-        """A host's process or actor has ended. Returns the job's exit code if it is over."""
+        """Take in the end of a host's process or actor. Returns the job's exit code if it is over."""
         if number is None:  # given up meanwhile
             return None
         try:
@@ -230,40 +230,40 @@ class _Driver:
             self._all_again()
 
     def _again(self, number: int) -> None:
-        """Where it was."""
+        """Start a host again on its node."""
         self._give_up(number)
         self._due.add(number)
         if number == 0:
             self._all_again()
 
     def _all_again(self) -> None:
-        """They know the job by an address that is no more."""
+        """Start all hosts again, because they know the job by an old address."""
         self._head = ""
         for other in list(self._running):
             self._give_up(other)
             self._due.add(other)
 
     def _give_up(self, number: int) -> None:
-        """What its bundle has is free again."""
+        """Give a host up, which frees its bundle."""
         self._running.pop(number, None)
         actor = self._actors.pop(number, None)
         if actor is not None:
             self._ray.kill(actor)
 
     def _tell(self, number: int) -> None:
-        """In a signal handler: the call is made elsewhere."""
+        """Pass a signal on. In a signal handler, so the call is made elsewhere."""
         self._signal = number
         if 0 not in self._running:
             return
         threading.Thread(target=lambda: self._actors[0].tell.remote(number), daemon=True).start()
 
     def _last(self, code: int) -> None:
-        """Agents would wait for a job that was told to stop."""
+        """End the agents, too, if the job was told to stop: they would wait for it."""
         for number in self._running if code == 128 + signal.SIGTERM else ():
             self._actors[number].tell.remote(int(signal.SIGTERM))
 
     def _end(self) -> None:
-        """Agents have heard of the job's end; what is left goes with the actors."""
+        """Wait for the agents, which have heard of the job's end; the rest goes with the actors."""
         with contextlib.suppress(Exception):
             agents = [ref for number, ref in self._running.items() if number]
             if agents:
@@ -275,7 +275,7 @@ class _Driver:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Entry point of what an actor starts: `everstep` that ends with it. Arguments: the actor's pid, the words."""
+    """Entry point of an actor's process: `everstep` that ends with the actor. Arguments: the actor's pid, the words."""
     words = list(sys.argv[1:] if argv is None else argv)
     die_with_parent(int(words[0]))  # stays in force when the process goes on as another program
     command = own_command("everstep", *words[1:])

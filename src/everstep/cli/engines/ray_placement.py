@@ -1,9 +1,9 @@
-"""On which nodes of a Ray cluster the hosts of a job are to run: what is asked of its placement groups. Pure.
+"""Nodes of a Ray cluster for the hosts of a job: the requests for placement groups. Pure.
 
 All hosts are bundles of one STRICT_SPREAD group, which Ray places at once or not at all. A job that may begin with
-fewer does not wait for that: then each host has a group of its own, placed as soon as there is a node for it. Only
-within a group does Ray keep bundles apart; so beside a host's bundle its group has one for each node that has a host
-already, which takes next to nothing of what that node alone has.
+fewer does not wait for that: then each host has a group of its own, placed as soon as there is a node for it. Ray keeps
+bundles apart only within a group; so a host's group has, beside the host's bundle, one for each node that has a host
+already. Such a bundle takes next to nothing of a resource that only that node has.
 """
 
 from __future__ import annotations
@@ -20,17 +20,18 @@ class Groups(Protocol):
     """Placement groups whose bundles lie on different nodes."""
 
     def make(self, bundles: list[RayBundle]) -> Hashable:
-        """Ask for one."""
+        """Ask for a group."""
 
     def nodes(self, group: Hashable) -> list[tuple[str, str]]:
-        """(id, address) of the node of each bundle; "" for both where it has none."""
+        """(id, address) of the node of each bundle; "" for both if it has none."""
 
     def remove(self, group: Hashable) -> None:
-        """Give it up, or back."""
+        """Give the group up, or back."""
 
 
 class RayPlaces:
-    """Where each of `hosts` hosts is to run. bundle: what a host takes of its node. least: so many hosts may begin."""
+    """Places for `hosts` hosts. bundle: resources of a host on its node. least: number of hosts with which the job may
+    begin."""
 
     def __init__(self, groups: Groups, bundle: RayBundle, hosts: int, least: int, now_s: float) -> None:
         self._groups = groups
@@ -41,7 +42,7 @@ class RayPlaces:
         all_of_them = groups.make([bundle] * hosts)
         self._of: dict[int, tuple[Hashable, int]] = {number: (all_of_them, number) for number in range(hosts)}
         self._taken: dict[int, tuple[str, str]] = {}
-        """The node of each host that has one, as far as it was said to have."""
+        """The node of each host that has one, by the last report."""
 
     @property
     def alone(self) -> bool:
@@ -49,7 +50,7 @@ class RayPlaces:
         return self._alone
 
     def of(self, number: int) -> tuple[Any, int]:
-        """The group of a host, and which bundle of it."""
+        """The group of a host, and its bundle there."""
         return self._of[number]
 
     def look(self, now_s: float) -> list[int]:
@@ -72,13 +73,13 @@ class RayPlaces:
         return come
 
     def lost(self, number: int) -> None:
-        """What ran on a host is gone, and its node perhaps, too: it waits for one again."""
+        """Take in that a host's process is gone, and perhaps its node, too: the host waits for a node again."""
         self._taken.pop(number, None)
         for waiting in self._waiting() if self._alone else ():
-            self._ask_again(waiting)  # else they would wait for what that node had
+            self._ask_again(waiting)  # otherwise they would wait for resources of that node
 
     def close(self) -> None:
-        """Give back all that there is."""
+        """Give all groups back."""
         for group in dict.fromkeys(group for group, _ in self._of.values()):
             self._groups.remove(group)
 

@@ -1,9 +1,10 @@
-"""A job as an array of Slurm, one element per host: what is lost or preempted is requeued by itself, the others go on.
+"""A job as an array of Slurm, one element per host: a lost or preempted element is requeued by itself, the others go
+on.
 
-Source: measured on Slurm 22.05: one job over several nodes is killed and requeued as a whole when a node dies; of an
-array only the lost element is. An element that merely ends badly is not requeued, so the script asks for it.
-A SIGTERM (preemption, time limit, scancel) goes to all processes of an element, --signal=B: to its shell alone.
-What is requeued waits for cred_expire (AuthInfo in slurm.conf, 120 s by default) before it starts again.
+Source: measured on Slurm 22.05. When a node dies, one job over several nodes is killed and requeued as a whole; of an
+array only the lost element is. An element that merely ends badly is not requeued, so the script asks for it. A SIGTERM
+(preemption, time limit, scancel) goes to all processes of an element, --signal=B: to its shell alone. A requeued
+element waits for cred_expire (AuthInfo in slurm.conf, 120 s by default) before it starts again.
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ from everstep.cli.engines.launch import Launch, host_script
 
 ADDRESS = "EVERSTEP_ADDRESS"
 _AGAIN = 'scontrol requeue "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"'
-"""By that name: the SLURM_JOB_ID of one of the elements is that of the array, and all of it would be requeued."""
+"""Requeues by this name: one element's SLURM_JOB_ID is that of the array, and all of it would be requeued."""
 _IN_VAIN = 'leaving=$(squeue -h -j "${SLURM_ARRAY_JOB_ID}_0" 2>/dev/null)'
-"""Started again only while host 0 is still to come."""
+"""Have the element start again only while host 0 is still to come."""
 
 
 def script(launch: Launch, extra: Sequence[str] = (), notice_s: int = 60) -> str:
     """The script for sbatch. extra: further options of sbatch, such as "partition=gpu". notice_s: seconds before its
-    time limit that an element is told to leave."""
+    time limit at which an element is told to leave."""
     options = {
         "job-name": launch.name,
         "array": f"0-{launch.hosts - 1}",

@@ -1,7 +1,6 @@
-"""A job on hosts that are reached by ssh: the first is the job's own, the others have agents, which are started again
-when they are lost.
+"""A job on hosts reached by ssh: the first is the job's own, the others have agents, which are started again when lost.
 
-The token goes over the standard input of each ssh, which stays open: when it ends, what runs there is told to end.
+The token goes over the standard input of each ssh, which stays open: when it ends, the process there is told to end.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ exit "$code"
 
 
 def remote_words(launch: Launch, number: int, address: str, port: int) -> str:
-    """What the shell of host `number` does. address, port: where the job listens, on host 0."""
+    """Script for the shell of host `number`. address, port: where the job listens, on host 0."""
     if number == 0:
         words = launch.job_words(f"{shlex.quote(address)}:{port}")
     else:
@@ -68,13 +67,14 @@ class Remote:
     _tries: int = 0
 
     def begun(self, now_s: float) -> None:
-        """Its ssh has been started."""
+        """Note that its ssh was started."""
         self.running, self.due_s, self._began_s = True, inf, now_s
 
     def ended(self, code: int, now_s: float) -> str:
-        """Its ssh has ended with this code. Returns what is to be said, "" if nothing is.
+        """Take in that its ssh has ended with this code. Returns words for the user, "" if there are none.
 
-        0: handed over, or the job is over; 2: refused; else it is tried again, later and later while that is no help.
+        Exit code 0: handed over, or the job is over; 2: refused; other codes: it is tried again, at growing intervals
+        while that fails.
         """
         self.running = False
         if now_s - self._began_s >= HEALTHY_S:
@@ -103,7 +103,7 @@ class SshHosts:
     _fds: dict[int, int] = field(default_factory=dict)
 
     def run(self) -> int:
-        """Returns the exit code of the job's own host, once all have ended."""
+        """Run the job. Returns the exit code of the job's own host, once all have ended."""
         remotes = [Remote(name) for name in self.hosts]
         code: int | None = None
         with taking_signals((signal.SIGINT, signal.SIGTERM, signal.SIGUSR1), self._inbox.put):
@@ -144,7 +144,7 @@ class SshHosts:
     def _write(self, number: int, text: str) -> None:
         process = self._processes.get(number)
         if process is not None and process.stdin is not None:
-            with contextlib.suppress(OSError):  # it has ended, which is noticed elsewhere
+            with contextlib.suppress(OSError):  # its process has ended, which is noticed elsewhere
                 process.stdin.write(text.encode())
 
     def _end(self, number: int) -> int:
@@ -155,8 +155,8 @@ class SshHosts:
         return process.wait()
 
     def _end_others(self, alone_s: float) -> None:
-        """Agents have heard of the end; those that have not within so many seconds are told when their standard input
-        ends. Those of a job that was told to stop would wait for the next one."""
+        """Wait for the agents, which have heard of the end; after so many seconds the others are told by the end of
+        their standard input. Agents of a job that was told to stop would wait for the next one."""
         readable_until_s = time.monotonic() + _LAST_WAIT_S
         for number in list(self._processes):
             fd, process = self._fds[number], self._processes[number]
@@ -168,7 +168,7 @@ class SshHosts:
 
 
 def ssh(options: Sequence[str]) -> Callable[[str, str], subprocess.Popen[bytes]]:
-    """Starts ssh with these options: a host, and a script for its shell."""
+    """Function that starts ssh with these options: to a host, with a script for its shell."""
 
     def start(host: str, script: str) -> subprocess.Popen[bytes]:
         command = ["ssh", "-T", "-o", "BatchMode=yes", "-o", "ServerAliveInterval=15", *options, "--", host]

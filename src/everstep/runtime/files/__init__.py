@@ -1,1 +1,1 @@
-"""Files of a job: whose they are, and how they pass between hosts."""
+"""Files of a job: their owners, and their transfer between hosts."""

@@ -1,4 +1,4 @@
-"""The files of a job on an agent's host, and what passes between them and the job's own directory."""
+"""The files of a job on an agent's host, and their exchange with the job's own directory."""
 
 from __future__ import annotations
 
@@ -57,19 +57,19 @@ _CUT_OFF_S = 5.0
 
 @dataclass(frozen=True)
 class PeerWire:
-    """How an agent speaks with the peers of its workers. own: its address; token: of the role `peer`."""
+    """An agent's connections to the peers of its workers. own: its address; token: of the role `peer`."""
 
     own: str
     token: bytes
     tls: Tls | None
 
     def call(self, address: str, request: dict[str, Any]) -> PeerConnection:
-        """Raises: as `peer_connect`."""
+        """Connect to a peer and make a request. Raises: as `peer_connect`."""
         return peer_connect(address, self.token, request, tls=self.tls)
 
 
 class AgentFiles:
-    """Of an agent that has heard of its job. client: speaks with the coordinator.
+    """Files of an agent that has heard of its job. client: speaks with the coordinator.
 
     Raises: ConfigError if there is no directory to work in.
     """
@@ -91,7 +91,7 @@ class AgentFiles:
 
     def _use_own(self, facts: JobFacts, joining: Joining) -> None:
         run_dir, where = self._place.run_dir, joining.where()
-        if isinstance(where, Path) and where.parent == run_dir:  # there the job itself says where it is
+        if isinstance(where, Path) and where.parent == run_dir:  # in the job's own directory the job itself writes it
             raise ConfigError(f"expected the job's directory at {facts.run_dir}, it is not there")
         self._held.enter_context(run_lock(run_dir))
         try:
@@ -116,7 +116,7 @@ class AgentFiles:
         return self._place.apart or not facts.place or word_in(self.run_dir) == facts.place
 
     def say(self) -> None:
-        """Over a new connection: where this host's files are."""
+        """Tell the coordinator, over a new connection, where this host's files are."""
         address = self._server.address if self._server is not None else ""
         here, apart = self._host, self._place.apart
         said = HostPlace(agent_id=here, apart=apart, disk=self._disk, address=address, domains=self._domains)
@@ -125,12 +125,12 @@ class AgentFiles:
             self._sender.ask_again()
 
     def answered(self, answer: FilesHeld) -> None:
-        """Any thread: what has arrived."""
+        """Take in the head's answer about arrived files. Any thread."""
         if self._sender is not None:
             self._sender.answered(answer)
 
     def hear(self, message: HostsThere | JobPage | HostAsk) -> None:
-        """What processes of this host look at, or somebody asks for. Never raises for the disk's sake."""
+        """Take in files for this host's processes, or a question about them. Never raises because of the disk."""
         if isinstance(message, HostAsk):
             logs = self.run_dir / LOGS_FOLDER
             found, data = logs_in(logs), log_bytes(logs, message.name, message.start)
@@ -145,7 +145,7 @@ class AgentFiles:
                 write_atomically(self.run_dir / message.name, message.text)
 
     def _serve(self) -> None:
-        """Other hosts may look into this one's checkpoints, as they do not see them."""
+        """Serve this host's checkpoints to other hosts, as they do not see this directory."""
         if self._server is None and self._files:
             module, _, name = self._files.partition(":")
             handler = getattr(importlib.import_module(module), name)(self._checkpoints, self._wire.call)
@@ -153,7 +153,7 @@ class AgentFiles:
             self.say()
 
     def finish(self, timeout_s: float) -> bool:
-        """Nothing is written here any more: until all has arrived; whether it has."""
+        """Wait, once nothing is written here any more, until all has arrived; returns whether it has."""
         if self._sender is None:
             return True
         begin_s = heard_s = time.monotonic()
@@ -165,7 +165,7 @@ class AgentFiles:
         return True
 
     def close(self, *, done: bool) -> None:
-        """done: the job is, so nobody comes back for what is here."""
+        """End all transfers. done: the job is over, so nobody comes back for files that are here."""
         if self._server is not None:
             self._server.close()
         if self._sender is not None:
@@ -180,14 +180,14 @@ class AgentFiles:
 
 
 class DirectorySender(FileSender):
-    """Sends the files of a host's own directory to the head, and notes for the processes there what has arrived."""
+    """Sends the files of a host's own directory to the head, and notes for the processes there which have arrived."""
 
     def __init__(self, run_dir: Path, send: Callable[[AnyMessage], None]) -> None:
         self._run_dir = run_dir
         self._told, self._digests = 0, dict[str, str]()
         self._noted: dict[str, Any] = {"through": 0, "files": {}}
         self._note_s = 0.0
-        (run_dir / ARRIVED_FILE).unlink(missing_ok=True)  # of an earlier run
+        (run_dir / ARRIVED_FILE).unlink(missing_ok=True)  # from an earlier run
         super().__init__(TO_HEAD, self._found, word_in_source(run_dir), send, each_turn=self._note)
 
     def answered(self, answer: FilesHeld) -> float | None:
@@ -207,7 +207,7 @@ class DirectorySender(FileSender):
         return found
 
     def _note(self, digests: dict[str, str]) -> None:
-        """What the host's own disk refuses is noted at a later turn."""
+        """Note arrived files; if the host's own disk refuses, a later turn tries again."""
         self._digests |= digests
         arrived = {"through": self._told, "files": dict(self._digests)}
         urgent = arrived["files"] != self._noted["files"] or time.monotonic() > self._note_s
@@ -218,14 +218,14 @@ class DirectorySender(FileSender):
                 self._noted = arrived
 
 
-# ---- logs, for who asks from elsewhere
+# ---- logs, for readers on other hosts
 
 _LOG = re.compile(r"worker-\d{1,7}(\.\d{1,3})?\.jsonl")
 LOG_BYTES = 512 << 10
 
 
 def logs_in(folder: Path) -> dict[str, tuple[int, int]]:
-    """The workers' logs of a host: of each the number of the file, which a rotation does not change, and its size."""
+    """The workers' logs of a host, each with its inode number, which a rotation does not change, and its size."""
     found: dict[str, tuple[int, int]] = {}
     with contextlib.suppress(OSError):
         for path in sorted(folder.iterdir()):
@@ -236,7 +236,7 @@ def logs_in(folder: Path) -> dict[str, tuple[int, int]]:
 
 
 def log_bytes(folder: Path, name: str, start: int) -> bytes:
-    """Some bytes of one of them; b"" of what is none."""
+    """Bytes of one log from `start` on; b"" if there is no such log."""
     if not _LOG.fullmatch(name):
         return b""
     with contextlib.suppress(OSError, OverflowError), open_given(folder / name, 1) as file:

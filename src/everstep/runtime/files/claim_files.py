@@ -1,4 +1,4 @@
-"""Who was first: claims that survive whoever made them, each a file that is made whole and once."""
+"""Claims: the first process to claim a name wins. A claim is a file made whole and once, so it outlives its maker."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MOST_BYTES = 4096
 
 
 def claim(run_dir: Path, name: str, text: str) -> tuple[bool, str]:
-    """Whether this is the first claim of that name, and what the first one said. Raises: OSError; ValueError."""
+    """Claim a name: (whether this is its first claim, text of the first claim). Raises: OSError; ValueError."""
     if not _NAME.fullmatch(name) or len(text) > _MOST_BYTES:
         raise ValueError(f"expected the number of a fault, got {name[:40]!r}")
     path = run_dir / FOLDER / name

@@ -1,7 +1,7 @@
-"""Receives files of another host's directory: says how many bytes of each are there, and writes what follows.
+"""Receives files of another host's directory: reports how many bytes of each are there, and writes the next ones.
 
-A piece that comes twice has no effect. Names are matched, sizes bounded, no links followed; a file that counts once it
-is whole gets its name when its digest is right. What a full disk refuses is not there, and comes again.
+A repeated piece has no effect. Names are matched, sizes bounded, no links followed. A file that counts only when whole
+gets its name when its digest is right. Bytes that a full disk refuses count as not received, and come again.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _DIGEST = re.compile(r"[0-9a-f]{32}")
 
 @dataclass
 class _Coming:
-    """A file that comes to be whole. held: so many bytes have come; found: their digest."""
+    """A file that is being received. held: number of bytes received; found: their digest."""
 
     version: str
     held: int = 0
@@ -45,7 +45,7 @@ class FileReceiver:
         self._coming: dict[str, _Coming] = {}
 
     def take(self, message: FilePieces) -> FilesHeld:
-        """Pieces came, or the question how much is there."""
+        """Take in pieces, or the question how many bytes are there."""
         held: dict[str, int] = {}
         for piece in message.pieces:
             with contextlib.suppress(OSError):
@@ -55,7 +55,7 @@ class FileReceiver:
         return FilesHeld(number=message.number, held=held)
 
     def _put(self, source: str, piece: FilePiece) -> int | None:
-        """Returns how many bytes of the file are there; None: the sender is to ask again. Raises: OSError."""
+        """Returns how many bytes of the file are there; None: the sender has to ask again. Raises: OSError."""
         if self._kind.grows.fullmatch(piece.path):
             return self._grow(source, piece)
         if self._kind.whole.fullmatch(piece.path) and _DIGEST.fullmatch(piece.version):
@@ -63,7 +63,7 @@ class FileReceiver:
         return None
 
     def _grow(self, source: str, piece: FilePiece) -> int | None:
-        """A file of the very same bytes; another version is begun again, before any of it is written."""
+        """Append to a file of this version; a file of another version is first emptied."""
         path, folders = self.folder / piece.path, piece.path.count("/")
         if self.versions.get(piece.path) != piece.version:
             if piece.at:
@@ -73,7 +73,8 @@ class FileReceiver:
         return append_at(path, folders, piece.at, piece.data)
 
     def _complete_file(self, piece: FilePiece, name: str) -> int | None:
-        """Verified as it comes, so that nobody waits for a large file to be read again. name: its name here."""
+        """Receive a file that counts when whole, verified as it comes: a large one is not read again. name: its name
+        here."""
         path, folders = self.folder / name, name.count("/")
         draft = path.with_name(f".{path.name}.partial")
         with folder_of(path, folders, make=True) as folder:
@@ -98,8 +99,8 @@ class FileReceiver:
 
 
 def append_at(path: Path, folders: int, at: int, data: bytes, *, durably: bool = False) -> int:
-    """Write at the end of a file, if that is this byte. Returns how many bytes it has; what fits only in part is cut
-    off again. folders: as for `base.below`. Raises: OSError."""
+    """Append data to a file if its size is `at`. Returns its new size; data that fits only in part is cut off again.
+    folders: as for `base.below`. Raises: OSError."""
     fd = open_below(path, os.O_WRONLY | os.O_CREAT, folders, make=True)
     try:
         there = os.fstat(fd).st_size
@@ -127,8 +128,8 @@ def _remove(name: str, folder: int) -> None:
 
 
 class HeadReceiver(FileReceiver):
-    """Receives at the head what hosts without the job's directory have: events are told once, a ledger has a name of
-    its own for each host, and samples and the launcher's lines of several lives go into one file."""
+    """Receives at the head the files of hosts without the job's directory. Events are written once; a ledger gets a
+    name of its own for each host; samples and launcher's lines of several lives go into one file."""
 
     def __init__(self, run_dir: Path) -> None:
         super().__init__(run_dir, TO_HEAD, {})
@@ -137,7 +138,7 @@ class HeadReceiver(FileReceiver):
 
     @property
     def looked(self) -> tuple[int, int]:
-        """Up to which step all are told in the job's events, as far as has been looked; and how many bytes that is."""
+        """(step up to which all are in the job's events, as far as they were read; number of bytes read)."""
         return self._told.told.through, self._told.position
 
     def take(self, message: FilePieces) -> FilesHeld:
@@ -154,15 +155,15 @@ class HeadReceiver(FileReceiver):
     def _grow(self, source: str, piece: FilePiece) -> int | None:
         if piece.path == EVENTS_FILE:
             return self._events(source, piece)
-        if LEDGER.fullmatch(piece.path):  # a life of that number may have written another one here, in an earlier run
+        if LEDGER.fullmatch(piece.path):  # an earlier run may have had a life of that number with another ledger here
             path = self.folder / f"{piece.path.removesuffix('.jsonl')}-{source}.jsonl"
             return append_at(path, 1, piece.at, piece.data)
         return self._lines(source, piece)
 
     def _events(self, source: str, piece: FilePiece) -> int | None:
-        """Lines that nobody has told yet, each with the place that it came from."""
+        """Write the events that the file lacks, each with the place that it came from."""
         if not self._told.look():
-            return None  # a long file, of which the rest is read next time
+            return None  # a long file; the rest is read next time
         key = (piece.path, source, "")
         held = max(self._told.told.held.get(source, 0), self._grown.get(key, 0))
         if piece.at != held or not piece.data:
@@ -174,13 +175,13 @@ class HeadReceiver(FileReceiver):
                 if self._told.told.is_new(event):
                     lines += encoded({**event, CAME_FROM: f"{source}:{at}"}) + b"\n"
         if lines and _append(self.folder / EVENTS_FILE, 0, bytes(lines)) != len(lines):
-            return None  # lines that fitted are known by where they came from when they are read back
+            return None  # lines that fitted are recognised by their origin when they are read back
         self._told.look()
         self._grown[key] = at
         return at
 
     def _lines(self, source: str, piece: FilePiece) -> int:
-        """Lines for people, or samples: a head that has just begun believes the sender."""
+        """Append lines for people, or samples. A new head believes the sender about bytes that are there."""
         key = (piece.path, source, piece.version)
         held = self._grown.get(key, piece.at)
         if piece.at == held and piece.data:
@@ -194,7 +195,7 @@ class HeadReceiver(FileReceiver):
 
 
 def _append(path: Path, folders: int, data: bytes) -> int:
-    """At the end of a file that others write, too. Returns how many bytes fitted. Raises: OSError."""
+    """Append to a file that others write, too. Returns how many bytes fitted. Raises: OSError."""
     fd = open_below(path, APPEND, folders, make=True)
     try:
         return os.write(fd, data)

@@ -1,7 +1,7 @@
-"""Sends what is new in files of a directory to another host: an agent's to the head, or the head's to a standby host.
+"""Sends new parts of a directory's files to another host: an agent's to the head, or the head's to a standby host.
 
-The receiver says how many bytes of each file are there, and the sender goes on from that byte. So the files are the
-store of what is on the way: a connection that breaks loses nothing, and a receiver that is away costs only disk.
+The receiver says how many bytes of each file it has, and the sender goes on from that byte. The files themselves thus
+store all that is on the way: a broken connection loses nothing, and an absent receiver costs only disk.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from everstep.runtime.files.file_sets import FileSet, comes_last
 
 PIECE_BYTES = 512 << 10
 MOST_PIECES = 100
-"""Of one message."""
+"""Most pieces in one message."""
 _MOST_LINE_BYTES = 8 << 20
 _READ_BYTES = 1 << 20
 _LOOK_S = 0.1
 _ANSWER_S = 5.0
 _SHARE = 10
-"""The head reads for each standby host at most one part in so many of the time, and for two of them at once."""
+"""A sender to a standby host reads at most one part in so many of the time; at most two read at once."""
 _READING = threading.Semaphore(2)
 
 
 @dataclass
 class _File:
     """One file. key: changes with the content of a file that is sent whole, as far as that shows without reading it.
-    version: as `FilePiece` has it, "" until it is needed. held: how many bytes are there; asked: whether the receiver
-    has said so."""
+    version: as `FilePiece` has it, "" until it is needed. held: number of bytes that the receiver has; asked: whether
+    the receiver has said so."""
 
     path: Path
     whole: bool
@@ -50,9 +50,9 @@ class _File:
 class FileSender:
     """Sends one message at a time, from a thread of its own. files: of the set `kind`, as `FileSet.found` lists them.
 
-    source: the word of the directory. send: to the receiver; never blocks. mirrors: the receiver is to have the very
-    same files, so a file that shrank is sent again from its first byte, and the receiver is told that nothing is new,
-    too. each_turn: called in the thread at each look with the digest, by name, of each file that has arrived whole.
+    source: the word of the directory. send: to the receiver; never blocks. mirrors: the receiver keeps identical files,
+    so a file that shrank is sent again from its first byte, and the receiver is told if nothing is new, too. each_turn:
+    called in the thread at each look with the digest, by name, of each file that has arrived whole.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class FileSender:
         self._thread.start()
 
     def answered(self, answer: FilesHeld) -> float | None:
-        """An answer came. Any thread. Returns the (monotonic) moment of which the receiver has all files now, None if
+        """Take in an answer. Any thread. Returns the (monotonic) moment as of which the receiver has all files; None if
         it lacks something, or if nobody waits for this answer."""
         with self._changed:
             if not self._waits or answer.number != self._message.number:
@@ -93,35 +93,35 @@ class FileSender:
                 moved |= there is not None and (there > file.held or not file.asked)
                 file.held, file.asked = file.held if there is None else there, there is not None
             if moved and (self._message.rest or not self._mirrors):
-                self._pause_s = 0.0  # if nothing moved, its disk is full, say
+                self._pause_s = 0.0  # if nothing moved: its disk may be full
             return self._began_s if answer.has_all(self._message) else None
 
     def ask_again(self) -> None:
-        """The connection is a new one: what was sent over the old one may be lost."""
+        """Ask again how much is there, over a new connection: messages sent over the old one may be lost."""
         with self._changed:
             self._waits = False
             self._ask_again(self._files)
             self._changed.notify_all()
 
     def held(self, name: str) -> int:
-        """How many bytes of a file are there."""
+        """Number of bytes of a file that the receiver has."""
         with self._changed:
             file = self._files.get(name)
             return file.held if file is not None and file.asked else 0
 
     def finish(self, since_s: float, timeout_s: float) -> bool:
-        """Wait until all that there was at this (monotonic) moment has arrived, and nothing is new; whether it has."""
+        """Wait until all bytes of this (monotonic) moment have arrived, and none are new; returns the result."""
         with self._changed:
             return self._changed.wait_for(lambda: self._all_there_s > since_s and not self._failed, timeout_s)
 
     def stop(self) -> None:
-        """Nothing more is sent. Does not wait."""
+        """Send nothing more. Does not wait."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Nothing more is sent, and no file is read."""
+        """Send nothing more, and read no file."""
         self.stop()
         self._thread.join(timeout=5.0)
 
@@ -159,8 +159,8 @@ class FileSender:
             self._files[name].asked = False
 
     def _look(self) -> tuple[dict[str, _File], list[FilePiece], bool, bool]:
-        """The files as they are now, what is to be sent next, whether more is than that, and whether some file cannot
-        be read; such a file holds up nothing else."""
+        """Look at the files: (the files now, the pieces to send next, whether there are more, whether some file cannot
+        be read). An unreadable file holds up nothing else."""
         files: dict[str, _File] = {}
         pieces: list[FilePiece] = []
         room, rest, failed = PIECE_BYTES, False, False
@@ -187,7 +187,7 @@ class FileSender:
         return files, pieces, rest, failed
 
     def _seen(self, name: str, path: Path) -> _File | None:
-        """What is known of a file; a file that was replaced by another one begins again. None: it is not sent."""
+        """State of a file; a replaced file begins again. None: it is not sent."""
         found = path.lstat()
         whole = self._kind.whole.fullmatch(name) is not None
         if not stat.S_ISREG(found.st_mode) or not (found.st_size or whole):
@@ -203,7 +203,7 @@ class FileSender:
 
 
 def _piece(name: str, file: _File) -> FilePiece | None:
-    """What is to be said of a file, None if nothing. Raises: OSError."""
+    """The next piece of a file, None if nothing is to be sent. Raises: OSError."""
     if file.asked and file.held >= file.size:
         return None
     if not file.version:
@@ -228,12 +228,12 @@ def digest_of(path: Path, folders: int = 0) -> str:
 
 @functools.lru_cache(maxsize=10_000)
 def _digest_of(path: Path, folders: int, key: tuple[int, ...]) -> str:
-    """The same, read once by all senders of a process."""
+    """Digest as of `digest_of`, read once by all senders of a process."""
     return digest_of(path, folders)
 
 
 def whole_lines(path: Path, folders: int, at: int) -> bytes:
-    """What follows in a file up to the end of a line; b"" if none has ended yet. folders: as for `base.below`."""
+    """Bytes of a file from `at` up to the end of a line; b"" if no line has ended yet. folders: as for `base.below`."""
     most = PIECE_BYTES
     while True:
         data = _read(path, folders, at, most)

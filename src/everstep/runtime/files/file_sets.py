@@ -1,4 +1,4 @@
-"""Which files go between hosts, by name: from a host without the job's directory, and to a host that stands by."""
+"""Names of the files that go between hosts: from a host without the job's directory, and to a standby host."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from everstep.runtime.link.address import DATASET_FILE, EVENTS_FILE, JOB_FILE, N
 
 LATEST = "checkpoints/latest.json"
 NEWEST_FILE = "newest-checkpoint.json"
-"""The name of `LATEST` in the job's directory: the newest checkpoint on disks of hosts, for a job that goes on."""
+"""The name that `LATEST` gets in the job's directory: the newest checkpoint on disks of hosts, for a resume."""
 LEDGER = re.compile(r"ledger/worker-\d{1,7}-\d{1,9}\.jsonl")
 _SOURCE = r"[0-9a-f]{16}"
 SOURCE = re.compile(_SOURCE)
-"""The word of a host's own directory."""
+"""Form of the word of a host's own directory."""
 _FROM_ALL = (
     rf"final/(model\.safetensors|digest\.json)|rehearsed\.json|{re.escape(DATASET_FILE)}"
     r"|profiles/[0-9A-Za-z][0-9A-Za-z_-]{0,63}/worker-\d{1,7}\.json\.gz"
@@ -24,7 +24,7 @@ _FOLDERS = ("", "ledger/", "metrics/", "logs/", "final/", "chaos/", "wandb/", "o
 
 @dataclass(frozen=True)
 class FileSet:
-    """grows: names of files that grow by lines. whole: names of files that count once all of them is there."""
+    """A set of files. grows: names of files that grow by lines. whole: names of files that count only once complete."""
 
     grows: re.Pattern[str]
     whole: re.Pattern[str]
@@ -34,8 +34,8 @@ class FileSet:
         return bool(self.grows.fullmatch(name) or self.whole.fullmatch(name))
 
     def found(self, folder: Path) -> list[tuple[str, Path]]:
-        """The files in a directory, in the order in which they are sent: events before what they tell of, and the
-        digest of the weights last, so that whoever finds the digest finds the weights."""
+        """The files in a directory, in the order in which they are sent: events first, the digest of the weights last.
+        A reader who finds the digest thus finds the weights."""
         paths = (path for name in _FOLDERS for path in folder.glob(f"{name}*"))
         named = sorted((path.relative_to(folder).as_posix(), path) for path in paths)
         files = [(name, path) for name, path in named if self.has(name)]

@@ -1,6 +1,5 @@
-"""Files, as the coordinator's process has to do with them: what hosts with directories of their own bring, what they
-are told of the job's, who claims a fault, and what people ask of their logs. The coordinator decides nothing of it.
-"""
+"""Files in the coordinator's process: it takes in files of hosts with directories of their own, tells them the job's,
+grants claims of faults, and passes on questions about logs. The coordinator decides nothing of it."""
 
 from __future__ import annotations
 
@@ -35,8 +34,8 @@ Answers = list[tuple[str, AnyMessage]]
 
 
 class HeadFiles:
-    """Says what to answer to whom. told: up to which step others may forget what they know, of those that are told in
-    the job's events."""
+    """Answers messages about files. told: given the last step in the job's events, the step up to which others may
+    forget their own records."""
 
     def __init__(self, run_dir: Path, told: Callable[[int], int] = lambda through: through) -> None:
         self._run_dir = run_dir
@@ -48,7 +47,7 @@ class HeadFiles:
         self._requests = 0
 
     def looked(self) -> tuple[int, int]:
-        """As `HeadReceiver` has it."""
+        """Step and bytes of the job's events, as `HeadReceiver` has them."""
         return self._receiver.looked
 
     @property
@@ -57,7 +56,7 @@ class HeadFiles:
         return [name for name, place in self._places.items() if place.apart]
 
     def take(self, connection: str, message: AnyMessage) -> Answers | None:
-        """None: it is somebody else's to answer."""
+        """Answer a message about files; None: somebody else has to answer it."""
         if isinstance(message, FilePieces):
             answer = self._receiver.take(message)
             return [(connection, msgspec.structs.replace(answer, told=self._told_to(answer.told)))]
@@ -74,7 +73,7 @@ class HeadFiles:
         return None
 
     def gone(self, connection: str) -> Answers:
-        """A connection has ended: what it was asked is not answered any more."""
+        """A connection has ended: questions to it are refused now."""
         place = self._places.pop(connection, None)
         if place is None:
             return []
@@ -82,8 +81,8 @@ class HeadFiles:
         return [*self._tell_hosts(), *(_refused(*self._asked.pop(key)) for key in lost)]
 
     def changed_pages(self) -> Answers:
-        """The small files that workers of all hosts look at, as far as they have changed since the last look: for hosts
-        that do not see them."""
+        """Messages with the small files that workers of all hosts read, if changed since the last look, for hosts that
+        do not see them."""
         found = []
         for name in PAGES:
             with contextlib.suppress(OSError, UnicodeDecodeError):
@@ -94,12 +93,12 @@ class HeadFiles:
         return [(connection, page) for page in found for connection in self.apart]
 
     def _connection(self, host: str) -> str:
-        """Of the agent of a host, "" if there is none."""
+        """Connection of the agent of a host, "" if there is none."""
         return next((name for name, place in reversed(self._places.items()) if place.agent_id == host), "")
 
     def _tell_hosts(self) -> Answers:
-        """All agents hear where each host keeps its files. Where the agent of this host has files of its own, nobody
-        else says that in the job's directory."""
+        """Tell all agents where each host keeps its files. If this host's agent has files of its own, write that into
+        the job's directory, as nobody else does."""
         there = HostsThere(places={place.agent_id: place for _, place in sorted(self._places.items())})
         if (self._run_dir / OWN_FOLDER).is_dir():
             with contextlib.suppress(OSError):

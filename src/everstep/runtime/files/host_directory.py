@@ -1,7 +1,7 @@
-"""Where a host keeps a job's files: in the job's own directory, if it sees that, or in one of its own.
+"""The directory in which a host keeps a job's files: the job's own if the host sees it, else one of its own.
 
-Which of the two is found out by looking: the job leaves a word in its directories, and a host that finds it there sees
-the same directory, whatever kind of mount that is. In one of its own a host has what its processes read of the job.
+A host finds out by looking: the job leaves a word in its directories, and a host that finds it there sees the same
+directory, whatever kind of mount it is. One of its own holds the job's facts for the host's processes.
 """
 
 from __future__ import annotations
@@ -37,39 +37,39 @@ PLACE_FILE = "place"
 SOURCE_FILE = "source"
 HOSTS_FILE = "hosts.json"
 PAGES = ("rehearsed.json",)
-"""Small files of a job that workers of all hosts look at."""
+"""Small files of a job that workers of all hosts read."""
 COPY_FILE = "replica.json"
-"""In a directory that is a copy: of which directory it is, and the versions of its files."""
+"""File in a copy that names the copied directory and the versions of its files."""
 ARRIVED_FILE = "arrived.json"
-"""In a host's own directory. files: the digest, by name, of each file that has arrived at the head whole; through: up
-to which step all have been told in the job's events. Workers keep what later steps are to be told of."""
+"""File in a host's own directory. files: the digest, by name, of each file that has arrived at the head whole; through:
+the step up to which all are in the job's events. Workers keep their records of later steps."""
 OWN_FOLDER = "host"
-"""In a copy: the files of this host's own agent, which sends them to the head, itself too."""
+"""Folder in a copy with the files of this host's own agent, which sends them to the head as others do."""
 _MOST_WORD_BYTES = 64
 _NOBODY = 1
 
 
 def new_word() -> str:
-    """For a job that starts."""
+    """Word for a job that starts."""
     return secrets.token_hex(16)
 
 
 def leave_word(run_dir: Path, checkpoints: str | None, word: str = "") -> None:
-    """In the directories of a job that starts: a new one each time, so that copies of them are none of it.
+    """Leave a word in the directories of a job that starts: each time a new one, so old copies do not count.
 
-    checkpoints: where they go, None if into the run directory. word: what others were told; "": a new one. Raises:
-    OSError of the run directory.
+    checkpoints: their folder, None if they go into the run directory. word: the one that others were told; "": a new
+    one. Raises: OSError of the run directory.
     """
     word = (word or new_word()) + "\n"
     write_atomically(run_dir / PLACE_FILE, word)
     if checkpoints is not None:
-        with contextlib.suppress(OSError):  # whoever writes checkpoints says it
+        with contextlib.suppress(OSError):  # the writer of checkpoints reports that
             Path(checkpoints).mkdir(parents=True, exist_ok=True)
             write_atomically(Path(checkpoints) / PLACE_FILE, word)
 
 
 def checkpoints_in(run_dir: Path) -> Path:
-    """Where checkpoints lie that go into a run directory; a host that stands by has one folder for all that it has.
+    """Folder of checkpoints that go into a run directory; a standby host has one folder for all its checkpoints.
 
     Raises: ConfigError for a link.
     """
@@ -93,7 +93,8 @@ def word_in(folder: Path) -> str:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a host's files of a job are. apart: whether they are its own; passing: it goes when the job is done."""
+    """Place of a host's files of a job. apart: the directory is the host's own; passing: removed when the job is
+    done."""
 
     run_dir: Path
     apart: bool
@@ -101,7 +102,7 @@ class Place:
 
 
 def find_place(facts: JobFacts, given: str, host: str) -> Place:
-    """Of an agent that has heard of its job. given: what the user calls its directory here, "" if nothing.
+    """Place for an agent that has heard of its job. given: the directory that the user named on this host, "" if none.
 
     Raises: ConfigError if the directory cannot be used.
     """
@@ -125,7 +126,7 @@ def find_place(facts: JobFacts, given: str, host: str) -> Place:
 
 
 def word_in_source(folder: Path) -> str:
-    """What a host's own directory is known by among all; "" if it is none."""
+    """Word by which the hosts know a host's own directory; "" if it has none."""
     with contextlib.suppress(OSError, UnicodeDecodeError):
         found = read_given(folder / SOURCE_FILE, _MOST_WORD_BYTES).decode().strip()
         return found if re.fullmatch(r"[0-9a-f]{16}", found) else ""
@@ -133,12 +134,12 @@ def word_in_source(folder: Path) -> str:
 
 
 def write_job(place: Place, facts: JobFacts, address: tuple[str, int] | None) -> None:
-    """What processes of this host read of the job. address: of the coordinator; None if another file says it, and says
-    it anew. Raises: OSError."""
-    (place.run_dir / HOSTS_FILE).unlink(missing_ok=True)  # of an earlier run
+    """Write the facts of the job that processes of this host read. address: of the coordinator; None if another file
+    says it, and keeps up with it. Raises: OSError."""
+    (place.run_dir / HOSTS_FILE).unlink(missing_ok=True)  # from an earlier run
     write_atomically(place.run_dir / JOB_FILE, json.dumps(facts.job, indent=2) + "\n")
     if address is not None:
-        announce(place.run_dir / COORDINATOR_FILE, address_of(*address, pid=_NOBODY))  # nobody here is the coordinator
+        announce(place.run_dir / COORDINATOR_FILE, address_of(*address, pid=_NOBODY))  # no coordinator here
 
 
 def _private(facts: JobFacts, host: str) -> Path:
@@ -147,7 +148,7 @@ def _private(facts: JobFacts, host: str) -> Path:
 
 
 def private_folder(job: str, host: str) -> Path:
-    """A directory that is the same for whoever comes again, and nobody else's; it may not be there yet.
+    """Path of a directory that is the same at each return of the host, and that nobody else uses; it may not exist yet.
 
     Raises: ConfigError.
     """
@@ -162,20 +163,20 @@ def private_folder(job: str, host: str) -> Path:
     return top / f"{job}-{re.sub(r'[^A-Za-z0-9._-]', '_', host)[:64]}"
 
 
-# ---- who else there is
+# ---- the other hosts
 
 
 def write_hosts(run_dir: Path, places: dict[str, HostPlace]) -> None:
-    """For the processes of this host: where the others keep theirs. Nothing is written where all have had one directory
-    so far. Raises: OSError."""
+    """Write, for the processes of this host, where the other hosts keep their files. Nothing is written while all have
+    shared one directory. Raises: OSError."""
     path = run_dir / HOSTS_FILE
     if len({place.disk for place in places.values()}) < 2 and not path.exists():
-        return  # else nobody is to look for a host that is gone
+        return  # otherwise nobody looks for a host that is gone
     write_atomically(path, msgspec.json.encode(dict(sorted(places.items()))) + b"\n")
 
 
 def hosts_there(run_dir: Path) -> dict[str, HostPlace]:
-    """What each host has said of its place, by name; {} where all share one directory. What is damaged is left out."""
+    """Each host's statement of its place, by name; {} if all share one directory. Damaged ones are left out."""
     found: dict[str, HostPlace] = {}
     with contextlib.suppress(OSError, ValueError, AttributeError):
         for name, row in sorted(read_json(run_dir / HOSTS_FILE).items()):
@@ -185,8 +186,8 @@ def hosts_there(run_dir: Path) -> dict[str, HostPlace]:
 
 
 def others(run_dir: Path, host: str) -> dict[str, str]:
-    """The hosts that have checkpoints in another directory than this one sees, with their addresses: one for each
-    directory. {} where all share one, or no other is there."""
+    """Addresses of the hosts that have checkpoints in a directory that this one does not see, one for each directory.
+    {} if all share one, or no other host is there."""
     places = hosts_there(run_dir)
     own = places[host].disk if host in places else ""
     found: dict[str, tuple[str, str]] = {}
@@ -197,14 +198,14 @@ def others(run_dir: Path, host: str) -> dict[str, str]:
 
 
 def domains_there(run_dir: Path) -> dict[str, Domains]:
-    """In which failure domains the hosts are, by name, as far as they have said so."""
+    """Failure domains of the hosts, by name, as far as they have said so."""
     return {name: ordered(place.domains, name) for name, place in hosts_there(run_dir).items()}
 
 
 def disk_of(facts: JobFacts, place: Place, config: CheckpointConfig, host: str) -> tuple[Path, str]:
-    """Where checkpoints lie as a host sees it, and by which word that directory is known.
+    """Folder of checkpoints as a host sees it, and the word by which that directory is known.
 
-    Raises: ConfigError if it is to be the job's, and is not.
+    Raises: ConfigError if it should be the job's, and is not.
     """
     given = config.disk.path
     folder = Path(given) if given is not None else checkpoints_in(place.run_dir)

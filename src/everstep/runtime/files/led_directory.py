@@ -1,4 +1,4 @@
-"""The directory that a coordinator would lead the job in: whether it still is the job's, and complete."""
+"""The directory in which a coordinator would lead the job: whether it is still the job's, and complete."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from everstep.runtime.files.standby_files import CopyLink, DirectoryCopy
 from everstep.runtime.link.tls import Tls
 
 MOVED = 5
-"""Exit code of a coordinator whose directory is not the job's any more, as another host leads it in its own."""
+"""Exit code of a coordinator whose directory is no longer the job's, because another host leads the job in its own."""
 
 
 class LedDirectory:
-    """The directory that a coordinator would lead in. word: by which it is known. Whose it is not any more, as another
-    host leads in one of its own, never leads again: it is stale."""
+    """The directory in which a coordinator would lead. word: the one by which it is known. It becomes stale, and never
+    leads again, once another host leads in a directory of its own."""
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
         self.word = word_in(run_dir)
 
     def saw(self, word: str) -> None:
-        """Somebody leads now, in the directory that this is the word of; "" if it is not said."""
+        """A coordinator leads now, in the directory with this word; "" if it does not say."""
         if word and word not in (self.word, word_in(self._run_dir)):
             say(
                 f"another host leads the job, in a directory of its own: what is in {self._run_dir} is of before; "
@@ -37,14 +37,15 @@ class LedDirectory:
         return True
 
     def taken(self, checkpoints: str | None) -> str:
-        """This host leads from now on. Returns what its files may lack, in words. checkpoints: as `leave_word` has it.
+        """This host leads from now on. Returns words about files that it may lack. checkpoints: as `leave_word` has it.
 
-        Raises: OSError."""
+        Raises: OSError.
+        """
         return ""
 
 
 class CopiedDirectory(LedDirectory):
-    """A directory that is filled by whoever leads, until this host does. lease_s: so long a lease outlives a holder."""
+    """A directory that the leading head fills until this host leads. lease_s: time that a lease outlives its holder."""
 
     def __init__(self, run_dir: Path, token: bytes, host: str, tls: Tls | None, lease_s: float) -> None:
         super().__init__(run_dir)
@@ -68,7 +69,8 @@ class CopiedDirectory(LedDirectory):
 
 
 def led_directory(run_dir: Path, copying_host: str, token: bytes, tls: Tls | None, lease_s: float) -> LedDirectory:
-    """copying_host: as `Succession` has it. One that has been led in is the job's directory like any other."""
+    """Directory that a coordinator would lead in. copying_host: as `Succession` has it. A copy in which the job was led
+    before is the job's directory like any other."""
     if copying_host and not word_in(run_dir):
         return CopiedDirectory(run_dir, token, copying_host, tls, lease_s)
     return LedDirectory(run_dir)

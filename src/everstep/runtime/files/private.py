@@ -1,7 +1,7 @@
-"""What a job writes is its owner's alone: directories 0700, files 0600; and in a directory that is the right user's.
+"""Files of a job belong to its owner alone: directories 0700, files 0600, in a directory that is the right user's.
 
-The umask sees to it, since every process of a job inherits it and libraries that write files by themselves heed it.
-What an older version or another umask left wider is closed when a job runs there again.
+The umask sees to it: every process of a job inherits it, and libraries that write files by themselves heed it. Files
+that an older version or another umask left wider are closed when a job runs there again.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _OURS = {
     *("ledger", "final", "chaos", "report.html", "report-figures", "launch", *SINKS, NOTICES),
 }
 _OURS_TOO = re.compile(
-    rf"previous-\d+|\.({'|'.join(map(re.escape, _OURS))})\.\d+"  # moved there by --fresh; being written
+    rf"previous-\d+|\.({'|'.join(map(re.escape, _OURS))})\.\d+"  # moved there by --fresh; still being written
 )
 _WRITTEN_S = 10.0
 """A younger draft may be one that a dashboard is writing."""
@@ -50,7 +50,7 @@ def write_privately() -> None:
 
 
 def close_run_dir(run_dir: Path) -> None:
-    """Take from others what jobs left in a run directory; also the directory, if nothing else is in it.
+    """Close files that jobs left in a run directory to other users; also the directory, if it holds nothing else.
 
     Raises: OSError.
     """
@@ -58,8 +58,8 @@ def close_run_dir(run_dir: Path) -> None:
 
 
 def refuse_foreign(run_dir: Path) -> None:
-    """Before a job uses a directory: neither it nor what the job opens, moves or removes there is another user's, and
-    none of that is a link to somewhere else.
+    """Check a directory before a job uses it: neither it nor the files that the job opens, moves or removes there may
+    belong to another user, or be links that lead elsewhere.
 
     Raises: ConfigError.
     """
@@ -80,7 +80,7 @@ def refuse_foreign(run_dir: Path) -> None:
 
 
 def owner_words(run_dir: Path) -> str:
-    """A warning for the user of a directory that root made for others, or that root uses; "" if there is no need.
+    """Warning for the user if root uses a directory of others, or made it for them; "" otherwise.
 
     Raises: OSError.
     """
@@ -92,7 +92,7 @@ def owner_words(run_dir: Path) -> str:
 
 
 def sweep_drafts(run_dir: Path) -> None:
-    """Remove what writers left in a (locked) directory who were killed before it had its name."""
+    """Remove unfinished files that killed writers left in a (locked) directory."""
     folders = [run_dir, *(run_dir / name for name in _OURS - {address.CHECKPOINTS_DIR} if (run_dir / name).is_dir())]
     for folder in folders:
         for path in folder.glob(".*"):
@@ -102,12 +102,12 @@ def sweep_drafts(run_dir: Path) -> None:
 
 
 def close_store(folder: Path) -> None:
-    """Likewise a folder of checkpoints elsewhere. Raises: OSError."""
+    """Close a folder of checkpoints elsewhere to other users. Raises: OSError."""
     _close_what_is_ours(folder, lambda name: _OF_A_STORE.fullmatch(name) is not None)
 
 
 def close_folder(path: Path) -> None:
-    """Likewise one folder or file alone. Links are left alone: what they lead to is elsewhere. Raises: OSError."""
+    """Close one folder or file to other users. Links are left alone: their targets are elsewhere. Raises: OSError."""
     try:
         mode = path.lstat().st_mode
     except FileNotFoundError:

@@ -19,8 +19,8 @@ _FLOCK = struct.Struct("hhqqi4x")  # struct flock of 64-bit Linux: type, whence,
 
 
 def is_locked(run_dir: Path) -> bool:
-    """Whether a job holds the directory, and so is running. Asks without holding anything itself, so that
-    nobody who looks is in the way of one that starts."""
+    """Whether a job holds the directory, and so is running. It asks without taking the lock, so a reader is never in
+    the way of a job that starts."""
     try:
         with open_given(run_dir / LOCK_FILE) as file:
             return _lock(file.fileno(), fcntl.F_OFD_GETLK, fcntl.F_RDLCK) != fcntl.F_UNLCK
@@ -32,7 +32,7 @@ def is_locked(run_dir: Path) -> bool:
 def run_lock(run_dir: Path) -> Iterator[None]:
     """Hold the directory's lock, which ends with this process at the latest.
 
-    Raises: ConfigError if another process holds it, if the directory cannot be made or written, or if it leads
+    Raises: ConfigError if another process holds it, if the directory cannot be made or written, or if it is a link
     elsewhere.
     """
     held = f"a job is still running in {run_dir}: wait for it, stop it, or choose another --run-dir"
@@ -51,11 +51,11 @@ def sole_holder(run_dir: Path, name: str, held: str) -> Iterator[None]:
     """Hold a lock file of a run directory, made with its folder if need be; the lock ends with this process at the
     latest.
 
-    The lock is one of the open file (F_OFD_SETLK), which can be asked for without being taken, and which a shared or
-    exclusive flock of a stranger does not touch. The file names the process that holds it.
+    The lock belongs to the open file (F_OFD_SETLK). It can be queried without being taken, and a stranger's shared or
+    exclusive flock does not touch it. The file names the process that holds it.
 
-    Raises: ConfigError, saying `held`, and by which process, if another holds it; or if the directory cannot be made or
-    written, or is another user's.
+    Raises: ConfigError, with `held` and the holder's process, if another holds it; or if the directory cannot be made
+    or written, or is another user's.
     """
     path = run_dir / name
     try:
@@ -71,7 +71,7 @@ def sole_holder(run_dir: Path, name: str, held: str) -> Iterator[None]:
             raise ConfigError(f"{held} (process {pid.decode()})" if pid.isdigit() else held) from None
         except OSError as error:
             raise ConfigError(f"cannot lock {path}: {error.strerror or error}") from None
-        with contextlib.suppress(OSError):  # a full disk: the next one is told of nobody
+        with contextlib.suppress(OSError):  # on a full disk the next process is not told the holder
             os.ftruncate(fd, 0)
             os.pwrite(fd, b"%d\n" % os.getpid(), 0)
         yield
@@ -80,6 +80,6 @@ def sole_holder(run_dir: Path, name: str, held: str) -> Iterator[None]:
 
 
 def _lock(fd: int, command: int, kind: int) -> int:
-    """One fcntl of locks over the whole file. Returns the kind of lock in the kernel's answer."""
+    """One fcntl call about a lock over the whole file. Returns the kind of lock in the kernel's answer."""
     answer = fcntl.fcntl(fd, command, _FLOCK.pack(kind, os.SEEK_SET, 0, 0, 0))
     return int(_FLOCK.unpack(answer)[0])

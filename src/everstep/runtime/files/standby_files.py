@@ -1,6 +1,6 @@
-"""The copy of the job's directory that a host has which stands by and does not see that directory.
+"""The copy of the job's directory on a standby host that does not see that directory.
 
-The head fills it (`standby_senders`), and the host leads the job in it should it have to. Files that grow are the same
+The head fills it (`standby_senders`), and the host leads the job in it if it has to. Files that grow have the same
 bytes up to some line; all others are there whole or not at all.
 """
 
@@ -30,7 +30,7 @@ _BEFORE, _DRAFT = ".before", ".before-draft"
 
 
 class DirectoryCopy(FileReceiver):
-    """The copy in this folder. source: the word of the directory that it is a copy of, "" if it is new."""
+    """The copy in this folder. source: the word of the copied directory, "" if the copy is new."""
 
     def __init__(self, folder: Path) -> None:
         self.source, versions, self._complete = _remembered(folder)
@@ -38,14 +38,14 @@ class DirectoryCopy(FileReceiver):
         super().__init__(folder, TO_STANDBY, versions)
 
     def state(self, in_step_s: float | None) -> CopyState:
-        """How it stands. in_step_s: as `CopyState` has it."""
+        """State of the copy. in_step_s: as `CopyState` has it."""
         return CopyState(self._complete, in_step_s, (self.folder / _BEFORE).is_dir())
 
     def fall_back(self) -> None:
-        """Nobody fills it any more: if it is not complete, what it was before takes its place. Raises: OSError."""
+        """Give up on being filled: an incomplete copy is replaced by its complete predecessor. Raises: OSError."""
         before = self.folder / _BEFORE
         if not self._complete and before.is_dir():
-            if copied(before):  # else it has taken its place, and that could not be noted
+            if copied(before):  # otherwise it has taken its place, and that could not be noted
                 for name in copied(self.folder):
                     (self.folder / name).unlink()
                 _move(before, self.folder)
@@ -62,18 +62,18 @@ class DirectoryCopy(FileReceiver):
                 shutil.rmtree(self.folder / _BEFORE, ignore_errors=True)
             elif self.versions != self._noted:
                 self._remember()
-        except OSError:  # a full disk, say
+        except OSError:  # for example a full disk
             return FilesHeld(number=0)
         return answer
 
     def _begin(self, source: str) -> None:
-        """Nothing here is of the directory that this is a copy of from now on. What was complete is kept until that is
-        again: the head that fills it may be lost meanwhile."""
+        """Begin a copy of another directory; no file of the old copy counts for it. A complete old copy is kept until
+        the new one is complete: the head that fills it may be lost meanwhile."""
         draft, before, complete = self.folder / _DRAFT, self.folder / _BEFORE, self._complete
         shutil.rmtree(draft, ignore_errors=True)
         self._coming.clear()
         self.versions.clear()
-        self.source = ""  # so that a move that fails, or is killed, is done again
+        self.source = ""  # so that a failed or killed move is repeated
         self._remember(complete=False)
         _move(self.folder, draft)
         if complete:
@@ -92,12 +92,12 @@ class DirectoryCopy(FileReceiver):
 
 
 def copied(folder: Path) -> list[str]:
-    """The names of the files that are copied from, or to, a directory."""
+    """Names of the files that are copied from, or to, a directory."""
     return [name for name, path in TO_STANDBY.found(folder) if path.is_file()]
 
 
 def _move(source: Path, target: Path) -> None:
-    """All files of a copy. Raises: OSError."""
+    """Move all files of a copy. Raises: OSError."""
     target.mkdir(exist_ok=True)
     for name in copied(source):
         (target / name).parent.mkdir(parents=True, exist_ok=True)
@@ -105,7 +105,7 @@ def _move(source: Path, target: Path) -> None:
 
 
 def _remembered(folder: Path) -> tuple[str, dict[str, str], bool]:
-    """Which directory a folder is a copy of, the versions of its files, and whether it was complete."""
+    """Note of a copy: (word of the copied directory, versions of its files, whether it was complete)."""
     try:
         said = read_json(folder / COPY_FILE, 64 << 20)
         place, complete = str(said["place"])[:64], said["complete"] is True
@@ -116,8 +116,8 @@ def _remembered(folder: Path) -> tuple[str, dict[str, str], bool]:
 
 
 class CopyLink:
-    """Has the head fill the copy in this folder until it is closed. host: name of this one. tls: as `ControlClient` has
-    it. The head is where the coordinator.json in the folder says, which others keep up."""
+    """Connection over which the head fills the copy in this folder until it is closed. host: name of this one. tls: as
+    `ControlClient` has it. The coordinator.json in the folder, kept up by others, says where the head is."""
 
     def __init__(self, folder: Path, token: bytes, host: str, tls: Tls | None) -> None:
         self._copy = DirectoryCopy(folder)
@@ -130,17 +130,17 @@ class CopyLink:
         )
 
     def state(self) -> CopyState:
-        """How the copy stands now. Any thread."""
+        """State of the copy now. Any thread."""
         with self._changed:
             return self._copy.state(self._in_step_s)
 
     def wait_in_step(self, timeout_s: float) -> bool:
-        """Until the copy has all that there was a moment ago; whether that came in time."""
+        """Wait until the copy has all files as of a moment ago; returns whether it has in time."""
         with self._changed:
             return self._changed.wait_for(lambda: self._in_step_s is not None, timeout_s)
 
     def close(self) -> None:
-        """Nothing is written into the folder any more."""
+        """Stop filling the folder."""
         self._client.close(0.0)
 
     def _receive(self, message: AnyMessage) -> None:
@@ -158,13 +158,13 @@ class CopyLink:
 # ---- whether the job may be led in it. Pure
 
 LATE_S = 30.0
-"""For so long others that have more are let go first; and a head counts on a standby host of which it hears nothing."""
+"""Time in which hosts with newer files take the lease first, and for which a head counts on a silent standby host."""
 
 
 @dataclass(frozen=True)
 class CopyState:
-    """How a copy stands. complete: it has had all that there was once; in_step_s: when it last had (monotonic), None
-    if not in this life; before: it had all of another directory before it was begun anew."""
+    """State of a copy. complete: it has had all files once; in_step_s: when it last had (monotonic), None if not in
+    this life; before: its predecessor, a copy of another directory, was complete."""
 
     complete: bool
     in_step_s: float | None
@@ -176,14 +176,14 @@ class CopyState:
         return self.complete or self.before
 
     def may_lead(self, led_s: float, now_s: float) -> bool:
-        """Whether this host may take the lease. led_s: when somebody was last seen to have it. With files that are
-        older than that only if nobody else has taken it for long, and with a part of them never."""
+        """Whether this host may take the lease. led_s: when somebody was last seen to have it. With older files than
+        that it has to wait until nobody else has taken it for long; with incomplete ones it never may."""
         fresh = self.complete and self.in_step_s is not None and self.in_step_s >= led_s - LATE_S
         return fresh or (self.usable and now_s - led_s >= LATE_S)
 
     def words(self, led_s: float) -> str:
-        """What the files of this host may lack, in words; "" if nothing is known to be. led_s: when whoever led was
-        surely there."""
+        """Words about data that the files of this host may lack; "" if none is known. led_s: the last moment when the
+        leader was surely there."""
         if self.complete and self.in_step_s is not None:
             old_s = led_s - self.in_step_s
             old = "" if old_s < 1.0 else f"{old_s:.0f} s old"

@@ -1,6 +1,6 @@
-"""The head's end of copies of its directory: it sends to each host that stands by what is new there.
+"""The head's end of copies of its directory: it sends new files to each standby host.
 
-And of what others are told that it may be forgotten no more is said than those hosts have that could take over.
+Others may forget records only once the hosts that could take over have them, too.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Looked = tuple[int, int]
 
 
 class _Had(NamedTuple):
-    """What a host had of the moment as_of_s: the steps up to `through`. at_s: when it was last heard of."""
+    """Files of a host as of the moment as_of_s: the steps up to `through`. at_s: when it was last heard of."""
 
     at_s: float
     through: int
@@ -35,14 +35,13 @@ class _Had(NamedTuple):
 
 
 class InStep:
-    """Up to where hosts that could take over have the job's files. Pure: the time is passed in, in seconds."""
+    """How far the hosts that could take over have the job's files. Pure: the time is passed in, in seconds."""
 
     def __init__(self) -> None:
         self._had: dict[str, _Had] = {}
 
     def had(self, host: str, now_s: float, through: int, as_of_s: float) -> None:
-        """A host has all that there was at some moment, and with it the steps up to this one. It is counted on from
-        then on."""
+        """A host has all files as of some moment, with the steps up to `through`. It is counted on from then on."""
         before = self._had[host].through if host in self._had else 0
         self._had[host] = _Had(now_s, max(before, through), as_of_s)
 
@@ -52,20 +51,20 @@ class InStep:
             self._had[host] = self._had[host]._replace(at_s=now_s)
 
     def least(self, now_s: float, through: int) -> int:
-        """Up to which step all have it that are counted on: not those that have been silent for long. through: that of
-        the job's own directory."""
+        """Step up to which all hosts that are counted on have all steps; hosts that have been silent for long do not
+        count. through: that of the job's own directory."""
         self._had = {host: had for host, had in self._had.items() if now_s - had.at_s < LATE_S}
         return min([through, *(had.through for had in self._had.values())])
 
     def behind(self, since_s: float, now_s: float) -> bool:
-        """Whether one of them may lack what there was at this moment."""
+        """Whether one of them may lack files as of this moment."""
         return any(had.as_of_s < since_s for had in self._had.values() if now_s - had.at_s < LATE_S)
 
 
 @dataclass
 class _Standby:
-    """A host that stands by, over one connection. looked: as `StandbyHosts` has it, when it was last heard of; through:
-    up to this step it has the job's events."""
+    """A standby host, over one connection. looked: as `StandbyHosts` has it, when the host was last heard of; through:
+    step up to which it has the job's events."""
 
     host: str
     sender: FileSender
@@ -74,8 +73,8 @@ class _Standby:
 
 
 class StandbyHosts:
-    """In the coordinator's loop. source: the word of the directory. send: to a connection. looked: up to which step all
-    are told in the events, as far as has been looked, and how many bytes of them that was."""
+    """Senders to the standby hosts, in the coordinator's loop. source: the word of the directory. send: to a
+    connection. looked: returns the step up to which all are in the events, and the bytes read of these."""
 
     def __init__(self, run_dir: Path, source: str, send: Sender, looked: Callable[[], Looked]) -> None:
         self._run_dir, self._source, self._send, self._looked = run_dir, source, send, looked
@@ -83,7 +82,7 @@ class StandbyHosts:
         self._in_step = InStep()
 
     def take(self, connection: str, message: AnyMessage) -> bool:
-        """Whether this message of a connection is meant for this."""
+        """Take a message of a connection; returns False if it is meant for others."""
         if isinstance(message, StandbyHello):
             self.gone([connection])
             loop = asyncio.get_running_loop()
@@ -113,18 +112,18 @@ class StandbyHosts:
             self._in_step.had(standby.host, now_s, standby.through, as_of_s)
 
     def gone(self, connections: Iterable[str]) -> None:
-        """These have ended."""
+        """End the senders of these connections."""
         for name in connections:
             standby = self._there.pop(name, None)
             if standby is not None:
                 standby.sender.stop()
 
     def told(self, through: int) -> int:
-        """Up to which step others may forget what they know. through: all of these are told in the job's own events."""
+        """Step up to which others may forget their records. through: the last of those in the job's own events."""
         return self._in_step.least(time.monotonic(), through)
 
     async def caught_up(self) -> None:
-        """Until those that are counted on have all that there is now; not for long."""
+        """Wait until the hosts that are counted on have all files as of now; not for long."""
         begin_s = time.monotonic()
         while self._in_step.behind(begin_s, time.monotonic()) and time.monotonic() < begin_s + _END_WAIT_S:
             await asyncio.sleep(_LOOK_S)

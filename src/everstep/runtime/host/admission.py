@@ -1,4 +1,4 @@
-"""Whether this host can take part in a job, as far as it can tell before it starts anything."""
+"""Checks whether this host can take part in a job, before it starts anything."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from everstep.runtime.versions import differences, task_digest, versions
 
 
 def why_not(facts: JobFacts, config: Config, joining: Joining) -> str:
-    """Why this host has to stay out, in one line; "" if it need not. config: the job's."""
+    """Reason why this host must stay out, in one line; "" if it may join. config: the job's."""
     if joining.task and joining.task != facts.task:
         return f"--task: expected a job that runs {joining.task}, got one that runs {facts.task}"
     here = {**versions(), "task file": task_digest(facts.task)}
@@ -32,7 +32,8 @@ def why_not(facts: JobFacts, config: Config, joining: Joining) -> str:
 
 
 def cannot_strike(strikes: Iterable[Strike], names: Sequence[str]) -> str:
-    """Which scripted fault this host, called so, cannot carry out, and why, in one line; "" if it can do its part."""
+    """Scripted fault that this host (of these names) cannot carry out, with the reason, in one line; "" if there is
+    none."""
     own = [strike for strike in strikes if any(strike.acts(name) for name in names)]
     lacks = lacking(strike.means for strike in own)
     return f"chaos fault {next(s for s in own if s.means).text!r} cannot strike here: {lacks}" if lacks else ""

@@ -41,7 +41,7 @@ MAX_INTERVAL_S = 5.0
 RTT_FACTOR = 10.0
 _RATE_WINDOW_S = 2.0
 _STILL_MS = 500
-"""A worker that has not moved for so long is looked at."""
+"""Least stillness after which the kernel is asked about a worker."""
 
 
 class Rate:
@@ -76,14 +76,14 @@ class LaneTime:
 
 
 class Stillness:
-    """What a worker could have done while its counter has not moved."""
+    """A worker's chances to compute while its counter has not moved."""
 
     def __init__(self) -> None:
         self._vitals = Vitals()
         self._waited_s = 0.0
 
     def update(self, now_s: float, still_ms: int, look: Callable[[], Figures | None]) -> dict[str, Any]:
-        """Fields of its next pulse. still_ms: for how long it has not moved; look: asks the kernel about it."""
+        """Fields of its next pulse. still_ms: time since it moved; look: asks the kernel about it."""
         if still_ms < _STILL_MS:
             self._vitals, self._waited_s = Vitals(), 0.0
             return {}
@@ -97,7 +97,7 @@ class Stillness:
 
 
 class Pulses:
-    """What the board says of the workers of one host. seen_at: as `Workers` has it."""
+    """Pulses of one host's workers, from the board. seen_at: as `Workers` has it."""
 
     def __init__(self, board: Board, seen_at: Callable[[int, int], str] = lambda worker_id, since_ns: "") -> None:
         self._board = board
@@ -110,7 +110,7 @@ class Pulses:
         return pulse.step if pulse.incarnation == incarnation else 0
 
     def of(self, lives: Iterable[WorkerLife], now_s: float) -> Iterable[WorkerPulse]:
-        """Of these lives, as they are now."""
+        """Pulses of these lives now."""
         now_ns = time.monotonic_ns()
         there = {(life.worker_id, life.incarnation): life for life in lives}
         self._paces = {key: self._paces.get(key) or (Rate(), LaneTime(), Stillness()) for key in there}
@@ -137,7 +137,7 @@ class Pulses:
 
 
 class Secrets(NamedTuple):
-    """What a host shows that it is of the job with. token: the job's. shown: over TLS, None where it speaks without."""
+    """Proofs that a host belongs to the job. token: the job's. shown: its TLS certificate, None without TLS."""
 
     token: bytes
     shown: Shown | None
@@ -146,8 +146,8 @@ class Secrets(NamedTuple):
 class AgentLink:
     """Speaks for the workers of one host.
 
-    lives: called (from any thread) for the processes that run now; slots: likewise, how many are kept filled.
-    on_message: called in the connection's thread for what the coordinator says.
+    lives: called (from any thread) for the processes that run now; slots: called so, too, for the number of slots to
+    keep filled. on_message: called in the connection's thread for the coordinator's messages.
     """
 
     def __init__(
@@ -218,14 +218,14 @@ class AgentLink:
     # ---- births and deaths
 
     def worker_started(self, life: WorkerLife) -> None:
-        """A process was started."""
+        """Report that a process was started."""
         self._lost.pop(life.worker_id, None)
         self.client.send(WorkerStarted(agent_id=self.agent_id, worker=life))
 
     def worker_exited(
         self, worker_id: int, incarnation: int, why: Why, died_unix_ns: int, in_order: bool = False
     ) -> None:
-        """A process is dead."""
+        """Report that a process is dead."""
         self.client.send(
             WorkerExited(
                 agent_id=self.agent_id,
@@ -239,26 +239,26 @@ class AgentLink:
         )
 
     def slot_lost(self, worker_id: int, why: Why) -> None:
-        """A slot was given up."""
+        """Report that a slot was given up."""
         self._lost[worker_id] = SlotLost(agent_id=self.agent_id, worker_id=worker_id, **vars(why))
         self.client.send(self._lost[worker_id])
 
     def host_failed(self, why: Why) -> None:
-        """No restart helps any further here."""
+        """Report that no restart on this host can help."""
         self._failed = HostFailed(agent_id=self.agent_id, **vars(why))
         self.client.send(self._failed)
 
     def ask_to_leave(self) -> None:
-        """This host is to leave in order."""
+        """Ask for this host to leave in order."""
         self.leaving = True
         self.client.send(HostLeaving(agent_id=self.agent_id))
 
     def stay(self) -> None:
-        """It cannot, as the coordinator says."""
+        """Stop asking to leave: the coordinator has refused."""
         self.leaving = False
 
     def notice(self, kind: str, fields: dict[str, Any]) -> None:
-        """Something for whoever watches the job."""
+        """Tell observers of the job about an event."""
         self.client.send(AgentNotice(agent_id=self.agent_id, kind=kind, fields=fields))
 
     def close(self, flush_s: float = 0.5) -> None:

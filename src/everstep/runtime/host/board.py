@@ -1,9 +1,9 @@
 """The progress board: a fixed row of shared memory per process of a worker, written by workers, read by their agent.
 
-It lies in a memfd that every worker inherits. A worker that holds the interpreter lock for long,
-or is stopped, or is killed, can therefore be told apart by its agent without asking it anything.
+It lies in a memfd that every worker inherits. The agent can therefore see, without asking, that a worker holds the
+interpreter lock for long, is stopped, or was killed.
 
-The rows of all heads come first, then those of all ranks 1, and so on: what nobody writes takes no memory.
+The rows of all heads come first, then those of all ranks 1, and so on: rows that nobody writes take no memory.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from everstep.base.errors import ConfigError, check
 ROW_BYTES = 512
 MAX_ROWS = 4096
 MAX_RANKS = 32
-"""Of one worker."""
+"""Most ranks of one worker."""
 PHASES = (
     *("idle", "starting", "load", "forward", "backward", "transfer", "reduce", "agree", "update"),
     *("stall", "heal", "settle", "evaluate", "finish"),
@@ -27,15 +27,15 @@ PHASE_CODE = {name: code for code, name in enumerate(PHASES)}
 OPERATIONS = ("reduce", "transfer", "heal")
 ROLES = ("", "leader", "active", "standby")
 
-# Words of 8 bytes in a row.
+# 8-byte words in a row
 _COUNTER, _BEAT_NS, _STEP, _PHASE, _SAMPLES, _INCARNATION, _PID, _GENERATION, _LANES, _UNSEEN_NS, _STAGE, _ROLE = range(
     12
 )
 _RANKS, _ENDING, _LEFT, _WARM = 12, 13, 14, 15
 _SPENT_NS = 16
-"""From here on a word per phase."""
+"""First of the words with the time per phase."""
 _SENT_BYTES = 32
-"""And from here on one per operation."""
+"""First of the words with the bytes sent per operation."""
 _ALLOCATED, _RESERVED = 40, 41
 """Bytes of device memory."""
 _FORWARD, _BACKWARD, _UPDATE = PHASE_CODE["forward"], PHASE_CODE["backward"], PHASE_CODE["update"]
@@ -45,14 +45,14 @@ _monotonic_ns = time.monotonic_ns
 
 @dataclass(frozen=True)
 class Pulse:
-    """What a row says. `beat_ns` is the monotonic time (of this host) of the last tick.
+    """Content of a row. `beat_ns` is the monotonic time (of this host) of the last tick.
 
-    stage (the first of several), role: of a member's seat; None and "" of others. Of this life in all: lanes: forward
-    phases begun; spent_ns: in each phase that has ended, in the order of `PHASES`;
-    sent_bytes: given to others, in the order of `OPERATIONS`. ranks: processes of the worker, 0 or 1: this one alone;
-    slowest: of several, the one that has stood still for the longest, whose `counter` and `beat_ns` these are.
-    allocated_bytes, reserved_bytes: of device memory, by torch's allocator; 0 on the CPU. cold: what is done now may
-    compile: no update has followed a lane yet, in this life or of this shape.
+    stage (the first of several), role: of a member's seat; None and "" for workers without one. Totals of this life:
+    lanes: forward phases begun; spent_ns: time in each phase that has ended, in the order of `PHASES`; sent_bytes:
+    bytes sent to others, in the order of `OPERATIONS`. ranks: processes of the worker, 0 or 1: this one alone; slowest:
+    of several, the rank that has stood still for the longest; `counter` and `beat_ns` are its own. allocated_bytes,
+    reserved_bytes: of device memory, by torch's allocator; 0 on the CPU. cold: the present work may compile, because no
+    update has followed a lane yet, in this life or with this shape.
     """
 
     counter: int
@@ -76,7 +76,7 @@ class Pulse:
 
     @property
     def compute_ns(self) -> int:
-        """Spent in forward and backward passes."""
+        """Time spent in forward and backward passes."""
         return self.spent_ns[_FORWARD] + self.spent_ns[_BACKWARD]
 
     def still_ms(self, now_ns: int) -> int:
@@ -85,7 +85,7 @@ class Pulse:
 
 
 class Row:
-    """A process's own row. Only that writes it, apart from the agent: `reset` between two lives, and `ask_end`."""
+    """A process's own row. Only it writes; the agent only calls `reset` between two lives, and `ask_end`."""
 
     def __init__(self, words: memoryview) -> None:
         self._words = words
@@ -93,7 +93,7 @@ class Row:
         self._marks: list[tuple[int, str]] | None = None
 
     def tick(self) -> None:
-        """Something moved: count it."""
+        """Count one movement."""
         words = self._words
         words[_COUNTER] += 1
         words[_BEAT_NS] = _monotonic_ns()
@@ -106,7 +106,7 @@ class Row:
         samples: int | None = None,
         generation: int | None = None,
     ) -> None:
-        """Change what is given, and count it as progress. `samples`: trained by this life in all.
+        """Change the given fields, and count that as progress. `samples`: trained by this life in all.
 
         Raises: KeyError for an unknown phase.
         """
@@ -131,23 +131,23 @@ class Row:
         words[_BEAT_NS] = now_ns
 
     def chill(self) -> None:
-        """What is computed until the next update may have to be compiled."""
+        """Note that computations until the next update may have to be compiled."""
         self._words[_WARM] = 0
 
     def mark(self, marks: list[tuple[int, str]] | None) -> None:
-        """From now on each phase is noted there too, as (unix time in ns, name); None: no more."""
+        """From now on note each phase in `marks`, too, as (unix time in ns, name); None: no more."""
         self._marks = marks
 
     def seat(self, stage: int | None, role: str) -> None:
-        """Where this worker sits from now on. Raises: ValueError for an unknown role."""
+        """Set this worker's seat. Raises: ValueError for an unknown role."""
         self._words[_STAGE], self._words[_ROLE] = 0 if stage is None else stage + 1, ROLES.index(role)
 
     def sent(self, operation: str, n_bytes: int) -> None:
-        """So many bytes more were given to others. Raises: ValueError for an unknown operation."""
+        """Count bytes sent to others. Raises: ValueError for an unknown operation."""
         self._words[_SENT_BYTES + OPERATIONS.index(operation)] += n_bytes
 
     def device_memory(self, allocated_bytes: int, reserved_bytes: int) -> None:
-        """What tensors take of the device's memory, and what the allocator holds for them."""
+        """Set the device memory of tensors, and the memory that the allocator holds for them."""
         self._words[_ALLOCATED], self._words[_RESERVED] = allocated_bytes, reserved_bytes
 
     def reset(self, incarnation: int, pid: int, ranks: int = 1) -> None:
@@ -163,21 +163,21 @@ class Row:
         self._words[_PID] = pid
 
     def ask_end(self) -> None:
-        """The job's host ends the job, and no coordinator answers: this worker is to have all save and leave."""
+        """Ask this worker to have all save and leave: the job's host ends the job, and no coordinator answers."""
         self._words[_ENDING] = 1
 
     @property
     def end_asked(self) -> bool:
-        """Whether the agent has asked for that in this life."""
+        """Whether the agent has asked this life to end."""
         return bool(self._words[_ENDING])
 
     def leave(self, exit_code: int) -> None:
-        """This process is about to end with this code: where nobody waits for it, that says how it ended."""
+        """Note that this process is about to end with this code, for an agent that cannot wait for it."""
         self._words[_LEFT] = exit_code + 1
 
     @property
     def exit_code(self) -> int | None:
-        """What the process said that it ends with; None if it has not."""
+        """Exit code that the process announced; None if it did not."""
         return self._words[_LEFT] - 1 if self._words[_LEFT] else None
 
     def hide(self, until_ns: int) -> None:
@@ -189,7 +189,7 @@ class Row:
         return now_ns < self._words[_UNSEEN_NS]
 
     def read(self) -> Pulse:
-        """What the row says now; fields are read one after the other, not as one."""
+        """Content of the row now; fields are read one after the other, not at one moment."""
         w = self._words
         phase, role = w[_PHASE], w[_ROLE]
         return Pulse(
@@ -216,7 +216,7 @@ class Row:
 class Board:
     """All rows. Made once for a host (`create`), attached by its agent and workers through the inherited descriptor.
 
-    rows: workers that it has room for.
+    rows: number of workers that it has room for.
     """
 
     def __init__(self, fd: int, memory: mmap.mmap) -> None:
@@ -238,19 +238,19 @@ class Board:
         return cls(fd, mmap.mmap(fd, size))
 
     def row(self, worker_id: int, cell_rank: int = 0) -> Row:
-        """Of one process. Raises: InvariantViolation if the board has no such row."""
+        """Row of one process. Raises: InvariantViolation if the board has no such row."""
         check(0 <= worker_id < self.rows, f"the board has rows 0 to {self.rows - 1}, asked for {worker_id}")
         check(0 <= cell_rank < MAX_RANKS, f"a worker has ranks 0 to {MAX_RANKS - 1}, asked for {cell_rank}")
         at = cell_rank * self.rows + worker_id
         return Row(self._words[at * _WORDS : (at + 1) * _WORDS])
 
     def begin(self, worker_id: int, incarnation: int, ranks: int) -> None:
-        """A new life of a worker, of so many processes."""
+        """Begin a new life of a worker with `ranks` processes."""
         for cell_rank in range(ranks):
             self.row(worker_id, cell_rank).reset(incarnation, 0, ranks)
 
     def read(self, worker_id: int) -> Pulse:
-        """What a worker's head says now, with the progress of the slowest of its ranks."""
+        """Content of a worker's head row, with the progress of the slowest of its ranks."""
         head = self.row(worker_id).read()
         if not 1 < head.ranks <= MAX_RANKS:
             return head

@@ -14,15 +14,15 @@ from everstep.runtime.process import die_with_parent, own_command
 
 
 def bound_command(*command: str) -> list[str]:
-    """This command, of a child that the kernel ends when this process ends."""
+    """Command that runs this one as a child that the kernel kills when this process ends."""
     return own_command(__name__, str(os.getpid()), *command)
 
 
 def main() -> int:
-    """Returns 127, after one line, where the command cannot be run."""
+    """Run the command; returns 127, after one line, if that is impossible."""
     parent, *command = sys.argv[1:]
     die_with_parent(int(parent))
-    for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, and so would the command
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores these signals, and the command would inherit that
         signal.signal(number, signal.SIG_DFL)
     try:
         os.execvp(command[0], command)

@@ -1,7 +1,7 @@
-"""Inside a cell: the head tells its limbs what to do, and they do it, for as long as it is there.
+"""Inside a cell: the head commands its limbs, and they obey for as long as it is there.
 
 A head and each of its limbs share a socket that the fork server has made. One command is under way at a time; all limbs
-carry it out, and each answers. Who dies is not reported here: the fork server sees it, and ends the whole cell.
+carry it out, and each answers. Deaths are not reported here: the fork server sees them, and ends the whole cell.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from everstep.runtime.host.board import Board
 from everstep.runtime.link.context import WorkerContext
 
 MOST_BYTES = 1 << 16
-"""Of a command or an answer: what is larger goes by other ways."""
+"""Largest command or answer; larger data goes by other ways."""
 _LOOK_S = 0.02
 _END_S = 5.0
 
@@ -36,7 +36,7 @@ class LimbLost(EverstepError):
 
 
 class CellCommand(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What all limbs are to do."""
+    """A command to all limbs."""
 
     name: str
     arguments: dict[str, Any]
@@ -45,7 +45,7 @@ class CellCommand(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Head:
     """The head's end of all channels. One thread calls it. A worker of one process is a head without limbs.
 
-    tick: called every few milliseconds while it waits. Whatever waits raises `LimbLost`.
+    tick: called every few milliseconds while it waits. Every waiting method raises `LimbLost`.
     """
 
     def __init__(self, context: WorkerContext, tick: Callable[[], None]) -> None:
@@ -61,17 +61,17 @@ class Head:
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """Of all ranks that have said who they are, this one first."""
+        """Pids of all ranks that have introduced themselves, this one first."""
         return (os.getpid(), *(rank.pid for rank in self._ranks or ()))
 
     def meet(self) -> tuple[Rank, ...]:
-        """The limbs, by rank, as they have introduced themselves; waits for the last of them."""
+        """The limbs, by rank, from their introductions; waits for the last of them."""
         if self._ranks is None:
             self._ranks = tuple(msgspec.msgpack.decode(said, type=Rank) for said in self._hear())
         return self._ranks
 
     def command(self, name: str, **arguments: Any) -> list[Any]:
-        """Have all limbs do this; returns their answers, by rank."""
+        """Have all limbs carry out a command; returns their answers, by rank."""
         self.meet()
         data = _packed(CellCommand(name, arguments))
         for cell_rank, limb in enumerate(self._limbs, 1):
@@ -88,7 +88,7 @@ class Head:
             with contextlib.suppress(OSError):  # it has gone
                 limb.shutdown(socket.SHUT_WR)
         for limb in self._limbs:
-            with limb, contextlib.suppress(OSError):  # it takes too long: the fork server ends it
+            with limb, contextlib.suppress(OSError):  # it takes too long: the fork server will end it
                 limb.settimeout(max(0.0, until_s - time.monotonic()))
                 while limb.recv(MOST_BYTES):
                     pass
@@ -106,7 +106,7 @@ class Head:
         return [heard[cell_rank] for cell_rank in sorted(heard)]
 
     def _await_end(self, cell_rank: int) -> bytes:
-        """What is said now would be taken for the cause: the fork server knows better, and ends this process."""
+        """Wait for the fork server to end this process; an error raised now would be taken for the cause."""
         threading.Event().wait(_END_S)
         raise LimbLost(f"rank {cell_rank} of worker {self._me} has left its cell")
 
@@ -114,7 +114,7 @@ class Head:
 class Limb:
     """A limb's end of its channel, and its row of the board.
 
-    Nothing closes its end but the end of the process, from which a head learns that a limb has left.
+    The end stays open until the process ends; from that a head learns that a limb has left.
     """
 
     def __init__(self, context: WorkerContext) -> None:
@@ -125,10 +125,10 @@ class Limb:
         self.row = Board.attach(context.board_fd).row(context.worker_id, context.cell_rank)
 
     def serve(self, act: Mapping[str, Callable[..., Any]], *, address: str = "", segment: str = "") -> None:
-        """Introduce this rank, then do what the head says, until that goes.
+        """Introduce this rank, then carry out the head's commands until the head goes.
 
-        act: by the names of commands; what they return goes to the head, and must be plain data. address, segment: as
-        in `Rank`. Raises: what they raise; ProtocolError for a command that is not among them.
+        act: functions by the names of commands; their results go to the head, and must be plain data. address, segment:
+        as in `Rank`. Raises: their exceptions; ProtocolError for a command that is not among them.
         """
         said: Any = Rank(os.getpid(), address, segment)
         self.row.set(phase="idle")
@@ -140,7 +140,7 @@ class Limb:
             said = act[command.name](**command.arguments)
 
     def _say(self, said: Any) -> bool:
-        """Whether the head is there to hear it."""
+        """Send a message; returns whether the head is there to hear it."""
         with contextlib.suppress(OSError):
             return os.write(self._head, _packed(said)) > 0
         return False
@@ -159,7 +159,7 @@ def _packed(said: Any) -> bytes:
 
 
 def _received(fd: int) -> bytes:
-    """One message; nothing once the other side has gone."""
+    """Receive one message; empty once the other side has gone."""
     try:
         return os.read(fd, MOST_BYTES)
     except ConnectionError:

@@ -1,8 +1,8 @@
-"""What workers print, log and spend: logs/worker-<id>.jsonl and metrics/<host>.jsonl, of bounded size.
+"""Output, logs and resource use of workers, in files of bounded size: logs/worker-<id>.jsonl and metrics/<host>.jsonl.
 
-Each worker's stdout and stderr are pipes that end here, in a thread of the agent's. So every line is kept, of C
-libraries and of a worker that is killed too; files are written, and rotated, by one hand alone, whichever life of a
-worker goes on in them; and a full disk costs lines, which are counted, and never a worker's time.
+Each worker's stdout and stderr are pipes that end here, in a thread of the agent's. So every line is kept, also from C
+libraries and from killed workers. One thread alone writes and rotates the files, whichever life of a worker adds to
+them. A full disk costs lines, which are counted, and never a worker's time.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ _LAST_WAIT_S = 2.0
 
 class LineFile:
     """A file of lines, in a folder of the run directory, that is rotated: `x.jsonl`, then `x.1.jsonl` to
-    `x.<keep>.jsonl`. Never raises for its sake.
+    `x.<keep>.jsonl`. Never raises because of the file.
 
-    dropped: lines that could not be written since the last that could.
+    dropped: lines that could not be written since the last one that could.
     """
 
     def __init__(self, path: Path, most_bytes: int, keep: int) -> None:
@@ -48,7 +48,7 @@ class LineFile:
         self._torn = False
 
     def write(self, lines: bytes) -> bool:
-        """Append whole lines. Returns whether they are all there."""
+        """Append whole lines. Returns whether all were written."""
         data, written = lines, 0
         with contextlib.suppress(OSError):
             self._make_room(len(lines))
@@ -60,7 +60,7 @@ class LineFile:
             return True
         self._torn = self._torn or written > 0
         self.dropped += lines.count(b"\n")
-        self.close()  # the file may have been replaced, or the mount come back: open anew next time
+        self.close()  # the file may have been replaced, or the mount is back: open it again next time
         return False
 
     def close(self) -> None:
@@ -88,7 +88,7 @@ class LineFile:
 
 @dataclass
 class _Pipe:
-    """One of the two of a process. rest: of a line whose end has not come."""
+    """One of the two pipes of a process. rest: the beginning of a line whose end has not come."""
 
     source: str
     cell_rank: int
@@ -99,7 +99,7 @@ class _Pipe:
 
 
 class Collector:
-    """Reads until it is closed. folder: where the files go. `open` is called by one thread."""
+    """Reads until it is closed. folder: of the files. `open` is called by one thread."""
 
     def __init__(self, folder: Path, board: Board, most_bytes: int, keep: int) -> None:
         self._folder = folder
@@ -117,8 +117,8 @@ class Collector:
         self._thread.start()
 
     def open(self, worker_id: int, incarnation: int, cell_rank: int = 0) -> tuple[int, int]:
-        """What a process of a new life of a worker is to have as stdout and stderr; the caller gives them away and
-        closes them."""
+        """Make the stdout and stderr of a process in a new life of a worker; the caller hands the descriptors on and
+        closes its own."""
         file = self._files.get(worker_id)
         if file is None:
             path = self._folder / f"worker-{worker_id}.jsonl"
@@ -135,13 +135,13 @@ class Collector:
         return ends[0], ends[1]
 
     def seen_at(self, worker_id: int, since_ns: int) -> str:
-        """Where this worker was by the stacks that it has written since then (monotonic); "" if it has not. Any
-        thread."""
+        """Innermost place in the user's code by the stacks that this worker has written since then (monotonic); "" if
+        it has written none. Any thread."""
         seen_ns, where = self._seen.get(worker_id, (0, ""))
         return where if seen_ns >= since_ns else ""
 
     def close(self) -> None:
-        """Take in what is still in the pipes, and end; what keeps on writing is not waited for."""
+        """Take in the rest of the pipes, and end; a process that keeps on writing is not waited for."""
         if self._closing_s is None:
             self._closing_s = time.monotonic() + _LAST_WAIT_S
             os.close(self._wake_w)
@@ -212,7 +212,7 @@ class Collector:
             file.dropped += dropped - 1
 
     def _look(self, context: WorkerLog, cell_rank: int) -> None:
-        """Where the worker is now, as its row says; of a life that has been followed by another, what it said last."""
+        """Read the worker's present state from its row; if a later life has the row, keep the last state."""
         pulse = self._board.row(context.worker_id).read()
         if pulse.incarnation == context.incarnation:
             own = pulse if cell_rank == 0 else self._board.row(context.worker_id, cell_rank).read()
@@ -226,7 +226,7 @@ def _said_of_dropped(context: WorkerLog, count: int, now_ns: int) -> bytes:
 
 
 def records(line: bytes, source: str, context: WorkerLog, now_ns: int) -> list[bytes]:
-    """What a line that a worker wrote becomes: what was printed, as a record; and a record as it is."""
+    """Records of one line of a worker: printed text becomes a record; a record stays as it is."""
     printed, mark, record = line.partition(RECORD)
     if mark and not (record.startswith(b'{"time_unix_ns":') and record.endswith(b"}")):
         printed, record = line.replace(RECORD, b""), b""
@@ -239,7 +239,7 @@ def records(line: bytes, source: str, context: WorkerLog, now_ns: int) -> list[b
     return found
 
 
-# ---- what they spend
+# ---- resource use
 
 MOST_BYTES = 64 << 20
 MOST_FILES = 4
@@ -252,9 +252,9 @@ _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 class Sampler:
     """Writes metrics/<host>.jsonl, one line per interval, from the board and from /proc, until it is closed.
 
-    In a thread of the agent's, so that a slow disk delays no heartbeat. Workers do nothing for it but add to counters
-    in shared memory. Lines inform: what cannot be written is dropped, and the next one says how many were (`dropped`).
-    lives: thread-safe, the processes that run now.
+    It has a thread of the agent's, so that a slow disk delays no heartbeat. Workers only add to counters in shared
+    memory for it. The lines only inform: those that cannot be written are dropped, and the next one says how many
+    (`dropped`). lives: thread-safe, the processes that run now.
     """
 
     def __init__(
@@ -270,12 +270,12 @@ class Sampler:
         self._thread.start()
 
     def close(self) -> None:
-        """A last sample, and no more."""
+        """Take a last sample, and end."""
         self._closed.set()
         self._thread.join(2.0)
 
     def line(self, now_unix_ns: int) -> dict[str, Any]:
-        """All workers as they are now. Counters grow within a life (incarnation), seconds and bytes alike."""
+        """Sample of all workers now. Counters grow within a life (incarnation), seconds and bytes alike."""
         rows = [self._row(life) for life in self._lives()]
         return {"t": now_unix_ns, "host": self._host, "workers": [row for row in rows if row]}
 
@@ -332,7 +332,7 @@ def _device_memory(pulse: Pulse) -> dict[str, int]:
 
 
 def rotate(path: Path, most_files: int) -> None:
-    """`x.jsonl` becomes `x.1.jsonl`, that `x.2.jsonl`, and so on; the oldest goes. Raises: OSError."""
+    """Rename `x.jsonl` to `x.1.jsonl`, that to `x.2.jsonl`, and so on; the oldest goes. Raises: OSError."""
     names = [path] + [path.with_name(f"{path.stem}.{k}{path.suffix}") for k in range(1, most_files)]
     for older, newer in zip(reversed(names), reversed(names[:-1]), strict=False):
         with contextlib.suppress(FileNotFoundError):

@@ -1,4 +1,4 @@
-"""How many accelerators this host has, without importing anything that knows them."""
+"""Number of accelerators of this host, without importing any library for them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _NODE = re.compile(r"nvidia[0-9]+")
 
 
 def device_count(environ: Mapping[str, str] = os.environ, nodes: Path = _NODES) -> int:
-    """Devices that CUDA would show this process, 0 if there are none."""
+    """Number of devices that CUDA would show this process, 0 if there are none."""
     try:
         found = sum(_NODE.fullmatch(name) is not None for name in os.listdir(nodes))
     except OSError:
@@ -24,12 +24,12 @@ def device_count(environ: Mapping[str, str] = os.environ, nodes: Path = _NODES) 
 
 
 def default_slots() -> int:
-    """How many workers a host runs if nobody says: one per device, or one."""
+    """Default number of workers of a host: one per device, or one."""
     return max(1, device_count())
 
 
 def check_slots(device: str, slots: int) -> None:
-    """device: the job's. slots: how many workers are to run on this host, 0 if nobody has said.
+    """device: the job's. slots: workers to run on this host, 0 if the user gave no number.
 
     Raises: ConfigError if there are too few devices for them.
     """

@@ -64,18 +64,18 @@ from everstep.runtime.process import (
 log = logging.getLogger(__name__)
 
 DEFAULT_PRELOAD = (
-    "torch",  # first: what is called meanwhile is forked from then on, and needs it
+    "torch",  # first, because forks for calls that come meanwhile need it
     "numpy",
     "torch.utils.data",
     "torch.distributed",
     "torch.optim",
-    "torch._dynamo",  # the first optimizer of a process imports it: 1 to 2 s
+    "torch._dynamo",  # the first optimizer of a process imports it, which takes 1 to 2 s
     "torch.nn.utils.stateless",
 )
 
 
 def preload(names: list[str], between: Callable[[], None] = lambda: None) -> list[str]:
-    """Import what workers will need, and call `between` after each. Returns, with the reason, what has failed."""
+    """Import modules that workers will need, and call `between` after each. Returns failures with reasons."""
     skipped = []
     for name in names:
         try:
@@ -105,7 +105,7 @@ class ForkServer:
         signal.set_wakeup_fd(self._signal_w, warn_on_full_buffer=False)
 
     def tell(self, **message: Any) -> None:
-        """To the agent."""
+        """Send a message to the agent."""
         self._sock.sendall(json.dumps(message).encode() + b"\n")
 
     def run(self) -> None:
@@ -114,7 +114,7 @@ class ForkServer:
             self._serve(None)
 
     def between_imports(self) -> None:
-        """Calls need not wait until everything is imported: what they run imports what it needs."""
+        """Serve calls between imports: they need not wait for all imports, and import their own modules."""
         self._serve(0)
         if self._over:
             raise ConnectionError("the agent has gone")
@@ -129,7 +129,7 @@ class ForkServer:
                 self._over = not self._requests()
 
     def end_children(self) -> None:
-        """SIGKILL whatever still runs, and wait for it."""
+        """SIGKILL all children that still run, and wait for their end."""
         while pids := children():
             _kill_all(pids)
             with contextlib.suppress(ChildProcessError):
@@ -193,7 +193,7 @@ class ForkServer:
             if pid in self._called:
                 self._called.remove(pid)
                 self.tell(op="called", status=status)
-            elif pid in self._children:  # else an orphan that was adopted
+            elif pid in self._children:  # otherwise an adopted orphan
                 dead.setdefault(id(self._children[pid]), {})[pid] = status
         for statuses in dead.values():
             self._bury(statuses)
@@ -201,7 +201,7 @@ class ForkServer:
             self._end_orphans()
 
     def _bury(self, statuses: dict[int, int]) -> None:
-        """Of one cell: end what is left of it, or say that nothing is."""
+        """Take in deaths in one cell: end the rest of it, or report that nothing is left."""
         *_, cell = (self._children.pop(pid) for pid in statuses)
         _kill_all(cell.died(statuses, time.time_ns()))
         if not cell.ranks:
@@ -223,7 +223,7 @@ class ForkServer:
             os._exit(code)
 
     def _become_worker(self, entry: str, context: WorkerContext, outputs: tuple[int, int], lifeline: int) -> None:
-        """In the child: leave everything of the server behind, run the entry point, and never return."""
+        """In the child: leave the server's state behind, run the entry point, and never return."""
         code = 1
         try:
             _reset_signals()
@@ -231,7 +231,7 @@ class ForkServer:
             for number, fd in enumerate(outputs, 1):
                 os.dup2(fd, number)
             if isinstance(sys.stdout, io.TextIOWrapper):
-                sys.stdout.reconfigure(line_buffering=True, write_through=False)  # a print is one write
+                sys.stdout.reconfigure(line_buffering=True, write_through=False)  # each print is one write
             close_descriptors({self._board_fd, lifeline, *context.cell_fds})
             show_on_signal(2)
             code = run_entry(entry, context)
@@ -263,7 +263,7 @@ def _reset_signals() -> None:
 
 
 def redirect_output(path: Path) -> None:
-    """Append stdout and stderr to a file; with a disk that refuses, to nowhere."""
+    """Append stdout and stderr to a file; if the disk refuses, drop them."""
     try:
         fd = open_below(path, APPEND, 1, make=True)
     except OSError:
@@ -274,7 +274,7 @@ def redirect_output(path: Path) -> None:
 
 
 def run_entry(entry: str, context: WorkerContext) -> int:
-    """Call "module:function" with the context. Returns the exit code; what it raises goes to the log and last words."""
+    """Call "module:function" with the context. Returns the exit code; an exception goes to the log and last words."""
     try:
         result = pkgutil.resolve_name(entry)(context)
         code = result if isinstance(result, int) else 0
@@ -284,7 +284,7 @@ def run_entry(entry: str, context: WorkerContext) -> int:
         text = one_line(f"{type(error).__name__}: {error}")
         log.critical("%s", text, exc_info=True)
         with contextlib.suppress(OSError):
-            if not context.last_words_path.exists():  # else the worker has said something better itself
+            if not context.last_words_path.exists():  # otherwise the worker has said something better itself
                 context.write_last_words(Why(cause_of(error), text))
         code = 1
     _leave_in_order()
@@ -292,7 +292,7 @@ def run_entry(entry: str, context: WorkerContext) -> int:
 
 
 def _leave_in_order() -> None:
-    # os._exit skips what a process does at its end: flush, and end the helpers that multiprocessing started.
+    # os._exit skips the usual end of a process: flush, and end the helpers that multiprocessing started.
     multiprocessing_util = sys.modules.get("multiprocessing.util")
     end_helpers = getattr(multiprocessing_util, "_exit_function", lambda: None)
     for act in (end_helpers, logging.shutdown, sys.stdout.flush, sys.stderr.flush):
@@ -327,20 +327,20 @@ def main(argv: list[str] | None = None) -> int:
         fork_server.run()
     except ConnectionError:
         pass
-    fork_server.end_children()  # the agent is gone, or wants no more; without that word they go on
+    fork_server.end_children()  # the agent is gone, or wants the workers ended; else they go on
     return 0
 
 
-# ---- what ends a cell: who is to blame does not follow from who is found dead first
+# ---- the death that ends a cell: the order in which ranks are found dead does not show who is to blame
 
 
 #
 @dataclass
 class ForkedCell:
-    """One life of a worker. ranks: by pid, of the processes that have not been waited for.
+    """One life of a worker. ranks: by pid, the processes that have not been waited for.
 
-    cell_rank, status, unix_ns: of the death that ended the cell; status None before. A limb that ends in order ends
-    nothing: it does so when its head lets go of it.
+    cell_rank, status, unix_ns: of the death that ended the cell; status None before. A limb that ends in order does not
+    end the cell: it ends when its head lets go of it.
     """
 
     worker_id: int
@@ -351,7 +351,7 @@ class ForkedCell:
     unix_ns: int = 0
 
     def died(self, statuses: Mapping[int, int], unix_ns: int) -> list[int]:
-        """These, by pid, were found dead at once, with these wait statuses. Returns who is to be killed by that."""
+        """Take in processes found dead at once: wait statuses by pid. Returns the pids to kill because of that."""
         found = {self.ranks.pop(pid): status for pid, status in statuses.items()}
         if self.status is None:
             cell_rank = first_to_go(found)
@@ -362,10 +362,10 @@ class ForkedCell:
 
 
 def first_to_go(statuses: Mapping[int, int]) -> int | None:
-    """Of ranks that were found dead at once, by wait status, the one that drew the others along; None if none did.
+    """Rank that drew the others along, of ranks found dead at once (by wait status); None if none did.
 
-    A head that leaves in order needs its limbs no more. Otherwise a signal is nobody's reaction to another's death; and
-    a head may raise because a limb has gone, while limbs leave quietly.
+    A head that leaves in order needs its limbs no more. Otherwise a death by signal is no reaction to another death; a
+    head may raise because a limb has gone, while limbs leave quietly.
     """
     if statuses.get(0) == 0:
         return 0

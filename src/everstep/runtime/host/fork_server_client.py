@@ -1,4 +1,4 @@
-"""The other end of the fork server: starts it, asks it for workers, hears of their deaths; or gives it to who does."""
+"""The agent's end of the fork server: starts it, asks for workers, hears of their deaths, hands it to others."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ _DEATH_WAIT_S = 5.0
 
 
 class ForkEnded(EverstepError):
-    """The fork that was to answer has ended without an answer; the text says how."""
+    """The fork has ended without an answer; the text says how."""
 
 
 class ForkServerClient:
-    """A fork server that runs. `ready` once it has imported everything; `fd` is readable when it has said something.
+    """A running fork server. `ready` once it has imported everything; `fd` is readable when it has sent a message.
     `watch`: whether it answers pings.
 
-    sock: the way to it. process: where it is a child of this process. heard, greeting: as `Handed` has them. watch:
-    of the one before it.
+    sock: the connection to it. process: set if it is a child of this process. heard, greeting: as `Handed` has them.
+    watch: of its predecessor.
     """
 
     def __init__(
@@ -62,11 +62,11 @@ class ForkServerClient:
 
     @classmethod
     def adopt(cls, handed: Handed) -> ForkServerClient:
-        """Go on where another process has stopped talking to it."""
+        """Take a fork server over from another process that has stopped talking to it."""
         return cls(socket.socket(fileno=handed.fd), handed.pid, heard=handed.heard, greeting=handed.greeting)
 
     def hand_over(self, board_fd: int) -> Handed:
-        """What another process needs to go on with it; nothing is to be asked of it here from now on."""
+        """Data with which another process can take it over; this process must ask it nothing from now on."""
         return Handed(self.fd, board_fd, self.pid, self._buffer.decode(), self.greeting)
 
     @property
@@ -74,10 +74,10 @@ class ForkServerClient:
         return self._sock.fileno()
 
     def start(self, entry: str, context: WorkerContext, outputs: Sequence[tuple[int, int]], lifeline: int) -> None:
-        """Ask for a worker, of as many processes as its context says. A fork server that is dead is noticed elsewhere.
+        """Ask for a worker with as many processes as its context says. A dead fork server is noticed elsewhere.
 
-        outputs: for each of them the descriptors that become its stdout and stderr. lifeline: the reading end of a
-        pipe; the worker dies when the other is closed. All of these are closed here.
+        outputs: for each process the descriptors that become its stdout and stderr. lifeline: the reading end of a
+        pipe; the worker dies when the other end is closed. All of these are closed here.
         """
         fds = [*(fd for pair in outputs for fd in pair), lifeline]
         self._ask(fds, op="start", entry=entry, context=asdict(context))
@@ -85,7 +85,7 @@ class ForkServerClient:
             os.close(fd)
 
     def receive(self) -> list[dict[str, Any]]:
-        """What it has said; call when `fd` is readable. Empty at the end of the stream."""
+        """Take the messages that it sent; call when `fd` is readable. Empty at the end of the stream."""
         try:
             data = self._sock.recv(1 << 16)
         except OSError:
@@ -100,18 +100,18 @@ class ForkServerClient:
         return messages
 
     def ping(self, now_s: float) -> None:
-        """Ask whether it answers, if it is time to; while it imports it cannot. `now_s` is monotonic."""
+        """Ping it if that is due; while it imports it cannot answer. `now_s` is monotonic."""
         if ask_about(self.watch, self.pid, now_s) and self.ready:
             self._ask(op="ping")
 
     def call(self, entry: str, question: Any) -> Any:
-        """What "module:function" answers in a fork of the server. Before there are workers: it waits.
+        """Answer of "module:function" from a fork of the server. Waits, so only for use before there are workers.
 
         Raises: ForkEnded if there is no answer.
         """
         self._ask(op="call", entry=entry, question=question)
         while messages := self.receive():
-            for message in messages:  # the answer comes first
+            for message in messages:  # the answer comes before the end
                 if message["op"] == "answer":
                     return message["answer"]
                 if message["op"] == "called":
@@ -120,7 +120,7 @@ class ForkServerClient:
         raise ForkEnded(f"the fork server: {why_ended(code).reason}")
 
     def log_to(self, path: Path) -> None:
-        """Where the server's own output goes from now on."""
+        """Write the server's own output there from now on."""
         self._ask(op="log", path=str(path.resolve()))
 
     def _ask(self, fds: Sequence[int] = (), **request: Any) -> None:
@@ -129,11 +129,11 @@ class ForkServerClient:
             self._sock.sendall(data[socket.send_fds(self._sock, [data], fds) :])
 
     def let_go(self) -> None:
-        """Another process has the way to it by now."""
+        """Close this end: another process has the connection by now."""
         self._sock.close()
 
     def kill(self) -> None:
-        """SIGKILL, to it alone."""
+        """SIGKILL the server alone."""
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
 
@@ -156,8 +156,8 @@ class ForkServerClient:
 def start_fork_server(
     log_path: Path | None, board_fd: int, threads: int, preload: Sequence[str], watch: Patience | None = None
 ) -> ForkServerClient:
-    """A new one, which ends with this process. log_path None: what it prints goes nowhere until `log_to`. watch: of
-    the one before it."""
+    """Start a fork server that ends with this process. log_path None: its output is dropped until `log_to`. watch: of
+    its predecessor."""
     ours, theirs = socket.socketpair()
     command = own_command(MODULE, "--fd", str(theirs.fileno()), "--board-fd", str(board_fd))
     command += ["--parent", str(os.getpid()), "--preload", ",".join(preload)]
@@ -176,10 +176,10 @@ def start_fork_server(
 
 
 class EarlyForkServer:
-    """A fork server that is started before its job: it imports while the task is looked at, in a fork of its own.
+    """A fork server that is started before its job: it imports while one of its forks looks at the task.
 
-    threads: as far as is known by then; preload: what it imports. It stays a child of this process when an agent
-    has it.
+    threads: as far as is known by then; preload: modules that it imports. It stays a child of this process when an
+    agent has taken it over.
     """
 
     def __init__(self, threads: int, preload: Sequence[str]) -> None:
@@ -193,8 +193,8 @@ class EarlyForkServer:
         return self._started().call(entry, question)
 
     def hand_over(self, threads: int) -> Handed:
-        """The server, for a job with so many threads, and the board that its workers inherit. The agent's process has
-        to inherit both descriptors; then `let_go`."""
+        """Data with which an agent takes the server over, for a job with so many threads, and the board that its
+        workers inherit. The agent's process has to inherit both descriptors; then call `let_go`."""
         if threads != self._threads:
             self.close()
             self._threads = threads

@@ -1,7 +1,7 @@
 """The agent of a host: keeps the slots filled that the coordinator gives it, and leaves when the job is over.
 
-It knows the job from its connection alone, and needs that only for what has to be decided: while the coordinator is
-away its workers go on.
+It knows the job from its connection alone, and needs that only for decisions: while the coordinator is away its workers
+go on.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ _BRING_S, _HURRY_S = 30.0, 2.0
 
 @dataclass(frozen=True)
 class Left:
-    """How an agent ended: exit code, and a line for the user where it is not the job's doing. later: the job was told
-    to stop by what may start it again."""
+    """How an agent ended: exit code, and a line for the user if the job does not report it. later: the job was stopped
+    by a scheduler's signal, so it may be started again."""
 
     exit_code: int
     words: str = ""
@@ -79,7 +79,7 @@ class Left:
 
 
 class Absence:
-    """How long the coordinator has been away, in words now and then. Pure. over: it is given up."""
+    """Time for which the coordinator has been away, reported now and then. Pure. over: the agent gives up."""
 
     def __init__(self, address: str, now_s: float) -> None:
         self._address = address
@@ -87,7 +87,7 @@ class Absence:
         self.over = False
 
     def look(self, connected: bool, now_s: float) -> str:
-        """Returns what is to be said now, "" for nothing."""
+        """Words to print now, "" for none."""
         if connected:
             back = self._said_s > self._there_s
             words = f"the job at {self._address} answers again" if back else ""
@@ -122,7 +122,7 @@ class HostAgent:
         self._absence = Absence(joining.said or joining.address, time.monotonic())
         self._ended: JobEnded | None = None
         self._deadline_s = inf
-        self._done = {"idle"}  # until it is told of slots; also: killed, told of failure
+        self._done = {"idle"}  # until the coordinator gives it slots; also: killed, told of failure
         self._left: Left | None = None
         self._harms = Harms()
         pulses = Pulses(board, lambda *about: "" if self._host is None else self._host.workers.seen_at(*about))
@@ -130,7 +130,7 @@ class HostAgent:
 
     @property
     def connected(self) -> bool:
-        """Whether a coordinator can be heard."""
+        """Whether the coordinator is connected."""
         return self._link.client.connected
 
     def run(self) -> Left:
@@ -171,10 +171,10 @@ class HostAgent:
     def _patience(self, now_s: float) -> float:
         host = self._host
         start_s, ping_s = (inf, inf) if host is None else (host.workers.due_in(now_s), host.ping_in(now_s))
-        end_s = self._deadline_s - now_s  # once it is past, only what workers still do keeps it here
+        end_s = self._deadline_s - now_s  # after that, only the end of workers' scripts is waited for
         return min(1.0, self._link.due_in(now_s), start_s, ping_s, end_s if end_s > 0 else inf)
 
-    # ---- what comes
+    # ---- messages
 
     def _take(self, item: AnyMessage | int) -> None:
         host = self._host
@@ -203,7 +203,7 @@ class HostAgent:
             self._link.stay()
             _say(item.reason)
         elif isinstance(item, Goodbye):
-            if self._ended is None and self._job_fd < 0:  # where the job's process is, that is seen
+            if self._ended is None and self._job_fd < 0:  # on the job's host, the agent sees the process end
                 self._leave(Left(3, f"{item.reason}: its workers here are ended"))
         elif isinstance(item, HostsThere | JobPage | HostAsk) and host is not None:
             host.files.hear(item)
@@ -211,26 +211,26 @@ class HostAgent:
             self._order(host, item)
 
     def _wish_to_leave(self) -> None:
-        if not self._joining.parent:  # else it is for the job to act upon
+        if not self._joining.parent:  # with a parent, the job acts upon it
             _say("SIGUSR1: this host leaves in order")
             self._link.ask_to_leave()
 
     def _hear(self, message: AnyMessage) -> None:
-        """In the connection's thread: what has arrived counts while this agent leaves, too."""
+        """In the connection's thread. Answers about arrived files count also while this agent leaves."""
         if isinstance(message, FilesHeld) and self._host is not None:
             self._host.files.answered(message)
         else:
             self._inbox.put(message)
 
     def _end_alone(self) -> None:
-        """The job is to end, and no coordinator says so: its process has told this agent, and no other one."""
+        """End without a coordinator: the job's process has told this agent, and no other one."""
         if self._host is None:
             self._leave(Left(0))
         else:
             self._host.workers.end_alone()
 
     def _order(self, host: Host, message: AnyMessage) -> None:
-        """What is to become of this host's workers, and of itself."""
+        """Carry out an order about this host's workers, or about the host."""
         if isinstance(message, SetSlots):
             host.workers.want(message.worker_ids, message.first)
             self._done.discard("idle")
@@ -270,7 +270,7 @@ class HostAgent:
             _say(f"takes part in {facts.task} as host {self._joining.host}, {slots}")
         interval = self._host.config.heartbeat.interval_s
         self._link.beat_every(None if isinstance(interval, str) else float(interval))
-        finds = isinstance(self._joining.where(), Path) or self._host.files.apart  # then another file is kept up
+        finds = isinstance(self._joining.where(), Path) or self._host.files.apart  # then it follows its own file
         if not finds and self._host.coordinator_file.exists():
             self._link.client.follow(self._host.coordinator_file)
 
@@ -280,9 +280,9 @@ class HostAgent:
             self._deadline_s = time.monotonic() + GRACE_S
             if self._host is not None:
                 self._host.workers.stop()
-                self._host.workers.go_on()  # who stands still cannot leave
+                self._host.workers.go_on()  # stopped workers cannot leave
 
-    # ---- what is to be done
+    # ---- work
 
     def _look_at_workers(self, now_s: float) -> None:
         host = self._host
@@ -315,7 +315,7 @@ class HostAgent:
             return
         patient = self._ended.state == "completed" and now_s < self._deadline_s + host.config.quorum_wait_s
         if patient and host.finishing():
-            host.kill_idle()  # some worker still does what its script does after the last step
+            host.kill_idle()  # some worker still runs its script's end
         elif "killed" in self._done:
             self._leave(_over(self._ended, self._joining, self._link.leaving))
         else:
@@ -325,11 +325,11 @@ class HostAgent:
 
     def _leave(self, how: Left) -> None:
         if how.exit_code == 3 and self._link.leaving:
-            how = Left(0, how.words)  # which it was to do anyway
+            how = Left(0, how.words)  # it was going to do that anyway
         self._left = self._left or how
 
     def _tear_down(self) -> None:
-        """All of it is done, whatever a part of it raises."""
+        """Run all of it, even if a part raises."""
         with contextlib.ExitStack() as last_first:
             last_first.callback(self._inbox.close)
             last_first.callback(self._link.close)
@@ -360,7 +360,7 @@ class HostAgent:
 
 
 def _unfit(host: Host, facts: JobFacts, said: str) -> str:
-    """Why this agent cannot go on with the job that it has heard of over a new connection, "" if it can."""
+    """Reason why this agent cannot go on with the job of a new connection, "" if it can."""
     if (facts.task, facts.argv, facts.config) != (host.facts.task, host.facts.argv, host.facts.config):
         return f"another job listens at {said} by now"
     if not host.files.fits(facts):
@@ -369,7 +369,8 @@ def _unfit(host: Host, facts: JobFacts, said: str) -> str:
 
 
 def _over(ended: JobEnded | None, joining: Joining, leaving: bool) -> Left:
-    """The job has ended; where its process is, that one says how. leaving: this host was asked to leave."""
+    """Result for an ended job; on the job's own host its process reports the end. leaving: the host was asked to
+    leave."""
     if ended is None or joining.parent:
         return Left(0)
     stopped = ended.state == "interrupted" and ended.exit_code == 128 + signal.SIGTERM
@@ -381,10 +382,10 @@ def _say(words: str) -> None:
 
 
 def take_part(joining: Joining, token: bytes, look: Callable[[], Where | None] | None = None) -> Left:
-    """Be the agent of this host until the job is over. look: as `Finder` has it, where the address is a file that this
-    agent is to keep up by itself."""
+    """Be the agent of this host until the job is over. look: as `Finder` has it, if the address is a file that this
+    agent has to keep up to date."""
     raise_descriptor_limit()
-    adopt_orphans()  # workers whose fork server dies
+    adopt_orphans()  # for workers whose fork server dies
     if joining.server is not None:
         for fd in (joining.server.fd, joining.server.board_fd):
             os.set_inheritable(fd, False)
@@ -409,7 +410,7 @@ def main(argv: list[str] | None = None) -> int:
         left = take_part(joining, wire.read_token(Path(joining.token_file)))
     except (EverstepError, OSError) as error:
         print(f"everstep agent: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
-        return 1  # 2: it is refused, and would be again
+        return 1  # 2: it was refused, and would be again
     if left.words:
         print(f"everstep agent: {left.words}", file=sys.stderr, flush=True)
     return left.exit_code

@@ -42,10 +42,10 @@ _END_WAIT_S = 5.0
 
 
 class Host:
-    """Starts nothing before it is told of slots (`workers.want`).
+    """This host's part of a job; starts nothing before it is told of slots (`workers.want`).
 
-    board: that of `server`, a fork server that was started for `joining.threads` threads. notify: tells whoever watches
-    (kind, why, fields). `hopeless`: why nothing that is started here can help any more, None while there is hope.
+    board: that of `server`, a fork server that was started for `joining.threads` threads. notify: tells observers
+    (kind, why, fields). `hopeless`: reason why no start here can help any more, None while there is hope.
     """
 
     def __init__(
@@ -84,11 +84,11 @@ class Host:
 
     @property
     def server_fd(self) -> int:
-        """Readable when the fork server has said something; -1 if there is none any more."""
+        """Descriptor, readable when the fork server has sent a message; -1 if there is none any more."""
         return self._server.fd
 
     def hear_server(self) -> None:
-        """Take in what the fork server has said; where it has died, start another."""
+        """Take in messages of the fork server; start another one if it has died."""
         messages = self._server.receive()
         for message in messages:
             if message["op"] == "ready":
@@ -99,14 +99,14 @@ class Host:
             self._server_died()
 
     def ping_in(self, now_s: float) -> float:
-        """Seconds until the fork server is asked whether it answers."""
+        """Seconds until the fork server is pinged."""
         return self._server.watch.due_in(now_s) if self._server.fd >= 0 else inf
 
     def watch_server(self, now_s: float) -> None:
-        """One that lives and answers nothing (stopped, or stuck in the kernel) is as good as dead."""
+        """Kill a fork server that lives but does not answer (stopped, or stuck in the kernel)."""
         server = self._server
         if server.fd < 0:
-            return  # there is none any more
+            return  # none runs any more
         server.ping(now_s)
         silent = server.watch.too_long()
         if silent:
@@ -155,16 +155,16 @@ class Host:
         self.workers.kill_all()
         self._server.kill()
         os.kill(os.getpid(), signal.SIGKILL)
-        os._exit(128 + signal.SIGKILL)  # the first process of a container is not killed by its own signal
+        os._exit(128 + signal.SIGKILL)  # the first process of a container survives its own signal
 
     def tell(self, kind: str, why: Why) -> None:
-        """One of the job's events, as its workers here tell theirs."""
+        """Report an event of the job, in the form that its workers here use."""
         events = EventLog(self.run_dir / EVENTS_FILE)
         events.write(kind, **vars(why))
         events.close()
 
     def finishing(self) -> list[WorkerLife]:
-        """Who still runs what its script does after the last step; a process that is stopped does nothing."""
+        """Workers that still run the end of their scripts after the last step; stopped ones do not count."""
         return [life for life in self.workers.lives() if self._finishes(life)]
 
     def _finishes(self, life: WorkerLife) -> bool:
@@ -172,7 +172,7 @@ class Host:
         return self._board.read(life.worker_id).phase == "finish" and not any(map(is_stopped, pids))
 
     def kill_idle(self) -> None:
-        """SIGKILL to the others."""
+        """SIGKILL all other workers."""
         for life in self.workers.lives():
             if not self._finishes(life):
                 self.workers.kill(life.worker_id, life.incarnation)
@@ -205,7 +205,7 @@ class Host:
 
     @property
     def coordinator_file(self) -> Path:
-        """Where processes of this host read where the coordinator is."""
+        """File from which processes of this host read where the coordinator is."""
         where = self._joining.where()
         return where if isinstance(where, Path) else self.run_dir / COORDINATOR_FILE
 
@@ -213,14 +213,14 @@ class Host:
         interval_s = self.config.metrics.interval_s
         if not interval_s:
             return None
-        # Of several agents of one machine each needs a file of its own.
+        # Several agents on one machine need a file each.
         name = os.uname().nodename
         if self._joining.host not in (name, self.config.network.address):
             name = self._joining.host
         return Sampler(self.run_dir / METRICS_FOLDER, name, self._board, self.workers.lives, interval_s)
 
     def close(self, *, at_once: bool) -> None:
-        """End everything; what is left of the workers is killed. All of it is done, whatever a part of it raises.
+        """End everything; remaining workers are killed. All of it runs, even if a part raises.
 
         at_once: the fork server is not waited for.
         """

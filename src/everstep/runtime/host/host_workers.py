@@ -1,4 +1,4 @@
-"""The workers of a host: slots, their lives, each of one or more processes, and the fork server that makes them."""
+"""The workers of a host: slots, their lives (each of one or more processes), and the fork server that makes them."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ _EVICTED_CODE = 75  # as it was told
 class Workers:
     """All slots of this host. One thread calls the methods; `lives` and `wanted_slots` may be called by any.
 
-    make_context: (worker_id, incarnation) -> what the worker is given. link: tells the coordinator; notify: whoever
-    watches. collector: takes what the workers print and log.
-    `alone`: they end the job by themselves. `hopeless`: why no restart can help, None while there is no such reason.
+    make_context: (worker_id, incarnation) -> context of the worker. link: tells the coordinator; notify: tells
+    observers. collector: takes the output and logs of workers. `alone`: they end the job by themselves. `hopeless`: why
+    no restart can help, None while there is no such reason.
     """
 
     def __init__(
@@ -70,18 +70,18 @@ class Workers:
         self._memory_kills = MemoryKills()
         self._crashes = StepCrashes()
 
-    # ---- what others ask
+    # ---- questions
 
     def lives(self) -> list[WorkerLife]:
-        """The workers that run now. Thread-safe."""
+        """Workers that run now. Thread-safe."""
         return list(self._lives)
 
     def wanted_slots(self) -> int:
-        """How many slots are to be kept filled. Thread-safe."""
+        """Number of slots to keep filled. Thread-safe."""
         return len(self.wanted_ids())
 
     def wanted_ids(self) -> list[int]:
-        """The slots that are to be kept filled, ascending. Thread-safe."""
+        """Slots to keep filled, ascending. Thread-safe."""
         return sorted(slot.worker_id for slot in list(self._slots.values()) if slot.wanted)
 
     @property
@@ -89,7 +89,7 @@ class Workers:
         return [slot for _, slot in sorted(self._slots.items())]
 
     def none_live(self) -> bool:
-        """Whether no process runs or is about to."""
+        """Whether no process runs or is about to start."""
         return not any(slot.state in ("starting", "running") for slot in self._slots.values())
 
     def none_coming(self) -> bool:
@@ -99,7 +99,7 @@ class Workers:
     # ---- slots
 
     def use(self, server: ForkServerClient) -> None:
-        """From now on this fork server makes the workers."""
+        """Let this fork server make the workers from now on."""
         self._server = server
         self._server_pids = {server.pid}
 
@@ -108,7 +108,7 @@ class Workers:
         self._stopping = True
 
     def end_alone(self) -> None:
-        """Start nothing any more, and have those that run save and leave by themselves."""
+        """Start nothing any more, and have the running workers save and leave by themselves."""
         self.stop()
         self.alone = True
         for slot in self.slots:
@@ -116,7 +116,7 @@ class Workers:
                 self._board.row(slot.worker_id).ask_end()
 
     def want(self, worker_ids: Sequence[int], first: Sequence[int] = ()) -> None:
-        """Keep these slots filled and let the others end; what is missing starts at the next `start_due`.
+        """Keep these slots filled and let the others end; missing workers start at the next `start_due`.
 
         first: the least incarnation that the next life of each may have.
         """
@@ -160,7 +160,7 @@ class Workers:
                 self._server.start(self._entry, context, ends, theirs)
 
     def kill(self, worker_id: int, incarnation: int) -> bool:
-        """SIGKILL this life, all of it. Returns False if it does not run."""
+        """SIGKILL all processes of this life. Returns False if it does not run."""
         slot = self._slots.get(worker_id)
         if slot is None or slot.incarnation != incarnation:
             return False
@@ -168,38 +168,38 @@ class Workers:
         return running is not None and running.kill()
 
     def go_on(self) -> None:
-        """SIGCONT to everyone: whatever has stopped one may not be there any more to let go of it."""
+        """SIGCONT all workers: the process that would continue a stopped one may be gone."""
         for running in self._running.values():
             running.send(signal.SIGCONT)
 
     def show_stacks(self, worker_id: int, incarnation: int) -> None:
-        """Have this life write its stacks to its log. One that has yet to begin would die of that."""
+        """Have this life write its stacks to its log, unless it is still starting: the signal would kill it."""
         slot, running = self._slots.get(worker_id), self._running.get(worker_id)
         there = slot is not None and slot.incarnation == incarnation
         if running is not None and there and self._board.read(worker_id).phase != "starting":
             running.send(SHOW_STACKS)
 
     def seen_at(self, worker_id: int, since_ns: int) -> str:
-        """Where this worker was seen in the user's code, by its stacks, since then (monotonic); "" if it was not."""
+        """Place in the user's code where stacks showed this worker since then (monotonic); "" if none did."""
         return self._collector.seen_at(worker_id, since_ns)
 
     def kill_all(self) -> None:
-        """SIGKILL everyone."""
+        """SIGKILL all workers."""
         for running in self._running.values():
             running.kill()
 
     def end_all(self) -> None:
-        """SIGKILL everyone, and wait for their ends."""
+        """SIGKILL all workers, and wait for their ends."""
         for slot in self.slots:
             if slot.state in ("starting", "running"):
                 self._running[slot.worker_id].end()
                 why = Why(Cause.KILLED, "killed by SIGKILL, because its agent ended")
                 self._exited(slot.worker_id, slot.incarnation, -signal.SIGKILL, why, time.time_ns())
 
-    # ---- what the fork server says
+    # ---- messages of the fork server
 
     def heard(self, message: dict[str, Any]) -> None:
-        """A message of the fork server."""
+        """Take in a message of the fork server."""
         if message["op"] == "started":
             self._started(message["worker_id"], message["incarnation"], message["pids"])
         elif message["op"] == "exited":
@@ -218,7 +218,7 @@ class Workers:
     # ---- without a fork server
 
     def server_died(self) -> None:
-        """The fork server is dead. Its workers go on; one of which it has not said that it started is started anew."""
+        """Take in that the fork server is dead. Its workers go on; unconfirmed starts are repeated."""
         self._server = None
         for slot in self.slots:
             running = self._running.get(slot.worker_id)
@@ -230,11 +230,11 @@ class Workers:
 
     @property
     def orphan_fds(self) -> list[int]:
-        """Readable when a worker has ended whose fork server is dead."""
+        """Descriptors, each readable when a worker of a dead fork server has ended."""
         return [fd for running in self._running.values() for fd in running.fds]
 
     def look_at_orphans(self) -> None:
-        """Take in what became of those whose fork server is dead; what they leave running is ended."""
+        """Take in the ends of workers of a dead fork server, and end processes that they leave running."""
         for worker_id, running in list(self._running.items()):
             cell = running.look(lambda cell_rank, worker_id=worker_id: self._board.row(worker_id, cell_rank))  # type: ignore[misc]
             if cell is not None and cell.status is not None:
@@ -258,7 +258,7 @@ class Workers:
 
     def _exited(self, worker_id: int, incarnation: int, code: int, why: Why, unix_ns: int) -> None:
         slot, pulse = self._slots[worker_id], self._board.read(worker_id)
-        # os._exit(0) in the middle of a step, say: it neither left nor was let go.
+        # for example os._exit(0) in the middle of a step: it neither left nor was let go.
         torn_off = pulse.phase in _COMPUTING and self._board.row(worker_id).exit_code is None
         in_order = code == 0 and not torn_off
         about = {"worker_id": worker_id, "incarnation": incarnation, "pid": slot.pid, "in_order": in_order}
@@ -288,10 +288,10 @@ class Workers:
             self._notify("worker_restarting", again, worker_id=worker_id, delay_s=delay_s)
 
     def _judge_crash(self, worker_id: int, step: int, code: int, reason: str) -> None:
-        """It ended by itself and could not say why: the code it runs, or what that calls, has ended the process."""
+        """Judge a worker that ended by itself without a reason: its code, or a library, has ended the process."""
         furthest = max(self._board.read(slot.worker_id).step for slot in self.slots)
         if furthest > step:
-            return  # others are ahead of it: it may be its host that is ill
+            return  # others are ahead of it: its host may be faulty
         why = self._crashes.observe(step + 1, why_ended(code).reason, furthest, max(1, self.wanted_slots()))
         if why:
             log = self._make_context(worker_id, 0).log_path
@@ -306,7 +306,7 @@ def _life(slot: Slot) -> WorkerLife:
     return WorkerLife(worker_id=slot.worker_id, incarnation=slot.incarnation, pid=slot.pid, limbs=slot.pids[1:])
 
 
-# ---- when a dead worker is started again, and when its slot is given up; time and random numbers are passed in
+# ---- restarts of dead workers, and giving up slots; time and random numbers are passed in
 
 HEALTHY_S = 60.0
 HOUR_S = 3600.0
@@ -344,23 +344,23 @@ class Slot:
 
     @property
     def pid(self) -> int:
-        """Of the head of the present life, 0 if there is none."""
+        """PID of the present life's head, 0 if there is none."""
         return self.pids[0] if self.pids else 0
 
     def begin(self, now_s: float) -> int:
-        """A new life is asked for. Returns its incarnation."""
+        """Begin a new life. Returns its incarnation."""
         self.incarnation = max(self.incarnation + 1, self.first)
         self.state, self.pids, self.started_s = "starting", (), now_s
         return self.incarnation
 
     def started(self, *pids: int) -> None:
-        """The processes of the present life exist."""
+        """Note the processes of the present life."""
         self.state, self.pids = "running", pids
 
     def exited(
         self, now_s: float, config: Config, why: Why, *, in_order: bool, ready: bool, killed: bool, random: float
     ) -> Why | None:
-        """The present life has ended. Returns why the slot is lost by that; else it has left, or rests until its next.
+        """End the present life. Returns the reason if the slot is lost; else it has left, or rests.
 
         in_order: exit code 0. ready: it got beyond its start-up. killed: by a signal from outside. random: in [0, 1).
         """
@@ -391,7 +391,7 @@ class Slot:
         return None
 
     def _delay_s(self, now_s: float, config: Config, ready: bool, random: float) -> float:
-        """None at first, then longer and longer, until a life has been healthy."""
+        """Delay of the next start: none at first, then longer and longer, until a life has been healthy."""
         most_s, delay_s = config.backoff.max_s, 0.0
         if ready and now_s - self.started_s >= HEALTHY_S:
             self.attempt = 0
@@ -403,9 +403,9 @@ class Slot:
 
 @dataclass
 class StepCrashes:
-    """Crashes of workers by their own doing, over all slots, and whether they keep the job from getting any further.
+    """Counts crashes that workers of all slots caused themselves, and tells whether they block the job.
 
-    Three alike at one step, and that step cannot be done; three of each worker without a new step, and nothing can.
+    Three alike at one step make that step hopeless; three of each worker without a new step make the job hopeless.
     """
 
     at: tuple[int, str] = (-1, "")
@@ -414,9 +414,9 @@ class StepCrashes:
     fruitless: int = 0
 
     def observe(self, step: int, how: str, furthest: int, workers: int) -> str:
-        """A worker crashed in this way while it computed `step`; `furthest`: the newest step that any has committed.
+        """Take in a crash, of this kind, of a worker at `step`; `furthest`: the newest step that any has committed.
 
-        Returns why to give up, "" while there is hope.
+        Returns the reason to give up, "" while there is hope.
         """
         if furthest > self.furthest:
             self.at, self.alike, self.furthest, self.fruitless = (-1, ""), 0, furthest, 0

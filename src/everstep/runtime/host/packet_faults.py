@@ -1,9 +1,9 @@
-"""What an agent can do to its host's packets, on purpose: lose them, delay them, let fewer through. Linux, root, tc.
+"""Scripted faults of a host's packets: an agent loses them, delays them, or lets fewer through. Linux, root, tc.
 
-Nothing but iproute2 is needed to lose packets: a filter of classic BPF says so itself (clsact, direct action), so that
-neither nftables nor tc's actions have to be there. To delay them the same kind of filter redirects them (act_mirred)
-into a TAP interface, and a process sends them on later (`chaos/packet_delay.py`). What is done here is undone, whatever
-becomes of the agent (`undoing.py`).
+Losing packets takes only iproute2: a filter of classic BPF decides itself (clsact, direct action), so that neither
+nftables nor tc's actions have to be there. To delay packets, the same kind of filter redirects them (act_mirred) into a
+TAP interface, and a process sends them on later (`chaos/packet_delay.py`). Every fault is undone, whatever becomes of
+the agent (`undoing.py`).
 
 Source: Linux, tc-bpf(8) for direct action; include/uapi/linux/filter.h for the offsets (network header, mark, random).
 """
@@ -31,9 +31,9 @@ from everstep.runtime.link.interfaces import interface_of, mtu_of
 from everstep.runtime.process import lasting_command
 
 MARK = 0x65767374
-"""What packets bear that have been delayed; nobody else is likely to mark any with it."""
+"""Mark of delayed packets; other programs are unlikely to use it."""
 _DELAYER = "everstep.chaos.packet_delay"
-_QUEUE_PACKETS = 10_000  # so many may wait in the interface while the process does something else
+_QUEUE_PACKETS = 10_000  # so many may wait in the interface while the process is busy
 _TUN = "/dev/net/tun"
 _TUNSETIFF, _TAP, _NO_INFO = 0x400454CA, 2, 0x1000
 _NAME_BYTES = 16
@@ -55,11 +55,11 @@ _ASTRAY = re.compile(
 
 
 class Detour:
-    """An interface for packets on their way through a process. It is there from now on, down, until that ends.
+    """Interface for packets on their way through a process. It exists from now on, down, until the process ends.
 
-    name: what the kernel has called it.
+    name: chosen by the kernel.
 
-    Raises: ConfigError if there can be none here.
+    Raises: ConfigError if it cannot be made here.
     """
 
     def __init__(self) -> None:
@@ -74,7 +74,7 @@ class Detour:
         """Start the process, which keeps each packet for `by_s` and sends it out by `interface`; returns when it is
         ready.
 
-        Raises: ConfigError with its words if it cannot.
+        Raises: ConfigError with the process's words if it fails.
         """
         command = lasting_command(_DELAYER, interface, self.name, repr(by_s), str(MARK))
         with self._end as end:
@@ -94,8 +94,8 @@ class Detour:
 
 
 def lacking(means: Iterable[str]) -> str:
-    """What this host cannot do of this (`base.strikes.MEANS`), in one line; "" if all is possible. Tried on a pair of
-    interfaces that is made for it."""
+    """Means (`base.strikes.MEANS`) that this host lacks, in one line; "" if all work. They are tried on a pair of
+    interfaces made for it."""
     wanted = sorted(set(means) - {""})
     if not wanted:
         return ""
@@ -134,9 +134,9 @@ def _try(mean: str, interface: str) -> None:
 
 
 def harm(message: StrikeNow, own: str) -> Undone:
-    """Do it to the interface of this host's address, and have it undone when its time is over, or sooner.
+    """Carry out a fault on the interface of this host's address, and have it undone when its time is over, or sooner.
 
-    Raises: ConfigError if it cannot be done here.
+    Raises: ConfigError if this host cannot do it.
     """
     interface = interface_of(own)
     if not interface or is_loopback(own):
@@ -168,9 +168,9 @@ def harm(message: StrikeNow, own: str) -> Undone:
 
 
 def clear(own: str) -> None:
-    """Whoever delayed packets here may have been killed together with all that was to undo it, in a network that
-    outlives processes, such as that of a container which starts again: then they go to an interface that is gone, and
-    are lost. Have them pass."""
+    """Remove filters that redirect packets to an interface that is gone, where the packets are lost. An agent that
+    delayed packets may have been killed together with the process that would undo it, in a network that outlives
+    processes: for example in a container that starts again."""
     interface = interface_of(own)
     if os.geteuid() != 0 or not interface or is_loopback(own) or shutil.which("tc") is None:
         return
@@ -180,7 +180,7 @@ def clear(own: str) -> None:
 
 
 def astray(filters: str) -> list[int]:
-    """By their `pref`, of filters as tc shows them, those of ours that redirect to an interface that is gone."""
+    """Numbers (`pref`) of our own filters, in tc's list, that redirect to an interface that is gone."""
     return [int(found) for found in _ASTRAY.findall(filters)]
 
 
@@ -189,13 +189,14 @@ def _gone(interface: str, side: str, pref: int) -> Words:
 
 
 def _last(interface: str) -> str:
-    """Where nothing is left of the filters, the place that they were in goes, too."""
+    """Shell that removes the place of the filters (clsact) once no filter is left."""
     filters = f"tc filter show dev {interface} egress; tc filter show dev {interface} ingress"
     return f'[ -n "$({filters})" ] || tc qdisc del dev {interface} clsact'
 
 
 def drops(interface: str, pref: int, peer: str, *, one_way: bool, share: float) -> list[Words]:
-    """What loses packets to and from this peer ("": to and from anybody), or with `one_way` only those that leave."""
+    """Commands that drop packets to and from this peer ("": to and from anybody), or with `one_way` only those to
+    it."""
     sides = [("egress", _TARGET_AT)] + ([] if one_way else [("ingress", _SOURCE_AT)])
     commands = [_place(interface)]
     for side, at in sides:
@@ -205,7 +206,7 @@ def drops(interface: str, pref: int, peer: str, *, one_way: bool, share: float) 
 
 
 def delays(interface: str, pref: int, peer: str, detour: str, mtu: int) -> list[Words]:
-    """What has packets to this peer ("": to anybody) take a detour, once. mtu: of the interface, in bytes."""
+    """Commands that send packets to this peer ("": anybody) through a detour, once. mtu: of the interface, in bytes."""
     size = ["mtu", str(mtu), "txqueuelen", str(_QUEUE_PACKETS)]
     code = _code([_unmarked(), _address(_TARGET_AT, peer)], _YES, _NO)
     there = ["action", "mirred", "egress", "redirect", "dev", detour]
@@ -217,7 +218,7 @@ def delays(interface: str, pref: int, peer: str, detour: str, mtu: int) -> list[
 
 
 def narrows(interface: str, peer: str, *, mbit: float) -> list[Words]:
-    """What lets no more than so many Mbit/s of packets to this peer ("": to anybody) leave."""
+    """Commands that limit packets to this peer ("": to anybody) to so many Mbit/s."""
     own, everybody = f"{_HANDLE}1", [] if peer else ["default", "1"]
     words = ["tc", "class", "add", "dev", interface, "parent", _HANDLE, "classid", own]
     commands = [
@@ -241,7 +242,7 @@ def _filter(interface: str, side: str, pref: int, peer: str) -> Words:
 
 @dataclass(frozen=True)
 class _Test:
-    """Of a packet: whether the word at that offset compares so with `value`, or, not `wanted`, does not."""
+    """Test of a packet: the word at that offset compares so with `value`, or, if not `wanted`, does not."""
 
     at: int
     how: int
@@ -250,7 +251,7 @@ class _Test:
 
 
 def _address(at: int, peer: str) -> _Test | None:
-    """Raises: ConfigError for what is no IPv4 address."""
+    """Test of a packet's address, None for any peer. Raises: ConfigError for a text that is no IPv4 address."""
     try:
         return _Test(_NET + at, _EQUAL, int(ipaddress.IPv4Address(peer)), wanted=True) if peer else None
     except ValueError:
@@ -266,11 +267,11 @@ def _unmarked() -> _Test:
 
 
 def _code(tests: Iterable[_Test | None], yes: int, no: int) -> str:
-    """Classic BPF as tc reads it: `yes` for packets that pass all of these tests, else `no`."""
+    """Classic BPF in tc's form: `yes` for packets that pass all of these tests, else `no`."""
     given = [test for test in tests if test is not None]
     code: list[tuple[int, int, int, int]] = []
     for k, test in enumerate(given):
-        to_no = 2 * (len(given) - k) - 1  # over what is left of the tests, and the return of `yes`
+        to_no = 2 * (len(given) - k) - 1  # over the rest of the tests, and the return of `yes`
         code.append((_LOAD, 0, 0, test.at))
         code.append((test.how, 0, to_no, test.value) if test.wanted else (test.how, to_no, 0, test.value))
     code += [(_RETURN, 0, 0, yes), (_RETURN, 0, 0, no)]
@@ -278,7 +279,7 @@ def _code(tests: Iterable[_Test | None], yes: int, no: int) -> str:
 
 
 def _run(command: Sequence[str]) -> str:
-    """What the command says. Raises: ConfigError with its last words."""
+    """Run a command; returns its output. Raises: ConfigError with its last words."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_LIMIT_S, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:

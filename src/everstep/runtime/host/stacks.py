@@ -1,6 +1,6 @@
-"""Where a worker is that stands still: it writes the stacks of its threads to its log, and one line of them is told.
+"""Place at which a worker stands still: it writes its threads' stacks to its log, and one line of them is reported.
 
-The interpreter's `faulthandler` writes them from a signal handler in C, so it works while some code holds the
+The interpreter's `faulthandler` writes them from a signal handler in C, so it works while other code holds the
 interpreter lock.
 """
 
@@ -20,19 +20,19 @@ _OTHERS = (sysconfig.get_path("stdlib"), str(Path(__file__).parents[1]))
 
 
 def show_on_signal(fd: int) -> None:
-    """From now on this process writes the stacks of all its threads there when it gets `SHOW_STACKS`."""
+    """From now on this process writes the stacks of all its threads to this descriptor when it gets `SHOW_STACKS`."""
     faulthandler.register(SHOW_STACKS, file=fd, all_threads=True)
 
 
 class StackReader:
-    """Finds the innermost line of the user's own code in what a process writes. The main thread is written last."""
+    """Finds the innermost line of the user's own code in a process's stacks. The main thread is written last."""
 
     def __init__(self) -> None:
         self._at: tuple[bool, str] | None = None
         self._within = False
 
     def take(self, line: bytes) -> str:
-        """The next line. Returns where the last thread is, as far as that is known by now; "" of any other line."""
+        """Take the next line. Returns the last thread's place, as far as known by then; "" for any other line."""
         frame = _FRAME.fullmatch(line)
         if frame is None or not self._within:
             self._within = _THREAD.fullmatch(line) is not None

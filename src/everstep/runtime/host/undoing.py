@@ -1,9 +1,9 @@
-"""Faults on purpose that have to be undone: a process that was stopped goes on, a link passes packets again.
+"""Undoing of scripted faults: a stopped process is continued, a link passes packets again.
 
-What strikes here leaves a shell beside it that lets go when its time is over, or when something ends it early; by its
-name the fork server knows that it is to let it be. Should that shell be killed itself, others let go: of workers their
-agent, of the coordinator the job's process, which continue what they are about to end, and replace what stands still;
-of links the agent that struck. A fault of a link ends with its agent, whatever ends that.
+Each strike leaves a shell beside it that undoes it when its time is over, or when the shell is ended early. The fork
+server knows the shell by its name and leaves it alone. If the shell itself is killed, others undo: the agent for its
+workers, the job's process for the coordinator (both continue processes that they are about to end, and replace those
+that stand still), and the agent that struck for links. A fault of a link ends with its agent in any case.
 
 Source: POSIX, Shell Command Language, 2.11 (traps are run while `wait` waits, not during other commands).
 """
@@ -23,21 +23,21 @@ _SHELL = "/bin/sh"
 _PERIOD_S = 0.1
 _SHARE = 0.1
 _LIMIT_S = 10.0
-_PATIENCE_S = 2.0  # until it has done what it does at its end
+_PATIENCE_S = 2.0  # for the shell's last commands
 STOP, GO_ON = "kill -STOP", "kill -CONT"
 _END = "kill -KILL"  # a process that was forked just now still has the shell's traps, and would forget a lesser signal
 
 
 def _script(steps: str, let_go: str) -> str:
-    """Shell for steps after which, however they end, `let_go` is run. `rest S` waits, and can be interrupted."""
+    """Shell that runs `let_go` after the steps, however they end. `rest S` waits, and can be interrupted."""
     rest = 'rest() { sleep "$1" & sleeps=$!; wait $!; }'
     undo = f"let_go() {{ trap - EXIT; {_END} $sleeps 2>/dev/null; {let_go}; }}"
     return f"{rest}; {undo}; sleeps=; trap let_go EXIT; trap 'exit 0' HUP INT TERM; {steps}"
 
 
 def stop(pid: int, for_s: float | None, *, itself: bool) -> None:
-    """A process stands still for so long, None: until it is given up. itself: it is this one; then this returns when it
-    is over."""
+    """Stop a process for so long, None: until somebody gives it up. itself: it is this process; then this returns at
+    the end."""
     if for_s is None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGSTOP)
@@ -45,17 +45,17 @@ def stop(pid: int, for_s: float | None, *, itself: bool) -> None:
     steps = _script(f"{STOP} {pid} && rest {for_s:.3f}", f"{GO_ON} {pid}")
     quiet = "</dev/null 2>/dev/null" if itself else "</dev/null >/dev/null 2>&1"
     command = [OUTLIVES_WORKERS, "-c", f"({steps}) {quiet} &"]
-    # What reads to the end of what the shell says returns when that has ended; nothing is ever said.
+    # Reading the shell's output returns when the shell has ended; nothing is ever written.
     out = subprocess.PIPE if itself else subprocess.DEVNULL
     subprocess.run(command, executable=_SHELL, stdout=out, start_new_session=True, check=True)
 
 
 def throttle(pid: int, for_s: float) -> None:
-    """A process that gets a tenth of the time for so long, as in a container that is over its CPU quota.
+    """Give a process a tenth of the time for so long, as in a container that is over its CPU quota.
 
-    All of its threads stand still for nine tenths of each period, in the middle of whatever they do: unlike one that is
-    slow it is late with everything, and unlike one that is stopped it is never away for long. Source: the periods of
-    100 ms are those of cgroups' cpu.max.
+    All of its threads stand still for nine tenths of each period, at any place in their work. A slow process is late
+    with some things, this one with everything; a stopped process is away for long, this one never. Source: the periods
+    of 100 ms are those of cgroups' cpu.max.
     """
     away_s, there_s = _PERIOD_S * (1 - _SHARE), _PERIOD_S * _SHARE
     turns = f"rest {away_s:.3f}; {GO_ON} {pid} || exit 0; rest {there_s:.3f}"
@@ -68,11 +68,10 @@ Words = list[str]
 
 
 class Undone:
-    """One harm that a shell of its own undoes: when its time is over, when this is closed, or this process has ended.
-    It is there before the harm is done, and its time begins when that is.
+    """A fault that a shell of its own undoes: when its time is over, when this is closed, or when this process has
+    ended. The shell exists before the fault begins; its time begins with the fault.
 
-    undo: commands, which may be run more than once, and fail where there is nothing to undo. last: one more line of
-    shell.
+    undo: commands that may be run more than once, and fail if there is nothing to undo. last: one more line of shell.
     """
 
     def __init__(self, for_s: float, undo: Sequence[Words], last: str) -> None:
@@ -88,31 +87,31 @@ class Undone:
         self._needed: subprocess.Popen[bytes] | None = None
 
     def needs(self, process: subprocess.Popen[bytes]) -> None:
-        """Without this process the harm would be another one, so it is over with it; undone, it ends that."""
+        """The fault lasts only as long as this process; undoing it stops the process."""
         self._needed = process
 
     def begin(self) -> None:
-        """The harm is done."""
+        """Start the time of the fault, which has just begun."""
         if self._shell.stdin is not None:
-            with contextlib.suppress(OSError):  # the shell has been killed: seen by whoever looks
+            with contextlib.suppress(OSError):  # the shell was killed; `over` will see it
                 self._shell.stdin.write(b"\n")
                 self._shell.stdin.flush()
 
     def over(self) -> bool:
-        """Whether it is undone; where somebody has killed the shell, or what the harm needs, it is done here."""
+        """Whether it is undone. If the shell, or the process that the fault needs, was killed, it is undone here."""
         if self._shell.poll() is None and (self._needed is None or self._needed.poll() is None):
             return False
         self.close()
         return True
 
     def close(self) -> None:
-        """Let go now."""
+        """Undo it now."""
         if self._shell.stdin is not None:
             with contextlib.suppress(OSError):
                 self._shell.stdin.close()
         try:
             self._shell.wait(_LIMIT_S)
-        except subprocess.TimeoutExpired:  # it is stopped, say, and so is what it waits for
+        except subprocess.TimeoutExpired:  # for example it is stopped, or the process that it waits for is
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._shell.pid, signal.SIGKILL)
             self._shell.wait()
@@ -132,23 +131,23 @@ class Undone:
 
 
 class Harms:
-    """Those that one agent has done, and that are not over, each with its name."""
+    """Faults that one agent has begun and that are not over, each with its name."""
 
     def __init__(self) -> None:
         self._going: list[tuple[str, Undone]] = []
 
     def take(self, name: str, do: Callable[[], Undone]) -> None:
-        """One more. Raises: what `do` raises."""
+        """Begin one more. Raises: exceptions of `do`."""
         self._going.append((name, do()))
 
     def look(self) -> list[str]:
-        """Time has passed. Returns those that are over by now."""
+        """Drop the faults that are over by now; returns their names."""
         over = [one for one in self._going if one[1].over()]
         self._going = [one for one in self._going if one not in over]
         return [name for name, _ in over]
 
     def close(self) -> None:
-        """Let go of all."""
+        """Undo all."""
         going, self._going = self._going, []
         for _, one in going:
             one.close()

@@ -1,7 +1,7 @@
-"""The processes of one life of a worker, as its agent holds on to them: with or without the fork server that made them.
+"""The processes of one life of a worker, as its agent holds them: with or without the fork server that made them.
 
-Apart from that because they outlive it: while it lives it waits for them and says how they ended; afterwards the agent
-sees that for itself.
+The file is apart because workers outlive a fork server. While it lives it waits for them and reports their ends;
+afterwards the agent sees their ends by itself.
 """
 
 from __future__ import annotations
@@ -20,32 +20,32 @@ _DEATH_WAIT_S = 2.0
 
 
 class Running:
-    """One life. All of it is killed when the descriptor `lifeline`, which nobody else has, is closed."""
+    """One life. All of its processes are killed when the descriptor `lifeline`, which nobody else has, is closed."""
 
     def __init__(self, lifeline: int) -> None:
         self._lifeline = lifeline
         self._pidfds: dict[int, int] = {}
         self._orphan: ForkedCell | None = None
         self.unseen = False
-        """Whether nobody saw how one of them ended."""
+        """Whether the end of a process was not seen."""
 
     def started(self, pids: Sequence[int]) -> None:
-        """These are its processes, the head's first."""
+        """Note its processes, the head's first."""
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):  # dead and reaped already: a later message says so
                 self._pidfds[pid] = os.pidfd_open(pid)
 
     def kill(self) -> bool:
-        """SIGKILL, to all of it. Returns whether anybody was there."""
+        """SIGKILL all its processes. Returns whether any was there."""
         return sum(_send(pidfd, signal.SIGKILL) for pidfd in self._pidfds.values()) > 0
 
     def send(self, number: int) -> None:
-        """This signal, to all of it."""
+        """Send this signal to all its processes."""
         for pidfd in self._pidfds.values():
             _send(pidfd, number)
 
     def close(self) -> None:
-        """It is over, or to be over at once."""
+        """Close all descriptors; the kernel kills remaining processes."""
         for fd in (self._lifeline, *self._pidfds.values()):
             os.close(fd)
         self._lifeline, self._pidfds = -1, {}
@@ -60,15 +60,15 @@ class Running:
 
     @property
     def fds(self) -> list[int]:
-        """Readable as soon as there is something to `look` at."""
+        """Descriptors, readable as soon as there is something to `look` at."""
         return list(self._pidfds.values()) if self._orphan is not None else []
 
     def adopt(self, worker_id: int, incarnation: int, pids: Sequence[int]) -> None:
-        """Its fork server is dead."""
+        """Watch the processes from here: their fork server is dead."""
         self._orphan = ForkedCell(worker_id, incarnation, {pid: rank for rank, pid in enumerate(pids)})
 
     def look(self, row: Callable[[int], Row]) -> ForkedCell | None:
-        """How it has ended, if it has; the death of one of its processes ends the others. row: of a rank."""
+        """The end of the life, None before; the death of one process ends the others. row: returns a rank's row."""
         cell = self._orphan
         if cell is None:
             return None
@@ -80,8 +80,8 @@ class Running:
         return None if cell.ranks else cell
 
     def _status(self, pid: int, row: Row) -> int:
-        """A wait status: what the kernel says, if this process has become its parent; else what the process has said
-        itself, or that it was killed."""
+        """Wait status from the kernel, if this process has become its parent; else from the process's own word, or that
+        of a kill."""
         with contextlib.suppress(ChildProcessError, KeyError):
             found = os.waitid(os.P_PIDFD, self._pidfds[pid], os.WEXITED | os.WNOHANG)
             if found is not None:

@@ -1,1 +1,1 @@
-"""Who decides: the coordinator process, its journal, the lease, and how hosts find the coordinator."""
+"""The coordinator process, its journal, the lease, and the search for the coordinator."""

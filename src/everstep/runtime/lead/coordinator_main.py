@@ -1,7 +1,7 @@
 """The coordinator process: `python -m everstep.runtime.lead.coordinator_main RUN_DIR --port P`. No torch.
 
-It only carries events to the pure `protocol.coordinator.Coordinator` and executes its effects, in order: what has to be
-persisted is synced before anything that depends on it leaves.
+It only carries events to the pure `protocol.coordinator.Coordinator` and executes its effects, in order: entries that
+have to persist are synced before any message that depends on them leaves.
 """
 
 from __future__ import annotations
@@ -91,17 +91,16 @@ MAX_ASKED_BYTES = 64 << 10
 MOST_UNREAD = 4096
 MAX_UNSENT_BYTES = 256 << 20
 RARELY = (50_000, 20, 100)
-"""When garbage is looked for: a plan for thousands makes tens of thousands of objects, none of which is any."""
+"""Thresholds of Python's garbage collection. A plan for thousands makes tens of thousands of objects, none garbage."""
 _LATE_S = _LOOK_S = 0.25
 Sends = list[tuple[str, AnyMessage]]
 
 
 class Switchboard:
-    """What passes between the job's process and its agents without the coordinator deciding anything.
+    """Messages between the job's process and its agents that need no decision of the coordinator.
 
-    Pure: what came in, what goes out. Knows which connections are agents' and which the job's. What agents say while
-    the job is not there waits for it. facts: what agents are told. clock: Unix nanoseconds, for whoever asks about
-    this host.
+    Pure: messages in, messages out. It knows which connections are agents' and which the job's. Messages of agents wait
+    while the job is not connected. facts: told to agents. clock: Unix nanoseconds, for questions about this host.
     """
 
     def __init__(self, facts: JobFacts, clock: Callable[[], int] = time.time_ns) -> None:
@@ -112,7 +111,7 @@ class Switchboard:
         self._unread: deque[AgentNotice] = deque(maxlen=MOST_UNREAD)
 
     def take(self, connection: str, message: AnyMessage) -> tuple[Sends, bool]:
-        """A message came. Returns what to send to which connections, and whether it is for the coordinator too."""
+        """Take a message. Returns (messages to send by connection, whether the coordinator needs it, too)."""
         match message:
             case Ping(seq=seq):
                 return [(connection, Pong(seq=seq))], False
@@ -189,16 +188,16 @@ class ControlServer:
         self.files = HeadFiles(run_dir, self.standbys.told)
         self._names = 0
         self._round_ns = 0
-        self._timer: tuple[int, asyncio.TimerHandle] | None = None  # for which deadline
+        self._timer: tuple[int, asyncio.TimerHandle] | None = None  # the deadline of this timer
         self._frames = wire.Frames()
 
     def next_name(self) -> str:
-        """A name that no other connection of this process has had."""
+        """Name that no other connection of this process has had."""
         self._names += 1
         return f"c{self._names}"
 
     def handle(self, event: CoordinatorEvent) -> None:
-        """Pass an event to the coordinator and do what it says."""
+        """Pass an event to the coordinator and carry out its effects."""
         if self.tenure is not None and not self.tenure.sure():
             self.tenure.depose("its lease is over")
         if isinstance(event, Connected) and self.coordinator.job.env.config.hosts.term:
@@ -227,7 +226,7 @@ class ControlServer:
                 self.events.write(kind, **fields)
 
     def received(self, name: str, message: AnyMessage) -> None:
-        """A message of a client."""
+        """Take in a message of a client."""
         permitted = not self.coordinator.refusal(name, message)
         if permitted:
             if self.standbys.take(name, message):
@@ -245,14 +244,14 @@ class ControlServer:
         self.handle(Received(name, message, permitted))
 
     def lost(self, name: str) -> None:
-        """A client's connection has ended."""
+        """Take in the end of a client's connection."""
         self.connections.pop(name, None)
         self.standbys.gone([name])
         self._hand_on([*self.switchboard.gone(name), *self.files.gone(name)])
         self.handle(Disconnected(name))
 
     def _send_pages(self) -> None:
-        """Now and then, while there is a host with a directory of its own."""
+        """Send changed pages now and then, while there is a host with a directory of its own."""
         there = bool(self.files.apart)
         if there:
             self._hand_on(self.files.changed_pages())
@@ -275,9 +274,9 @@ class ControlServer:
     def _arrival_ns(self) -> int:
         """The time at which the events of this round of the loop were found waiting.
 
-        Handling a thousand hellos takes seconds. With the time at which each event is handled, those would count as the
-        silence of whoever's heartbeat waits behind them; so the whole round happens at once, and the coordinator sees
-        the gap between two rounds as an absence of its own.
+        Handling a thousand hellos takes seconds. If each event got the time of its own handling, a heartbeat that waits
+        behind them would seem late. So the whole round gets one time, and the coordinator sees the gap between two
+        rounds as an absence of its own.
         """
         if self._round_ns == 0:
             self._round_ns = time.monotonic_ns()
@@ -288,11 +287,11 @@ class ControlServer:
         self._round_ns = 0
 
     def refuse(self, peer: str, reason: str) -> None:
-        """Somebody was turned away: count it, and say so now and then."""
+        """Count a refused connection, and warn now and then."""
         self._complaints.refused(peer, reason, time.monotonic())
 
     def arrived(self, stranger: ControlSocket) -> None:
-        """Somebody has connected: one of those who have been there for too long may have to go for it."""
+        """Take in a new stranger; if there are too many, one that has been there for long is turned away."""
         out = self.strangers.arrive(stranger, stranger.host, time.monotonic())
         if out is not None:
             out.turn_away("too many connections at once have not proved the token")
@@ -306,7 +305,7 @@ class ControlServer:
         self._late = asyncio.get_running_loop().call_later(_LATE_S, self._send_off) if there else None
 
     def warn(self, why: Why) -> None:
-        """Tell whoever looks."""
+        """Write a warning for observers."""
         warn(self.events, why)
 
     def _arm(self) -> None:
@@ -326,7 +325,7 @@ class ControlServer:
 
 
 class ControlSocket(asyncio.Protocol):
-    """One socket: first a stranger, then a client with a role. Nothing of a stranger's is decoded.
+    """One socket: first a stranger, then a client with a role. Data of strangers is not decoded.
 
     Over TLS, people show no certificate, and all others do.
     """
@@ -350,7 +349,7 @@ class ControlSocket(asyncio.Protocol):
         self.host, self.peer = str(peer[0]), f"{peer[0]}:{peer[1]}"
         self._here = wire.address_text(transport.get_extra_info("sockname"))
         tls = self._server.tls
-        there = wire.address_text(peer) if peer[1] else ""  # it may be gone again
+        there = wire.address_text(peer) if peer[1] else ""  # the socket may be gone again
         covered = tls is not None and tls.covers(Ends(self._here, there))
         self._server.arrived(self)
         if tls is None or not covered:
@@ -394,24 +393,24 @@ class ControlSocket(asyncio.Protocol):
             transport.abort()
 
     def knows(self, plan: Plan) -> None:
-        """Who is at the other end has this plan."""
+        """Note that the other end has this plan."""
         self._told = self._told or plan
 
     def end(self) -> None:
-        """Close after what is queued has left."""
+        """Close after the queued messages have left."""
         if self._transport is not None:
             self._transport.close()
 
     def _begin_tls(self, data: bytes) -> bytes:
-        """A stranger that has to speak TLS says something; until then it costs nothing of that. Returns what it says
-        inside."""
+        """Take a stranger's TLS data; a stranger costs no TLS state before its first bytes. Returns the decrypted
+        data."""
         tls = self._server.tls
         if tls is None or self._transport is None:
             return b""
         pipe = self._pipe = self._pipe or tls.pipe()
         try:
             data = pipe.feed(data)
-        finally:  # a refusal has words too
+        finally:  # a refusal sends an alert, too
             self._write()
         if pipe.ready and self._greeter is None:
             self._greet(Greeter(self._server.keys, self._here, tls.fingerprint))
@@ -459,13 +458,13 @@ class ControlSocket(asyncio.Protocol):
             self._server.received(self._name, decode(body))
 
     def turn_away(self, reason: str) -> None:
-        """A stranger has to go."""
+        """Turn a stranger away."""
         self._server.strangers.leave(self)
         self._server.refuse(self.peer, reason)
         if self._transport is None:
             return
         if self._pipe is not None:
-            self._transport.close()  # after what is said of it
+            self._transport.close()  # after the TLS alert has left
         else:
             self._transport.abort()
 
@@ -496,7 +495,7 @@ async def serve(place: Post) -> None:
     except OSError:
         if place.port == 0:
             raise
-        listener = await listen(0)  # somebody else took the port; clients read the new one from the address file
+        listener = await listen(0)  # another program took the port; clients read the new one from the address file
     bound = listener.sockets[0].getsockname()
     where = address_of(host, bound[1], *((config.security.tls.mode, shown.ca) if shown is not None else ()))
     tenure, journal = await open_journal(place, config, token, where, own, directory)
@@ -513,7 +512,7 @@ async def serve(place: Post) -> None:
     server = ControlServer(coordinator, board, journal, events, token, Tls.of(shown), tenure)
     await listener.start_serving()
     known = asyncio.get_running_loop().create_task(make_known(run_dir / COORDINATOR_FILE, where, events))
-    await asyncio.sleep(0)  # it has been tried once before anything else is done
+    await asyncio.sleep(0)  # it was tried once before anything else
     if journal.entries and coordinator.job.progress.ended is None:
         report_restart(events, coordinator, journal, place)
     if isinstance(journal, EtcdStore):
@@ -529,7 +528,7 @@ async def serve(place: Post) -> None:
 
 
 def report_restart(events: EventLog, coordinator: Coordinator, journal: JournalStore, place: Post) -> None:
-    """Tell that this coordinator continues the work of another."""
+    """Write the event that this coordinator continues the work of another."""
     now_ns = time.time_ns()
     down_ns = place.down_since_unix_ns
     where = f" on {place.host}, in place of one on another host," if place.host and not down_ns else ""

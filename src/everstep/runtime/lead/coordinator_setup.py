@@ -1,4 +1,4 @@
-"""What a coordinator begins with: the job's config as it counts for it, and the facts that hosts are told."""
+"""The coordinator's beginning: its view of the job's config, and the facts that hosts are told."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ def coordinator_config(
     *,
     sudden: bool = False,
 ) -> CoordinatorConfig:
-    """What the coordinator needs of the job's config. term: as `HostRules` has it. strikes: scripted faults of hosts
-    and links. job: as job.json says it. sudden: as `Candidate` has it."""
+    """The coordinator's view of the job's config. term: as `HostRules` has it. strikes: scripted faults of hosts and
+    links. job: as job.json says it. sudden: as `Candidate` has it."""
     beat = config.heartbeat
-    # Whoever takes another's place was not there before its lease was over: all had that time, too, or have it now.
+    # A successor was not there before the old lease ended: hosts had that time, too, or get it now.
     lacks_s = config.control.lease_s * (1 - GONE_PART) if sudden else 0.0
     return CoordinatorConfig(
         lanes=config.lanes,
@@ -83,7 +83,7 @@ def coordinator_config(
 
 
 def _named_hosts(config: Config) -> dict[int, str]:
-    """Where the map wants workers. The job's own host, whatever it is called there, is called by its address."""
+    """Host of each worker by the map; the job's own host, under any of its names, is replaced by its address."""
     node = os.uname().nodename
     own = {node, node.partition(".")[0], "localhost", "127.0.0.1"}
     named = hosts_of(parse_map(config.map, config.stages))
@@ -91,17 +91,17 @@ def _named_hosts(config: Config) -> dict[int, str]:
 
 
 def _ns(seconds: float | str) -> int | None:
-    """None for 'auto'."""
+    """The seconds in nanoseconds; None for 'auto'."""
     return None if isinstance(seconds, str) else int(seconds * 1e9)
 
 
 def scripted_strikes(job: dict[str, Any]) -> list[Strike]:
-    """Scripted faults of hosts and links. job: as job.json says it. Raises: ValueError if that makes no sense."""
+    """Scripted faults of hosts and links. job: as job.json says it. Raises: ValueError if they are malformed."""
     return msgspec.convert(job.get("strikes", []), list[Strike])
 
 
 def job_facts(run_dir: Path, job: dict[str, Any], job_pid: int) -> JobFacts:
-    """What agents are told of the job. job: as job.json says it."""
+    """Facts of the job for agents. job: as job.json says it."""
     return JobFacts(
         task=str(job.get("task", "")),
         argv=[str(word) for word in job.get("argv", ())],

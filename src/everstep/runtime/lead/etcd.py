@@ -1,8 +1,8 @@
 """The lease and the journal of a job in etcd.
 
-Everything that is written bears a tag that only the job's token makes, in this life of the job and in this order
-(`etcd_seals`), so who can write into etcd can stop a job but not tell it anything, nor put back what it said before.
-Source: etcd.io/docs, "gRPC gateway" and "API reference" (txn, lease).
+Every entry bears a tag that only the job's token makes, in this life of the job and in this order (`etcd_seals`). A
+stranger who can write into etcd can therefore stop a job, but cannot tell it anything or put old entries back. Source:
+etcd.io/docs, "gRPC gateway" and "API reference" (txn, lease).
 """
 
 from __future__ import annotations
@@ -47,23 +47,23 @@ from everstep.runtime.lead.etcd_seals import TAG_BYTES, Chain, EtcdSeals, Newest
 
 LEASE, JOB, SNAPSHOT, PARTS, JOURNAL = "/lease", "/job", "/snapshot", "/snapshot/", "/journal/"
 TERM = "/term"
-"""Written with each lease: the next one says which revision of it it follows."""
-_PAGE = 24  # an answer has to fit into what is read of one
+"""Key written with each lease; the next lease names the revision of it that it follows."""
+_PAGE = 24  # an answer has to fit into the most bytes read of one
 _DIGITS = 10
 _HOLD_S = 60.0
 _RENEWALS = 5
 
 
 class Announced(NamedTuple):
-    """What a job has said of itself. job: its name, as `Etcd` has it: the revision of that, and its life."""
+    """A job's announcement. job: its name, as `Etcd` has it: the announcement's revision, and the job's life."""
 
     facts: dict[str, Any]
     job: str
 
 
 class _Seen(NamedTuple):
-    """The newest lease that this process has seen: since which revision somebody holds it (its term), the number of
-    what was said of it, and when; the revision of the term that it follows."""
+    """The newest lease that this process has seen: term (the revision since which somebody holds it), claim (number of
+    the holder's last statement), revision of that statement, and after (revision of the term that it follows)."""
 
     term: int = 0
     claim: int = 0
@@ -72,11 +72,11 @@ class _Seen(NamedTuple):
 
 
 class Etcd:
-    """Answers what coordinators ask (`ask`), and knows which job it is for. Thread-safe.
+    """Answers the requests of coordinators (`ask`), and knows which job it is for. Thread-safe.
 
-    token: the job's. timeout_s: for one request to one member. job: `Announced.job` of the job that may have the
-    lease, and is believed; "": of any, the last that has begun. access: what this host has to be let in. note: file
-    for the newest entry of the journal that is known; None for none.
+    token: the job's. timeout_s: for one request to one member. job: `Announced.job` of the job that may have the lease,
+    and is believed; "": any, the last that has begun. access: this host's credentials. note: file for the newest known
+    entry of the journal; None for none.
 
     Raises: ConfigError if httpx is not installed.
     """
@@ -105,12 +105,12 @@ class Etcd:
         self._gateway.close()
 
     def _live(self, life: str) -> None:
-        """From now on entries of this life are believed, and no others."""
+        """Believe entries of this life from now on, and no others."""
         self._seals, self._seen = EtcdSeals(self._token, self.address.prefix, life), _Seen()
         self._chain = Chain(life, self._note)
 
     def ask(self, request: StoreRequest) -> StoreAnswer:
-        """Never raises for what etcd does; what it holds that is not the job's own is `ProtocolError`."""
+        """Answer a request. Failures of etcd raise nothing; data that is not the job's own raises `ProtocolError`."""
         try:
             return _MEANS[type(request)](self, request)
         except TooLarge as error:
@@ -129,9 +129,9 @@ class Etcd:
         return HolderSeen(holder)
 
     def _begun(self, pairs: list[Pair]) -> dict[str, Any] | None:
-        """What the job has said of itself; from now on it is the one whose entries are believed.
+        """The job's announcement; its entries are believed from now on.
 
-        Raises: ProtocolError if it is another one than `job`, or of an older version.
+        Raises: ProtocolError if it is another job than `job`, or of an older version.
         """
         if not pairs:
             return None
@@ -192,7 +192,7 @@ class Etcd:
         return Appended()
 
     def _claim(self, request: Claim) -> StoreAnswer:
-        if self._seen.term == request.term:  # else it has been lost since: a look says so
+        if self._seen.term == request.term:  # otherwise the lease has been lost since: a look says so
             seen = self._seen
             mine = self._lease(request.owner, request.where, request.lease, seen.after, seen.claim + 1)
             same = [self._term(request.term), self._compare(LEASE, "MOD", "mod_revision", seen.revision)]
@@ -230,7 +230,7 @@ class Etcd:
         return Loaded(entries + more, number)
 
     def _snapshot(self, pair: Pair) -> tuple[dict[str, Any], NewestEntry]:
-        """What it says, and the newest entry that it stands for."""
+        """Content of a snapshot, and the newest entry that it stands for."""
         said = self._opened(SNAPSHOT, pair)
         through, link = _whole(said.get("through")), str(said.get("link"))
         return said, NewestEntry(through, bytes.fromhex(link), SNAPSHOT, _int(pair.mod_revision))
@@ -238,10 +238,10 @@ class Etcd:
     def _row(
         self, folder: str, number: int, revision: str, rows: list[NewestEntry] | None = None
     ) -> tuple[list[JournalEntry], int]:
-        """The entries under this number and all that follow, and the number after them. rows: what is known of those
-        before, if each follows the one before it; they join these.
+        """The entries from this number on, and the number after them. rows: known earlier entries, if each has to
+        follow the one before it; the new ones are added.
 
-        Raises: ProtocolError if one is lacking, or does not follow.
+        Raises: ProtocolError if an entry is missing, or does not follow.
         """
         entries, more = list[JournalEntry](), True
         limits = {"revision": revision, "limit": str(_PAGE), "sort_target": "KEY", "sort_order": "ASCEND"}
@@ -267,7 +267,7 @@ class Etcd:
         value = self._seals.closed(name, {"term": request.term, "entries": request.entries}, before)
         compare = [self._term(request.term), self._compare(name, "CREATE", "create_revision", 0)]
         known = self._chain.newest
-        if known.key:  # else somebody has cut the journal, or a frozen request of an earlier life has shortened it
+        if known.key:  # otherwise somebody has cut the journal, or a frozen request of an earlier life has shortened it
             compare.append(self._compare(known.key, "MOD", "mod_revision", known.revision))
         there = [{"request_range": self._span(LEASE, "")}, {"request_range": self._span(name, "")}]
         asked = {"compare": compare, "success": [self._put(name, value)], "failure": there}
@@ -285,7 +285,7 @@ class Etcd:
         return Taken(entries)
 
     def _look_back(self) -> StoreAnswer:
-        """The newest entry is not where it was left. Raises: ProtocolError, unless a snapshot stands for it."""
+        """Find out why the newest entry is not at its place. Raises: ProtocolError, unless a snapshot stands for it."""
         known = self._chain.newest
         for pair in self._get(SNAPSHOT):
             found = self._snapshot(pair)[1]
@@ -304,8 +304,8 @@ class Etcd:
         return Appended() if done else Fenced()
 
     def _compact(self, request: Compact) -> StoreAnswer:
-        """Unless there is a snapshot of later than the one that it was to follow: it may take effect long after it was
-        asked."""
+        """Shorten the journal, unless a later snapshot than the one before this has come meanwhile: the request may
+        take effect long after it was sent."""
         revision = 0
         for pair in self._get(SNAPSHOT):
             revision, through = _int(pair.mod_revision), self._snapshot(pair)[1].number
@@ -317,7 +317,7 @@ class Etcd:
             said |= {"parts": request.parts, "digest": request.digest}
         gone = [
             self._span(JOURNAL, f"{JOURNAL}{request.through + 1:0{_DIGITS}d}"),
-            self._span(PARTS, f"{PARTS}{request.through:0{_DIGITS}d}"),  # those of this one, and later ones, stay
+            self._span(PARTS, f"{PARTS}{request.through:0{_DIGITS}d}"),  # parts of this snapshot and of later ones stay
         ]
         mine = self._put(SNAPSHOT, self._seals.closed(SNAPSHOT, said))
         done = [mine, *({"request_delete_range": span} for span in gone)]
@@ -331,13 +331,13 @@ class Etcd:
         lease = _found(reply)[0]
         if not lease or _int(lease[0].create_revision) != request.term:
             return Fenced()
-        return Unanswered("the journal was shortened meanwhile")  # asked again it is seen by whom
+        return Unanswered("the journal was shortened meanwhile")  # the next request shows which coordinator did
 
     # ---- the job
 
     def begin(self, facts: dict[str, Any], owner: str, ttl_s: int) -> Holder | None:
-        """Say which job this is, with a life of its own and an empty journal, and hold the lease for its first
-        coordinator; unless somebody holds it, who is returned.
+        """Announce this job, with a life of its own and an empty journal, and hold the lease for its first coordinator.
+        If somebody holds the lease, nothing is announced, and the holder is returned.
 
         Raises: QuorumLost if etcd does not answer; ConfigError if it does not let this host in.
         """
@@ -358,7 +358,7 @@ class Etcd:
             job, there = _found(reply)
             self._begun(job)
             holder = self._holder(there)
-            if not job or holder is None or holder.owner != owner:  # else it took effect unanswered
+            if not job or holder is None or holder.owner != owner:  # otherwise it took effect without an answer
                 return holder
             revision = job[0].mod_revision
         self.job = f"{_int(revision)}.{life}"
@@ -367,7 +367,7 @@ class Etcd:
         return None
 
     def _hold(self, lease: int, ttl_s: int) -> None:
-        """Prolong the lease until the coordinator does it that says where it is."""
+        """Prolong the lease until the coordinator, which says where it is, does it."""
         end_s = time.monotonic() + _HOLD_S
         while time.monotonic() < end_s:
             with contextlib.suppress(ProtocolError):
@@ -379,11 +379,11 @@ class Etcd:
         self.close()
 
     def reach(self) -> None:
-        """Ask for something that needs no token of the job. Raises: as `announced`."""
+        """Check that etcd answers, with a request that needs no token of the job. Raises: as `announced`."""
         self._surely("kv/range", {**self._span(JOB, ""), "keys_only": True})
 
     def announced(self) -> Announced | None:
-        """The job that is there, None if none is.
+        """The announced job, None if there is none.
 
         Raises: QuorumLost if etcd does not answer; ConfigError if it does not let this host in.
         """
@@ -392,7 +392,7 @@ class Etcd:
         return None if facts is None else Announced(facts, f"{_int(pairs[0].mod_revision)}.{self._seals.life}")
 
     def _surely(self, what: str, asked: dict[str, Any]) -> Reply:
-        """Of whichever member answers; what is asked may take effect more than once."""
+        """Ask all members until one answers; the request may take effect more than once."""
         for _ in self.address.members:
             try:
                 return self._post(what, asked)
@@ -403,7 +403,7 @@ class Etcd:
         raise QuorumLost(self.trouble())
 
     def trouble(self) -> str:
-        """What is wrong with etcd, in one line for people."""
+        """Trouble with etcd, in one line for people."""
         return self._gateway.trouble()
 
     # ---- keys and values
@@ -425,7 +425,7 @@ class Etcd:
         return {"request_put": {"key": self._name(name), "value": text, "lease": str(lease)}}
 
     def _opened(self, name: str, pair: Pair, before: bytes = b"") -> dict[str, Any]:
-        """Raises: ProtocolError if nobody with the job's token has written it there, in this life."""
+        """Content of an entry. Raises: ProtocolError unless it was written there with the job's token, in this life."""
         return self._seals.opened(name, _value(pair), before)
 
     def _get(self, name: str) -> list[Pair]:
@@ -433,12 +433,12 @@ class Etcd:
 
 
 def _folder(through: int, digest: str) -> str:
-    """Of the parts of a snapshot."""
+    """Folder of the parts of a snapshot."""
     return f"{PARTS}{through:0{_DIGITS}d}-{digest}/"
 
 
 def _found(reply: Reply) -> list[list[Pair]]:
-    """What was there, by range that was asked for."""
+    """Pairs found, by requested range."""
     return [[] if one.response_range is None else one.response_range.kvs for one in reply.responses]
 
 
@@ -454,7 +454,7 @@ def _value(pair: Pair) -> bytes:
 
 
 def _int(text: str) -> int:
-    """As etcd writes numbers. Raises: NoReply for anything else."""
+    """Number in etcd's notation. Raises: NoReply for anything else."""
     if not text.isascii() or not text.isdecimal() or len(text) > 20:
         raise NoReply(f"expected a number of etcd, got {text[:40]!r}")
     return int(text)

@@ -1,7 +1,7 @@
-"""How etcd lets this host in: which certificates it believes and shows, and as which user it comes.
+"""Credentials of this host for etcd: the certificates that it believes and shows, and its user.
 
-Hosts of one layout find the files by the config, others by their environment, which goes first. A user's name and
-password stand in the environment alone. They are taken out of it, and only the coordinator's process is given them.
+Hosts with one file layout find the files by the config, others by their environment, which goes first. A user's name
+and password stand in the environment alone. They are taken out of it, and only the coordinator's process is given them.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ _MOST_SECRET_CHARS = 4096
 
 @dataclass(frozen=True)
 class EtcdAccess:
-    """paths: of the files "ca", "cert" and "key", as far as there are such; names: who says each of them, for messages.
-    user, password: "" for none."""
+    """paths: of the files "ca", "cert" and "key", as far as there are such; names: the key or variable that names each
+    of them, for messages. user, password: "" for none."""
 
     paths: Mapping[str, str] = field(default_factory=dict)
     names: Mapping[str, str] = field(default_factory=dict)
@@ -33,7 +33,7 @@ class EtcdAccess:
     password: str = field(default="", repr=False)
 
     def context(self) -> ssl.SSLContext:
-        """For connections to members, by the files as they are now. Raises: ConfigError if one holds something else."""
+        """TLS context for connections to members, by the present files. Raises: ConfigError if one is malformed."""
         found = {name: read_pem(self.names[name], path) for name, path in self.paths.items()}
         try:
             context = ssl.create_default_context(cadata=found.get("ca"))
@@ -54,12 +54,12 @@ class EtcdAccess:
         return context
 
     def stamp(self) -> tuple[object, ...]:
-        """Another one when a file has been renewed. Raises: OSError if one is not there."""
+        """Text that changes when a file is renewed. Raises: OSError if one is not there."""
         found = [os.stat(path) for path in self.paths.values()]
         return tuple((one.st_ino, one.st_size, one.st_mtime_ns) for one in found)
 
     def warning(self) -> str:
-        """What is careless about it, in one line; "" for nothing."""
+        """Warning about careless credentials, in one line; "" for none."""
         path = self.paths.get("key", "")
         if path and os.stat(path).st_mode & stat.S_IROTH:
             return f"{self.names['key']}: any user of this host can read the key in {path}: chmod o-r {path}"
@@ -70,12 +70,12 @@ NO_ACCESS = EtcdAccess()
 
 
 def taken_secrets(environment: MutableMapping[str, str] = os.environ) -> dict[str, str]:
-    """User and password in the environment, from which they are taken, so that no other process inherits them."""
+    """User and password from the environment; they are removed there, so that no other process inherits them."""
     return {name: environment.pop(name) for name in SECRETS if name in environment}
 
 
 def find_access(address: EtcdAddress, control: ControlConfig, environment: Mapping[str, str]) -> EtcdAccess:
-    """What this host has for the etcd there. environment: of this host, secrets included.
+    """This host's credentials for an etcd. environment: of this host, secrets included.
 
     Raises: ConfigError if something is missing, cannot be read, or would have no effect.
     """

@@ -1,7 +1,7 @@
 """Requests to the members of an etcd, over the JSON gateway that each of them has, on kept connections.
 
-Apart from what is asked (`etcd`): here is who is asked next, TLS, and the token of a user, which ends now and then.
-Source: etcd.io/docs, "gRPC gateway" and "Authentication"; texts of errors: etcd, api/v3rpc/rpctypes/error.go.
+Apart from the requests' contents (`etcd`): here are the choice of the member, TLS, and a user's token, which ends now
+and then. Source: etcd.io/docs, "gRPC gateway" and "Authentication"; texts of errors: etcd, api/v3rpc/rpctypes/error.go.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ _MOST_BYTES = 64 << 20
 _LOG_IN_S = 2.0  # members take a tenth of a second of a processor to compare a password
 _NO_USER, _NO_USERS = "etcdserver: user name is empty", "etcdserver: authentication is not enabled"
 _AGAIN = (_NO_USER, "etcdserver: invalid auth token", "etcdserver: revision of auth store is old")
-"""What a member says to whom it would hear with a new token. Nothing has taken effect then."""
+"""Errors after which a member would serve the same request with a new token. The request has had no effect."""
 _NAMED = "CommonName of client"
 _TOO_LARGE, _LARGER = "etcdserver: request is too large", "message larger than max"
 
 
 class Pair(msgspec.Struct):
-    """A key and what is there; texts in base64, numbers as texts."""
+    """A key and its value; texts in base64, numbers as texts."""
 
     key: str = ""
     value: str = ""
@@ -37,7 +37,7 @@ class Pair(msgspec.Struct):
 
 
 class Range(msgspec.Struct):
-    """Some of them."""
+    """Pairs of one range."""
 
     kvs: list[Pair] = []
     more: bool = False
@@ -52,7 +52,7 @@ class _Head(msgspec.Struct):
 
 
 class Reply(msgspec.Struct):
-    """Of any request; what is not in it has its default."""
+    """Reply to any request; absent fields have their defaults."""
 
     header: _Head = msgspec.field(default_factory=_Head)
     kvs: list[Pair] = []
@@ -68,7 +68,7 @@ class Reply(msgspec.Struct):
 
 
 class NoReply(Exception):
-    """A member has not answered, or not as a member of etcd that has a leader does. why: beside that it is silent."""
+    """A member has not answered, or not as a member of etcd with a leader does. why: trouble other than silence."""
 
     def __init__(self, text: str, why: str = "") -> None:
         super().__init__(text)
@@ -76,15 +76,15 @@ class NoReply(Exception):
 
 
 class Unwelcome(NoReply):
-    """etcd does not let this host do that, whichever member is asked."""
+    """etcd does not let this host do that, at any member."""
 
 
 class TooLarge(NoReply):
-    """A member does not take so much in one request, and nothing has taken effect."""
+    """The request is too large for a member, and has had no effect."""
 
 
 class _Stale(NoReply):
-    """It would with another token."""
+    """The request needs a new token."""
 
 
 class Gateway:
@@ -114,7 +114,7 @@ class Gateway:
         self._lock, self._entry = threading.Lock(), threading.Lock()
 
     def _client(self) -> Any:
-        """One whose connections believe and show what the files say now."""
+        """Client with the certificates that are in the files now."""
         context: ssl.SSLContext | bool = True
         if self.address.tls:
             with contextlib.suppress(OSError):
@@ -127,7 +127,7 @@ class Gateway:
         self._http.close()
 
     def post(self, what: str, asked: dict[str, Any]) -> Reply:
-        """To one member; to the next one where nobody listens, and after one that has failed. Raises: NoReply."""
+        """Send a request to one member; to the next if nobody listens there, or after a failure. Raises: NoReply."""
         failed: list[str] = []
         for _ in self.address.members:
             with self._lock:
@@ -146,15 +146,15 @@ class Gateway:
                 with self._lock:
                     self._turn += 1
                 if not isinstance(error.__cause__, self._refused):
-                    break  # it may have taken effect: whoever asked decides what to ask next
+                    break  # it may have taken effect: the caller decides about a repetition
         raise NoReply("; ".join(failed))
 
     def trouble(self) -> str:
-        """What is wrong with etcd, in one line for people."""
+        """Trouble with etcd, in one line for people."""
         silent: dict[str, list[str]] = {}
         for member in self.address.members:
             try:
-                if self._read("GET", member, "/version", None).etcdserver:  # of its health it would ask the leader
+                if self._read("GET", member, "/version", None).etcdserver:  # the health request would ask the leader
                     continue
                 raise NoReply("", "it does not speak as etcd does")
             except NoReply as error:
@@ -174,7 +174,7 @@ class Gateway:
     # ---- the user
 
     def _welcomed(self, member: str, path: str, asked: Any) -> Reply:
-        """As the user, if there is one, whose token is made anew when it has ended."""
+        """Post as the user, if there is one; an ended token is renewed."""
         token = self._token
         try:
             return self._read("POST", member, path, asked, token)
@@ -188,12 +188,12 @@ class Gateway:
             raise NoReply(str(error), str(error)) from None
 
     def _log_in(self, member: str, ended: str) -> str:
-        """The user's token; "" if there is no user, or etcd knows none. ended: the one that counts no more."""
+        """Token of the user; "" if there is no user, or etcd knows none. ended: the token that is no longer valid."""
         if not self._access.user:
             return ""
         with self._entry:
             if self._token != ended:
-                return self._token  # another thread has seen to it
+                return self._token  # another thread has renewed it
             asked = {"name": self._access.user, "password": self._access.password}
             self._token = self._read("POST", member, "/v3/auth/authenticate", asked, timeout_s=_LOG_IN_S).token
             return self._token
@@ -218,7 +218,7 @@ class Gateway:
         return reply if reply.error is None else self._refusal(member, reply.error)
 
     def _refusal(self, member: str, error: Any) -> Reply:
-        """Raises: NoReply, unless it only says that nobody needs a token here."""
+        """Raises: NoReply, unless the error only says that no token is needed."""
         said = error.get("message") if isinstance(error, dict) else error
         text = " ".join(str(said)[:200].split())
         user = self._access.user
@@ -241,7 +241,7 @@ class Gateway:
         raise NoReply(f"{member}: {text}", "" if text.startswith("etcdserver: ") else text)
 
     def _why(self, error: BaseException) -> str:
-        """What is wrong with a member that is not just silent, in words; "" if it is."""
+        """Trouble with a member other than silence, in words; "" if it is only silent."""
         shows, cut = "cert" in self._access.paths, False
         cause: BaseException | None = error
         while cause is not None:
@@ -266,15 +266,15 @@ class Gateway:
         return f"it ends the connection: {'is it etcd:// there?' if shows else 'does it want a certificate?'}"
 
     def _renew(self) -> None:
-        """After a failure, which may be that of a certificate that has ended and lies there anew."""
+        """Make a new client after a failure: the certificate may have ended, and been renewed in its file."""
         if self._access.paths and self.address.tls:
             with contextlib.suppress(OSError, ConfigError):
                 if self._access.stamp() != self._stamp:
-                    self._http = self._client()  # the one before goes with its last request
+                    self._http = self._client()  # the old client is closed after its last request
 
 
 def read_reply(data: bytes, member: str) -> Reply:
-    """What a member has said. Raises: NoReply if etcd says nothing of the kind."""
+    """Decode a member's reply. Raises: NoReply if it is not one of etcd's."""
     try:
         return msgspec.json.decode(data, type=Reply)
     except (msgspec.MsgspecError, ValueError, RecursionError):
@@ -283,7 +283,7 @@ def read_reply(data: bytes, member: str) -> Reply:
 
 
 def _error_in(data: bytes) -> Reply:
-    """Of a member that has refused a request, in its own words or in those of HTTP."""
+    """Error text of a refusal, in etcd's form or HTTP's."""
     with contextlib.suppress(NoReply):
         reply = read_reply(data, "")
         if reply.error is not None:

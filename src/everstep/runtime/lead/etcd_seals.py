@@ -1,8 +1,8 @@
-"""How a job knows its own entries in etcd: each bears a tag that only the job's token makes, and in this life alone.
+"""Tags by which a job knows its own entries in etcd: only the job's token makes them, and only for this life.
 
-A job's life is from its start to its end; the next job under the same token has another one. The tag of an entry of the
+A job's life is from its start to its end; the next job with the same token has another one. The tag of an entry of the
 journal covers the tag of the entry before, so none can be left out, put back or moved. The newest entry that a
-coordinator knows is noted in its run directory: a journal that ends before it was cut.
+coordinator knows is noted in its run directory: if the journal ends before it, somebody has cut it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from everstep.runtime.link.handshake import role_token
 
 TAG_BYTES = 32
 BEGIN = bytes(TAG_BYTES)
-"""In the place of the tag before the first entry."""
+"""Stands for the tag before the first entry."""
 _ROLE = "etcd"
 _MOST_BYTES = 64 << 20
 _NOTE = re.compile(r"([0-9a-f]{32}) (\d{10}) ([0-9a-f]{64})\n")
@@ -31,7 +31,7 @@ _NOTE_BYTES = 109
 
 
 class EtcdSeals:
-    """Of one life of a job, or (life "") of the entry that says which one it is. prefix: of all keys."""
+    """Tags of one life of a job, or (life "") of the entry that announces the life. prefix: of all keys."""
 
     def __init__(self, token: bytes, prefix: str, life: str = "") -> None:
         self.life, self._prefix = life, prefix
@@ -39,13 +39,12 @@ class EtcdSeals:
         self._key = hmac.digest(key, f"life {life}".encode(), "sha256") if life else key
 
     def closed(self, name: str, said: dict[str, Any], before: bytes = b"") -> bytes:
-        """A value, which begins with its tag. name: of its key, without the prefix. before: the tag before it, in a
-        chain."""
+        """Value with its tag in front. name: of its key, without the prefix. before: the tag before it, in a chain."""
         body = zlib.compress(json.dumps(said, separators=(",", ":")).encode(), 1)
         return self._tag(name, body, before) + body
 
     def opened(self, name: str, value: bytes, before: bytes = b"") -> dict[str, Any]:
-        """What a value says. Raises: ProtocolError if it was not closed like this."""
+        """Content of a value. Raises: ProtocolError if its tag is wrong."""
         tag, body = value[:TAG_BYTES], value[TAG_BYTES:]
         with contextlib.suppress(ValueError, RecursionError, zlib.error):
             if hmac.compare_digest(tag, self._tag(name, body, before)):
@@ -62,8 +61,8 @@ class EtcdSeals:
 
 
 class NewestEntry(NamedTuple):
-    """The newest entry of a journal that is known. key, revision: where it, or the snapshot that ends with it, lies,
-    and since when; "" for none."""
+    """The newest known entry of a journal. key, revision: the key of the entry, or of the snapshot that ends with it,
+    and its revision there; "" for none."""
 
     number: int = 0
     tag: bytes = BEGIN
@@ -81,15 +80,15 @@ class Chain:
         self._read = False
 
     def tag(self, number: int) -> bytes:
-        """Of an entry that is known. Raises: ProtocolError."""
+        """Tag of a known entry. Raises: ProtocolError."""
         if number not in self._tags:
             raise ProtocolError(f"expected entry {number} of the journal to be known, got {self.newest.number} entries")
         return self._tags[number]
 
     def loaded(self, rows: list[NewestEntry]) -> None:
-        """The journal is this, oldest first: the newest entry that the snapshot stands for, and all after it.
+        """Take in a loaded journal, oldest first: the newest entry that the snapshot stands for, and all after it.
 
-        Raises: ProtocolError if this process, or one before it in this directory, knows more of it.
+        Raises: ProtocolError if this process, or an earlier one in this directory, knows more of it.
         """
         tags = {row.number: row.tag for row in rows}
         for number, tag in filter(None, (self._noted(), self.newest[:2] if self._read else None)):
@@ -102,12 +101,12 @@ class Chain:
         self._know(rows[-1])
 
     def add(self, row: NewestEntry) -> None:
-        """This one is written behind the newest."""
+        """Take in an entry written behind the newest."""
         self._tags[row.number], self._read = row.tag, True
         self._know(row)
 
     def shortened(self, through: int, key: str, revision: int) -> None:
-        """A snapshot stands for all up to this number."""
+        """Take in that a snapshot stands for all entries up to this number."""
         self._tags = {number: tag for number, tag in self._tags.items() if number >= through}
         if through == self.newest.number:
             self.newest = self.newest._replace(key=key, revision=revision)
@@ -121,7 +120,7 @@ class Chain:
     def _know(self, row: NewestEntry) -> None:
         self.newest = row
         if self._path is not None:
-            with contextlib.suppress(OSError):  # a full disk, say: then a later check knows less
+            with contextlib.suppress(OSError):  # for example a full disk: then a later check knows less
                 if self._fd < 0:
                     self._fd = open_below(self._path, os.O_WRONLY | os.O_CREAT)
                 os.pwrite(self._fd, f"{self._life} {row.number:010d} {row.tag.hex()}\n".encode(), 0)

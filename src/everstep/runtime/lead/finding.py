@@ -1,4 +1,4 @@
-"""Finding the coordinator again, for one host: it is said in a file, which the host's agent and workers follow."""
+"""Search for the coordinator on one host: the result goes into a file that the host's agent and workers follow."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ Where = dict[str, Any]
 
 
 def in_etcd(etcd: Etcd) -> Where | None:
-    """Whoever holds the lease; None if nobody does, or etcd does not answer."""
+    """Address of the lease's holder; None if nobody holds it, or etcd does not answer."""
     answer = etcd.ask(Look())
     holder = answer.holder if isinstance(answer, HolderSeen) else None
     return checked_where(holder.where) if holder is not None and holder.where else None
 
 
 def among(places: Sequence[tuple[str, int]], token: bytes, tls: Tls | None) -> Where | None:
-    """The first of these at which a coordinator of the job answers; None if nobody answers at any.
+    """The first of these places at which a coordinator of the job answers; None if nobody answers at any.
 
-    Raises: ProtocolError, of the first one, if others answer, and none of them is of the job.
+    Raises: ProtocolError, of the first stranger, if only coordinators of other jobs answer.
     """
     strangers: list[ProtocolError] = []
     for host, port in places:
@@ -52,8 +52,8 @@ def among(places: Sequence[tuple[str, int]], token: bytes, tls: Tls | None) -> W
 
 
 class Finder:
-    """Keeps `path` up until it is closed. look: where the coordinator is now, as far as is known; asked again and again
-    while it is `wanted`."""
+    """Keeps the file `path` up to date until it is closed. look: returns the coordinator's address as far as is known;
+    called again and again while `wanted` says so."""
 
     def __init__(self, path: Path, look: Callable[[], Where | None], wanted: Callable[[], bool]) -> None:
         self._path, self._look, self._wanted = path, look, wanted

@@ -1,8 +1,8 @@
 """The coordinator's memory on disk: JSON lines with a checksum each, synced before anything that depends on them.
 
-A crash leaves at most one torn line at the end; opening cuts it off. A disk that is full must not stop training:
-entries that cannot be written wait in memory and go first with the next that can. Where much has come since the last
-time the file is written anew, shorter, beside it and then in its place: until then the old one counts.
+A crash leaves at most one torn line at the end; opening cuts it off. A full disk must not stop training: entries that
+cannot be written wait in memory and go first with the next that can. After much growth the file is rewritten, shorter,
+beside the old one and then in its place: until then the old one counts.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ _CHUNK = 1 << 20
 class Journal:
     """An append-only file of JSON objects.
 
-    `entries` are those that were there when it was opened; `cut_bytes` of a torn tail were cut off; `pending` counts
-    entries that are not on disk yet because the disk refused them. compact_bytes: when it has grown by so many, and to
-    twice of what it was, it is shortened to what still counts, unless it was opened with entries that make no sense.
+    `entries` were in it when it was opened; `cut_bytes` of a torn tail were cut off; `pending` counts entries that are
+    not on disk yet because the disk refused them. compact_bytes: the growth after which, if its size has also doubled,
+    the file is shortened to the entries that still count, unless it was opened with invalid entries.
     """
 
     def __init__(self, path: str | os.PathLike[str], compact_bytes: int = COMPACT_BYTES) -> None:
@@ -50,12 +50,12 @@ class Journal:
         self._waiting = b""
         self.pending = 0
         self._compact_bytes = self._compact_at = compact_bytes
-        self._found = list(self.entries)  # what is in the file
-        self._new: list[dict[str, Any]] = []  # what waits to be
-        self._placed = True  # whether it is sure that this file has the name
+        self._found = list(self.entries)  # entries in the file
+        self._new: list[dict[str, Any]] = []  # entries waiting for it
+        self._placed = True  # whether the file is sure to have the name
         self._shortens = True
         if self.cut_bytes:
-            with contextlib.suppress(OSError):  # of a disk that is full still: what is left is written over
+            with contextlib.suppress(OSError):  # of a disk that is still full: the rest is overwritten
                 os.ftruncate(self._fd, self._end)
                 os.fsync(self._fd)
         if self._end >= self._compact_at:
@@ -97,10 +97,10 @@ class Journal:
         """Give the descriptor back."""
         os.close(self._fd)
 
-    # ---- what is superseded
+    # ---- superseded entries
 
     def _shorten(self) -> None:
-        """Where the disk refuses, the file stays as it is until it has grown again."""
+        """Shorten the file; if the disk refuses, it stays as it is until it has grown again."""
         if self._shortens:
             short = compacted(self._found)
             data = b"".join(map(format_entry, short))
@@ -110,7 +110,7 @@ class Journal:
         self._compact_at = self._end + max(self._compact_bytes, self._end)
 
     def _replace(self, entries: Sequence[dict[str, Any]], data: bytes) -> None:
-        """Have these entries in the place of those that are in the file. Raises: OSError, and then they still are."""
+        """Replace the file's entries with these. Raises: OSError; the old ones are in the file then."""
         draft = self.path.with_name(f".{self.path.name}.0")
         draft.unlink(missing_ok=True)
         fd = open_below(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL)
@@ -130,7 +130,7 @@ class Journal:
         self._place()
 
     def _place(self) -> None:
-        """Nothing counts that is in a file whose name a crash may give back to the one before. Raises: OSError."""
+        """Sync the folder: entries count once no crash can give the name back to the old file. Raises: OSError."""
         if self._placed:
             return
         folder = os.open(self.path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -142,7 +142,7 @@ class Journal:
 
 
 def _write(fd: int, data: bytes) -> None:
-    """All of it. Raises: OSError."""
+    """Write all data. Raises: OSError."""
     rest = memoryview(data)
     while rest:
         rest = rest[os.write(fd, rest) :]
@@ -154,7 +154,7 @@ def _is_at(fd: int, path: Path, size: int) -> bool:
 
 
 def _move(fd: int, draft: Path, path: Path) -> None:
-    """Raises: OSError; but not for what took effect all the same, as file servers have it whose answer was lost."""
+    """Rename the draft. Raises: OSError; but not if it took effect and a file server's answer was lost."""
     size = os.fstat(fd).st_size
     try:
         os.rename(draft, path)
@@ -164,7 +164,7 @@ def _move(fd: int, draft: Path, path: Path) -> None:
 
 
 def end_in_file(path: Path) -> JobEnded | None:
-    """How the job ended, as far as a journal that another process writes says so already."""
+    """End of the job, if a journal that another process writes has it already."""
     try:
         return end_in(parse(read_given(path, _MOST_BYTES))[0])
     except (OSError, ValueError):
@@ -178,7 +178,7 @@ def format_entry(entry: dict[str, Any]) -> bytes:
 
 
 def parse(data: bytes) -> tuple[list[dict[str, Any]], int]:
-    """The entries up to the first line that is torn or altered, and how many bytes they take."""
+    """The entries up to the first torn or altered line, and their number of bytes."""
     entries: list[dict[str, Any]] = []
     end = 0
     while (stop := data.find(b"\n", end)) >= 0:

@@ -1,6 +1,6 @@
-"""What a coordinator's process stands on: its journal, and, where others may take its place, the lease.
+"""Foundations of a coordinator's process: its journal, and, if others may take its place, the lease.
 
-The decisions are those of `protocol.lease`; here are clock, threads and etcd.
+`protocol.lease` decides; here are clock, threads and etcd.
 """
 
 from __future__ import annotations
@@ -55,15 +55,15 @@ Written = Callable[[int], None]
 
 
 def now_ns() -> int:
-    """On a clock that goes on while the machine sleeps."""
+    """Nanoseconds on a clock that goes on while the machine sleeps."""
     return time.clock_gettime_ns(time.CLOCK_BOOTTIME)
 
 
 class JournalStore(Protocol):
-    """Where a coordinator's entries outlive it. entries: those that were there when it was opened. notes: what was
-    wrong with them, for people.
+    """Store in which a coordinator's entries outlive it. entries: those that were there when it was opened. notes:
+    trouble with them, for people.
 
-    `append` writes them after all others, and calls `written` with how many further ones are safe, from the loop's
+    `append` writes entries after all others, and calls `written` with the number of further safe ones, from the loop's
     thread, now or later, in order. `fence`: no entry of an older term is written from now on.
     """
 
@@ -78,8 +78,8 @@ class JournalStore(Protocol):
 
 
 class FileStore:
-    """A journal in the run directory. What the disk refuses waits in memory, and holds up nobody: complain is called
-    with a line about it. anew: this coordinator takes another's place, which is said in the journal."""
+    """A journal in the run directory. Entries that the disk refuses wait in memory, and hold up nobody; complain is
+    called with a line about it. anew: this coordinator takes another's place, which the journal records."""
 
     def __init__(self, journal: Journal, complain: Callable[[str], None], anew: bool) -> None:
         self.entries = journal.entries
@@ -90,11 +90,11 @@ class FileStore:
         self._written: Written = lambda count: None
 
     def on_written(self, written: Written) -> None:
-        """Who is told."""
+        """Set the function that is told of safe entries."""
         self._written = written
 
     def fence(self) -> int:
-        """The term: how often the job was taken over."""
+        """Number of the term: how often the job was taken over."""
         terms = [entry.get("term") for entry in self.entries if entry.get("kind") == "term"]
         term = max((one for one in terms if type(one) is int and 0 <= one <= MOST_TERM), default=0)
         if self._anew:
@@ -103,7 +103,7 @@ class FileStore:
         return term
 
     def append(self, entries: list[JournalEntry]) -> None:
-        """Written and synced when this returns, unless the disk refuses."""
+        """Write entries and sync them before this returns, unless the disk refuses."""
         for entry in entries:
             if self._journal.append(entry):
                 self._warned = False
@@ -117,8 +117,8 @@ class FileStore:
 
 
 class EtcdStore:
-    """A journal in etcd, which only the lease's holder can write. fenced: called with why this one cannot any more;
-    refused: likewise, where no other could."""
+    """A journal in etcd, which only the lease's holder can write. fenced: called with the reason why this one cannot
+    any more; refused: called with the reason why no other could either."""
 
     notes = ""
 
@@ -138,19 +138,19 @@ class EtcdStore:
         self._before_end: Callable[[], Awaitable[None]] | None = None
 
     def end_after(self, ready: Callable[[], Awaitable[None]]) -> None:
-        """That the job has ended is written when this is over."""
+        """Write entries about the job's end only after `ready` is over."""
         self._before_end = ready
 
     def on_written(self, written: Written) -> None:
-        """Who is told."""
+        """Set the function that is told of safe entries."""
         self._written = written
 
     def fence(self) -> int:
-        """The term: every request says it, and etcd compares it with that of the lease."""
+        """Number of the term: every request says it, and etcd compares it with that of the lease."""
         return self._term
 
     def append(self, entries: list[JournalEntry]) -> None:
-        """Written later, while everything else goes on."""
+        """Write entries later, while everything else goes on."""
         self._writer.put(entries)
         if entries and (self._task is None or self._task.done()):
             self._task = asyncio.get_running_loop().create_task(self._write())
@@ -183,7 +183,7 @@ def _ends(request: Append) -> bool:
 
 
 class Asker:
-    """Asks etcd from a loop without holding it up. complain: called now and then with why there is no answer."""
+    """Asks etcd from a loop without holding it up. complain: called now and then with the reason of silence."""
 
     def __init__(self, etcd: Etcd, complain: Callable[[str], None]) -> None:
         self._etcd, self._complain = etcd, complain
@@ -192,7 +192,7 @@ class Asker:
         self._said_s = 0.0
 
     async def ask(self, request: StoreRequest) -> StoreAnswer:
-        """Raises: ProtocolError if what etcd holds is not the job's."""
+        """Answer of etcd. Raises: ProtocolError if etcd's data is not the job's."""
         answer = await asyncio.get_running_loop().run_in_executor(self._pool, self._etcd.ask, request)
         now_s = time.monotonic()
         if not isinstance(answer, Unanswered):
@@ -211,10 +211,9 @@ class Asker:
 
 
 class Tenure:
-    """Holds the lease, once it has been won, until it is lost. seen: called in the loop with where the coordinator is
-    that holds it, again and again, this one included. deposed: called with the reason when it must not decide any more.
-    may_lead: whether this one may take it now.
-    """
+    """Holds the lease, once it has been won, until it is lost. seen: called in the loop, again and again, with the
+    address of the coordinator that holds it, also if that is this one. deposed: called with the reason when it must not
+    decide any more. may_lead: whether this one may take the lease now."""
 
     def __init__(
         self,
@@ -228,7 +227,7 @@ class Tenure:
         self._task: asyncio.Task[None] | None = None
 
     async def win(self, deposed: Callable[[str], None]) -> int:
-        """Wait for the lease, however long it takes. Returns the term; from then on it is prolonged."""
+        """Wait for the lease, however long it takes. Returns the term; the lease is renewed from then on."""
         self._deposed = deposed
         knocking = asyncio.get_running_loop().create_task(self._knock())
         while not self._candidate.holds(now_ns()):
@@ -243,15 +242,15 @@ class Tenure:
         return self._candidate.sudden
 
     def sure(self) -> bool:
-        """Whether this coordinator may still say something."""
+        """Whether this coordinator may still send messages."""
         return self._candidate.holds(now_ns())
 
     def depose(self, reason: str) -> None:
-        """This coordinator must not decide any more: that is told, and its process ends."""
+        """Report that this coordinator must not decide any more; its process then ends."""
         self._deposed(reason)
 
     async def load(self) -> Loaded:
-        """The journal as the coordinators before have left it."""
+        """The journal that the earlier coordinators have left."""
         while True:
             answer = await self._etcd.ask(Load())
             if isinstance(answer, Loaded):
@@ -259,18 +258,18 @@ class Tenure:
             await asyncio.sleep(_AGAIN_S)
 
     async def resign(self) -> None:
-        """Let others have it at once."""
+        """Give the lease up at once."""
         if self._task is not None:
             self._task.cancel()
         if self._candidate.term and self._candidate.holder is not None:
             await self._etcd.resign(self._candidate.holder.lease)
 
     async def _knock(self) -> None:
-        """Whether the holder's process lives: what its host says of that."""
+        """Try again and again whether the holder's process still lives, by connecting to its host."""
         while True:
             holder = self._candidate.holder
             if holder is not None and holder.where:
-                with contextlib.suppress(ProtocolError):  # who looks at the lease says so
+                with contextlib.suppress(ProtocolError):  # the look at the lease reports that
                     there = checked_where(holder.where)
                     self._candidate.knocked(now_ns(), holder.where, await listens(there["host"], there["port"]))
             await asyncio.sleep(_KNOCK_S)
@@ -286,7 +285,7 @@ class Tenure:
             await asyncio.sleep(_LOOK_S)
             self._candidate.answered(now_ns(), Unanswered("others go first"))
         elif request is not None:
-            # An answer that comes too late is no reason to be deposed too late.
+            # A late answer must not delay being deposed.
             asked = asyncio.ensure_future(self._etcd.ask(request))
             if self._candidate.term:
                 left_s = (self._candidate.until_ns - now_ns()) / SECOND_NS
@@ -314,7 +313,7 @@ class InOrder:
         store.on_written(self._written)
 
     def take(self, effects: Iterable[CoordinatorEffect]) -> None:
-        """What the coordinator has said, in order."""
+        """Take in the coordinator's effects, in order."""
         entries, ready = self._held.take(effects)
         self._do(ready)
         if entries:
@@ -329,13 +328,13 @@ class InOrder:
 
 
 def stand_down(reason: str) -> None:
-    """End this process at once: nothing that it would still say counts."""
+    """End this process at once: further messages of it would not count."""
     say(f"everstep coordinator: it was deposed: {reason}")
     os._exit(DEPOSED)
 
 
 def checked_where(where: dict[str, Any]) -> dict[str, Any]:
-    """What the lease says of its holder. Raises: ProtocolError if that is no coordinator's address."""
+    """Address of the lease's holder in the lease. Raises: ProtocolError if that is no coordinator's address."""
     known = {"pid": int, "host": str, "port": int, "tls": str, "ca": str}
     said = {name: value for name, value in where.items() if name != "place"}
     if set(said) != set(known) or any(type(said[name]) is not kind for name, kind in known.items()):
@@ -344,7 +343,7 @@ def checked_where(where: dict[str, Any]) -> dict[str, Any]:
 
 
 def place_of(where: dict[str, Any]) -> str:
-    """By which word the directory is known that the holder of the lease leads in; "" if it does not say."""
+    """Word of the directory that the lease's holder leads in; "" if it does not say."""
     return str(where.get("place", ""))[:_MOST_WORD]
 
 
@@ -353,9 +352,9 @@ def place_of(where: dict[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class Post:
-    """Of which job process this coordinator is, and where. parent: pid of that. host, port: where it listens; "": as
-    the config says. owner: its name among those that may hold the job's lease, "" where there is none; job: as `Etcd`
-    has it. anew: it takes the place of one on another host. copying_host: as `Succession` has it. down_since_unix_ns,
+    """A coordinator's job process, and its place. parent: pid of that process. host, port: where it listens; "": as the
+    config says. owner: its name among those that may hold the job's lease, "" if there is no lease; job: as `Etcd` has
+    it. anew: it takes the place of one on another host. copying_host: as `Succession` has it. down_since_unix_ns,
     cause: of its predecessor's end."""
 
     run_dir: Path
@@ -378,8 +377,8 @@ async def open_journal(
     events: EventLog,
     directory: LedDirectory,
 ) -> tuple[Tenure | None, JournalStore]:
-    """The journal, with the lease where there is one: then this waits for it, be it for days. directory: whether this
-    host may have it."""
+    """The journal, and the lease if there is one; then this waits for the lease, if need be for days. directory:
+    decides whether this host may have it."""
     if not place.owner or config.control.etcd is None:
         journal = Journal(place.run_dir / JOURNAL_FILE)
         return None, FileStore(journal, lambda text: warn(events, Why(Cause.DISK, text)), place.anew)
@@ -392,9 +391,9 @@ async def open_journal(
     mine = {**where, "place": directory.word}
 
     def seen(holder: dict[str, Any]) -> None:
-        if holder != mine:  # that is announced when it listens
+        if holder != mine:  # its own address is announced when it listens
             directory.saw(place_of(holder))
-            with contextlib.suppress(OSError):  # a full disk, say; it is said again
+            with contextlib.suppress(OSError):  # for example a full disk; it is announced again
                 announce(path, checked_where(holder), anew=True)
 
     tenure = Tenure(etcd, Candidate(place.owner, mine, lease_s), seen, directory.may_lead)
@@ -422,8 +421,8 @@ async def _resign(tenure: Tenure, exit_code: int = 0) -> None:
 
 
 async def make_known(path: Path, where: dict[str, Any], events: EventLog) -> None:
-    """Say in the run directory where this coordinator is, be it later: what the disk refuses is tried again. Meanwhile
-    it is found where its predecessor was, whose port it has if nobody else took that."""
+    """Write this coordinator's address into the run directory; if the disk refuses, try again. Meanwhile clients look
+    at the predecessor's address, which is the same unless another program took the port."""
     warned = False
     while True:
         try:
@@ -437,7 +436,7 @@ async def make_known(path: Path, where: dict[str, Any], events: EventLog) -> Non
 
 
 async def decline(tenure: Tenure, events: EventLog, error: OSError) -> None:
-    """This host has the lease, and cannot write what makes its directory the job's: others may have it, and its next
+    """Give the lease to others, because this host cannot write the files that make its directory the job's. Its next
     life stands by again."""
     why = f"{error.strerror or error}, {error.filename}"
     text = f"this host cannot lead the job ({why}): it leaves the lease to other hosts"
@@ -446,6 +445,6 @@ async def decline(tenure: Tenure, events: EventLog, error: OSError) -> None:
 
 
 def warn(events: EventLog, why: Why) -> None:
-    """Tell whoever looks. Never raises for the disk's sake."""
+    """Write a warning for observers. Never raises because of the disk."""
     say(why.reason)
     events.write("warning", **vars(why))

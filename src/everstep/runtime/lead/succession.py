@@ -1,4 +1,4 @@
-"""How a job's process takes part where another host's may decide instead: by a lease, or by hand."""
+"""A job's process whose place another host's may take, or that takes another's: by a lease, or by hand."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ from everstep.runtime.link.address import COORDINATOR_FILE, read_address
 
 @dataclass(frozen=True)
 class Succession:
-    """guest: the job was started on another host, and a signal ends the part of this one alone. owner: as `Holder` has
-    it, "" where there is no lease; job: as `Etcd` has it. anew: this process takes the place of one that is gone, by
-    hand. word: by which other hosts know the run directory of a job that begins (`host_directory.leave_word`), "" if
-    they were not told. copying_host: the run directory is a copy that the head fills (`standby_files.CopyLink`), and
-    this is the host's name; "" for the job's own directory.
-    """
+    """Part of this process in leading the job. guest: the job was started on another host, and a signal ends only this
+    host's part. owner: as `Holder` has it, "" without a lease; job: as `Etcd` has it. anew: this process takes the
+    place of a lost one, by hand. word: the one by which other hosts know the run directory of a job that begins
+    (`host_directory.leave_word`), "" if they were not told. copying_host: this host's name, if the run directory is a
+    copy that the head fills (`standby_files.CopyLink`); "" for the job's own directory."""
 
     guest: bool = False
     owner: str = ""
@@ -30,11 +29,11 @@ class Succession:
 
     @property
     def begins(self) -> bool:
-        """Whether the job begins with this process: nothing of what is in its directory is of now."""
+        """Whether the job begins with this process, so that all files in its directory are old."""
         return not (self.guest or self.anew)
 
     def words(self, address: str) -> list[str]:
-        """For the command line of the coordinator. address: of this host, which need not be the config's."""
+        """Words for the command line of the coordinator. address: of this host, which need not be the config's."""
         words = ["--owner", self.owner, "--job", self.job] if self.owner else []
         words += ["--copying-host", self.copying_host] if self.copying_host else []
         words += ["--host", address] if self.owner or self.anew else []
@@ -42,15 +41,15 @@ class Succession:
 
 
 def new_owner() -> str:
-    """A name that no other job process has."""
+    """Name that no other job process has."""
     return f"{os.uname().nodename}-{os.getpid()}-{secrets.token_hex(4)}"
 
 
 class Lead:
-    """Whether the coordinator of this process decides, by what its directory says of whoever does.
+    """Whether this process's coordinator decides, by the address in its directory.
 
-    leased: else it does. address: of this host. tell: called with coordinator_leads or coordinator_follows when the
-    answer is another one than before.
+    leased: without a lease it always decides. address: of this host. tell: called with coordinator_leads or
+    coordinator_follows when the answer changes.
     """
 
     def __init__(self, run_dir: Path, leased: bool, address: str, tell: Callable[[str], None]) -> None:
@@ -60,7 +59,7 @@ class Lead:
         self.here = not self._leased
 
     def look(self, pid: int) -> None:
-        """pid: of the coordinator of this process."""
+        """Look at the address again. pid: of the coordinator of this process."""
         if not self._leased:
             return
         try:

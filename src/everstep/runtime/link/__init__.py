@@ -1,1 +1,1 @@
-"""Connections: addresses, handshakes, TLS, frames, and who has proved nothing yet."""
+"""Connections: addresses, handshakes, TLS, frames, and strangers that have proved nothing yet."""

@@ -1,4 +1,4 @@
-"""coordinator.json: where the coordinator of a run directory listens. Written whole, by rename."""
+"""coordinator.json: the address of a run directory's coordinator. Written whole, by rename."""
 
 from __future__ import annotations
 
@@ -23,32 +23,32 @@ COORDINATOR_FILE = "coordinator.json"
 COORDINATOR_MODULE = "everstep.runtime.lead.coordinator_main"
 JOURNAL_FILE = "coordinator.journal"
 NEWEST_FILE = "journal-newest"
-"""Of a journal in etcd: which entry of it this host has seen last."""
+"""File with the newest entry of a journal in etcd that this host has seen."""
 LOGS_FOLDER = "logs"
 METRICS_FOLDER = "metrics"
 METRICS_FILE = "metrics.json"
 METRICS_TOKEN_FILE = "metrics-token"
 PROFILES_FOLDER = "profiles"
 TOKEN_FILE = "token"
-"""The job's. Those of single roles lie beside it: `role_file`."""
+"""File of the job's token. Tokens of single roles lie beside it: `role_file`."""
 EVENTS_FILE = "events.jsonl"
 JOB_FILE = "job.json"
 DATASET_FILE = "dataset.json"
 NOTES_FILE = "notes.json"
 CHECKPOINTS_DIR = "checkpoints"
 TRACE_KEY = "everstep"
-"""Under it a worker's trace says whose it is, and which steps and phases it had."""
+"""Key of a worker's trace under which it names the worker, its steps and its phases."""
 
 
 def role_file(role: str) -> str:
-    """Where the token of one role of people lies."""
+    """File name of the token of one role of people."""
     return f"{TOKEN_FILE}-{role}"
 
 
 @dataclass(frozen=True)
 class CoordinatorAddress:
-    """The coordinator's process and where it listens. tls: where it expects TLS, as `security.tls.mode` has it;
-    ca: whose certificates it shows then."""
+    """The coordinator's process and its address. tls: where it expects TLS, as `security.tls.mode` has it; ca: CA of
+    its certificates then."""
 
     pid: Annotated[int, msgspec.Meta(ge=1, le=(1 << 31) - 1)]
     host: str
@@ -58,12 +58,12 @@ class CoordinatorAddress:
 
 
 def address_of(host: str, port: int, tls: str = "off", ca: str = "", pid: int = 0) -> dict[str, Any]:
-    """What is told of this process as the coordinator; or of another one, by its pid."""
+    """Address of this process as the coordinator; or of another one, by its pid."""
     return {"pid": pid or os.getpid(), "host": host, "port": port, "tls": tls, "ca": ca}
 
 
 def announce(path: Path, where: dict[str, Any], *, anew: bool = False) -> None:
-    """Say there who the coordinator is. anew: only if something else is said there."""
+    """Write the coordinator's address there. anew: only if the file has another one."""
     if anew:
         with contextlib.suppress(OSError, ProtocolError):
             if vars(read_address(path)) == where:
@@ -72,7 +72,7 @@ def announce(path: Path, where: dict[str, Any], *, anew: bool = False) -> None:
 
 
 def read_address(path: Path) -> CoordinatorAddress:
-    """Raises: FileNotFoundError if nobody announced itself; ProtocolError if the file says something else."""
+    """The address in a file. Raises: FileNotFoundError if there is none; ProtocolError if the file is malformed."""
     text = read_given(path)
     try:
         return msgspec.json.decode(text, type=CoordinatorAddress)
@@ -81,8 +81,8 @@ def read_address(path: Path) -> CoordinatorAddress:
 
 
 def coordinator_here(path: Path, own: str) -> int:
-    """The pid of the coordinator that is announced there, if it is a process that can be seen from here, on the host of
-    this address; else 0. Elsewhere that number may be anybody's."""
+    """PID of the coordinator that is announced there, if it listens at this host's address and its process can be seen
+    from here; else 0. Elsewhere the number may be any process's."""
     try:
         there = read_address(path)
     except (OSError, ProtocolError):

@@ -1,4 +1,4 @@
-"""What agents and workers are given when they start: everything that they need to find their job, as plain data."""
+"""Plain data that agents and workers get when they start: everything that they need to find their job."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from everstep.runtime.link.tls import Shown, Tls
 class WorkerContext:
     """The start-up facts of one life of one worker; JSON-able.
 
-    `token` is this life's for the coordinator in hex, `peer_token` that of the role `peer`: the job's own is not for
-    workers. `address`: of its host, "" if as the config says; `tls`: what that shows to others (a `Shown`), None if it
-    speaks without. `coordinator_file` names coordinator.json, which is rewritten when the coordinator restarts.
-    `board_fd`: of the progress board, where the row is that of `worker_id`. `config` is the effective config as
-    `base.config.to_dict` makes it. `argv` are the task's own arguments. `spare`: this slot is beyond those of the
-    wanted workers. `cell_rank`, `cell_size`: which of the worker's processes this is, 0 for the head, and how many
-    there are; `cell_fds`: its ends of the sockets between head and limbs, the head's from rank 1 on. `local_rank`,
-    `local_size`: which of the slots of its host this is, and how many those are. `apart`: run_dir is not the job's own,
-    but that of this host.
+    `token` is this life's for the coordinator in hex, `peer_token` that of the role `peer`: workers do not get the
+    job's own. `address`: of its host, "" if as the config says; `tls`: the certificate that it shows to others (a
+    `Shown`), None if it speaks without TLS. `coordinator_file` names coordinator.json, which is rewritten when the
+    coordinator restarts. `board_fd`: of the progress board, where the row is that of `worker_id`. `config` is the
+    effective config as `base.config.to_dict` makes it. `argv` are the task's own arguments. `spare`: this slot is
+    beyond those of the wanted workers. `cell_rank`, `cell_size`: rank of this process in its worker, 0 for the head,
+    and the number of ranks; `cell_fds`: its ends of the sockets between head and limbs, the head's from rank 1 on.
+    `local_rank`, `local_size`: rank of this slot among the slots of its host, and their number. `apart`: run_dir is not
+    the job's own, but that of this host.
     """
 
     run_dir: str
@@ -65,12 +65,12 @@ class WorkerContext:
 
     @property
     def log_path(self) -> Path:
-        """Where the agent writes what this worker prints and logs."""
+        """File in which the agent keeps this worker's output and logs."""
         return self.run_path / "logs" / f"worker-{self.worker_id}.jsonl"
 
     @property
     def last_words_path(self) -> Path:
-        """Says why this worker died, written by itself; the agent adds it to the reason."""
+        """File with the reason of this worker's death in its own words; the agent adds it to the reason."""
         return self.run_path / "logs" / f"worker-{self.worker_id}.error"
 
     def write_last_words(self, why: Why) -> None:
@@ -78,7 +78,7 @@ class WorkerContext:
         write_atomically(self.last_words_path, json.dumps(vars(why)) + "\n", 1)
 
     def read_last_words(self) -> Why | None:
-        """What this worker wrote, None if it died without a word."""
+        """This worker's last words, None if it died without any."""
         try:
             found = parse_json(read_given(self.last_words_path, folders=1).decode(errors="replace"))
             return Why(Cause.read(found["cause"]), one_line(str(found["reason"])))
@@ -86,7 +86,7 @@ class WorkerContext:
             return None
 
     def token_bytes(self) -> bytes:
-        """This life's token as the control connection wants it."""
+        """This life's token in the form that the control connection takes."""
         return bytes.fromhex(self.token)
 
     def peer_token_bytes(self) -> bytes:
@@ -94,7 +94,7 @@ class WorkerContext:
         return bytes.fromhex(self.peer_token)
 
     def tls_shown(self) -> Tls | None:
-        """What this worker shows its peers and the coordinator."""
+        """Certificate that this worker shows its peers and the coordinator."""
         return None if self.tls is None else Tls(Shown(**self.tls))
 
     def load_config(self) -> Config:
@@ -104,9 +104,9 @@ class WorkerContext:
 
 @dataclass(frozen=True)
 class Handed:
-    """A fork server on its way from one process to another.
+    """A fork server that one process hands to another.
 
-    fd, board_fd: inherited. heard: what it has said and nobody has read; greeting: that it is ready, if it has said so.
+    fd, board_fd: inherited. heard: unread bytes of its messages; greeting: its message that it is ready, if sent.
     """
 
     fd: int
@@ -118,18 +118,18 @@ class Handed:
 
 @dataclass(frozen=True)
 class Joining:
-    """Which job an agent takes part in, and as what.
+    """The job that an agent takes part in, and its role there.
 
     address: "host:port" of the coordinator, or the path of coordinator.json. entry: "module:function", called in each
-    worker with its `WorkerContext`; what it returns is the worker's exit code, and 0 means that it left in order (done,
-    or dismissed by request). preload: modules that the fork server imports. host: a name that no other agent of the job
-    has. token_file: where an agent that is a process of the job finds the token. room: for how many workers, 0 if that
-    does not matter. run_dir: how the job's directory is called here, "" if as the job says. threads: with how many the
-    fork server is started, as far as is known. server: a fork server that runs already. parent: dies with this process,
-    0 if with none. ranks: processes of each worker. files: "module:class", which serves this host's checkpoint
-    directory to peers; "" if nobody does. own: the address of this host that workers listen at and tell others, "" if
-    as the job's config says. task: the only one that it runs, "" if any. tls: how it speaks with others. domains: in
-    which this host is, by label. said: what people call `address`, "" if so.
+    worker with its `WorkerContext`; its result is the worker's exit code, and 0 means that it left in order (done, or
+    dismissed by request). preload: modules that the fork server imports. host: a name that no other agent of the job
+    has. token_file: file of the token, for an agent that is a process of the job. room: most workers here, 0 for any
+    number. run_dir: the job's directory as this host sees it, "" if as the job says. threads: number with which the
+    fork server is started, as far as is known. server: a fork server that runs already. parent: pid of the process with
+    which it dies, 0 for none. ranks: processes of each worker. files: "module:class" that serves this host's checkpoint
+    directory to peers; "" for none. own: the address of this host that workers listen at and tell others, "" if as the
+    job's config says. task: the only one that it runs, "" for any. tls: its settings for connections to others.
+    domains: failure domains of this host, by label. said: the address in the user's words, "" if `address` is.
     """
 
     address: str
@@ -151,7 +151,7 @@ class Joining:
     said: str = ""
 
     def where(self) -> Path | tuple[str, int]:
-        """As a control connection wants it. Raises: ConfigError if it is no address."""
+        """The address as a control connection takes it. Raises: ConfigError if it is no address."""
         if "/" in self.address:
             return Path(self.address)
         host, _, port = self.address.rpartition(":")
@@ -167,7 +167,7 @@ class Joining:
 
     @classmethod
     def from_json(cls, text: str) -> Joining:
-        """Raises: ConfigError for anything else than `to_json` makes."""
+        """Decode the text of `to_json`. Raises: ConfigError for any other text."""
         try:
             return msgspec.json.decode(text, type=cls)
         except msgspec.DecodeError as error:

@@ -1,7 +1,7 @@
 """The client's end of a control connection: a daemon thread that reconnects for ever.
 
-Apart from who uses it (workers, agents) because both need the same: sending must never hold up training, messages
-survive a coordinator that is away, and every new connection begins with a hello that states the whole truth anew.
+Workers and agents share it because both need the same: sending must never hold up training, messages survive a
+coordinator that is away, and every new connection begins with a hello that states the whole truth again.
 """
 
 from __future__ import annotations
@@ -42,20 +42,20 @@ _PASSING = (Progress, Heartbeat)
 
 
 CoordinatorPlace = str | os.PathLike[str] | tuple[str, int]
-"""Where the coordinator is: the path of coordinator.json, or a fixed (host, port)."""
+"""Place of the coordinator: the path of coordinator.json, or a fixed (host, port)."""
 FirstWords = AnyMessage | tuple[AnyMessage, Plan | None]
-"""What is said first; a worker's with the plan that it names, so that the next one may be told as what has changed."""
+"""First message; a worker's comes with the plan that it names, so that the next plan can be sent as a change of it."""
 
 
 class Unheard:
-    """Says now and then that something waits for a coordinator, and none is there. Pure."""
+    """Says now and then that a worker waits for a coordinator and none is there. Pure."""
 
     def __init__(self) -> None:
         self._since_s: float | None = None
         self._said_s = 0.0
 
     def look(self, connected: bool, now_s: float) -> str:
-        """It waits. Returns what is to be said now, "" for nothing."""
+        """Words to log while waiting, "" for none."""
         if connected:
             self._since_s = None
             return ""
@@ -69,18 +69,18 @@ class Unheard:
 
 
 class AnnouncedPlace:
-    """Where the coordinator is: a fixed (host, port), or what a file says, which is read when it has changed."""
+    """Address of the coordinator: a fixed (host, port), or the content of a file, which is read when it has changed."""
 
     def __init__(self, said: CoordinatorPlace) -> None:
         self._said = said
         self._seen = (0, 0)
 
     def follow(self, path: str | os.PathLike[str]) -> None:
-        """From now on it is what this file says. Thread-safe."""
+        """Read the address from this file from now on. Thread-safe."""
         self._said = path
 
     def read(self) -> tuple[str, int]:
-        """Raises: OSError, ProtocolError if nobody says."""
+        """The present address. Raises: OSError, ProtocolError if there is none."""
         if isinstance(self._said, tuple):
             return self._said
         self._seen = self._signature()
@@ -88,12 +88,12 @@ class AnnouncedPlace:
         return found.host, found.port
 
     def changed(self) -> bool:
-        """Whether somebody has written since it was read last."""
+        """Whether the file was written since it was read last."""
         return self._signature() != self._seen
 
     def look(self, peer: tuple[str, int]) -> None:
-        """Raises: ProtocolError if another coordinator has announced itself than that at the other end, which may be
-        frozen, or unaware that it decides no more."""
+        """Compare the address with the other end's. Raises: ProtocolError if another coordinator has announced itself;
+        the one at the other end may be frozen, or not know that it was deposed."""
         if not self.changed() or self._signature() == (0, 0):
             return
         with contextlib.suppress(OSError, ProtocolError):
@@ -112,7 +112,7 @@ class AnnouncedPlace:
 
 
 class _Replaced(EverstepError):
-    """Somebody else is to be talked to."""
+    """Another coordinator has taken the place of this one."""
 
 
 class FrameQueue:
@@ -121,18 +121,18 @@ class FrameQueue:
     def __init__(self) -> None:
         self._queue: deque[tuple[bytes, bool]] = deque()  # (frame, passing)
         self._leaving = b""  # the first frame, as this connection is taking it
-        self._offset = 0  # bytes of that which it has taken already
+        self._offset = 0  # number of its bytes already taken
 
     def __len__(self) -> int:
         return len(self._queue)
 
     def add(self, data: bytes, passing: bool) -> None:
-        """Where there are too many, a passing frame goes that has not begun to leave, this one at last."""
+        """Add a frame. A full queue drops a passing frame that has not begun to leave, or this one if it passes."""
         if len(self._queue) < MAX_QUEUED or self._make_room() or not passing:
             self._queue.append((data, passing))
 
     def pump(self, sock: socket.socket, seals: Seals) -> None:
-        """Hand as much to the kernel as it takes at once."""
+        """Hand the kernel as many bytes as it takes at once."""
         while self._queue:
             self._leaving = self._leaving or sealed(seals, self._queue[0][0])
             try:
@@ -145,7 +145,7 @@ class FrameQueue:
             self._queue.popleft()
 
     def lost(self) -> None:
-        """The connection has ended: what passes has no meaning any more, the rest waits for the next one."""
+        """The connection has ended: passing frames are dropped, the others wait for the next connection."""
         self._leaving, self._offset = b"", 0
         self._queue = deque(item for item in self._queue if not item[1])
 
@@ -158,8 +158,8 @@ class FrameQueue:
 
 
 class Ear:
-    """Hands on what comes over one connection after the other, as long as it is no deposed coordinator's. `ended`: it
-    was told that the job is over."""
+    """Passes on messages of one connection after the other, unless a deposed coordinator sent them. `ended`: a message
+    said that the job is over."""
 
     def __init__(self, on_message: Callable[[AnyMessage], None]) -> None:
         self._on_message = on_message
@@ -167,7 +167,7 @@ class Ear:
         self.ended = False
 
     def hear(self, message: AnyMessage) -> None:
-        """Raises: ProtocolError if who says this is not to be listened to any more."""
+        """Pass on a message. Raises: ProtocolError if its sender was deposed."""
         refused = self._terms.refusal(message)
         if refused:
             raise ProtocolError(f"this coordinator was deposed: {refused}")
@@ -181,18 +181,17 @@ class Ear:
 
 
 class ControlClient:
-    """A control connection to the coordinator that is always being kept up.
+    """A control connection to the coordinator that is renewed whenever it breaks.
 
-    address: where that is; a file is read anew at each attempt. key: the role's token.
-    hello: called in the client's thread at each connect; its message goes out before all others.
-    on_message: called in the client's thread for each message that arrives; it must not block for long. An exception
-    in it is logged and does not end the connection.
-    on_connected: called in the client's thread with True after each hello, with False when the connection is lost.
-    tls: what is shown to a coordinator that it covers.
+    address: place of the coordinator; a file is read again at each attempt. key: the role's token. hello: called in the
+    client's thread at each connect; its message goes out before all others. on_message: called in the client's thread
+    for each message that arrives; it must not block for long. An exception in it is logged and does not end the
+    connection. on_connected: called in the client's thread with True after each hello, with False when the connection
+    is lost. tls: certificate for a coordinator whose connections need TLS.
 
-    Messages that could not be sent wait. Passing ones (Progress, Heartbeat) are dropped when the connection is lost
-    and when the queue is full; the others are kept. What was already handed to a connection that then broke may be
-    lost: the hello has to state whatever matters.
+    Messages that could not be sent wait. Passing ones (Progress, Heartbeat) are dropped when the connection is lost and
+    when the queue is full; the others are kept. Messages already handed to a connection that then broke may be lost:
+    the hello has to state everything that matters.
     """
 
     def __init__(
@@ -213,11 +212,11 @@ class ControlClient:
         self._ear = Ear(on_message)
         self._on_connected = on_connected
         self._outbox = FrameQueue()
-        self._drained = threading.Condition(threading.Lock())  # what it locks: the outbox, the line, the waker's end
+        self._drained = threading.Condition(threading.Lock())  # protects the outbox, the line, the waker's end
         self._line: tuple[socket.socket, Seals] | None = None
         self._closing = False
         self._connected = threading.Event()
-        self._cut = (0.0, False)  # until when, and whether that ends the connection
+        self._cut = (0.0, False)  # end of the fault, and whether it ends the connection
         self._waker: Inbox[None] = Inbox()
         self.connects = 0
         self._thread = threading.Thread(target=self._run, name=f"control-{role}-{name}", daemon=True)
@@ -246,7 +245,7 @@ class ControlClient:
             self._wake()
 
     def follow(self, path: str | os.PathLike[str]) -> None:
-        """From now on the coordinator's address is what this file says. Thread-safe."""
+        """Read the coordinator's address from this file from now on. Thread-safe."""
         self._where.follow(path)
 
     def flush(self, timeout_s: float) -> bool:
@@ -257,7 +256,7 @@ class ControlClient:
     def cut(self, for_s: float, breaks: bool) -> None:
         """A scripted fault: for so many seconds nothing passes in either direction. Thread-safe.
 
-        breaks: the connection ends, and none can be made meanwhile; else it only falls silent, and goes on afterwards.
+        breaks: the connection ends, and none can be made meanwhile; else it falls silent, and goes on afterwards.
         """
         with self._drained:
             self._cut = (time.monotonic() + for_s, breaks)
@@ -268,7 +267,7 @@ class ControlClient:
         return self._cut[0] - time.monotonic() if self._cut[0] else 0.0
 
     def close(self, flush_s: float = 1.0) -> None:
-        """End the connection, after giving what is queued `flush_s` to leave."""
+        """End the connection, after giving queued messages `flush_s` to leave."""
         if flush_s > 0 and threading.current_thread() is not self._thread:
             self.flush(flush_s)
         with self._drained:
@@ -300,7 +299,7 @@ class ControlClient:
             try:
                 self._talk(sock, seals, heard)
             except (OSError, EverstepError) as error:
-                if not self._ear.ended:  # after the end of the job that is how it ought to be
+                if not self._ear.ended:  # after the end of the job that is right
                     log.info("control connection lost: %s", error)
             finally:
                 self._disconnect(sock)
@@ -376,7 +375,7 @@ class ControlClient:
                 self._on_connected(False)
 
     def _pump(self) -> None:
-        """With the lock held: hand as much to the kernel as it takes at once."""
+        """With the lock held: hand the kernel as many bytes as it takes at once."""
         if self._line is not None and self._cut_s() <= 0:
             self._outbox.pump(*self._line)
         if not self._outbox:
@@ -399,7 +398,7 @@ class ControlClient:
 
 
 def _complain(error: Exception, before: str) -> str:
-    """Say that there is no connection, unless that was the complaint before. Returns it."""
+    """Log that there is no connection, unless `before` is the same complaint. Returns the complaint."""
     text = f"{type(error).__name__}: {error}"
     if text != before:
         level = logging.WARNING if isinstance(error, EverstepError) else logging.INFO

@@ -43,7 +43,7 @@ MAX_NAME_BYTES = 255
 PEER = "peer"
 _SHORT = struct.Struct(">H")
 _TLS = b"\x16\x03"
-"""How a ClientHello begins."""
+"""First bytes of a ClientHello."""
 _NUMBER = struct.Struct(">Q")
 _NONCE = struct.Struct(">4xQ")
 _LONG_BYTES = 4 << 10
@@ -53,23 +53,23 @@ Keys = Callable[[str, str], bytes | None]
 
 
 def role_token(token: bytes, role: str, name: str = "") -> bytes:
-    """The token of one role, made from the job's. name: of the life that speaks, where each has a token of its own, as
-    workers do; others of a role share one."""
+    """The token of one role, made from the job's. name: of the speaking life, for workers, each of which has a token of
+    its own; lives of other roles share one."""
     return hmac.digest(token, b"everstep role\0" + role.encode() + b"\0" + name.encode(), "sha256")
 
 
 def keys_of(token: bytes, roles: frozenset[str]) -> Keys:
-    """For a server that has the job's token and deals with these roles."""
+    """Keys of a server that has the job's token and deals with these roles."""
     return lambda role, name: role_token(token, role, name if role == WORKER else "") if role in roles else None
 
 
 def peer_keys(token: bytes) -> Keys:
-    """For a server that has the peers' token alone."""
+    """Keys of a server that has the peers' token alone."""
     return lambda role, name: token if role == PEER else None
 
 
 class Ends(NamedTuple):
-    """Addresses of the two ends of a connection, as "host:port"; "" where there are none. channel: over TLS, the
+    """Addresses of the two ends of a connection, as "host:port"; "" if there are none. channel: over TLS, the
     fingerprint of the server's certificate."""
 
     here: str
@@ -78,12 +78,12 @@ class Ends(NamedTuple):
 
     @property
     def on_one_host(self) -> bool:
-        """Whether nothing that is sent leaves the host."""
+        """Whether all data stays on the host."""
         return self.here.rpartition(":")[0] == self.there.rpartition(":")[0]
 
     @property
     def needs_tags(self) -> bool:
-        """Whether somebody on the way could change bytes that bear none."""
+        """Whether an attacker on the way could change bytes without a tag."""
         return not (self.on_one_host or self.channel)
 
 
@@ -103,31 +103,31 @@ class Seals:
         self._received = 0
 
     def tag(self, *parts: bytes | memoryview, digest: bytes = b"") -> bytes:
-        """The tag of the next frame that is sent, which consists of these parts. digest: theirs, if it is known."""
+        """Tag of the next frame to send, which consists of these parts. digest: of the parts, if it is known."""
         self._sent += 1
         return _tag(self._send_key, self._sent, parts, digest)
 
     def check(self, tag: bytes | memoryview, *parts: bytes | memoryview) -> None:
-        """Raises: ProtocolError if these are not the next frame that the other end has sent."""
+        """Check the next frame. Raises: ProtocolError if these are not the next frame that the other end has sent."""
         self._received += 1
         if not hmac.compare_digest(tag, _tag(self._receive_key, self._received, parts)):
             raise ProtocolError(f"expected frame {self._received} of the other end, got something else: cut off")
 
     def bulk_tag(self) -> BulkTag:
-        """For the next long run of bytes that is sent."""
+        """Tag for the next long run of bytes that is sent."""
         self._sent += 1
         return BulkTag(_bulk_key(self._send_key), self._sent)
 
     def bulk_check(self) -> BulkTag:
-        """For the next long run of bytes that is received."""
+        """Check for the next long run of bytes that is received."""
         self._received += 1
         return BulkTag(_bulk_key(self._receive_key), self._received)
 
 
 class BulkTag:
-    """The tag of a long run of bytes, as they pass: GMAC with AES-256, whose nonce is the number of the frame, of which
-    there is one in a direction. With the instructions that processors have for it nine times as fast as HMAC-SHA256
-    (16 GB/s against 1.8, measured on pieces of 1 MiB).
+    """The tag of a long run of bytes, computed as they pass: GMAC with AES-256. Its nonce is the number of the frame,
+    which occurs once in a direction. With processors' instructions for it, it is nine times as fast as HMAC-SHA256 (16
+    GB/s against 1.8, measured on pieces of 1 MiB).
 
     Source: NIST SP 800-38D.
     """
@@ -136,22 +136,22 @@ class BulkTag:
         self._mac = Cipher(algorithms.AES(key), modes.GCM(_NONCE.pack(number))).encryptor()
 
     def add(self, part: bytes | bytearray | memoryview) -> None:
-        """These bytes come next."""
+        """Add the next bytes."""
         self._mac.authenticate_additional_data(part)
 
     def tag(self) -> bytes:
-        """Of all of them; nothing can be added afterwards."""
+        """Tag of all bytes; nothing can be added afterwards."""
         self._mac.finalize()
         return self._mac.tag
 
     def check(self, tag: bytes | bytearray) -> None:
-        """Raises: ProtocolError if that is the tag of other bytes."""
+        """Compare the tags. Raises: ProtocolError if that is the tag of other bytes."""
         if not hmac.compare_digest(tag, self.tag()):
             raise ProtocolError("expected the bytes that the peer has sent, got others: cut off")
 
 
 def frame_digest(*parts: bytes | memoryview) -> bytes:
-    """What the tag of a long frame is made from, so that one for a thousand ends is read once; b"" of a short one."""
+    """Digest for the tag of a long frame, so that a frame for a thousand ends is read once; b"" for a short one."""
     if sum(map(len, parts)) < _LONG_BYTES:
         return b""
     found = hashlib.blake2b(digest_size=32, person=b"frame")
@@ -173,10 +173,10 @@ def _tag(key: bytes, number: int, parts: tuple[bytes | memoryview, ...], digest:
 
 
 class Greeter:
-    """The server's side of one handshake. `greeting` goes out first; then it is fed what comes.
+    """The server's side of one handshake. `greeting` goes out first; then `feed` takes the client's bytes.
 
-    here: the address at which the client reached it; channel: over TLS, the fingerprint of what it was shown there.
-    seals: set once the client has proved the token.
+    here: the address at which the client reached it; channel: over TLS, the fingerprint of its certificate. seals: set
+    once the client has proved the token.
     """
 
     def __init__(self, keys: Keys, here: str, channel: str = "") -> None:
@@ -189,10 +189,10 @@ class Greeter:
         self.seals: Seals | None = None
 
     def feed(self, data: bytes) -> bytes:
-        """Returns what to send: nothing as long as the answer is not complete.
+        """Take the client's bytes. Returns bytes to send: none while its answer is incomplete.
 
         Raises: ProtocolError if the client does not know the token of the role that it claims, dialled another address,
-        or says more than is asked for.
+        or sends too much.
         """
         self._heard += data
         if len(self._heard) < _SHORT.size:
@@ -233,11 +233,11 @@ class Caller:
 
     @property
     def address(self) -> str:
-        """Where the server was reached."""
+        """Address at which the server was reached."""
         return self._ends.there
 
     def answer(self, greeting: bytes) -> bytes:
-        """What to send. Raises: ProtocolError if the greeting is not that of a server of our version."""
+        """Bytes to send. Raises: ProtocolError if the greeting is not that of a server of our version."""
         if greeting[: len(MAGIC)] != MAGIC:
             raise ProtocolError("expected an Everstep server, something else answered: check host and port")
         version = _SHORT.unpack_from(greeting, len(MAGIC))[0]
@@ -253,7 +253,7 @@ class Caller:
         return _SHORT.pack(len(sent)) + sent
 
     def accept(self, proof: bytes) -> Seals:
-        """Raises: ProtocolError if the server does not know the token."""
+        """Check the server's proof. Raises: ProtocolError if the server does not know the token."""
         if not hmac.compare_digest(proof, _proof(self._key, b"server", self._nonce, self._body)):
             raise TokenRefused("the server does not know this job's token: it serves another job")
         to_server, to_client = _directions(self._key, self._nonce, self._body)
@@ -280,7 +280,7 @@ def _proof(key: bytes, side: bytes, nonce: bytes, body: bytes) -> bytes:
 
 
 def _bulk_key(key: bytes) -> bytes:
-    """Of a direction, for long runs of bytes."""
+    """Key of a direction for long runs of bytes."""
     return hmac.digest(key, b"bulk\1", "sha256")
 
 

@@ -1,4 +1,4 @@
-"""What a host asks a job's head before it takes part: does it answer, is the token right, what time is it there?"""
+"""Questions of a host to a job's head before it takes part: does it answer, is the token right, what time is it?"""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from everstep.runtime.link.tls import Tls, shown_by
 ABOUT = "about"
 CLOCK_LIMIT_S = 5.0
 FULL_PACKETS_BYTES = 32 << 10
-"""So much is said both ways that packets of full size have to arrive."""
+"""Bytes sent both ways, so many that packets of full size have to arrive."""
 
 
 class HeadFacts(NamedTuple):
-    """What the head's host says. rtt_s: of the question; ahead_s: by how much its clock is ahead of this host's."""
+    """Answers of the head's host. rtt_s: of the question; ahead_s: lead of its clock over this host's."""
 
     rtt_s: float
     ahead_s: float
@@ -35,7 +35,7 @@ class HeadFacts(NamedTuple):
 def answer(
     args: Mapping[str, Any], versions: Mapping[str, str], address: str, clock: Callable[[], int]
 ) -> dict[str, Any]:
-    """What the head says of itself. args: as `ask_about` sends them. clock: Unix nanoseconds."""
+    """Answer of a head about itself. args: as `ask_about` sends them. clock: Unix nanoseconds."""
     padding = args.get("padding")
     padding = padding[:FULL_PACKETS_BYTES] if isinstance(padding, str) else ""
     mtu = mtu_of(interface_of(address))
@@ -53,16 +53,16 @@ def ask_about(where: tuple[str, int], token: bytes, tls: TlsConfig, own: str, pa
         begin_ns = time.time_ns()
         wire.send_frame(sock, seals, encode(Command(request=1, name=ABOUT, args={"padding": "." * padding})))
         reply = decode(wire.recv_frame(sock, seals))
-        if isinstance(reply, TermBegun):  # where there is a lease, each connection begins with that
+        if isinstance(reply, TermBegun):  # with a lease, each connection begins with that
             reply = decode(wire.recv_frame(sock, seals))
         end_ns = time.time_ns()
     return heard_of(reply, begin_ns, end_ns)
 
 
 def heard_of(reply: AnyMessage, begin_ns: int, end_ns: int) -> HeadFacts:
-    """What a reply says, to a question of that moment (Unix nanoseconds) that was answered at the other.
+    """Facts in a reply. begin_ns, end_ns: Unix nanoseconds of the question and of the reply.
 
-    Raises: ProtocolError if it is none.
+    Raises: ProtocolError if the reply is malformed.
     """
     said = reply.result if isinstance(reply, CommandReply) and reply.ok else {}
     then_ns, versions, mtu = said.get("time_unix_ns"), said.get("versions"), said.get("mtu")
@@ -87,18 +87,19 @@ def _connected(where: tuple[str, int], token: bytes, tls: TlsConfig, own: str) -
 
 
 def as_refused(error: ProtocolError, tls: TlsConfig) -> ProtocolError:
-    """What it means that a server could not be spoken with: it has another token, where that is not believed."""
+    """Error to report if no connection was made: with certificates from tokens, an untrusted server has another
+    token."""
     made = tls.cert is None  # both certificates are made of the tokens
     return TokenRefused(str(error)) if made and isinstance(error, Untrusted) else error
 
 
 def refusal_words(error: ProtocolError) -> str:
-    """What people are told of it."""
+    """The error in words for people."""
     return f"that head has another token ({error})" if isinstance(error, TokenRefused) else str(error)
 
 
 def clock_words(heard: HeadFacts) -> str:
-    """What there is to say about the two clocks; "" if nothing."""
+    """Words about the difference of the two clocks; "" if it is small."""
     if abs(heard.ahead_s) <= CLOCK_LIMIT_S + heard.rtt_s:
         return ""
     which = "behind" if heard.ahead_s > 0 else "ahead of"

@@ -1,4 +1,4 @@
-"""This host's network as its kernel knows it: addresses, interfaces, the route to somebody, sizes of packets. Linux."""
+"""This host's network as its kernel knows it: addresses, interfaces, routes, sizes of packets. Linux."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ def addresses() -> dict[str, str]:
 
 
 def address_on(interface: str, key: str = "network.interface") -> str:
-    """The first IPv4 address of an interface. key: what it comes from.
+    """The first IPv4 address of an interface. key: the config key or option that named it.
 
-    Raises: ConfigError naming those that there are.
+    Raises: ConfigError naming the interfaces that there are.
     """
     known = addresses()
     for address, name in known.items():
@@ -49,7 +49,7 @@ def address_on(interface: str, key: str = "network.interface") -> str:
 
 
 def interface_of(address: str) -> str:
-    """Which interface has this address, "" if none."""
+    """Interface with this address, "" if none."""
     return addresses().get(address, "")
 
 
@@ -69,9 +69,9 @@ def check_own(name: str, address: str) -> None:
 
 
 def route_to(host: str) -> str:
-    """From which of this host's addresses packets to that one leave. Nothing is sent.
+    """This host's address from which packets to that one leave. Nothing is sent.
 
-    Raises: OSError if there is no route, or the name is nobody's.
+    Raises: OSError if there is no route, or no host has the name.
     """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         sock.connect((host, _DISCARD))
@@ -79,14 +79,14 @@ def route_to(host: str) -> str:
 
 
 def path_mtu(host: str) -> int:
-    """Bytes of the largest packet that goes there whole, as far as this host knows by now. Raises: OSError."""
+    """Bytes of the largest packet that gets there whole, as far as this host knows by now. Raises: OSError."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         sock.connect((host, _DISCARD))
         return sock.getsockopt(socket.IPPROTO_IP, _IP_MTU)
 
 
 def mtu_of(interface: str) -> int:
-    """Bytes of the largest packet that leaves by it, 0 if that is not known."""
+    """Bytes of the largest packet that leaves by an interface, 0 if unknown."""
     row = struct.pack(f"{_NAME_BYTES}s{_ROW_BYTES - _NAME_BYTES}x", interface.encode())
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         found: int = struct.unpack_from("i", fcntl.ioctl(sock.fileno(), _SIOCGIFMTU, row), _NAME_BYTES)[0]
@@ -95,8 +95,8 @@ def mtu_of(interface: str) -> int:
 
 
 def own_address(network: NetworkConfig, given: str | None, head: str) -> str:
-    """The address of this host that others of the job are told: what is given for it, else that of the interface which
-    the config names, else the one from which the job's head is reached. head: where that listens.
+    """The address of this host that others of the job are told: the given one, else that of the interface which the
+    config names, else the one from which the job's head is reached. head: address at which that listens.
 
     Raises: ConfigError if it is none of this host's, or one that the head's host cannot reach; OSError if there is no
     route to the head.
@@ -118,6 +118,6 @@ def own_address(network: NetworkConfig, given: str | None, head: str) -> str:
 
 
 def bind_collectives(address: str) -> dict[str, str]:
-    """What gloo and NCCL have to be told, as environment variables, to take this address's interface and no other."""
+    """Environment variables that make gloo and NCCL use this address's interface and no other."""
     name = interface_of(address)
     return {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": f"={name}"} if name else {}

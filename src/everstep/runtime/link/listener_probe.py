@@ -1,5 +1,5 @@
-"""Whether anybody listens at an address still, as the kernel of the host there says: a process that lives keeps its
-port, and one that is dead cannot be heard of in any other way so soon."""
+"""Whether a process still listens at an address, by the kernel of its host: a living process keeps its port, and a
+refused connection is the fastest proof that the process died."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ KNOCK_S = 0.5
 
 
 async def listens(host: str, port: int, within_s: float = KNOCK_S) -> bool | None:
-    """None if nothing is heard: no way there, or a host that is silent."""
+    """Whether anybody listens there; None without an answer: there is no route, or the host is silent."""
     try:
         _, writer = await asyncio.wait_for(asyncio.open_connection(host, port), within_s)
     except ConnectionRefusedError:
@@ -25,14 +25,14 @@ async def listens(host: str, port: int, within_s: float = KNOCK_S) -> bool | Non
 
 
 class Knocker:
-    """Knocks where a coordinator says. heard: called in the loop with what came of it."""
+    """Knocks at addresses that the coordinator names. heard: called in the loop with the result."""
 
     def __init__(self, heard: Callable[[Knocked], None]) -> None:
         self._heard = heard
         self._knocking: dict[WorkerKey, asyncio.Task[None]] = {}
 
     def knock(self, effect: Knock) -> None:
-        """Once at a time at each door."""
+        """Knock at an address, unless a knock there is under way."""
         if effect.key not in self._knocking:
             self._knocking[effect.key] = asyncio.get_running_loop().create_task(self._knock(effect))
 

@@ -1,4 +1,4 @@
-"""Where this process listens for others of its job: at any port, or at those that a firewall lets through."""
+"""Ports at which this process listens for others of its job: any, or those that a firewall lets through."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from everstep.base.doors import PORTS_PER_WORKER, PortRange
 from everstep.base.errors import ConfigError
 
 _within: list[PortRange] = []
-"""The range of this process, if it has one: whatever listens in it is meant for the same firewall."""
+"""The range of this process, if it has one: all its listeners are meant for the same firewall."""
 
 
 def keep_within(ports: PortRange | None) -> None:
@@ -26,7 +26,7 @@ def listen(host: str, backlog: int, family: int = socket.AF_INET) -> socket.sock
     if not _within:
         return socket.create_server((host, 0), family=family, backlog=backlog)
     ports = _within[0]
-    begin = os.getpid() * PORTS_PER_WORKER % ports.size  # so that not everybody begins with the same ones
+    begin = os.getpid() * PORTS_PER_WORKER % ports.size  # so that not all processes begin with the same ones
     for turn in range(ports.size):
         try:
             port = ports.first + (begin + turn) % ports.size

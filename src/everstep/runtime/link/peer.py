@@ -1,7 +1,7 @@
 """Connections between workers for bulk data (healing): a handshake, a JSON request, then runs of bytes.
 
-Blocking and threaded on purpose: the streams are gigabytes long, few, and beside a training loop that asyncio would
-have to share. `sendall` of memoryviews and `recv_into` of memory that is already there: no copies in between.
+Blocking and threaded on purpose: the streams are gigabytes long, few, and run beside a training loop that asyncio would
+have to share. `sendall` of memoryviews and `recv_into` of existing memory make no copies in between.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ _SIZE = struct.Struct(">Q")
 class PeerConnection:
     """One conversation between two workers. Blocking; one thread at a time in each direction.
 
-    Every operation raises `CollectiveAborted` when the other side is gone, when nothing moves for `timeout_s`, and
-    when another thread calls `abort`; `ProtocolError` when it says something that was not asked for. `sent_bytes`
-    counts what `send_bytes` sent. All that is said is tagged, and so are runs of bytes that leave the host without TLS.
+    Every operation raises `CollectiveAborted` when the other side is gone, when nothing moves for `timeout_s`, and when
+    another thread calls `abort`; `ProtocolError` when the other side sends something unexpected. `sent_bytes` counts
+    the bytes of `send_bytes`. All messages are tagged, and so are runs of bytes that leave the host without TLS.
     """
 
     def __init__(self, sock: socket.socket, seals: Seals, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
@@ -60,7 +60,7 @@ class PeerConnection:
         """Whether something can be read within the timeout."""
         there = isinstance(self._sock, TlsSocket) and self._sock.pending() > 0
         fd = self._sock.fileno()
-        return there or fd < 0 or bool(readable([fd], timeout_s))  # of a closed one, that is what is said next
+        return there or fd < 0 or bool(readable([fd], timeout_s))  # a closed one raises in the next operation
 
     def send_json(self, value: Any) -> None:
         """Send a small JSON-able value."""
@@ -68,7 +68,7 @@ class PeerConnection:
             send_frame(self._sock, self._seals, json.dumps(value).encode())
 
     def recv_json(self) -> Any:
-        """Receive what `send_json` sent."""
+        """Receive a value of `send_json`."""
         with _faults("receiving from a peer"):
             body = recv_frame(self._sock, self._seals)
         try:
@@ -148,12 +148,12 @@ class PeerConnection:
 
 
 def _pieces(views: Iterable[memoryview]) -> Iterator[memoryview]:
-    """So that one is on its way while the next one's tag is made."""
+    """Cut views into pieces, so that one is on its way while the next one's tag is made."""
     return (view[at : at + _PIECE_BYTES] for view in views for at in range(0, view.nbytes, _PIECE_BYTES))
 
 
 def _growing(data: bytearray, size: int) -> Iterator[memoryview]:
-    """Room for so many bytes, made as what is there fills up: somebody may only say that so many come."""
+    """Room for so many bytes, grown only as bytes arrive: the other end may only claim that so many come."""
     done = 0
     while done < size:
         with memoryview(data) as whole, whole[done:] as room:
@@ -163,7 +163,7 @@ def _growing(data: bytearray, size: int) -> Iterator[memoryview]:
 
 
 class _faults(contextlib.AbstractContextManager[None]):
-    """Turns what sockets raise into `CollectiveAborted`."""
+    """Turns errors of sockets into `CollectiveAborted`."""
 
     def __init__(self, doing: str) -> None:
         self._doing = doing
@@ -179,9 +179,9 @@ PeerHandler = Callable[[PeerConnection, dict[str, Any]], None]
 class PeerServer:
     """Listens for peers on a port of the kernel's choice; each request is handled in a daemon thread of its own.
 
-    key: the token of the role `peer`. Who has not proved it waits beside the others and gets no thread. handler: called
-    with the connection and the request (a JSON object); the connection is closed when it returns. tls: as for
-    `UnprovenConnections`.
+    key: the token of the role `peer`. Clients that have not proved it wait beside the others and get no thread.
+    handler: called with the connection and the request (a JSON object); the connection is closed when it returns. tls:
+    as for `UnprovenConnections`.
     """
 
     def __init__(self, host: str, key: bytes, handler: PeerHandler, tls: Tls | None = None) -> None:
@@ -200,7 +200,7 @@ class PeerServer:
 
     @property
     def address(self) -> str:
-        """ "host:port", as `Member.address` wants it."""
+        """ "host:port", in the form of `Member.address`."""
         return f"{self.host}:{self.port}"
 
     def deaf_until(self, end_ns: int) -> None:
@@ -217,7 +217,7 @@ class PeerServer:
     def close(self) -> None:
         """Stop listening and end every conversation."""
         self._closed = True
-        _hang_up(self._listener)  # which its thread sees, and ends
+        _hang_up(self._listener)  # its thread sees that, and ends
         self.abort_all()
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout=5.0)

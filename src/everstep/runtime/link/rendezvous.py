@@ -1,6 +1,6 @@
-"""Where the hosts of a foreign launcher's start meet: which address the job has for the others, and at which port.
+"""The meeting place of hosts that a foreign launcher started: the job's address for the others, and its port.
 
-A launcher that keeps a store is asked to pass the address on (`train.launcher_store`). Else the job listens at one of a
+A launcher with a store is asked to pass the address on (`train.launcher_store`). Otherwise the job listens at one of a
 few ports that all of them know, and the others try these until one proves the job's token.
 """
 
@@ -18,14 +18,14 @@ PATIENCE_S = 600.0
 
 
 def address_towards(host: str) -> str:
-    """This host's IPv4 address on its way to another one; "" if that has no address, or no way leads there."""
+    """This host's IPv4 address on its way to another one; "" if that has no address, or there is no route."""
     with contextlib.suppress(OSError, UnicodeError):
         return route_to(host)
     return ""
 
 
 def is_reachable(address: str) -> bool:
-    """Whether other hosts may reach one at this IPv4 address."""
+    """Whether other hosts may reach this host at this IPv4 address."""
     try:
         found = ipaddress.IPv4Address(address)
     except ValueError:
@@ -34,7 +34,7 @@ def is_reachable(address: str) -> bool:
 
 
 def reserve(address: str, ports: Sequence[int] = (0,)) -> socket.socket:
-    """The first of these ports that is free, 0: any, kept for who listens with SO_REUSEADDR until it is closed.
+    """The first of these ports that is free, 0: any, kept for a listener with SO_REUSEADDR until it is closed.
 
     Raises: ConfigError if none is free there.
     """

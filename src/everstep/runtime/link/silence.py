@@ -1,7 +1,7 @@
-"""When a connection counts as broken because nothing is heard of the other host any more: no end, no reset, no packet.
+"""Time after which a connection counts as broken because the other host is silent: no end, no reset, no packet.
 
-Apart because only the kernel can tell a peer that computes from one that is cut off: it answers for a process that is
-busy, or stopped.
+Only the kernel can tell a peer that computes from one that is cut off: it answers for a process that is busy, or
+stopped.
 """
 
 from __future__ import annotations
@@ -11,16 +11,15 @@ import socket
 
 CONTROL_SILENT_S = 20.0
 LINK_SILENT_S = 5.0
-"""Between members. Nothing of a step goes on meanwhile; a packet that is lost has been sent again several times."""
+"""Limit between members. No step goes on meanwhile; a lost packet has been sent again several times by then."""
 
 _PROBES = 3
 
 
 def notice_silence(sock: socket.socket, silent_s: float) -> None:
-    """From now on this TCP connection ends with ETIMEDOUT when the other host has answered nothing for so long, whether
-    anything is under way or not; also when the peer takes nothing for so long of what is under way. Small messages are
-    sent at once. Call before connecting, and a connection that does not come about ends as early.
-    """
+    """From now on this TCP connection ends with ETIMEDOUT when the other host has answered nothing for so long, with or
+    without data under way, or when the peer has taken none of the data under way for so long. Small messages are sent
+    at once. Call before connecting, so that a failing connect ends as early."""
     every_s = max(1, int(silent_s / (2 * _PROBES)))
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -28,5 +27,5 @@ def notice_silence(sock: socket.socket, silent_s: float) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, every_s)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _PROBES)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(silent_s * 1000))
-    # The first answer is waited for 1, 2, 4, ... seconds.
+    # The kernel waits 1, 2, 4, ... seconds for the first answer.
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_SYNCNT, max(1, int(math.log2(silent_s + 1)) - 1))

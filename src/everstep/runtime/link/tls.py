@@ -1,13 +1,13 @@
-"""TLS 1.3 between the hosts of a job: what each shows of itself, and whom it believes.
+"""TLS 1.3 between the hosts of a job: the certificates that each host shows and believes.
 
-The job has a CA of its own, whose key is made from the job's token. So whoever proves to be of the job can make itself
-a certificate, and knows the CA's, without being sent anything: there is no first contact in which somebody could be
-taken for somebody else. A host's certificate names its address, and only its agent has the token: a worker gets the
-host's certificate and the key to that, and can speak for its host alone. Who has only the token of a role for people
-shows no certificate; the CA's, which is no secret, stands beside the coordinator's address for them.
+The job has a CA of its own, whose key is made from the job's token. A host that proves to be of the job can therefore
+make its own certificate, and knows the CA's, without being sent anything: there is no first contact in which an
+impostor could step in. A host's certificate names its address, and only its agent has the token: a worker gets the
+host's certificate and the key to that, and can speak for its host alone. A client with only the token of a role for
+people shows no certificate; for it, the CA's, which is no secret, stands beside the coordinator's address.
 
-Apart from the handshake that proves the token (`handshake`), which follows inside, and covers the server's certificate:
-so nobody who has a certificate of the CA can stand between two others.
+The handshake that proves the token (`handshake`) follows inside, and covers the server's certificate: so nobody who has
+a certificate of the CA can stand between two others.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Shown:
-    """What one host shows and believes, as PEM texts; JSON-able. cert, key: "" for people, who show nothing.
+    """Certificates that one host shows and believes, as PEM texts; JSON-able. cert, key: "" for people, who show none.
 
     everywhere: on connections within one host, too.
     """
@@ -62,7 +62,7 @@ class Shown:
 
 
 def shown_by(settings: TlsConfig, token: bytes, address: str) -> Shown | None:
-    """What the host at this address shows to others of the job; None if it speaks without TLS.
+    """Certificates of the host at this address for others of the job; None if it speaks without TLS.
 
     Raises: ConfigError if a file cannot be read or holds something else.
     """
@@ -119,7 +119,7 @@ def _issued(token: bytes, address: str, everywhere: bool) -> Shown:
 
 
 def read_pem(name: str, path: str) -> str:
-    """A PEM file's text. name: what says the path. Raises: ConfigError if it cannot be read, or is none."""
+    """A PEM file's text. name: the key that names the path. Raises: ConfigError if it cannot be read, or is no PEM."""
     try:
         return read_given(Path(path), _MOST_PEM_BYTES, pipes=True).decode("ascii")
     except OSError as error:
@@ -143,7 +143,7 @@ def _checked(shown: Shown, names: dict[str, str]) -> None:
         ) from None
 
 
-# ---- what is spoken with them
+# ---- connections with them
 
 
 def _trusting(protocol: int, ca: str) -> ssl.SSLContext:
@@ -155,18 +155,18 @@ def _trusting(protocol: int, ca: str) -> ssl.SSLContext:
 
 
 class Tls:
-    """One host's side of all its connections. Raises: ssl.SSLError, ValueError if what it shows is no such thing."""
+    """One host's side of all its connections. Raises: ssl.SSLError, ValueError if its certificates are malformed."""
 
     def __init__(self, shown: Shown) -> None:
         self._shown = shown
 
     @staticmethod
     def of(shown: Shown | None) -> Tls | None:
-        """None stays none."""
+        """TLS with these certificates; None stays None."""
         return None if shown is None else Tls(shown)
 
     def covers(self, ends: Ends) -> bool:
-        """Whether a connection between these is one over TLS. Both ends see the same, or nothing is said at all."""
+        """Whether a connection between these ends uses TLS. Both ends must decide alike, or they cannot talk."""
         return self._shown.everywhere or not ends.on_one_host
 
     def call(self, sock: socket.socket, ends: Ends) -> TlsSocket:
@@ -206,14 +206,14 @@ class Tls:
         context = _trusting(protocol, self._shown.ca)
         context.sslsocket_class = TlsSocket
         if protocol == ssl.PROTOCOL_TLS_SERVER:
-            context.num_tickets = 0  # nothing is resumed, and nobody has to read who only sends
+            context.num_tickets = 0  # no session is resumed, and a mere sender has nothing to read
         if self._shown.cert:
             show(context, self._shown.cert, self._shown.key)
         return context
 
 
 def show(context: ssl.SSLContext, cert: str, key: str) -> None:
-    """Have connections show this certificate (PEM texts). Raises: ssl.SSLError, ValueError if it is none."""
+    """Load a certificate (PEM texts) into the context. Raises: ssl.SSLError, ValueError if it is malformed."""
     fd = os.memfd_create("certificate", os.MFD_CLOEXEC)  # the key touches no disk
     try:
         os.write(fd, f"{key.strip()}\n{cert}".encode())
@@ -228,10 +228,10 @@ def fingerprint_of(certificate: bytes | None) -> str:
 
 
 class TlsSocket(ssl.SSLSocket):
-    """What `Tls` makes of a socket: used like it, by a thread for each direction if need be.
+    """`Tls`'s form of a socket: used like one, by a thread for each direction if need be.
 
-    OpenSSL allows one call at a time for a connection, so none of them waits: whoever has to waits beside it. Faults
-    are those of a socket, and ConnectionAbortedError for what TLS refuses; of the handshake, ssl.SSLError.
+    OpenSSL allows one call at a time for a connection, so none of them waits; the waiting happens outside of the call.
+    Errors are those of a socket, ConnectionAbortedError if TLS refuses, and ssl.SSLError in the handshake.
     """
 
     _patience_s: float | None = None
@@ -254,7 +254,7 @@ class TlsSocket(ssl.SSLSocket):
         self.settimeout(None if flag else 0.0)
 
     def shutdown(self, how: int) -> None:
-        """Any thread; who waits in another operation sees the end of the stream."""
+        """End the connection. Any thread; a thread that waits in another operation sees the end of the stream."""
         socket.socket.shutdown(self, how)
 
     def do_handshake(self, block: bool = False) -> None:
@@ -262,7 +262,7 @@ class TlsSocket(ssl.SSLSocket):
         self._until_done(lambda tls: tls.do_handshake())
 
     def send(self, data: Any, flags: int = 0) -> int:
-        """As a socket has it. Who was told to wait has to come again with the same bytes."""
+        """Send as a socket does. After an order to wait, the caller has to send the same bytes again."""
         with memoryview(data).cast("B") as view, view[:_PIECE_BYTES] as piece:
             sent = self._moved(lambda tls: tls.write(piece))
         if sent is None:
@@ -280,7 +280,7 @@ class TlsSocket(ssl.SSLSocket):
             return self._moved(lambda tls: tls.read(size, view)) or 0
 
     def _moved(self, operation: Callable[[Any], T]) -> T | None:
-        """None at the end of the stream."""
+        """Result of an operation, after as many tries as it takes; None at the end of the stream."""
         try:
             return self._until_done(operation)
         except (ssl.SSLZeroReturnError, ssl.SSLEOFError):
@@ -316,9 +316,9 @@ class TlsSocket(ssl.SSLSocket):
 
 
 class TlsPipe:
-    """The server's side of TLS as functions of bytes, for who has no socket. Pure but for randomness.
+    """The server's side of TLS as functions of bytes, for a server without a blocking socket. Pure but for randomness.
 
-    ready: the handshake is over. shows_certificate: of the job's CA, of its client.
+    ready: the handshake is over. shows_certificate: the client has shown one of the job's CA.
     """
 
     def __init__(self, context: ssl.SSLContext) -> None:
@@ -331,7 +331,8 @@ class TlsPipe:
         return self.ready and bool(self._tls.getpeercert(binary_form=True))
 
     def feed(self, data: bytes) -> bytes:
-        """What has come, in the clear. Raises: ProtocolError for what is no TLS, or of somebody who is not believed."""
+        """Take bytes from the wire; returns them decrypted. Raises: ProtocolError for no TLS, or an untrusted
+        sender."""
         self._in.write(data)
         found = []
         try:
@@ -347,16 +348,16 @@ class TlsPipe:
         return b"".join(found)
 
     def write(self, data: bytes) -> None:
-        """Take bytes that are to be sent."""
+        """Take bytes to send."""
         self._tls.write(data)
 
     def leaving(self) -> bytes:
-        """What is to be sent now, over the wire."""
+        """Encrypted bytes to put on the wire now."""
         return self._out.read()
 
 
 def said(error: ssl.SSLError) -> str:
-    """In words, one line."""
+    """The error in words, one line."""
     if isinstance(error, ssl.SSLCertVerificationError):
         return f"its certificate is not trusted here: {error.verify_message.rstrip('.')}"
     code = error.reason or ""
@@ -371,7 +372,7 @@ def said(error: ssl.SSLError) -> str:
 
 
 def no_tls(error: ssl.SSLError) -> str:
-    """What is said of a server whose answer is no TLS of ours; "" of one that either end does not believe."""
+    """Words about a server that speaks no TLS of ours; "" if either end does not believe the other's certificate."""
     code = error.reason or ""
     if isinstance(error, ssl.SSLCertVerificationError) or _alerted(code):
         return ""
@@ -379,7 +380,7 @@ def no_tls(error: ssl.SSLError) -> str:
 
 
 def _alerted(code: str) -> bool:
-    """Whether the other end refuses what it was shown; of a version it says that before it is shown anything."""
+    """Whether the other end refuses our certificate; an alert about the version comes before any certificate."""
     return "ALERT" in code and "VERSION" not in code
 
 

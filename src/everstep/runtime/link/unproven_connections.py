@@ -1,7 +1,7 @@
-"""Where strangers wait: everybody who has connected and proved nothing yet, beside one another, few and not for long.
+"""Strangers: clients that have connected and proved nothing yet. They wait beside one another, few and not for long.
 
-Apart because all that listens in a job needs the same: whoever is silent, slow or says nonsense must not delay anybody
-else, nor cost more than a bounded number of descriptors, bytes and lines in a log.
+All listeners in a job need the same: a silent, slow or nonsensical client must not delay anybody else, nor cost more
+than a bounded number of descriptors, bytes and lines in a log.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Who = TypeVar("Who", bound=Hashable)
 
 
 class Strangers(Generic[Who]):
-    """Who is there and since when. Pure. most: so many at once; timeout_s: and none of them for longer."""
+    """The waiting strangers, each with its arrival. Pure. most: at once; timeout_s: longest stay of each."""
 
     def __init__(self, most: int, timeout_s: float) -> None:
         self._most = most
@@ -41,19 +41,19 @@ class Strangers(Generic[Who]):
         return len(self._since)
 
     def arrive(self, who: Who, host: str, now_s: float) -> Who | None:
-        """One more has come from this host. Returns who has to go for it, if there are too many: the one that has been
-        there longest, of the host that most of them come from. So a crowd from elsewhere keeps nobody out."""
+        """Add a stranger from this host. Returns the stranger to turn away if there are too many: the oldest one from
+        the host with the most strangers. A crowd from elsewhere thus keeps nobody out."""
         self._since[who] = (now_s, host)
         self._by_host.setdefault(host, {})[who] = None
         return self.longest() if len(self._since) > self._most else None
 
     def longest(self) -> Who | None:
-        """Who has to go first."""
+        """The stranger to turn away first."""
         crowd = max(self._by_host.values(), key=len, default={})
         return next(iter(crowd), None)
 
     def leave(self, who: Who) -> None:
-        """It is no stranger any more, or gone."""
+        """Remove one: it is no stranger any more, or gone."""
         _, host = self._since.pop(who, (0.0, ""))
         crowd = self._by_host.get(host)
         if crowd is not None:
@@ -62,7 +62,7 @@ class Strangers(Generic[Who]):
                 del self._by_host[host]
 
     def late(self, now_s: float) -> list[Who]:
-        """Who has been there for too long."""
+        """Strangers that have been there for too long."""
         found = []
         for who, (since_s, _) in self._since.items():
             if now_s - since_s < self._timeout_s:
@@ -72,8 +72,8 @@ class Strangers(Generic[Who]):
 
 
 class Complaints:
-    """Says that somebody was turned away: the first time at once, then ever more seldom while it goes on, with the
-    count. Pure but for `say`. `count`: so many so far."""
+    """Reports refused connections: the first at once, then ever more seldom while they go on, with their count. Pure
+    but for `say`. `count`: refusals so far."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
@@ -82,7 +82,7 @@ class Complaints:
         self.count = 0
 
     def refused(self, who: str, reason: str, now_s: float) -> None:
-        """One more."""
+        """Take in one more refusal."""
         self.count += 1
         quiet_s = now_s - self._said_s
         if quiet_s < self._pause_s:
@@ -94,7 +94,7 @@ class Complaints:
 
 
 class _Guest(NamedTuple):
-    """Somebody at the door. greeter: None as long as it has to speak TLS first."""
+    """A stranger's connection. greeter: None as long as it has to speak TLS first."""
 
     sock: socket.socket
     greeter: Greeter | None
@@ -104,7 +104,7 @@ class _Guest(NamedTuple):
 class UnprovenConnections:
     """A listening socket, and the strangers at it. One thread calls `turn`.
 
-    keys: what they have to prove. complaints: takes who was turned away. tls: what those have to speak that it covers.
+    keys: tokens that they have to prove. complaints: takes refusals. tls: for connections that need it.
     """
 
     def __init__(self, listener: socket.socket, keys: Keys, complaints: Complaints, tls: Tls | None = None) -> None:
@@ -123,8 +123,8 @@ class UnprovenConnections:
         return self._poller.fileno()
 
     def turn(self, wait_s: float) -> list[tuple[socket.socket, Seals]]:
-        """Wait for so long, at most, and see who is there. Returns those who have proved the token; their sockets do
-        not block. Raises: OSError if the listener is closed."""
+        """Wait for at most so long, and serve the strangers. Returns the clients that have proved the token; their
+        sockets do not block. Raises: OSError if the listener is closed."""
         known = []
         for fd, _ in self._poller.poll(wait_s):
             if fd in self._guests:
@@ -139,7 +139,7 @@ class UnprovenConnections:
         return known
 
     def close(self) -> None:
-        """Send all strangers off, without a word. The listener is the caller's."""
+        """Close all strangers' connections, without a word. The caller closes the listener."""
         for guest in self._guests.values():
             guest.sock.close()
         self._guests.clear()
@@ -150,7 +150,7 @@ class UnprovenConnections:
             sock, peer = self._listener.accept()
         except BlockingIOError:
             return
-        except OSError:  # no descriptor is left, or whoever called is gone: make room, and do not spin
+        except OSError:  # no descriptor is left, or the client is gone: make room, and do not spin
             longest = self._strangers.longest()
             if longest is not None:
                 self._send_off(longest, "no descriptor was left")
@@ -178,7 +178,7 @@ class UnprovenConnections:
             guest.sock.send(greeter.greeting)
 
     def _secure(self, fd: int, tls: Tls) -> None:
-        """Go on with the handshake of TLS; until it says its first word, a stranger costs nothing of that."""
+        """Continue the TLS handshake; a stranger costs no TLS state before its first bytes."""
         guest = self._guests[fd]
         try:
             if not isinstance(guest.sock, TlsSocket):

@@ -1,9 +1,9 @@
-"""How processes of one host that a foreign launcher has started wait for the one of them that became the job or the
+"""Processes of one host that a foreign launcher has started wait here for the one of them that became the job or the
 agent, and learn its exit code.
 
-The one listens at an abstract socket of the host, which ends with it; the others connect and wait. Nobody can take its
+That one listens at an abstract socket of the host, which ends with it; the others connect and wait. Nobody can take its
 name first: half of it is random, and the others find it in the kernel's list of sockets. The kernel says whose process
-is at the other end, so only those of the same user count.
+is at the other end, so only processes of the same user count.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ _NAME_AT = 7  # in a row of /proc/net/unix; source: proc(5)
 
 
 class Waited:
-    """What the others on this host wait for; key: names the launcher's start on this host.
+    """The process that the others on this host wait for; key: names the launcher's start on this host.
 
-    Raises: ConfigError if a process of this user is that already.
+    Raises: ConfigError if a process of this user already has that part.
     """
 
     def __init__(self, key: str) -> None:
@@ -49,7 +49,7 @@ class Waited:
                 )
 
     def tell(self, exit_code: int) -> None:
-        """The others that have come by now end with this code, too; those that come later find nobody."""
+        """Have the waiting processes end with this code, too; later ones find nobody."""
         self._listener.setblocking(False)
         with contextlib.suppress(BlockingIOError):
             while True:
@@ -61,9 +61,9 @@ class Waited:
 
 
 def wait_for(key: str, patience_s: float = PATIENCE_S) -> int:
-    """Wait for the one of this host. Returns its exit code, 1 if it has died without a word.
+    """Wait for that process of this host. Returns its exit code, 1 if it has died without a word.
 
-    The first SIGINT or SIGTERM is for that one to act upon, which gets it too; a second one ends the wait.
+    The first SIGINT or SIGTERM is for that process to act upon, which gets it too; a second one ends the wait.
 
     Raises: QuorumLost if there is none for so long.
     """
@@ -87,7 +87,7 @@ def wait_for(key: str, patience_s: float = PATIENCE_S) -> int:
 
 
 def user_of(sock: socket.socket) -> int:
-    """Whose process is at the other end of this Unix socket, as the kernel says."""
+    """User of the process at the other end of this Unix socket, by the kernel's word."""
     _, uid, _ = _PEER.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
     return int(uid)
 
@@ -103,7 +103,7 @@ def _connected(key: str, end_s: float, signals: list[int]) -> socket.socket:
 
 
 def _own_at(name: bytes) -> socket.socket | None:
-    """A connection with a process of this user that listens at an abstract name; None if none does. Never waits."""
+    """Connection to a process of this user that listens at an abstract name; None if there is none. Never waits."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     with contextlib.suppress(OSError):
         sock.setblocking(False)
@@ -120,7 +120,7 @@ def _prefix(key: str) -> bytes:
 
 
 def _listening(key: str) -> set[bytes]:
-    """The abstract names that begin as the first process's does, and at which anybody listens."""
+    """Abstract names with the first process's prefix at which somebody listens."""
     prefix = _prefix(key)
     with contextlib.suppress(OSError), open("/proc/net/unix", "rb") as file:
         rows = (line.rstrip(b"\n").split(None, _NAME_AT) for line in file)

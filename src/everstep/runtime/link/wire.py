@@ -1,11 +1,11 @@
 """Frames of control and peer connections, and the token's files.
 
-A frame is a 4-byte big-endian length, a body of at most `MAX_FRAME_BYTES`, and a tag of 16 bytes, which proves that it
-is the next one of whoever proved the token in the handshake (`handshake`); with the length's highest bit set, the body
-is deflated (a plan for a thousand workers is then 7 times smaller).
+A frame is a 4-byte big-endian length, a body of at most `MAX_FRAME_BYTES`, and a tag of 16 bytes. The tag proves that
+it is the next frame of the end that proved the token in the handshake (`handshake`). If the length's highest bit is
+set, the body is deflated (a plan for a thousand workers is then 7 times smaller).
 
-Nothing else that a stranger sends is looked at, and a stranger who is slow is cut off. The parts that compute are
-functions of bytes; asyncio and blocking sockets share them.
+No other bytes of a stranger are looked at, and a slow stranger is cut off. The parts that compute are functions of
+bytes; asyncio and blocking sockets share them.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def write_token(path: Path, token: bytes) -> None:
 
 
 def read_token(path: Path, *, links: bool = False) -> bytes:
-    """The token in a file. links: a user names this file, which may be a link.
+    """Token in a file. links: a user names this file, which may be a link.
 
     Raises: ProtocolError if the file holds no token; OSError if it cannot be read.
     """
@@ -60,7 +60,7 @@ def read_token(path: Path, *, links: bool = False) -> bytes:
 
 
 def token_of(text: str, where: str) -> bytes:
-    """The token that a text says. Raises: ProtocolError, naming where it came from, if it is none."""
+    """Token in a text. Raises: ProtocolError, naming its origin, if it is none."""
     try:
         token = bytes.fromhex(text.strip())
     except ValueError:
@@ -85,9 +85,9 @@ def frame(body: bytes, *, deflate: bool = False) -> bytes:
 
 
 class Frames:
-    """What is sent to many, made once: encoded, deflated and read for its digest. Plans go as `protocol.telling` says.
+    """Frames for many receivers, made once: encoded, deflated, digested. Plans go as `protocol.telling` says.
 
-    Of the plans that were told, the last ones are kept; each from what it was told as a change of.
+    The last plans that were sent are kept, each with the plan of which it was sent as a change.
     """
 
     def __init__(self) -> None:
@@ -95,8 +95,8 @@ class Frames:
         self._told: dict[tuple[int, int], tuple[Plan, Plan | None, Sealable]] = {}
 
     def of(self, message: AnyMessage, before: Plan | None) -> tuple[list[Sealable], Plan | None]:
-        """The frames of a message for a connection over which `before` was told last, each with its digest, and the
-        plan that is the last one from now on."""
+        """Frames, each with its digest, of a message for a connection whose last plan was `before`; and the plan that
+        is its last one from now on."""
         if not isinstance(message, WithPlan):
             return [self._once(message)], before
         plan = message.plan
@@ -118,7 +118,7 @@ class Frames:
         if key not in self._told:
             if len(self._told) >= _MOST_TOLD:
                 del self._told[next(iter(self._told))]
-            self._told[key] = (plan, before, _made(told(plan, before)))  # holds both, so that no other has their ids
+            self._told[key] = (plan, before, _made(told(plan, before)))  # keeps both alive: ids stay theirs
         return self._told[key][2]
 
 
@@ -139,7 +139,7 @@ def inflate(packed: bytes, most_bytes: int = MAX_FRAME_BYTES) -> bytes:
 
 
 def sealed(seals: Seals, packed: bytes) -> bytes:
-    """What `frame` made, with its tag: the next that goes out over this connection."""
+    """A result of `frame` with its tag: the next that goes out over this connection."""
     return packed + seals.tag(packed)
 
 
@@ -165,8 +165,8 @@ class FrameReader:
         self._most_bytes = most_bytes
 
     def feed(self, data: bytes) -> list[bytes]:
-        """The bodies that are complete now. Raises: ProtocolError for a frame that is beyond the limit, or not the next
-        one of the other end."""
+        """The bodies that are complete now. Raises: ProtocolError for a frame beyond the limit, or not the next one of
+        the other end."""
         buffer = self._buffer
         buffer += data
         bodies: list[bytes] = []
@@ -212,7 +212,7 @@ def recv_exact_into(sock: socket.socket, out: memoryview) -> None:
 
 
 def ends(sock: socket.socket) -> Ends:
-    """The addresses of a connection's two ends; for its client also what it was shown at the other one."""
+    """Addresses of a connection's two ends; for its client also the server's certificate."""
     channel = ""
     if isinstance(sock, TlsSocket) and not sock.server_side:
         channel = fingerprint_of(sock.getpeercert(binary_form=True))
@@ -220,7 +220,7 @@ def ends(sock: socket.socket) -> Ends:
 
 
 def address_text(name: object) -> str:
-    """An address as sockets give it, as "host:port"; "" for those without a port."""
+    """Address of a socket as "host:port"; "" for those without a port."""
     if not isinstance(name, tuple) or len(name) < 2:
         return ""
     host = ipaddress.ip_address(str(name[0]).partition("%")[0])
@@ -229,7 +229,7 @@ def address_text(name: object) -> str:
 
 
 def secured(sock: socket.socket, tls: Tls | None) -> socket.socket:
-    """The client's end of a connection from now on: over TLS where that is spoken. The socket is closed if that fails.
+    """The client's end of a connection: over TLS if the ends use it. The socket is closed if that fails.
 
     Raises: Untrusted if the server is none of the job's; ProtocolError if it speaks no TLS; OSError.
     """
@@ -252,7 +252,7 @@ def secured(sock: socket.socket, tls: Tls | None) -> socket.socket:
 
 
 def _recv_soon(sock: socket.socket, size: int) -> bytes:
-    """As `recv_exact`, all of it within the socket's timeout: a server that says a byte at a time is cut off."""
+    """Receive as `recv_exact` does, all of it within the socket's timeout: a server that trickles is cut off."""
     timeout_s, data = sock.gettimeout(), b""
     end_s = None if timeout_s is None else time.monotonic() + timeout_s
     try:
