@@ -294,3 +294,30 @@ def test_what_a_spare_has_waited_is_no_part_of_a_step() -> None:
     columns = usage.columns()
     assert columns["seconds"]["forward"] == [None, None, 0.5]
     assert columns["seconds"]["other"] == [None, None, 0.0] and usage.total_s["other"] == 60.0
+
+
+@pytest.mark.parametrize(
+    ("asked", "size", "joined", "last"),
+    [
+        ({"steps": 36}, None, None, 36),
+        ({"steps": 36, "epochs": 2}, 68, None, 34),
+        ({"steps": 30, "epochs": 2}, 68, None, 30),
+        ({"epochs": 2}, 67, None, 34),
+        ({"epochs": 2}, None, None, None),
+        ({"steps": 36}, None, {"size": 68, "lanes": 2, "micro_batch": 2, "steps": None, "epochs": 1}, 17),
+        ({"steps": 36}, None, {"size": "many", "epochs": True, "lanes": 0}, 36),
+        ({"steps": -1, "epochs": 1 << 70}, 68, None, None),
+        ({}, None, ["no", "object"], None),
+    ],
+)
+def test_the_last_step_is_the_earlier_one_of_steps_and_epochs(
+    asked: dict[str, Any], size: int | None, joined: object, last: int | None, tmp_path: Path
+) -> None:
+    config = {"lanes": 4, "micro_batch": 1, **asked}
+    (tmp_path / "job.json").write_text(json.dumps({"task": "t", "config": config, "dataset_size": size}))
+    if joined is not None:
+        (tmp_path / "dataset.json").write_text(json.dumps(joined))
+    lines = [event("job_started", 0, step=0, workers=1), event("step_committed", 1, step=5, loss=1.0)]
+    assert history(tmp_path, lines).total_steps == last
+    lines.append(event("job_completed", 2, step=6, exit_code=0, state="completed"))
+    assert history(tmp_path, lines).total_steps == 6  # a loop may be left before: that is all there was to do

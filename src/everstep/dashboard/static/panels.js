@@ -25,21 +25,29 @@ function table(header, rows, numbers = []) {
 
 // ---- head
 
-export function head(run, nowMs) {
-  const h = run.head;
-  document.title = `${h.state} · ${h.name} · everstep`;
+/** silentS: for how many seconds the dashboard has not been heard of; null: it is there. */
+export function head(run, nowMs, silentS) {
+  const h = run.head, state = silentS === null ? h.state : `${h.running ? "was " : ""}${h.state}`;
+  document.title = `${silentS === null ? state : "connection lost"} · ${h.name} · everstep`;
   write($("name"), h.name);
   write($("task"), h.task);
-  write($("state"), h.state);
+  write($("state"), state);
   attribute($("state"), "data-state", h.state);
-  const said = h.loaded ? h.headline : { level: "good", text: `reading the run's history, step ${h.step} so far …` };
+  const said = silentS !== null ? unheard(h, silentS) : h.loaded ? h.headline : { level: "good", text: `reading the run's history, step ${h.step} so far …` };
   writeLinked($("sentence"), `${said.text} ${said.more ?? ""}`.trim());
   for (const id of ["sentence", "state"]) attribute($(id), "data-level", said.level);
-  const share = h.total ? Math.min(100, (100 * h.step) / h.total) : h.state === "completed" ? 100 : 0;
+  const share = h.state === "completed" ? 100 : h.total ? Math.min(100, (100 * h.step) / h.total) : 0;
   $("progress").firstElementChild.style.width = `${share}%`;
   attribute($("progress"), "aria-valuenow", Math.round(share));
   attribute($("progress"), "aria-valuetext", h.total ? `step ${h.step} of ${h.total}` : `step ${h.step}`);
   tiles(run, nowMs);
+}
+
+/** The sentence while the dashboard is gone: nothing is known of now. */
+function unheard(h, silentS) {
+  const passed = duration(Math.max(1, Math.floor(silentS))).replace(".0 s", " s");
+  const text = `Last heard of ${passed} ago, at step ${h.step}: the dashboard does not answer.`;
+  return { level: "lost", text, more: h.running ? "Below is what it said last." : `It said last: ${h.headline.text}` };
 }
 
 function tiles(run, nowMs) {
