@@ -284,7 +284,7 @@ def _cure(incident: Incident, facts: Facts, now: Now) -> str:
     if facts.course.redo_to:
         return f"doing steps {facts.course.step + 1} to {facts.course.redo_to} again since {incident.brief} {ago}"
     did = ", ".join(text for text in incident.done)
-    return f"redoing step {step_of(facts, now) + 1} since {incident.brief} {ago}{f'; {did}' if did else ''}"
+    return f"redoing step {incident.again} since {incident.brief} {ago}{f'; {did}' if did else ''}"
 
 
 def _blame(facts: Facts, now: Now) -> str:
