@@ -93,7 +93,7 @@ def patch(feed: RunFeed, cursor: PageCursor) -> dict[str, Any]:
         "marks": _marks(facts),
         "lives": lives(facts),
         "account": {k: round(v, 2) for k, v in history.seconds(feed.running).items() if v >= 0.005},
-        "efficiency": facts.course.efficiency()[:64],
+        "efficiency": {"measured": facts.course.efficiency()[:64], "left_out": facts.course.left_out()},
         "metrics": {"step": facts.course.metrics_step, "values": facts.course.metrics},
         "ledger": feed.ledger,
         "config": _config(history),
@@ -329,14 +329,25 @@ def _incidents(facts: Facts) -> list[list[Any]]:
     ]
 
 
-def _checkpoints(facts: Facts) -> list[list[Any]]:
-    return [
-        [
-            *(c.tier, c.step, c.time_ns // 1_000_000, c.ok, c.duration_s, c.size_bytes, c.stall_s, c.reason, c.cause),
-            c.skipped,
-        ]
-        for c in _newest(facts.checkpoints)
+def _checkpoints(facts: Facts) -> dict[str, Any]:
+    """newest: the newest complete one; missed: the newest one of all, if it was skipped or failed; tiers: for each its
+    newest complete one, and how many were skipped and failed."""
+    found = list(facts.checkpoints)
+    good = {c.tier: c for c in found if c.ok}
+    tiers = [
+        {
+            "tier": tier,
+            "newest": None if (c := good.get(tier)) is None else [c.step, c.size_bytes, c.duration_s, c.stall_s],
+            "skipped": sum(c.skipped for c in found if c.tier == tier),
+            "failed": sum(not c.ok and not c.skipped for c in found if c.tier == tier),
+        }
+        for tier in dict.fromkeys(c.tier for c in found)
     ]
+    saved = next((c for c in reversed(found) if c.ok), None)
+    newest = None if saved is None else [saved.tier, saved.step, _ms(saved.time_ns)]
+    last = found[-1] if found and not found[-1].ok else None
+    missed = None if last is None else [last.tier, last.step, last.skipped, last.cause, last.reason]
+    return {"newest": newest, "missed": missed, "tiers": tiers}
 
 
 def _marks(facts: Facts) -> list[list[Any]]:

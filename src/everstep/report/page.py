@@ -211,13 +211,15 @@ def _said(history: History) -> list[str]:
 
 def _efficiency(history: History) -> str:
     found = history.facts.course.efficiency()
+    left_out = history.facts.course.left_out()
+    note = f"<p>{escape(left_out)}</p>" if left_out else ""
     if len(found) < 2:
-        return ""
+        return note
     rows = [
         [f"{e['workers']:.0f}", f"{e['samples_per_s']:.1f}", _percent(e["efficiency"]), f"{e['steps']:.0f}"]
         for e in found
     ]
-    return _table(["workers", "samples per second", "scaling efficiency", "steps measured"], rows, (0, 1, 2, 3))
+    return _table(["workers", "samples per second", "scaling efficiency", "steps measured"], rows, (0, 1, 2, 3)) + note
 
 
 def _communication(history: History) -> str:
@@ -276,7 +278,10 @@ def _checkpoints(history: History) -> str:
         for c in found[-_MOST_ROWS:]
     ]
     each = _table(["time", "tier", "step", "result", "size", "took", "stall"], rows, (0, 2, 4, 5, 6))
-    return _table(["tier", "complete", "failed", "newest", "size", "stall in all"], tiers, (1, 2, 3, 4, 5)) + each
+    return (
+        _table(["tier", "complete", "skipped", "failed", "newest", "size", "stall in all"], tiers, (1, 2, 3, 4, 5, 6))
+        + each
+    )
 
 
 def _tier(name: str, found: Sequence[CheckpointFact]) -> list[str]:
@@ -284,6 +289,7 @@ def _tier(name: str, found: Sequence[CheckpointFact]) -> list[str]:
     return [
         name,
         str(len(good)),
+        str(sum(c.skipped for c in found)),
         str(sum(not c.ok and not c.skipped for c in found)),
         f"step {good[-1].step}" if good else "none",
         size_text(good[-1].size_bytes) if good else "",

@@ -539,3 +539,20 @@ def test_what_a_worker_uses_is_that_of_its_present_life(tmp_path: Path) -> None:
     rows = {i: dict(zip(shown["fields"], row, strict=True)) for i, row in shown["rows"].items()}
     assert (rows["0"]["rss"], rows["0"]["phase"]) == (7, "reduce")
     assert (rows["1"]["rss"], rows["1"]["phase"]) == (None, "")
+
+
+def test_skipped_checkpoints_have_their_own_count(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path)
+    told = [
+        format_event("checkpoint_completed", T0 + 1, {"tier": "disk", "step": 4, "size_bytes": 9, "duration_s": 0.5}),
+        format_event("checkpoint_failed", T0 + 2, {"tier": "disk", "step": 5, "cause": "disk", "reason": "it is full"}),
+        format_event("checkpoint_skipped", T0 + 3, {"tier": "disk", "step": 6, "cause": "busy", "reason": "not done"}),
+        format_event("checkpoint_failed", T0 + 4, {"tier": "disk", "step": 7, "cause": "busy", "reason": "of before"}),
+    ]
+    with (run_dir / "events.jsonl").open("ab") as file:
+        file.write(b"".join(told))
+    feed = RunFeed(run_dir)
+    feed.load()
+    shown = patch(feed, PageCursor())["checkpoints"]
+    assert shown["tiers"] == [{"tier": "disk", "newest": [4, 9, 0.5, 0.0], "skipped": 2, "failed": 1}]
+    assert (shown["newest"][:2], shown["missed"]) == (["disk", 4], ["disk", 7, True, "busy", "of before"])

@@ -321,3 +321,18 @@ def test_the_last_step_is_the_earlier_one_of_steps_and_epochs(
     assert history(tmp_path, lines).total_steps == last
     lines.append(event("job_completed", 2, step=6, exit_code=0, state="completed"))
     assert history(tmp_path, lines).total_steps == 6  # a loop may be left before: that is all there was to do
+
+
+def test_efficiency_is_told_of_what_was_measured_long_enough(tmp_path: Path) -> None:
+    """Two steps of a start that was warm, or cold, say nothing: they made 130 % of it."""
+    lines = [event("job_started", 0, step=0, workers=2), plan(1, 1, {0: [0], 1: [1]})]
+    lines += [event("step_committed", 1 + s, step=s, loss=1.0, samples=8) for s in range(1, 14)]
+    lines += [plan(14.5, 2, {0: [0], 1: [1], 2: [2]})]
+    lines += [event("step_committed", 15 + s / 10, step=13 + s, loss=1.0, samples=8) for s in range(1, 5)]
+    facts = history(tmp_path, lines).facts
+    assert [(e["workers"], e["efficiency"], e["steps"]) for e in facts.course.efficiency()] == [(2, 1.0, 12)]
+    why = "left out, as fewer than 10 undisturbed steps were measured"
+    assert facts.course.left_out() == f"3 workers (3 steps): {why}"
+    lines += [event("step_committed", 15.4 + s, step=17 + s, loss=1.0, samples=8) for s in range(1, 8)]
+    facts = history(tmp_path, lines).facts
+    assert ([e["steps"] for e in facts.course.efficiency()], facts.course.left_out()) == ([12, 10], "")

@@ -32,7 +32,7 @@ const actions = new Actions(() => runs[selected], () => keys[selected]);
 const list = new RunList(show, tick, () => actions.unlocked);
 const drawer = new Drawer(actions, () => keys[selected], (id) => workers.leave(id));
 
-const fresh = () => ({ head: {}, rows: new Map(), curves: {}, generations: [], recoveries: [], incidents: [], checkpoints: [], marks: [], lives: { spans: [], hidden: 0 }, account: {}, efficiency: [], metrics: {}, ledger: {}, config: {}, usage: null, log: [] });
+const fresh = () => ({ head: {}, rows: new Map(), curves: {}, generations: [], recoveries: [], incidents: [], checkpoints: { newest: null, missed: null, tiers: [] }, marks: [], lives: { spans: [], hidden: 0 }, account: {}, efficiency: { measured: [], left_out: "" }, metrics: {}, ledger: {}, config: {}, usage: null, log: [] });
 /** The server's time; it stands still while the server is gone. */
 const now = () => (lostMs ?? Date.now()) + clockMs;
 
@@ -106,7 +106,7 @@ function draw(run, changed) {
   if (changed.incidents) panels.incidents(run);
   if (changed.account) panels.account(run);
   if (changed.efficiency) panels.scaling(run);
-  if (changed.checkpoints) panels.checkpoints(run, at);
+  if (changed.checkpoints) panels.checkpoints(run);
   if (changed.ledger) panels.ledger(run, checkLedger);
   if (changed.log) log.more(run);
   if (changed.workers) actions.targets(run);
