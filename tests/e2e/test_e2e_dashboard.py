@@ -382,7 +382,7 @@ def test_a_folder_of_runs_is_sorted_noted_and_compared(over: Path, browser: Any,
         sync_api.expect(page.locator("#verdict")).to_have_text("The final states are bitwise equal.")
         sync_api.expect(page.locator("#overlay canvas").first).to_be_visible()
         page.get_by_label("compare c").check()
-        sync_api.expect(page.locator("#verdict")).to_contain_text("Of c there is no final state")
+        sync_api.expect(page.locator("#verdict")).to_contain_text("No final state to compare yet: c")
         assert page.url.endswith("?run=a&run=b&run=c")
         page.get_by_label("tags and note of b").click()
         page.locator("#note-tags").fill("<i>fast</i>, good")

@@ -20,9 +20,10 @@ from everstep.report.crew import MEMBERS
 from everstep.report.facts import Facts
 from everstep.report.headline import headline
 from everstep.report.history import History
+from everstep.report.incidents import Incident
 from everstep.report.pace import RECENT_STEPS
 from everstep.report.shown_settings import shown_settings
-from everstep.report.told_facts import Line, WorkerFact
+from everstep.report.told_facts import Line, Mark, WorkerFact
 from everstep.report.usage import Newest
 from everstep.report.wall_time import goodput
 from everstep.report.words import as_dict, number, one_line, whole_number
@@ -88,9 +89,9 @@ def patch(feed: RunFeed, cursor: PageCursor) -> dict[str, Any]:
         "head": head(feed, rows),
         "generations": _generations(facts),
         "recoveries": _recoveries(facts),
-        "incidents": _incidents(facts),
+        "incidents": _incidents(history.incidents(feed.running)),
         "checkpoints": _checkpoints(facts),
-        "marks": _marks(facts),
+        "marks": _marks(history.marks(feed.running)),
         "lives": lives(facts),
         "account": {k: round(v, 2) for k, v in history.seconds(feed.running).items() if v >= 0.005},
         "efficiency": {"measured": facts.course.efficiency()[:64], "left_out": facts.course.left_out()},
@@ -167,7 +168,7 @@ def head(feed: RunFeed, rows: Mapping[int, WorkerRow]) -> dict[str, Any]:
         "began_ns": facts.account.begin_ns,
         "ended_ns": facts.condition.ended_ns,
         "last_ns": facts.account.end_ns if not feed.running else None,
-        "faults": facts.faults,
+        "faults": history.faults(feed.running),
         "recoveries": facts.counts.get("recovery_completed", 0),
         "steps_lost": facts.course.steps_lost,
         "strange": {"level": strange.level, "text": str(strange)} if (strange := facts.course.strange) else None,
@@ -311,7 +312,7 @@ def _recoveries(facts: Facts) -> list[list[Any]]:
     ]
 
 
-def _incidents(facts: Facts) -> list[list[Any]]:
+def _incidents(incidents: list[Incident]) -> list[list[Any]]:
     """Rows of incidents: number, begin (ms), training goes on (ms, None: not yet), workers, cause, level, line, steps
     done."""
     return [
@@ -325,7 +326,7 @@ def _incidents(facts: Facts) -> list[list[Any]]:
             one.line(),
             list(one.done),
         ]
-        for one in _newest(facts.incidents.all, 100)
+        for one in _newest(incidents, 100)
     ]
 
 
@@ -350,8 +351,8 @@ def _checkpoints(facts: Facts) -> dict[str, Any]:
     return {"newest": newest, "missed": missed, "tiers": tiers}
 
 
-def _marks(facts: Facts) -> list[list[Any]]:
-    return [[m.time_ns / 1e9, m.step, m.kind, m.worker_id, m.text] for m in _newest(facts.marks, 300)]
+def _marks(marks: list[Mark]) -> list[list[Any]]:
+    return [[m.time_ns / 1e9, m.step, m.kind, m.worker_id, m.text] for m in _newest(marks, 300)]
 
 
 def _lines(lines: deque[Line], after: int) -> list[list[Any]]:

@@ -20,10 +20,12 @@ from everstep.base.given import read_json
 from everstep.checkpoint.names import manifest_name, step_of
 from everstep.observe.events import KINDS
 from everstep.order.cursor import last_step
-from everstep.report.facts import Facts
+from everstep.report.facts import Facts, lost_mark
 from everstep.report.headline import Headline, Now, headline
+from everstep.report.incidents import Incident, lost_launcher
 from everstep.report.tail import Folder, Tail, free_bytes, object_of
 from everstep.report.tally import Tally
+from everstep.report.told_facts import Mark
 from everstep.report.usage import Usage
 from everstep.report.wall_time import goodput
 from everstep.report.words import Event, as_dict, known, number, one_line, whole_number
@@ -130,6 +132,29 @@ class History:
         if running or self.facts.condition.ended_ns is not None:
             return self.facts.condition.state
         return "completed" if self.digest else "interrupted" if self.facts.counts else "starting"
+
+    def lost_launcher(self, running: bool) -> Incident | None:
+        """The loss of the launcher, since about its last word, if it is gone and has told no end."""
+        facts = self.facts
+        if running or facts.condition.ended_ns is not None or not facts.began_ns or self.digest:
+            return None
+        return lost_launcher(
+            facts.incidents.count + 1, max(facts.course.last_step_ns, facts.account.end_ns), facts.course.step
+        )
+
+    def incidents(self, running: bool) -> list[Incident]:
+        """The newest incidents, the loss of the launcher among them."""
+        lost = self.lost_launcher(running)
+        return [*self.facts.incidents.all, *([lost] if lost is not None else [])]
+
+    def marks(self, running: bool) -> list[Mark]:
+        """The newest marks, the loss of the launcher among them."""
+        lost = self.lost_launcher(running)
+        return [*self.facts.marks, *([lost_mark(lost)] if lost is not None else [])]
+
+    def faults(self, running: bool) -> int:
+        """Number of faults, the loss of the launcher among them."""
+        return self.facts.faults + (self.lost_launcher(running) is not None)
 
     def seconds(self, running: bool) -> dict[str, float]:
         """The account of the wall time, by cause; of a running job up to now."""

@@ -32,10 +32,12 @@ _DID = {
     Cause.PREEMPTED: "was taken away by the scheduler",
     Cause.INJECTED: "was struck by a fault on purpose",
 }
+LAUNCHER = "launcher"
 _THINGS = {
     "checkpoint": "a checkpoint was damaged",
     "states": "the states of the workers are in doubt",
     "coordinator": "the coordinator {did}",
+    LAUNCHER: "the launcher of the job died without a word",
 }
 _ORDERLY = (Cause.DRAINED, Cause.SCALED, Cause.COMPLETED, Cause.INTERRUPTED, Cause.REBALANCED)
 
@@ -137,6 +139,12 @@ class Incident:
         return time_text(max(0, time_ns - self.begin_ns) / 1e9)
 
 
+def lost_launcher(number: int, time_ns: int, step: int) -> Incident:
+    """The loss of the process that leads the job, and of the job with it; no event tells it."""
+    hit = Hit(LAUNCHER, Cause.UNKNOWN, "")
+    return Incident(number, time_ns, step + 1, Cause.UNKNOWN, {LAUNCHER: hit}, ["nothing runs any more"])
+
+
 @dataclass
 class Incidents:
     """Takes in events in file order; `all`: the newest ones. `open`: what training has not gone on from yet. kills: how
@@ -171,6 +179,14 @@ class Incidents:
     def waits(self) -> bool:
         """Whether the next commit says something about an incident."""
         return self.open is not None or self._redone is not None or bool(self._shrugged)
+
+    def launcher_lost(self, time_ns: int, step: int) -> None:
+        """It died at about that time, after this step, and the job was started again."""
+        self.count += 1
+        incident = lost_launcher(self.count, time_ns, step)
+        incident.end_ns = incident.whole_ns = time_ns
+        incident.done = ["the job was started again"]
+        self.all.append(incident)
 
     def committed(self, time_ns: int, step: int) -> None:
         """This step was committed at that time; it may be told when a later one has begun."""

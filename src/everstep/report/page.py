@@ -54,7 +54,7 @@ def report_page(history: History, proof: Proof, running: bool = False) -> str:
         f"{escape(_headline(history))}</span></p>",
         f"<p>{escape(said.whole())}</p>",
         _tiles(history, seconds, running),
-        _section("What happened", *_story(history), *_said(history)),
+        _section("What happened", *_story(history, running), *_said(history)),
         _section(
             "Loss", _panel(drawn["loss"]), *(_panel(drawn[name]) for name in drawn if name.startswith("evaluation"))
         ),
@@ -168,7 +168,7 @@ def _tiles(history: History, seconds: dict[str, float], running: bool) -> str:
         ("wall time", time_text(sum(seconds.values()))),
         ("goodput", _percent(goodput(seconds))),
         ("goodput by capacity", _percent(history.goodput_by_capacity(running))),
-        ("faults survived", str(max(facts.counts.get("fault_injected", 0), facts.counts.get("worker_evicted", 0)))),
+        ("faults survived", str(history.faults(running))),
         ("median recovery", time_text(durations[len(durations) // 2]) if durations else "none needed"),
         ("steps lost", str(facts.course.steps_lost)),
     ]
@@ -180,9 +180,9 @@ def _tiles(history: History, seconds: dict[str, float], running: bool) -> str:
     return f'<div class="tiles">{cells}</div>'
 
 
-def _story(history: History) -> list[str]:
+def _story(history: History, running: bool) -> list[str]:
     """One line per incident; checkpoints and all the rest are folded away below."""
-    incidents = [[_at(history, one.begin_ns), one.level, one.line()] for one in history.facts.incidents.all]
+    incidents = [[_at(history, one.begin_ns), one.level, one.line()] for one in history.incidents(running)]
     shown = _table(["time", "level", "what"], incidents[-_MOST_ROWS:], (0,)) if incidents else "<p>No fault.</p>"
     return [shown, f"<details><summary>Event by event</summary>{''.join(_events(history))}</details>"]
 

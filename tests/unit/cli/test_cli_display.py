@@ -247,7 +247,9 @@ def test_what_is_counted_is_the_jobs_and_what_is_shown_is_of_this_start(
     watcher.stop()
     assert capsys.readouterr().out.startswith("step 5") and watcher.facts.course.step == 5
     found = summary(watcher.facts, 0, "x", None)
-    assert (found["faults_survived"], found["recoveries"], found["wall_s"]) == (2, 2, 5.0)
+    assert (found["faults_survived"], found["recoveries"], found["wall_s"]) == (3, 2, 5.0), (
+        "the first start told no end"
+    )
 
 
 def test_in_a_small_window_the_dead_keep_their_lines(tmp_path: Path) -> None:
