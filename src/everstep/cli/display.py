@@ -24,7 +24,7 @@ from everstep.report.facts import Facts
 from everstep.report.headline import Now, headline
 from everstep.report.tail import Folder, object_of
 from everstep.report.usage import Usage
-from everstep.report.words import Event, cause
+from everstep.report.words import Event, cause, shortened
 from everstep.report.words import sentence as words_of
 from everstep.runtime.link.address import METRICS_FOLDER
 from everstep.train.console import OUTPUT_FILE, unstamped
@@ -139,18 +139,19 @@ class LiveDisplay(Display):
         phases = {i: str(newest.row.get("phase") or "") for i, newest in self._usage.workers.items()}
         said = headline(facts, Now(time.time_ns(), phases=phases, total=total, free_bytes=self._samples.free_bytes))
         head = Table.grid(padding=(0, 2))
-        bar = ProgressBar(total=total or 100, completed=facts.course.step if total else 0, width=min(32, width // 5))
-        head.add_row(bar, Text(step_line(facts, facts.course.step, total), overflow="ellipsis", no_wrap=True))
+        long = min(32, width // 5)
+        bar = ProgressBar(total=total or 100, completed=facts.course.step if total else 0, width=long)
+        head.add_row(bar, Text(shortened(step_line(facts, facts.course.step, total), width - long - 4), no_wrap=True))
         parts: list[RenderableType] = [Text(said.fitted(2 * width - 2), style=LEVEL_STYLES[said.level]), head]
         parts.append(self._workers(facts, max(3, height - len(self._last) - 6)))
-        parts += [Text(f"  {line}", style="dim", overflow="ellipsis", no_wrap=True) for line in self._last]
+        parts += [Text(f"  {shortened(line, width - 2)}", style="dim", no_wrap=True) for line in self._last]
         return Group(*parts)
 
     def _workers(self, facts: Facts, most: int) -> RenderableType:
         """A line for each, so many at most: who is in trouble has one whatever happens."""
         from rich.table import Table
 
-        table = Table(box=None, padding=(0, 2), header_style="bold", caption_justify="left")
+        table = Table(box=None, padding=(0, 1), header_style="bold", caption_justify="left")
         for name in ("worker", "state", "stage", "lanes", "step", "phase", "samples"):
             table.add_column(name, no_wrap=True, overflow="ellipsis", max_width=24)
         there = [i for i, worker in facts.crew.workers.items() if worker.state != "left"]
@@ -159,7 +160,8 @@ class LiveDisplay(Display):
             worker, newest = facts.crew.workers[i], self._usage.workers.get(i)
             row = newest.row if newest is not None and newest.row.get("incarnation") == worker.incarnation else {}
             row = row if worker.state not in ("dead", "ended") else {}
-            lanes, stages = (",".join(map(str, found)) or "-" for found in (worker.lanes, worker.stages))
+            named = (",".join(map(str, found)) or "-" for found in (worker.lanes, worker.stages))
+            lanes, stages = (shortened(text, 24, ",") for text in named)
             step, phase, samples = (str(row.get(key, "-")) for key in ("step", "phase", "samples"))
             style = _STYLES.get(worker.state, "dim")
             table.add_row(f"{i}.{worker.incarnation}", worker.state, stages, lanes, step, phase, samples, style=style)
