@@ -24,7 +24,7 @@ from everstep.report.facts import Facts
 from everstep.report.headline import Now, headline
 from everstep.report.tail import Folder, object_of
 from everstep.report.usage import Usage
-from everstep.report.words import Event, cause, shortened
+from everstep.report.words import Event, cause, one_line, shortened
 from everstep.report.words import sentence as words_of
 from everstep.runtime.link.address import METRICS_FOLDER
 from everstep.train.console import OUTPUT_FILE, unstamped
@@ -48,6 +48,22 @@ _PROCESS_WORDS = {
     "coordinator_died": "the coordinator died: {reason}",
     "warning": "warning: {reason}",
 }
+
+
+class Sentences:
+    """Events as lines for people; what an exception says is said once, and left out of the lines that it led to."""
+
+    def __init__(self) -> None:
+        self._raised: deque[str] = deque(maxlen=_LAST_EVENTS)
+
+    def of(self, event: Event) -> str | None:
+        """The event's line, None if it says nothing new."""
+        text = sentence(event)
+        for known in self._raised if text else ():
+            text = text.replace(f": {known}", "").replace(f" ({known})", "") if text else text
+        if event["kind"] == "worker_evicted" and cause(event) is Cause.EXCEPTION and event.get("reason"):
+            self._raised.append(one_line(event["reason"]))
+        return text
 
 
 class Display:
@@ -82,6 +98,7 @@ class PlainDisplay(Display):
     def __init__(self, log_every: int, total_steps: int | None = None, out: TextIO | None = None) -> None:
         self._log_every = max(1, log_every)
         self._total_steps = total_steps
+        self._sentences = Sentences()
         self._out = out
 
     def event(self, event: Event, facts: Facts) -> None:
@@ -90,7 +107,7 @@ class PlainDisplay(Display):
             if number % self._log_every == 0 or number == self._total_steps:
                 self.note(step_line(facts, number, self._total_steps))
             return
-        text = sentence(event)
+        text = self._sentences.of(event)
         if text:
             self.note(text)
 
@@ -108,12 +125,13 @@ class LiveDisplay(Display):
         self._usage = Usage()
         self._total_steps = total_steps
         self._last: deque[str] = deque(maxlen=_LAST_EVENTS)
+        self._sentences = Sentences()
         self._live = Live(console=console, auto_refresh=False, transient=True)
         self._keys = SilentKeys()
         self._live.start()
 
     def event(self, event: Event, facts: Facts) -> None:
-        text = sentence(event)
+        text = self._sentences.of(event)
         if text:
             self._last.append(text)
 

@@ -144,6 +144,7 @@ def head(feed: RunFeed, rows: Mapping[int, WorkerRow]) -> dict[str, Any]:
         "reason": one_line((live or {}).get("reason"))
         or (facts.condition.reason if feed.running or facts.condition.ended_ns else ""),
         "headline": {"level": said.level, "text": said.text, "more": said.more},
+        "raised": feed.raised,
         "stands_still": feed.running and facts.stands_still(now.time_ns),
         "usual_s": facts.course.pace.usual_s,
         "last_step_ns": facts.course.last_step_ns or None,

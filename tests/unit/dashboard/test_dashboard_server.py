@@ -588,3 +588,17 @@ def shown_of(run_dir: Path) -> dict[str, Any]:
     feed.load()
     feed.ask()
     return patch(feed, PageCursor())
+
+
+def test_a_page_is_told_what_the_code_raised(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path)
+    (run_dir / "logs").mkdir()
+    said = {"time_unix_ns": T0 + 7 * 10**9, "level": "critical", "message": "ValueError: x", "exception": "damaged"}
+    (run_dir / "logs" / "worker-1.jsonl").write_text(json.dumps(said) + "\n")
+    with (run_dir / "events.jsonl").open("ab") as file:
+        file.write(event("job_failed", 8, state="failed", cause="exception", reason="x", exit_code=1))
+    feed = RunFeed(run_dir)
+    feed.load()
+    feed.look_for_raised()
+    logs = f"traceback and log: everstep logs {run_dir} --worker 1 --level error"
+    assert patch(feed, PageCursor())["head"]["raised"] == ["ValueError: x", "in worker 1", logs]

@@ -36,6 +36,8 @@ export function head(run, nowMs, silentS) {
   const said = silentS !== null ? unheard(h, silentS) : h.loaded ? h.headline : { level: "good", text: `reading the run's history, step ${h.step} so far …` };
   writeLinked($("sentence"), `${said.text} ${said.more ?? ""}`.trim());
   for (const id of ["sentence", "state"]) attribute($(id), "data-level", said.level);
+  $("raised").hidden = !h.raised?.length;
+  write($("raised"), (h.raised ?? []).join("\n"));
   const share = h.state === "completed" ? 100 : h.total ? Math.min(100, (100 * h.step) / h.total) : 0;
   $("progress").firstElementChild.style.width = `${share}%`;
   attribute($("progress"), "aria-valuenow", Math.round(share));
