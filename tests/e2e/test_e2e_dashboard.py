@@ -26,8 +26,9 @@ CAUGHT = 60_000
 class Dashboard:
     """`everstep dashboard` as a process; `address` is where it listens, `owners` the one that it prints."""
 
-    def __init__(self, *run_dirs: Path, public: bool = False) -> None:
+    def __init__(self, *run_dirs: Path, public: bool = False, port: int = 0) -> None:
         command = [*COMMAND, "dashboard", *map(str, run_dirs), "--token", TOKEN, *(["--public"] if public else [])]
+        command += ["--port", str(port)]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment())
         assert self.process.stdout is not None
         line = self.process.stdout.readline().strip()
@@ -89,6 +90,7 @@ def over(tmp_path_factory: pytest.TempPathFactory, small_task: str, browser: Any
             hold.unlink()
             code, _, errors = job.end()
             assert code == 0, errors
+            assert f"to look again: everstep dashboard {run_dir}" in errors
             sync_api.expect(view.page.locator("#state")).to_have_text("completed", timeout=CAUGHT)
             sync_api.expect(view.page.locator("#ledger")).to_contain_text("Clean", timeout=CAUGHT)
             assert view.wrong == []
@@ -380,7 +382,7 @@ def test_a_folder_of_runs_is_sorted_noted_and_compared(over: Path, browser: Any,
         sync_api.expect(page.locator("#verdict")).to_have_text("The final states are bitwise equal.")
         sync_api.expect(page.locator("#overlay canvas").first).to_be_visible()
         page.get_by_label("compare c").check()
-        sync_api.expect(page.locator("#verdict")).to_contain_text("Of c there is no final state")
+        sync_api.expect(page.locator("#verdict")).to_contain_text("No final state to compare yet: c")
         assert page.url.endswith("?run=a&run=b&run=c")
         page.get_by_label("tags and note of b").click()
         page.locator("#note-tags").fill("<i>fast</i>, good")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import threading
@@ -18,6 +19,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 from e2e_cli import TASK_FILE, Running, everstep
@@ -210,6 +212,47 @@ def test_what_is_wrong_is_said_at_a_glance(
             pytest.fail(f"expected {wanted}, the page says {view.page.evaluate(SEEN)}")
         photograph(view.page, name)
         assert view.wrong == []
+
+
+STILL = """() => [
+  [...document.querySelectorAll("#gantt .life-track i")].map((bar) => bar.style.width).join(),
+  [...document.querySelectorAll("#gantt .lives-axis span")].map((tick) => tick.style.left).join(),
+  [...document.querySelectorAll("#tiles dd")].map((tile) => tile.textContent).join(),
+]"""
+"""What moves while a job runs: spans, the axis, the tiles with their clocks."""
+
+
+def test_a_page_whose_server_is_gone_says_so_and_stands_still_until_it_is_back(
+    browser: Any,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    task, run_dir, hold = tmp_path / "task.py", tmp_path / "job", tmp_path / "hold"
+    task.write_text(TASK_FILE)
+    hold.touch()
+    pace = {"E2E_LANE_S": SLOW_S, "E2E_HOLD": str(hold)}
+    options = ("--run-dir", run_dir, "--workers", "2", "--steps", "500")
+    with Running(f"{task}:Small", *options, **pace) as job, ExitStack() as stack:
+        job.wait_for_step(2)
+        dashboard = Dashboard(run_dir)
+        stack.callback(dashboard.close)
+        view = Page(browser, dashboard.owners, 1440)
+        stack.callback(view.close)
+        sentence, body = view.page.locator("#sentence"), view.page.locator("body")
+        sync_api.expect(sentence).to_contain_text("All is well", timeout=CAUGHT)
+        dashboard.process.kill()
+        dashboard.process.wait()
+        sync_api.expect(sentence).to_have_text(re.compile(r"^Last heard of \d+ s ago, at step"), timeout=CAUGHT)
+        sync_api.expect(body).to_have_attribute("data-lost", "yes")
+        sync_api.expect(view.page.locator("#state")).to_have_text("was running")
+        before, said = view.page.evaluate(STILL), sentence.text_content()
+        sync_api.expect(sentence).not_to_have_text(said, timeout=CAUGHT)  # it counts
+        assert view.page.evaluate(STILL) == before
+        again = Dashboard(run_dir, port=urlsplit(dashboard.address).port)
+        stack.callback(again.close)
+        sync_api.expect(sentence).to_contain_text("All is well", timeout=CAUGHT)
+        sync_api.expect(body).not_to_have_attribute("data-lost", "yes")
+        sync_api.expect(view.page.locator("#state")).to_have_text("running")
+        assert [text for text in view.wrong if "Failed to load resource" not in text] == []
 
 
 def photograph(page: Any, name: str) -> None:

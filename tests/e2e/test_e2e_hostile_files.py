@@ -18,7 +18,7 @@ from everstep.cli.main import run_command
 MARGIN_BYTES = 1 << 30
 READERS = {
     "job.json": ("status", "ledger", "top --once", "report", "checkpoints ls", "metrics --once", "scale"),
-    "dataset.json": ("status", "ledger"),
+    "dataset.json": ("status", "ledger", "top --once", "report", "metrics --once"),
     "events.jsonl": ("status", "ledger", "logs", "top --once", "report", "metrics --once", "chaos report"),
     "coordinator.json": ("status", "top --once", "scale"),
     "token": ("status", "scale"),

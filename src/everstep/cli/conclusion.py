@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,7 @@ from everstep.cli.main import complain
 from everstep.cli.run_dir import checkpoint_dir, read_digest
 from everstep.observe.events import EventLog, read_events
 from everstep.report.facts import Facts
+from everstep.report.raised import raised_lines
 from everstep.runtime.link.address import EVENTS_FILE
 
 if TYPE_CHECKING:
@@ -49,6 +51,8 @@ def end_of(process: Job, job: JobFile, events: EventLog, facts: Facts, outcome: 
         wrong.insert(0, f"{outcome.why.reason or 'the job failed'} (after step {reached}; logs in {run_dir / 'logs'})")
     if wrong:
         complain("; ".join(wrong))
+    for line in raised_lines(run_dir, facts)[1:] if exit_code else ():
+        print(f"  {line}", file=sys.stderr, flush=True)
     return int(result["exit_code"])
 
 

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import json
+import shutil
+import sys
+import textwrap
+from collections.abc import Sequence
+from functools import partial
 
 import click
 
@@ -35,8 +40,20 @@ def command(key: str | None, search: str | None, as_json: bool) -> int:
     if as_json:
         print(json.dumps(rows))
     else:
-        print("\n".join(aligned([list(row.values()) for row in rows])))
+        cells = [list(row.values()) for row in rows]
+        wide = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+        print("\n".join(aligned(cells) if wide is None else wrapped(cells, wide)))
     return 0
+
+
+def wrapped(rows: Sequence[Sequence[str]], width: int) -> list[str]:
+    """Lines of at most so many characters, as words allow it: for each row the cells, and the last one below them."""
+    wrap = partial(textwrap.wrap, width=width, break_long_words=False, break_on_hyphens=False)
+    lines = []
+    for *cells, meaning in rows:
+        lines += wrap("  ".join(cells), subsequent_indent="    ")
+        lines += wrap(meaning, initial_indent="    ", subsequent_indent="    ")
+    return lines
 
 
 def _keys(key: str | None) -> list[dict[str, str]]:

@@ -24,7 +24,7 @@ from everstep.report.facts import Facts
 from everstep.report.headline import Now, headline
 from everstep.report.tail import Folder, object_of
 from everstep.report.usage import Usage
-from everstep.report.words import Event, cause
+from everstep.report.words import Event, cause, one_line, shortened
 from everstep.report.words import sentence as words_of
 from everstep.runtime.link.address import METRICS_FOLDER
 from everstep.train.console import OUTPUT_FILE, unstamped
@@ -48,6 +48,22 @@ _PROCESS_WORDS = {
     "coordinator_died": "the coordinator died: {reason}",
     "warning": "warning: {reason}",
 }
+
+
+class Sentences:
+    """Events as lines for people; what an exception says is said once, and left out of the lines that it led to."""
+
+    def __init__(self) -> None:
+        self._raised: deque[str] = deque(maxlen=_LAST_EVENTS)
+
+    def of(self, event: Event) -> str | None:
+        """The event's line, None if it says nothing new."""
+        text = sentence(event)
+        for known in self._raised if text else ():
+            text = text.replace(f": {known}", "").replace(f" ({known})", "") if text else text
+        if event["kind"] == "worker_evicted" and cause(event) is Cause.EXCEPTION and event.get("reason"):
+            self._raised.append(one_line(event["reason"]))
+        return text
 
 
 class Display:
@@ -82,6 +98,7 @@ class PlainDisplay(Display):
     def __init__(self, log_every: int, total_steps: int | None = None, out: TextIO | None = None) -> None:
         self._log_every = max(1, log_every)
         self._total_steps = total_steps
+        self._sentences = Sentences()
         self._out = out
 
     def event(self, event: Event, facts: Facts) -> None:
@@ -90,7 +107,7 @@ class PlainDisplay(Display):
             if number % self._log_every == 0 or number == self._total_steps:
                 self.note(step_line(facts, number, self._total_steps))
             return
-        text = sentence(event)
+        text = self._sentences.of(event)
         if text:
             self.note(text)
 
@@ -108,12 +125,13 @@ class LiveDisplay(Display):
         self._usage = Usage()
         self._total_steps = total_steps
         self._last: deque[str] = deque(maxlen=_LAST_EVENTS)
+        self._sentences = Sentences()
         self._live = Live(console=console, auto_refresh=False, transient=True)
         self._keys = SilentKeys()
         self._live.start()
 
     def event(self, event: Event, facts: Facts) -> None:
-        text = sentence(event)
+        text = self._sentences.of(event)
         if text:
             self._last.append(text)
 
@@ -139,18 +157,19 @@ class LiveDisplay(Display):
         phases = {i: str(newest.row.get("phase") or "") for i, newest in self._usage.workers.items()}
         said = headline(facts, Now(time.time_ns(), phases=phases, total=total, free_bytes=self._samples.free_bytes))
         head = Table.grid(padding=(0, 2))
-        bar = ProgressBar(total=total or 100, completed=facts.course.step if total else 0, width=min(32, width // 5))
-        head.add_row(bar, Text(step_line(facts, facts.course.step, total), overflow="ellipsis", no_wrap=True))
+        long = min(32, width // 5)
+        bar = ProgressBar(total=total or 100, completed=facts.course.step if total else 0, width=long)
+        head.add_row(bar, Text(shortened(step_line(facts, facts.course.step, total), width - long - 4), no_wrap=True))
         parts: list[RenderableType] = [Text(said.fitted(2 * width - 2), style=LEVEL_STYLES[said.level]), head]
         parts.append(self._workers(facts, max(3, height - len(self._last) - 6)))
-        parts += [Text(f"  {line}", style="dim", overflow="ellipsis", no_wrap=True) for line in self._last]
+        parts += [Text(f"  {shortened(line, width - 2)}", style="dim", no_wrap=True) for line in self._last]
         return Group(*parts)
 
     def _workers(self, facts: Facts, most: int) -> RenderableType:
         """A line per worker, at most `most`; workers in trouble come first."""
         from rich.table import Table
 
-        table = Table(box=None, padding=(0, 2), header_style="bold", caption_justify="left")
+        table = Table(box=None, padding=(0, 1), header_style="bold", caption_justify="left")
         for name in ("worker", "state", "stage", "lanes", "step", "phase", "samples"):
             table.add_column(name, no_wrap=True, overflow="ellipsis", max_width=24)
         there = [i for i, worker in facts.crew.workers.items() if worker.state != "left"]
@@ -159,7 +178,8 @@ class LiveDisplay(Display):
             worker, newest = facts.crew.workers[i], self._usage.workers.get(i)
             row = newest.row if newest is not None and newest.row.get("incarnation") == worker.incarnation else {}
             row = row if worker.state not in ("dead", "ended") else {}
-            lanes, stages = (",".join(map(str, found)) or "-" for found in (worker.lanes, worker.stages))
+            named = (",".join(map(str, found)) or "-" for found in (worker.lanes, worker.stages))
+            lanes, stages = (shortened(text, 24, ",") for text in named)
             step, phase, samples = (str(row.get(key, "-")) for key in ("step", "phase", "samples"))
             style = _STYLES.get(worker.state, "dim")
             table.add_row(f"{i}.{worker.incarnation}", worker.state, stages, lanes, step, phase, samples, style=style)

@@ -34,7 +34,7 @@ from everstep.base.errors import ConfigError
 from everstep.base.given import read_json
 from everstep.base.stage_map import hosts_of, parse_map
 from everstep.chaos.spec import parse, simulated_failure
-from everstep.order.cursor import SampleOrder
+from everstep.order.cursor import last_step
 from everstep.protocol.identity import Code, Kernels, read_code, read_kernels, told
 from everstep.report.words import one_line
 from everstep.runtime.link.address import DATASET_FILE, JOB_FILE
@@ -183,14 +183,8 @@ def free_port(address: str) -> int:
 
 
 def total_steps(config: Config, dataset_size: int | None) -> int | None:
-    """Number of the last step, None if it cannot be known beforehand."""
-    if dataset_size is None:
-        return config.steps if config.epochs is None else None
-    if config.steps is None and config.epochs is None:
-        return None
-    return SampleOrder(
-        config.seed, dataset_size, config.lanes, config.micro_batch, config.steps, config.epochs
-    ).total_steps
+    """Number of the last step, None where it cannot be known beforehand."""
+    return last_step(dataset_size, config.lanes * config.micro_batch, config.steps, config.epochs)
 
 
 def with_chaos(config: Config, request: Request, dataset_size: int | None) -> Config:

@@ -129,7 +129,12 @@ def see_through(begun: Start, job: JobFile, view: UserView = UserView()) -> int:
                     complain(outcome.why.reason)
                 return outcome.exit_code if outcome.exit_code > 1 else 0
             say_the_end(events, run_dir, begin_ns, outcome)
-        return end_of(process, job, events, work.watcher.facts, outcome, as_json=view.as_json)
+        exit_code = end_of(process, job, events, work.watcher.facts, outcome, as_json=view.as_json)
+        if view.dashboard:
+            display.note(
+                f"the page has ended with the job; to look again: everstep dashboard {shlex.quote(str(run_dir))}"
+            )
+        return exit_code
 
 
 def _say_the_start(events: EventLog, job: JobFile) -> None:

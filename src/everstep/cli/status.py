@@ -63,10 +63,17 @@ def read_status(run_dir: Path) -> dict[str, Any]:
     said = history.headline(running, answer, asked=True)
     incidents = [
         {"time_unix_ns": one.begin_ns, "end_unix_ns": one.end_ns, "cause": one.cause, "text": one.line()}
-        for one in list(history.facts.incidents.all)[-_LAST_INCIDENTS:]
+        for one in history.incidents(running)[-_LAST_INCIDENTS:]
     ]
     headline = {"level": said.level, "text": said.text, "more": said.more}
-    return {**live, "task": job.task, "checkpoint": newest, "headline": headline, "incidents": incidents}
+    return {
+        **live,
+        "steps_total": history.total_steps,
+        "task": job.task,
+        "checkpoint": newest,
+        "headline": headline,
+        "incidents": incidents,
+    }
 
 
 def _from_files(run_dir: Path, facts: Facts, running: bool, begins: bool) -> dict[str, Any]:
@@ -84,7 +91,7 @@ def _from_files(run_dir: Path, facts: Facts, running: bool, begins: bool) -> dic
         "state": state,
         "generation": facts.crew.generation,
         "step": int(digest["step"]) if digest is not None and not running else facts.course.step,
-        "workers": workers_of(facts),
+        "workers": workers_of(facts) if running else [],
         "coordinator": {"pid": None},
         "cause": facts.condition.cause,
         "reason": facts.condition.reason,

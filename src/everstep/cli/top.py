@@ -17,7 +17,7 @@ from everstep.cli.terminal import LEVEL_STYLES, SilentKeys, console
 from everstep.dashboard.feed import RunFeed
 from everstep.dashboard.run_view import WorkerRow, head, worker_rows
 from everstep.report.headline import Headline
-from everstep.report.words import size_text, time_text
+from everstep.report.words import shortened, size_text, time_text
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -82,11 +82,11 @@ def picture(feed: RunFeed, sort: str, most: int, width: int) -> RenderableType:
         parts.append(bar)
     parts.append(Text(_numbers(facts)))
     for one in [] if feed.history.facts.incidents.newest is None else [feed.history.facts.incidents.newest]:
-        parts.append(Text(f"last fault: {one.line()}", style="yellow", overflow="ellipsis", no_wrap=True))
+        parts.append(Text(shortened(f"last fault: {one.line()}", width), style="yellow", no_wrap=True))
     parts.append(_table(rows, sort, most, width >= _WIDE))
     for line in list(feed.history.facts.log)[-5:]:
         clock = time.strftime("%H:%M:%S", time.localtime(line.time_ns / 1e9))
-        parts.append(Text(f"{clock} {line.text}", style="dim", overflow="ellipsis", no_wrap=True))
+        parts.append(Text(shortened(f"{clock} {line.text}", width), style="dim", no_wrap=True))
     return Group(*parts)
 
 

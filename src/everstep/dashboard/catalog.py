@@ -55,7 +55,7 @@ def list_row(history: History, running: bool, notes: Notes) -> ListRow:
         "loss_text": facts.course.loss_text,
         "level": facts.course.strange.level if facts.course.strange is not None else "",
         "goodput": history.goodput(running),
-        "faults": facts.faults,
+        "faults": history.faults(running),
         "digest": one_line(digest, 64),
         "began_ms": facts.began_ns // 1_000_000,
         "tags": list(notes.tags),

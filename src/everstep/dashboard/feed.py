@@ -22,6 +22,7 @@ from everstep.protocol.roles import INJECT, OPERATE
 from everstep.report.history import History
 from everstep.report.logfiles import LogFiles
 from everstep.report.notes import checked_notes, read_notes, write_notes
+from everstep.report.raised import raised_lines
 from everstep.report.told_facts import Line
 from everstep.runtime import commands
 
@@ -54,6 +55,8 @@ class RunFeed:
         self.may: list[str] = []
         self.notes = read_notes(run_dir)
         self.ledger: dict[str, Any] = {}
+        self.raised: list[str] = []
+        self._raised_ns: int | None = None
         self.lines: deque[Line] = deque(maxlen=_MOST_LINES)
         self._numbers = 0
         self._events = (0, 0)
@@ -118,6 +121,16 @@ class RunFeed:
                 self.status, self._status_at = status, time.monotonic()
             elif not running or time.monotonic() - self._status_at > _STALE_S:
                 self.status = None
+
+    def look_for_raised(self) -> None:
+        """Read what the user's code raised, if the job has ended with that; once for each end."""
+        with self.lock:
+            facts = self.history.facts
+            ended_ns, known_ns = facts.condition.ended_ns, self._raised_ns
+        if ended_ns != known_ns:
+            found = raised_lines(self.run_dir, facts) if ended_ns is not None else []
+            with self.lock:
+                self.raised, self._raised_ns = found, ended_ns
 
     def list_row(self) -> ListRow:
         """Row of the run in a list."""
@@ -248,6 +261,7 @@ class Feeds:
         while not self._stop.is_set():
             for run in list(self.runs.values()):
                 run.ask()
+                run.look_for_raised()
                 if not run.running and run.history.loaded and run.history.facts.course.step:
                     run.check_ledger(automatic=True)
             self._stop.wait(_STATUS_S)

@@ -20,9 +20,10 @@ from everstep.report.crew import MEMBERS
 from everstep.report.facts import Facts
 from everstep.report.headline import headline
 from everstep.report.history import History
+from everstep.report.incidents import Incident
 from everstep.report.pace import RECENT_STEPS
 from everstep.report.shown_settings import shown_settings
-from everstep.report.told_facts import Line, WorkerFact
+from everstep.report.told_facts import Line, Mark, WorkerFact
 from everstep.report.usage import Newest
 from everstep.report.wall_time import goodput
 from everstep.report.words import as_dict, number, one_line, whole_number
@@ -88,12 +89,12 @@ def patch(feed: RunFeed, cursor: PageCursor) -> dict[str, Any]:
         "head": head(feed, rows),
         "generations": _generations(facts),
         "recoveries": _recoveries(facts),
-        "incidents": _incidents(facts),
+        "incidents": _incidents(history.incidents(feed.running)),
         "checkpoints": _checkpoints(facts),
-        "marks": _marks(facts),
+        "marks": _marks(history.marks(feed.running)),
         "lives": lives(facts),
         "account": {k: round(v, 2) for k, v in history.seconds(feed.running).items() if v >= 0.005},
-        "efficiency": facts.course.efficiency()[:64],
+        "efficiency": {"measured": facts.course.efficiency()[:64], "left_out": facts.course.left_out()},
         "metrics": {"step": facts.course.metrics_step, "values": facts.course.metrics},
         "ledger": feed.ledger,
         "config": _config(history),
@@ -143,6 +144,7 @@ def head(feed: RunFeed, rows: Mapping[int, WorkerRow]) -> dict[str, Any]:
         "reason": one_line((live or {}).get("reason"))
         or (facts.condition.reason if feed.running or facts.condition.ended_ns else ""),
         "headline": {"level": said.level, "text": said.text, "more": said.more},
+        "raised": feed.raised,
         "stands_still": feed.running and facts.stands_still(now.time_ns),
         "usual_s": facts.course.pace.usual_s,
         "last_step_ns": facts.course.last_step_ns or None,
@@ -167,7 +169,7 @@ def head(feed: RunFeed, rows: Mapping[int, WorkerRow]) -> dict[str, Any]:
         "began_ns": facts.account.begin_ns,
         "ended_ns": facts.condition.ended_ns,
         "last_ns": facts.account.end_ns if not feed.running else None,
-        "faults": facts.faults,
+        "faults": history.faults(feed.running),
         "recoveries": facts.counts.get("recovery_completed", 0),
         "steps_lost": facts.course.steps_lost,
         "strange": {"level": strange.level, "text": str(strange)} if (strange := facts.course.strange) else None,
@@ -311,7 +313,7 @@ def _recoveries(facts: Facts) -> list[list[Any]]:
     ]
 
 
-def _incidents(facts: Facts) -> list[list[Any]]:
+def _incidents(incidents: list[Incident]) -> list[list[Any]]:
     """Rows of incidents: number, begin (ms), training goes on (ms, None: not yet), workers, cause, level, line, steps
     done."""
     return [
@@ -325,22 +327,33 @@ def _incidents(facts: Facts) -> list[list[Any]]:
             one.line(),
             list(one.done),
         ]
-        for one in _newest(facts.incidents.all, 100)
+        for one in _newest(incidents, 100)
     ]
 
 
-def _checkpoints(facts: Facts) -> list[list[Any]]:
-    return [
-        [
-            *(c.tier, c.step, c.time_ns // 1_000_000, c.ok, c.duration_s, c.size_bytes, c.stall_s, c.reason, c.cause),
-            c.skipped,
-        ]
-        for c in _newest(facts.checkpoints)
+def _checkpoints(facts: Facts) -> dict[str, Any]:
+    """newest: the newest complete one; missed: the newest one of all, if it was skipped or failed; tiers: for each its
+    newest complete one, and how many were skipped and failed."""
+    found = list(facts.checkpoints)
+    good = {c.tier: c for c in found if c.ok}
+    tiers = [
+        {
+            "tier": tier,
+            "newest": None if (c := good.get(tier)) is None else [c.step, c.size_bytes, c.duration_s, c.stall_s],
+            "skipped": sum(c.skipped for c in found if c.tier == tier),
+            "failed": sum(not c.ok and not c.skipped for c in found if c.tier == tier),
+        }
+        for tier in dict.fromkeys(c.tier for c in found)
     ]
+    saved = next((c for c in reversed(found) if c.ok), None)
+    newest = None if saved is None else [saved.tier, saved.step, _ms(saved.time_ns)]
+    last = found[-1] if found and not found[-1].ok else None
+    missed = None if last is None else [last.tier, last.step, last.skipped, last.cause, last.reason]
+    return {"newest": newest, "missed": missed, "tiers": tiers}
 
 
-def _marks(facts: Facts) -> list[list[Any]]:
-    return [[m.time_ns / 1e9, m.step, m.kind, m.worker_id, m.text] for m in _newest(facts.marks, 300)]
+def _marks(marks: list[Mark]) -> list[list[Any]]:
+    return [[m.time_ns / 1e9, m.step, m.kind, m.worker_id, m.text] for m in _newest(marks, 300)]
 
 
 def _lines(lines: deque[Line], after: int) -> list[list[Any]]:

@@ -24,6 +24,8 @@ RECORD = b"\x1e"
 LEVELS = ("debug", "info", "warning", "error", "critical")
 MOST_CHARACTERS = 1 << 15
 """Limit of a message, and of a traceback, of which the end is kept."""
+RAISED_IN = "raised in lane "
+"""Beginning of the line that names lane, step and samples of the batch over which the user's loop has raised."""
 _encode = msgspec.json.Encoder().encode
 
 

@@ -24,6 +24,17 @@ LaneSamples = tuple[SampleId, ...]
 """Samples of a lane in a step; at the end of the last epoch fewer than micro_batch, or none."""
 
 
+def last_step(dataset_size: int | None, global_batch: int, steps: int | None, epochs: int | None) -> int | None:
+    """Number of the last step: where steps and epochs both end the job, whichever comes first. None where nothing says
+    it, and for epochs of a dataset whose size is not known."""
+    if epochs is None:
+        return steps
+    if dataset_size is None:
+        return None
+    last = -(-epochs * dataset_size // global_batch)
+    return last if steps is None else min(steps, last)
+
+
 class Order(Protocol):
     """An order of samples, as far as loading needs to know it."""
 
@@ -66,14 +77,12 @@ class SampleOrder:
                 f"expected a dataset of at least one global batch, {self.global_batch} samples ({lanes} lanes x "
                 f"{micro_batch}), got {dataset_size} samples: lower --batch-size (or 'lanes'), or use more data"
             )
-        if steps is None and epochs is None:
+        last = last_step(dataset_size, self.global_batch, steps, epochs)
+        if last is None:
             raise ConfigError("expected 'steps' or 'epochs' to say where the job ends, got neither: set one of them")
         self.total_samples = None if epochs is None else epochs * dataset_size
         """Number of samples to use, None if only steps are limited."""
-        limits = [] if steps is None else [steps]
-        if self.total_samples is not None:
-            limits.append(-(-self.total_samples // self.global_batch))
-        self.total_steps = min(limits)
+        self.total_steps = last
         """The last step."""
         self._found: dict[tuple[int, int], LaneSamples] = {}
 

@@ -15,6 +15,7 @@ from everstep.report.words import Event, known, number, one_line, whole_number
 # time_s, loss, loss_min, loss_max, lr, samples, workers
 _STEP_RULES = ("last", "mean", "min", "max", "last", "sum", "last")
 _MOST_METRICS = 16
+_MEASURED_STEPS = 10
 Again = tuple[int, int]
 """Begin and end of the time in which repeated steps were done first, in ns."""
 
@@ -139,16 +140,23 @@ class Course:
         return "nan" if self.strange is not None and self.strange.last == self.step else ""
 
     def efficiency(self) -> list[dict[str, float]]:
-        """By number of workers, rising: samples per second, and their share per worker relative to the fewest
-        workers."""
+        """By number of workers, rising: samples per second, and that per worker relative to the fewest workers;
+        without those numbers that `left_out` names."""
         found: list[dict[str, float]] = []
         for workers, (samples, seconds, steps) in sorted(self.rates.items()):
-            if seconds > 0 and steps >= 2 and workers:
+            if seconds > 0 and steps >= _MEASURED_STEPS and workers:
                 rate = samples / seconds
                 base = found[0]["samples_per_s"] / found[0]["workers"] if found else rate / workers
                 share = rate / workers / base if base else 0.0
                 found.append({"workers": workers, "samples_per_s": rate, "efficiency": share, "steps": steps})
         return found
+
+    def left_out(self) -> str:
+        """Which numbers of workers `efficiency` leaves out, and why; "" if none."""
+        few = [(n, int(steps)) for n, (_, _, steps) in sorted(self.rates.items()) if n and steps < _MEASURED_STEPS]
+        named = ", ".join(f"{n} worker{'s' * (n != 1)} ({steps} step{'s' * (steps != 1)})" for n, steps in few[:8])
+        why = f"left out, as fewer than {_MEASURED_STEPS} undisturbed steps were measured"
+        return f"{named}{' and more' if len(few) > 8 else ''}: {why}" if few else ""
 
     def samples_per_s(self, now_ns: int | None = None) -> float | None:
         """Speed over the newest steps; now_ns: it falls while the next one is overdue."""

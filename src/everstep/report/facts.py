@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from everstep.base.cause import Cause
 from everstep.report.course import Course
 from everstep.report.crew import Crew
-from everstep.report.incidents import Incidents
+from everstep.report.incidents import LAUNCHER, Incident, Incidents
 from everstep.report.job_condition import JobCondition
 from everstep.report.recovery import RecoveryFact, recovery_of
 from everstep.report.told_facts import MOST_LISTED, CheckpointFact, Line, Mark, Trouble
@@ -38,9 +38,9 @@ _MARKED |= {"coordinator_restarted": "coordinator", "fallback": "fallback", "wor
 
 @dataclass
 class Facts:
-    """Takes in events in file order. `condition`: the job's state; `course`: its steps; `crew`: its workers. `counts`:
-    events by kind; `told_ns`: time of the newest event. `full`: newest trouble with the disk, None if a checkpoint was
-    written since."""
+    """Takes in events in file order. `condition`: how the job is; `course`: its steps; `crew`: its workers. `counts`:
+    events by kind; `told_ns`: when the newest was told. `full`: newest trouble with the disk, None if a checkpoint was
+    written since. `launchers_lost`: of earlier starts, which told no end."""
 
     condition: JobCondition = field(default_factory=JobCondition)
     course: Course = field(default_factory=Course)
@@ -53,6 +53,7 @@ class Facts:
     log: deque[Line] = field(default_factory=lambda: deque(maxlen=_MOST_LOG))
     told_ns: int = 0
     full: Trouble | None = None
+    launchers_lost: int = 0
     _lines: int = 0
 
     def take(self, event: Event) -> None:
@@ -63,9 +64,7 @@ class Facts:
         if not time_ns:
             return
         if kind == "job_started" and self.account.begin_ns is not None:
-            ended_ns = self.condition.ended_ns or self.told_ns
-            self.account.paint(ended_ns, time_ns, "not running")
-            self.crew.not_running(ended_ns)
+            _not_running(self, time_ns)
         if time_ns > self.told_ns:
             self.told_ns = time_ns
         self.account.reach(time_ns)
@@ -131,7 +130,7 @@ class Facts:
         """Number of faults that were injected, or noticed without having been injected."""
         count = self.counts.get
         coordinators = max(count("coordinator_restarted", 0), count("coordinator_killed", 0))
-        return max(count("fault_injected", 0), count("worker_evicted", 0) + coordinators)
+        return max(count("fault_injected", 0), count("worker_evicted", 0) + coordinators) + self.launchers_lost
 
     @property
     def checkpoint_step(self) -> int:
@@ -230,6 +229,22 @@ class Facts:
         if course.last_step_ns:
             self.account.paint(course.last_step_ns, time_ns, "finishing")
         self.crew.end_spans(time_ns)
+
+
+def lost_mark(incident: Incident) -> Mark:
+    """The loss of a launcher as a mark."""
+    return Mark(incident.begin_ns, incident.step - 1, LAUNCHER, None, incident.cause, incident.brief)
+
+
+def _not_running(facts: Facts, time_ns: int) -> None:
+    """From the end of the start before until now nothing ran; without a word of that end, its launcher was lost."""
+    ended_ns = facts.condition.ended_ns or facts.told_ns
+    if facts.condition.ended_ns is None:
+        facts.launchers_lost += 1
+        facts.incidents.launcher_lost(ended_ns, facts.course.step)
+        facts.marks.append(lost_mark(facts.incidents.all[-1]))
+    facts.account.paint(ended_ns, time_ns, "not running")
+    facts.crew.not_running(ended_ns)
 
 
 def facts_of(events: Iterable[Event]) -> Facts:

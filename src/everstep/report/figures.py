@@ -10,6 +10,7 @@ from typing import Any
 
 from everstep.report.facts import Facts
 from everstep.report.history import History
+from everstep.report.incidents import LAUNCHER
 from everstep.report.style import COLOURS, STATES
 from everstep.report.svg import Bar, Curve, Upright, columns_chart, line_chart, rows_chart, stacked_bar
 from everstep.report.told_facts import Mark, Span
@@ -25,7 +26,7 @@ _PHASE_STYLES |= {"update": "f2", "stall": "s-suspect", "recover": "s-dead"}
 _USE_STYLES = {"training": "f2", "start-up": "f0", "waiting for workers": "s-suspect", "steps done again": "f5"}
 _USE_STYLES |= {"evaluation": "f4", "checkpoints": "f3", "finishing": "f7", "not running": "s-left"}
 FigurePart = tuple[str, str, Sequence[float | None]]
-_HARD = ("fault", "evicted", "coordinator", "fallback")
+_HARD = ("fault", "evicted", "coordinator", "fallback", LAUNCHER)
 
 
 def figures(history: History) -> dict[str, str]:

@@ -14,7 +14,7 @@ from typing import Any
 from everstep.report.crew import MEMBERS
 from everstep.report.facts import Facts
 from everstep.report.incidents import Incident
-from everstep.report.words import number, one_line, time_text, whole_number
+from everstep.report.words import number, one_line, shortened, time_text, whole_number
 
 LEVELS = ("good", "warning", "bad")
 _FULL_BYTES = 1 << 20
@@ -42,11 +42,8 @@ class Headline:
         return f"{self.text} {self.more}".strip()
 
     def fitted(self, width: int) -> str:
-        """As much as fits into so many characters: both, the sentence, or its beginning."""
-        for text in (self.whole(), self.text):
-            if len(text) <= width:
-                return text
-        return self.text[: max(1, width - 1)].rstrip() + "…"
+        """As much as so many characters hold: both, or the sentence, or its first words."""
+        return self.whole() if len(self.whole()) <= width else shortened(self.text, width)
 
 
 @dataclass(frozen=True)
@@ -284,7 +281,7 @@ def _cure(incident: Incident, facts: Facts, now: Now) -> str:
     if facts.course.redo_to:
         return f"doing steps {facts.course.step + 1} to {facts.course.redo_to} again since {incident.brief} {ago}"
     did = ", ".join(text for text in incident.done)
-    return f"redoing step {step_of(facts, now) + 1} since {incident.brief} {ago}{f'; {did}' if did else ''}"
+    return f"redoing step {incident.again} since {incident.brief} {ago}{f'; {did}' if did else ''}"
 
 
 def _blame(facts: Facts, now: Now) -> str:

@@ -19,16 +19,19 @@ from everstep.base.errors import ConfigError
 from everstep.base.given import read_json
 from everstep.checkpoint.names import manifest_name, step_of
 from everstep.observe.events import KINDS
-from everstep.report.facts import Facts
+from everstep.order.cursor import last_step
+from everstep.report.facts import Facts, lost_mark
 from everstep.report.headline import Headline, Now, headline
+from everstep.report.incidents import Incident, lost_launcher
 from everstep.report.tail import Folder, Tail, free_bytes, object_of
 from everstep.report.tally import Tally
+from everstep.report.told_facts import Mark
 from everstep.report.usage import Usage
 from everstep.report.wall_time import goodput
 from everstep.report.words import Event, as_dict, known, number, one_line, whole_number
 from everstep.runtime.files.host_directory import checkpoints_in
 from everstep.runtime.files.run_lock import is_locked
-from everstep.runtime.link.address import EVENTS_FILE, JOB_FILE, LOCK_FILE, METRICS_FOLDER
+from everstep.runtime.link.address import DATASET_FILE, EVENTS_FILE, JOB_FILE, LOCK_FILE, METRICS_FOLDER
 
 PORTION_BYTES = 4 << 20
 _NOT_AGAIN = ("chaos", "resume_from", "network.address")
@@ -97,8 +100,15 @@ class History:
 
     @property
     def total_steps(self) -> int | None:
-        """Number of steps that the config asks for; None if it does not say."""
-        return known(as_dict(self.job.get("config")).get("steps"))
+        """Number of the last step: of a completed job the step that it reached, else what steps and epochs ask for.
+        None where nobody knows: a script's dataset is counted when its workers have joined."""
+        if self.facts.condition.ended_ns is not None and self.facts.condition.state == "completed":
+            return self.facts.course.step
+        more = self._json(DATASET_FILE)
+        given = {**as_dict(self.job.get("config")), **more}
+        size = _least_one(self.job.get("dataset_size")) or _least_one(more.get("size"))
+        lanes, batch = (_least_one(given.get(name)) or 1 for name in ("lanes", "micro_batch"))
+        return last_step(size, lanes * batch, *(_least_one(given.get(name)) for name in ("steps", "epochs")))
 
     def running(self) -> bool:
         """Whether a job holds the directory."""
@@ -122,6 +132,29 @@ class History:
         if running or self.facts.condition.ended_ns is not None:
             return self.facts.condition.state
         return "completed" if self.digest else "interrupted" if self.facts.counts else "starting"
+
+    def lost_launcher(self, running: bool) -> Incident | None:
+        """The loss of the launcher, since about its last word, if it is gone and has told no end."""
+        facts = self.facts
+        if running or facts.condition.ended_ns is not None or not facts.began_ns or self.digest:
+            return None
+        return lost_launcher(
+            facts.incidents.count + 1, max(facts.course.last_step_ns, facts.account.end_ns), facts.course.step
+        )
+
+    def incidents(self, running: bool) -> list[Incident]:
+        """The newest incidents, the loss of the launcher among them."""
+        lost = self.lost_launcher(running)
+        return [*self.facts.incidents.all, *([lost] if lost is not None else [])]
+
+    def marks(self, running: bool) -> list[Mark]:
+        """The newest marks, the loss of the launcher among them."""
+        lost = self.lost_launcher(running)
+        return [*self.facts.marks, *([lost_mark(lost)] if lost is not None else [])]
+
+    def faults(self, running: bool) -> int:
+        """Number of faults, the loss of the launcher among them."""
+        return self.facts.faults + (self.lost_launcher(running) is not None)
 
     def seconds(self, running: bool) -> dict[str, float]:
         """The account of the wall time, by cause; it includes a running job's time up to now."""
@@ -244,6 +277,12 @@ def _doors(job: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:
         return [*words, "--no-local-workers"]
     slots = whole_number(doors.get("slots"))
     return [*words, "--slots", str(slots)] if slots > 0 else words
+
+
+def _least_one(value: Any) -> int | None:
+    """A whole number from 1 on from what a file says, else None."""
+    found = known(value)
+    return found if found is not None and 0 < found < 1 << 63 else None
 
 
 def _value(config: Mapping[str, Any], key: str) -> Any:

@@ -32,10 +32,12 @@ _DID = {
     Cause.PREEMPTED: "was taken away by the scheduler",
     Cause.INJECTED: "was struck by a fault on purpose",
 }
+LAUNCHER = "launcher"
 _THINGS = {
     "checkpoint": "a checkpoint was damaged",
     "states": "the states of the workers are in doubt",
     "coordinator": "the coordinator {did}",
+    LAUNCHER: "the launcher of the job died without a word",
 }
 _ORDERLY = (Cause.DRAINED, Cause.SCALED, Cause.COMPLETED, Cause.INTERRUPTED, Cause.REBALANCED)
 
@@ -73,8 +75,9 @@ class Hit:
 class Incident:
     """Faults that belong together. struck: hits by victim; done: the system's acts, in order.
 
-    planned_ns: begin of the plan that answers it. end_ns: when training went on, None before; whole_ns: when all lost
-    workers had been replaced. suspect: nobody is lost, a worker only stands still. lost: ids of missing workers.
+    step: the first one that was not told when it began; again: the one that it struck, which is done again.
+    planned_ns: when the plan began that answers it. end_ns: when training went on, None before; whole_ns: when all who
+    were lost had been replaced. suspect: nobody is lost, a worker only stands still. lost: worker ids that are missed.
     """
 
     number: int
@@ -88,6 +91,7 @@ class Incident:
     end_ns: int | None = None
     whole_ns: int | None = None
     lost: frozenset[int] = frozenset()
+    again: int = 0
 
     @property
     def what(self) -> str:
@@ -119,6 +123,10 @@ class Incident:
         if text not in self.done and len(self.done) < 2 * _MOST_NAMED:
             self.done.append(text)
 
+    def computed(self, step: int) -> None:
+        """It struck this step or a later one: commits are told late."""
+        self.again = max(self.again, step)
+
     def line(self) -> str:
         """The whole incident in one line."""
         stood = self.end_ns is not None and self.end_ns > self.begin_ns
@@ -129,6 +137,12 @@ class Incident:
 
     def _after(self, time_ns: int) -> str:
         return time_text(max(0, time_ns - self.begin_ns) / 1e9)
+
+
+def lost_launcher(number: int, time_ns: int, step: int) -> Incident:
+    """The loss of the process that leads the job, and of the job with it; no event tells it."""
+    hit = Hit(LAUNCHER, Cause.UNKNOWN, "")
+    return Incident(number, time_ns, step + 1, Cause.UNKNOWN, {LAUNCHER: hit}, ["nothing runs any more"])
 
 
 @dataclass
@@ -166,11 +180,20 @@ class Incidents:
         """Whether the next commit may change an incident."""
         return self.open is not None or self._redone is not None or bool(self._shrugged)
 
+    def launcher_lost(self, time_ns: int, step: int) -> None:
+        """It died at about that time, after this step, and the job was started again."""
+        self.count += 1
+        incident = lost_launcher(self.count, time_ns, step)
+        incident.end_ns = incident.whole_ns = time_ns
+        incident.done = ["the job was started again"]
+        self.all.append(incident)
+
     def committed(self, time_ns: int, step: int) -> None:
         """Take in a commit of that time; its event may come when a later step has begun."""
         redone, incident = self._redone, self.open
         if redone is not None and time_ns > (redone.planned_ns or 0):
-            redone.did(f"step {step} was done again")
+            redone.computed(step)
+            redone.did(f"step {redone.again} was done again")
             self._redone = None
         for who, (struck_ns, at, hit) in list(self._shrugged.items()):
             if step > at + _SHRUGGED_STEPS:  # it cost nothing
@@ -179,6 +202,8 @@ class Incidents:
         if incident is None:
             return
         since_ns = incident.begin_ns if incident.suspect else incident.planned_ns
+        if since_ns is not None and time_ns <= since_ns:  # it was done before, and is told late
+            incident.computed(step + 1)
         if (since_ns is not None and time_ns > since_ns) or step > incident.step + _LATE_STEPS:  # clocks may differ
             if incident.suspect:
                 incident.did("it went on by itself")
@@ -221,15 +246,20 @@ class Incidents:
         worker_id = known(event.get("worker_id"))
         who = "coordinator" if worker_id is None else f"worker {worker_id}"
         if len(self._shrugged) < _MOST_NAMED:
-            self._shrugged[who] = (time_ns, step, Hit(who, Cause.INJECTED, _reason(event)))
+            self._shrugged[who] = (
+                time_ns,
+                max(step, whole_number(event.get("step")) - 1),
+                Hit(who, Cause.INJECTED, _reason(event)),
+            )
 
     def _strike(self, hit: Hit, begin_ns: int, step: int) -> Incident:
         incident = self.open
-        self._shrugged.pop(hit.who, None)
+        _, struck_at, _ = self._shrugged.pop(hit.who, (0, 0, None))
         if incident is None:
             self.count += 1
             incident = self.open = Incident(self.count, begin_ns, step + 1, hit.cause)
             self.all.append(incident)
+        incident.computed(max(step, struck_at) + 1)
         incident.begin_ns = min(incident.begin_ns, begin_ns)
         incident.struck[hit.who] = hit
         return incident
@@ -247,6 +277,7 @@ class Incidents:
         incident = self.open
         if incident is not None and not incident.suspect:
             incident.planned_ns = time_ns
+            incident.computed(whole_number(event.get("step")) + 1)
         seated = set(self._homes)
         wanted = whole_number(event.get("target"))
         for old in self.missed():
@@ -317,6 +348,7 @@ class Incidents:
         incident = self.open
         if incident is None:
             return
+        incident.computed(whole_number(event.get("step")) + 1)
         incident.begin_ns = min(incident.begin_ns, time_ns - round(max(0.0, number(event.get("duration_s"))) * 1e9))
         if as_dict(event.get("phases_s")).get("redo") and not any("steps again" in text for text in incident.done):
             self._redone = incident

@@ -54,7 +54,7 @@ def report_page(history: History, proof: Proof, running: bool = False) -> str:
         f"{escape(_headline(history))}</span></p>",
         f"<p>{escape(said.whole())}</p>",
         _tiles(history, seconds, running),
-        _section("What happened", *_story(history), *_said(history)),
+        _section("What happened", *_story(history, running), *_said(history)),
         _section(
             "Loss", _panel(drawn["loss"]), *(_panel(drawn[name]) for name in drawn if name.startswith("evaluation"))
         ),
@@ -168,7 +168,7 @@ def _tiles(history: History, seconds: dict[str, float], running: bool) -> str:
         ("wall time", time_text(sum(seconds.values()))),
         ("goodput", _percent(goodput(seconds))),
         ("goodput by capacity", _percent(history.goodput_by_capacity(running))),
-        ("faults survived", str(max(facts.counts.get("fault_injected", 0), facts.counts.get("worker_evicted", 0)))),
+        ("faults survived", str(history.faults(running))),
         ("median recovery", time_text(durations[len(durations) // 2]) if durations else "none needed"),
         ("steps lost", str(facts.course.steps_lost)),
     ]
@@ -180,9 +180,9 @@ def _tiles(history: History, seconds: dict[str, float], running: bool) -> str:
     return f'<div class="tiles">{cells}</div>'
 
 
-def _story(history: History) -> list[str]:
+def _story(history: History, running: bool) -> list[str]:
     """One line per incident; checkpoints and all the rest are folded away below."""
-    incidents = [[_at(history, one.begin_ns), one.level, one.line()] for one in history.facts.incidents.all]
+    incidents = [[_at(history, one.begin_ns), one.level, one.line()] for one in history.incidents(running)]
     shown = _table(["time", "level", "what"], incidents[-_MOST_ROWS:], (0,)) if incidents else "<p>No fault.</p>"
     return [shown, f"<details><summary>Event by event</summary>{''.join(_events(history))}</details>"]
 
@@ -211,13 +211,15 @@ def _said(history: History) -> list[str]:
 
 def _efficiency(history: History) -> str:
     found = history.facts.course.efficiency()
+    left_out = history.facts.course.left_out()
+    note = f"<p>{escape(left_out)}</p>" if left_out else ""
     if len(found) < 2:
-        return ""
+        return note
     rows = [
         [f"{e['workers']:.0f}", f"{e['samples_per_s']:.1f}", _percent(e["efficiency"]), f"{e['steps']:.0f}"]
         for e in found
     ]
-    return _table(["workers", "samples per second", "scaling efficiency", "steps measured"], rows, (0, 1, 2, 3))
+    return _table(["workers", "samples per second", "scaling efficiency", "steps measured"], rows, (0, 1, 2, 3)) + note
 
 
 def _communication(history: History) -> str:
@@ -276,7 +278,10 @@ def _checkpoints(history: History) -> str:
         for c in found[-_MOST_ROWS:]
     ]
     each = _table(["time", "tier", "step", "result", "size", "took", "stall"], rows, (0, 2, 4, 5, 6))
-    return _table(["tier", "complete", "failed", "newest", "size", "stall in all"], tiers, (1, 2, 3, 4, 5)) + each
+    return (
+        _table(["tier", "complete", "skipped", "failed", "newest", "size", "stall in all"], tiers, (1, 2, 3, 4, 5, 6))
+        + each
+    )
 
 
 def _tier(name: str, found: Sequence[CheckpointFact]) -> list[str]:
@@ -284,6 +289,7 @@ def _tier(name: str, found: Sequence[CheckpointFact]) -> list[str]:
     return [
         name,
         str(len(good)),
+        str(sum(c.skipped for c in found)),
         str(sum(not c.ok and not c.skipped for c in found)),
         f"step {good[-1].step}" if good else "none",
         size_text(good[-1].size_bytes) if good else "",

@@ -11,7 +11,7 @@ from everstep.report.words import Event, as_dict, cause, known, number, one_line
 
 @dataclass(frozen=True)
 class RecoveryFact:
-    """The time from a fault to the next committed step; `phases` are its parts, one after another."""
+    """From a fault to the next committed step, which is `step`; `phases` are its parts, one after another."""
 
     begin_ns: int
     end_ns: int
@@ -29,7 +29,8 @@ def recovery_of(event: Event, time_ns: int) -> RecoveryFact:
     """Fact of a `recovery_completed` event of that time."""
     spent = as_dict(event.get("phases_s"))
     phases_s, duration_s = {k: number(v) for k, v in spent.items()}, max(0.0, number(event.get("duration_s")))
-    whose = (whole_number(event.get("generation")), whole_number(event.get("step")), known(event.get("worker_id")))
+    step = whole_number(event.get("step")) + 1  # the event is told of the decision: so many steps lie before it
+    whose = (whole_number(event.get("generation")), step, known(event.get("worker_id")))
     phases = recovery_phases(time_ns, duration_s, phases_s)
     begin_ns, why = time_ns - round(duration_s * 1e9), (cause(event), one_line(event.get("reason")))
     return RecoveryFact(begin_ns, time_ns, *whose, *why, duration_s, phases_s, tuple(phases))

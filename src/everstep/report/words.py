@@ -43,6 +43,15 @@ def one_line(value: Any, most: int = 600) -> str:
     return text if len(text) <= most else f"{text[: most - 1]}…"
 
 
+def shortened(text: str, most: int, between: str = " ") -> str:
+    """As many whole words of a text as so many characters hold, with an ellipsis for the rest."""
+    if len(text) <= most:
+        return text
+    end = f"{between.strip()}…"
+    whole = text[: max(0, most - len(end) + 1)].rpartition(between)[0]
+    return whole.rstrip(" ,;:") + end if whole else text[: max(0, most - 1)] + "…"
+
+
 def number(value: Any, default: float = 0.0) -> float:
     """A finite number from a file's value, else the default."""
     if type(value) is float:

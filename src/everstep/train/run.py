@@ -7,6 +7,7 @@ when the update has been applied. So the user's other lines run once per step.
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import sys
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping
@@ -22,6 +23,7 @@ from everstep.base.plan import Plan
 from everstep.data.batch import to_device
 from everstep.exact.seeding import derive, preserve_rng, seed_all
 from everstep.exact.settings import evaluating
+from everstep.observe.logs import RAISED_IN
 from everstep.order.ledger import use_digest
 from everstep.placement.probes import owed
 from everstep.protocol import messages as wire
@@ -42,6 +44,8 @@ from everstep.train.loop_survey import LoopSurvey
 from everstep.train.reachable import loop_frames
 from everstep.train.session import Session
 from everstep.train.user_loop import UserLoop
+
+log = logging.getLogger(__name__)
 
 _LOOP_SEED = 1 << 34
 _OF_RUN = frozenset({"_session", "model", "_stopped", "_survey", "_guard", "loop"})
@@ -117,6 +121,7 @@ class Step:
         view.phase("forward", self.number, operation.plan)
         due = self._alone_due(operation.plan)
         loop.enter(self.number, lane, apart=is_told or due)
+        lanes.hand_out((self.number, lane, samples))
         twice = loop.probes(due)
         yield batch
         if twice:
@@ -126,6 +131,7 @@ class Step:
         if is_told or (due and twice):
             self._session.lanes.note(self.number, lane, 0, loop.said(batch))
         loop.leave(lane, len(samples), use_digest(samples))
+        lanes.hand_out(None)
         lanes.count(len(samples))
         lanes.done(self.number, 0, lane)
 
@@ -272,6 +278,9 @@ class Run:
 
         Raises: what ends a member, such as Evicted.
         """
+        if self.loop.begun and (at := self._session.lanes.at_work) is not None:
+            step, lane, samples = at
+            log.error("%s%d of step %d (samples %s)", RAISED_IN, lane, step, ", ".join(str(i) for _, i in samples[:8]))
         if self._session.saver.on and self.loop.begun:
             self._session.executor.ask(HoldAsked(words, self._session.view.hold_until_ns()))
 

@@ -55,6 +55,8 @@ class Lanes:
         self._view = view
         self._restorer = restorer
         self._samples = 0
+        self.at_work: tuple[int, int, Sequence[Any]] | None = None
+        """Step, lane and samples of the batch that the user's loop has, None if it has none."""
         self._shapes = Shapes()
         self._loader = LaneLoader(Recipe(dataset, view.order, collate, view.config.seed), view.config.loader)
 
@@ -127,6 +129,10 @@ class Lanes:
         if compiling() and self._shapes.new(batch):
             self._view.link.row.chill()
         return to_device(batch, self.device), samples
+
+    def hand_out(self, at_work: tuple[int, int, Sequence[Any]] | None) -> None:
+        """Note step, lane and samples of the batch that the user's loop gets; None: it is done with it."""
+        self.at_work = at_work
 
     def samples(self, number: int, lane: int) -> Any:
         """Samples of a lane, without loading them."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import pytest
 
@@ -51,3 +52,15 @@ def test_keys_are_found_by_a_word(capsys: pytest.CaptureFixture[str]) -> None:
         assert run_command(["config", *arguments]) == 2
         error = capsys.readouterr().err
         assert error.count("\n") == 1 and said in error
+
+
+def test_lines_fit_a_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a pipe a key has one line, for `grep`; on a terminal no line is longer than that, and no word is cut."""
+    assert run_command(["config"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == len(describe())
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    monkeypatch.setenv("COLUMNS", "80")
+    assert run_command(["config"]) == 0
+    shown = capsys.readouterr().out
+    assert max(map(len, shown.splitlines())) <= 80
+    assert shown.split() == [word for row in describe() for cell in row for word in cell.split()]

@@ -247,7 +247,9 @@ def test_what_is_counted_is_the_jobs_and_what_is_shown_is_of_this_start(
     watcher.stop()
     assert capsys.readouterr().out.startswith("step 5") and watcher.facts.course.step == 5
     found = summary(watcher.facts, 0, "x", None)
-    assert (found["faults_survived"], found["recoveries"], found["wall_s"]) == (2, 2, 5.0)
+    assert (found["faults_survived"], found["recoveries"], found["wall_s"]) == (3, 2, 5.0), (
+        "the first start told no end"
+    )
 
 
 def test_in_a_small_window_the_dead_keep_their_lines(tmp_path: Path) -> None:
@@ -272,6 +274,32 @@ def test_in_a_small_window_the_dead_keep_their_lines(tmp_path: Path) -> None:
         assert any("and 26 more" in line for line in said)
 
 
+def test_at_80_columns_no_word_is_cut(tmp_path: Path) -> None:
+    from rich.console import Console
+
+    reason = "the disk of the host refuses what is written there since its file system was mounted for reading alone"
+    lanes = [list(range(i * 20, i * 20 + 20)) for i in range(2)]
+    joined = [event("worker_joined", 0.5, worker_id=i, incarnation=0, pid=i, host="h") for i in range(2)]
+    begun = event(
+        "generation_started", 1, generation=1, leaders=[0], seats=[[i, 0, "standby", lanes[i]] for i in range(2)]
+    )
+    told = event("warning", 2, cause="disk", reason=reason)
+    facts = facts_of([event("job_started", 0, workers=2), *joined, begun, commit(1000, 1.5), told])
+    live = LiveDisplay(Console(file=io.StringIO(), width=80, height=20), Folder(tmp_path, "*.jsonl"), 100_000)
+    try:
+        live.event(told, facts)
+        shown = live._render(facts)
+    finally:
+        live.close()
+    screen = io.StringIO()
+    Console(file=screen, width=80).print(shown)
+    said = screen.getvalue()
+    assert max(map(len, said.splitlines())) <= 80
+    assert all(name in said for name in ("worker", "state", "stage", "lanes", "step", "phase", "samples", "leader"))
+    assert "0,1,2,3,4,5,6,7,8,9,10,… " in said and "20,21,22,23,24,25,26,… " in said
+    assert said.splitlines()[-1].rstrip("…").split() == f"warning: {reason}".split()[:14]
+
+
 def test_small_words() -> None:
     assert [duration(s) for s in (0.4, 65, 3720)] == ["0s", "1m05s", "1h02m"]
     assert step_line(Facts(), 3, None) == "step 3  generation 0"
@@ -282,7 +310,7 @@ def test_small_words() -> None:
     assert step_line(facts, 2, None) == "step 2  loss 1.0000  lr 0.00125  400 tokens/s  generation 0"
 
 
-def test_status_of_a_job_that_is_over_lists_its_workers(tmp_path: Path) -> None:
+def test_status_of_a_job_that_no_coordinator_answers_for_lists_its_workers(tmp_path: Path) -> None:
     joined = [
         event("worker_joined", 0.5, worker_id=i, incarnation=0, pid=100 + i, host="here", generation=0)
         for i in (0, 1, 2)

@@ -19,6 +19,7 @@ uvicorn = pytest.importorskip("uvicorn", reason="the extra [dashboard] is not in
 from everstep.base.doors import is_loopback  # noqa: E402
 from everstep.base.errors import ConfigError  # noqa: E402
 from everstep.cli.main import run_command  # noqa: E402
+from everstep.cli.status import read_status  # noqa: E402
 from everstep.dashboard.app import make_app, make_metrics_app  # noqa: E402
 from everstep.dashboard.catalog import Catalog, holds_runs  # noqa: E402
 from everstep.dashboard.feed import Feeds, RunFeed  # noqa: E402
@@ -27,6 +28,7 @@ from everstep.dashboard.run_view import PageCursor, patch  # noqa: E402
 from everstep.observe.events import format_event  # noqa: E402
 from everstep.observe.logs import WorkerLog  # noqa: E402
 from everstep.runtime import commands  # noqa: E402
+from everstep.runtime.files.run_lock import run_lock  # noqa: E402
 from everstep.runtime.link.address import METRICS_TOKEN_FILE  # noqa: E402
 
 TOKEN = "a-token-of-many-characters"
@@ -539,3 +541,64 @@ def test_what_a_worker_uses_is_that_of_its_present_life(tmp_path: Path) -> None:
     rows = {i: dict(zip(shown["fields"], row, strict=True)) for i, row in shown["rows"].items()}
     assert (rows["0"]["rss"], rows["0"]["phase"]) == (7, "reduce")
     assert (rows["1"]["rss"], rows["1"]["phase"]) == (None, "")
+
+
+def test_skipped_checkpoints_have_their_own_count(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path)
+    told = [
+        format_event("checkpoint_completed", T0 + 1, {"tier": "disk", "step": 4, "size_bytes": 9, "duration_s": 0.5}),
+        format_event("checkpoint_failed", T0 + 2, {"tier": "disk", "step": 5, "cause": "disk", "reason": "it is full"}),
+        format_event("checkpoint_skipped", T0 + 3, {"tier": "disk", "step": 6, "cause": "busy", "reason": "not done"}),
+        format_event("checkpoint_failed", T0 + 4, {"tier": "disk", "step": 7, "cause": "busy", "reason": "of before"}),
+    ]
+    with (run_dir / "events.jsonl").open("ab") as file:
+        file.write(b"".join(told))
+    feed = RunFeed(run_dir)
+    feed.load()
+    shown = patch(feed, PageCursor())["checkpoints"]
+    assert shown["tiers"] == [{"tier": "disk", "newest": [4, 9, 0.5, 0.0], "skipped": 2, "failed": 1}]
+    assert (shown["newest"][:2], shown["missed"]) == (["disk", 4], ["disk", 7, True, "busy", "of before"])
+
+
+def test_a_launcher_that_died_is_a_fault_with_a_mark_and_leaves_no_process(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path)
+    (run_dir / "job.json").write_text('{"task": "t", "argv": [], "config": {"steps": 9}}')
+    with run_lock(run_dir):
+        before = shown_of(run_dir)
+    after = shown_of(run_dir)
+    assert after["head"]["faults"] == before["head"]["faults"] + 1
+    assert [mark[2] for mark in after["marks"]][len(before["marks"]) :] == ["launcher"]
+    assert after["incidents"][-1][6] == "the launcher of the job died without a word; nothing runs any more"
+    status = read_status(run_dir)
+    assert status["workers"] == []
+    assert status["incidents"][-1]["text"] == after["incidents"][-1][6]
+    assert "died without a word" in status["headline"]["text"] and "ago" in status["headline"]["text"]
+    with (run_dir / "events.jsonl").open("ab") as file:
+        file.write(event("job_started", 500, step=0, workers=1))
+    with run_lock(run_dir):
+        again = shown_of(run_dir)
+    assert again["head"]["faults"] == after["head"]["faults"]
+    assert [mark[2] for mark in again["marks"]] == [mark[2] for mark in after["marks"]]
+    assert again["incidents"][-1][6] == "the launcher of the job died without a word; the job was started again"
+
+
+def shown_of(run_dir: Path) -> dict[str, Any]:
+    """What a page is told of the run."""
+    feed = RunFeed(run_dir)
+    feed.load()
+    feed.ask()
+    return patch(feed, PageCursor())
+
+
+def test_a_page_is_told_what_the_code_raised(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path)
+    (run_dir / "logs").mkdir()
+    said = {"time_unix_ns": T0 + 7 * 10**9, "level": "critical", "message": "ValueError: x", "exception": "damaged"}
+    (run_dir / "logs" / "worker-1.jsonl").write_text(json.dumps(said) + "\n")
+    with (run_dir / "events.jsonl").open("ab") as file:
+        file.write(event("job_failed", 8, state="failed", cause="exception", reason="x", exit_code=1))
+    feed = RunFeed(run_dir)
+    feed.load()
+    feed.look_for_raised()
+    logs = f"traceback and log: everstep logs {run_dir} --worker 1 --level error"
+    assert patch(feed, PageCursor())["head"]["raised"] == ["ValueError: x", "in worker 1", logs]

@@ -293,7 +293,7 @@ def test_it_is_fitted_to_the_width() -> None:
     assert [said.fitted(width) for width in (80, 30, 10)] == [
         "All is well: step 3. No fault so far.",
         "All is well: step 3.",
-        "All is we…",
+        "All is…",
     ]
 
 

@@ -294,3 +294,45 @@ def test_what_a_spare_has_waited_is_no_part_of_a_step() -> None:
     columns = usage.columns()
     assert columns["seconds"]["forward"] == [None, None, 0.5]
     assert columns["seconds"]["other"] == [None, None, 0.0] and usage.total_s["other"] == 60.0
+
+
+@pytest.mark.parametrize(
+    ("asked", "size", "joined", "last"),
+    [
+        ({"steps": 36}, None, None, 36),
+        ({"steps": 36, "epochs": 2}, 68, None, 34),
+        ({"steps": 30, "epochs": 2}, 68, None, 30),
+        ({"epochs": 2}, 67, None, 34),
+        ({"epochs": 2}, None, None, None),
+        ({"steps": 36}, None, {"size": 68, "lanes": 2, "micro_batch": 2, "steps": None, "epochs": 1}, 17),
+        ({"steps": 36}, None, {"size": "many", "epochs": True, "lanes": 0}, 36),
+        ({"steps": -1, "epochs": 1 << 70}, 68, None, None),
+        ({}, None, ["no", "object"], None),
+    ],
+)
+def test_the_last_step_is_the_earlier_one_of_steps_and_epochs(
+    asked: dict[str, Any], size: int | None, joined: object, last: int | None, tmp_path: Path
+) -> None:
+    config = {"lanes": 4, "micro_batch": 1, **asked}
+    (tmp_path / "job.json").write_text(json.dumps({"task": "t", "config": config, "dataset_size": size}))
+    if joined is not None:
+        (tmp_path / "dataset.json").write_text(json.dumps(joined))
+    lines = [event("job_started", 0, step=0, workers=1), event("step_committed", 1, step=5, loss=1.0)]
+    assert history(tmp_path, lines).total_steps == last
+    lines.append(event("job_completed", 2, step=6, exit_code=0, state="completed"))
+    assert history(tmp_path, lines).total_steps == 6  # a loop may be left before: that is all there was to do
+
+
+def test_efficiency_is_told_of_what_was_measured_long_enough(tmp_path: Path) -> None:
+    """Two steps of a start that was warm, or cold, say nothing: they made 130 % of it."""
+    lines = [event("job_started", 0, step=0, workers=2), plan(1, 1, {0: [0], 1: [1]})]
+    lines += [event("step_committed", 1 + s, step=s, loss=1.0, samples=8) for s in range(1, 14)]
+    lines += [plan(14.5, 2, {0: [0], 1: [1], 2: [2]})]
+    lines += [event("step_committed", 15 + s / 10, step=13 + s, loss=1.0, samples=8) for s in range(1, 5)]
+    facts = history(tmp_path, lines).facts
+    assert [(e["workers"], e["efficiency"], e["steps"]) for e in facts.course.efficiency()] == [(2, 1.0, 12)]
+    why = "left out, as fewer than 10 undisturbed steps were measured"
+    assert facts.course.left_out() == f"3 workers (3 steps): {why}"
+    lines += [event("step_committed", 15.4 + s, step=17 + s, loss=1.0, samples=8) for s in range(1, 8)]
+    facts = history(tmp_path, lines).facts
+    assert ([e["steps"] for e in facts.course.efficiency()], facts.course.left_out()) == ([12, 10], "")

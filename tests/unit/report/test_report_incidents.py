@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 
 from everstep.report.facts import facts_of
+from everstep.report.headline import Now, headline
 from everstep.report.history import History
 from everstep.report.pace import Pace
 from everstep.report.usage import Usage
 from everstep.report.wall_time import TimeAccount
 from everstep.runtime.files.run_lock import run_lock
-from told_events import HEALED, LEADS, T0, TWO, S, commit, event, killed, plan, recovered, trained, write_events
+from told_events import HEALED, KILLED, LEADS, T0, TWO, S, commit, event, killed, plan, recovered, trained, write_events
 
 FLIP = {"cause": "corrupt", "reason": "worker 1 deviates"}
 
@@ -29,6 +30,30 @@ def test_killed_replaced_and_back() -> None:
     assert lines(events) == ["worker 2 was killed; step 11 was done again; training went on after 400 ms"]
     events += [plan(8.7, 3, [[0, 1, 2, 3]])]
     assert lines(events)[0].endswith("worker 2 is back; training went on after 400 ms; whole again after 2.9 s")
+
+
+def test_the_step_that_is_done_again_is_the_same_wherever_it_is_said() -> None:
+    """The commit of step 11 is told after the plan; the fault struck step 12."""
+    injected = event("fault_injected", 5.79, worker_id=2, step=12, **KILLED)
+    planned = {**plan(5.9, 2, [[0, 1, 3]]), "step": 11}
+    done = {**recovered(2, 5.8, 6.2), "step": 11}
+    told = [*trained(), injected, killed(2, 5.8), planned]
+    for events in (told, [*told, commit(11, 5.75)]):
+        assert "redoing step 12 since worker 2 was killed" in headline(facts_of(events), Now(T0 + 6 * S)).text
+    facts = facts_of([*told, commit(11, 5.75), done, commit(12, 6.2)])
+    assert [one.line() for one in facts.incidents.all] == [
+        "worker 2 was killed; step 12 was done again; training went on after 400 ms"
+    ]
+    assert [recovery.step for recovery in facts.recoveries] == [12]
+
+
+@pytest.mark.parametrize("knows", ["plan", "late commit", "injected"])
+def test_each_of_them_says_which_step_was_struck(knows: str) -> None:
+    events = [*trained()]
+    events += [event("fault_injected", 5.79, worker_id=2, step=12, **KILLED)] if knows == "injected" else []
+    events += [killed(2, 5.8), {**plan(5.9, 2, [[0, 1, 3]]), "step": 11 if knows == "plan" else 0}]
+    events += [commit(11, 5.75)] if knows == "late commit" else []
+    assert "redoing step 12" in headline(facts_of(events), Now(T0 + 6 * S)).text
 
 
 def test_the_leader_of_a_stage_and_its_spare() -> None:

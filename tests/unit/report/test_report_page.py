@@ -32,6 +32,14 @@ def run_directory(base: Path, name: str, lines: list[bytes] | None = None, task:
     return run_dir
 
 
+def scaled_run() -> list[bytes]:
+    """Long enough with 2 workers, and then with 3, for both to be measured."""
+    more = [event("step_committed", 3.5 + s, step=s, loss=1 / s, samples=8) for s in range(11, 24)]
+    more.append(plan(27, 3, {0: [0, 1], 1: [2], 2: [3]}))
+    more += [event("step_committed", 4 + s, step=s, loss=1 / s, samples=8) for s in range(24, 37)]
+    return [*killed_run(), *more]
+
+
 class Outline(html.parser.HTMLParser):
     """Collects tags, attributes and text; checks that tags are balanced."""
 
@@ -103,7 +111,7 @@ def test_everything_is_escaped(tmp_path: Path) -> None:
 
 
 def test_figures_are_well_formed_and_stand_alone(tmp_path: Path) -> None:
-    for name, svg in figures(History(run_directory(tmp_path, "calm")).load()).items():
+    for name, svg in figures(History(run_directory(tmp_path, "calm", scaled_run())).load()).items():
         for text in (svg, standalone(svg)):
             assert ElementTree.fromstring(text).tag.endswith("svg"), name
         assert "var(" not in standalone(svg)
@@ -154,7 +162,7 @@ def test_what_workers_spend_is_shown(tmp_path: Path) -> None:
 
 def test_the_command_writes_page_and_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("resvg_py", reason="the extra [report] is not installed")
-    run_dir = run_directory(tmp_path, "calm")
+    run_dir = run_directory(tmp_path, "calm", scaled_run())
     assert run_command(["report", str(run_dir), "--out", str(tmp_path / "r.html")]) == 0
     written = [Path(line) for line in capsys.readouterr().out.splitlines()]
     assert written[0] == tmp_path / "r.html"

@@ -39,7 +39,7 @@ export class Actions {
   constructor(run, key) {
     this.run = run;
     this.key = key;
-    this.unlocked = false;
+    this.unlocked = this.lost = false;
     this.build();
     $("unlock").addEventListener("submit", (event) => {
       event.preventDefault();
@@ -89,12 +89,18 @@ export class Actions {
     this.allow();
   }
 
+  /** The server is gone: nothing can be asked; or it is back. */
+  cut(lost) {
+    this.lost = lost;
+    this.allow();
+  }
+
   /** Enable the buttons while the job runs, as far as the dashboard has the tokens for their actions. */
   allow() {
     const head = this.run()?.head ?? {};
     for (const button of document.querySelectorAll("button[data-needs]")) {
       const role = NEEDS[button.dataset.needs];
-      const why = !this.unlocked ? "unlock the actions first" : !head.running ? "no job is running" : head.may?.includes(role) ? "" : `the dashboard has no token for '${role}' of this job`;
+      const why = this.lost ? "the dashboard does not answer" : !this.unlocked ? "unlock the actions first" : !head.running ? "no job is running" : head.may?.includes(role) ? "" : `the dashboard has no token for '${role}' of this job`;
       button.disabled = why !== "";
       attribute(button, "title", why);
     }

@@ -320,7 +320,7 @@ export class Training {
     };
     many(this.phases, usage?.seconds, (name) => PHASE_COLOURS[name] ?? "c7");
     many(this.bytes, usage?.bytes_per_s, (name, i) => `c${i % 9}`);
-    const scaled = run.efficiency.length > 1 ? run.efficiency : [];
+    const scaled = run.efficiency.measured.length > 1 ? run.efficiency.measured : [];
     const each = scaled.length ? scaled[0].samples_per_s / scaled[0].workers : 0;
     const lines = [{ name: "measured", y: scaled.map((e) => e.samples_per_s), colour: "c2" }, { name: "in proportion", y: scaled.map((e) => each * e.workers), colour: "c7" }];
     this.scaling.update(scaled.map((e) => e.workers), scaled.length ? lines : [], false, []);

@@ -5,7 +5,7 @@ import { $, attribute, el } from "./dom.js";
 
 /** Kinds that are switched together. on: shown at first. */
 const GROUPS = {
-  faults: { kinds: ["fault", "evicted", "coordinator", "fallback"], on: true },
+  faults: { kinds: ["fault", "evicted", "coordinator", "fallback", "launcher"], on: true },
   leaders: { kinds: ["leader"], on: false },
   healed: { kinds: ["healed"], on: false },
   checkpoints: { kinds: ["checkpoint"], on: false },

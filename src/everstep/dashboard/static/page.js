@@ -21,6 +21,7 @@ let folder = null; // whose runs are listed; null: those here are all
 let wanted = new URLSearchParams(location.search).getAll("run"); // of the list, what is asked for
 let ticks = [...wanted];
 let current = null; // of what is asked for, the one to be shown
+let lostMs = null; // since when, by our clock, the server has not been heard of; null: it is there
 
 const workers = new Workers(pick);
 const training = new Training();
@@ -31,14 +32,16 @@ const actions = new Actions(() => runs[selected], () => keys[selected]);
 const list = new RunList(show, tick, () => actions.unlocked);
 const drawer = new Drawer(actions, () => keys[selected], (id) => workers.leave(id));
 
-const fresh = () => ({ head: {}, rows: new Map(), curves: {}, generations: [], recoveries: [], incidents: [], checkpoints: [], marks: [], lives: { spans: [], hidden: 0 }, account: {}, efficiency: [], metrics: {}, ledger: {}, config: {}, usage: null, log: [] });
-const now = () => Date.now() + clockMs;
+const fresh = () => ({ head: {}, rows: new Map(), curves: {}, generations: [], recoveries: [], incidents: [], checkpoints: { newest: null, missed: null, tiers: [] }, marks: [], lives: { spans: [], hidden: 0 }, account: {}, efficiency: { measured: [], left_out: "" }, metrics: {}, ledger: {}, config: {}, usage: null, log: [] });
+/** The server's time; it stands still while the server is gone. */
+const now = () => (lostMs ?? Date.now()) + clockMs;
 
 // ---- taking in
 
 function take(message, first) {
   const begin = performance.now();
   clockMs = message.now_ms - Date.now();
+  heard();
   if (first) begin_anew(message);
   for (const [key, patch] of Object.entries(message.runs)) {
     const i = Number(key);
@@ -93,7 +96,7 @@ function merge(run, patch) {
 function draw(run, changed) {
   const at = now();
   if (run.head.state === undefined) return;
-  panels.head(run, at);
+  panels.head(run, at, silent());
   if (changed.workers) workers.update(run.rows);
   if (changed.workers || changed.recoveries) drawer.update(run, at);
   if (changed.lives || changed.marks) timeline.draw(run, at);
@@ -103,7 +106,7 @@ function draw(run, changed) {
   if (changed.incidents) panels.incidents(run);
   if (changed.account) panels.account(run);
   if (changed.efficiency) panels.scaling(run);
-  if (changed.checkpoints) panels.checkpoints(run, at);
+  if (changed.checkpoints) panels.checkpoints(run);
   if (changed.ledger) panels.ledger(run, checkLedger);
   if (changed.log) log.more(run);
   if (changed.workers) actions.targets(run);
@@ -226,12 +229,32 @@ function paint() {
   if (runs[selected]?.head.state) training.update(runs[selected]);
 }
 
+/** For how many seconds the server has not been heard of; null: it is there. */
+const silent = () => (lostMs === null ? null : (Date.now() - lostMs) / 1000);
+
+/** The server is gone, or wants a token again: all that is shown is as old as its last word. */
+function lost(heardMs) {
+  if (!heardMs) return;
+  lostMs = heardMs;
+  attribute(document.body, "data-lost", "yes");
+  actions.cut(true);
+  age();
+}
+
+/** A message has come: what is shown is true again. */
+function heard() {
+  if (lostMs === null) return;
+  lostMs = null;
+  document.body.removeAttribute("data-lost");
+  actions.cut(false);
+}
+
 /** Redraw parts that change with time: ages, and the ends of open spans. */
 function age() {
   const run = runs[selected];
   if (!run?.head.state) return;
-  panels.head(run, now());
-  if (run.head.running) timeline.draw(run, now());
+  panels.head(run, now(), silent());
+  if (run.head.running && lostMs === null) timeline.draw(run, now());
 }
 
 function setUp() {
@@ -253,9 +276,10 @@ function setUp() {
     });
   }
   const words = { live: "live", lost: "connection lost", locked: "token needed" };
-  follow(take, (state) => {
+  follow(take, (state, heardMs) => {
     attribute($("link"), "data-state", state);
     write($("link"), words[state]);
+    if (state !== "live") lost(heardMs);
     if (state === "locked") actions.open(false);
   }, () => (wanted.length ? `?${new URLSearchParams(wanted.map((name) => ["run", name]))}` : ""));
   setInterval(age, 1000);

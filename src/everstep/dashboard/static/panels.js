@@ -25,26 +25,36 @@ function table(header, rows, numbers = []) {
 
 // ---- head
 
-export function head(run, nowMs) {
-  const h = run.head;
-  document.title = `${h.state} · ${h.name} · everstep`;
+/** silentS: for how many seconds the dashboard has not been heard of; null: it is there. */
+export function head(run, nowMs, silentS) {
+  const h = run.head, state = silentS === null ? h.state : `${h.running ? "was " : ""}${h.state}`;
+  document.title = `${silentS === null ? state : "connection lost"} · ${h.name} · everstep`;
   write($("name"), h.name);
   write($("task"), h.task);
-  write($("state"), h.state);
+  write($("state"), state);
   attribute($("state"), "data-state", h.state);
-  const said = h.loaded ? h.headline : { level: "good", text: `reading the run's history, step ${h.step} so far …` };
+  const said = silentS !== null ? unheard(h, silentS) : h.loaded ? h.headline : { level: "good", text: `reading the run's history, step ${h.step} so far …` };
   writeLinked($("sentence"), `${said.text} ${said.more ?? ""}`.trim());
   for (const id of ["sentence", "state"]) attribute($(id), "data-level", said.level);
-  const share = h.total ? Math.min(100, (100 * h.step) / h.total) : h.state === "completed" ? 100 : 0;
+  $("raised").hidden = !h.raised?.length;
+  write($("raised"), (h.raised ?? []).join("\n"));
+  const share = h.state === "completed" ? 100 : h.total ? Math.min(100, (100 * h.step) / h.total) : 0;
   $("progress").firstElementChild.style.width = `${share}%`;
   attribute($("progress"), "aria-valuenow", Math.round(share));
   attribute($("progress"), "aria-valuetext", h.total ? `step ${h.step} of ${h.total}` : `step ${h.step}`);
   tiles(run, nowMs);
 }
 
+/** The sentence while the dashboard is gone: nothing is known of now. */
+function unheard(h, silentS) {
+  const passed = duration(Math.max(1, Math.floor(silentS))).replace(".0 s", " s");
+  const text = `Last heard of ${passed} ago, at step ${h.step}: the dashboard does not answer.`;
+  return { level: "lost", text, more: h.running ? "Below is what it said last." : `It said last: ${h.headline.text}` };
+}
+
 function tiles(run, nowMs) {
   const h = run.head;
-  const saved = run.checkpoints.findLast((c) => c[3]);
+  const saved = run.checkpoints.newest;
   const dead = h.states.dead ?? 0, healing = h.states.healing ?? 0, spare = h.states.spare ?? 0;
   const beside = [dead && `${dead} dead`, healing && `${healing} healing`, spare && plural(spare, "spare")].filter(Boolean);
   const end = h.ended_ns ?? (h.running ? nowMs * 1e6 : h.last_ns);
@@ -128,24 +138,22 @@ export function account(run) {
 }
 
 export function scaling(run) {
-  const measured = run.efficiency.toSorted((a, b) => b.steps - a.steps).slice(0, 8).sort((a, b) => a.workers - b.workers);
+  const { measured: all, left_out } = run.efficiency;
+  const measured = all.toSorted((a, b) => b.steps - a.steps).slice(0, 8).sort((a, b) => a.workers - b.workers);
   const rows = measured.map((e) => [e.workers, number(e.samples_per_s), percent(e.efficiency), e.steps]);
   const window = el("p", { className: "soft small" }, "Rates over all steps that no fault, evaluation or change fell into.");
-  const note = run.efficiency.length < 2 ? el("p", { className: "soft" }, "Efficiency compares numbers of workers: so far there was one.") : null;
-  $("scaling").replaceChildren(...[rows.length ? table(["workers", "samples/s", "efficiency", "steps"], rows, [0, 1, 2, 3]) : null, rows.length ? window : null, note].filter(Boolean));
+  const note = all.length < 2 && !left_out ? el("p", { className: "soft" }, "Efficiency compares numbers of workers: so far there was one.") : null;
+  $("scaling").replaceChildren(...[rows.length ? table(["workers", "samples/s", "efficiency", "steps measured"], rows, [0, 1, 2, 3]) : null, rows.length ? window : null, left_out && el("p", { className: "soft" }, left_out), note].filter(Boolean));
 }
 
-export function checkpoints(run, nowMs) {
-  const list = run.checkpoints;
-  if (!list.length) return $("checkpoints").replaceChildren(el("p", { className: "soft" }, "none so far"));
-  const tiers = [...new Set(list.map((c) => c[0]))];
-  const rows = tiers.map((tier) => {
-    const of = list.filter((c) => c[0] === tier), good = of.findLast((c) => c[3]), failed = of.filter((c) => !c[3]).length;
-    return [tier, good ? `step ${good[1]}` : "none", good ? bytes(good[5]) : "–", good ? duration(good[4]) : "–", good ? duration(good[6]) : "–", failed];
+export function checkpoints({ checkpoints: { tiers, missed } }) {
+  if (!tiers.length) return $("checkpoints").replaceChildren(el("p", { className: "soft" }, "none so far"));
+  const rows = tiers.map(({ tier, newest, skipped, failed }) => {
+    const [step, size, took, stall] = newest ?? [];
+    return [tier, newest ? `step ${step}` : "none", newest ? bytes(size) : "–", duration(took), duration(stall), skipped, failed];
   });
-  const last = list.at(-1);
-  const trouble = last[3] ? null : el("p", { className: "bad" }, `The last one failed (${last[0]}, step ${last[1]}): `, ...causeTag(last[8]), last[7]);
-  $("checkpoints").replaceChildren(...[table(["tier", "newest", "size", "took", "stall", "failed"], rows, [2, 3, 4, 5]), trouble].filter(Boolean));
+  const told = missed && el("p", { className: missed[2] ? "soft" : "bad" }, `The last one ${missed[2] ? "was skipped" : "failed"} (${missed[0]}, step ${missed[1]}): `, ...causeTag(missed[3]), missed[4]);
+  $("checkpoints").replaceChildren(...[table(["tier", "newest", "size", "took", "stall", "skipped", "failed"], rows, [2, 3, 4, 5, 6]), told].filter(Boolean));
 }
 
 export function ledger(run, check) {

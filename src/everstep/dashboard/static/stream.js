@@ -1,25 +1,27 @@
 // Server-sent events by fetch, because an EventSource does not tell the reason of a refusal. Reconnects automatically.
 
+const SILENT_MS = 25_000; // the server says at least every 10 s that it is there
 let cut = new AbortController();
 let again = false;
+let heardMs = 0;
 
-/** Calls `take(message, first)` for each message and `link(state)` as the connection changes, for ever. query: gives the
-query of each new connection. */
+/** Calls `take(message, first)` for each message and `link(state, heardMs)` as the connection changes, for ever. heardMs:
+when the server was last heard of, by our clock. query: gives the query of each new connection. */
 export async function follow(take, link, query) {
   for (let pause = 500; ; pause = Math.min(8000, pause * 2)) {
     cut = new AbortController();
     try {
       const answer = await fetch(`/api/stream${query()}`, { cache: "no-store", signal: cut.signal });
-      if (answer.status === 401) link("locked");
-      else if (!answer.ok) link("lost");
+      if (answer.status === 401) link("locked", heardMs);
+      else if (!answer.ok) link("lost", heardMs);
       else {
         pause = 500;
-        link("live");
+        link("live", heardMs);
         await read(answer.body.getReader(), take);
-        link("lost");
+        link("lost", heardMs);
       }
     } catch {
-      if (!again) link("lost");
+      if (!again) link("lost", heardMs);
     }
     if (!again) await new Promise((done) => setTimeout(done, pause));
     again = false;
@@ -37,8 +39,10 @@ async function read(reader, take) {
   let rest = "";
   let fresh = true;
   for (;;) {
-    const { value, done } = await reader.read();
+    const mute = cut, silence = setTimeout(() => mute.abort(), SILENT_MS);
+    const { value, done } = await reader.read().finally(() => clearTimeout(silence));
     if (done) return;
+    heardMs = Date.now();
     rest += decoder.decode(value, { stream: true });
     for (let cut; (cut = rest.indexOf("\n\n")) >= 0; rest = rest.slice(cut + 2)) {
       const line = rest.slice(0, cut);

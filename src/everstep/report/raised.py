@@ -1,0 +1,49 @@
+"""What the user's code raised and ended the job with, as a block of lines; read from the log of the worker."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from pathlib import Path
+
+from everstep.base.cause import Cause
+from everstep.observe.logs import RAISED_IN
+from everstep.report.excerpt import around
+from everstep.report.facts import Facts
+from everstep.report.words import one_line
+
+_FRAME = re.compile(r'^ *File "([^"\n]+)", line (\d+)', re.MULTILINE)
+_PLACE = re.compile(r" \([^()]*:\d+\)$")
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_MOST_TRACEBACK = 1 << 16
+
+
+def raised_lines(run_dir: Path, facts: Facts) -> list[str]:
+    """Exception; the user's own line, with lane, step and samples where they are known; the command that shows the log.
+    [] of a job that did not end with an exception, or whose worker left no word."""
+    end = facts.condition
+    if end.ended_ns is None or end.state != "failed" or end.cause is not Cause.EXCEPTION:
+        return []
+    lines = [line for line in around(run_dir, end.ended_ns) if line.worker_id is not None]
+    last = next((line for line in reversed(lines) if line.more and line.fields.get("level") == "critical"), None)
+    if last is None:
+        return []
+    before = [line for line in lines if line.worker_id == last.worker_id and line.time_ns <= last.time_ns]
+    frame = _own_frame(last.more[-_MOST_TRACEBACK:])
+    said = (str(line.fields.get("message")) for line in reversed(before))
+    lane = next((text for text in said if text.startswith(RAISED_IN)), "")
+    where = [f"at {one_line(frame, 400)}" if frame else "", one_line(lane.removeprefix("raised "), 300)]
+    logs = shlex.join(["everstep", "logs", str(run_dir), "--worker", str(last.worker_id), "--level", "error"])
+    told = ", ".join(filter(None, [*where, f"in worker {last.worker_id}"]))
+    return [_PLACE.sub("", one_line(last.fields.get("message"))), told, f"traceback and log: {logs}"]
+
+
+def _own_frame(traceback: str) -> str:
+    """FILE:LINE of the user's own innermost line in the first traceback, else of any code's; "" if there is none."""
+    first = traceback.partition("\nThe above exception was")[0]
+    frames = _FRAME.findall(first)
+    own = [
+        (file, line) for file, line in frames if not file.startswith((_PACKAGE, "<")) and "site-packages" not in file
+    ]
+    return ":".join((own or frames)[-1]) if frames else ""
