@@ -56,7 +56,7 @@ def read_status(run_dir: Path) -> dict[str, Any]:
     history = History(run_dir).load()  # after the answer, so that the sentence is not older than the numbers
     if answer is not None:  # the coordinator hears of steps only a few times a second
         live["step"] = max(live["step"], history.facts.course.step)
-    live = live or _from_files(run_dir, history.facts, running, history.begins(running))
+    live = live or _from_files(run_dir, history, running)
     folder = checkpoint_dir(run_dir, job)
     step = newest_step(folder)
     newest = {"step": step, "path": f"{folder}/step-{step:010d}"} if step else None
@@ -76,9 +76,10 @@ def read_status(run_dir: Path) -> dict[str, Any]:
     }
 
 
-def _from_files(run_dir: Path, facts: Facts, running: bool, begins: bool) -> dict[str, Any]:
-    """Status of a job without an answering coordinator: over, starting, or recovering from the coordinator's loss."""
-    digest = read_digest(run_dir)
+def _from_files(run_dir: Path, history: History, running: bool) -> dict[str, Any]:
+    """Status of a job without an answering coordinator: over, starting, or recovering from the coordinator's loss. The
+    workers of a job that is over are listed as they were at its end; without a word of that end nobody knows them."""
+    facts, digest, begins = history.facts, read_digest(run_dir), history.begins(running)
     if running:
         state = "starting" if begins or not facts.course.step else "recovering"
     elif digest is not None:
@@ -91,7 +92,7 @@ def _from_files(run_dir: Path, facts: Facts, running: bool, begins: bool) -> dic
         "state": state,
         "generation": facts.crew.generation,
         "step": int(digest["step"]) if digest is not None and not running else facts.course.step,
-        "workers": workers_of(facts) if running else [],
+        "workers": workers_of(facts) if history.lost_launcher(running) is None else [],
         "coordinator": {"pid": None},
         "cause": facts.condition.cause,
         "reason": facts.condition.reason,

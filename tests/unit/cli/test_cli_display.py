@@ -310,7 +310,7 @@ def test_small_words() -> None:
     assert step_line(facts, 2, None) == "step 2  loss 1.0000  lr 0.00125  400 tokens/s  generation 0"
 
 
-def test_status_of_a_job_that_no_coordinator_answers_for_lists_its_workers(tmp_path: Path) -> None:
+def test_status_of_a_job_that_is_over_lists_its_workers(tmp_path: Path) -> None:
     joined = [
         event("worker_joined", 0.5, worker_id=i, incarnation=0, pid=100 + i, host="here", generation=0)
         for i in (0, 1, 2)
