@@ -107,22 +107,24 @@ class EtcdMembers:
         self._processes[number] = self._spawn(number, command, self._folder / f"m{number}.log")
 
     def wait(self, fetch: Callable[[str], str] | None = None) -> None:
-        """Until there is a leader. fetch: gets a page of a member, from where they can be reached."""
+        """Until all that run know a leader. fetch: gets a page of the first member, from where it can be reached."""
         end_s = time.monotonic() + LIMIT_S
         while time.monotonic() < end_s:
             with contextlib.suppress(OSError, subprocess.SubprocessError):
-                if '"true"' in (fetch or self._page)("/health"):
+                running = [k for k, process in enumerate(self._processes) if process and process.poll() is None]
+                pages = [fetch("/health")] if fetch else [self._page("/health", k) for k in running]
+                if all('"true"' in page for page in pages):
                     return
             time.sleep(0.05)
         logs = "\n".join(path.read_text(errors="replace")[-500:] for path in sorted(self._folder.glob("*.log")))
         raise AssertionError(f"no leader of etcd within {LIMIT_S:g} s\n{logs}")
 
-    def _page(self, path: str) -> str:
+    def _page(self, path: str, number: int) -> str:
         context = None
         if self.secured:
             context = ssl.create_default_context(cafile=self.file("client", "ca"))
             context.load_cert_chain(self.file("client", "cert"), self.file("client", "key"))
-        url = f"{'https' if self.secured else 'http'}://{self.addresses[0]}{path}"
+        url = f"{'https' if self.secured else 'http'}://{self.addresses[number]}{path}"
         with urllib.request.urlopen(url, timeout=2, context=context) as answer:
             return str(answer.read(1000), "utf-8", "replace")
 
