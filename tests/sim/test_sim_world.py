@@ -41,3 +41,23 @@ def test_a_connection_ends_over_what_has_waited_for_too_long_and_is_the_oldest()
     connection.send(a, 1)
     world.run(3 * SECOND, lambda: False)
     assert lost == ["b"] and not connection.open
+
+
+def test_a_side_that_has_ended_a_connection_hears_nothing_more_of_it_even_if_it_had_failed():
+    """The process was frozen: its own act comes first, then a message and the failure that had been waiting for it."""
+    world = World(0)
+    a, b = Process(world, "a", "host0"), Process(world, "b", "host1")
+    connection = connect(world, a, b)
+    assert connection is not None
+    heard: list[str] = []
+    connection.listen(a, lambda message: None, lambda: heard.append("a"))
+    connection.listen(b, heard.append, lambda: heard.append("b"))
+    b.freeze()
+    b.later(0, connection.close, b)
+    world.run(0, lambda: False)
+    connection.send(a, "message")
+    world.run(SECOND, lambda: False)
+    connection.fail()
+    world.run(2 * SECOND, lambda: False)
+    b.thaw()
+    assert heard == ["a"]

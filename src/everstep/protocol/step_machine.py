@@ -37,7 +37,7 @@ What the driver must keep to:
 - Lane results and the reduced gradient of a step are kept, across generations, until `Discard` names it. `Discard` is
   no watermark: after `GoBack` older steps come again.
 - A stage without a seat, and what `ServeState` gives away, is kept until the next decision (`StepDecided` drops the
-  stage).
+  stage, and so does `GoBack` to another step).
 - At step 0 a worker holds the stages of its seats in whatever plan it opens: it can build them. What it held besides
   it still has, and may have the gradient of step 1 for.
 - A copy of live state carries with it what has not been released yet, as `records` do. A snapshot or a checkpoint is

@@ -299,12 +299,12 @@ class SimConnection:
 
     def close(self, side: Process) -> None:
         """End the connection from one side: messages that it had sent still arrive, unless the connection broke on the
-        way."""
+        way. That side hears nothing more of it, though it may have failed already."""
+        to = 1 - self.ends.index(side)
+        self._lost[1 - to] = self._receive[1 - to] = None
         if not self.open:
             return
-        to = 1 - self.ends.index(side)
         self.closing = True
-        self._lost[1 - to] = self._receive[1 - to] = None
         waits = self._held[to] or not self._reachable
         delay = self.timeout_ns if waits else max(self._due[to] - self.world.now_ns, self.world.latency_ns())
         self.world.later(delay, self.fail)
@@ -316,9 +316,13 @@ class SimConnection:
         self.open = False
         self.world.connections.remove(self)
         for index in (0, 1):
-            lost = self._lost[index]
-            if lost is not None:
-                self.ends[index].later(0, lost)
+            if self._lost[index] is not None:
+                self.ends[index].later(0, self._ended, index)
+
+    def _ended(self, side: int) -> None:
+        lost = self._lost[side]
+        if lost is not None:
+            lost()
 
 
 def connect(world: World, a: Process, b: Process | None, timeout_ns: int = SECOND) -> SimConnection | None:

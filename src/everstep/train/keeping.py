@@ -126,7 +126,8 @@ class SnapshotKeeper:
             done = False
             log.info("snapshots of step %d were not copied: %s", effect.step, error)
         self._note(self._in_memory())
-        self._note(OthersKept(effect.step, done))
+        if self._vault.times_forgotten == forgotten:  # else it is no word about the step that is done again
+            self._note(OthersKept(effect.step, done))
 
     def _take(self, step: int, offer: ReceivedOffer, forgotten: int) -> None:
         there = self._vault.there()

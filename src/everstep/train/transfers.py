@@ -216,6 +216,10 @@ class Transfers:
     def _put(self, operation: do.Restore, own: Mapping[int, StageState]) -> dict[int, str]:
         """What comes from nobody else: from this worker's memory, or anew; what else is there of a step is let go.
         Returns digests of what was built anew."""
+        machine = self._view.driver.machine
+        stays = machine.held if operation.step == machine.position.step else {}
+        # At step 0 a later plan would take a stage that is left of another step for an initial state.
+        self._view.stages.keep({*operation.sources, *stays})
         built: dict[int, str] = {}
         for stage, ids in operation.sources.items():
             if not ids:

@@ -38,6 +38,7 @@ from everstep.protocol.step_types import (
     StepDecided,
     StepWanted,
     Updated,
+    UpdateRefused,
 )
 
 RECORDS = {9: Record(0, b"")}
@@ -323,3 +324,53 @@ def test_without_its_only_holder_all_go_back_to_where_a_block_is():
     assert GoBack(2, 1, {0: (0,)}) in effects
     w.on(StateCopied(2, Key(1, 0), RECORDS))
     assert w.machine.position == Key(1, 0) and w.machine.held == {0: MINE}
+
+
+def refused(w: Worker) -> None:
+    """Reduce the next step, and decide it with records that show that it is to be done again from the same states."""
+    number = w.machine.step + 1
+    for effect in w.on(StepWanted()):
+        for lane in effect.lanes if isinstance(effect, LanesNeeded) else ():
+            for stage in w.machine.plan.stages_of(0):
+                w.on(LaneDone(number, stage, lane))
+    w.on(GradientReduced(w.machine.generation, number, b""))
+    for i in (0, 1):
+        effects = w.on(RecordArrived(w.machine.generation, Key(number, 0), i, Record(0, b"")))
+    assert isinstance(effects[-1], StepDecided)
+    w.on(UpdateRefused(0, intact=True))
+
+
+def test_a_refused_step_does_not_hide_that_blocks_of_an_initial_state_were_lost():
+    w = Worker()
+    w.on(BlocksLost(0, blocks(3)))
+    w.enter(1, plan(1, (1, 0, (0, 1)), (0, 1, (0, 1))), held(0, 0))
+    refused(w)
+    assert w.machine.held == {0: blocks(0, 1, 2), 1: WHOLE}
+    effects, sent = w.enter(2, plan(2, (0, 0, (0, 1)), (0, 1, (0, 1)), (1, 1, ())), held(0, 1))
+    assert sent.stages == {0: blocks(0, 1, 2), 1: WHOLE}
+    assert effects == [GoBack(2, 0, {0: (), 1: (0, 1)})]
+
+
+def test_what_was_held_before_a_refused_step_is_still_there_for_others():
+    w = Worker()
+    w.enter(1, BOTH, held(0, 1))
+    w.step()
+    w.enter(2, APART, held(1, 1))
+    refused(w)
+    effects, sent = w.enter(3, plan(3, (0, 0, (0, 1)), (1, 1, (0, 1))), held(1))
+    assert sent.stages == dict.fromkeys((0, 1), WHOLE)
+    assert ServeState(3, Key(1, 0), (1,)) in effects and w.machine.position == Key(1, 0)
+
+
+def test_a_refused_step_that_was_handed_over_leads_back_to_the_one_before_it():
+    w = Worker()
+    w.enter(1, BOTH, held(0, 1))
+    w.step()
+    w.on(StepWanted())
+    for stage, lane in ((0, 0), (0, 1), (1, 0)):
+        w.on(LaneDone(2, stage, lane))
+    w.on(GradientReduced(1, 2, b""))
+    effects, _ = w.enter(2, replace(BOTH, generation=2), held(2, 0, 1))
+    assert StepDecided(2, RECORDS) in effects
+    w.on(UpdateRefused(0, intact=True))
+    assert w.machine.position == Key(1, 0) and w.machine.stages == (0, 1)

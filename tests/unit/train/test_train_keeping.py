@@ -37,8 +37,9 @@ def test_a_snapshot_that_comes_while_all_go_back_does_not_take_the_place_of_what
 
     copy(10, spoilt)
     assert isinstance(notes[0], InMemory) and notes[1] == OthersKept(10, True) and keeper.held(10)
+    notes.clear()
     copy(20, spoilt, lambda: keeper.forget(ForgetKept(10)))
-    assert not keeper.held(20)
+    assert not keeper.held(20) and not [one for one in notes if isinstance(one, OthersKept)]
     copy(20, right)
-    assert keeper.held(20)[1][0].manifest() == right.manifest()
+    assert keeper.held(20)[1][0].manifest() == right.manifest() and notes[-1] == OthersKept(20, True)
     keeper.close()

@@ -87,7 +87,7 @@ class Deciding:
         known = self._known
         self._contributing.answered()
         if known.phase is Phase.UPDATING:
-            known.decisions.take_back(intact=event.intact)
+            known.take_back(intact=event.intact)
             self._contributing.asks_again()
         known.plans.decide(None)
         self._entering.again()

@@ -119,7 +119,7 @@ class Entering:
         """Take the one decision that is missing here with the records that were handed over."""
         known, held = self._known, self._known.held
         rolled = {k: part for k, part in known.next.gradients.items() if not less(held.blocks.get(k, NONE), part)}
-        effects = known.move(top, records)
+        effects = known.take(top, records)
         if top.seq == 0:
             self._contributing.answered()
             held.becomes(rolled)

@@ -22,6 +22,7 @@ class Known:
         self.decisions = Decisions()
         self.held = StatesHeld(digest)
         self.next = NextStep()
+        self._before = self.held.blocks
 
     @property
     def step(self) -> int:
@@ -59,10 +60,17 @@ class Known:
         return self.decisions.move(position, records)
 
     def take(self, key: Key, records: Mapping[int, Record]) -> list[StepEffect]:
-        """A decision is taken, by the members of this generation: there is no doubt about what led to it."""
+        """A decision is taken, with the records of all members: there is no doubt about what led to it."""
+        self._before = self.held.blocks
         self._leave(key.step)
         self.held.doubt(-1)
         return self.decisions.take(key, records)
+
+    def take_back(self, *, intact: bool) -> None:
+        """The last one was a step, which is not applied. intact: what was held before it counts."""
+        self.decisions.take_back(intact=intact)
+        if intact:
+            self.held.becomes(self._before)
 
     def _leave(self, step: int) -> None:
         if step != self.step:
