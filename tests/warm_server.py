@@ -7,9 +7,9 @@ come as JSON lines on stdin; the end of stdin ends it all.
 
 from __future__ import annotations
 
+import dataclasses
 import faulthandler
 import fcntl
-import functools
 import json
 import os
 import runpy
@@ -117,7 +117,7 @@ def probe_in_fork(task: str, request: Any, server: Any, *, units: bool = False) 
 def run_job(request: dict[str, Any]) -> None:
     """In a fork: `everstep ARGV` or `python ARGV`, output and exit code into files. Never returns."""
     from everstep import __main__ as everstep
-    from everstep.cli import run
+    from everstep.cli import run, starting
 
     code = 1
     try:
@@ -137,8 +137,9 @@ def run_job(request: dict[str, Any]) -> None:
         run.probe_task = probe_in_fork
         ranks = int(os.environ.get("EVERSTEP_TEST_RANKS", "1"))
         if ranks > 1:
-            run.ENTRY = cell_worker.ENTRY
-            supervisor.LocalHost = functools.partial(supervisor.LocalHost, ranks=ranks)  # type: ignore
+            starting.ENTRY = cell_worker.ENTRY
+            host = supervisor.LocalHost
+            supervisor.LocalHost = lambda begun: host(dataclasses.replace(begun, ranks=ranks))  # type: ignore
         sys.argv = ["everstep", *request["argv"]]
         everstep.main()
     except SystemExit as end:
