@@ -7,9 +7,9 @@ come as JSON lines on stdin; the end of stdin ends it all.
 
 from __future__ import annotations
 
-import dataclasses
 import faulthandler
 import fcntl
+import functools
 import json
 import os
 import runpy
@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import cell_worker
-from everstep.runtime import supervisor
 from everstep.runtime.host import fork_server, fork_server_client
 from everstep.runtime.process import adopt_orphans, children, close_descriptors, die_with_parent
 
@@ -138,8 +137,7 @@ def run_job(request: dict[str, Any]) -> None:
         ranks = int(os.environ.get("EVERSTEP_TEST_RANKS", "1"))
         if ranks > 1:
             starting.ENTRY = cell_worker.ENTRY
-            host = supervisor.LocalHost
-            supervisor.LocalHost = lambda begun: host(dataclasses.replace(begun, ranks=ranks))  # type: ignore
+            starting.Start = functools.partial(starting.Start, ranks=ranks)  # type: ignore
         sys.argv = ["everstep", *request["argv"]]
         everstep.main()
     except SystemExit as end:
