@@ -49,7 +49,7 @@ class Weights:
 
     @property
     def size_bytes(self) -> int:
-        """Of the model's tensors, ties counted each time."""
+        """Bytes of the model's tensors; a tied one counts once for each of its names."""
         return sum(t.numel() * t.element_size() for t in self.model.values())
 
 

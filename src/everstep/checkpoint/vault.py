@@ -102,11 +102,11 @@ class Vault:
         return _release(released if fits else [snapshot]) and fits
 
     def there(self) -> dict[SnapshotKey, Extents]:
-        """What is there of every snapshot that has been copied, by (stage, step), ascending."""
+        """Blocks that are held of each copied snapshot, by (stage, step), ascending."""
         return {key: there for key, (_, there) in self._found().items()}
 
     def held(self, step: int) -> dict[int, tuple[Kept, Extents]]:
-        """The snapshots of a step, by stage, and what is there of them."""
+        """Snapshots of a step by stage, each with the blocks that are held of it."""
         return {stage: found for (stage, at), found in self._found().items() if at == step}
 
     def _found(self) -> dict[SnapshotKey, tuple[Kept, Extents]]:

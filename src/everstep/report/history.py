@@ -101,12 +101,14 @@ class History:
     @property
     def total_steps(self) -> int | None:
         """Number of the last step: of a completed job the step that it reached, else what steps and epochs ask for.
-        None where nobody knows: a script's dataset is counted when its workers have joined."""
+        None where nobody knows: a script's dataset is counted when its workers have joined, and of a global batch that
+        follows the number of workers only `steps` can tell."""
         if self.facts.condition.ended_ns is not None and self.facts.condition.state == "completed":
             return self.facts.course.step
         more = self._json(DATASET_FILE)
         given = {**as_dict(self.job.get("config")), **more}
         size = _least_one(self.job.get("dataset_size")) or _least_one(more.get("size"))
+        size = None if given.get("batch") == "per_worker" else size
         lanes, batch = (_least_one(given.get(name)) or 1 for name in ("lanes", "micro_batch"))
         return last_step(size, lanes * batch, *(_least_one(given.get(name)) for name in ("steps", "epochs")))
 

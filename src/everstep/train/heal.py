@@ -39,6 +39,7 @@ from everstep.runtime.link.peer import PeerConnection
 log = logging.getLogger(__name__)
 
 _SERVE_TIMEOUT_S = 60.0
+_MOST_NAMES = 50
 _MOST_BYTES = 1 << 36
 _MOST_PARAMETERS = 1 << 20
 _OTHER_FORMS = (
@@ -123,7 +124,7 @@ class ReceivedOffer(OfferTold, frozen=True, kw_only=True):
 
 def offered(head: OfferTold, states: Mapping[int, StageState]) -> ReceivedOffer:
     """What a donor has told, with the states that came."""
-    return ReceivedOffer(**_told(head), states=states)
+    return ReceivedOffer(**{**_told(head), "changed": head.changed[:_MOST_NAMES]}, states=states)
 
 
 def _told(offer: OfferTold) -> dict[str, Any]:

@@ -304,6 +304,8 @@ def test_what_a_spare_has_waited_is_no_part_of_a_step() -> None:
         ({"steps": 30, "epochs": 2}, 68, None, 30),
         ({"epochs": 2}, 67, None, 34),
         ({"epochs": 2}, None, None, None),
+        ({"epochs": 2, "batch": "per_worker"}, 68, None, None),
+        ({"steps": 36, "batch": "per_worker"}, 68, None, 36),
         ({"steps": 36}, None, {"size": 68, "lanes": 2, "micro_batch": 2, "steps": None, "epochs": 1}, 17),
         ({"steps": 36}, None, {"size": "many", "epochs": True, "lanes": 0}, 36),
         ({"steps": -1, "epochs": 1 << 70}, 68, None, None),

@@ -22,6 +22,7 @@ from everstep.train.heal import (
     Donor,
     FollowedStep,
     Offer,
+    OfferHead,
     ReceivedOffer,
     StageGradient,
     next_item,
@@ -198,6 +199,11 @@ def test_ranges_that_no_donor_feeds_are_refused(ranges: object) -> None:
     pipe.donor.send_bytes([b"loop"])
     with pytest.raises(ProtocolError):
         next_item(pipe.joiner, {0: 7})  # type: ignore[arg-type]
+
+
+def test_of_the_names_that_a_donor_tells_a_bounded_number_is_taken() -> None:
+    head = OfferHead(position=Key(1, 0), changed=tuple(map(str, range(99))), manifests=[], there={})
+    assert offered(head, {}).changed == tuple(map(str, range(50)))
 
 
 def test_nobody_is_offered_anything_without_having_asked() -> None:

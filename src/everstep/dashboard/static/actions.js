@@ -100,7 +100,7 @@ export class Actions {
     const head = this.run()?.head ?? {};
     for (const button of document.querySelectorAll("button[data-needs]")) {
       const role = NEEDS[button.dataset.needs];
-      const why = this.lost ? "the dashboard does not answer" : !this.unlocked ? "unlock the actions first" : !head.running ? "no job is running" : head.may?.includes(role) ? "" : `the dashboard has no token for '${role}' of this job`;
+      const why = this.lost ? "this page is cut off from its dashboard" : !this.unlocked ? "unlock the actions first" : !head.running ? "no job is running" : head.may?.includes(role) ? "" : `the dashboard has no token for '${role}' of this job`;
       button.disabled = why !== "";
       attribute(button, "title", why);
     }

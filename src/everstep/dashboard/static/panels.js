@@ -48,7 +48,7 @@ export function head(run, nowMs, silentS) {
 /** The sentence while the dashboard is gone: nothing is known of now. */
 function unheard(h, silentS) {
   const passed = duration(Math.max(1, Math.floor(silentS))).replace(".0 s", " s");
-  const text = `Last heard of ${passed} ago, at step ${h.step}: the dashboard does not answer.`;
+  const text = `Last heard of ${passed} ago, at step ${h.step}: this page is cut off from its dashboard.`;
   return { level: "lost", text, more: h.running ? "Below is what it said last." : `It said last: ${h.headline.text}` };
 }
 
