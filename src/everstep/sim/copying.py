@@ -39,7 +39,7 @@ class Memory:
         self.donor = donor
         self.kept: dict[SnapshotKey, Blocks] = {}
         self._wanted: dict[tuple[int, ...], SimTaking] = {}  # others' that are on their way, by stages
-        self._failed = False
+        self._failed = self._full = False
         self._retention = Retention(MemoryTierConfig(), _MOST_BLOCKS)
         life.install({do.Keep: self._keep, do.RetireKept: self._retire, do.ForgetKept: self._forget})
         life.install({do.DropLanes: nothing})
@@ -62,7 +62,7 @@ class Memory:
         kept = {k: SimCopy(Key(number, 0), {}, {k: value}) for k, value in life.state.stages.items()}
         self.donor.keeps(number, kept)
         self.say()
-        self._failed = False
+        self._failed = self._full = False
         several = partial(_at_once, life)
         at, me = Key(number, 0), life.me.worker_id
         for order in orders(effect.plan, at, effect.sources, effect.pieces, several, me):
@@ -78,10 +78,11 @@ class Memory:
         self._failed = self._failed or isinstance(how, moving.TookNothing)
         for stage in stages if isinstance(how, moving.TookAll) else ():
             if not self._retention.there.get((stage, number), NONE).whole:
-                self._put(stage, number, taking.states[stage])
+                self._full = not self._put(stage, number, taking.states[stage]) or self._full
         self.say()
         if not self._wanted:
-            self.life.handle(do.OthersKept(number, not self._failed))
+            ended = do.NotKept(number, NO_ROOM) if self._full else do.OthersKept(number, not self._failed)
+            self.life.handle(ended)
 
     def _put(self, stage: int, number: int, value: Blocks) -> bool:
         fits, gone = self._retention.put(stage, number, len(value), present(value))

@@ -57,17 +57,14 @@ class SnapshotKeeper:
         for stage, replica in self._view.stages.items():
             snapshot = replica.state.clone_snapshot()
             if not self._vault.make_room(stage, snapshot.n_blocks):
-                limit_mb = self._view.config.checkpoint.memory.limit_mb
-                text = f"it does not fit checkpoint.memory.limit_mb, which is {limit_mb}"
-                self._note(NotKept(effect.step, Why(Cause.CONFIG, text)))
+                self._no_room(effect.step)
                 snapshot.release()
                 return
             snapshot.start()
             self._copying.append(snapshot)
             there = self._view.driver.machine.held.get(stage, WHOLE)
             if not self._vault.put(stage, effect.step, snapshot, there):
-                text = "what was copied of another pool meanwhile has taken the room"
-                self._note(NotKept(effect.step, Why(Cause.CONFIG, text)))
+                self._no_room(effect.step)  # a copy of another pool's has taken it meanwhile
                 return
             held[stage] = [(snapshot, there)]
         self._donor.shelve(("kept", effect.step), Offer(position=Key(effect.step, 0), held=held))
@@ -118,20 +115,31 @@ class SnapshotKeeper:
 
     def _copy(self, effect: Keep, forgotten: int) -> None:
         """In a thread of its own: keep what other pools have of a step, unless that is done again meanwhile."""
-        done = True
+        done = fits = True
         try:
             for offer in self._copier.kept(effect):
-                self._take(effect.step, offer, forgotten)
+                fits &= self._take(effect.step, offer, forgotten)
         except (EverstepError, OSError) as error:  # they died, or this worker ends: the next one may succeed
             done = False
             log.info("snapshots of step %d were not copied: %s", effect.step, error)
         self._note(self._in_memory())
-        if self._vault.times_forgotten == forgotten:  # else it is no word about the step that is done again
+        if self._vault.times_forgotten != forgotten:  # it would be a word about the step that is done again
+            return
+        if fits:
             self._note(OthersKept(effect.step, done))
+        else:
+            self._no_room(effect.step)
 
-    def _take(self, step: int, offer: ReceivedOffer, forgotten: int) -> None:
-        there = self._vault.there()
+    def _take(self, step: int, offer: ReceivedOffer, forgotten: int) -> bool:
+        """Put the snapshots that came, unless they are there. Whether all fit."""
+        there, fits = self._vault.there(), True
         for stage, state in offer.states.items():
             entries_of(state.manifest())
             if not there.get((stage, step), NONE).whole:
-                self._vault.put(stage, step, state, forgotten=forgotten)
+                fits &= self._vault.put(stage, step, state, forgotten=forgotten)
+        return fits
+
+    def _no_room(self, step: int) -> None:
+        limit_mb = self._view.config.checkpoint.memory.limit_mb
+        text = f"snapshots of this worker's stages and another pool's do not fit checkpoint.memory.limit_mb={limit_mb}"
+        self._note(NotKept(step, Why(Cause.CONFIG, text)))

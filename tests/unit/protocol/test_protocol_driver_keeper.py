@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from driver_harness import plan
 
-from everstep.base.cause import Cause
+from everstep.base.cause import Cause, Why
 from everstep.base.extents import WHOLE
 from everstep.base.plan import WorkerKey
 from everstep.protocol.driver import operations as do
@@ -66,3 +66,18 @@ def test_nobody_takes_another_one_while_its_newest_is_being_copied(busy: bool) -
     one.update(4)
     one.keeper.there(do.InMemory({(0, 4): WHOLE}, busy=busy))
     assert skipped(one.update(5)) == busy and one.keeper.complete == (4 if busy else 5)
+
+
+def test_no_room_for_another_pools_snapshot_is_told_once_until_one_is_kept_again() -> None:
+    one, why = Member(keeps_for(PLAN, 0) or 0), Why(Cause.CONFIG, "no room")
+
+    def refused(step: int) -> list[bool]:
+        one.update(step)
+        one.keeper.there(do.InMemory({(1, step): WHOLE}))  # its own stage is there
+        one.keeper.refused(do.NotKept(step, why))
+        return [effect.tell for effect in one.out.drain()]
+
+    assert refused(4) == [True] and refused(5) == [False] and one.keeper.complete == 0
+    one.update(6)
+    one.keeper.others_kept(do.OthersKept(6, True))
+    assert refused(7) == [True]

@@ -7,10 +7,10 @@ from types import SimpleNamespace
 from typing import Any
 
 from checkpoint_saving import make_state
-from everstep.base.config_keys import CheckpointConfig
+from everstep.base.config_keys import CheckpointConfig, MemoryTierConfig
 from everstep.checkpoint.vault import StageState
 from everstep.exact.state import ModelState
-from everstep.protocol.driver.operations import ForgetKept, InMemory, OthersKept
+from everstep.protocol.driver.operations import ForgetKept, InMemory, NotKept, OthersKept
 from everstep.protocol.step_types import Key
 from everstep.train.heal import Donor, ReceivedOffer
 from everstep.train.keeping import SnapshotKeeper
@@ -43,3 +43,15 @@ def test_a_snapshot_that_comes_while_all_go_back_does_not_take_the_place_of_what
     copy(20, right)
     assert keeper.held(20)[1][0].manifest() == right.manifest() and notes[-1] == OthersKept(20, True)
     keeper.close()
+
+
+def test_a_snapshot_of_another_pool_that_has_no_room_is_not_taken_for_kept() -> None:
+    notes: list[Any] = []
+    memory = MemoryTierConfig(limit_mb=1)
+    view: Any = SimpleNamespace(config=SimpleNamespace(checkpoint=CheckpointConfig(memory=memory)))
+    keeper, large = SnapshotKeeper(view, Donor(), notes.append), make_state(1, {"w": (512, 1024)})
+    offer = ReceivedOffer(position=Key(10, 0), states={1: copied(large)})
+    keeper._copier = SimpleNamespace(kept=lambda effect: [offer])  # type: ignore[assignment]
+    keeper._copy(SimpleNamespace(step=10), keeper._vault.times_forgotten)  # type: ignore[arg-type]
+    assert not keeper.held(10) and isinstance(notes[-1], NotKept) and notes[-1].step == 10
+    assert "checkpoint.memory.limit_mb=1" in notes[-1].why.reason

@@ -317,9 +317,10 @@ class Keeper:
         self._out.put(do.Keep(plan, number, *from_shares(plan, mine, me)))
 
     def refused(self, event: do.NotKept) -> None:
-        """A snapshot could not be taken."""
-        self._begun = self._copied = 0
-        self._skip(event.step, event.why)
+        """There is no room for a snapshot, of own stages or of another pool's."""
+        if event.step == self._begun:
+            self._begun = self._copied = 0
+            self._skip(event.step, event.why)
 
     def _skip(self, number: int, why: Why) -> None:
         self._out.put(do.Skipped(number, why, tell=not self._skipping))
@@ -331,11 +332,13 @@ class Keeper:
         """What is to be kept here of other pools is there; or it failed, and the next one may succeed."""
         if event.step == self._begun:
             self._begun = self._copied = event.step if event.done else 0
+            self._skipping &= not event.done
 
     def there(self, event: do.InMemory) -> Iterable[SnapshotsKept]:
         """What is held here has changed."""
         self._there, self._busy = event.snapshots, event.busy
-        self._skipping &= not any(n == self._begun and there.whole for (_, n), there in event.snapshots.items())
+        if self.complete:
+            self._skipping &= not any(n == self.complete and there.whole for (_, n), there in event.snapshots.items())
         return self._state()
 
     def released(self, number: int) -> Iterable[SnapshotsKept]:
