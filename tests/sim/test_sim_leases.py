@@ -65,6 +65,17 @@ def test_what_shortens_the_journal_late_does_not_put_an_older_one_back() -> None
         store.do(Load())
 
 
+def test_a_late_request_of_an_earlier_life_of_the_job_is_fenced() -> None:
+    store = SimStore(World(0), lambda term, entries: None)
+    terms = []
+    for _ in range(2):
+        store.clear()
+        store.do(Campaign("one", {}, 2))
+        assert store.holder is not None
+        terms.append(store.holder.term)
+    assert store.do(Append(terms[0], 3, [{"n": 3}])) == Fenced() and store.do(Load()) == Loaded([], 1)
+
+
 def test_effects_that_do_not_wait_for_the_journal_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     def take(
         self: HeldEffects, effects: Iterable[CoordinatorEffect]

@@ -46,11 +46,11 @@ class SimStore:
         self.world = world
         self._wrote = wrote
         self.troubles: dict[str, int] = {}
+        self._revision = 0
         self.clear()
 
     def clear(self) -> None:
-        """Reset to the state before any job."""
-        self._revision = 0
+        """Delete all entries. As in etcd, revisions go on, so that late requests of an earlier life are fenced."""
         self._holder: Holder | None = None
         self._until_ns: dict[int, int] = {}
         self._ttl_s: dict[int, int] = {}
