@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from coordinator_harness import MS, S, World, drop, member, running
 
-from everstep.base.cause import Cause
+from everstep.base.cause import Cause, Why
 from everstep.protocol import messages as m
 from everstep.protocol.coordinator.agreement import timed
 from everstep.protocol.coordinator.links import smallest_cover
@@ -827,3 +827,25 @@ def test_store_keeps_the_prepared_generation_too():
     for generation in (1, 2):
         world.say("w0.0", m.StoreGet(request=generation, generation=generation, keys=["a"]))
         assert world.last(m.StoreValues, "w0.0").values == [bytes([generation])]
+
+
+@pytest.mark.parametrize("doubts", [(5, 3), (3, 5)])
+def test_of_two_doubts_the_earlier_sound_step_counts(doubts: tuple[int, ...]) -> None:
+    progress = running().coordinator.job.progress
+    for sound in doubts:
+        progress.in_doubt(Why(Cause.CORRUPT, "states differ"), sound)
+    assert progress.sound == 3
+
+
+def test_a_recovery_is_not_over_by_a_step_of_a_generation_that_has_broken_again() -> None:
+    world = running(5, elsewhere=(3, 4))
+    world.wait(20 * S)
+    world.exited(2)
+    for i in (0, 1, 3, 4):
+        world.entered(i, 2, 1)
+    for name in ("a2", "w3.0", "w4.0"):
+        drop(world, name)
+    world.exited(1)  # what comes of it waits for the verdict on that host
+    assert world.plan.generation == 2 and world.coordinator.job.agreement.broken
+    world.progress(0, 2, 2)
+    assert "recovery_completed" not in world.kinds()

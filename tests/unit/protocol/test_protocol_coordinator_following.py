@@ -11,7 +11,7 @@ from coordinator_harness import MS, S, World, drop, member, running
 from everstep.base.extents import NONE
 from everstep.base.plan import Plan, Shard
 from everstep.protocol import messages as m
-from everstep.protocol.coordinator.types import HostRules
+from everstep.protocol.coordinator.types import HostRules, Tick
 from everstep.protocol.following import PlanAsked, PlanName, name_of
 from everstep.protocol.messages import decode, encode
 from everstep.protocol.telling import Listener, parts_of
@@ -260,3 +260,29 @@ def test_a_prepared_plan_that_the_journal_lacks_does_not_count_nor_does_its_numb
         again.say(f"w{i}.0", hello)
     plan = again.last(m.PlanNow, "w0.0").plan
     assert plan.generation == 3 and plan.previous == 1
+
+
+def test_the_coordinators_own_absence_is_no_time_in_which_nobody_showed_a_plan() -> None:
+    again, newer = behind()
+    again.hello(0, plan=newer, shows=False)
+    again.wait(500 * MS)
+    again.now += 20 * S
+    again.handle(Tick())
+    assert "warning" not in again.kinds(), "it is not given up"
+    again.shows(0, plan=newer)
+    assert again.plan == newer
+
+
+def test_members_of_a_plan_that_was_shown_have_all_of_their_time_from_then_on() -> None:
+    world = running(5)
+    journal = list(world.journal)
+    world.exited(4)
+    again, newer, grace_ns = world.restart(journal=journal), world.plan, world.config.hosts.grace_ns
+    again.hello(0, plan=newer, shows=False)
+    again.wait(900 * MS)
+    again.shows(0, plan=newer)
+    assert again.plan == newer
+    again.wait(grace_ns - 100 * MS)
+    assert "worker_evicted" not in again.kinds()
+    again.wait(200 * MS)
+    assert "worker_evicted" in again.kinds()

@@ -262,10 +262,10 @@ def test_the_first_members_host_stays() -> None:
 # ---- slots that come to a host
 
 
-def shared_out(*rooms: int, workers: int = 4, return_ns: int | None = 30 * S) -> World:
+def shared_out(*rooms: int, workers: int = 4, return_ns: int | None = 30 * S, stages: int = 1) -> World:
     """A job whose slots have been shared out among hosts with so much room; those without any come later."""
-    wish = PoolWish(homes=(tuple(range(workers)),))
-    world = World(workers=workers, slots=workers, hosts=HostRules(return_ns=return_ns), wish=wish)
+    wish = PoolWish(homes=tuple(tuple(range(k, workers, stages)) for k in range(stages)))
+    world = World(workers=workers, slots=workers, stages=stages, hosts=HostRules(return_ns=return_ns), wish=wish)
     for k, room in enumerate(rooms):
         arrive(world, f"h{k + 1}", room)
     for name in [f"h{k + 1}" for k in range(len(rooms))]:
@@ -548,3 +548,36 @@ def test_where_the_map_says_so_workers_run_on_that_host() -> None:
     world.wait(51 * S)
     ended = world.coordinator.job.progress.ended
     assert ended.exit_code == 2 and ended.cause is Cause.CONFIG and ended.reason.endswith("the hosts are h1, h3")
+
+
+def test_slots_do_not_move_while_a_member_is_missing() -> None:
+    world = shared_out(0)
+    world.exited(3, agent="h1")
+    world.started(3, 1, agent="h1")
+    for i in range(3):
+        world.entered(i, 2, 1)
+    arrive(world, "h2")
+    world.wait(60 * S)
+    assert world.last(m.SetSlots, "h2").worker_ids == []
+    world.hello(3, 1, host="h1")
+    world.healed(3, 1)
+    for i in range(4):
+        world.entered(i, 3, 5, incarnation=i // 3)
+    world.wait(2 * S)
+    assert world.last(m.SetSlots, "h2").worker_ids == [4, 5]
+
+
+def test_a_slot_that_begins_anew_gets_no_number_of_a_worker_that_is_still_there() -> None:
+    world = shared_out(0)
+    arrive(world, "h2")
+    world.wait(31 * S)
+    assert begin(world, "h2") == [4, 5], "2 and 3 compute until these have healed"
+    arrive(world, "h3")
+    assert world.command("drain", host="h2").ok
+    assert begin(world, "h3") == [6, 7]
+
+
+def test_a_host_is_not_drained_if_fewer_workers_than_stages_would_be_left() -> None:
+    world = shared_out(1, 1, workers=2, stages=2)
+    reply = world.command("drain", host="h2")
+    assert not reply.ok and "1 workers would be left of 2" in reply.error

@@ -7,7 +7,7 @@ from coordinator_harness import MS, S, World, drop, running
 
 from everstep.base.cause import Cause
 from everstep.base.plan import WorkerKey
-from everstep.protocol.coordinator.types import HostRules, Knock, Knocked
+from everstep.protocol.coordinator.types import HostRules, Knock, Knocked, Tick
 
 
 class Doors:
@@ -123,3 +123,28 @@ def test_what_is_said_of_a_life_that_is_over_or_unknown_has_no_effect() -> None:
         world.handle(Knocked(key, listens=False))
     world.wait(100 * MS)
     assert world.plan.generation == 1
+
+
+def test_who_loses_the_last_connection_after_its_agent_is_knocked_at() -> None:
+    world, doors = two_hosts(dead={2, 3})
+    drop(world, "a2")
+    drop(world, "w2.0")
+    world.wait(300 * MS)
+    assert not doors.knocked
+    drop(world, "w3.0")
+    world.wait(100 * MS)
+    assert world.plan.worker_ids == (0, 1) and "the ports of its workers are closed" in world.plan.reason
+
+
+def test_after_a_takeover_hosts_are_looked_at_until_the_time_to_come_back_is_over() -> None:
+    before, _ = two_hosts(dead=set())
+    world = World(journal=before.journal, now=before.now, hosts=HostRules(grace_ns=5 * S, term=7))
+    doors = Doors(world, {2, 3}, set())
+    world.handle(Tick())
+    world.wait(150 * MS)
+    assert not doors.knocked, "nobody is heard yet"
+    world.agent(0, 1)
+    for worker_id in (0, 1):
+        world.hello(worker_id, plan=before.plan)
+    world.wait(250 * MS)
+    assert set(doors.knocked) == {2, 3} and world.plan.worker_ids == (0, 1)

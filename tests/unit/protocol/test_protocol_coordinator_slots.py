@@ -7,6 +7,7 @@ from coordinator_harness import MS, S, World, drop, running
 from everstep.base.cause import Cause
 from everstep.base.plan import WorkerKey
 from everstep.protocol import messages as m
+from everstep.protocol.coordinator.grants import Grant
 
 
 def newcomer(world: World, name: str, *, process: str = "p1", room: int = 0, connection: str = "") -> None:
@@ -234,3 +235,24 @@ def test_after_a_restart_nobody_waits_for_lives_that_the_agents_of_their_hosts_d
         again.report("worker_evicted")["worker_id"] == 0
         and "does not run it" in again.report("worker_evicted")["reason"]
     )
+
+
+def test_a_slot_that_the_journal_gave_to_a_lost_host_goes_on_behind_a_life_that_nobody_has_heard_of() -> None:
+    world = lives_of_one_agent()
+    for n in range(1, 4):
+        world.exited(1, n - 1)
+        world.started(1, n)
+        world.hello(1, n, host="a1")
+    again = world.restart()
+    newcomer(again, "a2")
+    again.wait(700 * S)
+    told = again.last(m.SetSlots, "a2")
+    assert dict(zip(told.worker_ids, told.first, strict=True))[1] == 4, "a1 runs life 3"
+
+
+def test_a_life_that_a_host_without_the_slot_counts_for_itself_is_foreign_from_the_first_on() -> None:
+    world = lives_of_one_agent()
+    grants = world.coordinator.job.slots.grants
+    grants.replay(1, Grant("a2", "a2", "p1", first=3))
+    assert [grants.foreign(WorkerKey(1, n), "a1") for n in (2, 3, 4)] == [False, True, True]
+    assert not grants.foreign(WorkerKey(1, 3), "a2")

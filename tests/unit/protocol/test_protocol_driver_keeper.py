@@ -81,3 +81,23 @@ def test_no_room_for_another_pools_snapshot_is_told_once_until_one_is_kept_again
     one.update(6)
     one.keeper.others_kept(do.OthersKept(6, True))
     assert refused(7) == [True]
+
+
+def test_after_one_that_had_no_room_the_next_may_succeed_also_where_nobody_else_keeps_it() -> None:
+    one = Member(next(i for i in PLAN.worker_ids if i not in {keeps_for(PLAN, 0), keeps_for(PLAN, 1)}))
+    one.update(4)
+    one.keeper.refused(do.NotKept(4, Why(Cause.CONFIG, "no room")))
+    one.out.drain()
+    (effect,) = one.update(5)
+    assert isinstance(effect, do.Keep)
+
+
+def test_what_is_gone_back_to_stays() -> None:
+    one = Member(0)
+    for step in (4, 6):
+        one.update(step)
+        one.keeper.others_kept(do.OthersKept(step, True))
+    one.keeper.there(do.InMemory({(0, 4): WHOLE, (0, 6): WHOLE}))
+    one.keeper.released(6)
+    (stated,) = one.keeper.went_back(4)
+    assert list(stated.snapshots) == [(0, 4)]

@@ -672,3 +672,9 @@ def test_the_driver_takes_none_after_an_evaluation_once_the_job_has_ended() -> N
     job.handle(do.Heard(wire.JobEnded(state="completed", reason="done", exit_code=0)))
     job.run()
     assert job.of(Save) == [] and isinstance(job.seen[-1], do.GatherDone)
+
+
+def test_what_is_only_as_good_as_the_best_is_no_reason_for_a_checkpoint() -> None:
+    one = Alone(SavingRules(BEST, on=True))
+    for accuracy, saves in ((0.5, True), (0.5, False), (0.4, False), (0.6, True)):
+        assert bool(one.saver.verdict(SaveAsked({"accuracy": accuracy}))) is saves
