@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import signal
@@ -39,7 +40,10 @@ def until_it_has_come(pid: int) -> None:
     end_s, connected = time.monotonic() + 60.0, False
     while not connected:
         assert time.monotonic() < end_s
-        held = {os.readlink(fd) for fd in Path(f"/proc/{pid}/fd").iterdir()}
+        held = set()
+        for fd in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(FileNotFoundError):  # it was closed meanwhile
+                held.add(os.readlink(fd))
         with open("/proc/net/unix") as file:
             rows = [line.split() for line in file]
         connected = any(row[5] == "03" and f"socket:[{row[6]}]" in held for row in rows[1:] if len(row) > 6)
