@@ -11,7 +11,7 @@ EVERSTEP := $(BIN)/python -P -m everstep
 # A job is many processes: what they import is compiled once.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo check test fast split sim integration chaos e2e hosts engines extended late torment fuzz mutants bench clean
+.PHONY: help setup demo check test fast split sim integration chaos e2e hosts engines extended late torment fuzz mutants mutants-new bench clean
 
 help:
 	@echo "make demo    kill workers while they train, and compare the bits with an undisturbed run"
@@ -23,6 +23,7 @@ help:
 	@echo "make torment SEEDS=0:500  random harm from outside to real jobs, seed by seed: what has passed is not run again"
 	@echo "make fuzz    changed inputs for every parser, FUZZ_SECONDS (60) for each; goes on where it was"
 	@echo "make mutants   plant bugs one by one, and show which test notices each; IDS=S2,S3 for some"
+	@echo "make mutants-new SEED=1 COUNT=200 PATHS=protocol  plant bugs drawn from a seed, which nobody wrote"
 	@echo "make bench   the benchmarks, JSON into bench/out"
 	@echo "make clean   remove what was built and run, the environment included"
 
@@ -152,6 +153,11 @@ fuzz: $(STAMP)
 # Bugs that are planted one by one, in copies of the tree: which test notices each?
 mutants: $(STAMP)
 	$(BIN)/python tests/mutants.py $(IDS)
+
+# Bugs that nobody wrote, COUNT of them drawn from SEED, in PATHS below src/everstep: which test or seed notices each?
+mutants-new: SEED = 1
+mutants-new: $(STAMP)
+	$(BIN)/python tests/new_mutants.py --seed $(SEED) --count $(or $(COUNT),200) --paths "$(PATHS)"
 
 bench: $(STAMP)
 	mkdir -p bench/out

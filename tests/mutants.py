@@ -12,6 +12,7 @@ that changes nothing says why in `equivalent`, and one whose code is gone in `dr
 from __future__ import annotations
 
 import ast
+import contextlib
 import json
 import multiprocessing
 import os
@@ -22,7 +23,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
@@ -139,19 +140,26 @@ class Trees:
 
     def judge(self, mutant: Mutant, hint: str | None) -> Verdict:
         """Plant one, and see."""
-        began_s, tree = time.monotonic(), self._free.get()
-        path = tree / mutant.path
-        sound = path.read_text()
-        try:
-            path.write_text(sound.replace(mutant.old, mutant.new))
-            killed_by = self._killer(mutant, tree, hint)
-        finally:
-            path.write_text(sound)
-            self._free.put(tree)
+        began_s = time.monotonic()
+        with self.planted(mutant.path, lambda sound: sound.replace(mutant.old, mutant.new)) as (tree, _):
+            first = [[hint]] if hint and (tree / hint.split("::")[0]).exists() else []
+            killed_by = self.noticing(tree, [*first, *ladder(mutant, tree)])
         return Verdict(mutant.id, mutant.file, killed_by, round(time.monotonic() - began_s, 1))
 
-    def _killer(self, mutant: Mutant, tree: Path, hint: str | None) -> str | None:
-        rungs = [*([[hint]] if hint and (tree / hint.split("::")[0]).exists() else []), *ladder(mutant, tree)]
+    @contextlib.contextmanager
+    def planted(self, file: Path, change: Callable[[str], str]) -> Iterator[tuple[Path, str]]:
+        """A tree in which one file is changed, inside alone; and the file's text as it was."""
+        tree = self._free.get()
+        sound = (tree / file).read_text()
+        try:
+            (tree / file).write_text(change(sound))
+            yield tree, sound
+        finally:
+            (tree / file).write_text(sound)
+            self._free.put(tree)
+
+    def noticing(self, tree: Path, rungs: Iterable[list[str]]) -> str | None:
+        """The first test of these that fails in this tree, again if it is run again, and not in the sound one."""
         for rung in rungs:
             passed_over: list[str] = []
             while found := failing(tree, rung, passed_over):

@@ -1,0 +1,258 @@
+"""`make mutants-new SEED=n COUNT=200 [PATHS=protocol/driver,report]`: plants bugs that nobody wrote, drawn from a seed.
+
+The mistakes are those of `mutant_operators`, as many of each kind as of the others. Each is planted by itself in a
+private copy of the tree. First run the fast tests that execute its line, by a record that is made once per tree; then,
+for a bug in `SIMULATED` code that is left over, the simulator's seeds that execute it, up to `SEEDS` of each kind.
+What is known of a bug is kept in build/mutants-new until src or tests change, so a run goes on where it was ended.
+Results are in build/mutants-new/SEED.json. Bugs that change nothing are listed in equivalent-mutants.json, each with
+its reason; they are counted apart.
+
+mutmut and cosmic-ray do one half of this well: neither draws bugs from a seed, or judges them by a simulator.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import coverage
+
+from extended import key
+from mutant_operators import Generated, mistakes
+from mutants import AT_ONCE, ROOT, SIMULATED, WARM, Trees
+
+FOLDER = ROOT / "build" / "mutants-new"
+EQUIVALENT = Path(__file__).with_name("equivalent-mutants.json")
+FAST = ("tests/unit", "tests/property", "tests/traces")
+SEEDS, KINDS = 300, ("", "split", "leased")
+MOST_TESTS, SEEDS_LIMIT_S = 1500, 300.0
+
+
+@dataclass(frozen=True)
+class Judged:
+    """What became of one bug. killer: a test, a seed with its kind, "" if it survived."""
+
+    id: str
+    kind: str
+    where: str
+    old: str
+    new: str
+    killer: str
+    seconds: float
+
+
+class Executed:
+    """Which tests, and which seeds, execute each line of src/everstep."""
+
+    def __init__(self, folder: Path) -> None:
+        self._tests, self._seeds = folder / "tests.coverage", folder / "seeds.coverage"
+
+    def record(self) -> None:
+        """Run all fast tests and seeds once, unless that was done for this tree."""
+        if not self._tests.exists():
+            print("recording which tests execute which lines", flush=True)
+            data = {"COVERAGE_FILE": f"{self._tests}.part", "COVERAGE_CORE": "ctrace"}
+            options = [
+                "--cov=src/everstep",
+                "--cov-context=test",
+                "--cov-report=",
+                "-n",
+                str(AT_ONCE),
+                "--dist",
+                "loadfile",
+            ]
+            command = [sys.executable, "-m", "pytest", "-q", *options, *FAST]
+            subprocess.run(command, cwd=ROOT, env={**os.environ, **data}, check=True, stdout=subprocess.DEVNULL)
+            os.replace(f"{self._tests}.part", self._tests)
+        if not self._seeds.exists():
+            print("recording which seeds execute which lines", flush=True)
+            parts = [(f"{self._seeds}.{kind or 'plain'}", kind) for kind in KINDS]
+            with multiprocessing.get_context("spawn").Pool(AT_ONCE) as pool:
+                pool.starmap(_record_seeds, parts)
+            whole = coverage.Coverage(data_file=f"{self._seeds}.part")
+            whole.combine([part for part, _ in parts])
+            whole.save()
+            os.replace(f"{self._seeds}.part", self._seeds)
+
+    def tests(self, bug: Generated) -> list[str]:
+        """Tests that execute the line, by file; all that execute its file if it is executed by imports alone."""
+        by_line = _contexts(self._tests, bug.file)
+        found = by_line.get(bug.line, set()) - {""} or {name for names in by_line.values() for name in names} - {""}
+        chosen = {name.partition("|")[0].partition("[")[0] for name in found}
+        return sorted(chosen)[:MOST_TESTS]
+
+    def seeds(self, bug: Generated) -> list[tuple[int, str]]:
+        """Seeds that execute the line, with their kinds."""
+        found = _contexts(self._seeds, bug.file).get(bug.line, set()) - {""}
+        return sorted((int(number), kind) for number, _, kind in (name.partition(" ") for name in found))
+
+
+def _contexts(path: Path, file: str) -> dict[int, set[str]]:
+    data = coverage.CoverageData(str(path))
+    data.read()
+    source = str(ROOT / "src" / "everstep" / file)
+    return {line: set(names) for line, names in data.contexts_by_lineno(source).items()}
+
+
+def _record_seeds(path: str, kind: str) -> None:
+    from everstep.sim.scenario import simulate
+
+    watched = [str(ROOT / "src" / "everstep" / room / "*") for room in SIMULATED]
+    record = coverage.Coverage(data_file=path, include=watched)
+    record.start()
+    for seed in range(SEEDS):
+        record.switch_context(f"{seed} {kind}")
+        simulate(seed, split=kind == "split", leased=kind == "leased")
+    record.stop()
+    record.save()
+
+
+def drawn(seed: int, count: int, paths: Sequence[str]) -> list[Generated]:
+    """So many bugs in these files and folders, below src/everstep: of each kind as many as of the others."""
+    source = ROOT / "src" / "everstep"
+    files = sorted(
+        {f for path in paths for f in ([source / path] if path.endswith(".py") else (source / path).rglob("*.py"))}
+    )
+    kinds: defaultdict[str, list[Generated]] = defaultdict(list)
+    for file in files:
+        for bug in mistakes(str(file.relative_to(source)), file.read_text()):
+            kinds[bug.kind].append(bug)
+    chance, found = random.Random(seed), []
+    for bugs in kinds.values():
+        chance.shuffle(bugs)
+    while len(found) < count and kinds:
+        name = chance.choice(sorted(kinds))
+        found.append(kinds[name].pop())
+        if not kinds[name]:
+            del kinds[name]
+    return found
+
+
+class Judge:
+    """Plants bugs, and sees which test or seed notices each."""
+
+    def __init__(self, trees: Trees, executed: Executed, known: Path) -> None:
+        self._trees, self._executed, self._known = trees, executed, known
+
+    def __call__(self, bug: Generated) -> Judged:
+        kept = self._known / f"{bug.id.replace('/', '+').replace(' ', '_')}.json"
+        if kept.exists():
+            return Judged(**json.loads(kept.read_text()))
+        began_s = time.monotonic()
+        with self._trees.planted(Path("src/everstep") / bug.file, bug.planted) as (tree, sound):
+            killer = self._trees.noticing(tree, self._rungs(bug)) or ""
+            if not killer and bug.file.split("/")[0] in SIMULATED:
+                killer = _seed_that_fails(tree, self._executed.seeds(bug))
+        took_s = round(time.monotonic() - began_s, 1)
+        found = Judged(bug.id, bug.kind, bug.where, sound[bug.begin : bug.end], bug.new, killer, took_s)
+        kept.write_text(json.dumps(asdict(found)))
+        print(f"  {found.id}: {found.killer or 'SURVIVED'}, {found.seconds:.0f} s", flush=True)
+        return found
+
+    def _rungs(self, bug: Generated) -> Iterable[list[str]]:
+        """First the tests of the bug's own room, since they are likely to notice it soon."""
+        tests, room = self._executed.tests(bug), bug.file.split("/")[0]
+        own = [name for name in tests if f"/{room}/" in name or f"test_{room}_" in name]
+        return [group for group in (own, [name for name in tests if name not in own]) if group]
+
+
+def _seed_that_fails(tree: Path, seeds: Sequence[tuple[int, str]]) -> str:
+    """The first of these seeds that breaks a promise with this tree's code, "" if none does, or "no end"."""
+    mine, its = WARM.Pipe(duplex=False)
+    process = WARM.Process(target=_simulate, args=(its, str(tree), list(seeds)))
+    process.start()
+    its.close()
+    try:
+        found = str(mine.recv()) if mine.poll(SEEDS_LIMIT_S) else "seeds: no end"
+    except EOFError:
+        found = "seeds: died"
+    process.kill()
+    process.join()
+    return found
+
+
+def _simulate(told: Connection, tree: str, seeds: Sequence[tuple[int, str]]) -> None:
+    sys.path[:] = [f"{tree}/src", *(p for p in sys.path if Path(p) not in (ROOT / "src", ROOT / "tests"))]
+    from everstep.sim.scenario import simulate
+
+    for seed, kind in seeds:
+        outcome = simulate(seed, split=kind == "split", leased=kind == "leased")
+        if not outcome.ok:
+            told.send(f"seed {seed} {kind}: {outcome.problem[:150]}")
+            return
+    told.send("")
+
+
+def equivalent() -> dict[tuple[str, str, str, str], str]:
+    """Bugs that change nothing: the reason, by file, function, old and new text."""
+    listed = json.loads(EQUIVALENT.read_text())
+    return {(one["file"], one["where"], one["old"], one["new"]): one["reason"] for one in listed}
+
+
+def report(found: Sequence[Judged], path: Path) -> int:
+    """Write the results, and say them. Returns how many survived that are not equivalent."""
+    same = equivalent()
+    reasons = {one.id: same.get((one.id.split(":")[0], one.where, one.old, one.new), "") for one in found}
+    path.write_text(json.dumps([{**asdict(one), "equivalent": reasons[one.id]} for one in found], indent=1) + "\n")
+    rooms: defaultdict[str, Counter[str]] = defaultdict(Counter)
+    for one in found:
+        noticed = "seeds" if one.killer.startswith("seed") else "tests"
+        end = "equivalent" if reasons[one.id] else noticed if one.killer else "survived"
+        rooms[one.id.split("/")[0]][end] += 1
+    for room, ends in sorted(rooms.items()):
+        tests, seeds = ends["tests"], ends["seeds"]
+        counts = tests + seeds + ends["survived"]
+        share = f"{(tests + seeds) / counts:.0%}" if counts else "none"
+        by = f"{tests} by tests, {seeds} by seeds alone"
+        print(f"{room}: {share} of {counts} noticed ({by}); {ends['equivalent']} change nothing")
+    survivors = [one for one in found if not one.killer and not reasons[one.id]]
+    for one in survivors:
+        print(
+            f"  survived: {one.id} ({one.where}): {' '.join(one.old.split())[:80]} -> {' '.join(one.new.split())[:80]}"
+        )
+    return len(survivors)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Returns the exit code: 0 if all were noticed."""
+    parser = argparse.ArgumentParser(description="Plant bugs that nobody wrote.")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--count", type=int, default=200)
+    parser.add_argument("--paths", default="", help="files and folders below src/everstep, separated by commas")
+    chosen = parser.parse_args(arguments)
+    source = ROOT / "src" / "everstep"
+    rooms = sorted(p.name for p in source.iterdir() if p.is_dir() and p.name not in ("__pycache__", "sim"))
+    paths = [path for path in chosen.paths.split(",") if path] or rooms
+    if missing := [path for path in paths if not (source / path).exists()]:
+        print(f"expected files or folders below src/everstep, got {', '.join(missing)}", file=sys.stderr)
+        return 2
+    WARM.set_forkserver_preload(["torch", "pytest", "hypothesis", "msgspec", "click", "rich"])
+    known = FOLDER / key()
+    known.mkdir(parents=True, exist_ok=True)
+    executed = Executed(known)
+    executed.record()
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(AT_ONCE) as pool:
+        judge = Judge(Trees(Path(folder), AT_ONCE), executed, known)
+        try:
+            found = list(pool.map(judge, drawn(chosen.seed, chosen.count, paths)))
+        except KeyboardInterrupt:
+            pool.shutdown(cancel_futures=True)
+            return 130
+    return 1 if report(found, FOLDER / f"{chosen.seed}.json") else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
