@@ -196,3 +196,21 @@ def test_setups_are_small_and_varied():
     assert {s.workers for s in setups} == {2, 3, 4, 5}
     assert {s.hosts for s in setups} == {1, 2, 3}
     assert all(4 <= s.job.lanes <= 8 and s.job.steps <= 12 for s in setups)
+
+
+@pytest.mark.parametrize(
+    ("seed", "split", "leased"),
+    [
+        pytest.param(902018152, False, False, id="its own copy is lost before the only other one flips"),
+        pytest.param(902001183, False, True, id="the last state is compared again in a later generation"),
+        pytest.param(902016782, True, False, id="a joiner knew that the job ends, and went back behind it"),
+        pytest.param(902010437, True, False, id="a member is one decision behind the newest step that all can have"),
+        pytest.param(902009251, True, False, id="who left as asked holds the newest step"),
+        pytest.param(902009720, True, False, id="nobody has the records of a decision any more"),
+        pytest.param(902019759, False, True, id="a joiner of a plan that never came into force holds state"),
+        pytest.param(902002962, False, True, id="a request of the job's life before arrives late"),
+    ],
+)
+def test_what_fresh_seeds_have_found_stays_mended(seed: int, split: bool, leased: bool) -> None:
+    outcome = simulate(seed, split=split, leased=leased)
+    assert outcome.ok, outcome

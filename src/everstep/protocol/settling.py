@@ -62,19 +62,17 @@ class Settlement:
 def settle(plan: Plan, holdings: Mapping[int, Holding]) -> Settlement:
     """The settlement of a generation; `holdings` are those of all members."""
     limit = sound_limit(holdings)
+    newest = _newest(plan, holdings, limit)
     if limit is not None:
-        return _go_to(plan, holdings, _newest(plan, holdings, limit=limit))
+        return _go_to(plan, holdings, newest, rolling=False)
     top = max(h.position for h in holdings.values())
-    records = next((h.records for _, h in sorted(holdings.items()) if h.position == top and h.records), {})
-    # Nobody rolls forward without the records of the decision; a snapshot may not have them.
-    far = {i: _distance(top, h, bool(records)) for i, h in sorted(holdings.items())}
+    rolls = _rolls_to(top, holdings)
+    far = {i: 0 if h.position == top else 1 if i in rolls.held else None for i, h in sorted(holdings.items())}
     held = {i: _held_at(top, holdings[i]) if far[i] is not None else {} for i in far}
     at_top = tuple(i for i, h in holdings.items() if h.position == top)
     stocks = {k: _stock(top.step, {i: held[i].get(k, NONE) for i in far}, holdings) for k in range(plan.stages)}
-    rolls = _Rolls(top, records, {i: held[i] for i, decisions in far.items() if decisions == 1})
-    newest = _newest(plan, holdings, rolls)
     if not all(stock.there for stock in stocks.values()) or newest > top.step:
-        return _go_to(plan, holdings, newest, rolls)
+        return _go_to(plan, holdings, newest)
     lacking = {i: [k for k in plan.stages_of(i) if stocks[k].missing(i, _share(plan, i, k))] for i in held}
     wants = {
         i: {k: stocks[k].donors(i, _share(plan, i, k), at_top) for k in of}
@@ -214,14 +212,19 @@ def sound_limit(holdings: Mapping[int, Holding]) -> int | None:
     return min((h.sound for h in holdings.values() if h.sound >= 0), default=None)
 
 
-def _distance(top: Key, holding: Holding, known: bool) -> int | None:
-    """Decisions from the holding to the top: 0, or 1 that can be taken with records that are `known`, or None."""
+def _rolls_to(top: Key, holdings: Mapping[int, Holding]) -> _Rolls:
+    """Members that are one decision behind this position. Nobody rolls forward without the records of that decision; a
+    snapshot may not have them."""
+    records = next((h.records for _, h in sorted(holdings.items()) if h.position == top and h.records), {})
+    behind = {i: h for i, h in sorted(holdings.items()) if records and _one_behind(top, h)}
+    return _Rolls(top, records, {i: _held_at(top, h) for i, h in behind.items()})
+
+
+def _one_behind(top: Key, holding: Holding) -> bool:
     at = holding.position
-    if at == top:
-        return 0
     by_gather = at.step == top.step and at.seq + 1 == top.seq
     by_update = top.seq == 0 and at.step + 1 == top.step and holding.gradient_step == top.step
-    return 1 if known and (by_gather or by_update) else None
+    return by_gather or by_update
 
 
 def _held_at(top: Key, holding: Holding) -> dict[int, Extents]:
@@ -267,20 +270,24 @@ def _available(plan: Plan, holdings: Mapping[int, Holding], step: int, rolls: _R
     )
 
 
-def _newest(plan: Plan, holdings: Mapping[int, Holding], rolls: _Rolls = _NOBODY, *, limit: int | None = None) -> int:
-    """The newest step that every stage has; up to the limit, if there is one."""
+def _newest(plan: Plan, holdings: Mapping[int, Holding], limit: int | None) -> int:
+    """The newest step that every stage has; up to the limit, if there is one: then nobody rolls forward."""
     steps = {0}
     for holding in holdings.values():
         kept = (step for _, step in holding.snapshots)
         steps |= {holding.position.step, *kept, *holding.disk}
     steps = steps if limit is None else {step for step in steps if step <= limit}
-    return next(step for step in sorted(steps, reverse=True) if _available(plan, holdings, step, rolls))
+    return next(
+        step
+        for step in sorted(steps, reverse=True)
+        if _available(plan, holdings, step, _rolls_to(Key(step, 0), holdings) if limit is None else _NOBODY)
+    )
 
 
-def _go_to(plan: Plan, holdings: Mapping[int, Holding], step: int, rolls: _Rolls = _NOBODY) -> Settlement:
+def _go_to(plan: Plan, holdings: Mapping[int, Holding], step: int, *, rolling: bool = True) -> Settlement:
     target = Key(step, 0)
-    if rolls.top != target or not rolls.held:
-        rolls = _NOBODY
+    rolls = _rolls_to(target, holdings) if rolling else _NOBODY
+    rolls = rolls if rolls.held else _NOBODY
     stocks = {stage: _in_memory(step, holdings, stage, rolls) for stage in range(plan.stages)}
     wants: dict[int, Sources] = {}
     for i, holding in sorted(holdings.items()):

@@ -5,13 +5,14 @@ The checks watch the workers from outside and share no code with the machines un
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import chain
 
 import msgspec
 from msgspec.structs import astuple
 
+from everstep.base.cause import Cause
 from everstep.base.plan import Plan, WorkerKey
 from everstep.base.ports import Tag
 from everstep.protocol.driver.records import AgreePayload, decode_holding, decode_record, last_states
@@ -192,7 +193,7 @@ class Taint:
         shown = any(
             key.step >= sound + (not key.seq)
             and tuple(sorted(given)) == self.records.plans[generation].worker_ids
-            and self._differ(key, given)
+            and self._differ(key, given, made.values() if key.seq else ())
             for key, made in self.records.exchanged.items()
             for generation, given in made.items()
         )
@@ -201,16 +202,24 @@ class Taint:
         )
         self.found = True
 
-    def _differ(self, key: Key, given: Mapping[int, Record]) -> bool:
-        """Whether digests differ among these records, or from earlier ones of the same state."""
+    def _differ(self, key: Key, given: Mapping[int, Record], earlier: Iterable[Mapping[int, Record]]) -> bool:
+        """Whether digests differ among these records, or from earlier ones of the same state. earlier: decisions of
+        other generations about the job's last state, which no step has applied."""
         said, step = self.records.said(key, given), key.step if key.seq else key.step - 1
-        return any(len(digests | self._alike.get((step, k), set())) > 1 for k, digests in said.items())
+        known = {k: set(self._alike.get((step, k), ())) for k in said}
+        for records in earlier:
+            for k, digests in self.records.said(key, records).items():
+                known.setdefault(k, set()).update(digests)
+        return any(len(digests | known[k]) > 1 for k, digests in said.items())
 
-    def last(self, states: Mapping[int, Blocks], plan: Plan) -> None:
-        """The result is written by a worker that holds these stages: nobody can know that a stage is wrong if it has no
-        other holder."""
-        alone = all(len(plan.pool(stage)) == 1 for stage, state in states.items() if wrong(state))
-        self.unnoticed = self.unnoticed or (alone and any(map(wrong, states.values())))
+    def last(self, states: Mapping[int, Blocks], plan: Plan, agreed: Mapping[int, str]) -> None:
+        """The result is written by a worker that holds these stages. Nobody can know that a stage is wrong if it has no
+        other holder, or if all holders have stated the digest of a wrong state (`agreed`): one of them has lost its
+        own, and copied the other's."""
+        spoilt = [stage for stage, state in states.items() if wrong(state)]
+        stated = {stage for stage in spoilt if agreed.get(stage) and wrong(int(agreed[stage], 16))}
+        alone = all(len(plan.pool(stage)) == 1 or stage in stated for stage in spoilt)
+        self.unnoticed = self.unnoticed or (alone and bool(spoilt))
 
     def went_back(self, who: WorkerKey, generation: int, step: int, held: Mapping[int, Blocks]) -> bool:
         """Check a return. If a member of the generation knew of taint, all go back behind it. Once a plan or a member
@@ -265,8 +274,9 @@ class Exact:
         return hash((step, by_unit(self.states[step])))
 
     def does(self, who: WorkerKey, step: int) -> None:
-        """A worker carries out a step itself, and does not have its state from others or from disk."""
-        self._done.add((who, step))
+        """A worker carries out a step itself, and does not have its state from others or from disk. If it had gone
+        beyond that step before, it has gone back, and knows no more of what came then."""
+        self._done = {(one, n) for one, n in self._done if one != who or n < step} | {(who, step)}
 
     def goes_on(self, who: Collection[WorkerKey], step: int) -> None:
         """These have more to do after this step, or are through with it. That it was the end is known to who has done
@@ -408,7 +418,8 @@ class Checks:
         if step >= floor or generation < self.newest:  # a sleeper gets nowhere in an old generation
             return
         gone_on = self.views.settled(generation)  # workers that entered earlier may have come to later steps since
-        holders = {k: held for k, held in self.views.holders().items() if k not in self.given_up and k not in gone_on}
+        heard = self._counted_on(generation) - self.given_up - gone_on.keys()
+        holders = {k: held for k, held in self.views.holders().items() if k in heard}
         there = {one for held in holders.values() for one in held if one[0] >= floor}
         kept = sorted({at for at, _ in there if all((at, stage) in there for stage in range(self.job.stages))})
         require(
@@ -417,6 +428,20 @@ class Checks:
             f"{who} enters {generation} at step {step}, {floor} was released and {kept} are held: {holders}",
         )
         self.lost_everything += 1
+
+    def _counted_on(self, generation: int) -> set[WorkerKey]:
+        """Members of this plan and of those before it that were in force, down to one by which workers left as asked.
+        A joiner of a prepared plan that never came into force, or one that has left, may hold state that the
+        coordinator does not know of."""
+        found: set[WorkerKey] = set()
+        plan = self.records.plans[generation]
+        while True:
+            found |= {m.key for m in plan.members}
+            earlier = [n for n, p in self.records.plans.items() if n < plan.generation and (p.previous or n == 1)]
+            before = plan.previous if plan.previous in self.records.plans else max(earlier, default=0)
+            if not before or plan.cause in (Cause.SCALED, Cause.DRAINED):
+                return found
+            plan = self.records.plans[before]
 
     def _newest_possible(self, who: WorkerKey, generation: int, step: int) -> None:
         """Check that members go back no further than their holdings require, and only to states that exist."""

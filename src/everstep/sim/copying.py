@@ -215,7 +215,7 @@ class SimSaver:
             life.tainted(operation, "the state is not the one that all have agreed on", torn=True)
             return
         if leads:
-            life.site.checks.taint.last(held, operation.plan)
+            life.site.checks.taint.last(held, operation.plan, agreed)
             life.site.checks.exact.final(life.me, life.state.at, held)
         life.done(operation, leads)
 

@@ -290,10 +290,10 @@ class SimSite:
         return self.odd is not None and self.odd.worker_id == life.me.worker_id and life.me >= self.odd
 
     def copies(self, life: Life, stage: int) -> int:
-        """Number of members of a worker's generation that hold a stage."""
+        """Number of members of a worker's generation that hold all blocks of a stage."""
         plan = life.driver.machine.plan
         pool = [] if plan is None else [self.lives.get(plan.member(seat.worker_id).key) for seat in plan.pool(stage)]
-        return sum(w is not None and w.alive and stage in w.state.stages for w in pool)
+        return sum(w is not None and w.alive and None not in w.state.stages.get(stage, (None,)) for w in pool)
 
 
 class Life(Process):

@@ -376,7 +376,8 @@ class Simulation:
             if w.frozen_ns is None and w.driver.machine.plan is not None and self.world.reachable(w.host, "control")
             if w.me not in self.checks.given_up and not w.driver.machine.leaving
         ]
-        tops = {w.state.at for w in live}  # no decision is taken without its records
+        # No decision is taken without its records, and who has gathered since has those of the last one alone.
+        tops = {w.state.at for w in live if w.driver.machine.position == Key(w.state.at, 0)}
         found = {}
         for w in live:
             right = [k for k, state in w.state.stages.items() if not wrong(state) and None not in state]

@@ -313,3 +313,11 @@ def test_a_part_of_another_initial_state_is_none():
 def test_lanes_of_a_repaired_stage_run_again():
     hurt = replace(at(5), stages={0: WHOLE - ONE})
     assert settle(plan((1, 0)), {0: at(5, 0), 1: hurt}).rerun == {0, 1}
+
+
+def test_one_behind_rolls_forward_also_where_a_member_holds_a_later_step_alone():
+    """That of an earlier run, which nobody else can come to."""
+    holdings = {0: at(3, 0), 1: at(2, 1, gradient=3), 2: at(6, 1)}
+    settled = settle(plan((0,), (1, 2)), holdings)
+    assert (settled.target, settled.back, settled.rolls) == (Key(3, 0), True, {1})
+    assert settled.wants == {2: {1: (1,)}}
