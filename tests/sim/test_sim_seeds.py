@@ -209,6 +209,10 @@ def test_setups_are_small_and_varied():
         pytest.param(902009720, True, False, id="nobody has the records of a decision any more"),
         pytest.param(902019759, False, True, id="a joiner of a plan that never came into force holds state"),
         pytest.param(902002962, False, True, id="a request of the job's life before arrives late"),
+        pytest.param(903007234, False, True, id="a joiner has carried out the step with which the job ends"),
+        pytest.param(903019209, True, False, id="the result is copied over blocks of a stage that was left"),
+        pytest.param(903005541, False, False, id="a member does not know that all compute a step once more"),
+        pytest.param(903004074, True, False, id="one loop is left twice, after different steps"),
     ],
 )
 def test_what_fresh_seeds_have_found_stays_mended(seed: int, split: bool, leased: bool) -> None:

@@ -235,9 +235,18 @@ def _held_at(top: Key, holding: Holding) -> dict[int, Extents]:
     return {k: blocks for k, blocks in holding.gradients.items() if not less(live.get(k, NONE), blocks)}
 
 
+def unaware(holdings: Mapping[int, Holding], number: int) -> set[int]:
+    """Members that do not know yet that all compute this step once more, since some have computed a lane of it
+    otherwise. The others have dropped what they had computed."""
+    aware = {i for i, holding in holdings.items() if holding.doubt.step == number}
+    return holdings.keys() - aware if aware else set()
+
+
 def _rerun(
     plan: Plan, holdings: Mapping[int, Holding], wants: Mapping[int, Sources], target: Key, back: bool
 ) -> frozenset[int]:
+    if unaware(holdings, target.step + 1):
+        return frozenset(range(plan.lanes))
     lanes: set[int] = set()
     for i, holding in holdings.items():
         stays = holding.position == target if back else holding.position.step == target.step

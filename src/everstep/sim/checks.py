@@ -248,8 +248,8 @@ class Exact:
         self.over = False  # for what is not finite
         self._done: set[tuple[WorkerKey, int]] = set()
         self.finals: list[dict[int, Blocks]] = []
-        self.left: dict[WorkerKey, int] = {}
-        """Steps after which loops were left, of which other workers know nothing."""
+        self.left: dict[WorkerKey, list[int]] = {}
+        """Steps after which loops were left, of which other workers know nothing; the newest last."""
         self.ended_at = 0
 
     def cut_anew(self, job: SimJob) -> None:
@@ -295,7 +295,7 @@ class Exact:
 
     def final(self, who: WorkerKey, step: int, states: Mapping[int, Blocks]) -> None:
         """The job's leader wrote the result, of all stages."""
-        right = step == self.job.last or self.left.get(who) == step
+        right = step == self.job.last or self.left.get(who, [-1])[-1] == step
         require(right, "P1", f"{who} finished at step {step} of {self.job.last}")
         require(
             states.keys() == set(range(self.job.stages)), "P1", f"{who} finished with stages {sorted(states)} alone"

@@ -95,9 +95,13 @@ class Fetcher:
 
     def _claimed(self, operation: _Taking, stage: int) -> Extents:
         """Blocks of the wanted state that this worker claims to have, live. At a position gathers behind, it copies the
-        later state."""
+        later state. For the result it copies stages of others whole, whatever it has left of them."""
         machine, wanted = self.life.driver.machine, operation.position
-        if machine.step != wanted.step or (isinstance(operation, do.Fetch) and machine.position != wanted):
+        if (
+            isinstance(operation, do.Finish)
+            or machine.step != wanted.step
+            or (isinstance(operation, do.Fetch) and machine.position != wanted)
+        ):
             return NONE
         return machine.held.get(stage, NONE)
 

@@ -428,7 +428,8 @@ class Simulation:
     def _loops_disagreed(self) -> bool:
         """Whether the job ended because one loop was left, and says by which worker and after which step."""
         text, left = self.control.fate.failed, self.checks.exact.left.items()
-        return any(f"worker {who.worker_id} left the loop after step {step}" in text for who, step in left)
+        said = (f"worker {who.worker_id} left the loop after step {step}" for who, steps in left for step in steps)
+        return any(one in text for one in said)
 
     def _sweep(self) -> None:
         """Check that nothing is left a while after the job has ended."""

@@ -119,7 +119,7 @@ class Loop:
     def _next(self) -> do.Ask:
         job, step, gathers = self.life.job, self._step, self._gathers
         if self.leaves:
-            self.life.site.checks.exact.left[self.life.me] = self.life.state.at
+            self.life.site.checks.exact.left.setdefault(self.life.me, []).append(self.life.state.at)
             return do.EndAsked(True, _said(self.life), step)
         if evaluates(job, step) and not self._evaluated:
             return do.EvaluateAsked()

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from everstep.base.extents import WHOLE, BlockRun, Extents
 from everstep.base.plan import Member, Plan, Seat, Shard
-from everstep.protocol.settling import from_shares, settle
-from everstep.protocol.step_types import Holding, Key, Pieces, Record
+from everstep.protocol.settling import from_shares, settle, unaware
+from everstep.protocol.step_types import Doubt, Holding, Key, Pieces, Record
 
 RECORDS = {9: Record(0, b"")}
 
@@ -321,3 +321,12 @@ def test_one_behind_rolls_forward_also_where_a_member_holds_a_later_step_alone()
     settled = settle(plan((0,), (1, 2)), holdings)
     assert (settled.target, settled.back, settled.rolls) == (Key(3, 0), True, {1})
     assert settled.wants == {2: {1: (1,)}}
+
+
+def test_where_some_know_that_a_step_is_computed_once_more_all_of_its_lanes_are() -> None:
+    knows = replace(at(3, 0, lacking=(0,)), doubt=Doubt(4, 0))
+    holdings = {0: knows, 1: at(3, 0, gradient=4)}
+    assert unaware(holdings, 4) == {1} and unaware(holdings, 5) == set()
+    assert settle(plan((0, 1)), holdings).rerun == {0, 1}
+    both = {i: replace(one, doubt=Doubt(4, 0)) for i, one in holdings.items()}
+    assert unaware(both, 4) == set() and settle(plan((0, 1)), both).rerun == {0}

@@ -204,7 +204,8 @@ class Application:
         member = self.settled
         if member and isinstance(ask, do.JoinAsked):
             self._jumped = False
-            return do.Arrived(self._machine.step)
+            ends = self._last.ends_job  # it has followed, and carried out the step with which the job ends
+            return do.EndsJob(ends) if ends else do.Arrived(self._machine.step)
         if member and self._jumped:
             self._jumped = False
             return do.WentBack(self._machine.step)

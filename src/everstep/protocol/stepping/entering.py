@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from everstep.base.errors import check
 from everstep.base.extents import NONE, Extents
-from everstep.protocol.settling import Settlement, less, settle, sound_limit
+from everstep.protocol.settling import Settlement, less, settle, sound_limit, unaware
 from everstep.protocol.step_phases import OUTSIDE, Phase
 from everstep.protocol.step_types import (
     BlocksLost,
@@ -93,6 +93,8 @@ class Entering:
             return [SettleAnew(plans.generation, f"states later than that of step {limit} are tainted")]
         settled = settle(plans.current, holdings)
         effects: list[StepEffect] = []
+        if settled.target.step == known.step and mine in unaware(holdings, known.step + 1):
+            effects.append(known.void())
         if mine in settled.rolls and known.decisions.position != settled.target:
             effects = self._roll_forward(settled.target, settled.records)
             if known.phase is Phase.UPDATING:
