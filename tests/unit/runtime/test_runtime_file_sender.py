@@ -249,3 +249,17 @@ def test_what_cannot_be_read_has_not_arrived_and_holds_up_nothing_else(
     monkeypatch.setattr(file_sender, "digest_of", digest_of)
     assert wire.arrives()
     assert (wire.job / "rehearsed.json").exists()
+
+
+def test_another_head_gets_also_what_the_one_before_had_whole(wire: Wire) -> None:
+    (wire.own / "final").mkdir()
+    (wire.own / "final" / "model.safetensors").write_bytes(bytes(range(99)))
+    (wire.own / "final" / "digest.json").write_text("{}")
+    EventLog(wire.own / "events.jsonl").write("step_committed", step=1)
+    assert wire.arrives()
+    wire.job = wire.job.with_name("another")
+    wire.job.mkdir()
+    wire.restart()
+    wire.sender.ask_again()
+    assert wire.arrives()
+    assert (wire.job / "final" / "model.safetensors").read_bytes() == bytes(range(99)) and steps(wire.job) == [1]

@@ -55,3 +55,13 @@ def test_a_snapshot_of_another_pool_that_has_no_room_is_not_taken_for_kept() -> 
     keeper._copy(SimpleNamespace(step=10), keeper._vault.times_forgotten)  # type: ignore[arg-type]
     assert not keeper.held(10) and isinstance(notes[-1], NotKept) and notes[-1].step == 10
     assert "checkpoint.memory.limit_mb=1" in notes[-1].why.reason
+
+
+def test_a_copy_does_not_take_the_place_of_a_whole_one_that_is_there() -> None:
+    view: Any = SimpleNamespace(config=SimpleNamespace(checkpoint=CheckpointConfig()))
+    keeper, first, other = SnapshotKeeper(view, Donor(), lambda note: None), make_state(1), make_state(2)
+    for state in (first, other):
+        offer = ReceivedOffer(position=Key(10, 0), states={1: copied(state)})
+        keeper._copier = SimpleNamespace(kept=lambda effect, offer=offer: [offer])  # type: ignore[assignment]
+        keeper._copy(SimpleNamespace(step=10), keeper._vault.times_forgotten)  # type: ignore[arg-type]
+    assert keeper.held(10)[1][0].manifest() == first.manifest()

@@ -211,3 +211,13 @@ def test_leaving_without_rows_is_said(
     waits, given_up, leaving = warnings(tmp_path)
     assert "wait in memory" in waits and "given up: 1 wait" in given_up
     assert "without having written 3 rows" in leaving and "everstep ledger" in leaving and leaving in caplog.text
+
+
+def test_the_next_leader_tells_what_was_reported_of_the_very_step_that_was_told_last(tmp_path: Path) -> None:
+    leader, other = Publisher(tmp_path, WorkerKey(0, 0)), Publisher(tmp_path, WorkerKey(1, 0))
+    for number in (1, 2):
+        step(leader, number)
+        step(other, number, leads=False)
+    other.report("evaluated", 2, False, {"metrics": {}})  # the leader dies before it can
+    step(other, 3)
+    assert told(tmp_path) == [2] and steps_told(tmp_path) == [1, 2, 3]

@@ -12,6 +12,7 @@ from everstep.base.extents import WHOLE
 from everstep.base.plan import Member, Plan, Seat
 from everstep.protocol.driver import operations as do
 from everstep.protocol.step_types import Key
+from everstep.train.heal import ReceivedOffer
 from everstep.train.transfers import Transfers
 from everstep.train.view import Stages
 
@@ -46,3 +47,14 @@ def test_whoever_goes_back_to_another_step_keeps_no_stage_of_the_step_that_it_le
     assert list(stages) == left
     stages.want((0,))
     assert (stages[0] is before) == (at == 0)
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_of_offers_of_several_steps_the_loops_state_is_that_of_the_newest(first: int) -> None:
+    older = ReceivedOffer(position=Key(4, 0), application=b"older", states={})
+    newer = ReceivedOffer(position=Key(5, 0), application=b"newer", states={})
+    loop, view = MagicMock(), MagicMock(stages={}, me=0)
+    transfers = Transfers(view, MagicMock(), MagicMock(), MagicMock(), MagicMock(), loop)
+    transfers._offers = [older, newer] if first == 0 else [newer, older]
+    transfers.adopt(do.Adopt(1, 2, Key(5, 0), (0,), ()))
+    assert [call.args for call in loop.take.call_args_list] == [(b"older", 4), (b"newer", 5)]

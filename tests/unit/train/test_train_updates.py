@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock, patch
 
+from everstep.base.plan import Member, Plan, Seat
+from everstep.protocol.driver import operations as do
+from everstep.train.heal import StageGradient
 from everstep.train.updates import Updates
 
 
@@ -24,3 +28,18 @@ def test_a_step_is_passed_on_before_all_who_read_the_state_are_waited_for() -> N
     parts: list[Any] = [Recorder(calls, name) for name in ("donor", "keeper", "saver", "loop")]
     Updates(view, *parts).before(4, {}, {})
     assert calls == ["donor.feed", "donor.busy_snapshot", "keeper.stand_still", "saver.before_update"]
+
+
+def test_gradients_of_stages_that_were_reduced_in_the_generation_before_are_kept() -> None:
+    """A member that takes over a stage in between reduces that one alone."""
+    reduced = StageGradient(MagicMock(), {})
+    view: Any = MagicMock(me=0, stages={0: MagicMock(), 1: MagicMock()})
+    updates = Updates(view, *[MagicMock() for _ in range(4)])
+    updates._reduced[4] = 2, {0: reduced}
+    members = (Member(0, 0, "here"),)
+    seats = (Seat(0, 1, "active", (0,)),)
+    plan = Plan(3, "because", members, seats, 1, stages=2)
+    with patch("everstep.train.updates.exchange_ties", return_value={}), patch("everstep.train.updates.AgreePayload"):
+        updates.reduce(do.Reduce(1, 3, plan, 4, False))
+    generation, gradients = updates._reduced[4]
+    assert generation == 3 and sorted(gradients) == [0, 1] and gradients[0] is reduced
