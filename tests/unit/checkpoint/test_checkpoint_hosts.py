@@ -194,3 +194,12 @@ def test_names_that_lead_elsewhere_are_refused(hosts: Hosts, name: object) -> No
             assert connection.recv_json()["error"] == "foreign"
     with pytest.raises(BlobForeign):
         hosts.stores["a"]._lines.ask(hosts.there["b"], {"op": "move", "old": name, "new": "x"})
+
+
+def test_a_manifest_that_is_decided_replaces_what_a_host_has_of_one_that_was_not(hosts: Hosts) -> None:
+    name = "step-0000000010/manifest.json"
+    left = hosts.folders["c"] / name
+    left.parent.mkdir(parents=True)
+    left.write_bytes(b"of a writer that died before the first host had it")
+    hosts.stores["b"].write(name, [b"decided"], 7, if_absent=True)
+    assert {(folder / name).read_bytes() for folder in hosts.folders.values()} == {b"decided"}

@@ -309,3 +309,11 @@ def test_nonsense_in_events_is_survived() -> None:
         for value in (None, [], {}, "x", -1, 1 << 80, float("nan")):
             facts = _with(lambda one, key=key, value=value: one.update({key: value}) if key in one else None)
             assert headline(facts, Now(T0 + 60 * S)).text
+
+
+def test_a_checkpoint_that_cannot_be_read_any_more_is_not_promised() -> None:
+    facts = facts_of([*trained(), SAVED])
+    said = {**GONE, "disk_step": 0}
+    assert "of step 6" in headline(facts, Now(T0 + 60 * S, **GONE)).more
+    more = headline(facts, Now(T0 + 60 * S, **said)).more
+    assert "There is no checkpoint" in more and "of step 6" not in more

@@ -244,3 +244,19 @@ def test_a_directory_that_is_taken_again_begins_and_does_not_stand_still(tmp_pat
         assert sum(history.seconds(True).values()) == pytest.approx(5.7)
     os.utime(tmp_path / "lock", ns=(1, 1))
     assert not history.begins(True)
+
+
+def test_a_plan_does_not_answer_a_death_after_it() -> None:
+    """A step that was committed between the two deaths is no end of the second one."""
+    events = [*trained(), killed(2, 5.8), plan(5.9, 2, [[0, 1, 3]]), killed(3, 6.0), commit(11, 6.1)]
+    assert facts_of(events).incidents.open is not None
+    events += [plan(6.3, 3, [[0, 1]]), commit(12, 6.5)]
+    (line,) = lines(events)
+    assert line.endswith("training went on after 700 ms")
+
+
+@pytest.mark.parametrize("first", [0, 1, 2])
+def test_of_several_deaths_the_earliest_begins_the_recovery_in_whatever_order_they_are_told(first: int) -> None:
+    deaths = [killed(1, 5.82), killed(2, 5.8), killed(3, 5.9)]
+    facts = facts_of([*trained(), *deaths[first:], *deaths[:first]])
+    assert facts.condition.fault_ns == T0 + round(5.8 * S)
