@@ -153,7 +153,7 @@ def _below(group: str) -> str:
 
 
 def instead_of(name: str, others: Sequence[str] = ()) -> str:
-    """What to write instead of a key that does not exist, as a clause: what a name of another tool's is here, or the
+    """Replacement for a key that does not exist, as a clause: the name here of another tool's key, or the
     known key that is nearest; the last part alone counts too (`prefetch` for `loader.prefetch`). others: further words
     that are known."""
 

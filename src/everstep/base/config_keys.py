@@ -87,7 +87,7 @@ class HostsConfig:
 
 @dataclass(frozen=True)
 class NumericsConfig:
-    """What the bits of the result depend on, beside the config."""
+    """Keys about what the bits of the result depend on, beside the config."""
 
     changed: str = key(
         "refuse",
@@ -186,7 +186,7 @@ class CheckpointConfig:
 
 @dataclass(frozen=True)
 class MetricsConfig:
-    """What is measured while the job runs."""
+    """Keys about measurements while the job runs."""
 
     interval_s: float = key(1.0, "seconds between samples of the resources that workers use; 0: no samples", low=0)
     listen: str | None = key(
@@ -287,7 +287,7 @@ class TlsConfig:
 
 @dataclass(frozen=True)
 class SecurityConfig:
-    """Who may take part in a job."""
+    """Keys about who may take part in a job."""
 
     token_file: str | None = key(None, "file with the job's token; none: $EVERSTEP_TOKEN, else a new token")
     tls: TlsConfig = field(default_factory=TlsConfig)
@@ -295,7 +295,7 @@ class SecurityConfig:
 
 @dataclass(frozen=True)
 class NotifyConfig:
-    """Who is told when something happens."""
+    """Keys about who is told when something happens."""
 
     events: tuple[str, ...] = key(
         ("job_completed", "job_failed", "waiting", "fallback", "checkpoint_failed"),

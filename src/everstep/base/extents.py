@@ -140,7 +140,7 @@ class Extents:
 
     @staticmethod
     def decoded(coded: Coded) -> Extents:
-        """What `encoded` made. Raises: InvariantViolation for what it cannot have made."""
+        """Inverse of `encoded`. Raises: InvariantViolation for anything that it cannot have made."""
         if coded is None:
             return WHOLE
         of, runs = coded

@@ -1,4 +1,4 @@
-"""What config keys of other tools are called here, or how the same is done. Pure.
+"""Names here of other tools' config keys, or how the same is done. Pure.
 
 The names are those of PyTorch's DataLoader and torchrun, Hugging Face's TrainingArguments, Lightning and DeepSpeed.
 """
@@ -71,6 +71,6 @@ _BY_NAME |= {name: f"here it is {key}" for key, names in _KEYS.items() for name 
 
 
 def known_elsewhere(name: str) -> str | None:
-    """What this name of another tool's is here, or how the same is done, as a clause; None if it is not known. Case and
+    """The name here of another tool's key, or how the same is done, as a clause; None if it is not known. Case and
     dashes do not count."""
     return _BY_NAME.get(name.strip().lstrip("-").replace("-", "_").lower())

@@ -1,4 +1,4 @@
-"""Who is wanted where: the pools of the stages as the config asks for them, before any worker has come. Pure data.
+"""The pools of the stages as the config asks for them, before any worker has come. Pure data.
 
 Apart from the plan, which says who really sits where. Placement follows the wish as far as the living workers allow.
 """

@@ -1,4 +1,4 @@
-"""What the pure machines and the training loop need from the world, as protocols: transport and channel.
+"""Needs of the pure machines and the training loop from the world, as protocols: transport and channel.
 
 Apart so that production, tests and the simulator can each supply their own.
 """

@@ -148,7 +148,7 @@ def send_file(
 
 
 def result_of(answer: Any) -> Any:
-    """What an answer says. Raises: StoreError as the store over there did; ProtocolError if it is no answer."""
+    """Result in an answer. Raises: StoreError as the store over there did; ProtocolError if it is no answer."""
     if isinstance(answer, dict) and "result" in answer:
         return answer["result"]
     if isinstance(answer, dict) and "error" in answer:

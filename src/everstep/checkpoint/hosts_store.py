@@ -213,7 +213,7 @@ class HostsStore(DirectoryStore):
             self._lines.ask(others[host], request, data)
 
     def _ask_all(self, request: dict[str, Any], errors: bool = False) -> _Answers:
-        """What those say that answer; errors: what they raise, too."""
+        """Answers of the hosts that answer; errors: include those that hosts raise."""
         found: _Answers = []
         for host, address in sorted(self._others().items()):
             try:
@@ -229,7 +229,7 @@ class HostsStore(DirectoryStore):
         return found
 
     def _elsewhere(self, name: str, ask: Callable[[str], Any]) -> Any:
-        """Of the first host that has it. Raises: BlobMissing if none has; StoreError if one did not answer."""
+        """Result from the first host that has it. Raises: BlobMissing if none has; StoreError if one did not answer."""
         silent: dict[str, str] = {}
         for host, address in sorted(self._others().items()):
             try:

@@ -40,7 +40,7 @@ class _Record(msgspec.Struct):
 
 @dataclass
 class Weights:
-    """What the formats hold. model: as `state_dict` has it, extra state as `to_file` makes it. optimizer: as
+    """Contents of the formats. model: as `state_dict` has it, extra state as `to_file` makes it. optimizer: as
     `torch.distributed.checkpoint.state_dict.get_optimizer_state_dict` has it, by parameter name; None if absent.
     """
 
@@ -54,7 +54,7 @@ class Weights:
 
 
 def names_record(model: nn.Module) -> bytes:
-    """What `export` needs beyond the state: of the whole model, in any topology the same.
+    """Facts of the whole model that `export` needs beyond the state, the same in any topology.
 
     JSON: `names`, what `state_dict` calls each tensor -> the name that the state has it under (the first of a tie).
     """

@@ -87,7 +87,7 @@ class _Reader(filesystem.FileSystemReader):
 
 
 class _Planner(DefaultLoadPlanner):
-    """What is no tensor is read as data, too."""
+    """Entries other than tensors are read as data, too."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         name = read_item.dest_index.fqn
@@ -98,7 +98,7 @@ class _Planner(DefaultLoadPlanner):
 
 
 def read_dcp(path: Path) -> dict[str, Any]:
-    """What was saved in a directory, nested as it was. Its index says how, so the same is built with empty tensors.
+    """Contents of a directory, nested as they were saved. The index says how, so the same is built with empty tensors.
 
     Raises: ConfigError if it is damaged, holds what is neither a tensor, a number nor a container of these, or leads
     elsewhere.

@@ -177,7 +177,7 @@ def detect(path: Path) -> str:
 
 
 def load_weights(path: Path) -> Weights:
-    """What lies at a path, whichever of the formats it is.
+    """Weights at a path, in whichever of the formats.
 
     Nothing that it says is executed, and it leads to no file outside of a directory that is one.
 
@@ -228,7 +228,7 @@ def _from_nested(loaded: Any, path: Path) -> Weights:
 
 
 def _tensors(found: Mapping[str, Any], path: Path) -> dict[str, Tensor]:
-    """Those that are tensors, and modules' extra state, as bytes where it is none."""
+    """The tensors, and the extra state of modules, as bytes where it is no tensor."""
     tensors = {
         str(name): to_file(str(name), value) if is_extra(str(name)) else value.detach()
         for name, value in found.items()

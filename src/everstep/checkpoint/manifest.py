@@ -94,7 +94,7 @@ class PartFile(NamedTuple):
 
     @property
     def mark(self) -> str:
-        """What its content is known by."""
+        """Mark by which the file's content is known."""
         return f"{self.head}{self.tree}"
 
 
@@ -110,7 +110,7 @@ class StoredRun(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What a checkpoint is.
+    """Description of a checkpoint.
 
     state: the whole manifest of `everstep.exact.image`. base: the step of the checkpoint that this one continues, with
     `depth` such steps back to a full one. records: of the step's decision. application: further opaque parts by name.
@@ -143,7 +143,7 @@ class Manifest:
 
     @property
     def size_bytes(self) -> int:
-        """Of the state, whatever was written anew."""
+        """Size of the state in bytes, however little was written anew."""
         return self.n_blocks * BLOCK_BYTES
 
     @cached_property
@@ -209,7 +209,7 @@ def decode(data: bytes | bytearray | memoryview, name: str) -> Manifest:
 
 
 def differences(manifest: Manifest, identity: JobIdentity) -> tuple[list[str], list[str]]:
-    """What a checkpoint has otherwise than a job: what cannot be loaded, and what costs exactness. Both are text."""
+    """Differences of a checkpoint from a job, as text: those that cannot be loaded, and those that cost exactness."""
     fatal: list[str] = []
     theirs = {name: (dtype, shape) for name, dtype, shape in manifest.tensors}
     mine = {name: (dtype, shape) for name, dtype, shape in identity.tensors}
@@ -455,7 +455,7 @@ def _check_planes(state: State, planes: Sequence[PlaneRow]) -> None:
 
 
 def _type_of_plane(name: str, itemsize: int) -> str:
-    """What all tensors of a plane are; empty for any."""
+    """Type of all tensors of a plane; empty for any."""
     kind, colon, dtype = name.partition(":")
     if name == REST and itemsize == 1:
         return ""

@@ -49,7 +49,7 @@ class Assembly:
         return next(failed, None)
 
     def missing(self) -> str:
-        """What has not arrived yet, in words; empty if everything has."""
+        """Parts that have not arrived yet, in words; empty if all have."""
         for stage in range(self.stages):
             parts = self._parts(stage)
             if not any(p.entries is not None for p in parts):
@@ -87,7 +87,7 @@ class Assembly:
         return {report.file.name: report.sha256 for report in self.reports.values() if report.file is not None}
 
     def stage_manifest(self, stage: int) -> dict[str, Any]:
-        """Of one stage, as its own state would describe itself."""
+        """Manifest of one stage, as its own state would describe itself."""
         parts = self._parts(stage)
         first = _first(parts)
         entries = first.entries or ()

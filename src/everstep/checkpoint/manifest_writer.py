@@ -57,7 +57,7 @@ class WriteOutcome:
 
 @dataclass(frozen=True)
 class Extent:
-    """What is to be saved, as everybody knows it from the records, and what the job's leader alone adds.
+    """The checkpoint to be saved, as everybody knows it from the records, and the additions of the job's leader.
 
     due: which tiers take it, and why. records: of the step's decision. application: further opaque parts by name; late:
     those that are known once the state is written, asked for in the thread that writes the manifest.
@@ -153,7 +153,7 @@ class ManifestWriter:
             return self._lock.wait_for(lambda: self._unfinished == 0, timeout_s)
 
     def forget(self, timeout_s: float) -> None:
-        """What is on disk is about to be changed by others: not while it is swept, for which it waits so long."""
+        """Others are about to change the files on disk: wait this long for a sweep to end."""
         with self._lock:
             self._lock.wait_for(lambda: not self._sweeping, timeout_s)
         self._shelf = None
@@ -290,7 +290,7 @@ class ManifestWriter:
 
 
 def _facts(identity: JobIdentity, extent: Extent) -> dict[str, Any]:
-    """What a manifest says, and no part knows."""
+    """Facts in a manifest that no part knows."""
     return {
         "identity": identity.to_dict(),
         "created_unix_ns": time.time_ns(),

@@ -79,7 +79,7 @@ class ObjectOptions:
 
 @dataclass(frozen=True)
 class Service:
-    """What one kind of object store has of its own.
+    """The peculiarities of one kind of object store.
 
     scheme: of its URLs. title: for people. keys: where credentials come from, likewise. endpoint_from: environment
     variables that name a server other than the usual. connect: (obstore.store, bucket, endpoint, options, what all
@@ -263,7 +263,7 @@ class ObjectStore:
 
     @contextmanager
     def _asking(self, name: str = "") -> Iterator[None]:
-        """What the client raises meanwhile is told in our words. name: what is asked for."""
+        """Tell errors of the client in our words. name: of the object that is asked for."""
         try:
             yield
         except Exception as error:
@@ -273,7 +273,7 @@ class ObjectStore:
         return "/".join([*([self._prefix] if self._prefix else []), *words_of(name)])
 
     def _told(self, error: Exception, name: str) -> Exception:
-        """What went wrong, in one line: expected, came, what to do. The client has nothing but words to tell it by."""
+        """The error in one line: expected, came, what to do. The client has nothing but words to tell it by."""
         ours = isinstance(error, OSError) and error.errno is not None  # of the file that is being uploaded
         if ours or not isinstance(error, self._obstore.exceptions.BaseError | OSError | ValueError):
             return error

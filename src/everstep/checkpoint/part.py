@@ -47,7 +47,7 @@ _FLOATS = frozenset({"float64", "float32", "float16", "bfloat16", "complex64", "
 
 
 class PartReport(msgspec.Struct, frozen=True):
-    """What a worker tells the job's leader about its part. Goes over connections as `encode_report` says.
+    """Report of a worker to the job's leader about its part. Goes over connections as `encode_report` says.
 
     runs: its blocks of the stage's own state. digests: of each of them, 32 hex digits each, in one text. written:
     (first block, count) of the runs in `file`, in order; the other blocks are in older checkpoints, the newest
@@ -99,7 +99,7 @@ def encode_report(report: PartReport) -> bytes:
 
 
 def decode_report(data: bytes) -> PartReport:
-    """What `encode_report` made. Raises: ProtocolError if it is none."""
+    """Inverse of `encode_report`. Raises: ProtocolError if it is no report."""
     try:
         return _decoder.decode(data)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
@@ -108,7 +108,7 @@ def decode_report(data: bytes) -> PartReport:
 
 @dataclass(frozen=True)
 class Base:
-    """What is known of the checkpoint before: the digests of its blocks."""
+    """The checkpoint before, as far as it is known: the digests of its blocks."""
 
     step: int | None = None
     depth: int = 0
@@ -131,7 +131,7 @@ class PartJob:
     signed: bool = False
 
     def name(self, attempt: int = 0) -> str:
-        """Of its file; attempt: as for `part_name`."""
+        """Name of the part's file; attempt: as for `part_name`."""
         who = self.report
         return part_name(who.step, who.stage, who.worker_id, who.generation, attempt, self.cell_rank)
 
@@ -394,14 +394,14 @@ def entries_within(entries: Sequence[StateEntry], runs: Runs) -> list[int]:
 
 
 def _is_finite(piece: Tensor, dtype: str) -> bool:
-    """Of a piece of a tensor, as bytes."""
+    """Whether all values in a piece of a tensor's bytes are finite."""
     if dtype not in _FLOATS or not piece.numel():
         return True
     return bool(piece.view(getattr(torch, dtype)).isfinite().all())
 
 
 def check_of(view: memoryview) -> bytes:
-    """What is said of a block to compare it."""
+    """Checksum by which a block is compared."""
     return xxhash.xxh3_64_digest(view)
 
 
@@ -417,7 +417,7 @@ def split_digests(text: str) -> list[str]:
 
 
 def tree_digest(digests: Sequence[str]) -> str:
-    """Of blocks that have these digests, one after the other."""
+    """Digest of blocks that have these digests, one after the other."""
     return digest_bytes("".join(digests).encode())
 
 
@@ -435,7 +435,7 @@ def _header(runs: Sequence[tuple[int, int]], data_at: int, metadata: Mapping[str
 
 
 def _cause_here(error: BaseException) -> Cause:
-    """Of what ended the writing: an error of the system was one of the disk's."""
+    """Cause of the error that ended the writing: one of the system's is the disk's."""
     return Cause.DISK if isinstance(error, OSError) else cause_of(error)
 
 

@@ -16,7 +16,7 @@ _ROOMS = 4
 
 
 def digest_of(head: bytes, blocks: bytes) -> str:
-    """Of a part, from the SHA-256 of its head, which is known last, and that of all its blocks; as hex digits."""
+    """Digest of a part in hex, from the SHA-256 of its head, which is known last, and that of all its blocks."""
     return hashlib.sha256(blocks + head).hexdigest()
 
 

@@ -74,7 +74,7 @@ class Checkpoint:
             raise CheckpointCorrupt(f"{where} is {what}: it has {size} bytes, expected {file.size}")
 
     def check_files(self) -> None:
-        """Of every file that it needs, what `check_file` does; the blocks are not read. Raises: CheckpointCorrupt."""
+        """Check every file that the checkpoint needs with `check_file`; no block is read. Raises: CheckpointCorrupt."""
         with ThreadPoolExecutor(THREADS) as pool:
             list(pool.map(self.check_file, self.manifest.files))
 
@@ -103,7 +103,7 @@ class Checkpoint:
                 pass
 
     def _selected(self, state: ModelState) -> tuple[dict[str, Any], tuple[int, ...]]:
-        """What a stage needs of it: manifest and blocks."""
+        """The part of a checkpoint that a stage needs: manifest and blocks."""
         try:
             return select(self.manifest.state, state.names)
         except (AttributeError, LookupError, TypeError, ValueError) as error:
@@ -119,7 +119,7 @@ class Checkpoint:
             pass
 
     def _in_order(self, indices: Sequence[int], read: Callable[[int, Sequence[int]], _T]) -> Iterator[_T]:
-        """What `read` makes of each piece of these blocks, in order, by several threads that are a little ahead. It is
+        """Results of `read` for each piece of these blocks, in order, by several threads that are a little ahead. It is
         given the number of blocks before, and the piece."""
         with ThreadPoolExecutor(THREADS) as pool:
             waiting: deque[Future[_T]] = deque()
@@ -211,7 +211,7 @@ def open_checkpoint(store: BlobStore, step: int, repair: Repairer | None = None)
 
 
 def manifests_of(store: BlobStore, first: int | None = None) -> Iterator[Manifest]:
-    """Of a store's checkpoints, as far as they are whole: that of step `first`, then the newest one and so on."""
+    """Manifests of a store's whole checkpoints: that of step `first`, then the newest one and so on."""
     for step in sorted(steps_in(store), key=lambda step: (step == first, step), reverse=True):
         with suppress(BlobMissing, CheckpointCorrupt, ConfigError):
             yield read_manifest(store, step)[0]
@@ -333,7 +333,7 @@ def set_aside_after(store: BlobStore, sound: int) -> None:
 
 
 def set_aside_and_say(store: BlobStore, step: int) -> str:
-    """What is to be said of a damaged checkpoint beside its damage; nothing if another worker has set it aside."""
+    """Set a damaged checkpoint aside. Returns a clause about that; "" if another worker has done it."""
     try:
         return f"; set aside as {set_aside(store, step)}"
     except BlobMissing:
@@ -420,7 +420,7 @@ def bytes_of_files(store: BlobStore, steps: Collection[int]) -> int:
 
 
 def _file_problem(checkpoint: Checkpoint, file: PartFile, progress: OnBlock) -> str:
-    """What is wrong with a file, every byte of it read; empty if nothing is."""
+    """The fault of a file, all of whose bytes are read; empty if there is none."""
     manifest, store = checkpoint.manifest, checkpoint.store
     try:
         checkpoint.check_file(file)

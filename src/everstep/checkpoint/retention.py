@@ -21,7 +21,7 @@ from everstep.protocol.driver.policy import best_of, kept
 
 @dataclass
 class Shelf:
-    """What one store holds, as far as files and scores go: read once, then kept up to date by its only writer."""
+    """Files and scores in one store: read once, then kept up to date by its only writer."""
 
     store: BlobStore
     metric: str | None = None
@@ -61,7 +61,7 @@ class Shelf:
         return sorted(self.files)
 
     def point(self, mode: str) -> None:
-        """Has `latest`, and `best`, name what they are to name. Raises: StoreError."""
+        """Point `latest` and `best` at the right checkpoints. Raises: StoreError."""
         write_pointer(self.store, LATEST, self.steps[-1])
         best = best_of(self.steps, self.scores, mode)
         if best:

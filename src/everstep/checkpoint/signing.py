@@ -61,7 +61,7 @@ class Signer:
 
 
 def sums_signed(key: str, manifest: Manifest, text: bytes) -> dict[tuple[str, str], str] | None:
-    """What a manifest that this key has signed says of its files, by name and mark: digests that their writers made;
+    """Digests of files in a manifest that this key has signed, by name and mark, as their writers made them;
     None if it has not, or what was signed is of before that."""
     signature = detach(text)[1]
     if signature is None or signature["key"] != key or len(signature["files"]) != len(manifest.files):
@@ -72,8 +72,9 @@ def sums_signed(key: str, manifest: Manifest, text: bytes) -> dict[tuple[str, st
 
 
 def check_signature(store: BlobStore, step: int, key: str, *, job: str | None = None, with_files: bool = True) -> None:
-    """That the checkpoint of a step is signed with this key, and of this job. job: None for any. with_files: read them
-    all; else only the manifest is known to be right.
+    """Check that the checkpoint of a step is signed with this key, and of this job.
+
+    job: None for any. with_files: read them all; else only the manifest is known to be right.
 
     Raises: ConfigError, saying what is wrong with it. BlobMissing, CheckpointCorrupt, StoreError.
     """
@@ -103,14 +104,14 @@ def check_signature(store: BlobStore, step: int, key: str, *, job: str | None = 
 
 
 def _purpose(key: str, text: bytes, signature: Mapping[str, Any]) -> bytes | None:
-    """What the signature is for; None if it is not of this key, or of another text."""
+    """Purpose of the signature; None if it is not of this key, or of another text."""
     public, value, bare = bytes.fromhex(key), bytes.fromhex(signature["value"]), detach(text)[0]
     made = (p for p in (_PURPOSE, _IN_ORDER) if is_signature(public, value, _message(p, bare, signature["files"])))
     return next(made, None)
 
 
 def _message(purpose: bytes, text: bytes, files: list[str]) -> bytes:
-    """What is signed. text: the manifest without a signature."""
+    """The bytes that are signed. text: the manifest without a signature."""
     return purpose + "\n".join([hashlib.sha256(text).hexdigest(), *files, ""]).encode()
 
 

@@ -36,7 +36,7 @@ class BlobStore(Protocol):
 
     @property
     def url(self) -> str:
-        """What a user would type to name it."""
+        """The store's name as a user would type it."""
 
     def list(self, prefix: str = "") -> list[str]:
         """The names that begin with the prefix (any text, no pattern), sorted; none if there is nothing at all."""
@@ -60,7 +60,7 @@ class BlobStore(Protocol):
         """
 
     def delete(self, name: str) -> None:
-        """Of no effect if it is not there."""
+        """Delete a blob, if it is there."""
 
     def move(self, old: str, new: str) -> None:
         """Gives a blob another name, that is free. Raises: BlobMissing, BlobExists."""

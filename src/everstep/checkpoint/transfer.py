@@ -46,7 +46,7 @@ OnCopied = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Transferred:
-    """What a transfer did. bytes, files: written; skipped_bytes: already there."""
+    """Account of a transfer. bytes, files: written; skipped_bytes: already there."""
 
     manifest: Manifest
     bytes: int
@@ -215,10 +215,10 @@ def retention(
     best_mode: str = "max",
     proven: Callable[[int], int] = lambda step: 0,
 ) -> Prune:
-    """What an object tier keeps: the newest, every k-th, the best, the pinned ones; `latest` and `best` point at them.
+    """Rule of an object tier: it keeps the newest, every k-th, the best and the pinned checkpoints.
 
-    The result remembers what it has read of a store: it is for one store, whose only writer it is with. proven: as for
-    the manifest writer.
+    `latest` and `best` point at them. The result remembers what it has read of a store: it is for one store, whose only
+    writer it is with. proven: as for the manifest writer.
     """
     shelf: Shelf | None = None
 
@@ -236,14 +236,14 @@ def retention(
 
 @dataclass(frozen=True)
 class _Trouble:
-    """What goes wrong; `kind` stays the same when the same befalls another file."""
+    """A problem; `kind` is the same when the same befalls another file."""
 
     why: Why
     kind: tuple[str, str]
 
     @staticmethod
     def of(error: Exception, text: str = "") -> _Trouble:
-        """What an error comes down to. text: its words, if it does not say it all."""
+        """The problem behind an error. text: its words, if it does not say it all."""
         kind = type(error).__name__, error.trouble if isinstance(error, StoreError) else ""
         return _Trouble(Why(cause_of(error), text or str(error)), kind)
 

@@ -1,4 +1,4 @@
-"""What one part of a model hands to the next: trees of tensors and plain values, taken apart and put together.
+"""Values that one part of a model hands to the next: trees of tensors and plain values, taken apart and put together.
 
 Apart because senders, receivers and the passes must agree on it. Tensors keep their exact form on the way: strides,
 also of views, and their place within 64 bytes, because kernels choose their path, and so the bits, by both.

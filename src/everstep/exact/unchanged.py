@@ -31,7 +31,7 @@ class StandingTensors:
         self._seen = self._look()
 
     def release(self) -> bool:
-        """They may change; returns whether they had to stand still."""
+        """Let the tensors change; returns whether they had to stand still."""
         stood, self._seen = self._seen is not None, None
         return stood
 

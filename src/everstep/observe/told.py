@@ -1,4 +1,4 @@
-"""What has been told in events.jsonl, so that several hosts tell each event of a job once.
+"""Events that events.jsonl has, so that several hosts tell each event of a job once.
 
 On one host the next leader looks into the file itself. Events of a host with its own directory come later, by the wire;
 those that others have told meanwhile are left out here. The file is read back, so that a new process knows what the one
@@ -69,7 +69,7 @@ class Steps:
 
 
 class Telling:
-    """What an event log says so far. Pure. held: by file that events came from, the number of bytes taken over."""
+    """State of an event log. Pure. held: by file that events came from, the number of bytes taken over."""
 
     def __init__(self) -> None:
         self.held: dict[str, int] = {}

@@ -1,4 +1,4 @@
-"""Who holds which blocks of a stage, and which holder does the work that is done once for each block. Pure.
+"""Holders of the blocks of a stage, and the holder that does the work done once for each block. Pure.
 
 The plan says who holds what (`Plan.shards`; a seat that is not named there holds all of its stage). Work that is done
 once for a block, finishing its reduction or writing it to a checkpoint, follows from that by one rule: the holders of a

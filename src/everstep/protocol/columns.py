@@ -50,7 +50,7 @@ class PlanColumns(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class PlanTold(AnyMessage, frozen=True, kw_only=True):
-    """Of which plan the messages after this one speak (`protocol/telling`).
+    """The plan that the messages after this one speak of (`protocol/telling`).
 
     before: generation of the plan told last over this connection; 0: `plan` is whole, but for members and seats if
     these come in `columns`; else what is new or other. gone: worker ids of members no more; vacated: seats no more, as
@@ -147,7 +147,7 @@ def _joined(name: str, port: int) -> str:
 
 
 def _steps(numbers: Iterable[int]) -> list[int]:
-    """What has to be added to each to have the next, from 0 on."""
+    """Differences between neighbours, from 0 on."""
     them = list(numbers)
     return list(map(sub, them, [0, *them]))  # the last one has none after it
 

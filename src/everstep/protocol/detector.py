@@ -26,7 +26,7 @@ _LATE_FACTOR = 4
 
 @dataclass(frozen=True)
 class Suspicion:
-    """What to think of a peer. `reason` is plain text, empty while there is nothing to say."""
+    """Judgement of a peer. `reason` is plain text, empty while there is nothing to say."""
 
     suspect: bool
     dead: bool
@@ -83,7 +83,7 @@ class PhiDetector:
         return self._last_ns + self._ceiling_ns
 
     def suspicion(self, now_ns: int) -> Suspicion:
-        """What to think of the peer now."""
+        """Judgement of the peer now."""
         silence = self.silence_ns(now_ns)
         suspect_after, dead_after = self._limits()
         if silence < suspect_after:

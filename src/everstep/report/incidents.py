@@ -124,7 +124,7 @@ class Incident:
             self.done.append(text)
 
     def computed(self, step: int) -> None:
-        """It struck this step or a later one: commits are told late."""
+        """The fault struck this step or a later one: commits are told late."""
         self.again = max(self.again, step)
 
     def line(self) -> str:
@@ -181,7 +181,7 @@ class Incidents:
         return self.open is not None or self._redone is not None or bool(self._shrugged)
 
     def launcher_lost(self, time_ns: int, step: int) -> None:
-        """It died at about that time, after this step, and the job was started again."""
+        """The launcher died at about that time, after this step, and the job was started again."""
         self.count += 1
         incident = lost_launcher(self.count, time_ns, step)
         incident.end_ns = incident.whole_ns = time_ns

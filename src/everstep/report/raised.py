@@ -1,4 +1,4 @@
-"""What the user's code raised and ended the job with, as a block of lines; read from the log of the worker."""
+"""The exception of the user's code that ended the job, as a block of lines from the worker's log."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ class Tail:
         return (line for lines in self.read(EVERYTHING) for line in lines)
 
     def objects(self, lines: Iterable[bytes]) -> Iterator[dict[str, Any] | None]:
-        """What `object_of` finds in lines of this file, all of them, in order; the first that is absurd is kept."""
+        """Objects that `object_of` finds in all lines of this file, in order; the first absurd one is kept."""
         for line in lines:
             self._number += 1
             found = _parsed(line)

@@ -51,7 +51,7 @@ class Memory:
         self.say()
 
     def _keep(self, effect: do.Keep) -> None:
-        """Of the state as it is; and some of other pools, which has to be copied."""
+        """Keep the state as it is, and some of other pools, which has to be copied."""
         life, number = self.life, effect.step
         for stage, value in life.state.stages.items():
             fits, gone = self._retention.make_room(stage, len(value))

@@ -51,7 +51,7 @@ def become_job(given: Mapping[str, Any], run_dir: Path | None) -> None:
 def command_of(
     foreign: Foreign, program: str | None, argv: list[str], given: Mapping[str, Any], run_dir: Path | None
 ) -> list[str]:
-    """What each of these processes becomes. program: the file of the script that runs, None if there is none.
+    """The command that each of these processes becomes. program: the file of the running script, None if there is none.
 
     Raises: ConfigError if it is no script that could be run again.
     """

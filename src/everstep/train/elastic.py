@@ -1,4 +1,4 @@
-"""What follows the number of workers with `batch: per_worker`: the batch, and the learning rate. This voids exactness.
+"""Batch and learning rate that follow the number of workers (`batch: per_worker`). This voids exactness.
 
 By default nothing does: the global batch is constant. With it the lanes stay, and each takes more or fewer samples.
 The number of workers that counts for a step is that of the step before, as its agree records show it, so that all
@@ -52,7 +52,7 @@ class ElasticOrder:
         return left if self.steps is None else min(left, self.steps)
 
     def samples(self, step: int, lane: int) -> LaneSamples:
-        """Of a coming step, if the number of workers stays as it is."""
+        """Samples of a coming step, if the number of workers stays as it is."""
         first = self.position + (step - self.step - 1) * self.global_batch + lane * self.micro_batch
         last = first + self.micro_batch
         if self.end is not None:

@@ -1,4 +1,4 @@
-"""What a finished job leaves: the model under its own names, and digests of everything.
+"""Results of a finished job: the model under its own names, and digests of everything.
 
 In a split job the job's leader copies the stages that it does not hold from their pools. Digests are functions of the
 merged manifest, so they are those of the unsplit job.

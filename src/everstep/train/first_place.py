@@ -1,4 +1,4 @@
-"""What a worker's environment says of its place, by the names that torchrun uses: for scripts that ask there.
+"""Environment variables about a worker's place, by torchrun's names, for scripts that read them.
 
 Of its first plan alone, and until that has come what its agent expects of it: later plans change nothing, since who
 has read it will not look again. Nothing of the job goes by it.

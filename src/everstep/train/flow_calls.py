@@ -396,7 +396,7 @@ class Calls:
 
 
 def together(memory: RoundMemory, given: Given) -> frozenset[Origin]:
-    """All that the arguments depend on."""
+    """Everything that the arguments depend on."""
     return NOTHING.union(*(memory.use(v) for v in given.all))
 
 

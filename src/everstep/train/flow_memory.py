@@ -185,7 +185,7 @@ class RoundMemory:
         return found
 
     def use(self, value: Value) -> frozenset[Origin]:
-        """All that a computation with the value depends on."""
+        """Everything that a computation with the value depends on."""
         found = value.deps.union(*(self.contents(thing) for thing in value.objects))
         found = found.union(*(self.values[h].deps for h in value.homes if h in self.values))
         for inner in (*(value.items or ()), *([value.element] if value.element is not None else ())):

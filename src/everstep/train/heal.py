@@ -81,7 +81,7 @@ def joint_manifest(told: Sequence[tuple[dict[str, Any], Extents]], own: Iterable
 
 
 class OfferTold(msgspec.Struct, frozen=True, kw_only=True):
-    """What goes with a state at `position`: the records of that decision, and the gathers of that step.
+    """Facts beside a state at `position`: the records of that decision, and the gathers of that step.
 
     application: what `LoopState.told` gives, where snapshots may have a later state; empty if the loop has none.
     untold: of steps up to there that may not have been told. changed: names that the loop has changed, and that are not
@@ -123,7 +123,7 @@ class ReceivedOffer(OfferTold, frozen=True, kw_only=True):
 
 
 def offered(head: OfferTold, states: Mapping[int, StageState]) -> ReceivedOffer:
-    """What a donor has told, with the states that came."""
+    """An offer of a donor, with the states that came."""
     return ReceivedOffer(**{**_told(head), "changed": head.changed[:_MOST_NAMES]}, states=states)
 
 
@@ -149,12 +149,12 @@ class AskerTalk:
         self._told = threading.Event()
 
     def give(self, offer: Offer | None) -> None:
-        """What it begins with."""
+        """Give the offer."""
         self.offer = offer
         self._told.set()
 
     def took(self) -> None:
-        """What it was given is not read any more."""
+        """The receiver has read everything: release it."""
         self.offer = None
 
     def end(self) -> None:
@@ -163,7 +163,7 @@ class AskerTalk:
         self._told.set()
 
     def given(self, timeout_s: float) -> Offer | None:
-        """What it may have, as soon as that is known; None if it gets nothing."""
+        """The offer for this receiver, as soon as it is known; None if it gets nothing."""
         self._told.wait(timeout_s)
         return self.offer
 
@@ -348,7 +348,7 @@ def _head(offer: Offer, stages: Sequence[int], leads: bool) -> OfferHead:
 
 
 def receive_head(connection: PeerConnection) -> OfferHead:
-    """What a donor tells before the blocks, in one run of bytes since a frame has a limit.
+    """Receive a donor's offer, which comes before the blocks in one run of bytes, since a frame has a limit.
 
     Raises: CollectiveAborted if it goes; ProtocolError for another form.
     """
@@ -401,7 +401,7 @@ def next_item(connection: PeerConnection, numel: Mapping[int, int]) -> FollowedS
 
 
 def _pack_gradient(gradient: StageGradient, numel: int) -> tuple[dict[str, Any], list[Any]]:
-    """What is told of it, and its bytes."""
+    """Description of a gradient, and its bytes."""
     ranges: list[tuple[int, int]] = []
     for piece in gradient.reduced.pieces:
         first = ranges.pop()[0] if ranges and ranges[-1][1] == piece.start else piece.start
@@ -471,7 +471,7 @@ def _packed(manifest: Mapping[str, Any], of: ModelState | Image) -> bytes:
 
 
 def with_entry(data: bytes, entry: bytes) -> bytes:
-    """What `pack_state` made, with another such state beside it."""
+    """A state from `pack_state`, with another one beside it."""
     if not entry:
         return data
     return msgspec.msgpack.encode(msgspec.structs.replace(msgspec.msgpack.decode(data, type=_Small), entry=entry))

@@ -29,7 +29,7 @@ FilesRead = dict[str, tuple[Any, str]]
 
 
 def code_here(read: FilesRead | None = None) -> Code:
-    """All that is imported by now. read: what is known of before is not read again: if a file has been edited since,
+    """Everything that is imported by now. read: files known before are not read again: if one has been edited since,
     this process still runs what it held."""
     read = {} if read is None else read
     files: dict[str, str] = {}
@@ -69,7 +69,7 @@ def _real(folder: str) -> str:
 
 
 def _file_of(name: str, path: str) -> str:
-    """What a module's file is called, wherever its folder is."""
+    """Name of a module's file, wherever its folder is."""
     if name == "__main__":
         return os.path.basename(path)[:200]
     return f"{name.replace('.', '/')}{'/__init__' * path.endswith('__init__.py')}.py"[-200:]
@@ -77,7 +77,7 @@ def _file_of(name: str, path: str) -> str:
 
 @functools.cache
 def _version(name: str) -> str:
-    """Of an installed package that is imported by this name; "" if it does not say."""
+    """Version of the installed package that is imported by this name; "" if it has none."""
     said = vars(sys.modules[name]).get("__version__")  # nothing of it is run
     with suppress(metadata.PackageNotFoundError):
         said = said if isinstance(said, str) else metadata.version(name)
@@ -85,7 +85,7 @@ def _version(name: str) -> str:
 
 
 class LateImports:
-    """What is imported after it was told what is."""
+    """Imports after the first report."""
 
     def __init__(self) -> None:
         self._read: FilesRead = {}
@@ -98,7 +98,7 @@ class LateImports:
         return self._told
 
     def more(self) -> Code | None:
-        """What has come since then; None if nothing has. To ask costs next to nothing."""
+        """Imports since the last report; None if there are none. To ask costs next to nothing."""
         if len(sys.modules) == self._modules:
             return None
         before = self._told

@@ -40,19 +40,19 @@ class SnapshotKeeper:
         self._told: InMemory = InMemory({})
 
     def handlers(self) -> dict[type, Callable[[Any], Any]]:
-        """What it does for the driver."""
+        """Handlers of the driver's operations and effects."""
         return {Keep: self.keep, RetireKept: self.retire, ForgetKept: self.forget}
 
     # ---- training thread
 
     def stand_still(self) -> None:
-        """What is being copied is copied before it changes."""
+        """Wait until running copies of the state are complete, before it changes."""
         for snapshot in self._copying:
             snapshot.wait()
         self._copying = []
 
     def keep(self, effect: Keep) -> None:
-        """Of the state as it is, that of this step."""
+        """Take a snapshot of the state as it is, which is that of this step."""
         held: dict[int, Layers] = {}
         for stage, replica in self._view.stages.items():
             snapshot = replica.state.clone_snapshot()
@@ -92,7 +92,7 @@ class SnapshotKeeper:
         self._vault.forget(effect.after)
 
     def held(self, step: int) -> dict[int, Held]:
-        """All that is kept here of a step, by stage, and the blocks that are there."""
+        """Snapshots of a step in this worker's memory, by stage, with the blocks that are there."""
         return dict(self._vault.held(step))
 
     def check(self, stage: int, step: int) -> None:

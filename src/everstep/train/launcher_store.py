@@ -22,7 +22,7 @@ _ADDRESS = re.compile(rb"(\d{1,3}(?:\.\d{1,3}){3}):(\d{1,5})")
 
 
 class Store(Protocol):
-    """What is needed of torch's."""
+    """The part of torch's store that is needed here."""
 
     def set(self, key: str, value: str) -> None: ...
 

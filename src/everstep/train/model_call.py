@@ -45,7 +45,10 @@ class ModelCall:
             del self._model.__dict__["forward"]
 
     def arguments(self, loss: Loss, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """What the task calls the model with. Raises: TaskError if it does not, or with tensors that need gradients."""
+        """Arguments of the task's call of the model.
+
+        Raises: TaskError if it does not call it, or calls it with tensors that need gradients.
+        """
         found: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
 
         def stop(*args: Any, **kwargs: Any) -> Any:
@@ -67,7 +70,7 @@ class ModelCall:
         raise TaskError(_NEVER)
 
     def result(self, loss: Loss, batch: Any, output: Callable[[], Any]) -> Any:
-        """What the task's function returns, with the model's output from `output()`, called once.
+        """Result of the task's function, with the model's output from `output()`, called once.
 
         Raises: TaskError if the task calls the model never or twice.
         """

@@ -140,7 +140,7 @@ class StageReplica:
         return digests + bytes.fromhex(digest_bytes(bytes_of(torch.cat(statistics))))[:SETTING_BYTES]
 
     def said(self, step: int) -> StageSection:
-        """What is to be compared of the state of a step, as part of a record."""
+        """Digests of the state of a step, as part of a record."""
         return StageSection(self.spec.stage, [], (), b"", [], [], self.compared(step), self._tied_digests())
 
     def compared(self, step: int) -> str:
@@ -150,7 +150,7 @@ class StageReplica:
         return digest + ("".join(one[:PART] for one in parts.values()) if len(parts) <= _MOST_PARTS else "")
 
     def _tied_digests(self) -> dict[str, str]:
-        """Of each parameter that other stages hold too, with what the optimizer keeps for it."""
+        """Digests of each parameter that other stages hold too, with the optimizer's state for it."""
         found = {}
         for tied in self.spec.ties:
             kept = self.parts.optimizer.state.get(tied.parameter, {})
@@ -235,7 +235,7 @@ class StageReplica:
         memory.bitwise_xor_(1 << 4 * parameter.element_size())
 
     def digest(self, step: int) -> str:
-        """Of everything that is trained."""
+        """Digest of everything that is trained."""
         self.lanes.settle_buffers()
         return self.state.state_digest(step)
 

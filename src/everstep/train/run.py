@@ -95,8 +95,10 @@ class Step:
         self._seed_loop(past=1)
 
     def _seed_loop(self, past: int) -> None:
-        """What the loop draws around its batches (0: before them, 1: past them) depends on the step alone: not on who
-        computed which lane last, nor on whether this life has computed any."""
+        """Seed the loop's random numbers around its batches (0: before them, 1: past them) by the step alone.
+
+        Who computed which lane last, and whether this life has computed any, makes no difference.
+        """
         seed_all(derive(self._session.view.config.seed, self.number, _LOOP_SEED, past))
 
     def _begin(self, operation: Compute) -> tuple[int, ...]:

@@ -60,14 +60,14 @@ _SAY_EVERY_S, _LOOK_S = 10.0, 0.2
 
 @dataclass(frozen=True)
 class Whole:
-    """What is to be known of the whole model before it is cut. tensors: its parameters and buffers."""
+    """Facts of the whole model before it is cut. tensors: its parameters and buffers."""
 
     tensors: tuple[TensorRow, ...]
     names: bytes
 
     @staticmethod
     def of(model: nn.Module) -> Whole:
-        """Of a model that has all its modules."""
+        """Facts of a model that has all its modules."""
         entries = ModelState(model).live_tensors()[0]
         named = [(e.name.removeprefix(_MODEL), e) for e in entries if e.name.startswith(_MODEL)]
         tensors = tuple((name, e.dtype, e.shape) for name, e in named if not is_extra(name))
@@ -75,7 +75,7 @@ class Whole:
 
 
 def saving_of(link: WorkerLink, split: bool, order: AnyOrder) -> SavingRules:
-    """What this worker's driver goes by. Without a run directory, or with `checkpoint.enabled` false, nothing is taken
+    """Rules for this worker's driver. Without a run directory, or with `checkpoint.enabled` false, nothing is taken
     but snapshots in memory."""
     config = link.config
     epoch_of: Callable[[int], int] | None = getattr(order, "epoch_of", None)
@@ -144,7 +144,7 @@ class PartSaver:
     # ---- taking one
 
     def prepare(self) -> None:
-        """What the state consists of is found out once, now that the optimizer has its part."""
+        """Find out once what the state consists of, now that the optimizer has its part."""
         if self.checkpointer is not None and not self._prepared:
             self._prepared = True
             for replica in self._view.stages.values():
@@ -251,7 +251,7 @@ class PartSaver:
     # ---- evaluations
 
     def question(self, metrics: Mapping[str, float]) -> SaveAsked | None:
-        """What the driver is to be asked after an evaluation, by all. Raises: ConfigError if it lacks the metric."""
+        """Ask for the driver after an evaluation, by all workers. Raises: ConfigError if it lacks the metric."""
         name = self._saving.rule.best_metric
         if self.checkpointer is None or not self._saving.judges or name is None:
             return None
@@ -310,7 +310,7 @@ class LastCheckpoint:
             raise CollectiveAborted(f"generation {operation.generation} is over")
 
     def _await_manifest(self, operation: do.SaveLast) -> None:
-        """Who leaves before the job's leader has completed it makes the others doubt that it can be."""
+        """Wait for the manifest: a worker that leaves before would make the others doubt that it can be completed."""
         view, deadline = self._view, time.monotonic() + self._view.config.checkpoint.grace_s
         while not (view.is_main or view.cutter.over(operation.generation) or self._saver.has(operation.step)):
             if operation.save is None or time.monotonic() >= deadline:
@@ -362,7 +362,7 @@ class Restorer:
         return tuple(s for s in found if s not in self._refused)
 
     def _await_hosts(self, checkpointer: Checkpointer, limit: int | None) -> tuple[int, ...]:
-        """What can be read; if there is something, but on hosts that are not there, once they are."""
+        """Steps that can be read; if some are on hosts that are not there, wait for these."""
         view, began_s, said_s = self._view, time.monotonic(), -inf
         wait_s, expected = view.config.quorum_wait_s, int(view.link.job.get("resumes_at", 0))
         while True:

@@ -19,7 +19,7 @@ def compiling() -> bool:
 
 
 class Shapes:
-    """Those that were seen."""
+    """Shapes that were seen."""
 
     def __init__(self) -> None:
         self._seen: set[tuple[object, ...]] = set()

@@ -71,7 +71,7 @@ class SourceTalk:
         self._thread.start()
 
     def say(self, effect: moving.SourceTold) -> None:
-        """What is to be said to it next."""
+        """Send the source the next message."""
         self._asked.put(effect)
 
     def close(self) -> None:
@@ -187,7 +187,7 @@ class Taking:
     # ---- the thread that waits for it
 
     def offer(self) -> ReceivedOffer:
-        """What was offered, with all that is wanted of it, in memory.
+        """The offer, with all wanted blocks in memory.
 
         Raises: BlocksDamaged; CollectiveAborted, which accuses those that have gone.
         """
@@ -217,7 +217,7 @@ class Taking:
                 continue
 
     def _describe(self, leaders: Sequence[WorkerKey]) -> heal.OfferHead:
-        """What goes with the state. The manifests are those of the source that leads, where that has all."""
+        """Facts beside the state. The manifests are those of the source that leads, where that has all."""
         order = self.order
         heads = [head for source in leaders if (head := self._lines[source].head) is not None]
         told = [dict(zip(order.stages, map(json.loads, head.manifests), strict=True)) for head in heads]
@@ -277,7 +277,7 @@ class Copier:
     def settle(
         self, plan: Plan, position: Key, sources: Mapping[int, tuple[int, ...]], pieces: Piecewise
     ) -> list[ReceivedOffer]:
-        """All that is wanted, in memory: nothing is changed before all of it is there.
+        """All wanted blocks, in memory: nothing is changed before all of them are there.
 
         Raises: CollectiveAborted; Unusable if blocks that were stated are not to be had.
         """

@@ -38,7 +38,7 @@ _SLICE_S = 0.005
 
 @dataclass(frozen=True)
 class FollowedDonor:
-    """Who is followed in some stages. steps: those that have come and are not applied yet."""
+    """A donor that is followed in some stages. steps: those that have come and are not applied yet."""
 
     taking: Taking
     steps: list[heal.FollowedStep] = field(default_factory=list)
@@ -64,7 +64,7 @@ class Transfers:
         return Copier(self._view, self._own)
 
     def handlers(self) -> dict[type, Callable[[Any], Any]]:
-        """What it does for the driver."""
+        """Handlers of the driver's operations and effects."""
         return {
             do.Fetch: self.fetch,
             do.Restore: self.restore,
@@ -95,11 +95,11 @@ class Transfers:
         self._donor.shelve(("settle", effect.generation), msgspec.structs.replace(offer, held=given))
 
     def offer_feeds(self, effect: do.OfferFeeds) -> None:
-        """Whoever has asked to follow gets a snapshot of now."""
+        """Give a snapshot of now to workers that have asked to follow."""
         self._donor.offer(lambda: self._live(effect, effect.stages))
 
     def _live(self, effect: do.Shelve | do.OfferFeeds, stages: Iterable[int]) -> Offer:
-        """Of the state as it is, but for the loop's: whoever takes it enters the loop's body right after the update."""
+        """Offer of the state as it is, but for the loop's: its taker enters the loop's body right after the update."""
         position, view = effect.position, self._view
         return Offer(
             position=position,
@@ -139,7 +139,7 @@ class Transfers:
         return do.Copied(received[0].records, received[0].gathers)
 
     def _own(self, stage: int, step: int) -> list[Held]:
-        """What is here of a stage at a step, live or kept, damaged or not."""
+        """Blocks of a stage at a step on this worker, live or kept, damaged or not."""
         view = self._view
         found: list[Held] = []
         if view.step == step and stage in view.stages:
@@ -150,7 +150,7 @@ class Transfers:
         return [*found, kept[stage]] if stage in kept else found
 
     def _kept(self, stage: int, step: int) -> StageState:
-        """What was stated as being in this worker's memory, checked. Raises: Unusable if it is not whole any more."""
+        """A snapshot that was stated to be in this worker's memory, checked. Raises: Unusable if it is not whole."""
         kept = self._keeper.held(step).get(stage)
         own = [kept] if kept is not None and kept[1].whole else self._own(stage, step)
         check(bool(own), f"stage {stage} of step {step} was stated as kept")
@@ -214,7 +214,7 @@ class Transfers:
         return do.Copied(records, built=built)
 
     def _put(self, operation: do.Restore, own: Mapping[int, StageState]) -> dict[int, str]:
-        """What comes from nobody else: from this worker's memory, or anew; what else is there of a step is let go.
+        """Put in place the stages that come from this worker's memory, or anew; other stages of the step are let go.
         Returns digests of what was built anew."""
         machine = self._view.driver.machine
         stays = machine.held if operation.step == machine.position.step else {}
@@ -263,7 +263,7 @@ class Transfers:
         return tuple(offer.position for offer in self._offers)
 
     def watch(self, operation: do.Watch) -> list[do.Seen]:
-        """What has come from the feeds, after a moment. Raises: CollectiveAborted."""
+        """Items that have come from the feeds, after a moment. Raises: CollectiveAborted."""
         view, seen = self._view, []
         view.tick()
         for index, feed in enumerate(self._feeds):

@@ -49,7 +49,7 @@ class Updates:
     _told_ns: int = 0
 
     def handlers(self) -> dict[type, Callable[[Any], Any]]:
-        """What it does for the driver."""
+        """Handlers of the driver's operations and effects."""
         return {
             do.Update: self.update,
             do.Decided: self.decided,
@@ -66,7 +66,7 @@ class Updates:
     # ---- operations
 
     def reduce(self, operation: do.Reduce) -> AgreePayload:
-        """Of all stages held here. Raises: CollectiveAborted."""
+        """Reduce the gradients of all stages held here. Raises: CollectiveAborted."""
         view, plan, number = self._view, operation.plan, operation.step
         me, stages = view.me, view.stages
         view.phase("reduce", number, plan)
@@ -91,7 +91,7 @@ class Updates:
         return AgreePayload(sections)
 
     def last_states(self, left: bool) -> tuple[StageSection, ...]:
-        """What is to be compared of the state after the last step; nothing in a job of one worker. left: a lane of the
+        """Digests of the state after the last step; none in a job of one worker. left: a lane of the
         next one may have begun, of which nothing counts."""
         plan, view = self._view.plan, self._view
         held = () if plan is None or len(plan.members) == 1 else plan.stages_of(view.me)
@@ -147,7 +147,7 @@ class Updates:
             self._view.publisher.emit("probe_done", step=outcome.step, generation=generation, **about)
 
     def strange(self, outcome: StepOutcome) -> dict[str, Any]:
-        """What is to be told of a step that is not finite: in words, how many in a row, lanes, and indices into the
+        """Facts to tell of a step that is not finite: in words, how many in a row, lanes, and indices into the
         dataset of their first samples."""
         found = outcome.nonfinite
         if not found.words:
@@ -267,6 +267,6 @@ def exchange_ties(view: WorkerView, plan: Plan, step: int, reduced: Mapping[int,
 
 
 def _sender(plan: Plan, stage: int, to: int) -> int:
-    """Who of a stage's pool tells this worker: they take turns."""
+    """The member of a stage's pool that tells this worker: they take turns."""
     pool = plan.pool(stage)
     return pool[plan.worker_ids.index(to) % len(pool)].worker_id

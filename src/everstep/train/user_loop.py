@@ -42,7 +42,7 @@ class UserLoop:
         self._steps: Generator[Any] | None = None
 
     def begin(self, steps: Generator[Any]) -> LoopIterator:
-        """What the loop iterates. A loop that raises does not close what could still be saved.
+        """Begin the iterator of the loop. A loop that raises does not close what could still be saved.
 
         Raises: TaskError if there was a loop before: the job ends with that, or is about to.
         """
@@ -81,7 +81,7 @@ class UserLoop:
                     return self.end()
 
     def close(self) -> None:
-        """It is over, be it that it raised."""
+        """The loop is over, perhaps because it raised."""
         if self._steps is not None:
             self._steps.close()
 

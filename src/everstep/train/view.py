@@ -1,4 +1,4 @@
-"""What the parts of one worker see in common: who it is, what it trains, and how far it is.
+"""The common view of one worker's parts: its identity, its stages, and its progress.
 
 Apart so that they need not know each other: they look at this, get what they work on, and return results.
 """
@@ -39,7 +39,7 @@ class Stages(Mapping[int, StageReplica]):
 
     @staticmethod
     def unsplit(replica: StageReplica) -> Stages:
-        """Of a job with one stage."""
+        """The only stage of a job that is not split."""
 
         def never(stage: int) -> StageReplica:
             check(False, f"stage {stage} of an unsplit job is there from the start")
@@ -124,7 +124,7 @@ class WorkerView:
 
     @property
     def plan(self) -> Plan | None:
-        """Of the present generation."""
+        """Plan of the present generation."""
         return self.driver.machine.plan
 
     @property

@@ -89,7 +89,7 @@ class WorkerLink:
             return {}
 
     def on_flip(self, flip: Callable[[], None]) -> None:
-        """Whoever has the state says how a bit of it is flipped."""
+        """Set the function that flips a bit of the state."""
         self.flip = flip
 
     def limbs(self) -> tuple[Rank, ...]:
@@ -135,7 +135,7 @@ class WorkerLink:
         return False
 
     def stop_words(self, error: EverstepError, step: int) -> wire.WorkerFailed | None:
-        """What is to be told at once of a loop that is to stop; None: whoever runs the loop tells."""
+        """Words to tell at once of a loop that is to stop; None if the process that runs the loop tells."""
         return None
 
     def close(self) -> None:
@@ -248,7 +248,7 @@ class LaunchedLink(WorkerLink):
             time.sleep(for_s)
 
     def coordinator_pid(self) -> int:
-        """Of the coordinator, if it is a process of this host; else 0."""
+        """PID of the coordinator, if it is a process of this host; else 0."""
         own = self._context.address or self.config.network.address
         return coordinator_here(Path(self._context.coordinator_file), own)
 

@@ -1,5 +1,5 @@
-"""What a worker follows is brought together with what this coordinator knows: by its name, and if need be by the plan
-itself, of which one worker is asked. Pure."""
+"""Bring together the plan that a worker follows and those that this coordinator knows: by name, or by the plan itself,
+which one worker is asked to show. Pure."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ def held(job: JobState, worker: Worker, prepared: int) -> None:
 
 
 def _foreign(job: JobState, worker: Worker, generation: int, what: str) -> None:
-    """It has what nobody is to follow, and takes nothing that is no newer: a plan of a coordinator that does not decide
-    any more, or one that nobody has shown."""
+    """A worker has a plan that nobody is to follow, and takes only newer ones: one of a coordinator that does not
+    decide any more, or one that nobody has shown."""
     agreement = job.agreement
     agreement.hear_of(generation)
     if agreement.in_any_plan(worker.key) and not agreement.broken:

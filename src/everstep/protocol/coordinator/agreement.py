@@ -1,4 +1,4 @@
-"""What was agreed, how far the job is by that, what has thrown it back and for how long, and how it ended. Pure.
+"""The plans that were agreed, the job's progress, its setbacks and their duration, and its end. Pure.
 
 States can be lost (all who held a stage are gone) or be in doubt (they differ among workers). How far the members then
 go back is known when the first of them has settled; only then it is told.
@@ -27,7 +27,7 @@ NO_PLAN = Plan(generation=0, reason="", cause=Cause.UNKNOWN, members=(), seats=(
 
 
 class Agreement:
-    """Whom the workers follow.
+    """The plans that the workers follow.
 
     plan: in force; `NO_PLAN` before the first. prepared: to which the members are to switch. generation: the highest
     that was ever given out or heard of. switched: the prepared generation whose beginning this life of the coordinator
@@ -90,7 +90,7 @@ class Agreement:
         return self._membership.living(m.key for m in self.plan.members)
 
     def empty_handed(self) -> set[int]:
-        """Who joined in this plan and has not settled: they hold no state yet."""
+        """Members that joined in this plan and have not settled: they hold no state yet."""
         return set(self.plan.joining) - self.entered
 
     # ---- plans

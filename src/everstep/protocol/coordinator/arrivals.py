@@ -1,4 +1,4 @@
-"""Who is waited for, and who is on the way in. Pure."""
+"""Workers that are waited for, and workers on the way in. Pure."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ class Join:
 
 
 class Healing:
-    """Who is on the way in, and how often each life has failed.
+    """Workers on the way in, and how often each life has failed.
 
     joins: by worker id, in the order in which they began.
     """

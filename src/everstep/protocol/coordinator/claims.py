@@ -1,4 +1,4 @@
-"""What workers say that they follow, where this coordinator has no such plan; and who is asked to show it. Pure.
+"""Plans that workers say they follow and this coordinator does not have; one worker is asked to show it. Pure.
 
 That is so when the journal lacks what had been told. One worker is asked; another when that one is lost, silent or
 shows something else. Nobody is waited for who is gone, and all of it is over after `GIVE_UP_NS`.
@@ -62,7 +62,7 @@ class Claims:
 
     @property
     def asked(self) -> WorkerKey | None:
-        """Who was asked last."""
+        """The worker that was asked last."""
         return None if self._asked is None else self._asked[0]
 
     @property
@@ -76,12 +76,12 @@ class Claims:
         return None if key is None else (key, self._to_ask.pop(key))
 
     def ask(self, key: WorkerKey, connection: str) -> None:
-        """It is asked now."""
+        """Ask this worker now."""
         self._asked, self._again_ns = (key, connection), self._env.now + ASK_AGAIN_NS
         self._env.alarms.set(Alarm.ASKED, min(self._again_ns, self._until_ns))
 
     def refused(self, key: WorkerKey) -> None:
-        """What this life has shown is no such plan."""
+        """This life has shown something else than that plan."""
         if self.asked == key:
             self._asked = None
 

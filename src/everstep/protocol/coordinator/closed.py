@@ -8,7 +8,7 @@ from everstep.base.plan import WorkerKey
 
 
 class ClosedDoors:
-    """Of workers without a connection, as the kernels of their hosts have said."""
+    """Ports of workers without a connection, as the kernels of their hosts have reported them."""
 
     def __init__(self) -> None:
         self._keys: set[WorkerKey] = set()
@@ -18,7 +18,7 @@ class ClosedDoors:
         return key in self._keys
 
     def answer(self, key: WorkerKey, listens: bool | None) -> bool:
-        """What was said at this one; None: nothing. Returns whether nobody listens there."""
+        """Take the kernel's answer for one port; None: no answer. Returns whether nobody listens there."""
         if listens is False:
             self._keys.add(key)
         else:

@@ -1,4 +1,4 @@
-"""What all parts of the coordinator work with: settings, the time, alarms, words, and what leaves it. Pure."""
+"""The tools of all parts of the coordinator: settings, time, alarms, messages, effects. Pure."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def listed(ids: Iterable[int]) -> str:
 
 
 class Alarm(IntEnum):
-    """What the coordinator wants to be called for; in this order alarms ring that are due at one moment."""
+    """Reasons for which the coordinator is called later; alarms that are due at one moment ring in this order."""
 
     AGENT = auto()  # this agent may have been silent for too long
     ASKED = auto()  # who was asked for a plan may have had time enough to show it
@@ -124,7 +124,7 @@ class Environment:
         self._number = 0
 
     def advance(self, now_ns: int) -> None:
-        """It is that late; time never runs backwards."""
+        """Set the time, which never runs backwards."""
         self.now = max(self.now, now_ns)
 
     def change(self) -> None:
@@ -132,7 +132,7 @@ class Environment:
         self.version += 1
 
     def distrust(self, span_ns: int) -> None:
-        """What is heard for so long from now on may have waited for this process."""
+        """Messages that arrive within this time may have waited for this process."""
         self.fresh_ns = self.now + span_ns
 
     def number(self) -> int:
@@ -151,7 +151,7 @@ class Environment:
         self.connections[name] = Connection(role, who)
 
     def introduce(self, name: str, **who: Any) -> None:
-        """Whose connection it is (`worker` or `agent_id`), as a hello has said."""
+        """Note the owner of a connection (`worker` or `agent_id`), as a hello has told."""
         self.connections[name] = replace(self.connections[name], **who)
 
     def disconnected(self, name: str) -> Connection | None:
@@ -183,7 +183,7 @@ class Environment:
             self._effects.insert(self.said if at is None else at, Send(connection, message))
 
     def knows(self, connection: str, plan: Plan) -> None:
-        """Who is at the other end has this plan."""
+        """The other end of the connection has this plan."""
         self._effects.append(Knows(connection, plan))
 
     def send_all(self, message: AnyMessage) -> None:

@@ -1,4 +1,4 @@
-"""Whose each slot is, from which incarnation on: said by the journal before any host hears it. Pure.
+"""The owner of each slot, and its first incarnation: the journal has both before any host hears them. Pure.
 
 So a coordinator that begins anew gives no life to a second host that one before it gave to a first, though that may be
 lost meanwhile; and what a host counts for itself while nobody hears it is not taken for the life of another.
@@ -30,7 +30,7 @@ class Grant:
 
     @property
     def said(self) -> tuple[str, str, str, int]:
-        """What the journal has to say of it."""
+        """The grant as the journal has it."""
         return self.agent_id, self.host, self.process, self.first
 
 
@@ -43,7 +43,7 @@ class Grants:
         self._of: defaultdict[str, set[int]] = defaultdict(set)  # agent id -> slots
 
     def of(self, worker_id: int) -> Grant | None:
-        """Whose this slot is; None if no agent was ever told to keep it filled."""
+        """The grant of this slot; None if no agent was ever told to keep it filled."""
         return self._newest.get(worker_id)
 
     def agents(self) -> list[tuple[int, str]]:
@@ -69,7 +69,7 @@ class Grants:
         return [max(n, self._newest[i].first) for i, n in least.items()]
 
     def replay(self, worker_id: int, grant: Grant) -> None:
-        """What a former life of the coordinator has given."""
+        """Take a grant of a former life of the coordinator."""
         self._take(worker_id, grant)
 
     def _next(self, worker_id: int, agent: Agent, least: int) -> Grant:
@@ -89,7 +89,7 @@ class Grants:
         self._of[grant.agent_id].add(worker_id)
 
     def _persist(self, agent: Agent) -> None:
-        """All that is the agent's, so that its newest entry says everything."""
+        """Journal all slots of the agent, so that its newest entry is complete."""
         slots = sorted(self._of[agent.agent_id])
         first = [self._newest[i].first for i in slots]
         about = {"agent_id": agent.agent_id, "host": agent.host, "process": agent.process}

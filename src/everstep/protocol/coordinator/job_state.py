@@ -21,7 +21,7 @@ from everstep.protocol.coordinator.types import CoordinatorConfig
 
 
 class JobState:
-    """All that the coordinator knows of its job; at first nothing."""
+    """The coordinator's knowledge of its job; at first none."""
 
     def __init__(self, config: CoordinatorConfig) -> None:
         self.env = env = Environment(config)

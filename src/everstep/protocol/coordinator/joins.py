@@ -81,7 +81,7 @@ def _choose_joiners(job: JobState, leaving: list[Worker]) -> None:
 
 
 def donors(job: JobState, attempt: int, stage: int = 0) -> list[Member]:
-    """Who may give a stage's state, the preferred first: the backups, another one at each attempt, then the leader."""
+    """Donors of a stage's state, the preferred first: the backups, another one at each attempt, then the leader."""
     plan = job.agreement.plan
     leader, pool = plan.leader(stage), {s.worker_id for s in plan.pool(stage)}
     alive = [w.member for w in job.agreement.survivors() if w.member is not None and w.key.worker_id in pool]
@@ -139,7 +139,7 @@ def heal_failed(job: JobState, worker: Worker, message: HealFailed) -> None:
 
 
 def _may_go(job: JobState, leaving: list[Worker], joining: list[tuple[int, ...]]) -> list[Worker]:
-    """Of those who are to leave, the last ones for whom enough others stay: in all, and in each of their stages."""
+    """Those of the leaving workers without whom enough others stay, in all and in each of their stages."""
     plan, survivors = job.agreement.plan, job.agreement.survivors()
     may_leave = len(survivors) + len(joining) - job.slots.least
     going = leaving[-may_leave:] if may_leave > 0 else []
@@ -163,7 +163,7 @@ def _may_go(job: JobState, leaving: list[Worker], joining: list[tuple[int, ...]]
 
 
 def _succeeded_first(plan: Plan, moving: list[Worker], joining: list[tuple[int, ...]]) -> list[Worker]:
-    """Those to whose stages a joiner comes, then the others."""
+    """Leaving workers, first those whose stages a joiner comes to."""
     coming = Counter(stage for stages in joining for stage in stages)
     first = []
     for worker in moving:
@@ -203,7 +203,7 @@ def _prepare_if_due(job: JobState, leaving: list[Worker]) -> None:
 
 
 class _Change(NamedTuple):
-    """What would make the steps shorter: that of the busiest worker would take `step_ms`."""
+    """A change that makes the steps shorter: that of the busiest worker would take `step_ms`."""
 
     step_ms: float
     speeds: dict[int, float]
@@ -224,7 +224,7 @@ def speeds_due(job: JobState, about: Any) -> None:
 
 
 def _gain(job: JobState, plan: Plan) -> _Change | None:
-    """What would make the steps shorter, if anything does, nothing else is under way, and all speeds are known."""
+    """A change that makes the steps shorter, if there is one, nothing else is under way, and all speeds are known."""
     agreement = job.agreement
     if agreement.broken or agreement.prepared is not None or job.healing.joins or job.progress.ended is not None:
         return None
@@ -245,7 +245,7 @@ def _gain(job: JobState, plan: Plan) -> _Change | None:
 
 
 def _moving(job: JobState, plan: Plan, found: Mapping[int, float], now_ms: float, move: Move) -> _Change:
-    """What that move would make of the steps, with lanes by speed."""
+    """The change that this move would make, with lanes by speed."""
     there = {**found, move.worker_id: _in_other_pool(plan, found, move)}
     speeds = by_speed(there)
     seats = job.speeds.seats(plan.worker_ids, moved(plan.seats, move), anew=True, speeds=speeds)
@@ -259,7 +259,7 @@ def _moving(job: JobState, plan: Plan, found: Mapping[int, float], now_ms: float
 
 
 def _moves(job: JobState, plan: Plan) -> list[Move]:
-    """Who could help out a pool that lacks members which nobody is going to replace, the last of each pool first."""
+    """Moves of workers into a pool that lacks members for good, the last worker of each pool first."""
     if plan.stages == 1 or len(plan.members) < job.slots.expected():
         return []
     pools = [[seat.worker_id for seat in plan.pool(stage)] for stage in range(plan.stages)]
@@ -269,6 +269,6 @@ def _moves(job: JobState, plan: Plan) -> list[Move]:
 
 
 def _in_other_pool(plan: Plan, ms_per_lane: Mapping[int, float], move: Move) -> float:
-    """What a lane would take it there: as the members there, by as much slower as it is than its own pool."""
+    """Time of a lane in another pool: that of its members, times how much slower the worker is than its own pool."""
     own, there = (median(ms_per_lane[s.worker_id] for s in plan.pool(k)) for k in (move.source, move.target))
     return there * ms_per_lane[move.worker_id] / own if own > 0 else there

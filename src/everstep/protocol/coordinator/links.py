@@ -34,7 +34,7 @@ Between = tuple[str, str] | Link
 
 
 class Links:
-    """Who accuses whom at the moment, and which links have failed lately."""
+    """Accusations of the moment, and links that have failed lately."""
 
     def __init__(self, env: Environment, membership: Membership, agreement: Agreement, recovery: Recovery) -> None:
         self._env, self._membership, self._agreement, self._recovery = env, membership, agreement, recovery
@@ -69,7 +69,7 @@ class Links:
         self._accusations, self._reasons = {}, []
 
     def _accusers(self) -> dict[int, set[int]]:
-        """Whom the living accuse, by worker id; what the dead have said is explained by their death."""
+        """Accused workers by living accuser; accusations of the dead are explained by their death."""
         alive = self._membership.alive
         return {key.worker_id: accused for key, accused in self._accusations.items() if alive(key) is not None}
 
@@ -109,7 +109,7 @@ class Links:
         self._recovery.begin(why)
 
     def _between(self, links: Iterable[Link]) -> dict[Link, Between]:
-        """What each link connects."""
+        """The two ends of each link."""
         hosts = {w.key.worker_id: w.host for w in self._agreement.survivors()}
         pairs = {(a, b): sorted({hosts.get(a, ""), hosts.get(b, "")} - {""}) for a, b in links}
         return {link: (pair[0], pair[1]) if len(pair) == 2 else link for link, pair in pairs.items()}

@@ -1,4 +1,4 @@
-"""Who lives: what agents say, heartbeats, hangs, silence. Pure.
+"""Life and death of workers: reports of agents, heartbeats, hangs, silence. Pure.
 
 A worker's death is known from its agent (waitpid), from its agent's silence, from its own last words, from a progress
 counter that stands still, or, where no agent speaks for it, from the end of its connection.
@@ -227,7 +227,7 @@ def _check_hang(job: JobState, worker: Worker, pulse: m.WorkerPulse) -> None:
 
 
 def _doubt(job: JobState, worker: Worker, pulse: m.WorkerPulse, why: Why) -> bool:
-    """It may hang: have it show where it is. Returns whether that is new."""
+    """The worker may hang: have it show where it is. Returns whether the doubt is new."""
     agent, new = job.agents.of(worker), suspect(job, worker, why)
     if new and agent is not None and not pulse.stopped:
         job.env.send(agent.connection, m.ShowStacks(**asdict(worker.key)))
@@ -235,8 +235,8 @@ def _doubt(job: JobState, worker: Worker, pulse: m.WorkerPulse, why: Why) -> boo
 
 
 def _hung(job: JobState, worker: Worker, pulse: m.WorkerPulse, why: Why, still_ns: int) -> None:
-    """It is evicted. If a step hangs again in the same phase, of a generation that the worker had settled in, another
-    life is no help; several that hang at once are no proof of that."""
+    """Evict a hung worker. If a step hangs again in the same phase, of a generation that the worker had settled in,
+    another life is no help; several that hang at once are no proof of that."""
     generation, settled = job.agreement.plan.generation, worker.key.worker_id in job.agreement.entered
     again = settled and not pulse.stopped and job.progress.hung_before(pulse.step, pulse.phase, generation)
     if again and not pulse.at and _doubt(job, worker, pulse, why):

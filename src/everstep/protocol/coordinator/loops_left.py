@@ -17,7 +17,7 @@ FOLLOW_NS = SECOND_NS
 
 
 class Leaving:
-    """Whose loop was left after which step, and who has gone on, in which generation."""
+    """Loops that were left, with the step, and loops that went on, with the generation."""
 
     def __init__(
         self, env: Environment, agreement: Agreement, end: Callable[[Why], None], ending: Callable[[], bool]
@@ -55,7 +55,7 @@ class Leaving:
             )
 
     def _members(self) -> tuple[list[WorkerKey], list[WorkerKey]]:
-        """Those of the present plan that have left, and the others."""
+        """Members of the present plan that have left their loops, and the others."""
         keys = [member.key for member in self._agreement.plan.members]
         return [k for k in keys if k in self._left], [k for k in keys if k not in self._left]
 

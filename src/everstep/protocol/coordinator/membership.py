@@ -70,7 +70,7 @@ class Worker:
         return self.member is not None and self.connection is not None
 
     def greet(self, connection: str, hello: WorkerHello) -> None:
-        """It has said hello over this connection: it is ready, or back."""
+        """The worker has said hello over this connection: it is ready, or back."""
         known = () if self.member is None else self.member.domains  # as a journal says: it is not for workers to say
         said = hello.member
         self.member = said if said.domains == known else replace(said, domains=known)
@@ -85,7 +85,7 @@ class Worker:
         self.connection, self.gone_ns = None, now_ns
 
     def restore(self, member: Member, agent_id: str | None) -> None:
-        """What a plan says of it counts, as far as it has not said so itself."""
+        """Take a plan's facts of the worker, as far as it has not told them itself."""
         self.member = self.member or member
         self.pids, self.host = member.pids, member.host
         self.agent_id = self.agent_id or agent_id
@@ -100,15 +100,15 @@ class Worker:
         self.seen_ns, self.step, self.samples_per_s = now_ns, pulse.step, pulse.samples_per_s
 
     def reached(self, step: int) -> None:
-        """It has committed this step; what comes late changes nothing."""
+        """The worker has committed this step; a late report changes nothing."""
         self.step = max(self.step, step)
 
     def healed(self, step: int) -> None:
-        """It follows the members from this step on."""
+        """The worker follows the members from this step on."""
         self.step = step
 
     def ordered(self, now_ns: int) -> None:
-        """It was given a plan or a ticket."""
+        """The worker was given a plan or a ticket."""
         self.ordered_ns = now_ns
 
     def suspect(self, in_trouble: bool = True) -> bool:
@@ -148,7 +148,7 @@ class Membership:
         return worker if worker is not None and worker.key == key else None
 
     def living(self, keys: Iterable[WorkerKey]) -> list[Worker]:
-        """Of these lives those that are present ones, in this order."""
+        """The present ones of these lives, in this order."""
         return [worker for key in keys if (worker := self.alive(key)) is not None]
 
     def newer(self, key: WorkerKey) -> bool:
@@ -241,7 +241,7 @@ class Membership:
             self.grace_until_ns = max(self.grace_until_ns, min(self._env.now + grace_ns, latest_ns))
 
     def to_come(self) -> Iterator[Worker]:
-        """Who lives, as far as is known, and has not said hello to this life of the coordinator."""
+        """Workers that live, as far as is known, and have not said hello to this life of the coordinator."""
         return (w for w in self._to_come.values() if not w.greeted and self.workers.get(w.key.worker_id) is w)
 
     def waited_ns(self) -> int:
@@ -338,15 +338,15 @@ class Agent:
 
     @property
     def believed(self) -> set[WorkerKey]:
-        """What it runs, as far as anybody knows."""
+        """Lives that the agent runs, as far as is known."""
         return self.lives | self.restored
 
     def runs(self, key: WorkerKey) -> None:
-        """It says that it runs this process."""
+        """The agent reports that it runs this process."""
         self.lives.add(key)
 
     def exited(self, key: WorkerKey) -> None:
-        """It says that this process is dead."""
+        """The agent reports that this process is dead."""
         self.lives.discard(key)
         self.restored.discard(key)
         self._killed_ns.pop(key, None)
@@ -459,7 +459,7 @@ class Agents:
         self.whereabouts.give_up(agent_id, agent.host, {name: other.detector for name, other in self.known.items()})
 
     def of(self, worker: Worker) -> Agent | None:
-        """Who speaks for the worker: the agent that started it, else the only agent of its host."""
+        """The agent that speaks for the worker: the one that started it, else the only agent of its host."""
         if worker.agent_id is not None:
             return self.known.get(worker.agent_id)
         same_host = [a for a in self.known.values() if worker.host and a.host == worker.host]

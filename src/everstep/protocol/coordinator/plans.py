@@ -333,7 +333,7 @@ def _lost_stages(job: JobState, survivors: Sequence[Worker]) -> list[int]:
 
 
 def _newcomers(job: JobState, survivors: int, needed: int, lost: Sequence[int]) -> list[Worker]:
-    """Who is taken in at once: whoever has little to copy; any others only where there would be too few.
+    """Joiners that are taken in at once: those with little to copy; others only where there would be too few members.
 
     A joiner that follows a stage of which nobody else is left comes first: it saves everybody from going back.
     """

@@ -33,7 +33,7 @@ def knock_due(job: JobState, about: Any) -> None:
 
 
 def knocked(job: JobState, event: Knocked) -> None:
-    """What the kernel at a worker's door has said."""
+    """Take the kernel's answer about a worker's port."""
     if job.progress.ended is not None or not job.agents.closed.answer(event.key, event.listens):
         return
     worker = job.membership.alive(event.key)

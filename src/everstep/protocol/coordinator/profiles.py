@@ -27,7 +27,7 @@ _NAME = re.compile(r"[0-9A-Za-z][0-9A-Za-z_-]{0,63}")
 
 @dataclass
 class _Profile:
-    """Who was asked to record what. ended: who has said so, with the reason if there is no trace."""
+    """A recording by some workers. ended: those that have ended it, with a reason if there is no trace."""
 
     request: ProfileNow
     workers: dict[int, WorkerKey]
@@ -103,6 +103,6 @@ class Profiling:
         return {"profile": {"name": known.request.name, "pending": sorted(pending), "failed": failed}}
 
     def _pending(self, known: _Profile) -> dict[int, WorkerKey]:
-        """Who lives and has not ended it."""
+        """Living workers that have not ended the recording."""
         left = {i: key for i, key in known.workers.items() if i not in known.ended}
         return {i: key for i, key in left.items() if self._membership.alive(key) is not None}

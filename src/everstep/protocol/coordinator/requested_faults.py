@@ -28,7 +28,7 @@ class StruckBefore:
         return True
 
     def replay(self, index: int) -> None:
-        """It has struck."""
+        """The fault has struck."""
         self._known.add(index)
 
     def ask(self, strike: Strike) -> None:
@@ -37,7 +37,7 @@ class StruckBefore:
         self._env.persist("strike_asked", strike=asdict(strike))
 
     def replay_asked(self, strike: Strike) -> None:
-        """It was asked for."""
+        """The fault was asked for."""
         self._asked[strike.index] = strike
         if len(self._asked) > MOST_ASKED:
             del self._asked[next(iter(self._asked))]

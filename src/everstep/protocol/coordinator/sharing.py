@@ -56,7 +56,7 @@ class _Domain:
 
     @property
     def first(self) -> str:
-        """Of its own agents: who has the fewest."""
+        """The one of these agents with the fewest slots."""
         return self._agents[0][1]
 
     def grow(self, by: int = 1) -> None:
@@ -94,7 +94,7 @@ class _Hosts:
             self._look(path)
 
     def give(self, agent_id: str) -> None:
-        """It has one more; its turn comes when it comes for those who have as many."""
+        """The agent has one more slot; its next turn comes with those of as many."""
         path = self._path(agent_id)
         self.counts[agent_id] += 1
         for domain in path:
@@ -103,7 +103,7 @@ class _Hosts:
         self._look(path)
 
     def next(self) -> str | None:
-        """Whose turn it is; None if there is no room."""
+        """The agent whose turn it is; None if there is no room."""
         domain = self._root
         if domain.least == inf:
             return None

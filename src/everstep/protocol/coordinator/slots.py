@@ -13,7 +13,7 @@ from everstep.protocol.coordinator.sharing import share
 
 
 class Slots:
-    """What was asked for, and what came of it.
+    """Slots that were asked for, and their fate.
 
     target: how many members are wanted. lost: the slots given up for good, with the reason. grants: who starts lives.
     """
@@ -82,7 +82,7 @@ class Slots:
         self._env.persist("target", target=target, slots=sorted(ids), cause=why.cause, reason=why.reason)
 
     def take_wish(self, target: int, ids: set[int], cause: Cause) -> None:
-        """What is asked for from now on, or was by a former life of the coordinator."""
+        """Take the slots that are asked for from now on, or were by a former life of the coordinator."""
         self._env.change()
         self._version += 1
         self._unwanted |= dict.fromkeys(self.ids() - ids, cause)

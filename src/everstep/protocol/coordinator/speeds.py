@@ -66,7 +66,7 @@ class Speeds:
         return {i: self._agents.domains(workers[i]) for i in worker_ids if i in workers}
 
     def of(self, worker_ids: Iterable[int]) -> tuple[tuple[int, float], ...]:
-        """Those of the speeds in force that a placement of these workers is called with."""
+        """The speeds in force, as a placement of these workers takes them."""
         return tuple((i, self.in_force[i]) for i in sorted(worker_ids) if i in self.in_force)
 
     def idle_members(self, plan: Plan) -> bool:

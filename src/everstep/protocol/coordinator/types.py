@@ -15,8 +15,8 @@ from everstep.protocol.messages import AnyMessage
 
 @dataclass(frozen=True)
 class Alike:
-    """What all workers have to have alike, as far as it is known. kernels, code: the job's; before: the code with which
-    an earlier run of it was done; warns: other kernels are told, not refused."""
+    """Facts that must be alike in all workers, as far as they are known. kernels, code: the job's; before: the code of
+    an earlier run of it; warns: other kernels are told, not refused."""
 
     kernels: Kernels | None = None
     code: Code = field(default_factory=Code)
@@ -59,7 +59,7 @@ class HostRules:
 
 @dataclass(frozen=True)
 class CoordinatorConfig:
-    """What the coordinator needs of the job's config. Times in nanoseconds.
+    """The part of the job's config that the coordinator needs. Times in nanoseconds.
 
     save_ns: time for a checkpoint before a job ends that fails; 0 without checkpoints. lasting_ns: how long another
     placement must have promised much shorter steps before lanes, or a worker, are moved for it; it is looked at every
@@ -125,8 +125,7 @@ class Tick(NamedTuple):
 
 
 class Knocked(NamedTuple):
-    """What was heard at a worker's door. listens: whether anybody does, as the kernel there says; None: nothing was
-    said."""
+    """A kernel's answer about a worker's port. listens: whether anybody listens there; None: there was no answer."""
 
     key: WorkerKey
     listens: bool | None
@@ -179,7 +178,7 @@ class Remember(NamedTuple):
 
 
 class Knows(NamedTuple):
-    """Who is at the other end of a connection has this plan: if none was told over it yet, it counts as told."""
+    """The other end of a connection has this plan: if none was told over it yet, it counts as told."""
 
     connection: str
     plan: Plan

@@ -1,4 +1,4 @@
-"""What people ask of the coordinator: status, scale, drain, faults, stop. Pure."""
+"""Commands of people to the coordinator: status, scale, drain, faults, stop. Pure."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def _least(job: JobState) -> int:
 
 
 def _keep(job: JobState, members: list[int], wanted: int) -> list[int]:
-    """Who stays when only so many are wanted: the last of the largest pool goes first."""
+    """Workers that stay when only so many are wanted: the last of the largest pool goes first."""
     plan, kept = job.agreement.newest, set(members)
     if plan.stages == 1:
         return members[:wanted]
@@ -170,7 +170,7 @@ def _chaos(job: JobState, args: _Args) -> _Reply:
 
 
 def _as_strike(given: Any) -> tuple[Strike | None, str]:
-    """What was given, or what is wrong with it."""
+    """The strike as it was given, or the mistake in it."""
     what = "a fault of a host, a link or the coordinator"
     try:
         strike = msgspec.convert(given, Strike)
@@ -198,7 +198,7 @@ def _numbers(args: _Args, name: str) -> list[int]:
 
 
 def status(job: JobState) -> dict[str, Any]:
-    """What `everstep status --json` prints, the coordinator's own pid excepted."""
+    """The output of `everstep status --json`, without the coordinator's own pid."""
     ended = job.progress.ended
     why = job.quorum.waiting if ended is None else Why(ended.cause, ended.reason)
     return {

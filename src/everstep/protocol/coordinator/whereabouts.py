@@ -61,7 +61,7 @@ class Whereabouts:
             self.heard(agent_id)
 
     def lost_domain(self, living: Iterable[tuple[str, str]]) -> str:
-        """What the hosts that were given up just now have in common, if they are several and no living one (agent,
+        """The domain that the hosts given up just now have in common, if they are several and no living one (agent,
         host) is in it: the widest such domain, in words; "" if there is none."""
         lost = {name: set(prefixes(domains)) for name, (_, domains) in self._given_up.items()}
         common = set.intersection(*lost.values()) if len(lost) > 1 else set()

@@ -1,4 +1,4 @@
-"""What workers say, from hello to last words, which plan they follow by that, and how a life comes to its end. Pure."""
+"""Messages of workers, from hello to last words: the plan that each follows, and the end of its life. Pure."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def _catch_up(job: JobState, worker: Worker, hello: m.WorkerHello) -> None:
 
 
 def _go_on(job: JobState, worker: Worker, hello: m.WorkerHello) -> None:
-    """It follows what is known here, or is not to."""
+    """Let a worker go on that follows a known plan, or no plan."""
     agreement = job.agreement
     known = None if hello.follows is None else agreement.known_as(hello.follows)
     if known is not None:
@@ -175,7 +175,7 @@ def ask_for_plan(job: JobState) -> None:
 
 
 def _bring_together(job: JobState, waited: list[m.WorkerHello]) -> None:
-    """What these follow is known by now, or given up: as if they said hello now."""
+    """The plan of these workers is known by now, or given up: as if they said hello now."""
     for hello in waited:
         worker = job.membership.alive(hello.member.key)
         if worker is not None and worker.connection is not None and not adopting.claimed(job, worker, hello):
@@ -204,7 +204,7 @@ def entered(job: JobState, worker: Worker, message: m.GenerationEntered) -> None
 
 
 def _report_healed(job: JobState, worker: Worker, step: int) -> None:
-    """It has settled; if it had not been a member before, that is the end of its way in."""
+    """The worker has settled; if it had not been a member before, that is the end of its way in."""
     if worker.key.worker_id in job.agreement.plan.joining:
         why = Why(Cause.JOINED, "it holds the state of the others and takes part")
         generation = job.agreement.plan.generation
@@ -259,7 +259,7 @@ def links_due(job: JobState, about: Any) -> None:
 
 
 def settle_again(job: JobState, worker: Worker, message: m.SettleAgain) -> None:
-    """What a member had stated does not hold: all settle in a new generation, with what holds.
+    """A member's statement does not hold: all settle in a new generation, with what holds.
 
     Where states differ, all go back to where they were alike, once. If they differ again before they have come as far
     and were alike, that is no chance.

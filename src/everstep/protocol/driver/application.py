@@ -1,4 +1,4 @@
-"""What the application asks, and when it is answered. Pure.
+"""The application's asks, and their answers. Pure.
 
 Apart because an ask may outlive several generations: what it waits for is found again in each.
 """
@@ -77,7 +77,7 @@ class Application:
 
     @property
     def loop(self) -> Literal["", "left", "on"]:
-        """What it does after the step whose state this worker has: it has left its loop, or goes on; "": who knows."""
+        """State of the loop after the step whose state this worker has: "left", "on", or "" if unknown."""
         match self.ask:
             case do.EndAsked(left=left) if left or self._last.gathers.disagrees(self._gather):
                 return "" if self._jumped else "left"
@@ -197,7 +197,7 @@ class Application:
             self._out.start(do.Finish, machine.generation, machine.plan, *at, *self._bring_together())
 
     def _answer(self) -> do.Answer | None:
-        """What the ask has come to, if it has."""
+        """Answer to the ask, if there is one by now."""
         ask = self.ask
         if isinstance(ask, do.HoldAsked):
             return do.Released() if self.ended or self._out.times.now_ns >= ask.until_ns else None

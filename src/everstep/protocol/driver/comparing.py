@@ -36,8 +36,8 @@ Names = Callable[[int], Sequence[str]]
 
 @dataclass(frozen=True)
 class Statements:
-    """What members say of the state of `step`. digests: by stage and worker; ties: by name and (stage, worker). whole:
-    all members say it of all their stages; some alone where they know what the step has to come to."""
+    """Statements of members about the state of `step`. digests: by stage and worker; ties: by name and (stage, worker).
+    whole: all members say it of all their stages; some alone where they know what the step has to come to."""
 
     step: int
     when: str
@@ -47,14 +47,14 @@ class Statements:
 
     @staticmethod
     def before(outcome: StepOutcome) -> Statements:
-        """Those of a step's records."""
+        """Statements in a step's records."""
         digests = outcome.digests
         whole = all(len(of) == len(digests.get(stage, ())) for stage, of in outcome.buffers.items())
         return Statements(outcome.step - 1, f"before step {outcome.step}", digests, outcome.ties, whole)
 
     @staticmethod
     def last(step: int, said: Mapping[int, Sequence[StageSection]]) -> Statements:
-        """Those of members that are through with the last step."""
+        """Statements of members that are through with the last step."""
         digests: dict[int, dict[int, str]] = {}
         ties: dict[str, dict[tuple[int, int], str]] = {}
         for worker_id, sections in sorted(said.items()):
@@ -67,7 +67,7 @@ class Statements:
 
 @dataclass(frozen=True)
 class Disagreement:
-    """What differs, in words; who is outvoted; whether it is drift."""
+    """A difference in words; the outvoted members; whether it is drift."""
 
     reason: str
     outvoted: frozenset[int] = frozenset()
@@ -76,8 +76,8 @@ class Disagreement:
 
 @dataclass(frozen=True)
 class Copies:
-    """What should be alike. said: by the name of each copy, whose it is and its digest. agreed: what members said of it
-    before, "" if they did not. parts: names."""
+    """Copies that should be alike. said: by the name of each copy, its owner and its digest. agreed: the digest that
+    members stated before, "" if they did not. parts: names."""
 
     place: str
     said: Mapping[str, tuple[int, str]]
@@ -155,7 +155,7 @@ def named(digests: Sequence[str], parts: Sequence[str]) -> str:
 
 
 class Comparing:
-    """What one worker knows of comparisons: when the next is due, and up to which step all were alike.
+    """One worker's knowledge of comparisons: when the next is due, and up to which step all were alike.
 
     every: steps between comparisons, 0 for none; each is of the state before its step. begins_after: the step whose
     state the job began with. repeats: whether a step that is done again gives the same bits. names: see `Names`.
@@ -200,7 +200,7 @@ class Comparing:
     # ---- what came of it
 
     def learn(self, plan: Plan) -> None:
-        """What the plan says of steps at which all were alike."""
+        """Take from the plan the steps at which all were alike."""
         self._heard |= {step for step, _, _ in plan.alike} - self._alike.keys()
         for step, stage, digest in plan.alike:
             self._note(step, {stage: digest})

@@ -20,7 +20,7 @@ from everstep.protocol.step_machine import StepMachine
 
 @dataclass(frozen=True)
 class DriverConfig:
-    """What a driver goes by. lanes: of the global batch. rewindable: the application can go on from an earlier step;
+    """Settings of a driver. lanes: of the global batch. rewindable: the application can go on from an earlier step;
     else this worker starts anew for that. verify_every, begins_after, repeats, names: as for `Comparing`. saving: of
     checkpoints. probes: of lanes. nonfinite: what to do about a step that is not finite."""
 
@@ -35,7 +35,7 @@ class DriverConfig:
     nonfinite: NonfiniteRule = field(default_factory=NonfiniteRule)
 
     def outcome(self, number: int, records: Records) -> StepOutcome:
-        """What everybody concludes from the records of a step."""
+        """Conclusion from the records of a step, the same at every worker."""
         return conclude(number, self.lanes, records, self.nonfinite)
 
 

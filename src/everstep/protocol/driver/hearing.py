@@ -1,4 +1,4 @@
-"""What the coordinator says, and what a worker that follows others tells it when it has to begin anew. Pure."""
+"""Messages of the coordinator, and the word of a follower that has to begin anew. Pure."""
 
 from __future__ import annotations
 

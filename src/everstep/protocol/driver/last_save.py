@@ -33,7 +33,7 @@ class LastSave:
             parts.out.start(do.SaveLast, machine.generation, machine.current_plan(), machine.step, save)
 
     def taken(self, operation: do.SaveLast, where: str) -> None:
-        """It is where it says; nowhere if it could not be completed."""
+        """The checkpoint is at this place; nowhere if it could not be completed."""
         parts, agreed = self._parts, self._parts.saver.ending.agreed
         for effect in parts.machine.handle(step.StepSaved(operation.step)) if where else ():
             self._effects.carry_out(effect)  # at once: nothing is carried out any more when this worker leaves

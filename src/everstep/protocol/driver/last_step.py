@@ -16,7 +16,7 @@ from everstep.protocol.step_machine import StepMachine
 
 
 class LastStep:
-    """What its records say. gathers: after it. conclude: what everybody makes of those of a step."""
+    """Records of the last step, read. gathers: after it. conclude: the conclusion from records of a step."""
 
     def __init__(
         self, machine: StepMachine, gathers: Gathers, conclude: Callable[[int, do.Records], StepOutcome]
@@ -33,7 +33,7 @@ class LastStep:
 
     @property
     def nonfinite(self) -> Nonfinite:
-        """What was not finite in it, if its records are known."""
+        """Whatever was not finite in the step, if its records are known."""
         number = self._machine.step
         records = self.gathers.of_update(number)
         if records is not self._judged[0]:

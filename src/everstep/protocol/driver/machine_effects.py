@@ -1,4 +1,4 @@
-"""What a worker makes of what its step machine says: the next operation, or something done at once. Pure."""
+"""Effects of the step machine, carried out by a worker: the next operation, or something done at once. Pure."""
 
 from __future__ import annotations
 

@@ -37,9 +37,9 @@ class MachineQueue:
         return self._effects.popleft()
 
     def drop_transfers(self) -> None:
-        """What has been decided is still carried out; everything that needs the old generation is not."""
+        """Drop effects that need the old generation; decisions are still carried out."""
         self._effects = deque(e for e in self._effects if isinstance(e, _DECIDED))
 
     def drop_holding(self) -> None:
-        """What is held is stated anew, in another generation."""
+        """Drop statements of holdings: they are made anew, in another generation."""
         self._effects = deque(e for e in self._effects if not isinstance(e, step.SendHolding))

@@ -1,4 +1,4 @@
-"""What follows from a step whose loss or gradient is not finite. Pure.
+"""Verdict on a step whose loss or gradient is not finite. Pure.
 
 All members judge the same records, so all come to the same, and nobody is asked: each leaves the update out, or ends
 the job after it. How many such steps there were in a row is in the records, too: a worker that was healed or resumed
@@ -14,7 +14,7 @@ from everstep.base.config import Config
 
 @dataclass(frozen=True)
 class NonfiniteRule:
-    """What the config says. on_nonfinite, limit: its `on_nonfinite` and `nonfinite_limit`. scaled: a loss scaler deals
+    """The config's rule. on_nonfinite, limit: its `on_nonfinite` and `nonfinite_limit`. scaled: a loss scaler deals
     with a gradient that is not finite, where the loss is: it leaves the step out, and halves its scale."""
 
     on_nonfinite: str = "warn"
@@ -47,7 +47,7 @@ FINITE = Nonfinite()
 
 
 def judged(step: int, lanes: tuple[int, ...], before: int, rule: NonfiniteRule, *, gradient: bool) -> Nonfinite:
-    """What is to be done about a step. lanes: those whose loss is no finite number. gradient: whether that of the
+    """Verdict on a step. lanes: those whose loss is no finite number. gradient: whether that of the
     global batch is finite, as far as norms were exchanged. before: how many steps in a row before this one were not
     finite, the most that any member says."""
     words = _words(lanes, gradient=gradient or rule.scaled)

@@ -1,4 +1,4 @@
-"""What follows when an operation has ended: done, left, or with something that must not be used. Pure."""
+"""Consequences of an operation's end: done, left, or with something that must not be used. Pure."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class OperationEnds:
         }
 
     def done(self, operation: do.Operation, result: Any) -> None:
-        """It was carried out."""
+        """The operation was carried out."""
         self._queue.feed(*(self._table[type(operation)](operation, result) or ()))
 
     def aborted(self, operation: do.Operation, event: do.Aborted) -> None:

@@ -1,4 +1,4 @@
-"""What a driver asks to be done, and what it is told: operations, effects, events. Pure data.
+"""Operations and effects of a driver, and the events that it takes. Pure data.
 
 An *operation* takes time. One at most is outstanding; it is answered by exactly one `Done`, `Aborted` or `Tainted` that
 bears its number. An *effect* is carried out at once and never answered. An *ask* is the application's: it waits until
@@ -166,7 +166,7 @@ class Replay(Operation, frozen=True):
 
 
 class Evaluate(Operation, frozen=True):
-    """What the application does with the members of this generation beside a step: chunks that pass through the pools.
+    """The application's work with the members of this generation beside a step: chunks that pass through the pools.
     Answered, or aborted; the gather that follows says what became of it."""
 
     plan: Plan
@@ -221,7 +221,7 @@ class Copied(msgspec.Struct, frozen=True):
 
 
 class Seen(msgspec.Struct, frozen=True):
-    """What came from a feed. step: the number of the one that came, with its records; 0: the donor has no more now."""
+    """An item from a feed. step: the number of the one that came, with its records; 0: the donor has no more now."""
 
     feed: int
     step: int = 0
@@ -381,7 +381,7 @@ class AbandonSave(AtOnce, frozen=True):
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """What an ask has come to."""
+    """Answer to an ask."""
 
 
 class Arrived(Answer, frozen=True):
@@ -456,7 +456,7 @@ Effect = Operation | AtOnce | Answer | Release | Discard
 
 
 class DriverEvent(msgspec.Struct, frozen=True):
-    """What a driver takes in."""
+    """Event of a driver."""
 
 
 class Heard(DriverEvent, frozen=True):
@@ -499,14 +499,14 @@ class FollowerAsked(DriverEvent, frozen=True):
 
 
 class InMemory(DriverEvent, frozen=True):
-    """What is kept in memory here. busy: the newest one is being copied by members of other pools."""
+    """Snapshots in this worker's memory. busy: the newest one is being copied by members of other pools."""
 
     snapshots: Snapshots
     busy: bool = False
 
 
 class OthersKept(DriverEvent, frozen=True):
-    """What is to be kept here of other pools is there, of a step; or it is not to be had, since somebody is gone."""
+    """The snapshots of other pools that are kept here are there, of a step; or cannot be had, since a donor is gone."""
 
     step: int
     done: bool
@@ -520,7 +520,7 @@ class NotKept(DriverEvent, frozen=True):
 
 
 class PartsThere(DriverEvent, frozen=True):
-    """Of a checkpoint nothing is lacking any more, or it was given up: the next one may begin."""
+    """A checkpoint is complete, or was given up: the next one may begin."""
 
     step: int
 
@@ -538,7 +538,7 @@ class SaveEnded(DriverEvent, frozen=True):
 
 
 class Ask(DriverEvent, frozen=True):
-    """Of the application; it waits until it gets an answer."""
+    """Ask of the application, which waits for an answer."""
 
 
 class JoinAsked(Ask, frozen=True):

@@ -1,4 +1,4 @@
-"""What leaves a driver: effects in order, at most one operation, and what would have to be told again. Pure.
+"""Output of a driver: effects in order, at most one operation, and messages that may have to be told again. Pure.
 
 And what its parts share: how long things took, and the gathers of the present step.
 """
@@ -19,7 +19,7 @@ from everstep.protocol.step_types import Key, Record
 
 
 class Standing(msgspec.Struct, frozen=True):
-    """What a coordinator that has missed something is to hear again: messages, and for the hello what it stands at.
+    """Words for a coordinator that has missed something: messages to repeat, and facts for the hello.
 
     step, stages: the state that it has all of. plan: the newest that it follows. prepared: generation of
     the newest to which it may switch, 0 if there is none.
@@ -76,7 +76,7 @@ class Outbox:
         self._effects.append(do.Tell(message))
 
     def nothing_stands(self) -> None:
-        """What was told before is of no interest any more."""
+        """Forget the messages that were to be repeated."""
         self.standing = ()
 
     def drain(self) -> list[do.Effect]:
@@ -95,7 +95,7 @@ class Times:
         self._phases_ms: dict[str, float] = {}
 
     def tick(self, now_ns: int) -> None:
-        """It is that late."""
+        """Set the time."""
         self.now_ns = now_ns
 
     def plan_arrived(self, generation: int, arrived_ns: int) -> None:
@@ -107,7 +107,7 @@ class Times:
         self._began_ns = self.now_ns
 
     def freed(self, generation: int) -> None:
-        """What was done for the generation before this one has been left."""
+        """The work for the generation before this one has been left."""
         arrived_in, arrived_ns = self._arrived
         if arrived_in == generation:
             self._phases_ms["unblock"] = (self.now_ns - arrived_ns) / 1e6
@@ -138,7 +138,7 @@ class Gathers:
         self.known[key] = records
 
     def copied(self, gathers: do.GatheredRecords) -> None:
-        """Of the state that was copied from somebody."""
+        """The state was copied, with these records."""
         self.known = dict(gathers)
 
     def up_to(self, position: Key, records: Mapping[int, Record]) -> do.GatheredRecords:

@@ -79,7 +79,7 @@ def automatic_interval(cost_s: float | None, failures: int, elapsed_s: float, mt
 
 @dataclass
 class SaveSchedule:
-    """What is due after which step, for the job's leader. Call `due` once per step, in order.
+    """Checkpoints that are due after each step, for the job's leader. Call `due` once per step, in order.
 
     `wanted` are requests to be answered at the next step. memory_every: the memory tier's steps where it has no rule of
     its own; 0: it is off then. cost_s: training time that the newest one on disk took; None before. failures: seen.
@@ -99,7 +99,7 @@ class SaveSchedule:
         return tuple(tier for tier in TIERS if tier != "object" or self.config.object.url)
 
     def ask_again(self, wanted: Sequence[Why]) -> None:
-        """What they asked for could not be had after this step."""
+        """The requested checkpoint could not be had after this step."""
         self.wanted = list(wanted)
 
     def failed(self) -> None:
@@ -111,7 +111,7 @@ class SaveSchedule:
         self.cost_s = cost_s
 
     def request(self, why: Why) -> None:
-        """Whoever asked for one gets it after the next step."""
+        """Note a request for a checkpoint after the next step."""
         if why not in self.wanted:
             self.wanted.append(why)
 
@@ -120,7 +120,7 @@ class SaveSchedule:
         self._suspected = True
 
     def compared(self) -> None:
-        """They do."""
+        """States were compared, and are alike."""
         self._suspected = False
 
     def with_comparison(self, due: Due) -> Due:
@@ -128,7 +128,7 @@ class SaveSchedule:
         return replace(due, tiers=(*due.tiers, COMPARE)) if self._suspected else due
 
     def interval(self, now_s: float) -> SaveInterval:
-        """Of the disk where it has no rule of its own, as it is now, with its reason."""
+        """Interval between checkpoints on disk where the config has no rule, as it is now, with its reason."""
         if self.config.interval != "auto":
             return SaveInterval(self.config.interval, f"every {self.config.interval:g} s, as configured")
         minutes = self.config.mtbf_minutes
@@ -141,7 +141,7 @@ class SaveSchedule:
         return self.cost_s is None or last_s is None or now_s - last_s >= self.cost_s / MOST_COST
 
     def due(self, step: int, now_s: float, *, epoch_end: bool = False) -> Due:
-        """What is due after this step. now_s: monotonic."""
+        """Checkpoints that are due after this step. now_s: monotonic."""
         if self._began_s is None:
             self._began_s = now_s
         interval = self.interval(now_s)
@@ -174,7 +174,7 @@ class SaveSchedule:
         return self._taken(now_s, tuple(t for t in TIERS if t in reasons), _said(reasons))
 
     def last(self, why: Why) -> Due:
-        """What is due where the job ends after a step."""
+        """Checkpoints that are due where the job ends after a step."""
         return Due((END, *self._stored()), why.reason, why.cause)
 
     def _stored(self) -> tuple[Tier, ...]:

@@ -50,7 +50,7 @@ class ProbeVerdict:
 
 
 class Probing:
-    """What one worker knows of probes. begins_after: the step whose state the job began with."""
+    """One worker's knowledge of probes. begins_after: the step whose state the job began with."""
 
     def __init__(self, rule: ProbeRule, begins_after: int = 0) -> None:
         self.seen = False  # that this worker computes as others do
@@ -81,8 +81,7 @@ class Probing:
         return any(m.worker_id in self._unproven and not plan.has(m.key) for m in before.members)
 
     def proven(self, number: int) -> int:
-        """Of the steps up to this one, whose states were alike: the last of which that is known of what members make of
-        them."""
+        """The last step up to this one (up to which states were alike) by which members are known to compute alike."""
         return min(self._sound, number) if (self._rule.every or self._rule.share) and not self._single else number
 
     def forget(self) -> None:
@@ -97,7 +96,7 @@ class Probing:
         return once_more(plan, self.doubt.lane) if doubted else probes(plan, step, self._rule, self._unproven)
 
     def judge(self, outcome: StepOutcome, me: int) -> ProbeVerdict | None:
-        """What the records of a step show; None if nobody differs."""
+        """Verdict from the records of a step; None if nobody differs."""
         said = dict(outcome.probes)
         doubt = self.doubt
         if doubt.step == outcome.step:  # what those said who have gone still counts
@@ -173,12 +172,12 @@ def _workers(ids: Collection[int]) -> str:
 
 
 def _does(verb: str, how_many: int) -> str:
-    """Of so many workers; 0: of one whom nobody knows."""
+    """The verb for this number of workers; 0: one unknown worker."""
     return verb if how_many > 1 else f"{verb}s"
 
 
 class LanesGiven:
-    """What lanes that several members compute have given at this one, of one step."""
+    """Results at this worker of lanes that several members compute, of one step."""
 
     def __init__(self) -> None:
         self._step = 0
@@ -195,19 +194,19 @@ class LanesGiven:
         return self._step == step and lane in self._said
 
     def of(self, step: int, parts: Collection[int]) -> dict[int, dict[int, LaneSaid]]:
-        """What is to be told of these parts of the model, by lane and part."""
+        """Results to be told of these parts of the model, by lane and part."""
         known = self._said if self._step == step else {}
         found = {lane: {part: one for part, one in said.items() if part in parts} for lane, said in known.items()}
         return {lane: said for lane, said in found.items() if said}
 
     def drop(self, step: int) -> None:
-        """What lanes of this step and older ones have given is of no use."""
+        """Drop the results of lanes of this step and older ones."""
         if self._step <= step:
             self._step = 0
 
 
 def _otherwise(first: LaneSaid, now: LaneSaid) -> str:
-    """What has come out otherwise than at first, from the same; "" if nothing."""
+    """Name of the result that differs from the first one, from the same input; "" if none does."""
     if (first.data, first.took) != (now.data, now.took):
         return ""
     if first.made != now.made:

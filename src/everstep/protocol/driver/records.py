@@ -1,4 +1,4 @@
-"""What travels in the records of decisions, and what everybody concludes from them.
+"""Contents of the records of decisions, and the conclusions from them.
 
 Apart because both halves must agree to the bit: a conclusion is a function of the records alone, folded in lane order.
 What follows from states that are not alike is in `comparing`.
@@ -46,7 +46,7 @@ class LaneReport(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StageSection(msgspec.Struct, frozen=True, array_like=True):
-    """What an agree record says of one of the worker's stages.
+    """Part of an agree record about one of the worker's stages.
 
     lanes: as computed, at the last stage alone (where the loss is). owned: where runs of blocks of the gradient
     begin and end, each of which one worker of the stage tells of. norms: of each of them the float64 sum of
@@ -112,7 +112,7 @@ class GatherPayload(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """What a step's records say: the same at every worker.
+    """Outcome of a step by its records: the same at every worker.
 
     workers: who computed each lane (at the last stage). loss: mean over the global weight. weight: of the global batch.
     sumsq: sum of squares of the whole model's unnormalised gradient, NaN without norms.
@@ -279,7 +279,7 @@ def committed_unix_ns(records: Mapping[int, Record], is_agree: bool) -> int:
 
 
 def last_states(records: Mapping[int, Record]) -> dict[int, list[StageSection]]:
-    """What the records of a gather say of the last state, by worker id."""
+    """Statements about the last state in the records of a gather, by worker id."""
     return {w: states for w in sorted(records) if (states := _decoded(_gather, records[w].payload).states)}
 
 
@@ -289,7 +289,7 @@ def gathered(records: Mapping[int, Record]) -> dict[int, bytes]:
 
 
 def ends(records: Mapping[int, Record]) -> set[bool]:
-    """Of a gather: whether the members' loops are over; both, if they do not agree."""
+    """Whether the members' loops are over, by the records of a gather; both values if they do not agree."""
     return {_decoded(_gather, record.payload).ends for record in records.values()}
 
 
@@ -331,12 +331,12 @@ def _decoded(decoder: msgspec.msgpack.Decoder[_T], data: bytes) -> _T:
 
 
 def decode_record(data: bytes) -> Record:
-    """What was encoded of one."""
+    """Inverse of `encode` for one record."""
     return _decoded(_record, data)
 
 
 def decode_records(data: bytes) -> dict[int, Record]:
-    """What was encoded of a decision's."""
+    """Inverse of `encode` for the records of a decision."""
     return _decoded(_records, data)
 
 
@@ -349,7 +349,7 @@ def encode_holding(holding: Holding) -> bytes:
 
 
 def decode_holding(data: bytes) -> Holding:
-    """What `encode_holding` made. Raises: ProtocolError if that is none."""
+    """Inverse of `encode_holding`. Raises: ProtocolError if it is none."""
     held = _decoded(_held, data)
     try:
         blocks = {name: {k: Extents.decoded(c) for k, c in getattr(held, name).items()} for name in _BLOCKS}

@@ -33,7 +33,7 @@ GIVE_UP_S = 300.0
 
 @dataclass(frozen=True)
 class SavingRules:
-    """What a saver goes by. on: there is somewhere to put checkpoints. memory_every: steps between snapshots in memory
+    """Settings of a saver. on: there is somewhere to put checkpoints. memory_every: steps between snapshots in memory
     where the rule says nothing of them; 0: none then. eval_every: steps between evaluations; 0: none. epoch_ends:
     whether a step is the last one of an epoch, but not of the job."""
 
@@ -202,7 +202,7 @@ class Saver:
             self._incomplete = None
 
     def ended(self, event: SaveEnded) -> None:
-        """It is on disk, or will never be."""
+        """A checkpoint is on disk, or will never be."""
         self.parts_there(PartsThere(event.step))
         if event.ok and event.step <= self._machine.position.step:  # else all have gone back behind it meanwhile
             self.newest = max(self.newest, event.step)
@@ -291,7 +291,7 @@ class Keeper:
         return self._begun if self._copied == self._begun else 0
 
     def records_of(self, number: int) -> Mapping[int, Record]:
-        """Of the decision of a step that something is kept of; none if they are not known."""
+        """Records of the decision of a step that has a snapshot; empty if they are not known."""
         return self._records.get(number, {})
 
     # ---- around an update
@@ -329,7 +329,7 @@ class Keeper:
     # ---- what there is
 
     def others_kept(self, event: do.OthersKept) -> None:
-        """What is to be kept here of other pools is there; or it failed, and the next one may succeed."""
+        """The snapshots of other pools are here; or copying failed, and the next one may succeed."""
         if event.step == self._begun:
             self._begun = self._copied = event.step if event.done else 0
             self._skipping &= not event.done
@@ -366,8 +366,8 @@ class Keeper:
 
 
 def keeps_for(plan: Plan, stage: int) -> int | None:
-    """Who (by worker id) keeps a stage for its pool: who of the pools that follow would die with the fewest of it, the
-    widest domains first; of equals the first one; None if nobody is outside."""
+    """Worker id of the keeper of a stage for its pool: the one of the pools that follow that would die with the fewest
+    of it, the widest domains first; of equals the first one; None if nobody is outside."""
     inside = {seat.worker_id for seat in plan.pool(stage)}
     following = [seat.worker_id for k in range(1, plan.stages) for seat in plan.pool((stage + k) % plan.stages)]
     domains = {member.worker_id: member.all_domains for member in plan.members}
