@@ -57,7 +57,7 @@ class EtcdMembers:
         self, hosts: Sequence[str] = ("127.0.0.1",) * 3, spawn: Start = _spawn, ca_seed: bytes | None = None
     ) -> None:
         """ca_seed: of the CA of their certificates, and of those that they want of clients; None: no TLS."""
-        self._folder = Path(tempfile.mkdtemp(prefix="everstep-etcd-", dir="/dev/shm"))
+        self._folder = Path(tempfile.mkdtemp(prefix="etcd-members-", dir="/dev/shm"))
         self._spawn = spawn
         ports = free_ports(2 * len(hosts))
         self.addresses = [f"{host}:{ports[2 * i]}" for i, host in enumerate(hosts)]

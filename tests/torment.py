@@ -432,7 +432,7 @@ class Torment:
         for path in [*self.run_dir.rglob("*"), *self._scratch.rglob("*")]:
             if path.is_relative_to(self._scratch) or stat.S_ISSOCK(path.lstat().st_mode):
                 found.append(str(path.relative_to(self.run_dir.parent)))
-        new = {f"/dev/shm/{name}" for name in set(os.listdir("/dev/shm")) - self._shm}
+        new = {f"/dev/shm/{name}" for name in set(os.listdir("/dev/shm")) - self._shm if not name.startswith("etcd")}
         return found + sorted(new - in_use() if new else new)
 
     # ---- the end

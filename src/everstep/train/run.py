@@ -230,7 +230,7 @@ class Run:
                 if not session.view.stages.split:
                     frames = loop_frames(sys._getframe())
                     session.loop.begin(not frames or prepares(frames[0]))
-                self._join()
+                ends = self._join()
                 if session.view.link.finished(session.view.step):
                     return
                 while True:
@@ -243,7 +243,8 @@ class Run:
                             session.loop.enter_again(session.view.step)
                             yield Step(session, session.view.step, done=True)
                             session.loop.reach()
-                    elif not self._stopped and session.view.step < self.total_steps:
+                    elif ends or (not self._stopped and session.view.step < self.total_steps):
+                        ends = False
                         step = Step(session, self._begin_step())
                         session.loop.enter(step.number)
                         yield step
@@ -256,13 +257,21 @@ class Run:
         finally:
             session.close()
 
-    def _join(self) -> None:
-        """Say hello and become a settled member: from the start, or healed while the others train."""
+    def _join(self) -> bool:
+        """Say hello and become a settled member: from the start, or healed while the others train.
+
+        Returns whether this worker has come to carry out the step with which the job ends. Then the next step raises
+        that, in the loop's body: there, what a worker holds is still handed on and saved.
+        """
         session, view = self._session, self._session.view
         session.membership.connect()
-        session.executor.ask(JoinAsked())
+        try:
+            session.executor.ask(JoinAsked())
+        except NonFinite:
+            return True
         if isinstance(view.order, ElasticOrder) and view.is_main and not view.step:
             view.publisher.emit("warning", step=0, cause=Cause.CONFIG, reason=_NOT_EXACT)
+        return False
 
     def _begin_step(self) -> int:
         """Returns the next step's number."""
