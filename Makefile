@@ -11,7 +11,7 @@ EVERSTEP := $(BIN)/python -P -m everstep
 # A job is many processes: what they import is compiled once.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo check test fast split sim integration chaos e2e hosts engines extended late torment fuzz mutants mutants-new bench clean
+.PHONY: help setup demo check test fast split sim processes integration chaos e2e hosts engines extended late torment fuzz mutants mutants-new bench clean
 
 help:
 	@echo "make demo    kill workers while they train, and compare the bits with an undisturbed run"
@@ -61,8 +61,7 @@ split: $(STAMP)
 KILLS = 200
 UPLOAD_KILLS = tests/integration/test_object_kills.py
 test: KILLS = 20
-test: UPLOAD_KILLS =
-test: check split sim integration chaos e2e hosts engines
+test: check split sim processes hosts engines
 
 # Ceph RGW for the tests of object stores, where it can be had; else they use moto.
 $(VENV)/.object-server: tests/install_object_server.sh $(STAMP)
@@ -98,7 +97,11 @@ $(VENV)/.grafana: tests/install_grafana_schema.sh $(STAMP)
 integration: $(VENV)/.prometheus $(VENV)/.grafana
 e2e: $(VENV)/.prometheus
 
-# Real processes wait for each other and for clocks most of the time: two files at a time.
+# Real processes wait for each other and for clocks most of the time: more files at a time than there are processors.
+PROCESSES ?= 4
+processes: $(STAMP) $(VENV)/.object-server $(VENV)/.etcd $(VENV)/.browser $(VENV)/.prometheus $(VENV)/.grafana
+	EVERSTEP_TEST_KILLS=$(KILLS) $(PYTEST) -n $(PROCESSES) --dist loadfile tests/integration tests/chaos tests/e2e
+
 integration e2e: $(STAMP)
 	$(PYTEST) -n $(JOBS) --dist loadfile tests/$@
 
