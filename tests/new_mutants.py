@@ -37,7 +37,7 @@ from mutants import AT_ONCE, ROOT, SIMULATED, WARM, Trees
 FOLDER = ROOT / "build" / "mutants-new"
 EQUIVALENT = Path(__file__).with_name("equivalent-mutants.json")
 FAST = ("tests/unit", "tests/property", "tests/traces")
-SEEDS, KINDS = 300, ("", "split", "leased")
+SEEDS, KINDS = 300, ("", "split", "leased", "operated")
 MOST_TESTS, SEEDS_LIMIT_S = 1500, 300.0
 
 
@@ -115,7 +115,7 @@ def _record_seeds(path: str, kind: str) -> None:
     record.start()
     for seed in range(SEEDS):
         record.switch_context(f"{seed} {kind}")
-        simulate(seed, split=kind == "split", leased=kind == "leased")
+        simulate(seed, **({kind: True} if kind else {}))
     record.stop()
     record.save()
 
@@ -189,7 +189,7 @@ def _simulate(told: Connection, tree: str, seeds: Sequence[tuple[int, str]]) -> 
     from everstep.sim.scenario import simulate
 
     for seed, kind in seeds:
-        outcome = simulate(seed, split=kind == "split", leased=kind == "leased")
+        outcome = simulate(seed, **({kind: True} if kind else {}))
         if not outcome.ok:
             told.send(f"seed {seed} {kind}: {outcome.problem[:150]}")
             return

@@ -20,7 +20,8 @@ from everstep.protocol.stepping.entering import Entering
 from everstep.protocol.stepping.known import Known
 from everstep.sim.faults import SimFault
 from everstep.sim.model import SimJob, initial, merged, present, without
-from everstep.sim.scenario import Setup, set_up, simulate
+from everstep.sim.scenario import simulate
+from everstep.sim.setups import Setup, set_up
 
 WHOLE_MODEL = SimJob(10, 6, 3)
 SPLIT = SimJob(8, 4, 3, stages=2, keep_every=2)

@@ -18,7 +18,8 @@ from everstep.protocol.stepping.switching import Switching
 from everstep.sim.computing import Reduction
 from everstep.sim.faults import SimFault
 from everstep.sim.model import SimJob, by_unit, cut_anew, flipped, leaf, undisturbed, update, wrong
-from everstep.sim.scenario import DRIFT, Setup, Verdict, set_up, set_up_split, simulate
+from everstep.sim.scenario import DRIFT, Verdict, simulate
+from everstep.sim.setups import Setup, set_up, set_up_split
 
 FLIP = SimFault("flip", 40)
 AT_ONCE = SimFault("flip", 5, "computing")

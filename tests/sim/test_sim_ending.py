@@ -13,7 +13,8 @@ from everstep.sim.control import Control
 from everstep.sim.faults import SimFault
 from everstep.sim.leases import LeasedControl
 from everstep.sim.model import SimJob
-from everstep.sim.scenario import LeasedSetup, Setup, Simulation, simulate
+from everstep.sim.scenario import Simulation, simulate
+from everstep.sim.setups import LeasedSetup, Setup
 from everstep.sim.world import MS, SECOND
 
 SEEDS = range(12)

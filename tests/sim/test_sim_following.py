@@ -8,7 +8,8 @@ from random import Random
 
 from everstep.sim.faults import SimFault
 from everstep.sim.model import SimJob
-from everstep.sim.scenario import Setup, simulate
+from everstep.sim.scenario import simulate
+from everstep.sim.setups import Setup
 
 SEEDS = range(60)
 MEANWHILE = ("kill", "kill", "freeze", "coordinator", "coordinator_mid_effects", "drop_control", "cut_control", "host")

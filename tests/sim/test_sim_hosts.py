@@ -13,7 +13,8 @@ from everstep.protocol.coordinator.likeness import Likeness
 from everstep.protocol.driver.probing import Probing
 from everstep.sim.faults import SimFault
 from everstep.sim.model import SimJob
-from everstep.sim.scenario import Setup, UnlikeSetup, set_up, set_up_leased, set_up_split, simulate
+from everstep.sim.scenario import simulate
+from everstep.sim.setups import Setup, UnlikeSetup, set_up, set_up_leased, set_up_split
 
 JOB = SimJob(14, 6, 3)
 SPLIT = SimJob(12, 4, 3, stages=2, keep_every=2)

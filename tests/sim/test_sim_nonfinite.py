@@ -14,7 +14,8 @@ from everstep.protocol.driver.records import AgreePayload
 from everstep.protocol.step_machine import StepMachine
 from everstep.sim.faults import SimFault
 from everstep.sim.model import GRADIENT, SimJob, undisturbed
-from everstep.sim.scenario import NONFINITE, Setup, Verdict, set_up, set_up_split, simulate
+from everstep.sim.scenario import NONFINITE, Verdict, simulate
+from everstep.sim.setups import Setup, set_up, set_up_split
 
 SEEDS = range(8)
 ROW = frozenset({(4, 1), (5, GRADIENT), (6, 0), (6, 3)})

@@ -12,7 +12,9 @@ from everstep.protocol.step_machine import StepMachine
 from everstep.protocol.step_types import PlanArrived, PreparedArrived
 from everstep.sim.faults import SimFault
 from everstep.sim.model import SimJob
-from everstep.sim.scenario import LeasedSetup, Setup, simulate
+from everstep.sim.operating import Rules
+from everstep.sim.scenario import simulate
+from everstep.sim.setups import LeasedSetup, Setup
 
 SCENARIOS = {
     # A donor that switched before it had decided the step itself never fed that step to its joiner, which the others
@@ -372,7 +374,7 @@ REPLAYED = {
                 SimFault("kill", 396, "gathering", 1, 747, 3, 1032, True),
             ),
             active=1,
-            lasting_ms=0,
+            rules=Rules(lasting_ms=0),
             rewindable=True,
             verify_every=1,
         ),
@@ -413,7 +415,7 @@ REPLAYED = {
                 SimFault("kill", 62, "", 2, 0, 91, 1390),
                 SimFault("freeze", 319, "computing", 2, 0, 60, 3052, True),
             ),
-            lasting_ms=50,
+            rules=Rules(lasting_ms=50),
             save_ms=300,
             differs=5,
         ),

@@ -18,7 +18,8 @@ from everstep.protocol.step_machine import StepMachine
 from everstep.sim.faults import KNOWN as FAULTS
 from everstep.sim.faults import PHASES, SimFault
 from everstep.sim.model import SimJob
-from everstep.sim.scenario import Setup, set_up, set_up_split, simulate
+from everstep.sim.scenario import simulate
+from everstep.sim.setups import Setup, set_up, set_up_split
 
 CHUNK = 30
 

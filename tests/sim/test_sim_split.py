@@ -17,7 +17,9 @@ from everstep.protocol.stepping.entering import Entering
 from everstep.protocol.stepping.known import Known
 from everstep.sim.faults import SimFault
 from everstep.sim.model import SimJob
-from everstep.sim.scenario import Setup, set_up_split, simulate
+from everstep.sim.operating import Rules
+from everstep.sim.scenario import simulate
+from everstep.sim.setups import Setup, set_up_split
 
 CHUNK = 30
 
@@ -26,7 +28,7 @@ POOL_DIES = Setup(
 )
 POOL_DIES_UPDATING = replace(POOL_DIES, faults=(SimFault("pool", 150, "updating", 9, 0, 1, for_ms=1),))
 WEAK_POOL = Setup(
-    6, 0, 2, 1, "shrink", SimJob(14, 6, 3, stages=2, keep_every=2), lasting_ms=10,
+    6, 0, 2, 1, "shrink", SimJob(14, 6, 3, stages=2, keep_every=2), rules=Rules(lasting_ms=10),
     faults=(SimFault("kill", 60, pick=5), SimFault("kill", 120, pick=2), SimFault("kill", 200, "fetching", 1, 500)),
 )  # fmt: skip
 # Who had copied a stage of a new seat still held the one without a seat, but did not state it any more when the last

@@ -9,7 +9,8 @@ from everstep.protocol.driver.driver import Driver
 from everstep.protocol.step_types import Discard, Release
 from everstep.sim.faults import SimFault
 from everstep.sim.model import SimJob
-from everstep.sim.scenario import Setup, simulate
+from everstep.sim.scenario import simulate
+from everstep.sim.setups import Setup
 
 SEEDS, SPLIT_SEEDS = 46, 8
 DAMAGE = tuple(SimFault("damage", 180, "settling", n, 1500) for n in range(1, 9))

@@ -20,6 +20,9 @@ from everstep.sim.scenario import SeedKind, run_many, run_one
 @click.option(
     "--leased", is_flag=True, help="Simulate two coordinators, one lease, and a store that answers late or never."
 )
+@click.option(
+    "--operated", is_flag=True, help="Simulate jobs of any kind that people drain, ask and configure as they like."
+)
 @click.option("--keep-going", is_flag=True, help="Do not stop at the first failure.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object at the end; goes on after a failure.")
 def command(
@@ -30,6 +33,7 @@ def command(
     forever: bool,
     split: bool,
     leased: bool,
+    operated: bool,
     keep_going: bool,
     as_json: bool,
 ) -> int:
@@ -39,9 +43,9 @@ def command(
     for name, value in (("--start", start), ("--seed", seed or 0)):
         if value < 0:
             raise ConfigError(f"{name}: expected a whole number, at least 0, got {value}: choose another")
-    if split and leased:
-        raise ConfigError("--leased has models in several stages among its seeds: leave out --split")
-    kind: SeedKind = "leased" if leased else "split" if split else ""
+    if split + leased + operated > 1:
+        raise ConfigError("--leased and --operated have models in several stages among their seeds: give one of them")
+    kind: SeedKind = "operated" if operated else "leased" if leased else "split" if split else ""
     first, stop = _range(seeds, start)
     if seed is not None:
         if as_json:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import chain
+from math import inf
 
 import msgspec
 from msgspec.structs import astuple
@@ -64,6 +65,11 @@ _PROBED = -100
 """Numbers from here down stand for results of lanes that several workers have computed."""
 
 
+class ToldTwice(Exception):
+    """Another plan has the number of one that the journal has lost, and of which nobody had told the coordinator. What
+    is checked by number means nothing from here on."""
+
+
 class SimRecords:
     """Plans, and the records and holdings that members have contributed."""
 
@@ -72,12 +78,19 @@ class SimRecords:
         self.holdings: dict[int, dict[int, Holding]] = {}  # by generation and worker
         self.exchanged: dict[Key, dict[int, dict[int, Record]]] = {}  # by generation and worker
         self._votes: dict[bytes, Vote] = {}
+        self._forgotten: float = inf
+
+    def forget(self, generation: int) -> None:
+        """The journal lacks the plans from this generation on: others may get their numbers."""
+        self._forgotten = min(self._forgotten, generation)
 
     def plan(self, plan: Plan) -> None:
         """A plan was sent, or taken in."""
         known = self.plans.setdefault(plan.generation, plan)
         if known is plan:
             self._new_plan(plan)
+        elif known != plan and plan.generation >= self._forgotten:
+            raise ToldTwice
         elif known != plan:
             raise PromiseBroken(f"P3: two plans of generation {plan.generation}: {known} and {plan}")
 

@@ -31,7 +31,7 @@ from everstep.protocol.coordinator.types import (
 from everstep.protocol.driver.driver import Driver
 from everstep.protocol.roles import COMMANDS
 from everstep.protocol.telling import parts_of
-from everstep.sim.checks import require
+from everstep.sim.checks import Checks, require
 from everstep.sim.life import Life, SimSite
 from everstep.sim.mesh import SimControlClient
 from everstep.sim.sim_worker import SimWorker
@@ -197,7 +197,7 @@ class AgentProcess(Process):
         super().__init__(world, f"agent-{host}", host)
         self.control = control
         self.process = process
-        self.dismissed = False
+        self.dismissed = self.leaving = False
         self.slots = sorted(worker_ids)
         self.lost: dict[int, wire.SlotLost] = {}  # slots that the agent has given up
         self.waiting: set[int] | None = None  # slots to start when there is a fork server again
@@ -221,8 +221,10 @@ class AgentProcess(Process):
                 agent_id=self.name,
                 host=self.host,
                 workers=lives,
-                slots=len(self.slots),
+                slots=0 if self.control.shares[0] else len(self.slots),
                 lost=lost,
+                leaving=self.leaving,
+                room=self.control.shares[1],
                 process=self.process,
                 domains={"rack": rack},
             )
@@ -248,6 +250,12 @@ class AgentProcess(Process):
         self.lost[slot] = wire.SlotLost(agent_id=self.name, worker_id=slot, cause=Cause.CRASH_LOOP, reason=why)
         worker.die("it died once too often")
         self.client.send(self.lost[slot])
+
+    def leave(self) -> None:
+        """Its host is to leave in order."""
+        if self.alive and not self.ended:
+            self.leaving = True
+            self.client.send(wire.HostLeaving(agent_id=self.name))
 
     def lose_fork_server(self) -> None:
         """The fork server dies. Its workers outlive it, except those that have not begun. No others start until it is
@@ -326,10 +334,10 @@ class AgentProcess(Process):
 class Client(Process):
     """The user at the command line."""
 
-    def __init__(self, world: World, control: Control, name: str, args: dict[str, Any]) -> None:
+    def __init__(self, world: World, control: Control, name: str, args: dict[str, Any], role: str) -> None:
         super().__init__(world, f"client-{name}-{control.connections}", CONTROL_HOST)
         self.command = wire.Command(request=1, name=name, args=args)
-        self.link = SimControlClient(self, control.dial, COMMANDS[name], lambda: [self.command], self._deliver)
+        self.link = SimControlClient(self, control.dial, role, lambda: [self.command], self._deliver)
         self.link.begin()
 
     def _deliver(self, message: wire.AnyMessage) -> None:
@@ -384,12 +392,14 @@ class Control:
         size: tuple[int, int],
         make: MakeCoordinator,
         make_driver: MakeDriver,
+        shares: tuple[bool, int] = (False, 0),
     ) -> None:
-        """size: number of workers, and number of spares."""
+        """size: number of workers, and number of spares. shares: whether the coordinator shares slots out from the
+        start, and to how many of them a host has room, 0 for any number."""
         self.site = site
-        self.checks = site.checks
         self.hosts = list(hosts)
         self.size, self.spares = size
+        self.shares = shares
         self.fallen = False  # there is no job until it is resumed
         self.clients: list[Client] = []
         self.make = make
@@ -409,6 +419,11 @@ class Control:
     def world(self) -> World:
         """The world of all of it."""
         return self.site.world
+
+    @property
+    def checks(self) -> Checks:
+        """What is checked of all of it."""
+        return self.site.checks
 
     def dial(
         self, owner: Process, role: str, receive: Callable[[Any], None], lost: Callable[[], None]
@@ -451,15 +466,15 @@ class Control:
         known = self.agents.get(host)
         if (known is None or not known.alive) and not self.fallen:
             first = [i for i in range(self.size + self.spares) if i % len(self.hosts) == self.hosts.index(host)]
-            slots = first if known is None else known.slots
+            slots = ([] if self.shares[0] else first) if known is None else known.slots
             again = known is not None and known.dismissed  # a new process, which was not drained
             process = "" if known is None else f"{known.process}+" if again else known.process
             self.agents[host] = AgentProcess(self.world, self, host, slots, HEARTBEAT_NS, process)
 
-    def command(self, name: str, args: dict[str, Any]) -> None:
-        """Run a user's command."""
+    def command(self, name: str, args: dict[str, Any], role: str = "") -> None:
+        """Run a user's command. role: of the token that the user has; "": the one that the command needs."""
         self.world.log("user", name, args)
-        self.clients.append(Client(self.world, self, name, args))
+        self.clients.append(Client(self.world, self, name, args, role or COMMANDS[name]))
 
     def fall(self) -> None:
         """The job's process dies, and with it everything that it has started."""
@@ -518,3 +533,11 @@ class Control:
     def live_workers(self) -> list[SimWorker]:
         """Live workers, by key."""
         return [w for _, w in sorted(self.workers.items()) if w.alive]
+
+
+def forget(control: Control, entries: int) -> None:
+    """Let the journal lack its newest entries, though not the first; none: whatever it lacks by now."""
+    journal = control.journal
+    journal[:] = journal[: max(1, len(journal) - entries)]
+    told = [entry["plan"]["generation"] for entry in journal if entry["kind"] == "plan"]
+    control.checks.records.forget(1 + max((n for n in told if isinstance(n, int)), default=0))

@@ -15,7 +15,7 @@ from everstep.base.extents import Extents
 from everstep.base.plan import WorkerKey
 from everstep.protocol import messages as wire
 from everstep.protocol.driver import operations as do
-from everstep.sim.control import CONTROL_HOST, Control
+from everstep.sim.control import CONTROL_HOST, Control, forget
 from everstep.sim.model import PLANES
 from everstep.sim.sim_worker import SimWorker
 from everstep.sim.world import MS, SECOND
@@ -518,6 +518,7 @@ def _senseless(injector: SimInjector, fault: SimFault, worker: SimWorker | None)
     plans = [n for n, entry in enumerate(control.journal) if entry["kind"] == "plan"]
     if plans:
         control.journal[plans[-1 - fault.pick % len(plans)]] = {"kind": "plan", "plan": {"generation": "none"}}
+        forget(control, 0)
     injector.for_a_while(fault, control.start_coordinator)
 
 

@@ -13,7 +13,6 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from random import Random
 from typing import Any, Literal
 
 from everstep.base.config_keys import CheckpointConfig, DiskTierConfig, MemoryTierConfig
@@ -29,7 +28,7 @@ from everstep.protocol.driver.saver import SavingRules
 from everstep.protocol.identity import read_kernels
 from everstep.protocol.step_machine import StepMachine
 from everstep.protocol.step_types import Key
-from everstep.sim.checks import Checks, Views, freed
+from everstep.sim.checks import Checks, ToldTwice, Views, freed
 from everstep.sim.control import (
     HEARTBEAT_NS,
     AgentProcess,
@@ -37,28 +36,22 @@ from everstep.sim.control import (
     Control,
     SimCoordinator,
 )
-from everstep.sim.damaging import DAMAGE_FAULTS, draw_damage
-from everstep.sim.faults import (
-    DIFFERS,
-    SimFault,
-    SimInjector,
-    draw,
-    draw_losses,
-    draw_more,
-    draw_one,
-    draw_split,
-)
+from everstep.sim.damaging import DAMAGE_FAULTS
+from everstep.sim.faults import DIFFERS, SimInjector
 from everstep.sim.faults import KNOWN as FAULTS
-from everstep.sim.leases import LEASE_FAULTS, LeasedControl, draw_leases
+from everstep.sim.leases import LEASE_FAULTS, LeasedControl
 from everstep.sim.life import Disk, Life, SimSite
-from everstep.sim.model import GRADIENT, SimJob, wrong
+from everstep.sim.model import wrong
+from everstep.sim.operating import OPERATING_FAULTS
+from everstep.sim.setups import LeasedSetup, Setup, UnlikeSetup, set_up, set_up_leased, set_up_operated, set_up_split
 from everstep.sim.sim_worker import KNOWN as WAYS
 from everstep.sim.sim_worker import METRIC
-from everstep.sim.starving import STARVING_FAULTS, SimLauncher, draw_starved
+from everstep.sim.starving import STARVING_FAULTS, SimLauncher
 from everstep.sim.world import MS, SECOND, SimConnection, World
 
-SeedKind = Literal["", "split", "leased"]
-"""Kinds of seeds: whole models; models in several stages; jobs with two coordinators, of either."""
+SeedKind = Literal["", "split", "leased", "operated"]
+"""Kinds of seeds: whole models; models in several stages; jobs with two coordinators, of either; jobs of any of these,
+in which people and the owners of hosts have a hand."""
 NewDriver = Callable[[DriverConfig, StepMachine], Driver]
 NewCoordinator = Callable[[CoordinatorConfig, Sequence[dict[str, Any]]], Coordinator]
 
@@ -69,199 +62,11 @@ LOOK_NS = 200 * MS
 DRIFT = ("ends", "drift")
 NONFINITE = ("ends", "not finite")
 UNLIKE = ("ends", "members that compute otherwise")
+TOLD_TWICE = ("ends", "a number told twice")
+TOO_FEW = ("ends", "slots given up")
 MOST_LOOKS = 5
 _NEVER_S = 1e9
-
-
-@dataclass(frozen=True)
-class Setup:
-    """Setup of a simulation. `hosts` worker hosts share the slots; `spares` are started beyond `workers`."""
-
-    workers: int
-    spares: int
-    hosts: int
-    min_workers: int
-    on_failure: str
-    job: SimJob
-    faults: tuple[SimFault, ...]
-    active: int = 0  # of each pool; the others stand by; 0: all of them
-    disk_hosts: int | None = None  # number of hosts that see the checkpoints; None: all
-    lasting_ms: int = 30_000  # how long slow workers and weak pools are tolerated
-    save_ms: int = 0  # limit of the last checkpoint of a worker that has raised; 0: none is taken
-    rewindable: bool = True  # applications can go on from an earlier step, in place
-    verify_every: int = 0  # steps between comparisons of the copies; 0: none
-    donors: int = 1  # number of sources asked for a state at once
-    # A worker whose first life builds another initial state than all others; or whose script changes its state in each
-    # step; or the first of the lives of a slot that compute lanes otherwise.
-    differs: int | Literal["leader", "healed"] | WorkerKey | None = None
-
-    def with_odd(self, seed: int) -> Setup:
-        """The setup, now and then with a slot whose lives compute otherwise, from the first or the second one on."""
-        rng = Random(f"odd {seed}")
-        if self.workers < 2 or rng.random() > 0.12 or self.differs is not None:
-            return self
-        odd = WorkerKey(rng.randrange(self.workers), rng.choice((0, 1, 1)))
-        return replace(self, differs=odd, min_workers=1, on_failure=self.on_failure.replace("wait", "shrink"))
-
-    def with_nonfinite(self, seed: int) -> Setup:
-        """The same; now and then with losses or gradients that are not finite, some steps in a row and perhaps another
-        one, and any rule of what follows."""
-        rng, steps = Random(f"nonfinite {seed}"), self.job.steps
-        if rng.random() > 0.2:
-            return self
-        first, lanes = rng.randint(1, steps), (GRADIENT, *range(self.job.lanes))
-        row = range(first, first + rng.choice((1, 1, 2, 3, 4)))
-        strange = frozenset((step, rng.choice(lanes)) for step in (*row, *row, rng.randint(1, steps)) if step <= steps)
-        mode, limit = rng.choice(("warn", "skip", "skip", "stop")), rng.choice((0, 0, 2, 3))
-        job = replace(self.job, nonfinite=strange, on_nonfinite=mode, nonfinite_limit=limit)
-        return replace(self, job=job)
-
-    def with_losses(self, seed: int, horizon_ms: int) -> Setup:
-        """The setup, now and then with lost blocks, several donors asked at once, or damaged answers."""
-        rng = Random(f"blocks {seed}")
-        faults = (*self.faults, *draw_losses(rng, horizon_ms), *draw_damage(rng, horizon_ms))
-        donors = rng.choice((1, 1, 2, 3))
-        return replace(self, donors=donors, faults=tuple(sorted(faults, key=lambda f: f.at_ms)))
-
-    def with_more(self, seed: int, horizon_ms: int) -> Setup:
-        """The setup, now and then with users' commands, with hosts, disks and whole jobs that fail, and with a worker
-        that builds another initial state."""
-        rng, compared = Random(f"more {seed}"), bool(self.verify_every)
-        more = draw_more(rng, horizon_ms, resumes=not compared)
-        job, dies = self.job, any(fault.kind == "launcher" for fault in more)
-        if dies and not job.write_every:
-            job = replace(job, write_every=rng.choice((1, 2, 3)))
-        differs = self.workers - 1 if rng.random() < 0.15 and self.workers > 1 and not compared else None
-        if job.stages > 1:
-            more, job = _cut_anew(rng, more, job)
-        faults = tuple(sorted((*self.faults, *more), key=lambda f: f.at_ms))
-        return replace(self, job=job, faults=faults, differs=differs)
-
-    def with_leaving(self, seed: int, horizon_ms: int) -> Setup:
-        """The setup, now and then with all loops left before the last step, or one of them."""
-        rng = Random(f"leaving {seed}")
-        drawn = rng.random()
-        if self.verify_every or drawn > 0.16:
-            return self
-        if drawn > 0.06:
-            return replace(self, job=replace(self.job, leaves_after=rng.randint(1, self.job.steps - 1)))
-        one = replace(draw_one(rng, rng.randint(20, horizon_ms)), kind="leave", count=1)
-        phase = rng.choice(("", "settling", "gathering", "computing"))  # at that moment, or during the recovery
-        second = replace(draw_one(rng, one.at_ms + rng.randint(0, 30), phase), kind="kill")
-        faults = (*self.faults, one, *((second,) if rng.random() < 0.4 else ()))
-        return replace(self, faults=tuple(sorted(faults, key=lambda f: f.at_ms)))
-
-    def with_starved(self, seed: int, horizon_ms: int) -> Setup:
-        """The setup, now and then with processes that get no processor."""
-        faults = (*self.faults, *draw_starved(Random(f"starved {seed}"), horizon_ms))
-        return replace(self, faults=tuple(sorted(faults, key=lambda f: f.at_ms)))
-
-    def with_state_of(self, size: int) -> Setup:
-        """The setup with workers whose state has this many bytes."""
-        return replace(self, job=replace(self.job, state_bytes=size))
-
-    def with_corruption(self, rng: Random) -> Setup:
-        """The setup, now and then with comparisons of copies, kept right states, and a flipped bit of one copy."""
-        every = rng.choice((0, 0, 0, 0, 0, 1, 2, 3))
-        if not every or 2 * every > self.job.steps:
-            return self
-        kept = self.job.keep_every or rng.choice((0, 1, 2)), self.job.write_every or rng.choice((0, 0, 2, 3))
-        job = replace(self.job, keep_every=kept[0], write_every=kept[1])
-        faults = list(self.faults)
-        if rng.random() < 0.85:
-            horizon_ms = 40 + 20 * (job.steps - 2 * every)
-            faults.append(replace(draw_one(rng, rng.randint(20, horizon_ms)), kind="flip", count=1))
-        if rng.random() < 0.3:  # during the recovery
-            faults = [f for f in faults if f.kind == "flip" or rng.random() < 0.2]
-        return replace(self, job=job, verify_every=every, faults=tuple(sorted(faults, key=lambda f: f.at_ms)))
-
-    def __str__(self) -> str:
-        split = f"; {self.job}, {self.active} active, disk on {self.disk_hosts}" if self.job.stages > 1 else ""
-        compared = f"; compared every {self.verify_every}" if self.verify_every else ""
-        compared += f"; {self.donors} donors at once" if self.donors > 1 else ""
-        compared += f"; worker {self.differs} begins differently" if isinstance(self.differs, int) else ""
-        compared += f"; {self.differs} computes otherwise" if isinstance(self.differs, WorkerKey) else ""
-        compared += f"; all loops are left after step {self.job.leaves_after}" if self.job.leaves_after else ""
-        if self.job.nonfinite:
-            compared += f"; not finite {sorted(self.job.nonfinite)}"
-            compared += f" ({self.job.on_nonfinite}, limit {self.job.nonfinite_limit})"
-        compared += "; two coordinators and a lease" if isinstance(self, LeasedSetup) else ""
-        lines = [
-            f"{self.workers} workers and {self.spares} spares on {self.hosts} hosts, at least {self.min_workers}, "
-            f"on_failure {self.on_failure}; {self.job.steps} steps of {self.job.lanes} lanes{split}{compared}"
-        ]
-        return "\n".join(lines + [f"  {fault}" for fault in self.faults])
-
-
-class UnlikeSetup(Setup):
-    """A setup in which the last host computes with other kernels than all others."""
-
-
-class LeasedSetup(Setup):
-    """A setup with two coordinators, of which the holder of the lease decides."""
-
-
-def _cut_anew(rng: Random, faults: Iterable[SimFault], job: SimJob) -> tuple[tuple[SimFault, ...], SimJob]:
-    """Give resumed jobs another number of stages, mostly: any, as far as the units of the model go."""
-    units = rng.randint(job.stages, 4)
-    drawn = [replace(f, stages=rng.choice((0, *range(1, units + 1)))) if f.kind == "launcher" else f for f in faults]
-    cut = any(fault.stages for fault in drawn)
-    return tuple(drawn), replace(job, units=units) if cut else job
-
-
-def set_up(seed: int) -> Setup:
-    """The setup of a seed."""
-    rng = World(seed).rng
-    workers = rng.randint(2, 5)
-    steps = rng.randint(4, 12)
-    lanes = rng.randint(max(4, workers), 8)
-    chosen = Setup(
-        workers=workers,
-        spares=rng.choice((0, 0, 0, 1, 2)),
-        hosts=rng.randint(1, 3),
-        min_workers=rng.choice((1, 1, 1, min(2, workers), workers)),
-        on_failure=rng.choice(("replace", "replace", "replace", "shrink", "wait")),
-        job=SimJob(steps, lanes, rng.randint(2, 5)),
-        faults=draw(rng, horizon_ms=60 + steps * 40),
-        rewindable=rng.random() < 0.5,
-        save_ms=rng.choice((0, 300)),
-    )
-    chosen = chosen.with_state_of(rng.choice((-1, 1))).with_corruption(rng).with_losses(seed, 60 + steps * 40)
-    more = chosen.with_more(seed, 60 + steps * 40).with_leaving(seed, 60 + steps * 40)
-    return more.with_starved(seed, 60 + steps * 40).with_odd(seed).with_nonfinite(seed)
-
-
-def set_up_split(seed: int) -> Setup:
-    """The setup of a seed, for a model in several stages; now and then with fewer workers than stages."""
-    rng = World(seed).rng
-    stages = rng.randint(2, 4)
-    workers = rng.randint(1, stages) if rng.random() < 0.15 else min(7, stages * rng.randint(1, 3))
-    steps = rng.randint(4, 9)
-    lanes = rng.randint(3, 5)
-    hosts = rng.randint(1, 3)
-    chosen = Setup(
-        workers=workers,
-        spares=rng.choice((0, 0, 1, 1, 2)),
-        hosts=hosts,
-        min_workers=rng.choice((1, 1, 1, min(2, workers))),
-        on_failure=rng.choice(("replace", "replace", "replace", "shrink", "wait")),
-        job=SimJob(steps, lanes, rng.randint(2, 5), stages, rng.choice((0, 1, 2, 3)), rng.choice((0, 2, 3, 4))),
-        faults=draw_split(rng, horizon_ms=60 + steps * 60),
-        active=rng.choice((0, 0, 1)),
-        disk_hosts=rng.choice((None, None, 1)),
-        lasting_ms=rng.choice((30_000, 0, 50)),
-        save_ms=rng.choice((0, 300)),
-    )
-    chosen = chosen.with_state_of(rng.choice((-1, -1, 1))).with_corruption(rng).with_losses(seed, 60 + steps * 60)
-    more = chosen.with_more(seed, 60 + steps * 60).with_leaving(seed, 60 + steps * 60)
-    return more.with_starved(seed, 60 + steps * 60).with_odd(seed).with_nonfinite(seed)
-
-
-def set_up_leased(seed: int) -> Setup:
-    """The setup of a seed, with two coordinators; every third is of a model in several stages."""
-    chosen = set_up(seed) if seed % 3 else set_up_split(seed)
-    faults = (*chosen.faults, *draw_leases(Random(f"leases {seed}"), 60 + chosen.job.steps * 60))
-    return LeasedSetup(**{**vars(chosen), "faults": tuple(sorted(faults, key=lambda f: f.at_ms))})
+_MORE_FAULTS = {**LEASE_FAULTS, **STARVING_FAULTS, **DAMAGE_FAULTS, **OPERATING_FAULTS}
 
 
 @dataclass(frozen=True)
@@ -319,10 +124,11 @@ class Simulation:
         site = SimSite(self.world, self.checks, Disk(seeing), setup.donors, self.differs, foreign, drifts, odd)
         self.facts = site.facts
         control = LeasedControl if isinstance(setup, LeasedSetup) else Control
-        self.control = control(site, hosts, (setup.workers, setup.spares), self._coordinator, self._driver)
+        size, shares = (setup.workers, setup.spares), (setup.rules.shared, setup.rules.room)
+        self.control = control(site, hosts, size, self._coordinator, self._driver, shares)
         for host in hosts:
             self.control.boot(host)
-        self.injector = SimInjector(self.control, setup.faults, {**LEASE_FAULTS, **STARVING_FAULTS, **DAMAGE_FAULTS})
+        self.injector = SimInjector(self.control, setup.faults, _MORE_FAULTS)
         self.launcher = None if isinstance(setup, LeasedSetup) else SimLauncher(self.control)
         self.unused: dict[SimConnection, int] = {}  # and how often they were seen
         self._look()
@@ -352,16 +158,16 @@ class Simulation:
                 homes=even_homes(workers, stages),
                 active=(setup.active,) * stages if setup.active else (),
             ),
-            lasting_ns=setup.lasting_ms * MS,
         )
-        return self.new_coordinator(config, list(journal))
+        return self.new_coordinator(setup.rules.of_coordinator(config), list(journal))
 
     def _driver(self, key: WorkerKey) -> Driver:
         job, every = self.setup.job, self.setup.verify_every
         memory, judged = MemoryTierConfig(every_steps=job.keep_every or None), job.write_every == 2
         disk = DiskTierConfig(job.write_every or None, keep_best=int(judged))
         rule = CheckpointConfig(memory=memory, disk=disk, interval=_NEVER_S, best_metric=METRIC if judged else None)
-        saving, rule_of_probes = SavingRules(rule, on=True), ProbeRule(every=every, joins=True)
+        saving = self.setup.rules.of_saving(SavingRules(rule, on=True))
+        rule_of_probes = ProbeRule(every=every, joins=True)
         config = DriverConfig(job.lanes, self.setup.rewindable, every, saving=saving, probes=rule_of_probes)
         config = replace(config, nonfinite=NonfiniteRule(job.on_nonfinite, job.nonfinite_limit))
         return self.new_driver(config, self.new_machine(key))
@@ -418,6 +224,10 @@ class Simulation:
         if self.checks.exact.over and "not finite" in self.control.fate.failed:
             self.world.seen[NONFINITE] += 1
             return ""
+        asked = any(fault.kind == "given_up" for fault in self.setup.faults)
+        if asked and "was given up (it died again and again)" in self.control.fate.failed:
+            self.world.seen[TOO_FEW] += 1
+            return ""
         if self.control.fate.failed:
             return f"P4: the job failed: {self.control.fate.failed}"
         if not self.control.fate.stopped:
@@ -468,19 +278,22 @@ def simulate(
     *,
     split: bool = False,
     leased: bool = False,
+    operated: bool = False,
     setup: Setup | None = None,
     tracing: bool = False,
     machine: type[StepMachine] = StepMachine,
     coordinator: NewCoordinator = Coordinator,
     driver: NewDriver = Driver,
 ) -> Verdict:
-    """Run one seed. `split`: of a model in several stages; `leased`: with two coordinators. `setup` replaces the drawn
-    one."""
-    drawn = set_up_leased if leased else set_up_split if split else set_up
+    """Run one seed. `split`: of a model in several stages; `leased`: with two coordinators; `operated`: of any kind,
+    with people who have a hand in it. `setup` replaces the drawn one."""
+    drawn = set_up_operated if operated else set_up_leased if leased else set_up_split if split else set_up
     chosen = setup if setup is not None else drawn(seed)
     simulation = Simulation(seed, chosen, tracing, machine, coordinator, driver)
     try:
         problem = simulation.run()
+    except ToldTwice:
+        simulation.world.seen[TOLD_TWICE], problem = 1, ""
     except Exception as error:  # any error is this seed's finding
         problem = f"{type(error).__name__}: {error}"
         if tracing:
@@ -545,9 +358,14 @@ class SeedTally:
         }
 
 
+def _simulated(seed: int, kind: SeedKind, tracing: bool = False) -> Verdict:
+    split, leased, operated = (kind == name for name in ("split", "leased", "operated"))
+    return simulate(seed, split=split, leased=leased, operated=operated, tracing=tracing)
+
+
 def run_one(seed: int, kind: SeedKind, trace: bool) -> int:
     """Run one seed, and print the outcome. Returns the exit code: 0 all promises held, 1 one was broken."""
-    outcome = simulate(seed, split=kind == "split", leased=kind == "leased", tracing=trace)
+    outcome = _simulated(seed, kind, trace)
     for line in outcome.trace:
         print(line)
     print(outcome)
@@ -565,7 +383,7 @@ def run_many(start: int, stop: int | None, kind: SeedKind, keep_going: bool, as_
     seeds: Iterable[int] = itertools.count(start) if stop is None else range(start, stop)
     try:
         for seed in seeds:
-            outcome = simulate(seed, split=kind == "split", leased=kind == "leased")
+            outcome = _simulated(seed, kind)
             tally.add(outcome)
             if not as_json:
                 _tell(tally, outcome, kind)

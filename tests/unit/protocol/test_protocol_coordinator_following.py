@@ -11,6 +11,7 @@ from coordinator_harness import MS, S, World, drop, member, running
 from everstep.base.extents import NONE
 from everstep.base.plan import Plan, Shard
 from everstep.protocol import messages as m
+from everstep.protocol.coordinator.claims import GIVE_UP_NS
 from everstep.protocol.coordinator.types import HostRules, Tick
 from everstep.protocol.following import PlanAsked, PlanName, name_of
 from everstep.protocol.messages import decode, encode
@@ -286,3 +287,23 @@ def test_members_of_a_plan_that_was_shown_have_all_of_their_time_from_then_on() 
     assert "worker_evicted" not in again.kinds()
     again.wait(200 * MS)
     assert "worker_evicted" in again.kinds()
+
+
+def test_what_a_worker_says_while_its_plan_is_asked_for_counts_once_that_is_known() -> None:
+    """It says that once: that the last step is done, say, and nobody would ever hear of it."""
+    again, newer = behind()
+    again.hello(0, plan=newer, step=9, shows=False)
+    again.say("w0.0", m.WorkerDone(worker_id=0, incarnation=0, generation=2, step=9, final_written=True))
+    assert again.coordinator.job.progress.ended is None
+    again.shows(0, plan=newer)
+    ended = again.last(m.JobEnded, "w0.0")
+    assert ended is not None and ended.state == "completed"
+
+
+def test_what_was_said_meanwhile_is_taken_as_if_it_came_now_where_nobody_shows_the_plan() -> None:
+    again, newer = behind()
+    again.hello(0, plan=newer, step=9, shows=False)
+    again.say("w0.0", m.WorkerDone(worker_id=0, incarnation=0, generation=2, step=9, final_written=True))
+    again.wait(GIVE_UP_NS + S)
+    ended = again.last(m.JobEnded, "w0.0")
+    assert ended is not None and ended.state == "completed", "it was a member in the plan that the journal has, too"

@@ -49,7 +49,8 @@ def test_a_senseless_entry_is_set_aside_and_said(entry: dict[str, Any]) -> None:
     assert [w["cause"] for w in warnings] == [Cause.JOURNAL] and "entry" in warnings[0]["reason"]
     assert world.plan == before.plan and world.coordinator.job.progress.ended is None
     world.exited(1)
-    assert world.plan is not None and world.plan.generation == 2 and world.plan.worker_ids == (0, 2)
+    assert world.plan is not None and world.plan.worker_ids == (0, 2)
+    assert world.plan.generation == 3, "the entry may have been a plan: no other bears its number"
 
 
 def test_a_plan_that_is_lacking_is_learned_from_the_workers() -> None:

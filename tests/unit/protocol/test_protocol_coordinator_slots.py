@@ -256,3 +256,17 @@ def test_a_life_that_a_host_without_the_slot_counts_for_itself_is_foreign_from_t
     grants.replay(1, Grant("a2", "a2", "p1", first=3))
     assert [grants.foreign(WorkerKey(1, n), "a1") for n in (2, 3, 4)] == [False, True, True]
     assert not grants.foreign(WorkerKey(1, 3), "a2")
+
+
+def test_a_job_that_shrinks_counts_no_slot_that_was_given_up_among_those_that_are_left() -> None:
+    """Else nobody would be left in the end whom anybody starts."""
+    world = World(workers=3, on_failure="shrink")
+    world.agent(0, 1, 2)
+    world.say("a1", m.SlotLost(agent_id="a1", worker_id=1, cause=Cause.CRASH_LOOP, reason="it died again and again"))
+    for i in (0, 2):
+        world.hello(i)
+    for i in (0, 2):
+        world.entered(i, 1, 1)
+    world.exited(2)
+    world.exited(0)
+    assert world.coordinator.job.slots.ids() == {0, 1} and world.last(m.SetSlots, "a1").worker_ids == [0]

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from everstep.base.plan import WorkerKey
 from everstep.protocol.coordinator.environment import SECOND_NS, Alarm, Environment
-from everstep.protocol.following import PlanName
-from everstep.protocol.messages import WorkerHello
+from everstep.protocol.following import PlanName, PlanShown
+from everstep.protocol.messages import AnyMessage, WorkerHello
 
 ASK_AGAIN_NS = SECOND_NS
 GIVE_UP_NS = 15 * SECOND_NS
+MOST_SAID = 1000
 
 
 class Claims:
@@ -26,6 +27,7 @@ class Claims:
         self.wanted: PlanName | None = None
         self._env = env
         self._by: dict[WorkerKey, WorkerHello] = {}  # who waits to be told how to go on
+        self._said: list[tuple[str, AnyMessage]] = []  # and what they say meanwhile, by connection
         self._to_ask: dict[WorkerKey, str] = {}  # who follows what is wanted, by connection, in the order of hellos
         self._asked: tuple[WorkerKey, str] | None = None
         self._again_ns = self._until_ns = 0
@@ -89,6 +91,19 @@ class Claims:
         """There is nobody to ask: ring when it is over."""
         self._asked = None
         self._env.alarms.set(Alarm.ASKED, self._until_ns)
+
+    def defers(self, key: WorkerKey, connection: str, message: AnyMessage) -> bool:
+        """Whether this message of a life that waits is kept until what it speaks of is known. Not what it shows."""
+        waits = key in self._by and not isinstance(message, PlanShown)
+        if waits and len(self._said) < MOST_SAID:
+            self._said.append((connection, message))
+        return waits
+
+    def take_said(self) -> list[tuple[str, AnyMessage]]:
+        """Take out what was said meanwhile, with its connections, once nobody waits any more."""
+        said = [] if self._by else self._said
+        self._said = self._said if self._by else []
+        return said
 
     def close(self, *, found: bool) -> list[WorkerHello]:
         """The plan was shown, or nobody has. Returns the hellos that have waited for that, in the order of lives."""

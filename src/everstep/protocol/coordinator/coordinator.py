@@ -114,7 +114,8 @@ def received(job: JobState, event: types.Received) -> None:
         job.store.get(name, message)
     elif connection.worker is not None:
         worker = job.membership.alive(connection.worker)
-        if worker is not None and kind in FROM_WORKERS:
+        waits = worker is not None and job.agreement.claims.defers(worker.key, name, message)
+        if worker is not None and kind in FROM_WORKERS and not waits:
             FROM_WORKERS[kind](job, worker, message)
     elif connection.agent_id is not None:
         agent = job.agents.known.get(connection.agent_id)
@@ -168,6 +169,8 @@ class Coordinator:
         for due, about in job.env.alarms.due(job.env.now):
             ALARMS[due](job, about)
         workers.ask_for_plan(job)
+        for connection, message in job.agreement.claims.take_said():
+            received(job, types.Received(connection, message, permitted=True))
         self._decide()
         job.saving.give_up()
         return job.env.take_effects()
@@ -193,6 +196,7 @@ class Coordinator:
             more = f"; and {len(self._aside) - 3} more" if len(self._aside) > 3 else ""
             text = f"entries of the journal that make no sense are set aside: {'; '.join(self._aside[:3])}{more}"
             job.env.report("warning", Why(Cause.JOURNAL, f"{text}; the workers have the missing part"))
+            job.agreement.hear_of(job.agreement.newest.generation + len(self._aside))  # each may have been a plan
         if self._restored:
             job.membership.begin_grace()
             liveness.expect_agents(job)

@@ -397,9 +397,11 @@ def evict(
 
 def _shrink(job: JobState, key: WorkerKey, cause: Cause) -> None:
     slots, shrinks = job.slots, job.env.config.on_failure == "shrink"
-    if shrinks and slots.wanted(key.worker_id) and slots.target > slots.least:
+    others = slots.ids() - {key.worker_id}
+    enough = slots.target > slots.least and len(others - set(slots.lost)) >= slots.least  # else it has to come back
+    if shrinks and slots.wanted(key.worker_id) and enough:
         reason = f"{describe(key)} was lost and on_failure is 'shrink'"
-        slots.want(slots.target - 1, slots.ids() - {key.worker_id}, Why(cause, reason))
+        slots.want(slots.target - 1, others, Why(cause, reason))
 
 
 def kill_life(job: JobState, agent: Agent, key: WorkerKey, why: Why) -> None:

@@ -1,0 +1,31 @@
+"""Jobs in which people and the owners of hosts have a hand: every promise holds, and each of their acts is met."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from everstep.sim.operating import OPERATING_FAULTS, USUAL
+from everstep.sim.scenario import simulate
+from everstep.sim.setups import LeasedSetup, set_up_operated
+
+SEEDS = range(60)
+ACTS = (*OPERATING_FAULTS, "drain_host", "given_up", "senseless", "end_alone")
+
+
+def test_the_promises_hold_and_each_act_is_met() -> None:
+    seen: Counter[tuple[str, str]] = Counter()
+    for seed in SEEDS:
+        outcome = simulate(seed, operated=True)
+        assert outcome.ok, f"{outcome}\nreplay: everstep sim --seed {seed} --operated --trace"
+        seen.update(outcome.seen)
+    assert not [act for act in ACTS if not seen["faults", act]], seen
+
+
+def test_the_setups_have_rules_of_their_own() -> None:
+    setups = [set_up_operated(seed) for seed in range(300)]
+    rules = [setup.rules for setup in setups]
+    assert {one.saves for one in rules} == {"", "interval", "auto", "minutes", "epochs", "evaluated", "memory", "none"}
+    assert any(one.shared and one.room for one in rules) and any(one.least > 1 for one in rules)
+    assert any(one.by_steps for one in rules) and any(one == USUAL for one in rules)
+    assert any(isinstance(setup, LeasedSetup) for setup in setups)
+    assert any(setup.job.stages > 1 for setup in setups)
