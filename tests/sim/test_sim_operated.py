@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 
-from everstep.sim.operating import OPERATING_FAULTS, USUAL
+from everstep.sim.operating import OPERATING_FAULTS
 from everstep.sim.scenario import simulate
 from everstep.sim.setups import LeasedSetup, set_up_operated
 
 SEEDS = range(60)
-ACTS = (*OPERATING_FAULTS, "drain_host", "given_up", "senseless", "end_alone")
+ACTS = (*OPERATING_FAULTS, "drain_host", "given_up", "senseless")
 
 
 def test_the_promises_hold_and_each_act_is_met() -> None:
@@ -26,6 +26,6 @@ def test_the_setups_have_rules_of_their_own() -> None:
     rules = [setup.rules for setup in setups]
     assert {one.saves for one in rules} == {"", "interval", "auto", "minutes", "epochs", "evaluated", "memory", "none"}
     assert any(one.shared and one.room for one in rules) and any(one.least > 1 for one in rules)
-    assert any(one.by_steps for one in rules) and any(one == USUAL for one in rules)
+    assert any(one.by_steps for one in rules) and any(one.reboots for one in rules)
     assert any(isinstance(setup, LeasedSetup) for setup in setups)
     assert any(setup.job.stages > 1 for setup in setups)

@@ -12,7 +12,7 @@ from everstep.protocol.step_machine import StepMachine
 from everstep.protocol.step_types import PlanArrived, PreparedArrived
 from everstep.sim.faults import SimFault
 from everstep.sim.model import SimJob
-from everstep.sim.operating import Rules
+from everstep.sim.rules import Rules
 from everstep.sim.scenario import simulate
 from everstep.sim.setups import LeasedSetup, Setup
 

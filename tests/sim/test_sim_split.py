@@ -17,7 +17,7 @@ from everstep.protocol.stepping.entering import Entering
 from everstep.protocol.stepping.known import Known
 from everstep.sim.faults import SimFault
 from everstep.sim.model import SimJob
-from everstep.sim.operating import Rules
+from everstep.sim.rules import Rules
 from everstep.sim.scenario import simulate
 from everstep.sim.setups import Setup, set_up_split
 

@@ -34,6 +34,7 @@ from everstep.protocol.telling import parts_of
 from everstep.sim.checks import Checks, require
 from everstep.sim.life import Life, SimSite
 from everstep.sim.mesh import SimControlClient
+from everstep.sim.rules import USUAL, Rules
 from everstep.sim.sim_worker import SimWorker
 from everstep.sim.world import MS, Process, SimConnection, World, connect
 
@@ -221,10 +222,10 @@ class AgentProcess(Process):
                 agent_id=self.name,
                 host=self.host,
                 workers=lives,
-                slots=0 if self.control.shares[0] else len(self.slots),
+                slots=0 if self.control.rules.shared else len(self.slots),
                 lost=lost,
                 leaving=self.leaving,
-                room=self.control.shares[1],
+                room=self.control.rules.room,
                 process=self.process,
                 domains={"rack": rack},
             )
@@ -392,14 +393,13 @@ class Control:
         size: tuple[int, int],
         make: MakeCoordinator,
         make_driver: MakeDriver,
-        shares: tuple[bool, int] = (False, 0),
+        rules: Rules = USUAL,
     ) -> None:
-        """size: number of workers, and number of spares. shares: whether the coordinator shares slots out from the
-        start, and to how many of them a host has room, 0 for any number."""
+        """size: number of workers, and number of spares."""
         self.site = site
         self.hosts = list(hosts)
         self.size, self.spares = size
-        self.shares = shares
+        self.rules = rules
         self.fallen = False  # there is no job until it is resumed
         self.clients: list[Client] = []
         self.make = make
@@ -466,9 +466,11 @@ class Control:
         known = self.agents.get(host)
         if (known is None or not known.alive) and not self.fallen:
             first = [i for i in range(self.size + self.spares) if i % len(self.hosts) == self.hosts.index(host)]
-            slots = ([] if self.shares[0] else first) if known is None else known.slots
+            slots = ([] if self.rules.shared else first) if known is None else known.slots
             again = known is not None and known.dismissed  # a new process, which was not drained
-            process = "" if known is None else f"{known.process}+" if again else known.process
+            again = again or (known is not None and self.rules.reboots)
+            first_process = "first" if self.rules.reboots else ""
+            process = first_process if known is None else f"{known.process}+" if again else known.process
             self.agents[host] = AgentProcess(self.world, self, host, slots, HEARTBEAT_NS, process)
 
     def command(self, name: str, args: dict[str, Any], role: str = "") -> None:

@@ -124,8 +124,8 @@ class Simulation:
         site = SimSite(self.world, self.checks, Disk(seeing), setup.donors, self.differs, foreign, drifts, odd)
         self.facts = site.facts
         control = LeasedControl if isinstance(setup, LeasedSetup) else Control
-        size, shares = (setup.workers, setup.spares), (setup.rules.shared, setup.rules.room)
-        self.control = control(site, hosts, size, self._coordinator, self._driver, shares)
+        size = setup.workers, setup.spares
+        self.control = control(site, hosts, size, self._coordinator, self._driver, setup.rules)
         for host in hosts:
             self.control.boot(host)
         self.injector = SimInjector(self.control, setup.faults, _MORE_FAULTS)

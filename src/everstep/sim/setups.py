@@ -15,7 +15,8 @@ from everstep.sim.damaging import draw_damage
 from everstep.sim.faults import SimFault, draw, draw_losses, draw_more, draw_one, draw_split
 from everstep.sim.leases import draw_leases
 from everstep.sim.model import GRADIENT, SimJob
-from everstep.sim.operating import USUAL, WITHOUT_LEASE, Rules, draw_operated, draw_rules
+from everstep.sim.operating import WITHOUT_LEASE, draw_operated
+from everstep.sim.rules import USUAL, Rules, draw_rules
 from everstep.sim.starving import draw_starved
 from everstep.sim.world import World
 

@@ -1,0 +1,78 @@
+"""Rules of a simulated job, not the same for all: when it saves, how slots are shared out, for whom it waits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from random import Random
+
+from everstep.base.config_keys import CheckpointConfig, DiskTierConfig, MemoryTierConfig
+from everstep.protocol.coordinator.types import CoordinatorConfig
+from everstep.protocol.driver.saver import SavingRules
+from everstep.sim.world import MS, SECOND
+
+_MS_IN_MINUTES = 1 / 60_000
+
+
+@dataclass(frozen=True)
+class Rules:
+    """A job's rules that are not the same for all.
+
+    saves: when checkpoints are taken, beside every few steps. shared: the coordinator shares the slots out from the
+    start, `room` of them to a host at most (0: any number). least: hosts that have to be there before the job begins.
+    by_steps: the limit for hangs follows from the steps' times. lasting_ms: how long slow workers and weak pools are
+    tolerated. reboots: an agent that comes again says that it is another process.
+    """
+
+    saves: str = ""
+    shared: bool = False
+    room: int = 0
+    least: int = 1
+    by_steps: bool = False
+    lasting_ms: int = 30_000
+    reboots: bool = False
+
+    def of_coordinator(self, config: CoordinatorConfig) -> CoordinatorConfig:
+        """The config of a job with these rules."""
+        limit = None if self.by_steps else config.hang_limit_ns
+        hosts = replace(config.hosts, least=self.least, wait_ns=3600 * SECOND)
+        config = replace(config, lasting_ns=self.lasting_ms * MS)
+        return replace(config, hosts=hosts, hang_limit_ns=limit, slots=config.workers if self.shared else 0)
+
+    def of_saving(self, config: SavingRules) -> SavingRules:
+        """The same for checkpoints: by time, by what they cost, at the ends of epochs, or none at all."""
+        rule = config.rule
+        match self.saves:
+            case "interval":
+                rule = replace(rule, interval=0.05, disk=replace(rule.disk, every_steps=None))
+            case "auto":
+                rule = replace(rule, interval="auto", disk=replace(rule.disk, every_steps=None))
+            case "minutes":
+                rule = replace(rule, disk=replace(rule.disk, every_steps=None, every_minutes=60 * _MS_IN_MINUTES))
+            case "epochs":
+                return replace(config, epoch_ends=lambda number: number % 3 == 0)
+            case "evaluated":
+                return replace(config, eval_every=2)
+            case "memory":
+                return replace(config, memory_every=2)
+            case "none":
+                return SavingRules(CheckpointConfig(memory=MemoryTierConfig(), disk=DiskTierConfig()), memory_every=2)
+        return replace(config, rule=rule)
+
+
+USUAL = Rules()
+
+
+def draw_rules(rng: Random, hosts: int, wanted: int, lasting_ms: int) -> Rules:
+    """Rules of a job of so many hosts and wanted workers: mostly the usual ones."""
+    saves = rng.choice(("interval", "auto", "minutes", "epochs", "evaluated", "memory", "none"))
+    shared = rng.random() < 0.2
+    room = -(-wanted // hosts) + rng.randint(0, 2) if shared and rng.random() < 0.5 else 0
+    return Rules(
+        saves=saves if rng.random() < 0.5 else "",
+        shared=shared,
+        room=room,
+        least=rng.randint(2, hosts) if hosts > 1 and rng.random() < 0.15 else 1,
+        by_steps=rng.random() < 0.1,
+        lasting_ms=lasting_ms,
+        reboots=rng.random() < 0.7,
+    )
