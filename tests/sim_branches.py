@@ -28,7 +28,7 @@ import coverage
 ROOT = Path(__file__).parents[1]
 PROTOCOL = ROOT / "src" / "everstep" / "protocol"
 UNMET = Path(__file__).with_name("sim-branches-unmet.json")
-GUARDS = ("raise InvariantViolation(", "raise ProtocolError(", 'check(job.version == ')
+GUARDS = ("raise InvariantViolation(", "raise ProtocolError(", "check(job.version == ")
 """Where these would follow, no right program goes: such branches do not count."""
 KINDS, FIRST, CHUNK = ("", "split", "leased", "operated"), 1000, 100
 
@@ -58,7 +58,7 @@ def _run(part: tuple[str, str, int]) -> None:
         for seed in range(first, first + CHUNK):
             outcome = simulate(seed, **({kind: True} if kind else {}))
             if not outcome.ok:
-                raise SystemExit(str(outcome))
+                raise RuntimeError(str(outcome))
     finally:
         record.stop()
         record.save()

@@ -55,7 +55,8 @@ def test_torchrun_on_two_hosts_is_one_job(named: Net, tmp_path: Path) -> None:
     assert (head.wait(), others.wait(LIMIT_S)) == (0, 0), (tmp_path / "second").read_text() + job.account()
     same(alone, job)
     assert [place["GROUP_RANK"] for place in places(run_dir)] == ["0", "0", "1", "1"]
-    assert {place["MASTER_ADDR"] for place in places(run_dir)} == {first.address}
+    (address,) = {place["MASTER_ADDR"] for place in places(run_dir)}
+    assert address in (first.address, second.address)  # of the host of rank 0: whichever was heard first
 
 
 @longer

@@ -270,3 +270,12 @@ def test_a_job_that_shrinks_counts_no_slot_that_was_given_up_among_those_that_ar
     world.exited(2)
     world.exited(0)
     assert world.coordinator.job.slots.ids() == {0, 1} and world.last(m.SetSlots, "a1").worker_ids == [0]
+
+
+def test_a_job_that_is_scaled_down_keeps_no_slot_that_was_given_up() -> None:
+    world = running(3)
+    world.exited(0)
+    world.say("a1", m.SlotLost(agent_id="a1", worker_id=0, cause=Cause.CRASH_LOOP, reason="it died again and again"))
+    world.exited(1)
+    world.exited(2)
+    assert world.command("scale", workers=1).ok and world.coordinator.job.slots.ids() == {2}

@@ -88,7 +88,7 @@ def _scale(job: JobState, args: _Args) -> _Reply:
         return f"expected a number of workers from {least} ({whose}) to {most} (lanes), got {wanted!r}", {}
     ids, was = slots.ids(), slots.target
     size = wanted + max(0, len(ids) - was)
-    keep = _keep(job, sorted(members & ids), wanted)
+    keep = _keep(job, sorted(members & ids - set(slots.lost)), wanted)
     dropped = members - set(keep)
     # Who is to stay, then the slots that there are already, then new ones.
     others = [i for i in sorted(ids) if i not in keep and i not in dropped and i not in slots.lost]
