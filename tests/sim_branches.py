@@ -1,4 +1,4 @@
-"""`make branches [SEEDS=1000]`: which branches of the rules in protocol/ does no seed of the simulator take?
+"""`make branches [SEEDS_OF_EACH=1000]`: which branches of the rules in protocol/ does no seed of the simulator take?
 
 So many seeds of each kind are run, with every branch recorded. One that is never taken is either met by seeds that are
 drawn otherwise, or listed in sim-branches-unmet.json with the reason why the simulator cannot or need not take it. The
