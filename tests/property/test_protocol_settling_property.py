@@ -94,10 +94,9 @@ def has(holding: Holding, stage: int, step: int, *, rolled: bool = False) -> Blo
 
 def together(plan: Plan, holdings: Mapping[int, Holding], step: int) -> bool:
     """Whether every stage is there at a step, in parts or whole, or on disk for all that need it."""
-    top = any(h.position == Key(step, 0) and h.records for h in holdings.values())
-    top = top and max(h.position for h in holdings.values()) == Key(step, 0)
+    known = any(h.position == Key(step, 0) and h.records for h in holdings.values())  # the records of its decision
     for stage in STAGES:
-        rolled = {i: top and h.gradient_step == step and h.position.step + 1 == step for i, h in holdings.items()}
+        rolled = {i: known and h.gradient_step == step and h.position.step + 1 == step for i, h in holdings.items()}
         found = frozenset().union(*(has(h, stage, step, rolled=rolled[i]) for i, h in holdings.items()))
         pool = [s.worker_id for s in plan.pool(stage)]
         if found != ALL and not all(step in holdings[i].disk for i in pool):

@@ -313,6 +313,10 @@ class Ties:
             who = {"worker_id": life.me.worker_id, "incarnation": life.me.incarnation}
             self.client.send(PlanShown(**who, plan=self._plan()))
             return
+        if isinstance(message, wire.ProfileNow):
+            worker_id, incarnation = life.me.worker_id, life.me.incarnation
+            done = wire.Profiled(worker_id=worker_id, incarnation=incarnation, name=message.name, ok=True)
+            life.later(message.steps * 20 * MS, self.client.send, done)
         if isinstance(message, wire.PlanNow | wire.PlanPrepared):
             life.site.checks.records.plan(message.plan)
         life.world.seen["messages", type(message).__name__] += 1

@@ -849,3 +849,15 @@ def test_a_recovery_is_not_over_by_a_step_of_a_generation_that_has_broken_again(
     assert world.plan.generation == 2 and world.coordinator.job.agreement.broken
     world.progress(0, 2, 2)
     assert "recovery_completed" not in world.kinds()
+
+
+def test_a_worker_that_cannot_even_begin_fails_the_job_with_its_words():
+    """It has never said hello: its task cannot be built."""
+    world = running()
+    world.exited(2)
+    world.started(2, 1)
+    world.connect("w2.1", "worker")
+    words = {"step": 0, "reason": "ImportError: no module named data", "signature": "x", "fatal": True}
+    world.say("w2.1", m.WorkerFailed(worker_id=2, incarnation=1, **words))
+    ended = world.last(m.JobEnded, "w0.0")
+    assert ended.state == "failed" and "no module named data" in ended.reason

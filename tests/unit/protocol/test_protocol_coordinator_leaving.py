@@ -154,3 +154,13 @@ def test_who_leaves_while_a_plan_is_being_settled_is_not_forgotten() -> None:
         entered(world, i, "")
     world.wait(3 * S // 2)
     assert world.plan.generation == 3 and world.plan.reason.startswith("worker 1 left the loop after step 5")
+
+
+def test_a_loop_that_was_left_by_who_is_no_member_says_nothing_of_the_others() -> None:
+    world = running()
+    world.exited(2)
+    world.hello(2, 1)
+    said = m.LoopLeft(worker_id=2, incarnation=1, generation=world.plan.generation, step=4)
+    world.say("w2.1", said)
+    world.wait(3 * S)
+    assert world.plan.cause is not Cause.LEFT and world.last(m.JobEnded) is None

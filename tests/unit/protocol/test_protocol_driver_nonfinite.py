@@ -86,6 +86,8 @@ def test_who_has_replayed_the_step_begins_no_other() -> None:
     w.abort()
     w.settle(w1=at(5), w2=at(5))
     assert isinstance(w.out[-1], do.EndsJob) and w.op is None
+    w.ask(do.StepAsked(6))
+    assert isinstance(w.out[-1], do.EndsJob) and w.op is None, "whoever asks for the next hears the same"
 
 
 def test_who_has_the_state_from_a_checkpoint_goes_on_and_counts() -> None:

@@ -26,6 +26,7 @@ from everstep.protocol.step_types import (
     HoldingArrived,
     Key,
     LaneDone,
+    LanesLost,
     LanesNeeded,
     Leave,
     LeftPlan,
@@ -45,6 +46,7 @@ from everstep.protocol.step_types import (
     StepDecided,
     StepEffect,
     StepEvent,
+    StepLeft,
     StepWanted,
     Updated,
     UpdateRefused,
@@ -237,6 +239,28 @@ def test_the_gradient_is_held_across_generations_and_the_step_is_done_again():
     effects = w.hold_all(2)
     assert effects[0] == Entered(2, 0) and isinstance(effects[1], LanesNeeded | ReductionDue)
     assert w.machine._known.next.gradient_step == 1
+
+
+def test_what_is_told_of_another_step_changes_nothing():
+    """It is late, and what it speaks of is over, or it is ahead of everything that is known here."""
+    w = Peers([0, 1])
+    w.step()
+    w.on(StepWanted())
+    for step in (1, 3):
+        before = w.machine._known.next.gradient_step
+        for event in (LaneDone(step, 0, 0), LanesLost(step, ((0, 0),)), GradientReduced(1, step, b"other")):
+            assert w.on(event) == []
+        assert w.machine._known.next.gradient_step == before and w.machine.phase is Phase.COMPUTING
+    w.on(LaneDone(2, 0, 0))
+    assert w.on(LaneDone(2, 0, 2)) == [ReductionDue(1, 2)], "its own lanes are as they were"
+
+
+def test_a_step_that_nobody_has_asked_for_cannot_be_left():
+    w = Peers([0, 1])
+    assert w.on(StepLeft()) == [] and w.machine.phase is Phase.IDLE
+    w.on(StepWanted())
+    assert w.on(StepLeft()) == [] and w.machine.phase is Phase.IDLE
+    assert w.on(StepWanted()) == [LanesNeeded(1, (0, 2))], "and all its lanes are to be computed"
 
 
 def test_a_gradient_that_completes_too_late_is_held_but_not_voted_with():
