@@ -24,6 +24,7 @@ help:
 	@echo "make fuzz    changed inputs for every parser, FUZZ_SECONDS (60) for each; goes on where it was"
 	@echo "make mutants   plant bugs one by one, and show which test notices each; IDS=S2,S3 for some"
 	@echo "make mutants-new SEED=1 COUNT=200 PATHS=protocol  plant bugs drawn from a seed, which nobody wrote"
+	@echo "make branches  branches of the rules in protocol/ that no seed of the simulator takes"
 	@echo "make bench   the benchmarks, JSON into bench/out"
 	@echo "make clean   remove what was built and run, the environment included"
 
@@ -57,9 +58,8 @@ fast: $(STAMP)
 split: $(STAMP)
 	$(PYTEST) -n $(JOBS) tests/split
 
-# How often savers and uploaders are killed, and the test of the latter, which belongs to integration too.
+# How often savers and uploaders are killed; the test of the latter belongs to integration, too.
 KILLS = 200
-UPLOAD_KILLS = tests/integration/test_object_kills.py
 test: KILLS = 20
 test: check split sim processes hosts engines
 
@@ -68,21 +68,21 @@ $(VENV)/.object-server: tests/install_object_server.sh $(STAMP)
 	tests/install_object_server.sh
 	touch $@
 
-integration chaos e2e extended: $(VENV)/.object-server
+integration chaos e2e processes extended: $(VENV)/.object-server
 
 # etcd for the tests of jobs that another host takes over, where it can be had; else they are skipped.
 $(VENV)/.etcd: tests/install_etcd.sh
 	tests/install_etcd.sh
 	touch $@
 
-integration hosts extended: $(VENV)/.etcd
+integration hosts processes extended: $(VENV)/.etcd
 
 # Chromium for the tests of the dashboard, where it can be had; else they are skipped.
 $(VENV)/.browser: tests/install_browser.sh $(STAMP)
 	tests/install_browser.sh
 	touch $@
 
-e2e extended: $(VENV)/.browser
+e2e processes extended: $(VENV)/.browser
 
 # Prometheus for the tests of the metrics, where it can be had; else they are skipped.
 $(VENV)/.prometheus: tests/install_prometheus.sh $(STAMP)
@@ -94,12 +94,12 @@ $(VENV)/.grafana: tests/install_grafana_schema.sh $(STAMP)
 	tests/install_grafana_schema.sh $(CURDIR)/$(VENV)/grafana
 	touch $@
 
-integration: $(VENV)/.prometheus $(VENV)/.grafana
+integration processes: $(VENV)/.prometheus $(VENV)/.grafana
 e2e: $(VENV)/.prometheus
 
 # Real processes wait for each other and for clocks most of the time: more files at a time than there are processors.
 PROCESSES ?= 4
-processes: $(STAMP) $(VENV)/.object-server $(VENV)/.etcd $(VENV)/.browser $(VENV)/.prometheus $(VENV)/.grafana
+processes: $(STAMP)
 	EVERSTEP_TEST_KILLS=$(KILLS) $(PYTEST) -n $(PROCESSES) --dist loadfile tests/integration tests/chaos tests/e2e
 
 integration e2e: $(STAMP)
@@ -120,7 +120,7 @@ engines: $(STAMP)
 	$(PYTEST) -n 0 tests/engines
 
 chaos: $(STAMP)
-	EVERSTEP_TEST_KILLS=$(KILLS) $(PYTEST) -n $(JOBS) --dist loadfile tests/$@ $(UPLOAD_KILLS)
+	EVERSTEP_TEST_KILLS=$(KILLS) $(PYTEST) -n $(JOBS) --dist loadfile tests/$@ tests/integration/test_object_kills.py
 
 # Fixed seeds, and a few that nobody has seen before; one that fails says how it is replayed.
 SEED ?= $(shell date +%s)

@@ -44,7 +44,7 @@ def command(
         if value < 0:
             raise ConfigError(f"{name}: expected a whole number, at least 0, got {value}: choose another")
     if split + leased + operated > 1:
-        raise ConfigError("--leased and --operated have models in several stages among their seeds: give one of them")
+        raise ConfigError("expected at most one of --split, --leased, --operated: the last two split models, too")
     kind: SeedKind = "operated" if operated else "leased" if leased else "split" if split else ""
     first, stop = _range(seeds, start)
     if seed is not None:

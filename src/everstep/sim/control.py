@@ -467,10 +467,9 @@ class Control:
         if (known is None or not known.alive) and not self.fallen:
             first = [i for i in range(self.size + self.spares) if i % len(self.hosts) == self.hosts.index(host)]
             slots = ([] if self.rules.shared else first) if known is None else known.slots
-            again = known is not None and known.dismissed  # a new process, which was not drained
-            again = again or (known is not None and self.rules.reboots)
-            first_process = "first" if self.rules.reboots else ""
-            process = first_process if known is None else f"{known.process}+" if again else known.process
+            process = "first" if self.rules.reboots else ""
+            if known is not None:  # one that was dismissed comes as a new process, which was not drained
+                process = known.process + "+" * (known.dismissed or self.rules.reboots)
             self.agents[host] = AgentProcess(self.world, self, host, slots, HEARTBEAT_NS, process)
 
     def command(self, name: str, args: dict[str, Any], role: str = "") -> None:

@@ -20,7 +20,7 @@ def draw_operated(rng: Random, horizon_ms: int) -> tuple[SimFault, ...]:
     for _ in range(rng.choice((1, 2, 2, 3, 4))):
         one = draw_one(rng, rng.randint(20, horizon_ms))
         kind = rng.choices(list(_WEIGHTS), weights=list(_WEIGHTS.values()))[0]
-        faults.append(replace(one, kind=kind, for_ms=max(1, one.for_ms)))
+        faults.append(replace(one, kind=kind))
     return tuple(faults)
 
 

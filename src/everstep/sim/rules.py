@@ -5,12 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from random import Random
 
-from everstep.base.config_keys import CheckpointConfig, DiskTierConfig, MemoryTierConfig
 from everstep.protocol.coordinator.types import CoordinatorConfig
 from everstep.protocol.driver.saver import SavingRules
 from everstep.sim.world import MS, SECOND
-
-_MS_IN_MINUTES = 1 / 60_000
 
 
 @dataclass(frozen=True)
@@ -47,7 +44,7 @@ class Rules:
             case "auto":
                 rule = replace(rule, interval="auto", disk=replace(rule.disk, every_steps=None))
             case "minutes":
-                rule = replace(rule, disk=replace(rule.disk, every_steps=None, every_minutes=60 * _MS_IN_MINUTES))
+                rule = replace(rule, disk=replace(rule.disk, every_steps=None, every_minutes=0.001))
             case "epochs":
                 return replace(config, epoch_ends=lambda number: number % 3 == 0)
             case "evaluated":
@@ -55,7 +52,7 @@ class Rules:
             case "memory":
                 return replace(config, memory_every=2)
             case "none":
-                return SavingRules(CheckpointConfig(memory=MemoryTierConfig(), disk=DiskTierConfig()), memory_every=2)
+                return SavingRules(memory_every=2)
         return replace(config, rule=rule)
 
 

@@ -224,8 +224,8 @@ class Simulation:
         if self.checks.exact.over and "not finite" in self.control.fate.failed:
             self.world.seen[NONFINITE] += 1
             return ""
-        asked = any(fault.kind == "given_up" for fault in self.setup.faults)
-        if asked and "was given up (it died again and again)" in self.control.fate.failed:
+        gives_up = any(fault.kind == "given_up" for fault in self.setup.faults)
+        if gives_up and "was given up (it died again and again)" in self.control.fate.failed:
             self.world.seen[TOO_FEW] += 1
             return ""
         if self.control.fate.failed:

@@ -14,6 +14,7 @@ from everstep.protocol.messages import AnyMessage, WorkerHello
 ASK_AGAIN_NS = SECOND_NS
 GIVE_UP_NS = 15 * SECOND_NS
 MOST_SAID = 1000
+"""Messages that are kept until the plan is known; further ones are dropped."""
 
 
 class Claims:

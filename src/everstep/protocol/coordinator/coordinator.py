@@ -114,8 +114,8 @@ def received(job: JobState, event: types.Received) -> None:
         job.store.get(name, message)
     elif connection.worker is not None:
         worker = job.membership.alive(connection.worker)
-        waits = worker is not None and job.agreement.claims.defers(worker.key, name, message)
-        if worker is not None and kind in FROM_WORKERS and not waits:
+        known = worker is not None and kind in FROM_WORKERS
+        if worker is not None and known and not job.agreement.claims.defers(worker.key, name, message):
             FROM_WORKERS[kind](job, worker, message)
     elif connection.agent_id is not None:
         agent = job.agents.known.get(connection.agent_id)
