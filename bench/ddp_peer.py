@@ -28,6 +28,7 @@ def main() -> None:
     parser.add_argument("--passes", type=int, required=True)
     parser.add_argument("--global-batch", type=int, required=True)
     parser.add_argument("--ends", required=True)
+    parser.add_argument("--bucket-views", action="store_true", help="its gradient_as_bucket_view")
     options = parser.parse_args()
     torch.set_num_threads(1)
     keep_freed_memory()
@@ -35,7 +36,7 @@ def main() -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
     task = MODELS[options.model]()
-    model = DistributedDataParallel(task.build_model())
+    model = DistributedDataParallel(task.build_model(), gradient_as_bucket_view=options.bucket_views)
     optimizer = task.build_optimizer(model.parameters())
     dataset: Any = task.build_dataset("train")
     size = options.global_batch // world // options.passes

@@ -66,8 +66,8 @@ class Reduced:
 
     `pieces` ascend and cover the part of the layout that the plan gives this worker. `presence`: one byte per layout
     entry, 1 where at least one lane had it. `owned`: the blocks whose norms this worker reports; each block has one
-    owner. The memory stays valid and unchanged until a member begins with the reduction of step + 2, even if its owner
-    dies.
+    owner. The memory stays valid and unchanged until this worker begins another step (asks for a node of it, or reduces
+    it), even if its owner dies.
     """
 
     step: int

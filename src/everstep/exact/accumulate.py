@@ -1,7 +1,7 @@
 """Adding up the lanes that one worker computes: autograd's own tensors are the leaves, complete subtrees are folded.
 
-Apart because it makes a step's memory traffic: leaves are added in place, the last addition of each subtree writes
-straight into the memory that the transport shares, and no tensor is copied to a flat form before.
+Apart because it makes a step's memory and its traffic: leaves are added in place. The sum of a node's first lanes lies
+in the memory that the transport shares from the first lane on, and autograd adds to it there.
 """
 
 from __future__ import annotations
@@ -74,11 +74,11 @@ class LaneAccumulator:
         """Start a step, or take on further nodes of the same step (lanes that another worker lost).
 
         nodes: disjoint nodes of the lane tree, all of whose lanes will be added here. buffer: gives the flat float32
-        tensor (`layout.numel` elements) into which a node's sum is written; called when the node is complete, or its
-        last lane begins. offer: receives blocks as soon as they are final, from this call on. When a step begins for
-        the first time, the model's running statistics must be those that it starts from. Anything left in `.grad` is
-        dropped. In a second call, a node that overlaps unfinished ones replaces them: sums of its own lanes count,
-        those of other lanes are dropped. So call it with `cover` of all wanted lanes that are not in `presence`.
+        tensor (`layout.numel` elements) into which a node's sum is written; called when its first lane is added. offer:
+        receives blocks as soon as they are final, from this call on. When a step begins for the first time, the model's
+        running statistics must be those that it starts from. Anything left in `.grad` is dropped. In a second call, a
+        node that overlaps unfinished ones replaces them: sums of its own lanes count, those of other lanes are dropped.
+        So call it with `cover` of all wanted lanes that are not in `presence`.
 
         Raises: ConfigError if a parameter that was frozen at the start has been unfrozen.
         """
@@ -356,7 +356,7 @@ class LaneAccumulator:
             left, right = children(parent)
             sibling = right if node == left else left
             if sibling not in self._pending:
-                self._pending[node] = leaf
+                self._pending[node] = self._into_buffer(path[0], leaf) if node.lo == path[0].lo else leaf
                 return
             other = self._pending.pop(sibling)
             pair = (leaf, other) if node == left else (other, leaf)
@@ -366,6 +366,16 @@ class LaneAccumulator:
             leaf = _add_in_place(*pair)
             node = parent
         self._finish(node, leaf, None)
+
+    def _into_buffer(self, top: Node, leaf: Leaf) -> Leaf:
+        """The sum of a node's first lanes, in the memory of the node: lanes that come later need none of their own."""
+        check(self._buffer is not None, "begin() comes before add()")
+        flat = self._buffer(top)  # type: ignore[misc]
+        if any(g is not None and g.device != flat.device for g in leaf):
+            return leaf
+        views = self._views_of(flat)
+        _copy_into(views, leaf)
+        return [None if g is None else view for view, g in zip(views, leaf, strict=True)]
 
     def _finish(self, node: Node, left: Leaf, right: Leaf | None) -> None:
         check(self._buffer is not None, "begin() comes before add()")
@@ -401,8 +411,9 @@ class LaneAccumulator:
         _, views = self._views.get(key, (0, None))
         if views is None:
             check(flat.numel() == self.layout.numel, f"a node has {self.layout.numel} elements, not {flat.numel()}")
-            views = [entry.view(flat) for entry in self._entries]
-            views += [flat[region.start : region.stop] for region in self._statistics.regions]
+            # `data`: each with a counter of changes of its own (`Loan.check_returned`)
+            views = [entry.view(flat).data for entry in self._entries]
+            views += [flat[region.start : region.stop].data for region in self._statistics.regions]
             for start, stop in self.layout.gaps:
                 flat[start:stop].zero_()
         self._views[key] = self._step, views
@@ -515,14 +526,14 @@ def _add_into(views: list[Tensor], left: Leaf, right: Leaf) -> None:
                 torch.add(a, b, out=view)
             else:
                 view.copy_(a.add_(b))
-        elif a is not None:
+        elif a is not None and a is not view:
             view.copy_(a)
         elif b is not None:
             view.copy_(b)
 
 
 def _copy_into(views: list[Tensor], leaf: Leaf) -> None:
-    present = [(v, g) for v, g in zip(views, leaf, strict=True) if g is not None]
+    present = [(v, g) for v, g in zip(views, leaf, strict=True) if g is not None and g is not v]
     if present:
         torch._foreach_copy_([v for v, _ in present], [g for _, g in present])
 

@@ -39,7 +39,10 @@ def clip_factor(total_sumsq: float, scale: float, clip_norm: float | None) -> fl
 
 
 class GradientHandOver:
-    """Puts normalised gradients into `.grad` of the first leaf of every parameter, in private memory made once."""
+    """Puts normalised gradients into `.grad` of the first leaf of every parameter.
+
+    Their memory lives from `hand_over` to `clear`: it is what the lanes' gradients have left free.
+    """
 
     def __init__(self, layout: GradientLayout, model: nn.Module, ties: Sequence[Tied] = ()) -> None:
         """`layout` was built from this very model, after `untie`. ties: parameters with places in other stages, too."""
@@ -49,10 +52,6 @@ class GradientHandOver:
         self._ties = tuple(ties)
         apart = {place.entry for tied in ties for place in tied.places}
         self._later = [(i, e.tied_to) for i, e in enumerate(layout.entries) if e.tied_to >= 0 and i not in apart]
-        self._sums: dict[str, Tensor] = {}
-        self._flat: Tensor | None = None
-        self._views: dict[int, Tensor] = {}
-        self._converted: dict[int, Tensor] = {}
         statistics = {i: layout.entries[i].name.rpartition(".") for i in layout.buffers}
         self._statistics = [(i, model.get_submodule(owner), name) for i, (owner, _, name) in statistics.items()]
 
@@ -64,27 +63,20 @@ class GradientHandOver:
         received: the reduced gradients of tied parameters at their places in other stages, flat, None where absent.
 
         Parameters that no lane had a gradient for get None; places of use of one parameter are added up in unit order,
-        after the multiplication. The gradients stay valid until the next call.
+        after the multiplication. The gradients stay valid until `clear`.
         """
         check(len(reduced.presence) == len(self.layout.entries), "the presence is not of this layout")
         ends = [0, *(end for piece in reduced.pieces for end in (piece.start, piece.stop)), self.layout.numel]
         check(ends[::2] == ends[1::2], f"expected all of a gradient of {self.layout.numel} elements, got {ends[1:-1]}")
         with torch.no_grad():
-            flat = self._memory()
-            for piece in reduced.pieces:
-                place = flat[piece.start : piece.stop]
-                if piece.data.device == place.device:
-                    torch.mul(piece.data, scale, out=place)
-                else:  # reduced in host memory, for a model on a device
-                    place.copy_(piece.data).mul_(scale)
-            present = self._join_places(reduced.presence)
-            if self._converted:
-                narrow = [i for i in self._converted if present[i]]
-                torch._foreach_copy_([self._converted[i] for i in narrow], [self._views[i] for i in narrow])
+            gradients = self._normalised(reduced, scale)
+            self._join_places(gradients)
+            tied = [self._join_stages(one, gradients, scale, received or {}) for one in self._ties]
             for i, parameter in self._params.items():
-                parameter.grad = self._converted.get(i, self._views[i]) if present[i] else None
-            for tied in self._ties:
-                self._join_stages(tied, flat, scale, reduced.presence, received or {})
+                gradient = gradients.pop(i, None)
+                parameter.grad = gradient if gradient is None else gradient.to(parameter.dtype)
+            for one, gradient in zip(self._ties, tied, strict=True):
+                one.parameter.grad = gradient if gradient is None else gradient.to(one.parameter.dtype)
 
     def clear(self) -> None:
         """Take the gradients away, so that the next lane's are autograd's own tensors."""
@@ -109,51 +101,45 @@ class GradientHandOver:
                     statistic: Tensor = getattr(module, attribute)
                     statistic.copy_(torch.div(total[:-1], count).view(entry.shape))
 
-    def _memory(self) -> Tensor:
-        if self._flat is None:
-            device = next((p.device for p in self._params.values()), torch.device("cpu"))
-            self._flat = torch.zeros(self.layout.numel, dtype=torch.float32, device=device)
-            for i, parameter in self._params.items():
-                entry = self.layout.entries[i]
-                self._views[i] = entry.view(self._flat)
-                if parameter.dtype != torch.float32 and entry.tied_to < 0:
-                    self._converted[i] = torch.empty_like(self._views[i], dtype=parameter.dtype)
-        return self._flat
+    def _normalised(self, reduced: Reduced, scale: float) -> dict[int, Tensor]:
+        """The gradients that are present times `scale`, in float32, by entry; in the parameters' shapes and strides."""
+        found: dict[int, Tensor] = {}
+        within: dict[int, Tensor] = {}
+        for i, parameter in self._params.items():
+            if not reduced.presence[i]:
+                continue
+            entry = self.layout.entries[i]
+            piece = next(p for p in reduced.pieces if entry.offset < p.stop or not entry.numel)
+            if entry.stop <= piece.stop and piece.data.device == parameter.device:
+                at = piece.data.storage_offset() + entry.offset - piece.start
+                within[i] = piece.data.as_strided(entry.shape, entry.stride, at)
+            else:  # in several pieces, or reduced in host memory for a model on a device
+                flat = torch.empty(entry.numel, dtype=torch.float32, device=parameter.device)
+                flat.copy_(gather(reduced, entry.offset, entry.stop)).mul_(scale)
+                found[i] = flat.as_strided(entry.shape, entry.stride)
+        if within:
+            found |= zip(within, torch._foreach_mul([*within.values()], scale), strict=True)
+        return found
 
     def _join_stages(
-        self, tied: Tied, flat: Tensor, scale: float, presence: bytes, received: Mapping[TiePlace, Tensor | None]
-    ) -> None:
-        """`_join_places`, in the same order, with places of other stages, too."""
+        self, tied: Tied, gradients: dict[int, Tensor], scale: float, received: Mapping[TiePlace, Tensor | None]
+    ) -> Tensor | None:
+        """`_join_places`, in the same order, with places of other stages, too; takes those of this stage out."""
         entry = self.layout.entries[tied.own[0].entry]
         total: Tensor | None = None
         for place in tied.places:
             if place.entry >= 0:
-                here = self.layout.entries[place.entry]
-                value = flat[here.offset : here.stop] if presence[place.entry] else None
-                self._params[place.entry].grad = None
+                value = gradients.pop(place.entry, None)
             else:
                 check(place in received, f"the gradient of {tied.name} at unit {place.unit} has not been received")
                 theirs = received[place]
-                value = None if theirs is None else torch.mul(theirs, scale)
-            if value is None:
-                continue
-            if total is None:
-                total = self._sums.setdefault(tied.name, torch.empty_like(value)).copy_(value)
-            else:
-                total.add_(value)
-        grad = None if total is None else total.as_strided(entry.shape, entry.stride)
-        tied.parameter.grad = grad if grad is None else grad.to(tied.parameter.dtype)
+                value = None if theirs is None else torch.mul(theirs, scale).as_strided(entry.shape, entry.stride)
+            total = value if total is None else total if value is None else total.add_(value)
+        return total
 
-    def _join_places(self, presence: bytes) -> bytes | bytearray:
-        if not self._later:
-            return presence
-        present = bytearray(presence)
+    def _join_places(self, gradients: dict[int, Tensor]) -> None:
+        """Add up the places of one parameter into the first one, of which alone the optimizer has the leaf."""
         for i, first in self._later:
-            if present[i]:
-                if present[first]:
-                    self._views[first].add_(self._views[i])
-                else:
-                    self._views[first].copy_(self._views[i])
-                    present[first] = 1
-                present[i] = 0  # the optimizer sees the first leaf only
-        return present
+            value = gradients.pop(i, None)
+            if value is not None:
+                gradients[first] = gradients[first].add_(value) if first in gradients else value

@@ -125,7 +125,7 @@ class LastLane:
             value = left.add_(value)
         if lefts:
             torch.add(lefts[-1], value, out=self._views[i])
-        else:
+        elif value is not self._views[i]:
             self._views[i].copy_(value)
 
     def leave(self, sums: Sequence[int]) -> None:

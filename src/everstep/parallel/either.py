@@ -23,7 +23,7 @@ from everstep.parallel.two_tiers import TieredTransport
 
 
 class NodeFlats(Flats):
-    """Nodes and kept results in shared memory, for a transport that moves them over sockets."""
+    """Nodes in shared memory, for a transport that moves them over sockets."""
 
     def __init__(self, numel: int, slots: NodeSlots) -> None:
         super().__init__(numel, torch.device("cpu"))
@@ -32,15 +32,12 @@ class NodeFlats(Flats):
     def tensor(self, step: int, node: Node) -> torch.Tensor:
         return self._slots.tensor(step, node)
 
+    def begun(self, step: int) -> bool:
+        return self._slots.begun(step)
+
     def held(self, step: int, node: Node) -> torch.Tensor:
         self._slots.index(step, node)
         return self._slots.tensor(step, node)
-
-    def keep_result(self, step: int, node: Node) -> None:
-        self._slots.keep_result(step, node)
-
-    def begin_reduction(self, step: int) -> None:
-        self._slots.release_results(step)
 
 
 class EitherTransport:

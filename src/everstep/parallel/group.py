@@ -32,7 +32,6 @@ from everstep.parallel.reduction import (
     Flats,
     decode_offers,
     encode_offers,
-    new_flat,
     zero_absent,
 )
 from everstep.parallel.socket_mesh import SocketMesh
@@ -81,7 +80,6 @@ class GroupTransport:
         self._owned: dict[int, Runs] = {}
         self._flats = flats or Flats(layout.numel, self._device)
         self._finisher = BlockFinisher(layout, n_lanes, self._groups.fence.check)
-        self._results: list[torch.Tensor | None] = [None, None]
 
     @property
     def segment(self) -> str:
@@ -100,7 +98,7 @@ class GroupTransport:
         self._owned = finishers(plan, self._layout.n_blocks)
         if self._device.type == "cpu":
             own = self._me.worker_id, self._owned, self._layout, self._n_lanes
-            self._stream = stream or BlockStream(*own, self._finisher, self._flats.scratch, self._result)
+            self._stream = stream or BlockStream(*own, self._finisher, self._flats.scratch, self._flats.result)
         self._groups.link(self._stream or self._device)
         with self._ticker.ticking():
             self._groups.fence.check()
@@ -147,7 +145,7 @@ class GroupTransport:
         """Offer own nodes, finish the tree for the own blocks, send the result to all."""
         self._groups.fence.check()
         self._finisher.begin(step)
-        self._flats.begin_reduction(step)
+        self._flats.begin(step)
         with self._ticker.ticking():
             own = {node: self._flats.held(step, node) for node in presence}
             alone = Node(0, self._n_lanes)
@@ -156,14 +154,13 @@ class GroupTransport:
             offers = self._offers(step, presence) if offers is None else offers
             present = merge_presence(row for offered in offers.values() for _, row in offered)
             if streamed:
-                result = self._result(step)
+                result = self._flats.result(step)
                 self._finisher.received(step)
             elif len(offers) == 1 and list(own) == [alone]:
                 result = own[alone]
                 zero_absent(self._layout, result, present)
-                self._flats.keep_result(step, alone)
             else:
-                result = self._result(step)
+                result = self._flats.result(step)
                 self._move(step, own, offers, result)
         return Reduced(step, (Piece(0, self._layout.numel, result),), present, self._owned[self._me.worker_id])
 
@@ -246,12 +243,6 @@ class GroupTransport:
                 parts.append(NodePart(node, part, row, start))
         parts.sort(key=lambda part: part.node)
         return parts, recvs
-
-    def _result(self, step: int) -> torch.Tensor:
-        found = self._results[step % 2]
-        if found is None:
-            found = self._results[step % 2] = new_flat(self._layout.numel, self._device)
-        return found
 
 
 class GroupLinks:

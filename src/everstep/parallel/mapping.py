@@ -251,7 +251,7 @@ def _map_readonly(path: str, size_bytes: int, expected: tuple[Any, ...]) -> mmap
 #     page 0     header and bell
 #     records    exchange 0, exchange 1, nodes, result 0, result 1, final: small checksummed records
 #     nodes      `slots` flat gradients of float32: sums of complete subtrees
-#     results    two flat gradients of float32 (by parity of the step): finished blocks
+#     results    two flat gradients of float32: finished blocks
 #
 # Order of writes: data, then the record that announces it, its checksum last, then the bell. x86 keeps the order of
 # stores; elsewhere the barrier inside the futex call orders data before the next record, and a reader that runs ahead
@@ -264,7 +264,6 @@ FINAL = 5
 _MAGIC = b"EVERSTP1"
 _RECORD = struct.Struct("<QQ40s")
 _KEY = struct.Struct("<q16sqq")
-_SPARE_SLOTS = 3
 
 
 def record_key(generation: int, tag: Tag) -> bytes:
@@ -288,8 +287,8 @@ class Geometry:
 
     @property
     def slots(self) -> int:
-        """Number of node slots: one per lane, and further ones that results of the last steps may still occupy."""
-        return self.n_lanes + _SPARE_SLOTS
+        """Number of node slots: one for each node of the lane tree."""
+        return 2 * self.n_lanes - 1
 
     @property
     def blocks(self) -> int:
@@ -316,8 +315,8 @@ class Geometry:
     def slot_offset(self, slot: int) -> int:
         return self.record_offsets[-1] + slot * self.flat_bytes
 
-    def result_offset(self, parity: int) -> int:
-        return self.slot_offset(self.slots + parity)
+    def result_offset(self, area: int) -> int:
+        return self.slot_offset(self.slots + area)
 
     @property
     def size_bytes(self) -> int:
@@ -343,8 +342,9 @@ class _Segment(Mapping):
         check(0 <= slot < self.geometry.slots, f"slot {slot} of {self.geometry.slots}")
         return self.flat(self.geometry.slot_offset(slot))
 
-    def result(self, parity: int) -> torch.Tensor:
-        return self.flat(self.geometry.result_offset(parity))
+    def result(self, area: int) -> torch.Tensor:
+        check(area in (0, 1), f"result area {area} of 2")
+        return self.flat(self.geometry.result_offset(area))
 
     def read(self, record: int, key: bytes) -> bytes | None:
         """Payload of a record that bears this key and is whole; None otherwise."""

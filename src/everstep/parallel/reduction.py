@@ -100,8 +100,10 @@ def new_flat(numel: int, device: torch.device) -> torch.Tensor:
 
 
 class Flats:
-    """Nodes, kept results and receive buffers: hands out float32 [numel] tensors by (step, node), and takes them back
-    by the promises of the transport."""
+    """Memory of nodes by (step, node), of a step's result, and of what is received: float32 [numel] tensors.
+
+    Nodes and results are free again when another step begins here.
+    """
 
     _SPARES = 2
 
@@ -110,17 +112,26 @@ class Flats:
         self._device = device
         self._step = 0
         self._nodes: dict[Node, torch.Tensor] = {}
-        self._results: dict[int, torch.Tensor] = {}
         self._spare: list[torch.Tensor] = []
+        self._results: dict[int, torch.Tensor] = {}
+        self._area = (0, 0)
+        """The last step that had a result, and which of two areas."""
         self._scratch: dict[int, torch.Tensor] = {}
 
-    def tensor(self, step: int, node: Node) -> torch.Tensor:
-        """Tensor of a node; the same (step, node) gives the same memory; a new step frees old nodes."""
+    def begin(self, step: int) -> None:
+        """This worker begins a step, or goes on with it."""
         if step != self._step:
             self._step = step
-            kept = {id(t) for t in self._results.values()}
-            self._spare += [t for t in self._nodes.values() if id(t) not in kept]
+            self._spare = [*self._spare, *self._nodes.values()][: self._SPARES]
             self._nodes.clear()
+
+    def begun(self, step: int) -> bool:
+        """Whether this worker is known to have begun the step, and no other one since."""
+        return step == self._step
+
+    def tensor(self, step: int, node: Node) -> torch.Tensor:
+        """Tensor of a node; the same (step, node) gives the same memory."""
+        self.begin(step)
         if node not in self._nodes:
             self._nodes[node] = self._spare.pop() if self._spare else new_flat(self._numel, self._device)
         return self._nodes[node]
@@ -130,16 +141,16 @@ class Flats:
         check(step == self._step and node in self._nodes, f"node {node} of step {step} was never asked for")
         return self._nodes[node]
 
-    def keep_result(self, step: int, node: Node) -> None:
-        """Keep the node as the result of the step until the reduction of step + 2 begins."""
-        self._results[step] = self._nodes[node]
-
-    def begin_reduction(self, step: int) -> None:
-        """Free results of step - 2, and those of later steps that were undone."""
-        freed = [s for s in self._results if not step - 2 < s <= step]
-        held = {id(t) for t in self._nodes.values()}
-        self._spare += [t for t in map(self._results.pop, freed) if id(t) not in held]
-        del self._spare[self._SPARES :]
+    def result(self, step: int) -> torch.Tensor:
+        """Memory for the result of a step. Blocks of it may come before the step begins here: they go into a second
+        area, since the result of the step before may be in use."""
+        last, area = self._area
+        if step != last:
+            self._area = step, area if self.begun(step) else 1 - area
+        area = self._area[1]
+        if area not in self._results:
+            self._results[area] = new_flat(self._numel, self._device)
+        return self._results[area]
 
     def scratch(self, number: int, numel: int) -> torch.Tensor:
         """Receive buffer `number`, free again after the reduction; float32 [numel]."""

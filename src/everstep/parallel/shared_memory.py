@@ -6,12 +6,13 @@ block range reads them there, finishes the tree into its own result area, and al
 Why nothing is overwritten too early, without a lock:
 - Nodes of a step: a member that begins the next step has left `reduce`, so all results are finished and nobody reads
   the nodes.
-- Result areas alternate by step. Writing that of step s begins when the nodes of all members have arrived for s, so all
-  of them have begun the reduction of s, and promised not to use the result of s - 2 any more.
+- Writing the result of step s begins when the nodes of all members have arrived for s, so all of them have begun it,
+  and promised not to use an earlier result any more: one result area is enough.
 - A step that is reduced again in another generation gives the same bits at the same place; blocks finished before are
   not written again, so readers of the earlier result may go on.
-- If others are on other hosts (`tiers`), blocks are read and finished before the reduction begins: a member that
-  computes step s in a settled generation has all records of step s - 1, so nobody uses the result of s - 2 any more.
+- If others are on other hosts (`tiers`), blocks are read and finished before the reduction begins, so two result areas
+  alternate: a member that computes step s in a settled generation has all records of step s - 1, so nobody uses the
+  result of s - 2 any more.
 - Exchange slots alternate: a member that writes its k-th record has read all (k-1)-th ones, so nobody waits for the
   (k-2)-th. A peer may thus be one exchange ahead, also beyond a prepared change of generation; both slots are read.
 """
@@ -128,7 +129,6 @@ class SharedMemoryTransport:
         """Offer own nodes, finish the tree for the own blocks, and return views of all members' results."""
         self._fence.check()
         self.finisher.begin(step)
-        self._slots.release_results(step)
         key = record_key(self._fence.generation, Tag("reduce", step, 0))
         slots = {node: self._slots.index(step, node) for node in presence}
         alone = Node(0, self._n_lanes)
@@ -140,9 +140,8 @@ class SharedMemoryTransport:
         parts.sort(key=lambda part: part.node)
         owned = self._owned[self._me.worker_id]
         for run in owned:
-            self.finisher.finish(step, run, parts, self.result(self._me.worker_id, step))
-        self.finish_together(step)
-        return Reduced(step, self._pieces(step), union(parts), owned)
+            self.finisher.finish(step, run, parts, self.own_result(step))
+        return Reduced(step, self._pieces(self.finish_together(step)), union(parts), owned)
 
     # ---- parts of the reduction, for code that reduces beyond this host
 
@@ -196,18 +195,29 @@ class SharedMemoryTransport:
         """Node in that slot of a member of this host, float32 [layout.numel]."""
         return self.segment_of(worker_id).slot(slot)
 
-    def result(self, worker_id: int, step: int) -> torch.Tensor:
-        """Part of the step's result that a member of this host holds, at its place, float32 [layout.numel]."""
-        return self.segment_of(worker_id).result(step % 2)
+    def own_result(self, step: int, *, early: bool = False) -> torch.Tensor:
+        """This worker's part of the step's result, at its place, float32 [layout.numel]. early: it is written while
+        members of this host may still use the result of the step before."""
+        return self._own.result(self._slots.area(step, early))
 
-    def finish_together(self, step: int) -> None:
-        """Report that this worker's part of the step's result is complete, and wait for all parts of this host.
+    def finish_together(self, step: int) -> dict[int, torch.Tensor]:
+        """Report that this worker's part of the step's result is complete, and wait for all parts of this host: each
+        member's, at its place, float32 [layout.numel].
 
         Raises: CollectiveAborted.
         """
         record, key = RESULT[step % 2], record_key(self._fence.generation, Tag("reduce", step, 0))
-        self._own.write(record, key, b"")
-        self._await(lambda _, peer: peer.read(record, key) is not None, f"results of step {step}")
+        self._own.write(record, key, bytes([self._slots.area(step)]))
+        found = {self._me.worker_id: self.own_result(step)}
+
+        def ready(worker_id: int, peer: PeerSegment) -> bool:
+            area = peer.read(record, key)
+            if area is not None:
+                found[worker_id] = peer.result(area[0])
+            return area is not None
+
+        self._await(ready, f"results of step {step}")
+        return found
 
     def look(self) -> None:
         """Tick; call it every few milliseconds of work. Raises: CollectiveAborted."""
@@ -267,18 +277,17 @@ class SharedMemoryTransport:
         self._await(ready, "nodes")
         return parts
 
-    def _pieces(self, step: int) -> tuple[Piece, ...]:
+    def _pieces(self, results: Mapping[int, torch.Tensor]) -> tuple[Piece, ...]:
         pieces = []
         for (first, last), worker_id in sorted((run, w) for w, runs in self._owned.items() for run in runs):
             start, stop = first * BLOCK_ELEMENTS, last * BLOCK_ELEMENTS
-            pieces.append(Piece(start, stop, self.result(worker_id, step)[start:stop]))
+            pieces.append(Piece(start, stop, results[worker_id][start:stop]))
         return tuple(pieces)
 
     def _keep_root(self, step: int, root: Node, present: bytes) -> Reduced:
         """Result of a worker that has added up everything alone: its node, with zeros for entries that no lane had."""
         flat = self.node(step, root)
         zero_absent(self._layout, flat, present)
-        self._slots.keep_result(step, root)
         return Reduced(step, (Piece(0, self._layout.numel, flat),), present, self._owned[self._me.worker_id])
 
     def _await(self, ready: Ready, what: str) -> None:
@@ -310,7 +319,7 @@ def _final_key(generation: int) -> bytes:
 
 
 class NodeSlots:
-    """Slots of the own segment that hold nodes of the current step, and those that hold results."""
+    """Which slots of the own segment hold the nodes of the current step, and which area holds its result."""
 
     _IDLE_STEPS = 4
 
@@ -318,7 +327,8 @@ class NodeSlots:
         self._own = own
         self._step = 0
         self._used: dict[Node, int] = {}
-        self._results: dict[int, int] = {}
+        self._area = (0, 0)
+        """The last step whose result had an area, and which."""
         self._touched: dict[int, int] = {}
 
     def tensor(self, step: int, node: Node) -> torch.Tensor:
@@ -328,7 +338,7 @@ class NodeSlots:
             self._used.clear()
             self._forget_idle()
         if node not in self._used:
-            taken = {*self._used.values(), *self._results.values()}
+            taken = set(self._used.values())
             slot = next(s for s in range(self._own.geometry.slots) if s not in taken)
             self._used[node] = slot
         self._touched[self._used[node]] = step
@@ -339,17 +349,20 @@ class NodeSlots:
         check(step == self._step and node in self._used, f"node {node} of step {step} was never asked for")
         return self._used[node]
 
-    def keep_result(self, step: int, node: Node) -> None:
-        """Keep the node as the result of the step."""
-        self._results[step] = self.index(step, node)
+    def begun(self, step: int) -> bool:
+        """Whether a node of the step was asked for, and none of another one since."""
+        return step == self._step
 
-    def release_results(self, step: int) -> None:
-        """Free results when the reduction of `step` begins: only this step's and the last one's are in use."""
-        self._results = {s: slot for s, slot in self._results.items() if step - 2 < s <= step}
+    def area(self, step: int, early: bool = False) -> int:
+        """Result area of a step. A later step takes the same one; the other one if it is written early, while that of
+        the step before may be in use."""
+        last, area = self._area
+        if step != last:
+            self._area = step, area ^ early
+        return self._area[1]
 
     def _forget_idle(self) -> None:
-        kept = set(self._results.values())
-        idle = [s for s, step in self._touched.items() if step + self._IDLE_STEPS < self._step and s not in kept]
+        idle = [s for s, step in self._touched.items() if step + self._IDLE_STEPS < self._step]
         for slot in idle:
             del self._touched[slot]
             self._own.forget_slot(slot)

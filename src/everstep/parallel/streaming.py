@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property, partial
 from typing import NamedTuple
 
 import torch
@@ -137,16 +138,24 @@ class BlockSums:
 class StepBlocks(BlockSums):
     """State of one step's reduction: lanes that have come of each own block, and results. Not thread-safe.
 
-    own: blocks that are finished here. out: the flat result. awaited: blocks whose result will come here, None: all.
+    own: blocks that are finished here. result: gives the flat result; not asked before there are blocks of it.
+    awaited: blocks whose result will come here, None: all.
     """
 
-    def __init__(self, own: Runs, n_blocks: int, n_lanes: int, out: torch.Tensor, awaited: int | None = None) -> None:
+    def __init__(
+        self, own: Runs, n_blocks: int, n_lanes: int, result: Callable[[], torch.Tensor], awaited: int | None = None
+    ) -> None:
         super().__init__(Node(0, n_lanes), own)
-        self.out = out
+        self._result = result
         self._results = bytearray(n_blocks)
         self._pushed: dict[Node, bytearray] = {}
         self.open = n_blocks if awaited is None else awaited
         """Number of blocks whose result has not come yet."""
+
+    @cached_property
+    def out(self) -> torch.Tensor:
+        """The flat result."""
+        return self._result()
 
     def result(self, first: int, last: int) -> None:
         """Note that results have come. Raises: ProtocolError if one of them had come before."""
@@ -377,9 +386,9 @@ class BlockStream:
             if len(self._steps) >= _STEPS:
                 raise ProtocolError(f"step {step} begins while the steps {sorted(self._steps)} are not over")
             self._finisher.begin(step)
-            own, out = self._owned[self._me], self._result(step)
+            own, result = self._owned[self._me], partial(self._result, step)
             awaited = sum(hi - lo for w in (self._me, *self._reach.owners) for lo, hi in self._owned[w])
-            blocks = StepBlocks(own, self._layout.n_blocks, self._n_lanes, out, awaited)
+            blocks = StepBlocks(own, self._layout.n_blocks, self._n_lanes, result, awaited)
             self._steps[step], self._numbers[step] = blocks, []
         return blocks
 
@@ -428,7 +437,8 @@ class BlockStream:
 
     def _perform(self, work: Work) -> None:
         """Finish own blocks, and send their result to all readers."""
-        out = self._steps[work.step].out
+        with self._lock:
+            out = self._steps[work.step].out
         self._finisher.finish(work.step, (work.first, work.last), work.parts, out)
         for begin, end in self._cut.pieces(work.first, work.last):
             for w in self._reach.readers:

@@ -102,7 +102,7 @@ class TierStream(BlockStream):
         may_come = frozenset((there[0], top) for there in self._outside for top in tops(there))
         super().__init__(
             *(me, tiers.shares(layout.n_blocks), layout, n_lanes, near.finisher, flats.scratch),
-            lambda step: near.result(me, step),
+            lambda step: near.own_result(step, early=True),
             Reach(couriers, couriers, may_come),
         )
         self._near = near
@@ -291,7 +291,6 @@ class TieredTransport:
         near, far, stream = self._near, self._far, self._stream
         check(stream is not None, "a reduction before the members have met")
         near.look()
-        near.slots.release_results(step)
         with far.ticking():
             slots = {node: near.slots.index(step, node) for node in presence}
             records = far.exchange(Tag("reduce", step, 0), encode_offers(slots, presence))
@@ -303,9 +302,9 @@ class TieredTransport:
             except BaseException:
                 far.mesh.cut()  # no further writes to the receive buffers
                 raise
-            near.finish_together(step)
+            results = near.finish_together(step)
         present = merge_presence(row for offered in offers.values() for _, _, row in offered)
-        pieces = (Piece(0, self._layout.numel, near.result(self._courier, step)),)
+        pieces = (Piece(0, self._layout.numel, results[self._courier]),)
         return Reduced(step, pieces, present, self._owned[self._me])
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from everstep.base.errors import ConfigError
 from everstep.exact.attributes import Watched, plain
 from everstep.exact.state import ModelState
-from everstep.train.replica import UpdateProbe
+from everstep.train.update_probe import UpdateProbe
 
 
 class Averaging(torch.optim.SGD):

@@ -144,7 +144,7 @@ def test_nobody_offers_to_himself_alone() -> None:
 
 
 def step_blocks() -> StepBlocks:
-    return StepBlocks(((2, 6),), 8, LANES, torch.empty(0))
+    return StepBlocks(((2, 6),), 8, LANES, lambda: torch.empty(0))
 
 
 def test_a_block_can_be_finished_once_all_lanes_of_it_are_there() -> None:

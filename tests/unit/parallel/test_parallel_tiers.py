@@ -6,6 +6,7 @@ import os
 import queue
 import random
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -24,6 +25,7 @@ from everstep.exact.reduce import finish
 from everstep.parallel import reduction, two_tiers
 from everstep.parallel.either import EitherTransport
 from everstep.parallel.nccl_links import Transfer
+from everstep.parallel.shared_memory import SharedMemoryTransport
 from everstep.parallel.socket_mesh import BlockNote
 from everstep.parallel.transport_kinds import KINDS, Site
 from everstep.parallel.two_tiers import FinalBlocks, TieredTransport
@@ -283,16 +285,54 @@ def test_who_is_not_the_courier_may_send_nothing(crew: Crew) -> None:
             stream.space(w, BlockNote(1, *node, 1, True), size)
 
 
-def test_results_stay_until_the_second_next_reduction(crew: Crew) -> None:
-    for generation, machines in ((1, {0: "a", 1: "a"}), (2, {0: "a", 1: "a", 2: "b", 3: "b"}), (3, {0: "a", 1: "a"})):
+@pytest.mark.parametrize(
+    "machines",
+    [{0: "a", 1: "a", 2: "a"}, {0: "a", 1: "b", 2: "c"}, {0: "a", 1: "a", 2: "b", 3: "b"}],
+    ids=["one host", "sockets", "tiers"],
+)
+def test_a_result_stays_until_its_reader_begins_the_next_step(crew: Crew, machines: dict[int, str]) -> None:
+    """Worker 1 has no lanes: all others are through with theirs, and have sent what they finished, before it begins."""
+    others = [i for i in machines if i != 1]
+    runs = {i: tuple(range(k * LANES // len(others), (k + 1) * LANES // len(others))) for k, i in enumerate(others)}
+    plan = crew.open(1, machines, [runs.get(i, ()) for i in machines])
+
+    def early(i: int, step: int) -> Reduced:
+        presence = fill(crew.transports[i], SHAPE, step, cover(plan.lanes_of(i), LANES))
+        crew.offer(i, step, {node: range(1, BLOCKS) for node in presence})
+        return crew.transports[i].reduce(step, presence)
+
+    for step in (1, 3, 5):
+        held = crew.reduce(plan, step)[1]
+
+        def late(step: int = step, held: Reduced = held) -> Reduced:
+            if len(set(machines.values())) > 1:
+                await_early_results(crew.transports[0 if machines[0] == machines[1] else 1], step + 1)
+            check_step([held], step)
+            return crew.transports[1].reduce(step + 1, {})
+
+        check_step(together(late, *(lambda i=i, step=step: early(i, step + 1) for i in others)), step + 1)
+
+
+def await_early_results(transport: EitherTransport, step: int) -> None:
+    """Until all blocks that can be finished before the reduction are there."""
+    current = transport._current
+    assert not isinstance(current, SharedMemoryTransport) and current._stream is not None
+    end_s = time.monotonic() + LIMIT_S
+    while (blocks := current._stream._steps.get(step)) is None or blocks.open > 1:
+        assert time.monotonic() < end_s, "no block came"
+        time.sleep(0.002)
+
+
+def test_one_result_area_is_enough_where_nothing_is_finished_early(crew: Crew) -> None:
+    for generation, machines in enumerate(({0: "a"}, {0: "a", 1: "a"}, {0: "a", 2: "b"}), 1):
         plan = crew.open(generation, machines)
-        base = 10 * generation
-        before, after = crew.reduce(plan, base), crew.reduce(plan, base + 1)
-        for i in plan.worker_ids:  # the nodes of step + 2 are being filled
-            for node in cover(plan.lanes_of(i), LANES):
-                crew.transports[i].node(base + 2, node).fill_(float("nan"))
-        check_step(before, base)
-        check_step(after, base + 1)
+        places = {whole_piece(crew.reduce(plan, 10 * generation + k)[0]) for k in range(4)}
+        assert len(places) == 1, machines
+
+
+def whole_piece(reduced: Reduced) -> int:
+    """Where a result begins in memory."""
+    return int(reduced.pieces[0].data.data_ptr())
 
 
 def test_a_step_reduced_again_leaves_the_earlier_result_alone_wherever_blocks_are_finished(crew: Crew) -> None:
@@ -324,7 +364,7 @@ def test_blocks_that_came_from_another_host_are_not_finished_again_in_place(
     """Partial sums would show to whoever reads the earlier result."""
     four = {0: "a", 1: "a", 2: "b", 3: "c"}
     held = crew.reduce(crew.open(1, four), 7)[0]
-    ((_, last),), mine = Tiers.of(four).shares(SHAPE.n_blocks)[0], crew.transports[0]._near.result(0, 7)
+    ((_, last),), mine = Tiers.of(four).shares(SHAPE.n_blocks)[0], crew.transports[0]._near.own_result(7)
     written: list[int] = []
 
     def watched(shape: object, n_lanes: int, parts: object, start: int, stop: int, out: torch.Tensor) -> None:

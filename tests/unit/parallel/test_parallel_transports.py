@@ -116,18 +116,17 @@ def test_uneven_lanes_and_standbys(crew: Crew, runs: list[tuple[int, ...]]) -> N
     check_step(crew.reduce(plan, 4), 4)
 
 
-def test_results_stay_until_the_second_next_reduction(crew: Crew) -> None:
+def test_results_stay_until_the_next_step_begins(crew: Crew) -> None:
     for generation, ids in ((1, [0]), (2, [0, 1, 2])):
         plan = crew.plan(generation, ids)
         crew.open(plan)
         base = 10 * generation
-        before = crew.reduce(plan, base)
-        after = crew.reduce(plan, base + 1)
-        for i in ids:  # the nodes of step + 2 are being filled
-            crew.transports[i].node(base + 2, Node(0, 8)).fill_(float("nan"))
-            crew.transports[i].node(base + 2, Node(0, 4)).fill_(float("nan"))
-        check_step(before, base)
-        check_step(after, base + 1)
+        results = crew.reduce(plan, base)
+        for i in ids[1:]:  # others begin, and fill their nodes
+            crew.transports[i].node(base + 1, Node(0, 8)).fill_(float("nan"))
+            crew.transports[i].node(base + 1, Node(0, 4)).fill_(float("nan"))
+        check_step(results[:1], base)
+        check_step(crew.reduce(plan, base + 2), base + 2)
 
 
 def test_same_node_is_the_same_memory_also_in_another_generation(crew: Crew) -> None:

@@ -14,7 +14,8 @@ import torch
 from everstep.base.errors import DeterminismError
 from everstep.exact.digest import tensor_digest
 from everstep.exact.seeding import seed_all
-from everstep.train.replica import UpdateProbe
+from everstep.train import update_probe
+from everstep.train.update_probe import UpdateProbe
 
 Make = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 
@@ -128,3 +129,57 @@ def test_what_cannot_be_copied_is_not_compared() -> None:
     probe = UpdateProbe(optimizer, 5)
     optimizer.step()
     probe.compare(1)
+
+
+# ---- a model that is larger than the sample
+
+
+@pytest.fixture
+def small_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second of the two parameters is copied, and the first, larger one is not."""
+    monkeypatch.setattr(update_probe, "SAMPLE_ELEMENTS", 20)
+
+
+class Together(torch.optim.SGD):
+    """Divides all gradients by the largest of them: its parameters cannot be updated apart."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        parameters = self.param_groups[0]["params"]
+        largest = max(float(p.grad.abs().max()) for p in parameters)
+        for parameter in parameters:
+            parameter.sub_(parameter.grad / largest)
+
+
+@pytest.mark.usefixtures("small_sample")
+@pytest.mark.parametrize("make", [*GOOD, lambda p: Together(p, lr=0.1)])
+def test_of_a_large_model_a_sample_passes_and_nothing_else_is_copied(make: Make) -> None:
+    test_a_deterministic_one_passes_and_its_bits_are_as_without(make)
+    optimizer = make(parameters())
+    probe = UpdateProbe(optimizer, 5)
+    assert [[tuple(p.shape) for p in group] for group in probe._sample] == [[(5, 3)]]
+
+
+@pytest.mark.usefixtures("small_sample")
+def test_of_a_large_model_one_that_is_not_deterministic_is_named() -> None:
+    optimizer = Noisy(parameters(), urandom)
+    probe = UpdateProbe(optimizer, 5)
+    optimizer.step()
+    with pytest.raises(DeterminismError, match="Noisy"):
+        probe.compare(1)
+
+
+@pytest.mark.usefixtures("small_sample")
+def test_the_sample_begins_with_the_state_that_it_has() -> None:
+    """The state of what is not in the sample is not copied."""
+    first, second = parameters()
+    optimizer = torch.optim.SGD([{"params": [first]}, {"params": [second], "lr": 0.5}], lr=0.1, momentum=0.9)
+    optimizer.step()
+    probe = UpdateProbe(optimizer, 5)
+    twin = update_probe._twin(optimizer, probe._sample)
+    (copied,) = twin.state
+    assert torch.equal(copied, second) and copied is not second
+    assert torch.equal(twin.state[copied]["momentum_buffer"], optimizer.state[second]["momentum_buffer"])
+    assert [group["lr"] for group in twin.param_groups] == [0.1, 0.5]
+    optimizer.step()
+    probe.compare(2)

@@ -1,0 +1,101 @@
+"""The most memory that a whole job holds, beside DistributedDataParallel: a causal transformer of 25M, AdamW, one host.
+
+    python bench/memory.py [--model transformer-25m] [--workers 2 4] [--steps 12] [--rounds 5] [--out FILE]
+
+All processes of a job together, shared pages divided among those who share them (PSS), looked at every 50 ms from the
+start to the end of step `--steps`. Rows, for each number of workers, whole runs in turn:
+- replicated: a job as it is by default, without checkpoints and copies in memory;
+- ddp, ddp-views: the peer with as many micro-batches under `no_sync` and our allocator settings, its
+  `gradient_as_bucket_view` off and on.
+
+Of each the most that was held before the end of the second step (start_mb: the first update is made twice), and after
+it (steps_mb), the greater of both (peak_mb), and its ratio to that of `ddp` in the same round (to_ddp).
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from cost import Watch
+from measure import BENCH, EverstepJob, committed, descendants, free_port, machine, spread, write_report
+from models import MODELS
+from turns import Job, ranks_job
+
+SAMPLE_S = 0.05
+ALONE = {"checkpoint.enabled": "false"}
+
+
+def measure_ours(model: str, workers: int, steps: int) -> dict[str, float]:
+    """One run of ours."""
+    with tempfile.TemporaryDirectory(prefix="everstep-bench-") as name:
+        task = f"{BENCH / 'models.py'}:{MODELS[model].__name__}"
+        job = EverstepJob(task, Path(name) / "run", "--workers", str(workers), "--steps", str(steps), settings=ALONE)
+        watch = Watch(lambda: descendants(job.process.pid), SAMPLE_S)
+        job.wait()
+        watch.close()
+        ends_ns = [at for _, at in committed(job.events())]
+    return _most(watch, ends_ns, steps)
+
+
+def measure_ddp(model: str, workers: int, steps: int, *options: str) -> dict[str, float]:
+    """One run of the peer, until it has come as far."""
+    defaults = MODELS[model].defaults
+    passes, batch = defaults["lanes"] // workers, defaults["lanes"] * defaults["micro_batch"]
+    with tempfile.TemporaryDirectory(prefix="everstep-bench-") as name:
+        command = [str(BENCH / "ddp_peer.py"), "--model", model, "--passes", str(passes), "--global-batch", str(batch)]
+        job: Job = ranks_job("ddp", [*command, *options], workers, free_port(), Path(name) / "ends")
+        watch = Watch(job.pids, SAMPLE_S)
+        try:
+            while len(ends := job.ends_ns()) < steps:
+                job.check()
+                time.sleep(0.1)
+        finally:
+            watch.close()
+            for rank in job.roots:
+                rank.kill()
+                rank.wait()
+    return _most(watch, ends, steps)
+
+
+def _most(watch: Watch, ends_ns: list[int], steps: int) -> dict[str, float]:
+    start = max(one[2] for one in watch.samples if one[0] <= ends_ns[1])
+    after = max(one[2] for one in watch.samples if ends_ns[1] < one[0] <= ends_ns[steps - 1])
+    return {"start_mb": start, "steps_mb": after, "peak_mb": max(start, after)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="transformer-25m", choices=MODELS)
+    parser.add_argument("--workers", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--out", help="also write the JSON here")
+    options = parser.parse_args()
+    report = {"bench": "memory", **machine(), "model": options.model}
+    for workers in options.workers:
+        case = (options.model, workers, options.steps)
+        runs: dict[str, Callable[[], dict[str, float]]] = {
+            "replicated": lambda case=case: measure_ours(*case),  # type: ignore[misc]
+            "ddp": lambda case=case: measure_ddp(*case),  # type: ignore[misc]
+            "ddp-views": lambda case=case: measure_ddp(*case, "--bucket-views"),  # type: ignore[misc]
+        }
+        found: dict[str, list[dict[str, float]]] = {name: [] for name in runs}
+        for number in range(options.rounds):
+            for name in runs if number % 2 == 0 else reversed(runs):
+                found[name].append(runs[name]())
+            for rows in found.values():
+                rows[-1]["to_ddp"] = rows[-1]["peak_mb"] / found["ddp"][-1]["peak_mb"]
+            print({name: rows[-1] for name, rows in found.items()}, file=sys.stderr, flush=True)
+        report[f"workers_{workers}"] = {
+            name: {key: spread([one[key] for one in rows], digits=3) for key in rows[0]} for name, rows in found.items()
+        }
+    write_report(report, options.out)
+
+
+if __name__ == "__main__":
+    main()

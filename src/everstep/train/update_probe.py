@@ -1,0 +1,135 @@
+"""The first update, made on copies as well, must give the same bits: else the optimizer is not deterministic.
+
+A model that fills the memory leaves no room for a second one: of a large model a sample of the parameters is copied.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections import OrderedDict, defaultdict
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from everstep.base.errors import ConfigError, DeterminismError
+from everstep.exact.attributes import Watched
+from everstep.exact.digest import tensor_digest
+from everstep.exact.seeding import seed_all
+
+log = logging.getLogger(__name__)
+
+SAMPLE_ELEMENTS = 1 << 20
+"""Models of up to so many elements are copied whole."""
+_SAMPLE_SHARE = 16
+
+
+class UpdateProbe:
+    """Makes an update on copies of parameters, gradients and optimizer; `compare` then looks at the real one.
+
+    A sample is copied, and updated twice; all of a small model, and once. If the real update treats the sample in
+    another way than the copies, that accuses nobody: some optimizers look at all of their parameters together.
+    What cannot be copied (no room, or a part that refuses) is not compared, and the log says so. Hooks of the optimizer
+    are not run on the copy: they belong to the user. Nothing of the original changes.
+    """
+
+    def __init__(self, optimizer: Optimizer, seed: int) -> None:
+        self._optimizer = optimizer
+        self._watched = Watched(optimizer)
+        self._sample = _sample(optimizer)
+        self._whole = sum(map(len, self._sample)) == sum(len(group["params"]) for group in optimizer.param_groups)
+        self._expected: list[list[str]] = []
+        try:
+            for _ in range(1 if self._whole else 2):
+                self._expected.append(self._updated(seed))
+        except Exception as error:
+            log.info("the first update is not compared: %s cannot be copied (%s)", type(optimizer).__name__, error)
+            self._expected = []
+
+    def _updated(self, seed: int) -> list[str]:
+        twin = _twin(self._optimizer, self._sample)
+        seed_all(seed)
+        type(twin).step(twin)
+        return _facts(twin, [group["params"] for group in twin.param_groups])
+
+    def compare(self, step: int) -> None:
+        """Raises: DeterminismError if the update has given other bits than before. ConfigError if the optimizer keeps
+        what changes where it cannot be carried."""
+        changed = self._watched.changed()
+        if changed:
+            kind, name = type(self._optimizer).__name__, changed[0]
+            value = getattr(self._optimizer, name, None)
+            raise ConfigError(
+                f"the optimizer {kind} keeps in self.{name} ({type(value).__name__}) what its updates change: that is "
+                "not carried to workers that are healed or resumed; keep it in self.state or self.param_groups, or as "
+                "plain values (numbers, strings, tensors, lists and dicts of them)"
+            )
+        if not self._expected:
+            return
+        first, *others = self._expected
+        if self._whole:
+            others = [_facts(self._optimizer, self._sample)]
+        if others == [first]:
+            return
+        raise DeterminismError(
+            f"the update of step {step} was made twice and gave different parameters or optimizer state: the optimizer "
+            f"{type(self._optimizer).__name__} uses an operation or a random source that is not deterministic (the "
+            "clock or os.urandom, say); use another optimizer, or torch's, numpy's or random's global generators in it"
+        )
+
+
+def _sample(optimizer: Optimizer) -> list[list[torch.Tensor]]:
+    """Parameters to copy, by group: the smallest of each group, and then the largest ones for which there is room."""
+    groups = [list(group["params"]) for group in optimizer.param_groups]
+    total = sum(parameter.numel() for group in groups for parameter in group)
+    room = max(SAMPLE_ELEMENTS, total // _SAMPLE_SHARE)
+    chosen: set[int] = set()
+    smallest = [min(group, key=torch.Tensor.numel) for group in groups if group]
+    largest = sorted((p for group in groups for p in group), key=torch.Tensor.numel, reverse=True)
+    for parameter in (*smallest, *largest):
+        if parameter.numel() <= room and id(parameter) not in chosen:
+            chosen.add(id(parameter))
+            room -= parameter.numel()
+    chosen = chosen or {id(parameter) for parameter in largest[-1:]}
+    return [[p for p in group if id(p) in chosen] for group in groups]
+
+
+def _twin(optimizer: Optimizer, sample: list[list[torch.Tensor]]) -> Optimizer:
+    """A copy for these parameters that shares nothing with the original. Its class's own pickling would lose what
+    subclasses add."""
+    memo: dict[int, Any] = {}
+    for parameter in (p for group in sample for p in group):
+        copied = nn.Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad)
+        if parameter.grad is not None:
+            copied.grad = parameter.grad.detach().clone()
+        memo[id(parameter)] = copied
+    groups, state = [], defaultdict[Any, Any](dict)
+    for group, chosen in zip(optimizer.param_groups, sample, strict=True):
+        rest = {name: copy.deepcopy(value, memo) for name, value in group.items() if name != "params"}
+        groups.append({"params": [memo[id(parameter)] for parameter in chosen], **rest})
+        memo[id(group)] = groups[-1]
+    for key, kept in optimizer.state.items():
+        if not isinstance(key, torch.Tensor) or id(key) in memo:
+            state[memo.get(id(key), key)] = copy.deepcopy(kept, memo)
+    memo |= {id(optimizer.param_groups): groups, id(optimizer.state): state}
+    twin: Optimizer = type(optimizer).__new__(type(optimizer))
+    for name, value in vars(optimizer).items():
+        if name.endswith("_hooks"):
+            twin.__dict__[name] = OrderedDict()
+        elif name != "step":  # a scheduler has wrapped the original's
+            twin.__dict__[name] = copy.deepcopy(value, memo)
+    return twin
+
+
+def _facts(optimizer: Optimizer, sample: list[list[torch.Tensor]]) -> list[str]:
+    """Digests of these parameters and of their state, in the optimizer's order."""
+    facts = []
+    for parameter in (p for group in sample for p in group):
+        facts.append(tensor_digest(parameter))
+        state = optimizer.state.get(parameter, {})
+        for key in sorted(state, key=str):
+            value = state[key]
+            facts.append(f"{key} {tensor_digest(value) if isinstance(value, torch.Tensor) else repr(value)}")
+    return facts
