@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from everstep.base.errors import ConfigError, check
 from everstep.base.ports import Node, OnFinal
+from everstep.exact.first_lane import FirstLane
 from everstep.exact.last_lane import LastLane, block_map, runs_of
 from everstep.exact.layout import ALIGN_ELEMENTS, Entry, GradientLayout, round_up
 from everstep.exact.lending import GradientWatch, Loan
@@ -56,6 +57,7 @@ class LaneAccumulator:
         self._watch: GradientWatch | None = GradientWatch(self._params)
         self._apart = set(self._narrow)
         self._loan: Loan | None = None
+        self._first: FirstLane | None = None
         self._last: LastLane | None = None
         self._offer: OnFinal | None = None
         self._blocks = block_map(layout, mine, [(r.start, r.stop) for r in self._statistics.regions])
@@ -138,6 +140,11 @@ class LaneAccumulator:
                 parameter.grad = gradient
         if self._offer is not None:
             self._listen(lane, path, self._offer)
+        if lane == path[0].lo and self._last is None:
+            check(self._buffer is not None, "begin() comes before enter()")
+            views = self._views_of(self._buffer(path[0]))  # type: ignore[misc]
+            self._leave_first()
+            self._first = FirstLane(self._params, views, self._apart)
 
     def _listen(self, lane: int, path: tuple[Node, ...], offer: OnFinal) -> None:
         """If the lane completes its node, its blocks leave while it is computed."""
@@ -186,6 +193,7 @@ class LaneAccumulator:
             captured = self._captured.pop(lane, None)
             statistics = self._statistics.take() if captured is None else captured
             loan, self._loan = self._loan, None
+            self._leave_first()
             last, self._last = self._last, None
             if last is not None:
                 check(lane == last.node.hi - 1, f"lane {lane} was added while another one was computed")
@@ -219,6 +227,7 @@ class LaneAccumulator:
     def dismiss(self) -> None:
         """Throw away the gradients that a backward pass left in `.grad`, because its lane had been added before."""
         check(self._loan is None, "the lane before was entered and never added")
+        self._leave_first()
         self._let_go()
 
     @property
@@ -262,6 +271,12 @@ class LaneAccumulator:
         for node in touched:
             del self._pending[node]
         self._loan = self._last = None
+        self._leave_first()
+
+    def _leave_first(self) -> None:
+        if self._first is not None:
+            self._first.end()
+            self._first = None
 
     # ---- leaves
 
