@@ -106,3 +106,51 @@ def test_a_lane_left_in_the_middle_takes_its_sibling_along() -> None:
     accumulator.begin(1, [Node(0, 4)], lambda _: torch.zeros(accumulator.layout.numel))
     assert accumulator.missing == (2, 3)
     assert all(p.grad is None for p in model.parameters())
+
+
+def in_memory_of(flat: Tensor, tensor: Tensor) -> bool:
+    return 0 <= tensor.data_ptr() - flat.data_ptr() < 4 * flat.numel()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_nodes_first_lane_and_its_sums_lie_in_the_nodes_memory(dtype: torch.dtype) -> None:
+    """All but what is absent in it, and what is not float32."""
+    model = Model(dtype)
+    accumulator = LaneAccumulator(layout := GradientLayout.build(model, [model]), model)
+    flat = torch.zeros(layout.numel)
+    for step in (1, 2):  # in the first lane of all, it is found out what may be lent
+        accumulator.begin(step, [Node(0, 4)], lambda _: flat)
+        for lane in (0, 1):
+            accumulator.enter(lane)
+            plain(model, torch.randn(5, 6), lane).backward()
+            there = {name: in_memory_of(flat, p.grad) for name, p in model.named_parameters() if p.grad is not None}
+            if step == 2:
+                elsewhere = {name for name, inside in there.items() if not inside}
+                expected = {"sometimes"} if lane else set()
+                assert elsewhere == (expected if dtype == torch.float32 else {*expected, "last.weight", "last.bias"})
+            accumulator.add(lane)
+            assert all(p.grad is None for p in model.parameters())
+
+
+def test_a_first_lane_that_is_given_up_leaves_nothing_behind() -> None:
+    model = Model(torch.float32)
+    accumulator = LaneAccumulator(layout := GradientLayout.build(model, [model]), model)
+    flats = {node: torch.zeros(layout.numel) for node in (Node(0, 1), Node(0, 2))}
+    accumulator.begin(1, [Node(0, 1)], flats.__getitem__)
+    accumulator.enter(0)
+    plain(model, torch.randn(5, 6), 0).backward()
+    accumulator.add(0)
+    x = torch.randn(5, 6)
+    accumulator.begin(2, [Node(0, 1)], flats.__getitem__)
+    accumulator.enter(0)
+    plain(model, x + 1, 0).backward()  # and its lane goes to another worker
+    accumulator.begin(2, [Node(0, 2)], flats.__getitem__)
+    assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
+    assert all(p.grad is None for p in model.parameters())
+    for lane in (0, 1):
+        accumulator.enter(lane)
+        plain(model, x, 0).backward()
+        accumulator.add(lane)
+    plain(model, x, 0).backward()
+    entry = next(e for e in layout.entries if e.name == "first.weight")
+    assert torch.equal(entry.view(flats[Node(0, 2)]), model.first.weight.grad * 2)
