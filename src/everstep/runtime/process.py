@@ -247,14 +247,44 @@ class MemoryKills:
 
 def _counter() -> Path:
     """The file with the counter of this process's control group, whether it exists or not."""
+    folder, first = _memory_group()
+    return folder / ("memory.oom_control" if first else "memory.events")
+
+
+def _memory_group() -> tuple[Path, bool]:
+    """Folder of this process's control group for memory, whether it exists or not; whether it is of version 1."""
     try:
         groups = [row.split(":", 2) for row in Path("/proc/self/cgroup").read_text().splitlines()]
     except OSError:
         groups = []
     paths = {controllers: path.lstrip("/") for _, controllers, path in groups}
     if "memory" in paths:
-        return _ROOT / "memory" / paths["memory"] / "memory.oom_control"
-    return _ROOT / paths.get("", "") / "memory.events"
+        return _ROOT / "memory" / paths["memory"], True
+    return _ROOT / paths.get("", ""), False
+
+
+def available_bytes() -> int:
+    """Memory that processes of this control group can still get without anything being swapped out or killed.
+
+    Source: Linux, MemAvailable of proc(5); limit, use and inactive_file of the group and those above it, by
+    admin-guide/cgroup-v2 and cgroup-v1/memory.
+    """
+    rows = Path("/proc/meminfo").read_text().splitlines()
+    found = [int(row.split()[1]) << 10 for row in rows if row.startswith("MemAvailable:")]
+    folder, first = _memory_group()
+    names = ("memory.limit_in_bytes", "memory.usage_in_bytes") if first else ("memory.max", "memory.current")
+    while folder.is_relative_to(_ROOT):
+        with contextlib.suppress(OSError, ValueError):  # a group without a limit
+            limit, used = (int((folder / name).read_text()) for name in names)
+            facts = dict(row.split() for row in (folder / "memory.stat").read_text().splitlines())
+            found.append(limit - used + int(facts["total_inactive_file" if first else "inactive_file"]))
+        folder = folder.parent
+    return max(0, min(found))
+
+
+def resident_bytes() -> int:
+    """Physical memory that this process holds now."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 T = TypeVar("T")

@@ -4,7 +4,8 @@ after a fault?
 Life a does the first steps. Life b, a new process, gets the carried state of a step in between, like a worker that is
 resumed, and does the steps after it. Everything that can be reached from the loop (`reachable`) must then be the same.
 If it is not, life c repeats life a, so that values that always differ (times, addresses) accuse nobody. Each life is a
-job of one worker by itself, with checkpoints in a folder that is thrown away.
+job of one worker by itself, with checkpoints in a folder that is thrown away. Lives a and b overlap where the memory is
+enough for both.
 """
 
 from __future__ import annotations
@@ -32,7 +33,14 @@ from everstep.base.readable import readable
 from everstep.protocol import messages as wire
 from everstep.runtime.host.fork_server import redirect_output
 from everstep.runtime.link.address import CHECKPOINTS_DIR
-from everstep.runtime.process import close_descriptors, die_with_parent, why_ended
+from everstep.runtime.process import (
+    MemoryKills,
+    available_bytes,
+    close_descriptors,
+    die_with_parent,
+    resident_bytes,
+    why_ended,
+)
 from everstep.train.carried_names import Read, Trained, is_run, read_loop
 from everstep.train.importing import import_from_script
 from everstep.train.loop_values import held
@@ -46,6 +54,8 @@ from everstep.train.worker_link import Deliver, Hello, LoneLink
 STEPS, LIMIT_S = 3, 120.0
 IN_REHEARSAL = "EVERSTEP_REHEARSAL"
 """Environment variable of a life that is only rehearsed."""
+_SIZE = "a.bytes"
+"""File with the size of life a, when it has done a step."""
 _NEVER = 1 << 40
 _WAIT_S = 0.01
 _MOST_TEXT = 400
@@ -138,10 +148,16 @@ class LifeLink(LoneLink):
         self.config, self.joined = _life_config(config), True
         if not config.rehearse:
             report(self._what, self._life, Sighting(error="rehearse is false"))
-        while self._life == "b" and not self._what.path("b").exists():
+        while self._life == "b" and not self._may_go_on():
             time.sleep(_WAIT_S)
         if self.run_dir is not None:
             self.run_dir.mkdir(exist_ok=True)
+
+    def _may_go_on(self) -> bool:
+        """Life b has its checkpoint, and there is room for a life beside life a, or that has ended."""
+        if not self._what.path("b").exists():
+            return False
+        return self._what.path("a.json").exists() or available_bytes() > int(read_given(self._what.path(_SIZE)))
 
     def follow(self, followed: WatchedLoop) -> None:
         """Set the things to look at: in the code before the first step, and in memory at the end of the last one."""
@@ -186,6 +202,7 @@ class LifeLink(LoneLink):
     def _pass_on(self) -> None:
         """Pass the saved checkpoint, and nothing else, to life b."""
         if self._life == "a" and self.run_dir is not None:
+            write_atomically(self._what.path(_SIZE), str(resident_bytes()))
             whole = self._what.path("b.part")
             shutil.copytree(self.run_dir / CHECKPOINTS_DIR, whole / CHECKPOINTS_DIR, copy_function=os.link)
             whole.rename(self._what.path("b"))
@@ -311,6 +328,7 @@ class Rehearsal:
         self._limit_s = limit_s
         self._in_turn = in_turn
         self._until_s = time.monotonic() + limit_s
+        self._kills = MemoryKills()
         self._pids: dict[str, int] = {}
 
     def verdict(self, listed: bool = False) -> Judgement:
@@ -371,7 +389,10 @@ class Rehearsal:
         try:
             return _read(self._what.path(f"{life}.json"))
         except (OSError, ValueError, KeyError, TypeError):
-            return Sighting(error=f"its process ended ({why_ended(os.waitstatus_to_exitcode(status)).reason})")
+            code = os.waitstatus_to_exitcode(status)
+            if code == -signal.SIGKILL and self._kills.lately(time.monotonic()):
+                return Sighting(error="there was not enough memory for it")
+            return Sighting(error=f"its process ended ({why_ended(code).reason})")
 
     def _output(self, life: str) -> str:
         """The last text that this life has printed."""

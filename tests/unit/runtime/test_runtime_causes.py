@@ -10,6 +10,7 @@ import pytest
 
 from everstep.base.cause import Cause, Why
 from everstep.base.config import load_config, to_dict
+from everstep.runtime import process
 from everstep.runtime.link.context import WorkerContext
 from everstep.runtime.process import MemoryKills, why_ended
 
@@ -60,6 +61,31 @@ def test_without_a_counter_no_kill_is_for_want_of_memory(tmp_path: Path) -> None
             counter.write_text(text)
         assert not MemoryKills(counter).lately(0.0)
     MemoryKills().look(0.0)  # that of this machine, whatever it has
+
+
+@pytest.mark.parametrize(
+    ("first", "files"),
+    [
+        (False, ("memory.max", "memory.current", "inactive_file")),
+        (True, ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")),
+    ],
+)
+def test_memory_that_can_still_be_had_is_what_the_tightest_group_leaves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: bool, files: tuple[str, str, str]
+) -> None:
+    inner = tmp_path / "pod" / "container"
+    inner.mkdir(parents=True)
+    monkeypatch.setattr(process, "_ROOT", tmp_path)
+    monkeypatch.setattr(process, "_memory_group", lambda: (inner, first))
+    whole = process.available_bytes()
+    assert whole > 1 << 20, "no group has a limit: that of the machine"
+    for folder, limit in ((inner, "max"), (inner.parent, "1000000")):
+        (folder / files[0]).write_text(limit)
+        (folder / files[1]).write_text("400000\n")
+        (folder / "memory.stat").write_text(f"anon 5\n{files[2]} 70000\n")
+    assert process.available_bytes() == 670_000
+    (inner.parent / files[1]).write_text("2000000\n")
+    assert process.available_bytes() == 0
 
 
 def test_last_words_keep_their_cause(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ import carried_loops
 import everstep
 import rehearsed_scripts
 from everstep.base.errors import ConfigError
+from everstep.train import rehearsal
 from everstep.train.join import rehearsed_with
 from everstep.train.rehearsal import Rehearsal, Rehearsed, run_script
 from everstep.train.restarts import read_in_code
@@ -113,6 +114,22 @@ def test_two_steps_are_enough(tmp_path: Path) -> None:
     loop = rehearsed_scripts.Loop("two", "n = 0", after="n += 1")
     verdict = rehearsed(tmp_path, loop.text.replace("steps=6", "steps=2"), in_turn=True)
     assert [f["object"] for f in verdict["findings"]] == ["n"] and not verdict["note"]
+
+
+def test_lives_for_which_there_is_no_room_side_by_side_take_turns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rehearsal, "available_bytes", lambda: 0)
+    told = tmp_path / "told"
+    line = f"with open({str(told)!r}, 'a') as f: f.write(os.environ['EVERSTEP_REHEARSAL'])"
+    verdict = rehearsed(tmp_path, rehearsed_scripts.Loop("tells", after=line).text)
+    assert not verdict["note"] and told.read_text() == "aaabb"
+
+
+def test_it_says_that_there_was_no_room_for_a_life(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rehearsal.MemoryKills, "lately", lambda self, now_s: True)
+    verdict = rehearsed(tmp_path, "import os\nos.kill(os.getpid(), 9)")
+    assert verdict["note"] == "there was not enough memory for it"
 
 
 def test_what_first_matters_later_is_refused(tmp_path: Path) -> None:
