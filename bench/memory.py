@@ -9,12 +9,15 @@ start to the end of step `--steps`. Rows, for each number of workers, whole runs
   `gradient_as_bucket_view` off and on.
 
 Of each the most that was held before the end of the second step (start_mb: the first update is made twice), and after
-it (steps_mb), the greater of both (peak_mb), and its ratio to that of `ddp` in the same round (to_ddp).
+it (steps_mb), the greater of both (peak_mb), and its ratio to that of `ddp` in the same round (to_ddp). planned_mb is
+what `everstep plan memory` says for all workers of a replicated job.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import subprocess
 import sys
 import tempfile
 import time
@@ -22,7 +25,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from cost import Watch
-from measure import BENCH, EverstepJob, committed, descendants, free_port, machine, spread, write_report
+from measure import BENCH, EverstepJob, committed, descendants, environment, free_port, machine, spread, write_report
 from models import MODELS
 from turns import Job, ranks_job
 
@@ -68,6 +71,14 @@ def _most(watch: Watch, ends_ns: list[int], steps: int) -> dict[str, float]:
     return {"start_mb": start, "steps_mb": after, "peak_mb": max(start, after)}
 
 
+def plan(model: str, workers: int) -> float:
+    """What a replicated job of so many workers is said to need, in MiB."""
+    task = f"{BENCH / 'models.py'}:{MODELS[model].__name__}"
+    command = [sys.executable, "-m", "everstep", "plan", "memory", task, "--workers", str(workers), "--json"]
+    said = json.loads(subprocess.run(command, capture_output=True, check=True, env=environment()).stdout)
+    return workers * sum(said["per_worker_bytes"].values()) / 2**20
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="transformer-25m", choices=MODELS)
@@ -91,7 +102,9 @@ def main() -> None:
             for rows in found.values():
                 rows[-1]["to_ddp"] = rows[-1]["peak_mb"] / found["ddp"][-1]["peak_mb"]
             print({name: rows[-1] for name, rows in found.items()}, file=sys.stderr, flush=True)
-        report[f"workers_{workers}"] = {
+        planned = plan(options.model, workers)
+        print(f"planned: {planned:.0f}", file=sys.stderr, flush=True)
+        report[f"workers_{workers}"] = {"planned_mb": round(planned, 1)} | {
             name: {key: spread([one[key] for one in rows], digits=3) for key in rows[0]} for name, rows in found.items()
         }
     write_report(report, options.out)

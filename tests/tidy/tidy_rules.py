@@ -18,6 +18,7 @@ PACKAGE = "everstep"
 
 LAYERS = {
     "base": 0,
+    "cost": 1,
     "placement": 1,
     "order": 1,
     "protocol": 2,
@@ -29,7 +30,6 @@ LAYERS = {
     "data": 4,
     "train": 5,
     "sim": 6,
-    "planner": 6,
     "chaos": 6,
     "zoo": 6,
     "report": 7,
@@ -39,7 +39,7 @@ LAYERS = {
 }
 ROOMS = {"process": 0, "process_figures": 0, "versions": 0, "link": 1, "files": 2, "lead": 3, "host": 4}
 """Floors inside `runtime`, for rooms and for the files beside them; any other file there is above them all."""
-PURE = ("placement", "order", "protocol")
+PURE = ("cost", "placement", "order", "protocol")
 IMPURE_MODULES = frozenset(
     {"torch", "numpy", "random", "secrets", "uuid", "time", "datetime", "sched"}
     | {"os", "io", "pathlib", "tempfile", "shutil", "logging", "urllib", "http"}

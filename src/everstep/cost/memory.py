@@ -1,0 +1,175 @@
+"""Memory that a worker needs to train a model, in bytes by kind. Pure.
+
+Two tables. That of the ZeRO paper (Rajbhandari et al., arXiv 1910.02054, section 3): mixed precision with Adam, 2 bytes
+per parameter for it, 2 for its gradient, 12 for the optimizer (a float32 copy and two moments). Stage 1 divides the
+optimizer's bytes among the workers, stage 2 the gradients', too, and stage 3 all. And the table of this product, which
+trains in float32 and keeps what exact recovery needs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from everstep.base.errors import ConfigError, check
+
+STAGES = (0, 1, 2, 3)
+RUNS = (0,)
+"""Stages that jobs can run with."""
+GB = 10**9
+WORKER_BYTES, JOB_BYTES = 48_000_000, 364_000_000
+"""Memory of Python and torch: of each worker beside what it shares with the others, and of a job's other processes.
+Source: bench/memory.py with a model of 0.1M parameters, 2 and 4 workers, torch 2.13 on Linux, x86-64, 2026-11-26."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """Sizes of a model and of its optimizer's state for one worker that holds all of it, in bytes.
+
+    activations: of one lane, None if they are not known. fixed: memory that does not grow with the model.
+    """
+
+    parameters: int
+    parameter_bytes: float
+    optimizer_bytes: float
+    buffer_bytes: float = 0.0
+    activation_bytes: float | None = None
+    fixed_bytes: float = 0.0
+
+
+@dataclass(frozen=True)
+class Split:
+    """How the work is divided.
+
+    lanes: of the global batch. nodes: complete subtrees of lanes per worker. copies: of each part of the optimizer's
+    state. offload: that state lies in host memory or on disk. hosts: on which the workers are.
+    """
+
+    workers: int
+    lanes: int = 8
+    nodes: int = 1
+    copies: int = 2
+    offload: bool = False
+    hosts: int = 1
+
+    def checked(self) -> Split:
+        """Raises: ConfigError, one line. Without more workers than copies, there are as many copies as workers."""
+        if self.workers < 1 or self.hosts < 1 or self.copies < 1:
+            raise ConfigError("--workers, --hosts and --copies: expected at least 1")
+        if self.hosts > self.workers:
+            raise ConfigError(f"--hosts: expected at most one per worker, got {self.hosts} for {self.workers} workers")
+        return replace(self, copies=min(self.copies, self.workers))
+
+
+@dataclass(frozen=True)
+class MemoryUse:
+    """Bytes of one worker by kind, on its device and in the memory of its host.
+
+    grows: kinds on the device that grow with the number of parameters.
+    """
+
+    device: Mapping[str, float]
+    host: Mapping[str, float] = field(default_factory=dict)
+    grows: frozenset[str] = frozenset({"parameters", "gradients", "optimizer", "lanes", "results"})
+
+    @property
+    def total(self) -> float:
+        """All bytes on the device."""
+        return sum(self.device.values())
+
+    def largest(self, memory_bytes: float, parameters: int) -> int:
+        """The most parameters for which there is room on a device; `parameters`: of the model counted here."""
+        growing = sum(size for kind, size in self.device.items() if kind in self.grows)
+        return max(0, math.floor((memory_bytes - (self.total - growing)) / (growing / parameters)))
+
+
+def by_paper(parameters: int, workers: int, stage: int, offload: bool = False) -> MemoryUse:
+    """Bytes by the ZeRO paper, one copy of everything. offload: the optimizer's 12 bytes are the host's."""
+    check(stage in STAGES, f"expected a stage from 0 to 3, got {stage}")
+    optimizer = 12 * parameters / (workers if stage >= 1 else 1)
+    device = {
+        "parameters": 2 * parameters / (workers if stage >= 3 else 1),
+        "gradients": 2 * parameters / (workers if stage >= 2 else 1),
+        "optimizer": 0.0 if offload else optimizer,
+    }
+    return MemoryUse(device, {"optimizer": optimizer} if offload else {})
+
+
+def of_ours(model: Model, split: Split, stage: int) -> MemoryUse:
+    """Bytes of a worker of this product.
+
+    - lanes: the sums of its lanes, one flat gradient for each complete subtree, and gradients under way. The update's
+      gradients lie where those were.
+    - results: reduced gradients. The workers of one host hold them once, in parts; elsewhere each has its own. From
+      stage 1 on, two of the own part, since blocks are finished early.
+    - gradients: from stage 1 on, of the own part, normalised for its update.
+    Where all workers hold all parts, stages 1 and 2 divide nothing. Stage 2 with one lane per worker frees each unit's
+    sums once its holders have them. In stage 3, parameters are split, too, within a cell of all workers, whose members
+    gather them unit by unit.
+    """
+    check(stage in STAGES, f"expected a stage from 0 to 3, got {stage}")
+    divided = stage > 0 and split.copies < split.workers
+    part = split.copies / split.workers if divided else 1.0
+    flat = 4.0 * model.parameters
+    per_worker = -(-split.lanes // split.workers)
+    under_way = flat * max(1, math.ceil(math.log2(per_worker)) - 1)
+    by_unit = divided and stage >= 2 and per_worker == 1
+    optimizer = model.optimizer_bytes * part
+    device = {
+        "parameters": model.parameter_bytes / (split.workers if stage == 3 else 1),
+        "gradients": flat * part if divided else 0.0,
+        "optimizer": 0.0 if split.offload else optimizer,
+        "lanes": 0.0 if by_unit else flat * split.nodes + under_way,
+        "results": 2 * flat * part if divided else flat / (split.workers if split.hosts == 1 else 1),
+        "buffers": model.buffer_bytes,
+        "activations": model.activation_bytes or 0.0,
+        "process": model.fixed_bytes,
+    }
+    return MemoryUse(device, {"optimizer": optimizer} if split.offload else {})
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """One stage's memory beside that of plain data parallelism (stage 0, nothing offloaded). GB are 10^9 bytes. `fits`
+    and `max_model_size_with_zero` (parameters) are None if no device was named. runs: jobs can run with it today."""
+
+    per_worker_bytes: Mapping[str, int]
+    host_bytes: Mapping[str, int]
+    baseline_memory_gb: float
+    zero_memory_gb: float
+    memory_reduction_factor: float
+    max_model_size_with_zero: int | None
+    fits: bool | None
+    runs: bool
+
+
+def answer(usage: MemoryUse, baseline: MemoryUse, parameters: int, memory_bytes: int | None, runs: bool) -> StageMemory:
+    """What one stage needs, from its bytes and those of stage 0."""
+    return StageMemory(
+        {kind: round(size) for kind, size in usage.device.items()},
+        {kind: round(size) for kind, size in usage.host.items()},
+        baseline.total / GB,
+        usage.total / GB,
+        baseline.total / usage.total,
+        None if memory_bytes is None else usage.largest(memory_bytes, parameters),
+        None if memory_bytes is None else usage.total <= memory_bytes,
+        runs,
+    )
+
+
+def answers_by_paper(parameters: int, workers: int, offload: bool, memory_bytes: int | None) -> dict[int, StageMemory]:
+    """For each stage, by the ZeRO paper."""
+    base = by_paper(parameters, workers, 0)
+    found = {stage: by_paper(parameters, workers, stage, offload) for stage in STAGES}
+    return {stage: answer(usage, base, parameters, memory_bytes, False) for stage, usage in found.items()}
+
+
+def answers_of_ours(model: Model, split: Split, memory_bytes: int | None) -> dict[int, StageMemory]:
+    """For each stage, of this product."""
+    base = of_ours(model, replace(split, offload=False), 0)
+    found = {stage: of_ours(model, split, stage) for stage in STAGES}
+    return {
+        stage: answer(usage, base, model.parameters, memory_bytes, stage in RUNS and not split.offload)
+        for stage, usage in found.items()
+    }

@@ -1,0 +1,100 @@
+"""The sizes of a task's model, counted on torch's meta device: no parameter is made, no kernel runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from everstep.base.errors import ConfigError
+from everstep.train.task import Task
+
+_ASSUMED_OPTIMIZER = 8
+
+
+@dataclass(frozen=True)
+class Counted:
+    """Bytes of parameters, of buffers, of the optimizer's state, and of what one lane's forward pass keeps for its
+    backward pass (None if that cannot be counted). assumed: what was taken for granted instead."""
+
+    parameters: int
+    parameter_bytes: int
+    buffer_bytes: int
+    optimizer_bytes: int
+    activation_bytes: int | None
+    assumed: tuple[str, ...]
+
+
+def count_task(task: Task, micro_batch: int) -> Counted:
+    """Count a task whose config is set. Raises: ConfigError if its model cannot be built on the meta device."""
+    try:
+        with torch.device("meta"):
+            model = task.build_model()
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"the model cannot be built on torch's meta device ({_line(error)}); give its size as --params 125M"
+        ) from None
+    model.to("meta")
+    assumed: list[str] = []
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    count = sum(p.numel() for p in parameters)
+    try:
+        optimizer_bytes = _optimizer_bytes(task, parameters)
+    except Exception as error:
+        optimizer_bytes = _ASSUMED_OPTIMIZER * count
+        assumed.append(
+            f"{_ASSUMED_OPTIMIZER} bytes per parameter for the optimizer, which cannot be counted ({_line(error)})"
+        )
+    activation_bytes = None
+    try:
+        activation_bytes = _activation_bytes(task, model, micro_batch)
+    except Exception as error:
+        assumed.append(f"no activations, which cannot be counted ({_line(error)})")
+    return Counted(
+        count,
+        sum(p.numel() * p.element_size() for p in model.parameters()),
+        sum(b.numel() * b.element_size() for b in model.buffers()),
+        optimizer_bytes,
+        activation_bytes,
+        tuple(assumed),
+    )
+
+
+def _optimizer_bytes(task: Task, parameters: list[nn.Parameter]) -> int:
+    """State after the first update."""
+    optimizer = task.build_optimizer(parameters)
+    for parameter in parameters:
+        parameter.grad = torch.empty_like(parameter)
+    optimizer.step()
+    for parameter in parameters:
+        parameter.grad = None
+    kept = [v for state in optimizer.state.values() for v in state.values() if isinstance(v, Tensor)]
+    return sum(v.numel() * v.element_size() for v in kept)
+
+
+def _activation_bytes(task: Task, model: nn.Module, micro_batch: int) -> int:
+    dataset: Any = task.build_dataset("train")
+    samples = [dataset[i] for i in islice(range(len(dataset)), micro_batch)]
+    batch = tree_map(lambda x: x.to("meta") if isinstance(x, Tensor) else x, task.collate(samples))
+    own = {p.untyped_storage()._cdata for p in (*model.parameters(), *model.buffers())}
+    kept: dict[int, Tensor] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        place = tensor.untyped_storage()._cdata
+        if place not in own:
+            kept[place] = tensor  # held, so that no other storage gets its place
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        task.loss(model, batch)
+    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+
+
+def _line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"

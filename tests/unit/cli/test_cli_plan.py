@@ -1,0 +1,75 @@
+"""`everstep plan memory`: both tables, tasks on the meta device, refusals, exit codes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from everstep.cli.main import run_command
+
+
+def planned(capsys: pytest.CaptureFixture[str], *options: str, code: int = 0) -> dict[str, Any]:
+    assert run_command(["plan", "memory", *options, "--json"]) == code
+    said: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return said
+
+
+def test_of_a_number_of_parameters_the_papers_table_comes_first(capsys: pytest.CaptureFixture[str]) -> None:
+    said = planned(capsys, "--params", "7.5B", "--workers", "64", "--zero", "2")
+    assert said["per_worker_bytes"]["optimizer"] == 12 * 7_500_000_000 // 64
+    assert (said["baseline_memory_gb"], said["zero_memory_gb"]) == (120, 16.640625)
+    assert said["fits"] is None and said["max_model_size_with_zero"] is None
+    assert sorted(said["stages"]) == ["0", "1", "2", "3"] and said["stages"]["3"]["zero_memory_gb"] == 1.875
+    assert said["ours"]["per_worker_bytes"]["parameters"] == 30 * 10**9 and said["ours"]["stages"]["0"]["runs"]
+    assert "1910.02054" in said["source"] and said["assumed"] == ["an optimizer like Adam", "64 lanes"]
+
+
+def test_a_task_is_counted_and_ours_comes_first(capsys: pytest.CaptureFixture[str]) -> None:
+    said = planned(capsys, "mlp-digits", "--workers", "4")
+    assert said["parameters"] == 8970 and said["per_worker_bytes"]["parameters"] == 4 * 8970
+    assert said["per_worker_bytes"]["activations"] > 0 and said["paper"]["per_worker_bytes"]["gradients"] == 2 * 8970
+    assert said["workers"] == 4 and said["zero_memory_gb"] == sum(said["per_worker_bytes"].values()) / 1e9
+
+
+def test_what_does_not_fit_is_an_answer_with_exit_code_1(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--params", "7.5B", "--workers", "64", "--gpu", "a100-80"]
+    assert planned(capsys, *options, code=1)["fits"] is False
+    assert planned(capsys, *options, "--zero", "1")["fits"] is True
+    assert run_command(["plan", "memory", *options]) == 1
+    text = capsys.readouterr().out
+    assert "largest model" in text and "jobs can run with stage 0 today" in text
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ([], "expected a TASK or --params"),
+        (["mlp-digits", "--params", "1B"], "and not both"),
+        (["--params", "a lot"], "expected a number such as 125M"),
+        (["--params", "7B", "--gpu", "h101"], "expected one of a10-24"),
+        (["--params", "7B", "--memory", "80"], "with its unit"),
+        (["--params", "7B", "--memory", "80GB", "--gpu", "l4"], "got both"),
+        (["--params", "7B", "--copies", "3", "--workers", "2"], "at most one per worker (2), got 3"),
+        (["--params", "7B", "--hosts", "3", "--workers", "2"], "at most one per worker, got 3 for 2 workers"),
+        (["--params", "7B", "--zero", "4"], "--zero"),
+        (["no-such-task"], "no-such-task"),
+        (["resnet18-folder"], "expected a folder of pictures"),
+    ],
+)
+def test_bad_input_is_one_line(options: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(["plan", "memory", *options]) == 2
+    told = capsys.readouterr()
+    assert not told.out and said in told.err and len(told.err.splitlines()) == 1
+
+
+def test_torch_is_not_imported_for_a_number_of_parameters() -> None:
+    program = (
+        "import sys; from everstep.cli.main import run_command; "
+        "code = run_command(['plan', 'memory', '--params', '13B', '--workers', '8']); "
+        "sys.exit(code or 'torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", program], stdout=subprocess.DEVNULL).returncode == 0

@@ -1,0 +1,123 @@
+"""Memory by stage of ZeRO: the paper's table, this product's bytes per parameter, what fits."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from everstep.base.errors import ConfigError
+from everstep.cost import device_memory, quantities
+from everstep.cost.memory import GB, STAGES, Model, Split, answers_by_paper, answers_of_ours, by_paper, of_ours
+
+BILLION = 10**9
+
+
+def adam(parameters: int) -> Model:
+    return Model(parameters, 4.0 * parameters, 8.0 * parameters)
+
+
+@pytest.mark.parametrize(
+    ("workers", "by_stage"),
+    [
+        (1, (120, 120, 120, 120)),
+        (4, (120, 52.5, 41.25, 30)),
+        (16, (120, 35.625, 21.5625, 7.5)),
+        (64, (120, 31.40625, 16.640625, 1.875)),
+        (256, (120, 30.3515625, 15.41015625, 0.46875)),
+        (1024, (120, 30.087890625, 15.1025390625, 0.1171875)),
+    ],
+)
+def test_the_papers_table_of_7_5_billion_parameters(workers: int, by_stage: tuple[float, ...]) -> None:
+    """arXiv 1910.02054, table 1."""
+    found = answers_by_paper(7_500_000_000, workers, False, None)
+    assert [found[k].zero_memory_gb for k in STAGES] == pytest.approx(by_stage)
+    assert all(found[k].baseline_memory_gb == 120 for k in STAGES)
+    assert found[2].memory_reduction_factor == pytest.approx(120 / by_stage[2])
+    assert found[2].max_model_size_with_zero is None and found[2].fits is None
+
+
+def test_bytes_per_parameter_of_eight_workers_on_several_hosts() -> None:
+    split = Split(8, copies=2, hosts=8).checked()
+    assert [of_ours(adam(BILLION), split, k).total / BILLION for k in (0, 1, 2)] == [24, 17, 9]
+
+
+def test_more_lanes_per_worker_hold_more_sums() -> None:
+    totals = [of_ours(adam(BILLION), Split(2, lanes), 0).device["lanes"] / BILLION for lanes in (2, 4, 8, 16, 32)]
+    assert totals == [8, 8, 8, 12, 16]
+
+
+def test_where_every_worker_holds_every_part_nothing_is_divided() -> None:
+    for split in (Split(2, copies=2).checked(), Split(1, copies=2).checked()):
+        replicated, *divided = (of_ours(adam(BILLION), split, k) for k in (0, 1, 2))
+        assert [one.device for one in divided] == [replicated.device] * 2
+
+
+def test_what_is_offloaded_is_the_hosts() -> None:
+    usage = of_ours(adam(BILLION), Split(4, offload=True), 1)
+    assert (usage.device["optimizer"], usage.host["optimizer"]) == (0, 4 * BILLION)
+    assert by_paper(BILLION, 4, 0, offload=True).host["optimizer"] == 12 * BILLION
+    found = answers_of_ours(adam(BILLION), Split(4, offload=True), None)
+    assert found[0].baseline_memory_gb > found[0].zero_memory_gb and not found[0].runs
+
+
+def test_the_largest_model_fits_and_a_larger_one_does_not() -> None:
+    room = 80 * GB
+    for stage in STAGES:
+        largest = answers_by_paper(BILLION, 64, False, room)[stage].max_model_size_with_zero or 0
+        assert by_paper(largest, 64, stage).total <= room < by_paper(largest + 64, stage=stage, workers=64).total
+    fixed = Model(BILLION, 4.0 * BILLION, 8.0 * BILLION, activation_bytes=10.0 * GB, fixed_bytes=1.0 * GB)
+    found = answers_of_ours(fixed, Split(1), room)[0]
+    assert found.max_model_size_with_zero == 69 * GB // 28 and found.fits
+    assert answers_of_ours(fixed, Split(1), 5 * GB)[0].max_model_size_with_zero == 0
+
+
+@given(st.integers(1, 10**12), st.integers(1, 512), st.integers(1, 4), st.sampled_from(STAGES), st.integers(1, 10**15))
+def test_more_memory_never_fits_less(parameters: int, workers: int, copies: int, stage: int, room: int) -> None:
+    split = Split(workers, max(8, workers), copies=copies).checked()
+    less, more = (answers_of_ours(adam(parameters), split, size)[stage] for size in (room, 2 * room))
+    assert more.fits or not less.fits
+    assert (more.max_model_size_with_zero or 0) >= (less.max_model_size_with_zero or 0)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("7.5B", 7_500_000_000),
+        ("125M", 125_000_000),
+        ("1.5T", 15 * 10**11),
+        ("25000000", 25_000_000),
+        ("3e8", 3 * 10**8),
+    ],
+)
+def test_counts(text: str, value: int) -> None:
+    assert quantities.parse_count(text, "--params") == value
+
+
+@pytest.mark.parametrize(
+    "text", ["", "B", "-5", "7.5X", "1e99", "nan", "0", "7.5 B B", "٣", "1" * 400, "0x10", "1_000"]
+)
+def test_other_counts_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"^--params: expected "):
+        quantities.parse_count(text, "--params")
+
+
+def test_sizes_need_their_unit() -> None:
+    assert quantities.parse_bytes("80GiB", "--memory") == 80 * 2**30
+    assert quantities.parse_bytes("80 gb", "--memory") == 80 * GB
+    with pytest.raises(ConfigError, match="with its unit"):
+        quantities.parse_bytes("80", "--memory")
+
+
+def test_words_of_counts() -> None:
+    assert [quantities.count_words(n) for n in (0, 7, 1234, 25_383_936, 7.5e9, 1e13)] == [
+        *("0", "7", "1.23K", "25.4M", "7.5B", "10T")
+    ]
+
+
+def test_devices_by_name() -> None:
+    assert device_memory.memory_bytes("A100-80") == 80 * GB and device_memory.memory_bytes("t4") == 16 * GB
+    with pytest.raises(ConfigError, match="a100-40, a100-80"):
+        device_memory.memory_bytes("a100")
+    with pytest.raises(ConfigError, match="did you mean h100-80"):
+        device_memory.memory_bytes("h100-8")
