@@ -78,6 +78,11 @@ def test_a_worker_that_was_healed_and_differs_shows_that_the_script_does_it() ->
     assert "worker 2 was healed or resumed since all were alike" in found.reason and "run.is_main" in found.reason
 
 
+def test_all_that_were_healed_and_differ_are_named() -> None:
+    found = judged({0: "a", 1: "b", 2: "b"}, 1, 2)
+    assert found.drift and "; workers 1 and 2 were healed or resumed since all were alike" in found.reason
+
+
 def test_one_of_those_that_stayed_may_be_wrong_and_those_that_were_healed_from_it_with_it() -> None:
     found = judged({0: "a", 1: "a", 2: "b", 3: "b"}, 3)
     assert not found.drift and found.outvoted == {2, 3}, "more than half of those that stayed, not of all"

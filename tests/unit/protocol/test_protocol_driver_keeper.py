@@ -34,6 +34,12 @@ class Member:
         self.keeper.updated(outcome, RECORDS)
         return self.out.drain()
 
+    def hear(self, kept: int, number: int) -> list[Any]:
+        """An update, whose records say that the snapshots of a step are where they are to be."""
+        outcome: Any = SimpleNamespace(kept=kept, save=((), ""), step=number)
+        self.keeper.updated(outcome, RECORDS)
+        return self.out.drain()
+
 
 def skipped(effects: list[Any]) -> bool:
     (effect,) = effects
@@ -101,3 +107,16 @@ def test_what_is_gone_back_to_stays() -> None:
     one.keeper.released(6)
     (stated,) = one.keeper.went_back(4)
     assert list(stated.snapshots) == [(0, 4)]
+
+
+def test_records_of_the_newest_that_all_have_stay_and_older_ones_only_with_their_snapshots() -> None:
+    """What is in memory here may be heard of later than what all have."""
+    one = Member(next(i for i in PLAN.worker_ids if i not in {keeps_for(PLAN, 0), keeps_for(PLAN, 1)}))
+    for step in (2, 4, 6):
+        one.update(step)
+    one.keeper.there(do.InMemory({(0, 2): WHOLE}))
+    assert one.hear(6, 7) == [do.RetireKept(6, 0)]
+    assert [bool(one.keeper.records_of(step)) for step in (2, 4, 6)] == [True, False, True]
+    one.keeper.released(7)
+    (stated,) = one.keeper.there(do.InMemory({(0, 6): WHOLE}))
+    assert list(stated.snapshots) == [(0, 6)]

@@ -106,6 +106,12 @@ def test_the_automatic_interval_follows_what_is_seen() -> None:
     assert "20 seen in 60 min" in rough.reason
 
 
+def test_before_any_failure_one_in_four_hours_is_assumed() -> None:
+    found = automatic_interval(0.5, 0, 0.0, None)
+    assert found.seconds == pytest.approx(math.sqrt(2 * 0.5 * 4 * 3600) - 0.5)
+    assert "a failure comes every 240 min (0 seen in 0 min)" in found.reason
+
+
 def test_the_interval_of_a_schedule() -> None:
     schedule = SaveSchedule(CheckpointConfig(mtbf_minutes=60.0))
     assert schedule.interval(5.0).seconds == 30.0

@@ -11,7 +11,7 @@ from msgspec import structs
 
 from everstep.base.plan import Member, Plan, Seat
 from everstep.placement.probes import ProbeRule, Trial
-from everstep.protocol.driver.probing import ProbeVerdict, Probing
+from everstep.protocol.driver.probing import LanesGiven, ProbeVerdict, Probing
 from everstep.protocol.driver.records import StepOutcome
 from everstep.protocol.step_types import Doubt, Holding, Key, LaneSaid
 
@@ -226,3 +226,27 @@ def test_what_was_computed_from_one_who_has_gone_uncompared_does_not_count() -> 
     assert kept.void(other), "another life of 1"
     whole = probing(OLD, NEW)
     assert not whole.void(plan(1)), "its lanes are done again"
+
+
+FIRST = LaneSaid("data", "took", "made", "back", "gave")
+
+
+@pytest.mark.parametrize(
+    ("now", "differs"),
+    [
+        ({}, ""),
+        ({"data": "x", "made": "x"}, ""),
+        ({"took": "x", "made": "x"}, ""),
+        ({"made": "x"}, "outputs"),
+        ({"made": "x", "back": "x", "gave": "x"}, "outputs"),
+        ({"gave": "x"}, "gradients"),
+        ({"back": "x", "gave": "x"}, ""),
+    ],
+)
+def test_a_lane_gives_something_else_here_only_if_it_is_computed_from_the_same(
+    now: dict[str, str], differs: str
+) -> None:
+    given = LanesGiven()
+    assert given.note(3, 1, 0, FIRST) == ""
+    assert given.note(3, 1, 0, structs.replace(FIRST, **now)) == differs
+    assert given.note(4, 1, 0, structs.replace(FIRST, **now)) == "", "of another step"

@@ -14,6 +14,8 @@ from everstep.base.errors import InvariantViolation
 from everstep.base.extents import Runs
 from everstep.protocol.driver.comparing import Comparing, Statements
 from everstep.protocol.driver.records import (
+    SETTING_BYTES,
+    SETTINGS,
     AgreePayload,
     GatherPayload,
     LaneReport,
@@ -113,6 +115,21 @@ def test_copies_of_a_tied_parameter_are_compared_across_stages(there: str) -> No
     assert outcome.ties == {"the tied parameter embed.weight": {(0, 3): "aa", (1, 4): there}}
     found = Comparing(0, 0).judge(Statements.before(outcome))
     assert (found is None) == (there == "aa")
+
+
+def test_of_how_a_model_is_set_what_differs_is_named() -> None:
+    first = StageSection(0, [lane(0, 0.1)], (), b"", [], [b""], "", settings=bytes(SETTING_BYTES * len(SETTINGS)))
+    for k, label in enumerate(SETTINGS):
+        changed = bytearray(first.settings)
+        changed[SETTING_BYTES * (k + 1) - 1] = 7
+        second = structs.replace(first, lanes=[], settings=bytes(changed))
+        outcome = conclude(6, 1, {w: Record(0, encode(AgreePayload([s], 0))) for w, s in ((3, first), (4, second))})
+        same = {f"how the script has set the model ({one})": "00000000" for one in SETTINGS}
+        there = {**same, f"how the script has set the model ({label})": "00000007"}
+        assert outcome.ties == {name: {(0, 3): same[name], (0, 4): there[name]} for name in same}
+        found = Comparing(0, 0).judge(Statements.before(outcome))
+        assert found is not None and found.reason.count("how the script has set the model") == 1
+        assert f"({label}) differs" in found.reason
 
 
 @pytest.mark.parametrize(

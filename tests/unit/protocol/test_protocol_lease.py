@@ -66,6 +66,12 @@ def test_a_free_lease_is_taken_and_counts_until_before_its_end() -> None:
     assert candidate.request(int(1.4 * SECOND_NS)) is None, "who is deposed asks for nothing any more"
 
 
+def test_times_are_in_nanoseconds_and_those_of_a_lease_in_seconds() -> None:
+    """As the clock has them that is read for it."""
+    assert led(10**9).until_ns == 10**9 + 1_400_000_000
+    assert standing_by().due_ns == 200_000_000
+
+
 def test_the_time_of_a_renewal_is_that_of_its_question() -> None:
     """The answer may have been under way for long, and the lease counts from when the question came at the latest."""
     candidate = led(0)
@@ -344,6 +350,18 @@ def test_one_entry_that_is_too_much_ends_it_with_words() -> None:
     assert writer.answered(TooMuch("request is too large")) == 0
     assert "entry (note)" in writer.refused and "--max-request-bytes" in writer.refused
     assert writer.request() is None and not writer.fenced
+    writer.put([entry(2)])
+    assert writer.request() is None and writer.waiting == 1, "nothing goes on behind an entry that is lacking"
+
+
+def test_a_store_takes_a_request_as_it_is_started_by_default() -> None:
+    writer, entries = Writer(40, 1, []), [long(number, 100_000) for number in range(60)]
+    writer.put(entries)
+    while (request := writer.request()) is not None:
+        assert isinstance(request, Append)
+        assert len(json.dumps(request.entries)) < 3 << 19, "etcd: --max-request-bytes"
+        writer.answered(Appended())
+    assert not writer.waiting
 
 
 def test_a_journal_that_cannot_be_shortened_in_one_goes_on_and_is_so_later_in_parts() -> None:

@@ -88,6 +88,11 @@ def test_before_the_first_word_only_one_that_does_nothing_is_found_soon(figured:
     assert found_after(Patience(5.0), figured, 1000.0) == pytest.approx(found_s, abs=2 * PING_S)
 
 
+def test_one_that_does_nothing_at_its_start_is_found_within_two_minutes() -> None:
+    found = found_after(Patience(5.0), asleep, 120.0)
+    assert found is not None and found < FIRST_S / 4
+
+
 def test_a_start_at_a_load_of_fifty_is_waited_for() -> None:
     """It needs a second of processor time, and gets that within a minute; six such lives had been killed each."""
     assert found_after(Patience(5.0), crowded, 600.0) is None

@@ -290,9 +290,26 @@ def test_who_has_more_than_its_share_lacks_nothing():
 
 def test_a_share_of_other_planes_is_not_there():
     """As of the state that was built, in which the optimizer has nothing yet."""
-    other = Extents.part((("model", 4), ("exp_avg", 4), ("more", 1)), [BlockRun("model", 0, 4)])
-    settled = settle(shared(lives=(0, 1)), {0: replace(at(5), stages={0: other}), 1: at(5, 0)})
+    settled = settle(shared(lives=(0, 1)), {0: replace(at(5), stages={0: OTHER}), 1: at(5, 0)})
     assert settled.wants == {0: {0: (1,)}} and settled.pieces == {0: {0: Pieces(SHARES[0])}}
+
+
+OTHER = Extents.part((("model", 4), ("exp_avg", 4), ("more", 1)), [BlockRun("model", 0, 4)])
+
+
+def test_parts_of_states_with_other_planes_are_not_put_together():
+    """One of them has built its optimizer anew, so not even all of their blocks are a state."""
+    holdings = {0: replace(at(5, snapshots=((0, 3),)), stages={0: MODEL}), 1: replace(at(5), stages={0: OTHER})}
+    settled = settle(plan((0, 1)), holdings)
+    assert (settled.target, settled.back, settled.pieces) == (Key(3, 0), True, {})
+    assert settled.wants == {0: {0: (0,)}, 1: {0: (0,)}}
+
+
+def test_who_has_its_share_of_the_step_stays_there_whatever_planes_others_have():
+    holdings = {0: replace(at(3), stages={0: OTHER}), 1: sharing(3, 1), 2: at(3, 0)}
+    settled = settle(shared(), {i: doubting(one, 3) for i, one in holdings.items()})
+    assert (settled.target, settled.back) == (Key(3, 0), True)
+    assert settled.wants == {0: {0: (2,)}} and settled.pieces == {0: {0: Pieces(SHARES[0])}}
 
 
 def test_a_gather_may_be_taken_with_a_part():
