@@ -7,13 +7,16 @@ from typing import Any
 from unittest.mock import ANY
 
 import pytest
+from driver_harness import member_worker, payload
 from msgspec import structs
 
 from everstep.base.plan import Member, Plan, Seat
 from everstep.placement.probes import ProbeRule, Trial
+from everstep.protocol import messages as wire
+from everstep.protocol.driver import operations as do
 from everstep.protocol.driver.probing import LanesGiven, ProbeVerdict, Probing
-from everstep.protocol.driver.records import StepOutcome
-from everstep.protocol.step_types import Doubt, Holding, Key, LaneSaid
+from everstep.protocol.driver.records import AgreePayload, StepOutcome, encode
+from everstep.protocol.step_types import Doubt, Holding, Key, LaneSaid, Record
 
 NEW = Holding(Key(0, 0), {}, 0)
 OLD = replace(NEW, proven=True)
@@ -250,3 +253,24 @@ def test_a_lane_gives_something_else_here_only_if_it_is_computed_from_the_same(
     assert given.note(3, 1, 0, FIRST) == ""
     assert given.note(3, 1, 0, structs.replace(FIRST, **now)) == differs
     assert given.note(4, 1, 0, structs.replace(FIRST, **now)) == "", "of another step"
+
+
+def test_where_an_old_member_gives_something_else_than_before_what_was_last_compared_counts() -> None:
+    """The comparison of the state that follows the step has not been made."""
+    w = member_worker(0, 1, verify_every=4)
+    w.step(1)
+    w.step(2)
+    given, w.driver._parts.probing.doubt = w.plan, Doubt(3, 1, 0, {0: said("s a")})
+
+    def payload_of(worker_id: int) -> AgreePayload:
+        first = payload(given, worker_id)
+        return structs.replace(first, sections=[structs.replace(first.sections[0], probes={1: {0: said("s b")}})])
+
+    w.to_reduce(3)
+    w.done(payload_of(0))
+    w.exchange({1: Record(0, encode(payload_of(1)))})
+    assert w.count(do.Update) == 2
+    assert w.last(do.Invalidate) == do.Invalidate(0, first=True)
+    (again,) = w.told(wire.SettleAgain)
+    assert "worker 0 computes lane 1 of step 3 otherwise than before" in again.reason
+    assert again.reason.endswith("all steps are tainted")

