@@ -6,7 +6,6 @@ import contextlib
 import itertools
 import json
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -15,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from everstep.base.readable import readable
 from everstep.cli.ledger import audit_run
 from everstep.observe.events import parse_events, read_events
 from everstep.runtime.process import pinned_environment
@@ -51,7 +51,7 @@ class Job:
 
     def over(self, timeout_s: float = 0.0) -> bool:
         """Whether the command has ended."""
-        return self._pidfd < 0 or bool(select.select([self._pidfd], [], [], timeout_s)[0])
+        return self._pidfd < 0 or bool(readable([self._pidfd], timeout_s))
 
     def wait_for(self, kind: str, wanted: Callable[[Event], bool] = lambda event: True, **fields: Any) -> Event:
         """The first event like this, seen or coming. Raises: AssertionError if the job ends without it."""

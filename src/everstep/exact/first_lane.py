@@ -24,7 +24,7 @@ class FirstLane:
         self._hooks = [
             p.register_post_accumulate_grad_hook(partial(_move, views[i]))  # type: ignore[no-untyped-call]
             for i, p in enumerate(params)
-            if i not in late
+            if i not in late and p.requires_grad
         ]
 
     def end(self) -> None:

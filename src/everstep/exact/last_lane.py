@@ -94,7 +94,7 @@ class LastLane:
         """Until `end`, add up gradients as autograd finishes them. late: parameters with several additions in a
         lane."""
         for i, parameter in enumerate(params):
-            if i not in late:
+            if i not in late and parameter.requires_grad:  # a loop may freeze parameters as it goes on
                 hook = partial(self._finished, i, parameter.stride())
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
 

@@ -154,3 +154,21 @@ def test_a_first_lane_that_is_given_up_leaves_nothing_behind() -> None:
     plain(model, x, 0).backward()
     entry = next(e for e in layout.entries if e.name == "first.weight")
     assert torch.equal(entry.view(flats[Node(0, 2)]), model.first.weight.grad * 2)
+
+
+@pytest.mark.parametrize("offered", [False, True])
+def test_a_parameter_that_a_loop_freezes_later_has_no_gradient_from_then_on(offered: bool) -> None:
+    model = Model(torch.float32)
+    accumulator = LaneAccumulator(layout := GradientLayout.build(model, [model]), model)
+    flat = torch.full((layout.numel,), float("nan"))
+    names = [entry.name for entry in layout.entries]
+    for step in (1, 2, 3):
+        model.first.weight.requires_grad_(step < 2)
+        accumulator.begin(step, [Node(0, 2)], lambda _: flat, (lambda *_: None) if offered else None)
+        for lane in (0, 1):
+            accumulator.enter(lane)
+            plain(model, torch.randn(5, 6), lane).backward()
+            accumulator.add(lane)
+        (row,) = accumulator.presence.values()
+        present = {name for name, there in zip(names, row, strict=True) if there}
+        assert ("first.weight" in present) == (step < 2) and {"first.bias", "sometimes"} <= present
