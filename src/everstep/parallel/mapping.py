@@ -261,7 +261,7 @@ NODES = 2
 RESULT = (3, 4)
 FINAL = 5
 
-_MAGIC = b"EVERSTP1"
+_MAGIC = b"EVERSTP2"
 _RECORD = struct.Struct("<QQ40s")
 _KEY = struct.Struct("<q16sqq")
 
