@@ -47,6 +47,18 @@ def test_starts_with_fewer_when_a_slot_is_lost():
     assert world.plan.worker_ids == (0, 2)
 
 
+def test_a_slot_that_was_given_up_and_runs_again_is_waited_for_at_the_start():
+    world = World(min_workers=2)
+    world.agent(0, 1)
+    world.say("a1", m.SlotLost(agent_id="a1", worker_id=2, reason="crash loop"))
+    world.started(2, 3)
+    world.hello(0)
+    world.hello(1)
+    assert world.plan is None
+    world.hello(2, 3)
+    assert world.plan.worker_ids == (0, 1, 2)
+
+
 def test_fails_when_lost_slots_leave_too_few():
     world = World(min_workers=3)
     world.agent(0, 1, 2)

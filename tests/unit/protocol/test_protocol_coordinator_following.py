@@ -9,7 +9,7 @@ import pytest
 from coordinator_harness import MS, S, World, drop, member, running
 
 from everstep.base.extents import NONE
-from everstep.base.plan import Plan, Shard
+from everstep.base.plan import Plan, Shard, WorkerKey
 from everstep.protocol import messages as m
 from everstep.protocol.coordinator.claims import GIVE_UP_NS
 from everstep.protocol.coordinator.types import HostRules, Tick
@@ -113,6 +113,18 @@ def test_who_is_silent_is_waited_for_for_a_second_and_may_answer_late() -> None:
     assert again.plan == newer
     again.shows(1, plan=newer)
     assert again.plan == newer and again.kinds().count("warning") == 1
+
+
+def test_it_rings_when_the_second_is_over_or_the_time_for_all_of_it() -> None:
+    again, newer = behind()
+    claims, env = again.coordinator.job.agreement.claims, again.coordinator.job.env
+    again.hello(0, plan=newer, shows=False)
+    first_ns = again.now
+    for waited_ns, rings_ns in ((0, S), (GIVE_UP_NS - 500 * MS, GIVE_UP_NS)):
+        env.advance(first_ns + waited_ns)
+        env.alarms.due(first_ns + GIVE_UP_NS)
+        claims.ask(WorkerKey(0, 0), "w0.0")
+        assert env.alarms.next_ns == first_ns + rings_ns
 
 
 @pytest.mark.parametrize("how", ["other", "none", "lanes", "seats"])
@@ -270,6 +282,8 @@ def test_the_coordinators_own_absence_is_no_time_in_which_nobody_showed_a_plan()
     again.now += 20 * S
     again.handle(Tick())
     assert "warning" not in again.kinds(), "it is not given up"
+    again.hello(1, plan=newer, shows=False)
+    assert asked(again) == ["w0.0"], "who was asked still has its second"
     again.shows(0, plan=newer)
     assert again.plan == newer
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from coordinator_harness import MS, S, World, drop, running
 
 from everstep.base.cause import Cause
@@ -72,6 +73,17 @@ def test_a_host_that_is_back_in_time_keeps_its_workers() -> None:
     assert world.plan.generation == 1 and "worker_evicted" not in world.kinds()
 
 
+def test_a_worker_out_of_touch_is_waited_for_no_longer_than_its_agent_where_another_of_its_host_is_in_touch() -> None:
+    world = two_hosts()
+    drop(world, "a2")
+    drop(world, "w2.0")
+    world.exited(1)
+    world.wait(900 * MS, beating=False)
+    assert world.plan.generation == 1
+    world.wait(100 * MS, beating=False)
+    assert world.plan.generation == 2 and world.plan.worker_ids == (0, 2, 3), "the host lives"
+
+
 def test_no_generation_is_made_with_members_that_are_dead_in_all_likelihood() -> None:
     """The others say first that they have lost them; that is not taken for a fault of links between living ones."""
     world = two_hosts()
@@ -125,8 +137,10 @@ def test_nobody_is_prepared_for_while_a_host_may_be_dead() -> None:
     assert world.plan.generation == 3 and set(world.plan.worker_ids) <= {0, 1}
 
 
-def test_a_silent_host_is_dead_at_the_floor_even_if_it_is_new() -> None:
-    world = running(4, elsewhere=(2, 3), heartbeat_interval_ns=200 * MS)
+@pytest.mark.parametrize("interval_ns", [200 * MS, None])
+def test_a_silent_host_is_dead_at_the_floor_even_if_it_is_new(interval_ns: int | None) -> None:
+    """None: ten round trips of a millisecond would be less than the 0.2 s that are the least."""
+    world = running(4, elsewhere=(2, 3), heartbeat_interval_ns=interval_ns)
     for _ in range(20):
         for agent in ("a1", "a2"):
             world.beat(agent=agent)
@@ -324,6 +338,27 @@ def test_a_slot_that_is_wanted_again_is_nobody_s_before() -> None:
     arrive(world, "h2")
     assert world.command("scale", workers=4).ok
     assert world.last(m.SetSlots, "h2").worker_ids == [3]
+
+
+def test_the_leader_stays_where_it_is_though_it_has_the_highest_number() -> None:
+    wish = PoolWish(homes=((0, 1, 2, 3),), active=(4,), leaders=(3,))
+    world = World(workers=4, slots=4, hosts=HostRules(return_ns=30 * S), wish=wish)
+    arrive(world, "h1")
+    begin(world, "h1")
+    for i in range(4):
+        world.entered(i, 1, 1)
+    assert world.plan.leader(0) == 3
+    arrive(world, "h2")
+    world.wait(31 * S)
+    assert world.last(m.SetSlots, "h2").worker_ids == [4, 5] and world.coordinator.job.slots.ids() == {0, 3, 4, 5}
+
+
+def test_slots_do_not_move_to_a_host_that_is_drained() -> None:
+    world = shared_out(0)
+    arrive(world, "h2")
+    assert world.command("drain", host="h2").ok
+    world.wait(60 * S)
+    assert world.coordinator.job.slots.ids() == {0, 1, 2, 3} and world.last(m.SetSlots, "h2").worker_ids == []
 
 
 def test_slots_stay_where_hosts_have_as_many_or_no_room_or_are_not_to_get_any() -> None:

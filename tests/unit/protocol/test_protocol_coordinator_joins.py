@@ -97,6 +97,20 @@ def test_a_slow_joiner_does_not_hold_up_the_others_for_long():
     assert world.prepared.joining == (3,) and world.prepared.generation == 5
 
 
+def test_the_first_of_several_that_have_healed_waits_for_the_slow_ones_as_long_as_if_it_were_alone():
+    world = running(5)
+    for i in (2, 3, 4):
+        world.exited(i)
+        rejoined(world, i, 1)
+    world.entered(0, world.plan.generation, 4)
+    world.healed(2, 1)
+    world.wait(200 * MS)
+    world.healed(3, 1)
+    assert world.prepared is None
+    world.wait(60 * MS)
+    assert world.prepared.joining == (2, 3)
+
+
 def test_a_death_while_a_plan_is_prepared_goes_above_it_without_the_joiner():
     world = running(4)
     world.exited(3)
@@ -324,6 +338,17 @@ def test_scale_down_dismisses_the_highest_after_the_switch():
     assert world.plan.generation == 2 and "worker_evicted" not in world.kinds()
 
 
+def test_a_slot_that_is_wanted_again_before_its_worker_has_left_is_told_once_more_when_it_has():
+    """Its agent believes to know that it is to be kept filled, and that this life was the last."""
+    world = running(3)
+    assert world.command("scale", workers=2).ok
+    world.entered(0, 2, 5)
+    assert world.command("scale", workers=3).ok
+    world.clear()
+    world.exited(2, in_order=True)
+    assert world.last(m.SetSlots, "a1").worker_ids == [0, 1, 2]
+
+
 def test_scale_down_with_a_spare_keeps_the_spare():
     world = World(workers=3)
     world.agent(0, 1, 2, 3)
@@ -488,6 +513,26 @@ def test_when_no_member_comes_back_the_grace_goes_on():
         again.hello(i, plan=world.plan)
     again.wait(5 * S)
     assert again.plan == world.plan
+
+
+def test_for_how_long_it_goes_on_does_not_hang_on_what_the_clock_says():
+    again = running(now=100_000 * S).restart()
+    again.wait(500 * S)
+    assert "worker_evicted" not in again.kinds()
+    again.wait(200 * S)
+    assert again.kinds().count("worker_evicted") == 3
+
+
+def test_who_was_to_join_by_a_plan_that_was_broken_off_is_not_waited_for_after_a_restart():
+    world = running(3)
+    world.exited(2)
+    rejoined(world, 2, 1)
+    world.entered(0, 2, 4)
+    world.healed(2, 1)
+    assert world.prepared.joining == (2,)
+    world.exited(1)
+    assert world.plan.worker_ids == (0,)
+    assert world.restart().coordinator.job.membership.workers.keys() == {0}
 
 
 def test_a_death_in_the_grace_waits_for_the_others_to_come_back():

@@ -61,6 +61,7 @@ def sent_away(world: Told) -> m.AgentRefused:
     refused = world.last(m.AgentRefused, "a2")
     assert "w2.0" in [to for to, message in world.sent if isinstance(message, m.Dismissed)]
     assert world.over() is None and "a2" not in world.coordinator.job.agents.known
+    assert world.closed == ["a2"]
     assert world.last(m.SetSlots, "a3").worker_ids == [2], "what it was to run another host runs"
     return refused
 
@@ -217,3 +218,14 @@ def test_what_several_compute_otherwise_is_said_once() -> None:
         world.entered(worker, 1, 1)
     differ(world, 1, 2)
     assert world.plan.reason == "workers (1, 2) compute another gradient in lane 3 of step 1"
+
+
+def test_where_nobody_knows_who_computes_otherwise_the_step_is_done_again_as_a_recovery() -> None:
+    world = begun()
+    differ(world)
+    assert world.plan.generation == 2 and world.plan.worker_ids == (0, 1)
+    for worker in (0, 1):
+        world.entered(worker, 2, 1)
+    world.progress(0, 2, 1)
+    done = world.report("recovery_completed")
+    assert done["cause"] is Cause.NONDETERMINISTIC and "lane 3 of step 1" in done["reason"] and done["step"] == 1

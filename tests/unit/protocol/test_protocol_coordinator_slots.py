@@ -258,6 +258,16 @@ def test_a_life_that_a_host_without_the_slot_counts_for_itself_is_foreign_from_t
     assert not grants.foreign(WorkerKey(1, 3), "a2")
 
 
+def test_a_foreign_life_that_does_not_leave_is_killed_again_and_again() -> None:
+    world = lives_of_one_agent()
+    world.coordinator.job.slots.grants.replay(1, Grant("a2", "a2", "p1", first=3))
+    for _ in range(12):  # the first time that it is seen it may be about to leave
+        world.now += S
+        world.beat((0, 0, "forward", 0), (1, 3, "forward", 0))
+    killed = world.messages(m.KillWorker, "a1")
+    assert [(k.worker_id, k.incarnation, k.cause) for k in killed] == [(1, 3, Cause.REPLACED)] * 2
+
+
 def test_a_job_that_shrinks_counts_no_slot_that_was_given_up_among_those_that_are_left() -> None:
     """Else nobody would be left in the end whom anybody starts."""
     world = World(workers=3, on_failure="shrink")

@@ -94,6 +94,9 @@ def test_a_standby_is_promoted_and_the_reason_names_it():
     assert [s.role for s in world.plan.pool(1)] == ["active"]
     world.entered(0, 2, 1)
     assert world.prepared is None, "the other standbys are wanted as such"
+    two = staged(workers=4, stages=2, redundancy=1)
+    two.exited(2)
+    assert "worker 3, standby of stage 1, takes the lanes of worker 2" in two.plan.reason
 
 
 def test_a_lost_pool_takes_a_backup_of_the_largest_and_says_so():
@@ -113,6 +116,19 @@ def test_a_lost_pool_takes_a_backup_of_the_largest_and_says_so():
     world.progress(1, 2, 9)  # as it says how far it had been before it enters
     world.entered(1, 3, 7)
     assert world.kinds().count("fallback") == 1 and world.coordinator.status()["step"] == 6
+
+
+def test_a_fallback_is_told_once_and_not_again_with_the_next_death():
+    world = staged()
+    for i in range(6):
+        world.progress(i, 1, 9)
+    world.exited(2)
+    world.exited(3)
+    world.entered(0, 3, 7)
+    assert world.kinds().count("fallback") == 1
+    world.exited(5)
+    world.entered(0, 4, 7)
+    assert world.plan.generation == 4 and world.kinds().count("fallback") == 1
 
 
 def test_a_lost_pool_is_told_once_whatever_happens_before_it_is_restored():
@@ -231,6 +247,12 @@ def test_scaling_down_keeps_every_stage():
     assert "from 3 (one per stage) to" in world.command("scale", workers=2).error
     assert world.command("scale", workers=3).ok
     assert pools(world.prepared) == [(0,), (2,), (4,)]
+
+
+def test_scaling_up_ends_where_every_lane_of_every_stage_has_a_worker():
+    world = staged()
+    assert "to 24 (lanes)" in world.command("scale", workers=25).error
+    assert world.command("scale", workers=24).ok
 
 
 def test_the_only_one_of_a_stage_is_not_drained():

@@ -118,14 +118,18 @@ def test_an_agent_that_waits_for_processors_is_given_longer() -> None:
         assert world.plan.worker_ids == (0,), "the ceiling holds for all"
 
 
-@pytest.mark.parametrize(("away_s", "hung"), [(1, True), (20, False)])
-def test_what_waited_for_a_coordinator_that_was_away_is_no_hang(away_s: int, hung: bool) -> None:
-    """The worker stood still when its agent said so, and may have gone on long ago."""
-    world = running()
+@pytest.mark.parametrize(
+    ("limit_s", "away_s", "hung"), [(10, 1, True), (10, 20, False), (4, 1.2, False), (40, 5, True), (None, 5, False)]
+)
+def test_what_waited_for_a_coordinator_that_was_away_is_no_hang(limit_s: int | None, away_s: float, hung: bool) -> None:
+    """The worker stood still when its agent said so, and may have gone on long ago. A short absence is one of less than
+    a quarter of the limit."""
+    still_ms = 1000 * (limit_s or 60) + 1000
+    world = running(hang_limit_ns=None if limit_s is None else limit_s * S)
     world.beat((1, 0, "forward", 0))
-    world.now = world.coordinator.next_deadline_ns + away_s * S
-    world.beat((1, 0, "forward", 11_000))
+    world.now = world.coordinator.next_deadline_ns + round(away_s * S)
+    world.beat((1, 0, "forward", still_ms))
     assert (1 not in world.plan.worker_ids) == hung
     world.now += 200 * MS
-    world.beat((1, 0, "forward", 11_200))
+    world.beat((1, 0, "forward", still_ms + 200))
     assert 1 not in world.plan.worker_ids, "it stands still by now"
