@@ -170,7 +170,7 @@ branches: $(STAMP)
 
 bench: $(STAMP)
 	mkdir -p bench/out
-	for name in recovery overhead cost control_plane pipeline observe; do $(BIN)/python bench/$$name.py > bench/out/$$name.json || exit 1; done
+	for name in recovery overhead cost memory control_plane pipeline observe; do $(BIN)/python bench/$$name.py > bench/out/$$name.json || exit 1; done
 
 clean:
 	rm -rf $(VENV) build dist runs bench/out src/everstep.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -160,14 +160,16 @@ def measure_heal(model: str, workers: int, steps: int) -> dict[str, float]:
     return {"before_mb": before, "fault_mb": fault, "ratio": fault / before}
 
 
-def measure_ddp(model: str, workers: int, steps: int, epoch: int) -> dict[str, float]:
-    """One run of the peer, until it has come as far."""
+def watched_ddp(
+    model: str, workers: int, steps: int, *options: str, every_s: float = SAMPLE_S
+) -> tuple[Watch, list[int]]:
+    """One run of the peer, until it has come as far: what was seen of it, and when its steps ended (unix, ns)."""
     defaults = MODELS[model].defaults
     passes, batch = defaults["lanes"] // workers, defaults["lanes"] * defaults["micro_batch"]
     with tempfile.TemporaryDirectory(prefix="everstep-bench-") as name:
         command = [str(BENCH / "ddp_peer.py"), "--model", model, "--passes", str(passes), "--global-batch", str(batch)]
-        job: Job = ranks_job("ddp", command, workers, free_port(), Path(name) / "ends")
-        watch = Watch(job.pids)
+        job: Job = ranks_job("ddp", [*command, *options], workers, free_port(), Path(name) / "ends")
+        watch = Watch(job.pids, every_s)
         try:
             while len(ends := job.ends_ns()) < steps:
                 job.check()
@@ -177,6 +179,12 @@ def measure_ddp(model: str, workers: int, steps: int, epoch: int) -> dict[str, f
             for rank in job.roots:
                 rank.kill()
                 rank.wait()
+    return watch, ends
+
+
+def measure_ddp(model: str, workers: int, steps: int, epoch: int) -> dict[str, float]:
+    """The figures of one run of the peer."""
+    watch, ends = watched_ddp(model, workers, steps)
     return watch.between(ends[FIRST - 1], ends[steps - 1], steps - FIRST, epoch)
 
 

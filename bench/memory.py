@@ -20,16 +20,13 @@ import json
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 
-from cost import Watch
-from measure import BENCH, EverstepJob, committed, descendants, environment, free_port, machine, spread, write_report
+from cost import FAULT_SAMPLE_S, Watch, watched_ddp
+from measure import BENCH, EverstepJob, committed, descendants, environment, machine, spread, write_report
 from models import MODELS
-from turns import Job, ranks_job
 
-SAMPLE_S = 0.05
 ALONE = {"checkpoint.enabled": "false"}
 
 
@@ -38,7 +35,7 @@ def measure_ours(model: str, workers: int, steps: int) -> dict[str, float]:
     with tempfile.TemporaryDirectory(prefix="everstep-bench-") as name:
         task = f"{BENCH / 'models.py'}:{MODELS[model].__name__}"
         job = EverstepJob(task, Path(name) / "run", "--workers", str(workers), "--steps", str(steps), settings=ALONE)
-        watch = Watch(lambda: descendants(job.process.pid), SAMPLE_S)
+        watch = Watch(lambda: descendants(job.process.pid), FAULT_SAMPLE_S)
         job.wait()
         watch.close()
         ends_ns = [at for _, at in committed(job.events())]
@@ -47,22 +44,7 @@ def measure_ours(model: str, workers: int, steps: int) -> dict[str, float]:
 
 def measure_ddp(model: str, workers: int, steps: int, *options: str) -> dict[str, float]:
     """One run of the peer, until it has come as far."""
-    defaults = MODELS[model].defaults
-    passes, batch = defaults["lanes"] // workers, defaults["lanes"] * defaults["micro_batch"]
-    with tempfile.TemporaryDirectory(prefix="everstep-bench-") as name:
-        command = [str(BENCH / "ddp_peer.py"), "--model", model, "--passes", str(passes), "--global-batch", str(batch)]
-        job: Job = ranks_job("ddp", [*command, *options], workers, free_port(), Path(name) / "ends")
-        watch = Watch(job.pids, SAMPLE_S)
-        try:
-            while len(ends := job.ends_ns()) < steps:
-                job.check()
-                time.sleep(0.1)
-        finally:
-            watch.close()
-            for rank in job.roots:
-                rank.kill()
-                rank.wait()
-    return _most(watch, ends, steps)
+    return _most(*watched_ddp(model, workers, steps, *options, every_s=FAULT_SAMPLE_S), steps)
 
 
 def _most(watch: Watch, ends_ns: list[int], steps: int) -> dict[str, float]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, NamedTuple
 
 import click
 
@@ -69,42 +69,64 @@ def memory(
 ) -> int:
     """Show how much memory a worker needs to train TASK, or a model with so many parameters.
 
-    Nothing is allocated: the model is counted on torch's meta device. Exit code: 0; 1 if it does not fit into the
+    No parameter is allocated: the model is counted on torch's meta device. Exit code: 0; 1 if it does not fit into the
     memory of the device that was named.
     """
     if (task is None) == (params is None):
         raise ConfigError("expected a TASK or --params, and not both: everstep plan memory --params 7.5B --workers 64")
+    if offload not in ("none", "cpu") and "/" not in offload:
+        raise ConfigError(f"--offload: expected none, cpu or a folder with a / in its path, got {offload[:40]!r}")
+    room, assumed = _room(gpu, memory_text)
+    model, workers, lanes, more = _counted(task, workers) if task is not None else _given(params or "", workers or 1)
+    for option, number in (("--copies", copies or 1), ("--hosts", hosts)):
+        if number > workers:
+            raise ConfigError(f"{option}: expected at most one per worker ({workers}), got {number}")
+    runs = (range(k * lanes // workers, (k + 1) * lanes // workers) for k in range(workers))
+    nodes = max(len(cover(run, lanes)) for run in runs)
+    split = Split(workers, lanes, nodes, copies or min(2, workers), offload != "none", hosts)
+    if offload == "cpu":
+        more.append("a device with memory of its own: on a CPU, offload=cpu changes nothing")
+    asked: dict[str, Any] = {"parameters": model.parameters, "workers": workers, "hosts": hosts, "zero": stage}
+    asked |= {"copies": split.copies, "offload": offload, "lanes": lanes, "memory_bytes": room}
+    paper = _Table("paper", _PAPER, answers_by_paper(model.parameters, workers, split.offload, room))
+    ours = _Table("ours", _OURS, answers_of_ours(model, split, room))
+    tables = (ours, paper) if task is not None else (paper, ours)
+    if as_json:
+        print(json.dumps(_to_dict(asked, *tables, [*assumed, *more])))
+    else:
+        _print(asked, tables, [*assumed, *more])
+    return 1 if tables[0].stages[stage].fits is False else 0
+
+
+class _Table(NamedTuple):
+    """Memory of each stage by one way to count."""
+
+    name: str
+    source: str
+    stages: Mapping[int, StageMemory]
+
+
+def _room(gpu: str | None, memory_text: str | None) -> tuple[int | None, list[str]]:
+    """Bytes of each worker's device, None if none was named; what was assumed."""
     if gpu is not None and memory_text is not None:
         raise ConfigError("expected --gpu or --memory, got both")
-    room = device_memory.memory_bytes(gpu) if gpu is not None else None
-    room = quantities.parse_bytes(memory_text, "--memory") if memory_text is not None else room
-    if task is None:
-        count = quantities.parse_count(params or "", "--params")
-        model, config, assumed = Model(count, 4.0 * count, _ADAM_BYTES * count), Config(), ["an optimizer like Adam"]
-        workers = workers or 1
-        assumed.append(f"{max(config.lanes, workers)} lanes")
-    else:
-        model, config, assumed = _counted(task, workers)
-        workers = config.workers
-    if copies is not None and copies > workers:
-        raise ConfigError(f"--copies: expected at most one per worker ({workers}), got {copies}")
-    split = _split(workers, max(config.lanes, workers), copies or 2, offload != "none", hosts)
-    ours = answers_of_ours(model, split, room)
-    paper = answers_by_paper(model.parameters, workers, split.offload, room)
-    asked: dict[str, Any] = {"parameters": model.parameters, "workers": workers, "hosts": hosts, "zero": stage}
-    asked |= {"copies": split.copies, "offload": offload, "lanes": split.lanes, "memory_bytes": room}
-    first, second = (ours, paper) if task is not None else (paper, ours)
-    if offload == "cpu":
-        assumed.append("a device with memory of its own: on a CPU, offload=cpu changes nothing")
-    if as_json:
-        print(json.dumps(_to_dict(asked, first, second, paper is first, stage, assumed)))
-    else:
-        _print(asked, ours, paper, paper is first, assumed)
-    return 1 if first[stage].fits is False else 0
+    if memory_text is not None:
+        return quantities.parse_bytes(memory_text, "--memory"), []
+    if gpu is None:
+        return None, []
+    size = device_memory.memory_bytes(gpu)
+    return size, [f"{size / GB:g} GB on each {gpu} ({device_memory.SOURCE})"]
 
 
-def _counted(task: str, workers: int | None) -> tuple[Model, Config, list[str]]:
-    """The task's model as the meta device counts it, with its config, and what was assumed."""
+def _given(params: str, workers: int) -> tuple[Model, int, int, list[str]]:
+    """A model of so many parameters; workers, lanes, and what was assumed."""
+    count = quantities.parse_count(params, "--params")
+    lanes = max(Config().lanes, workers)
+    return Model(count, 4.0 * count, _ADAM_BYTES * count), workers, lanes, ["an optimizer like Adam", f"{lanes} lanes"]
+
+
+def _counted(task: str, workers: int | None) -> tuple[Model, int, int, list[str]]:
+    """The task's model as the meta device counts it; workers, lanes, and what was assumed."""
     from everstep.cli.job import Request, effective_config
     from everstep.cli.task_loading import make_task, parse_task
     from everstep.train.counted import count_task
@@ -124,70 +146,49 @@ def _counted(task: str, workers: int | None) -> tuple[Model, Config, list[str]]:
         found.activation_bytes,
         WORKER_BYTES + JOB_BYTES / config.workers,
     )
-    return model, config, [*found.assumed, "no checkpoints kept in memory"]
+    return model, config.workers, config.lanes, [*found.assumed, "no checkpoints kept in memory"]
 
 
-def _split(workers: int, lanes: int, copies: int, offload: bool, hosts: int) -> Split:
-    runs = (range(k * lanes // workers, (k + 1) * lanes // workers) for k in range(workers))
-    return Split(workers, lanes, max(len(cover(run, lanes)) for run in runs), copies, offload, hosts).checked()
+def _to_dict(asked: dict[str, Any], first: _Table, second: _Table, assumed: list[str]) -> dict[str, Any]:
+    """Results of one table, and those of the other below its name."""
+
+    def one(table: _Table) -> dict[str, Any]:
+        stages = {str(k): asdict(found) for k, found in table.stages.items()}
+        return {**stages[str(asked["zero"])], "source": table.source, "stages": stages}
+
+    return {"kind": "memory", **asked, **one(first), second.name: one(second), "assumed": assumed}
 
 
-def _to_dict(
-    asked: dict[str, Any],
-    first: Mapping[int, StageMemory],
-    second: Mapping[int, StageMemory],
-    paper_first: bool,
-    stage: int,
-    assumed: list[str],
-) -> dict[str, Any]:
-    """Results of one table, and those of the other below `ours` or `paper`."""
-
-    def one(answers: Mapping[int, StageMemory], source: str) -> dict[str, Any]:
-        stages = {str(k): asdict(found) for k, found in answers.items()}
-        return {**stages[str(stage)], "source": source, "stages": stages}
-
-    names = ((_PAPER, "ours", _OURS), (_OURS, "paper", _PAPER))
-    source, other, its = names[0] if paper_first else names[1]
-    return {"kind": "memory", **asked, **one(first, source), other: one(second, its), "assumed": assumed}
-
-
-def _print(
-    asked: Mapping[str, Any],
-    ours: Mapping[int, StageMemory],
-    paper: Mapping[int, StageMemory],
-    paper_first: bool,
-    assumed: list[str],
-) -> None:
+def _print(asked: Mapping[str, Any], tables: Sequence[_Table], assumed: list[str]) -> None:
     workers = asked["workers"]
     print(
         f"{quantities.count_words(asked['parameters'])} parameters on {workers} worker{'s' * (workers > 1)}: "
         "memory of each in GB (10^9 bytes), by stage of ZeRO"
     )
-    tables = [(_PAPER, paper), (f"{_OURS}, copies of divided parts: {asked['copies']}", ours)]
-    for title, answers in tables if paper_first else reversed(tables):
+    for table in tables:
         print()
-        print(title)
-        for line in aligned(_rows(answers)):
+        print(table.source + (f", copies of divided parts: {asked['copies']}" if table.source == _OURS else ""))
+        for line in aligned(_rows([*table.stages.values()])):
             print(line)
-        print(f"data parallel, nothing offloaded: {answers[0].baseline_memory_gb:.4g}")
+        if table.stages[0].host_bytes:
+            print(f"data parallel, nothing offloaded: {table.stages[0].baseline_memory_gb:.4g}")
     print()
     print(f"jobs can run with stage {', '.join(map(str, RUNS))} today")
     for one in assumed:
         print(f"assumed: {one}")
 
 
-def _rows(answers: Mapping[int, StageMemory]) -> list[list[str]]:
-    first = answers[0]
+def _rows(stages: Sequence[StageMemory]) -> list[list[str]]:
     rows = [["", *(f"stage {k}" for k in STAGES)]]
-    for kind in first.per_worker_bytes:
-        if any(found.per_worker_bytes[kind] for found in answers.values()):
-            rows.append([kind, *(f"{found.per_worker_bytes[kind] / GB:.3g}" for found in answers.values())])
-    for kind in first.host_bytes:
-        rows.append([f"{kind} (host)", *(f"{found.host_bytes[kind] / GB:.3g}" for found in answers.values())])
-    rows.append(["together", *(f"{found.zero_memory_gb:.4g}" for found in answers.values())])
-    rows.append(["times less", *(f"{found.memory_reduction_factor:.2f}" for found in answers.values())])
-    if first.fits is not None:
-        rows.append(["fits", *("yes" if found.fits else "no" for found in answers.values())])
-        largest = (found.max_model_size_with_zero for found in answers.values())
-        rows.append(["largest model", *(quantities.count_words(size or 0) for size in largest)])
+    for kind in stages[0].per_worker_bytes:
+        sizes = [found.per_worker_bytes[kind] for found in stages]
+        if any(sizes):
+            rows.append([kind, *(f"{size / GB:.3g}" for size in sizes)])
+    for kind in stages[0].host_bytes:
+        rows.append([f"{kind} (host)", *(f"{found.host_bytes[kind] / GB:.3g}" for found in stages)])
+    rows.append(["together", *(f"{found.zero_memory_gb:.4g}" for found in stages)])
+    rows.append(["times less", *(f"{found.memory_reduction_factor:.2f}" for found in stages)])
+    if stages[0].fits is not None:
+        rows.append(["fits", *("yes" if found.fits else "no" for found in stages)])
+        rows.append(["largest model", *(quantities.count_words(one.max_model_size_with_zero or 0) for one in stages)])
     return rows

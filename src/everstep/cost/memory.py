@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from everstep.base.errors import ConfigError, check
+from everstep.base.errors import check
 
 STAGES = (0, 1, 2, 3)
 RUNS = (0,)
@@ -27,14 +27,14 @@ Source: bench/memory.py with a model of 0.1M parameters, 2 and 4 workers, torch 
 class Model:
     """Sizes of a model and of its optimizer's state for one worker that holds all of it, in bytes.
 
-    activations: of one lane, None if they are not known. fixed: memory that does not grow with the model.
+    activations: of one lane. fixed: memory that does not grow with the model.
     """
 
     parameters: int
     parameter_bytes: float
     optimizer_bytes: float
     buffer_bytes: float = 0.0
-    activation_bytes: float | None = None
+    activation_bytes: float = 0.0
     fixed_bytes: float = 0.0
 
 
@@ -43,7 +43,8 @@ class Split:
     """How the work is divided.
 
     lanes: of the global batch. nodes: complete subtrees of lanes per worker. copies: of each part of the optimizer's
-    state. offload: that state lies in host memory or on disk. hosts: on which the workers are.
+    state; with as many as workers, or more, each worker has all. offload: that state lies in host memory or on disk.
+    hosts: on which the workers are.
     """
 
     workers: int
@@ -52,14 +53,6 @@ class Split:
     copies: int = 2
     offload: bool = False
     hosts: int = 1
-
-    def checked(self) -> Split:
-        """Raises: ConfigError, one line. Without more workers than copies, there are as many copies as workers."""
-        if self.workers < 1 or self.hosts < 1 or self.copies < 1:
-            raise ConfigError("--workers, --hosts and --copies: expected at least 1")
-        if self.hosts > self.workers:
-            raise ConfigError(f"--hosts: expected at most one per worker, got {self.hosts} for {self.workers} workers")
-        return replace(self, copies=min(self.copies, self.workers))
 
 
 @dataclass(frozen=True)
@@ -123,7 +116,7 @@ def of_ours(model: Model, split: Split, stage: int) -> MemoryUse:
         "lanes": 0.0 if by_unit else flat * split.nodes + under_way,
         "results": 2 * flat * part if divided else flat / (split.workers if split.hosts == 1 else 1),
         "buffers": model.buffer_bytes,
-        "activations": model.activation_bytes or 0.0,
+        "activations": model.activation_bytes,
         "process": model.fixed_bytes,
     }
     return MemoryUse(device, {"optimizer": optimizer} if split.offload else {})

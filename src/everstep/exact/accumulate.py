@@ -76,11 +76,11 @@ class LaneAccumulator:
         """Start a step, or take on further nodes of the same step (lanes that another worker lost).
 
         nodes: disjoint nodes of the lane tree, all of whose lanes will be added here. buffer: gives the flat float32
-        tensor (`layout.numel` elements) into which a node's sum is written; called when its first lane is added. offer:
-        receives blocks as soon as they are final, from this call on. When a step begins for the first time, the model's
-        running statistics must be those that it starts from. Anything left in `.grad` is dropped. In a second call, a
-        node that overlaps unfinished ones replaces them: sums of its own lanes count, those of other lanes are dropped.
-        So call it with `cover` of all wanted lanes that are not in `presence`.
+        tensor (`layout.numel` elements) into which a node's sum is written; called when its first lane begins or is
+        added. offer: receives blocks as soon as they are final, from this call on. When a step begins for the first
+        time, the model's running statistics must be those that it starts from. Anything left in `.grad` is dropped. In
+        a second call, a node that overlaps unfinished ones replaces them: sums of its own lanes count, those of other
+        lanes are dropped. So call it with `cover` of all wanted lanes that are not in `presence`.
 
         Raises: ConfigError if a parameter that was frozen at the start has been unfrozen.
         """

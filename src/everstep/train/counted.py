@@ -18,14 +18,14 @@ _ASSUMED_OPTIMIZER = 8
 
 @dataclass(frozen=True)
 class Counted:
-    """Bytes of parameters, of buffers, of the optimizer's state, and of what one lane's forward pass keeps for its
-    backward pass (None if that cannot be counted). assumed: what was taken for granted instead."""
+    """Number of trained parameters; bytes of all parameters, of buffers, of the optimizer's state, and of what one
+    lane's forward pass keeps for its backward pass. assumed: what was taken for granted where it cannot be counted."""
 
     parameters: int
     parameter_bytes: int
     buffer_bytes: int
     optimizer_bytes: int
-    activation_bytes: int | None
+    activation_bytes: int
     assumed: tuple[str, ...]
 
 
@@ -44,6 +44,8 @@ def count_task(task: Task, micro_batch: int) -> Counted:
     assumed: list[str] = []
     parameters = [p for p in model.parameters() if p.requires_grad]
     count = sum(p.numel() for p in parameters)
+    if not count:
+        raise ConfigError("the model has no parameter that is trained")
     try:
         optimizer_bytes = _optimizer_bytes(task, parameters)
     except Exception as error:
@@ -51,7 +53,7 @@ def count_task(task: Task, micro_batch: int) -> Counted:
         assumed.append(
             f"{_ASSUMED_OPTIMIZER} bytes per parameter for the optimizer, which cannot be counted ({_line(error)})"
         )
-    activation_bytes = None
+    activation_bytes = 0
     try:
         activation_bytes = _activation_bytes(task, model, micro_batch)
     except Exception as error:

@@ -31,8 +31,8 @@ class UpdateProbe:
 
     A sample is copied, and updated twice; all of a small model, and once. If the real update treats the sample in
     another way than the copies, that accuses nobody: some optimizers look at all of their parameters together.
-    What cannot be copied (no room, or a part that refuses) is not compared, and the log says so. Hooks of the optimizer
-    are not run on the copy: they belong to the user. Nothing of the original changes.
+    What cannot be copied (no room, or a part that refuses), or updated as a copy, is not compared, and the log says so.
+    Hooks of the optimizer are not run on the copy: they belong to the user. Nothing of the original changes.
     """
 
     def __init__(self, optimizer: Optimizer, seed: int) -> None:
@@ -45,7 +45,8 @@ class UpdateProbe:
             for _ in range(1 if self._whole else 2):
                 self._expected.append(self._updated(seed))
         except Exception as error:
-            log.info("the first update is not compared: %s cannot be copied (%s)", type(optimizer).__name__, error)
+            kind = type(optimizer).__name__
+            log.info("the first update is not compared: %s cannot be copied and updated (%s)", kind, error)
             self._expected = []
 
     def _updated(self, seed: int) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -38,7 +39,10 @@ def test_a_task_is_counted_and_ours_comes_first(capsys: pytest.CaptureFixture[st
 def test_what_does_not_fit_is_an_answer_with_exit_code_1(capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--params", "7.5B", "--workers", "64", "--gpu", "a100-80"]
     assert planned(capsys, *options, code=1)["fits"] is False
-    assert planned(capsys, *options, "--zero", "1")["fits"] is True
+    fitting = planned(capsys, *options, "--zero", "1")
+    assert (
+        fitting["fits"] is True and fitting["assumed"][0] == "80 GB on each a100-80 (data sheets of the makers, 2025)"
+    )
     assert run_command(["plan", "memory", *options]) == 1
     text = capsys.readouterr().out
     assert "largest model" in text and "jobs can run with stage 0 today" in text
@@ -54,8 +58,9 @@ def test_what_does_not_fit_is_an_answer_with_exit_code_1(capsys: pytest.CaptureF
         (["--params", "7B", "--memory", "80"], "with its unit"),
         (["--params", "7B", "--memory", "80GB", "--gpu", "l4"], "got both"),
         (["--params", "7B", "--copies", "3", "--workers", "2"], "at most one per worker (2), got 3"),
-        (["--params", "7B", "--hosts", "3", "--workers", "2"], "at most one per worker, got 3 for 2 workers"),
+        (["--params", "7B", "--hosts", "3", "--workers", "2"], "at most one per worker (2), got 3"),
         (["--params", "7B", "--zero", "4"], "--zero"),
+        (["--params", "7B", "--offload", "gpu"], "expected none, cpu or a folder"),
         (["no-such-task"], "no-such-task"),
         (["resnet18-folder"], "expected a folder of pictures"),
     ],
@@ -64,6 +69,46 @@ def test_bad_input_is_one_line(options: list[str], said: str, capsys: pytest.Cap
     assert run_command(["plan", "memory", *options]) == 2
     told = capsys.readouterr()
     assert not told.out and said in told.err and len(told.err.splitlines()) == 1
+
+
+TASKS = """
+import torch
+import everstep
+
+class Frozen(everstep.Task):
+    defaults = {"lanes": 2, "micro_batch": 1, "steps": 1}
+    def build_model(self):
+        return torch.nn.Linear(2, 2).requires_grad_(False)
+
+class Reads(Frozen):
+    def build_model(self):
+        return torch.nn.Linear(2, 2 + int(torch.ones(1).item()))
+
+class Trained(Frozen):
+    def build_model(self):
+        return torch.nn.Linear(2, 2)
+    def build_dataset(self, split):
+        raise OSError("not downloaded")
+    def build_optimizer(self, params):
+        return torch.optim.LBFGS(params)
+"""
+
+
+def test_what_cannot_be_counted_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, script = tmp_path / "tasks.py", tmp_path / "script.py"
+    file.write_text(TASKS)
+    script.write_text("")
+    for name, why in (
+        (f"{file}:Frozen", "has no parameter that is trained"),
+        (f"{file}:Reads", "cannot be built on torch's meta device"),
+        (str(script), "is a script"),
+    ):
+        assert run_command(["plan", "memory", name]) == 2
+        told = capsys.readouterr().err
+        assert why in told and len(told.splitlines()) == 1
+    said = planned(capsys, f"{file}:Trained")
+    assert said["per_worker_bytes"]["optimizer"] == 8 * 6 and said["per_worker_bytes"]["activations"] == 0
+    assert "not downloaded" in said["assumed"][1] and "for the optimizer, which cannot be counted" in said["assumed"][0]
 
 
 def test_torch_is_not_imported_for_a_number_of_parameters() -> None:

@@ -38,7 +38,7 @@ def test_the_papers_table_of_7_5_billion_parameters(workers: int, by_stage: tupl
 
 
 def test_bytes_per_parameter_of_eight_workers_on_several_hosts() -> None:
-    split = Split(8, copies=2, hosts=8).checked()
+    split = Split(8, copies=2, hosts=8)
     assert [of_ours(adam(BILLION), split, k).total / BILLION for k in (0, 1, 2)] == [24, 17, 9]
 
 
@@ -48,7 +48,7 @@ def test_more_lanes_per_worker_hold_more_sums() -> None:
 
 
 def test_where_every_worker_holds_every_part_nothing_is_divided() -> None:
-    for split in (Split(2, copies=2).checked(), Split(1, copies=2).checked()):
+    for split in (Split(2, copies=2), Split(1, copies=2)):
         replicated, *divided = (of_ours(adam(BILLION), split, k) for k in (0, 1, 2))
         assert [one.device for one in divided] == [replicated.device] * 2
 
@@ -74,7 +74,7 @@ def test_the_largest_model_fits_and_a_larger_one_does_not() -> None:
 
 @given(st.integers(1, 10**12), st.integers(1, 512), st.integers(1, 4), st.sampled_from(STAGES), st.integers(1, 10**15))
 def test_more_memory_never_fits_less(parameters: int, workers: int, copies: int, stage: int, room: int) -> None:
-    split = Split(workers, max(8, workers), copies=copies).checked()
+    split = Split(workers, max(8, workers), copies=copies)
     less, more = (answers_of_ours(adam(parameters), split, size)[stage] for size in (room, 2 * room))
     assert more.fits or not less.fits
     assert (more.max_model_size_with_zero or 0) >= (less.max_model_size_with_zero or 0)
