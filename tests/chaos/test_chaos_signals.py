@@ -107,6 +107,23 @@ def test_a_coordinator_that_is_frozen_once_the_job_is_over_is_not_waited_for(job
     assert job.end() == 0, job.account()
 
 
+def test_a_coordinator_that_dies_once_the_job_is_over_is_started_again(jobs: Jobs, tmp_path: Path) -> None:
+    """An agent that had not heard of the end would wait for it."""
+    script, hold = tmp_path / "lingers.py", tmp_path / "hold"
+    script.write_text(LINGERS)
+    hold.touch()
+    job = jobs.start(str(script), "--", str(hold), workers=2)
+    job.wait_for("job_completed")
+    first, late_s = coordinator_pid(job), time.monotonic() + 120.0
+    os.kill(first, signal.SIGKILL)
+    while coordinator_pid(job) == first:
+        assert time.monotonic() < late_s, job.account()
+        time.sleep(0.05)
+    hold.unlink()
+    assert job.end() == 0, job.account()
+    assert len(job.of_kind("job_completed")) == 1, job.account()
+
+
 def children(pid: int) -> list[int]:
     """Of all its threads."""
     found = [path.read_text().split() for path in Path(f"/proc/{pid}/task").glob("*/children")]

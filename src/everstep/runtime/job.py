@@ -190,13 +190,16 @@ class Job:
             self._look_for_answer(link, now_s)
         else:
             self._check_processes(link, now_s)  # a silent coordinator never reports that the agents have left
-            if self._succession.owner and self._coordinator.restart_at_s <= now_s:
-                self._start_coordinator()  # the leading one may die before all agents know of the end
+            if self._coordinator.restart_at_s <= now_s and not self._end.failing:
+                self._start_coordinator()  # agents may not know of the end yet: it knows from the journal
         self._end.look(now_s, self._local is not None and self._local.pidfd >= 0, self._lead.here)
 
     def _patience(self, link: JobLink, now_s: float) -> float:
-        restarts = [process.restart_at_s for process in (self._coordinator, self._local) if process is not None]
-        restart_s = min(restarts) - now_s if self._end.outcome is None and not self._end.alone else inf
+        restart_s = self._coordinator.restart_at_s - now_s
+        if self._end.alone:
+            restart_s = inf
+        elif self._end.outcome is None and self._local is not None:
+            restart_s = min(restart_s, self._local.restart_at_s - now_s)
         return min(1.0, self._watch.due_in(now_s), self._end.due_in(now_s), restart_s)
 
     def _start_due(self, now_s: float) -> None:
@@ -230,7 +233,7 @@ class Job:
         if silent and not stands_by and self._coordinator.kill():
             self._watch.killed(now_s)
             again = f"and started again, with a limit of {self._watch.limit_s:g} s"
-            what = again if self._end.outcome is None else "the job is over"
+            what = again if self._end.outcome is None else "and started again to say that the job is over"
             about: dict[str, Any] = {"kills": self._watch.kills, "silent_s": self._watch.silence_s}
             about |= {"cause": Cause.HUNG, "reason": f"the coordinator {silent}: it is killed, {what}"}
             events = EventLog(self.run_dir / EVENTS_FILE, pid=self._coordinator.pid)
