@@ -5,12 +5,13 @@ from __future__ import annotations
 import click
 
 from everstep.base.errors import ConfigError
-from everstep.sim.scenario import SeedKind, run_many, run_one
+from everstep.sim.scenario import SeedKind, run_many, run_one, run_shrunk
 
 
 @click.command()
 @click.option("--seed", type=int, help="Simulate this seed alone.")
 @click.option("--trace", is_flag=True, help="With --seed: print everything that happens.")
+@click.option("--shrink", type=int, metavar="SEED", help="Find the shortest schedule with which this seed still fails.")
 @click.option(
     "--seeds", metavar="N|A:B", default="300", show_default=True, help="Number of seeds; or A:B, from A to B - 1."
 )
@@ -28,6 +29,7 @@ from everstep.sim.scenario import SeedKind, run_many, run_one
 def command(
     seed: int | None,
     trace: bool,
+    shrink: int | None,
     seeds: str,
     start: int,
     forever: bool,
@@ -40,13 +42,17 @@ def command(
     """Train under simulated faults: the real coordinator and workers, on a simulated clock, network and processes.
 
     A seed that fails replays exactly."""
-    for name, value in (("--start", start), ("--seed", seed or 0)):
+    for name, value in (("--start", start), ("--seed", seed or 0), ("--shrink", shrink or 0)):
         if value < 0:
             raise ConfigError(f"{name}: expected a whole number, at least 0, got {value}: choose another")
     if split + leased + operated > 1:
         raise ConfigError("expected at most one of --split, --leased, --operated: the last two split models, too")
     kind: SeedKind = "operated" if operated else "leased" if leased else "split" if split else ""
     first, stop = _range(seeds, start)
+    if shrink is not None:
+        if seed is not None or trace or as_json:
+            raise ConfigError("--shrink takes one seed and prints its schedule: leave out --seed, --trace and --json")
+        return run_shrunk(shrink, kind)
     if seed is not None:
         if as_json:
             raise ConfigError(f"--json sums up many seeds: give --seeds {seed}:{seed + 1} instead of --seed {seed}")

@@ -44,6 +44,7 @@ from everstep.sim.life import Disk, Life, SimSite
 from everstep.sim.model import wrong
 from everstep.sim.operating import OPERATING_FAULTS
 from everstep.sim.setups import LeasedSetup, Setup, UnlikeSetup, set_up, set_up_leased, set_up_operated, set_up_split
+from everstep.sim.shrinking import MOST_RUNS, shrink, source_of
 from everstep.sim.sim_worker import KNOWN as WAYS
 from everstep.sim.sim_worker import METRIC
 from everstep.sim.starving import STARVING_FAULTS, SimLauncher
@@ -92,6 +93,11 @@ class Verdict:
     @property
     def ok(self) -> bool:
         return not self.problem
+
+    @property
+    def promise(self) -> str:
+        """What was broken, or the kind of error; "" if every promise held."""
+        return self.problem.partition(":")[0]
 
     def __str__(self) -> str:
         verdict = "ok" if self.ok else f"FAILED: {self.problem}"
@@ -343,7 +349,7 @@ class SeedTally:
         violations = [
             {
                 "seed": outcome.seed,
-                "promise": outcome.problem.partition(":")[0],
+                "promise": outcome.promise,
                 "problem": outcome.problem,
                 "schedule": [str(fault) for fault in outcome.setup.faults],
                 "replay": _replay(outcome.seed, kind),
@@ -374,6 +380,22 @@ def run_one(seed: int, kind: SeedKind, trace: bool) -> int:
         f"{outcome.events} events, {outcome.reports}"
     )
     return 0 if outcome.ok else 1
+
+
+def run_shrunk(seed: int, kind: SeedKind, most_runs: int = MOST_RUNS) -> int:
+    """Look for the shortest schedule with which a seed breaks the same promise, and print it, also as Python for a
+    scenario. Exit codes of `run_one`."""
+    first = _simulated(seed, kind)
+    if first.ok:
+        print(f"{first}\nthe seed keeps all promises: there is nothing to shrink")
+        return 0
+    found = shrink(first.setup, lambda setup: simulate(seed, setup=setup).promise == first.promise, most_runs)
+    print(simulate(seed, setup=found.setup))
+    faults = f"{len(found.setup.faults)} of {len(first.setup.faults)} faults"
+    stopped = ", more than it may take: it might get shorter" if found.runs >= most_runs else ""
+    print(f"{faults} are needed, as {found.runs} simulations show{stopped}; as a scenario:")
+    print(f"simulate({seed}, setup={source_of(found.setup)})")
+    return 1
 
 
 def run_many(start: int, stop: int | None, kind: SeedKind, keep_going: bool, as_json: bool) -> int:
