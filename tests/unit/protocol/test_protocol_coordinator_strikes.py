@@ -107,6 +107,19 @@ def test_people_may_ask_for_one() -> None:
     assert world.command("chaos", fault="x", strike=vars(CUT)).error == "the address of one of these hosts is not known"
 
 
+def test_a_link_whose_ends_both_act_needs_the_addresses_of_both() -> None:
+    for lacking in (1, 2):
+        world = World(workers=2, slots=2)
+        for k in (1, 2):
+            name, about = f"h{k}", {} if k == lacking else {"address": f"10.0.0.{k}"}
+            hello = m.AgentHello(agent_id=name, host=name, workers=[], slots=0, room=1, process="p", about=about)
+            world.connect(name, "agent")
+            world.say(name, hello)
+        reply = world.command("chaos", fault="x", strike=vars(SLOW))
+        assert reply.error == "the address of one of these hosts is not known"
+        assert world.last(m.StrikeNow) is None
+
+
 # ---- the coordinator
 
 STOP = Strike("stop:target=coordinator,at=3,for=2", "stop", "coordinator", for_s=2.0, index=4, coordinator=True)

@@ -64,6 +64,12 @@ def test_the_one_who_leads_says_what_is_saved_and_why() -> None:
     assert (none.save, none.save_cause) == (((), ""), Cause.UNKNOWN)
 
 
+def test_states_are_compared_if_the_one_who_leads_says_so() -> None:
+    for tiers, compares, ends in ((("compare",), True, False), (("disk",), False, False), (("end",), False, True)):
+        outcome = conclude(5, 1, {0: record({0: 1.0}, save=(tiers, "why"), save_cause=Cause.SCALED)})
+        assert (outcome.compares, outcome.ends) == (compares, ends)
+
+
 def test_of_how_many_stages_records_are() -> None:
     for given in (plan(1, (0, 1)), plan(1, (0,), (1,)), plan(1, (2,), (0, 2), (1,))):
         assert len(conclude(1, 4, records_of(given)).buffers) == given.stages

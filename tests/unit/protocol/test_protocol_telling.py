@@ -157,6 +157,24 @@ def test_members_out_of_order_are_refused() -> None:
             decode(encode(message).replace(b"\xa9worker_id\x00", b"\xa9worker_id\x01"))
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"speeds": ((0, 2.0), (1, 3.0))},
+        {"speeds": ()},
+        {"shards": ()},
+        {"reason": "nothing else is new"},
+    ],
+)
+def test_changes_of_speeds_and_shares_are_said_as_changes(change: dict[str, object]) -> None:
+    """Each by itself: a plan that is said whole would arrive as well, and cost more."""
+    share = Shard(1, 0, Extents.numbered((("model", 3),), [0]))
+    plan = _plan(1, [_member(0), _member(1)], speeds=((0, 1.0), (1, 1.5)), shards=(share,))
+    after = replace(plan, generation=2, **change)  # type: ignore[arg-type]
+    saying = told(after, plan)
+    assert saying.before == 1 and heard(saying, plan) == after
+
+
 def test_what_cannot_be_said_as_changes_is_said_whole() -> None:
     plan = _plan(1, [_member(0), _member(1)])
     turned = replace(plan, generation=2, seats=tuple(reversed(plan.seats)))
