@@ -391,6 +391,24 @@ def test_who_leaves_in_order_before_the_others_have_told_of_the_switch_is_not_ev
     assert world.last(m.SetSlots, "a1").worker_ids == [0, 2]
 
 
+def test_a_spare_that_leaves_in_order_says_nothing_of_the_switch():
+    world = World(workers=3)
+    world.agent(0, 1, 2, 3)
+    for i in range(4):
+        world.hello(i)
+    world.entered(0, 1, 1)
+    assert world.command("scale", workers=2).ok and world.prepared is not None
+    world.exited(3, reason="exit code 0", in_order=True)
+    assert world.plan.generation == 1 and world.prepared is not None
+
+
+def test_the_step_at_which_a_worker_was_lost_is_that_of_its_last_progress():
+    world = running()
+    world.progress(1, 1, 7)
+    world.exited(1)
+    assert world.report("worker_evicted")["step"] == 7
+
+
 def test_who_dies_before_the_switch_is_evicted():
     world = running()
     assert world.command("drain", worker_id=1).ok
