@@ -178,8 +178,12 @@ class Trees:
             return self._passes[test]
 
 
+class NoEnd(RuntimeError):
+    """Tests of which none has failed did not end in time, or their process died."""
+
+
 def failing(tree: Path, tests: Sequence[str], without: Sequence[str]) -> str | None:
-    """The first test that fails there, None if all pass. Raises: RuntimeError if that cannot be said."""
+    """The first test that fails there, None if all pass. Raises: NoEnd, or RuntimeError if that cannot be said."""
     mine, its = WARM.Pipe(duplex=False)
     process = WARM.Process(target=_pytest, args=(its, str(tree), list(tests), list(without)))
     process.start()
@@ -194,7 +198,8 @@ def failing(tree: Path, tests: Sequence[str], without: Sequence[str]) -> str | N
     process.join()
     if ended in (0, 5) or failed is not None:  # 5: nothing was left to run
         return failed
-    raise RuntimeError(f"{tests[0]} and others: pytest ended ({ended}), but no test has failed: {tree / OUTPUT}")
+    kind = NoEnd if ended in ("too late", "dead") else RuntimeError
+    raise kind(f"{tests[0]} and others: pytest ended ({ended}), but no test has failed: {tree / OUTPUT}")
 
 
 def _pytest(told: Connection, tree: str, tests: list[str], without: list[str]) -> None:
