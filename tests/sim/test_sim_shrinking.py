@@ -39,6 +39,19 @@ def test_what_the_failure_needs_is_left_and_nothing_else() -> None:
     assert (plain.donors, plain.on_failure, plain.job.steps, plain.job.keep_every) == (1, "replace", 1, 0)
 
 
+def test_a_failure_without_any_fault_has_none_left() -> None:
+    for faults in (NEEDED[:1], SETUP.faults):
+        assert not shrink(replace(SETUP, faults=faults), lambda setup: True).setup.faults
+
+
+def test_a_setup_stays_one_that_could_be_drawn() -> None:
+    """A job that dies as a whole goes on from its checkpoints; states are compared twice at least."""
+    job = SimJob(8, 8, write_every=3)
+    dies = replace(SETUP, job=job, verify_every=2, faults=(SimFault("launcher", 90),))
+    found = shrink(dies, lambda setup: bool(setup.faults and setup.verify_every))
+    assert (found.setup.job.write_every, found.setup.job.steps, found.setup.verify_every) == (3, 4, 2)
+
+
 def test_a_failure_that_needs_all_faults_keeps_them() -> None:
     found = shrink(SETUP, lambda setup: len(setup.faults) == len(SETUP.faults))
     assert kinds(found.setup) == kinds(SETUP)
@@ -89,7 +102,7 @@ class OneRecordTooFew(Deciding):
         return len(records) >= max(1, len(self._known.plans.current.members) - 1)
 
 
-def test_the_command_prints_a_shorter_schedule_that_breaks_the_same_promise(
+def test_the_command_prints_a_shorter_schedule_that_fails_in_the_same_way(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     broken = partial(scenario.simulate, machine=machine_with(OneRecordTooFew))
@@ -99,6 +112,7 @@ def test_the_command_prints_a_shorter_schedule_that_breaks_the_same_promise(
     assert scenario.run_shrunk(seed, "", most_runs=60) == 1
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith(f"seed {seed}: FAILED: {first.promise}")
+    assert "FAILED" in lines[0] and first.failure and not set("0123456789") & set(first.failure)
     assert lines[-1].startswith(f"simulate({seed}, setup=Setup(")
     words = next(line for line in lines if "are needed" in line)
     assert int(words.split()[0]) < int(words.split()[2]) == len(first.setup.faults)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import time
 import traceback
 from collections import Counter
@@ -67,6 +68,7 @@ TOLD_TWICE = ("ends", "a number told twice")
 TOO_FEW = ("ends", "slots given up")
 MOST_LOOKS = 5
 _NEVER_S = 1e9
+_FAILURE_WORDS = 60
 _MORE_FAULTS = {**LEASE_FAULTS, **STARVING_FAULTS, **DAMAGE_FAULTS, **OPERATING_FAULTS}
 
 
@@ -98,6 +100,11 @@ class Verdict:
     def promise(self) -> str:
         """What was broken, or the kind of error; "" if every promise held."""
         return self.problem.partition(":")[0]
+
+    @property
+    def failure(self) -> str:
+        """How the problem begins, without its numbers: alike where the same goes wrong in another schedule."""
+        return re.sub(r"[0-9.]+", "", self.problem)[:_FAILURE_WORDS]
 
     def __str__(self) -> str:
         verdict = "ok" if self.ok else f"FAILED: {self.problem}"
@@ -383,13 +390,13 @@ def run_one(seed: int, kind: SeedKind, trace: bool) -> int:
 
 
 def run_shrunk(seed: int, kind: SeedKind, most_runs: int = MOST_RUNS) -> int:
-    """Look for the shortest schedule with which a seed breaks the same promise, and print it, also as Python for a
+    """Look for the shortest schedule with which a seed fails in the same way, and print it, also as Python for a
     scenario. Exit codes of `run_one`."""
     first = _simulated(seed, kind)
     if first.ok:
         print(f"{first}\nthe seed keeps all promises: there is nothing to shrink")
         return 0
-    found = shrink(first.setup, lambda setup: simulate(seed, setup=setup).promise == first.promise, most_runs)
+    found = shrink(first.setup, lambda setup: simulate(seed, setup=setup).failure == first.failure, most_runs)
     print(simulate(seed, setup=found.setup))
     faults = f"{len(found.setup.faults)} of {len(first.setup.faults)} faults"
     stopped = ", more than it may take: it might get shorter" if found.runs >= most_runs else ""

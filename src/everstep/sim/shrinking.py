@@ -1,5 +1,5 @@
 """The shortest schedule that still fails: faults of a failing seed are left out, and its setup made plainer, as long
-as the same promise breaks.
+as it fails in the same way.
 
 Source: Zeller and Hildebrandt, "Simplifying and isolating failure-inducing input" (2002), for the faults.
 """
@@ -40,14 +40,15 @@ class _Search:
         self._tried: set[str] = set()
 
     def leave_out_faults(self) -> bool:
-        """Leave out runs of faults: half of them, then fewer and fewer. Returns whether any could be left out."""
+        """Leave out runs of faults: all, then half, then fewer and fewer. Returns whether any could be left out."""
         before = size = len(self.setup.faults)
-        while size := size // 2 or int(size > 1):
+        while size:
             first = 0
             while first < len(self.setup.faults):
                 left = (*self.setup.faults[:first], *self.setup.faults[first + size :])
                 if not self._try(replace(self.setup, faults=left)):
                     first += size
+            size //= 2
         return len(self.setup.faults) < before
 
     def take_plainer(self, offers: Callable[[Setup], Iterator[Setup]]) -> bool:
@@ -67,8 +68,9 @@ class _Search:
 
 
 def _plainer_setups(setup: Setup) -> Iterator[Setup]:
-    """Setups with one thing less: what is switched off first, then fewer workers, hosts and steps."""
-    job = setup.job
+    """Setups with one thing less: what is switched off first, then fewer workers, hosts and steps. A job that dies as a
+    whole keeps its checkpoints, and one that compares states the steps that this takes."""
+    job, dies = setup.job, any(fault.kind == "launcher" for fault in setup.faults)
     off: dict[str, Any] = {
         "spares": 0,
         "active": 0,
@@ -88,7 +90,7 @@ def _plainer_setups(setup: Setup) -> Iterator[Setup]:
         "nonfinite": frozenset(),
         "leaves_after": 0,
         "keep_every": 0,
-        "write_every": 0,
+        "write_every": job.write_every if dies else 0,
         "gather_every": 3,
     }
     for name, value in of_job.items():
@@ -98,7 +100,7 @@ def _plainer_setups(setup: Setup) -> Iterator[Setup]:
         yield replace(setup, hosts=setup.hosts - 1)
     if setup.workers > max(1, setup.min_workers):
         yield replace(setup, workers=setup.workers - 1)
-    if job.steps > max(1, job.leaves_after + 1):
+    if job.steps > max(1, job.leaves_after + 1, 2 * setup.verify_every):
         yield replace(setup, job=replace(job, steps=job.steps - 1))
 
 
