@@ -92,6 +92,9 @@ def _plainer_setups(setup: Setup) -> Iterator[Setup]:
         "keep_every": 0,
         "write_every": job.write_every if dies else 0,
         "gather_every": 3,
+        "state_bytes": -1,
+        "on_nonfinite": "warn",
+        "nonfinite_limit": 0,
     }
     for name, value in of_job.items():
         if getattr(job, name) != value:

@@ -258,6 +258,17 @@ def test_a_life_that_a_host_without_the_slot_counts_for_itself_is_foreign_from_t
     assert not grants.foreign(WorkerKey(1, 3), "a2")
 
 
+def test_a_slot_that_an_agent_is_given_beside_others_outlives_the_coordinator() -> None:
+    world = World(workers=1, slots=1)
+    newcomer(world, "a1", room=2)
+    assert world.last(m.SetSlots, "a1").worker_ids == [0]
+    assert world.command("scale", workers=2).ok
+    assert world.last(m.SetSlots, "a1").worker_ids == [0, 1]
+    for life in (world, world.restart()):
+        grants = life.coordinator.job.slots.grants
+        assert [grants.foreign(WorkerKey(i, 5), "a2") for i in (0, 1)] == [True, True]
+
+
 def test_a_foreign_life_that_does_not_leave_is_killed_again_and_again() -> None:
     world = lives_of_one_agent()
     world.coordinator.job.slots.grants.replay(1, Grant("a2", "a2", "p1", first=3))
