@@ -190,7 +190,7 @@ class Job:
             self._look_for_answer(link, now_s)
         else:
             self._check_processes(link, now_s)  # a silent coordinator never reports that the agents have left
-            if self._coordinator.restart_at_s <= now_s and not self._end.failing:
+            if self._coordinator.restart_at_s <= now_s and not (self._end.failing or self._end.over):
                 self._start_coordinator()  # agents may not know of the end yet: it knows from the journal
         self._end.look(now_s, self._local is not None and self._local.pidfd >= 0, self._lead.here)
 
