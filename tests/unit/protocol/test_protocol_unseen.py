@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from coordinator_harness import MS, S, World, running
+from coordinator_harness import MS, S, World, drop, running
 
 from everstep.protocol import messages as m
 
@@ -52,3 +52,14 @@ def test_an_agent_that_was_away_itself_has_time_to_look() -> None:
     world.agent(0, 1, 2)
     _beats(world, 1, 0, 2)
     assert "worker_evicted" not in world.kinds()
+
+
+def test_a_member_without_a_connection_is_given_up_only_while_others_wait_for_it_to_hear_of_a_plan() -> None:
+    world = running()
+    drop(world, "w1.0")
+    world.wait(15 * S)
+    assert "worker_evicted" not in world.kinds(), "training needs no coordinator"
+    assert world.command("scale", workers=2).ok
+    world.wait(15 * S)
+    assert world.report("worker_evicted")["worker_id"] == 1
+    assert "a plan waits for it" in world.report("worker_evicted")["reason"]
