@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from coordinator_harness import S, World, running
 
-from everstep.base.plan import Seat
+from everstep.base.plan import Plan, Seat
 from everstep.base.pool_wish import make_wish
 from everstep.protocol import messages as m
 from everstep.protocol.coordinator.speeds import by_speed, step_ms
@@ -122,3 +122,17 @@ def test_a_quick_stage_needs_no_help():
     world = weakened("shrink")
     let(world, 90, 100.0, 100.0, 100.0, 34.0)
     assert world.prepared is None or world.prepared.joining == ()
+
+
+def test_who_computes_in_any_stage_must_be_known_before_anything_is_made_of_the_speeds():
+    world = running(3)
+    speeds, members = world.coordinator.job.speeds, world.plan.members
+    seats = (
+        *(Seat(0, 0, "active", (0,)), Seat(1, 0, "standby", ())),
+        *(Seat(1, 1, "active", (0,)), Seat(2, 1, "standby", ())),
+    )
+    plan = Plan(1, "", members, seats, 1, stages=2)
+    speeds.say(members[0].key, 100.0)
+    assert speeds.measured(plan) is None, "worker 1 stands by in one stage and computes in the other"
+    speeds.say(members[1].key, 200.0)
+    assert speeds.measured(plan) == {0: 100.0, 1: 200.0, 2: 150.0}
