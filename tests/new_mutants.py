@@ -35,6 +35,7 @@ from mutant_operators import Generated, mistakes
 from mutants import AT_ONCE, ROOT, SIMULATED, WARM, NoEnd, Trees
 
 FOLDER = ROOT / "build" / "mutants-new"
+NO_END = "tests without an end"
 EQUIVALENT = Path(__file__).with_name("equivalent-mutants.json")
 FAST = ("tests/unit", "tests/property", "tests/traces")
 SEEDS, KINDS = 300, ("", "split", "leased", "operated")
@@ -159,7 +160,7 @@ class Judge:
             try:
                 killer = self._trees.noticing(tree, self._rungs(bug)) or ""
             except NoEnd as error:
-                killer = f"tests without an end: {error}"
+                killer = f"{NO_END}: {error}"
             if not killer and bug.file.split("/")[0] in SIMULATED:
                 killer = _seed_that_fails(tree, self._executed.seeds(bug))
         took_s = round(time.monotonic() - began_s, 1)
@@ -215,14 +216,14 @@ def report(found: Sequence[Judged], path: Path) -> int:
     path.write_text(json.dumps([{**asdict(one), "equivalent": reasons[one.id]} for one in found], indent=1) + "\n")
     rooms: defaultdict[str, Counter[str]] = defaultdict(Counter)
     for one in found:
-        noticed = "seeds" if one.killer.startswith("seed") else "tests"
+        noticed = "seeds" if one.killer.startswith("seed") else "no end" if one.killer.startswith(NO_END) else "tests"
         end = "equivalent" if reasons[one.id] else noticed if one.killer else "survived"
         rooms[one.id.split("/")[0]][end] += 1
     for room, ends in sorted(rooms.items()):
-        tests, seeds = ends["tests"], ends["seeds"]
-        counts = tests + seeds + ends["survived"]
-        share = f"{(tests + seeds) / counts:.0%}" if counts else "none"
-        by = f"{tests} by tests, {seeds} by seeds alone"
+        noticed = ends["tests"] + ends["no end"] + ends["seeds"]
+        counts = noticed + ends["survived"]
+        share = f"{noticed / counts:.0%}" if counts else "none"
+        by = f"{ends['tests']} by tests, {ends['no end']} as tests do not end, {ends['seeds']} by seeds alone"
         print(f"{room}: {share} of {counts} noticed ({by}); {ends['equivalent']} change nothing")
     survivors = [one for one in found if not one.killer and not reasons[one.id]]
     for one in survivors:

@@ -90,13 +90,19 @@ while os.path.exists(sys.argv[1]):
 """
 
 
-def test_a_coordinator_that_is_frozen_once_the_job_is_over_is_not_waited_for(jobs: Jobs, tmp_path: Path) -> None:
-    """It has told of the end, and would have to say when the agents have left."""
+def lingering(jobs: Jobs, tmp_path: Path) -> tuple[Job, Path]:
+    """A job that is over, and a file without which its workers leave."""
     script, hold = tmp_path / "lingers.py", tmp_path / "hold"
     script.write_text(LINGERS)
     hold.touch()
     job = jobs.start(str(script), "--", str(hold), workers=2)
     job.wait_for("job_completed")
+    return job, hold
+
+
+def test_a_coordinator_that_is_frozen_once_the_job_is_over_is_not_waited_for(jobs: Jobs, tmp_path: Path) -> None:
+    """It has told of the end, and would have to say when the agents have left."""
+    job, hold = lingering(jobs, tmp_path)
     pid = coordinator_pid(job)
     agent = next(pid for pid in children(job.launcher_pid()) if b"host_agent" in cmdline(pid))
     left = os.pidfd_open(agent)
@@ -109,11 +115,7 @@ def test_a_coordinator_that_is_frozen_once_the_job_is_over_is_not_waited_for(job
 
 def test_a_coordinator_that_dies_once_the_job_is_over_is_started_again(jobs: Jobs, tmp_path: Path) -> None:
     """An agent that had not heard of the end would wait for it."""
-    script, hold = tmp_path / "lingers.py", tmp_path / "hold"
-    script.write_text(LINGERS)
-    hold.touch()
-    job = jobs.start(str(script), "--", str(hold), workers=2)
-    job.wait_for("job_completed")
+    job, hold = lingering(jobs, tmp_path)
     first, late_s = coordinator_pid(job), time.monotonic() + 120.0
     os.kill(first, signal.SIGKILL)
     while coordinator_pid(job) == first:

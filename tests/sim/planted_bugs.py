@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from everstep.base.plan import WorkerKey
 from everstep.protocol.step_machine import StepMachine
+from everstep.protocol.step_types import Record
+from everstep.protocol.stepping.deciding import Deciding
 
 
 def machine_with(bug: type) -> type[StepMachine]:
@@ -17,3 +21,10 @@ def machine_with(bug: type) -> type[StepMachine]:
 
     Broken.__name__ = bug.__name__
     return Broken
+
+
+class OneRecordTooFew(Deciding):
+    """Decides without waiting for the last member."""
+
+    def _complete(self, records: Mapping[int, Record]) -> bool:
+        return len(records) >= max(1, len(self._known.plans.current.members) - 1)

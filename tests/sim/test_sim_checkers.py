@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from planted_bugs import machine_with
+from planted_bugs import OneRecordTooFew, machine_with
 
 from everstep.base.plan import Plan
 from everstep.placement.lanes import place
@@ -22,7 +22,6 @@ from everstep.protocol.step_types import (
     Discard,
     GradientReduced,
     HoldingArrived,
-    Record,
     Release,
     StepEffect,
     Updated,
@@ -65,13 +64,6 @@ def outcomes(machine: type[StepMachine], setup: scenario.Setup, seeds: Sequence[
         if not outcome.ok:
             found.append(outcome.problem)
     return found
-
-
-class OneRecordTooFew(Deciding):
-    """Decides without waiting for the last member."""
-
-    def _complete(self, records: Mapping[int, Record]) -> bool:
-        return len(records) >= max(1, len(self._known.plans.current.members) - 1)
 
 
 class ReleasesTooEarly(Deciding):

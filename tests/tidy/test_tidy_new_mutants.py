@@ -28,12 +28,15 @@ class Hanging:
         raise NoEnd("test_x and others: pytest ended (too late), but no test has failed")
 
 
-def test_a_bug_with_which_no_test_ends_is_noticed_and_the_others_are_judged(tmp_path: Path) -> None:
+def test_a_bug_with_which_no_test_ends_is_noticed_and_counted_apart(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     executed: Any = SimpleNamespace(tests=lambda bug: [], seeds=lambda bug: pytest.fail("it is noticed already"))
     trees: Any = Hanging()
     found = new_mutants.Judge(trees, executed, tmp_path)(BUG)
     assert found.killer.startswith("tests without an end: test_x")
     assert new_mutants.report([found], tmp_path / "found.json") == 0
+    assert "0 by tests, 1 as tests do not end, 0 by seeds alone" in capsys.readouterr().out
 
 
 def test_a_file_that_imports_alone_execute_is_given_to_the_tests_of_its_room(

@@ -185,13 +185,10 @@ class Job:
             self._lead.look(self._coordinator.pid)
             if self._lead.here and not led:
                 self._watch.answered()  # silence was the previous process's
-            self._check_processes(link, now_s)
-            self._start_due(now_s)
+        self._check_processes(link, now_s)  # also after the end: a silent coordinator never reports who has left
+        self._start_due(now_s)
+        if self._end.outcome is None:
             self._look_for_answer(link, now_s)
-        else:
-            self._check_processes(link, now_s)  # a silent coordinator never reports that the agents have left
-            if self._coordinator.restart_at_s <= now_s and not (self._end.failing or self._end.over):
-                self._start_coordinator()  # agents may not know of the end yet: it knows from the journal
         self._end.look(now_s, self._local is not None and self._local.pidfd >= 0, self._lead.here)
 
     def _patience(self, link: JobLink, now_s: float) -> float:
@@ -203,9 +200,12 @@ class Job:
         return min(1.0, self._watch.due_in(now_s), self._end.due_in(now_s), restart_s)
 
     def _start_due(self, now_s: float) -> None:
-        if self._coordinator.restart_at_s <= now_s and not self._end.failing:
+        """Start again what has died; the coordinator also after the end, since agents may not know of that yet, and the
+        journal does."""
+        if self._coordinator.restart_at_s <= now_s and not (self._end.failing or self._end.over):
             self._start_coordinator()
-        if self._local is not None and self._local.restart_at_s <= now_s and not self._end.alone:
+        goes_on = self._end.outcome is None and not self._end.alone
+        if self._local is not None and self._local.restart_at_s <= now_s and goes_on:
             self._start_local()
 
     def _look_for_answer(self, link: JobLink, now_s: float) -> None:

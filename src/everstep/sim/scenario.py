@@ -68,7 +68,7 @@ TOLD_TWICE = ("ends", "a number told twice")
 TOO_FEW = ("ends", "slots given up")
 MOST_LOOKS = 5
 _NEVER_S = 1e9
-_FAILURE_WORDS = 60
+_FAILURE_CHARS = 60
 _MORE_FAULTS = {**LEASE_FAULTS, **STARVING_FAULTS, **DAMAGE_FAULTS, **OPERATING_FAULTS}
 
 
@@ -104,7 +104,7 @@ class Verdict:
     @property
     def failure(self) -> str:
         """How the problem begins, without its numbers: alike where the same goes wrong in another schedule."""
-        return re.sub(r"[0-9.]+", "", self.problem)[:_FAILURE_WORDS]
+        return re.sub(r"[0-9.]+", "", self.problem)[:_FAILURE_CHARS]
 
     def __str__(self) -> str:
         verdict = "ok" if self.ok else f"FAILED: {self.problem}"
@@ -398,9 +398,9 @@ def run_shrunk(seed: int, kind: SeedKind, most_runs: int = MOST_RUNS) -> int:
         return 0
     found = shrink(first.setup, lambda setup: simulate(seed, setup=setup).failure == first.failure, most_runs)
     print(simulate(seed, setup=found.setup))
-    faults = f"{len(found.setup.faults)} of {len(first.setup.faults)} faults"
-    stopped = ", more than it may take: it might get shorter" if found.runs >= most_runs else ""
-    print(f"{faults} are needed, as {found.runs} simulations show{stopped}; as a scenario:")
+    left = f"{len(found.setup.faults)} of {len(first.setup.faults)} faults are left after {found.runs} simulations"
+    stopped = ", where the search was stopped: fewer may do" if found.runs >= most_runs else ""
+    print(f"{left}{stopped}; as a scenario:")
     print(f"simulate({seed}, setup={source_of(found.setup)})")
     return 1
 

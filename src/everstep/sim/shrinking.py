@@ -14,7 +14,7 @@ from everstep.sim.rules import USUAL
 from everstep.sim.setups import Setup
 
 MOST_RUNS = 2000
-"""Simulations that may be run for one seed: a liveness failure takes about a second each."""
+"""Simulations that may be run for one seed."""
 
 
 class Shrunk(NamedTuple):
@@ -119,7 +119,7 @@ def _plainer_faults(setup: Setup) -> Iterator[Setup]:
 
 def source_of(value: Any) -> str:
     """A value of a setup as Python, without what is as usual: to be kept as a scenario with a name."""
-    if isinstance(value, tuple) and not hasattr(value, "_fields"):
+    if isinstance(value, tuple):
         return f"({', '.join(map(source_of, value))}{',' if len(value) == 1 else ''})"
     if not is_dataclass(value):
         return repr(value)

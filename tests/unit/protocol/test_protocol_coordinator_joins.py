@@ -349,12 +349,17 @@ def test_a_slot_that_is_wanted_again_before_its_worker_has_left_is_told_once_mor
     assert world.last(m.SetSlots, "a1").worker_ids == [0, 1, 2]
 
 
-def test_scale_down_with_a_spare_keeps_the_spare():
+def three_and_a_spare() -> World:
     world = World(workers=3)
     world.agent(0, 1, 2, 3)
     for i in range(4):
         world.hello(i)
     world.entered(0, 1, 1)
+    return world
+
+
+def test_scale_down_with_a_spare_keeps_the_spare():
+    world = three_and_a_spare()
     world.command("scale", workers=2)
     world.entered(0, 2, 3)
     world.exited(2, reason="exit 0")
@@ -392,11 +397,7 @@ def test_who_leaves_in_order_before_the_others_have_told_of_the_switch_is_not_ev
 
 
 def test_a_spare_that_leaves_in_order_says_nothing_of_the_switch():
-    world = World(workers=3)
-    world.agent(0, 1, 2, 3)
-    for i in range(4):
-        world.hello(i)
-    world.entered(0, 1, 1)
+    world = three_and_a_spare()
     assert world.command("scale", workers=2).ok and world.prepared is not None
     world.exited(3, reason="exit code 0", in_order=True)
     assert world.plan.generation == 1 and world.prepared is not None
