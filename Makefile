@@ -131,6 +131,7 @@ sim: $(STAMP)
 	$(EVERSTEP) sim --seeds 30 --start $(SEED) --split
 	$(EVERSTEP) sim --seeds 30 --start $(SEED) --leased
 	$(EVERSTEP) sim --seeds 30 --start $(SEED) --operated
+	$(EVERSTEP) sim --seeds 30 --start $(SEED) --sharded
 
 # What takes longer, in parts.
 extended: $(STAMP)

@@ -22,7 +22,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 STAMPS = ROOT / "build" / "extended"
 SEEDS, CHUNK = 10_000, 1_000
-KINDS = ("", "--split", "--leased", "--operated")
+KINDS = ("", "--split", "--leased", "--operated", "--sharded")
 PYTEST = ("-m", "pytest", "-n", "0", "-o", "timeout=3000")
 
 

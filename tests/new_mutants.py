@@ -38,7 +38,7 @@ FOLDER = ROOT / "build" / "mutants-new"
 NO_END = "tests without an end"
 EQUIVALENT = Path(__file__).with_name("equivalent-mutants.json")
 FAST = ("tests/unit", "tests/property", "tests/traces")
-SEEDS, KINDS = 300, ("", "split", "leased", "operated")
+SEEDS, KINDS = 300, ("", "split", "leased", "operated", "sharded")
 MOST_TESTS, SEEDS_LIMIT_S = 1500, 300.0
 
 

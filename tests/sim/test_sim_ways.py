@@ -72,6 +72,7 @@ def test_every_way_of_the_driver_is_met():
 
     outcomes = [simulate(seed, driver=Watched) for seed in range(SEEDS)]
     outcomes += [simulate(seed, split=True, driver=Watched) for seed in range(SPLIT_SEEDS)]
+    outcomes += [simulate(seed, sharded=True, driver=Watched) for seed in range(6)]
     outcomes += [simulate(seed, setup=setup, driver=Watched) for setup in RARE for seed in range(6)]
     failed = [str(outcome) for outcome in outcomes if not outcome.ok]
     assert not failed, failed[0]

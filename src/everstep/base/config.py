@@ -7,25 +7,21 @@ read elsewhere.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import ipaddress
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, get_type_hints
 
 from everstep.base.config_fields import Kind, convert, free, shown, variable
 from everstep.base.config_keys import NO_MPI
 from everstep.base.config_keys import Config as Config
 from everstep.base.doors import check_private, is_loopback, parse_ports
-from everstep.base.errors import ConfigError
+from everstep.base.errors import ConfigError, nearest
 from everstep.base.foreign_keys import known_elsewhere
 from everstep.base.pipeline.schedule_table import check_possible
 from everstep.base.pool_wish import PoolWish, even_homes, make_wish, parse_cut
 from everstep.base.stage_map import StageMap, devices_of, parse_map
-
-_NEAR = 0.7
-"""How like a key an unknown word must be to be taken for it, from 0 to 1."""
 
 # ---- the table
 
@@ -113,6 +109,12 @@ def _is_free(name: str) -> bool:
     return group in FREE and bool(rest)
 
 
+def check_keys(source: str, layer: Mapping[str, Any]) -> None:
+    """Raises: ConfigError, one line, for an unknown key of the layer, whatever its value."""
+    for _ in _flatten(source, layer):
+        pass
+
+
 def known_of(source: str, layer: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Split a layer that another version may have written, by dotted key: (known values, the rest). The rest are
     unknown keys and keys whose value is not valid here."""
@@ -153,22 +155,34 @@ def _below(group: str) -> str:
 
 
 def instead_of(name: str, others: Sequence[str] = ()) -> str:
-    """Replacement for a key that does not exist, as a clause: the name here of another tool's key, or the
-    known key that is nearest; the last part alone counts too (`prefetch` for `loader.prefetch`). others: further words
+    """Replacement for a key that does not exist, as a clause: what is known of another tool's key, or a known key that
+    is near. A part of a dotted name counts, too, but in a group of ours nearness comes first. others: further words
     that are known."""
-
-    def likeness(known: str) -> float:
-        whole = difflib.SequenceMatcher(None, name, known).ratio()
-        last = difflib.SequenceMatcher(None, name.rpartition(".")[2], known.rpartition(".")[2]).ratio()
-        return max(whole, 0.99 * last)
-
     elsewhere = known_elsewhere(name)
     if elsewhere is not None:
         return elsewhere
-    nearest = max([*_LEAVES, *others], key=likeness)
-    if likeness(nearest) >= _NEAR:
-        return f"did you mean {nearest!r}?"
-    return "`everstep config` lists all keys, and `everstep config --search WORD` those with a word"
+    parts = name.split(".")
+    near = _near_keys(name, others)
+    guess = f"did you mean {' or '.join(map(repr, near))}?" if near else None
+    by_part = next(filter(None, map(known_elsewhere, reversed(parts))), None)
+    answer = guess or by_part if parts[0] in _GROUPS else by_part or guess
+    return answer or "`everstep config` lists all keys, and `everstep config --search WORD` those with a word"
+
+
+def _near_keys(name: str, others: Sequence[str]) -> list[str]:
+    """The key that is near, or the keys of which the last part is (`prefetch` for `loader.prefetch`). Where the name
+    begins with a group of ours, these are of that group."""
+    near = nearest(name, [*_LEAVES, *others])
+    if near is not None:
+        return [near]
+    group, dot, _ = name.partition(".")
+    within = f"{group}." if dot and group in _GROUPS else ""
+    by_last: dict[str, list[str]] = {}
+    for key in _LEAVES:
+        if key.startswith(within):
+            by_last.setdefault(key.rpartition(".")[2], []).append(key)
+    last = nearest(name.rpartition(".")[2], by_last)
+    return by_last[last] if last is not None else []
 
 
 def _build(group: type[Any], values: Mapping[str, Any], path: tuple[str, ...]) -> Any:
@@ -206,7 +220,8 @@ def dotted(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def pool_wish(config: Config) -> PoolWish:
     """The pools that the config asks for: who belongs to which stage, and how many of each pool are active."""
-    return make_wish(config.workers, config.stages, config.redundancy, parse_map(config.map, config.stages))
+    wish = make_wish(config.workers, config.stages, config.redundancy, parse_map(config.map, config.stages))
+    return replace(wish, copies=config.zero.copies if config.zero.stage else 0)
 
 
 def device_of(config: Config, worker_id: int, cell_rank: int = 0) -> str:
@@ -299,6 +314,7 @@ def check_together(config: Config) -> None:
     ):
         if least > most_s:
             raise ConfigError(f"{low}: expected at most {high} ({most_s:g}), got {least:g}: lower it or raise {high!r}")
+    _check_zero(config)
     _check_network(config)
     _check_tls(config)
     if config.early_stop.target is not None and config.early_stop.metric is None:
@@ -377,6 +393,25 @@ def _check_pools(config: Config, stage_maps: Sequence[StageMap]) -> None:
         raise ConfigError(
             f"workers: expected {config.stages * per_stage} ({config.stages} stage{'s' * (config.stages > 1)} x "
             f"{per_stage}, for {said}), got {config.workers}: drop 'workers', or change the pools"
+        )
+
+
+def _check_zero(config: Config) -> None:
+    """Only the optimizer's state can be divided, and only in memory that pages can be given back of."""
+    if config.zero.stage > 1:
+        raise ConfigError(
+            f"zero.stage: expected 0 or 1, got {config.zero.stage}: the optimizer's state can be divided (1); for a "
+            "model whose gradients or parameters are too large, set stages to split it"
+        )
+    if config.zero.stage and config.device != "cpu":
+        raise ConfigError(
+            f"zero.stage: expected 0 with device {config.device}, got {config.zero.stage}: what others hold is given "
+            "back in the memory of CPUs alone; set zero.stage=0, or device=cpu"
+        )
+    if config.zero.stage and config.zero.offload is not None:
+        raise ConfigError(
+            f"zero.offload: expected none with zero.stage=1, got {config.zero.offload}: divide the optimizer's state "
+            "or keep it elsewhere, not both"
         )
 
 

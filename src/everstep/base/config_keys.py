@@ -185,6 +185,26 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True)
+class ZeroConfig:
+    """Where the parts of the training state lie. None of it changes a bit."""
+
+    stage: int = key(
+        0,
+        "1: the members of a pool divide the optimizer's state among them (ZeRO), and give each other the parameters "
+        "that each has updated",
+        low=0,
+    )
+    copies: int = key(2, "members that hold each part of the optimizer's state, with zero.stage=1", low=1)
+    offload: str | None = key(
+        None,
+        "where each worker keeps the optimizer's state. none: with its parameters; cpu: in the host's memory; a "
+        "folder: in a file there, of which memory holds what is in use",
+        pattern=r"cpu|.*/.*",
+        example="cpu, or a folder with a / in its path",
+    )
+
+
+@dataclass(frozen=True)
 class MetricsConfig:
     """Keys about measurements while the job runs."""
 
@@ -415,6 +435,7 @@ class Config:
     notify: NotifyConfig = field(default_factory=NotifyConfig)
     logs: LogsConfig = field(default_factory=LogsConfig)
     loader: LoaderConfig = field(default_factory=LoaderConfig)
+    zero: ZeroConfig = field(default_factory=ZeroConfig)
     early_stop: EarlyStopConfig = field(default_factory=EarlyStopConfig)
     batch: str = key(
         "constant",

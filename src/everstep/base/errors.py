@@ -31,6 +31,8 @@ from collections.abc import Iterable
 from everstep.base.cause import Cause
 
 _MOST_SAID = 2000
+_LONG_WORD = 8
+"""Letters from which a word may have two slips."""
 
 
 class EverstepError(Exception):
@@ -41,10 +43,41 @@ class EverstepError(Exception):
 
 def did_you_mean(word: str, known: Iterable[str], form: str = "{!r}") -> str:
     """End of a message about an unknown word: the nearest known word, "" if none is near. form: how it is written."""
-    import difflib  # imported late: most commands make no mistake
+    near = nearest(word, known)
+    return f"; did you mean {form.format(near)}?" if near is not None else ""
 
-    close = difflib.get_close_matches(word, list(known), n=1)
-    return f"; did you mean {form.format(close[0])}?" if close else ""
+
+def nearest(word: str, known: Iterable[str]) -> str | None:
+    """The known word that `word` was most likely meant to be, None if none is near.
+
+    Near is a word with the same first letter and at most one slip, two if it has eight letters or more; or one of the
+    two words is the beginning of the other, and at least half of it. A slip is a letter too many, too few, another, or
+    swapped with its neighbour.
+    """
+    distances = {one: _slips(word.lower(), one.lower()) for one in known}
+    near = {one: slips for one, slips in distances.items() if slips is not None}
+    return min(near, key=lambda one: near[one], default=None)
+
+
+def _slips(word: str, known: str) -> int | None:
+    """Number of slips between two words; None if they are not near."""
+    short, long = sorted((word, known), key=len)
+    apart = len(long) - len(short)
+    if long.startswith(short) and 2 * len(short) >= len(long):
+        return apart
+    most = 2 if len(known) >= _LONG_WORD else 1
+    if apart > most or word[:1] != known[:1]:
+        return None
+    before: list[int] = []
+    row = list(range(len(known) + 1))  # slips between the beginning of the word so far and each beginning of `known`
+    for i, letter in enumerate(word, start=1):
+        earlier, before, row = before, row, [i]
+        for j, other in enumerate(known, start=1):
+            slips = min(before[j] + 1, row[-1] + 1, before[j - 1] + (letter != other))
+            if earlier and j > 1 and word[i - 2 : i] == other + known[j - 2]:
+                slips = min(slips, earlier[j - 2] + 1)
+            row.append(slips)
+    return row[-1] if row[-1] <= most else None
 
 
 class ConfigError(EverstepError):

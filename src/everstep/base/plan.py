@@ -8,7 +8,7 @@ and seats are apart because one worker may hold seats in several stages.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import groupby
 from operator import attrgetter, itemgetter
 from typing import Literal
@@ -16,9 +16,12 @@ from typing import Literal
 from everstep.base.cause import Cause
 from everstep.base.domains import Domains, ordered
 from everstep.base.errors import MembershipError, check
-from everstep.base.extents import WHOLE, Extents
+from everstep.base.extents import WHOLE, Extents, Runs
 
 Role = Literal["active", "standby"]
+
+SEGMENTS = 256
+"""Parts that the optimizer's state of a stage is dealt out in."""
 
 
 @dataclass(frozen=True, order=True)
@@ -102,18 +105,31 @@ class Seat:
 
 @dataclass(frozen=True)
 class Shard:
-    """The part of its stage that a seat holds, if not all: blocks of the state and of the reduced gradient."""
+    """The part of its stage that a seat holds, if not all: blocks of the state and of the reduced gradient.
+
+    segments: numbers of those of the optimizer's state that it holds, of `SEGMENTS`; which blocks these are follows
+    from the planes that there are by then (`placement.shards.share`). None: all, and `state` says what else.
+    """
 
     worker_id: int
     stage: int
     state: Extents = WHOLE
     gradient: Extents = WHOLE
+    segments: Runs | None = None
 
     def __post_init__(self) -> None:
+        ends = [end for run in self.segments or () for end in run]
+        check(ends == sorted(set(ends)) and ends[:1] >= [0] * bool(ends), f"expected runs of segments, got {ends}")
+        check(ends[-1:] <= [SEGMENTS], f"expected segments below {SEGMENTS}, got {ends[-1:]}")
         for held in (self.state, self.gradient):
             check(
                 held.whole or held == Extents.part(held.of, held.runs), f"expected a shard of blocks, got {held!r:.200}"
             )
+
+
+@lru_cache(maxsize=1 << 14)
+def _all_of(worker_id: int, stage: int) -> Shard:
+    return Shard(worker_id, stage)
 
 
 @dataclass(frozen=True)
@@ -222,7 +238,7 @@ class Plan:
 
     def shard(self, worker_id: int, stage: int) -> Shard:
         """The part of the stage that the worker's seat holds."""
-        return self._shares.get((worker_id, stage), Shard(worker_id, stage))
+        return self._shares.get((worker_id, stage)) or _all_of(worker_id, stage)
 
     def stages_of(self, worker_id: int) -> tuple[int, ...]:
         """Stages in which the worker has a seat, ascending; empty if it is not a member."""

@@ -24,7 +24,8 @@ class PoolWish:
     homes: worker ids by stage; in a job with fewer workers than stages, a worker is in several. Empty: evenly, in
     order. active: number of members of each pool that get lanes, by stage; the others are standby. Empty: all of them.
     standby: workers that get lanes only if too few others can. leaders: by stage, None: the first in id order. named:
-    the config names the workers of each stage one by one.
+    the config names the workers of each stage one by one. copies: of each segment of the optimizer's state, among the
+    members of a pool; 0: each member has all of it.
     """
 
     homes: tuple[tuple[int, ...], ...] = ()
@@ -32,6 +33,7 @@ class PoolWish:
     standby: tuple[int, ...] = ()
     leaders: tuple[int | None, ...] = ()
     named: bool = False
+    copies: int = 0
 
     @cached_property
     def _homes_of(self) -> dict[int, tuple[int, ...]]:

@@ -34,7 +34,7 @@ class Tag(NamedTuple):
 MOST_LANES = 1 << 13
 """Exclusive limit of lane numbers in messages between stages, those of lanes that are computed twice included."""
 
-HopKind = Literal["act", "grad", "tied", "eval"]
+HopKind = Literal["act", "grad", "tied", "eval", "part"]
 
 
 class Hop(NamedTuple):

@@ -51,7 +51,7 @@ from everstep.checkpoint.store import DirectoryStore
 from everstep.checkpoint.transfer import Uploader, open_object_tier, open_uploader
 from everstep.exact.image import BLOCK_BYTES, plane_sizes
 from everstep.exact.state import ModelState
-from everstep.placement.shards import writers
+from everstep.placement.shards import share, writers
 
 log = logging.getLogger(__name__)
 
@@ -146,7 +146,8 @@ class Checkpointer:
         except (EverstepError, MemoryError, RuntimeError) as error:
             self._report(report.failed(Why(cause_of(error), str(error))))
             return
-        runs = writers(plan, stage, plane_sizes(live.outline.planes))[self.worker_id]
+        of = plane_sizes(live.outline.planes)
+        runs = writers(plan, stage, of)[self.worker_id]
         job = PartJob(
             replace(report, runs=runs, stall_s=time.monotonic() - began),
             self.worker_id == min(pool),
@@ -155,6 +156,7 @@ class Checkpointer:
             0 if plan.member(self.worker_id).limbs else None,
             len(pool) > 1,
             self._config.sign_key is not None,
+            share(plan.shard(self.worker_id, stage), of),
         )
         part = PartWriter(self.store, job, live, self._find_base, self._report)
         self._parts.append(part)

@@ -12,7 +12,7 @@ from typing import Any
 from everstep.base.cause import Why
 from everstep.base.errors import StoreError, check
 from everstep.checkpoint.manifest import Manifest, PartFile, compact
-from everstep.checkpoint.part import CHECK_BYTES, PartReport, entries_within, split_digests
+from everstep.checkpoint.part import CHECK_BYTES, NOT_HELD, NOT_KNOWN, PartReport, entries_within, split_digests
 from everstep.exact.digest import digest_bytes
 from everstep.exact.image import BLOCK_BYTES, Outline, StateEntry, block_count, manifest_of
 from everstep.exact.topology import merge_with_sources
@@ -70,7 +70,8 @@ class Assembly:
         for stage in range(self.stages):
             parts = [p for p in self._parts(stage) if p.checks]
             said = {part.worker_id: (part.checks, part.facts) for part in parts}
-            if len({(checks, *sorted(facts.items())) for checks, facts in said.values()}) > 1:
+            known = _together([checks for checks, _ in said.values()])
+            if len({tuple(sorted(facts.items())) for _, facts in said.values()}) > 1 or not known:
                 names = _differing(_first(self._parts(stage)).entries or (), list(said.values()))
                 text = f", in the blocks of {', '.join(names[:_NAMED])}" if names else ""
                 more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
@@ -153,8 +154,24 @@ def _differing(entries: Sequence[StateEntry], said: Sequence[tuple[bytes, Mappin
     """Which parts of a state are not alike in all that is said of it."""
     found = [name for name in said[0][1] if len({facts.get(name) for _, facts in said}) > 1]
     blocks = len(said[0][0]) // CHECK_BYTES
-    odd = {k for k in range(blocks) if len({checks[k * CHECK_BYTES : (k + 1) * CHECK_BYTES] for checks, _ in said}) > 1}
+    cut = [[checks[at : at + CHECK_BYTES] for at in range(0, len(checks), CHECK_BYTES)] for checks, _ in said]
+    odd = {k for k in range(blocks) if len({checks[k] for checks in cut} - {NOT_HELD}) > 1}
     return found + [e.name.removeprefix("model/") for e in entries if odd.intersection(e.blocks)]
+
+
+def _together(said: Sequence[bytes]) -> bool:
+    """Whether checks of the same state agree, where they are of blocks that are held."""
+    if len(set(said)) <= 1:
+        return True
+    if len({len(checks) for checks in said}) > 1:
+        return False
+    ranges = range(0, len(said[0]), CHECK_BYTES)
+    return all(len({checks[at : at + CHECK_BYTES] for checks in said} - {NOT_HELD}) <= 1 for at in ranges)
+
+
+def unknown_entries(manifest: Manifest) -> list[int]:
+    """Numbers of the entries whose digests no writer could make, since none held all of them."""
+    return [k for k, digest in enumerate(manifest.state["digests"]) if digest == NOT_KNOWN]
 
 
 class _Known:

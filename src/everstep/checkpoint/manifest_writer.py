@@ -13,6 +13,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+import xxhash
+
 from everstep.base.cause import UNSAID, Cause, Why
 from everstep.base.config_keys import TierConfig
 from everstep.base.errors import (
@@ -26,14 +28,15 @@ from everstep.base.errors import (
 )
 from everstep.checkpoint.hosts_store import HostsStore
 from everstep.checkpoint.manifest import JobIdentity, Manifest
-from everstep.checkpoint.manifest_assembly import Assembly, assemble
+from everstep.checkpoint.manifest_assembly import Assembly, assemble, unknown_entries
 from everstep.checkpoint.names import manifest_name
 from everstep.checkpoint.part import Base, LiveState, PartJob, PartReport, PartWriter
 from everstep.checkpoint.pointers import MOST_BYTES
-from everstep.checkpoint.reader import open_checkpoint, read_manifest, set_aside
+from everstep.checkpoint.reader import Checkpoint, open_checkpoint, read_manifest, set_aside
 from everstep.checkpoint.retention import Shelf
 from everstep.checkpoint.signing import Signer
 from everstep.checkpoint.store import DirectoryStore
+from everstep.exact.image import BLOCK_BYTES, sealed
 from everstep.exact.state import ModelState
 from everstep.exact.topology import same_state
 from everstep.protocol.driver.policy import Due
@@ -212,6 +215,7 @@ class ManifestWriter:
         if isinstance(self._store, HostsStore):
             manifest = replace(manifest, hosts=self._store.spread(manifest.files, self._copies))
         self._check_files(manifest)
+        manifest = self._with_digests(manifest)
         data = manifest.encode()
         if self._signer is not None:
             data = self._signer.sign(manifest, data, assembly.sums())
@@ -222,6 +226,21 @@ class ManifestWriter:
         except BlobExists:
             return self._existing(manifest, data, assembly)
         return manifest
+
+    def _with_digests(self, manifest: Manifest) -> Manifest:
+        """The manifest with the digests of entries of which no writer held all: they are read from the parts."""
+        lacking = unknown_entries(manifest)
+        if not lacking:
+            return manifest
+        checkpoint, digests = Checkpoint(self._store, manifest), list(manifest.state["digests"])
+        for k in lacking:
+            entry, made = manifest.entries[k], xxhash.xxh3_128()
+            for index, block in zip(entry.blocks, checkpoint.read_blocks(entry.blocks), strict=True):
+                at = index * BLOCK_BYTES
+                made.update(block[max(entry.offset - at, 0) : min(entry.stop - at, BLOCK_BYTES)])
+            digests[k] = made.hexdigest()
+        body = {key: value for key, value in manifest.state.items() if key != "digest"}
+        return replace(manifest, state=sealed({**body, "digests": digests}))
 
     def _existing(self, manifest: Manifest, data: bytes, assembly: Assembly) -> Manifest:
         """The step was done before: what is there stays if it is the same, and is set aside if it is damaged."""

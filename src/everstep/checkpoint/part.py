@@ -28,7 +28,7 @@ from torch import Tensor
 
 from everstep.base.cause import Cause, Why
 from everstep.base.errors import EverstepError, ProtocolError, StoreError, cause_of, check
-from everstep.base.extents import Runs
+from everstep.base.extents import WHOLE, Extents, Runs
 from everstep.checkpoint.manifest import PartFile
 from everstep.checkpoint.names import part_name
 from everstep.checkpoint.part_digest import PartDigest
@@ -43,6 +43,10 @@ _BYTES_PER_RUN = 112
 _PATIENCE_S = 0.05
 _ATTEMPTS = 1000
 CHECK_BYTES = 8
+NOT_HELD = bytes(CHECK_BYTES)
+"""Stands for the check of a block that a worker does not hold."""
+NOT_KNOWN = "0" * 32
+"""Stands for the digest of an entry of which its writer does not hold all."""
 _FLOATS = frozenset({"float64", "float32", "float16", "bfloat16", "complex64", "complex128"})
 
 
@@ -120,7 +124,7 @@ class PartJob:
     """A part that is to be written. report: what can be said of it beforehand. with_state: whether its report has the
     stage's entries and values. limit_bytes: memory that may be taken when the update comes too early. metadata: text
     for the safetensors header. cell_rank: of a worker whose cell has several. compare: others hold the state, too.
-    signed: its report has the SHA-256."""
+    signed: its report has the SHA-256. held: what of the state is here: other blocks are not read."""
 
     report: PartReport
     with_state: bool
@@ -129,6 +133,7 @@ class PartJob:
     cell_rank: int | None = None
     compare: bool = False
     signed: bool = False
+    held: Extents = WHOLE
 
     def name(self, attempt: int = 0) -> str:
         """Name of the part's file; attempt: as for `part_name`."""
@@ -184,18 +189,29 @@ class PartWriter:
     def _own(self) -> dict[int, bool]:
         """The blocks that are read, and whether they are written: those after its own are only needed for the digest of
         an entry. Ascending."""
-        runs, entries = self._job.report.runs, self._live.entries
-        written = {block: True for run in runs for block in range(*run)}
-        for k in entries_within(entries, runs):
-            for block in entries[k].blocks:
+        written = {block: True for run in self._job.report.runs for block in range(*run)}
+        for k in self._digested:
+            for block in self._live.entries[k].blocks:
                 written.setdefault(block, False)
         return dict(sorted(written.items()))
+
+    @cached_property
+    def _here(self) -> frozenset[int]:
+        """The blocks that are held here."""
+        spans = self._job.held.spans((("", self._live.n_blocks),))
+        return frozenset(n for lo, hi in spans for n in range(lo, hi))
+
+    @cached_property
+    def _digested(self) -> list[int]:
+        """The entries that begin in its own blocks and are all here."""
+        entries, here = self._live.entries, self._here
+        return [k for k in entries_within(entries, self._job.report.runs) if here.issuperset(entries[k].blocks)]
 
     @cached_property
     def _order(self) -> Sequence[int]:
         """The blocks in the order in which they are read; those after the own ones are only compared."""
         own = list(self._own)
-        others = [k for k in range(self._live.n_blocks) if k not in self._own] if self._job.compare else []
+        others = [k for k in sorted(self._here) if k not in self._own] if self._job.compare else []
         after = bisect(others, own[-1]) if own else 0
         return [*own, *others[after:], *others[:after]]
 
@@ -300,7 +316,7 @@ class PartWriter:
         job, report = self._job, self._job.report
         data_at = round_up(512 + _BYTES_PER_RUN * sum((hi - lo) // 2 + 1 for lo, hi in report.runs), _PAGE)
         live, n_own = self._live, self._live.n_own
-        mine = {k: xxhash.xxh3_128() for k in entries_within(live.entries, report.runs)}
+        mine = {k: xxhash.xxh3_128() for k in self._digested}
         digests: list[str] = []
         runs: list[tuple[int, int]] = []
         tree: list[str] = []
@@ -341,14 +357,16 @@ class PartWriter:
             file = PartFile("", size, data_at, digest_bytes(header), tree_digest(tree))
             report = replace(report, sha256=sums.of(header))
         if job.compare:
-            checks = b"".join(self._checked[index] for index in range(live.n_blocks))
+            checks = b"".join(self._checked.get(index, NOT_HELD) for index in range(live.n_blocks))
             report = replace(report, checks=checks, facts=_facts(live))
         if job.with_state:
             report = replace(report, entries=tuple(live.entries), values=dict(live.values), outline=live.outline)
         return replace(
             report,
             digests="".join(digests),
-            entry_digests="".join(h.hexdigest() for h in mine.values()),
+            entry_digests="".join(
+                mine[k].hexdigest() if k in mine else NOT_KNOWN for k in entries_within(live.entries, report.runs)
+            ),
             written=runs,
             file=file,
             base=base.step,
@@ -460,6 +478,7 @@ class LiveState:
                 self._tensors[k] = tensors[k].detach().clone()
         self._at = -1
         self._bytes: Any = None
+        self._let_go = state.memory.let_go
         self._cuda = next((t.device for t in self._tensors if t.is_cuda), None)
         self._stream: Any = None
         if self._cuda is not None:
@@ -497,6 +516,7 @@ class LiveState:
     def _copy(self, k: int, lo: int, hi: int, out: Tensor) -> None:
         if self._at != k:  # blocks are read in order: the piece of memory in use is the last one's, nearly always
             tensor = self._tensors[k]
+            self._let_go()
             on_device = tensor.is_cuda and tensor.is_contiguous() and not tensor.is_complex()
             self._at = k
             self._bytes = (

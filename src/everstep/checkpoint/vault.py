@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from everstep.base.config_keys import MemoryTierConfig
+from everstep.base.errors import check
 from everstep.base.extents import WHOLE, Extents
 from everstep.exact.image import BLOCK_BYTES, Scatter
 from everstep.exact.state import ModelState
@@ -36,10 +37,10 @@ class Kept(Protocol):
 
 @dataclass(frozen=True)
 class StageState:
-    """A stage's state as it came from others, each block checked then."""
+    """A stage's state as it came from others, each block checked then; None for those that are not held here."""
 
     made_of: dict[str, Any]
-    blocks: list[memoryview]
+    blocks: list[memoryview | None]
 
     @property
     def n_blocks(self) -> int:
@@ -52,7 +53,9 @@ class StageState:
         return self.made_of
 
     def read_block(self, index: int) -> memoryview:
-        return self.blocks[index]
+        block = self.blocks[index]
+        check(block is not None, f"block {index} is not held here")
+        return block  # type: ignore[return-value]
 
     def release(self) -> None:
         self.blocks.clear()
@@ -64,8 +67,8 @@ class StageState:
     def _fill(self, scatter: Scatter) -> None:
         for index, data in enumerate(self.blocks):
             at = 0
-            for view in scatter.views(index):
-                view[:] = data[at : at + len(view)]
+            for view in scatter.views(index) if data is not None else ():
+                view[:] = data[at : at + len(view)]  # type: ignore[index]
                 at += len(view)
 
 

@@ -14,7 +14,7 @@ import click
 from everstep.base.cause import Cause
 from everstep.base.config import describe, instead_of
 from everstep.base.errors import ConfigError
-from everstep.base.foreign_keys import known_elsewhere
+from everstep.base.foreign_keys import elsewhere_with, known_elsewhere
 from everstep.report.words import aligned
 
 CAUSES = "causes"
@@ -23,10 +23,17 @@ _FIELDS = ("key", "type", "default", "meaning")
 
 @click.command()
 @click.argument("key", metavar="[KEY]", required=False)
-@click.option("--search", metavar="WORD", help="Show the keys whose name or meaning has this word.")
+@click.option(
+    "--search",
+    metavar="WORD",
+    help="Show the keys with this word in their name, their meaning or their name in another tool.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON list of objects.")
 def command(key: str | None, search: str | None, as_json: bool) -> int:
     """Show a config key, or all keys of a group, with type, default and meaning. Without KEY: all keys.
+
+    A name that another tool has for a key is answered with ours. --search WORD shows keys with their default and the
+    first sentence of their meaning; with --json it shows all that is known of them.
 
     KEY `causes` lists the causes of events, which `metrics`, alerts and programs use.
     """
@@ -35,12 +42,13 @@ def command(key: str | None, search: str | None, as_json: bool) -> int:
         if key is not None:
             raise ConfigError(f"expected a KEY or --search WORD, got both: leave out {key!r}")
         rows = _with_word(search)
+        cells = [[row["key"], row["default"], row["meaning"].partition(". ")[0]] for row in rows]
     else:
         rows = causes if key == CAUSES else _keys(key)
+        cells = [list(row.values()) for row in rows]
     if as_json:
         print(json.dumps(rows))
     else:
-        cells = [list(row.values()) for row in rows]
         wide = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
         print("\n".join(aligned(cells) if wide is None else wrapped(cells, wide)))
     return 0
@@ -68,10 +76,14 @@ def _keys(key: str | None) -> list[dict[str, str]]:
 
 
 def _with_word(word: str) -> list[dict[str, str]]:
-    """The keys whose name or meaning has the word. Raises: ConfigError if there is none."""
-    elsewhere = known_elsewhere(word)
-    found = [row for row in _keys(None) if word.lower() in f"{row['key']} {row['meaning']}".lower()]
-    found += [row for row in _keys(None) if elsewhere and row not in found and row["key"] in elsewhere.split()]
+    """The keys with the word in their name, their meaning or a name that another tool has for them.
+
+    Raises: ConfigError if there is none.
+    """
+    elsewhere = elsewhere_with(word)
+    named = {key for foreign in elsewhere for key in foreign.keys}
+    found = [r for r in _keys(None) if r["key"] in named or word.lower() in f"{r['key']} {r['meaning']}".lower()]
     if not found:
-        raise ConfigError(f"no key has {word!r} in its name or meaning: {elsewhere or '`everstep config` lists all'}")
+        answer = known_elsewhere(word) or (elsewhere[0].answer if elsewhere else "`everstep config` lists all keys")
+        raise ConfigError(f"no key has {word!r} in its name, its meaning or its name in other tools: {answer}")
     return found

@@ -30,6 +30,11 @@ from everstep.report.words import aligned
 _PAPER = "ZeRO paper (arXiv 1910.02054): 2 + 2 + 12 bytes per parameter, one copy"
 _OURS = "float32, by the layout of this product's memory"
 _ADAM_BYTES = 8
+_DIVIDES = {
+    "elements": "can be divided anywhere: its updates of pieces give the bits of the whole",
+    "matrices": "can be divided between parameters, not within one",
+    "nothing": "cannot be divided",
+}
 
 
 @click.group()
@@ -77,7 +82,9 @@ def memory(
     if offload not in ("none", "cpu") and "/" not in offload:
         raise ConfigError(f"--offload: expected none, cpu or a folder with a / in its path, got {offload[:40]!r}")
     room, assumed = _room(gpu, memory_text)
-    model, workers, lanes, more = _counted(task, workers) if task is not None else _given(params or "", workers or 1)
+    model, workers, lanes, kind, more = (
+        _counted(task, workers) if task is not None else _given(params or "", workers or 1)
+    )
     for option, number in (("--copies", copies or 1), ("--hosts", hosts)):
         if number > workers:
             raise ConfigError(f"{option}: expected at most one per worker ({workers}), got {number}")
@@ -87,7 +94,7 @@ def memory(
     if offload == "cpu":
         more.append("a device with memory of its own: on a CPU, offload=cpu changes nothing")
     asked: dict[str, Any] = {"parameters": model.parameters, "workers": workers, "hosts": hosts, "zero": stage}
-    asked |= {"copies": split.copies, "offload": offload, "lanes": lanes, "memory_bytes": room}
+    asked |= {"copies": split.copies, "offload": offload, "lanes": lanes, "memory_bytes": room, "optimizer": kind}
     paper = _Table("paper", _PAPER, answers_by_paper(model.parameters, workers, split.offload, room))
     ours = _Table("ours", _OURS, answers_of_ours(model, split, room))
     tables = (ours, paper) if task is not None else (paper, ours)
@@ -118,15 +125,20 @@ def _room(gpu: str | None, memory_text: str | None) -> tuple[int | None, list[st
     return size, [f"{size / GB:g} GB on each {gpu} ({device_memory.SOURCE})"]
 
 
-def _given(params: str, workers: int) -> tuple[Model, int, int, list[str]]:
-    """A model of so many parameters; workers, lanes, and what was assumed."""
+_Known = tuple[Model, int, int, dict[str, str] | None, list[str]]
+"""A model, workers, lanes, what the optimizer can update apart (None if unknown), and what was assumed."""
+
+
+def _given(params: str, workers: int) -> _Known:
+    """A model of so many parameters."""
     count = quantities.parse_count(params, "--params")
     lanes = max(Config().lanes, workers)
-    return Model(count, 4.0 * count, _ADAM_BYTES * count), workers, lanes, ["an optimizer like Adam", f"{lanes} lanes"]
+    assumed = ["an optimizer like Adam", f"{lanes} lanes"]
+    return Model(count, 4.0 * count, _ADAM_BYTES * count), workers, lanes, None, assumed
 
 
-def _counted(task: str, workers: int | None) -> tuple[Model, int, int, list[str]]:
-    """The task's model as the meta device counts it; workers, lanes, and what was assumed."""
+def _counted(task: str, workers: int | None) -> _Known:
+    """The task's model as the meta device counts it."""
     from everstep.cli.job import Request, effective_config
     from everstep.cli.task_loading import make_task, parse_task
     from everstep.train.counted import count_task
@@ -146,7 +158,8 @@ def _counted(task: str, workers: int | None) -> tuple[Model, int, int, list[str]
         found.activation_bytes,
         WORKER_BYTES + JOB_BYTES / config.workers,
     )
-    return model, config.workers, config.lanes, [*found.assumed, "no checkpoints kept in memory"]
+    kind = found.optimizer and {"divides": str(found.optimizer.divides), "why": found.optimizer.why}
+    return model, config.workers, config.lanes, kind, [*found.assumed, "no checkpoints kept in memory"]
 
 
 def _to_dict(asked: dict[str, Any], first: _Table, second: _Table, assumed: list[str]) -> dict[str, Any]:
@@ -174,6 +187,9 @@ def _print(asked: Mapping[str, Any], tables: Sequence[_Table], assumed: list[str
             print(f"data parallel, nothing offloaded: {table.stages[0].baseline_memory_gb:.4g}")
     print()
     print(f"jobs can run with stage {', '.join(map(str, RUNS))} today")
+    kind = asked["optimizer"]
+    if kind is not None:
+        print(f"its optimizer {_DIVIDES[kind['divides']]}" + (f" ({kind['why']})" * bool(kind["why"])))
     for one in assumed:
         print(f"assumed: {one}")
 

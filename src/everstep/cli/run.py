@@ -13,7 +13,7 @@ from typing import Any
 import click
 
 from everstep.base.cause import Cause, Why
-from everstep.base.config import Config, load_config, read_layers
+from everstep.base.config import Config, load_config, pool_wish, read_layers
 from everstep.base.doors import is_loopback
 from everstep.base.errors import ConfigError
 from everstep.base.foreign import foreign_launcher
@@ -363,6 +363,13 @@ def _run(invocation: Invocation, config: Config, probe: Probe) -> int:
     opening = _opening(run_dir, found, start, aside, asked.is_script)
     if config.hosts.mixed:
         opening.insert(0, "hosts.mixed: hosts with other kernels are admitted, so the result is not exact any more")
+    if config.zero.offload == "cpu" and config.device == "cpu":
+        opening.append("zero.offload=cpu changes nothing where the device is the CPU; name a folder to use a disk")
+    if config.zero.stage and (least := min(map(len, pool_wish(config).homes))) <= config.zero.copies:
+        opening.append(
+            f"zero.stage=1 saves no memory where a stage has no more workers ({least}) than zero.copies "
+            f"({config.zero.copies}): each of them has all of the optimizer's state"
+        )
     opening += [about_to_run(job)] if found.job is not None else []
     opening += [text for text in (owner_words(run_dir), warning, open_still) if text]
     return _launch(invocation, job, opening)

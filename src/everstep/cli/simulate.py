@@ -24,6 +24,7 @@ from everstep.sim.scenario import SeedKind, run_many, run_one, run_shrunk
 @click.option(
     "--operated", is_flag=True, help="Simulate jobs of any kind that people drain, ask and configure as they like."
 )
+@click.option("--sharded", is_flag=True, help="Simulate members that divide the optimizer's state among them.")
 @click.option("--keep-going", is_flag=True, help="Do not stop at the first failure.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object at the end; goes on after a failure.")
 def command(
@@ -36,6 +37,7 @@ def command(
     split: bool,
     leased: bool,
     operated: bool,
+    sharded: bool,
     keep_going: bool,
     as_json: bool,
 ) -> int:
@@ -45,9 +47,13 @@ def command(
     for name, value in (("--start", start), ("--seed", seed or 0), ("--shrink", shrink or 0)):
         if value < 0:
             raise ConfigError(f"{name}: expected a whole number, at least 0, got {value}: choose another")
-    if split + leased + operated > 1:
-        raise ConfigError("expected at most one of --split, --leased, --operated: the last two split models, too")
-    kind: SeedKind = "operated" if operated else "leased" if leased else "split" if split else ""
+    kinds: dict[SeedKind, bool] = {"split": split, "leased": leased, "operated": operated, "sharded": sharded}
+    if sum(kinds.values()) > 1:
+        raise ConfigError(
+            "expected at most one of --split, --leased, --operated, --sharded: the last three split models, too"
+        )
+    given: list[SeedKind] = [kind for kind, wanted in kinds.items() if wanted]
+    kind: SeedKind = given[0] if given else ""
     first, stop = _range(seeds, start)
     if shrink is not None:
         if seed is not None or trace or as_json:

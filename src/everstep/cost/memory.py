@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from everstep.base.errors import check
 
 STAGES = (0, 1, 2, 3)
-RUNS = (0,)
+RUNS = (0, 1)
 """Stages that jobs can run with."""
 GB = 10**9
 WORKER_BYTES, JOB_BYTES = 48_000_000, 364_000_000

@@ -33,6 +33,7 @@ from everstep.exact.jsonable import canonical
 from everstep.exact.layout import ALIGN_BYTES, BLOCK_ELEMENTS, round_up
 
 BLOCK_BYTES = BLOCK_ELEMENTS * 4
+_BLOCKS_AT_ONCE = 64
 _OFFSET = attrgetter("offset")
 FORMAT = 2
 FORMATS = (1, FORMAT)
@@ -152,22 +153,33 @@ class Image:
     """Entries with their bytes, and the JSON part (`values`) of the state. Reads memory, changes nothing."""
 
     def __init__(
-        self, entries: Sequence[StateEntry], data: Sequence[memoryview], values: Mapping[str, Any], outline: Outline
+        self,
+        entries: Sequence[StateEntry],
+        data: Sequence[memoryview],
+        values: Mapping[str, Any],
+        outline: Outline,
+        let_go: Callable[[], None] = lambda: None,
     ) -> None:
-        """data: the bytes of each entry, in order. They must not change while the image is read."""
+        """data: the bytes of each entry, in order. They must not change while the image is read. let_go: called while
+        all is read, after each part: that is not needed in memory any more."""
         self.entries = tuple(entries)
         self.values = values
         self.outline = outline
         self._data = list(data)
+        self._let_go = let_go
         self.n_blocks = block_count(self.entries)
         self._digests: dict[int, str] = {}
 
     @staticmethod
     def of_tensors(
-        entries: Sequence[StateEntry], tensors: Sequence[Tensor], values: Mapping[str, Any], outline: Outline
+        entries: Sequence[StateEntry],
+        tensors: Sequence[Tensor],
+        values: Mapping[str, Any],
+        outline: Outline,
+        let_go: Callable[[], None] = lambda: None,
     ) -> Image:
         """Image over the tensors' own memory if they are contiguous and in host memory, else over copies made now."""
-        return Image(entries, [bytes_of(t) for t in tensors], values, outline)
+        return Image(entries, [bytes_of(t) for t in tensors], values, outline, let_go)
 
     def read_block(self, index: int) -> memoryview:
         """The bytes of one block, `BLOCK_BYTES` long; without a copy if it lies inside one entry."""
@@ -212,6 +224,8 @@ class Image:
             blocks.append(self.block_digest(index))
             for k, lo, hi in pieces_of(self.entries, index):
                 hashes[k].update(self._bytes(k, lo, hi))
+            if index % _BLOCKS_AT_ONCE == 0:
+                self._let_go()
         return blocks, [h.hexdigest() for h in hashes]
 
     def digest(self, *prefix: int) -> str:
@@ -219,16 +233,23 @@ class Image:
         the step."""
         return rows_digest(self.rows(), self.values, *prefix)
 
-    def part_digests(self, *prefix: int) -> tuple[str, dict[str, str]]:
-        """`digest`, and the digests of each entry and of each value (of each group of the optimizer), by name."""
-        rows = self.rows()
+    def part_digests(self, *prefix: int, planes: frozenset[str] | None = None) -> tuple[str, dict[str, str]]:
+        """`digest`, and the digests of each entry and of each value (of each group of the optimizer), by name. planes:
+        those that count; None: all."""
+        rows = self.rows(planes)
         found = {name: digest for name, _, _, digest in rows} | value_digests(self.values)
         return rows_digest(rows, self.values, *prefix), found
 
-    def rows(self) -> list[tuple[str, str, tuple[int, ...], str]]:
-        """(name, dtype, shape, digest) of every entry, by name."""
-        pairs = zip(self.entries, self._data, strict=True)
-        return sorted((e.name, e.dtype, e.shape, digest_bytes(data)) for e, data in pairs)
+    def rows(self, planes: frozenset[str] | None = None) -> list[tuple[str, str, tuple[int, ...], str]]:
+        """(name, dtype, shape, digest) of every entry, by name. planes: of which; None: of all."""
+        found = []
+        for entry, data in zip(self.entries, self._data, strict=True):
+            plane = plane_at(self.outline.planes, entry.offset // BLOCK_BYTES) if planes is not None else None
+            if planes is not None and plane is not None and plane.name not in planes:
+                continue
+            found.append((entry.name, entry.dtype, entry.shape, digest_bytes(data)))
+            self._let_go()
+        return sorted(found)
 
 
 def manifest_of(

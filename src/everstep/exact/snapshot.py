@@ -16,6 +16,7 @@ from torch import Tensor
 from everstep.base.errors import CheckpointCorrupt, check
 from everstep.exact.digest import bytes_of
 from everstep.exact.image import Image, Outline, StateEntry
+from everstep.exact.state_memory import StateMemory
 
 SnapshotMemory = Tensor
 """Flat uint8 host memory that the next snapshot uses again: touching fresh memory costs more than copying."""
@@ -35,11 +36,14 @@ class Snapshot:
         now: Sequence[int],
         arena: SnapshotMemory | None,
         take_back: Callable[[SnapshotMemory], None],
+        memory: StateMemory,
     ) -> None:
-        """now: indices of the tensors that are copied at once, because they may change before `wait`."""
+        """now: indices of the tensors that are copied at once, because they may change before `wait`. memory: where an
+        arena is made if there is none, or one that is too small."""
         size = max((e.stop for e in entries), default=0)
         fits = arena is not None and arena.numel() >= size
-        self._arena: SnapshotMemory | None = arena if fits else torch.empty(size, dtype=torch.uint8)
+        self._arena: SnapshotMemory | None = arena if fits else memory.flat(size)
+        self._let_go = memory.let_go
         self._entries, self._take_back = tuple(entries), take_back
         self._later = [(k, tensors[k]) for k in sorted(set(range(len(entries))) - set(now))]
         self._copied = threading.Event()
@@ -49,7 +53,9 @@ class Snapshot:
         with torch.no_grad():
             for k in now:
                 self._copy(k, tensors[k])
-        self._image = Image(self._entries, [bytes_of(self._place(e)) for e in self._entries], values, outline)
+        self._image = Image(
+            self._entries, [bytes_of(self._place(e)) for e in self._entries], values, outline, memory.let_go
+        )
 
     def start(self) -> None:
         """Start copying and, after that, hashing."""
@@ -109,6 +115,7 @@ class Snapshot:
             with torch.no_grad():
                 for k, tensor in self._later:
                     self._copy(k, tensor)
+                    self._let_go()
             self._later = []
             self._copied.set()
             _ = self._image.manifest

@@ -6,7 +6,7 @@ optimizer's tensors per parameter, and as JSON the optimizer's groups, the sched
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -27,6 +27,7 @@ from everstep.exact.image import (
     BlockSource,
     Image,
     Outline,
+    Plane,
     Scatter,
     Spot,
     StateEntry,
@@ -34,10 +35,11 @@ from everstep.exact.image import (
     write_blocks,
 )
 from everstep.exact.jsonable import decode, encode
-from everstep.exact.layout import BLOCK_ELEMENTS, GradientLayout, aligned_like, memory_of, round_up
+from everstep.exact.layout import BLOCK_ELEMENTS, GradientLayout, memory_of, round_up
 from everstep.exact.recollect import Collected, Recollection, encode_further, encode_groups
 from everstep.exact.settings import Settings
 from everstep.exact.snapshot import Snapshot, SnapshotMemory
+from everstep.exact.state_memory import StateMemory
 
 _MODEL, _OPTIMIZER = "model/", "optimizer/"
 _T = TypeVar("_T", bound=Tensor)
@@ -73,12 +75,16 @@ class ModelState:
         units: Sequence[nn.Module] = (),
         share: Share | None = None,
         settings: Settings | None = None,
+        memory: StateMemory | None = None,
+        divided: bool = False,
     ) -> None:
         """extras: name -> object with state_dict() and load_state_dict(). units: as for `GradientLayout.build`, whose
         grid the planes of the state lie on; without them all is `rest`. Parameters that require a gradient when this is
         made keep a place on it.
 
-        share: given if the model is one stage of a larger one. settings: of the model; carried, too.
+        share: given if the model is one stage of a larger one. settings: of the model; carried, too. memory: for the
+        optimizer's state, and for snapshots. divided: members divide the optimizer's state, of which only what belongs
+        to a divisible parameter has a place on the grid.
 
         Raises: ConfigError for an optimizer that needs closures, or that holds a foreign parameter or a tied one twice;
         and for units as the layout does.
@@ -89,6 +95,8 @@ class ModelState:
         self._units = list(units)
         self._share = share
         self.settings = settings or Settings(model, optimizer)
+        self.memory = memory or StateMemory()
+        self._divided = divided
         self._foreign = dict(share.foreign) if share is not None else {}
         self.outline = Outline()
         """Outline of the state that `live_tensors` described last."""
@@ -108,6 +116,18 @@ class ModelState:
 
     # ---- reading
 
+    def placed(self) -> Iterator[tuple[str, nn.Parameter, Spot]]:
+        """Parameters that have a place on the grid, by their names."""
+        for name, parameter in self._unique_params().items():
+            if name in self._spots:
+                yield name, parameter, self._spots[name]
+
+    @property
+    def planes(self) -> tuple[Plane, ...]:
+        """Planes of the present state."""
+        self.live_tensors(settings=False)
+        return self.outline.planes
+
     @property
     def n_blocks(self) -> int:
         """Number of blocks of the image that `manifest` made last."""
@@ -116,7 +136,8 @@ class ModelState:
     def manifest(self) -> dict[str, Any]:
         """JSON that describes the present state, with a digest per block. `read_block` belongs to the last one."""
         entries, tensors, values, outline = self._collect()
-        self._image = Image.of_tensors(entries, tensors, values, outline._replace(settings=self._settings_now()))
+        outline = outline._replace(settings=self._settings_now())
+        self._image = Image.of_tensors(entries, tensors, values, outline, self.memory.let_go)
         return self._image.manifest
 
     def read_block(self, index: int) -> memoryview:
@@ -129,11 +150,12 @@ class ModelState:
 
     def state_digest(self, step: int) -> str:
         """Digest of everything, and the step. 32 hex digits. Equal for any number of workers."""
-        return Image.of_tensors(*self._collect()).digest(step)
+        return self.image().digest(step)
 
-    def part_digests(self, step: int) -> tuple[str, dict[str, str]]:
-        """`state_digest`, and the digests of all its parts, by name; sets `part_names`."""
-        digest, parts = Image.of_tensors(*self._collect()).part_digests(step)
+    def part_digests(self, step: int, planes: frozenset[str] | None = None) -> tuple[str, dict[str, str]]:
+        """`state_digest`, and the digests of all its parts, by name; sets `part_names`. planes: those that count; None:
+        all."""
+        digest, parts = self.image().part_digests(step, planes=planes)
         self.part_names = tuple(name.removeprefix(_MODEL) for name in parts)
         return digest, parts
 
@@ -149,7 +171,7 @@ class ModelState:
         """
         entries, tensors, values, now = self.live_tensors()
         arena, self._arena = self._arena, None
-        return Snapshot(entries, tensors, values, self.outline, now, arena, self._take_back)
+        return Snapshot(entries, tensors, values, self.outline, now, arena, self._take_back, self.memory)
 
     def live_tensors(
         self, settings: bool = True
@@ -171,9 +193,13 @@ class ModelState:
     def _take_back(self, arena: SnapshotMemory) -> None:
         self._arena = arena
 
+    def image(self) -> Image:
+        """The present state as bytes; valid while it does not change."""
+        return Image.of_tensors(*self._collect(), self.memory.let_go)
+
     def _live(self) -> Image:
         if self._image is None:
-            self._image = Image.of_tensors(*self._collect())
+            self._image = self.image()
         return self._image
 
     def _persistent(self) -> Iterable[tuple[str, Tensor]]:
@@ -200,8 +226,9 @@ class ModelState:
             label = FOREIGN if name in self._foreign else unit_of.get(name, OUTSIDE)
             spot, prefix = self._spots.get(name), f"{_OPTIMIZER}{name}/"
             arrangement.add(_MODEL + name, parameter.detach(), label, MODEL, spot)
+            on_grid = spot if not self._divided or divisible(parameter) else None
             for full, tensor in mine.get(name, {}).items():
-                arrangement.add(full, tensor, label, _OPTIMIZER + full.removeprefix(prefix), spot)
+                arrangement.add(full, tensor, label, _OPTIMIZER + full.removeprefix(prefix), on_grid)
         buffers = self._unique_buffers()
         for name, buffer in buffers.items():
             arrangement.add(_MODEL + name, buffer, unit_of.get(name, OUTSIDE))
@@ -409,7 +436,7 @@ class ModelState:
             stays = not group.get("capturable") and not group.get("fused")
             return torch.empty(entry.shape, dtype=_dtype(entry), device="cpu" if stays else parameter.device)
         if entry.shape == tuple(parameter.shape):
-            return aligned_like(parameter.detach().to(_dtype(entry)))
+            return self.memory.make(parameter.detach().to(_dtype(entry)))
         return torch.empty(entry.shape, dtype=_dtype(entry), device=parameter.device)
 
     def _load_optimizer(self, values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
@@ -435,6 +462,12 @@ class ModelState:
             optimizer.state[parameters[name]] = state
         optimizer.state.update(decode(values["other"], tensors))
         assign(optimizer, decode(values.get("attributes", {"dict": []}), tensors))
+
+
+def divisible(parameter: Tensor) -> bool:
+    """Whether members may divide the optimizer's state of a parameter: its elements are one range of memory, in order,
+    and not to be taken for what an optimizer keeps once for each parameter."""
+    return parameter.is_contiguous() and parameter.dtype is torch.float32 and parameter.numel() > 1
 
 
 def _buffer_target(entry: StateEntry, module: nn.Module, attribute: str) -> Tensor:

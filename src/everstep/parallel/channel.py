@@ -46,7 +46,7 @@ from everstep.parallel.group import GroupTransport
 from everstep.parallel.mapping import PAGE, Attached, Mapping, OwnMapping, PeerMapping, load_fence
 from everstep.parallel.socket_mesh import Receipt, SocketMesh
 
-KINDS = ("act", "grad", "tied", "eval")
+KINDS = ("act", "grad", "tied", "eval", "part")
 
 _MAGIC = b"EVERSTC1"
 _WAIT_S = 0.005

@@ -10,14 +10,18 @@ different failure domains, and with as few moves as possible.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 
 from everstep.base.errors import check
-from everstep.base.extents import NONE, WHOLE, Extents, Runs, Sizes
-from everstep.base.plan import Plan
+from everstep.base.extents import NONE, WHOLE, BlockRun, Extents, Runs, Sizes
+from everstep.base.plan import SEGMENTS, Plan, Shard
 from everstep.placement.domain_spread import Crowd, DomainsOf, hosts_in_order
+
+Holders = tuple[tuple[int, ...], ...]
+"""For each segment the worker ids of its holders, ascending."""
 
 
 def divided(of: Sizes, held: Mapping[int, Extents]) -> dict[int, Runs]:
@@ -54,6 +58,79 @@ def _cut(first: int, last: int, shares: int) -> Iterator[tuple[int, int]]:
         first += size + (k < larger)
 
 
+_OPTIMIZER = "optimizer/"
+
+
+def divided_planes(of: Sizes) -> tuple[str, ...]:
+    """The planes of a state that are dealt out in segments: those of the optimizer's state in float32, of as many
+    blocks as the largest of them has. All hold the others."""
+    sizes = {plane: count for plane, count in of if plane.startswith(_OPTIMIZER) and ":" not in plane}
+    most = max(sizes.values(), default=0)
+    return tuple(plane for plane, count in sizes.items() if count == most)
+
+
+def segment_blocks(segments: Runs, n_blocks: int) -> Runs:
+    """Blocks of a plane of so many that lie in these segments. Each segment has as many, but for one; where there are
+    fewer blocks than segments, the first segments have one each."""
+    if n_blocks < SEGMENTS:
+        runs = [(lo, min(hi, n_blocks)) for lo, hi in segments if lo < n_blocks]
+    else:
+        runs = [(n_blocks * lo // SEGMENTS, n_blocks * hi // SEGMENTS) for lo, hi in segments]
+    return tuple(run for run in runs if run[0] < run[1])
+
+
+class SegmentBlocks:
+    """In which segment each block of a plane of so many lies."""
+
+    def __init__(self, n_blocks: int) -> None:
+        self._n_blocks = n_blocks
+        self._stops = [hi for n in range(SEGMENTS) for _, hi in segment_blocks(((n, n + 1),), n_blocks)]
+
+    def segment(self, block: int) -> int:
+        """Number of the block's segment."""
+        return block if self._n_blocks < SEGMENTS else bisect_right(self._stops, block)
+
+
+def share(shard: Shard, of: Sizes) -> Extents:
+    """What a seat holds of a state of these sizes; all of one whose sizes are not known yet."""
+    planes = divided_planes(of)
+    if shard.segments is None or not planes:
+        return shard.state
+    blocks = segment_blocks(shard.segments, dict(of)[planes[0]])
+    runs = [BlockRun(plane, 0, count) for plane, count in of if plane not in planes]
+    return Extents.part(of, [*runs, *(BlockRun(plane, lo, hi) for plane in planes for lo, hi in blocks)])
+
+
+def segment_shards(stage: int, holders: Holders, worker_ids: Iterable[int]) -> tuple[Shard, ...]:
+    """Shards of a stage's pool whose segments have these holders; none where each of them holds all."""
+    found = []
+    for worker_id in sorted(worker_ids):
+        mine = [n for n, who in enumerate(holders) if worker_id in who]
+        if len(mine) < len(holders):
+            found.append(Shard(worker_id, stage, segments=runs_of_numbers(mine)))
+    return tuple(found)
+
+
+def segment_holders(plan: Plan, stage: int, segments: int = SEGMENTS) -> Holders:
+    """Holders of each of the first segments of a stage, by the plan."""
+    held = {seat.worker_id: plan.shard(seat.worker_id, stage).segments for seat in plan.pool(stage)}
+    return tuple(
+        tuple(i for i, runs in held.items() if runs is None or any(lo <= n < hi for lo, hi in runs))
+        for n in range(segments)
+    )
+
+
+def runs_of_numbers(numbers: Iterable[int]) -> Runs:
+    """Runs of these numbers, which ascend."""
+    runs: list[tuple[int, int]] = []
+    for n in numbers:
+        if runs and runs[-1][1] == n:
+            runs[-1] = (runs[-1][0], n + 1)
+        else:
+            runs.append((n, n + 1))
+    return tuple(runs)
+
+
 def finishers(pool: Plan, n_blocks: int) -> dict[int, Runs]:
     """Blocks of the gradient that each member finishes. pool: the plan as the pool of one stage sees it."""
     held = dict.fromkeys(pool.worker_ids, WHOLE) | {share.worker_id: share.gradient for share in pool.shards}
@@ -62,20 +139,19 @@ def finishers(pool: Plan, n_blocks: int) -> dict[int, Runs]:
 
 def writers(plan: Plan, stage: int, of: Sizes) -> dict[int, Runs]:
     """Blocks of a stage's state, of these sizes, that each member of its pool writes to a checkpoint."""
-    return divided(of, {seat.worker_id: plan.shard(seat.worker_id, stage).state for seat in plan.pool(stage)})
+    return divided(of, {seat.worker_id: share(plan.shard(seat.worker_id, stage), of) for seat in plan.pool(stage)})
 
 
 def lost_stages(plan: Plan, worker_ids: Collection[int]) -> list[int]:
     """Stages of a plan of which these members together lack blocks, as far as the plan says."""
-    held = dict.fromkeys(range(plan.stages), NONE)
+    held, segments = dict.fromkeys(range(plan.stages), NONE), {k: set[int]() for k in range(plan.stages)}
     for seat in plan.seats:
         if seat.worker_id in worker_ids:
-            held[seat.stage] |= plan.shard(seat.worker_id, seat.stage).state
-    return [stage for stage, blocks in held.items() if not blocks.whole]
-
-
-Holders = tuple[tuple[int, ...], ...]
-"""For each segment the worker ids of its holders, ascending."""
+            shard = plan.shard(seat.worker_id, seat.stage)
+            held[seat.stage] |= shard.state
+            runs = ((0, SEGMENTS),) if shard.segments is None else shard.segments
+            segments[seat.stage].update(n for run in runs for n in range(*run))
+    return [stage for stage, blocks in held.items() if not blocks.whole or len(segments[stage]) < SEGMENTS]
 
 
 def spread(

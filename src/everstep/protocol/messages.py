@@ -239,8 +239,8 @@ class SettleAgain(OfLife, frozen=True, kw_only=True):
     tainted: the step before which the workers' states were found to differ, as decided in `decided_in`; 0 if that is
     not why. sound: states later than that of this step are tainted. drift: since the script makes them differ.
 
-    lane: of the step `tainted` which `workers` have computed and did not get the same; -1 if that is not why. odd: who
-    of them is wrong, none if nobody knows. ends: and nobody will."""
+    lane: of the step `tainted` which `workers` have computed and did not get the same; -1 if that is not why. odd: the
+    workers whose state or lane is wrong, none if nobody knows. ends: and nobody will."""
 
     generation: int
     reason: str

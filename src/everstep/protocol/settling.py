@@ -30,8 +30,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
 
-from everstep.base.extents import NONE, WHOLE, Extents, union
+from everstep.base.extents import NONE, WHOLE, Extents, Sizes, union
 from everstep.base.plan import Plan
+from everstep.placement.shards import share
 from everstep.protocol.step_types import Holding, Key, Pieces, Piecewise, Record
 
 Sources = Mapping[int, tuple[int, ...]]
@@ -46,7 +47,8 @@ class Settlement:
     target's decision, for whoever rolls forward. rolls: who takes that one decision. wants: by worker id, the stages
     that it has to get and from whom (when going back: all stages of its seats). serves: by worker id, who may ask it
     for state. rerun: the lanes to be computed by all members through whose seats they pass. pieces: by worker id, what
-    it gets of stages of which it needs or has a part, or that nobody has all of.
+    it gets of stages of which it needs or has a part, or that nobody has all of. sizes: by stage, of its state at the
+    target, as far as anybody who has a part of it says.
     """
 
     target: Key
@@ -57,6 +59,7 @@ class Settlement:
     serves: Mapping[int, tuple[int, ...]]
     rerun: frozenset[int]
     pieces: Mapping[int, Piecewise] = field(default_factory=dict)
+    sizes: Mapping[int, Sizes] = field(default_factory=dict)
 
 
 def settle(plan: Plan, holdings: Mapping[int, Holding]) -> Settlement:
@@ -73,9 +76,9 @@ def settle(plan: Plan, holdings: Mapping[int, Holding]) -> Settlement:
     stocks = {k: _stock(top.step, {i: held[i].get(k, NONE) for i in far}, holdings) for k in range(plan.stages)}
     if not all(stock.there for stock in stocks.values()) or newest > top.step:
         return _go_to(plan, holdings, newest)
-    lacking = {i: [k for k in plan.stages_of(i) if stocks[k].missing(i, _share(plan, i, k))] for i in held}
+    lacking = {i: [k for k in plan.stages_of(i) if stocks[k].missing(i, stocks[k].share(plan, i, k))] for i in held}
     wants = {
-        i: {k: stocks[k].donors(i, _share(plan, i, k), at_top) for k in of}
+        i: {k: stocks[k].donors(i, stocks[k].share(plan, i, k), at_top) for k in of}
         for i, of in lacking.items()
         if of or far[i] is None
     }
@@ -106,11 +109,8 @@ def _settlement(
         serves={donor: tuple(sorted(to)) for donor, to in serves.items()},
         rerun=_rerun(plan, holdings, wants, target, back=back),
         pieces=_pieces(plan, wants, stocks),
+        sizes={k: stock.of for k, stock in stocks.items() if stock.of},
     )
-
-
-def _share(plan: Plan, worker_id: int, stage: int) -> Extents:
-    return plan.shard(worker_id, stage).state
 
 
 def less(held: Extents, share: Extents) -> Extents:
@@ -128,6 +128,15 @@ class _Stock:
     def whole(self) -> tuple[int, ...]:
         """Who has all of it."""
         return tuple(i for i, blocks in self.held.items() if blocks.whole)
+
+    @cached_property
+    def of(self) -> Sizes:
+        """Sizes of the state, as far as anybody has a part of it."""
+        return next((blocks.of for blocks in self.held.values() if blocks.of), ())
+
+    def share(self, plan: Plan, worker_id: int, stage: int) -> Extents:
+        """What the plan has somebody hold of it."""
+        return share(plan.shard(worker_id, stage), self.of)
 
     @cached_property
     def there(self) -> bool:
@@ -175,7 +184,7 @@ def _stock(step: int, held: Mapping[int, Extents], holdings: Mapping[int, Holdin
 
 
 def _pieces(plan: Plan, wants: Mapping[int, Sources], stocks: Mapping[int, _Stock]) -> dict[int, Piecewise]:
-    found = {i: {k: stocks[k].pieces(i, _share(plan, i, k)) for k in sources} for i, sources in wants.items()}
+    found = {i: {k: stocks[k].pieces(i, stocks[k].share(plan, i, k)) for k in sources} for i, sources in wants.items()}
     named = {i: {k: one for k, one in pieces.items() if one is not None} for i, pieces in found.items()}
     return {i: pieces for i, pieces in named.items() if pieces}
 
@@ -197,13 +206,20 @@ class _Rolls:
 _NOBODY = _Rolls(Key(0, 0), {}, {})
 
 
-def from_shares(plan: Plan, stages: Iterable[int], me: int) -> tuple[Sources, dict[int, Pieces]]:
+def from_shares(
+    plan: Plan, stages: Iterable[int], me: int, sizes: Mapping[int, Sizes] = {}
+) -> tuple[Sources, dict[int, Pieces]]:
     """From whom a worker gets all of these stages once every member has its share of them; in pieces of which nobody,
-    or this worker itself, has more than a part."""
-    shares = {k: {seat.worker_id: _share(plan, seat.worker_id, k) for seat in plan.pool(k)} for k in stages}
+    or this worker itself, has more than a part. sizes: of states that are dealt out, by stage; where they are not known
+    all members of the pool are asked for what they have."""
+    pools = {k: [seat.worker_id for seat in plan.pool(k)] for k in stages}
+    shares = {k: {i: share(plan.shard(i, k), sizes.get(k, ())) for i in pool} for k, pool in pools.items()}
     stocks = {k: _Stock(held) for k, held in shares.items()}
     pieces = {k: stock.pieces(me, WHOLE) for k, stock in stocks.items()}
     sources = {k: stock.donors(me, WHOLE) for k, stock in stocks.items()}
+    dealt = {shard.stage for shard in plan.shards if shard.segments is not None}
+    for k in dealt & (stocks.keys() - {k for k, of in sizes.items() if of}):
+        sources[k], pieces[k] = tuple(pools[k]), Pieces(WHOLE, dict.fromkeys(pools[k], WHOLE))
     return sources, {k: one for k, one in pieces.items() if one is not None}
 
 
@@ -303,9 +319,10 @@ def _go_to(plan: Plan, holdings: Mapping[int, Holding], step: int, *, rolling: b
         seats = plan.stages_of(i)
         live = holding.position == target
         here = {k: rolls.has(i, step, k) or (holding.live(k) if live else NONE) for k in seats}
-        stands = all(not less(here[k], _share(plan, i, k)) and (step > 0 or i in stocks[k].held) for k in seats)
+        shares = {k: stocks[k].share(plan, i, k) for k in seats}
+        stands = all(not less(here[k], shares[k]) and (step > 0 or i in stocks[k].held) for k in seats)
         if not stands:
-            wants[i] = {k: _first(i, stocks[k].donors(i, _share(plan, i, k))) for k in seats}
+            wants[i] = {k: _first(i, stocks[k].donors(i, shares[k])) for k in seats}
     return _settlement(plan, holdings, wants, stocks, rolls, target, back=True)
 
 

@@ -137,10 +137,9 @@ class StepMachine:
         return self.plan is not None and self._entering.entered
 
     @property
-    def leaving(self) -> bool:
-        """Whether it was decided that all go on without it, as soon as it has updated."""
-        switch = self._known.plans.switch
-        return switch is not None and not switch.has(self.me)
+    def switch(self) -> Plan | None:
+        """The plan that it was decided to follow as soon as this worker has updated, be it with it or not."""
+        return self._known.plans.switch
 
     @property
     def position(self) -> Key:
@@ -174,8 +173,13 @@ class StepMachine:
 
     @property
     def stages(self) -> tuple[int, ...]:
-        """Those of whose state at `position` it has all blocks; ascending."""
-        return self._held.stages
+        """Those of whose state at `position` it has its whole share; ascending."""
+        return self._known.stages
+
+    @property
+    def updating(self) -> tuple[int, ...]:
+        """Those that the decided step is applied to, be it that this worker has no block to update; ascending."""
+        return tuple(sorted(self._held.blocks))
 
     @property
     def held(self) -> Mapping[int, Extents]:

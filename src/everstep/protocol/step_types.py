@@ -172,6 +172,21 @@ class GradientReduced(StepEvent, frozen=True):
     payload: bytes
 
 
+class Takes(StepEvent, frozen=True):
+    """What this worker's reduced gradient takes to its step, by stage, where that is not all that the worker holds."""
+
+    step: int
+    blocks: Mapping[int, Extents]
+
+
+class Holds(StepEvent, frozen=True):
+    """What is there of the state of `step`, by stage: an update of its own parts has been made, or the parts of others
+    have come."""
+
+    step: int
+    blocks: Mapping[int, Extents]
+
+
 class RecordArrived(StepEvent, frozen=True):
     """A member's record (oneself's included) for a decision."""
 

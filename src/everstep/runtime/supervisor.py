@@ -113,7 +113,8 @@ class Supervised(ABC):
         if self._silent:
             self.death, self._silent = Why(Cause.HUNG, self.death.reason), False
         self._drop()
-        short = now_s - self._started_s < SHORT_LIFE_S
+        # On a loaded machine it may take long to find that it cannot begin.
+        short = now_s - self._started_s < SHORT_LIFE_S or self.exit_code == REFUSED
         self._short_lives = self._short_lives + 1 if short else 0
         if not killed_from_outside(self.exit_code):
             self._failed_starts = self._failed_starts + 1 if short else 0

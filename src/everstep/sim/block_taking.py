@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from everstep.base.extents import NONE, WHOLE, Extents, union
 from everstep.base.plan import WorkerKey
@@ -22,6 +22,13 @@ KNOWN = tuple(
 """Cases that `World.seen` counts."""
 
 
+class _Heard(NamedTuple):
+    """Who is told of the end, and of each step that is fed."""
+
+    ended: Callable[[moving.TookAll | moving.TookNothing], None]
+    fed: Callable[[tuple[Any, ...] | None], None]
+
+
 class SimTaking:
     """One order being carried out. states: by stage, the worker's own blocks and those that have come. taken: by stage,
     the blocks that have come."""
@@ -34,14 +41,17 @@ class SimTaking:
         own: Mapping[int, Blocks],
         ended: Callable[[moving.TookAll | moving.TookNothing], None],
         fed: Callable[[tuple[Any, ...] | None], None] = lambda message: None,
+        needs: Mapping[int, Extents] = {},
     ) -> None:
         """request: makes the message for a source, given whether it leads. own: blocks that are not to come, by stage.
-        fed: called with each step that is fed, and with None at the end of the feed."""
+        fed: called with each step that is fed, and with None at the end of the feed. needs: blocks that the worker is
+        to have then, by stage, where not all."""
         self.life, self.order = life, order
         self.states = {stage: own.get(stage, NOTHING) for stage in order.stages}
+        self._wanted = {stage: needs.get(stage, WHOLE) - present(blocks) for stage, blocks in self.states.items()}
         self.taken: dict[int, Extents] = {}
         self.offer: SimCopy | None = None
-        self._request, self._ended, self._fed = request, ended, fed
+        self._request, self._heard = request, _Heard(ended, fed)
         self._lines: dict[WorkerKey, SimConnection] = {}
         self._offers: dict[WorkerKey, tuple[SimCopy, Mapping[int, Extents]]] = {}
         self._known: dict[int, Extents] = {}  # blocks whose digests leaders have told, or own blocks
@@ -83,10 +93,10 @@ class SimTaking:
                 case moving.LeaveSource(source) if source in self._lines:  # otherwise it has just gone by itself
                     self._lines.pop(source).close(self.life)
                 case moving.TookAll():
-                    self._ended(effect)
+                    self._heard.ended(effect)
                 case moving.TookNothing():
                     self._check(effect)
-                    self._ended(effect)
+                    self._heard.ended(effect)
 
     def _reach(self, source: WorkerKey, leads: bool) -> None:
         if source in self._did or source not in self.order.sources:
@@ -116,10 +126,9 @@ class SimTaking:
         self.offer = self._offers[leaders[0]][0]
         told = [self._offers[source][1] for source in leaders]
         self._known = {k: union((present(own), *(there[k] for there in told))) for k, own in self.states.items()}
-        missing = {stage: WHOLE - present(own) for stage, own in self.states.items()}
-        if not all(one.whole for one in missing.values()):
+        if not all(one.whole for one in self._wanted.values()):
             self._note("rest")
-        self._tell(moving.BlocksKnown({stage: (one, PLANES) for stage, one in missing.items()}))
+        self._tell(moving.BlocksKnown({stage: (one, PLANES) for stage, one in self._wanted.items()}))
 
     def _received(self, source: WorkerKey, connection: SimConnection, message: tuple[Any, ...]) -> None:
         match message:
@@ -131,7 +140,7 @@ class SimTaking:
             case ("blocks", blocks):
                 self._came(source, self._asked.pop(source), blocks)
             case _:
-                self._fed(message)
+                self._heard.fed(message)
 
     def _came(self, source: WorkerKey, chunk: Chunk, blocks: Blocks) -> None:
         """Take blocks that a source has given. It does not have the others that were asked for."""
@@ -158,7 +167,7 @@ class SimTaking:
         if source in self._asked:
             self._owed |= self._asked.pop(source).extents
         if self._taker.over:
-            self._fed(None)
+            self._heard.fed(None)
         self._tell(moving.SourceLost(source, "it has gone"))
 
     def _note(self, name: str) -> None:

@@ -14,8 +14,10 @@ import msgspec
 from msgspec.structs import astuple
 
 from everstep.base.cause import Cause
+from everstep.base.extents import NONE
 from everstep.base.plan import Plan, WorkerKey
 from everstep.base.ports import Tag
+from everstep.placement.shards import share
 from everstep.protocol.driver.records import AgreePayload, decode_holding, decode_record, last_states
 from everstep.protocol.settling import sound_limit
 from everstep.protocol.step_types import Holding, Key, Record
@@ -27,8 +29,8 @@ from everstep.sim.model import (
     by_unit,
     cut_anew,
     merged,
+    present,
     undisturbed,
-    update,
     wrong,
 )
 
@@ -278,8 +280,8 @@ class Exact:
 
     def reduced(self, who: WorkerKey, step: int, stage: int, state: Blocks, gradient: SimGradient) -> None:
         """A worker holds the reduced gradient of `step`, computed from `state`."""
-        after = update(state, step, gradient)
-        right = wrong(after) or after == self.made[step][stage]
+        after, made = self.job.updated(state, step, gradient), self.made[step][stage]
+        right = wrong(after) or merged(after, made) == made
         require(right, "P1", f"{who}: wrong gradient of stage {stage} in step {step}")
 
     def effect(self, step: int) -> int:
@@ -363,11 +365,11 @@ class Effects:
 
 @dataclass(frozen=True)
 class Views:
-    """Views of the workers. `holders`: (step, stage) that live, reachable workers which follow some plan have, or would
-    have with one more decision; `positions`: of all live workers that follow one; `settled`: of the live workers that
-    have entered a generation."""
+    """Views of the workers. `holders`: (step, part of the state) that live, reachable workers which follow some plan
+    have, or would have with one more decision; `positions`: of all live workers that follow one; `settled`: of the live
+    workers that have entered a generation."""
 
-    holders: Callable[[], Mapping[WorkerKey, Collection[tuple[int, int]]]]
+    holders: Callable[[], Mapping[WorkerKey, Collection[tuple[int, tuple[int, int]]]]]
     positions: Callable[[], Mapping[WorkerKey, Key]]
     settled: Callable[[int], Mapping[WorkerKey, Key]]
 
@@ -416,8 +418,9 @@ class Checks:
     def entered(self, who: WorkerKey, generation: int, step: int, held: Mapping[int, Blocks]) -> None:
         """A worker goes on in a generation from the state of `step`, of which it holds these stages."""
         self.newest = max(self.newest, generation)
-        whole = {stage for stage, state in held.items() if None not in state}
-        missing = set(self.records.plans[generation].stages_of(who.worker_id)) - whole
+        plan = self.records.plans[generation]
+        shares = {k: share(plan.shard(who.worker_id, k), PLANES) for k in plan.stages_of(who.worker_id)}
+        missing = {k for k, blocks in shares.items() if k not in held or not present(held[k]).covers(blocks)}
         require(not missing, "P1", f"{who} enters {generation} at step {step} without stages {sorted(missing)}")
         self.together(generation)
         if step == 0:
@@ -434,7 +437,7 @@ class Checks:
         heard = self._counted_on(generation) - self.given_up - gone_on.keys()
         holders = {k: held for k, held in self.views.holders().items() if k in heard}
         there = {one for held in holders.values() for one in held if one[0] >= floor}
-        kept = sorted({at for at, _ in there if all((at, stage) in there for stage in range(self.job.stages))})
+        kept = sorted({at for at, _ in there if all((at, part) in there for part in self.job.parts())})
         require(
             not kept,
             "P2",
@@ -465,19 +468,23 @@ class Checks:
             top = limit is None and any(h.position == Key(at, 0) and h.records for h in said.values())
             live = any(
                 h.live(stage).whole
-                and (h.position.step == at or (top and stage in h.gradients and h.gradient_step == at))
+                and (h.position.step == at or (top and h.gradients.get(stage, NONE).whole and h.gradient_step == at))
                 for h in said.values()
             )
             pool = [s.worker_id for s in plan.pool(stage)]
-            return live or all(at in said[i].disk for i in pool) or self._in_parts(said, at, stage)
+            return live or all(at in said[i].disk for i in pool) or self._in_parts(said, at, stage, rolls=top)
 
         steps = range(1 + (self.job.steps if limit is None else limit))
         newest = max(at for at in steps if at == 0 or all(there(at, k) for k in range(plan.stages)))
         require(step == newest, "P2", f"{who} enters {generation} at step {step}; the newest in all is {newest}")
 
-    def _in_parts(self, said: Mapping[int, Holding], at: int, stage: int) -> bool:
-        """Whether the members' parts of a stage at a step are together all of it."""
+    def _in_parts(self, said: Mapping[int, Holding], at: int, stage: int, *, rolls: bool) -> bool:
+        """Whether the members' parts of a stage at a step are together all of it. rolls: whoever has its gradient may
+        take that step."""
         live = [h.live(stage) for h in said.values() if h.position.step == at]
+        if rolls and self.job.copies:
+            takes = [(h.gradients.get(stage, NONE), h) for h in said.values() if h.gradient_step == at]
+            live += [blocks for blocks, h in takes if h.position.step == at - 1 and h.live(stage).covers(blocks)]
         kept = [h.kept(stage, at) for h in said.values()]
         blocks = {k for part in live + kept for lo, hi in part.spans(PLANES) for k in range(lo, hi)}
         return len(blocks) == sum(n for _, n in PLANES)

@@ -20,6 +20,7 @@ from itertools import chain
 
 import msgspec
 
+from everstep.base.extents import WHOLE, Extents
 from everstep.base.plan import Plan
 from everstep.base.ports import Node
 from everstep.placement.probes import alone, owed, with_trials
@@ -29,11 +30,27 @@ from everstep.protocol.driver import operations as do
 from everstep.protocol.driver.operations import Compute
 from everstep.protocol.driver.probing import LanesGiven
 from everstep.protocol.driver.records import AgreePayload, LaneReport, StageSection
-from everstep.protocol.step_types import Discard, LaneDone, LaneSaid
+from everstep.protocol.step_types import Discard, LaneDone, LaneSaid, Takes
 from everstep.sim.checks import Vote
 from everstep.sim.life import Life
 from everstep.sim.mesh import Mesh
-from everstep.sim.model import BLOCKS, GRADIENT, Blocks, SimGradient, UnitValues, add, digest, forward, leaf, through
+from everstep.sim.model import (
+    BLOCKS,
+    GRADIENT,
+    PLANES,
+    Blocks,
+    SimGradient,
+    UnitValues,
+    add,
+    digest,
+    forward,
+    leaf,
+    present,
+    segments_of,
+    taken,
+    through,
+    without,
+)
 from everstep.sim.world import MS
 
 Pass = tuple[str, int, int, int]  # 'forward' or 'backward', step, stage, lane
@@ -192,7 +209,7 @@ class SimLanes:
     def _done(self, operation: Compute, one: Pass) -> None:
         self.busy = False
         kind, step, stage, lane = one
-        state = self.life.state.stages[stage]
+        state = self.life.job.trained(self.life.state.stages[stage])
         if operation.plan.stages == 1:
             del self._came[one]
             self._hold(operation, stage, lane, self._leaf(step, lane))
@@ -204,7 +221,7 @@ class SimLanes:
 
     def _leaf(self, step: int, lane: int) -> SimGradient:
         """Gradient of a lane, for a model of one stage."""
-        found = leaf(self.life.state.stages[0], step, lane)
+        found = leaf(self.life.job.trained(self.life.state.stages[0]), step, lane)
         return tuple(tuple(map(self._odd, block)) for block in found)
 
     def _odd(self, value: int) -> int:
@@ -323,7 +340,18 @@ class Reduction:
         self._parts = {key: value for key, value in self._parts.items() if key[0] > step}
         self._pieces = {key: value for key, value in self._pieces.items() if key[0] > step}
         self.life.state.reduced(step, gradients)
+        takes = self._takes(operation.plan)
+        if takes:
+            self.life.handle(Takes(step, takes))
         self.life.done(operation, self._payload(operation, gradients))
+
+    def _takes(self, plan: Plan) -> dict[int, Extents]:
+        """What the gradient takes to its step here, of stages whose optimizer's state is dealt out."""
+        me = self.life.me.worker_id
+        dealt = {shard.stage for shard in plan.shards}
+        takes = {k: taken(plan, k, me) for k in plan.stages_of(me) if k in dealt}
+        self.life.state.will_take(takes)
+        return takes
 
     def _gradient(self, plan: Plan, step: int, stage: int) -> SimGradient:
         """The gradient, put together from the pieces of all owners."""
@@ -358,7 +386,7 @@ class Reduction:
 
     def _state(self, stage: int) -> int:
         """Digest of a stage for the record; 0 for a state that lacks blocks, as nobody will hear of it."""
-        state = self.life.state.stages[stage]
+        state = self.life.job.trained(self.life.state.stages[stage])
         return 0 if None in state else digest(state)
 
     def _owes(self, operation: do.Reduce, worker_id: int) -> bool:
@@ -368,3 +396,59 @@ class Reduction:
             for k in operation.plan.stages_of(self.life.me.worker_id)
             if worker_id in self._pool(k)
         )
+
+
+class Spreading:
+    """Members give each other the parameters that each has updated."""
+
+    def __init__(self, life: Life, mesh: Mesh) -> None:
+        self.life = life
+        self.mesh = mesh
+        self._came: dict[tuple[int, int, int], Blocks] = {}  # by step, stage and worker
+        life.install({do.Spread: self._spread, ("owes", do.Spread): self._owes, ("message", "spread"): self._on_blocks})
+
+    def clear(self) -> None:
+        """Begin a generation."""
+        self._came = {}
+
+    def _spread(self, operation: do.Spread) -> None:
+        """Send what is to come from here: one holder of each segment gives its parameters to all that have not."""
+        plan, me = operation.plan, self.life.me.worker_id
+        for stage in plan.stages_of(me):
+            state = self.life.state.stages[stage]
+            for to in (seat.worker_id for seat in plan.pool(stage)):
+                blocks = [block for block, who in _givers(plan, stage, to).items() if who == me]
+                if blocks:
+                    given = without(state, WHOLE - Extents.numbered(PLANES, blocks))
+                    self.mesh.send(to, "spread", operation.step, stage, me, given)
+        self._look(operation)
+
+    def _on_blocks(self, step: int, stage: int, worker_id: int, blocks: Blocks) -> None:
+        self._came[step, stage, worker_id] = blocks
+        if isinstance(self.life.operation, do.Spread):
+            self._look(self.life.operation)
+
+    def _lacking(self, operation: do.Spread) -> set[int]:
+        """Workers of whom something is still to come."""
+        plan, me = operation.plan, self.life.me.worker_id
+        wanted = {(operation.step, k, who) for k in plan.stages_of(me) for who in _givers(plan, k, me).values()}
+        return {who for step, k, who in wanted if (step, k, who) not in self._came}
+
+    def _look(self, operation: do.Spread) -> None:
+        if self._lacking(operation):
+            return
+        state = self.life.state
+        for (step, stage, _), blocks in list(self._came.items()):
+            if step == operation.step:
+                state.receive(stage, blocks)
+        self._came = {key: blocks for key, blocks in self._came.items() if key[0] > operation.step}
+        self.life.done(operation, {k: present(blocks) for k, blocks in state.stages.items()})
+
+    def _owes(self, operation: do.Spread, worker_id: int) -> bool:
+        return worker_id in self._lacking(operation)
+
+
+def _givers(plan: Plan, stage: int, to: int) -> dict[int, int]:
+    """Who gives a member which of the parameters' blocks."""
+    holders = enumerate(segments_of(plan, stage))
+    return {block: who[block % len(who)] for block, who in holders if to not in who}

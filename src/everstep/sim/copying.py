@@ -208,10 +208,10 @@ class SimSaver:
         """The job's leader writes the result: of its own stages, and of those that it has copied."""
         life = self.life
         leads = operation.plan.leader(0) == life.me.worker_id
-        own = life.driver.machine.stages  # not what it has left, or lost in part
+        own = [k for k, there in life.driver.machine.held.items() if there.whole]  # not what it has left, or in part
         held = {k: life.state.stages[k] for k in own} | dict(theirs)
         agreed = {k: operation.digests.get(k, "") for k in held}
-        if leads and any(said and said != format(digest(held[k]), "x") for k, said in agreed.items()):
+        if leads and any(s and s != format(digest(life.job.trained(held[k])), "x") for k, s in agreed.items()):
             life.tainted(operation, "the state is not the one that all have agreed on", torn=True)
             return
         if leads:

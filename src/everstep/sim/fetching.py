@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 from everstep.base.extents import NONE, Extents
+from everstep.placement.shards import share
 from everstep.protocol.driver import operations as do
 from everstep.protocol.moving import taker as moving
 from everstep.protocol.moving.taker import TakeOrder, orders
@@ -15,7 +16,7 @@ from everstep.protocol.step_types import Record
 from everstep.sim.block_taking import SimTaking
 from everstep.sim.copying import Memory, SimSaver
 from everstep.sim.life import Life, SimCopy, updated
-from everstep.sim.model import NOTHING, Blocks, SimGradient, merged, without
+from everstep.sim.model import NOTHING, PLANES, Blocks, SimGradient, merged, present, without
 from everstep.sim.world import MS, SimConnection
 
 _Taking = do.Fetch | do.Restore | do.Finish
@@ -95,9 +96,11 @@ class Fetcher:
 
     def _claimed(self, operation: _Taking, stage: int) -> Extents:
         """Blocks of the wanted state that this worker claims to have, live. At a position gathers behind, it copies the
-        later state. For the result it copies stages of others whole, whatever it has left of them."""
+        later state. For the result it copies stages of others whole, whatever it has left of them. Of a step that it
+        rolled to, and whose update was left out, it has more than it had said."""
         machine, wanted = self.life.driver.machine, operation.position
-        if (
+        left_out = bool(self.life.job.copies) and self.life.job.leaves_out(wanted.step)
+        if left_out or (
             isinstance(operation, do.Finish)
             or machine.step != wanted.step
             or (isinstance(operation, do.Fetch) and machine.position != wanted)
@@ -112,7 +115,8 @@ class Fetcher:
             copy = life.state.copy(at, operation.own, {}, (stage,))
         elif memory:
             copy = SimCopy(at, operation.own, {stage: self._held(operation, stage)})
-            if None in copy.states[stage]:  # lost since the holdings were stated
+            needed = share(operation.plan.shard(life.me.worker_id, stage), PLANES)
+            if not present(copy.states[stage]).covers(needed):  # lost since the holdings were stated
                 said = f"stage {stage} of step {at.step} is not whole any more"
                 life.during(operation, 0, self._refuse, said)
                 return
@@ -134,15 +138,19 @@ class Fetcher:
     # ---- from peers
 
     def _take(self, operation: _Taking, order: TakeOrder) -> None:
-        own: dict[int, Blocks] = {}
+        life, own = self.life, dict[int, Blocks]()
         if order.pieces is not None:  # perhaps more has been lost since the holdings were stated
             own = {k: without(self._held(operation, k), order.pieces.missing) for k in order.stages}
+        missing = NONE if order.pieces is None else order.pieces.missing
+        dealt = bool(life.job.copies) and order.pieces is not None and not isinstance(operation, do.Finish)
+        needs = {k: self._claimed(operation, k) | missing for k in order.stages} if dealt else {}
         taking = self._taking = SimTaking(
-            self.life,
+            life,
             order,
             lambda leads: ("settle", operation.generation, order.stages),
             own,
             lambda how: self._taken(operation, taking, how),
+            needs=needs,
         )
         taking.begin()
 
@@ -180,7 +188,7 @@ class Fetcher:
         gathers = next((c.gathers for c in copies if c.gathers), {})
         states = {k: state for c in copies for k, state in c.states.items()}
         lacking = [k for k, state in states.items() if None in state]
-        if lacking:
+        if lacking and (not life.job.copies or isinstance(operation, do.Finish)):
             raise AssertionError(f"{life.me} takes on stages {lacking} without all of their blocks")
         if isinstance(operation, do.Finish):
             self._saver.finish(operation, states)
@@ -306,7 +314,7 @@ class Follower:
             copies, effects = dict(feed.taking.states), {**effects, **dict(offer.effects)}
             for outcome in passed:
                 _, gradients = feed.steps.pop(outcome.step)
-                copies = {k: updated(state, outcome, gradients[k]) for k, state in copies.items()}
+                copies = {k: updated(self.life.job, s, outcome, gradients[k]) for k, s in copies.items()}
                 effects[outcome.step] = self.life.site.checks.exact.effect(outcome.step)
             if offer.position == operation.position:
                 newest = offer

@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 from everstep.base.cause import Cause, Why
-from everstep.base.extents import Extents
+from everstep.base.extents import WHOLE, Extents
 from everstep.base.plan import WorkerKey
 from everstep.protocol import messages as wire
 from everstep.protocol.driver import operations as do
@@ -21,7 +21,7 @@ from everstep.protocol.driver.operations import GatheredRecords, Save
 from everstep.protocol.driver.records import StepOutcome
 from everstep.protocol.step_types import Key, Record
 from everstep.sim.checks import Checks
-from everstep.sim.model import Blocks, SimGradient, SimJob, cut_anew, digest, flipped, initial, update, without
+from everstep.sim.model import Blocks, SimGradient, SimJob, cut_anew, digest, flipped, initial, merged, without
 from everstep.sim.world import MS, Process, SimConnection, World, connect
 
 _PHASES: dict[type[do.Operation], str] = {
@@ -32,6 +32,7 @@ _PHASES: dict[type[do.Operation], str] = {
     do.Compute: "computing",
     do.Reduce: "reducing",
     do.Update: "updating",
+    do.Spread: "spreading",
 }
 
 
@@ -96,10 +97,11 @@ class Disk:
         said[stage, who] = state
         complete = said.keys() >= {(k, seat.worker_id) for k in range(plan.stages) for seat in plan.pool(k)}
         if self._full or complete:
-            alike = all(one == said[k, plan.leader(k)] for (k, _), one in said.items()) if complete else True
+            whole = {k: reduce(merged, (one for (at, _), one in said.items() if at == k)) for k, _ in said}
+            alike = all(merged(one, whole[k]) == whole[k] for (k, _), one in said.items()) if complete else True
             wrong = "no space left on the disk" if self._full else "" if alike else "parts differ"
             if not wrong:
-                self.parts[step] = {k: said[k, plan.leader(k)] for k in range(plan.stages)}
+                self.parts[step] = {k: whole[k] for k in range(plan.stages)}
                 self.records[step] = save.records
                 self.damaged.discard(step)
             if step in self._asking:
@@ -150,6 +152,7 @@ class SimState:
     def __init__(self, me: WorkerKey, job: SimJob, checks: Checks, *, other: bool) -> None:
         """other: the initial state that it builds differs from all others'."""
         self.me = me
+        self.job = job
         self.checks = checks
         self.at = 0
         first = {stage: initial(job, stage) for stage in range(job.stages)}
@@ -157,6 +160,7 @@ class SimState:
         self.stages = dict(self._first)
         self.records: Mapping[int, Record] = {}
         self.gradients: tuple[int, dict[int, SimGradient]] | None = None
+        self.takes: dict[int, Extents] = {}
         self.effects: dict[int, int] = {}
 
     def built_anew(self, stage: int) -> Blocks:
@@ -183,10 +187,19 @@ class SimState:
     def reduced(self, step: int, gradients: dict[int, SimGradient]) -> None:
         """The gradient of a step is complete, for all own stages."""
         for stage, gradient in gradients.items():
-            if None in self.stages[stage]:
+            if None in self.stages[stage] and not self.job.copies:
                 continue
             self.checks.exact.reduced(self.me, step, stage, self.stages[stage], gradient)
         self.gradients = (step, gradients)
+
+    def will_take(self, blocks: Mapping[int, Extents]) -> None:
+        """Of the state only these blocks are updated here with the gradient, by stage; of others all are."""
+        self.takes = dict(blocks)
+
+    def receive(self, stage: int, blocks: Blocks) -> None:
+        """Others have updated these blocks."""
+        self.stages[stage] = merged(self.stages[stage], blocks)
+        self._check()
 
     def gradient(self, step: int) -> dict[int, SimGradient]:
         """Gradient of the step, which must be the next one."""
@@ -194,11 +207,21 @@ class SimState:
             raise AssertionError(f"{self.me} at {self.at} is to apply step {step} with {self.gradients}")
         return self.gradients[1]
 
-    def apply(self, outcome: StepOutcome, records: Mapping[int, Record], gradients: Mapping[int, SimGradient]) -> None:
-        """Apply one step; stages that are not named are dropped."""
+    def apply(
+        self,
+        outcome: StepOutcome,
+        records: Mapping[int, Record],
+        gradients: Mapping[int, SimGradient],
+        takes: Mapping[int, Extents] = {},
+    ) -> None:
+        """Apply one step; stages that are not named are dropped. takes: blocks that are updated here, where not all
+        are."""
         step, self.at, self.records = outcome.step, outcome.step, records
         self.checks.exact.does(self.me, step)
-        self.stages = {k: updated(self.stages[k], outcome, gradient) for k, gradient in gradients.items()}
+        stages = {k: updated(self.job, self.stages[k], outcome, gradient) for k, gradient in gradients.items()}
+        if not outcome.nonfinite.left_out:
+            stages = {k: without(state, WHOLE - takes.get(k, WHOLE)) for k, state in stages.items()}
+        self.stages = stages
         self._check()
         self.effects[step] = self.checks.exact.effect(step)
 
@@ -234,9 +257,9 @@ class SimState:
             self.checks.exact.state(self.me, self.at, stage, state)
 
 
-def updated(state: Blocks, outcome: StepOutcome, gradient: SimGradient) -> Blocks:
+def updated(job: SimJob, state: Blocks, outcome: StepOutcome, gradient: SimGradient) -> Blocks:
     """A stage's state after a step, whose update may be left out."""
-    return state if outcome.nonfinite.left_out else update(state, outcome.step, gradient)
+    return state if outcome.nonfinite.left_out else job.updated(state, outcome.step, gradient)
 
 
 SimHandlers = Mapping[Hashable, Callable[..., Any]]

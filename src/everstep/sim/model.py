@@ -14,17 +14,20 @@ model changes no value, and a state written in one cut can be read in another.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from everstep.base.errors import check
 from everstep.base.extents import Extents
+from everstep.base.plan import Plan
+from everstep.placement.shards import segment_holders
 from everstep.placement.tree import fold
 
 BLOCKS = 3
 GRADIENT = -1
 INITIAL = 2
-PLANES = (("model", 2), ("exp_avg", 2))
+PLANES = (("model", 2), ("optimizer/exp_avg", 2))
+_DIVIDED = 2
 
 UnitValues = tuple[int, ...]
 """Values by number of the unit, of a stage's units."""
@@ -40,8 +43,9 @@ class SimJob:
     stages: of the model. keep_every: steps between snapshots of each stage in memory, one of them by a worker of
     another pool; 0: none. write_every: steps between checkpoints on disk; 0: only those that a plan asks for.
     leaves_after: the step after which all loops are left; 0: the last one. units: the finest cut of the model; 0: as
-    many as there are stages. nonfinite: (step, lane) of losses that are not finite; `GRADIENT` as lane: the gradient
-    alone is not. on_nonfinite, nonfinite_limit: as in a config.
+    many as there are stages. copies: of each segment of the optimizer's state; 0: all members have all of it, and an
+    update of a block depends on all others; else on that of the other plane alone. nonfinite: (step, lane) of losses
+    that are not finite; `GRADIENT` as lane: the gradient alone is not. on_nonfinite, nonfinite_limit: as in a config.
     """
 
     steps: int
@@ -53,6 +57,7 @@ class SimJob:
     state_bytes: int = -1
     units: int = 0
     leaves_after: int = 0
+    copies: int = 0
     nonfinite: frozenset[tuple[int, int]] = frozenset()
     on_nonfinite: str = "warn"
     nonfinite_limit: int = 0
@@ -84,6 +89,18 @@ class SimJob:
     def cut(self, stages: int) -> SimJob:
         """The job cut into so many stages."""
         return replace(self, stages=stages, units=self.units or self.stages)
+
+    def parts(self) -> Iterator[tuple[int, int]]:
+        """What is held apart: (stage, block), of a state that is not dealt out its first block alone."""
+        return ((k, block) for k in range(self.stages) for block in range(_N_BLOCKS if self.copies else 1))
+
+    def trained(self, state: Blocks) -> Blocks:
+        """The part of a stage's state that lanes are computed from, and that all members have: they compare it."""
+        return state[:_DIVIDED] if self.copies else state
+
+    def updated(self, state: Blocks, step: int, gradient: SimGradient) -> Blocks:
+        """The state of a stage after the step."""
+        return _update_apart(state, step, gradient) if self.copies else update(state, step, gradient)
 
     def gathers(self, step: int) -> int:
         """Number of gathers that the application asks for at the state of `step`, besides the one that ends the job."""
@@ -198,6 +215,32 @@ def update(state: Blocks, step: int, gradient: SimGradient) -> Blocks:
     return tuple(zip(*units, strict=True))
 
 
+def _update_apart(state: Blocks, step: int, gradient: SimGradient) -> Blocks:
+    """The same where a block of a plane depends on that of the other plane alone; of what is not there, nothing."""
+    after: list[UnitValues | None] = list(state)
+    for block in range(_DIVIDED):
+        own, beside = state[block], state[_DIVIDED + block]
+        if own is None or beside is None:
+            after[block] = after[_DIVIDED + block] = None
+            continue
+        units = list(zip(own, beside, *gradient, strict=True))
+        bits = [int(any(value & 1 for value in unit)) for unit in units]
+        for at in (block, _DIVIDED + block):
+            after[at] = tuple(hash((unit, step, at)) & -2 | bit for unit, bit in zip(units, bits, strict=True))
+    return tuple(after)
+
+
+def segments_of(plan: Plan, stage: int) -> list[tuple[int, ...]]:
+    """Holders of each pair of blocks that is dealt out, by the plan."""
+    return list(segment_holders(plan, stage, _DIVIDED))
+
+
+def taken(plan: Plan, stage: int, worker_id: int) -> Extents:
+    """Blocks that a worker's update makes."""
+    mine = [block for block, who in enumerate(segments_of(plan, stage)) if worker_id in who]
+    return Extents.numbered(PLANES, (at for block in mine for at in (block, _DIVIDED + block)))
+
+
 def _updated(unit: Blocks, step: int, gradient: UnitValues) -> UnitValues:
     bit = _bit(unit) | any(value & 1 for value in gradient)
     made = hash((unit, step, *gradient))
@@ -226,12 +269,13 @@ def undisturbed(job: SimJob) -> tuple[list[dict[int, Blocks]], list[dict[int, Bl
     states = [{stage: initial(job, stage) for stage in range(job.stages)}]
     made = [states[0]]
     for step in range(1, job.steps + 1):
-        leaves = {lane: whole_lane(states[-1], step, lane) for lane in range(job.lanes)}
+        trained = {k: job.trained(state) for k, state in states[-1].items()}
+        leaves = {lane: whole_lane(trained, step, lane) for lane in range(job.lanes)}
         after = {}
         for stage, state in states[-1].items():
             blocks = [{lane: values[stage][block] for lane, values in leaves.items()} for block in range(BLOCKS)]
             gradient = tuple(fold(job.lanes, values, add) for values in blocks)
-            after[stage] = update(state, step, gradient)
+            after[stage] = job.updated(state, step, gradient)
         made.append(after)
         states.append(states[-1] if job.leaves_out(step) else after)
     return states, made

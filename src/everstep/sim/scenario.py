@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from everstep.base.config_keys import CheckpointConfig, DiskTierConfig, MemoryTierConfig
+from everstep.base.extents import NONE, Extents
 from everstep.base.plan import WorkerKey
 from everstep.base.pool_wish import PoolWish, even_homes
 from everstep.placement.probes import ProbeRule
@@ -42,18 +43,27 @@ from everstep.sim.faults import DIFFERS, SimInjector
 from everstep.sim.faults import KNOWN as FAULTS
 from everstep.sim.leases import LEASE_FAULTS, LeasedControl
 from everstep.sim.life import Disk, Life, SimSite
-from everstep.sim.model import wrong
+from everstep.sim.model import PLANES, present, wrong
 from everstep.sim.operating import OPERATING_FAULTS
-from everstep.sim.setups import LeasedSetup, Setup, UnlikeSetup, set_up, set_up_leased, set_up_operated, set_up_split
+from everstep.sim.setups import (
+    LeasedSetup,
+    Setup,
+    UnlikeSetup,
+    set_up,
+    set_up_leased,
+    set_up_operated,
+    set_up_sharded,
+    set_up_split,
+)
 from everstep.sim.shrinking import MOST_RUNS, shrink, source_of
 from everstep.sim.sim_worker import KNOWN as WAYS
 from everstep.sim.sim_worker import METRIC
 from everstep.sim.starving import STARVING_FAULTS, SimLauncher
 from everstep.sim.world import MS, SECOND, SimConnection, World
 
-SeedKind = Literal["", "split", "leased", "operated"]
+SeedKind = Literal["", "split", "leased", "operated", "sharded"]
 """Kinds of seeds: whole models; models in several stages; jobs with two coordinators, of either; jobs of any of these,
-in which people and the owners of hosts have a hand."""
+in which people and the owners of hosts have a hand; jobs whose members divide the optimizer's state."""
 NewDriver = Callable[[DriverConfig, StepMachine], Driver]
 NewCoordinator = Callable[[CoordinatorConfig, Sequence[dict[str, Any]]], Coordinator]
 
@@ -170,6 +180,7 @@ class Simulation:
             wish=PoolWish(
                 homes=even_homes(workers, stages),
                 active=(setup.active,) * stages if setup.active else (),
+                copies=setup.job.copies,
             ),
         )
         return self.new_coordinator(setup.rules.of_coordinator(config), list(journal))
@@ -185,26 +196,34 @@ class Simulation:
         config = replace(config, nonfinite=NonfiniteRule(job.on_nonfinite, job.nonfinite_limit))
         return self.new_driver(config, self.new_machine(key))
 
-    def _holders(self) -> dict[WorkerKey, set[tuple[int, int]]]:
-        """(step, stage) that live, reachable workers with a plan hold, or would hold with one more decision. Workers
-        that were given up do not count: nobody hears them any more. Nor do workers without whom all others go on as
-        decided."""
+    def _holders(self) -> dict[WorkerKey, set[tuple[int, tuple[int, int]]]]:
+        """(step, part of the state) that live, reachable workers with a plan hold, or would hold with one more
+        decision. Workers that were given up do not count: nobody hears them any more. Nor do workers without whom all
+        others go on as decided."""
         live = [
             w
             for w in self.control.live_workers()
             if w.frozen_ns is None and w.driver.machine.plan is not None and self.world.reachable(w.host, "control")
-            if w.me not in self.checks.given_up and not w.driver.machine.leaving
+            if w.me not in self.checks.given_up and not _leaves(w.driver.machine)
         ]
         # No decision is taken without its records, and who has gathered since has those of the last one alone.
         tops = {w.state.at for w in live if w.driver.machine.position == Key(w.state.at, 0)}
         found = {}
         for w in live:
-            right = [k for k, state in w.state.stages.items() if not wrong(state) and None not in state]
-            held, stages = w.driver.machine.holding(), right
-            found[w.me] = {(w.state.at, k) for k in stages}
+            right = {k: present(state) for k, state in w.state.stages.items() if not wrong(state)}
+            held = w.driver.machine.holding()
+            found[w.me] = {(w.state.at, part) for part in self._parts(right)}
             if held.gradient_step in tops:
-                found[w.me] |= {(held.gradient_step, k) for k in held.gradients if k in stages}
+                takes = {k: blocks for k, blocks in held.gradients.items() if not blocks - right.get(k, NONE)}
+                found[w.me] |= {(held.gradient_step, part) for part in self._parts(takes)}
         return found
+
+    def _parts(self, held: Mapping[int, Extents]) -> set[tuple[int, int]]:
+        """Of the parts of a job's state those that are all there."""
+        whole = {(k, 0) for k, blocks in held.items() if blocks.whole}
+        if not self.setup.job.copies:
+            return whole
+        return {(k, n) for k, blocks in held.items() for lo, hi in blocks.spans(PLANES) for n in range(lo, hi)}
 
     def _settled(self, generation: int) -> dict[WorkerKey, Key]:
         machines = [w.driver.machine for w in self.control.live_workers()]
@@ -286,21 +305,38 @@ class Simulation:
         return f"workers: {workers}; coordinator: {status}"
 
 
+def _leaves(machine: StepMachine) -> bool:
+    """Whether it was decided that all go on without this worker, as soon as it has updated."""
+    return machine.switch is not None and not machine.switch.has(machine.me)
+
+
 def simulate(
     seed: int,
     *,
     split: bool = False,
     leased: bool = False,
     operated: bool = False,
+    sharded: bool = False,
     setup: Setup | None = None,
     tracing: bool = False,
     machine: type[StepMachine] = StepMachine,
     coordinator: NewCoordinator = Coordinator,
     driver: NewDriver = Driver,
 ) -> Verdict:
-    """Run one seed. `split`: of a model in several stages; `leased`: with two coordinators; `operated`: of any kind,
+    """Run one seed. `sharded`: members divide the optimizer's state; `split`: of a model in several stages; `leased`:
+    with two coordinators; `operated`: of any kind,
     with people who have a hand in it. `setup` replaces the drawn one."""
-    drawn = set_up_operated if operated else set_up_leased if leased else set_up_split if split else set_up
+    drawn = (
+        set_up_sharded
+        if sharded
+        else set_up_operated
+        if operated
+        else set_up_leased
+        if leased
+        else set_up_split
+        if split
+        else set_up
+    )
     chosen = setup if setup is not None else drawn(seed)
     simulation = Simulation(seed, chosen, tracing, machine, coordinator, driver)
     try:
@@ -372,8 +408,8 @@ class SeedTally:
 
 
 def _simulated(seed: int, kind: SeedKind, tracing: bool = False) -> Verdict:
-    split, leased, operated = (kind == name for name in ("split", "leased", "operated"))
-    return simulate(seed, split=split, leased=leased, operated=operated, tracing=tracing)
+    split, leased, operated, sharded = (kind == name for name in ("split", "leased", "operated", "sharded"))
+    return simulate(seed, split=split, leased=leased, operated=operated, sharded=sharded, tracing=tracing)
 
 
 def run_one(seed: int, kind: SeedKind, trace: bool) -> int:

@@ -136,6 +136,7 @@ class Setup:
         compared += f"; {self.donors} donors at once" if self.donors > 1 else ""
         compared += f"; worker {self.differs} begins differently" if isinstance(self.differs, int) else ""
         compared += f"; {self.differs} computes otherwise" if isinstance(self.differs, WorkerKey) else ""
+        compared += f"; {self.job.copies} copies of each segment" if self.job.copies else ""
         compared += f"; all loops are left after step {self.job.leaves_after}" if self.job.leaves_after else ""
         if self.job.nonfinite:
             compared += f"; not finite {sorted(self.job.nonfinite)}"
@@ -211,6 +212,15 @@ def set_up_split(seed: int) -> Setup:
     chosen = chosen.with_state_of(rng.choice((-1, -1, 1))).with_corruption(rng).with_losses(seed, 60 + steps * 60)
     more = chosen.with_more(seed, 60 + steps * 60).with_leaving(seed, 60 + steps * 60)
     return more.with_starved(seed, 60 + steps * 60).with_odd(seed).with_nonfinite(seed)
+
+
+def set_up_sharded(seed: int) -> Setup:
+    """The setup of a seed of a whole model, or one in several stages, whose members have the optimizer's state in
+    segments."""
+    chosen, rng = (set_up_split if seed % 3 == 0 else set_up)(seed), Random(f"sharded {seed}")
+    job = replace(chosen.job, copies=rng.choice((1, 2, 2, 3)))
+    faults = tuple(fault for fault in chosen.faults if fault.kind != "flip")
+    return replace(chosen, job=job, faults=faults, differs=None, verify_every=0)
 
 
 def set_up_leased(seed: int) -> Setup:

@@ -11,15 +11,16 @@ from everstep.base.extents import Extents
 from everstep.protocol.driver import operations as do
 from everstep.protocol.driver.driver import Driver
 from everstep.protocol.driver.records import StageSection
-from everstep.protocol.step_types import BlocksLost, Discard, Key, Release
+from everstep.protocol.step_phases import Phase
+from everstep.protocol.step_types import BlocksLost, Discard, Holds, Key, Release
 from everstep.sim.block_taking import KNOWN as COPIES
 from everstep.sim.checks import freed
-from everstep.sim.computing import Reduction, SimLanes
+from everstep.sim.computing import Reduction, SimLanes, Spreading
 from everstep.sim.copying import SimDonor, SimSaver
 from everstep.sim.fetching import Fetcher, Follower
 from everstep.sim.life import UNINTERRUPTED, Exited, Life, SimSite, nothing
 from everstep.sim.mesh import Dial, Mesh, Ties
-from everstep.sim.model import SimGradient, digest, evaluates
+from everstep.sim.model import SimGradient, digest, evaluates, present
 from everstep.sim.world import MS, SimConnection
 
 METRIC = "score"
@@ -72,8 +73,12 @@ class Loop:
     def _left(self) -> None:
         if self.raised:
             self._hold()
-        elif self.leaves and not self._ends and self.life.operation is not None:
-            self.life.later(MS, self._left)  # its present work is left in the middle, and that takes a while
+        elif (
+            self.leaves
+            and not self._ends
+            and (self.life.operation is not None or self.life.driver.machine.phase is Phase.AGREEING)
+        ):
+            self.life.later(MS, self._left)  # its present work is left in the middle, and a step that ends, ends first
         elif self.leaves and not self._ends:
             self._ends = True
             self.life.handle(self._next())
@@ -140,7 +145,8 @@ def _said(life: Life) -> tuple[StageSection, ...]:
     """Digests of the last state for comparison; empty if this worker is alone."""
     plan, stages = life.driver.machine.plan, life.state.stages
     held = () if plan is None or len(plan.members) == 1 else plan.stages_of(life.me.worker_id)
-    whole = [(k, stages[k]) for k in held if None not in stages[k]]
+    trained = {k: life.job.trained(stages[k]) for k in held}
+    whole = [(k, state) for k, state in trained.items() if None not in state]
     return tuple(StageSection(k, [], (), b"", [], [], format(digest(state), "x")) for k, state in whole)
 
 
@@ -164,6 +170,7 @@ class SimWorker(Life):
         self.donor, self.follower = SimDonor(self), Follower(self)
         self.memory = self.donor.memory
         self.reduction = Reduction(self, self.mesh, self.lanes)
+        self.spreading = Spreading(self, self.mesh)
         self.ties = Ties(self, dial, self.mesh)
         self.loop = Loop(self, self.lanes)
         fetcher = Fetcher(self, self.memory, SimSaver(self))
@@ -207,6 +214,7 @@ class SimWorker(Life):
     def _open(self, operation: do.Open) -> None:
         self.state.build()
         self.reduction.clear()
+        self.spreading.clear()
         self.mesh.open(operation, self._opened)
 
     def _opened(self, operation: do.Open) -> None:
@@ -247,7 +255,9 @@ class SimWorker(Life):
         self.soon(MS // 2, 25 * MS if slow else 3 * MS, self._updated, operation, gradients)
 
     def _updated(self, operation: do.Update, gradients: dict[int, SimGradient]) -> None:
-        self.state.apply(operation.outcome, operation.records, gradients)
+        self.state.apply(operation.outcome, operation.records, gradients, self.state.takes)
+        if self.state.takes:
+            self.handle(Holds(operation.step, {k: present(state) for k, state in self.state.stages.items()}))
         self._drift()
         self.done(operation, self.world.now_ns)
 

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-from everstep.base.config import dotted
+from everstep.base.config import check_keys, dotted
 from everstep.base.errors import ConfigError
 from everstep.base.foreign import Foreign, check_numbered, foreign_launcher
 from everstep.runtime.process import own_command
@@ -53,8 +53,9 @@ def command_of(
 ) -> list[str]:
     """The command that each of these processes becomes. program: the file of the running script, None if there is none.
 
-    Raises: ConfigError if it is no script that could be run again.
+    Raises: ConfigError if it is no script that could be run again, or has named an unknown key.
     """
+    check_keys("join", given)
     if program is None:
         raise foreign.refuse("a notebook or an interactive session")
     script = Path(program).resolve()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -11,21 +12,26 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from everstep.base.errors import ConfigError
+from everstep.train.optimizer_kind import OptimizerKind, kind_of
 from everstep.train.task import Task
 
 _ASSUMED_OPTIMIZER = 8
+_TRIED = 4
+_TRIED_ELEMENTS = 1 << 22
 
 
 @dataclass(frozen=True)
 class Counted:
     """Number of trained parameters; bytes of all parameters, of buffers, of the optimizer's state, and of what one
-    lane's forward pass keeps for its backward pass. assumed: what was taken for granted where it cannot be counted."""
+    lane's forward pass keeps for its backward pass. optimizer: which parts it can update apart, None if that cannot be
+    tried. assumed: what was taken for granted where it cannot be counted."""
 
     parameters: int
     parameter_bytes: int
     buffer_bytes: int
     optimizer_bytes: int
     activation_bytes: int
+    optimizer: OptimizerKind | None
     assumed: tuple[str, ...]
 
 
@@ -64,6 +70,7 @@ def count_task(task: Task, micro_batch: int) -> Counted:
         sum(b.numel() * b.element_size() for b in model.buffers()),
         optimizer_bytes,
         activation_bytes,
+        _kind(task, parameters),
         tuple(assumed),
     )
 
@@ -78,6 +85,26 @@ def _optimizer_bytes(task: Task, parameters: list[nn.Parameter]) -> int:
         parameter.grad = None
     kept = [v for state in optimizer.state.values() for v in state.values() if isinstance(v, Tensor)]
     return sum(v.numel() * v.element_size() for v in kept)
+
+
+def _kind(task: Task, parameters: list[nn.Parameter]) -> OptimizerKind | None:
+    """Found with an optimizer of the task's own over parameters like a few of these, large ones with fewer rows."""
+    ordered = sorted(parameters, key=lambda p: (p.numel() > _TRIED_ELEMENTS, -p.numel()))
+    shapes = list(dict.fromkeys((_smaller(tuple(p.shape)), p.dtype) for p in ordered))
+    generator = torch.Generator().manual_seed(0)
+    made = [nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape, dtype in shapes[:_TRIED]]
+    for parameter in made:
+        parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+    try:
+        return kind_of(task.build_optimizer(made), seed=0)
+    except Exception:
+        return None
+
+
+def _smaller(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of a parameter, with no more rows than make `_TRIED_ELEMENTS`."""
+    size = math.prod(shape)
+    return shape if size <= _TRIED_ELEMENTS else (max(1, shape[0] * _TRIED_ELEMENTS // size), *shape[1:])
 
 
 def _activation_bytes(task: Task, model: nn.Module, micro_batch: int) -> int:

@@ -27,7 +27,7 @@ from everstep.protocol import messages as wire
 from everstep.protocol.driver import operations as do
 from everstep.protocol.driver.driver import Driver
 from everstep.protocol.driver.hearing import interrupts
-from everstep.protocol.step_types import LaneDone
+from everstep.protocol.step_types import LaneDone, StepEvent
 from everstep.runtime.link.peer import PeerConnection
 
 _WAIT_S = 0.02
@@ -177,6 +177,10 @@ class Executor:
         lanes may take long; other effects come only after the operation."""
         self._handle(LaneDone(number, stage, lane))
         self._carry_out()
+
+    def said(self, event: StepEvent) -> None:
+        """During an operation: what it means for the machine. Effects come after the operation."""
+        self._handle(event)
 
     def computed(self) -> do.Answer | do.Compute:
         """The lanes handed out have been computed, or were left as their generation is over. Returns and raises as

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,9 @@ from everstep.base.digests import DIGEST_VERSION
 from everstep.base.plan import Plan
 from everstep.checkpoint.interchange import tensor_of
 from everstep.exact import topology
+from everstep.exact.digest import digest_bytes
 from everstep.exact.extra_state import is_extra, to_file, unpack
-from everstep.exact.image import Scatter, entries_of, write_blocks
+from everstep.exact.image import Scatter, entries_of, sealed, write_blocks
 from everstep.exact.state import ModelState
 from everstep.protocol.driver.comparing import WHOLE
 from everstep.protocol.driver.operations import Finish
@@ -91,12 +92,15 @@ class Finisher:
             return False
         if not self._view.stages.split:
             model, state = self._view.stages.only.parts.model, self._view.stages.only.state
+            _refuse_other({0: self._view.stages.only.compared(number)}, operation)
+            self._fill(operation)
             digest = state.state_digest(number)
-            _refuse_other({0: digest}, operation)
             write_final(run_dir, model_tensors(model), state.model_digest(), digest, number, left=left)
             return self._arrived(plan)
         parts = self._collect(operation)
-        _refuse_other({k: topology.state_digest(manifest, number) for k, (manifest, _) in enumerate(parts)}, operation)
+        if not self._view.config.zero.stage:  # else others are looked at as members compare them
+            digests = {k: topology.state_digest(manifest, number) for k, (manifest, _) in enumerate(parts)}
+            _refuse_other(digests, operation)
         merged = topology.merge([manifest for manifest, _ in parts])
         tensors = {name: t for _, found in parts for name, t in found.items()}
         ordered = {name: tensors[name] for name in sorted(tensors)}
@@ -127,16 +131,24 @@ class Finisher:
             time.sleep(0.02)
         return True
 
+    def _fill(self, operation: Finish) -> None:
+        """What the members have divided comes together here. Raises: CollectiveAborted; Unusable."""
+        copier, at = self._copier, (operation.plan, operation.position, operation.sources, operation.pieces)
+        for offer in copier.settle(*at, whole=True):
+            for state in offer.states.values():
+                state.load_into(self._view.stages.only.state)
+
     def _collect(self, operation: Finish) -> list[tuple[dict[str, Any], dict[str, Tensor]]]:
         """All stages: manifests, and tensors by their names in the whole model's state_dict.
 
         Raises: CollectiveAborted; Unusable if a stage is not to be had.
         """
         found: dict[int, tuple[dict[str, Any], dict[str, Tensor]]] = {}
-        for offer in self._copier.settle(operation.plan, operation.position, operation.sources, operation.pieces):
+        at = operation.plan, operation.position, operation.sources, operation.pieces
+        for offer in self._copier.settle(*at, whole=True):
             for stage, state in offer.states.items():
-                found[stage] = state.manifest(), _tensors(state.manifest(), offer.names[stage], state.blocks)
-        for stage in self._view.driver.machine.stages:
+                found[stage] = _tensors(state.manifest(), offer.names[stage], state.read_block)
+        for stage in (k for k, there in self._view.driver.machine.held.items() if there.whole):
             replica = self._view.stages[stage]
             replica.lanes.settle_buffers()
             found[stage] = replica.state.manifest(), model_tensors(replica.parts.model)
@@ -147,7 +159,7 @@ def _refuse_other(digests: Mapping[int, str], operation: Finish) -> None:
     """Raises: Unusable if a stage is not the one that all have agreed on."""
     for stage, digest in digests.items():
         agreed = operation.digests.get(stage, "")[:WHOLE]
-        if agreed and digest != agreed:
+        if agreed and digest[:WHOLE] != agreed:
             text = f"stage {stage} has changed since all had agreed on it after the last step"
             raise Unusable(Why(Cause.CORRUPT, f"{text} ({digest[:12]}, expected {agreed[:12]})"), torn=True)
 
@@ -168,17 +180,22 @@ def names_of(model: nn.Module, state: ModelState) -> dict[str, str]:
     return names
 
 
-def _tensors(manifest: Mapping[str, Any], names: Mapping[str, str], blocks: Sequence[memoryview]) -> dict[str, Tensor]:
-    """The tensors of a manifest by their names in the model's state_dict.
+def _tensors(
+    manifest: Mapping[str, Any], names: Mapping[str, str], read_block: Callable[[int], memoryview]
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """A manifest with the digests of its entries as they came, for who told it may not have had all of each; and its
+    tensors by their names in the model's state_dict.
 
     Raises: CheckpointCorrupt if a block does not match its digest.
     """
     entries = entries_of(manifest)
     memory = [bytearray(entry.nbytes) for entry in entries]
-    write_blocks(manifest, Scatter(entries, [memoryview(data) for data in memory]), blocks.__getitem__)
+    write_blocks(manifest, Scatter(entries, [memoryview(data) for data in memory]), read_block)
+    body = {key: value for key, value in manifest.items() if key != "digest"}
+    told = sealed({**body, "digests": [digest_bytes(data) for data in memory]})
     pairs = zip(entries, memory, strict=True)
     found = {entry.name: tensor_of(entry, data) for entry, data in pairs if entry.name.startswith(_MODEL)}
-    return {
+    return told, {
         name: to_file(name, unpack(found[entry])) if is_extra(name) else found[entry].clone()
         for name, entry in names.items()
     }

@@ -18,7 +18,7 @@ from torch.utils.data import default_collate
 
 from everstep.base.below import write_atomically
 from everstep.base.cause import Cause
-from everstep.base.config import Config, load_config, to_dict, with_batch_size
+from everstep.base.config import Config, check_keys, load_config, to_dict, with_batch_size
 from everstep.base.errors import ConfigError
 from everstep.exact.seeding import build_seed, seed_all
 from everstep.protocol import messages as wire
@@ -226,6 +226,7 @@ def _alone(given: Mapping[str, Any]) -> Config:
 def _merge(link: LaunchedLink | LifeLink, given: Mapping[str, Any]) -> Config:
     """The job's config, filled up with the script's values for keys that the user has not set."""
     job = to_dict(link.config)
+    check_keys("join", given)
     own = {k: v for k, v in given.items() if v is not None and k not in link.job.get("explicit", ())}
     if size := link.job.get("batch_size"):
         own = with_batch_size({"lanes": job["lanes"], **own}, size)

@@ -6,7 +6,7 @@ Apart because nothing here knows about peers: given the same lanes (`stage_lanes
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -17,23 +17,25 @@ from torch.optim import Optimizer
 from everstep.base.config import Config
 from everstep.base.errors import check
 from everstep.base.ports import Reduced
+from everstep.exact.dealt import Dealt, digested_planes
 from everstep.exact.digest import bytes_of, digest_bytes, named_digest
 from everstep.exact.gradient import GradientHandOver, clip_factor, gradient_norm
 from everstep.exact.layout import BLOCK_ELEMENTS, GradientLayout, align_parameters, untie
 from everstep.exact.reduce import TiePlace, block_norms, stage_terms
-from everstep.exact.seeding import derive, seed_all
+from everstep.exact.seeding import derive
 from everstep.exact.settings import Settings
 from everstep.exact.state import ModelState
 from everstep.protocol.driver.comparing import PART
-from everstep.protocol.driver.records import SETTING_BYTES, StageSection, StepOutcome
+from everstep.protocol.driver.records import SETTING_BYTES, StageSection, StepOutcome, segment_name
 from everstep.protocol.step_types import LaneSaid
 from everstep.train.elastic import LrPolicy
 from everstep.train.loop_guard import refused
 from everstep.train.model_call import Loss
+from everstep.train.offload import memory_for
+from everstep.train.optimizer_update import OptimizerUpdate
 from everstep.train.precision import LossScaler, autocast
 from everstep.train.stage import Parts, StageSpec
 from everstep.train.stage_lanes import LoopLane, StageLanes
-from everstep.train.update_probe import UpdateProbe
 
 TiedGradients = Mapping[TiePlace, torch.Tensor | None]
 _UPDATE_SEED = 1 << 33
@@ -44,9 +46,7 @@ _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 class StageReplica:
     """Model, optimizer and the rest of one stage's state, and what a step does to it. An unsplit job has one stage.
 
-    lanes: those of the step under way. `updating`: the optimizer is being
-    stepped. `update_proven`: it is known to be deterministic (its first update is made twice), or the state comes from
-    somebody who knows.
+    lanes: those of the step under way. update: of the optimizer.
     """
 
     def __init__(
@@ -67,12 +67,10 @@ class StageReplica:
         self.spec = spec
         align_parameters(parts.model)
         self.layout = GradientLayout.build(parts.model, parts.units)
-        self.update_proven = False
-        self.updating = False
         self._scheduled: int | None = None
         self._config = config
         self._scaler = scaler = LossScaler(config.precision == "fp16")
-        self.lanes = StageLanes(parts, config, device, spec, self.layout, scaler, loss, lambda: not self.update_proven)
+        self.lanes = StageLanes(parts, config, device, spec, self.layout, scaler, loss, lambda: not self.update.proven)
         self._loop: LoopLane | None = None
         if not spec.is_split:
             self._loop = LoopLane(self.lanes, parts.model, scaler, lambda: autocast(config.precision, device))
@@ -82,10 +80,15 @@ class StageReplica:
         if config.batch == "per_worker":  # otherwise the number of workers is no part of the state
             extras["everstep.lr_policy"] = self._lr_policy
         settings = Settings(parts.model, parts.optimizer)
-        everything = (parts.model, parts.optimizer, parts.scheduler, extras, parts.units, spec.share, settings)
-        self.state = ModelState(*everything)
+        memory = memory_for(config.zero.offload, device)
+        self.update = OptimizerUpdate(parts.optimizer, memory, config.verify_every)
+        everything = (parts.model, parts.optimizer, parts.scheduler, extras, parts.units, spec.share, settings, memory)
+        self.state = ModelState(*everything, divided=config.zero.stage > 0)
         self.application = ModelState(nn.Module(), extras=parts.extras, settings=settings)
-        self._needs_norms = config.clip_norm is not None or scaler.enabled or config.on_nonfinite != "warn"
+
+    @property
+    def _needs_norms(self) -> bool:
+        return self._config.clip_norm is not None or self._scaler.enabled or self._config.on_nonfinite != "warn"
 
     @property
     def loop(self) -> LoopLane:
@@ -141,7 +144,8 @@ class StageReplica:
     def compared(self, step: int) -> str:
         """The digest of everything that is trained, and what tells which part of it differs."""
         self.lanes.settle_buffers()
-        digest, parts = self.state.part_digests(step)
+        planes = digested_planes(self.state.planes) if self._config.zero.stage else None
+        digest, parts = self.state.part_digests(step, planes)
         return digest + ("".join(one[:PART] for one in parts.values()) if len(parts) <= _MOST_PARTS else "")
 
     def _tied_digests(self) -> dict[str, str]:
@@ -151,16 +155,24 @@ class StageReplica:
             kept = self.parts.optimizer.state.get(tied.parameter, {})
             tensors = {str(k): v for k, v in kept.items() if isinstance(v, torch.Tensor)}
             found[tied.name] = named_digest([("", tied.parameter), *tensors.items()])
-        return found
+        segments = self.update.dealt.digests() if self.update.dealt is not None else {}
+        return found | {segment_name(self.spec.stage, number): digest for number, digest in segments.items()}
 
     def apply(
-        self, outcome: StepOutcome, reduced: Reduced, workers: int, received: TiedGradients | None = None
+        self,
+        outcome: StepOutcome,
+        reduced: Reduced,
+        workers: int,
+        received: TiedGradients | None = None,
+        dealt: Callable[[], Dealt | None] = lambda: None,
     ) -> dict[str, Any]:
         """Apply a decided step; returns what is worth telling: whether the optimizer stepped, the gradient norm,
         and what is not finite. A step that is left out for that leaves buffers and schedule as they were, too.
 
-        received: as for `section`.
+        received: as for `section`. dealt: made once the gradients are there; says which parts are updated here, None
+        if all are.
         """
+        self.update.forget()
         scale = 1.0 / (outcome.weight * self._scaler.scale) if outcome.weight else 0.0
         told: dict[str, Any] = {"lr": _rates(self.parts.optimizer)}
         sumsq = outcome.sumsq
@@ -174,11 +186,12 @@ class StageReplica:
         told["applied"] = applied
         if applied:
             self._handover.hand_over(reduced, scale * clip_factor(sumsq, scale, self._config.clip_norm), received)
-            told["lr"] = self._step_optimizer(outcome.step, workers)
+            told["lr"] = self._step_optimizer(outcome.step, workers, dealt)
             self._handover.clear()
+            told["slow_offload"] = self.update.complaint()
         return told
 
-    def _step_optimizer(self, step: int, workers: int) -> list[float | None]:
+    def _step_optimizer(self, step: int, workers: int, dealt: Callable[[], Dealt | None]) -> list[float | None]:
         """Update and move the schedule on; returns the learning rates that were used."""
         optimizer = self.parts.optimizer
         scheduled = [group.get("lr") for group in optimizer.param_groups]
@@ -189,14 +202,7 @@ class StageReplica:
                     group["lr"] = lr * factor
         used = _rates(optimizer)
         seed = derive(self._config.seed, step, _UPDATE_SEED)
-        probe = None if self.update_proven else UpdateProbe(optimizer, seed)
-        seed_all(seed)
-        self.updating = True
-        optimizer.step()
-        self.updating = False
-        if probe is not None:
-            probe.compare(step)
-            self.update_proven = True
+        self.update.make(step, seed, dealt)
         if self._config.batch == "per_worker":
             for group, lr in zip(optimizer.param_groups, scheduled, strict=True):
                 if lr is not None:
@@ -218,10 +224,11 @@ class StageReplica:
         """The state is about to be replaced: nothing of the step that was under way counts."""
         self.lanes.abandon()
         self._scheduled = None
+        self.update.forget()
 
     def prove_update(self) -> None:
         """The state was trained elsewhere: that an update can be done twice alike was seen there."""
-        self.update_proven = True
+        self.update.prove()
 
     def flip_bit(self) -> None:
         """A scripted fault: one bit of the first parameter changes, unseen by autograd, as in a damaged memory cell."""

@@ -207,7 +207,7 @@ class Run:
         self._guard: AbstractContextManager[None] = contextlib.nullcontext()
         if not session.view.stages.split:
             replica = session.view.stages.only
-            self._guard = LoopGuard(model, replica.parts.optimizer, lambda: replica.updating)
+            self._guard = LoopGuard(model, replica.parts.optimizer, lambda: replica.update.under_way)
         self.loop = UserLoop(session, self._guard)
 
     def __setattr__(self, name: str, value: Any) -> None:

@@ -22,6 +22,7 @@ from everstep.protocol.driver.driver_parts import DriverConfig
 from everstep.protocol.driver.nonfinite import NonfiniteRule
 from everstep.protocol.step_machine import StepMachine
 from everstep.runtime.process import machine
+from everstep.train.dealing import Dealing
 from everstep.train.elastic import AnyOrder
 from everstep.train.executor import Cutter, Executor
 from everstep.train.final import Finisher
@@ -65,16 +66,15 @@ class Session:
             if probed
             else ProbeRule(),
             nonfinite=NonfiniteRule.of(config),
+            votes=not config.zero.stage,
             names=lambda stage: stages[stage].state.part_names if stage in stages else (),
         )
         driver = Driver(rules, StepMachine(link.me))
         rendezvous = Rendezvous(link.tell)
-        kind = config.transport
-        meets = KINDS[kind].meets
-        store = ControlStore(rendezvous.set_key, rendezvous.get_keys, rendezvous.over) if meets else None
-        me, tick = link.me, lambda: link.row.tick()
+        kind, keys = config.transport, (rendezvous.set_key, rendezvous.get_keys, rendezvous.over)
+        store = ControlStore(*keys) if KINDS[kind].meets else None
         transport = StagedTransport(
-            *(me, config.lanes, tick),
+            *(link.me, config.lanes, lambda: link.row.tick()),
             kind=kind,
             store=store,
             key=link.token,
@@ -92,7 +92,8 @@ class Session:
         others = {"part": saver.take_report}
         donor = Donor(lambda: executor.note(do.FollowerAsked()), others, lambda *at: keeper.check(*at))
         keeper = SnapshotKeeper(view, donor, executor.note)
-        updates = Updates(view, donor, keeper, saver, loop)
+        dealing = Dealing(view, executor.said)
+        updates = Updates(view, donor, keeper, saver, loop, dealing)
         transfers = Transfers(view, updates, donor, keeper, restorer, loop)
         finisher = Finisher(view, transfers.copier)
         lanes = Lanes(view, restorer, dataset, collate, device, executor.lane_done, updates.given)
@@ -106,7 +107,7 @@ class Session:
             return finisher.write(operation)
 
         executor.install({do.Finish: finish})
-        for part in (membership, lanes, updates, transfers, saver, last, keeper):
+        for part in (membership, lanes, updates, dealing, transfers, saver, last, keeper):
             executor.install(part.handlers())
         executor.install({do.Reduce: membership.telling_imports(updates.reduce)})
         self.view, self.executor, self.membership, self.profiling = view, executor, membership, profiling

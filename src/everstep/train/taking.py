@@ -18,11 +18,12 @@ from typing import Any
 
 from everstep.base.cause import Cause, Why
 from everstep.base.errors import CollectiveAborted, EverstepError
-from everstep.base.extents import NONE, WHOLE, Extents
-from everstep.base.plan import Member, Plan, WorkerKey
+from everstep.base.extents import NONE, WHOLE, Extents, Sizes
+from everstep.base.plan import Member, Plan, Shard, WorkerKey
 from everstep.checkpoint.vault import StageState
 from everstep.exact.digest import digest_bytes
 from everstep.exact.image import BLOCK_BYTES, sizes_of
+from everstep.placement.shards import share as share_of
 from everstep.protocol.driver.hearing import FOREVER
 from everstep.protocol.driver.operations import Keep
 from everstep.protocol.moving import taker as moving
@@ -130,13 +131,15 @@ class Taking:
         request: Mapping[str, Any],
         own: Callable[[int], Sequence[Held]] = lambda stage: (),
         tick: Callable[[], None] | None = None,
+        shard: Callable[[int], Shard | None] = lambda stage: None,
     ) -> None:
-        """own: what is here of a stage, as it is. tick: called while `offer` waits; None: the training thread waits."""
+        """own: what is here of a stage, as it is. tick: called while `offer` waits; None: the training thread waits.
+        shard: the part of a stage that is to be here then; None: all of it."""
         self._tick = tick or view.tick
         self.view, self.generation, self.order = view, generation, order
         self._members = {member.key: member for member in members}
         self._request = {**request, "stages": list(order.stages)}
-        self._own = own
+        self._own, self._shard = own, shard
         self._manifests: dict[int, dict[str, Any]] = {}
         self._blocks: dict[int, list[memoryview | None]] = {}
         self._lines: dict[WorkerKey, SourceTalk] = {}
@@ -205,7 +208,7 @@ class Taking:
         for line in self._lines.values():
             line.ended()
         blocks, self._blocks = self._blocks, {}  # nothing keeps them but who gets them: it is a copy of the state
-        states = {k: StageState(self._manifests[k], [b for b in v if b is not None]) for k, v in blocks.items()}
+        states = {k: StageState(self._manifests[k], v) for k, v in blocks.items()}
         return heal.offered(head, states)
 
     def _next(self) -> moving.TakerEffect:
@@ -229,10 +232,16 @@ class Taking:
             theirs = [(one[stage], head.place((stage,))[1][stage]) for one, head in zip(told, heads, strict=True)]
             self._manifests[stage] = heal.joint_manifest(theirs, [(r, there - missing) for r, there in own])
         self._blocks = {k: own_blocks(manifest, missing, own) for k, manifest in self._manifests.items()}
-        lacking = {k: (n for n, block in enumerate(blocks) if block is None) for k, blocks in self._blocks.items()}
         of = {k: sizes_of(manifest) for k, manifest in self._manifests.items()}
+        needed = {k: self._needed(k, of[k]) for k in of}
+        lacking = {k: [n for n in needed[k] if block[n] is None] for k, block in self._blocks.items()}
         self.tell(moving.BlocksKnown({k: (Extents.numbered(of[k], lacking[k]), of[k]) for k in of}))
         return heads[0]
+
+    def _needed(self, stage: int, of: Sizes) -> Iterator[int]:
+        shard = self._shard(stage)
+        extents = WHOLE if shard is None else share_of(shard, of)
+        return (n for lo, hi in extents.spans(of) for n in range(lo, hi))
 
     @property
     def fed(self) -> PeerConnection:
@@ -267,6 +276,10 @@ def own_blocks(
     return blocks
 
 
+def _no_shard(worker_id: int, stage: int) -> None:
+    return None
+
+
 @dataclass(frozen=True)
 class Copier:
     """One worker's copying. own: what is here of a stage at a step, as it is."""
@@ -275,9 +288,16 @@ class Copier:
     _own: Callable[[int, int], Sequence[Held]]
 
     def settle(
-        self, plan: Plan, position: Key, sources: Mapping[int, tuple[int, ...]], pieces: Piecewise
+        self,
+        plan: Plan,
+        position: Key,
+        sources: Mapping[int, tuple[int, ...]],
+        pieces: Piecewise,
+        *,
+        whole: bool = False,
     ) -> list[ReceivedOffer]:
-        """All wanted blocks, in memory: nothing is changed before all of them are there.
+        """All wanted blocks, in memory: nothing is changed before all of them are there. whole: of each stage all, be
+        the plan's share less.
 
         Raises: CollectiveAborted; Unusable if blocks that were stated are not to be had.
         """
@@ -285,8 +305,10 @@ class Copier:
         received = []
         for order in orders(plan, position, sources, pieces, self._several, self._view.me):
             own = partial(self._here, position.step)
+            shard = partial(_no_shard if whole else plan.shard, self._view.me)
             try:
-                received.append(Taking(self._view, plan.generation, order, plan.members, request, own).offer())
+                taking = Taking(self._view, plan.generation, order, plan.members, request, own, shard=shard)
+                received.append(taking.offer())
             except BlocksDamaged as error:
                 why = Why(error.cause, f"the state of step {position.step} cannot be copied: {error}")
                 raise Unusable(why, False) from error

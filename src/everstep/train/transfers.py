@@ -14,10 +14,13 @@ import msgspec
 
 from everstep.base.cause import Cause, Why
 from everstep.base.errors import CollectiveAborted, EverstepError, check
-from everstep.base.extents import WHOLE
+from everstep.base.extents import WHOLE, Extents
+from everstep.base.plan import Plan
 from everstep.checkpoint.manifest import Manifest
 from everstep.checkpoint.vault import StageState
+from everstep.exact.image import sizes_of
 from everstep.exact.snapshot import Snapshot
+from everstep.placement.shards import share
 from everstep.protocol.driver import operations as do
 from everstep.protocol.step_types import Key
 from everstep.train import heal
@@ -149,14 +152,16 @@ class Transfers:
         kept = self._keeper.held(step)
         return [*found, kept[stage]] if stage in kept else found
 
-    def _kept(self, stage: int, step: int) -> StageState:
-        """A snapshot that was stated to be in this worker's memory, checked. Raises: Unusable if it is not whole."""
+    def _kept(self, plan: Plan, stage: int, step: int) -> StageState:
+        """A snapshot that was stated to be in this worker's memory, checked. Raises: Unusable if it lacks blocks of
+        this worker's share."""
         kept = self._keeper.held(step).get(stage)
         own = [kept] if kept is not None and kept[1].whole else self._own(stage, step)
         check(bool(own), f"stage {stage} of step {step} was stated as kept")
         manifest = own[-1][0].manifest()
-        blocks = [block for block in own_blocks(manifest, own=own) if block is not None]
-        if len(blocks) == len(manifest["blocks"]):
+        blocks, of = own_blocks(manifest, own=own), sizes_of(manifest)
+        there = Extents.numbered(of, (n for n, block in enumerate(blocks) if block is not None))
+        if there.covers(share(plan.shard(self._view.me, stage), of)):
             return StageState(manifest, blocks)
         self._keeper.check(stage, step)
         why = Why(Cause.CORRUPT, f"the snapshot of stage {stage} at step {step} is not what it was")
@@ -190,7 +195,7 @@ class Transfers:
         view.phase("heal", number, operation.plan)
         received = self.copier.settle(operation.plan, operation.position, sources, operation.pieces)
         mine = [k for k, ids in sources.items() if ids and ids[0] == me and k not in operation.stands]
-        own = {k: self._kept(k, number) for k in mine}
+        own = {k: self._kept(operation.plan, k, number) for k in mine}
         records = operation.own or next((r.records for r in received if r.records), {})
         self._updates.stand_still()
         restored = None

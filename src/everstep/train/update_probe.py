@@ -38,7 +38,7 @@ class UpdateProbe:
     def __init__(self, optimizer: Optimizer, seed: int) -> None:
         self._optimizer = optimizer
         self._watched = Watched(optimizer)
-        self._sample = _sample(optimizer)
+        self._sample = sample_of(optimizer)
         self._whole = sum(map(len, self._sample)) == sum(len(group["params"]) for group in optimizer.param_groups)
         self._expected: list[list[str]] = []
         try:
@@ -50,14 +50,13 @@ class UpdateProbe:
             self._expected = []
 
     def _updated(self, seed: int) -> list[str]:
-        twin = _twin(self._optimizer, self._sample)
+        twin = twin_of(self._optimizer, self._sample)
         seed_all(seed)
         type(twin).step(twin)
         return _facts(twin, [group["params"] for group in twin.param_groups])
 
-    def compare(self, step: int) -> None:
-        """Raises: DeterminismError if the update has given other bits than before. ConfigError if the optimizer keeps
-        what changes where it cannot be carried."""
+    def refuse_uncarried(self) -> None:
+        """Raises: ConfigError if the optimizer keeps what changes where it cannot be carried."""
         changed = self._watched.changed()
         if changed:
             kind, name = type(self._optimizer).__name__, changed[0]
@@ -67,6 +66,11 @@ class UpdateProbe:
                 "not carried to workers that are healed or resumed; keep it in self.state or self.param_groups, or as "
                 "plain values (numbers, strings, tensors, lists and dicts of them)"
             )
+
+    def compare(self, step: int) -> None:
+        """Raises: DeterminismError if the update has given other bits than before. ConfigError as `refuse_uncarried`
+        does."""
+        self.refuse_uncarried()
         if not self._expected:
             return
         first, *others = self._expected
@@ -81,7 +85,7 @@ class UpdateProbe:
         )
 
 
-def _sample(optimizer: Optimizer) -> list[list[torch.Tensor]]:
+def sample_of(optimizer: Optimizer) -> list[list[torch.Tensor]]:
     """Parameters to copy, by group: the smallest of each group, and then the largest ones for which there is room."""
     groups = [list(group["params"]) for group in optimizer.param_groups]
     total = sum(parameter.numel() for group in groups for parameter in group)
@@ -97,7 +101,7 @@ def _sample(optimizer: Optimizer) -> list[list[torch.Tensor]]:
     return [[p for p in group if id(p) in chosen] for group in groups]
 
 
-def _twin(optimizer: Optimizer, sample: list[list[torch.Tensor]]) -> Optimizer:
+def twin_of(optimizer: Optimizer, sample: list[list[torch.Tensor]]) -> Optimizer:
     """A copy for these parameters that shares nothing with the original. Its class's own pickling would lose what
     subclasses add."""
     memo: dict[int, Any] = {}

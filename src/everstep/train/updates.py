@@ -5,12 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from typing import Any
 
 import msgspec
 from torch import Tensor
 
+from everstep.base.cause import Cause
 from everstep.base.plan import Plan
 from everstep.base.ports import Hop, Reduced
 from everstep.exact.reduce import TiePlace, tied_out
@@ -19,6 +21,7 @@ from everstep.protocol.driver import operations as do
 from everstep.protocol.driver.probing import LanesGiven
 from everstep.protocol.driver.records import AgreePayload, StageSection, StepOutcome, committed_unix_ns
 from everstep.protocol.step_types import Discard, Key, Record, Release
+from everstep.train.dealing import Dealing
 from everstep.train.elastic import ElasticOrder
 from everstep.train.heal import Donor, StageGradient
 from everstep.train.keeping import SnapshotKeeper
@@ -40,6 +43,7 @@ class Updates:
     _keeper: SnapshotKeeper
     _saver: PartSaver
     _loop: LoopState
+    _dealing: Dealing
     outcome: StepOutcome | None = None
     given: LanesGiven = field(default_factory=LanesGiven)
     _reduced: dict[int, tuple[int, dict[int, StageGradient]]] = field(default_factory=dict)
@@ -79,6 +83,7 @@ class Updates:
         found = {k: StageGradient(reduced[k], received.get(k, {})) for k in lanes}
         before = self._reduced[number][1] if number in self._reduced else {}
         self._reduced[number] = plan.generation, {**before, **found}
+        self._dealing.reduced(plan, number)
         settings = [stages[k].how_set() for k in found]  # refused before anything is made of these lanes
         due = operation.compare
         sections = [
@@ -126,7 +131,11 @@ class Updates:
         extra: dict[str, Any] = {}
         for stage, replica in view.stages.items():
             found = gradients[stage]
-            extra = replica.apply(outcome, found.reduced, workers, found.received)
+            dealt = partial(self._dealing.of, number, stage)
+            extra = replica.apply(outcome, found.reduced, workers, found.received, dealt)
+            if slow := extra.pop("slow_offload", ""):
+                view.publisher.emit("warning", step=number, cause=Cause.SLOW, reason=slow)
+        self._dealing.updated(number)
         extra |= self.strange(outcome)
         if isinstance(order, ElasticOrder):
             order.advance(number, outcome.samples, len(set(outcome.workers.values())))

@@ -48,10 +48,34 @@ def test_keys_are_found_by_a_word(capsys: pytest.CaptureFixture[str]) -> None:
     assert "clip_norm" in [row["key"] for row in json.loads(capsys.readouterr().out)]
     assert run_command(["config", "--search", "num_workers", "--json"]) == 0
     assert [row["key"] for row in json.loads(capsys.readouterr().out)] == ["loader.workers"]
-    for arguments, said in ((["--search", "qqq"], "'qqq'"), (["lanes", "--search", "lanes"], "--search WORD")):
-        assert run_command(["config", *arguments]) == 2
-        error = capsys.readouterr().err
-        assert error.count("\n") == 1 and said in error
+
+
+def test_what_a_search_finds_has_default_and_first_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(["config", "--search", "GRAD-NORM"]) == 0
+    assert capsys.readouterr().out.split(maxsplit=2) == ["clip_norm", "none", "largest global norm of the gradient\n"]
+    assert run_command(["config", "--search", "nonfinite"]) == 0
+    line = capsys.readouterr().out.splitlines()[0]
+    assert line.split(maxsplit=2) == ["on_nonfinite", "warn", "when the loss or gradient of a step is not finite"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (
+            ["--search", "qqq"],
+            "no key has 'qqq' in its name, its meaning or its name in other tools: `everstep config`",
+        ),
+        (["--search", "collate_fn"], "write Task.collate, or give join(collate=...)"),
+        (["--search", "collat"], "write Task.collate, or give join(collate=...)"),
+        (["lanes", "--search", "lanes"], "--search WORD"),
+        (["max_grad_norm"], "unknown key 'max_grad_norm': here it is clip_norm"),
+        (["--json", "collate_fn"], "unknown key 'collate_fn': write Task.collate"),
+    ],
+)
+def test_what_is_no_key_is_one_line(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(["config", *arguments]) == 2
+    error = capsys.readouterr()
+    assert not error.out and error.err.count("\n") == 1 and said in error.err
 
 
 def test_lines_fit_a_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

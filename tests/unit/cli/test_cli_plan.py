@@ -36,6 +36,37 @@ def test_a_task_is_counted_and_ours_comes_first(capsys: pytest.CaptureFixture[st
     assert said["workers"] == 4 and said["zero_memory_gb"] == sum(said["per_worker_bytes"].values()) / 1e9
 
 
+def test_it_says_whether_the_optimizer_can_be_divided(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert planned(capsys, "mlp-digits")["optimizer"] == {"divides": "elements", "why": ""}
+    assert planned(capsys, "--params", "1B")["optimizer"] is None
+    task = tmp_path / "factored.py"
+    task.write_text(
+        "import torch\nfrom everstep.zoo import registry\n"
+        "class Factored(registry.load('mlp-digits')):\n"
+        "    def build_optimizer(self, params):\n        return torch.optim.Adafactor(params)\n"
+    )
+    found = planned(capsys, f"{task}:Factored")["optimizer"]
+    assert found["divides"] == "matrices" and "cannot be updated alone" in found["why"]
+    assert run_command(["plan", "memory", f"{task}:Factored"]) == 0
+    assert "its optimizer can be divided between parameters, not within one" in capsys.readouterr().out
+
+
+def test_large_parameters_are_tried_with_fewer_rows_and_what_cannot_be_tried_is_unknown(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    task = tmp_path / "large.py"
+    task.write_text(
+        "import torch\nfrom everstep.zoo import registry\n"
+        "class Large(registry.load('mlp-digits')):\n"
+        "    def build_model(self):\n        return torch.nn.Linear(3000, 3000, bias=False)\n"
+        "class Counts(Large):\n"
+        "    def build_optimizer(self, params):\n        assert params[0].is_meta\n"
+        "        return torch.optim.SGD(params, lr=0.1)\n"
+    )
+    assert planned(capsys, f"{task}:Large")["optimizer"] == {"divides": "elements", "why": ""}
+    assert planned(capsys, f"{task}:Counts")["optimizer"] is None
+
+
 def test_what_does_not_fit_is_an_answer_with_exit_code_1(capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--params", "7.5B", "--workers", "64", "--gpu", "a100-80"]
     assert planned(capsys, *options, code=1)["fits"] is False
@@ -45,7 +76,7 @@ def test_what_does_not_fit_is_an_answer_with_exit_code_1(capsys: pytest.CaptureF
     )
     assert run_command(["plan", "memory", *options]) == 1
     text = capsys.readouterr().out
-    assert "largest model" in text and "jobs can run with stage 0 today" in text
+    assert "largest model" in text and "jobs can run with stage 0, 1 today" in text
 
 
 @pytest.mark.parametrize(

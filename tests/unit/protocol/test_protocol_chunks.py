@@ -61,6 +61,31 @@ def test_a_damaged_block_is_asked_of_another_donor_alone():
     assert q.finished
 
 
+def test_an_answer_to_what_is_not_asked_any_more_says_nothing():
+    q = queue(5)
+    for donor in ("a", "b"):
+        q.join(donor, {0: WHOLE})
+    chunk = q.next("a")
+    q.done("a", chunk)
+    q.done("a", chunk, damaged=chunk.extents)
+    other = q.next("b")
+    q.lost("b")
+    q.done("b", other)
+    assert q.next("a") == other and not q.finished
+
+
+def test_it_ends_with_the_last_stage_and_the_last_answer():
+    q = queue(10)
+    q.want(1, NONE, OF)
+    assert not q.finished
+    q.join("a", {0: WHOLE})
+    q.join("b", {0: WHOLE})
+    chunk = q.next("a")
+    assert not q.finished
+    q.done("a", chunk)
+    assert q.finished
+
+
 def test_each_gives_what_it_has():
     q = queue(10, missing=part(("model", 0, 2), ("exp_avg", 0, 4)))
     q.join("a", {0: part(("model", 0, 6)), 1: WHOLE})
@@ -80,6 +105,7 @@ def test_small_states_have_one_donor():
     assert share(100, 4, most=3, least_bytes=64) == 1
     assert share(200, 4, most=3, least_bytes=64) == 3
     assert share(200, 2, most=3, least_bytes=64) == 2 and share(0, 0, most=3, least_bytes=64) == 1
+    assert share(3, 3, most=3, least_bytes=1) == share(3, 3, most=3, least_bytes=0) == 3
 
 
 @given(st.lists(st.sampled_from(["ask", "done", "damaged", "lost", "join"]), max_size=60), st.randoms())

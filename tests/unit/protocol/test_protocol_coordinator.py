@@ -399,6 +399,30 @@ def test_drift_ends_the_job_at_once_and_names_what_counts():
     assert ended.reason.endswith("the newest checkpoint up to step 12 counts")
 
 
+def test_a_worker_leaves_if_others_have_found_its_state_to_be_wrong():
+    """It may hear of the next plan before it has all records of the comparison."""
+    world = running()
+    world.progress(0, 1, 18)
+    words = {"reason": "worker 2 deviates", "cause": Cause.CORRUPT, "tainted": 20, "decided_in": 1, "sound": 9}
+    for worker in (0, 1):
+        say = m.SettleAgain(worker_id=worker, incarnation=0, generation=1, odd=[2, 7], **words)
+        world.say(f"w{worker}.0", say)
+    assert world.plan.generation == 2 and world.plan.worker_ids == (0, 1) and world.plan.sound == 9
+    assert world.last(m.Dismissed, "w2.0").cause == Cause.CORRUPT
+    evicted = world.report("worker_evicted")
+    assert evicted["worker_id"] == 2 and evicted["reason"] == "worker 2 deviates"
+
+
+def test_a_next_life_does_not_leave_for_the_state_of_the_one_before():
+    world = running()
+    world.progress(0, 1, 18)
+    words = {"reason": "worker 2 deviates", "cause": Cause.CORRUPT, "tainted": 20, "decided_in": 1, "sound": 9}
+    world.say("w0.0", m.SettleAgain(worker_id=0, incarnation=0, generation=1, odd=[2], **words))
+    world.hello(2, 1)
+    world.say("w1.0", m.SettleAgain(worker_id=1, incarnation=0, generation=1, odd=[2], **words))
+    assert world.last(m.Dismissed, "w2.1") is None and world.kinds().count("worker_evicted") == 1
+
+
 def test_who_is_outvoted_in_another_generation_ends_the_job():
     world = running()
     words = {"reason": "it deviates", "signature": "t", "fatal": False, "step": 19, "tainted": 19, "sound": 0}

@@ -263,6 +263,25 @@ def test_who_has_stayed_behind_hears_of_the_plan_that_was_shown() -> None:
     assert again.last(m.PlanNow, "w0.0").plan == newer and again.last(m.PlanNow, "w1.0") is None
 
 
+def test_who_heals_by_an_older_plan_than_the_one_that_is_shown_begins_again() -> None:
+    world = running(3)
+    world.exited(2)
+    for i in range(2):
+        world.entered(i, 2, 1)
+    world.agent(0, 1, 5)
+    world.hello(5)
+    old = world.last(m.Heal, "w5.0")
+    newer = replace(old.plan, generation=3)
+    drop(world, "w0.0")
+    world.hello(0, plan=newer)
+    assert world.plan == newer
+    world.healed(5, ticket=old.ticket)
+    world.hello(1, plan=newer)
+    world.wait(world.config.hosts.grace_ns)
+    heal = world.last(m.Heal, "w5.0")
+    assert world.prepared is None and heal.ticket > old.ticket and heal.plan == newer
+
+
 def test_a_prepared_plan_that_the_journal_lacks_does_not_count_nor_does_its_number() -> None:
     world = running()
     again = world.restart()

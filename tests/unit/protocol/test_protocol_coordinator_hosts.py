@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from coordinator_harness import MS, S, World, drop, running
 
-from everstep.base.cause import Cause
+from everstep.base.cause import Cause, Why
 from everstep.base.pool_wish import PoolWish
 from everstep.protocol import messages as m
 from everstep.protocol.coordinator.types import HostRules, Tick
@@ -276,10 +276,18 @@ def test_the_first_members_host_stays() -> None:
 # ---- slots that come to a host
 
 
-def shared_out(*rooms: int, workers: int = 4, return_ns: int | None = 30 * S, stages: int = 1) -> World:
-    """A job whose slots have been shared out among hosts with so much room; those without any come later."""
-    wish = PoolWish(homes=tuple(tuple(range(k, workers, stages)) for k in range(stages)))
-    world = World(workers=workers, slots=workers, stages=stages, hosts=HostRules(return_ns=return_ns), wish=wish)
+def shared_out(
+    *rooms: int,
+    workers: int = 4,
+    return_ns: int | None = 30 * S,
+    stages: int = 1,
+    named: bool = False,
+) -> World:
+    """A job whose slots have been shared out among hosts with so much room; those without any come later. named: the
+    config says who is in which pool."""
+    wish = PoolWish(homes=tuple(tuple(range(k, workers, stages)) for k in range(stages)), named=named)
+    rules = HostRules(return_ns=return_ns)
+    world = World(workers=workers, slots=workers, stages=stages, hosts=rules, wish=wish)
     for k, room in enumerate(rooms):
         arrive(world, f"h{k + 1}", room)
     for name in [f"h{k + 1}" for k in range(len(rooms))]:
@@ -359,6 +367,48 @@ def test_slots_do_not_move_to_a_host_that_is_drained() -> None:
     assert world.command("drain", host="h2").ok
     world.wait(60 * S)
     assert world.coordinator.job.slots.ids() == {0, 1, 2, 3} and world.last(m.SetSlots, "h2").worker_ids == []
+
+
+def test_slots_do_not_move_while_others_begin_or_a_change_is_prepared() -> None:
+    healing = shared_out(0)
+    arrive(healing, "h2")
+    healing.wait(31 * S)
+    assert begin(healing, "h2") == [4, 5]
+    arrive(healing, "h3")
+    changing = shared_out(0)
+    arrive(changing, "h2")
+    assert changing.command("scale", workers=3).ok and changing.prepared is not None
+    for world, ids in ((healing, {0, 1, 4, 5}), (changing, {0, 1, 2})):
+        world.wait(35 * S)
+        assert world.coordinator.job.slots.ids() == ids
+
+
+@pytest.mark.parametrize("grace_s", [0, 100])
+def test_slots_do_not_move_when_the_job_has_ended_or_is_about_to(grace_s: int) -> None:
+    world = shared_out(0)
+    arrive(world, "h2")
+    world.coordinator.job.saving.end_after_saving("failed", Why(Cause.NONDETERMINISTIC, "it drifts"), 1, grace_s * S)
+    world.handle(Tick())
+    for i in range(4):
+        world.entered(i, 2, 1)
+    assert (world.coordinator.job.progress.ended is None) == bool(grace_s)
+    world.wait(31 * S)
+    assert world.coordinator.job.slots.ids() == {0, 1, 2, 3}
+
+
+def test_slots_do_not_move_between_agents_that_have_their_own() -> None:
+    world = running(4, hosts=HostRules(return_ns=30 * S))
+    arrive(world, "h2")
+    world.wait(31 * S)
+    assert not world.coordinator.job.slots.shared_out and not world.messages(m.SetSlots)
+
+
+@pytest.mark.parametrize(("stages", "moves"), [(1, True), (2, False)])
+def test_slots_move_though_they_are_named_unless_their_stages_go_by_that(stages: int, moves: bool) -> None:
+    world = shared_out(0, stages=stages, named=True)
+    arrive(world, "h2")
+    world.wait(31 * S)
+    assert (world.coordinator.job.slots.ids() != {0, 1, 2, 3}) == moves
 
 
 def test_slots_stay_where_hosts_have_as_many_or_no_room_or_are_not_to_get_any() -> None:
@@ -521,9 +571,9 @@ def test_a_host_that_alone_holds_a_stage_hands_it_over_before_it_leaves() -> Non
 # ---- hosts that have to be there before the job begins
 
 
-def waiting_for(workers: int = 4, **rules: object) -> World:
-    wish = PoolWish(homes=(tuple(range(workers)),))
-    return World(workers=workers, slots=workers, hosts=HostRules(**rules), wish=wish)
+def waiting_for(workers: int = 4, stages: int = 1, **rules: object) -> World:
+    wish = PoolWish(homes=tuple(tuple(range(k, workers, stages)) for k in range(stages)))
+    return World(workers=workers, slots=workers, stages=stages, hosts=HostRules(**rules), wish=wish)
 
 
 def start(world: World, *names: str) -> None:
@@ -616,3 +666,47 @@ def test_a_host_is_not_drained_if_fewer_workers_than_stages_would_be_left() -> N
     world = shared_out(1, 1, workers=2, stages=2)
     reply = world.command("drain", host="h2")
     assert not reply.ok and "1 workers would be left of 2" in reply.error
+
+
+def test_a_host_of_a_job_with_fewer_workers_than_stages_is_drained_where_its_workers_have_room() -> None:
+    world = shared_out(1, 1, workers=2, stages=3)
+    assert not world.command("drain", host="h2").ok, "one worker would be left of two that have stages of their own"
+    arrive(world, "h3", 1)
+    assert world.command("drain", host="h2").result == {"workers": 2, "moved": 1, "left": [1]}
+    assert begin(world, "h3") == [2]
+    world.healed(2)
+    world.wait(S)
+    assert world.prepared is not None and world.prepared.worker_ids == (0, 2)
+    assert all(world.prepared.pool(stage) for stage in range(3))
+
+
+def test_before_it_begins_a_job_needs_no_worker_for_each_stage() -> None:
+    world = waiting_for(workers=2, stages=2)
+    for name in ("h1", "h2"):
+        arrive(world, name, 1)
+    assert world.command("drain", host="h2").ok and world.plan is None
+
+
+def test_the_time_of_a_round_trip_is_one_that_was_measured_and_that_of_most_of_the_last_ones() -> None:
+    world = running()
+    for number, rtt_ms in enumerate([1.0] * 16 + [9.0] * 16, 100):
+        world.say("a1", m.Heartbeat(agent_id="a1", seq=number, rtt_ms=rtt_ms, workers=[]))
+    (host,) = world.command("hosts").result["hosts"]
+    assert host["rtt_ms"] == 9.0
+
+
+def test_slots_of_a_host_that_has_yet_to_come_back_count_once_it_has_said_how_many_there_are() -> None:
+    world = World(workers=2, min_workers=2)
+    world.agent(0, 1)
+    world.agent(2, 3, name="a2", host="h2")
+    for worker in (0, 1):
+        world.hello(worker)
+    world.entered(0, 1, 1)
+    world.hello(3, host="h2")
+    world.exited(1)
+    assert world.plan is not None and world.plan.worker_ids == (0, 3)
+    again = world.restart()
+    again.agent(0, 1)
+    assert again.coordinator.job.slots.ids() == {0, 1, 3}
+    again.agent(2, 3, name="a2", host="h2")
+    assert again.coordinator.job.slots.ids() == {0, 1, 2, 3}

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from coordinator_harness import S, World, running
+from coordinator_harness import S, World, drop, running
 
 from everstep.base.pool_wish import PoolWish, make_wish
 from everstep.protocol import messages as m
@@ -97,6 +97,16 @@ def test_a_standby_is_promoted_and_the_reason_names_it():
     two = staged(workers=4, stages=2, redundancy=1)
     two.exited(2)
     assert "worker 3, standby of stage 1, takes the lanes of worker 2" in two.plan.reason
+
+
+def test_a_standby_takes_the_lanes_of_those_alone_who_had_any():
+    world = running(4, elsewhere=(0, 1), wish=make_wish(4, 1, 3))
+    assert [s.role for s in world.plan.seats] == ["active", "standby", "standby", "standby"]
+    for name in ("a2", "w0.0", "w1.0"):
+        drop(world, name)
+    world.wait(2 * S)
+    assert world.plan.worker_ids == (2, 3)
+    assert world.plan.reason.endswith("worker 2, standby, takes the lanes of worker 0")
 
 
 def test_a_lost_pool_takes_a_backup_of_the_largest_and_says_so():

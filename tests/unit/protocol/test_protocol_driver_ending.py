@@ -11,6 +11,7 @@ from everstep.base.ports import Tag
 from everstep.protocol import messages as wire
 from everstep.protocol.driver import operations as do
 from everstep.protocol.driver.records import GatherPayload, StageSection, encode
+from everstep.protocol.following import StatesAlike
 from everstep.protocol.step_types import Key, LaneDone, Record
 
 COMPLETED = wire.JobEnded(state="completed", reason="done", exit_code=0)
@@ -69,6 +70,59 @@ def test_the_result_is_held_against_what_all_have_said_of_every_stage() -> None:
     w.exchange(records)
     end = {"step": 1, "save": None, "digests": {0: "aa", 1: "bb"}, "position": Key(1, 1), "sources": {1: (1,)}}
     assert w.op == do.Finish(op=w.op.op, generation=1, plan=w.plan, **end)
+
+
+def last(digest: str) -> StageSection:
+    """What a worker says of its last state of an unsplit model."""
+    return StageSection(0, [], (0, 0), b"", [], [], digest)
+
+
+def all_end(*digests: str, me: int = 0) -> Worker:
+    """One of several workers, which say after step 1 that their loops are over, and what their states are then."""
+    w = Worker(plan(1, range(len(digests))), me=WorkerKey(me, 0))
+    w.step(1)
+    w.ask(do.EndAsked(states=(last(digests[0]),), at=1))
+    said = (GatherPayload(b"", 0, True, [last(digest)]) for digest in digests)
+    w.exchange({worker: Record(0, encode(one)) for worker, one in enumerate(said)})
+    return w
+
+
+def test_last_states_that_are_alike_are_told_once_and_count() -> None:
+    w = all_end("aa", "aa")
+    assert isinstance(w.op, do.Finish) and w.driver.proven(1) == 1
+    (told,) = w.told(StatesAlike)
+    assert (told.step, told.digests) == (1, {0: "aa"})
+    w = all_end("aa", "aa", me=1)
+    assert w.driver.proven(1) == 1 and w.told(StatesAlike) == [], "the first member says it"
+
+
+def test_last_states_that_differ_are_no_result() -> None:
+    w = all_end("aa", "aa", "bb")
+    assert w.op is None and w.told(StatesAlike) == []
+    (told,) = w.told(wire.SettleAgain)
+    assert told.tainted == 2 and not told.drift
+
+
+def ends_behind(mine: StageSection, *theirs: StageSection, at_step: int = 1) -> Worker:
+    """Worker 0, which is given the last gather by worker 1, and ends with this state."""
+    w = member_worker(0, 1)
+    w.step(1)
+    others = {1: Record(0, encode(GatherPayload(b"", 0, True, list(theirs))))}
+    w.ask(do.EndAsked(states=(mine,), at=at_step))
+    w.enter(plan(2, (0, 1)), w1=at(1, 1, records=others))
+    return w
+
+
+def test_who_was_given_the_last_gather_compares_its_state_with_those_of_that() -> None:
+    w = ends_behind(last("aa"), last("aa"))
+    assert isinstance(w.op, do.Finish) and [told.digests for told in w.told(StatesAlike)] == [{0: "aa"}]
+    w = ends_behind(last("bb"), last("aa"))
+    assert w.op is None and len(w.told(wire.SettleAgain)) == 1 and w.told(StatesAlike) == []
+
+
+def test_where_nothing_is_said_of_the_last_state_or_of_another_step_nothing_is_compared() -> None:
+    for w in (ends_behind(last("aa")), ends_behind(last("bb"), last("aa"), at_step=0)):
+        assert isinstance(w.op, do.Finish) and w.told(StatesAlike) == w.told(wire.SettleAgain) == []
 
 
 def test_the_end_is_a_gather_and_then_finish_and_then_the_end_of_the_job() -> None:

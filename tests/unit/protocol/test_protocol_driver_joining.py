@@ -13,6 +13,7 @@ from everstep.protocol import messages as wire
 from everstep.protocol.driver import operations as do
 from everstep.protocol.driver.records import conclude
 from everstep.protocol.driver.stepper import groups
+from everstep.protocol.following import StatesAlike
 from everstep.protocol.step_types import Key, Record, Release
 
 MEMBERS = plan(1, (1, 2))
@@ -240,6 +241,14 @@ def test_whom_to_ask_for_what() -> None:
     some = ticket(1, given, (2, 0, 1), holders=[[2, 9], [2, 1], [2, 1]])
     assert groups(some) == (((member(2), member(1)), (0, 1)), ((member(2),), (2,)))
     assert groups(ticket(1, given, (0, 1))) == (((member(1), member(2)), (0, 1)),)
+
+
+def test_who_follows_learns_from_the_members_that_they_are_alike_and_says_nothing_of_itself() -> None:
+    w = adopted()
+    w.done([fed(5, digests={1: "aa", 2: "aa"})])
+    w.done()
+    assert w.driver.machine.step == 5 and w.driver.proven(4) == 4
+    assert w.told(StatesAlike) == [] and w.driver.fresh, "its own state was not compared"
 
 
 # ---- a joiner: the switch

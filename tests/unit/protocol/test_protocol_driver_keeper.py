@@ -25,7 +25,7 @@ class Member:
 
     def __init__(self, worker_id: int) -> None:
         self.out = Outbox(WorkerKey(worker_id, 0))
-        machine: Any = SimpleNamespace(plan=PLAN, me=WorkerKey(worker_id, 0))
+        machine: Any = SimpleNamespace(plan=PLAN, me=WorkerKey(worker_id, 0), held={})
         self.keeper = Keeper(machine, self.out, lambda number: 0)
 
     def update(self, number: int) -> list[Any]:

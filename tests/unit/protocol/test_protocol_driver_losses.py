@@ -194,6 +194,18 @@ def test_the_coordinator_hears_of_a_switch_before_the_loss() -> None:
     assert [type(m) for m in told] == [wire.Progress, wire.SettleAgain] and {m.generation for m in told} == {2}
 
 
+def test_it_hears_of_a_switch_before_a_copy_of_the_next_plan_is_refused() -> None:
+    w = Worker(plan(1, (0,), (1,)))
+    w.hear(replace(plan(2, (0,), (0, 1)), prepared=True))
+    w.step(1, prepared=2)
+    w.settle(w1=at(1, stages=(1,), records=w.driver.machine.records))
+    assert isinstance(w.op, do.Fetch) and w.op.sources == {1: (1,)}
+    w.taint("the copy is not what it should be")
+    told = [m for m in w.told() if isinstance(m, wire.Progress | wire.SettleAgain)]
+    assert [type(m) for m in told[-2:]] == [wire.Progress, wire.SettleAgain]
+    assert {m.generation for m in told[-2:]} == {2}
+
+
 def test_the_initial_state_in_part() -> None:
     """At step 0 all stages can be built, but what has been is not whole."""
     w = joiner(digest="same")

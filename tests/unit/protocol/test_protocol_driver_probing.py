@@ -7,10 +7,11 @@ from typing import Any
 from unittest.mock import ANY
 
 import pytest
-from driver_harness import member_worker, payload
+from driver_harness import Worker, at, member_worker, payload
+from driver_harness import plan as pools
 from msgspec import structs
 
-from everstep.base.plan import Member, Plan, Seat
+from everstep.base.plan import Member, Plan, Seat, WorkerKey
 from everstep.placement.probes import ProbeRule, Trial
 from everstep.protocol import messages as wire
 from everstep.protocol.driver import operations as do
@@ -255,22 +256,133 @@ def test_a_lane_gives_something_else_here_only_if_it_is_computed_from_the_same(
     assert given.note(4, 1, 0, structs.replace(FIRST, **now)) == "", "of another step"
 
 
-def test_where_an_old_member_gives_something_else_than_before_what_was_last_compared_counts() -> None:
-    """The comparison of the state that follows the step has not been made."""
+def lane_1(given: Plan, worker_id: int, text: str) -> AgreePayload:
+    """An agree payload with what this worker got in lane 1."""
+    first = payload(given, worker_id)
+    return structs.replace(first, sections=[structs.replace(first.sections[0], probes={1: {0: said(text)}})])
+
+
+def decide(w: Worker, *texts: str) -> None:
+    """Reduce and decide a step in which each member has got something in lane 1."""
+    mine, *others = (lane_1(w.plan, worker, text) for worker, text in enumerate(texts))
+    w.done(mine)
+    w.exchange({worker: Record(0, encode(one)) for worker, one in enumerate(others, 1)})
+
+
+@pytest.mark.parametrize("sound", [0, 2])
+def test_where_an_old_member_gives_something_else_than_before_what_was_last_compared_counts(sound: int) -> None:
+    """The comparison of the state that follows the step has not been made. sound: a checkpoint that counts."""
     w = member_worker(0, 1, verify_every=4)
     w.step(1)
     w.step(2)
-    given, w.driver._parts.probing.doubt = w.plan, Doubt(3, 1, 0, {0: said("s a")})
-
-    def payload_of(worker_id: int) -> AgreePayload:
-        first = payload(given, worker_id)
-        return structs.replace(first, sections=[structs.replace(first.sections[0], probes={1: {0: said("s b")}})])
-
+    w.driver._parts.comparing.saved(sound)
+    w.driver._parts.probing.doubt = Doubt(3, 1, 0, {0: said("s a")})
     w.to_reduce(3)
-    w.done(payload_of(0))
-    w.exchange({1: Record(0, encode(payload_of(1)))})
+    assert w.op.compare, "of what the lane is computed from"
+    decide(w, "s b", "s b")
     assert w.count(do.Update) == 2
-    assert w.last(do.Invalidate) == do.Invalidate(0, first=True)
+    assert w.last(do.Invalidate) == do.Invalidate(sound, first=True)
     (again,) = w.told(wire.SettleAgain)
+    assert (again.tainted, again.sound, again.decided_in, again.drift) == (3, sound, 1, False)
     assert "worker 0 computes lane 1 of step 3 otherwise than before" in again.reason
-    assert again.reason.endswith("all steps are tainted")
+    assert again.reason.endswith("all steps are tainted") == (not sound)
+
+
+def test_what_is_computed_otherwise_is_computed_once_more_and_then_ends_the_job_with_what_is_left() -> None:
+    w = member_worker(0, 1)
+    w.step(1)
+    w.step(2)
+    w.to_reduce(3)
+    decide(w, "s a", "s b")
+    (again,) = w.told(wire.SettleAgain)
+    assert (again.tainted, again.sound, again.lane, again.workers, again.ends) == (3, 0, 1, [0, 1], False)
+    assert w.count(do.Invalidate) == 0 and w.driver.machine.undone == 3, "nobody doubts the states"
+    w.hear(pools(2, (0, 1)))
+    w.settle()
+    w.lanes()
+    decide(w, "s a", "s b")
+    assert w.last(do.Invalidate) == do.Invalidate(0, first=True) and w.driver.machine.sound == 0
+    again = w.told(wire.SettleAgain)[-1]
+    assert (again.tainted, again.ends, again.decided_in, again.drift) == (3, True, 2, False)
+
+
+def test_who_computes_otherwise_than_most_leaves() -> None:
+    w = member_worker(0, 1, 2)
+    w.driver._parts.probing.doubt = Doubt(1, 1, 0, {0: said("s b"), 1: said("s a"), 2: said("s a")})
+    w.to_reduce(1)
+    decide(w, "s b", "s a", "s a")
+    assert w.kinds == ["Exit"] and w.told(wire.SettleAgain) == [] and w.count(do.Invalidate) == 0
+
+
+def test_of_those_that_compute_otherwise_the_lowest_alone_sees_to_what_is_shared() -> None:
+    w = Worker(pools(1, (0, 1)), me=WorkerKey(1, 0))
+    w.to_reduce(1)
+    w.driver._parts.probing.doubt = Doubt(1, 1, 0, {0: said("s a"), 1: said("s b")})
+    w.done(lane_1(w.plan, 1, "s b"))
+    w.exchange({0: Record(0, encode(lane_1(w.plan, 0, "s a")))})
+    assert w.last(do.Invalidate) == do.Invalidate(0, first=False)
+
+
+def test_a_doubt_is_over_where_the_states_before_the_step_are_found_to_differ() -> None:
+    w = member_worker(0, 1, 2)
+    w.driver._parts.probing.doubt = Doubt(1, 1, 0, {0: said("s a")})
+    w.to_agree(1, digest="aa")
+    w.agree({1: "aa", 2: "bb"})
+    assert w.driver._parts.probing.doubt == Doubt()
+
+
+# ---- trials of lanes that are computed already
+
+EACH_STEP = ProbeRule(every=1)
+
+
+def tried() -> Worker:
+    """Worker 0 in generation 2, which has computed its lanes of step 1, and is to compute trials."""
+    w = member_worker(0, 1, probes=EACH_STEP)
+    w.to_reduce(1)
+    assert isinstance(w.op, do.Reduce) and not w.op.compare
+    w.enter(pools(2, (0, 1)))
+    return w
+
+
+def test_trials_come_before_the_reduction_in_each_generation() -> None:
+    w = tried()
+    assert isinstance(w.op, do.Compute)
+    assert (w.op.generation, w.op.step, w.op.lanes, len(w.op.trials)) == (2, 1, (), 1)
+    w.done()
+    assert isinstance(w.op, do.Reduce) and (w.op.generation, w.op.step) == (2, 1)
+
+
+def test_a_reduction_that_waited_for_trials_of_an_older_generation_is_over() -> None:
+    w = tried()
+    w.enter(pools(3, (0,)))
+    assert isinstance(w.op, do.Compute) and (w.op.lanes, w.op.trials) == ((1, 3), ())
+    w.lanes()
+    assert isinstance(w.op, do.Reduce) and w.op.generation == 3 and w.count(do.Reduce) == 2
+
+
+def test_who_takes_no_part_in_a_trial_goes_on_to_reduce() -> None:
+    w = member_worker(0, 1, 2, probes=EACH_STEP)
+    w.to_reduce(1)
+    w.enter(pools(2, (0, 1, 2)))
+    given = w.driver._parts.probing.trials(1, w.plan)
+    assert given and 0 not in {given[0].holders[0], w.plan.holder(0, given[0].lane)}
+    assert isinstance(w.op, do.Reduce) and w.op.generation == 2
+
+
+@pytest.mark.parametrize("lacking", [(), (0,)])
+def test_of_a_split_model_lanes_of_trials_go_through_the_stages_again(lacking: tuple[int, ...]) -> None:
+    """With all other lanes, where these are computed by all, else alone."""
+    split = (0, 1), (2, 3)
+    w = Worker(pools(1, *split), probes=EACH_STEP)
+    w.ask(do.StepAsked(1))
+    assert w.op.lanes == (0, 1, 2, 3) and len(w.op.trials) == 1
+    w.lanes()
+    w.enter(pools(2, *split), w2=at(0, stages=(1,), lacking=lacking))
+    if lacking:
+        assert (w.op.lanes, w.op.trials) == (lacking, ())
+        w.lanes()
+    assert isinstance(w.op, do.Compute) and len(w.op.trials) == 1
+    assert (w.op.generation, w.op.step, w.op.lanes) == (2, 1, (w.op.trials[0].lane,))
+    w.done()
+    assert isinstance(w.op, do.Reduce) and w.op.generation == 2

@@ -644,7 +644,7 @@ def test_when_somebody_else_is_outvoted_nothing_is_applied_and_all_settle_anew()
     w.agree({1: "aa", 2: "bb"})
     assert w.out[:2] == [Release(3), do.Invalidate(sound=1, first=True)]
     [told] = w.told(wire.SettleAgain)
-    assert (told.generation, told.tainted, told.decided_in) == (1, 4, 1)
+    assert (told.generation, told.tainted, told.decided_in, told.odd) == (1, 4, 1, [2])
     assert "worker 2 deviates" in told.reason and told.reason.endswith("; all steps after 1 are tainted")
     assert w.op is None and w.driver.machine.position == Key(3, 0) and w.driver.machine.sound == 1
     w.hear(plan(2, (0, 1)))
@@ -664,6 +664,14 @@ def test_the_outvoted_one_leaves() -> None:
 def test_the_outvoted_one_says_in_which_generation_that_was_decided() -> None:
     w = verified(0, 1, 2)
     w.hear(plan(2, (0, 1)))
+    w.agree({1: "bb", 2: "bb"})
+    assert [e.generation for e in w.out if isinstance(e, do.Outvoted)] == [1]
+
+
+def test_what_is_heard_after_the_next_plan_does_not_change_in_which_generation_that_was_decided() -> None:
+    w = verified(0, 1, 2)
+    w.hear(plan(2, (0, 1)))
+    w.hear(plan(3, (0, 1, 2), prepared=True))
     w.agree({1: "bb", 2: "bb"})
     assert [e.generation for e in w.out if isinstance(e, do.Outvoted)] == [1]
 
@@ -739,6 +747,31 @@ def test_states_that_come_to_what_they_were_when_a_step_is_done_again_are_sound(
     w = done_again("cc")
     w.agree({1: "b2", 2: "cc"})
     assert isinstance(w.op, do.Update) and w.driver.proven(2) == 2
+
+
+def test_where_one_that_was_healed_differs_from_those_that_stayed_they_see_to_what_is_shared() -> None:
+    w = behind()
+    w.settle(w1=at(2, records=w.driver.machine.records, fresh=True))
+    w.lanes()
+    w.reduce("aa")
+    w.agree({1: "bb"})
+    (told,) = w.told(wire.SettleAgain)
+    assert told.drift and do.Invalidate(sound=told.sound, first=True) in w.out
+
+
+@pytest.mark.parametrize(("digests", "drift"), [({1: "bb", 2: "bb"}, True), ({1: "bb", 2: "aa"}, False)])
+def test_one_that_was_healed_sees_to_what_is_shared_unless_it_differs_from_those_that_stayed(
+    digests: dict[int, str], drift: bool
+) -> None:
+    w = Worker(plan(1, (0, 1, 2, 3)))
+    w.ask(do.StepAsked(1))
+    w.enter(plan(2, (0, 1, 2, 3)), **{f"w{i}": at(3, records=OF_5) for i in (1, 2, 3)})
+    w.done(do.Copied(OF_5))
+    assert w.driver.fresh and w.out[-1] == do.WentBack(3)
+    w.to_agree(4, digest="aa")
+    w.agree({**digests, 3: digests[2]})
+    assert [told.drift for told in w.told(wire.SettleAgain)] == [drift]
+    assert [e for e in w.out if isinstance(e, do.Invalidate)] == ([] if drift else [do.Invalidate(0, first=True)])
 
 
 def test_a_plan_that_comes_with_records_that_differ_is_opened_but_not_settled_in() -> None:

@@ -24,7 +24,7 @@ from everstep.base.plan import WorkerKey
 from everstep.base.ports import Tag
 from everstep.protocol import messages as wire
 from everstep.protocol.driver import operations as do
-from everstep.protocol.driver.policy import Due
+from everstep.protocol.driver.policy import COMPARE, Due
 from everstep.protocol.driver.records import (
     AgreePayload,
     GatherPayload,
@@ -313,3 +313,18 @@ def test_the_worker_says_its_own_name() -> None:
     w = Worker(life, me=me)
     entered = w.told(wire.GenerationEntered)[-1]
     assert (entered.worker_id, entered.incarnation, entered.generation, entered.step) == (3, 2, 1, 1)
+
+
+def test_the_records_say_whether_the_next_step_compares_and_which_checkpoint_counts() -> None:
+    w = Worker(plan(1, (0, 1)), me=WorkerKey(1, 0))
+    for number, compares, said in (
+        (1, False, {"save": ((COMPARE,), "states may differ")}),
+        (2, True, {"saved": 1}),
+        (3, False, {}),
+    ):
+        w.to_reduce(number)
+        assert w.op.compare == compares
+        w.reduce()
+        w.exchange({0: Record(0, encode(payload(w.plan, 0, **said)))})
+        w.done(number)
+    assert w.driver.proven(3) == 1

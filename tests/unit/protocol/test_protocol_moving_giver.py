@@ -45,6 +45,8 @@ def test_members_get_what_is_on_the_shelf_of_their_generation():
     assert give(ShelfFilled(("settle", 3), ONE), AskerCame("m", (1,), ("settle", 3))) == [EndAsker("m")]
     assert give(filled, ShelfEmptied("settle"), asked) == []
     assert give(asked, AskerGone("m"), filled) == []
+    assert give(asked, filled, filled) == [], "it is given once"
+    assert give(AskerCame("m", (0, 1), ("settle", 3)), filled) == [GiveState("m", "settle")]
 
 
 def test_who_keeps_a_snapshot_for_another_pool_gets_that_of_its_step_or_none():
@@ -68,7 +70,10 @@ def test_joiners_get_the_state_of_the_next_boundary_and_then_every_step():
     assert give(JOINER, StandsStill(BOTH), StepToFeed(BOTH)) == [FeedStep("j", (0,))], "be it still copying"
     assert give(*FED, StepToFeed(BOTH)) == [FeedStep("j", (0,))]
     assert give(*FED, StandsStill(BOTH)) == []
-    assert give(AskerCame("j", (1,), None, True), StandsStill(ONE)) == [EndAsker("j")]
+    other, both = AskerCame("j", (1,), None, True), AskerCame("j", (0, 1), None, True)
+    assert give(other, StandsStill(ONE)) == [EndAsker("j")] and give(other, StandsStill(ONE), StandsStill(BOTH)) == []
+    assert give(both, StandsStill(BOTH)) == [GiveState("j", None)]
+    assert give(both, StandsStill(BOTH), StepToFeed(BOTH)) == [FeedStep("j", (0, 1))]
 
 
 def test_who_takes_only_blocks_is_not_fed():
@@ -80,6 +85,7 @@ def test_no_step_is_left_out():
     assert give(*FED, WentElsewhere()) == [EndAsker("j")]
     assert give(*FED, WentElsewhere(), StepToFeed(BOTH)) == []
     assert give(JOINER, WentElsewhere(), StandsStill(BOTH)) == [GiveState("j", None)], "it begins after the jump"
+    assert give(JOINER, WentElsewhere(), StandsStill(BOTH), StepToFeed(BOTH)) == [FeedStep("j", (0,))]
     assert give(*FED, StepToFeed(frozenset({1}))) == [EndAsker("j")]
 
 
@@ -97,14 +103,19 @@ def test_steps_that_wait_are_bounded():
     waiting = [*FED, *[StepToFeed(BOTH)] * MAX_BACKLOG]
     assert give(*waiting) == [FeedStep("j", (0,))]
     assert give(*waiting, StepSent("j"), StepToFeed(BOTH)) == [FeedStep("j", (0,))]
-    assert give(*waiting, StepToFeed(BOTH)) == [EndAsker("j")]
+    for sent in ((), (StepSent("j"), StepToFeed(BOTH))):
+        assert give(*waiting, *sent, StepToFeed(BOTH)) == [EndAsker("j")]
 
 
 def test_what_may_still_be_read_is_known():
     giver = Giver()
+    assert not giver.asked and not giver.feeds
     giver.handle(JOINER)
     assert giver.asked and not giver.giving and not giver.feeds
     giver.handle(StandsStill(BOTH))
+    giver.handle(HELPED)
+    assert giver.asked and giver.feeds, "one of them"
+    giver.handle(AskerGone("h"))
     assert giver.giving == ("j",) and giver.feeds and not giver.asked
     giver.handle(WentElsewhere())
     assert giver.giving == ("j",) and not giver.feeds

@@ -71,6 +71,34 @@ def test_the_next_one_leads_where_the_first_one_is_lost():
     ]
 
 
+def test_one_that_leads_may_be_lost_after_it_was_reached():
+    assert take(SETTLE, SourceReached(A), SourceLost(A, "dead")) == [ReachSource(B, True)]
+
+
+def test_one_alone_is_asked_where_nothing_else_is_said():
+    assert take(TakeOrder((0,), (A, B, C)), offered(A), WANTED) == [AskSource(A, Chunk(0, HALF))]
+    some = Pieces(HALF)
+    assert take(TakeOrder((0,), (A, B), 1, AT, some)) == [ReachSource(A, True)], "each of them has all that is lacking"
+
+
+def test_nobody_else_is_asked_before_one_that_was_has_said_what_it_has():
+    assert take(SEVERAL, offered(A), WANTED, SourceLost(A, "dead")) == []
+    assert take(SEVERAL, offered(A), WANTED, SourceLost(A, "dead"), offered(B)) == [AskSource(B, Chunk(0, HALF))]
+
+
+def test_who_has_less_than_is_wanted_refuses_the_rest():
+    asked, left, failed = take(TakeOrder((0,), (A,), 1, AT), offered(A, HALF), WANTED)
+    assert (asked, left) == (AskSource(A, Chunk(0, HALF)), LeaveSource(A)) and isinstance(failed, TookNothing)
+    assert failed.refused and failed.why and not failed.lost
+
+
+def test_what_is_stopped_asks_nobody():
+    taker = Taker(SETTLE, 1)
+    taker.begin()
+    taker.stop()
+    assert taker.over and taker.handle(SourceLost(A, "dead")) == []
+
+
 def test_several_are_asked_at_once_where_it_is_worth_it():
     assert take(SEVERAL, offered(A), WANTED) == [ReachSource(B, False), AskSource(A, Chunk(0, HALF))]
     told = [offered(A), WANTED, SourceReached(B), offered(B)]
@@ -100,6 +128,8 @@ def test_what_is_refused_is_asked_of_the_next_one_and_then_given_up():
 
 def test_an_offer_of_another_position_does_not_count():
     assert take(SETTLE, offered(A, at=Key(5, 0))) == [LeaveSource(A), ReachSource(B, True)]
+    failed = take(TakeOrder((0,), (A,), 1, AT), offered(A, at=Key(5, 0)))[-1]
+    assert isinstance(failed, TookNothing) and str(Key(5, 0)) in failed.why and str(AT) in failed.why
     told = [SourceReached(A), SourceReached(B)]
     assert take(FOLLOW, *told, offered(B, at=Key(5, 0)), offered(A)) == [LeaveSource(B), FindBlocks((A,))]
     assert take(FOLLOW, *told, offered(A), offered(B, at=Key(3, 0))) == [LeaveSource(B)]
@@ -140,6 +170,12 @@ def test_nobody_takes_the_place_of_one_that_is_followed():
     ]
 
 
+def test_where_one_that_is_followed_refuses_nobody_feeds_and_nobody_is_asked_later():
+    told = [SourceReached(A), SourceReached(B), offered(A), WANTED, SourceLost(B, "dead")]
+    left, failed = take(FOLLOW, *told, BlocksCame(A, ALL, WHOLE), most=2)
+    assert left == LeaveSource(A, feeds=False) and isinstance(failed, TookNothing) and failed.refused
+
+
 def test_what_comes_after_the_end_is_no_matter():
     told = [offered(A), WANTED, BlocksCame(A, ALL), BlocksCame(A, ALL), SourceLost(A, "closed"), offered(B)]
     assert take(SETTLE, *told, most=2) == []
@@ -156,3 +192,8 @@ def test_stages_that_the_same_have_go_together():
         TakeOrder((2,), (C,), 1, AT),
         TakeOrder((5,), (B, C), 2, AT, some),
     ]
+
+
+def test_pieces_of_ones_own_come_in_no_order():
+    plan = Plan(3, "because", (Member(0, 0, "host"),), (Seat(0, 0, "active", (0,)),), 1)
+    assert orders(plan, AT, {0: (0, 1), 1: ()}, {0: Pieces(HALF), 1: Pieces(HALF)}, lambda stages, n: n, 0) == []

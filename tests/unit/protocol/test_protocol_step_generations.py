@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
+
 from everstep.base.plan import Member, Plan, Seat, WorkerKey
 from everstep.protocol.step_machine import StepMachine
 from everstep.protocol.step_types import (
     Discard,
+    Doubt,
     Entered,
     FetchState,
     GatherWanted,
@@ -29,6 +32,7 @@ from everstep.protocol.step_types import (
     StepEvent,
     StepWanted,
     Updated,
+    UpdateRefused,
 )
 
 
@@ -145,3 +149,65 @@ def test_lanes_of_an_initial_state_that_was_replaced_are_none_of_the_other() -> 
     assert m.on(HoldingArrived(1, 1, m.machine.holding())) == [FetchState(1, Key(0, 0), {0: (0,)})]
     assert m.on(StateCopied(1, Key(0, 0), {})) == [Discard(1), Entered(1, 0)]
     assert m.machine._known.next.lanes == frozenset() and m.machine._known.next.gradient_step == 0
+
+
+RECORDS = {1: Record(0, b"")}
+
+
+def test_what_is_over_is_kept_no_longer() -> None:
+    m = Machine()
+    m.step()
+    assert m.machine._known.decisions.given(Key(1, 0)) == {}
+    m.enter(plan(2, 0, 1))
+    assert m.machine._entering._holdings.keys() == {2}
+
+
+def test_what_was_decided_before_it_was_asked_for_answers_nothing_at_another_position() -> None:
+    m = Machine()
+    m.step()
+    assert m.enter(plan(2, 0, 1), Holding(Key(1, 1), RECORDS, 0)) == [Release(1), Entered(2, 1)]
+    m.enter(plan(3, 0, 1), Holding(Key(2, 0), RECORDS, 0))
+    m.on(StateCopied(3, Key(2, 0), RECORDS))
+    assert m.on(GatherWanted(b"")) == [SendRecord(3, Key(2, 1), Record(0, b""))]
+
+
+@pytest.mark.parametrize("intact", [False, True])
+def test_a_step_that_is_refused_leads_back_to_the_decision_before_it_if_that_counts(intact: bool) -> None:
+    m = Machine()
+    m.on(GatherWanted(b""))
+    m.records(Key(0, 1), 0, 1)
+    m.to_agree()
+    m.records(Key(1, 0), 0, 1)
+    assert m.machine.undone == 0
+    m.on(UpdateRefused(0, intact))
+    assert m.machine.position == Key(0, 1 if intact else 0) and bool(m.machine.records) == intact
+    assert m.machine.undone == intact
+
+
+def test_after_a_refusal_nobody_goes_on_in_that_generation() -> None:
+    m = Machine()
+    m.to_agree()
+    m.records(Key(1, 0), 0, 1)
+    m.on(UpdateRefused(0, intact=True))
+    assert m.on(HoldingArrived(1, 1, Holding(Key(0, 0), {}, 0))) == [] and not m.machine.settled
+
+
+def test_who_does_not_know_that_all_do_the_step_again_drops_what_it_has_computed_of_it() -> None:
+    m = Machine()
+    m.on(StepWanted())
+    m.on(LaneDone(1, 0, 0))
+    aware = Holding(Key(0, 0), {}, 0, doubt=Doubt(step=1))
+    assert m.enter(plan(2, 0, 1), aware) == [Discard(1, undone=True), Entered(2, 0), LanesNeeded(1, (0, 1))]
+
+
+def test_a_step_in_doubt_that_others_have_done_meanwhile_is_not_done_again() -> None:
+    m = Machine()
+    done, aware = Holding(Key(1, 0), RECORDS, 0), Holding(Key(0, 0), {}, 0, doubt=Doubt(step=1))
+    assert m.enter(plan(2, 0, 1, 2), done, aware) == [FetchState(2, Key(1, 0), {0: (1,)})]
+
+
+def test_a_copy_of_a_later_position_of_the_same_step_leaves_what_was_computed_of_the_next() -> None:
+    m = Machine()
+    m.step()
+    m.enter(plan(2, 0, 1), Holding(Key(1, 2), RECORDS, 0))
+    assert m.on(StateCopied(2, Key(1, 2), RECORDS)) == [Release(1), Discard(1), Entered(2, 1)]

@@ -459,6 +459,7 @@ def test_the_plan_that_was_voted_for_is_switched_to_even_if_a_newer_one_has_come
     w.compute()
     w.reduce()
     w.on(PreparedArrived(plan(3, [0, 1, 3], prepared=True)))
+    assert w.machine.prepared == 3
     w.agree(prepared=2)
     w.on(Updated(1))
     assert w.machine.generation == 2 and w.machine.prepared == 3
@@ -478,6 +479,42 @@ def test_a_plan_at_once_drops_older_prepared_ones():
     assert w.on(Updated(1)) == [Discard(1), Entered(3, 1)]
 
 
+@pytest.mark.parametrize("switch", [2, 3])
+def test_a_plan_at_once_leaves_the_switch_to_a_newer_one_as_it_was_decided(switch: int):
+    w = Peers([0, 1])
+    w.on(PreparedArrived(plan(switch, [0, 1], prepared=True)))
+    w.compute()
+    w.reduce()
+    w.agree(prepared=switch)
+    w.on(PlanArrived(plan(2, [0, 1])))
+    w.hold_all(2)
+    effects = w.on(Updated(1))
+    if switch == 2:  # it has been made
+        assert effects == [Discard(1), Entered(2, 1)]
+    else:
+        assert [type(e) for e in effects] == [Discard, Leave, Regroup, SendHolding] and w.machine.generation == 3
+
+
+def test_a_prepared_plan_that_was_switched_to_is_prepared_no_more():
+    w = Peers([0, 1])
+    coming = plan(2, [0, 1], prepared=True)
+    w.on(PreparedArrived(coming))
+    w.step(prepared=2)
+    w.on(PreparedArrived(coming))
+    assert w.machine.generation == 2 and w.machine.prepared == 0
+
+
+def test_nobody_leaves_by_records_that_are_refused():
+    w = Peers([0, 1])
+    w.on(PreparedArrived(plan(2, [1], prepared=True)))
+    w.compute()
+    w.reduce()
+    w.agree(prepared=2)
+    assert w.machine.switch is not None and not w.machine.switch.has(w.machine.me)
+    w.on(UpdateRefused(0))
+    assert w.machine.switch is None
+
+
 def test_a_gather_does_not_switch():
     w = Peers([0, 1])
     w.on(PreparedArrived(plan(2, [0, 1, 2], prepared=True)))
@@ -492,6 +529,9 @@ def test_whoever_is_not_in_the_plan_leaves_at_the_switch():
     w.on(PreparedArrived(plan(2, [1], prepared=True)))
     assert w.step(prepared=2) == [Discard(1), Leave(1, "because"), LeftPlan(2)]
     assert w.machine.phase is Phase.LEFT and w.machine.plan is None
+    for generation in (1, 2):  # echoes
+        assert w.on(GradientReduced(generation, 2, b"sums")) == []
+        assert w.on(RecordArrived(generation, Key(2, 0), 1, record())) == []
     assert w.on(PlanArrived(plan(2, [0, 1]))) == []
     assert [type(e) for e in w.on(PlanArrived(plan(3, [0, 1])))] == [Regroup, SendHolding]
 
@@ -520,6 +560,17 @@ def test_a_joiner_may_be_taken_in_at_once_from_where_it_is():
     w.on(Followed(Key(5, 0), {1: record(0)}))
     w.on(PlanArrived(plan(2, [0, 1])))
     assert w.hold_all(2, w.holding(Key(6, 0))) == [FetchState(2, Key(6, 0), {0: (1,)})]
+
+
+def test_a_joiner_does_not_switch_to_a_plan_without_it():
+    w = Peers([0, 1], enter=False)
+    w.on(PreparedArrived(plan(2, [1], prepared=True)))
+    assert w.on(Followed(Key(6, 0), {1: record(2)})) == [Release(5)] and w.machine.plan is None
+
+
+def test_what_a_joiner_was_asked_before_it_followed_is_asked_anew():
+    w = Peers([0, 1], enter=False)
+    assert w.on(StepWanted()) == w.on(Followed(Key(0, 0))) == w.on(StepWanted()) == []
 
 
 def test_a_member_does_not_follow():
@@ -579,6 +630,7 @@ def test_one_that_did_not_know_of_it_states_anew_what_it_has():
     peers.on(PlanArrived(plan(2, [0, 1])))
     effects = peers.hold_all(2, Holding(Key(1, 0), {}, 0, sound=0))
     assert [type(e) for e in effects] == [SettleAnew]
+    assert peers.on(HoldingArrived(4, 1, peers.holding())) == [], "it is said once"
     sent = next(e for e in peers.on(PlanArrived(plan(3, [0, 1]))) if isinstance(e, SendHolding))
     assert sent.holding.sound == 0
     effects = peers.hold_all(3, Holding(Key(1, 0), {}, 0, sound=0))
@@ -620,3 +672,33 @@ def test_the_live_state_that_was_found_to_differ_is_not_gone_back_to():
     effects = peers.on(StateCopied(2, Key(0, 0), {}))
     assert Discard(1) in effects, "what was computed from the other state counts for nothing"
     assert isinstance(effects[-1], LanesNeeded), "the application still waits for the step"
+
+
+def stated(effects: list[StepEffect]) -> Holding:
+    return next(e for e in effects if isinstance(e, SendHolding)).holding
+
+
+def test_a_state_that_is_no_later_than_what_is_sound_counts():
+    peers = Peers([0, 1])
+    peers.step()
+    sent = stated(peers.on(PlanArrived(replace(plan(2, [0, 1]), sound=3))))
+    assert sent.sound == 3 and sent.stages == {0: WHOLE}
+
+
+def test_a_state_that_an_update_leads_to_is_not_the_one_that_differed():
+    peers = Peers([0, 1])
+    peers.compute(), peers.reduce(), peers.agree()
+    assert stated(peers.on(PlanArrived(replace(plan(2, [0, 1]), sound=1)))).stages == {0: WHOLE}
+
+
+def test_what_was_reduced_from_states_in_doubt_counts_for_nothing():
+    peers = Peers([0, 1])
+    peers.compute(), peers.reduce()
+    sent = stated(peers.on(PlanArrived(replace(plan(2, [0, 1]), sound=0))))
+    assert sent.stages == {} and sent.gradient_step == 0
+
+
+def test_who_knows_of_an_older_step_that_is_sound_keeps_to_it():
+    peers = Peers([0, 1])
+    tainted(peers, 0)
+    assert stated(peers.on(PlanArrived(replace(plan(2, [0, 1]), sound=3)))).sound == 0

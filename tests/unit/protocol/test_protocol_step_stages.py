@@ -113,6 +113,17 @@ def test_after_a_settle_what_anybody_lacks_runs_again_everywhere():
     assert effects == [Entered(2, 0), LanesNeeded(1, (1,))]
     assert w.on(LaneDone(1, 0, 0)) == []  # not asked for
     assert w.on(LaneDone(1, 0, 1)) == [ReductionDue(2, 1)]
+    w.on(GradientReduced(2, 1, b""))
+    for i in (0, 1):
+        w.on(RecordArrived(2, Key(1, 0), i, Record(0, b"")))
+    w.on(Updated(1))
+    assert w.on(StepWanted()) == [LanesNeeded(2, (0, 1))], "of the next step nobody has any"
+
+
+def test_who_has_built_nothing_yet_states_the_stages_of_its_seats_alone():
+    w = Worker()
+    _, sent = w.enter(1, plan(1, (0, 1, (0, 1)), (1, 0, (0, 1))), held(0, 0))
+    assert sent.stages == {1: WHOLE} and w.machine.stages == (1,)
 
 
 def test_a_standby_reduces_and_agrees_without_computing():
@@ -226,6 +237,14 @@ def test_a_joiner_says_which_stages_it_follows_and_may_start_anew_at_an_older_st
     assert sent.stages == {1: WHOLE} and effects == [Entered(2, 4)]
 
 
+def test_a_superseded_reduction_says_nothing_of_the_stages_of_another_plan():
+    w = Worker()
+    w.enter(1, BOTH, held(0, 1))
+    w.on(PlanArrived(APART))
+    w.on(GradientReduced(1, 1, b""))
+    assert w.machine.holding().gradient_step == 0
+
+
 # ---- seats that hold parts of a stage
 
 OF = (("model", 2), ("exp_avg", 2))
@@ -252,8 +271,16 @@ def sharing() -> Worker:
     w = Worker()
     w.enter(1, shared(1), held(0, 0))
     w.step()
-    assert w.machine.stages == () and w.machine.held == {0: MINE}
+    assert w.machine.stages == (0,) and w.machine.held == {0: MINE}
     return w
+
+
+def reduce_second(w: Worker) -> None:
+    """It holds the gradient of step 2."""
+    w.on(StepWanted())
+    for lane in (0, 1):
+        w.on(LaneDone(2, 0, lane))
+    w.on(GradientReduced(1, 2, b""))
 
 
 def test_after_a_step_there_is_the_share_and_with_it_all_goes_on():
@@ -295,10 +322,7 @@ def test_less_than_the_share_is_lacking_and_comes_of_who_has_it():
 
 def test_the_gradient_takes_the_share_forward():
     w = sharing()
-    w.on(StepWanted())
-    for lane in (0, 1):
-        w.on(LaneDone(2, 0, lane))
-    w.on(GradientReduced(1, 2, b""))
+    reduce_second(w)
     effects, sent = w.enter(2, shared(2), share_of(OTHERS, 2))
     assert sent.gradient_step == 2 and StepDecided(2, RECORDS) in effects
     assert Entered(2, 2) in w.on(Updated(2)) and w.machine.held == {0: MINE}
@@ -374,3 +398,106 @@ def test_a_refused_step_that_was_handed_over_leads_back_to_the_one_before_it():
     assert StepDecided(2, RECORDS) in effects
     w.on(UpdateRefused(0, intact=True))
     assert w.machine.position == Key(1, 0) and w.machine.stages == (0, 1)
+
+
+def test_what_is_computed_from_a_stage_that_lacks_blocks_is_lacking():
+    w = Worker()
+    w.enter(1, BOTH, held(0, 1))
+    w.on(StepWanted())
+    for lane in (0, 1):
+        w.on(LaneDone(1, 0, lane))
+    w.on(BlocksLost(0, blocks(1)))
+    _, sent = w.enter(2, replace(BOTH, generation=2), held(0, 1))
+    assert sent.lacking == (0, 1)
+
+
+def test_a_joiner_that_loses_blocks_goes_on_following():
+    w = Worker()
+    w.on(Followed(Key(4, 0), RECORDS, (0,)))
+    w.on(BlocksLost(0, WHOLE))
+    assert w.machine.phase is Phase.WAITING and w.machine.held == {}
+    w.on(Followed(Key(5, 0), RECORDS, (0,)))
+    assert w.machine.stages == (0,)
+
+
+def test_the_share_of_a_seat_is_that_of_its_stage():
+    w = Worker()
+    given = plan(1, (0, 1, (0, 1)), (1, 0, (0, 1)))
+    w.enter(1, replace(given, shards=(Shard(0, 1, MINE),)), held(0, 0))
+    w.step()
+    assert w.machine.held == {1: MINE}
+
+
+def test_a_gradient_outlives_the_loss_of_blocks_that_it_is_not_for():
+    w = sharing()
+    reduce_second(w)
+    w.on(BlocksLost(0, blocks(3)))
+    assert w.machine.holding().gradients == {0: MINE} and w.machine.holding().gradient_step == 2
+
+
+def test_who_holds_more_than_its_share_has_that_when_it_rolls_forward():
+    w = Worker()
+    w.enter(1, shared(1), held(0, 0))
+    w.on(StepWanted())
+    for lane in (0, 1):
+        w.on(LaneDone(1, 0, lane))
+    w.on(GradientReduced(1, 1, b""))
+    effects, _ = w.enter(2, shared(2), share_of(OTHERS, 1))
+    assert StepDecided(1, RECORDS) in effects and w.machine.held == {0: MINE}
+
+
+# ---- what is left when a state was copied
+
+
+ALONE = plan(2, (0, 0, (0, 1)), (0, 1, (0, 1)), (1, 1, ()))
+"""Worker 0 has a seat in each stage."""
+
+
+def test_what_was_computed_from_ones_own_state_counts_though_another_stage_is_copied():
+    w = Worker()
+    w.enter(1, replace(APART, generation=1), held(0, 1))
+    w.step()
+    effects, _ = w.enter(2, ALONE, held(2, snapshots=dict.fromkeys(((0, 1), (1, 1)), WHOLE)))
+    assert effects[-1] == GoBack(2, 1, {0: (0, 1), 1: (1,)})
+    assert Discard(2) not in w.on(StateCopied(2, Key(1, 0), RECORDS)) and w.machine.stages == (0, 1)
+
+
+def test_what_was_computed_counts_for_nothing_where_one_of_the_stages_is_repaired():
+    w = Worker()
+    w.enter(1, BOTH, held(0, 1))
+    w.step()
+    w.on(BlocksLost(1, blocks(1)))
+    effects, _ = w.enter(2, ALONE, held(2, snapshots={(1, 1): WHOLE}))
+    assert isinstance(effects[-1], GoBack) and effects[-1].sources == {0: (0,), 1: (1,)}
+    assert Discard(2) in w.on(StateCopied(2, Key(1, 0), RECORDS))
+
+
+@pytest.mark.parametrize("step", [0, 1])
+def test_a_stage_without_a_seat_is_kept_until_the_next_decision_unless_it_can_be_built(step: int):
+    w = Worker()
+    w.enter(1, BOTH, held(0, 1))
+    for _ in range(step):
+        w.step()
+    w.on(BlocksLost(0, blocks(1)))
+    w.enter(2, APART, held(step, 0, 1))
+    w.on(StateCopied(2, Key(step, 0), RECORDS if step else {}))
+    assert w.machine.held == ({0: WHOLE, 1: WHOLE} if step else {0: WHOLE})
+
+
+def test_what_is_left_of_a_damaged_initial_state_is_kept_as_it_is():
+    w = Worker()
+    w.enter(1, BOTH, held(0, 1))
+    for stage in (0, 1):
+        w.on(BlocksLost(stage, blocks(1)))
+    w.enter(2, APART, held(0, 0, 1))
+    w.on(StateCopied(2, Key(0, 0), {}))
+    assert w.machine.held == {0: WHOLE, 1: blocks(0, 2, 3)}
+
+
+def test_a_stage_without_a_seat_is_not_taken_to_another_step():
+    w = Worker()
+    w.enter(1, BOTH, held(0, 1))
+    w.step()
+    w.enter(2, APART, held(3, 0, 1))
+    w.on(StateCopied(2, Key(3, 0), RECORDS))
+    assert w.machine.held == {0: WHOLE}

@@ -45,6 +45,18 @@ def test_who_is_killed_from_outside_could_have_begun(tmp_path: Path, end: str, h
     assert 10.5 < process.restart_at_s < inf
 
 
+@pytest.mark.parametrize(("code", "hopeless"), [(1, False), (2, True)])
+def test_what_refuses_to_begin_is_hopeless_however_long_that_takes(tmp_path: Path, code: int, hopeless: bool) -> None:
+    process, found = Dying(tmp_path / "log", f"os._exit({code})"), []
+    for _ in range(HOPELESS):
+        process.start()
+        readable([process.pidfd], None)
+        process._started_s = 10.0
+        found.append(process.died(70.0)[1])
+    assert found == [False] * (HOPELESS - 1) + [hopeless]
+    assert (process.restart_at_s > 70.0) == hopeless, "it waits longer from one to the next"
+
+
 def test_it_is_killed_for_its_silence_once(tmp_path: Path) -> None:
     process = Dying(tmp_path / "log", "signal.pause()")
     assert not process.kill()

@@ -127,6 +127,7 @@ def test_what_cannot_be_copied_is_not_compared() -> None:
     optimizer = Noisy(parameters(), urandom)
     optimizer.lock = threading.Lock()  # type: ignore[attr-defined]
     probe = UpdateProbe(optimizer, 5)
+    assert probe._expected == []
     optimizer.step()
     probe.compare(1)
 
@@ -176,7 +177,7 @@ def test_the_sample_begins_with_the_state_that_it_has() -> None:
     optimizer = torch.optim.SGD([{"params": [first]}, {"params": [second], "lr": 0.5}], lr=0.1, momentum=0.9)
     optimizer.step()
     probe = UpdateProbe(optimizer, 5)
-    twin = update_probe._twin(optimizer, probe._sample)
+    twin = update_probe.twin_of(optimizer, probe._sample)
     (copied,) = twin.state
     assert torch.equal(copied, second) and copied is not second
     assert torch.equal(twin.state[copied]["momentum_buffer"], optimizer.state[second]["momentum_buffer"])

@@ -25,7 +25,7 @@ class Recorder:
 def test_a_step_is_passed_on_before_all_who_read_the_state_are_waited_for() -> None:
     calls: list[str] = []
     view: Any = SimpleNamespace(stages={}, me=0)
-    parts: list[Any] = [Recorder(calls, name) for name in ("donor", "keeper", "saver", "loop")]
+    parts: list[Any] = [Recorder(calls, name) for name in ("donor", "keeper", "saver", "loop", "dealing")]
     Updates(view, *parts).before(4, {}, {})
     assert calls == ["donor.feed", "donor.busy_snapshot", "keeper.stand_still", "saver.before_update"]
 
@@ -34,7 +34,7 @@ def test_gradients_of_stages_that_were_reduced_in_the_generation_before_are_kept
     """A member that takes over a stage in between reduces that one alone."""
     reduced = StageGradient(MagicMock(), {})
     view: Any = MagicMock(me=0, stages={0: MagicMock(), 1: MagicMock()})
-    updates = Updates(view, *[MagicMock() for _ in range(4)])
+    updates = Updates(view, *[MagicMock() for _ in range(5)])
     updates._reduced[4] = 2, {0: reduced}
     members = (Member(0, 0, "here"),)
     seats = (Seat(0, 1, "active", (0,)),)

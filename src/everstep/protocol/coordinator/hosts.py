@@ -112,7 +112,7 @@ def drain(job: JobState, name: str, because: Why | None = None) -> tuple[str, di
     moving = min(len(leaving), room)
     ids = (slots.ids() - set(leaving)) | set(_fresh(job, moving))
     target = min(slots.target, len(ids - set(slots.lost)))
-    least = max(slots.least, job.env.config.stages if job.agreement.plan.stages > 1 else 1)
+    least = max(slots.least, min(job.env.config.stages, len(job.agreement.plan.members)))
     if target < least:
         return f"cannot drain host {name}: {target} workers would be left of {least} that the job needs at least", {}
     why = because or Why(Cause.DRAINED, f"host {name} drained by request")

@@ -12,7 +12,7 @@ steps a fifth shorter than lanes by speed would. The member copies the stage at 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -21,7 +21,7 @@ from everstep.base.plan import Member, Plan, Seat, WorkerKey
 from everstep.protocol.coordinator.environment import MILLISECOND_NS, Alarm, describe, listed
 from everstep.protocol.coordinator.job_state import JobState
 from everstep.protocol.coordinator.membership import Worker
-from everstep.protocol.coordinator.plans import Move, candidates, moved, prepare
+from everstep.protocol.coordinator.plans import Move, candidates, make_now, moved, prepare
 from everstep.protocol.coordinator.speeds import by_speed, reason, step_ms
 from everstep.protocol.coordinator.workers import dismiss, evict
 from everstep.protocol.messages import Heal, HealFailed, WorkerHealed
@@ -39,7 +39,10 @@ def reconcile(job: JobState) -> None:
     if not job.agreement.running:
         return
     leaving = leavers(job)
-    _choose_joiners(job, leaving)
+    if job.env.config.wish.copies and _take_in(job, leaving):
+        return
+    if not job.env.config.wish.copies:
+        _choose_joiners(job, leaving)
     for _, join in sorted(job.healing.joins.items()):
         if join.retry_ns is not None and job.env.now >= join.retry_ns:
             _send_heal(job, join.key)
@@ -65,15 +68,33 @@ def _dismiss_unwanted(job: JobState) -> None:
             dismiss(job, worker, Why(slots.unwanted_for(worker_id), text))
 
 
+def _vacancies(job: JobState, leaving: list[Worker], coming: Collection[int]) -> int:
+    """How many more members are wanted."""
+    return max(0, job.slots.target - (len(job.agreement.survivors()) - len(leaving)) - len(coming))
+
+
+def _take_in(job: JobState, leaving: list[Worker]) -> bool:
+    """Where no member has all of the state nobody can feed a joiner: it becomes a member, and copies its share from
+    several while the others wait. Returns whether one does."""
+    agreement = job.agreement
+    survivors, chosen = agreement.survivors(), candidates(job)[: _vacancies(job, leaving, ())]
+    settled = len(agreement.entered) == len(agreement.plan.members) and agreement.prepared is None
+    if not chosen or not settled or any(job.agents.out_of_touch(worker) for worker in survivors):
+        return False
+    text = f"worker {listed(w.key.worker_id for w in chosen)} joins, and copies its share of the state"
+    make_now(job, [*survivors, *chosen], Why(Cause.JOINED, text), fresh=False)
+    return True
+
+
 def _choose_joiners(job: JobState, leaving: list[Worker]) -> None:
     """Give tickets to as many ready workers as there are vacancies; take back those of others."""
     agreement, healing = job.agreement, job.healing
     coming = set(agreement.prepared.joining) if agreement.prepared is not None else set()
-    vacancies = job.slots.target - (len(agreement.survivors()) - len(leaving)) - len(coming)
+    vacancies = _vacancies(job, leaving, coming)
     found = [w for w in candidates(job) if w.key.worker_id not in coming]
     # Who has begun to heal goes on; a life that replaced another begins anew.
     found.sort(key=lambda w: w.key.worker_id not in healing.joins)
-    chosen = found[: max(0, vacancies)]
+    chosen = found[:vacancies]
     healing.keep({w.key.worker_id for w in chosen} | coming)
     for worker in sorted(chosen, key=lambda w: w.key):
         if worker.key.worker_id not in healing.joins:

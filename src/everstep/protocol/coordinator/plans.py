@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 
 from everstep.base.cause import Cause, Why
 from everstep.base.errors import check
-from everstep.base.plan import Member, Plan, Seat, WorkerKey
+from everstep.base.plan import SEGMENTS, Member, Plan, Seat, Shard, WorkerKey
 from everstep.placement.domain_spread import Crowd
 from everstep.placement.lanes import leaders
-from everstep.placement.shards import lost_stages
+from everstep.placement.shards import lost_stages, segment_holders, segment_shards, spread
 from everstep.protocol.coordinator import awaited_hosts
 from everstep.protocol.coordinator.agreement import NO_PLAN
 from everstep.protocol.coordinator.arrivals import START_PATIENCE_NS
@@ -127,8 +127,21 @@ def _plan(job: JobState, members: Iterable[Worker], seats: tuple[Seat, ...], why
         cause=why.cause,
         term=config.hosts.term,
         alike=job.progress.known_alike,
+        shards=_shards(job, seats),
         **rest,
     )
+
+
+def _shards(job: JobState, seats: Sequence[Seat]) -> tuple[Shard, ...]:
+    """Who holds which segments of the optimizer's state: those who have them, as far as they are even."""
+    config, old = job.env.config, job.agreement.plan
+    found: list[Shard] = []
+    for stage in range(config.stages) if config.wish.copies else ():
+        ids = [seat.worker_id for seat in seats if seat.stage == stage]
+        before = segment_holders(old, stage) if old.shards else ()
+        holders = spread(SEGMENTS, config.wish.copies, ids, job.speeds.domains(ids), before)
+        found += segment_shards(stage, holders, ids)
+    return tuple(found)
 
 
 def _placed(job: JobState, worker: Worker, member: Member) -> Member:
@@ -340,7 +353,8 @@ def _newcomers(job: JobState, survivors: int, needed: int, lost: Sequence[int]) 
     room = max(0, job.slots.target - survivors)
     ready = candidates(job)
     saving = [w for w in ready if followed(job, w) & set(lost)]
-    small = [w for w in ready if 0 <= w.state_bytes <= SMALL_STATE_BYTES and w not in saving]
+    copies = bool(job.env.config.wish.copies)  # then no joiner heals beside the members
+    small = [w for w in ready if (copies or 0 <= w.state_bytes <= SMALL_STATE_BYTES) and w not in saving]
     large = [w for w in ready if w not in small and w not in saving]
     chosen = (saving + small)[:room]
     if survivors + len(chosen) < needed:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import asdict
 from typing import Any
 
@@ -262,7 +263,7 @@ def settle_again(job: JobState, worker: Worker, message: m.SettleAgain) -> None:
     """A member's statement does not hold: all settle in a new generation, with what holds.
 
     Where states differ, all go back to where they were alike, once. If they differ again before they have come as far
-    and were alike, that is no chance.
+    and were alike, that is no chance. A member whose state is wrong leaves; it may not have found that by itself yet.
     """
     agreement, why = job.agreement, Why(message.cause, message.reason)
     if message.lane >= 0:
@@ -274,8 +275,16 @@ def settle_again(job: JobState, worker: Worker, message: m.SettleAgain) -> None:
         job.progress.in_doubt(why, message.sound)
     if message.generation == agreement.plan.generation and agreement.plan.has(worker.key):
         text = message.reason if message.tainted else f"worker {worker.key.worker_id}: {message.reason}"
+        for odd in _members(job, message.odd):
+            evict(job, odd, why, kill=True)
         agreement.break_off(Why(message.cause, text))
         job.recovery.begin(why)
+
+
+def _members(job: JobState, worker_ids: Collection[int]) -> list[Worker]:
+    """The lives that are members under these numbers."""
+    there = (job.membership.workers.get(worker_id) for worker_id in worker_ids)
+    return [worker for worker in there if worker is not None and job.agreement.plan.has(worker.key)]
 
 
 def _computed_otherwise(job: JobState, message: m.SettleAgain, why: Why) -> None:
@@ -285,8 +294,7 @@ def _computed_otherwise(job: JobState, message: m.SettleAgain, why: Why) -> None
         return  # another member has said it before
     at = {"step": message.tainted, "lane": message.lane, "generation": message.decided_in}
     job.env.report("probe_done", why, **at, workers=message.workers, equal=False)
-    odd = [w for i in message.odd for w in job.membership.workers.values() if w.key.worker_id == i]
-    for worker in odd:
+    for worker in _members(job, message.odd):
         job.membership.likeness.differed(worker.key.worker_id, worker.host, why)
         refuse(job, worker, why, alone=True)
     if message.ends:

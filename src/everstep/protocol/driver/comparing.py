@@ -17,10 +17,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from everstep.base.plan import Plan
-from everstep.protocol.driver.records import StageSection, StepOutcome
+from everstep.protocol.driver.records import StageSection, StepOutcome, copy_of
 from everstep.protocol.step_types import BY_SCRIPT, Holding
 
 WHOLE, PART = 32, 8
@@ -61,7 +61,7 @@ class Statements:
             for section in sections:
                 digests.setdefault(section.stage, {})[worker_id] = section.digest
                 for name, digest in section.tied.items():
-                    ties.setdefault(f"the tied parameter {name}", {})[section.stage, worker_id] = digest
+                    ties.setdefault(copy_of(name), {})[section.stage, worker_id] = digest
         return Statements(step, f"after step {step}, the last", digests, ties)
 
 
@@ -158,12 +158,22 @@ class Comparing:
     """One worker's knowledge of comparisons: when the next is due, and up to which step all were alike.
 
     every: steps between comparisons, 0 for none; each is of the state before its step. begins_after: the step whose
-    state the job began with. repeats: whether a step that is done again gives the same bits. names: see `Names`.
+    state the job began with. repeats: whether a step that is done again gives the same bits. names: see `Names`. votes:
+    whether most members hold the right state where they differ; not where most have it from one of them.
     """
 
-    def __init__(self, every: int, begins_after: int, *, repeats: bool = True, names: Names = lambda stage: ()) -> None:
+    def __init__(
+        self,
+        every: int,
+        begins_after: int,
+        *,
+        repeats: bool = True,
+        names: Names = lambda stage: (),
+        votes: bool = True,
+    ) -> None:
         self.fresh = False  # this worker was healed or resumed since all were alike
         self._every, self._begins_after, self._repeats, self._names = every, begins_after, repeats, names
+        self._votes = votes
         self._members: frozenset[int] = frozenset()  # of this generation those that were
         self._alike: dict[int, Mapping[int, str]] = {}  # by step and stage: the digest that all have once come to
         self._sound: frozenset[int] = frozenset()  # steps at which all were alike, unless the job went back behind them
@@ -216,7 +226,8 @@ class Comparing:
         for name, tied in sorted(said.ties.items()):
             copies = {f"{worker} (stage {k})": (worker, digest) for (k, worker), digest in sorted(tied.items())}
             places.append(Copies(name, copies))
-        return verdict(said.when, places, self._members)
+        found = verdict(said.when, places, self._members)
+        return found if found is None or self._votes else replace(found, outvoted=frozenset())
 
     def alike(self, said: Statements, *, member: bool = True) -> None:
         """All copies were, and what is computed from them is. member: this worker is one of those who say it."""

@@ -107,6 +107,8 @@ class Driver:
             do.Aborted: lambda e: ends.aborted(out.answered(e.op), e),
             do.Tainted: lambda e: ends.tainted(out.answered(e.op), e),
             step.LaneDone: feed,
+            step.Takes: feed,
+            step.Holds: feed,
             step.BlocksLost: self._lost,
             do.InMemory: lambda e: feed(*keeper.there(e)),
             do.OthersKept: keeper.others_kept,

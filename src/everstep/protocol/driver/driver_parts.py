@@ -22,7 +22,7 @@ from everstep.protocol.step_machine import StepMachine
 class DriverConfig:
     """Settings of a driver. lanes: of the global batch. rewindable: the application can go on from an earlier step;
     else this worker starts anew for that. verify_every, begins_after, repeats, names: as for `Comparing`. saving: of
-    checkpoints. probes: of lanes. nonfinite: what to do about a step that is not finite."""
+    checkpoints. probes: of lanes. nonfinite: what to do about a step that is not finite. votes: as for `Comparing`."""
 
     lanes: int
     rewindable: bool = True
@@ -33,6 +33,7 @@ class DriverConfig:
     names: Names = lambda stage: ()
     probes: ProbeRule = field(default_factory=ProbeRule)
     nonfinite: NonfiniteRule = field(default_factory=NonfiniteRule)
+    votes: bool = True
 
     def outcome(self, number: int, records: Records) -> StepOutcome:
         """Conclusion from the records of a step, the same at every worker."""
@@ -47,7 +48,9 @@ class DriverParts:
         self.out = out = Outbox(machine.me)
         self.gathers = gathers = Gathers()
         every, after = config.verify_every, config.begins_after
-        self.comparing = comparing = Comparing(every, after, repeats=config.repeats, names=config.names)
+        self.comparing = comparing = Comparing(
+            every, after, repeats=config.repeats, names=config.names, votes=config.votes
+        )
         self.probing = probing = Probing(config.probes, after)
         self.stepper = stepper = Stepper(machine, out, gathers, config.outcome, comparing, probing)
         self.keeper = keeper = Keeper(machine, out, self.proven)

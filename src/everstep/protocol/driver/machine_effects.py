@@ -115,12 +115,13 @@ class MachineEffects:
         if probe is None or probe.ends:
             parts.saver.invalidated()
         tainted = differs.tainted, differs.generation
-        if differs.outvoted and probe is not None:  # its state is right, what it makes of it is not
+        mine_is_wrong = parts.machine.me.worker_id in differs.odd
+        if mine_is_wrong and probe is not None:  # its state is right, what it makes of it is not
             parts.application.answer(do.Exit(differs.why.reason))
             return
-        if differs.outvoted:
+        if mine_is_wrong:
             parts.application.answer(do.Outvoted(differs.why.reason, *tainted, differs.sound))
             return
         self._queue.drop_holding()
         self._queue.feed(step.UpdateRefused(differs.sound, probe is not None and not probe.ends))
-        parts.settler.anew(differs.why, *tainted, drift=differs.drift, probe=probe)
+        parts.settler.anew(differs.why, *tainted, odd=differs.odd, drift=differs.drift, probe=probe)

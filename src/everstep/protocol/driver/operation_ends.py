@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from everstep.base.cause import Cause, Why
+from everstep.base.errors import check
+from everstep.base.extents import Extents
 from everstep.protocol import messages as wire
 from everstep.protocol import step_types as step
 from everstep.protocol.driver import operations as do
@@ -14,6 +17,7 @@ from everstep.protocol.driver.last_save import LastSave
 from everstep.protocol.driver.machine_queue import MachineQueue
 from everstep.protocol.driver.records import AgreePayload
 from everstep.protocol.driver.settler import SETTLE
+from everstep.protocol.step_phases import Phase
 
 _Events = Iterable[step.StepEvent]
 
@@ -26,9 +30,10 @@ class OperationEnds:
         self._queue = queue
         self._hearing = hearing
         self._last = last
-        self._table = self._made()
+        self._made: tuple[do.Update, int] | None = None  # and not told the machine yet
+        self._table = self._followed_by()
 
-    def _made(self) -> dict[type, Callable[[Any, Any], _Events | None]]:
+    def _followed_by(self) -> dict[type, Callable[[Any, Any], _Events | None]]:
         """The table of what follows when an operation has been done, from its result."""
         settler, joiner = self._parts.settler, self._parts.joiner
         return {
@@ -36,6 +41,7 @@ class OperationEnds:
             do.Exchange: self._exchanged,
             do.Reduce: self._reduced,
             do.Update: self._updated,
+            do.Spread: self._spread,
             do.Fetch: settler.fetched,
             do.Restore: self._restored,
             do.OpenFeeds: joiner.opened,
@@ -63,6 +69,8 @@ class OperationEnds:
             cause, reason = event.why.cause, event.why.reason
             self._parts.out.tell(wire.PeerFault, generation=generation, accused=accused, cause=cause, reason=reason)
         self._queue.drop_transfers()
+        if isinstance(operation, do.Spread):
+            self._apply(whole=False)
         if isinstance(operation, do.Evaluate):
             self._parts.application.answer(do.Evaluated())
 
@@ -86,9 +94,27 @@ class OperationEnds:
         return parts.stepper.reduced(operation, payload, kept, due, saved)
 
     def _updated(self, operation: do.Update, began_unix_ns: int) -> _Events:
-        self._parts.saver.updated(operation.outcome, operation.records)
-        self._parts.keeper.updated(operation.outcome, operation.records)
-        return self._parts.stepper.updated(operation, began_unix_ns)
+        self._made = operation, began_unix_ns
+        if self._parts.stepper.spreads(operation.outcome):
+            return ()
+        machine = self._parts.machine
+        dealt = machine.plan is not None and bool(machine.plan.shards)
+        self._apply(whole=not dealt or set(machine.updating) <= set(machine.stages))
+        return ()
+
+    def _spread(self, operation: do.Spread, held: Mapping[int, Extents]) -> None:
+        self._queue.feed(step.Holds(operation.step, held))
+        self._apply()
+
+    def _apply(self, *, whole: bool = True) -> None:
+        """The state is that of the step. whole: all of this worker's share of it is there; else all have to settle."""
+        check(self._made is not None, "expected an update to have been made")
+        (operation, began_unix_ns), self._made = self._made, None  # type: ignore[misc]
+        self._parts.saver.updated(operation.outcome, operation.records, whole=whole)
+        self._parts.keeper.updated(operation.outcome, operation.records, whole=whole)
+        self._queue.feed(*self._parts.stepper.updated(operation, began_unix_ns))
+        if self._parts.machine.phase is Phase.LACKING:
+            self._parts.settler.anew(Why(Cause.REBALANCED, f"it has not all of its share of step {operation.step}"))
 
     def _adopted(self, operation: do.Adopt, result: do.Copied) -> _Events:
         self._parts.comparing.copied()

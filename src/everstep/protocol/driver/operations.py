@@ -91,6 +91,14 @@ class Update(Operation, frozen=True):
     stages: tuple[int, ...]
 
 
+class Spread(Operation, frozen=True):
+    """Give the parameters that were updated here to the members that did not update them, and get those of others;
+    answered with what is there of the state then, by stage."""
+
+    plan: Plan
+    step: int
+
+
 class Fetch(Operation, frozen=True):
     """Copy the state at a position from the donors (worker ids by stage, in order of preference); answered with
     `Copied`, or `Tainted` if blocks that were stated are not to be had. All or nothing.

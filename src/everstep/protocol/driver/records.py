@@ -48,14 +48,15 @@ class LaneReport(msgspec.Struct, frozen=True, array_like=True):
 class StageSection(msgspec.Struct, frozen=True, array_like=True):
     """Part of an agree record about one of the worker's stages.
 
-    lanes: as computed, at the last stage alone (where the loss is). owned: where runs of blocks of the gradient
-    begin and end, each of which one worker of the stage tells of. norms: of each of them the float64 sum of
-    squares, unnormalised. ties: further summands, the same from every worker of the stage. buffers: what the lanes
-    did to buffers (an encoded `BufferReport` per part of the stage). digest: of the stage's state before this step
-    ("" if not due). tied: likewise of each parameter (by name) that other stages hold too, with its optimizer
-    state. settings: digests of how the model is set while the step's lanes are computed (modes, flags,
-    hyperparameters, ...), and of the running statistics that they start from, by `SETTINGS`; empty if the worker
-    has none. probes: what lanes that several members compute have given here, by lane and part of the model.
+    lanes: as computed, at the last stage alone (where the loss is). owned: where runs of blocks of the gradient begin
+    and end, each of which one worker of the stage tells of. norms: of each of them the float64 sum of squares,
+    unnormalised. ties: further summands, the same from every worker of the stage. buffers: what the lanes did to
+    buffers (an encoded `BufferReport` per part of the stage). digest: of the stage's state before this step ("" if not
+    due). tied: likewise of each parameter (by name) that other stages hold too, with its optimizer state, and of
+    segments of the optimizer's state, where the members divide it. settings: digests of how the model is set while the
+    step's lanes are computed (modes, flags, hyperparameters, ...), and of the running statistics that they start from,
+    by `SETTINGS`; empty if the worker has none. probes: what lanes that several members compute have given here, by
+    lane and part of the model.
     """
 
     stage: int
@@ -234,9 +235,22 @@ def _ties(sections: Sequence[Mapping[int, StageSection]]) -> dict[str, dict[tupl
     for stage, said in enumerate(sections):
         for worker_id, section in said.items():
             for name, digest in section.tied.items():
-                found.setdefault(f"the tied parameter {name}", {})[stage, worker_id] = digest
+                found.setdefault(copy_of(name), {})[stage, worker_id] = digest
         found |= _settings(stage, {w: section.settings for w, section in said.items() if section.settings})
     return found
+
+
+def segment_name(stage: int, number: int) -> str:
+    """Name under which the holders of a segment of the optimizer's state tell its digest."""
+    return f"{_SEGMENT}{number} of stage {stage}"
+
+
+def copy_of(name: str) -> str:
+    """What has several copies that are to be alike, for people."""
+    return f"the optimizer's state, {name}," if name.startswith(_SEGMENT) else f"the tied parameter {name}"
+
+
+_SEGMENT = "segment "
 
 
 def _settings(stage: int, said: Mapping[int, bytes]) -> dict[str, dict[tuple[int, int], str]]:

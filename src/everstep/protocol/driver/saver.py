@@ -130,13 +130,13 @@ class Saver:
 
     # ---- all: taking one
 
-    def updated(self, outcome: StepOutcome, records: Mapping[int, Record]) -> None:
-        """The state is that of this step, and the application has not gone on yet."""
+    def updated(self, outcome: StepOutcome, records: Mapping[int, Record], *, whole: bool = True) -> None:
+        """The state is that of this step, and the application has not gone on yet. whole: its share of it is there."""
         self.ending.decided(outcome)
         if outcome.compares:
             self._schedule.compared()
         tiers: tuple[Tier, ...] = tuple(t for t in outcome.save[0] if t not in ("memory", COMPARE))  # type: ignore[misc]
-        if tiers and END not in tiers and self.on and self._machine.settled:
+        if whole and tiers and END not in tiers and self.on and self._machine.settled:
             due = Due(tiers, outcome.save[1], outcome.save_cause)
             self._out.put(self._begin(Key(outcome.step, 0), due, records))
 
@@ -296,14 +296,14 @@ class Keeper:
 
     # ---- around an update
 
-    def updated(self, outcome: StepOutcome, records: Mapping[int, Record]) -> None:
-        """The state is that of this step, and the application has not gone on yet."""
+    def updated(self, outcome: StepOutcome, records: Mapping[int, Record], *, whole: bool = True) -> None:
+        """The state is that of this step, and the application has not gone on yet. whole: its share of it is there."""
         if outcome.kept:
             self._out.put(do.RetireKept(outcome.kept, self._proven(outcome.kept)))
             there = {number for _, number in self._there}
             self._records = {n: r for n, r in self._records.items() if n >= outcome.kept or n in there}
         plan = self._machine.plan
-        if "memory" in outcome.save[0] and plan is not None:
+        if whole and "memory" in outcome.save[0] and plan is not None:
             self._take(plan, outcome.step, records)
 
     def _take(self, plan: Plan, number: int, records: Mapping[int, Record]) -> None:
@@ -314,7 +314,8 @@ class Keeper:
         mine = [stage for stage in range(plan.stages) if keeps_for(plan, stage) == me]
         self._begun, self._copied = number, 0 if mine else number
         self._records[number] = records
-        self._out.put(do.Keep(plan, number, *from_shares(plan, mine, me)))
+        sizes = {k: blocks.of for k, blocks in self._machine.held.items()}
+        self._out.put(do.Keep(plan, number, *from_shares(plan, mine, me, sizes)))
 
     def refused(self, event: do.NotKept) -> None:
         """There is no room for a snapshot, of own stages or of another pool's."""

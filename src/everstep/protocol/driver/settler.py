@@ -5,7 +5,7 @@ Apart from steps because nothing here happens in an undisturbed one.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -77,7 +77,7 @@ class Settler:
         self._out.times.freed(plan.generation)
         self._comparing.learn(plan)
         doubt = machine.sound >= 0
-        disk = not machine.step or doubt or plan.stages > 1  # else what is in memory will do
+        disk = not machine.step or doubt or plan.stages > 1 or bool(plan.shards)  # else what is in memory will do
         limit = machine.sound if doubt else None
         if doubt:  # this worker may have heard of it from others only
             self._out.put(do.Invalidate(machine.sound, first=machine.me.worker_id == plan.worker_ids[0]))
@@ -116,15 +116,20 @@ class Settler:
         tainted: int = 0,
         decided_in: int = 0,
         *,
+        odd: Collection[int] = (),
         drift: bool = False,
         probe: ProbeVerdict | None = None,
     ) -> None:
-        """What was stated does not do; what the machine holds for sound is told. tainted, decided_in, drift: as in
+        """What was stated does not do; what the machine holds for sound is told. tainted, decided_in, odd, drift: as in
         `SettleAgain`."""
         told: dict[str, Any] = {}
         if probe is not None:
-            told = {"lane": probe.lane, "workers": list(probe.workers), "odd": sorted(probe.odd), "ends": probe.ends}
-        generation = self._machine.generation
+            told = {"lane": probe.lane, "workers": list(probe.workers), "ends": probe.ends}
+        machine, generation = self._machine, self._machine.generation
+        if machine.plan is not None and machine.plan.prepared:
+            # The coordinator may not have heard yet that the members have switched to it.
+            at = {"generation": generation, "step": machine.step, "step_ms": 0.0}
+            self._out.tell(wire.Progress, lasting=False, **at)
         self._out.tell(
             wire.SettleAgain,
             generation=generation,
@@ -133,18 +138,13 @@ class Settler:
             tainted=tainted,
             decided_in=decided_in,
             sound=self._machine.sound if probe is None else probe.sound,
+            odd=sorted(odd),
             drift=drift,
             **told,
         )
 
     def lacks(self, event: step.BlocksLost) -> None:
         """Blocks are gone: all settle anew, for that repairs them."""
-        machine = self._machine
-        if (
-            machine.current_plan().prepared
-        ):  # the coordinator may not have heard yet that the members have switched to it
-            at = {"generation": machine.generation, "step": machine.step, "step_ms": 0.0}
-            self._out.tell(wire.Progress, lasting=False, **at)
         self.anew(Why(Cause.CORRUPT, f"it has lost blocks of stage {event.stage} ({event.extents})"))
 
     @property
@@ -184,7 +184,9 @@ class Settler:
         """At the end: from whom the job's leader gets the stages that it does not hold. Others have theirs ready."""
         machine, plan, me = self._machine, self._machine.current_plan(), self._machine.me.worker_id
         if plan.leader(0) == me:
-            return from_shares(plan, (k for k in range(plan.stages) if k not in machine.stages), me)
+            held = machine.held
+            lacking = [k for k in range(plan.stages) if k not in held or not held[k].whole]
+            return from_shares(plan, lacking, me, {k: blocks.of for k, blocks in held.items()})
         if plan.stages > 1 or plan.shards:
             self.serve(step.ServeState(machine.generation, machine.position, (plan.leader(0),)))
         return {}, {}

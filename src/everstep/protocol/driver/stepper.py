@@ -44,12 +44,12 @@ class Differs(msgspec.Struct, frozen=True):
     """The records of a decision show that states differ; or, with `probe`, what was computed from them.
 
     tainted: the step that cannot be done with them. sound: the last step at which they were alike. generation: in which
-    that was decided, the same at all. drift: see `Disagreement`."""
+    that was decided, the same at all. odd: the workers whose state, or lane, is wrong. drift: see `Disagreement`."""
 
     why: Why
     tainted: int
     sound: int
-    outvoted: bool
+    odd: frozenset[int]
     drift: bool
     generation: int
     probe: ProbeVerdict | None = None
@@ -182,9 +182,21 @@ class Stepper:
         if found is None:
             self.concluded(outcome)
             self._decided(Key(effect.step, 0))
-            generation, stages = self._machine.generation, self._machine.stages
+            generation, stages = self._machine.generation, self._machine.updating
             self._out.start(do.Update, generation, effect.step, effect.records, outcome, stages)
         return found
+
+    def spreads(self, outcome: StepOutcome) -> bool:
+        """Whether members have to give each other what each has updated; begins that if so. Where a plan is about to
+        change, or was not entered yet, they do when they settle."""
+        machine = self._machine
+        if not machine.settled or machine.switch is not None or outcome.nonfinite.left_out:
+            return False
+        plan = machine.current_plan()
+        if not {shard.stage for shard in plan.shards} & set(plan.stages_of(machine.me.worker_id)):
+            return False
+        self._out.start(do.Spread, machine.generation, plan, machine.step)
+        return True
 
     def updated(self, operation: do.Update, began_unix_ns: int) -> Iterable[step.StepEvent]:
         """The state is that of the step."""
@@ -214,12 +226,12 @@ class Stepper:
             sound = self._comparing.proven(outcome.step - 1)
             self._out.put(do.Invalidate(sound, first=mine == min(found.workers)))
             why = Why(Cause.CORRUPT, found.reason + _tainted(sound))
-            return Differs(why, outcome.step, sound, False, False, self._generation)
+            return Differs(why, outcome.step, sound, frozenset(), False, self._generation)
         if found.ends:  # whatever was computed since the last probe may be wrong
             self._out.put(do.Invalidate(found.sound, first=mine == min(found.workers)))
         sound = found.sound if found.ends else outcome.step - 1
         why = Why(Cause.NONDETERMINISTIC, found.reason)
-        return Differs(why, outcome.step, sound, mine in found.odd, False, self._generation, found)
+        return Differs(why, outcome.step, sound, frozenset(found.odd), False, self._generation, found)
 
     def _compare(self, said: Statements) -> Differs | None:
         machine, fresh = self._machine, self._comparing.fresh
@@ -234,8 +246,7 @@ class Stepper:
             self._out.put(do.Invalidate(sound, first=mine == min(everybody - found.outvoted, default=mine)))
         reason = found.reason + ("" if found.drift else _tainted(sound))
         cause = Cause.NONDETERMINISTIC if found.drift else Cause.CORRUPT
-        outvoted = mine in found.outvoted
-        return Differs(Why(cause, reason), said.step + 1, sound, outvoted, found.drift, self._generation)
+        return Differs(Why(cause, reason), said.step + 1, sound, found.outvoted, found.drift, self._generation)
 
     def _decided(self, key: Key, here: bool = True) -> None:
         first = here and self._entered == self._generation

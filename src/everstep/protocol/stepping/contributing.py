@@ -17,6 +17,7 @@ from everstep.protocol.step_types import (
     StepEffect,
     StepLeft,
     StepWanted,
+    Takes,
 )
 from everstep.protocol.stepping.known import Known
 
@@ -111,14 +112,21 @@ class Contributing:
             self._known.next.lose_lanes(event.lanes)
         return []
 
+    def takes(self, event: Takes) -> list[StepEffect]:
+        """Said before the gradient is reduced."""
+        if event.step == self._known.step + 1:
+            self._known.next.will_take(event.blocks)
+        return []
+
     def gradient_reduced(self, event: GradientReduced) -> list[StepEffect]:
         """All own lanes, and those of the others, are in it."""
         known, plans, coming = self._known, self._known.plans, self._known.next
+        takes = coming.said_to_take()
         if event.step != known.step + 1:
             return []
         gradients = coming.gradients
         if event.generation == plans.generation and plans.plan is not None:
-            gradients = plans.shares()
+            gradients = {**plans.shares(), **takes}
         elif plans.plan is not None and plans.plan.stages > 1:
             return []  # one of a superseded reduction says nothing of the stages that it was of
         coming.reduced(event.step, gradients)

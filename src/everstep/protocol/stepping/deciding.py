@@ -9,6 +9,7 @@ from everstep.protocol.step_phases import Phase
 from everstep.protocol.step_types import (
     Discard,
     Gathered,
+    Holds,
     Key,
     Record,
     RecordArrived,
@@ -68,13 +69,20 @@ class Deciding:
         known.goes(Phase.IDLE)
         return [*effects, Gathered(key, records)]
 
+    def holds(self, event: Holds) -> list[StepEffect]:
+        """An update was made of some parts, or the others have come."""
+        if event.step == self._known.step:
+            self._known.held.becomes(event.blocks)
+        return []
+
     def updated(self, event: Updated) -> list[StepEffect]:
         """The step has been applied; if that was decided, all switch to another plan."""
         known, switch = self._known, self._known.plans.switch
         check(event.step == known.step, f"updated to {event.step}, decided {known.step}")
         done = Discard(event.step)
         if switch is None and self._entering.entered:
-            known.goes(Phase.IDLE)
+            mine = known.plans.current.stages_of(known.me.worker_id)
+            known.goes(Phase.LACKING if any(map(known.lacks, mine)) else Phase.IDLE)
             return [done]
         known.goes(Phase.SETTLING)
         if switch is None:

@@ -155,16 +155,16 @@ class Entering:
             effects.append(Discard(event.position.step + 1))
         if event.position.step == 0:
             held.begins_with(next((stated[ids[0]].digest for ids in wanted.values() if ids), held.digest))
-        held.becomes(self._with_seats(stays=event.position.step == before.step))
+        held.becomes(self._with_seats(settled, stays=event.position.step == before.step))
         self._copied = True
         return effects + self.settle()
 
-    def _with_seats(self, *, stays: bool) -> dict[int, Extents]:
+    def _with_seats(self, settled: Settlement, *, stays: bool) -> dict[int, Extents]:
         """What is there once all own seats have their share. stays: of the step that this worker was at before, so what
         is without a seat is kept until the next decision."""
         known, blocks = self._known, self._known.held.blocks
         kept = {k: part for k, part in blocks.items() if stays and (known.step or not part.whole)}
-        return kept | {k: kept.get(k, NONE) | share for k, share in known.plans.shares().items()}
+        return kept | {k: kept.get(k, NONE) | share for k, share in known.plans.shares(settled.sizes).items()}
 
     def _enter(self) -> list[StepEffect]:
         known = self._known

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from everstep.base.extents import NONE
 from everstep.base.plan import WorkerKey
 from everstep.protocol.step_phases import Phase
 from everstep.protocol.step_types import Discard, Holding, Key, Record, StepEffect
@@ -35,7 +36,12 @@ class Known:
 
     def lacks(self, stage: int) -> bool:
         """Whether it has less of a stage than the present plan's share."""
-        return self.held.lacks(stage, self.plans.share(stage))
+        return self.held.lacks(stage, self.plans.share(stage, self.held.blocks.get(stage, NONE).of))
+
+    @property
+    def stages(self) -> tuple[int, ...]:
+        """Those of whose state at the position it has its whole share; ascending."""
+        return tuple(stage for stage in self.held.present if not self.lacks(stage))
 
     def holding(self) -> Holding:
         """What is held as of now, to be stated in the present plan. Raises: InvariantViolation without one."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from everstep.base.errors import InvariantViolation
-from everstep.base.extents import WHOLE, Extents
+from everstep.base.extents import WHOLE, Extents, Sizes
 from everstep.base.plan import Plan, WorkerKey
+from everstep.placement.shards import share
 from everstep.protocol.step_types import Record
 
 
@@ -33,13 +34,14 @@ class Plans:
             raise InvariantViolation(f"worker {self.me} has no plan")
         return self.plan
 
-    def share(self, stage: int) -> Extents:
-        """What this worker is to hold of a stage's state."""
-        return WHOLE if self.plan is None else self.plan.shard(self.me.worker_id, stage).state
+    def share(self, stage: int, of: Sizes = ()) -> Extents:
+        """What this worker is to hold of a stage's state. of: its sizes, as far as they are known."""
+        return WHOLE if self.plan is None else share(self.plan.shard(self.me.worker_id, stage), of)
 
-    def shares(self) -> dict[int, Extents]:
-        """By stage of its seats."""
-        return {stage: self.share(stage) for stage in self.current.stages_of(self.me.worker_id)}
+    def shares(self, sizes: Mapping[int, Sizes] = {}) -> dict[int, Extents]:
+        """By stage of its seats. sizes: of their states, as far as they are known."""
+        stages = self.current.stages_of(self.me.worker_id)
+        return {stage: self.share(stage, sizes.get(stage, ())) for stage in stages}
 
     def seats(self) -> set[tuple[int, int]]:
         """(stage, lane) of this worker's seats."""

@@ -20,11 +20,6 @@ class StatesHeld:
         self.sound = -1
 
     @property
-    def stages(self) -> tuple[int, ...]:
-        """Those of whose state at the position it has all blocks; ascending."""
-        return tuple(sorted(k for k, blocks in self.blocks.items() if blocks.whole))
-
-    @property
     def present(self) -> Mapping[int, Extents]:
         """What it has of the stages of which it has anything; ascending."""
         return {k: blocks for k, blocks in sorted(self.blocks.items()) if blocks}
@@ -62,8 +57,8 @@ class NextStep:
 
     lanes: (stage, lane) of results that are held; awaited: of the present `LanesNeeded`, not reported yet. rerun: lanes
     that all compute anew; None: all. gradient_step: that of which the reduced gradient is held, 0 if none; gradients:
-    by stage, what it takes to that step. undone: the newest step that was decided, and is done again from the same
-    state.
+    by stage, what it takes to that step; takes: the same, as far as it was said. undone: the newest step that was
+    decided, and is done again from the same state.
     """
 
     def __init__(self) -> None:
@@ -72,11 +67,12 @@ class NextStep:
         self.rerun: frozenset[int] | None = None
         self.gradient_step = 0
         self.gradients: Mapping[int, Extents] = {0: WHOLE}
+        self.takes: Mapping[int, Extents] = {}
         self.undone = 0
 
     def forget(self) -> None:
         """Nothing that has been computed of it counts."""
-        self.lanes, self.gradient_step = set(), 0
+        self.lanes, self.gradient_step, self.takes = set(), 0, {}
 
     def is_another(self) -> None:
         """The position is that of another step."""
@@ -102,6 +98,15 @@ class NextStep:
     def lose_lanes(self, lanes: Iterable[tuple[int, int]]) -> None:
         """Results are not held any more."""
         self.lanes -= set(lanes)
+
+    def will_take(self, blocks: Mapping[int, Extents]) -> None:
+        """What the gradient that is being reduced takes to its step."""
+        self.takes = blocks
+
+    def said_to_take(self) -> Mapping[int, Extents]:
+        """What was said of the reduction that has ended; nothing of one that comes after it."""
+        takes, self.takes = self.takes, {}
+        return takes
 
     def reduced(self, step: int, gradients: Mapping[int, Extents]) -> None:
         """Its reduced gradient is held."""

@@ -1,0 +1,46 @@
+"""Where the state of an optimizer, and copies of whole states, lie: in the memory of the device, and of the process."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from everstep.exact.layout import aligned_like
+
+
+class StateMemory:
+    """Ordinary memory; subclasses have other places. where: for people."""
+
+    where = "the device's memory"
+
+    def make(self, like: Tensor) -> Tensor:
+        """Memory for a tensor of the optimizer's state: of this shape and dtype, with these strides. Its content is
+        undefined."""
+        return aligned_like(like)
+
+    def flat(self, nbytes: int) -> Tensor:
+        """Host memory for the copy of a state."""
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    def let_go(self) -> None:
+        """Nothing of it is in use for now."""
+
+
+def give_back(tensor: Tensor, kept: Sequence[tuple[int, int]]) -> None:
+    """Give the memory of a contiguous tensor in host memory back to the system, but for these ranges of elements, which
+    ascend. What is given back reads as zeros, and takes no memory until it is written."""
+    size = tensor.numel()
+    edges = [0, *(edge for one in kept for edge in one), size]
+    for first, stop in zip(edges[::2], edges[1::2], strict=True):
+        begin = tensor.data_ptr() + first * tensor.element_size()
+        end = tensor.data_ptr() + stop * tensor.element_size()
+        begin, end = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE, end // mmap.PAGESIZE * mmap.PAGESIZE
+        if begin < end and not tensor.is_cuda:
+            _libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), mmap.MADV_DONTNEED)
+
+
+_libc = ctypes.CDLL(None, use_errno=True)

@@ -1,0 +1,166 @@
+"""The optimizer's state outside the device's memory: in that of the host, or in a file on disk.
+
+In a file it is memory-mapped, so all that reads or copies a state does so as anywhere else, and the kernel writes out
+and drops what is not in use. `optimizer_update` goes from one part of the parameters to the next: the state of a part
+is read ahead while the part before it is updated, and then let go of.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import mmap
+import os
+import tempfile
+import weakref
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from everstep.base.errors import ConfigError
+from everstep.exact.layout import round_up
+from everstep.exact.state_memory import StateMemory
+
+log = logging.getLogger(__name__)
+
+LEAST_BYTES = 1 << 16
+"""Smaller tensors stay where they are."""
+_SLAB_BYTES = 1 << 26
+_PAGE = mmap.ALLOCATIONGRANULARITY
+
+
+class FarMemory(StateMemory):
+    """Page-locked memory of the host, for a device with memory of its own."""
+
+    where = "the host's memory"
+
+    def make(self, like: Tensor) -> Tensor:
+        return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, pin_memory=True)
+
+    def lacks(self, tensor: Tensor) -> bool:
+        """Whether a tensor that belongs in it lies elsewhere."""
+        return tensor.is_cuda
+
+    def ahead(self, tensor: Tensor) -> None:
+        """It will be read soon."""
+
+
+class _Slab(NamedTuple):
+    start: int
+    """Its address."""
+    size: int
+    memory: mmap.mmap
+
+
+class StateFile(FarMemory):
+    """Memory of one process in files without a name, which are gone when the process ends. The one of the optimizer's
+    state grows as it is used; each copy of a state has a file of its own, for as long as it is kept."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises: ConfigError if no file can be written there."""
+        self.where = str(folder)
+        self._slabs: list[_Slab] = []
+        self._copies: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
+        self._used = self._size = 0
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115
+            self._grow(_SLAB_BYTES)
+        except OSError as error:
+            raise ConfigError(_refusal(folder, error)) from None
+
+    def room_for(self, nbytes: int) -> None:
+        """Raises: ConfigError if the disk has no room for so much more."""
+        found = os.fstatvfs(self._file.fileno())
+        free = found.f_bavail * found.f_frsize + self._size - self._used
+        if free < nbytes:
+            raise ConfigError(
+                f"zero.offload: expected {_megabytes(nbytes)} of free space in {self.where} for each worker, got "
+                f"{_megabytes(free)}: make room, or name another folder"
+            )
+
+    def make(self, like: Tensor) -> Tensor:
+        """Raises: ConfigError if the disk is full."""
+        if like.numel() * like.element_size() < LEAST_BYTES:
+            return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype)
+        nbytes = like.numel() * like.element_size()
+        if self._used + nbytes > self._size:
+            try:
+                self._grow(max(round_up(nbytes, _PAGE), _SLAB_BYTES))
+            except OSError as error:
+                raise ConfigError(_refusal(Path(self.where), error)) from None
+        slab = self._slabs[-1]
+        at = self._used - (self._size - slab.size)
+        self._used += round_up(nbytes, _PAGE)  # no page belongs to two tensors
+        flat = torch.frombuffer(slab.memory, dtype=torch.uint8, count=nbytes, offset=at)
+        return flat.view(like.dtype).as_strided(like.shape, like.stride(), 0)
+
+    def flat(self, nbytes: int) -> Tensor:
+        """Ordinary memory if the disk is full: the job goes on."""
+        try:
+            with tempfile.TemporaryFile(dir=self.where) as file:
+                memory = _mapped(file.fileno(), 0, max(nbytes, 1))
+        except OSError as error:
+            log.warning("a copy of the state does not fit in %s (%s)", self.where, error.strerror)
+            return super().flat(nbytes)
+        self._copies.add(memory)
+        return torch.frombuffer(memory, dtype=torch.uint8, count=nbytes) if nbytes else super().flat(0)
+
+    def _grow(self, size: int) -> None:
+        """Begin a new slab; what is left of the one before is not used."""
+        memory = _mapped(self._file.fileno(), self._size, size)
+        start = torch.frombuffer(memory, dtype=torch.uint8, count=1).data_ptr()
+        self._slabs.append(_Slab(start, size, memory))
+        self._used = self._size
+        self._size += size
+
+    def lacks(self, tensor: Tensor) -> bool:
+        return tensor.numel() * tensor.element_size() >= LEAST_BYTES and self._place(tensor) is None
+
+    def _place(self, tensor: Tensor) -> tuple[_Slab, int] | None:
+        if not tensor.is_cuda:
+            for slab in self._slabs:
+                at = tensor.data_ptr() - slab.start
+                if 0 <= at < slab.size:
+                    return slab, at
+        return None
+
+    def ahead(self, tensor: Tensor) -> None:
+        place = self._place(tensor)
+        if place is not None and tensor.numel():
+            slab, at = place
+            first = at // _PAGE * _PAGE
+            slab.memory.madvise(mmap.MADV_WILLNEED, first, at - first + tensor.numel() * tensor.element_size())
+
+    def let_go(self) -> None:
+        """The pages stay in the file, and in the kernel's cache while there is room."""
+        for memory in (*(slab.memory for slab in self._slabs), *self._copies):
+            memory.madvise(mmap.MADV_DONTNEED)
+
+
+def _mapped(fd: int, offset: int, size: int) -> mmap.mmap:
+    """A part of a file in memory. Its blocks on disk are taken now: a page without one would end the process."""
+    os.posix_fallocate(fd, offset, size)
+    return mmap.mmap(fd, size, offset=offset)
+
+
+def memory_for(offload: str | None, device: torch.device) -> StateMemory:
+    """The memory that `zero.offload` names, for a job on this device. Raises: ConfigError if it cannot be had."""
+    if offload is None or (offload == "cpu" and device.type == "cpu"):
+        return StateMemory()
+    return FarMemory() if offload == "cpu" else StateFile(Path(offload))
+
+
+def _refusal(folder: Path, error: OSError) -> str:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return f"zero.offload: {folder} is full: make room, or name another folder"
+    return (
+        f"zero.offload: expected a folder in which a file can be written, got {folder} "
+        f"({error.strerror or error}): name another one, or set zero.offload=none"
+    )
+
+
+def _megabytes(nbytes: int) -> str:
+    return f"{nbytes / 1e6:,.0f} MB"

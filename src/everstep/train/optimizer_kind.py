@@ -1,0 +1,172 @@
+"""Which parts of a model an optimizer may update apart from each other and give the same bits: found by experiment.
+
+A sample of the parameters is updated whole, and by two owners with disjoint parts and generators in different states,
+twice each, on copies. One owner with all parts, one after the other, would not do: random numbers that are drawn over
+pieces in order give the bits of the whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from everstep.exact.attributes import plain
+from everstep.exact.digest import tensor_digest
+from everstep.exact.layout import ALIGN_ELEMENTS
+from everstep.exact.pieces import PieceUpdate, Ranges, may_be_cut
+from everstep.exact.seeding import derive, seed_all
+from everstep.train.update_probe import sample_of, twin_of
+
+_CUTS = (0.35, 0.8)
+"""Where a parameter is cut: its middle part belongs to another owner than the rest."""
+_UPDATES = 2
+NO_GRADIENT = "no parameter has a gradient"
+"""Why nothing can be found out."""
+
+
+class OptimizerKind(NamedTuple):
+    """divides: `elements` if any elements can be updated apart, `matrices` if whole parameters can, else `nothing`.
+    why: what differed first, of the next larger kind; "" for `elements`. at_once: an update changes groups or
+    attributes, so a worker has to update all that it holds in one call. state_bytes: of the state for all parameters,
+    as far as a sample tells."""
+
+    divides: Literal["elements", "matrices", "nothing"]
+    why: str = ""
+    at_once: bool = False
+    state_bytes: int = 0
+
+
+def kind_of(optimizer: Optimizer, seed: int) -> OptimizerKind:
+    """The kind of this optimizer, whose parameters have gradients. Nothing of it changes; all generators do."""
+    sample = sample_of(optimizer)
+    parameters = [p for group in sample for p in group]
+    if all(p.grad is None for p in parameters):
+        return OptimizerKind("nothing", NO_GRADIENT)
+    try:
+        whole = _updated(optimizer, sample, None, seed)
+    except Exception as error:
+        return OptimizerKind("nothing", f"it cannot be copied and updated: {_line(error)}")
+    more = beside(whole) != beside(optimizer), _state_bytes(optimizer, whole)
+    in_pieces = _differs(optimizer, sample, whole, [_cut(parameters, k) for k in (0, 1)], seed)
+    if not in_pieces:
+        return OptimizerKind("elements", "", *more)
+    apart = [{p: [(0, p.numel())] for p in parameters[k::2]} for k in (0, 1)]
+    together = _differs(optimizer, sample, whole, apart, seed)
+    return OptimizerKind("nothing", together, *more) if together else OptimizerKind("matrices", in_pieces, *more)
+
+
+def _state_bytes(optimizer: Optimizer, sample: Optimizer) -> int:
+    """Bytes of a whole optimizer's state. sample: a copy of it that has stepped, for some of the parameters."""
+    kept = [v for state in sample.state.values() if isinstance(state, Mapping) for v in state.values()]
+    size = sum(int(v.numel()) * v.element_size() for v in kept if isinstance(v, Tensor))
+    counts: list[int] = [
+        sum(p.numel() for group in one.param_groups for p in group["params"]) for one in (optimizer, sample)
+    ]
+    return size * counts[0] // max(1, counts[1])
+
+
+def _cut(parameters: Sequence[Tensor], owner: int) -> dict[Tensor, list[tuple[int, int]]]:
+    """The pieces of one of two owners; witnesses where it has none. A single element is everybody's: of no elements,
+    it would look like what is kept once for each parameter."""
+    found: dict[Tensor, list[tuple[int, int]]] = {}
+    for number, parameter in enumerate(parameters):
+        size = parameter.numel()
+        cuts = [int(size * share) // ALIGN_ELEMENTS * ALIGN_ELEMENTS for share in _CUTS]
+        if not may_be_cut(parameter) or not 0 < cuts[0] < cuts[1] < size:
+            found[parameter] = [(0, size)] if size == 1 or number % 2 == owner else []
+        else:
+            found[parameter] = [(0, cuts[0]), (cuts[1], size)] if owner == 0 else [(cuts[0], cuts[1])]
+    return found
+
+
+def _updated(optimizer: Optimizer, sample: Sequence[Sequence[Tensor]], pieces: Ranges | None, seed: int) -> Optimizer:
+    """A copy of the optimizer after two updates, of these pieces of the sample or of all of it."""
+    twin = twin_of(optimizer, [list(group) for group in sample])
+    copies = [p for group in twin.param_groups for p in group["params"]]
+    originals = [p for group in sample for p in group]
+    if pieces is not None:
+        pieces = {mine: pieces[p] for p, mine in zip(originals, copies, strict=True) if p in pieces}
+    for number in range(_UPDATES):
+        seed_all(derive(seed, number, 0))
+        if pieces is None:
+            twin.step()
+        else:
+            PieceUpdate(twin).make([pieces])
+        for parameter in copies:
+            if parameter.grad is not None:
+                parameter.grad.mul_(-0.5)
+    return twin
+
+
+def _differs(
+    optimizer: Optimizer,
+    sample: Sequence[Sequence[Tensor]],
+    whole: Optimizer,
+    owned: Sequence[dict[Tensor, list[tuple[int, int]]]],
+    seed: int,
+) -> str:
+    """What two owners make otherwise than an update of all; "" if nothing."""
+    originals = [p for group in sample for p in group]
+    expected = [p for group in whole.param_groups for p in group["params"]]
+    for number, pieces in enumerate(owned):
+        try:
+            twin = _updated(optimizer, sample, pieces, derive(seed, number, 1))
+        except Exception as error:
+            return f"a part cannot be updated alone: {_line(error)}"
+        if beside(twin) != beside(whole):
+            return "the groups or attributes of the optimizer would differ"
+        copies = [p for group in twin.param_groups for p in group["params"]]
+        for original, mine, theirs in zip(originals, copies, expected, strict=True):
+            if original in pieces:
+                for what in _unlike((twin, mine), (whole, theirs), pieces[original]):
+                    return f"{what} of a parameter of shape {tuple(mine.shape)} would differ"
+    return ""
+
+
+def _unlike(
+    mine: tuple[Optimizer, Tensor], theirs: tuple[Optimizer, Tensor], pieces: Sequence[tuple[int, int]]
+) -> Iterator[str]:
+    """Names of what differs in these pieces of a parameter, or in what is kept once for it."""
+    (twin, here), (whole, there) = mine, theirs
+    if _digests(here, here, pieces) != _digests(there, there, pieces):
+        yield "the elements"
+    states = twin.state.get(here, {}), whole.state.get(there, {})
+    if list(map(str, states[0])) != list(map(str, states[1])):
+        yield "the keys of the state"
+        return
+    for key, value in states[1].items():
+        kept = states[0][key]
+        if not isinstance(value, Tensor) or not isinstance(kept, Tensor):
+            same = repr(value) == repr(kept)
+        elif value.shape == there.shape and kept.shape == here.shape:
+            same = _digests(kept, here, pieces) == _digests(value, there, pieces)
+        else:
+            same = tensor_digest(value) == tensor_digest(kept)
+        if not same:
+            yield f"state[{str(key)!r}]"
+
+
+def _digests(tensor: Tensor, parameter: Tensor, pieces: Sequence[tuple[int, int]]) -> list[str]:
+    """Digest of each range of a tensor's elements; these are counted in the order of the parameter's memory."""
+    if not may_be_cut(parameter):
+        return [tensor_digest(tensor)]
+    tensor = tensor.detach()
+    if tensor.stride() != parameter.stride():
+        tensor = torch.empty_like(parameter, dtype=tensor.dtype).copy_(tensor)
+    flat = tensor.as_strided((tensor.numel(),), (1,))
+    return [tensor_digest(flat[first:stop]) for first, stop in pieces]
+
+
+def _line(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
+
+
+def beside(optimizer: Optimizer) -> str:
+    """All that an optimizer keeps beside parameters and their state."""
+    groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    other = {k: v for k, v in optimizer.state.items() if not isinstance(k, torch.Tensor)}
+    return repr((groups, other, plain(optimizer)))

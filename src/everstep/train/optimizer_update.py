@@ -1,0 +1,190 @@
+"""One worker's updates of an optimizer: all at once, part by part where its state lies in a file, or of the parts alone
+that this worker has of a state which the members have divided."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks
+
+from everstep.base.errors import ConfigError
+from everstep.exact.dealt import Dealt
+from everstep.exact.pieces import PieceUpdate, Ranges, calls_of
+from everstep.exact.seeding import seed_all
+from everstep.exact.state_memory import StateMemory
+from everstep.train.divided_state import DividedState
+from everstep.train.offload import FarMemory, StateFile
+from everstep.train.optimizer_kind import NO_GRADIENT, OptimizerKind, beside, kind_of
+from everstep.train.update_probe import UpdateProbe
+
+log = logging.getLogger(__name__)
+
+PART_ELEMENTS = 1 << 22
+"""Elements of the parameters that are updated at once, where the state lies elsewhere: 16 MiB, and as much for each
+tensor of the state."""
+_SLOW_S, _SLOW_SHARE, _SLOW_TIMES = 1.0, 0.5, 3
+
+
+class OptimizerUpdate:
+    """Updates of an optimizer: the same bits as of its own `step`.
+
+    kind: which parts of it can be updated apart; None while that did not matter. dealt: the parts that were updated
+    last, None if all were. proven: an update is known to be deterministic. under_way: the optimizer is being stepped.
+    """
+
+    def __init__(self, optimizer: Optimizer, memory: StateMemory, every: int = 0) -> None:
+        """every: steps between looks at what the optimizer is like, where that matters; 0: only one."""
+        self._every = every
+        self.kind: OptimizerKind | None = None
+        self.dealt: Dealt | None = None
+        self.proven = self.under_way = self._guarded = False
+        self._slow = ""
+        self._optimizer, self._memory = optimizer, memory
+        self._took_long, self._before = 0, time.monotonic()
+
+    def prove(self) -> None:
+        """That an update is deterministic was seen elsewhere."""
+        self.proven = True
+
+    def forget(self) -> None:
+        """The state is about to be another one."""
+        self.dealt = None
+
+    def make(self, step: int, seed: int, dealt: Callable[[], Dealt | None] = lambda: None) -> None:
+        """Update the parameters of which there are gradients. dealt: which of them, if not all.
+
+        Raises: ConfigError if there is no room for the state, or it cannot be divided. DeterminismError.
+        """
+        began, optimizer, memory = time.monotonic(), self._optimizer, self._memory
+        self.dealt = dealt()
+        probe = None if self.proven else UpdateProbe(optimizer, seed)
+        if self.dealt is not None or isinstance(memory, FarMemory):
+            self._find_kind(step, seed)
+        ranges = None if self.dealt is None else self._divided(self.dealt)
+        seed_all(seed)
+        self.under_way = True
+        if ranges is not None:
+            PieceUpdate(optimizer, memory.make).make([ranges])
+        elif isinstance(memory, FarMemory):
+            self._part_by_part(memory, step)
+        else:
+            optimizer.step()
+        self.under_way = False
+        if probe is not None:
+            probe.refuse_uncarried()
+            if ranges is None:
+                probe.compare(step)
+        self.proven = True
+        memory.let_go()
+        if isinstance(memory, FarMemory):
+            self._judge(began, time.monotonic())
+
+    def _find_kind(self, step: int, seed: int) -> None:
+        """Find out what the optimizer is like; one without gradients in this step says nothing of that."""
+        before, memory = self.kind, self._memory
+        if before is not None and not (self._every and step % self._every == 0):
+            return
+        found = kind_of(self._optimizer, seed)
+        if before is None:
+            log.info("the state of the optimizer lies in %s (%s)", memory.where, found)
+            if isinstance(memory, StateFile):
+                memory.room_for(found.state_bytes)
+        elif found[:3] != before[:3] and found.why != NO_GRADIENT:
+            raise self._changed(step, found.why or "it can be divided")
+        self.kind = before or found
+
+    def _changed(self, step: int, why: str) -> ConfigError:
+        return ConfigError(
+            f"the optimizer {type(self._optimizer).__name__} treats its parameters otherwise at step {step} than before"
+            f" ({why}), so it cannot be said which parts of its state may be updated apart: set zero.offload=none and "
+            "zero.stage=0"
+        )
+
+    def _divided(self, dealt: Dealt) -> Ranges:
+        name = type(self._optimizer).__name__
+        if self._optimizer._optimizer_step_post_hooks or _global_optimizer_post_hooks:
+            raise ConfigError(
+                f"zero.stage=1: expected no step post-hooks of {name}, since they would see parameters that other "
+                "workers have not sent yet: do it in the loop, after the step, or set zero.stage=0"
+            )
+        if not self._guarded:
+            self._guarded = True
+            self._optimizer.register_state_dict_pre_hook(_refuse_state_dict)
+            vars(self._optimizer)["state"] = DividedState(self._optimizer, lambda: self.under_way)
+        if self.kind is not None and self.kind.divides != "elements":
+            raise ConfigError(
+                f"zero.stage=1 divides the state of the optimizer, which {name} does not "
+                f"allow: an update of a part differs from that of the whole ({self.kind.why}); set zero.stage=0, or "
+                "use an element-wise optimizer"
+            )
+        return dealt.updates()
+
+    # ---- where the state lies elsewhere
+
+    def _part_by_part(self, memory: FarMemory, step: int) -> None:
+        optimizer, kind = self._optimizer, self.kind
+        self._move(memory)
+        places = {p: dict(state) for p, state in optimizer.state.items() if isinstance(p, Tensor)}
+        if kind is None or kind.divides == "nothing" or kind.at_once:
+            optimizer.step()
+        else:
+            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            before, calls = beside(optimizer), calls_of(parameters, PART_ELEMENTS, kind.divides == "elements")
+            PieceUpdate(optimizer, memory.make).make(self._one_after_another(memory, calls))
+            if len(calls) > 1 and beside(optimizer) != before:
+                raise self._changed(step, "an update changes its groups or attributes")
+        self._move(memory, places)
+
+    def _move(self, memory: FarMemory, places: Mapping[Tensor, Mapping[Any, Any]] = {}) -> None:
+        """Put where it belongs what an update, or the optimizer when it was made, has put elsewhere. places: the state
+        before the update: a tensor that it has made anew comes to lie where the one before lay."""
+        for parameter, state in self._optimizer.state.items():
+            for key, value in state.items() if isinstance(parameter, Tensor) else ():
+                if isinstance(value, Tensor) and value.shape == parameter.shape and memory.lacks(value):
+                    place = places.get(parameter, {}).get(key)
+                    if not isinstance(place, Tensor) or (place.shape, place.dtype) != (value.shape, value.dtype):
+                        place = memory.make(value)
+                    with torch.no_grad():
+                        state[key] = place.copy_(value)
+
+    def _one_after_another(self, memory: FarMemory, calls: Sequence[Ranges]) -> Iterator[Ranges]:
+        for number, call in enumerate(calls):
+            if number:
+                memory.let_go()
+            for parameter, ranges in calls[number + 1].items() if number + 1 < len(calls) else ():
+                for value in self._optimizer.state.get(parameter, {}).values():
+                    if isinstance(value, Tensor) and value.shape == parameter.shape and value.is_contiguous():
+                        for first, stop in ranges:
+                            memory.ahead(value.view(-1)[first:stop])
+            yield call
+
+    def complaint(self) -> str:
+        """What a person is to know of a slow disk, once; "" otherwise."""
+        said, self._slow = self._slow, ""
+        return said
+
+    def _judge(self, began: float, ended: float) -> None:
+        """A disk that is too slow: the updates take most of the time, several times in a row."""
+        took, whole = ended - began, ended - self._before
+        self._before = ended
+        long = took > _SLOW_S and took > _SLOW_SHARE * whole
+        self._took_long = self._took_long + 1 if long else 0
+        if self._took_long == _SLOW_TIMES:
+            self._slow = (
+                f"updates wait for zero.offload={self._memory.where}: the last took {took:.1f} of {whole:.1f} s; use a "
+                "faster disk, or give the job more memory"
+            )
+
+
+def _refuse_state_dict(optimizer: Optimizer) -> None:
+    """Raises: ConfigError, for a loop that would save what is not there."""
+    raise ConfigError(
+        f"zero.stage=1: no worker has all of the state of {type(optimizer).__name__}, so its state_dict is not to be "
+        "had: leave saving to the job's checkpoints (everstep checkpoints export), or set zero.stage=0"
+    )

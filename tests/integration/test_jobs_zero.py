@@ -1,0 +1,184 @@
+"""Jobs whose members divide the optimizer's state: the bits of one worker that has all of it, through kills, moves,
+and resumes that divide it otherwise or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from job_harness import Job, Jobs, same
+
+SCRIPT = """
+import os, time, torch
+from torch import nn
+import everstep
+
+torch.manual_seed(0)
+data = torch.utils.data.TensorDataset(torch.randn(160, 40), torch.randn(160, 1))
+model = nn.Sequential(
+    nn.Linear(40, 700), nn.BatchNorm1d(700), nn.Tanh(), nn.Linear(700, 500), nn.Dropout(0.1), nn.Linear(500, 1))
+def groups():
+    return [{"params": model[:3].parameters()}, {"params": model[3:].parameters(), "weight_decay": 0.1}]
+optimizer = torch.optim.{optimizer}
+scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, gamma=0.7)
+run = everstep.join(model, optimizer, data, lanes=6, micro_batch=3, steps=24, scheduler=scheduler, clip_norm=1.0)
+for step in run:
+    for x, y in step:
+        time.sleep(float(os.environ.get("LANE_S", "0")))
+        step.backward(nn.functional.mse_loss(model(x), y))
+"""
+ADAMW = "AdamW(groups(), lr=0.01, amsgrad=True)"
+ZERO = {"zero.stage": 1}
+PACED = {"LANE_S": "0.03"}
+
+
+LATE = """
+import os, time, torch
+from torch import nn
+import everstep
+
+torch.manual_seed(0)
+data = torch.utils.data.TensorDataset(torch.randn(160, 40), torch.randn(160, 1))
+
+class Late(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(40, 700), nn.Tanh(), nn.Linear(700, 500), nn.Linear(500, 1))
+        self.side, self.never = nn.Linear(40, 9000), nn.Linear(40, 5000)
+
+    def forward(self, x, late):
+        return self.body(x) + self.side(x).mean(1, keepdim=True) if late else self.body(x)
+
+model = Late()
+run = everstep.join(model, torch.optim.AdamW(model.parameters(), lr=0.01), data, lanes=6, micro_batch=3, steps=18)
+for step in run:
+    for x, y in step:
+        time.sleep(float(os.environ.get("LANE_S", "0")))
+        step.backward(nn.functional.mse_loss(model(x, step.number > 9), y))
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> str:
+    (tmp_path / "train.py").write_text(SCRIPT.replace("{optimizer}", ADAMW))
+    return str(tmp_path / "train.py")
+
+
+@pytest.fixture
+def reference(jobs: Jobs, script: str) -> Path:
+    job = jobs.start(script, workers=1)
+    assert job.end() == 0, job.account()
+    return job.run_dir
+
+
+def ended_alike(job: Job, reference: Path) -> None:
+    assert job.end() == 0, job.account()
+    same(reference, job)
+
+
+@pytest.mark.parametrize("copies", [1, 2])
+@pytest.mark.parametrize("phase", ["reduce", "agree", "update"])
+def test_who_holds_a_part_is_killed_and_comes_back(
+    jobs: Jobs, script: str, reference: Path, copies: int, phase: str
+) -> None:
+    """With one copy what it held is gone, and all go back to the checkpoint; with two nothing is."""
+    chaos = f"kill:target=worker:1,at=8,phase={phase}; kill:target=leader:0,at=16,phase={phase}"
+    settings = {**ZERO, "zero.copies": copies, "checkpoint.disk.every_steps": 3}
+    job = jobs.start(script, workers=3, settings=settings, chaos=chaos, environment=PACED)
+    ended_alike(job, reference)
+    assert len(job.of_kind("fault_injected")) == 2, job.account()
+    assert bool(job.of_kind("fallback")) == (copies == 1), job.account()
+
+
+def test_both_holders_of_a_part_are_killed_at_once(jobs: Jobs, script: str, reference: Path) -> None:
+    job = jobs.start(script, workers=4, settings=ZERO, environment=PACED)
+    job.wait_for("step_committed", step=5)
+    pids = [job.pid_of(worker_id) for worker_id in (1, 2, 3)]
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+    ended_alike(job, reference)
+
+
+@pytest.mark.parametrize(("first", "then"), [((1, 3), (0, 2)), ((0, 2), (1, 4)), ((1, 2), (1, 3)), ((1, 3), (1, 1))])
+def test_it_is_resumed_otherwise_divided_or_not_at_all(
+    jobs: Jobs, script: str, reference: Path, first: tuple[int, int], then: tuple[int, int]
+) -> None:
+    job = jobs.start(script, workers=first[1], settings={"zero.stage": first[0]}, environment=PACED)
+    job.wait_for("step_committed", step=7)
+    os.kill(job.launcher_pid(), signal.SIGTERM)
+    assert job.end() == 143, job.account()
+    settings = {"zero.stage": then[0], "zero.copies": 1}
+    again = jobs.start(script, workers=then[1], settings=settings, run_dir=job.run_dir)
+    ended_alike(again, reference)
+
+
+def test_members_come_and_go_and_a_bit_that_flips_in_a_part_is_found(jobs: Jobs, script: str, reference: Path) -> None:
+    settings = {**ZERO, "verify_every": 4}
+    job = jobs.start(script, workers=2, settings=settings, environment={"LANE_S": "0.05"})
+    job.wait_for("step_committed", step=3)
+    assert jobs.command(["scale", str(job.run_dir), "--workers", "4"], job.run_dir.with_name("scale")).end() == 0
+    job.wait_for("worker_joined", worker_id=3)
+    assert jobs.command(["drain", str(job.run_dir), "0"], job.run_dir.with_name("drain")).end() == 0
+    ended_alike(job, reference)
+
+
+@pytest.mark.parametrize("copies", [1, 2])
+def test_parameters_that_are_used_late_or_never(jobs: Jobs, tmp_path: Path, copies: int) -> None:
+    (tmp_path / "train.py").write_text(LATE)
+    alone = jobs.start(str(tmp_path / "train.py"), workers=1)
+    assert alone.end() == 0, alone.account()
+    settings = {**ZERO, "zero.copies": copies, "verify_every": 3, "checkpoint.disk.every_steps": 2}
+    chaos = "kill:target=worker:1,at=10,phase=update; kill:target=worker:2,at=14,phase=agree"
+    job = jobs.start(str(tmp_path / "train.py"), workers=3, settings=settings, chaos=chaos, environment=PACED)
+    ended_alike(job, alone.run_dir)
+
+
+def test_stages_divide_the_state_of_each_pool(jobs: Jobs) -> None:
+    settings = {"stages": 2, **ZERO, "zero.copies": 1, "checkpoint.disk.every_steps": 4}
+    chaos = "kill:target=worker:3,at=6,phase=update"
+    jobs.run("Pictures", workers=4, settings=settings, chaos=chaos)
+
+
+@pytest.mark.parametrize("optimizer", ["Adafactor(groups(), lr=0.01)", "SGD(groups(), lr=0.01, momentum=0.9)"])
+def test_an_optimizer_that_cannot_be_divided_is_refused_by_name(jobs: Jobs, tmp_path: Path, optimizer: str) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT.replace("{optimizer}", optimizer))
+    job = jobs.start(str(tmp_path / "train.py"), workers=2, settings=ZERO | {"zero.copies": 1})
+    code = job.end()
+    if "SGD" in optimizer:
+        assert code == 0, job.account()
+        return
+    assert code == 2, job.account()
+    (failed,) = job.of_kind("job_failed")
+    assert failed["cause"] == "config" and "zero.stage=1 divides the state" in failed["reason"]
+    assert "Adafactor" in failed["reason"] and "zero.stage=0" in failed["reason"], json.dumps(failed)
+
+
+def test_more_copies_than_workers_are_all_of_it_and_said(jobs: Jobs, script: str, reference: Path) -> None:
+    job = jobs.start(script, workers=2, settings=ZERO | {"zero.copies": 3})
+    ended_alike(job, reference)
+    assert "saves no memory where a stage has no more workers (2) than zero.copies (3)" in job.account()
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("optimizer.register_step_post_hook(lambda *_: None)", "expected no step post-hooks of AdamW"),
+        ("optimizer.state_dict()", "no worker has all of the state of AdamW"),
+        ("next(iter(optimizer.state.values()), {}).get('exp_avg')", "the loop cannot read optimizer.state"),
+        ("optimizer.state[next(model.parameters())]", "the loop cannot read optimizer.state"),
+    ],
+)
+def test_what_would_see_a_part_as_the_whole_is_refused_by_name(
+    jobs: Jobs, tmp_path: Path, line: str, said: str
+) -> None:
+    text = SCRIPT.replace("{optimizer}", ADAMW)
+    at = "scheduler = " if "hook" in line else "        time.sleep"
+    indent = "        " if "hook" not in line else ""
+    (tmp_path / "train.py").write_text(text.replace(at, f"{indent}{line}\n{at}", 1))
+    job = jobs.start(str(tmp_path / "train.py"), workers=2, settings=ZERO | {"zero.copies": 1})
+    assert job.end() == 2, job.account()
+    assert said in job.of_kind("job_failed")[0]["reason"], job.account()

@@ -1,0 +1,84 @@
+"""Members that divide the optimizer's state: promises hold, and mistakes about whose parts are where are noticed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from everstep.sim import life, sim_worker
+from everstep.sim.computing import Spreading
+from everstep.sim.faults import SimFault
+from everstep.sim.model import Blocks, SimJob
+from everstep.sim.scenario import simulate
+from everstep.sim.setups import Setup
+
+SEEDS = range(60)
+TELLING = range(12)
+
+
+def test_the_promises_hold_and_parameters_are_given() -> None:
+    seen: Counter[tuple[str, str]] = Counter()
+    for seed in SEEDS:
+        outcome = simulate(seed, sharded=True)
+        assert outcome.ok, f"{outcome}\nreplay: everstep sim --seed {seed} --sharded --trace"
+        seen.update(outcome.seen)
+    assert seen["faults", "kill"], seen
+
+
+class OfAnyStep(Spreading):
+    """Parts of the step before count."""
+
+    def _on_blocks(self, step: int, stage: int, worker_id: int, blocks: Blocks) -> None:
+        super()._on_blocks(step, stage, worker_id, blocks)
+        self._came[step + 1, stage, worker_id] = blocks
+
+
+def test_parts_of_another_step_that_count_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sim_worker, "Spreading", OfAnyStep)
+    assert not all(simulate(seed, sharded=True).ok for seed in TELLING)
+
+
+def test_a_holder_that_skips_its_part_of_an_update_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = life.SimState.apply
+
+    def apply(state: life.SimState, outcome: Any, records: Any, gradients: Any, takes: Any = ()) -> None:
+        before = state.stages
+        made(state, outcome, records, gradients, takes or {})
+        if state.me.worker_id == 1 and takes:
+            state.stages = {
+                stage: tuple(old if new is not None else None for old, new in zip(before[stage], blocks, strict=True))
+                for stage, blocks in state.stages.items()
+            }
+
+    monkeypatch.setattr(life.SimState, "apply", apply)
+    assert not all(simulate(seed, sharded=True).ok for seed in TELLING)
+
+
+def test_what_a_reduction_took_in_an_older_plan_says_nothing_of_the_next() -> None:
+    """A worker that has left a stage is not to update what it still has of it."""
+    faults = (
+        SimFault(kind="scale", at_ms=43, for_ms=1388),
+        SimFault(kind="pool", at_ms=95, phase="updating", for_ms=40),
+        SimFault(kind="save", at_ms=103, for_ms=2359),
+        SimFault(kind="pool", at_ms=468, for_ms=1),
+    )
+    job = SimJob(steps=4, lanes=3, gather_every=2, stages=3, keep_every=3, write_every=3, copies=1)
+    setup = Setup(workers=6, spares=0, hosts=3, min_workers=1, on_failure="shrink", job=job, faults=faults)
+    outcome = simulate(5004375, setup=setup)
+    assert outcome.ok, outcome
+
+
+def test_a_newcomer_that_takes_nothing_of_a_step_does_not_have_its_stage() -> None:
+    """It has the state of the step before as its standby, and no gradient."""
+    faults = (
+        SimFault(kind="host", at_ms=8, phase="settling", pick=39, for_ms=122),
+        SimFault(kind="fork_server", at_ms=167, phase="fetching", pick=75, for_ms=540),
+        SimFault(kind="last_words", at_ms=194, phase="settling", for_ms=3134, same=True),
+        SimFault(kind="drop_control", at_ms=243, pick=85, for_ms=201),
+    )
+    job = SimJob(steps=5, lanes=3, gather_every=4, stages=3, keep_every=2, write_every=3, copies=1)
+    setup = Setup(workers=6, spares=1, hosts=2, min_workers=1, on_failure="replace", job=job, faults=faults)
+    outcome = simulate(5001345, setup=setup)
+    assert outcome.ok, outcome

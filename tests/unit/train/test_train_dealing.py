@@ -1,0 +1,133 @@
+"""What each member of a pool says, has and sends while the pool divides an optimizer's state."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
+from queue import SimpleQueue
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from divided_members import DividedMember, plan_of
+from everstep.base.extents import Extents, union
+from everstep.base.plan import Plan
+from everstep.base.ports import Hop
+from everstep.exact.image import plane_sizes
+from everstep.exact.pieces import PieceUpdate
+from everstep.placement.shards import share
+from everstep.protocol.driver import operations as do
+from everstep.protocol.step_types import Holds, Takes
+from everstep.train.dealing import Dealing
+
+Mail = defaultdict[tuple[int, int, Hop], SimpleQueue[Any]]
+
+
+class Dealer:
+    """A member with its part in the exchange. said: what it has told its driver."""
+
+    def __init__(self, me: int, mail: Mail) -> None:
+        self.me, self.mail, self.member = me, mail, DividedMember()
+        self.said: list[Any] = []
+        self.update = SimpleNamespace(dealt=None)
+        self.machine = SimpleNamespace(held={})
+        replica = SimpleNamespace(state=self.member.state, update=self.update)
+        channel = SimpleNamespace(send=self._send, recv=self._receive)
+        view = SimpleNamespace(
+            me=me,
+            stages={0: replica},
+            transport=SimpleNamespace(channel=channel),
+            driver=SimpleNamespace(machine=self.machine),
+            phase=lambda *_: None,
+        )
+        self.dealing = Dealing(view, self.said.append)  # type: ignore[arg-type]
+
+    def _send(self, to: int, hop: Hop, parts: list[torch.Tensor]) -> None:
+        self.mail[self.me, to, hop].put([part.clone() for part in parts])
+
+    def _receive(self, source: int, hop: Hop) -> tuple[list[torch.Tensor], None]:
+        return self.mail[source, self.me, hop].get(timeout=60.0), None
+
+    def step(self, number: int, plan: Plan) -> None:
+        """Up to the exchange."""
+        self.dealing.reduced(plan, number)
+        self.member.gradients(number)
+        self.update.dealt = dealt = self.dealing.of(number, 0)
+        if dealt is None:
+            self.member.optimizer.step()
+        else:
+            PieceUpdate(self.member.optimizer).make([dealt.updates()])
+        self.member.clear()
+        self.dealing.updated(number)
+
+    def told(self, kind: type) -> Any:
+        return next(one for one in reversed(self.said) if isinstance(one, kind))
+
+
+def spread(dealers: list[Dealer], number: int, plan: Plan) -> list[dict[int, Extents]]:
+    """All exchange at once, as each waits for the others."""
+    operation = SimpleNamespace(plan=plan, step=number)
+    with ThreadPoolExecutor(len(dealers)) as threads:
+        return list(threads.map(lambda dealer: dealer.dealing.handlers()[do.Spread](operation), dealers))
+
+
+@pytest.mark.parametrize(("members", "copies"), [(2, 1), (3, 2)])
+def test_members_say_what_they_take_and_have_and_end_with_the_parameters_of_one(members: int, copies: int) -> None:
+    mail: Mail = defaultdict(SimpleQueue)
+    alone, plan = DividedMember(), plan_of(members, copies)
+    dealers = [Dealer(me, mail) for me in range(members)]
+    for number in range(1, 4):
+        alone.whole(number)
+        for dealer in dealers:
+            dealer.step(number, plan)
+            dealer.machine.held = dealer.told(Holds).blocks
+        of = plane_sizes(alone.state.planes)
+        takes, has = [d.told(Takes).blocks[0] for d in dealers], [d.told(Holds).blocks[0] for d in dealers]
+        assert all(d.told(Takes).step == d.told(Holds).step == number for d in dealers)
+        if number == 1:  # nobody can say yet what planes there will be
+            assert not any(takes) and not any(one.whole for one in has)
+        else:
+            assert takes == has and union(takes).whole and not any(one.whole for one in takes)
+        for dealer, held in zip(dealers, spread(dealers, number, plan), strict=True):
+            assert held == {0: share(plan.shard(dealer.me, 0), of)}
+            for ours, right in zip(dealer.member.model.parameters(), alone.model.parameters(), strict=True):
+                assert torch.equal(ours, right)
+        assert {hop for _, _, hop in mail} == {Hop(n + 1, "part", 0, 0) for n in range(1, number + 1)}
+    part = dealers[0].member.optimizer.state[dealers[0].member.model[0].weight]["exp_avg"]
+    assert not torch.equal(part, alone.optimizer.state[alone.model[0].weight]["exp_avg"])  # what others have is gone
+
+
+def test_after_the_exchange_memory_of_what_others_hold_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    given_back: list[torch.Tensor] = []
+    monkeypatch.setattr("everstep.exact.dealt.give_back", lambda tensor, _: given_back.append(tensor))
+    dealers = [Dealer(me, defaultdict(SimpleQueue)) for me in range(2)]
+    dealers[1].mail, plan = dealers[0].mail, plan_of(2, 1)
+    for dealer in dealers:
+        dealer.step(1, plan)
+    assert not given_back
+    spread(dealers, 1, plan)
+    assert given_back
+
+
+def test_a_step_that_was_reduced_in_no_plan_is_updated_whole() -> None:
+    dealer, plan = Dealer(0, defaultdict(SimpleQueue)), plan_of(2, 1)
+    dealer.step(1, plan)
+    assert dealer.dealing.of(1, 0) is not None
+    assert dealer.dealing.of(2, 0) is None
+    dealer.said.clear()
+    dealer.dealing.updated(2)
+    assert not dealer.said
+
+
+def test_an_update_that_was_left_out_leaves_what_the_plan_gives() -> None:
+    dealer, plan = Dealer(0, defaultdict(SimpleQueue)), plan_of(2, 1)
+    dealer.dealing.reduced(plan, 1)
+    dealer.dealing.updated(1)
+    assert dealer.told(Holds).blocks == {0: Extents(whole=True)}  # there is no state to be divided yet
+    dealer.step(1, plan)
+    dealer.update.dealt = None
+    dealer.dealing.reduced(plan, 2)
+    dealer.dealing.updated(2)
+    assert dealer.told(Holds).blocks == {0: share(plan.shard(0, 0), plane_sizes(dealer.member.state.planes))}

@@ -1,0 +1,46 @@
+"""Unknown keyword arguments of `join`, also where a launcher or `everstep run` has started the script."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import everstep
+from everstep.base.config import Config
+from everstep.base.errors import ConfigError
+from everstep.base.foreign import foreign_launcher
+from everstep.train import join as join_module
+from everstep.train.adopted import command_of
+
+GIVEN: list[tuple[dict[str, Any], str]] = [
+    ({"max_grad_norm": 1.0}, "unknown key 'max_grad_norm' (from join): here it is clip_norm"),
+    ({"max_grad_norm": None}, "unknown key 'max_grad_norm' (from join): here it is clip_norm"),
+    ({"collate_fn": print}, "unknown key 'collate_fn' (from join): write Task.collate, or give join(collate=...)"),
+    ({"lr": 0.1}, "unknown key 'lr' (from join): give it to your optimizer"),
+    ({"epoch": 3}, "unknown key 'epoch' (from join): did you mean 'epochs'?"),
+]
+
+
+@pytest.mark.parametrize(("given", "said"), GIVEN)
+def test_join_answers_with_the_right_name(given: dict[str, Any], said: str) -> None:
+    model = nn.Linear(1, 1)
+    with pytest.raises(ConfigError) as refused:
+        everstep.join(model, torch.optim.SGD(model.parameters(), lr=0.1), [0.0] * 64, **given)
+    assert str(refused.value).startswith(said) and "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(("given", "said"), GIVEN)
+def test_so_it_does_under_run_and_under_a_launcher(given: dict[str, Any], said: str) -> None:
+    launched: Any = SimpleNamespace(config=Config(), job={})
+    with pytest.raises(ConfigError) as refused:
+        join_module._merge(launched, given)
+    assert str(refused.value).startswith(said)
+    foreign = foreign_launcher({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"})
+    assert foreign is not None
+    with pytest.raises(ConfigError) as refused:
+        command_of(foreign, __file__, [], given, None)
+    assert str(refused.value).startswith(said)

@@ -1,0 +1,310 @@
+"""The optimizer's state in a file: the same bits, no page of it left in memory, and what a disk may refuse."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import mmap
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Adafactor, Adagrad, Adam, AdamW, Optimizer
+
+from everstep.base.errors import ConfigError
+from everstep.exact.seeding import seed_all
+from everstep.exact.state import ModelState
+from everstep.exact.state_memory import StateMemory
+from everstep.train import offload, optimizer_update
+from everstep.train.offload import FarMemory, StateFile, memory_for
+from everstep.train.optimizer_update import OptimizerUpdate
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(optimizer_update, "PART_ELEMENTS", 20_000)
+
+
+def model() -> nn.Sequential:
+    seed_all(4)
+    return nn.Sequential(nn.Linear(200, 300), nn.Linear(300, 100), nn.Linear(100, 5))
+
+
+def gradients(trained: nn.Module, step: int) -> None:
+    generator = torch.Generator().manual_seed(step)
+    for parameter in trained.parameters():
+        parameter.grad = torch.randn(parameter.shape, generator=generator)
+
+
+class Noisy(torch.optim.SGD):
+    """Cannot be divided."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        super().step()
+        for parameter in self.param_groups[0]["params"]:
+            parameter.add_(torch.randn_like(parameter), alpha=0.01)
+
+
+def places(optimizer: Optimizer, memory: StateFile) -> tuple[list[Tensor], list[Tensor]]:
+    """The tensors of its state, in the file and elsewhere."""
+    kept = [v for state in optimizer.state.values() for v in state.values() if isinstance(v, Tensor)]
+    inside = [v for v in kept if v.numel() * v.element_size() >= offload.LEAST_BYTES and not memory.lacks(v)]
+    return inside, [v for v in kept if not any(v is other for other in inside)]
+
+
+@pytest.mark.parametrize(
+    ("make", "divides", "tensors"),
+    [
+        (lambda ps: AdamW(ps, amsgrad=True), "elements", 6),
+        (lambda ps: Adagrad(ps), "elements", 2),
+        (lambda ps: Adafactor(ps, beta2_decay=-0.7), "matrices", 0),
+        (lambda ps: Noisy(ps, lr=0.1, momentum=0.9), "nothing", 2),
+    ],
+)
+def test_the_bits_are_those_of_the_ordinary_update(make: Any, divides: str, tensors: int, tmp_path: Path) -> None:
+    memory, mine, theirs = StateFile(tmp_path), model(), model()
+    far, near = make(list(mine.parameters())), make(list(theirs.parameters()))
+    update = OptimizerUpdate(far, memory)
+    for step in range(4):
+        gradients(mine, step)
+        gradients(theirs, step)
+        update.make(step, step)
+        seed_all(step)
+        near.step()
+    assert update.kind is not None and update.kind.divides == divides
+    assert ModelState(mine, far).state_digest(4) == ModelState(theirs, near).state_digest(4)
+    inside, _ = places(far, memory)
+    assert len(inside) == tensors
+    assert list(tmp_path.iterdir()) == []  # the file has no name
+
+
+def test_an_optimizer_that_counts_its_updates_makes_one(tmp_path: Path) -> None:
+    class Counting(Adam):
+        def step(self, closure: Any = None) -> Any:
+            self.param_groups[0]["calls"] = self.param_groups[0].get("calls", 0) + 1
+            return super().step()
+
+    trained = model()
+    optimizer = Counting(trained.parameters())
+    update = OptimizerUpdate(optimizer, StateFile(tmp_path))
+    for step in range(3):
+        gradients(trained, step)
+        update.make(step, step)
+    assert optimizer.param_groups[0]["calls"] == 3
+    assert update.kind is not None and update.kind[::2] == ("elements", True)
+
+
+class Late(torch.optim.SGD):
+    """From its fourth update on it does something that does not go with parts."""
+
+    def __init__(self, params: Any, late: str) -> None:
+        super().__init__(params, lr=0.1, momentum=0.9)
+        self.late, self.param_groups[0]["updates"] = late, 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        group = self.param_groups[0]
+        if late_enough(self):
+            if self.late == "counts":
+                group["updates"] += 1
+            else:
+                torch.nn.utils.clip_grad_norm_(group["params"], 0.1)
+        super().step()
+
+
+def late_enough(optimizer: Late) -> bool:
+    return any("late" in state for state in optimizer.state.values())
+
+
+@pytest.mark.parametrize("late", ["counts", "clips"])
+def test_an_optimizer_that_is_another_one_later_is_refused_by_name(late: str, tmp_path: Path) -> None:
+    trained = model()
+    optimizer = Late(trained.parameters(), late)
+    update = OptimizerUpdate(optimizer, StateFile(tmp_path), every=5 if late == "clips" else 0)
+    for step in range(1, 5):
+        gradients(trained, step)
+        update.make(step, step)
+    for parameter in trained.parameters():
+        optimizer.state[parameter]["late"] = True
+    gradients(trained, 5)
+    with pytest.raises(ConfigError, match=r"Late treats its parameters otherwise at step 5 .* set zero\.offload=none"):
+        update.make(5, 5)
+
+
+def test_a_step_without_gradients_says_nothing_of_the_optimizer(tmp_path: Path) -> None:
+    trained = model()
+    update = OptimizerUpdate(Adam(trained.parameters()), StateFile(tmp_path), every=2)
+    for step in range(1, 5):
+        gradients(trained, step)
+        if step == 2:
+            trained.zero_grad()
+        update.make(step, step)
+    assert update.kind is not None and update.kind.divides == "elements"
+
+
+def resident(memory: StateFile) -> int:
+    """Bytes of the file in this process's memory, as the kernel counts them."""
+    starts = {f"{slab.start:x}" for slab in memory._slabs}
+    size, counted = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if "-" in line.split()[0] and not line.split()[0].endswith(":"):
+            counted = line.split("-")[0] in starts
+        elif counted and line.startswith("Rss:"):
+            size += int(line.split()[1]) << 10
+    return size
+
+
+def test_nothing_of_it_is_in_memory_after_an_update(tmp_path: Path) -> None:
+    memory, trained = StateFile(tmp_path), model()
+    optimizer = Adam(trained.parameters())
+    update = OptimizerUpdate(optimizer, memory)
+    gradients(trained, 1)
+    update.make(1, 1)
+    assert resident(memory) == 0
+    (inside, _) = places(optimizer, memory)
+    total = sum(float(v.sum()) for v in inside)  # reading it brings it back
+    assert total and resident(memory) >= sum(v.numel() * 4 for v in inside)
+    gradients(trained, 2)
+    update.make(2, 2)
+    assert resident(memory) == 0
+
+
+def test_a_state_that_is_loaded_and_snapshots_lie_there_too(tmp_path: Path) -> None:
+    memory, trained, other = StateFile(tmp_path), model(), model()
+    optimizer, near = Adam(trained.parameters()), Adam(other.parameters())
+    gradients(other, 1)
+    near.step()
+    source, state = ModelState(other, near), ModelState(trained, optimizer, memory=memory)
+    state.load(source.manifest(), source.read_block)
+    assert len(places(optimizer, memory)[0]) == 4
+    used = memory._used
+    snapshot = state.clone_snapshot()
+    snapshot.start()
+    assert snapshot.manifest() == source.manifest() and memory._used == used and len(memory._copies) == 1
+    del snapshot  # its file goes with it: no copy of a state stays on the disk
+    gc.collect()
+    assert not memory._copies
+
+
+@pytest.mark.parametrize("noisy", [False, True])
+def test_an_optimizer_that_makes_its_state_anew_in_each_update_takes_no_more_of_the_disk(
+    noisy: bool, tmp_path: Path
+) -> None:
+    class Anew(torch.optim.SGD):
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> Any:
+            for parameter in self.param_groups[0]["params"]:
+                state = self.state[parameter]
+                state["mean"] = state.get("mean", torch.zeros_like(parameter)) * 0.9 + parameter.grad
+                parameter.sub_(state["mean"] + noisy * torch.randn_like(parameter), alpha=0.1)
+
+    memory, trained = StateFile(tmp_path), model()
+    update = OptimizerUpdate(Anew(trained.parameters(), lr=0.1), memory)
+    used = []
+    for step in range(1, 5):
+        gradients(trained, step)
+        update.make(step, step)
+        used.append(memory._used)
+    assert update.kind is not None and update.kind.divides == ("nothing" if noisy else "elements")
+    assert used[0] and len(set(used)) == 1, used
+
+
+def test_small_tensors_stay_where_they_are(tmp_path: Path) -> None:
+    memory = StateFile(tmp_path)
+    small = memory.make(torch.zeros(100))
+    assert not memory.lacks(small) and memory._used == 0
+    like = torch.zeros(200, 300, device="meta", dtype=torch.bfloat16).t()
+    large = memory.make(like)
+    assert (large.shape, large.stride(), large.dtype) == ((300, 200), (1, 300), torch.bfloat16)
+    assert not memory.lacks(large) and memory.lacks(torch.zeros(200, 300))
+    assert large.data_ptr() % 64 == 0
+
+
+def test_it_grows_by_slabs_and_reads_ahead_by_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offload, "_SLAB_BYTES", 1 << 20)
+    memory = StateFile(tmp_path)
+    made = [memory.make(torch.empty(200_000)).fill_(k) for k in range(5)]
+    assert len(memory._slabs) == 5 and [int(t[7]) for t in made] == [0, 1, 2, 3, 4]
+    asked: list[tuple[int, ...]] = []
+
+    class Slab:
+        def madvise(self, *what: int) -> None:
+            asked.append(what)
+
+    memory._slabs[3] = memory._slabs[3]._replace(memory=Slab())  # type: ignore[arg-type]
+    memory.ahead(made[3][5000:6000])
+    memory.ahead(torch.zeros(5))
+    memory.ahead(made[3][:0])
+    assert asked == [(mmap.MADV_WILLNEED, 16384, 20_000 - 16384 + 4000)]
+
+
+@pytest.mark.parametrize("folder", ["/proc/nowhere/", "/dev/null/x/"])
+def test_a_folder_that_cannot_be_written_is_named(folder: str) -> None:
+    with pytest.raises(ConfigError, match=r"zero\.offload: expected a folder .* set zero\.offload=none"):
+        memory_for(folder, CPU)
+
+
+def test_a_full_disk_is_named_and_no_page_is_promised_without_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = StateFile(tmp_path)
+
+    def full(*of: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(ConfigError, match="is full: make room"):
+        memory.make(torch.empty(1 << 25, device="meta"))
+    assert memory.flat(1 << 27).numel() == 1 << 27  # a copy of the state may lie in ordinary memory
+    with pytest.raises(ConfigError, match="is full"):
+        StateFile(tmp_path)
+
+
+def test_room_for_the_whole_state_is_looked_for_before_the_first_update(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory, trained = StateFile(tmp_path), model()
+    before = [p.detach().clone() for p in trained.parameters()]
+    update = OptimizerUpdate(Adam(trained.parameters()), memory)
+    found = os.fstatvfs(memory._file.fileno())
+    monkeypatch.setattr(memory, "_used", memory._size)
+    sizes = os.statvfs_result((*found[:4], 100_000 // found.f_frsize, *found[5:]))
+    monkeypatch.setattr(os, "fstatvfs", lambda fd: sizes)
+    gradients(trained, 1)
+    with pytest.raises(ConfigError, match=r"expected 1 MB of free space in .* for each worker, got 0 MB"):
+        update.make(1, 1)
+    assert all(map(torch.equal, before, trained.parameters()))
+
+
+def test_a_disk_that_takes_most_of_the_time_is_named_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trained = model()
+    update = OptimizerUpdate(Adam(trained.parameters()), StateFile(tmp_path))
+    now, said = [0.0], []
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    update._before = 0.0
+
+    def after(computing: float, updating: float) -> None:
+        began = now[0] = now[0] + computing
+        now[0] += updating
+        update._judge(began, now[0])
+        said.append(update.complaint())
+
+    for computing, updating in ((1, 2), (1, 2), (3, 2), (1, 2), (1, 2), (1, 2), (1, 2), (0.1, 0.9)):
+        after(computing, updating)
+    assert [bool(one) for one in said] == [False, False, False, False, False, True, False, False]
+    assert "2.0 of 3.0 s" in said[5] and str(tmp_path) in said[5]
+
+
+def test_where_the_state_lies_is_what_the_config_says(tmp_path: Path) -> None:
+    cuda = torch.device("cuda")
+    assert type(memory_for(None, cuda)) is StateMemory is type(memory_for("cpu", CPU))
+    assert type(memory_for("cpu", cuda)) is FarMemory
+    assert type(memory_for(f"{tmp_path}/new/", CPU)) is StateFile is type(memory_for(f"{tmp_path}/new/", cuda))
+    assert (tmp_path / "new").stat().st_mode & 0o777 == 0o700
