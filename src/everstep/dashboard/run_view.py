@@ -132,7 +132,7 @@ def head(feed: RunFeed, rows: Mapping[int, WorkerRow]) -> dict[str, Any]:
     now = history.now(feed.running, live, asked=feed.silent)
     said = headline(facts, now)
     training = feed.running and state in ("running", "recovering")
-    rate = facts.course.samples_per_s(now.time_ns) if training else None
+    rate = facts.samples_per_s(now.time_ns) if training else None
     total, step = history.total_steps, facts.course.step
     return {
         "name": history.name,

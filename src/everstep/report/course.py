@@ -158,10 +158,6 @@ class Course:
         why = f"left out, as fewer than {_MEASURED_STEPS} undisturbed steps were measured"
         return f"{named}{' and more' if len(few) > 8 else ''}: {why}" if few else ""
 
-    def samples_per_s(self, now_ns: int | None = None) -> float | None:
-        """Speed over the newest steps; now_ns: it falls while the next one is overdue."""
-        return self.pace.samples_per_s(now_ns)
-
     def mean_samples_per_s(self) -> float | None:
         """Mean speed over all steps without a change of generation or an evaluation."""
         spent = sum(seconds for _, seconds, _ in self.rates.values())

@@ -113,6 +113,11 @@ class Facts:
         begun = self.progress_ns > 0 and self.condition.ended_ns is None
         return begun and self.course.pace.stands_still((now_ns - self.progress_ns) / 1e9)
 
+    def samples_per_s(self, now_ns: int | None = None) -> float | None:
+        """Speed over the newest steps; now_ns: it falls while training stands still."""
+        overdue = now_ns is not None and self.stands_still(now_ns)
+        return self.course.pace.samples_per_s(now_ns if overdue else None)
+
     @property
     def progress_ns(self) -> int:
         """Time of the newest known commit, 0 if there was none since the start. A recovery ends with a commit, and is

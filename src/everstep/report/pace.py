@@ -46,14 +46,13 @@ class Pace:
         """Whether a step may not take so many seconds. Cheap for small numbers."""
         return passed_s > _GRACE_S and passed_s > self.limit_s()
 
-    def samples_per_s(self, now_ns: int | None = None) -> float | None:
-        """Samples per second of the newest steps; None before two steps. now_ns: the speed falls while a step is
-        overdue."""
+    def samples_per_s(self, overdue_ns: int | None = None) -> float | None:
+        """Samples per second of the newest steps; None before two steps. overdue_ns: the time now, if the next step is
+        overdue; the speed falls with it."""
         if len(self._recent) < 2:
             return None
         (first_ns, _, _), (last_ns, _, _) = self._recent[0], self._recent[-1]
-        late = now_ns is not None and self.stands_still((now_ns - last_ns) / 1e9)
-        seconds = ((now_ns if late and now_ns is not None else last_ns) - first_ns) / 1e9
+        seconds = ((last_ns if overdue_ns is None else overdue_ns) - first_ns) / 1e9
         return sum(samples for _, _, samples in list(self._recent)[1:]) / seconds if seconds > 0 else None
 
     def eta_s(self, step: int, total: int | None) -> float | None:

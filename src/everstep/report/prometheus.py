@@ -95,7 +95,7 @@ def _progress(history: History, running: bool, now_ns: int) -> Iterator[Metric]:
     )
     text = "Steps whose loss or gradient was not finite."
     yield _counter("nonfinite_steps", text, tally.nonfinite_steps)
-    rate = (facts.course.samples_per_s(now_ns) or 0.0) if running else 0.0
+    rate = (facts.samples_per_s(now_ns) or 0.0) if running else 0.0
     yield _gauge("samples_per_second", "Samples trained per second, over the newest steps.", rate)
     yield _gauge("generation", "Number of the newest generation.", facts.crew.generation)
     text = "Share of the time since the first start, stops left out, that was training."

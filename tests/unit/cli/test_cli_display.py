@@ -75,7 +75,7 @@ def test_what_is_known_so_far() -> None:
         1.5,
         1,
     )
-    assert facts.course.samples_per_s() == pytest.approx(64)
+    assert facts.samples_per_s() == pytest.approx(64)
     assert facts.course.eta_s(4) == pytest.approx(2)
     assert (facts.course.eta_s(None), facts.course.eta_s(2)) == (None, None)
     assert [(w.role, w.lanes) for _, w in sorted(facts.crew.workers.items())] == [
