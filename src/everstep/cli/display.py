@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 from everstep.base.cause import Cause, Why
 from everstep.cli.terminal import LEVEL_STYLES, SilentKeys, console
 from everstep.observe.events import KINDS, follow
-from everstep.report.facts import Facts
+from everstep.report.facts import Facts, present_speed
 from everstep.report.headline import Now, headline
 from everstep.report.tail import Folder, object_of
 from everstep.report.usage import Usage
@@ -323,7 +323,7 @@ def choose_display(run_dir: Path, *, as_json: bool, log_every: int, total_steps:
 def step_line(facts: Facts, number: int, total_steps: int | None) -> str:
     """step 12/200  loss 1.2345  lr 0.001  812 samples/s (or tokens/s, where the task counts them)  eta 1m02s ..."""
     parts = [f"step {number}" + (f"/{total_steps}" if total_steps else "")]
-    rate, eta_s = facts.samples_per_s(), facts.course.eta_s(total_steps)
+    rate, eta_s = present_speed(facts), facts.course.eta_s(total_steps)
     if facts.course.loss_text:
         parts.append(f"loss {facts.course.loss_text}")
     learning_rate = facts.course.steps.columns[4][-1] if facts.course.steps.x else math.nan

@@ -17,7 +17,7 @@ from everstep.base.config import dotted
 from everstep.dashboard.details import row
 from everstep.dashboard.feed import RunFeed
 from everstep.report.crew import MEMBERS
-from everstep.report.facts import Facts
+from everstep.report.facts import Facts, present_speed
 from everstep.report.headline import headline
 from everstep.report.history import History
 from everstep.report.incidents import Incident
@@ -132,7 +132,7 @@ def head(feed: RunFeed, rows: Mapping[int, WorkerRow]) -> dict[str, Any]:
     now = history.now(feed.running, live, asked=feed.silent)
     said = headline(facts, now)
     training = feed.running and state in ("running", "recovering")
-    rate = facts.samples_per_s(now.time_ns) if training else None
+    rate = present_speed(facts, now.time_ns) if training else None
     total, step = history.total_steps, facts.course.step
     return {
         "name": history.name,

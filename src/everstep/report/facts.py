@@ -113,11 +113,6 @@ class Facts:
         begun = self.progress_ns > 0 and self.condition.ended_ns is None
         return begun and self.course.pace.stands_still((now_ns - self.progress_ns) / 1e9)
 
-    def samples_per_s(self, now_ns: int | None = None) -> float | None:
-        """Speed over the newest steps; now_ns: it falls while training stands still."""
-        overdue = now_ns is not None and self.stands_still(now_ns)
-        return self.course.pace.samples_per_s(now_ns if overdue else None)
-
     @property
     def progress_ns(self) -> int:
         """Time of the newest known commit, 0 if there was none since the start. A recovery ends with a commit, and is
@@ -250,6 +245,12 @@ def _not_running(facts: Facts, time_ns: int) -> None:
         facts.marks.append(lost_mark(facts.incidents.all[-1]))
     facts.account.paint(ended_ns, time_ns, "not running")
     facts.crew.not_running(ended_ns)
+
+
+def present_speed(facts: Facts, now_ns: int | None = None) -> float | None:
+    """Samples per second over the newest steps, None before two; now_ns: it falls while training stands still."""
+    overdue = now_ns is not None and facts.stands_still(now_ns)
+    return facts.course.pace.samples_per_s(now_ns if overdue else None)
 
 
 def facts_of(events: Iterable[Event]) -> Facts:

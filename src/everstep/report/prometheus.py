@@ -17,6 +17,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
+from everstep.report.facts import present_speed
 from everstep.report.history import History
 from everstep.report.tally import TOTAL, Histogram
 from everstep.report.told_facts import WorkerFact
@@ -95,7 +96,7 @@ def _progress(history: History, running: bool, now_ns: int) -> Iterator[Metric]:
     )
     text = "Steps whose loss or gradient was not finite."
     yield _counter("nonfinite_steps", text, tally.nonfinite_steps)
-    rate = (facts.samples_per_s(now_ns) or 0.0) if running else 0.0
+    rate = (present_speed(facts, now_ns) or 0.0) if running else 0.0
     yield _gauge("samples_per_second", "Samples trained per second, over the newest steps.", rate)
     yield _gauge("generation", "Number of the newest generation.", facts.crew.generation)
     text = "Share of the time since the first start, stops left out, that was training."

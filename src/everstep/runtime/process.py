@@ -126,6 +126,15 @@ def unreaped_status(pid: int) -> int | None:
         return None
 
 
+def is_dead(pid: int) -> bool:
+    """Whether this process has ended, reaped or not. Source: proc(5): the state in /proc/PID/stat."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] in "ZX"
+    except (OSError, IndexError):
+        return True
+
+
 def is_stopped(pid: int) -> bool:
     """Whether a signal has stopped this process. Source: proc(5): the state in /proc/PID/stat."""
     try:

@@ -25,7 +25,7 @@ from everstep.cli.display import (
 )
 from everstep.cli.status import workers_of
 from everstep.observe.events import EventLog, read_events
-from everstep.report.facts import Facts, facts_of
+from everstep.report.facts import Facts, facts_of, present_speed
 from everstep.report.tail import Folder
 
 S = 1_000_000_000
@@ -75,7 +75,7 @@ def test_what_is_known_so_far() -> None:
         1.5,
         1,
     )
-    assert facts.samples_per_s() == pytest.approx(64)
+    assert present_speed(facts) == pytest.approx(64)
     assert facts.course.eta_s(4) == pytest.approx(2)
     assert (facts.course.eta_s(None), facts.course.eta_s(2)) == (None, None)
     assert [(w.role, w.lanes) for _, w in sorted(facts.crew.workers.items())] == [

@@ -63,6 +63,7 @@ class World:
         self.knows: dict[str, Plan] = {}
         self.seq = 0
         self.next_beat = now + S
+        self.sees = False
 
     # ---- events
 
@@ -191,6 +192,18 @@ class World:
         ]
         self.say(agent, m.Heartbeat(agent_id=agent, seq=self.seq, rtt_ms=1.0, workers=said, waited_ms=late_ms))
 
+    def no_death(self) -> None:
+        """The time passes in which a death would explain broken links; the agents see all their workers alive."""
+        self.wait(100 * MS)
+        self.sees = True
+        self._beat_all()
+        self.wait(100 * MS)
+
+    def _beat_all(self) -> None:
+        for agent in [a for a in self.coordinator.job.agents.known.values() if a.connection is not None]:
+            alive = filter(self.coordinator.job.membership.alive, agent.lives if self.sees else ())
+            self.beat(*((key.worker_id, key.incarnation, "compute", 0) for key in alive), agent=agent.agent_id)
+
     def command(self, name: str, **args: Any) -> m.CommandReply:
         self.connect("c1", COMMANDS.get(name, OPERATE))
         self.say("c1", m.Command(request=1, name=name, args=args))
@@ -199,7 +212,8 @@ class World:
         return reply
 
     def wait(self, duration_ns: int, *, beating: bool = True) -> None:
-        """Let time pass, with ticks at the deadlines; connected agents go on with heartbeats every second."""
+        """Let time pass, with ticks at the deadlines; connected agents go on with heartbeats every second.
+        They say nothing of their workers, unless they have seen them before (`sees`)."""
         end = self.now + duration_ns
         while True:
             deadline = self.coordinator.next_deadline_ns
@@ -207,8 +221,7 @@ class World:
             self.now = max(self.now, wake)
             if beating and self.now >= self.next_beat:
                 self.next_beat = self.now + S
-                for agent in [a for a in self.coordinator.job.agents.known.values() if a.connection is not None]:
-                    self.beat(agent=agent.agent_id)
+                self._beat_all()
             self.handle(Tick())
             if self.now >= end:
                 return

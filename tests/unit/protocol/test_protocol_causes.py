@@ -66,13 +66,13 @@ def _is_listed_no_more(world: World) -> None:
 
 def _accuses_twice(world: World) -> None:
     world.fault(1, 1, 2)
-    world.wait(150 * MS)
+    world.no_death()
     for i in range(3):
         world.entered(i, 2, 3)
     world.clear()
     world.fault(1, 2, 2)
     world.fault(0, 2, 2)
-    world.wait(150 * MS)
+    world.no_death()
 
 
 def _does_not_come_back(world: World) -> World:
@@ -159,7 +159,7 @@ def test_a_recovery_has_the_cause_that_began_it() -> None:
 def test_a_death_that_is_told_late_names_the_recovery_that_a_failed_link_began() -> None:
     world = running()
     world.fault(0, 1, 2)
-    world.wait(100 * MS)
+    world.no_death()
     assert world.plan is not None and world.plan.cause is Cause.LINK
     world.wait(50 * MS)
     world.exited(2)

@@ -8,7 +8,6 @@ from coordinator_harness import MS, S, World, drop, member, running
 from everstep.base.cause import Cause, Why
 from everstep.protocol import messages as m
 from everstep.protocol.coordinator.agreement import timed
-from everstep.protocol.coordinator.links import smallest_cover
 from everstep.protocol.coordinator.types import Tick
 from everstep.protocol.following import StatesAlike, name_of
 
@@ -528,13 +527,6 @@ def test_a_worker_outside_the_plan_gets_ten_times_the_limit():
     assert world.last(m.KillWorker, "a1").worker_id == 3 and world.plan.generation == 1
 
 
-def test_a_disconnect_is_no_death_while_the_agent_says_it_lives():
-    world = running()
-    drop(world, "w1.0")
-    world.wait(60 * S)
-    assert world.plan.generation == 1
-
-
 def test_a_disconnect_without_an_agent_is_a_death_after_a_second():
     world = World(workers=2)
     world.hello(0)
@@ -713,51 +705,6 @@ def test_nor_is_it_that_of_one_host_among_others():
     assert world.plan.generation == 1 and world.plan.worker_ids == (0, 1, 2)
 
 
-# ---- links
-
-
-def test_a_first_link_fault_regroups_with_the_same_members():
-    world = running()
-    world.fault(0, 1, 2)
-    world.fault(2, 1, 0)
-    assert world.plan.generation == 1
-    world.wait(100 * MS)
-    assert world.plan.generation == 2 and world.plan.worker_ids == (0, 1, 2)
-    assert "0 to 2" in world.plan.reason and world.plan.previous == 1
-
-
-def test_a_repeated_link_fault_evicts_the_most_accused():
-    world = running(4)
-    world.fault(0, 1, 2)
-    world.wait(100 * MS)
-    for i in range(4):
-        world.entered(i, 2, 3)
-    world.fault(0, 2, 2)
-    world.fault(1, 2, 2)
-    world.wait(100 * MS)
-    assert world.plan.worker_ids == (0, 1, 3)
-    assert world.last(m.KillWorker, "a1").worker_id == 2
-
-
-def test_link_faults_far_apart_are_first_ones():
-    world = running()
-    world.fault(0, 1, 2)
-    world.wait(100 * MS)
-    world.wait(61 * S)
-    world.fault(0, 2, 2)
-    world.wait(100 * MS)
-    assert world.plan.generation == 3 and world.plan.worker_ids == (0, 1, 2)
-
-
-def test_who_has_lost_a_peer_before_the_others_switched_is_not_waited_for():
-    world = running()
-    assert world.command("drain", worker_id=2).ok
-    world.fault(1, 1, 0)
-    world.entered(0, 2, 5)
-    assert world.plan.generation == 3 and world.plan.worker_ids == (0, 1)
-    assert "could not follow to the switch" in world.plan.reason
-
-
 def test_a_joiner_that_a_plan_goes_on_without_is_worth_more_than_to_start_over():
     """It may have switched, or follow closely: what it held when the plan came without it is what is left."""
     world = running(3)
@@ -774,28 +721,6 @@ def test_a_joiner_that_a_plan_goes_on_without_is_worth_more_than_to_start_over()
     world.exited(1)
     world.wait(11 * S)
     assert "worker 2, which had healed, goes on from step 5" in world.report("fallback")["reason"]
-
-
-def test_accusations_are_void_once_a_death_explains_them():
-    world = running()
-    world.fault(0, 1, 2)
-    world.now += 5 * MS
-    world.exited(2)
-    assert world.plan.generation == 2
-    world.fault(1, 1, 2)
-    world.wait(S)
-    assert world.plan.generation == 2
-
-
-def test_smallest_cover():
-    assert smallest_cover([(0, 1), (0, 2), (0, 3)], {}) == (0,)
-    assert smallest_cover([(0, 1)], {0: 1, 1: 1}) == (1,)
-    assert smallest_cover([(0, 1)], {0: 2, 1: 1}) == (0,)
-    assert smallest_cover([(2, 2)], {}) == (2,)
-    two = [(a, b) for a in (0, 1, 2) for b in (3, 4)]
-    assert smallest_cover(two, {}) == (3, 4)
-    many = [(a, b) for a in range(12) for b in range(12, 30)]
-    assert smallest_cover(many, {}) == tuple(range(12))
 
 
 # ---- connections and the store

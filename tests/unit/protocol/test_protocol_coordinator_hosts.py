@@ -184,7 +184,7 @@ def three_hosts(**config: object) -> World:
 def break_link(world: World, generation: int, *accusations: tuple[int, int]) -> None:
     for accuser, accused in accusations:
         world.fault(accuser, generation, accused)
-    world.wait(200 * MS)
+    world.no_death()
 
 
 def test_of_two_hosts_that_do_not_reach_each_other_one_leaves_and_stays_outside_for_a_while() -> None:

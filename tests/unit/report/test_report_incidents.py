@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from everstep.report.facts import facts_of
+from everstep.report.facts import facts_of, present_speed
 from everstep.report.headline import Now, headline
 from everstep.report.history import History
 from everstep.report.pace import Pace
@@ -165,7 +165,7 @@ def test_a_resumed_job_counts_from_where_it_goes_on() -> None:
     again = [event("job_started", 100, step=8, workers=4), plan(101, 1, [[0, 1, 2, 3]])]
     facts = facts_of([*trained(), *again])
     course = facts.course
-    assert (course.step, course.redo_to, facts.samples_per_s(), course.eta_s(50)) == (8, 10, None, None)
+    assert (course.step, course.redo_to, present_speed(facts), course.eta_s(50)) == (8, 10, None, None)
     assert facts.account.seconds()["not running"] == pytest.approx(100 - 5.7)
     further = facts_of([*trained(), event("job_started", 100, step=30, workers=4)])
     assert (further.course.step, further.course.redo_to) == (30, 0)
@@ -195,10 +195,10 @@ def test_speed_falls_just_while_training_stands_still() -> None:
     """A recovery ends before its first step is told: the step is not overdue by then, and the speed does not fall."""
     struck = [*trained(), killed(2, 5.8), plan(5.9, 2, [[0, 1, 3]])]
     still, told = facts_of(struck), facts_of([*struck, recovered(2, 5.8, 9.0)])
-    now_ns, speed = T0 + round(9.1 * S), still.samples_per_s()
+    now_ns, speed = T0 + round(9.1 * S), present_speed(still)
     assert speed is not None
-    assert still.stands_still(now_ns) and (still.samples_per_s(now_ns) or 0) < speed / 2
-    assert not told.stands_still(now_ns) and told.samples_per_s(now_ns) == speed
+    assert still.stands_still(now_ns) and (present_speed(still, now_ns) or 0) < speed / 2
+    assert not told.stands_still(now_ns) and present_speed(told, now_ns) == speed
 
 
 def test_a_standstill_is_not_training() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 from collections.abc import Iterator
 
 import pytest
@@ -85,3 +87,14 @@ def test_no_pulse_of_another_life_is_told(host: Host) -> None:
     host.board.row(0).set(step=9)
     lives = [m.WorkerLife(worker_id=0, incarnation=n, pid=1) for n in (2, 3)]
     assert [(p.incarnation, p.step) for p in Pulses(host.board).of(lives, 0.0)] == [(3, 9)]
+
+
+def test_a_pulse_says_that_the_process_lives(host: Host) -> None:
+    """A dead process has none, whether its death was noticed or not; nor has a cell that has lost a rank."""
+    host.board.begin(0, 3, 1)
+    dead = subprocess.Popen(["true"])
+    os.waitid(os.P_PID, dead.pid, os.WEXITED | os.WNOWAIT)
+    for pid, limbs, told in ((os.getpid(), (), 1), (dead.pid, (), 0), (os.getpid(), (dead.pid,), 0)):
+        life = m.WorkerLife(worker_id=0, incarnation=3, pid=pid, limbs=limbs)
+        assert len(list(Pulses(host.board).of([life], 0.0))) == told
+    dead.wait()

@@ -1,11 +1,12 @@
 """Transfers that failed between two workers that both live. Pure.
 
 A dead worker makes its neighbours accuse it too, usually before its agent has said that it is dead. So accusations of
-one generation are collected for a moment: if a death explains them, they are void; if not, the links themselves are at
-fault. A first fault of a link regroups with the same members; a repeated one costs a smallest set of workers that
-covers the faulty links. Between two hosts any link counts as the same again, since not all of them carry something at
-the moment. Where several links between two hosts fail it is the hosts that do not reach each other: one of them leaves
-as a whole, and stays outside for a while.
+one generation are collected for a moment, and until the agents have seen both ends of each link alive after it. If a
+death explains the accusations, they are void; if not, the links themselves are at fault. A first fault of a link
+regroups with the same members; a repeated one costs a smallest set of workers that covers the faulty links. Between two
+hosts any link counts as the same again, since not all of them carry something at the moment. Where several links
+between two hosts fail it is the hosts that do not reach each other: one of them leaves as a whole, and stays outside
+for a while.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ class Links:
         self._env, self._membership, self._agreement, self._recovery = env, membership, agreement, recovery
         self._accusations: dict[WorkerKey, set[int]] = {}
         self._reasons: list[str] = []
+        self._closes_ns = 0
         self._faults: dict[Link, tuple[int, int, Between]] = {}  # generation and time of the newest, and between whom
         self._apart: dict[tuple[str, str], int] = {}  # hosts that did not reach each other, until when that counts
 
@@ -53,7 +55,8 @@ class Links:
                 self._break_off(_behind([worker.key.worker_id], message.reason))
             return
         if not self._accusations:
-            self._env.alarms.set(Alarm.LINKS, self._env.now + WINDOW_NS)
+            self._closes_ns = self._env.now + WINDOW_NS
+            self._env.alarms.set(Alarm.LINKS, self._closes_ns)
         self._accusations.setdefault(worker.key, set()).update(message.accused)
         if message.reason not in self._reasons:
             self._reasons.append(message.reason)
@@ -72,6 +75,14 @@ class Links:
         """Accused workers by living accuser; accusations of the dead are explained by their death."""
         alive = self._membership.alive
         return {key.worker_id: accused for key, accused in self._accusations.items() if alive(key) is not None}
+
+    def may_be_dead(self, worker: Worker) -> bool:
+        """Whether this end of an accused link was not seen alive since the window, and its agent, which starves with
+        its host, may still say so."""
+        accusers = self._accusers()
+        accused = worker.key.worker_id in accusers.keys() | set[int]().union(*accusers.values())
+        patient = self._env.now < self._closes_ns + self._env.config.heartbeat_ceiling_ns
+        return accused and patient and worker.seen_ns < self._closes_ns
 
     def close_window(self) -> list[tuple[Worker, Why]]:
         """Nothing has explained the accusations so far: decide about the links. Returns who has to leave, and why."""

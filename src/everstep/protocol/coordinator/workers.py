@@ -252,7 +252,7 @@ def links_due(job: JobState, about: Any) -> None:
     """All who have lost a peer had the time to say so: no death explains what they accuse each other of."""
     if job.progress.ended is not None:
         return
-    if any(job.agents.out_of_touch(worker) for worker in job.agreement.survivors()):
+    if any(job.agents.out_of_touch(w) or job.links.may_be_dead(w) for w in job.agreement.survivors()):
         job.env.alarms.set(Alarm.LINKS, job.env.now + WINDOW_NS)  # whether that is a death is known soon
     else:
         for worker, why in job.links.close_window():

@@ -32,6 +32,7 @@ from everstep.runtime.link.context import Joining
 from everstep.runtime.link.control_client import ControlClient
 from everstep.runtime.link.handshake import role_token
 from everstep.runtime.link.tls import Shown, Tls
+from everstep.runtime.process import is_dead
 from everstep.runtime.process_figures import figures_of
 from everstep.runtime.versions import versions
 
@@ -119,6 +120,8 @@ class Pulses:
             pulse = self._board.read(worker_id)
             if pulse.incarnation != incarnation or self._board.row(worker_id).hidden(now_ns):
                 continue
+            if any(map(is_dead, (there[key].pid, *there[key].limbs))):
+                continue  # a pulse says that it lives
             still_ms = pulse.still_ms(now_ns)
             pid = (there[key].pid, *there[key].limbs)[pulse.slowest or 0]
             yield WorkerPulse(
