@@ -98,7 +98,7 @@ def write_part(
     runs = divided((("all", live.n_blocks),), dict.fromkeys(range(workers), WHOLE))[worker_id]
     reports: list[PartReport] = []
     who = PartReport(step, generation, 0, worker_id, runs)
-    what = PartJob(who, worker_id == 0, limit_bytes, {"job": job}, signed=signed)
+    what = PartJob(who, worker_id == 0, limit_bytes, metadata={"job": job}, signed=signed)
     writer = PartWriter(store, what, live, lambda: base or Base(), reports.append)
     threading.Thread(target=writer.run, daemon=True).start()
     writer.before_update(60.0)

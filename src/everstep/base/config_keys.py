@@ -175,6 +175,13 @@ class CheckpointConfig:
         choices=("auto", "yes", "no"),
     )
     copies: int = key(2, "hosts that hold a copy of each part, where hosts do not share a directory", low=1)
+    staging_mb: int | None = key(
+        None,
+        "memory per worker, in MiB, for what of a checkpoint is not written when the next update comes; none: half of "
+        "what its host, or control group, has left then, shared by its workers. What does not fit is skipped: no step "
+        "waits for a slow disk",
+        low=0,
+    )
     grace_s: float = key(30.0, "seconds for an emergency checkpoint after SIGTERM or SIGINT", low=0)
     sign_key: str | None = key(
         None,

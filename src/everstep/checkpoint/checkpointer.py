@@ -151,7 +151,8 @@ class Checkpointer:
         job = PartJob(
             replace(report, runs=runs, stall_s=time.monotonic() - began),
             self.worker_id == min(pool),
-            self._config.memory.limit_mb * _MB,
+            None if self._config.staging_mb is None else self._config.staging_mb * _MB,
+            0.5 / sum(member.host == plan.member(self.worker_id).host for member in plan.members),
             {"job": self.identity.job, "task": self.identity.task, "worker": str(self.worker_id)},
             0 if plan.member(self.worker_id).limbs else None,
             len(pool) > 1,

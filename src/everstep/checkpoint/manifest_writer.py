@@ -341,7 +341,11 @@ def write_whole(
     live = LiveState(state)
     reports: list[PartReport] = []
     job = PartJob(
-        PartReport(step, 0, 0, 0, ((0, live.n_blocks),)), True, 0, {"job": identity.job}, signed=signer is not None
+        PartReport(step, 0, 0, 0, ((0, live.n_blocks),)),
+        True,
+        0,
+        metadata={"job": identity.job},
+        signed=signer is not None,
     )
     writer = PartWriter(store, job, live, Base, reports.append)
     writer.run()

@@ -37,6 +37,7 @@ from everstep.exact.digest import bytes_of, digest_bytes
 from everstep.exact.image import BLOCK_BYTES, FOREIGN, Outline, StateEntry, block_count, pieces_of, value_digests
 from everstep.exact.layout import round_up
 from everstep.exact.state import ModelState
+from everstep.runtime.process import available_bytes
 
 _PAGE = 4096
 _BYTES_PER_RUN = 112
@@ -122,18 +123,25 @@ class Base:
 @dataclass(frozen=True)
 class PartJob:
     """A part that is to be written. report: what can be said of it beforehand. with_state: whether its report has the
-    stage's entries and values. limit_bytes: memory that may be taken when the update comes too early. metadata: text
-    for the safetensors header. cell_rank: of a worker whose cell has several. compare: others hold the state, too.
-    signed: its report has the SHA-256. held: what of the state is here: other blocks are not read."""
+    stage's entries and values. staging_bytes: memory to take when the update comes too early; None: the share
+    `staging_share` of what is left then. metadata: text for the safetensors header. cell_rank: of a worker whose cell
+    has several. compare: others hold the state, too. signed: its report has the SHA-256. held: what of the state is
+    here: other blocks are not read."""
 
     report: PartReport
     with_state: bool
-    limit_bytes: int
+    staging_bytes: int | None = None
+    staging_share: float = 0.5
     metadata: Mapping[str, str] = field(default_factory=dict)
     cell_rank: int | None = None
     compare: bool = False
     signed: bool = False
     held: Extents = WHOLE
+
+    def staging_blocks(self) -> int:
+        """Blocks for which there is room now."""
+        left = self.staging_bytes
+        return (int(available_bytes() * self.staging_share) if left is None else left) // BLOCK_BYTES
 
     def name(self, attempt: int = 0) -> str:
         """Name of the part's file; attempt: as for `part_name`."""
@@ -178,6 +186,7 @@ class PartWriter:
         self._changed = threading.Condition()
         self._next = 0  # so many of `_order` are copied out of the live state
         self._copying = False
+        self._copied = False  # out of the live state, all of them: from an update on, that is another step's
         self._saved: dict[int, torch.Tensor] = {}
         self._checked: dict[int, bytes] = {}
         self._stop: Why | None = None
@@ -242,17 +251,18 @@ class PartWriter:
         with self._changed:
             if self._stop:
                 return False
-            if self._next >= len(self._order) and not self._copying:
+            if self._copied or (self._next >= len(self._order) and not self._copying):
                 return True
             try:
-                return self._rescue(began + patience_s)
+                self._copied = self._rescue(began + patience_s)
+                return self._copied
             finally:
                 self._stall_s += time.monotonic() - began
 
     def _rescue(self, deadline: float) -> bool:
         """Copies blocks from the far end, while the thread goes on at the near one; those that are only compared need
         not be kept. Called with the lock."""
-        room, order, passing = self._job.limit_bytes // BLOCK_BYTES, self._order, None
+        room, order, passing = self._job.staging_blocks(), self._order, None
         low = len(order)
         while low - 1 > self._next or (low - 1 == self._next and not self._copying):
             if low <= len(self._own) and len(self._saved) >= room:
@@ -275,7 +285,8 @@ class PartWriter:
 
         in_time = self._changed.wait_for(lambda: bool(self._stop) or covered(), max(0.0, deadline - time.monotonic()))
         if not in_time:
-            text = "the update came before the state was written, and checkpoint.memory.limit_mb is full"
+            text = f"the update came before the state was written, and memory for {room} of its blocks was there"
+            text += ": checkpoint.staging_mb" + (" allows more" if self._job.staging_bytes is not None else " sets it")
             self._stop = Why(Cause.SLOW, text)
             self._changed.wait_for(lambda: not self._copying)
         return in_time and not self._stop

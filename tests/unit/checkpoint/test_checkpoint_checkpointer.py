@@ -19,6 +19,7 @@ from everstep.base.cause import Cause, Why
 from everstep.base.config_keys import CheckpointConfig
 from everstep.base.errors import CheckpointCorrupt, ConfigError
 from everstep.base.plan import Member, Plan, Rank, Seat
+from everstep.checkpoint import checkpointer, part
 from everstep.checkpoint.checkpointer import Checkpointer
 from everstep.checkpoint.manifest_assembly import Assembly
 from everstep.checkpoint.manifest_writer import Extent, WriteOutcome
@@ -259,9 +260,11 @@ class Gate(DirectoryStore):
             yield draft
 
 
+@pytest.mark.parametrize("updates", [1, 3])
 @pytest.mark.parametrize("limit_blocks", [100, 3])
-def test_an_update_before_the_disk_is_ready(tmp_path: Path, limit_blocks: int) -> None:
-    """What is not written yet is copied, up to the limit; beyond, the part is given up. Never is it torn."""
+def test_updates_before_the_disk_is_ready(tmp_path: Path, limit_blocks: int, updates: int) -> None:
+    """What is not written yet is copied, up to the limit; beyond, the part is given up. Never is it torn, however many
+    steps the disk takes."""
     state = make_state(1)
     expected = state.manifest()["blocks"]
     live = LiveState(state)
@@ -270,17 +273,18 @@ def test_an_update_before_the_disk_is_ready(tmp_path: Path, limit_blocks: int) -
     job = PartJob(PartReport(1, 1, 0, 0, ((0, live.n_blocks),)), True, limit_blocks * BLOCK_BYTES)
     writer = PartWriter(store, job, live, Base, reports.append)
     threading.Thread(target=writer.run, daemon=True).start()
-    kept = writer.before_update(0.01)
-    with torch.no_grad():
-        for parameter in state.model.parameters():
-            parameter.add_(1)
+    for _ in range(updates):
+        kept = writer.before_update(0.01)
+        with torch.no_grad():
+            for parameter in state.model.parameters():
+                parameter.add_(1)
     store.open.set()
     assert writer.join(60.0)
     assert kept == (limit_blocks == 100)
     if kept:
         assert [reports[0].digests[k : k + 32] for k in range(0, len(reports[0].digests), 32)] == expected
     else:
-        assert "limit_mb" in reports[0].error and reports[0].file is None
+        assert "staging_mb" in reports[0].error and reports[0].file is None
         assert list(tmp_path.rglob("*.safetensors")) == []
 
 
@@ -301,8 +305,29 @@ def test_a_disk_that_refuses_while_the_update_waits_gives_the_part_up_alone(
     assert not writer.before_update()
 
 
+def test_memory_for_what_is_not_written_is_what_is_left_or_what_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(part, "available_bytes", lambda: 80 * BLOCK_BYTES)
+    report = PartReport(1, 1, 0, 0)
+    assert PartJob(report, True, None, 0.125).staging_blocks() == 10
+    assert PartJob(report, True, 7 * BLOCK_BYTES, 0.125).staging_blocks() == 7
+    assert PartJob(report, True, 0).staging_blocks() == 0
+
+
+def test_workers_of_a_host_share_what_is_left(start: Callable[..., Job], monkeypatch: pytest.MonkeyPatch) -> None:
+    shares: list[float] = []
+
+    def spy(*args: Any, **more: Any) -> PartJob:
+        shares.append(args[3])
+        return PartJob(*args, **more)
+
+    monkeypatch.setattr(checkpointer, "PartJob", spy)
+    start(2).save(5)
+    assert shares == [0.25, 0.25]
+
+
+@pytest.mark.parametrize("updates", [1, 3])
 @pytest.mark.parametrize("limit_blocks", [100, 3])
-def test_what_others_write_is_compared_too_and_takes_no_memory(tmp_path: Path, limit_blocks: int) -> None:
+def test_what_others_write_is_compared_too_and_takes_no_memory(tmp_path: Path, limit_blocks: int, updates: int) -> None:
     """Whatever is read by the writer or, since the update comes too early, before that."""
     state = make_state(1)
     live = LiveState(state)
@@ -312,10 +337,11 @@ def test_what_others_write_is_compared_too_and_takes_no_memory(tmp_path: Path, l
     job = PartJob(report, True, limit_blocks * BLOCK_BYTES, compare=True)
     writer = PartWriter(store, job, live, Base, reports.append)
     threading.Thread(target=writer.run, daemon=True).start()
-    assert writer.before_update(0.01)
-    with torch.no_grad():
-        for parameter in state.model.parameters():
-            parameter.add_(1)
+    for _ in range(updates):
+        assert writer.before_update(0.01)
+        with torch.no_grad():
+            for parameter in state.model.parameters():
+                parameter.add_(1)
     store.open.set()
     assert writer.join(60.0)
     assert reports[0].checks == expected and len(reports[0].digests) == 2 * 32
