@@ -42,7 +42,7 @@ class LaneSaid(msgspec.Struct, frozen=True, array_like=True):
     there is none.
 
     data: the lane's batch. took, made: input and output of the forward pass (output includes buffers and the loss).
-        back, gave: input and output of the backward pass (output includes the parameters' gradients).
+    back, gave: input and output of the backward pass (output includes the parameters' gradients).
     """
 
     data: str = ""
@@ -71,15 +71,15 @@ class Holding:
     """A worker's statement when it settles.
 
     position: key of its last decision; records: its records by worker id, handed to members that lack them.
-        gradient_step: the step beyond position.step whose reduced gradient it holds (it has contributed, or was
-        about to), 0 if none; gradients: by stage, the blocks of the state that this takes to that step. digest: of
-        the initial state, at step 0 only. stages: blocks held of their state at `position`. lacking: lanes whose
-        results for step position.step + 1 are missing at one of its seats at least. snapshots: blocks of states kept
-        in its memory, by (stage, step). disk: steps of the verified, complete checkpoints that it can read. sound:
-        states after this step are tainted, as far as it knows; -1: none is. fresh: its state was copied or read
-        since it was last found to be that of all others. proven: it was seen to compute as others do. doubt: what it
-        knows of members that compute differently. Digests of initial states, by stage: first: those that the members
-        began with; built: those that it has built, at step 0 only.
+    gradient_step: the step beyond position.step whose reduced gradient it holds (it has contributed, or was about
+    to), 0 if none; gradients: by stage, the blocks of the state that this takes to that step. digest: of the initial
+    state, at step 0 only. stages: blocks held of their state at `position`. lacking: lanes whose results for step
+    position.step + 1 are missing at one of its seats at least. snapshots: blocks of states kept in its memory, by
+    (stage, step). disk: steps of the verified, complete checkpoints that it can read. sound: states after this step
+    are tainted, as far as it knows; -1: none is. fresh: its state was copied or read since it was last found to be
+    that of all others. proven: it was seen to compute as others do. doubt: what it knows of members that compute
+    differently. Digests of initial states, by stage: first: those that the members began with; built: those that it
+    has built, at step 0 only.
     """
 
     position: Key
@@ -244,7 +244,7 @@ class SnapshotsKept(StepEvent, frozen=True):
     """All states that this worker could go back to, replacing earlier statements; stated in the next settle.
 
     snapshots: in its memory, of own stages or for other pools. disk: steps of the verified complete checkpoints that
-        it can read. A step may be named only after the worker that made it has seen its `Release`.
+    it can read. A step may be named only after the worker that made it has seen its `Release`.
     """
 
     snapshots: Snapshots = {}
@@ -382,8 +382,8 @@ class GoBack(StepEffect, frozen=True):
     """Go to the state of `step`, which may also lie ahead (a checkpoint); answer with `StateCopied` at (step, 0).
 
     sources: for each stage of this worker's seats, the worker ids that have it in memory, itself first; empty: read
-        it from disk, or build it for step 0, which has no records. If this worker is a source and its own state is
-        that of `step`, nothing has to be copied. The application goes on from there and repeats the steps after it.
+    it from disk, or build it for step 0, which has no records. If this worker is a source and its own state is that
+    of `step`, nothing has to be copied. The application goes on from there and repeats the steps after it.
     """
 
     generation: int

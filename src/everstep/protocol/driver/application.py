@@ -28,7 +28,7 @@ class Application:
     """One application's asks, one after the other.
 
     ask: the present one. asked: the step that it asked for last; one more once it is done with that step. ended: how
-        the job has ended, if it has.
+    the job has ended, if it has.
     """
 
     def __init__(
@@ -223,7 +223,7 @@ class Application:
             return do.EndsJob(self._last.ends_job) if self._last.ends_job else do.Stepped(at)
         if self._rewindable:
             return do.WentBack(at)
-        return do.Exit(f"the others are at step {at}, while step {wanted} was under way here: this worker starts anew")
+        return do.Exit(f"the others are at step {at}, while step {wanted} was under way here: this worker restarts")
 
     def _answer_gather(self, ask: do.GatherAsked | SaveAsked | do.EndAsked) -> do.Answer | None:
         if not isinstance(ask, do.EndAsked) and (self._gather in self._last.gathers.known or self.ended):
@@ -237,7 +237,7 @@ class Application:
             return do.JobOver()
         if self.settled and self._machine.step > self._gather.step:  # else it may have to be told that it went back
             key = self._gather
-            return do.Exit(f"the others have decided {key} without this worker; it has to start anew")
+            return do.Exit(f"the others have decided {key} without this worker; it has to restart")
         return None
 
     def _answer_end(self) -> do.Answer | None:

@@ -110,7 +110,7 @@ class Settler:
         forgotten = self._keeper.went_back(settled.target.step) if settled.back else ()
         return [*forgotten, *(step.HoldingArrived(operation.generation, w, h) for w, h in self._stated.items())]
 
-    def anew(
+    def settle_again(
         self,
         why: Why,
         tainted: int = 0,
@@ -145,7 +145,7 @@ class Settler:
 
     def lacks(self, event: step.BlocksLost) -> None:
         """Blocks of the state are gone: all members settle again, which repairs them."""
-        self.anew(Why(Cause.CORRUPT, f"it has lost blocks of stage {event.stage} ({event.extents})"))
+        self.settle_again(Why(Cause.CORRUPT, f"it has lost blocks of stage {event.stage} ({event.extents})"))
 
     @property
     def refused(self) -> str:
@@ -214,7 +214,7 @@ class Settler:
         rebuilt = not effect.step and not all(effect.sources.values())
         unable = not effect.step and self._machine.current_plan().stages == 1  # what is not split is built once
         if (at.step and not self._rewindable) or ((at.step or rebuilt) and unable):
-            return do.Exit(f"the job goes back to step {effect.step}, from where this worker starts anew")
+            return do.Exit(f"the job goes back to step {effect.step}, from where this worker restarts")
         stands = at.step == effect.step
         own = self._gathers.of_update(at.step) if stands else {}
         own = own or self._keeper.records_of(effect.step)

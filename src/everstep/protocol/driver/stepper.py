@@ -45,8 +45,8 @@ class Differs(msgspec.Struct, frozen=True):
     """The records of a decision show that states differ; or, with `probe`, that results computed from them differ.
 
     tainted: the step that cannot be done with these states. sound: the last step at which states were alike.
-        generation: in which this was decided, the same at all members. odd: the workers whose state or lane is
-        wrong. drift: see `Disagreement`.
+    generation: in which this was decided, the same at all members. odd: the workers whose state or lane is wrong.
+    drift: see `Disagreement`.
     """
 
     why: Why

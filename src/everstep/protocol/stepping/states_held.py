@@ -13,7 +13,7 @@ class StatesHeld:
     """The states that a worker holds.
 
     digest: of the initial state. blocks: by stage, what is held of its state at the position. kept: snapshots and
-        checkpoints to go back to. sound: states after this step are tainted; -1: none is.
+    checkpoints to go back to. sound: states after this step are tainted; -1: none is.
     """
 
     def __init__(self, digest: str) -> None:
@@ -59,9 +59,9 @@ class NextStep:
     """Results for the step after the position: lanes and the reduced gradient.
 
     lanes: (stage, lane) of results that are held; awaited: those of the present `LanesNeeded` that have not come.
-        rerun: lanes that all members compute again; None: all. gradient_step: the step whose reduced gradient is
-        held, 0 if none; gradients: by stage, the blocks that it takes to that step; takes: the same, as announced
-        before the reduction ends. undone: the newest step that was decided and then repeated from the same state.
+    rerun: lanes that all members compute again; None: all. gradient_step: the step whose reduced gradient is held, 0
+    if none; gradients: by stage, the blocks that it takes to that step; takes: the same, as announced before the
+    reduction ends. undone: the newest step that was decided and then repeated from the same state.
     """
 
     def __init__(self) -> None:
