@@ -70,8 +70,7 @@ def _uneven(job: JobState) -> list[int]:
 
 
 def _crowded(job: JobState, worker_id: int, where: Mapping[int, Domains]) -> tuple[int, ...]:
-    """How many members of its pools would die together with this worker, by domain, the widest first; empty without a
-    member has none."""
+    """How many members of its pools would die together with this worker, by domain, the widest first."""
     plan = job.agreement.plan
     others = {s.worker_id for stage in plan.stages_of(worker_id) for s in plan.pool(stage)} - {worker_id}
     return Crowd(others, where).near(where.get(worker_id, ()))
