@@ -46,7 +46,7 @@ def write_weights(
     if weights.optimizer is not None and kind not in WITH_OPTIMIZER:
         raise ConfigError(f"--format {kind} holds no optimizer state: use one of {', '.join(WITH_OPTIMIZER)}")
     if path.exists():
-        raise ConfigError(f"{path} is there already: choose another --to")
+        raise ConfigError(f"{path} exists already: choose another --to")
     writer: dict[str, Callable[[Weights, Path], None]] = {
         SAFETENSORS: lambda w, p: save_file(_apart(w.model), p, {"format": "pt"}),
         TORCH: lambda w, p: torch.save(_nested(w, _as_state_dict(_apart(w.model))), p),

@@ -104,7 +104,7 @@ def _place(foreign: Foreign) -> LauncherPlace:
     own = address_towards(named)
     if not is_reachable(own):
         raise ConfigError(
-            f"{named}, the host of rank 0, calls itself {own or 'nothing'}, which other hosts cannot reach: set "
+            f"{named}, the host of rank 0, has the address {own or 'none'} there, which other hosts cannot reach: set "
             "MASTER_ADDR to its address"
         )
     kept = reserve(own, ports)

@@ -176,7 +176,7 @@ def sinks_beside(run_dir: Path, config: Config, tell: Callable[[str], None]) -> 
                 process.kill()
                 code = process.wait()
             if code:
-                tell(f"not everything has reached {name}: {again(run_dir, name, config.notify)} does the rest ({log})")
+                tell(f"{name} has not received everything: {again(run_dir, name, config.notify)} does the rest ({log})")
 
 
 def again(run_dir: Path, name: str, notify: NotifyConfig) -> str:

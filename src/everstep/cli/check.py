@@ -164,6 +164,6 @@ def _report(spec: TaskSpec, verdict: Judgement) -> dict[str, Any]:
 def _print(target: str, report: dict[str, Any]) -> None:
     for finding in report["findings"]:
         where = f"{finding['file']}:{finding['line']}: " if finding["line"] else ""
-        weight = "" if finding.get("refused", True) else " (only listed: a job starts all the same)"
+        weight = "" if finding.get("refused", True) else " (listed only: the job starts anyway)"
         print(f"{where}{finding['object']}: {finding['says']}; {finding['remedy']}{weight}")
     print(f"{target}: {len(report['findings'])} found; not looked into: {len(report['not_covered'])} kinds (--json)")

@@ -75,7 +75,7 @@ def export_command(
     if (hf_config is not None or shard_size != "5GB") and kind != "hf":
         raise ConfigError(f"--hf-config and --shard-size belong to --format hf, not {kind}")
     if target.exists():
-        raise ConfigError(f"{target} is there already: choose another --to")
+        raise ConfigError(f"{target} exists already: choose another --to")
     key, place = required_key(key_file), find_place(checkpoint)
     found = choose(place, which)
     if not as_json:

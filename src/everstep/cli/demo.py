@@ -41,7 +41,7 @@ def command(steps: int, workers: int, run_dir: Path | None) -> int:
     print(f"2. the same with {workers} workers, and with these faults: {disturbed}")
     for fault in chaos.split("; "):
         print(f"     {fault}")
-    print("Both run now; this shows the second.\n", flush=True)
+    print("Both run now; the lines below are of the second.\n", flush=True)
     began = time.monotonic()
     base.mkdir(parents=True, exist_ok=True)
     with _beside(_run(undisturbed, steps, 1, ""), base / "one-worker.log") as reference:

@@ -168,14 +168,14 @@ def _route(head: str, config: Config, given: str | None) -> tuple[str | None, Ch
     except OSError as error:
         text = f"there is no route to {head} ({error.strerror or error}): see 'ip route get {head}'"
         return None, Checked("route", "wrong", text)
-    text = f"others would be told {own}, on {interface_of(own)}, which NCCL would use, too"
+    text = f"other hosts will use {own}, on {interface_of(own)}; NCCL will, too"
     return own, Checked("route", "ok", text)
 
 
 def _devices(slots: int) -> Checked:
     devices = device_count()
     if not devices:
-        return Checked("devices", "ok", f"no device but the processor: {slots} worker{'s' * (slots > 1)} here")
+        return Checked("devices", "ok", f"no GPU: {slots} worker{'s' * (slots > 1)} here")
     if slots > devices:
         return Checked("devices", "warning", f"{slots} workers for {devices} devices: too many if the job uses them")
     return Checked("devices", "ok", f"{devices}, for {slots} worker{'s' * (slots > 1)}")
@@ -183,7 +183,7 @@ def _devices(slots: int) -> Checked:
 
 def _mtu(own: str, head: str) -> Checked:
     leaves, way = mtu_of(interface_of(own)), path_mtu(head)
-    text = f"packets of {leaves} bytes leave this host, {way} are known to reach {head}"
+    text = f"this host sends packets of {leaves} bytes; {way} bytes are known to reach {head}"
     low = 0 < min(leaves or way, way) < _LEAST_MTU
     return Checked("packets", "warning" if way < min(leaves, _MOST_BYTES) or low else "ok", text)
 
@@ -193,10 +193,10 @@ def _ports(own: str, slots: int, ports: str | None) -> Checked:
     if found is None:
         return Checked("ports", "ok", "any (no network.ports)")
     free = len(list(islice((p for p in range(found.first, found.last + 1) if _is_free(own, p)), needed)))
-    text = f"{needed} are needed in {found} for {slots} worker{'s' * (slots > 1)}"
+    text = f"{needed} ports in {found} are needed for {slots} worker{'s' * (slots > 1)}"
     if free < needed:
-        return Checked("ports", "wrong", f"{text}, {free} are free at {own}: give a larger range")
-    return Checked("ports", "ok", f"{text}, and free at {own}")
+        return Checked("ports", "wrong", f"{text}, but only {free} are free at {own}: give a larger range")
+    return Checked("ports", "ok", f"{text}; they are free at {own}")
 
 
 def _is_free(own: str, port: int) -> bool:

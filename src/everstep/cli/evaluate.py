@@ -65,7 +65,7 @@ def _weights(source: Path, key: str | None, *, shown: bool) -> Iterator[tuple[st
     """(name of the weights, function that reads them); before that it tells the user who signed them."""
     if key is None and not _is_checkpoint(source):
         path = find_weights(source)
-        _tell(f"{path}: safetensors, which nobody signs", shown)
+        _tell(f"{path}: a safetensors file has no signature", shown)
         read_weights(path)
         yield str(path), lambda: _from_file(path)
         return

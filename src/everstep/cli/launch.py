@@ -126,7 +126,14 @@ _PRINT = click.option("--print", "only_print", is_flag=True, help="Print it and 
 @_PYTHON
 @_PRINT
 @click.option("--sbatch", "extra", multiple=True, metavar="NAME=VALUE", help="Option for sbatch; may be repeated.")
-@click.option("--notice", "notice_s", type=click.IntRange(1, 65535), default=60, show_default=True, help="Seconds.")
+@click.option(
+    "--notice",
+    "notice_s",
+    type=click.IntRange(1, 65535),
+    default=60,
+    show_default=True,
+    help="Seconds between Slurm's notice and the end of a host.",
+)
 def launch_slurm(
     words: tuple[str, ...],
     hosts: int,

@@ -62,7 +62,7 @@ def audit_run(run_dir: Path) -> LedgerReport:
     epochs = order.epoch_of(min(upto, order.total_steps) + 1)
     if epochs > _MOST_EPOCHS or order.global_batch > _MOST_SAMPLES:
         raise ConfigError(
-            f"{run_dir} says that it is {epochs} epochs and {order.global_batch} samples a step long: expected at most "
+            f"{run_dir} says {epochs} epochs and {order.global_batch} samples per step: expected at most "
             f"{_MOST_EPOCHS} and {_MOST_SAMPLES}"
         )
     return audit(read_rows(run_dir), order, upto, ended=ended, after=after)

@@ -27,12 +27,12 @@ from everstep.cli.terminal import guarded
 from everstep.runtime.files.private import write_privately
 
 COMMANDS = {
-    "run": ("everstep.cli.run", "Train a task, whatever happens to its workers."),
+    "run": ("everstep.cli.run", "Train a task, and go on when workers fail, join or leave."),
     "agent": ("everstep.cli.agent", "Run workers on this host for a job that was started elsewhere."),
     "launch": ("everstep.cli.launch:launch", "Start a job on the hosts of Slurm, Kubernetes, Ray or ssh."),
     "takeover": (
         "everstep.cli.standby:takeover",
-        "Go on with a job on this host after the host that led it was lost.",
+        "Continue a job on this host after the host that led it was lost.",
     ),
     "check": ("everstep.cli.check", "Find state that is lost on resume, before training."),
     "demo": ("everstep.cli.demo", "Kill workers while they train, and compare with an undisturbed run."),
@@ -144,7 +144,7 @@ def _run(argv: list[str] | None) -> int:
         complain(f"{error.filename or 'the system'}: {error.strerror or error}")
         return 2
     except (MemoryError, RecursionError) as error:
-        what = "more memory than there is" if isinstance(error, MemoryError) else "something nested too deeply"
+        what = "more memory than this host has" if isinstance(error, MemoryError) else "fewer levels of nesting"
         complain(f"the command needs {what}: a file that it reads may be damaged or of the wrong kind")
         return 2
 

@@ -235,7 +235,9 @@ def command(
     foreign = foreign_launcher(os.environ)
     if foreign is not None and rank is None:
         if asked.listen is not None:
-            raise ConfigError(f"--listen: expected none, as hosts meet by themselves: {foreign.words()}")
+            raise ConfigError(
+                f"--listen: expected none, because this process was {foreign.words()} and its hosts find each other"
+            )
         return adopt(foreign, spec.short, click.get_current_context().meta[_ARGS], load_config(layers))
     given = read_layers([*layers, ("options", options)])
     if rank:

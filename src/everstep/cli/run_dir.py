@@ -61,7 +61,9 @@ def named_directory(ctx: click.Context, parameter: click.Parameter, value: Path 
     Raises: ConfigError.
     """
     if value is not None and str(value).startswith("-"):
-        raise ConfigError(f"--run-dir: expected a directory, got {str(value)!r} (one of that name: ./{value})")
+        raise ConfigError(
+            f"--run-dir: expected a directory, got {str(value)!r} (for a directory of that name: ./{value})"
+        )
     return value
 
 

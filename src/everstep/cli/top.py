@@ -135,5 +135,5 @@ def _table(rows: dict[int, WorkerRow], sort: str, most: int, wide: bool) -> Rend
         ]
         table.add_row(*cells[: len(table.columns)], style=_STYLES.get(row.state, ""))
     if len(rows) > most:
-        table.caption = f"and {len(rows) - most} more; those in trouble are all here, as far as there is room"
+        table.caption = f"and {len(rows) - most} more; workers in trouble are listed first"
     return table

@@ -1,7 +1,7 @@
-"""Members and seats of a plan column by column, as they go over a control connection for the first time. Pure.
+"""Members and seats of a plan by columns, the form in which a plan first goes over a control connection. Pure.
 
-What stands in one column is alike, so it deflates to a third: a plan for 8,000 workers is then 64 kB, and 190 kB row by
-row. Numbers that ascend are steps from the one before; words that come again are numbers of words.
+The values of one column are similar, so they deflate to a third: a plan for 8,000 workers has 64 kB by columns and
+190 kB by rows. Ascending numbers are stored as differences; repeated words as indices.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ _ROLES: tuple[Literal["active"], Literal["standby"]] = ("active", "standby")
 
 
 class PlanColumns(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One element for each member, and for each seat. Of an address `ports` has what follows the last colon, -1 for
-    nothing; of segments all are one string, cut by `segment_chars`; `lanes` are those of all seats, `lane_counts` each.
-    """
+    """One element for each member, and for each seat. `ports` holds the part of each address after its last colon,
+    -1 for none; segments are one string, cut by `segment_chars`; `lanes` holds those of all seats, `lane_counts`
+    their numbers."""
 
     worker_ids: list[int]
     incarnations: list[int]
@@ -50,11 +50,12 @@ class PlanColumns(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class PlanTold(AnyMessage, frozen=True, kw_only=True):
-    """The plan that the messages after this one speak of (`protocol/telling`).
+    """The plan that the messages after this one refer to (`protocol/telling`).
 
-    before: generation of the plan told last over this connection; 0: `plan` is whole, but for members and seats if
-    these come in `columns`; else what is new or other. gone: worker ids of members no more; vacated: seats no more, as
-    (stage, worker id). same_speeds: those before count. whole: seats that hold all of their stage now, likewise.
+    before: generation of the last plan on this connection; 0: `plan` is whole, except for members and seats if they
+    come in `columns`; else `plan` holds the new and changed parts. gone: worker ids of removed members; vacated:
+    removed seats, as (stage, worker id). same_speeds: the speeds are unchanged. whole: seats that now hold all of
+    their stage, as (stage, worker id).
     """
 
     plan: Plan
@@ -67,7 +68,7 @@ class PlanTold(AnyMessage, frozen=True, kw_only=True):
 
 
 def columns_of(plan: Plan) -> PlanColumns:
-    """Members and seats of a plan, whatever they are: `filled` makes the same of them."""
+    """Members and seats of a plan as columns; `filled` is the inverse."""
     members, seats = plan.members, plan.seats
     places = [_split(member.address) for member in members]
     host_names, hosts = _words(member.host for member in members)
@@ -135,8 +136,8 @@ def _seats(columns: PlanColumns) -> tuple[Seat, ...]:
 
 
 def _split(address: str) -> tuple[str, int]:
-    """An address in front of its last colon, and the number behind it; all of it and -1 if there is none that is
-    written as numbers are."""
+    """An address up to its last colon, and the number behind it; the whole address and -1 if no canonical number
+    follows."""
     name, colon, port = address.rpartition(":")
     written = colon and port.isascii() and port.isdigit() and len(port) < 6 and (port[0] != "0" or port == "0")
     return (name, int(port)) if written else (address, -1)
@@ -147,13 +148,13 @@ def _joined(name: str, port: int) -> str:
 
 
 def _steps(numbers: Iterable[int]) -> list[int]:
-    """Differences between neighbours, from 0 on."""
+    """Differences between neighbours, starting from 0."""
     them = list(numbers)
     return list(map(sub, them, [0, *them]))  # the last one has none after it
 
 
 def _words(found: Iterable[_T]) -> tuple[list[_T], list[int]]:
-    """Each word once, and for each that was found which it is, in steps."""
+    """The distinct words, and the index of each found word as differences."""
     numbers: dict[_T, int] = {}
     which = [numbers.setdefault(word, len(numbers)) for word in found]
     return list(numbers), _steps(which)

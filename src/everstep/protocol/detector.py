@@ -1,8 +1,8 @@
 """Phi-accrual failure detection with a floor and a ceiling. Pure.
 
 The detector learns how regularly heartbeats come and says how surprising the present silence is. Phi is minus the
-decimal logarithm of the probability that a live peer is silent for so long. The floor keeps a very regular peer from
-being given up after a short hiccup; the ceiling bounds the wait for a very irregular one.
+decimal logarithm of the probability that a live peer is silent for this long. The floor keeps a very regular peer
+from being given up after a short hiccup; the ceiling bounds the wait for a very irregular one.
 
 Source: Hayashibara et al., "The phi accrual failure detector", SRDS 2004, section 4.
 """
@@ -26,7 +26,7 @@ _LATE_FACTOR = 4
 
 @dataclass(frozen=True)
 class Suspicion:
-    """Judgement of a peer. `reason` is plain text, empty while there is nothing to say."""
+    """Judgement of a peer. reason: plain text, empty if there is nothing to report."""
 
     suspect: bool
     dead: bool
@@ -34,11 +34,9 @@ class Suspicion:
 
 
 class PhiDetector:
-    """Watches one peer's heartbeats.
-
-    floor_ns: no shorter silence is a death; ceiling_ns: any longer silence is one; interval_ns: the interval expected
-    before enough heartbeats have been seen; now_ns: when the watch begins (counts as a heartbeat).
-    """
+    """Watches one peer's heartbeats. floor_ns: a shorter silence never counts as a death; ceiling_ns: a longer one
+    always does; interval_ns: the expected interval until enough heartbeats have come; now_ns: start of the watch
+    (counts as a heartbeat)."""
 
     def __init__(self, *, floor_ns: int, ceiling_ns: int, interval_ns: int, now_ns: int) -> None:
         check(0 < floor_ns <= ceiling_ns, f"expected 0 < floor <= ceiling, got {floor_ns} and {ceiling_ns}")
@@ -53,7 +51,7 @@ class PhiDetector:
         self._intervals: deque[int] = deque([interval_ns] * self._expected, maxlen=_WINDOW)
 
     def heartbeat(self, now_ns: int, waited_ns: int = 0) -> None:
-        """A sign of life came. waited_ns: for how long its sender had waited for a processor since the last one."""
+        """A heartbeat came. waited_ns: time that its sender had waited for a processor since the last one."""
         self._waits.append(waited_ns)
         if self._expected:
             self._expected -= 1
@@ -62,15 +60,15 @@ class PhiDetector:
         self.resume(now_ns)
 
     def resume(self, now_ns: int) -> None:
-        """A sign of life after an interruption whose length says nothing about the peer's rhythm (a reconnect)."""
+        """A heartbeat after an interruption whose length says nothing about the peer's rhythm (a reconnect)."""
         self._last_ns = max(self._last_ns, now_ns)
 
     def expect(self, interval_ns: int) -> None:
-        """The peer may from now on wait `interval_ns` between heartbeats, whatever it did before."""
+        """From now on the peer may wait `interval_ns` between heartbeats, whatever it did before."""
         self._least_mean_ns = interval_ns
 
     def pardon(self, gap_ns: int) -> None:
-        """Take `gap_ns` of silence back: it was the watcher that did not listen."""
+        """Subtract `gap_ns` of silence, in which the watcher itself did not listen."""
         self._last_ns += gap_ns
 
     def silence_ns(self, now_ns: int) -> int:

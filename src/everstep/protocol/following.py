@@ -1,6 +1,7 @@
-"""What plan a worker follows, said in a few bytes: so that thousands who come back need not bring it each. Pure.
+"""The plan that a worker follows, named in a few bytes, so that thousands of workers that reconnect need not send
+it. Pure.
 
-A hello names the plan (`PlanName`). Whoever is asked for it (`PlanAsked`) shows it (`PlanShown`).
+A hello names the plan (`PlanName`). One worker is asked for the plan (`PlanAsked`) and sends it (`PlanShown`).
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ _Digest = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]
 
 
 class PlanName(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A plan by its name: two plans of one generation and term differ in their digests. digest: as `name_of` has it,
-    32 hex digits."""
+    """Name of a plan. Two plans of one generation and term differ in their digests. digest: made by `name_of`, 32
+    hex digits."""
 
     term: _Term
     generation: _Generation
@@ -29,22 +30,22 @@ class PlanName(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def rank(self) -> tuple[int, int]:
-        """The greater, the newer: what a coordinator of an older term has made is never newer."""
+        """Newer plans have a greater rank: a plan of a coordinator of an older term is never newer."""
         return self.term, self.generation
 
 
 class PlanAsked(AnyMessage, frozen=True, kw_only=True):
-    """To a worker: show the plan that you follow."""
+    """To a worker: send the plan that you follow."""
 
 
 class PlanShown(OfLife, frozen=True, kw_only=True):
-    """Answer to `PlanAsked`: the plan that the worker follows by now, None if it follows none."""
+    """Answer to `PlanAsked`: the plan that the worker now follows, None if it follows none."""
 
     plan: Plan | None
 
 
 class StatesAlike(OfLife, frozen=True, kw_only=True):
-    """From the leader: all members have found their states of this step to be alike, by stage with these digests."""
+    """From the leader: all members found their states of this step alike, with these digests by stage."""
 
     step: int
     digests: dict[int, str]
@@ -54,7 +55,7 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 def name_of(plan: Plan | None) -> PlanName | None:
-    """How a plan is named; None of none. Alike for plans that are equal, wherever they have come by."""
+    """The name of a plan; None for None. Equal plans have equal names, whatever way they came."""
     if plan is None:
         return None
     speeds = tuple((worker_id, float(speed)) for worker_id, speed in plan.speeds)

@@ -1,4 +1,4 @@
-"""What a worker computes with and which code it runs, as it says them; how they are compared, and told. Pure."""
+"""A worker's numerics and code as it reports them, and how two reports are compared and worded. Pure."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _NAMED = 3
 
 
 class Kernels(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a process computes with. fingerprint: a digest of the bits that fixed small kernels give; it decides. The
-    rest explains: the device and its instruction set, intra-op threads, versions of libraries by name."""
+    """The numerics of a process. fingerprint: a digest of the bits that fixed small kernels give; it decides. The
+    other fields explain it: device and instruction set, intra-op threads, versions of libraries by name."""
 
     fingerprint: Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{32}\Z")]
     device: _Name
@@ -24,7 +24,7 @@ class Kernels(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     versions: Annotated[dict[_Short, _Short], msgspec.Meta(max_length=MOST_VERSIONS)] = {}
 
     def unlike(self, other: Kernels, whose: str = "the job") -> str:
-        """How these kernels, this host's, differ from others, in one line; "" if they give the same bits."""
+        """How this host's kernels differ from others, in one line; "" if they give the same bits."""
         if self.fingerprint == other.fingerprint:
             return ""
         names = sorted({*self.versions, *other.versions})
@@ -37,14 +37,15 @@ class Kernels(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Code(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a process has imported. files: digests of the user's own source files, by name; packages: versions of
-    installed packages, by name."""
+    """The code that a process has imported. files: digests of the user's own source files, by name; packages:
+    versions of installed packages, by name."""
 
     files: Annotated[dict[_Name, _Digest], msgspec.Meta(max_length=MOST_FILES)] = {}
     packages: Annotated[dict[_Short, _Short], msgspec.Meta(max_length=MOST_PACKAGES)] = {}
 
     def unlike(self, other: Code, here: str, there: str) -> str:
-        """Of what both have imported, how it differs, in words; "" if it is alike. here, there: whose each is."""
+        """How files and packages that both have imported differ, in words; "" if they are equal. here, there: whose
+        each is."""
         both = ((self.files, other.files), (self.packages, other.packages))
         found = [
             f"{name} is {value} {here}, {theirs[name]} {there}"
@@ -55,17 +56,17 @@ class Code(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return "; ".join([*found[:_NAMED], *([f"and {len(found) - _NAMED} more"] if len(found) > _NAMED else [])])
 
     def beyond(self, other: Code) -> Code:
-        """What this one has imported and the other has not."""
+        """Imports of this process that the other lacks."""
         return Code(_without(self.files, other.files), _without(self.packages, other.packages))
 
     def joined(self, other: Code) -> Code:
-        """What either has imported, the other's where both have, as far as there is room."""
+        """Imports of both; the other's win, and the number is bounded."""
         files, packages = {**self.files, **other.files}, {**self.packages, **other.packages}
         return Code(dict(_first(files.items(), MOST_FILES)), dict(_first(packages.items(), MOST_PACKAGES)))
 
 
 def read_kernels(found: object) -> Kernels | None:
-    """As a file says them; None if it does not, or makes no sense."""
+    """The report as a file says it; None if it says none, or nonsense."""
     try:
         return msgspec.convert(found, Kernels)
     except msgspec.ValidationError:
@@ -73,7 +74,7 @@ def read_kernels(found: object) -> Kernels | None:
 
 
 def read_code(found: object) -> Code | None:
-    """As a file says it; None if it does not, or makes no sense."""
+    """The report as a file says it; None if it says none, or nonsense."""
     try:
         return msgspec.convert(found, Code)
     except msgspec.ValidationError:
@@ -81,7 +82,7 @@ def read_code(found: object) -> Code | None:
 
 
 def told(said: Kernels | Code | None) -> Any:
-    """As JSON has it."""
+    """The report as JSON."""
     return msgspec.to_builtins(said)
 
 

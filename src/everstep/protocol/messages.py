@@ -41,11 +41,11 @@ _Path = Annotated[str, msgspec.Meta(max_length=200)]
 class AgentHello(FromAgent, frozen=True, kw_only=True):
     """First message of an agent, also after a reconnect: all its live workers.
 
-    slots: how many it will keep filled; with none it waits to be told which. room: how many it can fill, 0 if that does
-    not matter. process: names this process among those that have spoken for the host; another one has other workers.
-    lost: slots that it has given up; failed: that it can do nothing more; leaving: that its host wants to leave in
-    order. All of it may have been said to a coordinator that was dead by then.
-    about: of the host, for people: its address and versions. domains: in which it is, by label.
+    slots: how many it will keep filled; 0: it waits to be told which. room: how many it can fill, 0: no limit.
+    process: names this process of the host's agent; another process has other workers. lost: slots that it has given
+    up; failed: why it can do nothing more for the job; leaving: its host wants to leave in order. (A coordinator
+    that died may have been told these before.) about: facts about the host for people: its address and versions.
+    domains: failure domains of the host, by label.
     """
 
     host: str
@@ -67,10 +67,8 @@ class WorkerStarted(FromAgent, frozen=True, kw_only=True):
 
 
 class WorkerExited(FromAgent, frozen=True, kw_only=True):
-    """An agent saw a death by waitpid. `died_unix_ns` is when; `reason` such as 'killed by SIGKILL'.
-
-    in_order: the process said that its work was done, by its exit code. step: the last that it had applied.
-    """
+    """An agent saw a death by waitpid. died_unix_ns: the time of death; reason: such as 'killed by SIGKILL'.
+    in_order: the exit code of the process says that its work was done. step: the last that it had applied."""
 
     worker_id: int
     incarnation: int
@@ -90,27 +88,27 @@ class SlotLost(FromAgent, frozen=True, kw_only=True):
 
 
 class HostFailed(FromAgent, frozen=True, kw_only=True):
-    """From an agent: no restart helps the job any further, as seen from its host."""
+    """From an agent: no restart on its host can help the job any further."""
 
     reason: str
     cause: Cause = Cause.UNKNOWN
 
 
 class HostLeaving(FromAgent, frozen=True, kw_only=True):
-    """From an agent: its host is to leave in order, as if somebody had asked for it to be drained."""
+    """From an agent: its host wants to leave in order, as if somebody had asked to drain it."""
 
 
 class AgentNotice(FromAgent, frozen=True, kw_only=True):
-    """What an agent does, for whoever watches the job: handed on to its process, and nothing to the coordinator."""
+    """A line about the agent's work for people. The job's process shows it; the coordinator only hands it on."""
 
     kind: str
     fields: dict[str, Any]
 
 
 class HostPlace(FromAgent, frozen=True, kw_only=True):
-    """Where a host keeps its files, said once it knows the job. apart: its run directory is not the job's. disk: the
-    same for all hosts that see one checkpoint directory; address: "host:port" where peers find that, "" for nowhere.
-    domains: as in AgentHello."""
+    """Where a host keeps its files, sent once it knows the job. apart: its run directory is not the job's. disk:
+    names its checkpoint directory, the same for all hosts that share it; address: "host:port" where peers find it,
+    "" for none. domains: as in AgentHello."""
 
     apart: bool
     disk: _Short
@@ -119,7 +117,7 @@ class HostPlace(FromAgent, frozen=True, kw_only=True):
 
 
 class HostTold(FromAgent, frozen=True, kw_only=True):
-    """Answer to `HostAsk`. logs: number and size of each file by name; data: of the one that was asked for."""
+    """Answer to `HostAsk`. logs: number and size of each file by name; data: of the file that was asked for."""
 
     request: int
     logs: dict[str, tuple[int, int]] = {}
@@ -130,7 +128,7 @@ class HostTold(FromAgent, frozen=True, kw_only=True):
 
 
 class Ping(AnyMessage, frozen=True, kw_only=True):
-    """Do you still answer?"""
+    """A question whether the coordinator still answers."""
 
     seq: int
 
@@ -139,13 +137,13 @@ class Ping(AnyMessage, frozen=True, kw_only=True):
 
 
 class WorkerHello(AnyMessage, frozen=True, kw_only=True):
-    """First message of a worker, also after a reconnect. `follows`: names its newest plan, None if there is none yet.
-    `prepared`: generation of the newest plan that it holds and does not follow yet, 0 if it holds none.
+    """First message of a worker, also after a reconnect.
 
-    A worker without a plan has no state newer than step 0. `stages`: those whose state at `step` it has all of.
-    `wants_spare`: it would rather be a spare. `state_bytes`: size of what it would have to copy to become a member, -1
-    if it does not know. `lanes`: of its job, which a script says when it joins; 0 if it does not say. `kernels`,
-    `code`: what it computes with, and what it has imported by now.
+    follows: names its newest plan, None if it has none; a worker without a plan has no state newer than step 0.
+    prepared: generation of the newest plan that it holds and does not follow yet, 0 if none. stages: those whose
+    state at `step` it has completely. wants_spare: it prefers to be a spare. state_bytes: size of the state that it
+    would have to copy to become a member, -1 if unknown. lanes: of its job, which a script says when it joins; 0 if
+    it does not say. kernels, code: its numerics fingerprint, and the code that it has imported so far.
     """
 
     member: Member
@@ -161,13 +159,13 @@ class WorkerHello(AnyMessage, frozen=True, kw_only=True):
 
 
 class Imported(OfLife, frozen=True, kw_only=True):
-    """A worker has imported more since its hello. code: that alone."""
+    """A worker has imported more code since its hello. code: only the new imports."""
 
     code: Code
 
 
 class WorkerHealed(OfLife, frozen=True, kw_only=True):
-    """A joiner follows the members' steps closely enough to be taken in. `joining`: the ticket of `Heal`."""
+    """A joiner follows the members' steps closely enough to become a member. joining: the ticket of `Heal`."""
 
     ticket: int
     step: int
@@ -182,8 +180,9 @@ class HealFailed(OfLife, frozen=True, kw_only=True):
 
 
 class GenerationEntered(OfLife, frozen=True, kw_only=True):
-    """A worker has settled in a generation and computes `step` next. `phases_ms`: time spent per phase of recovery.
-    `loop`: what its application does after the step before: it has left its loop, or goes on; "": not known yet."""
+    """A worker has settled in a generation and computes `step` next. phases_ms: time spent in each phase of
+    recovery. loop: "left" if its application has left its loop after the step before, "on" if it goes on; "" if
+    unknown."""
 
     generation: int
     step: int
@@ -192,11 +191,9 @@ class GenerationEntered(OfLife, frozen=True, kw_only=True):
 
 
 class Progress(OfLife, frozen=True, kw_only=True):
-    """From the leader, a few times per second at most: the newest step whose effects left the process.
-
-    Once more, with step_ms 0, right at the first commit of a generation: with it a recovery is complete.
-    committed_unix_ns: when that was; 0 if it is not known.
-    """
+    """From the leader, a few times per second at most: the newest step whose effects left the process. Sent once
+    more, with step_ms 0, right at the first commit of a generation, which completes a recovery. committed_unix_ns:
+    time of that commit; 0 if unknown."""
 
     generation: int
     step: int
@@ -214,12 +211,13 @@ class PeerFault(OfLife, frozen=True, kw_only=True):
 
 
 class WorkerFailed(OfLife, frozen=True, kw_only=True):
-    """The worker's own last words. `signature` is equal for equal errors; `fatal`: no restart can help.
+    """The worker's own last words.
 
-    generation: in which it failed, 0 if in none. exit_code: of the job, if this ends it; 2 if what was asked for cannot
-    be done.
-    holds: its state is whole, and it stays until it is dismissed or the job ends. sound: states later than that of this
-    step are tainted, as it has found before the step `tainted` (in `generation`); -1 if there is none."""
+    signature: equal for equal errors. fatal: no restart can help. generation: in which it failed, 0 if in none.
+    exit_code: of the job, if this ends it; 2 if the job's request cannot be fulfilled. holds: its state is whole,
+    and it stays until it is dismissed or the job ends. sound: states after this step are tainted, as it found before
+    the step `tainted` (in `generation`); -1 if none is.
+    """
 
     step: int
     reason: str
@@ -234,13 +232,14 @@ class WorkerFailed(OfLife, frozen=True, kw_only=True):
 
 
 class SettleAgain(OfLife, frozen=True, kw_only=True):
-    """What a worker stated when it settled does not hold (a damaged checkpoint, say): all are to settle anew.
+    """The statement of a worker that settled is wrong (a damaged checkpoint, for example): all members have to
+    settle again.
 
     tainted: the step before which the workers' states were found to differ, as decided in `decided_in`; 0 if that is
-    not why. sound: states later than that of this step are tainted. drift: since the script makes them differ.
-
-    lane: of the step `tainted` which `workers` have computed and did not get the same; -1 if that is not why. odd: the
-    workers whose state or lane is wrong, none if nobody knows. ends: and nobody will."""
+    not the reason. sound: states after this step are tainted. drift: the script itself makes states differ. lane:
+    lane of the step `tainted` that gave `workers` different results; -1 if that is not the reason. odd: the workers
+    whose state or lane is wrong, empty if unknown; ends: it will stay unknown, so the job ends.
+    """
 
     generation: int
     reason: str
@@ -256,7 +255,7 @@ class SettleAgain(OfLife, frozen=True, kw_only=True):
 
 
 class Saved(OfLife, frozen=True, kw_only=True):
-    """From the leader: how a checkpoint ended that was asked for. `where` it is, or why there is none (`reason`)."""
+    """From the leader: how a requested checkpoint ended. where: its place, or `reason`: why there is none."""
 
     step: int
     ok: bool
@@ -265,8 +264,8 @@ class Saved(OfLife, frozen=True, kw_only=True):
 
 
 class StrikeDue(OfLife, frozen=True, kw_only=True):
-    """From a worker that is where a scripted fault is to strike that it leaves to others. `index`: its place in the
-    job's specification, or the number of one that was asked for."""
+    """From a worker that has reached the point of a scripted fault that others have to inject. index: the fault's
+    place in the job's specification, or the number of a requested one."""
 
     index: int
     generation: int
@@ -283,8 +282,8 @@ class Profiled(OfLife, frozen=True, kw_only=True):
 
 
 class ClaimFault(OfLife, frozen=True, kw_only=True):
-    """A scripted fault of this name is about to strike, from a host that does not see the job's directory. text: what
-    those are told who come later."""
+    """A host that does not see the job's directory claims the scripted fault of this name, which is about to strike.
+    text: the answer for hosts that claim it later."""
 
     request: int
     name: _Short
@@ -295,7 +294,7 @@ class ClaimFault(OfLife, frozen=True, kw_only=True):
 
 
 class FaultClaimed(AnyMessage, frozen=True, kw_only=True):
-    """Answer to a claim. first: nobody had claimed it; text: what the first one said."""
+    """Answer to a claim. first: no other host had claimed it; text: the text of the first claim."""
 
     request: int
     first: bool
@@ -303,10 +302,8 @@ class FaultClaimed(AnyMessage, frozen=True, kw_only=True):
 
 
 class ProfileNow(AnyMessage, frozen=True, kw_only=True):
-    """Record so many steps from `first_step` on, write the trace into profiles/<name>, and tell (`Profiled`).
-
-    memory: allocations, too; stacks: Python's stacks, too.
-    """
+    """Record this many steps from `first_step` on, write the trace into profiles/<name>, and report it (`Profiled`).
+    memory: record allocations, too; stacks: Python's stacks, too."""
 
     name: str
     first_step: int
@@ -316,14 +313,15 @@ class ProfileNow(AnyMessage, frozen=True, kw_only=True):
 
 
 class SaveNow(AnyMessage, frozen=True, kw_only=True):
-    """To the leader: take a checkpoint after the present step, and tell (`Saved`)."""
+    """To the leader: take a checkpoint after the present step, and report it (`Saved`)."""
 
     reason: str
     cause: Cause = Cause.UNKNOWN
 
 
 class InjectFault(AnyMessage, frozen=True, kw_only=True):
-    """To all workers: strike as soon as this fault fits. `number` names it among those asked for while the job runs."""
+    """To all workers: inject this fault as soon as it fits. number: names it among the faults requested while the
+    job runs."""
 
     fault: str
     number: int
@@ -336,17 +334,15 @@ class PlanNow(AnyMessage, frozen=True, kw_only=True):
 
 
 class PlanPrepared(AnyMessage, frozen=True, kw_only=True):
-    """Hold this plan; switch after the first agree in which all hold it."""
+    """Hold this plan; switch to it after the first agree in which all members hold it."""
 
     plan: Plan
 
 
 class Heal(AnyMessage, frozen=True, kw_only=True):
-    """To a joiner: copy the state of `stages` (in which it is to sit), then follow.
-
-    donors: members that hold any of them, in order of preference. holders: for each of `stages`, the worker ids among
-    them that hold it, in order of preference.
-    """
+    """To a joiner: copy the state of `stages` (those of its future seats), then follow. donors: members that hold
+    any of them, in order of preference. holders: for each of `stages`, the worker ids among the donors that hold it,
+    in order of preference."""
 
     ticket: int
     plan: Plan
@@ -356,7 +352,7 @@ class Heal(AnyMessage, frozen=True, kw_only=True):
 
 
 class Dismissed(AnyMessage, frozen=True, kw_only=True):
-    """This worker is not, or no longer, wanted: leave. `drained`: by request, not by fault."""
+    """This worker is not wanted, or no longer: leave. drained: by request, not because of a fault."""
 
     reason: str
     drained: bool
@@ -364,7 +360,7 @@ class Dismissed(AnyMessage, frozen=True, kw_only=True):
 
 
 class JobEnded(AnyMessage, frozen=True, kw_only=True):
-    """To everybody: the job is over. state: 'completed', 'failed' or 'interrupted'."""
+    """To all agents and workers: the job is over. state: 'completed', 'failed' or 'interrupted'."""
 
     state: str
     reason: str
@@ -376,7 +372,7 @@ class JobEnded(AnyMessage, frozen=True, kw_only=True):
 
 
 class TermBegun(AnyMessage, frozen=True, kw_only=True):
-    """First message of a coordinator that holds a lease: in which term it does."""
+    """First message of a coordinator that holds a lease: its term."""
 
     term: Annotated[int, msgspec.Meta(ge=1, le=(1 << 63) - 1)]
 
@@ -396,9 +392,9 @@ class AgentCount(AnyMessage, frozen=True, kw_only=True):
 class JobFacts(AnyMessage, frozen=True, kw_only=True):
     """Answer to each hello of an agent: all that it needs to start workers of the job.
 
-    config: as `base.config.to_dict` makes it. coordinator_file: names the coordinator's address, on hosts that share
-    the run directory. job_pid: of the process whose end is the job's, on the machine of this name.
-    versions: what has to be alike on all hosts. strikes: scripted faults of hosts and links.
+    config: made by `base.config.to_dict`. coordinator_file: file with the coordinator's address, on hosts that share
+    the run directory. job_pid: process whose end is the job's end, on the machine of this name. versions: those that
+    must be equal on all hosts. strikes: scripted faults of hosts and links.
     """
 
     task: str
@@ -436,8 +432,8 @@ class HostKept(AnyMessage, frozen=True, kw_only=True):
 
 
 class StrikeNow(AnyMessage, frozen=True, kw_only=True):
-    """A fault on purpose, as `base.strikes.Strike` has it. To an agent: of its host, or of packets to and from the
-    address `peer` ("": of all). To a job's process: of the coordinator, if that is its own. number: of no other."""
+    """A fault on purpose, as in `base.strikes.Strike`. An agent gets the faults of its host, or of packets to and
+    from the address `peer` ("": of all). A job's process gets the faults of its own coordinator. number: unique."""
 
     number: int
     kind: str
@@ -449,20 +445,20 @@ class StrikeNow(AnyMessage, frozen=True, kw_only=True):
 
 
 class HostsThere(AnyMessage, frozen=True, kw_only=True):
-    """To all agents: what each host said of its place, by name."""
+    """To all agents: what each host said about its place, by name."""
 
     places: dict[str, HostPlace]
 
 
 class JobPage(AnyMessage, frozen=True, kw_only=True):
-    """To agents: a small file of the job's directory that workers of all hosts look at, as it is now."""
+    """To agents: the present content of a small file of the job's directory that workers of all hosts read."""
 
     name: str
     text: str
 
 
 class HostAsk(AnyMessage, frozen=True, kw_only=True):
-    """Somebody asks for this host's logs: for the bytes of one from `start` on, or, without a name, which there are."""
+    """A command asks for this host's logs: the bytes of one from `start` on or, without a name, the list."""
 
     request: int
     name: _Short = ""
@@ -470,22 +466,20 @@ class HostAsk(AnyMessage, frozen=True, kw_only=True):
 
 
 class KillWorker(OfLife, frozen=True, kw_only=True):
-    """SIGKILL this life, if it still lives (a hung or outvoted one)."""
+    """SIGKILL this life if it still runs (it hangs or was outvoted)."""
 
     reason: str
     cause: Cause = Cause.UNKNOWN
 
 
 class ShowStacks(OfLife, frozen=True, kw_only=True):
-    """Have this life write the Python stacks of all its threads to its log, and say in its pulses where it is."""
+    """Have this life write the Python stacks of all its threads to its log, and report its position in its pulses."""
 
 
 class SetSlots(AnyMessage, frozen=True, kw_only=True):
-    """Keep these worker ids running; start missing ones, dismiss none.
-
-    first: of each, the least incarnation that its next life may have. An agent counts on from there by itself; it may
-    be new, and the slot may have had lives elsewhere, whose incarnations are fenced.
-    """
+    """Keep these worker ids running; start missing ones, dismiss none. first: the least incarnation of each id's
+    next life. The agent counts on from there by itself; the slot may have had lives elsewhere, whose incarnations
+    are fenced."""
 
     worker_ids: list[int]
     first: list[int] = []
@@ -535,7 +529,7 @@ class Command(AnyMessage, frozen=True, kw_only=True):
 
 
 class CommandReply(AnyMessage, frozen=True, kw_only=True):
-    """`ok` False: `error` is one line for the user."""
+    """ok False: `error` is one line for the user."""
 
     request: int
     ok: bool
@@ -544,15 +538,15 @@ class CommandReply(AnyMessage, frozen=True, kw_only=True):
 
 
 class JobHello(AnyMessage, frozen=True, kw_only=True):
-    """First message of the process that the job is, also after a reconnect. asked: what it has asked for and has not
-    come yet, for a coordinator that has never heard of it."""
+    """First message of the job's process, also after a reconnect. asked: its unanswered requests, for a coordinator
+    that has never seen them."""
 
     asked: list[Command] = []
 
 
 class Goodbye(AnyMessage, frozen=True, kw_only=True):
-    """The process that the job is leaves for good, whatever has become of the job. The coordinator tells all agents,
-    and then the job that it has."""
+    """The job's process leaves for good, however the job ended. The coordinator tells all agents, and then answers
+    that it has."""
 
     cause: Cause
     reason: str

@@ -1,5 +1,5 @@
-"""What messages have in common: their bases, and what several of them say of a worker. Also those by which files
-go from one host to another. Pure.
+"""Bases of the messages, and structs that several messages share. Also the messages by which files go between hosts.
+Pure.
 """
 
 from __future__ import annotations
@@ -13,24 +13,24 @@ from everstep.base.domains import LABEL_NAME, LABEL_VALUE, LABELS
 _Label = Annotated[str, msgspec.Meta(pattern=LABEL_NAME)]
 _Domain = Annotated[str, msgspec.Meta(max_length=63, pattern=LABEL_VALUE)]
 Labels = Annotated[dict[_Label, _Domain], msgspec.Meta(max_length=len(LABELS))]
-"""In which failure domains a host is, by label."""
+"""Failure domains of a host, by label."""
 _Short = Annotated[str, msgspec.Meta(max_length=100)]
 _Path = Annotated[str, msgspec.Meta(max_length=200)]
 _Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class AnyMessage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True):
-    """Base of everything that crosses a control connection. `reason`: for people; `cause`: the same for programs."""
+    """Base of every message on a control connection. reason: for people; cause: the same for programs."""
 
 
 class FromAgent(AnyMessage, frozen=True, kw_only=True):
-    """What an agent says."""
+    """Base of an agent's messages."""
 
     agent_id: str
 
 
 class OfLife(AnyMessage, frozen=True, kw_only=True):
-    """What is said by, or about, one life of a worker."""
+    """Base of messages by, or about, one life of a worker."""
 
     worker_id: int
     incarnation: int
@@ -40,14 +40,15 @@ class OfLife(AnyMessage, frozen=True, kw_only=True):
 
 
 class LoopLeft(OfLife, frozen=True, kw_only=True):
-    """The application has left its loop after this step, which is not the last one: all are to do the same."""
+    """The application has left its loop after this step, which is not the last one: all workers have to leave it
+    there."""
 
     generation: int
     step: int
 
 
 class WorkerDone(OfLife, frozen=True, kw_only=True):
-    """The worker has finished the last step; from the leader it also means that final/ is written."""
+    """The worker has finished the last step. From the leader it also means that final/ is written."""
 
     generation: int
     step: int
@@ -55,7 +56,8 @@ class WorkerDone(OfLife, frozen=True, kw_only=True):
 
 
 class WorkerLife(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One live worker, as its agent knows it. `pid`: of the head of its cell; `limbs`: of the others, if it has any."""
+    """One live worker, as its agent knows it. pid: of the head of its cell; limbs: the PIDs of its limbs, if it has
+    any."""
 
     worker_id: int
     incarnation: int
@@ -64,12 +66,13 @@ class WorkerLife(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class WorkerPulse(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A worker's progress, read by its agent from shared memory. `still_ms`: how long the counter has not moved.
+    """A worker's progress, read by its agent from shared memory.
 
-    compute_ms_per_lane: what a lane's forward and backward passes took of late, waiting excluded; 0 if not known.
-    slowest: of a cell of several, the rank whose counter that is. While it stands still: waited_ms: so much of
-    `still_ms` it waited for a processor; lifeless_ms: for how long it has shown no life, -1 if nobody knows; stopped:
-    by a signal; at: the innermost line of the user's code that it was seen in. cold: what it does may compile.
+    still_ms: time since the counter last moved. compute_ms_per_lane: recent time of a lane's forward and backward
+    passes, without waiting; 0 if unknown. slowest: rank of the cell whose counter this is. While the counter stands
+    still: waited_ms: share of `still_ms` that it waited for a processor; lifeless_ms: time since it last showed
+    life, -1 if unknown; stopped: by a signal; at: the innermost line of the user's code seen. cold: its present work
+    may compile.
     """
 
     worker_id: int
@@ -88,8 +91,8 @@ class WorkerPulse(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class Heartbeat(FromAgent, frozen=True, kw_only=True):
-    """From an agent, for all its workers. `seq` ascends; `rtt_ms` is the agent's last measured round trip. waited_ms:
-    for how long the agent has waited for a processor since the last one."""
+    """From an agent, for all its workers. seq: ascends; rtt_ms: the agent's last measured round trip. waited_ms:
+    time that the agent has waited for a processor since the last heartbeat."""
 
     seq: int
     rtt_ms: float
@@ -101,9 +104,9 @@ class Heartbeat(FromAgent, frozen=True, kw_only=True):
 
 
 class FilePiece(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Bytes of a file, from byte `at` on; no data: the sender asks how many bytes are there. version: another version
-    replaces the file. size: of a file that counts once all of it is there; its version is its digest (BLAKE2b, 32 hex
-    digits)."""
+    """Bytes of a file, from byte `at` on; without data the sender asks how many bytes the receiver has. version:
+    another version replaces the file. size: of a file that counts only when complete; its version is its digest
+    (BLAKE2b, 32 hex digits)."""
 
     path: _Path
     version: _Short
@@ -113,8 +116,8 @@ class FilePiece(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class FilePieces(AnyMessage, frozen=True, kw_only=True):
-    """What is new in a directory: from an agent to the head, or from the head to a host that stands by. source: the
-    word of the directory; copies of two directories are never mixed. rest: more follows."""
+    """News of a directory: from an agent to the head, or from the head to a host that stands by. source: the id of
+    the directory; copies of two directories are never mixed. rest: more follows."""
 
     source: _Short
     number: _Count
@@ -123,21 +126,20 @@ class FilePieces(AnyMessage, frozen=True, kw_only=True):
 
 
 class FilesHeld(AnyMessage, frozen=True, kw_only=True):
-    """Answer to `FilePieces` of that number; 0: nothing could be taken in. held: how many bytes of each file are there;
-    the sender asks again about a file that is not named. told: the job's events tell of all steps up to this one; 0: of
-    none, or nobody knows yet."""
+    """Answer to `FilePieces` of that number; 0: nothing was stored. held: bytes stored of each file; the sender asks
+    again about a file that is not named. told: the job's events cover all steps up to this one; 0: none, or unknown."""
 
     number: _Count
     held: dict[_Path, _Count] = {}
     told: _Count = 0
 
     def has_all(self, sent: FilePieces) -> bool:
-        """Whether all that there was has arrived with these pieces."""
+        """Whether the files are complete with these pieces."""
         pieces = all(self.held.get(p.path) == p.at + len(p.data) for p in sent.pieces)
         return pieces and not sent.rest and self.number == sent.number
 
 
 class StandbyHello(AnyMessage, frozen=True, kw_only=True):
-    """First message of a host that stands by without the job's directory: it wants the files of that."""
+    """First message of a host that stands by without the job's directory: it asks for the directory's files."""
 
     host: _Short

@@ -1,7 +1,9 @@
-"""How long a process may be silent before it counts as dead, by what it could have done meanwhile. Pure.
+"""How long a process may be silent before it counts as dead, measured by the time in which it could have answered.
+Pure.
 
-A busy machine is no dead process: one that waits for a processor cannot answer. One that is deadlocked, or stopped,
-waits for none. Where the kernel does not say, patience alone has to do: it grows with each life that was killed.
+A busy machine is no dead process: a process that waits for a processor cannot answer. One that is deadlocked, or
+stopped by a signal, waits for none. If the kernel does not say, patience alone decides: it grows with each killed
+life.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from math import inf
 
 PING_S = 0.25
 LATE_S = 2 * PING_S
-"""Whoever asks later than that was stuck itself: the rest of the time is no silence of the other's."""
+"""If the asker asks later than this, it was stuck itself: the rest of the time does not count as silence."""
 LIFELESS_S = 60.0
 FIRST_S = 600.0
 MOST_DOUBLINGS = 6
@@ -22,11 +24,11 @@ _LIFE_PART = 0.01
 
 @dataclass(frozen=True)
 class Figures:
-    """What the kernel says of a process at one moment.
+    """The kernel's figures about a process at one moment.
 
-    state: of its first thread, the letter of proc(5). ran_s: processor time of that thread; waited_s: how long it was
-    ready and had no processor; throttled_s: how long its control group was kept from the processors. spent_s:
-    processor time of all its threads and of its children; read_bytes: from files.
+    state: of its first thread, the letter of proc(5). ran_s: processor time of that thread; waited_s: how long it
+    was ready and had no processor; throttled_s: how long its control group was kept from the processors. spent_s:
+    processor time of all its threads and its children; read_bytes: from files.
     """
 
     state: str = "S"
@@ -43,10 +45,8 @@ class Figures:
 
 
 def waited_s(before: Figures, now: Figures, gap_s: float) -> float:
-    """How much of the time between two moments a process waited for a processor.
-
-    The kernel adds a wait when it is over. A process that is ready and has not run since waits still.
-    """
+    """Time between two moments that a process waited for a processor. The kernel adds a wait when it ends, so a
+    process that is ready and has not run since is still waiting."""
     ran, ready = now.ran_s > before.ran_s, now.state == "R"
     if ready and not ran:
         return gap_s
@@ -57,7 +57,7 @@ def waited_s(before: Figures, now: Figures, gap_s: float) -> float:
 
 
 class Vitals:
-    """When a process last showed life: it or its children computed, it read, it waited for a processor or a disk."""
+    """When a process last showed life: it or its children computed, it read, or it waited for a processor or a disk."""
 
     def __init__(self) -> None:
         self._since: tuple[float, Figures] | None = None
@@ -66,17 +66,17 @@ class Vitals:
 
     @property
     def lifeless_s(self) -> float | None:
-        """For how long it has shown none, None if nobody knows."""
+        """Time without a sign of life; None if unknown."""
         return None if self._last is None or self._since is None else self._last[0] - self._since[0]
 
     @property
     def stopped(self) -> bool:
-        """Whether a signal has stopped it."""
+        """Whether a signal has stopped the process."""
         return self._last is not None and self._last[1].stopped
 
     def look(self, now_s: float, figures: Figures | None) -> float:
-        """Take its present figures; `now_s` is monotonic. Returns how long it waited for a processor since the last
-        look."""
+        """Take the present figures; now_s: monotonic. Returns how long the process waited for a processor since the
+        last call."""
         if figures is None:
             self._since = self._last = None
             return 0.0
@@ -92,11 +92,11 @@ class Vitals:
 
 
 class Patience:
-    """Whether a process that is asked again and again still answers, from one of its lives to the next.
+    """Whether a process that is asked again and again still answers, over all of its lives.
 
-    least_s: of silence, not counting what it waited for a processor. Before its first word a life has longer: it may
-    have much to read. spoke: it has said its first word already. Times are monotonic seconds; `answered` may be called
-    by any thread.
+    least_s: limit of silence, without the time that it waited for a processor. A life has longer before its first
+    word, as it may have much to read. spoke: it has said its first word already. Times are monotonic seconds; any
+    thread may call `answered`.
     """
 
     def __init__(self, least_s: float, *, spoke: bool = False) -> None:
@@ -120,24 +120,24 @@ class Patience:
         self._clear()
 
     def answered(self) -> None:
-        """It has said something."""
+        """The process has answered."""
         self.spoke = True
         self._clear()
 
     def killed(self, now_s: float) -> None:
-        """It was killed, since its silence was too long. One that had answered for a while begins the count again."""
+        """The process was killed for its silence. If it had answered for a while, the count starts again."""
         self.kills = 1 if now_s - self._first_s >= _HEALTHY_S else self.kills + 1
 
     # ---- its silence
 
     def due_in(self, now_s: float) -> float:
-        """Seconds until it is to be asked."""
+        """Seconds until the next question."""
         return max(0.0, self._next_s - now_s)
 
     def ask(self, now_s: float, figures: Figures | None = None, own_waits_s: float = 0.0) -> bool:
-        """Whether it is time to ask; what has passed since the last time is silence from now on. figures: of the
-        process, None if nobody knows; own_waits_s: for how long the asker has waited for a processor in all. That
-        explains half of a silence at most, or nothing would be found on a machine that stays busy."""
+        """Whether it is time to ask; the time since the last question counts as silence from now on. figures: of the
+        process, None if unknown; own_waits_s: how long the asker has waited for a processor in total. The asker's
+        waits excuse half of a silence at most; otherwise nothing would be found on a machine that stays busy."""
         if now_s < self._next_s:
             return False
         self._next_s = now_s + PING_S
@@ -154,17 +154,17 @@ class Patience:
 
     @property
     def silence_s(self) -> float:
-        """For how long it has answered nothing, though it could have."""
+        """Time without an answer, although the process could have answered."""
         return self._silence_s
 
     @property
     def limit_s(self) -> float:
-        """From which silence on it counts as dead. Twice as long after each kill."""
+        """The silence from which it counts as dead; doubles with each kill."""
         longer = 2.0 ** min(self.kills, MOST_DOUBLINGS)
         return self._least_s * longer if self.spoke else max(FIRST_S, self._least_s * longer)
 
     def too_long(self) -> str:
-        """Why it counts as dead; "" while it does not."""
+        """Why the process counts as dead; "" while it does not."""
         if self.stopped_s >= self._least_s:
             return f"has not answered for {self.stopped_s:.1f} s, since a signal has stopped it"
         if self._silence_s >= self.limit_s:

@@ -1,8 +1,8 @@
-"""Who may say what to the coordinator. Pure.
+"""Which roles may send which messages to the coordinator. Pure.
 
 Each role has a token of its own (`runtime.handshake.role_token`), so a role is a permission that can be handed out
 alone. Agents and the job's process have the job's token, from which all others are made; a worker has its own life's
-and the peers'.
+token and the peers'.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ OPERATE = "operate"
 INJECT = "inject"
 
 PEOPLE = (READ, OPERATE, INJECT)
-"""Roles of people and their programs, which have their tokens in the run directory."""
+"""Roles of people and their programs; their tokens are in the run directory."""
 
 CONTROL_ROLES = frozenset({AGENT, WORKER, JOB, *PEOPLE})
 
@@ -35,7 +35,7 @@ COMMANDS = {
     "profile": OPERATE,
     "chaos": INJECT,
 }
-"""The role that a command needs. Whoever may say a command at all may ask for what `READ` allows."""
+"""The role that a command needs. A role that may send any command may also send those of `READ`."""
 
 _JOBS_OWN = frozenset({"stop", "checkpoint"})
 
@@ -59,12 +59,12 @@ SAYS: dict[type[m.AnyMessage], frozenset[str]] = {
     **dict.fromkeys((m.JobHello, m.Ping, m.Goodbye, m.StandbyHello, m.FilesHeld), frozenset({JOB})),
     m.Command: frozenset({JOB, *PEOPLE}),
 }
-"""The roles that may say a message. What is not here is the coordinator's to say."""
+"""The roles that may send a message. Messages that are missing here come from the coordinator."""
 
 
 def refusal(role: str, who: str | None, message: m.AnyMessage) -> str:
-    """Why whoever has proved this role, and this name, may not say this; "" if it may. who: an agent's id, or a
-    worker's life as `WorkerKey` writes it; None where names are not proven."""
+    """Why a client with this role and name may not send this message; "" if it may. who: an agent's id, or a
+    worker's life as `WorkerKey` writes it; None if names are not proven."""
     kind = type(message)
     if role not in SAYS.get(kind, ()):
         allowed = " or ".join(sorted(SAYS.get(kind, ()))) or "nobody but the coordinator"
@@ -76,7 +76,7 @@ def refusal(role: str, who: str | None, message: m.AnyMessage) -> str:
 
 
 def command_refusal(role: str, name: str) -> str:
-    """Why this role may not ask for this command, in one line for people; "" if it may."""
+    """Why this role may not send this command, in one line for people; "" if it may."""
     needed = COMMANDS.get(name, OPERATE)
     if needed in (role, READ) or (role == JOB and name in _JOBS_OWN):
         return ""
@@ -84,7 +84,7 @@ def command_refusal(role: str, name: str) -> str:
 
 
 def _speaker(message: m.AnyMessage) -> str | None:
-    """For whom a message speaks, None if for nobody in particular."""
+    """The agent or worker that a message speaks for; None if none in particular."""
     if isinstance(message, m.FromAgent):
         return message.agent_id
     if isinstance(message, m.WorkerHello):

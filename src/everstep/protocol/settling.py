@@ -1,26 +1,29 @@
-"""What the members of a new generation make of what they hold: one rule, applied by each to the same holdings. Pure.
+"""What members of a new generation conclude from their holdings: one rule, applied by each to the same holdings.
+Pure.
 
-Apart from the step machine because it is a function: (plan, holdings) -> where everybody goes on, and who gets what
-from whom. There is one target for all stages, so no stage can end up a step apart from another:
+Apart from the step machine because it is a function: (plan, holdings) -> where all go on, and who gets which state
+from whom.
 
-- *The top*: the newest position that a member is at, if every stage of the plan is held there by a member that is at
-  it or takes the one missing decision. Whoever lacks a stage of its seats there copies it from one that holds it.
-- *A step R* for which every stage is in somebody's memory (as live state, as one that takes the missing decision, or as
-  a kept snapshot), or can be read from disk by all its members; step 0 can always be built anew. The newest such R is
-  the target if the top is not held in all stages, or if R is beyond it (a job that starts from a checkpoint). Everybody
-  goes to the beginning of R.
+There is one target for all stages, so stages are never a step apart:
 
-A member may hold a part of a stage, because the plan gives it no more or because blocks were lost: its blocks count at
-the position that it is at, and as snapshots. A stage is held if all members together have all of its blocks; whoever
-has less than the plan's share of its seat gets the rest. A member takes the decision of a step with the blocks for
-which it has the gradient, if it lacks none of them: what an update makes of a block may depend on the others. Blocks
-are asked of whoever has the whole stage, if anybody has.
+- *The top*: the newest position of a member, if every stage of the plan is held there by a member that is there or
+  takes the one missing decision. A member that lacks a stage of its seats there copies it.
+- *A step R* for which every stage is in some member's memory (as live state, as live state with the one missing
+  decision, or as a kept snapshot), or can be read from disk by all its members; step 0 can always be built. The
+  newest such R is the target if the top is not held in all stages, or if R is beyond it (a job that starts from a
+  checkpoint). All go to the beginning of R.
 
-The holdings say all of this; nobody decides it. Interrupted settles, with some members gone back and others not, are
-settled by the same rule in the next generation: who has gone back holds R as live state.
+A member may hold a part of a stage, because the plan gives it no more or because blocks were lost: its blocks count
+at the position that it is at, and as snapshots. A stage is held if all members together have all of its blocks; a
+member that has less than the plan's share of its seat gets the rest. A member takes the decision of a step with the
+blocks for which it has the gradient, if none of them is missing, because an update of a block may depend on the
+others. Blocks are requested from members that have the whole stage, if there are any.
 
-Where a member knows that states later than that of step S are tainted, nothing later counts, live or not: all go back
-to the newest R up to S. They keep saying S until their next decision, which proves that all have gone back.
+The holdings determine all of this; nobody decides it. The next generation settles interrupted settles, with some
+members gone back and others not, by the same rule: members that have gone back hold R as live state.
+
+If a member knows that states after step S are tainted, no later state counts, live or not: all go back to the newest
+R up to S. They state S until their next decision, which proves that all have gone back.
 """
 
 from __future__ import annotations
@@ -36,19 +39,19 @@ from everstep.placement.shards import share
 from everstep.protocol.step_types import Holding, Key, Pieces, Piecewise, Record
 
 Sources = Mapping[int, tuple[int, ...]]
-"""stage -> worker ids that have it in memory, the one to ask first in front; empty: from disk, or at step 0 anew."""
+"""Worker ids by stage that have it in memory, in order of preference; empty: from disk, or built at step 0."""
 
 
 @dataclass(frozen=True)
 class Settlement:
     """How a generation begins.
 
-    target: where everybody goes on. back: whether that is a step to go (back) to, rather than the top. records: of the
-    target's decision, for whoever rolls forward. rolls: who takes that one decision. wants: by worker id, the stages
-    that it has to get and from whom (when going back: all stages of its seats). serves: by worker id, who may ask it
-    for state. rerun: the lanes to be computed by all members through whose seats they pass. pieces: by worker id, what
-    it gets of stages of which it needs or has a part, or that nobody has all of. sizes: by stage, of its state at the
-    target, as far as anybody who has a part of it says.
+    target: where all go on. back: whether that is a step to go (back) to, rather than the top. records: of the
+    target's decision, for members that roll forward. rolls: members that take that one decision. wants: by worker
+    id, the stages that it has to get and from whom (when going back: all stages of its seats). serves: by worker id,
+    the workers that may ask it for state. rerun: lanes that all members compute through whose seats they pass.
+    pieces: by worker id, how it gets stages of which it needs or has a part, or that no member has completely.
+    sizes: of the stages' state at the target, as far as holders of parts state them.
     """
 
     target: Key
@@ -63,7 +66,7 @@ class Settlement:
 
 
 def settle(plan: Plan, holdings: Mapping[int, Holding]) -> Settlement:
-    """The settlement of a generation; `holdings` are those of all members."""
+    """The settlement of a generation, from the holdings of all members."""
     limit = sound_limit(holdings)
     newest = _newest(plan, holdings, limit)
     if limit is not None:
@@ -114,45 +117,43 @@ def _settlement(
 
 
 def less(held: Extents, share: Extents) -> Extents:
-    """What of a share is not held; all of it, if what is held is of a state with other planes."""
+    """The part of a share that is not held; all of it, if the held blocks are of a state with other planes."""
     return share - held if held.fits(share) else share
 
 
 @dataclass(frozen=True)
 class _Stock:
-    """What members have of a stage at a step, by worker id, ascending."""
+    """Members' blocks of a stage at a step, by worker id, ascending."""
 
     held: Mapping[int, Extents]
 
     @cached_property
     def whole(self) -> tuple[int, ...]:
-        """Who has all of it."""
+        """Members that have the whole stage."""
         return tuple(i for i, blocks in self.held.items() if blocks.whole)
 
     @cached_property
     def of(self) -> Sizes:
-        """Sizes of the state, as far as anybody has a part of it."""
+        """Sizes of the state, as far as holders of parts know them."""
         return next((blocks.of for blocks in self.held.values() if blocks.of), ())
 
     def share(self, plan: Plan, worker_id: int, stage: int) -> Extents:
-        """What the plan has somebody hold of it."""
+        """The blocks of this stage that the plan gives the worker."""
         return share(plan.shard(worker_id, stage), self.of)
 
     @cached_property
     def there(self) -> bool:
-        """Whether all of it is somewhere."""
+        """Whether the members together have the whole stage."""
         return bool(self.whole) or union(self.held.values()).whole
 
     def missing(self, worker_id: int, share: Extents) -> Extents:
-        """What somebody lacks of its share of it."""
+        """The part of its share that the worker lacks."""
         return less(self.held.get(worker_id, NONE), share)
 
     def donors(self, worker_id: int, share: Extents, first: Iterable[int] = ()) -> tuple[int, ...]:
-        """Whom somebody asks for what it lacks; itself, if that is nothing. first: these alone if any of them has all,
-        else before the others.
-
-        More than are needed where nobody has all: one that is gone by then need not matter.
-        """
+        """Donors for the part that the worker lacks; itself, if it lacks nothing. first: the only ones asked if one
+        of them has all, else asked before the others. If no member has all, more than necessary are named, so that
+        one may be gone by then."""
         missing = self.missing(worker_id, share)
         if not missing and worker_id not in self.whole:
             return (worker_id,)
@@ -162,7 +163,7 @@ class _Stock:
         return tuple(sorted(give, key=lambda i: (i not in first, i)))
 
     def pieces(self, worker_id: int, share: Extents) -> Pieces | None:
-        """How somebody gets what it lacks; None if it is simply the whole, from those who have that."""
+        """How the worker gets the missing part; None if it simply copies the whole stage from members that have it."""
         missing = self.missing(worker_id, share)
         if not missing or not self.there or (self.whole and missing.whole):
             return None
@@ -171,10 +172,8 @@ class _Stock:
 
 
 def _stock(step: int, held: Mapping[int, Extents], holdings: Mapping[int, Holding]) -> _Stock:
-    """Of what members have of a stage at a step.
-
-    Initial states are what each process built: there the lowest id's counts, of those who have all of it if any has.
-    """
+    """Members' blocks of a stage at a step. Initial states were built by each process: the one of the lowest id
+    counts, among those that have all of it if any has."""
     some = {i: blocks for i, blocks in sorted(held.items()) if blocks}
     first = min(some, key=lambda i: (not some[i].whole, i), default=None)
     if step == 0 and first is not None:
@@ -191,15 +190,15 @@ def _pieces(plan: Plan, wants: Mapping[int, Sources], stocks: Mapping[int, _Stoc
 
 @dataclass(frozen=True)
 class _Rolls:
-    """Who takes the one decision that is missing to the top, with these records; `held`: what they have then, by
-    stage."""
+    """Members that take the one decision that is missing to the top, with these records; held: the blocks they then
+    have, by stage."""
 
     top: Key
     records: Mapping[int, Record]
     held: Mapping[int, Mapping[int, Extents]]
 
     def has(self, worker_id: int, step: int, stage: int) -> Extents:
-        """What a member has of the stage at the beginning of this step then."""
+        """The blocks of the stage that the member then has at the beginning of this step."""
         return self.held.get(worker_id, {}).get(stage, NONE) if self.top == Key(step, 0) else NONE
 
 
@@ -209,9 +208,9 @@ _NOBODY = _Rolls(Key(0, 0), {}, {})
 def from_shares(
     plan: Plan, stages: Iterable[int], me: int, sizes: Mapping[int, Sizes] = {}
 ) -> tuple[Sources, dict[int, Pieces]]:
-    """From whom a worker gets all of these stages once every member has its share of them; in pieces of which nobody,
-    or this worker itself, has more than a part. sizes: of states that are dealt out, by stage; where they are not known
-    all members of the pool are asked for what they have."""
+    """Donors of all these stages for a worker, once every member has its share of them; in pieces for stages of
+    which no member, or this worker itself, has more than a part. sizes: of the state of divided stages; if unknown,
+    all members of the pool are asked."""
     pools = {k: [seat.worker_id for seat in plan.pool(k)] for k in stages}
     shares = {k: {i: share(plan.shard(i, k), sizes.get(k, ())) for i in pool} for k, pool in pools.items()}
     stocks = {k: _Stock(held) for k, held in shares.items()}
@@ -224,13 +223,13 @@ def from_shares(
 
 
 def sound_limit(holdings: Mapping[int, Holding]) -> int | None:
-    """The newest step whose state counts, as far as these members know; None if nobody has a doubt."""
+    """The newest step whose state counts, as far as these members know; None if none doubts a state."""
     return min((h.sound for h in holdings.values() if h.sound >= 0), default=None)
 
 
 def _rolls_to(top: Key, holdings: Mapping[int, Holding]) -> _Rolls:
-    """Members that are one decision behind this position. Nobody rolls forward without the records of that decision; a
-    snapshot may not have them."""
+    """Members that are one decision behind this position. Rolling forward needs the records of that decision; a
+    snapshot may lack them."""
     records = next((h.records for _, h in sorted(holdings.items()) if h.position == top and h.records), {})
     behind = {i: h for i, h in sorted(holdings.items()) if records and _one_behind(top, h)}
     return _Rolls(top, records, {i: _held_at(top, h) for i, h in behind.items()})
@@ -244,7 +243,7 @@ def _one_behind(top: Key, holding: Holding) -> bool:
 
 
 def _held_at(top: Key, holding: Holding) -> dict[int, Extents]:
-    """What a member has at the top, or will have when it has rolled forward, by stage."""
+    """The blocks that a member has at the top, or will have once it has rolled forward, by stage."""
     live = dict(holding.stages)
     if holding.position.step == top.step:
         return live
@@ -252,8 +251,8 @@ def _held_at(top: Key, holding: Holding) -> dict[int, Extents]:
 
 
 def unaware(holdings: Mapping[int, Holding], number: int) -> set[int]:
-    """Members that do not know yet that all compute this step once more, since some have computed a lane of it
-    otherwise. The others have dropped what they had computed."""
+    """Members that do not know yet that all repeat this step, because a lane of it gave different results. The
+    others have dropped their results."""
     aware = {i for i, holding in holdings.items() if holding.doubt.step == number}
     return holdings.keys() - aware if aware else set()
 
@@ -276,12 +275,12 @@ def _rerun(
 
 
 def _in_memory(step: int, holdings: Mapping[int, Holding], stage: int, rolls: _Rolls) -> _Stock:
-    """Who has the stage's state of the step, live (perhaps once it has rolled forward) or as a snapshot."""
+    """Members' blocks of the stage's state of the step: live (once they have rolled forward) or as a snapshot."""
     return _stock(step, {i: _has(step, stage, h) | rolls.has(i, step, stage) for i, h in holdings.items()}, holdings)
 
 
 def _has(step: int, stage: int, holding: Holding) -> Extents:
-    """What a member has of it, live or kept."""
+    """The member's blocks of it, live or kept."""
     live = holding.live(stage) if holding.position.step == step else NONE
     kept = holding.kept(stage, step)
     return live | kept if live.fits(kept) else live
@@ -296,7 +295,7 @@ def _available(plan: Plan, holdings: Mapping[int, Holding], step: int, rolls: _R
 
 
 def _newest(plan: Plan, holdings: Mapping[int, Holding], limit: int | None) -> int:
-    """The newest step that every stage has; up to the limit, if there is one: then nobody rolls forward."""
+    """The newest step that every stage has, up to the limit if there is one: then no member rolls forward."""
     steps = {0}
     for holding in holdings.values():
         kept = (step for _, step in holding.snapshots)
@@ -327,7 +326,7 @@ def _go_to(plan: Plan, holdings: Mapping[int, Holding], step: int, *, rolling: b
 
 
 def _first(worker_id: int, sources: tuple[int, ...]) -> tuple[int, ...]:
-    """The same, oneself in front."""
+    """The sources, with the worker itself in front."""
     if worker_id not in sources:
         return sources
     return (worker_id, *(i for i in sources if i != worker_id))

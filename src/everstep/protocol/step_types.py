@@ -20,7 +20,7 @@ BY_SCRIPT = (
     "the script makes them differ: does it change the model, the optimizer or state= depending on the worker "
     "(run.is_main), its process, the clock or files?"
 )
-"""What a person is told where states differ for no other reason."""
+"""The end of a message about states that differ without any other reason."""
 
 
 class Key(NamedTuple):
@@ -31,16 +31,19 @@ class Key(NamedTuple):
 
 
 class Record(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """One worker's contribution to one decision. `prepared`: generation of the newest prepared plan it holds, or 0."""
+    """One worker's contribution to one decision. prepared: generation of the newest prepared plan it holds, or 0."""
 
     prepared: int
     payload: bytes
 
 
 class LaneSaid(msgspec.Struct, frozen=True, array_like=True):
-    """Digests of what a member got when it computed a lane in a part of the model, in the order in which that came to
-    be; "" for what there is not. data: the lane's batch. took, made: what came into the forward pass, and what came out
-    (buffers and the loss, too). back, gave: of the backward pass, likewise (the parameters' gradients, too)."""
+    """Digests of a member's results when it computed a lane in a part of the model, in order of computation; "" if
+    there is none.
+
+    data: the lane's batch. took, made: input and output of the forward pass (output includes buffers and the loss).
+    back, gave: input and output of the backward pass (output includes the parameters' gradients).
+    """
 
     data: str = ""
     took: str = ""
@@ -50,8 +53,8 @@ class LaneSaid(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Doubt(msgspec.Struct, frozen=True, array_like=True):
-    """Members computed a lane of this step otherwise, in this part of the model, and nobody knows who is wrong. said:
-    by worker, what each got."""
+    """Members got different results for a lane of this step in this part of the model, and no majority says who is
+    wrong. said: each member's results, by worker id."""
 
     step: int = 0
     lane: int = 0
@@ -60,26 +63,23 @@ class Doubt(msgspec.Struct, frozen=True, array_like=True):
 
 
 Snapshots = Mapping[tuple[int, int], Extents]
-"""By (stage, step), what is there of states in memory."""
+"""Blocks of snapshots in memory, by (stage, step)."""
 
 
 @dataclass(frozen=True)
 class Holding:
-    """What a worker states when it settles.
+    """A worker's statement when it settles.
 
-    position: key of its last decision; records: that decision's records by worker id, handed to whoever lacks them.
+    position: key of its last decision; records: its records by worker id, handed to members that lack them.
     gradient_step: the step beyond position.step whose reduced gradient it holds (it has contributed, or was about
-    to), 0 if none; gradients: by stage, the blocks of the state that this takes to that step. digest: of the
-    initial state, at step 0 only. stages: what it has of their state at `position`. lacking: lanes of its seats in
-    this plan whose results for step position.step + 1 it does not have, at one of them at least. snapshots: by (stage,
-    step), what is there of the states kept in its memory. disk: steps of the verified, complete checkpoints that it can
-    read. sound: the newest step whose state counts, if it knows that later ones are tainted; else -1.
-
-    fresh: its state was copied or read since it was last found to be that of all others. proven: it was seen to compute
-    as others do. doubt: what it knows of members that do not compute alike.
-
-    Digests of initial states, by stage: first: of those that members are known to have begun with; built: of those that
-    it has built, at step 0 only.
+    to), 0 if none; gradients: by stage, the blocks of the state that this takes to that step. digest: of the initial
+    state, at step 0 only. stages: blocks held of their state at `position`. lacking: lanes whose results for step
+    position.step + 1 are missing at one of its seats at least. snapshots: blocks of states kept in its memory, by
+    (stage, step). disk: steps of the verified, complete checkpoints that it can read. sound: states after this step
+    are tainted, as far as it knows; -1: none is. fresh: its state was copied or read since it was last found to be
+    that of all others. proven: it was seen to compute as others do. doubt: what it knows of members that compute
+    differently. Digests of initial states, by stage: first: those that the members began with; built: those that it
+    has built, at step 0 only.
     """
 
     position: Key
@@ -99,47 +99,47 @@ class Holding:
     doubt: Doubt = field(default_factory=Doubt)
 
     def live(self, stage: int) -> Extents:
-        """What it has of a stage's state at `position`."""
+        """Blocks held of a stage's state at `position`."""
         return self.stages.get(stage, NONE)
 
     def kept(self, stage: int, step: int) -> Extents:
-        """What it has kept of a stage's state of a step."""
+        """Blocks kept of a stage's state of a step."""
         return self.snapshots.get((stage, step), NONE)
 
 
 class Pieces(msgspec.Struct, frozen=True):
-    """How a stage is to be had in parts. missing: what a member lacks; the rest is its own. given: what donors have
-    of that, by donor; who is not named has all of it."""
+    """How to get a stage in parts. missing: the blocks that a member lacks. given: the blocks that donors have of
+    those, by donor; a donor that is not named has all of them."""
 
     missing: Extents
     given: Mapping[int, Extents] = {}
 
 
 Piecewise = Mapping[int, Pieces]
-"""By stage, where not all of it comes from those that have all of it."""
+"""By stage, for stages whose blocks do not all come from donors with the whole stage."""
 
 
 # ---- events
 
 
 class StepEvent(msgspec.Struct, frozen=True):
-    """What a step machine takes in."""
+    """Input of a step machine."""
 
 
 class PlanArrived(StepEvent, frozen=True):
-    """From the coordinator: leave what you do and settle in this plan."""
+    """From the coordinator: leave all work, and settle in this plan."""
 
     plan: Plan
 
 
 class PreparedArrived(StepEvent, frozen=True):
-    """From the coordinator: a plan to switch to once all hold it."""
+    """From the coordinator: a plan to switch to once all members hold it."""
 
     plan: Plan
 
 
 class HoldingArrived(StepEvent, frozen=True):
-    """A member (oneself included) stated what it holds in this generation."""
+    """A member (or this worker) stated what it holds in this generation."""
 
     generation: int
     worker_id: int
@@ -147,7 +147,7 @@ class HoldingArrived(StepEvent, frozen=True):
 
 
 class LaneDone(StepEvent, frozen=True):
-    """A lane of a step has been computed at a stage here; its result is kept until the step is decided."""
+    """A lane of a step has been computed here for a stage; its result is kept until the step is decided."""
 
     step: int
     stage: int
@@ -155,17 +155,15 @@ class LaneDone(StepEvent, frozen=True):
 
 
 class LanesLost(StepEvent, frozen=True):
-    """Results of a step that were held are not any more: the plan tears apart the sums that they were part of.
-
-    lanes: (stage, lane).
-    """
+    """Results of a step are no longer held: the plan tears apart the sums that they were part of. lanes: (stage,
+    lane)."""
 
     step: int
     lanes: tuple[tuple[int, int], ...]
 
 
 class GradientReduced(StepEvent, frozen=True):
-    """This worker holds the whole reduced gradient of the step, of all its stages; `payload` is its agree record's."""
+    """This worker holds the whole reduced gradient of the step for all its stages. payload: of its agree record."""
 
     generation: int
     step: int
@@ -173,22 +171,21 @@ class GradientReduced(StepEvent, frozen=True):
 
 
 class Takes(StepEvent, frozen=True):
-    """What this worker's reduced gradient takes to its step, by stage, where that is not all that the worker holds."""
+    """The blocks that this worker's reduced gradient takes to its step, by stage, if those are not all it holds."""
 
     step: int
     blocks: Mapping[int, Extents]
 
 
 class Holds(StepEvent, frozen=True):
-    """What is there of the state of `step`, by stage: an update of its own parts has been made, or the parts of others
-    have come."""
+    """Blocks held of the state of `step`, by stage: this worker has updated its own, or has got those of others."""
 
     step: int
     blocks: Mapping[int, Extents]
 
 
 class RecordArrived(StepEvent, frozen=True):
-    """A member's record (oneself's included) for a decision."""
+    """A record of a member (or of this worker) for a decision."""
 
     generation: int
     key: Key
@@ -203,22 +200,17 @@ class Updated(StepEvent, frozen=True):
 
 
 class UpdateRefused(StepEvent, frozen=True):
-    """The decision's own records show that states differ: instead of `Updated`, as nothing was applied; or after
-    `Gathered`, which is answered by nobody.
-
-    Later states than that of step `sound` count for nothing, at any worker, until all have gone back. intact: no state
-    is in doubt, the step alone is done again.
-    """
+    """The decision's records show that states differ. Comes instead of `Updated`, as nothing was applied, or after
+    `Gathered`, which then gets no answer. States after the step `sound` are void at every worker until all have gone
+    back. intact: no state is in doubt; only the step is repeated."""
 
     sound: int
     intact: bool = False
 
 
 class StateCopied(StepEvent, frozen=True):
-    """Answers `FetchState` and `GoBack`: this worker has the state at `position` for all its seats.
-
-    `records`: those of the decision `position`; none at step 0.
-    """
+    """Answers `FetchState` and `GoBack`: this worker has the state at `position` for all its seats. records: of the
+    decision `position`; empty at step 0."""
 
     generation: int
     position: Key
@@ -236,15 +228,12 @@ class StepWanted(StepEvent, frozen=True):
 
 
 class StepLeft(StepEvent, frozen=True):
-    """The application does not want the step any more that it wanted, and lane results of it are gone."""
+    """The application no longer wants the step that it asked for, and its lane results are gone."""
 
 
 class Followed(StepEvent, frozen=True):
-    """To a worker without a plan, which heals: its state is now that of `position`, copied or replayed.
-
-    `records`: those of the decision `position`; empty for a snapshot whose records are not known. `stages`: what it
-    has the state of.
-    """
+    """To a joiner: its state is now that of `position`, copied or replayed. records: of the decision `position`;
+    empty for a snapshot whose records are not known. stages: those whose state it has."""
 
     position: Key
     records: Mapping[int, Record] = {}
@@ -252,10 +241,10 @@ class Followed(StepEvent, frozen=True):
 
 
 class SnapshotsKept(StepEvent, frozen=True):
-    """What this worker could go back to, all of it: replaces what was said before. Stated in the next settle.
+    """All states that this worker could go back to, replacing earlier statements; stated in the next settle.
 
-    snapshots: in its memory, of own stages or for other pools. disk: steps of the verified complete checkpoints that it
-    can read. None may name a step before its `Release` has been seen by whoever made it.
+    snapshots: in its memory, of own stages or for other pools. disk: steps of the verified complete checkpoints that
+    it can read. A step may be named only after the worker that made it has seen its `Release`.
     """
 
     snapshots: Snapshots = {}
@@ -263,14 +252,15 @@ class SnapshotsKept(StepEvent, frozen=True):
 
 
 class StepSaved(StepEvent, frozen=True):
-    """The checkpoint of the present step is complete: all members have written their parts of it, and so decided it."""
+    """The checkpoint of the present step is complete: all members have written their parts of it, and so decided the
+    step."""
 
     step: int
 
 
 class BlocksLost(StepEvent, frozen=True):
-    """Blocks of a stage's present state are not there any more, or not to be trusted, and nothing has been computed
-    from what is there instead. This worker goes no further in this generation; the next settle repairs them."""
+    """Blocks of a stage's present state are gone or damaged, and nothing has been computed from them. This worker
+    stops in this generation; the next settle repairs them."""
 
     stage: int
     extents: Extents
@@ -280,7 +270,7 @@ class BlocksLost(StepEvent, frozen=True):
 
 
 class StepEffect(msgspec.Struct, frozen=True):
-    """What a step machine wants done."""
+    """Output of a step machine."""
 
 
 class Leave(StepEffect, frozen=True):
@@ -297,25 +287,25 @@ class Regroup(StepEffect, frozen=True):
 
 
 class SendHolding(StepEffect, frozen=True):
-    """State what is held, to all members."""
+    """State to all members what is held."""
 
     generation: int
     holding: Holding
 
 
 class SettleAnew(StepEffect, frozen=True):
-    """What was stated in this generation does not do: all are to state it once more, in another one."""
+    """The statements of this generation are void: all members have to settle in another one."""
 
     generation: int
     reason: str
 
 
 class LanesNeeded(StepEffect, frozen=True):
-    """Compute these lanes of the step, each at all of this worker's seats that it passes through.
+    """Compute these lanes of the step, each at all seats of this worker that it passes through.
 
-    In an unsplit job these are the plan's lanes that are not held already. In a split one they are all lanes that some
-    member lacks, so a result that is held already may come up again; the repeated one is thrown away, but every lane
-    is reported at every seat (`LaneDone`).
+    In an unsplit job these are the plan's lanes that are not held already. In a split one they are all lanes that
+    some member lacks, so a held result may be computed again; the repeated one is thrown away, but every lane is
+    reported at every seat (`LaneDone`).
     """
 
     step: int
@@ -323,14 +313,14 @@ class LanesNeeded(StepEffect, frozen=True):
 
 
 class ReductionDue(StepEffect, frozen=True):
-    """All own lanes are there, at all own stages: offer them and finish the reduction."""
+    """All own lanes are computed at all own stages: offer them and finish the reduction."""
 
     generation: int
     step: int
 
 
 class SendRecord(StepEffect, frozen=True):
-    """Contribute to a decision, to all members."""
+    """Send this worker's record for a decision to all members."""
 
     generation: int
     key: Key
@@ -338,18 +328,16 @@ class SendRecord(StepEffect, frozen=True):
 
 
 class StepDecided(StepEffect, frozen=True):
-    """The step is decided by these records: apply it. Nothing may interrupt it.
-
-    It is applied to the stages whose reduced gradient is held; any other stage that was still held is dropped.
-    """
+    """These records decide the step: apply it, without interruption. It is applied to the stages whose reduced
+    gradient is held; every other stage is dropped."""
 
     step: int
     records: Mapping[int, Record] = {}
 
 
 class Gathered(StepEffect, frozen=True):
-    """A gather is decided; hand the records to the application. here: by the members of this generation, who are all
-    past its settle then; else it was in an earlier one, and says nothing of them."""
+    """A gather is decided; hand the records to the application. here: decided by the members of this generation,
+    which have all settled then; else in an earlier generation, and it says nothing about them."""
 
     key: Key
     records: Mapping[int, Record] = {}
@@ -357,24 +345,23 @@ class Gathered(StepEffect, frozen=True):
 
 
 class Release(StepEffect, frozen=True):
-    """All members have gone beyond this step: its effects may leave the process and its gradient may be freed."""
+    """All members have decided this step or a later one: its effects may leave the process and its gradient may be
+    freed."""
 
     step: int
 
 
 class Discard(StepEffect, frozen=True):
-    """Drop lane results and gradients of this step and older: the state has moved past them; or (undone) the step was
-    reduced, and is done again from the same state."""
+    """Drop lane results and gradients of this step and older ones: the state has passed them. undone: the step was
+    reduced, and is repeated from the same state."""
 
     step: int
     undone: bool = False
 
 
 class ServeState(StepEffect, frozen=True):
-    """Give the state at `position` to these members: what they ask for and this worker has, live or as a snapshot.
-
-    What it has it keeps until its first decision after this, also a stage in which it has lost its seat.
-    """
+    """Give the state at `position` to these members, live or as a snapshot, as they ask for it. The state is kept
+    until this worker's first decision after this, including stages in which it has lost its seat."""
 
     generation: int
     position: Key
@@ -382,10 +369,8 @@ class ServeState(StepEffect, frozen=True):
 
 
 class FetchState(StepEffect, frozen=True):
-    """Copy the state at `position` from the donors (by stage), before anything else; answer with `StateCopied`.
-
-    Only the stages that this worker lacks are named; the others it keeps.
-    """
+    """Copy the state at `position` from the donors (by stage) before anything else; answer with `StateCopied`. Only
+    the stages that this worker lacks are named; it keeps the others."""
 
     generation: int
     position: Key
@@ -396,9 +381,9 @@ class FetchState(StepEffect, frozen=True):
 class GoBack(StepEffect, frozen=True):
     """Go to the state of `step`, which may also lie ahead (a checkpoint); answer with `StateCopied` at (step, 0).
 
-    sources: for each stage of this worker's seats, the worker ids that have it in memory, oneself first; empty: read
-    it from disk, or build it anew for step 0, which has no records. Where this worker is a source itself and its own
-    state stands at `step`, nothing is to be copied. The application goes on from there; steps after it are done again.
+    sources: for each stage of this worker's seats, the worker ids that have it in memory, itself first; empty: read
+    it from disk, or build it for step 0, which has no records. If this worker is a source and its own state is that
+    of `step`, nothing has to be copied. The application goes on from there and repeats the steps after it.
     """
 
     generation: int
@@ -408,13 +393,14 @@ class GoBack(StepEffect, frozen=True):
 
 
 class Entered(StepEffect, frozen=True):
-    """Settled: this generation goes on from the state of `step`, held for all stages of this worker's seats."""
+    """Settled: this generation goes on from the state of `step`, which this worker holds for all stages of its
+    seats."""
 
     generation: int
     step: int
 
 
 class LeftPlan(StepEffect, frozen=True):
-    """The members switched to a prepared plan of this generation that this worker is not part of: it may go."""
+    """The members switched to a prepared plan of this generation without this worker: it may leave."""
 
     generation: int

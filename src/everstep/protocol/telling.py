@@ -1,14 +1,15 @@
-"""How plans go over a control connection: each as what has changed since the last that went over the same one. Pure.
+"""How plans go over a control connection: each as the change from the plan before it on the same connection. Pure.
 
-A plan for 8,000 workers has 1.2 MB, or 64 kB by columns and deflated (`columns`). Sent whole to each of them that is
-0.5 GB, which is too much for each generation; sent once to each of 1,000 hosts it would be 64 MB, and agents would have
-to pass it on, and somebody to notice where they do not. So it goes whole only to who has none yet. Two plans that
-follow each other differ in few members and seats: what has changed has some hundred bytes, whatever the size of the
-job. A connection keeps the order of what is said, and its end forgets all of it. So nobody has to acknowledge a plan;
-and whoever connects again names the one that it has (`following`), and hears of the next as a change of that.
+A plan for 8,000 workers has 1.2 MB, or 64 kB by columns and deflated (`columns`). Sent whole to each worker that is
+0.5 GB, too much for every generation. Sent once to each of 1,000 hosts it would be 64 MB, but agents would have to
+pass it on, and failures of that would have to be noticed. So a plan goes whole only to a receiver that has none.
+Consecutive plans differ in few members and seats: the change has some hundred bytes, whatever the size of the job.
 
-What says a plan is `PlanTold`; the message after it bears a stand-in, the same plan without members, so that it is
-small and alike for all who are told it.
+A connection keeps the order of messages, and its end forgets all of them. So plans need no acknowledgement; a
+receiver that reconnects names the plan that it has (`following`), and gets the next as a change from it.
+
+The message `PlanTold` carries the plan. The message after it carries a stand-in, the same plan without members, so
+that it is small and equal for all receivers.
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ WithPlan = PlanNow | PlanPrepared | Heal
 
 
 def stand_in(plan: Plan) -> Plan:
-    """What a message bears in the place of a plan that was told before it."""
+    """The plan that a message carries in place of one that was sent before it."""
     nothing: dict[str, Any] = {"reason": "", "cause": Cause.UNKNOWN, "members": (), "seats": (), "lanes": 0}
     return Plan(generation=plan.generation, term=plan.term, **nothing)
 
 
 def parts_of(message: AnyMessage, before: Plan | None) -> tuple[list[AnyMessage], Plan | None]:
-    """What goes over a connection, over which `before` was told last, to say this message; and the plan that is the
-    last one from then on."""
+    """The frames that say this message over a connection on which `before` was sent last, and the plan that is the
+    last one after them."""
     if not isinstance(message, WithPlan):
         return [message], before
     short: AnyMessage = msgspec.structs.replace(message, plan=stand_in(message.plan))
@@ -43,7 +44,7 @@ def parts_of(message: AnyMessage, before: Plan | None) -> tuple[list[AnyMessage]
 
 
 def told(plan: Plan, before: Plan | None) -> PlanTold:
-    """How to say a plan over a connection over which `before` went last; None: it is the first one."""
+    """How to send a plan over a connection on which `before` was sent last; None: none was."""
     if before is None:
         return _whole(plan)
     members, seats = {m.worker_id: m for m in before.members}, {_place(s): s for s in before.seats}
@@ -74,7 +75,7 @@ def _whole(plan: Plan) -> PlanTold:
 
 
 def heard(saying: PlanTold, before: Plan | None) -> Plan:
-    """The plan that is told, to whoever was told `before` last. Raises: ProtocolError if it cannot be."""
+    """The plan that a receiver reads from this, after `before`. Raises: ProtocolError if the two do not fit."""
     if not saying.before:
         return saying.plan if saying.columns is None else filled(saying.plan, saying.columns)
     if before is None or before.generation != saying.before:
@@ -101,19 +102,15 @@ def _place(seat: Seat | Shard) -> tuple[int, int]:
 
 
 class Listener:
-    """The end of a connection that is told plans: makes of what comes what was meant.
-
-    plan: that was named in the hello, so that what is told first may be what has changed since.
-    """
+    """The receiving end of a connection that carries plans: turns what comes into complete messages. plan: the one
+    named in the hello, so that the first plan may come as a change from it."""
 
     def __init__(self, plan: Plan | None = None) -> None:
         self._plan = plan
 
     def take(self, message: AnyMessage) -> AnyMessage | None:
-        """The message with its plan; None if it only tells of which plan the next ones speak.
-
-        Raises: ProtocolError if a message speaks of a plan that was not told.
-        """
+        """The message with its plan; None if it only carries the plan of the next messages. Raises: ProtocolError if
+        a message needs a plan that was not sent."""
         if isinstance(message, PlanTold):
             self._plan = heard(message, self._plan)
             return None

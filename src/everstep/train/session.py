@@ -56,7 +56,7 @@ class Session:
         rewindable: bool = False,
     ) -> None:
         """stages: what is trained here. order: which samples make up a lane; dataset, collate: how to get them.
-        rewindable: the loop can go on from an earlier step; else this worker starts anew then."""
+        rewindable: the loop can go on from an earlier step; else this worker restarts then."""
         config, begins_after = link.config, int(link.job.get("begins_after", 0))
         saving = saving_of(link, stages.split, order)
         probed = not inexact(config) and not config.emulate_compute_ms

@@ -192,7 +192,7 @@ def test_unusable_paths_are_told_in_a_line(checkpoint: Checkpoint, tmp_path: Pat
     weights = read_weights(checkpoint, optimizer=True)
     with pytest.raises(ConfigError, match="holds no optimizer state"):
         write_weights(weights, tmp_path / "x", SAFETENSORS)
-    with pytest.raises(ConfigError, match="is there already"):
+    with pytest.raises(ConfigError, match="exists already"):
         write_weights(weights, tmp_path / "empty", DCP)
     (tmp_path / "file").write_text("")
     with pytest.raises(StoreError, match="cannot write"):

@@ -172,10 +172,10 @@ TORCHRUN = {"TORCHELASTIC_RUN_ID": "x", "RANK": "0", "WORLD_SIZE": "2", "LOCAL_R
         (
             {"EVERSTEP_TOKEN": GIVEN, "MASTER_ADDR": "127.0.0.1"},
             [],
-            "calls itself 127.0.0.1, which other hosts cannot reach",
+            "has the address 127.0.0.1 there, which other hosts cannot reach",
         ),
         ({"LOCAL_WORLD_SIZE": "x"}, [], "does not say how many of them are on this host"),
-        ({}, ["--listen", "127.0.0.1:0"], "--listen: expected none, as hosts meet by themselves"),
+        ({}, ["--listen", "127.0.0.1:0"], "--listen: expected none, because this process was started by"),
     ],
 )
 def test_a_job_that_another_launcher_has_started_several_times(

@@ -81,7 +81,7 @@ def test_export_that_cannot_be(folder: Path, tmp_path: Path) -> None:
     fails(ConfigError, "there is no checkpoint in", "export", tmp_path / "none", *to)
     fails(ConfigError, r"no checkpoint of step 9; it has 1, 2, 3", "export", folder, "--step", "9", *to)
     fails(ConfigError, r"no checkpoint called 'bad': .*good", "export", folder, "--step", "bad", *to)
-    fails(ConfigError, "is there already", "export", folder, "--to", tmp_path, "--format", "dcp")
+    fails(ConfigError, "exists already", "export", folder, "--to", tmp_path, "--format", "dcp")
     fails(ConfigError, "belong to --format hf", "export", folder, *to, "--hf-config", tmp_path)
     fails(ConfigError, "expected a size", "export", folder, *to[:3], "hf", "--shard-size", "many")
     fails(ConfigError, "holds no optimizer state", "export", folder, *to, "--optimizer")

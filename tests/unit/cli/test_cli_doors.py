@@ -475,7 +475,7 @@ def test_a_host_that_could_not(
     assert code == 1
     assert {name for name, (state, _) in found.items() if state == "wrong"} == {"ports", "versions", "full packets"}
     assert found["clock"][0] == "warning" and "60.0 s ahead of" in found["clock"][1]
-    assert "torch is" in found["versions"][1] and "4 are needed" in found["ports"][1]
+    assert "torch is" in found["versions"][1] and "4 ports in 1024-1025 are needed" in found["ports"][1]
     head.token = wire.new_token()
     code, found = findings(capsys, "--join", head.name, "--token-file", token_file)
     assert code == 1 and found["token"][0] == "wrong"

@@ -399,7 +399,7 @@ def test_one_that_has_switched_to_what_the_others_have_not_starts_anew() -> None
     w.ask(do.StepAsked(1))
     [left] = [e for e in w.out if isinstance(e, do.Exit)]
     assert left.reason == (
-        "it followed a switch to generation 2, but the others went on without it as generation 4; it has to start anew"
+        "it followed a switch to generation 2, but the others went on without it as generation 4; it has to restart"
     )
     assert not left.drained and not left.failed
 

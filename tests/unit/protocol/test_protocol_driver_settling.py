@@ -359,7 +359,7 @@ def test_who_copies_a_later_step_than_it_was_asked_for_goes_on_from_there_or_sta
     w.settle(w1=at(5))
     assert isinstance(w.op, do.Fetch)
     w.done(do.Copied(OF_5))
-    anew = do.Exit("the others are at step 5, while step 3 was under way here: this worker starts anew")
+    anew = do.Exit("the others are at step 5, while step 3 was under way here: this worker restarts")
     assert w.out[-1] == (do.WentBack(5) if rewindable else anew)
 
 
@@ -492,7 +492,7 @@ def test_the_application_is_told_once_all_have_settled_though_plans_come_in_betw
 
 def test_an_application_that_cannot_go_on_from_an_earlier_step_starts_anew() -> None:
     w = gone_back(rewindable=False)
-    assert w.out[-1] == do.Exit("the job goes back to step 2, from where this worker starts anew") and w.op is None
+    assert w.out[-1] == do.Exit("the job goes back to step 2, from where this worker restarts") and w.op is None
 
 
 def test_one_that_has_not_trained_yet_can_go_anywhere() -> None:
@@ -513,7 +513,7 @@ def tainted(w: Worker, sound: int) -> None:
 def test_a_whole_model_that_has_trained_cannot_go_back_to_the_beginning() -> None:
     w = behind()
     tainted(w, 0)
-    assert w.out[-1] == do.Exit("the job goes back to step 0, from where this worker starts anew")
+    assert w.out[-1] == do.Exit("the job goes back to step 0, from where this worker restarts")
     w = behind()
     w.keeps(((0, 1),))
     w.settle(w1=at(2, sound=1))
@@ -552,7 +552,7 @@ def test_one_whose_state_was_written_in_part_starts_anew() -> None:
     w.hear(plan(1, (0, 1)))
     w.settle(do.Opened(disk=(8,)), w1=at(0, disk=(8,)))
     w.taint("step 8 is damaged", torn=True)
-    assert w.out == [do.Exit("step 8 is damaged; this worker starts anew")]
+    assert w.out == [do.Exit("step 8 is damaged; this worker restarts")]
 
 
 def test_what_is_queued_is_dropped_when_the_state_cannot_be_used() -> None:

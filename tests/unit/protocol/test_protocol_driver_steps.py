@@ -188,7 +188,7 @@ def test_one_whose_gather_the_others_have_decided_without_it_starts_anew(ask: do
     w.ask(ask)
     w.enter(plan(2, (0, 1)), w1=at(1))
     w.done(do.Copied(records={1: Record(0, b"")}, gathers={Key(1, 0): {1: Record(0, b"")}}))
-    reason = "the others have decided Key(step=0, seq=1) without this worker; it has to start anew"
+    reason = "the others have decided Key(step=0, seq=1) without this worker; it has to restart"
     assert w.out[-1] == do.Exit(reason)
 
 

@@ -1,5 +1,6 @@
-"""Bring together the plan that a worker follows and those that this coordinator knows: by name, or by the plan itself,
-which one worker is asked to show. Pure."""
+"""Reconcile the plan that a worker follows with the plans known here: by name, or by the plan itself, which one
+worker is asked to send. Pure.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +19,11 @@ from everstep.protocol.following import PlanAsked, PlanName, PlanShown, name_of
 from everstep.protocol.messages import WorkerHello
 
 SENSELESS = (EverstepError, InvariantViolation, LookupError, TypeError, ValueError, msgspec.MsgspecError)
-"""What is raised over something that makes no sense."""
+"""Exceptions that nonsense raises."""
 
 
 def check_plan(plan: Plan, config: CoordinatorConfig) -> None:
-    """Raises: one of `SENSELESS` if it is no plan of this job."""
+    """Raises: one of `SENSELESS` if this is no plan of this job."""
     if (plan.lanes, plan.stages) != (config.lanes, config.stages) or plan.generation < 1:
         size = f"{config.lanes} lanes and {config.stages} stages"
         raise ProtocolError(f"expected a plan for {size}, got generation {plan.generation} for {plan.lanes}")
@@ -30,7 +31,7 @@ def check_plan(plan: Plan, config: CoordinatorConfig) -> None:
 
 
 def claimed(job: JobState, worker: Worker, hello: WorkerHello) -> bool:
-    """A worker says what it follows. Returns whether it has to wait for what comes of that."""
+    """A worker names the plan that it follows. Returns whether it has to wait until the plan is known."""
     agreement, connection, said = job.agreement, worker.connection, hello.follows
     if said is None or connection is None:
         return False
@@ -58,8 +59,8 @@ def held(job: JobState, worker: Worker, prepared: int) -> None:
 
 
 def _foreign(job: JobState, worker: Worker, generation: int, what: str) -> None:
-    """A worker has a plan that nobody is to follow, and takes only newer ones: one of a coordinator that does not
-    decide any more, or one that nobody has shown."""
+    """A worker has a plan that nobody may follow, and accepts only newer ones: the plan of a deposed coordinator, or
+    one that no worker has sent."""
     agreement = job.agreement
     agreement.hear_of(generation)
     if agreement.in_any_plan(worker.key) and not agreement.broken:
@@ -67,7 +68,7 @@ def _foreign(job: JobState, worker: Worker, generation: int, what: str) -> None:
 
 
 def reconcile(job: JobState) -> list[WorkerHello]:
-    """See to it that somebody is asked for the plan that is wanted, if one is. Returns who has waited in vain."""
+    """Ask a worker for the wanted plan, if there is one. Returns the workers that have waited in vain."""
     claims = job.agreement.claims
     if claims.wanted is None or job.progress.ended is not None:
         return []
@@ -87,8 +88,8 @@ def reconcile(job: JobState) -> list[WorkerHello]:
 
 
 def shown(job: JobState, worker: Worker, message: PlanShown) -> list[WorkerHello]:
-    """A worker shows the plan that it follows; another is asked if it is not the one that it has named. Returns who has
-    waited for that, once it is there."""
+    """A worker sends the plan that it follows; if it is not the one that it named, another worker is asked. Returns
+    the workers that waited for the plan, once it is here."""
     claims, said = job.agreement.claims, name_of(message.plan)
     hello, connection = claims.by(worker.key), worker.connection
     before = None if hello is None else hello.follows
@@ -115,7 +116,7 @@ def shown(job: JobState, worker: Worker, message: PlanShown) -> list[WorkerHello
 
 
 def _adopt(job: JobState, plan: Plan, source: WorkerKey) -> None:
-    """Workers follow a plan that the journal does not know: believe it, and let its members come back."""
+    """Adopt a plan that workers follow and the journal lacks, and let its members come back."""
     agreement, membership = job.agreement, job.membership
     known = agreement.newest.generation
     agreement.adopt(plan)
@@ -137,7 +138,7 @@ def _adopt(job: JobState, plan: Plan, source: WorkerKey) -> None:
 
 
 def _give_up(job: JobState, wanted: PlanName) -> list[WorkerHello]:
-    """Nobody has shown it: what the journal knows counts, and the next plan is newer than both."""
+    """No worker has sent the plan: the journal counts, and the next plan is newer than both."""
     waited = job.agreement.claims.close(found=False)
     who = listed(hello.member.worker_id for hello in waited)
     text = (

@@ -1,7 +1,7 @@
-"""The plans that were agreed, the job's progress, its setbacks and their duration, and its end. Pure.
+"""The agreed plans, the job's progress and setbacks, recoveries and their duration, and the end. Pure.
 
-States can be lost (all who held a stage are gone) or be in doubt (they differ among workers). How far the members then
-go back is known when the first of them has settled; only then it is told.
+States can be lost (all workers that held a stage are gone) or be in doubt (they differ among workers). How far the
+members then go back is known when the first of them has settled; it is reported only then.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ NO_PLAN = Plan(generation=0, reason="", cause=Cause.UNKNOWN, members=(), seats=(
 class Agreement:
     """The plans that the workers follow.
 
-    plan: in force; `NO_PLAN` before the first. prepared: to which the members are to switch. generation: the highest
-    that was ever given out or heard of. switched: the prepared generation whose beginning this life of the coordinator
-    has told. entered: worker ids of the members that have settled in the plan in force. broken: why it cannot go on;
-    empty if it can. claims: what workers follow that is not known here.
+    plan: in force; `NO_PLAN` before the first. prepared: the plan that the members will switch to. generation: the
+    highest number given out or heard of. switched: the prepared generation whose start this life of the coordinator
+    has reported. entered: worker ids of the members that have settled in the plan in force. broken: why it cannot go
+    on; empty if it can. claims: plans that workers follow and this coordinator lacks.
     """
 
     def __init__(self, env: Environment, membership: Membership) -> None:
@@ -55,7 +55,7 @@ class Agreement:
 
     @property
     def running(self) -> bool:
-        """Whether members train by the plan, as far as is known."""
+        """Whether members train by the plan, as far as this coordinator knows."""
         return bool(self.entered) and not self.broken
 
     def in_any_plan(self, key: WorkerKey) -> bool:
@@ -67,7 +67,7 @@ class Agreement:
         return self.prepared is not None and self.prepared.has(key)
 
     def known_as(self, said: PlanName) -> Plan | None:
-        """The plan in force, or the prepared one, if it is the one of this name."""
+        """The plan of this name, if it is in force or prepared."""
         for plan in (self.plan, self.prepared):
             if plan is not None and (plan.term, plan.generation) == said.rank:
                 if self._names.get(plan.generation, (None,))[0] is not plan:  # once, not for a thousand hellos each
@@ -78,11 +78,12 @@ class Agreement:
         return None
 
     def owes(self, key: WorkerKey) -> bool:
-        """Whether this life is a member of the plan in force that has yet to settle."""
+        """Whether this life is a member of the plan in force and has not settled yet."""
         return self.plan.has(key) and key.worker_id not in self.entered
 
     def awaits(self, key: WorkerKey) -> bool:
-        """Whether a decision may depend on this life's being there: not of a member, unless the plan is to change."""
+        """Whether a decision may depend on this life's presence: not if it is a member, unless the plan is to
+        change."""
         return bool(self.broken) or not self.plan.has(key)
 
     def survivors(self) -> list[Worker]:
@@ -96,7 +97,7 @@ class Agreement:
     # ---- plans
 
     def issue(self, plan: Plan) -> None:
-        """Check and journal a new plan; it is in force from here, or prepared."""
+        """Check and journal a new plan; it is then in force, or prepared."""
         check(plan.generation > self.generation, f"generation {plan.generation} was given out before")
         agents = {}
         for member in plan.members:
@@ -112,7 +113,7 @@ class Agreement:
         self._take(plan, prepared=plan.prepared)
 
     def adopt(self, plan: Plan) -> None:
-        """Workers follow a plan that the journal does not know."""
+        """Take a plan that workers follow and the journal lacks."""
         self._env.persist("plan", plan=msgspec.to_builtins(plan), agents={}, adopted=True)
         self._take(plan, prepared=False)
 
@@ -125,13 +126,13 @@ class Agreement:
             self.plan, self.prepared, self.entered, self.broken = plan, None, set(), []
 
     def hear_of(self, generation: int) -> None:
-        """Somebody follows this generation: no other plan will bear its number."""
+        """A worker follows this generation: no other plan will get its number."""
         if generation > self.generation:
             self._env.change()
             self.generation = generation
 
     def switch(self, plan: Plan) -> Plan:
-        """The members follow the prepared plan. Returns the plan before."""
+        """The members now follow the prepared plan. Returns the plan before it."""
         self._env.change()
         self._env.persist("entered", generation=plan.generation)
         old, self.plan, self.prepared, self.entered = self.plan, plan, None, set()
@@ -141,7 +142,7 @@ class Agreement:
     # ---- what becomes of the plan
 
     def enter(self, worker_id: int) -> bool:
-        """A worker has settled in the plan in force. Returns whether that is new."""
+        """A worker has settled in the plan in force. Returns whether that is news."""
         if worker_id in self.entered:
             return False
         if not self.entered:  # decisions ask only whether anybody has: a thousand members need not decide each
@@ -150,31 +151,31 @@ class Agreement:
         return True
 
     def break_off(self, why: Why, *, alone: bool = False) -> None:
-        """The plan in force cannot go on: another one is due. alone: this is all that there is to say of it."""
+        """The plan in force cannot go on: another one is due. alone: drop the other reasons."""
         self._env.change()
         self.broken = [why] if alone else [*self.broken, why]
 
     def forget(self, worker_id: int) -> None:
-        """A worker is gone, so it has not settled either."""
+        """A worker is gone, so it no longer counts as settled."""
         self.entered.discard(worker_id)
 
     # ---- from the journal
 
     def replay_plan(self, plan: Plan, *, adopted: bool) -> bool:
-        """A plan of a former life of the coordinator. Returns whether it was news."""
+        """Take a plan of an earlier life of the coordinator. Returns whether it is the newest so far."""
         news = plan.generation > self.generation
         if news:
             self._take(plan, prepared=plan.prepared and self.plan is not NO_PLAN and not adopted)
         return news
 
     def replay_entered(self, generation: int) -> None:
-        """The members had switched to the prepared plan."""
+        """The journal says that the members switched to the prepared plan."""
         if self.prepared is not None and self.prepared.generation == generation:
             self.plan, self.prepared = self.prepared, None
 
 
 def check_seats(plan: Plan) -> None:
-    """Raises: InvariantViolation unless the members have all seats, and these all lanes."""
+    """Raises: InvariantViolation unless every member has a seat, and the seats cover all lanes."""
     check(bool(plan.members), "a plan needs members")
     check({s.worker_id for s in plan.seats} == set(plan.worker_ids), "every member has a seat, and nobody else")
     for stage in range(plan.stages):
@@ -187,10 +188,9 @@ PHASES = ("notice", "decide", "unblock", "regroup", "settle", "redo", "heal")
 
 
 class JobProgress:
-    """step: the newest that is known to be committed. step_times_ms: how long the last steps took. lost_stages: whose
-    whole pool was gone, until it is told what they were restored from. sound: states after this step are tainted, and
-    no generation was entered yet whose plan says so; -1 if there is no doubt. ended: how the job has, if it has.
-    """
+    """step: the newest step known to be committed. step_times_ms: durations of the last steps. lost_stages: stages
+    that lost their whole pool, until their source is reported. sound: states after this step are tainted, and no
+    generation whose plan says so was entered yet; -1 if none is. ended: how the job has ended, None if it has not."""
 
     def __init__(self, env: Environment, agreement: Agreement) -> None:
         self.step = 0
@@ -206,7 +206,7 @@ class JobProgress:
         self._hung: dict[tuple[int, str], int] = {}  # the generation in which a worker hung, by step and phase
 
     def reached(self, step: int, step_ms: float = 0) -> None:
-        """Somebody has committed this step, which has taken so long; 0: that is not known."""
+        """A worker has committed this step; step_ms: its duration, 0 if unknown."""
         self.step = max(self.step, step)
         if step_ms > 0:
             self.step_times_ms.append(step_ms)
@@ -214,24 +214,24 @@ class JobProgress:
     # ---- set-backs
 
     def lose(self, stages: Sequence[int]) -> None:
-        """The whole pools of these stages are gone (none: they are not)."""
+        """These stages have lost their whole pools (none: no stage has)."""
         self.lost_stages = tuple(stages)
 
     def fall_back(self, step: int) -> bool:
-        """All state is lost but what is known to be of `step`, 0 if none is. Returns whether it is told only when it is
-        known how many steps are done again."""
+        """All state is lost, except state known to be of `step`; 0 if none is. Returns whether the report waits
+        until the number of repeated steps is known."""
         self._fell_from = 0 if step else max(self._fell_from, self.step)
         self.step, self.lost_stages = step, ()
         return self._fell_from > 0
 
     def in_doubt(self, why: Why, sound: int) -> None:
-        """Some worker has found states to be tainted. It may be the only one, and gone before all have heard of it."""
+        """A worker has found tainted states. It may be the only one, and gone before all others have heard of it."""
         self._doubt = why
         self.sound = sound if self.sound < 0 else min(self.sound, sound)
 
     def differ(self, why: Why, said: SettleAgain | WorkerFailed) -> bool:
-        """A member has found that states differ. Returns whether that ends the job: it is drift, or had happened in
-        another generation, and states have not been alike since at this step or a later one."""
+        """A member has found that states differ. Returns whether that ends the job: it is drift, or was found in an
+        earlier generation, too, and states have not been alike since at this step or a later one."""
         drift = isinstance(said, SettleAgain) and said.drift
         generation = said.decided_in if isinstance(said, SettleAgain) else said.generation
         (step, found_in), at = self._tainted, said.tainted
@@ -245,7 +245,7 @@ class JobProgress:
         return False
 
     def alike(self, step: int, digests: Mapping[int, str]) -> None:
-        """All members had states with these digests after this step: what is done again has to come to them."""
+        """All members had states with these digests after this step: a repeated step has to give the same."""
         told = {k: digest[:_MOST_DIGEST] for k, digest in digests.items() if 0 <= k < self._env.config.stages}
         self._alike[step] = {**self._alike.get(step, {}), **told}
         self._alike = {at: self._alike[at] for at in sorted(self._alike)[-_ALIKE:]}
@@ -254,18 +254,18 @@ class JobProgress:
 
     @property
     def known_alike(self) -> tuple[tuple[int, int, str], ...]:
-        """The same, as plans say it."""
+        """Digests of states that were alike, as (step, stage, digest) for plans."""
         return tuple((at, k, digest) for at, of in sorted(self._alike.items()) for k, digest in sorted(of.items()))
 
     def hung_before(self, step: int, phase: str, generation: int) -> bool:
-        """A worker hung in this phase of this step, in this generation. Returns whether one had before, in another
-        one: then that is no chance."""
+        """A worker hung in this phase of this step, in this generation. Returns whether one had hung there in
+        another generation: then it is no chance."""
         return self._hung.setdefault((step, phase), generation) != generation
 
     def settled(self, plan: Plan, step: int, cause: Cause) -> None:
-        """A member has settled at this step; the first one of a generation knows whether there was a way back.
+        """A member has settled at this step; the first one of a generation shows how far the members went back.
 
-        So all members know which states the plan says are sound. cause: of what the members recover from.
+        All members then know which states the plan calls sound. cause: of the fault that the members recover from.
         """
         first = not self._agreement.entered
         if first and (self._fell_from or self.lost_stages):
@@ -281,7 +281,7 @@ class JobProgress:
             self.sound = -1
 
     def _tell_fallback(self, plan: Plan, step: int, cause: Cause) -> None:
-        """State was lost, or is in doubt: what the members go on from, and how many steps are done again."""
+        """Report lost or doubtful state: where the members go on from, and how many steps are repeated."""
         reached, lost = self._fell_from or self.step, self.lost_stages
         source = f"a copy of step {step}" if step else "step 0, as there is no copy"
         all_gone = self._fell_from > 0 or (bool(lost) and plan.stages == 1)
@@ -306,7 +306,7 @@ class JobProgress:
     # ---- the end
 
     def end(self, state: str, why: Why, exit_code: int) -> None:
-        """The job is over: journal it, tell all workers and agents."""
+        """The job is over: journal it, and tell all workers and agents."""
         if self.ended is not None:
             return
         self.ended = JobEnded(state=state, cause=why.cause, reason=why.reason, exit_code=exit_code)
@@ -317,7 +317,7 @@ class JobProgress:
         self._env.report(kind, why, state=state, exit_code=exit_code, **where)
 
     def tell_end(self, connection: str) -> bool:
-        """Tell somebody who says hello that the job is over, if it is. Returns whether it is."""
+        """Tell a new connection that the job is over, if it is. Returns whether it is."""
         if self.ended is not None:
             self._env.send(connection, self.ended)
         return self.ended is not None
@@ -325,11 +325,11 @@ class JobProgress:
     # ---- from the journal
 
     def replay_ended(self, ended: JobEnded) -> None:
-        """A former life of the coordinator had ended the job."""
+        """An earlier life of the coordinator had ended the job."""
         self.ended = ended
 
     def replay_plan(self, plan: Plan) -> None:
-        """The newest plan of the journal: nobody may have entered it yet."""
+        """Take the newest plan of the journal, which may not have been entered yet."""
         self.sound = plan.sound
         for step, stage, digest in plan.alike:
             self.alike(step, {stage: digest})
@@ -337,7 +337,7 @@ class JobProgress:
 
 @dataclass(frozen=True)
 class _Fault:
-    """noticed_ns: on the coordinator's clock; notice_s: how long that took."""
+    """noticed_ns: on the coordinator's clock; notice_s: time from the fault until then."""
 
     noticed_ns: int
     notice_s: float
@@ -348,7 +348,7 @@ class _Fault:
 
 @dataclass(frozen=True)
 class _Answer:
-    """The plan that answers it. phases_ms: of the slowest member."""
+    """The plan that answers a fault. phases_ms: of the slowest member."""
 
     generation: int
     decided_ns: int
@@ -357,12 +357,11 @@ class _Answer:
 
 
 class Recovery:
-    """From a fault until training goes on; faults meanwhile belong to it.
+    """From a fault until training goes on; further faults until then belong to it.
 
-    Times are durations on the coordinator's clock; the phases between are what the members measured themselves, of
-    which the slowest counts. A recovery ends with the first step that is committed after all have settled. The
-    wall-clock times of a death and of that commit are passed through: `timed` is for the runtime, which knows the time
-    of day.
+    Times are durations on the coordinator's clock; the phases in between are measured by the members, and the
+    slowest counts. A recovery ends with the first step that is committed after all have settled. The wall-clock
+    times of a death and of that commit are passed through: `timed` is for the runtime, which knows the time of day.
     """
 
     def __init__(self, env: Environment, agreement: Agreement) -> None:
@@ -375,8 +374,8 @@ class Recovery:
     ) -> None:
         """A fault has been noticed, `notice_ns` after it happened.
 
-        The first fault names the recovery, but a failed link may be a mere sign: the peer may be dead, and the word of
-        its death may come later. Then the death names it.
+        The first fault names the recovery. But a failed link may only be a sign that the peer is dead; if the report
+        of its death comes later, that names the recovery.
         """
         known, now = self._fault, self._env.now
         if known is None:
@@ -386,16 +385,16 @@ class Recovery:
             self._fault = _Fault(known.noticed_ns, notice_s, why, key, died_unix_ns)
 
     def cause(self, otherwise: Cause) -> Cause:
-        """Cause of the fault from which the job recovers, if it does."""
+        """Cause of the fault that the job recovers from, `otherwise` if it does not recover."""
         return self._fault.why.cause if self._fault is not None else otherwise
 
     def decided(self, generation: int) -> None:
-        """The plan that answers the fault is out; if another fault followed, this is the newer one."""
+        """The plan that answers the fault was sent; after a further fault it is the newer plan."""
         if self._fault is not None:
             self._answer = _Answer(generation, self._env.now)
 
     def entered(self, generation: int, phases_ms: dict[str, float]) -> None:
-        """A member has settled. When all have, the lost work is done again."""
+        """A member has settled. When all have, the lost work is repeated."""
         answer = self._answer
         if answer is None or generation < answer.generation:
             return
@@ -406,8 +405,8 @@ class Recovery:
             self._answer = replace(answer, settled_ns=self._env.now)
 
     def complete(self, step: int, committed_unix_ns: int = 0) -> None:
-        """A step was committed in the new generation, at that time if it is known: training goes on. Say how long it
-        took."""
+        """A step was committed in the new generation, so training goes on: report the recovery. committed_unix_ns:
+        time of the commit, 0 if unknown."""
         fault, answer, now = self._fault, self._answer, self._env.now
         if fault is None or answer is None or self._agreement.broken:
             return
@@ -430,8 +429,8 @@ class Recovery:
 
 
 def timed(fields: dict[str, Any], now_unix_ns: int) -> dict[str, Any]:
-    """The report of a recovery, with the notice of a death whose time of day is known, up to the commit that ended it:
-    that may have been a while ago. now_unix_ns: of the report."""
+    """The report of a recovery, corrected by the time of day of the death and of the commit that ended it, which may
+    have been a while ago. now_unix_ns: of the report."""
     said = {key: value for key, value in fields.items() if key != "committed_unix_ns"}
     died_ns, committed_ns, phases = fields.get("died_unix_ns"), fields.get("committed_unix_ns"), {**fields["phases_s"]}
     known_s, notice_s = fields["duration_s"] - phases["notice"], phases["notice"]

@@ -1,4 +1,4 @@
-"""Workers that are waited for, and workers on the way in. Pure."""
+"""Workers that the job waits for, and workers on their way in. Pure."""
 
 from __future__ import annotations
 
@@ -15,10 +15,8 @@ RETRY_MOST_NS = 5 * SECOND_NS
 
 
 class Quorum:
-    """The wait for enough workers: since when, for how long, and why.
-
-    waiting: why the job waits, None if it does not, or has only just begun. starting_over: all state is lost.
-    """
+    """The wait for enough workers: its start, its limit and its reason. waiting: why the job waits, None if it does
+    not, or has only just begun to. starting_over: all state is lost."""
 
     def __init__(self, env: Environment) -> None:
         self.waiting: Why | None = None
@@ -29,22 +27,22 @@ class Quorum:
         self._gathers_ns: int | None = None
 
     def begin(self) -> None:
-        """Workers are waited for from now on."""
+        """Start to wait for workers."""
         self._since_ns = self._env.now
 
     def met(self) -> None:
-        """Enough workers are there: there is a plan."""
+        """Enough workers are here: there is a plan."""
         self._since_ns = self._first_came_ns = self.waiting = None
         self.starting_over = False
 
     def wait(self) -> None:
-        """There are too few workers. Since when that is so is kept."""
+        """There are too few workers; a wait that has begun goes on."""
         if self._since_ns is None:
             self._since_ns = self._env.now
         self._env.alarms.set(Alarm.QUORUM, self._since_ns + self._env.config.quorum_wait_ns)
 
     def wait_for(self, why: Why, step: int, generation: int) -> None:
-        """There are too few workers, and this is why; it is told once."""
+        """There are too few workers for this reason, which is reported once."""
         if why != self.waiting:
             self.waiting = why
             self._env.report("waiting", why, step=step, generation=generation)
@@ -54,11 +52,11 @@ class Quorum:
 
     @property
     def gathers(self) -> bool:
-        """Whether hosts are waited for."""
+        """Whether the job waits for hosts."""
         return self._gathers_ns is not None
 
     def gather(self, why: Why) -> int:
-        """Hosts are missing, and this is why that is known; it is told once. Returns until when they are waited for."""
+        """Hosts are missing for this reason, which is reported once. Returns the end of the wait."""
         if self._gathers_ns is None:
             self._gathers_ns = self._env.now
         if why != self.waiting:
@@ -67,12 +65,12 @@ class Quorum:
         return self._gathers_ns + self._env.config.hosts.wait_ns
 
     def gathered(self) -> None:
-        """All hosts are there: from now on it is workers that are waited for."""
+        """All hosts are here: from now on the job waits for workers."""
         self._gathers_ns = self.waiting = None
         self.begin()
 
     def over(self) -> bool:
-        """Whether workers were waited for long enough; if not, ring when they were."""
+        """Whether the wait for workers has lasted long enough; if not, ring when it has."""
         if self._since_ns is None:
             return False
         until_ns = self._since_ns + self._env.config.quorum_wait_ns
@@ -89,32 +87,29 @@ class Quorum:
 
     @property
     def patient(self) -> bool:
-        """Whether the first worker has come so lately that others may follow."""
+        """Whether the first worker came so recently that others may follow."""
         return self._first_came_ns is not None and self._env.now < self._first_came_ns + START_PATIENCE_NS
 
     def came(self) -> None:
-        """A worker is there; the first one counts."""
+        """A worker has come; the first one counts."""
         if self._first_came_ns is None:
             self._first_came_ns = self._env.now
 
     def give_time(self) -> None:
-        """Ring when the workers after the first have had time enough."""
+        """Ring when the workers after the first have had enough time."""
         if self._first_came_ns is not None:
             self._env.alarms.set(Alarm.START, self._first_came_ns + START_PATIENCE_NS)
 
     def start_over(self) -> None:
-        """All state is lost: whoever comes from now on counts."""
+        """All state is lost: workers that come from now on count."""
         if not self.starting_over:
             self.starting_over, self._first_came_ns = True, None
 
 
 @dataclass(frozen=True)
 class Join:
-    """A worker on its way in, by its newest ticket.
-
-    stages: whose state it copies, and where it is to sit. healed_ns: since when it follows closely enough; retry_ns:
-    next attempt, if one has failed.
-    """
+    """A worker on its way in, by its newest ticket. stages: those whose state it copies for its future seats.
+    healed_ns: when it began to follow closely enough; retry_ns: time of the next attempt, if one has failed."""
 
     key: WorkerKey
     ticket: int
@@ -124,15 +119,13 @@ class Join:
 
     @property
     def copying(self) -> bool:
-        """Whether it neither follows closely yet nor has failed."""
+        """Whether the worker neither follows closely enough yet nor has failed."""
         return self.healed_ns is None and self.retry_ns is None
 
 
 class Healing:
-    """Workers on the way in, and how often each life has failed.
-
-    joins: by worker id, in the order in which they began.
-    """
+    """Workers on their way in, and the failed attempts of each life. joins: by worker id, in the order of their
+    start."""
 
     def __init__(self, env: Environment) -> None:
         self.joins: dict[int, Join] = {}
@@ -142,29 +135,30 @@ class Healing:
         self._ticket = 0
 
     def of(self, key: WorkerKey, ticket: int | None = None) -> Join | None:
-        """How this life is on the way in; None if it is not, or says so by another `ticket` than its newest."""
+        """This life's way in; None if it has none, or has a newer ticket than `ticket`."""
         join = self.joins.get(key.worker_id)
         return join if join is not None and join.key == key and ticket in (None, join.ticket) else None
 
     def healed(self, key: WorkerKey) -> Join | None:
-        """How this life is on the way in, if it follows closely enough."""
+        """This life's way in, if it follows closely enough."""
         join = self.of(key)
         return join if join is not None and join.healed_ns is not None else None
 
     def left_behind(self, key: WorkerKey) -> set[int]:
-        """The stages that this life followed when a plan came without it, unless it has begun anew."""
+        """The stages that this life followed when a plan came without it, unless it has started over."""
         return self._left_behind.get(key, set())
 
     def holds(self, key: WorkerKey, stages: Iterable[int]) -> None:
-        """A life says hello with the state of these stages, perhaps to one who has not seen it come by them."""
+        """A life says hello with the state of these stages; perhaps this coordinator was not there when it copied
+        them."""
         self._left_behind[key] = set(stages)
 
     def leave_behind(self, stages: dict[WorkerKey, set[int]]) -> None:
-        """A plan comes without these, who follow these stages. What was known of others is out of date."""
+        """A plan comes without these lives, which follow these stages. Earlier entries are out of date."""
         self._left_behind = stages
 
     def attempt(self, key: WorkerKey, stages: tuple[int, ...]) -> Join:
-        """Give out a ticket, for the first time or again."""
+        """Give out a ticket, the first or a further one."""
         self._ticket += 1
         self._left_behind.pop(key, None)
         self._env.persist("ticket", ticket=self._ticket, **asdict(key))
@@ -177,7 +171,8 @@ class Healing:
         self.joins[join.key.worker_id] = replace(join, healed_ns=self._env.now)
 
     def fail(self, join: Join) -> int:
-        """A joiner has lost its donor: it may try again, later each time. Returns how often this life has failed."""
+        """A joiner has lost its donor: it may try again, later each time. Returns the number of failures of this
+        life."""
         self._env.change()
         failures = self._failures[join.key] = self._failures.get(join.key, 0) + 1
         delay_ns = 0 if failures == 1 else min(RETRY_NS << (failures - 2), RETRY_MOST_NS)
@@ -185,11 +180,11 @@ class Healing:
         return failures
 
     def keep(self, worker_ids: Collection[int]) -> None:
-        """All others need not come in any more."""
+        """All other workers no longer need to come in."""
         self.joins = {i: join for i, join in self.joins.items() if i in worker_ids}
 
     def stop(self, worker_id: int) -> None:
-        """This worker is on the way in no more: it is in, or lost."""
+        """This worker is no longer on its way in: it is a member, or lost."""
         self.joins.pop(worker_id, None)
 
     def forget(self, key: WorkerKey) -> None:
@@ -199,5 +194,5 @@ class Healing:
         self._left_behind.pop(key, None)
 
     def replay_ticket(self, ticket: int) -> None:
-        """A ticket that a former life of the coordinator has given out."""
+        """Take a ticket that an earlier life of the coordinator gave out."""
         self._ticket = max(self._ticket, ticket)

@@ -1,11 +1,10 @@
-"""Checkpoints as far as the coordinator goes: on request, and before a job or a worker ends. Pure.
+"""Checkpoints that the coordinator orders: on request, and before a job or a worker ends. Pure.
 
-Before the end of a job that could go on later it makes a plan for at once with the same members, which says that they
-take a checkpoint as soon as they have settled: that interrupts a step wherever it is, and all of them stand at the same
-one.
+Before a job ends that could go on later, a plan with the same members tells them to take a checkpoint as soon as
+they have settled. That interrupts a step at any point, and all members are at the same step.
 
-A worker whose loop has raised still holds the state of the newest step, and stays until it is let go. If nobody else
-holds it who could go on (all have raised, say), the members take a checkpoint first.
+A worker whose loop has raised still holds the state of the newest step, and stays until it is dismissed. If no other
+worker that could go on holds that state (for example because all have raised), the members take a checkpoint first.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ class Ending:
 
 
 class Saving:
-    """ending: how the job is about to end, if it is. leaving: loops that are left before the last step."""
+    """ending: how the job is about to end, None if it is not. leaving: loops that were left before the last step."""
 
     def __init__(
         self, env: Environment, membership: Membership, agreement: Agreement, progress: JobProgress, quorum: Quorum
@@ -52,8 +51,8 @@ class Saving:
     # ---- before the end
 
     def end_after_saving(self, state: str, why: Why, exit_code: int, grace_ns: int) -> None:
-        """End the job, with a checkpoint first where that is possible; at once if not. Asked again it changes
-        nothing: the first one is being taken."""
+        """End the job, with a checkpoint first if possible, else at once. A second call changes nothing: the first
+        checkpoint is under way."""
         if self.ending is not None:
             return
         agreement, quorum = self._agreement, self._quorum
@@ -73,13 +72,13 @@ class Saving:
         self.end_after_saving("failed", why, 1, self._env.config.save_ns)
 
     def end_without_workers(self) -> None:
-        """Nobody is left, maybe since the workers of a host have ended the job by themselves meanwhile."""
+        """No worker is left, perhaps because the workers of a host have ended the job by themselves."""
         saved = self._saved
         known = saved is not None and saved.step >= self._progress.step
         self.end_with(_where(saved) if known and saved is not None else "no checkpoint is known, and no worker is left")
 
     def end_with(self, outcome: str) -> None:
-        """The end that was about to come is there; `outcome`: of the checkpoint before it."""
+        """End the job as planned. outcome: of the checkpoint before it."""
         ending = self.ending
         if ending is not None:
             why = Why(ending.why.cause, f"{ending.why.reason}; {outcome}")
@@ -88,21 +87,21 @@ class Saving:
     # ---- on request
 
     def ask(self, connection: str, message: Command) -> None:
-        """Somebody wants a checkpoint; the reply comes when it is there."""
+        """A command requests a checkpoint; the reply follows when it is complete."""
         self._requests.append((connection, message.request))
         cause = Cause.read(message.args.get("cause") or Cause.REQUESTED)
         self._asked_for = SaveNow(cause=cause, reason=str(message.args.get("reason") or "requested"))
         self.remind()
 
     def remind(self) -> None:
-        """Tell the leader what is wanted of it; the one before may have died."""
+        """Tell the leader about requested checkpoints; an earlier leader may have died."""
         if self._requests and self._agreement.entered:
             leader = self._membership.workers.get(self._agreement.plan.leader(0))
             if leader is not None:
                 self._env.send(leader.connection, self._asked_for)
 
     def saved(self, message: Saved) -> None:
-        """A checkpoint that was asked for has ended, one way or the other."""
+        """A requested checkpoint has ended, complete or not."""
         self._saved = message if message.ok else self._saved
         if self.ending is None:
             error = "" if message.ok else f"no checkpoint of step {message.step}: {message.reason}"
@@ -111,7 +110,7 @@ class Saving:
             self.end_with(_where(message) if message.ok else f"no checkpoint: {message.reason}")
 
     def give_up(self) -> None:
-        """Once the job has ended, tell those who wait for a checkpoint that there will be none."""
+        """The job has ended: tell clients that wait for a checkpoint that there will be none."""
         ended = self._progress.ended
         if ended is not None:
             self._reply(f"the job ended before a checkpoint was complete ({ended.reason})", {})
@@ -126,14 +125,14 @@ class Saving:
 
     @property
     def staying(self) -> dict[WorkerKey, Why]:
-        """The living whose loop has raised, and who stay until a checkpoint is taken."""
+        """Living workers whose loop has raised, and which stay until a checkpoint is taken."""
         return {worker.key: self._staying[worker.key] for worker in self._membership.living(self._staying)}
 
     def last_words(self, worker: Worker, message: WorkerFailed) -> bool:
-        """A worker ends by an exception. Returns whether it can go at once.
+        """A worker ends by an exception. Returns whether it may go at once.
 
-        The same error at the same step is the user's code, not chance, if it comes in a later generation: in another
-        life, or at whom the work of the first went to. Several at once are no proof of that.
+        The same error at the same step in a later generation is the user's code, not chance: it came in another
+        life, or in the worker that took over the first one's work. Several at once prove nothing.
         """
         who, cause = describe(worker.key), message.cause
         if message.fatal:
@@ -165,7 +164,7 @@ class Saving:
         return not needed
 
     def _is_needed(self, worker: Worker) -> bool:
-        """Whether it holds a stage that no other member holds who could go on."""
+        """Whether the worker holds a stage that no other member holds that could go on."""
         plan, new, staying = self._agreement.plan, self._agreement.empty_handed(), self.staying
         if not self._env.config.save_ns or not plan.has(worker.key) or worker.key.worker_id in new:
             return False
@@ -174,7 +173,8 @@ class Saving:
         return not held.issuperset(plan.stages_of(worker.key.worker_id))
 
     def let_go(self) -> list[tuple[Worker, Why]]:
-        """The checkpoint is there, or the time for it is over. Returns who can go now, and why."""
+        """The checkpoint is complete, or its time is over. Returns the workers that may go now, each with the
+        reason."""
         staying, self._staying = self._staying, {}
         return [(worker, staying[worker.key]) for worker in self._membership.living(sorted(staying))]
 

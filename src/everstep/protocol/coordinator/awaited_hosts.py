@@ -1,4 +1,4 @@
-"""Which hosts have to be there before a job begins, and who of them is missing. Pure."""
+"""Hosts that have to join before a job begins, and those that are missing. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from everstep.protocol.coordinator.membership import Agent
 
 
 def waits(job: JobState) -> bool:
-    """Whether the job, which has not begun yet, waits for hosts. It says for whom; no slot is given out meanwhile."""
+    """Whether the job, which has not begun, waits for hosts. Reports which; no slot is given out meanwhile."""
     if job.agreement.plan is not NO_PLAN or job.progress.ended is not None:
         return False
     why = _lacking(job)
@@ -27,7 +27,7 @@ def waits(job: JobState) -> bool:
 
 
 def hosts_due(job: JobState, about: Any) -> None:
-    """Hosts may have been waited for in vain."""
+    """The wait for hosts may have been too long."""
     if job.agreement.plan is not NO_PLAN or job.progress.ended is not None or not job.quorum.gathers:
         return
     rules, why = job.env.config.hosts, _lacking(job)
@@ -64,6 +64,6 @@ def _lacking(job: JobState) -> Why | None:
 
 
 def _absent(named: Iterable[tuple[int, str]], there: list[Agent]) -> list[tuple[int, str]]:
-    """Workers whose host is not there, with its name."""
+    """Workers whose host is missing, with its name."""
     names = {name for agent in there for name in (agent.agent_id, agent.about.get("address"))}
     return [(i, name) for i, name in sorted(named) if name not in names]

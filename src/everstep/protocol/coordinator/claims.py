@@ -1,7 +1,7 @@
-"""Plans that workers say they follow and this coordinator does not have; one worker is asked to show it. Pure.
+"""Plans that workers follow and this coordinator lacks; one worker is asked to send the plan. Pure.
 
-That is so when the journal lacks what had been told. One worker is asked; another when that one is lost, silent or
-shows something else. Nobody is waited for who is gone, and all of it is over after `GIVE_UP_NS`.
+The journal may lack plans that had been sent. One worker is asked; another one if that is lost, silent or sends
+something else. Nothing waits for workers that are gone, and all waits end after `GIVE_UP_NS`.
 """
 
 from __future__ import annotations
@@ -14,15 +14,12 @@ from everstep.protocol.messages import AnyMessage, WorkerHello
 ASK_AGAIN_NS = SECOND_NS
 GIVE_UP_NS = 15 * SECOND_NS
 MOST_SAID = 1000
-"""Messages that are kept until the plan is known; further ones are dropped."""
+"""Most messages kept until the plan is known; further ones are dropped."""
 
 
 class Claims:
-    """The newest plan that is claimed, and by whom.
-
-    wanted: that plan's name, None if nothing is asked for. While there is one nothing is decided, since whatever that
-    would be made from is out of date.
-    """
+    """The newest claimed plan, and its claimants. wanted: name of the plan, None if none is wanted. While one is
+    wanted nothing is decided, since the basis of every decision is out of date."""
 
     def __init__(self, env: Environment) -> None:
         self.wanted: PlanName | None = None
@@ -35,17 +32,16 @@ class Claims:
         self._given_up: tuple[int, int] = (-1, -1)
 
     def opens(self, said: PlanName, known: tuple[int, int]) -> bool:
-        """Whether a plan of this name is to be asked for: it is newer than the known ones, as none was shown before.
-
-        known: rank of the newest plan that is known."""
+        """Whether to ask for the plan of this name: it is newer than the known plans. known: rank of the newest
+        known plan."""
         return said.rank > max(known, self._given_up) and not self.beyond(said)
 
     def beyond(self, said: PlanName) -> bool:
-        """Whether a coordinator that has the lease after this one made that plan: it decides, and this one does not."""
+        """Whether a later holder of the lease made that plan: that coordinator decides, and this one does not."""
         return 0 < self._env.config.hosts.term < said.term
 
     def claim(self, connection: str, said: PlanName, hello: WorkerHello) -> None:
-        """A life follows this, which `opens`, as it has said in this hello."""
+        """This life's hello claims this plan, which `opens` accepted."""
         self._env.change()
         key = hello.member.key
         self._by[key] = hello
@@ -56,11 +52,11 @@ class Claims:
             self._to_ask[key] = connection
 
     def by(self, key: WorkerKey) -> WorkerHello | None:
-        """In which hello this life has claimed to follow what is asked for, None if it has not."""
+        """The hello in which this life has claimed the wanted plan, None if it has not."""
         return self._by.get(key)
 
     def waits_for(self, key: WorkerKey, connection: str | None) -> bool:
-        """Whether this life was asked last, and has time to answer."""
+        """Whether this life was asked last, and still has time to answer."""
         return self._asked == (key, connection) and self._env.now < self._again_ns
 
     @property
@@ -70,11 +66,11 @@ class Claims:
 
     @property
     def over(self) -> bool:
-        """Whether it was asked for long enough."""
+        """Whether the plan was asked for long enough."""
         return self._env.now >= self._until_ns
 
     def next(self) -> tuple[WorkerKey, str] | None:
-        """Take out who is to be asked next."""
+        """Take the next worker to ask."""
         key = next(iter(self._to_ask), None)
         return None if key is None else (key, self._to_ask.pop(key))
 
@@ -84,30 +80,30 @@ class Claims:
         self._env.alarms.set(Alarm.ASKED, min(self._again_ns, self._until_ns))
 
     def refused(self, key: WorkerKey) -> None:
-        """This life has shown something else than that plan."""
+        """This life has sent something other than the wanted plan."""
         if self.asked == key:
             self._asked = None
 
     def wait(self) -> None:
-        """There is nobody to ask: ring when it is over."""
+        """Nobody is left to ask: ring at the end of the wait."""
         self._asked = None
         self._env.alarms.set(Alarm.ASKED, self._until_ns)
 
     def defers(self, key: WorkerKey, connection: str, message: AnyMessage) -> bool:
-        """Whether this message of a life that waits is kept until what it speaks of is known. Not what it shows."""
+        """Whether to keep this message of a waiting life until the plan is known. The plan itself is not kept."""
         waits = key in self._by and not isinstance(message, PlanShown)
         if waits and len(self._said) < MOST_SAID:
             self._said.append((connection, message))
         return waits
 
     def take_said(self) -> list[tuple[str, AnyMessage]]:
-        """Take out what was said meanwhile, with its connections, once nobody waits any more."""
+        """Take the kept messages with their connections, once the wait is over."""
         said = [] if self._by else self._said
         self._said = self._said if self._by else []
         return said
 
     def close(self, *, found: bool) -> list[WorkerHello]:
-        """The plan was shown, or nobody has. Returns the hellos that have waited for that, in the order of lives."""
+        """End the wait, with or without the plan. Returns the hellos that waited, in the order of lives."""
         self._env.change()
         if self.wanted is not None and not found:
             self._given_up = self.wanted.rank
@@ -116,5 +112,5 @@ class Claims:
         return claimed
 
     def pardon(self, gap_ns: int) -> None:
-        """The coordinator was away for so long: nobody could show it anything."""
+        """This coordinator was away for `gap_ns`: nobody could answer."""
         self._again_ns, self._until_ns = self._again_ns + gap_ns, self._until_ns + gap_ns

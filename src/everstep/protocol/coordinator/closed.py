@@ -1,4 +1,4 @@
-"""At whose doors nobody listens any more. Pure."""
+"""Workers' ports that are closed. Pure."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from everstep.base.plan import WorkerKey
 
 
 class ClosedDoors:
-    """Ports of workers without a connection, as the kernels of their hosts have reported them."""
+    """Ports of workers without a connection, as reported by the kernels of their hosts."""
 
     def __init__(self) -> None:
         self._keys: set[WorkerKey] = set()
 
     def has(self, key: WorkerKey) -> bool:
-        """Whether nobody listens there."""
+        """Whether this worker's port is closed."""
         return key in self._keys
 
     def answer(self, key: WorkerKey, listens: bool | None) -> bool:
-        """Take the kernel's answer for one port; None: no answer. Returns whether nobody listens there."""
+        """Take the kernel's answer for one port; None: no answer. Returns whether the port is closed."""
         if listens is False:
             self._keys.add(key)
         else:
@@ -26,5 +26,5 @@ class ClosedDoors:
         return listens is False
 
     def only(self, keys: Container[WorkerKey]) -> None:
-        """The others have been heard of meanwhile."""
+        """Keep only these lives; the others have been heard again."""
         self._keys = {key for key in self._keys if key in keys}

@@ -1,12 +1,11 @@
 """The control plane's machine: who takes part, in which generation, and why. Pure.
 
-`handle` takes one event with the time at which it happened and returns what is to be done about it. Events change what
-is known (`job`), as the tables here say; then the decisions run until nothing more follows from it: plans for at once
-(`plans`), joins and leaves (`joins`), slots (`agents`). So every decision depends on what is known alone, not on the
-order in which it became known.
+`handle` takes one event with its time and returns effects. Events change the knowledge (`job`), as the tables here
+say. Then the decisions run until nothing more follows: plans for at once (`plans`), joins and leaves (`joins`),
+slots (`agents`). So every decision depends on the knowledge alone, not on the order in which it came.
 
-The tables are everything that can happen to the coordinator: each function takes the job, who it is about, and what
-came. What is in no table has no effect.
+The tables list everything that can happen to the coordinator: each function takes the job, the subject, and the
+event. Events that are in no table have no effect.
 """
 
 from __future__ import annotations
@@ -97,7 +96,7 @@ ALARMS: dict[Alarm, Callable[[JobState, Any], None]] = {
 
 
 def received(job: JobState, event: types.Received) -> None:
-    """A message came; what it means depends on who sent it."""
+    """A message came; its sender decides which table handles it."""
     name, message = event.connection, event.message
     connection, kind = job.env.connections.get(name), type(message)
     if connection is None:
@@ -137,11 +136,8 @@ EVENTS: dict[type, Callable[[JobState, Any], None]] = {
 
 
 class Coordinator:
-    """The only arbiter of membership and generations.
-
-    journal: the entries persisted by earlier lives of this coordinator, oldest first; those that make no sense are set
-    aside, and told.
-    """
+    """The only arbiter of membership and generations. journal: the entries of earlier lives of this coordinator,
+    oldest first; entries that make no sense are skipped, and reported."""
 
     def __init__(self, config: types.CoordinatorConfig, journal: Iterable[dict[str, Any]] = ()) -> None:
         self.job, self._restored, self._aside = restore(config, journal)
@@ -150,19 +146,19 @@ class Coordinator:
 
     @property
     def next_deadline_ns(self) -> int | None:
-        """When to call with `Tick` at the latest, if nothing happens before; None: nothing is timed."""
+        """Latest time to call with `Tick` if nothing happens before, in ns; None: nothing is timed."""
         return None if self.job.progress.ended is not None else self.job.env.alarms.next_ns
 
     def refusal(self, connection: str, message: m.AnyMessage) -> str:
-        """Why a message may not be said over this connection, "" if it may. `handle` ends the connection then."""
+        """Why a message may not come over this connection, "" if it may; `handle` then ends the connection."""
         return permits.refusal(self.job, connection, message)
 
     def status(self) -> dict[str, Any]:
-        """The shape of `status --json`, without the coordinator's own pid."""
+        """The data of `status --json`, without the coordinator's own pid."""
         return user_commands.status(self.job)
 
     def handle(self, now_ns: int, event: types.CoordinatorEvent) -> list[types.CoordinatorEffect]:
-        """Take one event. What is to be persisted comes first in the answer. Time never runs backwards."""
+        """Take one event. Returns effects, those that persist first. Time never runs backwards."""
         job = self.job
         self._advance_clock(now_ns)
         EVENTS[type(event)](job, event)
@@ -202,7 +198,7 @@ class Coordinator:
             liveness.expect_agents(job)
 
     def _decide(self) -> None:
-        """Decisions look at what the parts know; if that has not changed, neither have they."""
+        """Run the decisions. They depend on the parts' knowledge: if that is unchanged, so are they."""
         job = self.job
         if job.agreement.claims.wanted is not None:  # what they would be made from is out of date
             return

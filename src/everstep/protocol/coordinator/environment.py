@@ -1,4 +1,4 @@
-"""The tools of all parts of the coordinator: settings, time, alarms, messages, effects. Pure."""
+"""The shared tools of the coordinator's parts: settings, time, alarms, messages, effects. Pure."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def listed(ids: Iterable[int]) -> str:
 
 
 class Alarm(IntEnum):
-    """Reasons for which the coordinator is called later; alarms that are due at one moment ring in this order."""
+    """Reasons for which the coordinator wakes up; alarms due at one moment ring in this order."""
 
     AGENT = auto()  # this agent may have been silent for too long
     ASKED = auto()  # who was asked for a plan may have had time enough to show it
@@ -59,11 +59,11 @@ class Alarm(IntEnum):
 
 
 AlarmAbout = tuple[Alarm, str | int]
-"""What for, and about whom: an agent's id, a worker's, or 0."""
+"""The alarm, and its subject: an agent's id, a worker's, or 0."""
 
 
 class Alarms:
-    """Which alarms are set, each for one moment. One may ring early: whoever set it looks at the facts again."""
+    """Alarms that are set, each for one moment. One may ring early: its handler looks at the facts again."""
 
     def __init__(self) -> None:
         self._at: dict[AlarmAbout, int] = {}
@@ -78,8 +78,8 @@ class Alarms:
             heapq.heappush(self._heap, (at_ns, alarm))
 
     def due(self, now_ns: int) -> list[AlarmAbout]:
-        """Take out what has become due, of one moment in the order of `Alarm` and then of what it is about. Alarms set
-        meanwhile for the past ring in the next call."""
+        """Take the alarms that are due: in order of time, `Alarm` and subject. Alarms set meanwhile for the past
+        ring in the next call."""
         found = []
         while (next_ns := self.next_ns) is not None and next_ns <= now_ns:
             _, alarm = heapq.heappop(self._heap)
@@ -89,7 +89,7 @@ class Alarms:
 
     @property
     def next_ns(self) -> int | None:
-        """When the next one rings."""
+        """When the next alarm rings, in ns; None if none is set."""
         while self._heap and self._at.get(self._heap[0][1]) != self._heap[0][0]:
             heapq.heappop(self._heap)
         return self._heap[0][0] if self._heap else None
@@ -97,7 +97,8 @@ class Alarms:
 
 @dataclass(frozen=True)
 class Connection:
-    """A control connection, of whom it has proved to be; `worker` or `agent_id` is known from the hello on."""
+    """A control connection, with the role and name that it has proved; `worker` or `agent_id` is known from the
+    hello on."""
 
     role: str
     who: str | None = None
@@ -106,10 +107,11 @@ class Connection:
 
 
 class Environment:
-    """Takes what parts have to say to the outside. `now`: of the present event, on the coordinator's clock, in ns.
+    """Collects the effects of all parts.
 
-    version: of what decisions look at. connections: all that are open, by name. fresh_ns: this process was away, and
-    what it hears before that time may have waited for it.
+    now: time of the present event, on the coordinator's clock, in ns. version: changes with everything that
+    decisions depend on. connections: open ones, by name. fresh_ns: this process was away, and messages before that
+    time may have waited for it.
     """
 
     def __init__(self, config: CoordinatorConfig) -> None:
@@ -128,7 +130,7 @@ class Environment:
         self.now = max(self.now, now_ns)
 
     def change(self) -> None:
-        """Something has changed that decisions look at."""
+        """Something has changed that decisions depend on."""
         self.version += 1
 
     def distrust(self, span_ns: int) -> None:
@@ -141,7 +143,7 @@ class Environment:
         return self._number
 
     def takes_lanes(self, lanes: int) -> None:
-        """The job has so many lanes: its script says so, before there is a plan."""
+        """Set the job's number of lanes: its script says it, before there is a plan."""
         self.config = replace(self.config, lanes=lanes)
 
     # ---- connections
@@ -155,35 +157,35 @@ class Environment:
         self.connections[name] = replace(self.connections[name], **who)
 
     def disconnected(self, name: str) -> Connection | None:
-        """A connection has ended. Returns what it was; None if it was closed from here."""
+        """A connection has ended. Returns it; None if it was closed from here."""
         return self.connections.pop(name, None)
 
     # ---- effects
 
     def persist(self, kind: str, **fields: Any) -> None:
-        """Put an entry into the journal, before anything else of the same event leaves."""
+        """Append to the journal, before any other effect of the same event."""
         self._persists.append(Persist({"kind": kind, **fields}))
 
     def report(self, kind: str, why: Why, **fields: Any) -> None:
-        """Tell people: an event."""
+        """Report an event to people."""
         self._effects.append(Report(kind, {"cause": why.cause, "reason": why.reason, **fields}))
 
     def remember(self, **facts: Any) -> None:
-        """Have later runs of this job, and its next coordinator, know this."""
+        """Keep these facts for later runs of this job, and for its next coordinator."""
         self._effects.append(Remember(facts))
 
     @property
     def said(self) -> int:
-        """How much was said in this event by now."""
+        """Number of effects of this event so far."""
         return len(self._effects)
 
     def send(self, connection: str | None, message: AnyMessage, at: int | None = None) -> None:
-        """Send over a connection, if there is one. at: before what was said after so much."""
+        """Send over a connection, if it is open. at: insert before the effects after this number."""
         if connection is not None and connection in self.connections:
             self._effects.insert(self.said if at is None else at, Send(connection, message))
 
     def knows(self, connection: str, plan: Plan) -> None:
-        """The other end of the connection has this plan."""
+        """Note that the other end of the connection has this plan."""
         self._effects.append(Knows(connection, plan))
 
     def send_all(self, message: AnyMessage) -> None:
@@ -193,19 +195,19 @@ class Environment:
                 self.send(name, message)
 
     def knock(self, key: WorkerKey, address: str) -> None:
-        """Have it looked whether anybody listens where this worker does."""
+        """Have this worker's port checked."""
         self._effects.append(Knock(key, address))
 
     def close(self, connection: str | None, reason: str, *, foul: bool = False) -> None:
-        """End a connection, if there is one. foul: because of what came over it; to the rest of the coordinator it ends
-        as any other does."""
+        """End a connection, if it is open. foul: because of a bad message; the rest of the coordinator sees an
+        ordinary end."""
         if connection is not None and foul and connection in self.connections:
             self._effects.append(Close(connection, reason, foul))
         elif connection is not None and self.connections.pop(connection, None) is not None:
             self._effects.append(Close(connection, reason))
 
     def take_effects(self) -> list[CoordinatorEffect]:
-        """All effects since the last call, what must be persisted first: the journal is synced once per event."""
+        """All effects since the last call; those that persist come first, so the journal is synced once per event."""
         effects = self._persists + self._effects
         self._persists, self._effects = [], []
         return effects

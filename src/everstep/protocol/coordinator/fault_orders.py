@@ -1,8 +1,8 @@
-"""Scripted faults of hosts, links and the coordinator: who is told to strike, once for each. Pure.
+"""Scripted faults of hosts, links and the coordinator: who injects each, exactly once. Pure.
 
-Workers know the step, agents have the power: so a worker says that a fault is due, by its place in the specification
-alone, and the agents that it means are told what to do. The coordinator is struck by the process that has started it,
-the job's on its host: all of these are told, and that one knows.
+Workers know the step, and agents have the permission to inject. So a worker reports that a fault is due, by its
+place in the specification, and the agents concerned are told to inject it. The job's process on the coordinator's
+host injects faults of the coordinator, since it started it: all job processes are told, and the right one acts.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from everstep.protocol.roles import JOB
 
 
 def strike_due(job: JobState, worker: Worker, message: StrikeDue) -> None:
-    """A worker is where a fault is to strike; the first one counts. One of the coordinator it has claimed before."""
+    """A worker has reached the point of a fault; the first report counts. The worker has claimed a fault of the
+    coordinator before."""
     strike = job.struck.find(message.index)
     if strike is None or not strike.possible or not (strike.coordinator or job.struck.first(strike.index)):
         return
@@ -29,7 +30,7 @@ def strike_due(job: JobState, worker: Worker, message: StrikeDue) -> None:
 
 
 def strike_asked(job: JobState, strike: Strike) -> str:
-    """The same, asked for by people: at once. Returns why not, "" if it is on its way."""
+    """Inject a requested fault at once. Returns why not, "" if it is on its way."""
     where = {"generation": job.agreement.plan.generation, "step": job.progress.step, "phase": ""}
     return _strike(job, strike, "", where)
 

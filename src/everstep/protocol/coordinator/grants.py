@@ -1,7 +1,7 @@
-"""The owner of each slot, and its first incarnation: the journal has both before any host hears them. Pure.
+"""The owner of each slot, and its first incarnation; both are journaled before any host hears them. Pure.
 
-So a coordinator that begins anew gives no life to a second host that one before it gave to a first, though that may be
-lost meanwhile; and what a host counts for itself while nobody hears it is not taken for the life of another.
+So a restarted coordinator gives no life to a second host that it gave to a first, even if the first may be lost by
+then; and a host that counted its own incarnations while it was cut off is not taken for another host's.
 """
 
 from __future__ import annotations
@@ -17,10 +17,8 @@ from everstep.protocol.coordinator.membership import Agent
 
 @dataclass(frozen=True)
 class Grant:
-    """This process of an agent starts the lives of a slot, from the incarnation `first` on.
-
-    restored: the journal says so, and it has not been heard since. Of its lives the journal knows those that are over.
-    """
+    """This process of an agent starts the lives of a slot, from the incarnation `first` on. restored: the grant
+    comes from the journal, and the agent has not been heard since. The journal knows which of its lives are over."""
 
     agent_id: str
     host: str
@@ -30,12 +28,12 @@ class Grant:
 
     @property
     def said(self) -> tuple[str, str, str, int]:
-        """The grant as the journal has it."""
+        """The grant as in the journal."""
         return self.agent_id, self.host, self.process, self.first
 
 
 class Grants:
-    """The newest grant to each slot that was ever given to an agent."""
+    """The newest grant of each slot."""
 
     def __init__(self, env: Environment) -> None:
         self._env = env
@@ -43,23 +41,22 @@ class Grants:
         self._of: defaultdict[str, set[int]] = defaultdict(set)  # agent id -> slots
 
     def of(self, worker_id: int) -> Grant | None:
-        """The grant of this slot; None if no agent was ever told to keep it filled."""
+        """The grant of this slot; None if no agent was told to keep it filled."""
         return self._newest.get(worker_id)
 
     def agents(self) -> list[tuple[int, str]]:
-        """Each slot that was given to an agent, with its id, ascending."""
+        """Granted slots with their agents' ids, ascending."""
         return [(worker_id, grant.agent_id) for worker_id, grant in sorted(self._newest.items())]
 
     def foreign(self, key: WorkerKey, agent_id: str) -> bool:
-        """Whether this life, which this agent runs, has a number that was given to another: it was away, and counts
-        for itself."""
+        """Whether this agent's life has a number that another agent was given: the agent was away and kept counting."""
         grant = self._newest.get(key.worker_id)
         return grant is not None and grant.agent_id != agent_id and key.incarnation >= grant.first
 
     def give(self, agent: Agent, least: Mapping[int, int]) -> list[int]:
-        """These slots are the agent's from now on. least: by slot, the least incarnation that a life may have by what
-        is known of others. Returns from which on the agent may start lives, in the same order: none that another
-        process could have started."""
+        """Grant these slots to the agent. least: by slot, the least incarnation that a life may have, as far as
+        other lives are known. Returns the incarnation from which on the agent may start lives, in the same order:
+        one that no other process could have used."""
         slots = least.keys() | self._of[agent.agent_id]
         before = {i: grant.said for i in slots if (grant := self._newest.get(i)) is not None}
         for worker_id in slots:
@@ -69,7 +66,7 @@ class Grants:
         return [max(n, self._newest[i].first) for i, n in least.items()]
 
     def replay(self, worker_id: int, grant: Grant) -> None:
-        """Take a grant of a former life of the coordinator."""
+        """Take a grant of an earlier life of the coordinator."""
         self._take(worker_id, grant)
 
     def _next(self, worker_id: int, agent: Agent, least: int) -> Grant:

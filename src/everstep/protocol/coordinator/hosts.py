@@ -1,8 +1,8 @@
-"""Which hosts there are, and how slots come to another one while training goes on. Pure.
+"""Hosts of the job, and slots that move to another host while training goes on. Pure.
 
-A slot moves by leaving one host and beginning anew, under another number, on another: the new worker heals first, and
-the members switch to it and away from the old one in one prepared change. So a host that comes (back) is used without a
-stop, and one that is to leave hands over at a step boundary.
+A slot moves by leaving one host and starting again, under another number, on another: the new worker heals first,
+and the members switch to it, away from the old one, in one prepared change. So a host that joins (again) is used
+without a pause, and one that leaves hands over at a step boundary.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from everstep.protocol.messages import AgentHello, HostDismissed, HostKept, Host
 
 
 def came(job: JobState, agent: Agent) -> None:
-    """An agent is there: if it stays, others may have too many slots for that."""
+    """An agent is here: if it stays, other hosts may have too many slots."""
     delay_ns = job.env.config.hosts.return_ns
     if delay_ns is not None:
         job.env.alarms.set(Alarm.SPREAD, job.env.now + delay_ns)
 
 
 def spread_due(job: JobState, about: Any) -> None:
-    """Move slots to hosts that have too few, if nothing else is under way; else look again."""
+    """Move slots to hosts that have too few, if nothing else is under way; else check again later."""
     agreement, slots = job.agreement, job.slots
     if job.progress.ended is not None or job.saving.ending is not None or not slots.shared_out:
         return
@@ -48,8 +48,8 @@ def spread_due(job: JobState, about: Any) -> None:
 
 
 def _uneven(job: JobState) -> list[int]:
-    """The slots that would have to leave their hosts for all hosts to have as many, as far as they have room: first
-    those that would die with others of their pool."""
+    """Slots that would have to leave their hosts so that all hosts have as many, as far as they have room: first
+    those that would die together with others of their pool."""
     agents, leader = _usable(job), job.agreement.plan.leader(0)
     own = {a.agent_id: [i for i in _slots_of(job, a) if i != leader] for a in agents}
     where = job.speeds.domains(job.agreement.plan.worker_ids)
@@ -70,7 +70,7 @@ def _uneven(job: JobState) -> list[int]:
 
 
 def _crowded(job: JobState, worker_id: int, where: Mapping[int, Domains]) -> tuple[int, ...]:
-    """How many of its pools would die with a member, the widest domains first; nobody with who is none."""
+    """How many members of its pools would die together with this worker, by domain, the widest first."""
     plan = job.agreement.plan
     others = {s.worker_id for stage in plan.stages_of(worker_id) for s in plan.pool(stage)} - {worker_id}
     return Crowd(others, where).near(where.get(worker_id, ()))
@@ -82,12 +82,12 @@ def _usable(job: JobState) -> list[Agent]:
 
 
 def _slots_of(job: JobState, agent: Agent) -> list[int]:
-    """The slots that it was told to keep filled and that are wanted, ascending."""
+    """Wanted slots that the agent was told to keep filled, ascending."""
     return sorted(set(agent.sent_slots or ()) & (job.slots.ids() - set(job.slots.lost)))
 
 
 def _fresh(job: JobState, size: int) -> list[int]:
-    """Numbers of slots that nobody has, or has had under an agent that may still run it."""
+    """Numbers of slots that are unused, and were not used under an agent that may still run them."""
     used = job.slots.ids() | set(job.slots.lost) | set(job.membership.workers)
     return list(islice((i for i in count() if i not in used), size))
 
@@ -96,8 +96,8 @@ def _fresh(job: JobState, size: int) -> list[int]:
 
 
 def drain(job: JobState, name: str, because: Why | None = None) -> tuple[str, dict[str, Any]]:
-    """The workers of a host leave at a step boundary, and others start where there is room. When all have left, so does
-    its agent. Returns an error, "" if there is none, and the result."""
+    """Drain a host: its workers leave at a step boundary, and others start on hosts with room. When all have left,
+    its agent leaves, too. Returns an error, "" if there is none, and the result."""
     agent, slots = job.agents.known.get(name), job.slots
     if agent is None or agent.connection is None:
         there = ", ".join(a.agent_id for a in _usable(job)) or "none"
@@ -122,12 +122,12 @@ def drain(job: JobState, name: str, because: Why | None = None) -> tuple[str, di
 
 
 def leaving(job: JobState, agent: Agent, message: HostLeaving | AgentHello) -> None:
-    """A host wants to leave: whoever runs it has been told to give it back, say."""
+    """A host wants to leave, for example because it was told to give itself back."""
     job.agents.wish(agent)
 
 
 def let_go(job: JobState) -> None:
-    """Hosts that wish to leave are drained; those that were, and of whose workers none runs any more, leave."""
+    """Drain hosts that wish to leave; let drained hosts leave whose workers are gone."""
     for agent_id in sorted(job.agents.leaving):
         agent = job.agents.known.get(agent_id)
         if agent is None:
@@ -150,7 +150,7 @@ def _drain_as_wished(job: JobState, agent: Agent) -> None:
 
 
 def listed_hosts(job: JobState) -> list[dict[str, Any]]:
-    """All hosts that there are or were, with what each has said of itself."""
+    """All hosts of the job, past ones included, with the facts that each has given."""
     return [_said(job, agent) for _, agent in sorted({**job.agents.gone, **job.agents.known}.items())]
 
 
@@ -169,7 +169,7 @@ def _said(job: JobState, agent: Agent) -> dict[str, Any]:
 
 
 def _state(job: JobState, agent: Agent) -> str:
-    """joining, live, suspected, silent, draining or gone."""
+    """The agent's state: joining, live, suspected, silent, draining or gone."""
     workers: Sequence[bool] = [w.ready for w in job.membership.living(sorted(agent.lives))]
     if agent.agent_id not in job.agents.known:
         return "gone"

@@ -1,12 +1,12 @@
-"""Changes while training goes on: who heals, who leaves, whose lanes move, and when a plan for it is prepared. Pure.
+"""Changes while training goes on: who heals, who leaves, which lanes move, and when a plan for it is prepared. Pure.
 
-`reconcile` compares what is wanted (target, slots) with what is there and moves one step towards it: it hands out
-tickets to joiners, and prepares a plan once joiners have healed or members are to leave.
+`reconcile` compares the wanted membership (target, slots) with the present one and moves one step towards it: it
+gives tickets to joiners, and prepares a plan once joiners have healed or members have to leave.
 
-Moving lanes costs a change of generation, so it is done only for a gain that lasts: a plan by speeds must promise steps
-that are a fifth shorter, at every look for half a minute, and not within half a minute of another one. A pool that has
-lost members for good, and by that has become what all others wait for, gets one from another pool if that makes the
-steps a fifth shorter than lanes by speed would. The member copies the stage at the switch.
+Moving lanes costs a change of generation, so the gain has to last: a plan by speeds must promise steps that are a
+fifth shorter, at every check for half a minute, and not within half a minute of another one. A pool that has lost
+members for good, and so makes all others wait, gets a member from another pool if that makes the steps a fifth
+shorter than lanes by speed would. The member copies the stage at the switch.
 """
 
 from __future__ import annotations
@@ -69,13 +69,13 @@ def _dismiss_unwanted(job: JobState) -> None:
 
 
 def _vacancies(job: JobState, leaving: list[Worker], coming: Collection[int]) -> int:
-    """How many more members are wanted."""
+    """Number of further members that are wanted."""
     return max(0, job.slots.target - (len(job.agreement.survivors()) - len(leaving)) - len(coming))
 
 
 def _take_in(job: JobState, leaving: list[Worker]) -> bool:
-    """Where no member has all of the state nobody can feed a joiner: it becomes a member, and copies its share from
-    several while the others wait. Returns whether one does."""
+    """If no member has all of the state, none can feed a joiner: the joiner becomes a member, and copies its share
+    from several while the others wait. Returns whether one does."""
     agreement = job.agreement
     survivors, chosen = agreement.survivors(), candidates(job)[: _vacancies(job, leaving, ())]
     settled = len(agreement.entered) == len(agreement.plan.members) and agreement.prepared is None
@@ -87,7 +87,7 @@ def _take_in(job: JobState, leaving: list[Worker]) -> bool:
 
 
 def _choose_joiners(job: JobState, leaving: list[Worker]) -> None:
-    """Give tickets to as many ready workers as there are vacancies; take back those of others."""
+    """Give tickets to as many ready workers as there are vacancies; withdraw other tickets."""
     agreement, healing = job.agreement, job.healing
     coming = set(agreement.prepared.joining) if agreement.prepared is not None else set()
     vacancies = _vacancies(job, leaving, coming)
@@ -102,7 +102,7 @@ def _choose_joiners(job: JobState, leaving: list[Worker]) -> None:
 
 
 def donors(job: JobState, attempt: int, stage: int = 0) -> list[Member]:
-    """Donors of a stage's state, the preferred first: the backups, another one at each attempt, then the leader."""
+    """Donors of a stage's state in order of preference: the backups, another one at each attempt, then the leader."""
     plan = job.agreement.plan
     leader, pool = plan.leader(stage), {s.worker_id for s in plan.pool(stage)}
     alive = [w.member for w in job.agreement.survivors() if w.member is not None and w.key.worker_id in pool]
@@ -112,7 +112,7 @@ def donors(job: JobState, attempt: int, stage: int = 0) -> list[Member]:
 
 
 def _stages_for(job: JobState, key: WorkerKey) -> tuple[int, ...]:
-    """Where a joiner will sit, if nothing else changes: what it has to copy."""
+    """Stages of the seats that a joiner will probably get: those that it has to copy."""
     plan = job.agreement.plan
     if plan.stages == 1:
         return (0,)
@@ -146,10 +146,8 @@ def worker_healed(job: JobState, worker: Worker, message: WorkerHealed) -> None:
 
 
 def heal_failed(job: JobState, worker: Worker, message: HealFailed) -> None:
-    """A joiner lost its donor: try again, later each time; after too many failures it is replaced.
-
-    If the members have switched to a plan with it, or may have, they wait for it in vain, and cannot feed it either.
-    """
+    """A joiner lost its donor: it tries again, later each time, and is replaced after too many failures. If the
+    members have switched to a plan with it, or may have, they wait for it in vain, and cannot feed it either."""
     agreement, join = job.agreement, job.healing.of(worker.key, message.ticket)
     if (agreement.plan.prepared and agreement.owes(worker.key)) or agreement.is_prepared(worker.key):
         text = f"{describe(worker.key)} could not follow to the switch: {message.reason}"
@@ -160,7 +158,7 @@ def heal_failed(job: JobState, worker: Worker, message: HealFailed) -> None:
 
 
 def _may_go(job: JobState, leaving: list[Worker], joining: list[tuple[int, ...]]) -> list[Worker]:
-    """Those of the leaving workers without whom enough others stay, in all and in each of their stages."""
+    """Those leaving workers without which enough others stay, in all and in each of their stages."""
     plan, survivors = job.agreement.plan, job.agreement.survivors()
     may_leave = len(survivors) + len(joining) - job.slots.least
     going = leaving[-may_leave:] if may_leave > 0 else []
@@ -184,7 +182,7 @@ def _may_go(job: JobState, leaving: list[Worker], joining: list[tuple[int, ...]]
 
 
 def _succeeded_first(plan: Plan, moving: list[Worker], joining: list[tuple[int, ...]]) -> list[Worker]:
-    """Leaving workers, first those whose stages a joiner comes to."""
+    """Leaving workers, first those whose stages a joiner takes over."""
     coming = Counter(stage for stages in joining for stage in stages)
     first = []
     for worker in moving:
@@ -224,7 +222,7 @@ def _prepare_if_due(job: JobState, leaving: list[Worker]) -> None:
 
 
 class _Change(NamedTuple):
-    """A change that makes the steps shorter: that of the busiest worker would take `step_ms`."""
+    """A change that makes the steps shorter: the busiest worker's step would take `step_ms`."""
 
     step_ms: float
     speeds: dict[int, float]
@@ -233,7 +231,7 @@ class _Change(NamedTuple):
 
 
 def speeds_due(job: JobState, about: Any) -> None:
-    """Take the present speeds down; prepare a plan once the gain has lasted."""
+    """Note the present speeds; prepare a plan once the gain has lasted."""
     speeds, plan = job.speeds, job.agreement.plan
     speeds.look_later()
     change = _gain(job, plan)
@@ -245,7 +243,8 @@ def speeds_due(job: JobState, about: Any) -> None:
 
 
 def _gain(job: JobState, plan: Plan) -> _Change | None:
-    """A change that makes the steps shorter, if there is one, nothing else is under way, and all speeds are known."""
+    """A change that makes the steps shorter; None if there is none, something else is under way, or a speed is
+    unknown."""
     agreement = job.agreement
     if agreement.broken or agreement.prepared is not None or job.healing.joins or job.progress.ended is not None:
         return None
@@ -290,6 +289,7 @@ def _moves(job: JobState, plan: Plan) -> list[Move]:
 
 
 def _in_other_pool(plan: Plan, ms_per_lane: Mapping[int, float], move: Move) -> float:
-    """Time of a lane in another pool: that of its members, times how much slower the worker is than its own pool."""
+    """Time of a lane in another pool, in ms: that of its members, times the worker's slowness compared with its own
+    pool."""
     own, there = (median(ms_per_lane[s.worker_id] for s in plan.pool(k)) for k in (move.source, move.target))
     return there * ms_per_lane[move.worker_id] / own if own > 0 else there

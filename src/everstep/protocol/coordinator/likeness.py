@@ -1,4 +1,4 @@
-"""All workers of a job have to compute with and run the same: what that is, and why a worker has to go. Pure."""
+"""The numerics and code that all workers of a job must share, and why a worker has to leave. Pure."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from everstep.protocol.identity import Code, Kernels, told
 
 
 class Likeness:
-    """The job's kernels and code: those of the first worker, and of what came later whatever nobody had told before."""
+    """The job's numerics and code: those of the first worker, and every import that no earlier worker had."""
 
     def __init__(self, env: Environment) -> None:
         self._env = env
@@ -17,15 +17,15 @@ class Likeness:
         self._odd: dict[tuple[int, str], Why] = {}
 
     def differed(self, worker_id: int, host: str, why: Why) -> None:
-        """A life of this slot, on this host, computed a lane otherwise than others."""
+        """A life of this slot, on this host, computed a lane differently from others."""
         self._odd[worker_id, host] = why
 
     def lane(self, worker_id: int, host: str) -> Why | None:
-        """Why a later life of it may not take part, None if it may."""
+        """Why a later life of this slot may not take part; None if it may."""
         return self._odd.get((worker_id, host))
 
     def kernels(self, said: Kernels | None, host: str) -> Why | None:
-        """A worker computes with these. Returns why it may not take part, None if it may."""
+        """A worker reports its numerics. Returns why it may not take part, None if it may."""
         words = "" if said is None or self._kernels is None else said.unlike(self._kernels)
         if said is None or (not words and self._kernels is not None):
             return None
@@ -47,7 +47,7 @@ class Likeness:
         self._env.remember(numerics=told(said))
 
     def code(self, said: Code | None, host: str) -> Why | None:
-        """A worker has imported this. Returns why it may not take part, None if it may."""
+        """A worker reports its imports. Returns why it may not take part, None if it may."""
         if said is None:
             return None
         words = said.unlike(self._code, f"on host {host}", "in the job")

@@ -1,12 +1,11 @@
 """Transfers that failed between two workers that both live. Pure.
 
-A dead worker makes its neighbours accuse it too, usually before its agent has said that it is dead. So accusations of
-one generation are collected for a moment, and until the agents have seen both ends of each link alive after it. If a
-death explains the accusations, they are void; if not, the links themselves are at fault. A first fault of a link
-regroups with the same members; a repeated one costs a smallest set of workers that covers the faulty links. Between two
-hosts any link counts as the same again, since not all of them carry something at the moment. Where several links
-between two hosts fail it is the hosts that do not reach each other: one of them leaves as a whole, and stays outside
-for a while.
+The neighbours of a dead worker accuse it, usually before its agent has reported its death. So accusations of one
+generation are collected for a moment, and until the agents have seen both ends of each link alive after it: a death
+voids those that it explains; otherwise the links are at fault. After a first fault of a link the same members regroup; a
+repeated one costs a smallest set of workers that covers the faulty links. Between two hosts every link counts as the
+same, since not all of them carry data at the moment. If several links between two hosts fail, the hosts do not reach
+each other: one of them leaves as a whole, and stays outside for a while.
 """
 
 from __future__ import annotations
@@ -26,16 +25,16 @@ WINDOW_NS = 100 * MILLISECOND_NS
 REPEAT_GENERATIONS = 10
 REPEAT_NS = 60 * SECOND_NS
 APART_NS = 20 * SECOND_NS
-"""Whoever wants to heal after that looks itself whether it reaches all others."""
+"""After this time a worker that wants to heal checks by itself whether it reaches all others."""
 _EXACT_COVER_WORKERS = 14
 
 Link = tuple[int, int]
 Between = tuple[str, str] | Link
-"""Two hosts, or two workers of one."""
+"""Two hosts, or two workers of one host."""
 
 
 class Links:
-    """Accusations of the moment, and links that have failed lately."""
+    """Accusations of the moment, and links that have failed recently."""
 
     def __init__(self, env: Environment, membership: Membership, agreement: Agreement, recovery: Recovery) -> None:
         self._env, self._membership, self._agreement, self._recovery = env, membership, agreement, recovery
@@ -46,7 +45,7 @@ class Links:
         self._apart: dict[tuple[str, str], int] = {}  # hosts that did not reach each other, until when that counts
 
     def peer_fault(self, worker: Worker, message: PeerFault) -> None:
-        """A member of the current plan could not transfer. An older generation's complaint is void."""
+        """A member of the current plan could not transfer. Accusations of an older generation are void."""
         plan = self._agreement.plan
         if not plan.has(worker.key) or self._agreement.broken:
             return
@@ -62,17 +61,17 @@ class Links:
             self._reasons.append(message.reason)
 
     def left_behind(self, plan: Plan) -> Why | None:
-        """Members of the prepared plan to which the others switch now, who have lost a peer before they had decided
-        that. In the new generation the others wait for them, and nobody will bring them there."""
+        """Members of the prepared plan, to which the others are switching now, that lost a peer before they had
+        decided so. In the new generation the others would wait for them in vain."""
         behind = [i for i in sorted(self._accusers()) if i in plan.worker_ids]
         return Why(Cause.LINK, _behind(behind, self._reasons[0])) if behind else None
 
     def forget_accusations(self) -> None:
-        """The generation to which the accusations belong is over."""
+        """The generation of the accusations is over."""
         self._accusations, self._reasons = {}, []
 
     def _accusers(self) -> dict[int, set[int]]:
-        """Accused workers by living accuser; accusations of the dead are explained by their death."""
+        """Accused workers by living accuser; deaths explain the accusations of dead workers."""
         alive = self._membership.alive
         return {key.worker_id: accused for key, accused in self._accusations.items() if alive(key) is not None}
 
@@ -85,7 +84,8 @@ class Links:
         return accused and patient and worker.seen_ns < self._closes_ns
 
     def close_window(self) -> list[tuple[Worker, Why]]:
-        """Nothing has explained the accusations so far: decide about the links. Returns who has to leave, and why."""
+        """Nothing has explained the accusations so far: decide about the links. Returns the workers that have to
+        leave, and why."""
         accusers, reasons, plan = self._accusers(), self._reasons, self._agreement.plan
         self.forget_accusations()
         if self._agreement.broken:
@@ -126,7 +126,7 @@ class Links:
         return {link: (pair[0], pair[1]) if len(pair) == 2 else link for link, pair in pairs.items()}
 
     def _to_leave(self, repeated: list[Link], votes: Mapping[int, int]) -> tuple[int, ...]:
-        """A smallest cover of the links; but an end that the coordinator does not reach either is the one to blame."""
+        """A smallest cover of the links; but an end that has lost the coordinator, too, is the one to blame."""
         workers = self._membership.workers
         away = {i for link in repeated for i in link if workers[i].connection is None}
         others = [link for link in repeated if not away.intersection(link)]
@@ -155,8 +155,8 @@ class Links:
         return leaving if len(leaving) < len(hosts) else ()
 
     def kept_out(self, host: str) -> bool:
-        """Whether workers of this host did not reach those of a member's host just now: they would keep all from going
-        on."""
+        """Whether workers of this host recently failed to reach those of a member's host: with them no member could
+        go on."""
         self._apart = {pair: until_ns for pair, until_ns in self._apart.items() if until_ns > self._env.now}
         if not self._apart:  # thousands that wait need not look at thousands of members each
             return False
@@ -182,10 +182,8 @@ def listed_links(links: list[Link]) -> str:
 
 
 def smallest_cover(links: list[Link], votes: Mapping[int, int]) -> tuple[int, ...]:
-    """A smallest set of workers that touches every link; among equals the most accused, then the highest ids.
-
-    Exact for up to 14 workers, greedy beyond. Ascending.
-    """
+    """A smallest set of workers that touches every link; on a tie the most accused ones, then the highest ids. Exact
+    for up to 14 workers, greedy beyond. Ascending."""
     workers = sorted({w for link in links for w in link})
     if len(workers) > _EXACT_COVER_WORKERS:
         return _greedy_cover(links, votes)

@@ -28,8 +28,9 @@ _OTHERS = "its slot was given to another host"
 _DISOWNED = "the agent of its host does not run it"
 KNOCK_NS = 50 * MILLISECOND_NS
 STALE_NS = 200 * MILLISECOND_NS
-"""What is read so soon after a long absence of the coordinator has waited for it: a worker that stood still then may
-have gone on since."""
+"""Messages read within this time of a long absence of the coordinator had waited for it: a worker that stood still
+then may have gone on since.
+"""
 EXEMPT_PHASES = ("idle", "starting")
 
 
@@ -37,7 +38,7 @@ EXEMPT_PHASES = ("idle", "starting")
 
 
 def agent_hello(job: JobState, connection: str, hello: m.AgentHello) -> None:
-    """An agent is there (again): from now on it speaks for the workers it lists."""
+    """An agent is here (again): from now on it speaks for the workers that it lists."""
     agent = job.agents.watch(hello.agent_id, hello.host)
     if agent.connection != connection:
         job.env.close(agent.connection, "replaced by a newer connection of the same agent")
@@ -145,7 +146,7 @@ def host_failed(job: JobState, agent: Agent, message: m.HostFailed) -> None:
 
 
 def heartbeat(job: JobState, agent: Agent, message: m.Heartbeat) -> None:
-    """An agent lives, and says how its workers get on."""
+    """An agent is alive, and reports its workers' progress."""
     membership, now = job.membership, job.env.now
     agent.heartbeat(now, message.rtt_ms, job.env.config.heartbeat_interval_ns, message.waited_ms * MILLISECOND_NS)
     job.agents.whereabouts.heard(agent.agent_id)
@@ -174,7 +175,7 @@ def heartbeat(job: JobState, agent: Agent, message: m.Heartbeat) -> None:
 
 
 def _check_unseen(job: JobState, agent: Agent, worker: Worker) -> None:
-    """Its agent runs it, and sees nothing of it any more: it is cut off. Should it return, it is dismissed."""
+    """The agent runs this worker but has no sign of it: it is cut off. If it comes back, it is dismissed."""
     unseen, limit = job.env.now - worker.seen_ns, job.env.config.heartbeat_ceiling_ns
     what = f"host {agent.host} has seen nothing of it for {unseen / 1e9:.2f} s"
     if unseen >= limit and not _hold_all_state(job, [worker]):
@@ -185,7 +186,7 @@ def _check_unseen(job: JobState, agent: Agent, worker: Worker) -> None:
 
 
 def hang_limit_ns(job: JobState, worker: Worker) -> int:
-    """How long this worker's progress counter may stand still."""
+    """Time in ns that this worker's progress counter may stand still."""
     limit = job.env.config.hang_limit_ns or HANG_UNKNOWN_NS
     if job.env.config.hang_limit_ns is None and job.progress.step_times_ms:
         limit = max(HANG_FLOOR_NS, int(HANG_FACTOR * max(job.progress.step_times_ms) * MILLISECOND_NS))
@@ -195,8 +196,8 @@ def hang_limit_ns(job: JobState, worker: Worker) -> int:
 
 
 def _limit_of(job: JobState, worker: Worker, pulse: m.WorkerPulse) -> tuple[int, str]:
-    """How long it may stand still where it is, and the key that says so. What may compile has longer, if it shows
-    life."""
+    """Time in ns that the worker may stand still in its present phase, and the config key that says so. A phase that
+    may compile has longer, if the worker shows life."""
     limit, config = hang_limit_ns(job, worker), job.env.config
     lifeless_ns = pulse.lifeless_ms * MILLISECOND_NS
     lives = 0 <= lifeless_ns < (config.hang_limit_ns or HANG_UNKNOWN_NS) and not pulse.stopped
@@ -227,7 +228,7 @@ def _check_hang(job: JobState, worker: Worker, pulse: m.WorkerPulse) -> None:
 
 
 def _doubt(job: JobState, worker: Worker, pulse: m.WorkerPulse, why: Why) -> bool:
-    """The worker may hang: have it show where it is. Returns whether the doubt is new."""
+    """The worker may hang: have it write its stacks. Returns whether the doubt is new."""
     agent, new = job.agents.of(worker), suspect(job, worker, why)
     if new and agent is not None and not pulse.stopped:
         job.env.send(agent.connection, m.ShowStacks(**asdict(worker.key)))
@@ -235,8 +236,8 @@ def _doubt(job: JobState, worker: Worker, pulse: m.WorkerPulse, why: Why) -> boo
 
 
 def _hung(job: JobState, worker: Worker, pulse: m.WorkerPulse, why: Why, still_ns: int) -> None:
-    """Evict a hung worker. If a step hangs again in the same phase, of a generation that the worker had settled in,
-    another life is no help; several that hang at once are no proof of that."""
+    """Evict a hung worker. If a step hangs again in the same phase, in a generation that the worker had settled in,
+    a further life is no help; several that hang at once prove nothing."""
     generation, settled = job.agreement.plan.generation, worker.key.worker_id in job.agreement.entered
     again = settled and not pulse.stopped and job.progress.hung_before(pulse.step, pulse.phase, generation)
     if again and not pulse.at and _doubt(job, worker, pulse, why):
@@ -256,7 +257,7 @@ def _owes(job: JobState, worker: Worker) -> bool:
 
 
 def suspect(job: JobState, worker: Worker, why: Why) -> bool:
-    """Say once that a worker may be in trouble. Returns whether that is new."""
+    """Report once that a worker may be in trouble. Returns whether that is new."""
     new = worker.suspect()
     if new:
         where = {"step": worker.step, "generation": job.agreement.plan.generation}
@@ -268,7 +269,7 @@ def suspect(job: JobState, worker: Worker, why: Why) -> bool:
 
 
 def agent_due(job: JobState, agent_id: str) -> None:
-    """Look whether an agent has been silent for too long, and ring again when it could be."""
+    """Check whether an agent has been silent for too long, and ring again when it could be."""
     agent, now = job.agents.known.get(agent_id), job.env.now
     if agent is None or job.progress.ended is not None:
         return
@@ -298,8 +299,8 @@ def agent_due(job: JobState, agent_id: str) -> None:
 
 
 def _cut_off(job: JobState, agent: Agent) -> bool:
-    """Whether all connections of a host have ended, and its agent had the time to make another one; unless that is so
-    of all hosts: then it is the coordinator that is cut off."""
+    """Whether all connections of a host have ended, and its agent had time to reconnect. Not if that is so for all
+    hosts: then the coordinator is cut off."""
     away = agent.away_ns(job.env.now)
     if away is None or away < job.env.config.hosts.reconnect_ns:
         return False
@@ -313,7 +314,7 @@ def _workers_of(job: JobState, agent: Agent) -> list[Worker]:
 
 
 def give_up_host(job: JobState, agent: Agent, reason: str, what: str = "is silent") -> None:
-    """An agent is silent, or is known to be no more, so its host is lost; unless all state would be too."""
+    """An agent is silent, or known to be dead, so its host is lost; unless all state would be lost with it."""
     workers, silence = _workers_of(job, agent), agent.detector.silence_ns(job.env.now)
     if silence < job.env.config.quorum_wait_ns and _hold_all_state(job, workers):
         for worker in workers:
@@ -330,9 +331,11 @@ def give_up_host(job: JobState, agent: Agent, reason: str, what: str = "is silen
 
 
 def _hold_all_state(job: JobState, workers: list[Worker]) -> bool:
-    """Whether the training state would be lost without these. Silence does not prove a death: most likely it is the
-    coordinator that is cut off, and they go on training; to give them up would mean to start over. Who joined in the
-    plan in force, and has not come back to a coordinator that was restarted, may have settled before.
+    """Whether the training state would be lost without these workers.
+
+    Silence does not prove a death: most likely the coordinator is cut off, and they go on training; giving them up
+    would mean to start over. A worker that joined in the plan in force, and has not come back to a restarted
+    coordinator, may have settled before.
     """
     new, came = job.agreement.empty_handed(), job.membership.came
     holders = [w for w in job.agreement.survivors() if w.key.worker_id not in new]
@@ -341,7 +344,7 @@ def _hold_all_state(job: JobState, workers: list[Worker]) -> bool:
 
 
 def disconnected(job: JobState, event: Disconnected) -> None:
-    """A connection ended. Whoever it was may come back over another one."""
+    """A connection ended. Its worker or agent may come back over another one."""
     name, alarms = event.connection, job.env.alarms
     connection = job.env.disconnected(name)
     job.store.forget(name)
@@ -368,7 +371,7 @@ def disconnected(job: JobState, event: Disconnected) -> None:
 
 
 def gone_due(job: JobState, worker_id: int) -> None:
-    """Look whether a worker without a connection has to be given up."""
+    """Check whether a worker without a connection has to be given up."""
     worker = job.membership.workers.get(worker_id)
     if worker is None or worker.gone_ns is None or job.progress.ended is not None:
         return
@@ -399,7 +402,7 @@ def gone_due(job: JobState, worker_id: int) -> None:
 
 
 def _disowned(job: JobState, worker: Worker) -> bool:
-    """Whether the agent of its host is there, and says that it does not run it."""
+    """Whether the agent of the worker's host is here, and says that it does not run the worker."""
     agent = job.agents.of(worker)
     return agent is not None and agent.connection is not None and worker.key not in agent.believed
 
@@ -410,7 +413,7 @@ def _awaited(job: JobState, worker: Worker) -> bool:
 
 
 def grace_due(job: JobState, about: Any) -> None:
-    """The time to come back after the coordinator's restart is over."""
+    """The grace period after the coordinator's restart is over."""
     membership, now = job.membership, job.env.now
     if not membership.grace_until_ns or job.progress.ended is not None:
         return
@@ -437,7 +440,7 @@ def grace_due(job: JobState, about: Any) -> None:
 
 
 def expect_agents(job: JobState) -> None:
-    """After a restart the agents of the journal are to come back, and speak for the workers that they ran."""
+    """After a restart the agents of the journal are expected back; they speak for the workers that they ran."""
     job.env.alarms.set(Alarm.KNOCK, job.env.now + KNOCK_NS)
     for worker_id, agent_id in job.slots.grants.agents():
         job.slots.runs(worker_id, agent_id)
@@ -448,7 +451,7 @@ def expect_agents(job: JobState) -> None:
 
 
 def pardon(job: JobState, gap_ns: int) -> None:
-    """The coordinator itself was away for `gap_ns`: nobody's silence in that time counts."""
+    """The coordinator itself was away for `gap_ns`: silence in that time does not count."""
     if gap_ns >= (job.env.config.hang_limit_ns or HANG_FLOOR_NS) // 4:
         job.env.distrust(STALE_NS)
     job.agreement.claims.pardon(gap_ns)

@@ -1,7 +1,8 @@
-"""Loops that are left before the last step: all at the same one, or the job ends. Pure.
+"""Loops left before the last step: all workers leave after the same step, or the job ends. Pure.
 
-Who leaves says so, and waits for the others. If they do not follow soon, a plan of the same members is made, in which
-each says what its loop does; so whoever goes on is known, also one that waits for what the first was to compute.
+A worker that leaves its loop says so and waits for the others. If they do not follow soon, a plan of the same
+members is made, in which each reports what its loop does. So the workers that go on are known, including one that
+waits for results of the first.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class Leaving:
         self._env.alarms.set(Alarm.LEFT, self._env.now + FOLLOW_NS)
 
     def entered(self, key: WorkerKey, generation: int, step: int, loop: str) -> None:
-        """A member has settled at this step, and says what its loop does."""
+        """A member has settled at this step, and reports what its loop does."""
         self._left.pop(key, None)
         if loop == "left":
             self.left(key, step)
@@ -42,7 +43,7 @@ class Leaving:
         self._look()
 
     def due(self) -> None:
-        """The others had the time to follow."""
+        """The other members have had time to follow."""
         left, others = self._members()
         if not left or not others or self._ending():
             return

@@ -1,7 +1,7 @@
-"""Which lives of which slots there are; who supervises them; which slots are wanted, and whose they are. Pure.
+"""Lives of slots and the agents that supervise them. Pure.
 
-A slot's worker id is its number. Agents that start slots of their own are told nothing about them until somebody wants
-others; what else a job begins with (`CoordinatorConfig.slots`) is shared out among its agents.
+A slot's worker id is its number. Agents that start their own slots are told nothing about them until somebody asks
+for others. The slots that a job begins with (`CoordinatorConfig.slots`) are shared out among its agents.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from everstep.protocol.detector import PhiDetector
 from everstep.protocol.messages import AgentHello, SetSlots, WorkerHello, WorkerLife, WorkerPulse
 
 GRACE_MOST = 30
-"""How many times as long as one grace it may take all to come back, as long as they keep coming."""
+"""Longest time for all workers to come back, in multiples of the grace period, while some keep coming."""
 
 Draining = Literal["no", "wished", "asked", "told"]
 
@@ -33,11 +33,10 @@ Draining = Literal["no", "wished", "asked", "told"]
 class Worker:
     """The newest life of a slot.
 
-    pids: of its cell, the head's first. member: as it said in its hello (or as the journal says), None
-    before; greeted: it said hello to this coordinator.
-    gone_ns: when its connection ended, None while connected or before the first hello. ordered_ns: when it was last
-    given a plan or a ticket. state_bytes: how large the state is that it would have to copy, -1 unknown. seen_ns: when
-    its agent last saw it, 0 if never.
+    pids: of its cell, the head's first. member: from its hello (or the journal), None before; greeted: it said hello
+    to this coordinator. gone_ns: when its connection ended, None while connected or before the first hello.
+    ordered_ns: when it last got a plan or a ticket. state_bytes: size of the state that it would have to copy, -1 if
+    unknown. seen_ns: when its agent last saw it, 0 if never.
     """
 
     key: WorkerKey
@@ -62,7 +61,7 @@ class Worker:
 
     @property
     def named(self) -> dict[str, int]:
-        """For events: which life it is, and its process."""
+        """Fields of events that name this life and its process."""
         return {"worker_id": self.key.worker_id, "incarnation": self.key.incarnation, "pid": self.pid}
 
     @property
@@ -81,22 +80,22 @@ class Worker:
         self.reached(hello.step)
 
     def leave(self, now_ns: int) -> None:
-        """Its connection has ended, or should have been there by now."""
+        """Its connection has ended, or is overdue."""
         self.connection, self.gone_ns = None, now_ns
 
     def restore(self, member: Member, agent_id: str | None) -> None:
-        """Take a plan's facts of the worker, as far as it has not told them itself."""
+        """Take facts about the worker from a plan, as far as it has not told them itself."""
         self.member = self.member or member
         self.pids, self.host = member.pids, member.host
         self.agent_id = self.agent_id or agent_id
 
     def started(self, agent_id: str, life: WorkerLife, now_ns: int) -> None:
-        """An agent says that it runs it; only the next pulses show whether it also sees it."""
+        """An agent says that it runs the worker; only the next pulses show whether it also sees it."""
         self.agent_id, self.pids = agent_id, (life.pid, *life.limbs)
         self.seen_ns = now_ns if self.seen_ns else 0
 
     def pulse(self, pulse: WorkerPulse, now_ns: int) -> None:
-        """Its agent has seen it, and says how it gets on."""
+        """Its agent has seen the worker and reports its progress."""
         self.seen_ns, self.step, self.samples_per_s = now_ns, pulse.step, pulse.samples_per_s
 
     def reached(self, step: int) -> None:
@@ -108,26 +107,26 @@ class Worker:
         self.step = step
 
     def ordered(self, now_ns: int) -> None:
-        """The worker was given a plan or a ticket."""
+        """The worker got a plan or a ticket."""
         self.ordered_ns = now_ns
 
     def suspect(self, in_trouble: bool = True) -> bool:
-        """Whether it may be in trouble. Returns whether that is new."""
+        """Note whether the worker may be in trouble. Returns whether that is news."""
         known, self.suspected = self.suspected, in_trouble
         return in_trouble and not known
 
     def pardon(self, gap_ns: int) -> None:
-        """The coordinator was away for so long: that was no silence of the worker."""
+        """The coordinator was away for this long: that was no silence of the worker."""
         self.gone_ns = None if self.gone_ns is None else self.gone_ns + gap_ns
         self.seen_ns += gap_ns if self.seen_ns else 0
 
 
 class Membership:
-    """The newest lives; fences, so that no message of an older life takes effect; and the time that the workers of a
-    journal have to come back.
+    """The newest lives; fences, so that messages of older lives have no effect; and the grace period of a journal's
+    workers.
 
-    workers: the newest life of each slot that has one, by worker id. came: the slots that have said hello to this life
-    of the coordinator, living or not. likeness: what all of them have to compute with and run.
+    workers: the newest life of each slot that has one, by worker id. came: the slots that have said hello to this
+    life of the coordinator, living or not. likeness: the numerics and code that all of them must share.
     """
 
     def __init__(self, env: Environment) -> None:
@@ -143,12 +142,12 @@ class Membership:
         self._absent_since_ns: int | None = None  # grace goes on: all who hold the state have yet to come back
 
     def alive(self, key: WorkerKey) -> Worker | None:
-        """The worker, if this life of its slot is the present one and is not known to be dead."""
+        """The worker of this life, if the life is its slot's present one and not known to be dead."""
         worker = self.workers.get(key.worker_id)
         return worker if worker is not None and worker.key == key else None
 
     def living(self, keys: Iterable[WorkerKey]) -> list[Worker]:
-        """The present ones of these lives, in this order."""
+        """The workers of those of these lives that are present, in this order."""
         return [worker for key in keys if (worker := self.alive(key)) is not None]
 
     def newer(self, key: WorkerKey) -> bool:
@@ -157,19 +156,19 @@ class Membership:
         return known is not None and known.key.incarnation > key.incarnation
 
     def next_incarnation(self, worker_id: int) -> int:
-        """The least that a life of this slot may have that is to be started where the others are not known."""
+        """The least incarnation that this slot's next life may have, by the lives known here."""
         known, fenced = self.workers.get(worker_id), self._fenced.get(worker_id, -1)
         return 1 + (fenced if known is None else max(fenced, known.key.incarnation))
 
     def add(self, key: WorkerKey, host: str = "") -> Worker:
-        """A new life of a slot, which had none, or whose last one is over."""
+        """Add a new life of a slot that had none, or whose last one is over."""
         self._env.change()
         worker = self.workers[key.worker_id] = Worker(key, host=host)
         self._to_come[key.worker_id] = worker
         return worker
 
     def greet(self, worker: Worker, connection: str, hello: WorkerHello, *, awaited: bool) -> None:
-        """A worker has said hello. awaited: a decision may wait for that."""
+        """A worker has said hello. awaited: a decision may wait for it."""
         if awaited:
             self._env.change()
         if not worker.greeted:
@@ -179,13 +178,13 @@ class Membership:
         worker.greet(connection, hello)
 
     def left(self, worker: Worker, *, awaited: bool) -> None:
-        """A worker's connection has ended. awaited: a decision may look at who is there."""
+        """A worker's connection has ended. awaited: a decision may depend on its presence."""
         if awaited:
             self._env.change()
         worker.leave(self._env.now)
 
     def remove(self, key: WorkerKey, why: Why) -> None:
-        """This life is over. No message of it, or of an older one of its slot, takes effect from here on."""
+        """This life is over. Messages of it, or of an older life of its slot, have no effect from here on."""
         self._env.change()
         del self.workers[key.worker_id]
         self._to_come.pop(key.worker_id, None)
@@ -198,18 +197,18 @@ class Membership:
         return key.incarnation <= self._fenced.get(key.worker_id, -1)
 
     def fenced_for(self, worker_id: int) -> Cause:
-        """Why the newest life of this slot that is over was declared so."""
+        """Cause with which the newest finished life of this slot was declared over."""
         return self._fenced_for.get(worker_id, Cause.UNKNOWN)
 
     # ---- from the journal
 
     def restore(self, member: Member, agent_id: str | None) -> None:
-        """Believe that a member of a plan lives, until a grace period has passed without a hello."""
+        """Assume that a member of a plan lives, until a grace period has passed without a hello."""
         if not self.is_fenced(member.key) and not self.newer(member.key):
             (self.alive(member.key) or self.add(member.key)).restore(member, agent_id)
 
     def replay_evict(self, key: WorkerKey, cause: Cause) -> None:
-        """A life that a former life of the coordinator has declared over."""
+        """An earlier life of the coordinator declared this life over."""
         self._fenced[key.worker_id] = max(key.incarnation, self._fenced.get(key.worker_id, -1))
         self._fenced_for[key.worker_id] = cause
         worker = self.workers.get(key.worker_id)
@@ -227,31 +226,31 @@ class Membership:
         return self._env.now < self.grace_until_ns
 
     def begin_grace(self) -> None:
-        """The workers of the journal have some time from now on to come back."""
+        """The workers of the journal get some time to come back."""
         self._grace_since_ns = self._env.now
         self.grace_until_ns = self._env.now + self._env.config.hosts.grace_ns
         self._env.alarms.set(Alarm.GRACE, self.grace_until_ns)
 
     def go_on_coming(self) -> None:
-        """One more has come back: thousands cannot do that at once, so the others have as long from now on, within
-        `GRACE_MOST` of what they had."""
+        """Another worker has come back: thousands cannot do so at once, so the others get the same time again, up to
+        `GRACE_MOST` grace periods in total."""
         if self.in_grace:
             grace_ns = self._env.config.hosts.grace_ns
             latest_ns = self._grace_since_ns + GRACE_MOST * grace_ns
             self.grace_until_ns = max(self.grace_until_ns, min(self._env.now + grace_ns, latest_ns))
 
     def to_come(self) -> Iterator[Worker]:
-        """Workers that live, as far as is known, and have not said hello to this life of the coordinator."""
+        """Workers that presumably live, and have not said hello to this life of the coordinator."""
         return (w for w in self._to_come.values() if not w.greeted and self.workers.get(w.key.worker_id) is w)
 
     def waited_ns(self) -> int:
-        """For how long grace has been prolonged: the first call begins the count."""
+        """Time by which grace has been prolonged; the first call starts the count."""
         if self._absent_since_ns is None:
             self._absent_since_ns = self._env.now
         return self._env.now - self._absent_since_ns
 
     def end_grace(self) -> None:
-        """The time to come back is over."""
+        """The grace period is over."""
         self._env.change()
         self.grace_until_ns, self._absent_since_ns = 0, None
 
@@ -265,12 +264,12 @@ GONE_MOST = 100
 class Agent:
     """The supervisor of one host's workers.
 
-    lives: the processes it runs, as it last said; restored: those that it ran according to the journal, until it says
-    hello to this life of the coordinator. slots: how many it started by itself; room: for how many there is room, 0 if
-    that does not matter. process: which one it is, so that a new one is told apart. left_ns: when its connection ended,
-    None while it has one or before its first. about: of its host, as it has said. drained: whether it wishes to
-    leave, whether it is to have no slots any more and to leave when its workers have, and whether it was told to.
-    sent_slots: those that it knows to keep filled, None: it was not told.
+    lives: the processes that it runs, as it last said; restored: those that it ran according to the journal, until
+    it says hello to this life of the coordinator. slots: how many it started by itself; room: how many it has room
+    for, 0: no limit. process: id of its process, so that a new one is told apart. left_ns: when its connection
+    ended, None while it has one or before its first. about: facts about its host, as it said. drained: whether it
+    wishes to leave, has to leave when its workers have, or was told to leave. sent_slots: the slots that it was told
+    to keep filled, None: none was sent.
     """
 
     agent_id: str
@@ -299,7 +298,8 @@ class Agent:
         self.detector.resume(now_ns)
 
     def relist(self) -> set[WorkerKey]:
-        """Empty the list of its processes, which it is about to give anew. Returns whom it was known to run."""
+        """Empty the list of its processes, which the agent is about to send again. Returns the processes it was
+        known to run."""
         before = self.believed
         self.lives, self.restored = set(), set()
         return before
@@ -309,36 +309,36 @@ class Agent:
         self.connection, self.left_ns = None, now_ns
 
     def drain(self, state: Draining) -> None:
-        """Whether it is to have slots, or may have some (again)."""
+        """Set whether the agent has to give up its slots, or may have some (again)."""
         self.drained = state
 
     @property
     def draining(self) -> bool:
-        """Whether it is to have no slots any more."""
+        """Whether the agent has to give up its slots."""
         return self.drained in ("asked", "told")
 
     @property
     def rtt_ms(self) -> float:
-        """The median of its last round trips, 0 if none is known."""
+        """Median of its last round trips in ms, 0 if none is known."""
         return round(median(self._rtts_ms), 3) if self._rtts_ms else 0.0
 
     def away_ns(self, now_ns: int) -> int | None:
-        """For how long it has been without a connection; None if it has one, or never had."""
+        """Time since its connection ended; None if it has one, or never had."""
         return None if self.left_ns is None else now_ns - self.left_ns
 
     def pardon(self, gap_ns: int, now_ns: int) -> None:
-        """The coordinator was away for so long: that was no silence of the agent. Whoever has knocked meanwhile has yet
-        to be heard."""
+        """The coordinator was away for this long: that was no silence of the agent. The agent may have sent
+        heartbeats meanwhile that were not read yet."""
         self.detector.pardon(gap_ns)
         self.left_ns = None if self.left_ns is None else now_ns
 
     def restore(self, key: WorkerKey) -> None:
-        """According to the journal it ran this process."""
+        """According to the journal the agent ran this process."""
         self.restored.add(key)
 
     @property
     def believed(self) -> set[WorkerKey]:
-        """Lives that the agent runs, as far as is known."""
+        """Lives that the agent presumably runs."""
         return self.lives | self.restored
 
     def runs(self, key: WorkerKey) -> None:
@@ -352,8 +352,8 @@ class Agent:
         self._killed_ns.pop(key, None)
 
     def heartbeat(self, now_ns: int, rtt_ms: float, fixed_interval_ns: int | None, waited_ns: int = 0) -> None:
-        """A sign of life. fixed_interval_ns: how often one is to come; None: every 10 median round trips, within 0.2 to
-        5 s. waited_ns: for how long it has waited for a processor since the last one."""
+        """A heartbeat. fixed_interval_ns: time between heartbeats; None: 10 median round trips, within 0.2 to 5 s.
+        waited_ns: time that the agent has waited for a processor since the last one."""
         if rtt_ms > 0:
             self._rtts_ms.append(rtt_ms)
         self.detector.heartbeat(now_ns, waited_ns)
@@ -362,7 +362,7 @@ class Agent:
         self.detector.expect(clamped if fixed_interval_ns is None else fixed_interval_ns)
 
     def may_kill(self, key: WorkerKey, now_ns: int, again_ns: int) -> bool:
-        """Whether to ask it to kill a process: not again before `again_ns` have passed. Notes that it is asked now."""
+        """Whether to ask the agent to kill a process: not again within `again_ns`. Notes the request."""
         last = self._killed_ns.get(key)
         if self.connection is None or (last is not None and now_ns - last < again_ns):
             return False
@@ -370,25 +370,25 @@ class Agent:
         return True
 
     def lets_go(self, key: WorkerKey, now_ns: int) -> bool:
-        """Whether a process that is over gets time to leave by itself: the first time that it is seen to run still."""
+        """Whether a process of a life that is over gets time to leave by itself: only the first time that it is seen
+        to run."""
         first = key not in self._killed_ns
         self._killed_ns.setdefault(key, now_ns)
         return first
 
     def new_slots(self, ids: list[int], first: list[int]) -> SetSlots:
-        """The message about the slots that it is to keep filled, with the least incarnation that a next life of each
-        may have."""
+        """The message with the slots to keep filled, and the least incarnation of each slot's next life."""
         self.sent_slots = ids
         return SetSlots(worker_ids=ids, first=first)
 
     def repeat_slots(self) -> None:
-        """Tell it its slots again: a worker may have left as once asked, and its slot be wanted by now."""
+        """Send the agent its slots again: a worker may have left as once asked while its slot is wanted again."""
         self.sent_slots = None
 
 
 class Agents:
-    """All agents whose heartbeats are expected, by id. leaving: those that wish to leave, or have been drained. gone:
-    the last of those that were given up, and have not come back."""
+    """All agents whose heartbeats are expected, by id. leaving: those that wish to leave, or were drained. gone: the
+    last of those that were given up and have not come back."""
 
     def __init__(self, env: Environment) -> None:
         self.version = 0
@@ -401,7 +401,7 @@ class Agents:
         self._drained: dict[str, str] = {}  # agent id -> the process that was drained; a new one may come
 
     def watch(self, agent_id: str, host: str) -> Agent:
-        """The agent of this id; if it was not known, begin to expect its heartbeats."""
+        """The agent of this id; the first call starts to expect its heartbeats."""
         if agent_id in self.known:
             return self.known[agent_id]
         config, now = self._env.config, self._env.now
@@ -428,13 +428,13 @@ class Agents:
             self.leaving.add(agent.agent_id)
 
     def wish(self, agent: Agent) -> None:
-        """An agent wishes to leave; whether it can is seen when it knows its slots."""
+        """An agent wishes to leave; whether it may is decided when its slots are known."""
         self._env.change()
         agent.drain(agent.drained if agent.draining else "wished")
         self.leaving.add(agent.agent_id)
 
     def drain(self, agent: Agent, why: Why) -> None:
-        """An agent is to have no slots any more; a restart of the coordinator does not change that."""
+        """An agent has to give up all slots; a restart of the coordinator does not change that."""
         self.version += 1
         self.replay_drained(agent.agent_id, agent.process)
         self.leaving.add(agent.agent_id)
@@ -442,7 +442,7 @@ class Agents:
         self._env.persist("drained", agent_id=agent.agent_id, process=agent.process, cause=why.cause, reason=why.reason)
 
     def replay_drained(self, agent_id: str, process: str) -> None:
-        """This process of an agent was drained, now or in a former life of the coordinator."""
+        """This process of an agent was drained, in this or an earlier life of the coordinator."""
         self._drained[agent_id] = process
 
     def exited(self, agent: Agent, key: WorkerKey) -> None:
@@ -451,7 +451,7 @@ class Agents:
         agent.exited(key)
 
     def remove(self, agent_id: str) -> None:
-        """An agent is given up, for its silence."""
+        """An agent is given up because it is silent."""
         self.version += 1
         agent = self.gone[agent_id] = self.known.pop(agent_id)
         if len(self.gone) > GONE_MOST:
@@ -466,7 +466,7 @@ class Agents:
         return same_host[0] if len(same_host) == 1 else None
 
     def domains(self, worker: Worker) -> Domains:
-        """In which a worker is: as its host's agent has said, else as a plan says."""
+        """Failure domains of a worker: those that its host's agent has said, else those in a plan."""
         agent = self.of(worker)
         labels = None if agent is None else self.whereabouts.labels.get(agent.agent_id)
         if labels is None and worker.member is not None:
@@ -474,8 +474,8 @@ class Agents:
         return ordered(labels or {}, worker.host, self._env.config.hosts.gpu(worker.key.worker_id))
 
     def out_of_touch(self, worker: Worker) -> bool:
-        """Whether its host has lost all connections so lately that nobody knows yet whether it lives, or is in doubt:
-        nothing is to be decided that counts on it."""
+        """Whether the worker's host lost all connections so recently that it may be dead or alive, or is in doubt:
+        no decision may count on it."""
         agent = self.of(worker)
         if agent is not None and self.whereabouts.in_doubt(agent.agent_id):
             return True
@@ -483,5 +483,5 @@ class Agents:
         return away is not None and away < self._env.config.hosts.reconnect_ns
 
     def run(self, key: WorkerKey) -> bool:
-        """Whether any agent runs this process, as far as is known."""
+        """Whether any agent presumably runs this process."""
         return any(key in agent.believed for agent in self.known.values())

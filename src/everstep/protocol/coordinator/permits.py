@@ -1,4 +1,4 @@
-"""Whether whoever speaks may say what it says: its role, for whom it speaks, and whose lives it speaks of. Pure."""
+"""Whether a client may send a message: by its role, its name, and the lives that the message is about. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from everstep.protocol.coordinator.job_state import JobState
 
 
 def refusal(job: JobState, name: str, message: m.AnyMessage) -> str:
-    """Why what came over this connection may not be said there, "" if it may."""
+    """Why this message may not come over this connection, "" if it may."""
     connection = job.env.connections.get(name)
     if connection is None:
         return ""
@@ -29,7 +29,7 @@ def refusal(job: JobState, name: str, message: m.AnyMessage) -> str:
 
 
 def _lives(message: m.AnyMessage) -> Iterable[WorkerKey]:
-    """The lives for which an agent's message speaks."""
+    """The lives that an agent's message speaks for."""
     match message:
         case m.Heartbeat(workers=said) | m.AgentHello(workers=said):
             return [WorkerKey(life.worker_id, life.incarnation) for life in said]

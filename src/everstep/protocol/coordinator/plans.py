@@ -25,12 +25,12 @@ from everstep.protocol.coordinator.membership import Worker
 from everstep.protocol.messages import PlanNow, PlanPrepared
 
 SMALL_STATE_BYTES = 32 << 20
-"""Who has no larger state to copy is taken into a plan for at once, and copies it there."""
+"""A worker with at most this much state to copy is taken into a plan for at once, and copies it there."""
 
 
 def candidates(job: JobState) -> list[Worker]:
-    """Ready workers outside the current plan whose slots are wanted; those that would rather be spares last, and of the
-    others first who would die with the fewest of the pools that lack members."""
+    """Ready workers outside the current plan whose slots are wanted; those that prefer to be spares last. Among the
+    others, those first that would die with the fewest of the pools that lack members."""
     ready = list(_outside(job))
     if len(ready) < 2:
         return ready
@@ -42,7 +42,7 @@ def candidates(job: JobState) -> list[Worker]:
 
 
 def _outside(job: JobState) -> Iterator[Worker]:
-    """The same in no order."""
+    """The candidates, in no order."""
     for w in job.membership.workers.values():
         free = w.ready and not job.agreement.plan.has(w.key) and job.slots.wanted(w.key.worker_id)
         if free and (not job.links.kept_out(w.host) or followed(job, w)):
@@ -50,7 +50,7 @@ def _outside(job: JobState) -> Iterator[Worker]:
 
 
 def _short_pools(job: JobState) -> list[int]:
-    """The members of those pools that lack most against the wish."""
+    """The members of those pools that lack most members."""
     plan, wish = job.agreement.plan, job.env.config.wish
     there = {w.key.worker_id for w in job.agreement.survivors()}
     pools = [[seat.worker_id for seat in plan.pool(k) if seat.worker_id in there] for k in range(plan.stages)]
@@ -71,7 +71,7 @@ def followed(job: JobState, worker: Worker) -> set[int]:
 
 
 def without_lanes(worker: Worker, stages: Iterable[int]) -> list[Seat]:
-    """Seats for placement to begin with: in the stages whose state the worker holds."""
+    """Seats from which placement starts: in the stages whose state the worker holds."""
     return [Seat(worker.key.worker_id, stage, "standby", ()) for stage in sorted(stages)]
 
 
@@ -79,7 +79,7 @@ def without_lanes(worker: Worker, stages: Iterable[int]) -> list[Seat]:
 
 
 def make_now(job: JobState, members: Sequence[Worker], why: Why, *, fresh: bool) -> None:
-    """Give out a plan for at once. fresh: nobody holds the state of the plan before; lanes are laid out anew."""
+    """Give out a plan for at once. fresh: no worker holds the state of the plan before; lanes are laid out again."""
     agreement = job.agreement
     old = agreement.plan
     repaired, held, newcomers = NO_PLAN, list[Seat](), list[int]()
@@ -113,7 +113,7 @@ def make_now(job: JobState, members: Sequence[Worker], why: Why, *, fresh: bool)
 
 
 def _plan(job: JobState, members: Iterable[Worker], seats: tuple[Seat, ...], why: Why, **rest: Any) -> Plan:
-    """The next generation, of these members, who are all ready."""
+    """The next generation, of these members, which are all ready."""
     config, there = job.env.config, sorted(members, key=lambda w: w.key.worker_id)
     return Plan(
         generation=job.agreement.generation + 1,
@@ -133,7 +133,7 @@ def _plan(job: JobState, members: Iterable[Worker], seats: tuple[Seat, ...], why
 
 
 def _shards(job: JobState, seats: Sequence[Seat]) -> tuple[Shard, ...]:
-    """Who holds which segments of the optimizer's state: those who have them, as far as they are even."""
+    """The holders of the segments of the optimizer's state: the present holders, as far as the shares are even."""
     config, old = job.env.config, job.agreement.plan
     found: list[Shard] = []
     for stage in range(config.stages) if config.wish.copies else ():
@@ -145,13 +145,13 @@ def _shards(job: JobState, seats: Sequence[Seat]) -> tuple[Shard, ...]:
 
 
 def _placed(job: JobState, worker: Worker, member: Member) -> Member:
-    """As a plan names it, with the domains that it is in."""
+    """The member as a plan names it, with its failure domains."""
     domains = tuple(label for label in job.agents.domains(worker) if label[0] != "host")
     return member if member.domains == domains else replace(member, domains=domains)
 
 
 def _save_reason(job: JobState) -> str:
-    """Why the members of the next plan are to take a checkpoint at once; "": they are not."""
+    """Why the members of the next plan have to take a checkpoint at once; "" if they do not."""
     if job.saving.ending is not None:
         return job.saving.ending.why.reason
     staying = sorted(job.saving.staying.items())
@@ -159,7 +159,7 @@ def _save_reason(job: JobState) -> str:
 
 
 def _promotions(old: Plan, seats: Sequence[Seat]) -> str:
-    """Which standbys take over whose lanes, as the end of a reason."""
+    """The end of a reason: which standbys take over whose lanes."""
     was = {(s.worker_id, s.stage): s for s in old.seats}
     staying = {(s.worker_id, s.stage) for s in seats}
     text = ""
@@ -176,7 +176,7 @@ def _promotions(old: Plan, seats: Sequence[Seat]) -> str:
 
 
 def order(job: JobState, worker: Worker, message: PlanNow | PlanPrepared) -> None:
-    """Tell a worker what to do; if it is not connected, it hears of it in answer to its hello."""
+    """Send a worker an order; if it is not connected, it gets the order in answer to its hello."""
     worker.ordered(job.env.now)
     job.env.send(worker.connection, message)
 
@@ -185,7 +185,7 @@ def order(job: JobState, worker: Worker, message: PlanNow | PlanPrepared) -> Non
 
 
 class Move(NamedTuple):
-    """A member of one pool becomes one of another."""
+    """A member changes to another pool."""
 
     worker_id: int
     source: int
@@ -193,7 +193,7 @@ class Move(NamedTuple):
 
 
 def moved(seats: Sequence[Seat], move: Move | None) -> list[Seat]:
-    """The seats with this member's in the other pool, without lanes yet."""
+    """The seats after a move, without lanes for the moved member yet."""
     if move is None:
         return list(seats)
     staying = [s for s in seats if (s.worker_id, s.stage) != (move.worker_id, move.source)]
@@ -207,11 +207,9 @@ def prepare(
     why: Why,
     move: Move | None = None,
 ) -> None:
-    """Hand out a plan to which the members switch by themselves, after an agree in which all hold it.
-
-    joiners: with the stages whose state they hold. move: a member that goes to another pool; it copies the state when
-    it settles there, while the others wait.
-    """
+    """Hand out a plan to which the members switch by themselves, after an agree in which all hold it. joiners: with
+    the stages whose state they hold. move: a member that changes its pool; it copies the state when it settles
+    there, while the others wait."""
     agreement = job.agreement
     check(agreement.running and agreement.prepared is None, "a plan is prepared upon a current one, one at a time")
     survivors, joining = agreement.survivors(), [w for w, _ in joiners]
@@ -229,7 +227,7 @@ def prepare(
 
 
 def announce(job: JobState, old: Plan) -> None:
-    """Tell that the plan in force has taken the place of `old`."""
+    """Report that the plan in force has taken the place of `old`."""
     plan = job.agreement.plan
     job.env.report(
         "generation_started",
@@ -262,7 +260,7 @@ def _announce_leader(job: JobState, plan: Plan, leader: WorkerKey, stage: int) -
 
 
 def reconcile(job: JobState) -> None:
-    """Make the plan that is due at once, or say what is waited for."""
+    """Make the plan that is due at once, or report the wait."""
     if awaited_hosts.waits(job):
         return
     if job.agreement.plan is NO_PLAN:
@@ -272,7 +270,7 @@ def reconcile(job: JobState) -> None:
 
 
 def _too_few_came(job: JobState) -> bool:
-    """Whether the start must wait anyway: so that a thousand hellos need not look at a thousand workers each."""
+    """Whether the start has to wait anyway, so that a thousand hellos need not each look at a thousand workers."""
     came, slots, quorum = len(job.membership.came), job.slots, job.quorum
     some_missing = came < slots.target and slots.as_started and not slots.lost
     return some_missing and (quorum.patient if quorum.anybody else not came)
@@ -346,10 +344,8 @@ def _lost_stages(job: JobState, survivors: Sequence[Worker]) -> list[int]:
 
 
 def _newcomers(job: JobState, survivors: int, needed: int, lost: Sequence[int]) -> list[Worker]:
-    """Joiners that are taken in at once: those with little to copy; others only where there would be too few members.
-
-    A joiner that follows a stage of which nobody else is left comes first: it saves everybody from going back.
-    """
+    """Joiners that are taken in at once: those with little to copy; others only if there would be too few members. A
+    joiner that follows a stage without any other holder comes first, because it saves all members from going back."""
     room = max(0, job.slots.target - survivors)
     ready = candidates(job)
     saving = [w for w in ready if followed(job, w) & set(lost)]
@@ -364,7 +360,8 @@ def _newcomers(job: JobState, survivors: int, needed: int, lost: Sequence[int]) 
 
 
 def _fall_back(job: JobState, why: Why) -> None:
-    """Nobody holds the state of the plan any more: start over with whoever comes, from the newest that is left."""
+    """No worker holds the state of the plan any more: start over with the workers that come, from the newest copy
+    that is left."""
     if job.saving.ending is not None:
         job.saving.end_without_workers()
         return
@@ -397,12 +394,12 @@ def _fall_back(job: JobState, why: Why) -> None:
 
 
 def _held_step(job: JobState, worker: Worker) -> int:
-    """The step that a worker outside the plan is known to hold: none, unless it has said that it has healed."""
+    """The step that a worker outside the plan is known to hold; 0 unless it has said that it has healed."""
     return worker.step if followed(job, worker) else 0
 
 
 def quorum_due(job: JobState, about: Any) -> None:
-    """Give up when too few workers came for too long."""
+    """Give up if too few workers came for too long."""
     agreement, waiting = job.agreement, job.quorum.waiting
     if (agreement.plan is not NO_PLAN and not agreement.broken) or not job.quorum.over():
         return

@@ -1,8 +1,9 @@
-"""Hosts of which nothing is left, as they say themselves: nobody listens where their workers did. Pure.
+"""Lost hosts whose kernels say that their workers' ports are closed. Pure.
 
-A host that has lost all connections may make new ones, so it has time for that. But the kernel of one whose processes
-are dead says so to whoever knocks: then there is nothing to wait for. It counts where it is said of all workers of a
-host, while none of them has a connection, nor its agent, and another host is heard. Who does not answer may live.
+A host that has lost all connections may make new ones, so it gets time for that. But the kernel refuses connections
+to a port whose process is dead: then there is nothing to wait for. This counts if all workers of a host have closed
+ports, neither they nor their agent has a connection, and another host is heard. A port that does not answer may
+belong to a living process.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from everstep.protocol.coordinator.types import Knocked
 
 AGAIN_NS = 200 * MILLISECOND_NS
 MOST_HOSTS = 16
-"""At once: of thousands that come back after a restart hardly one is lost."""
+"""Lost hosts checked at once: of thousands that come back after a restart hardly one is lost."""
 
 
 def knock_due(job: JobState, about: Any) -> None:
-    """Knock at the doors of lost hosts, again and again until they are back, or given up."""
+    """Check the ports of lost hosts, repeatedly, until they are back or given up."""
     lost = _lost(job)
     job.agents.closed.only({worker.key for _, workers in lost for worker in workers})
     for _, workers in lost[:MOST_HOSTS]:
@@ -46,8 +47,8 @@ def knocked(job: JobState, event: Knocked) -> None:
 
 
 def _lost(job: JobState) -> list[tuple[Agent, list[Worker]]]:
-    """Agents without a connection and their workers, where none of those has one either, and all have had a door;
-    none if nobody else is heard: then it is the coordinator that is cut off."""
+    """Agents without a connection, and their workers, if none of these has one either and all had a port; empty if
+    nothing else is heard: then the coordinator is cut off."""
     known = job.agents.known
     if job.progress.ended is not None or not any(agent.connection is not None for agent in known.values()):
         return []

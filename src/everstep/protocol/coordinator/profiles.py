@@ -1,7 +1,7 @@
-"""Profiles as far as the coordinator goes: who is asked to record which steps, and who has yet to end it. Pure.
+"""The coordinator's part in profiles: which workers record which steps, and which have not finished. Pure.
 
-One at a time. Who dies, or leaves, while it records is missing from the profile; the others go on. A coordinator that
-is restarted meanwhile knows of no profile: workers that record one refuse another.
+One at a time. A worker that dies, or leaves, while it records is missing from the profile; the others go on. A
+restarted coordinator knows of no profile: workers that still record one refuse another.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from everstep.protocol.messages import Profiled, ProfileNow
 
 MOST_STEPS = 1000
 STANDSTILL_NS = 120 * SECOND_NS
-"""A worker that writes a long trace may stand still for so long."""
+"""Time that a worker may stand still while it writes a long trace."""
 _LEAD_NS = 500 * MILLISECOND_NS
-"""So long it may take until everybody has heard of it: all are to begin with the same step."""
+"""Time until all workers have surely heard of the profile, so that they begin with the same step."""
 _NAME = re.compile(r"[0-9A-Za-z][0-9A-Za-z_-]{0,63}")
 
 
 @dataclass
 class _Profile:
-    """A recording by some workers. ended: those that have ended it, with a reason if there is no trace."""
+    """A recording by some workers. ended: those that have finished, with a reason if there is no trace."""
 
     request: ProfileNow
     workers: dict[int, WorkerKey]
@@ -35,14 +35,14 @@ class _Profile:
 
 
 class Profiling:
-    """The newest profile, and who has yet to end it."""
+    """The newest profile, and the workers that have not finished."""
 
     def __init__(self, env: Environment, membership: Membership, agreement: Agreement, progress: JobProgress) -> None:
         self._env, self._membership, self._agreement, self._progress = env, membership, agreement, progress
         self._newest: _Profile | None = None
 
     def ask(self, args: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-        """Have the next steps recorded, by the members that `args` names, or all. Returns an error or what is asked."""
+        """Have the next steps recorded by the members in `args`, or by all. Returns an error, or the request."""
         plan, known = self._agreement.plan, self._newest
         if not self._agreement.running:
             return "no worker trains now: try again when the job runs", {}
@@ -75,7 +75,7 @@ class Profiling:
         return "", {"name": name, "first_step": first, "steps": steps, "workers": rows}
 
     def remind(self, worker: Worker) -> None:
-        """Tell a worker what is wanted of it, if it has not done it; what was told before may have been lost."""
+        """Tell a worker its part of the profile, if it has not done it; an earlier message may have been lost."""
         known = self._newest
         if known is not None and worker.key in self._pending(known).values():
             self._env.send(worker.connection, known.request)
@@ -92,7 +92,8 @@ class Profiling:
         return known is not None and known.workers.get(key.worker_id) == key and key.worker_id not in known.ended
 
     def status(self) -> dict[str, Any]:
-        """For the status: the newest profile, who has yet to end, and who failed, with the reason."""
+        """For the status: the newest profile, the workers that have not finished, and those that failed, with the
+        reason."""
         known = self._newest
         if known is None:
             return {}
@@ -103,6 +104,6 @@ class Profiling:
         return {"profile": {"name": known.request.name, "pending": sorted(pending), "failed": failed}}
 
     def _pending(self, known: _Profile) -> dict[int, WorkerKey]:
-        """Living workers that have not ended the recording."""
+        """Living workers that have not finished the recording."""
         left = {i: key for i, key in known.workers.items() if i not in known.ended}
         return {i: key for i, key in left.items() if self._membership.alive(key) is not None}

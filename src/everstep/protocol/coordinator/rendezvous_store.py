@@ -11,7 +11,7 @@ from everstep.protocol.messages import StoreGet, StoreSet, StoreValues
 
 
 class RendezvousStore:
-    """Values by (generation, key), and who waits for them, by connection."""
+    """Values by (generation, key), and the connections that wait for them."""
 
     def __init__(self, env: Environment) -> None:
         self._env = env
@@ -20,18 +20,19 @@ class RendezvousStore:
         self._oldest = 0
 
     def set(self, message: StoreSet) -> None:
-        """Keep a value and answer those who waited for it."""
+        """Keep a value and answer the connections that waited for it."""
         if message.generation >= self._oldest:
             self._values.setdefault(message.generation, {})[message.key] = message.value
             self._answer_waiting()
 
     def get(self, connection: str, message: StoreGet) -> None:
-        """Answer now, or when all keys are set, or with None once the generation is superseded."""
+        """Answer now, when all keys are set, or with None once the generation is superseded."""
         if not self._answer(connection, message):
             self._waiting.append((connection, message))
 
     def advance(self, oldest: int) -> None:
-        """Generations before `oldest` are superseded: forget their keys and free who waits for them."""
+        """Generations before `oldest` are superseded: forget their keys and answer the connections that wait for
+        them."""
         if oldest > self._oldest:
             self._oldest = oldest
             self._values = {g: v for g, v in self._values.items() if g >= oldest}

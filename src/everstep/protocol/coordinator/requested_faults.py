@@ -1,5 +1,6 @@
-"""Which scripted faults of hosts have struck, in this life of the coordinator or in a former one, and which of the
-coordinator were asked for while the job runs. Pure."""
+"""Scripted faults of hosts that have struck, in any life of the coordinator, and requested faults of the
+coordinator. Pure.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ MOST_ASKED = 1000
 
 
 class StruckBefore:
-    """Each strikes once in a job, however often its workers return to its step."""
+    """Each fault strikes once in a job, however often workers repeat its step."""
 
     def __init__(self, env: Environment) -> None:
         self._env = env
@@ -20,7 +21,7 @@ class StruckBefore:
         self._asked: dict[int, Strike] = {}
 
     def first(self, index: int) -> bool:
-        """Whether this fault, by its place in the specification, has not struck yet. It has from now on."""
+        """Whether this fault, by its place in the specification, has not struck yet. From now on it has."""
         if index in self._known:
             return False
         self.replay(index)
@@ -32,17 +33,17 @@ class StruckBefore:
         self._known.add(index)
 
     def ask(self, strike: Strike) -> None:
-        """Workers say when this one is due, by its index, which is of no other."""
+        """A worker reports when this fault is due, by its index, which is unique."""
         self.replay_asked(strike)
         self._env.persist("strike_asked", strike=asdict(strike))
 
     def replay_asked(self, strike: Strike) -> None:
-        """The fault was asked for."""
+        """The fault was requested."""
         self._asked[strike.index] = strike
         if len(self._asked) > MOST_ASKED:
             del self._asked[next(iter(self._asked))]
 
     def find(self, index: int) -> Strike | None:
-        """The fault of this index: at that place in the specification, or asked for."""
+        """The fault of this index: from the specification, or requested."""
         scripted = (one for one in self._env.config.hosts.strikes if one.index == index)
         return self._asked.get(index) or next(scripted, None)

@@ -1,10 +1,9 @@
-"""How a journal makes a coordinator's parts what they were. Pure.
+"""How a journal restores a coordinator's parts. Pure.
 
 Entries are JSON-able dicts with a `kind`: lanes, target, plan, entered, evict, ticket, slot_lost, grants, drained,
-struck, strike_asked, ended.
-Those of a kind that is not known are passed over, so that an older program can read a newer journal's common part.
-Those that make no sense are set aside, and the rest counts: what is lacking by that is learned from the workers, whose
-hellos name their plan.
+struck, strike_asked, ended. Entries of an unknown kind are skipped, so that an older program can read the common
+part of a newer journal. Entries that make no sense are skipped, and the rest counts: the workers supply the missing
+facts, since their hellos name their plan.
 """
 
 from __future__ import annotations
@@ -105,7 +104,8 @@ _KINDS = {kind.__struct_config__.tag: kind for kind in _Entry.__subclasses__()}
 
 
 def restore(config: CoordinatorConfig, journal: Iterable[dict[str, Any]]) -> tuple[JobState, bool, list[str]]:
-    """A job as the journal leaves it, whether there was anything in that, and what is wrong with what was set aside."""
+    """The job that the journal describes, whether the journal had any entry, and what is wrong with the skipped
+    ones."""
     entries, aside = _read(journal)
     found = bool(entries or aside)
     while True:
@@ -122,18 +122,18 @@ def restore(config: CoordinatorConfig, journal: Iterable[dict[str, Any]]) -> tup
 
 
 def sensible(journal: Iterable[dict[str, Any]]) -> bool:
-    """Whether each entry is one of its kind, as far as it can be told without the others."""
+    """Whether each entry is well-formed, as far as one entry can show."""
     return not _read(journal)[1]
 
 
 def end_in(journal: Iterable[dict[str, Any]]) -> JobEnded | None:
-    """How the job ended, if the journal says so."""
+    """How the job ended, None if the journal does not say so."""
     said = [entry for entry in _read(journal)[0].values() if isinstance(entry, _Ended)]
     return said[0].told if said else None
 
 
 def _read(journal: Iterable[dict[str, Any]]) -> tuple[dict[int, _Entry | None], dict[int, str]]:
-    """Entries by number from 1 on, None of an unknown kind; and what is wrong with the others."""
+    """Entries by number from 1 on, None for an unknown kind; and the faults of the others."""
     entries: dict[int, _Entry | None] = {}
     aside: dict[int, str] = {}
     for number, found in enumerate(journal, 1):
@@ -146,7 +146,7 @@ def _read(journal: Iterable[dict[str, Any]]) -> tuple[dict[int, _Entry | None], 
 
 
 def _apply(job: JobState, entries: dict[int, _Entry | None]) -> tuple[int, str] | None:
-    """Returns the first entry that does not fit what went before, and why."""
+    """Returns the first entry that contradicts the entries before it, and why; None if none does."""
     for number, entry in entries.items():
         try:
             _take(job, entry)

@@ -1,4 +1,4 @@
-"""Which host a slot goes to that is nobody's. Pure."""
+"""Hosts for slots that have none. Pure."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ def share(
     named: Mapping[int, Collection[str]],
     where: Mapping[str, Domains],
 ) -> dict[int, str]:
-    """The new owners of those slots that are wanted and whose owner is not known: who the map names, else whoever has
-    the fewest; of several who is in the domain that has the fewest, the widest first, and then by name. What finds no
-    room is left out.
+    """The new owners of wanted slots without a known owner.
 
-    owners: agents by slot. rooms: for how many slots there is room with each agent that may get any. named: by slot,
-    the agents that the map means. where: the domains of the hosts of agents.
+    The map names the owner, else it is the agent with the fewest slots; on a tie the agent in the domain with the
+    fewest, the widest domain first, and then by name. Slots that find no room are left out. owners: agents by slot.
+    rooms: free slots of each agent that may get any. named: agents that the map names, by slot. where: failure
+    domains of the agents' hosts.
     """
     slots = sorted(wanted)
     homeless = [i for i in slots if owners.get(i) not in known]
@@ -45,8 +45,8 @@ def share(
 
 
 class _Domain:
-    """size: of the slots in it. least: how few slots one of its agents with room has; agents stand in the innermost
-    domains alone."""
+    """size: slots in the domain. least: smallest number of slots of an agent in it with room; agents are in the
+    innermost domains only."""
 
     def __init__(self) -> None:
         self.size = 0
@@ -60,15 +60,15 @@ class _Domain:
         return self._agents[0][1]
 
     def grow(self, by: int = 1) -> None:
-        """So many slots more."""
+        """Count this many more slots."""
         self.size += by
 
     def stand(self, agent_id: str, counts: Mapping[str, int]) -> None:
-        """An agent with room waits here for its turn."""
+        """Queue an agent with room."""
         heappush(self._agents, (counts[agent_id], agent_id))
 
     def look(self, counts: Mapping[str, int]) -> None:
-        """Some have got more meanwhile."""
+        """Correct the queue: some agents have got more slots meanwhile."""
         while self._agents and self._agents[0][0] != counts[self._agents[0][1]]:
             heappop(self._agents)
         nearest = [part.least for part in self.parts.values()]
@@ -76,8 +76,8 @@ class _Domain:
 
 
 class _Hosts:
-    """Agents in their domains, and how many slots each has. A domain is chosen among its neighbours only, so that a
-    thousand hosts are shared out at once."""
+    """Agents in their domains, with the number of slots of each. A domain is compared only with its neighbours, so
+    that a thousand hosts are shared out at once."""
 
     def __init__(self, rooms: Mapping[str, float], where: Mapping[str, Domains], counts: Counter[str]) -> None:
         self.counts = counts
@@ -94,7 +94,7 @@ class _Hosts:
             self._look(path)
 
     def give(self, agent_id: str) -> None:
-        """The agent has one more slot; its next turn comes with those of as many."""
+        """The agent has one more slot; its next turn comes with agents that have as many."""
         path = self._path(agent_id)
         self.counts[agent_id] += 1
         for domain in path:

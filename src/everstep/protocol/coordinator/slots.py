@@ -1,4 +1,4 @@
-"""Which slots there are, and whose they are."""
+"""The slots of the job, and the agents that own them."""
 
 from __future__ import annotations
 
@@ -13,10 +13,8 @@ from everstep.protocol.coordinator.sharing import share
 
 
 class Slots:
-    """Slots that were asked for, and their fate.
-
-    target: how many members are wanted. lost: the slots given up for good, with the reason. grants: who starts lives.
-    """
+    """Slots that were asked for, and their fate. target: number of members wanted. lost: slots given up for good,
+    with the reason. grants: the agents that start their lives."""
 
     def __init__(self, env: Environment, membership: Membership, agents: Agents) -> None:
         self.target = env.config.workers
@@ -35,21 +33,21 @@ class Slots:
 
     @property
     def as_started(self) -> bool:
-        """Whether nobody has ever asked for other slots than those that the agents started with."""
+        """Whether the slots are still those that the agents started with."""
         return self._asked is None
 
     @property
     def shared_out(self) -> bool:
-        """Whether it is said here which agent keeps which slots filled."""
+        """Whether the coordinator decides which agent keeps which slots filled."""
         return self._asked is not None or self._env.config.slots > 0
 
     @property
     def least(self) -> int:
-        """With how many members the job may run at least."""
+        """Smallest number of members that the job may run with."""
         return max(1, self._env.config.min_workers)
 
     def ids(self) -> set[int]:
-        """The slots that are to be kept filled, those given up included."""
+        """Slots to keep filled, including those given up."""
         if self._asked is not None:
             return self._asked
         announced = sum(agent.slots for agent in self._agents.known.values())
@@ -60,19 +58,19 @@ class Slots:
         return self._asked is None or worker_id in self._asked
 
     def left(self, agent_id: str | None = None) -> int:
-        """How many slots, of this agent if one is given, were not given up."""
+        """Number of slots (of this agent, if one is given) that were not given up."""
         return sum(agent_id in (None, self._owners.get(i)) for i in self.ids() - set(self.lost))
 
     def expected(self) -> int:
-        """How many members there can be: the target, less what was given up for good."""
+        """Number of members that there can be: the target, or fewer if slots were given up."""
         return min(self.target, self.left())
 
     def unwanted_for(self, worker_id: int) -> Cause:
-        """How it was asked that this slot be no more."""
+        """Cause of the request that removed this slot."""
         return self._unwanted.get(worker_id, Cause.SCALED)
 
     def want(self, target: int, ids: set[int], why: Why) -> None:
-        """Change how many members, and which slots, are wanted."""
+        """Change the number of members, and the slots, that are wanted."""
         running = {key.worker_id for agent in self._agents.known.values() for key in agent.believed}
         running |= {i for i, worker in self._membership.workers.items() if worker.connection is not None}
         for worker_id in ids - self.ids() - running:  # whoever had such a slot before has no claim to it
@@ -82,7 +80,7 @@ class Slots:
         self._env.persist("target", target=target, slots=sorted(ids), cause=why.cause, reason=why.reason)
 
     def take_wish(self, target: int, ids: set[int], cause: Cause) -> None:
-        """Take the slots that are asked for from now on, or were by a former life of the coordinator."""
+        """Take the wanted slots of a new request, or of an earlier life of the coordinator."""
         self._env.change()
         self._version += 1
         self._unwanted |= dict.fromkeys(self.ids() - ids, cause)
@@ -108,13 +106,14 @@ class Slots:
         self._retiring.discard(worker_id)
 
     def not_run(self, agent_id: str, running: Iterable[int] = ()) -> None:
-        """This agent runs these slots alone, so the workers of its other slots that were to retire have left."""
+        """This agent runs only these slots, so workers of its other slots that were to retire have left."""
         left = {i for i in self._retiring - set(running) if self._owners.get(i) == agent_id}
         self._version += bool(left)
         self._retiring -= left
 
     def lose(self, worker_id: int, agent_id: str, why: Why) -> bool:
-        """An agent gives a slot up. Returns False where that says nothing: it is another's, or given up before."""
+        """An agent gives a slot up. Returns False if that has no effect: the slot is another agent's, or was given
+        up before."""
         if worker_id in self.lost or self._owners.get(worker_id) not in (None, agent_id):
             return False
         self._env.change()
@@ -124,12 +123,11 @@ class Slots:
         return True
 
     def share_out(self, ending: str) -> None:
-        """Tell each agent which slots to keep filled, where that is not for the agents themselves to say.
+        """Tell each agent which slots to keep filled, unless the agents decide that themselves.
 
-        A slot that is not wanted any more stays in the list until its process has left. After a restart of the
-        coordinator the agents come back one by one: what the others run must not be started again at the first.
-        ending: the state in which the job is about to end, "" if it is not; where somebody asked for that, nothing is
-        started any more.
+        An unwanted slot stays in the list until its process has left. After a restart of the coordinator the agents
+        come back one by one: slots that the others run must not be started again on the first. ending: the state in
+        which the job is about to end, "" if it is not; if slots were asked for, nothing is started then.
         """
         state = self._agents.version, self._version, ending
         seen = self._shared == state and self._withheld <= self._membership.workers.keys()
@@ -154,9 +152,9 @@ class Slots:
                 self._env.send(agent.connection, agent.new_slots(ids, first))
 
     def _find_owners(self, wanted: Collection[int], agents: Sequence[Agent]) -> None:
-        """Slots that are no known agent's go to the host that the map names, or to that which has the fewest; but not
-        where a life is there already: they are its host's, and wait for the agent that speaks for that. Else two hosts
-        would have lives of one slot, and those of neither be let in."""
+        """Give slots without a known agent to the host that the map names, or to the host with the fewest slots. But
+        a slot with a living worker waits for the agent of that worker's host: otherwise two hosts would have lives
+        of one slot, and neither host's would be admitted."""
         self._withheld = set()
         for worker_id in sorted(i for i in wanted if self._owners.get(i) not in self._agents.known):
             worker = self._membership.workers.get(worker_id)
@@ -175,9 +173,9 @@ class Slots:
     # ---- from the journal
 
     def replay_lost(self, worker_id: int, reason: str) -> None:
-        """A slot that a former life of the coordinator has given up."""
+        """An earlier life of the coordinator gave this slot up."""
         self.lost[worker_id] = reason
 
     def restore(self, worker_ids: Iterable[int]) -> None:
-        """The slots of all members of the plans in the journal."""
+        """Take the slots of all members of the plans in the journal."""
         self._retiring = {i for i in worker_ids if not self.wanted(i)}

@@ -1,7 +1,7 @@
-"""How fast workers are, and where lanes are laid out by that. Pure.
+"""Speeds of the workers, and lanes laid out by them. Pure.
 
-What counts as a worker's speed is the time of its forward and backward passes per lane; how many lanes it has, and how
-long it waits for others, says nothing about it.
+A worker's speed is measured by the time of its forward and backward passes per lane; the number of its lanes and its
+waits for others do not count.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ _LOOKS = 6
 
 
 class Speeds:
-    """in_force: lanes per second by worker id, by which lanes are laid out; empty: evenly. watching: somebody has said
-    how fast it is, so the speeds are looked at now and then."""
+    """in_force: lanes per second by worker id, by which lanes are laid out; empty: evenly. watching: some worker has
+    reported its speed, so the speeds are checked now and then."""
 
     def __init__(self, env: Environment, membership: Membership, agents: Agents) -> None:
         self.in_force: Mapping[int, float] = {}
@@ -44,7 +44,7 @@ class Speeds:
         anew: bool = False,
         speeds: Mapping[int, float] | None = None,
     ) -> tuple[Seat, ...]:
-        """Placement by the job's config. speeds: others than those in force."""
+        """Placement by the job's config. speeds: used instead of those in force."""
         config = self._env.config
         speeds = self.in_force if speeds is None else speeds
         known = {i: speeds[i] for i in worker_ids if i in speeds}
@@ -61,16 +61,16 @@ class Speeds:
         )
 
     def domains(self, worker_ids: Iterable[int]) -> dict[int, Domains]:
-        """In which these workers are, as far as they are known."""
+        """Failure domains of these workers, as far as they are known."""
         workers = self._membership.workers
         return {i: self._agents.domains(workers[i]) for i in worker_ids if i in workers}
 
     def of(self, worker_ids: Iterable[int]) -> tuple[tuple[int, float], ...]:
-        """The speeds in force, as a placement of these workers takes them."""
+        """The speeds in force, in the form that a placement of these workers takes."""
         return tuple((i, self.in_force[i]) for i in sorted(worker_ids) if i in self.in_force)
 
     def idle_members(self, plan: Plan) -> bool:
-        """Whether repairs have left seats without lanes that would have some if lanes were laid out anew."""
+        """Whether repairs have left seats without lanes that would get some if lanes were laid out again."""
         if all(s.lanes for s in plan.seats):
             return False
         if self._idle[0] != plan.generation:
@@ -82,21 +82,19 @@ class Speeds:
     # ---- what is known
 
     def say(self, key: WorkerKey, ms_per_lane: float) -> None:
-        """A worker says how long a lane takes it, 0 if it does not know. From the first one on, look now and then."""
+        """A worker reports its time per lane, 0 if unknown. The first report starts the checks."""
         self._newest_ms[key] = ms_per_lane
         if ms_per_lane > 0 and not self.watching:
             self.watching = True
             self.look_later()
 
     def look_later(self) -> None:
-        """Ring for the next look at the speeds."""
+        """Ring for the next check of the speeds."""
         self._env.alarms.set(Alarm.SPEEDS, self._env.now + self._env.config.look_ns)
 
     def measured(self, plan: Plan) -> dict[int, float] | None:
-        """ms per lane: the median over the looks, this one included, by member; None while one is not known.
-
-        Without lanes one counts as the others.
-        """
+        """ms per lane by member: the median over the checks, including this one; None while one is unknown. A member
+        without lanes counts as an average one."""
         alive = self._membership.alive
         self._newest_ms = {key: ms for key, ms in self._newest_ms.items() if alive(key) is not None}
         self._looks_ms = {key: looks for key, looks in self._looks_ms.items() if alive(key) is not None}
@@ -121,17 +119,18 @@ class Speeds:
         self.in_force = {i: speed for i, speed in self.in_force.items() if i != worker_id}
 
     def replay_plan(self, plan: Plan) -> None:
-        """The speeds by which the newest plan of the journal was made."""
+        """Take the speeds that the journal's newest plan was made with."""
         self.in_force = dict(plan.speeds)
 
     # ---- a gain that lasts
 
     def even(self) -> None:
-        """Nothing is to be gained by other lanes at the moment."""
+        """Other lanes would gain nothing at the moment."""
         self._uneven_since_ns = None
 
     def uneven(self) -> bool:
-        """Other lanes would shorten the steps by much. Returns whether that has lasted, and the last change too."""
+        """Other lanes would shorten the steps by much. Returns whether that has lasted, and the last change has,
+        too."""
         now, lasting_ns = self._env.now, self._env.config.lasting_ns
         if self._uneven_since_ns is None:
             self._uneven_since_ns = now
@@ -139,8 +138,8 @@ class Speeds:
         return lasted and (self._changed_ns is None or now - self._changed_ns >= lasting_ns)
 
     def change(self, speeds: Mapping[int, float], moving: WorkerKey | None) -> None:
-        """Lanes are laid out by these from now on. moving: a worker that goes to another stage, where a lane takes
-        another time."""
+        """From now on lanes are laid out by these speeds. moving: a worker that moves to another stage, where a lane
+        takes another time."""
         self._uneven_since_ns, self._changed_ns = None, self._env.now
         self.in_force = dict(speeds)
         if moving is not None:
@@ -148,7 +147,7 @@ class Speeds:
 
 
 def step_ms(seats: Sequence[Seat], ms_per_lane: Mapping[int, float]) -> float:
-    """How long the busiest worker computes in a step, all its stages together; the others wait for it."""
+    """Time that the busiest worker computes in a step, in ms, over all its stages; the others wait for it."""
     busy: dict[int, float] = {}
     for seat in seats:
         busy[seat.worker_id] = busy.get(seat.worker_id, 0.0) + len(seat.lanes) * ms_per_lane[seat.worker_id]
@@ -156,13 +155,13 @@ def step_ms(seats: Sequence[Seat], ms_per_lane: Mapping[int, float]) -> float:
 
 
 def by_speed(ms_per_lane: Mapping[int, float]) -> dict[int, float]:
-    """Lanes per second by worker; none if all are about equally fast, so that lanes are spread evenly again."""
+    """Lanes per second by worker; empty if all are about equally fast, so that lanes are spread evenly again."""
     slowest, fastest = max(ms_per_lane.values()), min(ms_per_lane.values())
     return {} if slowest <= fastest * _ABOUT_EQUAL else {i: 1000.0 / ms for i, ms in sorted(ms_per_lane.items())}
 
 
 def reason(ms_per_lane: Mapping[int, float], now_ms: float, then_ms: float) -> str:
-    """Why the lanes move."""
+    """The reason for a plan that moves lanes."""
     slowest = max(ms_per_lane, key=lambda i: (ms_per_lane[i], -i))
     typical = median(ms_per_lane.values())
     return (

@@ -15,8 +15,8 @@ from everstep.protocol.messages import AnyMessage
 
 @dataclass(frozen=True)
 class Alike:
-    """Facts that must be alike in all workers, as far as they are known. kernels, code: the job's; before: the code of
-    an earlier run of it; warns: other kernels are told, not refused."""
+    """Facts that all workers must share, as far as they are known. kernels, code: the job's; before: the code of an
+    earlier run of the job; warns: other kernels are reported, not refused."""
 
     kernels: Kernels | None = None
     code: Code = field(default_factory=Code)
@@ -26,16 +26,15 @@ class Alike:
 
 @dataclass(frozen=True)
 class HostRules:
-    """How patient the coordinator is with hosts, and what they have. Times in nanoseconds.
+    """The coordinator's patience with hosts, and facts about them. Times in nanoseconds.
 
-    grace_ns: so long the agents and workers of a journal may take to come back. reconnect_ns: so long a host may that
-    has lost all its connections. return_ns: after so long slots move to hosts that have fewer than others; None: never.
-    device: of the workers; devices: of those that have another one, by worker id.
-    least: hosts that have to be there before the job begins; named: where the map wants workers, by worker id; wait_ns:
-    how long it waits for all of them. strikes: scripted faults of hosts and links. hang_first_ns: how long workers may
-    stand still where they may compile.
-    term: of the coordinator among those that may take each other's place; 0 where there is but one. alike: what their
-    workers have to have alike.
+    grace_ns: time for the agents and workers of a journal to come back. reconnect_ns: time for a host that has lost
+    all its connections. return_ns: time after which slots move to hosts that have fewer than others; None: never.
+    device: of the workers; devices: of those that have another one, by worker id. least: hosts that must join before
+    the job begins; named: hosts that the map names, by worker id; wait_ns: time to wait for all of them. strikes:
+    scripted faults of hosts and links. hang_first_ns: time that workers may stand still while they may compile.
+    term: of the coordinator, where several can take each other's place; 0 otherwise. alike: facts that workers must
+    share.
     """
 
     grace_ns: int = 2_000_000_000
@@ -52,7 +51,7 @@ class HostRules:
     alike: Alike = field(default_factory=Alike)
 
     def gpu(self, worker_id: int) -> str:
-        """The GPU of a worker, as its host calls it; "" if it has none."""
+        """The GPU of a worker, as its host numbers it; "" if it has none."""
         kind, _, index = self.devices.get(worker_id, self.device).partition(":")
         return "" if kind == "cpu" else index or "0"
 
@@ -61,9 +60,9 @@ class HostRules:
 class CoordinatorConfig:
     """The part of the job's config that the coordinator needs. Times in nanoseconds.
 
-    save_ns: time for a checkpoint before a job ends that fails; 0 without checkpoints. lasting_ns: how long another
-    placement must have promised much shorter steps before lanes, or a worker, are moved for it; it is looked at every
-    look_ns. slots: with how many the job begins, for the coordinator to share out; 0: as its agents start them.
+    save_ns: time for a checkpoint before a failing job ends; 0 without checkpoints. lasting_ns: time for which
+    another placement must have promised much shorter steps before lanes, or a worker, move; checked every look_ns.
+    slots: number at the start, for the coordinator to share out; 0: as the agents start them.
     """
 
     lanes: int
@@ -84,12 +83,12 @@ class CoordinatorConfig:
 
     @property
     def look_ns(self) -> int:
-        """Every 5 s, and often enough to see a gain last."""
+        """Interval of the checks: 5 s, or less so that several fall into lasting_ns."""
         return min(5_000, self.lasting_ns // 2_000_000 + 10) * 1_000_000
 
     @property
     def room(self) -> int:
-        """How many members there is room for."""
+        """Number of members there is room for."""
         return max(self.lanes * self.stages, self.workers)
 
 
@@ -97,8 +96,8 @@ class CoordinatorConfig:
 
 
 class Connected(NamedTuple):
-    """A connection proved a token. `connection` names it; role: one of `protocol.roles`; who: in that role, as it has
-    proved (see `roles.refusal`)."""
+    """A client has proved a token. connection: its name; role: one of `protocol.roles`; who: its proven name in that
+    role (see `roles.refusal`)."""
 
     connection: str
     role: str
@@ -112,8 +111,8 @@ class Disconnected(NamedTuple):
 
 
 class Received(NamedTuple):
-    """A message came over a connection. permitted: `Coordinator.refusal` was asked just now, and had nothing against
-    it; else it is asked by `handle`."""
+    """A message came over a connection. permitted: `Coordinator.refusal` has accepted it just now; else `handle`
+    asks."""
 
     connection: str
     message: AnyMessage
@@ -125,7 +124,7 @@ class Tick(NamedTuple):
 
 
 class Knocked(NamedTuple):
-    """A kernel's answer about a worker's port. listens: whether anybody listens there; None: there was no answer."""
+    """A kernel's answer about a worker's port. listens: whether the port is open; None: there was no answer."""
 
     key: WorkerKey
     listens: bool | None
@@ -150,7 +149,7 @@ class Send(NamedTuple):
 
 
 class Close(NamedTuple):
-    """End a connection. foul: because of what came over it, which people are told of."""
+    """End a connection. foul: because of a bad message, which is reported to people."""
 
     connection: str
     reason: str
@@ -158,7 +157,7 @@ class Close(NamedTuple):
 
 
 class Knock(NamedTuple):
-    """Look whether anybody listens where this worker does; answered by `Knocked`, or not."""
+    """Check whether this worker's port is open; answered by `Knocked`, or not at all."""
 
     key: WorkerKey
     address: str
@@ -178,7 +177,7 @@ class Remember(NamedTuple):
 
 
 class Knows(NamedTuple):
-    """The other end of a connection has this plan: if none was told over it yet, it counts as told."""
+    """The other end of a connection has this plan: if no plan was sent over it yet, this counts as sent."""
 
     connection: str
     plan: Plan

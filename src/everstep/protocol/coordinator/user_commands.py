@@ -24,7 +24,7 @@ TERMINATED = 143
 _MOST_FAULT = 500
 _MOST_NAME = 40
 MOST_ASKED = 16
-"""Requests that the job's process may have outstanding."""
+"""Most unanswered requests of the job's process."""
 
 _Args = dict[str, Any]
 _Reply = tuple[str, dict[str, Any]]
@@ -64,7 +64,7 @@ def _tell_who_asked(job: JobState, role: str, name: str, refused: str) -> None:
 
 
 def job_hello(job: JobState, connection: str, hello: JobHello) -> None:
-    """The job's process is there (again): what it has asked for of a coordinator that is gone counts here, too."""
+    """The job's process is here (again): its requests to an earlier coordinator count for this one, too."""
     if not job.progress.tell_end(connection):
         for asked in hello.asked[:MOST_ASKED]:
             command(job, connection, asked)
@@ -100,13 +100,13 @@ def _scale(job: JobState, args: _Args) -> _Reply:
 
 
 def _least(job: JobState) -> int:
-    """To how many workers a job may be scaled down: every stage keeps one, as far as each has one of its own."""
+    """Number of workers to which a job may be scaled down: every stage keeps one, as far as each has one of its own."""
     config = job.env.config
     return max(job.slots.least, min(config.stages, len(job.agreement.plan.members) or config.workers))
 
 
 def _keep(job: JobState, members: list[int], wanted: int) -> list[int]:
-    """Workers that stay when only so many are wanted: the last of the largest pool goes first."""
+    """Workers that stay if only `wanted` are wanted: the last of the largest pool leaves first."""
     plan, kept = job.agreement.newest, set(members)
     if plan.stages == 1:
         return members[:wanted]
@@ -140,7 +140,7 @@ def _drain(job: JobState, args: _Args) -> _Reply:
 
 
 def _chaos(job: JobState, args: _Args) -> _Reply:
-    """Hand a fault to all workers: as with scripted ones, whoever it means strikes himself."""
+    """Hand a fault to all workers: as with scripted faults, its target injects it into itself."""
     fault, stages = args.get("fault"), range(job.env.config.stages)
     if "strike" in args:
         return _strike(job, args["strike"])

@@ -1,8 +1,9 @@
-"""In which failure domains hosts are, and which of them may have died together. Pure.
+"""Failure domains of hosts, and which hosts may have died together. Pure.
 
-A domain that dies takes several hosts along, whose last heartbeats were not at one moment. So when one host is given
-up, whoever is suspected by then is in doubt: nothing is decided that counts on it until it is heard, or given up too,
-or the floor has passed once more. Where nobody is suspected nothing waits. So they are one fault, with one plan.
+A failing domain takes several hosts with it, whose last heartbeats came at different moments. So when one host is
+given up, every host that is suspected by then is in doubt: no decision counts on it until it is heard, is given up
+too, or the floor has passed once more. If no host is suspected nothing waits. So several deaths become one fault,
+with one plan.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from everstep.protocol.detector import PhiDetector
 
 
 class Whereabouts:
-    """labels: of the hosts of agents that have said hello, by agent."""
+    """labels: domains of the hosts of agents that have said hello, by agent."""
 
     def __init__(self, env: Environment) -> None:
         self.labels: dict[str, dict[str, str]] = {}
@@ -25,18 +26,18 @@ class Whereabouts:
         self._given_up: dict[str, tuple[int, Domains]] = {}
 
     def greet(self, agent_id: str, labels: Mapping[str, str]) -> None:
-        """An agent has said in which its host is."""
+        """An agent has said its host's domains."""
         self.labels[agent_id] = dict(labels)
         self.heard(agent_id)
 
     def of_host(self, agent_id: str, host: str) -> Domains:
-        """In which the host of an agent is."""
+        """Domains of an agent's host."""
         return ordered(self.labels.get(agent_id, {}), host)
 
     # ---- hosts that die together
 
     def give_up(self, agent_id: str, host: str, others: Mapping[str, PhiDetector]) -> None:
-        """A host is given up, for its silence. others: what is known of the others' heartbeats, by agent."""
+        """A host is given up because it is silent. others: judgements of the other agents' heartbeats, by agent."""
         now, floor_ns = self._env.now, self._env.config.heartbeat_floor_ns
         self._given_up = {name: found for name, found in self._given_up.items() if now - found[0] <= 2 * floor_ns}
         self._given_up[agent_id] = now, self.of_host(agent_id, host)
@@ -47,22 +48,22 @@ class Whereabouts:
                 self._env.alarms.set(Alarm.AGENT, now + floor_ns, other_id)
 
     def in_doubt(self, agent_id: str) -> bool:
-        """Whether it may have died with one that was given up."""
+        """Whether this host may have died with one that was given up."""
         return self._doubted_until_ns.get(agent_id, 0) > self._env.now
 
     def heard(self, agent_id: str) -> None:
-        """An agent was heard: it has not."""
+        """An agent was heard, so its host is alive."""
         if self._doubted_until_ns.pop(agent_id, None) is not None:
             self._env.change()
 
     def look(self, agent_id: str) -> None:
-        """Whether others have waited long enough for this one."""
+        """Clear the doubt about this host once decisions have waited long enough for it."""
         if agent_id in self._doubted_until_ns and not self.in_doubt(agent_id):
             self.heard(agent_id)
 
     def lost_domain(self, living: Iterable[tuple[str, str]]) -> str:
-        """The domain that the hosts given up just now have in common, if they are several and no living one (agent,
-        host) is in it: the widest such domain, in words; "" if there is none."""
+        """The widest failure domain that the hosts just given up have in common, in words, if they are several and
+        no living (agent, host) is in it; else ""."""
         lost = {name: set(prefixes(domains)) for name, (_, domains) in self._given_up.items()}
         common = set.intersection(*lost.values()) if len(lost) > 1 else set()
         common -= {prefix for agent in living for prefix in prefixes(self.of_host(*agent))}

@@ -25,7 +25,7 @@ KILL_AGAIN_NS = 5 * SECOND_NS
 
 
 def worker_hello(job: JobState, name: str, hello: m.WorkerHello) -> None:
-    """A worker says who it is and what it follows: welcome it, or send it away, and tell it what it has missed."""
+    """A worker says who it is and which plan it follows: welcome or dismiss it, and tell it what it has missed."""
     key, membership = hello.member.key, job.membership
     grant = job.slots.grants.of(key.worker_id)
     if grant is not None and grant.host != hello.member.host and key.incarnation >= grant.first:
@@ -72,7 +72,7 @@ def worker_hello(job: JobState, name: str, hello: m.WorkerHello) -> None:
 
 
 def _refusal(job: JobState, hello: m.WorkerHello) -> Why | None:
-    """Why this life has to go, if it has."""
+    """Why this life has to leave; None if it may stay."""
     key, membership = hello.member.key, job.membership
     known, lanes = membership.workers.get(key.worker_id), job.env.config.lanes
     if hello.lanes not in (0, lanes):
@@ -88,17 +88,20 @@ def _refusal(job: JobState, hello: m.WorkerHello) -> Why | None:
 
 
 def imported(job: JobState, worker: Worker, message: m.Imported) -> None:
-    """A worker has imported more."""
+    """A worker has imported more code."""
     unlike = job.membership.likeness.code(message.code, worker.host)
     if unlike is not None:
         refuse(job, worker, unlike)
 
 
 def refuse(job: JobState, worker: Worker, why: Why, *, alone: bool = False) -> None:
-    """This worker computes with or runs something else than the job, and so would its next life: its host is sent away,
-    or, if others there are as they should be (code was edited while they ran, say), this slot alone is given up. If
-    that leaves too few, the job ends; so it does, by its own process, if its own host is sent away and there is no
-    other one. alone: this says nothing of the other slots of its host, whose lives may not be ready yet."""
+    """This worker's numerics or code differ from the job's, and those of its next life would, too: its host is
+    dismissed. If other workers there are alike (code was edited while they ran, for example), only this slot is
+    given up.
+
+    If too few hosts are left, the job ends; it also ends, by its own process, if its own host is dismissed and there
+    is no other. alone: this says nothing about the host's other slots, whose lives may not be ready yet.
+    """
     agent, agents, slots = job.agents.of(worker), job.agents, job.slots
     evict(job, worker, why, kill=worker.greeted)
     if agent is None:  # nobody knows its host: another life is refused like this one
@@ -121,17 +124,15 @@ def refuse(job: JobState, worker: Worker, why: Why, *, alone: bool = False) -> N
 
 
 def runs_elsewhere(job: JobState, known: Worker, host: str) -> bool:
-    """Whether a slot is another host's, where a life of it takes part or is there.
-
-    A host whose slot was given to another while it was away does not know that, and starts its slot's next life. This
-    one is newer, but no sign that the other has ended: that is for its own host to say, or for its silence.
-    """
+    """Whether the slot belongs to another host, where a life of it takes part or runs. A host whose slot was given
+    to another while it was away does not know that, and starts the slot's next life. That life is newer, but it does
+    not prove that the other has ended: only that life's own host, or its silence, does."""
     there = known.connection is not None or job.agreement.in_any_plan(known.key)
     return bool(known.host) and known.host != host and there
 
 
 def _catch_up(job: JobState, worker: Worker, hello: m.WorkerHello) -> None:
-    """Bring together what the worker follows and what it should follow."""
+    """Compare the plan that the worker follows with the plan that it should follow."""
     job.progress.reached(hello.step)
     if hello.step:
         job.healing.holds(worker.key, hello.stages)
@@ -140,7 +141,7 @@ def _catch_up(job: JobState, worker: Worker, hello: m.WorkerHello) -> None:
 
 
 def _go_on(job: JobState, worker: Worker, hello: m.WorkerHello) -> None:
-    """Let a worker go on that follows a known plan, or no plan."""
+    """Let a worker go on that follows a known plan, or none."""
     agreement = job.agreement
     known = None if hello.follows is None else agreement.known_as(hello.follows)
     if known is not None:
@@ -160,8 +161,8 @@ def _go_on(job: JobState, worker: Worker, hello: m.WorkerHello) -> None:
 
 
 def plan_shown(job: JobState, worker: Worker, message: PlanShown) -> None:
-    """A worker shows the plan that it was asked for. Its members who had said before that they follow an older one, and
-    wait there for the others, hear of it."""
+    """A worker sends the plan that it was asked for. Members of it that follow an older plan, and wait there for the
+    others, are told."""
     waited = adopting.shown(job, worker, message)
     _bring_together(job, waited)
     claimants = {hello.member.key for hello in waited}
@@ -171,12 +172,12 @@ def plan_shown(job: JobState, worker: Worker, message: PlanShown) -> None:
 
 
 def ask_for_plan(job: JobState) -> None:
-    """If workers follow a plan that is not known here, one of them is asked for it."""
+    """If workers follow a plan that this coordinator lacks, ask one of them for it."""
     _bring_together(job, adopting.reconcile(job))
 
 
 def _bring_together(job: JobState, waited: list[m.WorkerHello]) -> None:
-    """The plan of these workers is known by now, or given up: as if they said hello now."""
+    """The plan of these workers is known now, or given up: handle their hellos again."""
     for hello in waited:
         worker = job.membership.alive(hello.member.key)
         if worker is not None and worker.connection is not None and not adopting.claimed(job, worker, hello):
@@ -205,7 +206,7 @@ def entered(job: JobState, worker: Worker, message: m.GenerationEntered) -> None
 
 
 def _report_healed(job: JobState, worker: Worker, step: int) -> None:
-    """The worker has settled; if it had not been a member before, that is the end of its way in."""
+    """The worker has settled; if it had not been a member before, it has healed."""
     if worker.key.worker_id in job.agreement.plan.joining:
         why = Why(Cause.JOINED, "it holds the state of the others and takes part")
         generation = job.agreement.plan.generation
@@ -225,7 +226,7 @@ def progressed(job: JobState, worker: Worker, message: m.Progress) -> None:
 
 
 def loop_left(job: JobState, worker: Worker, message: m.LoopLeft) -> None:
-    """Its loop was left before the last step; it waits until all others have done that, too."""
+    """The worker's loop was left before the last step; it waits until all others have left theirs."""
     follow(job, message.generation)
     worker.reached(message.step)
     if job.agreement.plan.has(worker.key):
@@ -233,7 +234,7 @@ def loop_left(job: JobState, worker: Worker, message: m.LoopLeft) -> None:
 
 
 def done(job: JobState, worker: Worker, message: m.WorkerDone) -> None:
-    """The last step is committed; if the final state is written too, the job is over."""
+    """The worker has finished the last step; if the final state is written too, the job is over."""
     follow(job, message.generation)
     worker.reached(message.step)
     if message.final_written and job.agreement.plan.has(worker.key):
@@ -249,7 +250,7 @@ def peer_fault(job: JobState, worker: Worker, message: m.PeerFault) -> None:
 
 
 def links_due(job: JobState, about: Any) -> None:
-    """All who have lost a peer had the time to say so: no death explains what they accuse each other of."""
+    """All workers that lost a peer have had time to say so, and no death explains their accusations."""
     if job.progress.ended is not None:
         return
     if any(job.agents.out_of_touch(w) or job.links.may_be_dead(w) for w in job.agreement.survivors()):
@@ -260,10 +261,11 @@ def links_due(job: JobState, about: Any) -> None:
 
 
 def settle_again(job: JobState, worker: Worker, message: m.SettleAgain) -> None:
-    """A member's statement does not hold: all settle in a new generation, with what holds.
+    """A member's statement is wrong: all settle in a new generation, with the rest.
 
-    Where states differ, all go back to where they were alike, once. If they differ again before they have come as far
-    and were alike, that is no chance. A member whose state is wrong leaves; it may not have found that by itself yet.
+    If states differ, all go back to the last step at which they were alike, once. If they differ again before they
+    have come as far and were alike, that is no chance. A member whose state is wrong leaves; it may not have found
+    that by itself yet.
     """
     agreement, why = job.agreement, Why(message.cause, message.reason)
     if message.lane >= 0:
@@ -282,14 +284,14 @@ def settle_again(job: JobState, worker: Worker, message: m.SettleAgain) -> None:
 
 
 def _members(job: JobState, worker_ids: Collection[int]) -> list[Worker]:
-    """The lives that are members under these numbers."""
+    """The living members with these worker ids."""
     there = (job.membership.workers.get(worker_id) for worker_id in worker_ids)
     return [worker for worker in there if worker is not None and job.agreement.plan.has(worker.key)]
 
 
 def _computed_otherwise(job: JobState, message: m.SettleAgain, why: Why) -> None:
-    """Members did not get the same of a lane. Whoever is wrong goes, and so would its next life; where nobody knows who
-    is, all do the step once more; then the job ends."""
+    """Members got different results for a lane. A worker that is wrong leaves, and its next life would, too. If no
+    majority says who is wrong, all repeat the step once; then the job ends."""
     if message.generation != job.agreement.plan.generation or job.agreement.broken:
         return  # another member has said it before
     at = {"step": message.tainted, "lane": message.lane, "generation": message.decided_in}
@@ -317,7 +319,8 @@ def follow(job: JobState, generation: int) -> None:
 
 
 def left_in_order(job: JobState, key: WorkerKey) -> None:
-    """A process ended because its work was done: whom the prepared plan leaves out has therefore switched to it."""
+    """A process ended because its work was done. If the prepared plan leaves it out, the members have switched to
+    that."""
     prepared = job.agreement.prepared
     if prepared is not None and job.agreement.plan.has(key) and not prepared.has(key):
         _switch(job, prepared)
@@ -346,14 +349,14 @@ def worker_failed(job: JobState, worker: Worker, message: m.WorkerFailed) -> Non
 
 
 def failed_early(job: JobState, message: m.WorkerFailed) -> None:
-    """The same of one that never said hello: its task cannot even be built."""
+    """A worker that never said hello ends by an exception: its task cannot even be built."""
     worker = job.membership.alive(WorkerKey(message.worker_id, message.incarnation))
     if worker is not None:
         worker_failed(job, worker, message)
 
 
 def saved(job: JobState, worker: Worker, message: m.Saved) -> None:
-    """A checkpoint has ended, one way or the other: that before a worker is let go, or one that was asked for."""
+    """A checkpoint has ended: one that was requested, or one before a worker leaves."""
     if job.saving.staying and job.saving.ending is None and job.agreement.plan.save:
         failed_due(job, 0)
     else:
@@ -361,7 +364,7 @@ def saved(job: JobState, worker: Worker, message: m.Saved) -> None:
 
 
 def failed_due(job: JobState, about: Any) -> None:
-    """There is a checkpoint, or no more time for one: workers that have raised are let go."""
+    """There is a checkpoint, or no more time for one: dismiss workers that have raised."""
     for worker, why in job.saving.let_go():
         evict(job, worker, why, kill=False)
 
@@ -378,10 +381,8 @@ def evict(
     notice_ns: int = 0,
     died_unix_ns: int | None = None,
 ) -> None:
-    """This life is over, or is made to be: fence it, say why, and break the plan it was part of.
-
-    kill: it may still run. notice_ns: how long ago the fault happened, as far as is known.
-    """
+    """This life is over, or is ended now: fence it, report why, and break the plan that it was part of. kill: it may
+    still run. notice_ns: time since the fault happened, as far as known."""
     key, agent = worker.key, job.agents.of(worker)
     job.membership.remove(key, why)
     job.healing.forget(key)

@@ -1,6 +1,5 @@
-"""The application's asks, and their answers. Pure.
-
-Apart because an ask may outlive several generations: what it waits for is found again in each.
+"""The application's asks, and their answers. Pure. Apart because an ask may outlive several generations, each of
+which has to find again what it waits for.
 """
 
 from __future__ import annotations
@@ -26,8 +25,11 @@ _UNSETTLED = frozenset({Phase.WAITING, Phase.SETTLING, Phase.FETCHING, Phase.UPD
 
 
 class Application:
-    """One application's asks, one after the other. `ask`: the present one; `asked`: the step that it asked for last,
-    one beyond the last once it is through with that; `ended`: how the job has ended, if it has."""
+    """One application's asks, one after the other.
+
+    ask: the present one. asked: the step that it asked for last; one more once it is done with that step. ended: how
+    the job has ended, if it has.
+    """
 
     def __init__(
         self,
@@ -57,18 +59,18 @@ class Application:
 
     @property
     def settled(self) -> bool:
-        """Whether this worker is a member that may go on, once what is queued has been done."""
+        """Whether this worker is a member that may go on as soon as queued events are handled."""
         return self._machine.phase not in _UNSETTLED
 
     @property
     def holds(self) -> bool:
-        """Whether it has raised, and computes nothing more."""
+        """Whether the application has raised, so that it computes nothing more."""
         return isinstance(self.ask, do.HoldAsked)
 
     @property
     def finishing(self) -> tuple[do.EndAsked, Mapping[int, Record]] | None:
-        """Its end, and the records by which all are through with the last step, until the result is begun in this
-        generation."""
+        """The application's end, and the records by which all members are done with the last step; until the result
+        is begun in this generation."""
         ask, machine = self.ask, self._machine
         ready = self.settled and not self.ended and self._gather in self._last.gathers.known
         if not ready or not isinstance(ask, do.EndAsked) or self._finished == machine.generation:
@@ -77,7 +79,7 @@ class Application:
 
     @property
     def loop(self) -> Literal["", "left", "on"]:
-        """State of the loop after the step whose state this worker has: "left", "on", or "" if unknown."""
+        """State of the loop after this worker's step: "left", "on", or "" if unknown."""
         match self.ask:
             case do.EndAsked(left=left) if left or self._last.gathers.disagrees(self._gather):
                 return "" if self._jumped else "left"
@@ -89,7 +91,7 @@ class Application:
 
     @property
     def past(self) -> bool:
-        """Whether it is through with the step whose state this worker has."""
+        """Whether the application is done with the step whose state this worker has."""
         return self.asked > self._machine.position.step
 
     # ---- what happens
@@ -101,22 +103,22 @@ class Application:
             self.answer(do.Exit(message.reason, failed=True))
 
     def follower_asked(self) -> None:
-        """Somebody wants to follow this worker."""
+        """A joiner wants to follow this worker."""
         self._followers = True
 
     def went_back(self) -> None:
-        """The state is that of another step: the application goes on from there, and counts its gathers anew."""
+        """The state is that of another step: the application goes on from there and counts its gathers from 0."""
         self._jumped, self._gather, self.asked = True, Key(0, 0), 0
 
     def answer(self, answer: do.Answer) -> None:
-        """The application's turn."""
+        """Answer the application's ask; it has the turn from here on."""
         self.ask = None
         self._out.put(answer)
 
     # ---- asks
 
     def take(self, event: do.Ask) -> bytes | None:
-        """An ask begins. Returns what it wants gathered, if it does."""
+        """Take an ask. Returns the data to be gathered for it, if any."""
         leaves = isinstance(event, do.HoldAsked | do.EndAsked)
         check(self.ask is None or leaves, f"{event} before {self.ask} was answered")
         self.ask = event
@@ -150,8 +152,8 @@ class Application:
             self._out.tell(wire.LoopLeft, generation=machine.generation, step=machine.step)
 
     def again(self) -> bytes | None:
-        """A generation goes on. Returns what is to be gathered once more: those whose loops were over, while others
-        went on, may be gone."""
+        """A generation goes on. Returns the data to be gathered again: members whose loops were over, while those of
+        others went on, may be gone."""
         if isinstance(self.ask, do.GatherAsked | do.SaveAsked | do.EndAsked) and self._last.gathers.disagrees(
             self._gather
         ):
@@ -168,7 +170,7 @@ class Application:
         return data
 
     def _offer_feeds(self) -> None:
-        """The state stands still, between two steps: whoever has asked to follow may have it."""
+        """Feed joiners that asked: the state does not change now, between two steps."""
         machine = self._machine
         if self._followers and machine.phase is Phase.IDLE:
             self._followers = False
@@ -178,7 +180,7 @@ class Application:
     # ---- answers
 
     def go_on(self) -> None:
-        """Answer, or begin what is waited for, if that is possible now."""
+        """Answer the ask, or begin the operation that it waits for, if that is possible now."""
         answer, machine = self._answer(), self._machine
         if answer is not None:
             self.answer(answer)
@@ -197,7 +199,7 @@ class Application:
             self._out.start(do.Finish, machine.generation, machine.plan, *at, *self._bring_together())
 
     def _answer(self) -> do.Answer | None:
-        """Answer to the ask, if there is one by now."""
+        """The answer to the ask, if there is one yet."""
         ask = self.ask
         if isinstance(ask, do.HoldAsked):
             return do.Released() if self.ended or self._out.times.now_ns >= ask.until_ns else None
@@ -221,7 +223,7 @@ class Application:
             return do.EndsJob(self._last.ends_job) if self._last.ends_job else do.Stepped(at)
         if self._rewindable:
             return do.WentBack(at)
-        return do.Exit(f"the others are at step {at}, while step {wanted} was under way here: this worker starts anew")
+        return do.Exit(f"the others are at step {at}, while step {wanted} was under way here: this worker restarts")
 
     def _answer_gather(self, ask: do.GatherAsked | SaveAsked | do.EndAsked) -> do.Answer | None:
         if not isinstance(ask, do.EndAsked) and (self._gather in self._last.gathers.known or self.ended):
@@ -235,11 +237,11 @@ class Application:
             return do.JobOver()
         if self.settled and self._machine.step > self._gather.step:  # else it may have to be told that it went back
             key = self._gather
-            return do.Exit(f"the others have decided {key} without this worker; it has to start anew")
+            return do.Exit(f"the others have decided {key} without this worker; it has to restart")
         return None
 
     def _answer_end(self) -> do.Answer | None:
-        """The job is over while this worker waits for a step, or to be taken in."""
+        """The answer to an ask for a step or for membership when the job is over."""
         if not self.ended:
             return None
         if isinstance(self.ask, do.EvaluateAsked):

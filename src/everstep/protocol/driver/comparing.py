@@ -1,16 +1,16 @@
 """Whether all members hold the same state, and what follows if they do not. Pure.
 
-All judge the same statements by the same function, so all come to the same verdict:
+All judge the same statements by the same function, so all reach the same verdict:
 
 - A member that was healed or resumed since all were last alike differs from those that were not: the script itself
-  makes states differ, for every bit that it was given was verified. So does one whose steps, done again, end otherwise
-  than they did before. That is *drift*: going back does not help, and the job ends.
-- Else a bit has changed by itself. Of the members that were not healed or resumed since, more than half hold the right
-  state; the others are outvoted, and healed. All go back to the last step at which states were alike, since what was
-  computed from the wrong state is in all of them.
+  makes states differ, since every bit that this member was given was verified. The same holds for a member whose
+  repeated steps end differently. That is *drift*: going back does not help, and the job ends.
+- Otherwise a bit has changed by itself. Of the members that were not healed or resumed since, more than half hold
+  the right state; the others are outvoted, and heal. All go back to the last step at which states were alike, since
+  the wrong state has entered the results of all.
 
-A digest may say more than whether states are alike: after `WHOLE` hex digits come `PART` for each part of the state, by
-which a person is told which of them differ.
+A digest may say more than whether states are alike: after `WHOLE` hex digits come `PART` for each part of the state,
+which show a person which parts differ.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ _MOST_TOLD = 4096
 _VERIFIED = f"from state that was verified, so {BY_SCRIPT}"
 
 Names = Callable[[int], Sequence[str]]
-"""By stage: what each part of its state is called, in the order in which a digest has them."""
+"""Names of the parts of a stage's state, in the order of the digest."""
 
 
 @dataclass(frozen=True)
 class Statements:
-    """Statements of members about the state of `step`. digests: by stage and worker; ties: by name and (stage, worker).
-    whole: all members say it of all their stages; some alone where they know what the step has to come to."""
+    """Statements of members about the state of `step`. digests: by stage and worker; ties: by name and (stage,
+    worker). whole: all members state all of their stages; otherwise only those do that know the expected state."""
 
     step: int
     when: str
@@ -54,7 +54,7 @@ class Statements:
 
     @staticmethod
     def last(step: int, said: Mapping[int, Sequence[StageSection]]) -> Statements:
-        """Statements of members that are through with the last step."""
+        """Statements of members that are done with the last step."""
         digests: dict[int, dict[int, str]] = {}
         ties: dict[str, dict[tuple[int, int], str]] = {}
         for worker_id, sections in sorted(said.items()):
@@ -76,8 +76,8 @@ class Disagreement:
 
 @dataclass(frozen=True)
 class Copies:
-    """Copies that should be alike. said: by the name of each copy, its owner and its digest. agreed: the digest that
-    members stated before, "" if they did not. parts: names."""
+    """Copies that should be alike. said: owner and digest of each copy, by its name. agreed: the digest that members
+    stated before, "" if they did not. parts: names of the state's parts."""
 
     place: str
     said: Mapping[str, tuple[int, str]]
@@ -86,7 +86,7 @@ class Copies:
 
 
 def verdict(when: str, copies: Iterable[Copies], fresh: Collection[int]) -> Disagreement | None:
-    """None if all is alike. fresh: who was healed or resumed since it was last."""
+    """None if all copies are alike. fresh: members that were healed or resumed since they last were."""
     found = [one for each in copies if (one := _judge(when, each, fresh)) is not None]
     if not found:
         return None
@@ -120,7 +120,7 @@ def _judge(when: str, copies: Copies, fresh: Collection[int]) -> Disagreement | 
 
 
 def _majority(digests: Mapping[str, str]) -> str:
-    """The digest that more than half of them have; "" if there is none."""
+    """The digest that more than half of the members have; "" if there is none."""
     common, count = next(iter(Counter(digests.values()).most_common(1)), ("", 0))
     return common if 2 * count > len(digests) else ""
 
@@ -144,7 +144,7 @@ def _differs_from_before(when: str, copies: Copies, digests: Mapping[str, str]) 
 
 
 def named(digests: Sequence[str], parts: Sequence[str]) -> str:
-    """Which parts differ, for the end of a sentence; "" if that is not known."""
+    """The end of a sentence: which parts differ; "" if unknown."""
     tails = [digest[WHOLE:] for digest in digests if len(digest) == WHOLE + PART * len(parts)]
     if len(tails) < 2:
         return ""
@@ -155,11 +155,11 @@ def named(digests: Sequence[str], parts: Sequence[str]) -> str:
 
 
 class Comparing:
-    """One worker's knowledge of comparisons: when the next is due, and up to which step all were alike.
+    """One worker's knowledge of comparisons: when the next is due, and the step up to which all were alike.
 
-    every: steps between comparisons, 0 for none; each is of the state before its step. begins_after: the step whose
-    state the job began with. repeats: whether a step that is done again gives the same bits. names: see `Names`. votes:
-    whether most members hold the right state where they differ; not where most have it from one of them.
+    every: steps between comparisons, 0 for none; each compares the state before its step. begins_after: the step
+    whose state the job began with. repeats: whether a repeated step gives the same bits. names: see `Names`. votes:
+    whether a majority holds the right state; not if most have it from one of them.
     """
 
     def __init__(
@@ -183,11 +183,11 @@ class Comparing:
     # ---- when
 
     def entered(self, holdings: Mapping[int, Holding], copy: Collection[int], at: int, *, back: bool) -> None:
-        """A generation has settled, to go on from step `at`. copy: who had to copy its state for that, or to read it.
-        back: all go to that step.
+        """A generation has settled, and goes on from step `at`.
 
-        Later steps are done again: what they come to is to be compared with what they came to before, and until it is
-        nothing says that it is right. Others may have come back to the step itself without this worker.
+        copy: members that had to copy or read their state for that. back: all go to that step. Later steps are
+        repeated, and their states compared with those of the first time; until then nothing proves them. Others may
+        have come back to the step itself without this worker.
         """
         self._members = frozenset({*copy, *(i for i, holding in holdings.items() if holding.fresh)})
         heard = {step for step in self._heard if back or step < at}
@@ -198,7 +198,7 @@ class Comparing:
         self.fresh = True
 
     def ask(self, number: int) -> None:
-        """A comparison is due before this step, as the records of the one before it say."""
+        """The records of the step before ask for a comparison before this step."""
         self._asked = number
 
     def due(self, number: int, plan: Plan) -> bool:
@@ -210,7 +210,7 @@ class Comparing:
     # ---- what came of it
 
     def learn(self, plan: Plan) -> None:
-        """Take from the plan the steps at which all were alike."""
+        """Take the steps at which all were alike from the plan."""
         self._heard |= {step for step, _, _ in plan.alike} - self._alike.keys()
         for step, stage, digest in plan.alike:
             self._note(step, {stage: digest})
@@ -230,7 +230,8 @@ class Comparing:
         return found if found is None or self._votes else replace(found, outvoted=frozenset())
 
     def alike(self, said: Statements, *, member: bool = True) -> None:
-        """All copies were, and what is computed from them is. member: this worker is one of those who say it."""
+        """All copies were alike, and so are states computed from them. member: this worker is one of those that
+        state it."""
         if any(said.digests.values()):
             self._note(said.step, {stage: next(iter(of.values())) for stage, of in said.digests.items() if of})
             if said.whole:
@@ -239,21 +240,21 @@ class Comparing:
                 self.fresh, self._members = False, frozenset()
 
     def any_stayed(self, workers: Iterable[int]) -> bool:
-        """Whether any of these was not healed or resumed since all were alike."""
+        """Whether any of these members was not healed or resumed since all were alike."""
         return any(worker not in self._members for worker in workers)
 
     def told(self, step: int) -> dict[int, str]:
-        """By stage the digests of a step at which all were alike, as somebody is told who keeps them."""
+        """Digests by stage of a step at which all were alike, for the coordinator to keep."""
         digests = self._alike.get(step, {}) if self._repeats else {}
         return {k: digest if len(digest) <= _MOST_TOLD else digest[:WHOLE] for k, digest in digests.items()}
 
     def saved(self, step: int) -> None:
-        """A checkpoint of this step counts: those who wrote it were alike."""
+        """A checkpoint of this step counts: the workers that wrote it were alike."""
         if step > self._begins_after:
             self._count(step)
 
     def proven(self, number: int) -> int:
-        """After so many steps: the newest one whose state has been compared among the workers, and was alike."""
+        """The newest step, up to `number`, whose state the workers have compared and found alike."""
         every = self._every
         periodic = number // every * every - 1 if every else 0
         return max(0, periodic, self._begins_after, *(step for step in self._sound if step <= number))

@@ -1,15 +1,17 @@
-"""One worker's driver: from messages, asks and what operations gave to the next operation. Pure.
+"""One worker's driver: turns messages, asks and results of operations into the next operation. Pure.
 
-It wraps the step machine, which says when a step is decided and how a generation settles; here is what a worker makes
-of that: one operation after the other, what is left when a plan comes, what the application is told. Whoever carries it
-out keeps to this:
+It wraps the step machine, which says when a step is decided and how a generation settles. The driver starts one
+operation after the other, cuts operations when a plan comes, and answers the application.
 
-- `handle` is called by one thread. Effects are carried out in order; an operation is the last one, and is answered
+Rules for the executor:
+
+- One thread calls `handle`. Effects are carried out in order; an operation is the last of them, and is answered
   exactly once before the application asks anything else.
-- What arrives while an operation is outstanding, or while the application has the turn, waits (`Heard` may be handed in
-  at any time; it is taken in when nothing is outstanding). Only `interrupts` is asked at once, by whoever receives: the
-  transfers of the generations that it names are cut, so that the operation comes back as `Aborted`.
-- `Update`, `Adopt` and `Replay` are interrupted by nothing.
+- Events that come while an operation is outstanding, or while the application has the turn, wait (`Heard` may be
+  handed in at any time; it is acted on when nothing is outstanding). Only `interrupts` is called at once, by the
+  receiving thread: the transfers of the generations that it names are cut, so that the operation comes back as
+  `Aborted`.
+- Nothing interrupts `Update`, `Adopt` and `Replay`.
 """
 
 from __future__ import annotations
@@ -54,7 +56,7 @@ class Driver:
 
     @property
     def ended(self) -> wire.JobEnded | None:
-        """How the job has ended, if it has."""
+        """How the job has ended; None if it has not."""
         return self._parts.application.ended
 
     @property
@@ -64,7 +66,7 @@ class Driver:
 
     @property
     def still(self) -> bool:
-        """Whether nothing reads or changes the state now, so that blocks may be reported lost."""
+        """Whether nothing reads or changes the state now, so that lost blocks may be reported."""
         busy = isinstance(self._parts.out.operation, _READING)
         return not busy and self.machine.phase not in (Phase.UPDATING, Phase.FETCHING)
 
@@ -74,22 +76,22 @@ class Driver:
         return self._parts.comparing.fresh
 
     def in_memory(self, number: int) -> bool:
-        """Whether a member stated, when this generation settled, that it has state of this step in memory."""
+        """Whether a member stated, when this generation settled, that it has the state of this step in memory."""
         return self._parts.settler.in_memory(number)
 
     def proven(self, number: int) -> int:
-        """After so many steps: the newest one whose state is known to be right."""
+        """The newest step, up to `number`, whose state is known to be right."""
         return self._parts.proven(number)
 
     def progress(self, number: int, step_ms: float, committed_unix_ns: int = 0) -> wire.AnyMessage:
-        """How far the job is, as told of this generation."""
+        """The job's progress, as a message of this generation."""
         at = {"step": number, "step_ms": step_ms, "committed_unix_ns": committed_unix_ns}
         return self._parts.out.signed(wire.Progress, generation=self.machine.generation, **at)
 
     # ---- events
 
     def handle(self, now_ns: int, event: object) -> list[do.Effect]:
-        """Take in one event; the effects are to be carried out in order."""
+        """Take one event. Returns the effects, to be carried out in order."""
         out, machine = self._parts.out, self.machine
         out.times.tick(now_ns)
         self._events.get(type(event), self._asked)(event)
@@ -98,7 +100,7 @@ class Driver:
         return out.drain()
 
     def _heard_of(self) -> dict[type, Callable[[Any], object]]:
-        """The table of what each event means that is no ask."""
+        """Handlers for events other than asks."""
         parts, ends, feed = self._parts, self._ends, self._queue.feed
         out, keeper, saver = parts.out, parts.keeper, parts.saver
         return {
@@ -132,7 +134,7 @@ class Driver:
             self._queue.feed(step.StepWanted())
 
     def _lost(self, event: step.BlocksLost) -> None:
-        """Blocks of the state are gone: they are repaired when all settle, or with what else a joiner copies."""
+        """Blocks of the state are gone: the next settle repairs them, or the rest of a joiner's copy."""
         check(self.still, f"{event} during {self._parts.out.operation}, {self.machine.phase}")
         self._queue.feed(event)
         if self.machine.plan is not None:
@@ -144,7 +146,7 @@ class Driver:
     # ---- what comes next
 
     def _advance(self) -> None:
-        """Whatever can be done before the next operation's end, the application's next ask, or the next message."""
+        """Do everything that is possible before the next result, ask or message."""
         while self._parts.application.ask is not None and self._parts.out.operation is None:
             if self._hearing:
                 self._hearing.take()

@@ -20,9 +20,12 @@ from everstep.protocol.step_machine import StepMachine
 
 @dataclass(frozen=True)
 class DriverConfig:
-    """Settings of a driver. lanes: of the global batch. rewindable: the application can go on from an earlier step;
-    else this worker starts anew for that. verify_every, begins_after, repeats, names: as for `Comparing`. saving: of
-    checkpoints. probes: of lanes. nonfinite: what to do about a step that is not finite. votes: as for `Comparing`."""
+    """Settings of a driver.
+
+    lanes: of the global batch. rewindable: the application can go on from an earlier step; else this worker
+    restarts. verify_every, begins_after, repeats, names, votes: as for `Comparing`. saving: of checkpoints. probes:
+    of lanes. nonfinite: the rule for steps that are not finite.
+    """
 
     lanes: int
     rewindable: bool = True
@@ -36,12 +39,12 @@ class DriverConfig:
     votes: bool = True
 
     def outcome(self, number: int, records: Records) -> StepOutcome:
-        """Conclusion from the records of a step, the same at every worker."""
+        """Outcome of a step by its records, the same at every worker."""
         return conclude(number, self.lanes, records, self.nonfinite)
 
 
 class DriverParts:
-    """Around the step machine, each of them with what it needs of the others."""
+    """The parts around the step machine; each is given the parts that it needs."""
 
     def __init__(self, config: DriverConfig, machine: StepMachine) -> None:
         self.machine = machine
@@ -61,6 +64,5 @@ class DriverParts:
         self.joiner = Joiner(out, stepper, gathers)
 
     def proven(self, number: int) -> int:
-        """After so many steps: the newest one whose state has been compared among the workers, and was alike, as was
-        what they made of it."""
+        """The newest step, up to `number`, whose state and lanes the workers have compared and found alike."""
         return self.probing.proven(self.comparing.proven(number))

@@ -1,6 +1,7 @@
-"""The end of a job whose coordinator does not answer: who knows of it says so in its record, and all act at that step.
+"""The end of a job whose coordinator does not answer: a worker that knows of it says so in its record, and all
+members act at that step.
 
-Pure. Apart because it is known before it is agreed, and is carried out in whatever generation there is by then.
+Pure. Apart because a worker knows of the end before all have agreed on it, and carries it out in a later generation.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ from everstep.protocol.driver.records import StepOutcome
 
 
 class EndAlone:
-    """asked: why this worker was told to end the job; agreed: why all have decided to, by the records of a step."""
+    """asked: why this worker was told to end the job; agreed: why all members decided to end it, by the records of a
+    step."""
 
     def __init__(self) -> None:
         self.asked: Why | None = None
@@ -22,7 +24,7 @@ class EndAlone:
         self.asked = self.asked or why
 
     def decided(self, outcome: StepOutcome) -> None:
-        """The state is that of this step."""
+        """Note whether the records of an applied step say that the job ends."""
         if outcome.ends:
             self.agreed = Why(outcome.save_cause, outcome.save[1])
 

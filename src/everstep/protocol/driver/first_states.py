@@ -1,7 +1,8 @@
-"""The initial states that members build: all begin with the same, and what is built anew later is that one. Pure.
+"""The initial states that members build: all begin with the same state, and a state that is built again must equal
+it.
 
-Apart because it outlives generations: a stage that nobody holds any more, and no checkpoint has, is built anew by
-workers that may never have seen it. So all members remember the digest of what each stage began with.
+Pure. Apart because it outlives generations: a stage that no worker and no checkpoint has is built again by workers
+that may never have seen it. So all members remember the digest that each stage began with.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from everstep.protocol.step_types import Holding
 
 
 class FirstStates:
-    """By stage, digests of initial states. agreed: what members have begun with. built: what this worker has built,
-    if its state is that of step 0."""
+    """Digests of initial states by stage. agreed: those that the members began with; built: those of the states that
+    this worker built, while it is at step 0."""
 
     def __init__(self) -> None:
         self.agreed: Mapping[int, str] = {}
@@ -23,15 +24,15 @@ class FirstStates:
         self._count = False
 
     def begin(self, built: Mapping[int, str]) -> None:
-        """A generation does; these were built here."""
+        """A generation begins. built: digests of the initial states that were built for it."""
         self.built, self._count = dict(built), False
 
     def rebuilt(self, built: Mapping[int, str]) -> None:
-        """These were built anew here."""
+        """Some initial states were built again."""
         self.built, self.agreed = {**self.built, **built}, {**built, **self.agreed}
 
     def settled(self, step: int, stated: Mapping[int, Holding]) -> None:
-        """All go on from this step; `stated` is what all members hold."""
+        """All members go on from this step. stated: what each member holds."""
         self._stated, self._count, agreed = stated, step == 0, dict[int, str]()
         for _, holding in sorted(stated.items()):
             agreed = {**holding.first, **agreed}
@@ -39,7 +40,7 @@ class FirstStates:
 
     @property
     def wrong(self) -> str:
-        """Why this worker cannot go on with what it has built, before anybody copies that; "" if it can."""
+        """Why this worker may not go on with the state that it built, checked before anyone copies it; "" if it may."""
         wrong = [k for k, digest in sorted(self.built.items()) if self._count and self.agreed.get(k, digest) != digest]
         if not wrong:
             return ""
@@ -54,7 +55,7 @@ class FirstStates:
 
 
 def _commonest(holdings: Mapping[int, Holding]) -> dict[int, str]:
-    """By stage what most have built; of as many, that of the lowest id."""
+    """The digest that most members built, by stage; on a tie, that of the lowest worker id."""
     built: dict[int, list[str]] = {}
     for _, holding in sorted(holdings.items()):
         for stage, digest in holding.built.items():

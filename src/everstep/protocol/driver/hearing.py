@@ -1,4 +1,4 @@
-"""Messages of the coordinator, and the word of a follower that has to begin anew. Pure."""
+"""Messages from the coordinator, and the report of a joiner whose feed has ended. Pure."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FOREVER = 1 << 62
 
 
 def interrupts(message: wire.AnyMessage) -> int | None:
-    """The newest generation whose operations are over by this message; None if it can wait."""
+    """The newest generation whose operations this message ends; None if the message can wait."""
     if isinstance(message, wire.PlanNow | wire.Heal):
         return message.plan.generation - 1
     if isinstance(message, wire.JobEnded | wire.Dismissed):
@@ -26,7 +26,7 @@ def interrupts(message: wire.AnyMessage) -> int | None:
 
 
 class Hearing:
-    """Messages wait until something can come of them; true if there are any."""
+    """Messages that wait until the driver can act on them; true if there are any."""
 
     def __init__(self, parts: DriverParts, queue: MachineQueue) -> None:
         self._parts = parts
@@ -38,11 +38,11 @@ class Hearing:
         return bool(self._news)
 
     def hear(self, heard: do.Heard) -> None:
-        """One has come."""
+        """Queue a message."""
         self._news.append(heard)
 
     def take(self) -> None:
-        """Act on the next one; others than those of the table are for somebody else."""
+        """Act on the next message; messages that the table lacks are for other threads."""
         heard = self._news.popleft()
         message = heard.message
         if isinstance(message, wire.PlanNow):
@@ -51,7 +51,7 @@ class Hearing:
             self._table[type(message)](message)
 
     def _told(self) -> dict[type, Callable[[Any], object]]:
-        """The table of what each message means."""
+        """The table of what each message does."""
         application, saver, queue = self._parts.application, self._parts.saver, self._queue
         return {
             wire.PlanNow: lambda m: queue.feed(step.PlanArrived(m.plan)),
@@ -71,12 +71,12 @@ class Hearing:
         elif ticket.plan.generation > plan.generation:
             reason = (
                 f"it followed a switch to generation {plan.generation}, but the others went on without it as "
-                f"generation {ticket.plan.generation}; it has to start anew"
+                f"generation {ticket.plan.generation}; it has to restart"
             )
             self._parts.application.answer(do.Exit(reason))
 
     def feeds_lost(self, why: Why) -> None:
-        """A feed has ended: somebody else is asked, unless something else was told meanwhile."""
+        """A feed has ended: report that healing failed, unless a newer message makes that void."""
         ticket = self._parts.joiner.stop()
         if ticket is not None and all(interrupts(heard.message) is None for heard in self._news):
             reason = f"healing stopped: {why.reason}"

@@ -1,4 +1,4 @@
-"""How a worker leaves with a last checkpoint: since a plan says so, or alone, while no coordinator answers. Pure."""
+"""How a worker takes a last checkpoint and leaves: because a plan says so, or alone if no coordinator answers. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _INTERRUPTED = 130
 
 
 class LastSave:
-    """From the last checkpoint to the end."""
+    """Takes the last checkpoint, and ends the job if no coordinator does."""
 
     def __init__(self, parts: DriverParts, effects: MachineEffects) -> None:
         self._parts = parts
@@ -21,11 +21,12 @@ class LastSave:
 
     @property
     def is_agreed(self) -> bool:
-        """Whether all have decided to end the job by themselves: the application is not told of any step any more."""
+        """Whether all members have agreed to end the job without a coordinator. The application hears of no further
+        step then."""
         return self._parts.saver.ending.agreed is not None
 
     def begin(self) -> None:
-        """Take it, as far as all have decided so and this worker may go on; once in each generation."""
+        """Start the last checkpoint if all have agreed to end and this worker has settled; once in each generation."""
         parts, ending = self._parts, self._parts.saver.ending
         machine, application = parts.machine, parts.application
         if ending.agreed is not None and application.settled and ending.begin(machine.generation):
@@ -33,7 +34,7 @@ class LastSave:
             parts.out.start(do.SaveLast, machine.generation, machine.current_plan(), machine.step, save)
 
     def taken(self, operation: do.SaveLast, where: str) -> None:
-        """The checkpoint is at this place; nowhere if it could not be completed."""
+        """The last checkpoint is at `where`; "" if it could not be completed."""
         parts, agreed = self._parts, self._parts.saver.ending.agreed
         for effect in parts.machine.handle(step.StepSaved(operation.step)) if where else ():
             self._effects.carry_out(effect)  # at once: nothing is carried out any more when this worker leaves
@@ -44,12 +45,13 @@ class LastSave:
             parts.out.start(do.Linger, operation.generation)
 
     def lingered(self, operation: do.Linger, result: None) -> None:
-        """The coordinator that has had all save may be gone before it could end the job."""
+        """The wait after the last checkpoint is over: the coordinator that asked for it may be gone, so the worker
+        may end the job."""
         asked = self._parts.saver.ending.asked
         if asked is not None and self._parts.application.ended is None:
             self.leave(asked)
 
     def leave(self, why: Why) -> None:
-        """The job ends here, without its coordinator."""
+        """End the job here, without its coordinator."""
         over = wire.JobEnded(state="interrupted", cause=why.cause, reason=why.reason, exit_code=_INTERRUPTED)
         self._parts.application.end(over)

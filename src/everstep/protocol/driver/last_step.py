@@ -1,7 +1,7 @@
-"""The step whose state a worker has, as far as what was not finite in it says what comes next. Pure.
+"""The step whose state a worker has: whether its loss and gradient were finite, and what follows from that. Pure.
 
-Apart because two look at it: the next record says how many such steps there were in a row, and the application may have
-to go no further.
+Apart because two parts need it: the next record counts non-finite steps in a row, and the application may have to
+stop.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from everstep.protocol.step_machine import StepMachine
 
 
 class LastStep:
-    """Records of the last step, read. gathers: after it. conclude: the conclusion from records of a step."""
+    """Records of the last step, read. gathers: those after it. conclude: makes the records of a step into its
+    outcome."""
 
     def __init__(
         self, machine: StepMachine, gathers: Gathers, conclude: Callable[[int, do.Records], StepOutcome]
@@ -28,12 +29,12 @@ class LastStep:
         self._done = 0
 
     def did(self, outcome: StepOutcome, records: do.Records) -> None:
-        """This worker has carried out a step."""
+        """This worker has applied a step."""
         self._done, self._judged = outcome.step, (records, outcome.nonfinite)
 
     @property
     def nonfinite(self) -> Nonfinite:
-        """Whatever was not finite in the step, if its records are known."""
+        """Verdict on the step's loss and gradient, if its records are known."""
         number = self._machine.step
         records = self.gathers.of_update(number)
         if records is not self._judged[0]:
@@ -42,6 +43,6 @@ class LastStep:
 
     @property
     def ends_job(self) -> str:
-        """Why the job ends with it; "" if it goes on. A step that this worker has not carried out itself may be that
-        with which an earlier run of the job has ended."""
+        """Why the job ends with this step; "" if it goes on. A step that this worker did not apply itself may be the
+        last step of an earlier run of the job."""
         return self.nonfinite.ends if self._done == self._machine.step else ""

@@ -1,4 +1,4 @@
-"""Effects of the step machine, carried out by a worker: the next operation, or something done at once. Pure."""
+"""Effects of the step machine, carried out by a worker: they start the next operation, or are done at once. Pure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from everstep.protocol.driver.stepper import Differs
 
 
 class MachineEffects:
-    """Carries them out, one after the other."""
+    """Carries the effects out, one after the other."""
 
     def __init__(self, parts: DriverParts, queue: MachineQueue) -> None:
         self._parts = parts
@@ -23,18 +23,18 @@ class MachineEffects:
         self._table = self._means()
 
     def carry_out(self, effect: step.StepEffect) -> None:
-        """One, now."""
+        """Carry out one effect now."""
         self._table[type(effect)](effect)
 
     def _means(self) -> dict[type, Callable[[Any], object]]:
-        """The table of what each effect of the machine means."""
+        """The table of how each effect of the machine is carried out."""
         parts = self._parts
         settler, stepper, out = parts.settler, parts.stepper, parts.out
         return {
             step.Leave: lambda e: settler.leave(e.generation),
             step.Regroup: lambda e: self._open(e.plan),
             step.SendHolding: lambda e: settler.state_holding(),
-            step.SettleAnew: lambda e: settler.anew(Why(Cause.CORRUPT, e.reason)),
+            step.SettleAnew: lambda e: settler.settle_again(Why(Cause.CORRUPT, e.reason)),
             step.ServeState: settler.serve,
             step.FetchState: settler.fetch,
             step.GoBack: self._go_back,
@@ -83,7 +83,7 @@ class MachineEffects:
     # ---- steps and gathers
 
     def gather(self, data: bytes) -> None:
-        """The application wants this gathered."""
+        """The application wants data gathered."""
         parts = self._parts
         ask, at = parts.application.ask, parts.machine.step
         ends = isinstance(ask, do.EndAsked)
@@ -108,7 +108,8 @@ class MachineEffects:
         self.refuse(self._parts.stepper.update(effect))
 
     def refuse(self, differs: Differs | None) -> None:
-        """If a decision's records show that states differ all go back, but for the outvoted; or the job ends."""
+        """Act on a difference that a decision's records show: outvoted members restart and the others go back, or
+        the job ends."""
         if differs is None:
             return
         parts, probe = self._parts, differs.probe
@@ -124,4 +125,4 @@ class MachineEffects:
             return
         self._queue.drop_holding()
         self._queue.feed(step.UpdateRefused(differs.sound, probe is not None and not probe.ends))
-        parts.settler.anew(differs.why, *tainted, odd=differs.odd, drift=differs.drift, probe=probe)
+        parts.settler.settle_again(differs.why, *tainted, odd=differs.odd, drift=differs.drift, probe=probe)

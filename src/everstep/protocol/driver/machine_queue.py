@@ -1,4 +1,4 @@
-"""The step machine's events and effects: what it is told at once, what it says in turn. Pure."""
+"""Events for the step machine, handed over at once, and its effects, carried out one by one. Pure."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class MachineQueue:
         return bool(self._effects)
 
     def feed(self, *events: step.StepEvent) -> None:
-        """Give the machine events; its effects are carried out in turn."""
+        """Hand events to the machine and queue its effects."""
         for event in events:
             effects = self._machine.handle(event)
             if any(isinstance(e, step.Leave | step.Regroup) for e in effects):
@@ -33,7 +33,7 @@ class MachineQueue:
             self._effects.extend(effects)
 
     def next(self) -> step.StepEffect:
-        """The next one that is to be carried out."""
+        """The next effect to carry out."""
         return self._effects.popleft()
 
     def drop_transfers(self) -> None:
@@ -41,5 +41,5 @@ class MachineQueue:
         self._effects = deque(e for e in self._effects if isinstance(e, _DECIDED))
 
     def drop_holding(self) -> None:
-        """Drop statements of holdings: they are made anew, in another generation."""
+        """Drop queued statements of holdings: another generation makes new ones."""
         self._effects = deque(e for e in self._effects if not isinstance(e, step.SendHolding))

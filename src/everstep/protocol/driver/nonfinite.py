@@ -1,8 +1,8 @@
 """Verdict on a step whose loss or gradient is not finite. Pure.
 
-All members judge the same records, so all come to the same, and nobody is asked: each leaves the update out, or ends
-the job after it. How many such steps there were in a row is in the records, too: a worker that was healed or resumed
-knows it from those of the step that it goes on from.
+All members judge the same records, so all reach the same verdict without asking: each leaves the update out, or ends
+the job after it. The records also say how many steps in a row were not finite: a worker that was healed or resumed
+knows it from the records of the step that it goes on from.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from everstep.base.config import Config
 
 @dataclass(frozen=True)
 class NonfiniteRule:
-    """The config's rule. on_nonfinite, limit: its `on_nonfinite` and `nonfinite_limit`. scaled: a loss scaler deals
-    with a gradient that is not finite, where the loss is: it leaves the step out, and halves its scale."""
+    """The config's rule. on_nonfinite, limit: its `on_nonfinite` and `nonfinite_limit`. scaled: if only the gradient
+    is not finite, a loss scaler leaves the step out and halves its scale."""
 
     on_nonfinite: str = "warn"
     limit: int = 0
@@ -23,18 +23,18 @@ class NonfiniteRule:
 
     @staticmethod
     def of(config: Config) -> NonfiniteRule:
-        """As the config has it."""
+        """The rule in the config."""
         return NonfiniteRule(config.on_nonfinite, config.nonfinite_limit, config.precision == "fp16")
 
 
 APPLIED = NonfiniteRule()
-"""All updates are made, and no job ends."""
+"""The rule that applies all updates and ends no job."""
 
 
 @dataclass(frozen=True)
 class Nonfinite:
-    """words: what is not finite, "" if all is. lanes: those whose loss is not. in_a_row: such steps up to this one, it
-    included. left_out: its update is not made. ends: why the job ends after it, "" if it goes on."""
+    """words: the values that are not finite, "" if all are. lanes: those whose loss is not. in_a_row: such steps up
+    to and including this one. left_out: its update is not made. ends: why the job ends after it, "" if it goes on."""
 
     words: str = ""
     lanes: tuple[int, ...] = ()
@@ -47,9 +47,9 @@ FINITE = Nonfinite()
 
 
 def judged(step: int, lanes: tuple[int, ...], before: int, rule: NonfiniteRule, *, gradient: bool) -> Nonfinite:
-    """Verdict on a step. lanes: those whose loss is no finite number. gradient: whether that of the
-    global batch is finite, as far as norms were exchanged. before: how many steps in a row before this one were not
-    finite, the most that any member says."""
+    """Verdict on a step. lanes: those whose loss is not finite. gradient: whether that of the global batch is
+    finite, as far as norms were exchanged. before: number of non-finite steps in a row before this one, the most
+    that any member says."""
     words = _words(lanes, gradient=gradient or rule.scaled)
     if not words:
         return FINITE

@@ -1,4 +1,4 @@
-"""Consequences of an operation's end: done, left, or with something that must not be used. Pure."""
+"""What follows when an operation ends: done, cut, or with data that must not be used. Pure."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _Events = Iterable[step.StepEvent]
 
 
 class OperationEnds:
-    """Tells those whom it concerns, and the machine what it has to know."""
+    """Tells the parts and the step machine how an operation ended."""
 
     def __init__(self, parts: DriverParts, queue: MachineQueue, hearing: Hearing, last: LastSave) -> None:
         self._parts = parts
@@ -60,7 +60,7 @@ class OperationEnds:
         self._queue.feed(*(self._table[type(operation)](operation, result) or ()))
 
     def aborted(self, operation: do.Operation, event: do.Aborted) -> None:
-        """A transfer was left: somebody decides, and a plan comes. Tell who is accused."""
+        """A transfer was cut or failed: report the accused members, and wait for the coordinator's plan."""
         if isinstance(operation, do.OpenFeeds | do.Watch):
             self._hearing.feeds_lost(event.why)
             return
@@ -75,11 +75,11 @@ class OperationEnds:
             self._parts.application.answer(do.Evaluated())
 
     def tainted(self, operation: do.Operation, event: do.Tainted) -> None:
-        """All settle anew, with what is left; whoever cannot mend its state starts anew."""
+        """All members settle again with the data that is left; a worker that cannot mend its state restarts."""
         if event.torn:
-            self._parts.application.answer(do.Exit(f"{event.why.reason}; this worker starts anew"))
+            self._parts.application.answer(do.Exit(f"{event.why.reason}; this worker restarts"))
         else:
-            self._parts.settler.anew(event.why)
+            self._parts.settler.settle_again(event.why)
 
     # ---- done
 
@@ -107,14 +107,17 @@ class OperationEnds:
         self._apply()
 
     def _apply(self, *, whole: bool = True) -> None:
-        """The state is that of the step. whole: all of this worker's share of it is there; else all have to settle."""
+        """The step has been applied. whole: all of this worker's share of it is here; else all members have to
+        settle."""
         check(self._made is not None, "expected an update to have been made")
         (operation, began_unix_ns), self._made = self._made, None  # type: ignore[misc]
         self._parts.saver.updated(operation.outcome, operation.records, whole=whole)
         self._parts.keeper.updated(operation.outcome, operation.records, whole=whole)
         self._queue.feed(*self._parts.stepper.updated(operation, began_unix_ns))
         if self._parts.machine.phase is Phase.LACKING:
-            self._parts.settler.anew(Why(Cause.REBALANCED, f"it has not all of its share of step {operation.step}"))
+            self._parts.settler.settle_again(
+                Why(Cause.REBALANCED, f"it has not all of its share of step {operation.step}")
+            )
 
     def _adopted(self, operation: do.Adopt, result: do.Copied) -> _Events:
         self._parts.comparing.copied()
@@ -136,7 +139,7 @@ class OperationEnds:
         return self._unless_refused(self._parts.settler.restored(operation, result))
 
     def _unless_refused(self, events: _Events) -> _Events:
-        """The same; none if this worker is to go no further."""
+        """The events, or none if this worker was refused."""
         refused = self._parts.settler.refused
         if refused:
             self._parts.application.answer(do.Refused(refused))

@@ -1,8 +1,8 @@
 """Operations and effects of a driver, and the events that it takes. Pure data.
 
-An *operation* takes time. One at most is outstanding; it is answered by exactly one `Done`, `Aborted` or `Tainted` that
-bears its number. An *effect* is carried out at once and never answered. An *ask* is the application's: it waits until
-it gets exactly one *answer*.
+An *operation* takes time. At most one is outstanding; exactly one `Done`, `Aborted` or `Tainted` with its number
+answers it. An *effect* is carried out at once and never answered. An *ask* comes from the application, which waits
+until it gets exactly one *answer*.
 """
 
 from __future__ import annotations
@@ -32,18 +32,16 @@ GatheredRecords = Mapping[Key, Records]
 
 
 class Operation(msgspec.Struct, frozen=True):
-    """op: its number. generation: whoever interrupts that generation, or a later one, ends it; a joiner's is that of
-    the plan in its ticket."""
+    """op: its number. generation: a message that ends this generation, or a later one, cuts the operation; for a
+    joiner it is that of the plan in its ticket."""
 
     op: int
     generation: int
 
 
 class Open(Operation, frozen=True):
-    """Have the stages of the plan's seats, and meet its members; answered with `Opened`.
-
-    step: the one that is computed next. disk: whether readable checkpoints are to be stated; limit: not later ones.
-    """
+    """Have the stages of the plan's seats, and connect to its members; answered with `Opened`. step: the one that is
+    computed next. disk: whether to state readable checkpoints; limit: none of a later step."""
 
     plan: Plan
     step: int
@@ -61,9 +59,9 @@ class Exchange(Operation, frozen=True):
 class Compute(Operation, frozen=True):
     """Compute lanes of the step; each is reported at each stage by `LaneDone`, in between.
 
-    lanes: of an unsplit model, those that this worker lacks; of a split one, those that some member lacks, the same at
-    all: each passes through all of its seats. It is ended between two lanes or passes. trials: lanes that others than
-    their owners compute as well; the record is to say what both get.
+    lanes: of an unsplit model, those that this worker lacks; of a split one, those that some member lacks, the same
+    for all members: each passes through all of its seats. The operation is cut between two lanes or passes. trials:
+    lanes that members other than their owners compute as well, so that the records can be compared.
     """
 
     plan: Plan
@@ -73,8 +71,8 @@ class Compute(Operation, frozen=True):
 
 
 class Reduce(Operation, frozen=True):
-    """Offer the lanes' sums and finish the reduction, of all own stages; answered with the agree record's
-    `AgreePayload`. compare: it says the digests of the states before the step."""
+    """Offer the lanes' sums and finish the reduction for all own stages; answered with the `AgreePayload`. compare:
+    it includes the digests of the states before the step."""
 
     plan: Plan
     step: int
@@ -82,8 +80,8 @@ class Reduce(Operation, frozen=True):
 
 
 class Update(Operation, frozen=True):
-    """Apply the decided step to the stages held; let go of others. Nothing interrupts it. Answered with the unix time
-    in ns at which it began. outcome: what the records say."""
+    """Apply the decided step to the stages held, and drop other stages. Nothing interrupts it. Answered with the
+    unix time in ns at which it began. outcome: of the step's records."""
 
     step: int
     records: Mapping[int, Record]
@@ -92,8 +90,8 @@ class Update(Operation, frozen=True):
 
 
 class Spread(Operation, frozen=True):
-    """Give the parameters that were updated here to the members that did not update them, and get those of others;
-    answered with what is there of the state then, by stage."""
+    """Send the parameters that were updated here to the members that did not update them, and get theirs; answered
+    with the blocks then held of the state, by stage."""
 
     plan: Plan
     step: int
@@ -101,10 +99,8 @@ class Spread(Operation, frozen=True):
 
 class Fetch(Operation, frozen=True):
     """Copy the state at a position from the donors (worker ids by stage, in order of preference); answered with
-    `Copied`, or `Tainted` if blocks that were stated are not to be had. All or nothing.
-
-    pieces: of stages of which this worker has a part itself, or no donor has all.
-    """
+    `Copied`, or with `Tainted` if blocks that were stated cannot be had. All or nothing. pieces: of stages of which
+    this worker has a part itself, or no donor has all."""
 
     plan: Plan
     position: Key
@@ -113,12 +109,12 @@ class Fetch(Operation, frozen=True):
 
 
 class Restore(Operation, frozen=True):
-    """Take on the state of a step: for each stage from the first of its sources (oneself: own memory; nobody: disk, or
-    at step 0 the initial state); answered with `Copied`, or `Tainted` if what is on disk cannot be used, or blocks that
-    were stated are not to be had.
+    """Take the state of a step, each stage from the first of its sources (this worker: its own memory; none: disk,
+    or at step 0 the initial state). Answered with `Copied`, or with `Tainted` if a checkpoint cannot be used or
+    stated blocks cannot be had.
 
-    own: the records of that step's decision, if this worker stands there itself. stands: of which stages it has the
-    state of that step already. pieces: as in `Fetch`; what is this worker's own of them is live or kept.
+    own: the records of that step's decision, if this worker is at that step. stands: the stages whose state of that
+    step it already has. pieces: as in `Fetch`; this worker's own blocks among them are live or kept.
     """
 
     plan: Plan
@@ -130,32 +126,26 @@ class Restore(Operation, frozen=True):
 
     @property
     def position(self) -> Key:
-        """Where this worker is then."""
+        """The worker's position once the state is restored."""
         return Key(self.step, 0)
 
 
 class OpenFeeds(Operation, frozen=True):
-    """A joiner: connect to the first donor of each group that can be reached and copy what it offers, in memory;
-    answered with the position of each offer.
-
-    groups: (donors in order of preference, stages to ask for).
-    """
+    """A joiner: connect to the first donor of each group that can be reached, and copy its offer into memory;
+    answered with the position of each offer. groups: (donors in order of preference, stages to ask for)."""
 
     ticket: int
     groups: tuple[tuple[tuple[Member, ...], tuple[int, ...]], ...]
 
 
 class Watch(Operation, frozen=True):
-    """A joiner: wait until something comes from a feed, or from the coordinator; answered with a `Seen` for each feed
-    that had something. A feed that ends aborts it."""
+    """A joiner: wait until a feed or the coordinator sends something; answered with a `Seen` for each feed that did.
+    A feed that ends aborts the operation."""
 
 
 class Adopt(Operation, frozen=True):
-    """A joiner: load what was offered, and bring every stage to the newest position with the steps that have come.
-    Nothing interrupts it. Answered with `Copied`.
-
-    passed: by feed, the outcomes of the steps that are to be applied.
-    """
+    """A joiner: load the offered state, and bring every stage to the newest position with the steps that have come.
+    Nothing interrupts it. Answered with `Copied`. passed: by feed, the outcomes of the steps to apply."""
 
     position: Key
     stages: tuple[int, ...]
@@ -163,9 +153,8 @@ class Adopt(Operation, frozen=True):
 
 
 class Replay(Operation, frozen=True):
-    """A joiner: apply the step that is next in all feeds. Nothing interrupts it. Answered.
-
-    plan: of the ticket, with the generation in which the step counts as made."""
+    """A joiner: apply the step that is next in all feeds. Nothing interrupts it. Answered. plan: of the ticket, with
+    the generation in which the step counts as made."""
 
     step: int
     records: Mapping[int, Record]
@@ -175,15 +164,15 @@ class Replay(Operation, frozen=True):
 
 class Evaluate(Operation, frozen=True):
     """The application's work with the members of this generation beside a step: chunks that pass through the pools.
-    Answered, or aborted; the gather that follows says what became of it."""
+    Answered or aborted; the gather that follows carries the result."""
 
     plan: Plan
     number: int
 
 
 class SaveLast(Operation, frozen=True):
-    """Take a checkpoint, since the plan asks for one, and wait until it is durable; answered with where that of the
-    step is, empty if it is not there. save: None if it has begun already, or there is none to begin."""
+    """Take a checkpoint because the plan asks for one, and wait until it is durable; answered with the place of the
+    step's checkpoint, "" if there is none. save: None if it has begun already, or cannot begin."""
 
     plan: Plan
     step: int
@@ -191,14 +180,13 @@ class SaveLast(Operation, frozen=True):
 
 
 class Linger(Operation, frozen=True):
-    """A checkpoint was taken before the end: do nothing until that comes, or for as long as such a checkpoint may
-    take."""
+    """A checkpoint was taken before the end: wait for the end, or for as long as such a checkpoint may take."""
 
 
 class Finish(Operation, frozen=True):
-    """All steps are done: leave a checkpoint, and where this worker is the job's leader write final/; answered with
-    whether that was written. save: as in `SaveLast`. digests: by stage, of the state that all hold. position,
-    sources, pieces: as in `Fetch`, of the stages that the job's leader does not hold."""
+    """All steps are done: save a last checkpoint and, if this worker is the job's leader, write final/;
+    answered with whether that was written. save: as in `SaveLast`. digests: by stage, of the state that all members
+    hold. position, sources, pieces: as in `Fetch`, of the stages that the job's leader does not hold."""
 
     plan: Plan
     step: int
@@ -210,9 +198,8 @@ class Finish(Operation, frozen=True):
 
 
 class Opened(msgspec.Struct, frozen=True):
-    """Answers `Open`. lost: (stage, lane) of results that were held as part of a sum that the plan tears apart. disk:
-    steps of checkpoints that can be read. built: at step 0 the digests of the initial states of the stages that it has
-    anything of."""
+    """Answers `Open`. lost: (stage, lane) of results that were held in a sum that the plan tears apart. disk: steps
+    of checkpoints that can be read. built: digests of the initial states that this worker holds, at step 0."""
 
     lost: tuple[tuple[int, int], ...] = ()
     disk: tuple[int, ...] = ()
@@ -221,7 +208,7 @@ class Opened(msgspec.Struct, frozen=True):
 
 class Copied(msgspec.Struct, frozen=True):
     """The state has been copied. records: of its position's decision. gathers: those of that step known so far.
-    built: digests of the initial states that were built anew, by stage."""
+    built: digests of the initial states that had to be built, by stage."""
 
     records: Mapping[int, Record] = {}
     gathers: GatheredRecords = {}
@@ -229,7 +216,7 @@ class Copied(msgspec.Struct, frozen=True):
 
 
 class Seen(msgspec.Struct, frozen=True):
-    """An item from a feed. step: the number of the one that came, with its records; 0: the donor has no more now."""
+    """An item from a feed. step: number of the step that came, with its records; 0: the donor has no more now."""
 
     feed: int
     step: int = 0
@@ -240,7 +227,7 @@ class Seen(msgspec.Struct, frozen=True):
 
 
 class EndOrdered(msgspec.Struct, frozen=True):
-    """The job's own host ends the job, and no coordinator answers: all are to save the same step and leave."""
+    """The job's own host ends the job, and no coordinator answers: all members have to save the same step and leave."""
 
     why: Why
 
@@ -253,7 +240,7 @@ class AtOnce(msgspec.Struct, frozen=True):
 
 
 class Cut(AtOnce, frozen=True):
-    """Leave every transfer of this generation and older ones."""
+    """Cut every transfer of this generation and older ones."""
 
     generation: int
 
@@ -265,7 +252,7 @@ class Tell(AtOnce, frozen=True):
 
 
 class Decided(AtOnce, frozen=True):
-    """A decision was taken here. first: the first one of a generation."""
+    """A decision was taken here. first: it is the first one of a generation."""
 
     key: Key
     generation: int
@@ -273,10 +260,13 @@ class Decided(AtOnce, frozen=True):
 
 
 class Shelve(AtOnce, frozen=True):
-    """Put what is held of the state at `position` on the shelf of a generation, for members that lack it; it stays as
-    it is until `Unshelve`. gathers: that belong to it. live: what of the present state is of that position, by stage;
-    else only what is kept is. The application's part of the present state is given as it was right after the update, be
-    the position a later one: whoever takes it does again what comes between."""
+    """Put the state at `position` on the shelf of a generation, for members that lack it; it stays unchanged until
+    `Unshelve`.
+
+    gathers: those that belong to it. live: blocks of the present state that are of that position, by stage; other
+    blocks come from snapshots. The user-loop state is the copy taken right after the update, even if the position is
+    a later one: the receiver repeats the gathers in between.
+    """
 
     generation: int
     position: Key
@@ -286,11 +276,11 @@ class Shelve(AtOnce, frozen=True):
 
 
 class Unshelve(AtOnce, frozen=True):
-    """Nobody asks for what is on the shelf any more."""
+    """No member needs the state on the shelf any more."""
 
 
 class OfferFeeds(AtOnce, frozen=True):
-    """Everybody who has asked to follow gets the state as it is now, and then the steps that follow."""
+    """Give every joiner that asked the state as it is now, and feed it the steps that follow."""
 
     position: Key
     records: Mapping[int, Record]
@@ -299,33 +289,31 @@ class OfferFeeds(AtOnce, frozen=True):
 
 
 class CutFeeds(AtOnce, frozen=True):
-    """The state jumps: who follows this worker has to begin anew."""
+    """The state jumps: joiners that follow this worker have to start over."""
 
 
 class CloseFeeds(AtOnce, frozen=True):
-    """This worker follows nobody any more."""
+    """This worker stops following its donors."""
 
 
 class EnteredPlan(AtOnce, frozen=True):
-    """All have settled: a generation goes on from here."""
+    """All members have settled: a generation goes on from here."""
 
     plan: Plan
     step: int
 
 
 class Invalidate(AtOnce, frozen=True):
-    """Checkpoints and snapshots of steps after `sound` count for nothing. first: this worker sees to what all share."""
+    """Checkpoints and snapshots of steps after `sound` are void. first: this worker deletes those that all share."""
 
     sound: int
     first: bool
 
 
 class Keep(AtOnce, frozen=True):
-    """Take a snapshot in memory of all stages held, as they are now, of this step, and copy some of other pools beside
-    it. `OthersKept` or `NotKept` says what came of it, `InMemory` what there is then.
-
-    sources, pieces: of others, as in `Fetch`.
-    """
+    """Take a snapshot in memory of all stages held, as they are now, of this step, and copy stages of other pools
+    beside it. `OthersKept` or `NotKept` reports the result, and `InMemory` the snapshots there are then. sources,
+    pieces: of the other pools' stages, as in `Fetch`."""
 
     plan: Plan
     step: int
@@ -334,21 +322,21 @@ class Keep(AtOnce, frozen=True):
 
 
 class RetireKept(AtOnce, frozen=True):
-    """All stages have a snapshot of this step: of older ones may go what no rule keeps. proven: up to which step states
-    are known to be right."""
+    """All stages have a snapshot of this step: drop older ones that no rule keeps. proven: the newest step whose
+    state is known to be right."""
 
     step: int
     proven: int
 
 
 class ForgetKept(AtOnce, frozen=True):
-    """Snapshots of steps after this one count for nothing, since these are done again."""
+    """Drop snapshots of steps after this one, which are repeated."""
 
     after: int
 
 
 class Skipped(AtOnce, frozen=True):
-    """A tier took nothing of a step. tell: it has not been told yet."""
+    """A tier saved nothing of a step. tell: this was not reported yet."""
 
     step: int
     why: Why
@@ -357,15 +345,16 @@ class Skipped(AtOnce, frozen=True):
 
 
 class DropLanes(AtOnce, frozen=True):
-    """The application has raised: what it was computing is dropped, and the state stands as after the last update."""
+    """The application has raised: drop the lane it was computing, so that the state is that after the last update."""
 
 
 class Save(AtOnce, frozen=True):
-    """Begin a checkpoint of the state as it is, that of this step. Where this worker is the job's leader, `PartsThere`
-    says when all has come that is to go into it, and `SaveEnded` what became of it.
+    """Begin a checkpoint of the present state, which is that of this step.
 
-    boundary: it does not follow directly upon the update, so the application may have learnt something since; then one
-    that is on disk already is not taken again. past: it is through with the step.
+    If this worker is the job's leader, `PartsThere` reports when all parts have come, and `SaveEnded` how the
+    checkpoint ended. boundary: it does not come right after the update, so the application's state may have changed
+    since; otherwise a checkpoint of this step that is already on disk is not repeated. past: the application is done
+    with the step.
     """
 
     plan: Plan
@@ -378,8 +367,8 @@ class Save(AtOnce, frozen=True):
 
 
 class AbandonSave(AtOnce, frozen=True):
-    """The checkpoint that is incomplete will never be complete. plan: of the generation that is the reason, if one is:
-    then what is still to be written of the own part is copied now."""
+    """The unfinished checkpoint will never be complete. plan: of the generation that is the reason, if one is: the
+    rest of this worker's own part is then copied now."""
 
     why: Why
     plan: Plan | None
@@ -393,25 +382,25 @@ class Answer(msgspec.Struct, frozen=True):
 
 
 class Arrived(Answer, frozen=True):
-    """To `JoinAsked`: this worker is a member, and its state is that of `step`."""
+    """To `JoinAsked`: this worker is a member, with the state of `step`."""
 
     step: int
 
 
 class Stepped(Answer, frozen=True):
-    """To `StepAsked`: the step has been applied here."""
+    """To `StepAsked`: the step has been applied."""
 
     step: int
 
 
 class EndsJob(Answer, frozen=True):
-    """To `StepAsked`: by the records of the step whose state this worker has, the job ends with that."""
+    """To `StepAsked`: the job ends with the step whose state this worker has, by that step's records."""
 
     reason: str
 
 
 class GatherDone(Answer, frozen=True):
-    """To `GatherAsked` and `SaveAsked`: the same at all; nothing once the job has ended."""
+    """To `GatherAsked` and `SaveAsked`: the same data for all members; None once the job has ended."""
 
     records: Mapping[int, Record] = {}
 
@@ -421,7 +410,7 @@ class Evaluated(Answer, frozen=True):
 
 
 class WentBack(Answer, frozen=True):
-    """To any ask: the state is that of another step now, be it a later one; the application goes on from there."""
+    """To any ask: the state is that of another step now, perhaps a later one; the application goes on from there."""
 
     step: int
 
@@ -431,11 +420,11 @@ class JobOver(Answer, frozen=True):
 
 
 class Released(Answer, frozen=True):
-    """To `HoldAsked`: nobody needs the state, or its time is over."""
+    """To `HoldAsked`: no worker needs this worker's state, or the time is up."""
 
 
 class Exit(Answer, frozen=True):
-    """To any ask: this worker ends. drained: it is not to come back. failed: the job has failed."""
+    """To any ask: this worker ends. drained: it will not come back. failed: the job has failed."""
 
     reason: str
     drained: bool = False
@@ -443,7 +432,7 @@ class Exit(Answer, frozen=True):
 
 
 class Outvoted(Answer, frozen=True):
-    """To any ask: this worker's state is not that of the others; it starts anew."""
+    """To any ask: this worker's state differs from that of the others; it restarts."""
 
     reason: str
     step: int
@@ -452,7 +441,7 @@ class Outvoted(Answer, frozen=True):
 
 
 class Refused(Answer, frozen=True):
-    """To any ask: what this worker has built is not what the others have."""
+    """To any ask: the initial state that this worker has built differs from that of the others."""
 
     reason: str
 
@@ -464,11 +453,11 @@ Effect = Operation | AtOnce | Answer | Release | Discard
 
 
 class DriverEvent(msgspec.Struct, frozen=True):
-    """Event of a driver."""
+    """Input of a driver."""
 
 
 class Heard(DriverEvent, frozen=True):
-    """A message of the coordinator. arrived_ns: monotonic, when it came to this process."""
+    """A message from the coordinator. arrived_ns: monotonic, when it came to this process."""
 
     message: wire.AnyMessage
     arrived_ns: int = 0
@@ -482,7 +471,7 @@ class Done(DriverEvent, frozen=True):
 
 
 class Aborted(DriverEvent, frozen=True):
-    """An operation was left. accused: members that something was expected from in vain."""
+    """An operation was cut or failed. accused: members from which data was expected in vain."""
 
     op: int
     accused: tuple[int, ...] = ()
@@ -490,8 +479,8 @@ class Aborted(DriverEvent, frozen=True):
 
 
 class Tainted(DriverEvent, frozen=True):
-    """An operation came upon something that must not be used, and all have to settle anew. torn: the state has been
-    written in part and cannot be mended here."""
+    """An operation found data that must not be used, and all members have to settle again. torn: the state was
+    partly overwritten and cannot be mended here."""
 
     op: int
     why: Why
@@ -503,18 +492,18 @@ class TimePassed(DriverEvent, frozen=True):
 
 
 class FollowerAsked(DriverEvent, frozen=True):
-    """Somebody wants to follow this worker, from its next step's beginning on."""
+    """A joiner wants to follow this worker from the start of its next step."""
 
 
 class InMemory(DriverEvent, frozen=True):
-    """Snapshots in this worker's memory. busy: the newest one is being copied by members of other pools."""
+    """Snapshots in this worker's memory. busy: members of other pools are still copying the newest one."""
 
     snapshots: Snapshots
     busy: bool = False
 
 
 class OthersKept(DriverEvent, frozen=True):
-    """The snapshots of other pools that are kept here are there, of a step; or cannot be had, since a donor is gone."""
+    """The snapshots of other pools that this worker keeps are here, of a step; or a donor is gone."""
 
     step: int
     done: bool
@@ -528,14 +517,15 @@ class NotKept(DriverEvent, frozen=True):
 
 
 class PartsThere(DriverEvent, frozen=True):
-    """A checkpoint is complete, or was given up: the next one may begin."""
+    """A checkpoint has all its parts, or was given up: the next one may begin."""
 
     step: int
 
 
 class SaveEnded(DriverEvent, frozen=True):
-    """A checkpoint is on disk, or will never be. reason: it was taken; or was not completed. where: it is. cost_s: what
-    one costs, if that is known by now. differs: there is none since members hold different states of the step."""
+    """A checkpoint is on disk, or will never be. reason: why it was taken, or was not completed. where: its place.
+    cost_s: time that a checkpoint costs, if that is known yet. differs: it failed because members hold different
+    states of the step."""
 
     step: int
     ok: bool
@@ -560,17 +550,17 @@ class StepAsked(Ask, frozen=True):
 
 
 class GatherAsked(Ask, frozen=True):
-    """The application wants everybody's data; each member asks for the same, in the same order."""
+    """The application wants data of all members; each member asks for the same, in the same order."""
 
     data: bytes
 
 
 class EvaluateAsked(Ask, frozen=True):
-    """The application wants `Evaluate` done in the present generation."""
+    """The application wants `Evaluate` in the present generation."""
 
 
 class EndAsked(Ask, frozen=True):
-    """The application is through with the last step. left: with an earlier one, after which it has left its loop; it
+    """The application is done with the last step. left: with an earlier step, after which it has left its loop; it
     may have begun the next one. states: as in `GatherPayload`, after the step `at`."""
 
     left: bool = False
@@ -579,16 +569,16 @@ class EndAsked(Ask, frozen=True):
 
 
 class HoldAsked(Ask, frozen=True):
-    """The application has raised. words: what to tell; until_ns: how long to stay."""
+    """The application has raised. words: message for the coordinator; until_ns: how long this worker stays."""
 
     words: wire.AnyMessage
     until_ns: int
 
 
 class SaveAsked(Ask, frozen=True):
-    """The application has evaluated, and a checkpoint may follow from what came of it; each member asks, in the same
-    order as it gathers. Answered as `GatherAsked`. stored: the best value by now according to what is on disk, if
-    anything is; from the job's leader alone."""
+    """The application has evaluated, and a checkpoint may follow from the result; each member asks, in the same
+    order as it gathers. Answered as `GatherAsked`. stored: the best value so far according to what is on disk, None
+    if nothing is; only from the job's leader."""
 
     metrics: Mapping[str, float]
     stored: float | None = None

@@ -1,6 +1,6 @@
-"""Output of a driver: effects in order, at most one operation, and messages that may have to be told again. Pure.
+"""Output of a driver: effects in order, at most one operation, and messages that may have to be repeated. Pure.
 
-And what its parts share: how long things took, and the gathers of the present step.
+Also what the driver's parts share: durations of a recovery's phases, and the gathers of the present step.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from everstep.protocol.step_types import Key, Record
 
 
 class Standing(msgspec.Struct, frozen=True):
-    """Words for a coordinator that has missed something: messages to repeat, and facts for the hello.
+    """Facts for a coordinator that has missed messages: messages to repeat, and facts for the hello.
 
-    step, stages: the state that it has all of. plan: the newest that it follows. prepared: generation of
-    the newest to which it may switch, 0 if there is none.
+    step, stages: the state that this worker has completely. plan: the newest plan that it follows. prepared:
+        generation of the newest plan that it may switch to, 0 if none.
     """
 
     step: int = 0
@@ -33,7 +33,7 @@ class Standing(msgspec.Struct, frozen=True):
 
 
 class Outbox:
-    """Collects effects while an event is handled. `operation`: the outstanding one."""
+    """Collects effects while an event is handled. operation: the outstanding one."""
 
     def __init__(self, me: WorkerKey) -> None:
         self.me = me
@@ -44,11 +44,11 @@ class Outbox:
         self._count = 0
 
     def put(self, effect: do.Effect) -> None:
-        """To be carried out at once."""
+        """Add an effect, which is carried out at once."""
         self._effects.append(effect)
 
     def start(self, make: type[do.Operation], generation: int, *args: Any) -> None:
-        """The next operation."""
+        """Start the next operation."""
         self._count += 1
         self.operation = make(self._count, generation, *args)
         self.times.begin()
@@ -62,15 +62,16 @@ class Outbox:
         return operation
 
     def tell(self, kind: Callable[..., wire.AnyMessage], *, lasting: bool = True, **fields: Any) -> None:
-        """Send to the coordinator in this worker's name. lasting: one that missed it has to hear it again."""
+        """Send a message to the coordinator in this worker's name. lasting: it is repeated to a coordinator that
+        missed it."""
         self.send(self.signed(kind, **fields), lasting=lasting)
 
     def signed(self, kind: Callable[..., wire.AnyMessage], **fields: Any) -> wire.AnyMessage:
-        """A message in this worker's name."""
+        """A message with this worker's key."""
         return kind(worker_id=self.me.worker_id, incarnation=self.me.incarnation, **fields)
 
     def send(self, message: wire.AnyMessage, *, lasting: bool = True) -> None:
-        """The same, of a message as it is."""
+        """Send a message as it is to the coordinator."""
         if lasting:
             self.standing = (*(m for m in self.standing if type(m) is not type(message)), message)
         self._effects.append(do.Tell(message))
@@ -80,13 +81,13 @@ class Outbox:
         self.standing = ()
 
     def drain(self) -> list[do.Effect]:
-        """All since the last time."""
+        """Effects since the last call."""
         effects, self._effects = self._effects, []
         return effects
 
 
 class Times:
-    """How long the parts of a recovery took; in ns, monotonic."""
+    """Durations of the phases of a recovery. Times are monotonic, in ns."""
 
     def __init__(self) -> None:
         self.now_ns = 0
@@ -99,7 +100,7 @@ class Times:
         self.now_ns = now_ns
 
     def plan_arrived(self, generation: int, arrived_ns: int) -> None:
-        """When the plan of a generation came to this process; another one, that is not taken, is no matter."""
+        """Note when the plan of a generation came to this process; a plan that is not taken does not count."""
         self._arrived = (generation, arrived_ns)
 
     def begin(self) -> None:
@@ -107,49 +108,49 @@ class Times:
         self._began_ns = self.now_ns
 
     def freed(self, generation: int) -> None:
-        """The work for the generation before this one has been left."""
+        """The work for the generation before this one has been cut."""
         arrived_in, arrived_ns = self._arrived
         if arrived_in == generation:
             self._phases_ms["unblock"] = (self.now_ns - arrived_ns) / 1e6
 
     def note(self, phase: str) -> None:
-        """The operation that has just ended was this phase."""
+        """Count the time of the operation that has just ended under this phase."""
         self._phases_ms[phase] = (self.now_ns - self._began_ns) / 1e6
 
     def taken(self) -> dict[str, float]:
-        """All since the last generation, in ms by phase."""
+        """Durations since the last generation, in ms by phase."""
         taken, self._phases_ms = self._phases_ms, {}
         return taken
 
 
 class Gathers:
-    """Records of the decisions of the present step, by key: what answers the application's gathers."""
+    """Records of the decisions of the present step, by key. They answer the application's gathers."""
 
     def __init__(self) -> None:
         self.known: dict[Key, Mapping[int, Record]] = {}
 
     def applied(self, number: int, records: Mapping[int, Record]) -> None:
-        """The state is that of this step, decided by these records (none if they are not known)."""
+        """A step was applied, decided by these records (empty if they are not known)."""
         self.known = {Key(number, 0): records} if records else {}
 
     def decided(self, key: Key, records: Mapping[int, Record]) -> None:
-        """A gather."""
+        """A gather was decided."""
         self.known = {k: v for k, v in self.known.items() if k.step == key.step}
         self.known[key] = records
 
     def copied(self, gathers: do.GatheredRecords) -> None:
-        """The state was copied, with these records."""
+        """The state was copied, together with these records."""
         self.known = dict(gathers)
 
     def up_to(self, position: Key, records: Mapping[int, Record]) -> do.GatheredRecords:
-        """For somebody who is given the state: with the one that was decided by these records, though the application
-        here may not have asked for it yet."""
+        """Records up to a position, for a worker that copies the state: they include that position's own, even if
+        the application here has not asked for it yet."""
         return {**self.known, position: records} if records else dict(self.known)
 
     def disagrees(self, key: Key) -> bool:
-        """Whether, at this decision, the loops of some members were over, and those of others were not."""
+        """Whether, at this decision, the loops of some members were over and those of others were not."""
         return len(ends(self.known.get(key, {}))) > 1
 
     def of_update(self, number: int) -> Mapping[int, Record]:
-        """By which the step itself was decided, if it is known."""
+        """Records of the decision of the step itself; empty if they are not known."""
         return self.known.get(Key(number, 0), {})

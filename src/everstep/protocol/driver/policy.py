@@ -1,7 +1,7 @@
-"""When checkpoints are taken, and which are kept: small objects that decide from what they are told.
+"""When checkpoints are taken, and which are kept: small objects that decide from the figures they are given. Pure.
 
-Pure: time and measurements are passed in. Only the job's leader asks what is due; everybody else is told through the
-records of the step, so that all of them take the same.
+Time and measurements are passed in. Only the job's leader asks what is due; the records of the step tell the others,
+so that all take the same.
 """
 
 from __future__ import annotations
@@ -17,21 +17,23 @@ from everstep.base.config_keys import CheckpointConfig, TierConfig
 Tier = Literal["memory", "disk", "object", "end", "compare"]
 TIERS: tuple[Tier, ...] = ("memory", "disk", "object")
 END: Tier = "end"
-"""Among the tiers of an agree record: the job ends with the checkpoint of that step."""
+"""A tier in an agree record: the job ends with the checkpoint of that step."""
 COMPARE: Tier = "compare"
-"""Likewise: all compare their states before the next step, since parts of a checkpoint were of different ones."""
+"""A tier in an agree record: all members compare their states before the next step, since parts of a checkpoint were
+of different states.
+"""
 
 LEAST_INTERVAL_S = 10.0
 MOST_INTERVAL_S = 3600.0
 MOST_COST = 0.02
-"""At most this share of the time goes into checkpoints, by the automatic interval."""
+"""Largest share of the time that goes into checkpoints, by the automatic interval."""
 _DEFAULT_MTBF_S = 4 * 3600.0
 _FIRST_S = 30.0
 
 
 @dataclass(frozen=True)
 class Due:
-    """The tiers that take a checkpoint after a step, and why. `END` among them: it is the last one."""
+    """The tiers that take a checkpoint after a step, and why. With `END` it is the last one."""
 
     tiers: tuple[Tier, ...] = ()
     reason: str = ""
@@ -43,18 +45,18 @@ class Due:
 
 @dataclass(frozen=True)
 class SaveInterval:
-    """Seconds between checkpoints, and how that came about."""
+    """Seconds between checkpoints, and the reason."""
 
     seconds: float
     reason: str
 
 
 def automatic_interval(cost_s: float | None, failures: int, elapsed_s: float, mtbf_s: float | None) -> SaveInterval:
-    """The interval at which the time lost to checkpoints and to work done again is least: sqrt(2 x cost x time between
+    """The interval that minimises the time lost to checkpoints and repeated work: sqrt(2 x cost x time between
     failures), clamped.
 
     cost_s: training time that one checkpoint takes, None before the first. failures: seen in elapsed_s. mtbf_s: the
-    configured time between failures, None to go by those seen (one in four hours is assumed beforehand).
+    configured time between failures, None to use those seen (one in four hours is assumed at first).
 
     Source: Young 1974; Daly, A higher order estimate of the optimum checkpoint interval, 2006, section 3.
     """
@@ -79,10 +81,11 @@ def automatic_interval(cost_s: float | None, failures: int, elapsed_s: float, mt
 
 @dataclass
 class SaveSchedule:
-    """Checkpoints that are due after each step, for the job's leader. Call `due` once per step, in order.
+    """Checkpoints that are due after each step, for the job's leader.
 
-    `wanted` are requests to be answered at the next step. memory_every: the memory tier's steps where it has no rule of
-    its own; 0: it is off then. cost_s: training time that the newest one on disk took; None before. failures: seen.
+    Call `due` once per step, in order. wanted: requests to be answered at the next step. memory_every: the memory
+    tier's steps if it has no rule of its own; 0: it is off then. cost_s: training time that the newest one on disk
+    took; None before. failures: seen.
     """
 
     config: CheckpointConfig
@@ -95,7 +98,7 @@ class SaveSchedule:
     _last_s: dict[Tier, float] = field(default_factory=dict)
 
     def active(self) -> tuple[Tier, ...]:
-        """The tiers that are used at all."""
+        """The tiers that are used."""
         return tuple(tier for tier in TIERS if tier != "object" or self.config.object.url)
 
     def ask_again(self, wanted: Sequence[Why]) -> None:
@@ -103,7 +106,7 @@ class SaveSchedule:
         self.wanted = list(wanted)
 
     def failed(self) -> None:
-        """A worker failed: the automatic interval goes by it."""
+        """A worker failed: the automatic interval takes it into account."""
         self.failures += 1
 
     def cost(self, cost_s: float) -> None:
@@ -116,7 +119,7 @@ class SaveSchedule:
             self.wanted.append(why)
 
     def suspect(self) -> None:
-        """Parts of a checkpoint were of different states: all are to compare theirs."""
+        """Parts of a checkpoint were of different states: all members have to compare theirs."""
         self._suspected = True
 
     def compared(self) -> None:
@@ -124,11 +127,11 @@ class SaveSchedule:
         self._suspected = False
 
     def with_comparison(self, due: Due) -> Due:
-        """The same, and a comparison if one is due."""
+        """The tiers, with a comparison if one is due."""
         return replace(due, tiers=(*due.tiers, COMPARE)) if self._suspected else due
 
     def interval(self, now_s: float) -> SaveInterval:
-        """Interval between checkpoints on disk where the config has no rule, as it is now, with its reason."""
+        """Present interval between checkpoints on disk if the config has no rule, with its reason."""
         if self.config.interval != "auto":
             return SaveInterval(self.config.interval, f"every {self.config.interval:g} s, as configured")
         minutes = self.config.mtbf_minutes
@@ -136,7 +139,7 @@ class SaveSchedule:
         return automatic_interval(self.cost_s, self.failures, elapsed_s, None if minutes is None else minutes * 60)
 
     def affordable(self, now_s: float) -> bool:
-        """Whether one more now would keep checkpoints within `MOST_COST` of the time since the last one on disk."""
+        """Whether another one now would keep checkpoints within `MOST_COST` of the time since the last one on disk."""
         last_s = self._last_s.get("disk")
         return self.cost_s is None or last_s is None or now_s - last_s >= self.cost_s / MOST_COST
 
@@ -174,7 +177,7 @@ class SaveSchedule:
         return self._taken(now_s, tuple(t for t in TIERS if t in reasons), _said(reasons))
 
     def last(self, why: Why) -> Due:
-        """Checkpoints that are due where the job ends after a step."""
+        """Checkpoints that are due if the job ends after a step."""
         return Due((END, *self._stored()), why.reason, why.cause)
 
     def _stored(self) -> tuple[Tier, ...]:
@@ -187,7 +190,7 @@ class SaveSchedule:
 
 
 def _said(reasons: Mapping[Tier, str]) -> str:
-    """The reasons of all tiers as one; each with its tiers, where they differ."""
+    """The reasons of all tiers as one; each with its tiers, if they differ."""
     tiers: dict[str, list[str]] = {}
     for tier in TIERS:
         if tier in reasons:
@@ -207,12 +210,10 @@ def kept(
     proven: int = 0,
     strange: Collection[int] = (),
 ) -> dict[int, str]:
-    """The steps of checkpoints that stay, each with the reason; the newest one always does.
-
-    scores: the metric by step, where it was evaluated (NaN counts as the worst). proven: the newest step whose state is
-    known to be right: should a later one turn out wrong, the newest checkpoint up to that step is what is left.
-    strange: the steps whose state is not finite.
-    """
+    """The steps of checkpoints to keep, each with the reason; the newest one always stays. scores: the metric by
+    step, if it was evaluated (NaN counts as the worst). proven: the newest step whose state is known to be right:
+    the newest checkpoint up to it remains if a later one turns out wrong. strange: the steps whose state is not
+    finite."""
     ordered = sorted(set(steps), reverse=True)
     reasons: dict[int, str] = {}
     for step in ordered[: max(1, rule.keep_last)]:
@@ -232,7 +233,7 @@ def kept(
 
 
 def best_of(steps: Iterable[int], scores: Mapping[int, float], best_mode: str) -> list[int]:
-    """The steps that have a score, the best first; of equal ones the earlier."""
+    """Steps with a score, the best first; on a tie the earlier."""
     sign = -1.0 if best_mode == "max" else 1.0
     judged = [step for step in steps if step in scores and not math.isnan(scores[step])]
     return sorted(judged, key=lambda step: (sign * scores[step], step))

@@ -1,13 +1,12 @@
-"""Whether members compute the same: what they say of lanes that several have computed, and what follows. Pure.
+"""Whether members compute the same: their results for lanes that several have computed, and what follows. Pure.
 
-Digests of states cannot see that a member computes from other code or data, or with a damaged device: all add the same
-wrong gradient. So some lanes are computed twice (`placement.probes`), and both say in their records of that step what
-went into each part of the model and what came out. All judge the same records, so all come to the same, before anything
-is applied. What differs first shows who is to be compared: the rest follows from it.
-
-Nobody is blamed for what differs once: a member may have computed its lanes before its state changed by itself, and a
-new one have copied the state since. So all compute the lane once more from what they hold now. If it is the older
-member that says something else then, its state, of which the new one's is a copy, is in doubt.
+Digests of states cannot show that a member computes with other code or data, or with a damaged device: all members
+add up the same wrong gradient. So some lanes are computed twice (`placement.probes`), and both members put the
+digests of inputs and outputs of each part of the model into their records of that step. All judge the same records,
+so all reach the same verdict before anything is applied. The first difference shows which members to compare; later
+ones follow from it. A first difference blames nobody: a member may have computed its lanes before its state changed
+by itself, and a new one may have copied the state since. So all compute the lane again from the states that they
+hold now. If the older member's result then changes, its state, of which the new one's is a copy, is in doubt.
 """
 
 from __future__ import annotations
@@ -35,10 +34,12 @@ _SHOWN = 12
 
 @dataclass(frozen=True)
 class ProbeVerdict:
-    """Members computed a lane otherwise. odd: those who are wrong; none if nobody knows who is. workers: all who said
-    what it gives. sound: the last step up to which nobody had differed, as far as lanes were compared. ends: nobody
-    will know; changed: the state that new members have copied may be another one than before; else the step is done
-    again, and all compute that lane where nobody is odd."""
+    """Members got different results for a lane.
+
+    odd: those that are wrong; empty if unknown. workers: all that stated a result. sound: the last step up to which
+    compared lanes gave no difference. ends: it will stay unknown; changed: the state that new members have copied
+    may have changed before; otherwise the step is repeated, and if odd is empty all compute that lane.
+    """
 
     lane: int
     workers: tuple[int, ...]
@@ -64,7 +65,8 @@ class Probing:
         self._split = self._single = False
 
     def entered(self, plan: Plan, holdings: Mapping[int, Holding], at: int) -> None:
-        """A generation has settled, to go on from step `at`. Who was not there when members differed learns of it."""
+        """A generation has settled, and goes on from step `at`. Members that were not there learn of earlier
+        differences."""
         self._at, self._sound = at, min(self._sound, at)
         self._plan = plan
         self._single = len(alone(plan)) == plan.stages
@@ -73,19 +75,19 @@ class Probing:
         self.doubt = max((holdings[i].doubt for i in sorted(holdings)), key=lambda d: (d.step, d.lane, d.part))
 
     def void(self, plan: Plan) -> bool:
-        """Whether nothing that was computed of the present step counts in this plan: of a split model, others have
-        computed it from what somebody gave them who has gone before anybody compared it."""
+        """Whether all results for the present step are void in this plan: in a split model, others computed them
+        from inputs of a member that left before anybody compared them."""
         before = self._plan
         if before is None or not self._split:
             return False
         return any(m.worker_id in self._unproven and not plan.has(m.key) for m in before.members)
 
     def proven(self, number: int) -> int:
-        """The last step up to this one (up to which states were alike) by which members are known to compute alike."""
+        """The newest step, up to `number`, by which members are known to compute alike."""
         return min(self._sound, number) if (self._rule.every or self._rule.share) and not self._single else number
 
     def forget(self) -> None:
-        """Members that computed otherwise did so from other states."""
+        """Members that computed differently did so from other states."""
         self.doubt = Doubt()
 
     def trials(self, step: int, plan: Plan | None) -> tuple[Trial, ...]:
@@ -96,7 +98,7 @@ class Probing:
         return once_more(plan, self.doubt.lane) if doubted else probes(plan, step, self._rule, self._unproven)
 
     def judge(self, outcome: StepOutcome, me: int) -> ProbeVerdict | None:
-        """Verdict from the records of a step; None if nobody differs."""
+        """Verdict from the records of a step; None if no results differ."""
         said = dict(outcome.probes)
         doubt = self.doubt
         if doubt.step == outcome.step:  # what those said who have gone still counts
@@ -150,8 +152,8 @@ class Probing:
         return ProbeVerdict(lane, tuple(sorted(of)), odd, f"{who} {does} ({values}){later}", self._sound, ends)
 
     def _changed(self, outcome: StepOutcome) -> ProbeVerdict | None:
-        """All agree by now. None unless that is so since older members, whom new ones differed from, get something else
-        from the same than at first."""
+        """All members agree now. None unless older members, which new ones differed from, get another result from
+        the same input than at first."""
         doubt = self.doubt
         now = outcome.probes.get((doubt.lane, doubt.part), {})
         changed = {worker for worker, one in doubt.said.items() if _otherwise(one, now.get(worker, one))}
@@ -177,24 +179,25 @@ def _does(verb: str, how_many: int) -> str:
 
 
 class LanesGiven:
-    """Results at this worker of lanes that several members compute, of one step."""
+    """This worker's results for lanes of one step that several members compute."""
 
     def __init__(self) -> None:
         self._step = 0
         self._said: dict[int, dict[int, LaneSaid]] = {}  # by lane and part of the model
 
     def note(self, step: int, lane: int, part: int, said: LaneSaid) -> str:
-        """Returns what has come out otherwise than when it was computed here before, from the same; "" if nothing."""
+        """Note results. Returns those that differ from this worker's earlier results for the same input; "" if none
+        do."""
         if self._step != step:
             self._step, self._said = step, {}
         return _otherwise(self._said.setdefault(lane, {}).setdefault(part, said), said)
 
     def has(self, step: int, lane: int) -> bool:
-        """Whether it is known what the lane gives."""
+        """Whether the lane's results are known."""
         return self._step == step and lane in self._said
 
     def of(self, step: int, parts: Collection[int]) -> dict[int, dict[int, LaneSaid]]:
-        """Results to be told of these parts of the model, by lane and part."""
+        """Results to state about these parts of the model, by lane and part."""
         known = self._said if self._step == step else {}
         found = {lane: {part: one for part, one in said.items() if part in parts} for lane, said in known.items()}
         return {lane: said for lane, said in found.items() if said}
@@ -215,7 +218,7 @@ def _otherwise(first: LaneSaid, now: LaneSaid) -> str:
 
 
 def _first_difference(said: Mapping[tuple[int, int], Mapping[int, LaneSaid]]) -> tuple[int, int, str] | None:
-    """Lane, part and what of it: the first, in the order in which a lane is computed, in which members differ."""
+    """Lane, part and name of the first result, in order of computation, in which members differ."""
     for lane in sorted({lane for lane, _ in said}):
         parts = sorted(part for at, part in said if at == lane)
         order = [(part, what) for part in parts for what in _FORWARD]

@@ -1,8 +1,7 @@
-"""Contents of the records of decisions, and the conclusions from them.
+"""Contents of the records of decisions, and the conclusions from them. Pure.
 
-Apart because both halves must agree to the bit: a conclusion is a function of the records alone, folded in lane order.
-What follows from states that are not alike is in `comparing`.
-Pure.
+Apart because all members must conclude the same to the bit: a conclusion is a function of the records alone, folded
+in lane order. `comparing` draws conclusions from states that differ.
 """
 
 from __future__ import annotations
@@ -31,12 +30,14 @@ SETTINGS = (
     "attributes of modules",
     "running statistics",
 )
-"""How a model is set; each has `SETTING_BYTES` in the digests of a record, the last none where a model has none."""
+"""Settings of a model; each has `SETTING_BYTES` in the digests of a record, except the last for a model without
+them.
+"""
 SETTING_BYTES = 4
 
 
 class LaneReport(msgspec.Struct, frozen=True, array_like=True):
-    """One lane as computed: `loss` is the sum over its samples in units of `weight`; `use`: digest of its samples."""
+    """One computed lane. loss: sum over its samples in units of `weight`; use: digest of its samples."""
 
     lane: int
     loss: float
@@ -96,14 +97,15 @@ class AgreePayload(msgspec.Struct, frozen=True, array_like=True):
     nonfinite: int = 0
 
     def stamped(self, committed_unix_ns: int, kept: int, due: Due, saved: int = 0, nonfinite: int = 0) -> AgreePayload:
-        """The same, saying when the step before was committed, what is kept, due and saved, and what was not finite."""
+        """The same payload with: time of the step before's commit, newest kept step, due tiers, newest saved step,
+        and non-finite steps."""
         said = {"save": (tuple(due.tiers), due.reason), "save_cause": due.cause, "saved": saved, "nonfinite": nonfinite}
         return msgspec.structs.replace(self, committed_unix_ns=committed_unix_ns, kept=kept, **said)
 
 
 class GatherPayload(msgspec.Struct, frozen=True, array_like=True):
-    """A worker's part of a gather after a step; `data` belongs to whoever asked for it. ends: its loop is over.
-    states: then, of the state that this worker holds (of each section the digests alone)."""
+    """A worker's part of a gather after a step. data: the application's. ends: its loop is over. states: then,
+    statements about the state that this worker holds (only digests in each section)."""
 
     data: bytes
     committed_unix_ns: int
@@ -113,15 +115,15 @@ class GatherPayload(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """Outcome of a step by its records: the same at every worker.
+    """Outcome of a step by its records, the same at every worker.
 
-    workers: who computed each lane (at the last stage). loss: mean over the global weight. weight: of the global batch.
-    sumsq: sum of squares of the whole model's unnormalised gradient, NaN without norms.
-    buffers: by stage, for every worker there its encoded reports, one per part. digests: of the state before
-    the step, by stage and worker, where they were due; ties: those of the copies of each parameter that several stages
-    hold, and of how the model is set where that differs, by name and (stage, worker). kept: the newest step that
-    is in memory in all stages. save, save_cause, saved: as in `AgreePayload`. probes: by lane and part of the model
-    what the members got that computed it, by worker. nonfinite: what follows from what is not finite.
+    workers: the worker that computed each lane (at the last stage). loss: mean over the global weight. weight: of
+    the global batch. sumsq: sum of squares of the whole model's unnormalised gradient, NaN without norms. buffers:
+    by stage, the encoded reports of every worker there, one per part. digests: of the state before the step, by
+    stage and worker, if they were due; ties: digests of the copies of each parameter that several stages hold, and
+    of model settings that differ, by name and (stage, worker). kept: the newest step whose snapshots are in memory
+    in all stages. save, save_cause, saved: as in `AgreePayload`. probes: by lane and part of the model, the results
+    of the members that computed it, by worker. nonfinite: the verdict on values that are not finite.
     """
 
     step: int
@@ -142,17 +144,17 @@ class StepOutcome:
 
     @property
     def samples(self) -> int:
-        """How many were used."""
+        """Number of samples used."""
         return sum(report.count for report in self.lanes)
 
     @property
     def compares(self) -> bool:
-        """Whether all compare their states before the next step."""
+        """Whether all members compare their states before the next step."""
         return COMPARE in self.save[0]
 
     @property
     def ends(self) -> bool:
-        """Whether all save this step and leave."""
+        """Whether all members save this step and leave."""
         return END in self.save[0]
 
 
@@ -168,10 +170,8 @@ def encode(said: AgreePayload | GatherPayload | Record | Mapping[int, Record]) -
 
 
 def conclude(step: int, n_lanes: int, records: Mapping[int, Record], rule: NonfiniteRule = APPLIED) -> StepOutcome:
-    """Fold the records of one agree, in lane and block order, and judge by the rule what is not finite.
-
-    Raises: ProtocolError, InvariantViolation if they are not those of a step.
-    """
+    """Fold the records of one agree, in lane and block order, and judge values that are not finite by the rule.
+    Raises: ProtocolError, InvariantViolation if they are not the records of the step."""
     payloads = {worker_id: _decoded(_agree, records[worker_id].payload) for worker_id in sorted(records)}
     named = [section.stage for payload in payloads.values() for section in payload.sections]
     stages = 1 + max(named, default=-1)
@@ -241,12 +241,12 @@ def _ties(sections: Sequence[Mapping[int, StageSection]]) -> dict[str, dict[tupl
 
 
 def segment_name(stage: int, number: int) -> str:
-    """Name under which the holders of a segment of the optimizer's state tell its digest."""
+    """Name under which the holders of a segment of the optimizer's state state its digest."""
     return f"{_SEGMENT}{number} of stage {stage}"
 
 
 def copy_of(name: str) -> str:
-    """What has several copies that are to be alike, for people."""
+    """Words for a state that has several copies."""
     return f"the optimizer's state, {name}," if name.startswith(_SEGMENT) else f"the tied parameter {name}"
 
 
@@ -254,7 +254,7 @@ _SEGMENT = "segment "
 
 
 def _settings(stage: int, said: Mapping[int, bytes]) -> dict[str, dict[tuple[int, int], str]]:
-    """By name of what differs, where something does."""
+    """Settings that differ, by name; empty if none do."""
     found = {}
     for k, label in enumerate(SETTINGS if len(set(said.values())) > 1 else ()):
         at = slice(k * SETTING_BYTES, (k + 1) * SETTING_BYTES)
@@ -263,7 +263,7 @@ def _settings(stage: int, said: Mapping[int, bytes]) -> dict[str, dict[tuple[int
 
 
 def _sumsq(stages: Sequence[Mapping[int, StageSection]]) -> float:
-    """The same two sums, each exact, however many stages there are."""
+    """Sum over all stages, exact for any number of them."""
     values: list[float] = []
     ties: list[float] = []
     for stage in stages:
@@ -286,7 +286,7 @@ def _sumsq(stages: Sequence[Mapping[int, StageSection]]) -> float:
 
 
 def committed_unix_ns(records: Mapping[int, Record], is_agree: bool) -> int:
-    """When the first worker committed the step before this decision; 0 if nobody said."""
+    """When the first worker committed the step before this decision; 0 if unknown."""
     payloads = [records[w].payload for w in sorted(records)]
     times = [(_decoded(_agree, p) if is_agree else _decoded(_gather, p)).committed_unix_ns for p in payloads]
     return min((t for t in times if t), default=0)
@@ -298,12 +298,12 @@ def last_states(records: Mapping[int, Record]) -> dict[int, list[StageSection]]:
 
 
 def gathered(records: Mapping[int, Record]) -> dict[int, bytes]:
-    """The data of a gather by worker id."""
+    """Data of a gather by worker id."""
     return {w: _decoded(_gather, records[w].payload).data for w in sorted(records)}
 
 
 def ends(records: Mapping[int, Record]) -> set[bool]:
-    """Whether the members' loops are over, by the records of a gather; both values if they do not agree."""
+    """Whether the members' loops are over, by the records of a gather; both values if they disagree."""
     return {_decoded(_gather, record.payload).ends for record in records.values()}
 
 
@@ -337,7 +337,7 @@ _T = TypeVar("_T")
 
 
 def _decoded(decoder: msgspec.msgpack.Decoder[_T], data: bytes) -> _T:
-    """Raises: ProtocolError if that is not what members send each other."""
+    """Raises: ProtocolError if this is not a member's message."""
     try:
         return decoder.decode(data)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
@@ -355,7 +355,7 @@ def decode_records(data: bytes) -> dict[int, Record]:
 
 
 def encode_holding(holding: Holding) -> bytes:
-    """For the exchange in which members settle."""
+    """A holding for the exchange in which members settle."""
     alike = {name: getattr(holding, name) for name in _ALIKE}
     alike |= {name: {k: there.encoded() for k, there in getattr(holding, name).items()} for name in _BLOCKS}
     alike["standing"] = holding.fresh, holding.proven, holding.doubt if holding.doubt.step else None
@@ -363,7 +363,7 @@ def encode_holding(holding: Holding) -> bytes:
 
 
 def decode_holding(data: bytes) -> Holding:
-    """Inverse of `encode_holding`. Raises: ProtocolError if it is none."""
+    """Inverse of `encode_holding`. Raises: ProtocolError if this is none."""
     held = _decoded(_held, data)
     try:
         blocks = {name: {k: Extents.decoded(c) for k, c in getattr(held, name).items()} for name in _BLOCKS}

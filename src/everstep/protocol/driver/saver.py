@@ -1,8 +1,8 @@
-"""Which checkpoints and snapshots are taken, given up and let go, and what is told of them. Pure.
+"""Checkpoints and snapshots: which are taken, given up and dropped, and how they are reported. Pure.
 
-The job's leader decides what is due and says so in its agree record, so that all workers begin the same one right after
-that update. At a boundary that all have come to (an evaluation, the end, a plan that says so) they begin a checkpoint
-without that.
+The job's leader decides which are due and says so in its agree record, so that all workers begin the same one right
+after that update. At a boundary that all have reached (an evaluation, the end, a plan that says so) they begin a
+checkpoint without that.
 """
 
 from __future__ import annotations
@@ -28,14 +28,17 @@ from everstep.protocol.step_machine import StepMachine
 from everstep.protocol.step_types import Key, Record, Snapshots, SnapshotsKept
 
 GIVE_UP_S = 300.0
-"""So long the next checkpoint waits for one of which parts are lacking."""
+"""Time that the next checkpoint waits for an earlier one that lacks parts."""
 
 
 @dataclass(frozen=True)
 class SavingRules:
-    """Settings of a saver. on: there is somewhere to put checkpoints. memory_every: steps between snapshots in memory
-    where the rule says nothing of them; 0: none then. eval_every: steps between evaluations; 0: none. epoch_ends:
-    whether a step is the last one of an epoch, but not of the job."""
+    """Settings of a saver.
+
+    on: there is a place for checkpoints. memory_every: steps between snapshots in memory if the config has no rule
+    for them; 0: none. eval_every: steps between evaluations; 0: none. epoch_ends: whether a step is the last one of
+    an epoch, but not of the job.
+    """
 
     rule: CheckpointConfig = field(default_factory=CheckpointConfig)
     on: bool = False
@@ -45,14 +48,14 @@ class SavingRules:
 
     @property
     def judges(self) -> bool:
-        """Whether evaluations say how good a checkpoint is."""
+        """Whether evaluations rank checkpoints."""
         rule = self.rule
         return rule.best_metric is not None and bool(rule.disk.keep_best or rule.object.keep_best)
 
 
 class Saver:
     """One worker's part in the job's checkpoints. ending: whether the job ends with the next one. newest: the newest
-    step whose checkpoint was completed here, of parts that were of one state; 0 once that step is to be done again."""
+    step whose checkpoint was completed here, from parts of one state; 0 once that step has to be repeated."""
 
     def __init__(self, machine: StepMachine, out: Outbox, gathers: Gathers, config: SavingRules) -> None:
         self.ending = EndAlone()
@@ -83,15 +86,15 @@ class Saver:
     # ---- the job's leader: what is due
 
     def request(self, why: Why) -> None:
-        """One more, after the present step; what becomes of it is told to the coordinator."""
+        """Request a checkpoint after the present step; its outcome is reported to the coordinator."""
         if self.on:
             self._schedule.request(why)
         else:
             self._tell(0, False, "", "checkpoint.enabled is false: this job takes none")
 
     def due(self, number: int) -> Due:
-        """For the agree record of a step: what is due after it, if this is the job's leader, or knows that the job is
-        to end. The same each time it is asked, but for that."""
+        """For the agree record of a step: the tiers that are due after it, if this is the job's leader, or this
+        worker knows that the job will end. Repeated calls give the same, apart from that."""
         if self.ending.asked is not None:
             return self._schedule.last(self.ending.asked)
         if not self._is_main:
@@ -118,7 +121,7 @@ class Saver:
         return due
 
     def _give_up_slow(self, number: int) -> bool:
-        """Whether the one before is no longer waited for."""
+        """Whether the earlier checkpoint is no longer waited for."""
         step, since_ns = self._incomplete or (0, 0)
         waited_s = (self._out.times.now_ns - since_ns) / 1e9
         if waited_s > GIVE_UP_S:
@@ -131,7 +134,8 @@ class Saver:
     # ---- all: taking one
 
     def updated(self, outcome: StepOutcome, records: Mapping[int, Record], *, whole: bool = True) -> None:
-        """The state is that of this step, and the application has not gone on yet. whole: its share of it is there."""
+        """The step has been applied, and the application has not gone on yet. whole: this worker's share of it is
+        here."""
         self.ending.decided(outcome)
         if outcome.compares:
             self._schedule.compared()
@@ -141,10 +145,8 @@ class Saver:
             self._out.put(self._begin(Key(outcome.step, 0), due, records))
 
     def boundary(self, why: Why, *, past: bool, metrics: Mapping[str, float] | None = None) -> Save | None:
-        """One of the state as it is, in which all members are; each of them calls this. None: not now, or it has begun.
-
-        past: the application is through with the step.
-        """
+        """A checkpoint of the present state, in which all members are; each of them calls this. None: not now, or it
+        has begun already. past: the application is done with the step."""
         number = self._machine.position.step
         if not self.on or not number or not self._machine.settled or self._begun == number:
             return None
@@ -161,7 +163,8 @@ class Saver:
     # ---- giving one up
 
     def regroup(self, plan: Plan) -> None:
-        """Another generation: one in progress can still be completed if its writers and its main are all there."""
+        """A new generation: a checkpoint in progress can still be completed if its writers and its leader are all
+        members."""
         before = self._plan
         if before is None:
             return
@@ -173,8 +176,8 @@ class Saver:
             self._give_up(Why(Cause.REGROUPED, "the leader changed"), plan)
 
     def entered(self, positions: Mapping[int, Key]) -> None:
-        """All have settled; `positions`: where each had been. Whoever was behind one that had begun came to its step
-        while all settled, and has begun nothing."""
+        """All have settled. positions: where each had been. A member that was behind a checkpoint's step reached it
+        while all settled, and has not begun the checkpoint."""
         if self.newest > self._machine.position.step:
             self.newest = 0
         writers = () if self._plan is None else self._plan.worker_ids
@@ -189,7 +192,7 @@ class Saver:
         self._out.put(AbandonSave(why, plan))
 
     def invalidated(self) -> None:
-        """States of later steps count for nothing, nor does what was saved of them."""
+        """States of later steps are void, and so are their checkpoints."""
         self._plan, self._begun, self._incomplete = None, 0, None
         self._best = self._deferred = None
         self.newest = 0
@@ -197,7 +200,7 @@ class Saver:
     # ---- what became of it
 
     def parts_there(self, event: PartsThere) -> None:
-        """Nothing of it is waited for any more."""
+        """All parts of the checkpoint are here, or it was given up."""
         if self._incomplete is not None and self._incomplete[0] == event.step:
             self._incomplete = None
 
@@ -215,7 +218,7 @@ class Saver:
             self._tell(event.step, event.ok, event.where, event.reason)
 
     def last(self, operation: do.SaveLast, where: str) -> None:
-        """One was asked for by a plan. where: it is; empty if it was not completed."""
+        """The checkpoint that a plan asked for has ended. where: its place; "" if it was not completed."""
         if operation.plan.leader(0) != self._machine.me.worker_id:
             return
         number = operation.step
@@ -233,7 +236,7 @@ class Saver:
     # ---- evaluations
 
     def verdict(self, event: SaveAsked) -> bytes:
-        """After an evaluation: what the job's leader says of it to all; empty if it is no reason for a checkpoint."""
+        """After an evaluation: the job's leader's verdict for all members; empty if no checkpoint follows."""
         rule = self._config.rule
         if not self._is_main or rule.best_metric is None:
             return b""
@@ -246,7 +249,7 @@ class Saver:
         return b"" if why is None else msgspec.json.encode(why)
 
     def judged(self, event: SaveAsked, records: Mapping[int, Record], *, past: bool) -> None:
-        """All know what the job's leader says."""
+        """All members know the leader's verdict."""
         said = next((data for _, data in sorted(gathered(records).items()) if data), b"")
         save = self.boundary(msgspec.json.decode(said, type=Why), past=past, metrics=event.metrics) if said else None
         if save is not None:
@@ -254,7 +257,7 @@ class Saver:
 
 
 def _memory_alone(config: SavingRules, number: int) -> Due:
-    """Snapshots in memory are what makes up for a pool that is lost, where nothing is on disk."""
+    """The memory tier's snapshot alone: it replaces a lost pool's state that is not on disk."""
     every = config.memory_every and (config.rule.memory.every_steps or config.memory_every)
     return Due(("memory",), f"every {every} steps") if every and number % every == 0 else Due()
 
@@ -266,11 +269,10 @@ def _memory_of(due: Due) -> Due:
 class Keeper:
     """One worker's snapshots in memory, for pools that die as a whole.
 
-    Taken right after an update, by all members alike, when the job's leader's record of the step says so; a member of
+    All members alike take one right after an update, if the job's leader's record of the step says so; a member of
     another pool copies that of each stage. A snapshot is stated only once its step has been released, so that going
-    to it skips no effect; the newest that is complete in all stages stays until a newer one is.
-
-    proven: after so many steps, the newest whose state is known to be right.
+    to it skips no effect. The newest snapshot that is complete in all stages stays until a newer one is. proven:
+    gives the newest step, up to a step, whose state is known to be right.
     """
 
     def __init__(self, machine: StepMachine, out: Outbox, proven: Callable[[int], int]) -> None:
@@ -287,17 +289,18 @@ class Keeper:
 
     @property
     def complete(self) -> int:
-        """The newest step of which all that this worker is to do has been done; 0 if it is not done yet."""
+        """The newest step whose snapshots this worker has kept and copied completely; 0 while some are missing."""
         return self._begun if self._copied == self._begun else 0
 
     def records_of(self, number: int) -> Mapping[int, Record]:
-        """Records of the decision of a step that has a snapshot; empty if they are not known."""
+        """Records of the decision of a step that has a snapshot; empty if unknown."""
         return self._records.get(number, {})
 
     # ---- around an update
 
     def updated(self, outcome: StepOutcome, records: Mapping[int, Record], *, whole: bool = True) -> None:
-        """The state is that of this step, and the application has not gone on yet. whole: its share of it is there."""
+        """The step has been applied, and the application has not gone on yet. whole: this worker's share of it is
+        here."""
         if outcome.kept:
             self._out.put(do.RetireKept(outcome.kept, self._proven(outcome.kept)))
             there = {number for _, number in self._there}
@@ -336,19 +339,19 @@ class Keeper:
             self._skipping &= not event.done
 
     def there(self, event: do.InMemory) -> Iterable[SnapshotsKept]:
-        """What is held here has changed."""
+        """The snapshots held here have changed."""
         self._there, self._busy = event.snapshots, event.busy
         if self.complete:
             self._skipping &= not any(n == self.complete and there.whole for (_, n), there in event.snapshots.items())
         return self._state()
 
     def released(self, number: int) -> Iterable[SnapshotsKept]:
-        """All members have gone beyond this step."""
+        """All members have decided a step beyond this one."""
         self._released = max(self._released, number)
         return self._state()
 
     def went_back(self, number: int) -> Iterable[SnapshotsKept]:
-        """Steps after this one are done again."""
+        """The job went back: steps after this one are repeated."""
         self._out.put(do.ForgetKept(number))
         self._there = {key: part for key, part in self._there.items() if key[1] <= number}
         self._records = {n: r for n, r in self._records.items() if n <= number}
@@ -367,8 +370,8 @@ class Keeper:
 
 
 def keeps_for(plan: Plan, stage: int) -> int | None:
-    """Worker id of the keeper of a stage for its pool: the one of the pools that follow that would die with the fewest
-    of it, the widest domains first; of equals the first one; None if nobody is outside."""
+    """Worker id of the keeper of a stage for its pool, from the pools after it: the worker that would die with the
+    fewest of the pool, the widest domains first; on a tie the first one; None if there is no other pool."""
     inside = {seat.worker_id for seat in plan.pool(stage)}
     following = [seat.worker_id for k in range(1, plan.stages) for seat in plan.pool((stage + k) % plan.stages)]
     domains = {member.worker_id: member.all_domains for member in plan.members}

@@ -29,7 +29,7 @@ SETTLE = Tag("settle", 0, 0)
 
 
 class Settler:
-    """From a plan to the moment at which all go on in it."""
+    """Takes a worker from a new plan to the moment at which all members go on in it."""
 
     def __init__(
         self,
@@ -67,12 +67,12 @@ class Settler:
     # ---- regroup
 
     def leave(self, generation: int) -> None:
-        """A generation is over."""
+        """Cut the transfers of a generation that is over."""
         self._out.put(do.Cut(generation))
         self.unshelve()
 
     def open(self, plan: Plan) -> None:
-        """Meet the members."""
+        """Start the operation in which the members of the plan meet."""
         machine = self._machine
         self._out.times.freed(plan.generation)
         self._comparing.learn(plan)
@@ -84,14 +84,14 @@ class Settler:
         self._out.start(do.Open, machine.generation, plan, machine.step + 1, disk, limit)
 
     def opened(self, operation: do.Open, result: do.Opened) -> Iterable[step.StepEvent]:
-        """All are there."""
+        """All members are connected."""
         self._out.times.note("regroup")
         self._disk = result.disk
         self._first.begin(result.built)
         return [step.LanesLost(operation.step, result.lost)]
 
     def state_holding(self) -> None:
-        """Tell the members what is held, and hear it of them."""
+        """Start the exchange in which every member states what it holds."""
         first = self._first
         holding = replace(self._machine.holding(), disk=self._disk, first=first.agreed, built=first.built)
         probing = self._probing
@@ -99,7 +99,7 @@ class Settler:
         self._out.start(do.Exchange, self._machine.generation, SETTLE, encode_holding(holding))
 
     def all_stated(self, operation: do.Exchange, payloads: Mapping[int, bytes]) -> Iterable[step.StepEvent]:
-        """Everybody has said what it holds."""
+        """All members have stated what they hold: work out where everyone goes on."""
         self._out.times.note("settle")
         self._stated = {worker_id: decode_holding(payloads[worker_id]) for worker_id in sorted(payloads)}
         plan = self._machine.current_plan()
@@ -110,7 +110,7 @@ class Settler:
         forgotten = self._keeper.went_back(settled.target.step) if settled.back else ()
         return [*forgotten, *(step.HoldingArrived(operation.generation, w, h) for w, h in self._stated.items())]
 
-    def anew(
+    def settle_again(
         self,
         why: Why,
         tainted: int = 0,
@@ -120,8 +120,8 @@ class Settler:
         drift: bool = False,
         probe: ProbeVerdict | None = None,
     ) -> None:
-        """What was stated does not do; what the machine holds for sound is told. tainted, decided_in, odd, drift: as in
-        `SettleAgain`."""
+        """Tell the coordinator that what was stated is wrong, and which states are still sound. tainted, decided_in,
+        odd, drift: as in `SettleAgain`."""
         told: dict[str, Any] = {}
         if probe is not None:
             told = {"lane": probe.lane, "workers": list(probe.workers), "ends": probe.ends}
@@ -144,16 +144,16 @@ class Settler:
         )
 
     def lacks(self, event: step.BlocksLost) -> None:
-        """Blocks are gone: all settle anew, for that repairs them."""
-        self.anew(Why(Cause.CORRUPT, f"it has lost blocks of stage {event.stage} ({event.extents})"))
+        """Blocks of the state are gone: all members settle again, which repairs them."""
+        self.settle_again(Why(Cause.CORRUPT, f"it has lost blocks of stage {event.stage} ({event.extents})"))
 
     @property
     def refused(self) -> str:
-        """Why this worker cannot go on with what it has built; "" if it can."""
+        """Why this worker cannot go on with the initial state that it built; "" if it can."""
         return self._first.wrong
 
     def entered(self, effect: step.Entered, loop: str) -> None:
-        """All go on from here. loop: as `GenerationEntered` has it."""
+        """The settle is done, and all members go on. loop: as in `GenerationEntered`."""
         plan = self._machine.current_plan()
         self._out.put(do.EnteredPlan(plan, effect.step))
         top = max((h.position.step for h in self._stated.values()), default=0)
@@ -167,7 +167,7 @@ class Settler:
     # ---- state for others
 
     def serve(self, effect: step.ServeState) -> None:
-        """Members may have what is held here of a position."""
+        """Put the state of a position on the shelf, for members that lack it."""
         machine, position = self._machine, effect.position
         live = position.step == machine.step
         records: Mapping[int, Record] = self._keeper.records_of(position.step)
@@ -181,7 +181,8 @@ class Settler:
         self._out.put(do.Shelve(effect.generation, position, records, gathers, machine.held if live else {}))
 
     def bring_together(self) -> tuple[Sources, Piecewise]:
-        """At the end: from whom the job's leader gets the stages that it does not hold. Others have theirs ready."""
+        """Sources of the stages that the job's leader lacks at the end of the job; other workers put theirs on the
+        shelf."""
         machine, plan, me = self._machine, self._machine.current_plan(), self._machine.me.worker_id
         if plan.leader(0) == me:
             held = machine.held
@@ -192,7 +193,7 @@ class Settler:
         return {}, {}
 
     def unshelve(self) -> None:
-        """Whoever had to copy the state has done so."""
+        """Take the state off the shelf: everyone who needed it has copied it."""
         if self._shelved:
             self._shelved = False
             self._out.put(do.Unshelve())
@@ -200,19 +201,20 @@ class Settler:
     # ---- state from others
 
     def fetch(self, effect: step.FetchState) -> None:
-        """Copy what is lacking."""
+        """Start to copy the stages that this worker lacks."""
         generation = self._machine.generation
         self._out.start(
             do.Fetch, generation, self._machine.current_plan(), effect.position, effect.donors, effect.pieces
         )
 
     def go_back(self, effect: step.GoBack) -> do.Exit | None:
-        """Take on another step's state; unless the application cannot go on from there."""
+        """Start to restore the state of another step. Returns an exit if the application cannot go on from that
+        step."""
         machine, at = self._machine, self._machine.position
         rebuilt = not effect.step and not all(effect.sources.values())
         unable = not effect.step and self._machine.current_plan().stages == 1  # what is not split is built once
         if (at.step and not self._rewindable) or ((at.step or rebuilt) and unable):
-            return do.Exit(f"the job goes back to step {effect.step}, from where this worker starts anew")
+            return do.Exit(f"the job goes back to step {effect.step}, from where this worker restarts")
         stands = at.step == effect.step
         own = self._gathers.of_update(at.step) if stands else {}
         own = own or self._keeper.records_of(effect.step)
@@ -222,7 +224,7 @@ class Settler:
         return None
 
     def fetched(self, operation: do.Fetch, result: do.Copied) -> Iterable[step.StepEvent]:
-        """What was lacking is there."""
+        """The stages that this worker lacked are here."""
         self._comparing.copied()
         self._out.times.note("heal")
         if operation.position != self._machine.position:
@@ -231,7 +233,7 @@ class Settler:
         return [step.StateCopied(operation.generation, operation.position, result.records)]
 
     def restored(self, operation: do.Restore, result: do.Copied) -> Iterable[step.StepEvent]:
-        """The state is that of the step."""
+        """The state of the step to go back to is here."""
         self._comparing.copied()
         if operation.step and not all(operation.sources.values()):
             self._comparing.saved(operation.step)  # a checkpoint counts only if all who wrote it were alike

@@ -1,8 +1,9 @@
-"""How a driver takes steps: lanes, reduction, decisions, update; and how it follows those of others. Pure.
+"""How a driver takes steps (lanes, reduction, decisions, update), and how a joiner follows the steps of others.
+Pure.
 
-A worker that is no member yet copies what donors offer, and follows their steps until a plan has it. Each group of
-stages has a donor. What they offer may be of different steps; the older ones are brought to the newest with the steps
-that their donors feed, before anything is loaded. Then all stages go on together.
+A joiner copies the state that donors offer, and follows their steps until a plan includes it. Each group of stages
+has a donor. The donors may offer different steps; the steps that they feed bring the older offers to the newest,
+before anything is loaded. Then all stages go on together.
 """
 
 from __future__ import annotations
@@ -41,10 +42,12 @@ from everstep.protocol.step_types import Key, Record, StepEvent
 
 
 class Differs(msgspec.Struct, frozen=True):
-    """The records of a decision show that states differ; or, with `probe`, what was computed from them.
+    """The records of a decision show that states differ; or, with `probe`, that results computed from them differ.
 
-    tainted: the step that cannot be done with them. sound: the last step at which they were alike. generation: in which
-    that was decided, the same at all. odd: the workers whose state, or lane, is wrong. drift: see `Disagreement`."""
+    tainted: the step that cannot be done with these states. sound: the last step at which states were alike.
+    generation: in which this was decided, the same at all members. odd: the workers whose state or lane is wrong.
+    drift: see `Disagreement`.
+    """
 
     why: Why
     tainted: int
@@ -56,10 +59,10 @@ class Differs(msgspec.Struct, frozen=True):
 
 
 class Stepper:
-    """What is done for one decision after the other.
+    """Carries out one decision after the other.
 
-    conclude: what everybody makes of a step's records. comparing: when states are, and what came of it; probing: the
-    same of lanes. last: the step whose state this worker has.
+    conclude: turns the records of a step into its outcome. comparing, probing: when states and lanes are compared,
+        and the results. last: the step whose state this worker has.
     """
 
     def __init__(
@@ -84,13 +87,13 @@ class Stepper:
         self.last = LastStep(machine, gathers, conclude)
 
     def entered(self, generation: int) -> None:
-        """The next decision is the first one of this generation."""
+        """A generation is entered: its next decision is its first one."""
         self._entered = generation
 
     # ---- towards a decision
 
     def compute(self, effect: step.LanesNeeded) -> None:
-        """Lanes are lacking. Of a model that is split trials go with them where all members compute."""
+        """Start to compute missing lanes. For a split model the trials, which every member computes, come with them."""
         machine, plan, lanes = self._machine, self._machine.current_plan(), effect.lanes
         trials, rerun = self._probing.trials(effect.step, plan), machine.rerun
         if plan.stages > 1:
@@ -101,14 +104,15 @@ class Stepper:
         self._out.start(do.Compute, machine.generation, plan, effect.step, lanes, trials)
 
     def computed(self, operation: do.Compute) -> Iterable[step.StepEvent]:
-        """It is over: what waited for it goes on."""
+        """The lanes are computed: what waited for them goes on."""
         effect, self._after = self._after, None
         if effect is not None and effect.generation == operation.generation:
             self.reduce(effect)
         return ()
 
     def reduce(self, effect: step.ReductionDue) -> None:
-        """All own lanes are there; trials may still be due, if lanes were computed in an older generation."""
+        """All own lanes are computed: start to reduce. Trials may still be due, if lanes were computed in an older
+        generation."""
         machine, plan = self._machine, self._machine.current_plan()
         trials, split = self._probing.trials(effect.step, plan), plan.stages > 1
         at = effect.generation, effect.step
@@ -123,33 +127,33 @@ class Stepper:
     def reduced(
         self, operation: do.Reduce, payload: AgreePayload, kept: int, due: Due, saved: int
     ) -> Iterable[step.StepEvent]:
-        """The whole reduced gradient is held here. kept: the newest step whose snapshots are where they are to be. due:
-        what is taken after this one. saved: the newest step whose checkpoint is known to count."""
+        """The whole reduced gradient is here. kept: the newest step whose snapshots are in place. due: the tiers
+        that save this step. saved: the newest step whose checkpoint counts."""
         data = encode(payload.stamped(self._committed_ns, kept, due, saved, self.last.nonfinite.in_a_row))
         return [step.GradientReduced(operation.generation, operation.step, data)]
 
     def gather(self, data: bytes, ends: bool, states: Sequence[StageSection] = ()) -> step.GatherWanted:
-        """What the application contributes, as a record says it. ends: its loop is over, with these last states."""
+        """The application's contribution to a gather, as a record. ends: its loop is over, with these last states."""
         return step.GatherWanted(encode(GatherPayload(data, self._committed_ns, ends, list(states))))
 
     def contribute(self, effect: step.SendRecord) -> None:
-        """Give the own record to all, and get theirs."""
+        """Start the exchange of records."""
         tag = Tag("decide", effect.key.step, effect.key.seq)
         self._out.start(do.Exchange, effect.generation, tag, encode(effect.record))
 
     def all_contributed(self, operation: do.Exchange, payloads: Mapping[int, bytes]) -> Iterable[step.StepEvent]:
-        """All records are there."""
+        """The records of all members are here."""
         key, generation = Key(operation.tag.step, operation.tag.seq), operation.generation
         return [step.RecordArrived(generation, key, w, decode_record(payloads[w])) for w in sorted(payloads)]
 
     # ---- from a decision
 
     def decision(self, generation: int) -> None:
-        """One was taken, in this generation, and is to be carried out."""
+        """A decision was taken in this generation, and is to be carried out."""
         self._generation = generation
 
     def gathered(self, effect: step.Gathered) -> Differs | None:
-        """A gather is decided, unless its records show that the last states differ."""
+        """A gather is decided. Returns the difference if its records show that the last states differ."""
         states = last_states(effect.records) if effect.here else {}  # else whoever hands it over has compared
         said = Statements.last(effect.key.step, states)
         found = self._compare(said)
@@ -161,8 +165,8 @@ class Stepper:
         return found
 
     def ends(self, ask: do.EndAsked, records: Mapping[int, Record]) -> Differs | None:
-        """None if the last state of this worker is the one that these records say. Those who made the records have
-        compared theirs; this worker may have copied its state, from one that has changed since."""
+        """None if the last state of this worker is the one in these records. The members that wrote them have
+        compared theirs, but this worker may have copied its state from one that has changed since."""
         states, mine = last_states(records), self._machine.me.worker_id
         if not states or ask.at != self._machine.step or states.get(mine) == list(ask.states):
             return None
@@ -173,7 +177,7 @@ class Stepper:
         return found
 
     def update(self, effect: step.StepDecided) -> Differs | None:
-        """Apply a step, unless its records show that nothing must be applied."""
+        """Apply a step. Returns the difference, and applies nothing, if its records show one."""
         outcome = self.outcome(effect.step, effect.records)
         found = self.compare(outcome)
         if found is not None:
@@ -187,8 +191,8 @@ class Stepper:
         return found
 
     def spreads(self, outcome: StepOutcome) -> bool:
-        """Whether members have to give each other what each has updated; begins that if so. Where a plan is about to
-        change, or was not entered yet, they do when they settle."""
+        """Whether members have to send each other the parameters that each has updated; starts that. If the plan is
+        about to change, or was not entered yet, they send them when they settle."""
         machine = self._machine
         if not machine.settled or machine.switch is not None or outcome.nonfinite.left_out:
             return False
@@ -199,14 +203,14 @@ class Stepper:
         return True
 
     def updated(self, operation: do.Update, began_unix_ns: int) -> Iterable[step.StepEvent]:
-        """The state is that of the step."""
+        """The step has been applied."""
         self._committed_ns = began_unix_ns
         self.last.did(operation.outcome, operation.records)
         self._gathers.applied(operation.step, operation.records)
         return [step.Updated(operation.step)]
 
     def concluded(self, outcome: StepOutcome) -> None:
-        """What the records of a step, that counts, say of comparisons and of checkpoints."""
+        """Note what the records of a step that counts say about comparisons and checkpoints."""
         _alike(self._machine, self._comparing, self._out, Statements.before(outcome))
         if outcome.compares:
             self._comparing.ask(outcome.step + 1)
@@ -217,7 +221,7 @@ class Stepper:
         return self._compare(Statements.before(outcome))
 
     def _probed(self, outcome: StepOutcome) -> Differs | None:
-        """None if all who computed a lane got the same."""
+        """None if all members that computed a lane got the same result."""
         mine = self._machine.me.worker_id
         found = self._probing.judge(outcome, mine)
         if found is None:
@@ -256,7 +260,8 @@ class Stepper:
 
 
 def _alike(machine: StepMachine, comparing: Comparing, out: Outbox, said: Statements) -> None:
-    """All copies were, and what is computed from them is: that counts, and the coordinator keeps it."""
+    """All copies were alike, and so are states computed from them: note it, and tell the coordinator, which keeps
+    it."""
     plan = machine.plan
     comparing.alike(said, member=plan is not None)
     digests = comparing.told(said.step)
@@ -265,7 +270,7 @@ def _alike(machine: StepMachine, comparing: Comparing, out: Outbox, said: Statem
 
 
 def _tainted(sound: int) -> str:
-    """As the end of a reason."""
+    """The end of a reason: which steps are tainted."""
     return f"; all steps after {sound} are tainted" if sound else "; all steps are tainted"
 
 
@@ -277,14 +282,14 @@ class _Feed:
     caught_up: bool = False
 
     def saw(self, one: do.Seen) -> None:
-        """A step, or that there is none."""
+        """The feed has sent a step, or says that there is none."""
         self.caught_up = not one.step
         if one.step:
             self.steps.append(one)
 
 
 class Joiner:
-    """From a ticket to the plan."""
+    """Follows the members, from the ticket to the plan that includes this worker."""
 
     def __init__(self, out: Outbox, stepper: Stepper, gathers: Gathers) -> None:
         self._out = out
@@ -296,18 +301,18 @@ class Joiner:
         self._adopted = self._said = False
 
     def begin(self, ticket: wire.Heal) -> None:
-        """The coordinator says whom to ask."""
+        """The coordinator names the donors."""
         self._ticket, self._feeds, self._at, self._adopted, self._said = ticket, [], 0, False, False
 
     def stop(self) -> wire.Heal | None:
-        """Follow nobody any more. Returns the ticket by which it did."""
+        """Stop following. Returns the ticket."""
         ticket, self._ticket = self._ticket, None
         if ticket is not None:
             self._out.put(do.CloseFeeds())
         return ticket
 
     def go_on(self) -> Differs | None:
-        """Begin what is to be done now, if there is a ticket. Returns why a step that was fed must not be applied."""
+        """Start the next operation, if there is a ticket. Returns the difference if a fed step must not be applied."""
         ticket = self._ticket
         if ticket is None:
             return None
@@ -324,7 +329,7 @@ class Joiner:
         return None
 
     def _level(self, generation: int) -> None:
-        """All stages at the newest of the positions, as soon as every feed has come so far."""
+        """Bring all stages to the newest of the offered positions, once every feed has come that far."""
         newest = max(feed.position for feed in self._feeds)
         missing = [newest.step - feed.position.step for feed in self._feeds]
         if any(len(feed.steps) < n for feed, n in zip(self._feeds, missing, strict=True)):
@@ -358,12 +363,12 @@ class Joiner:
         self._feeds = [_Feed(stages, position) for (_, stages), position in groups]
 
     def saw(self, operation: do.Watch, seen: Sequence[do.Seen]) -> None:
-        """Something has come."""
+        """Feeds have sent something."""
         for one in seen:
             self._feeds[one.feed].saw(one)
 
     def adopted(self, operation: do.Adopt, result: do.Copied) -> Iterable[StepEvent]:
-        """The state is what was offered."""
+        """The offered state is loaded."""
         self._adopted, self._at = True, operation.position.step
         for feed, passed in zip(self._feeds, operation.passed, strict=True):
             for _ in passed:
@@ -372,7 +377,7 @@ class Joiner:
         return [step.Followed(operation.position, result.records, operation.stages)]
 
     def replayed(self, operation: do.Replay) -> Iterable[StepEvent]:
-        """The state is one step further."""
+        """The next step is replayed."""
         self._at = operation.step
         self._stepper.last.did(operation.outcome, operation.records)
         for feed in self._feeds:
@@ -386,7 +391,7 @@ class Joiner:
 
 
 def groups(ticket: wire.Heal) -> tuple[tuple[tuple[Any, ...], tuple[int, ...]], ...]:
-    """The stages to ask for, by whom to ask: one feed each."""
+    """Groups of stages with their donors, in order of preference: one feed for each group."""
     donors = {m.worker_id: m for m in ticket.donors}
     holders = ticket.holders or [list(donors)] * len(ticket.stages)
     found: dict[tuple[int, ...], list[int]] = {}

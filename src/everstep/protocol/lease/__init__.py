@@ -1,1 +1,3 @@
-"""Which of several coordinators decides: the lease that one holds, the journal that only its holder writes. Pure."""
+"""Which of several coordinators decides: the lease that one holds, and the journal that only its holder writes.
+Pure.
+"""

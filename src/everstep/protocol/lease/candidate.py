@@ -1,10 +1,13 @@
-"""One coordinator's way to the lease: looks who holds it, takes it when it is free, prolongs it, knows when it is over.
+"""One coordinator's way to the lease: it looks who holds it, takes it when it is free, renews it, and knows when it
+is over.
 
-A holder that has ended is not waited for until its lease is over: where it listened its host says that nobody does. Its
-own job has time to start its next life there; after that the lease is ended, which the store does at once and for all.
-Whoever lives in spite of that cannot write the journal any more, and hears it when it would prolong its lease.
+It does not wait for the lease of a dead holder to run out: the kernel of the holder's host says that its port is
+closed. The holder's own job has time to start its next life there; then the lease is ended, which the store does at
+once and for all. A holder that lives in spite of that can no longer write the journal, and learns it when it tries
+to renew its lease.
 
-Pure: asks one thing at a time, and is told the time, in nanoseconds, on a clock that goes on while the machine sleeps.
+Pure: asks one thing at a time, and is told the time, in nanoseconds, on a clock that goes on while the machine
+sleeps.
 """
 
 from __future__ import annotations
@@ -26,22 +29,19 @@ from everstep.protocol.lease.requests import (
 
 SECOND_NS = 1_000_000_000
 SURE_PART = 0.7
-"""Of the time for which the lease was prolonged, as long as its holder counts on it: clocks differ, words take time."""
+"""Share of a renewal's time for which the holder relies on it: clocks differ, and messages take time."""
 GONE_PART = 0.5
-"""Of the time of a lease, as long as nobody may listen where its holder did."""
+"""Share of a lease's time for which the holder's port may be closed."""
 _LOOKS = 10
 _RENEWALS = 5
 _AGAIN_NS = 50_000_000
 
 
 class Candidate:
-    """What is to be asked is `request`, once `due_ns` is there; its answer is told by `answered`, before anything else
-    is asked.
-
-    owner, where: as `Holder` has them. ttl_s: how long a lease lasts that nobody prolongs. holder: of the lease, when
-    it was last seen; None if it was free, or was never seen. term: of the lease that this one holds, 0 as long as it
-    has never held it. sudden: the holder before was seen to be gone before its lease was over.
-    """
+    """The next request is `request`, once `due_ns` has come; `answered` takes its answer before the next request.
+    owner, where: as in `Holder`. ttl_s: duration of a lease that is not renewed. holder: of the lease, when it was
+    last seen; None if it was free, or never seen. term: of the lease that this coordinator holds, 0 if it has never
+    held it. sudden: the holder before was gone before its lease had run out."""
 
     def __init__(self, owner: str, where: JournalEntry, ttl_s: int) -> None:
         self.holder: Holder | None = None
@@ -60,20 +60,20 @@ class Candidate:
         self._asked: StoreRequest | None = None
 
     def holds(self, now_ns: int) -> bool:
-        """Whether it is sure to hold the lease now. Once it has held it and does not, it never will again."""
+        """Whether it certainly holds the lease now. Once it has lost it, it never holds it again."""
         return now_ns < self._until_ns
 
     @property
     def until_ns(self) -> int:
-        """Until when it is sure, if nothing is answered meanwhile."""
+        """Until when it certainly holds the lease if no answer comes meanwhile."""
         return self._until_ns
 
     def deposed(self, now_ns: int) -> bool:
-        """Whether it held the lease and cannot count on it any more."""
+        """Whether it held the lease and can no longer rely on it."""
         return self.term > 0 and not self.holds(now_ns)
 
     def request(self, now_ns: int) -> StoreRequest | None:
-        """What is to be asked now, None if nothing is: something is asked already, or not due."""
+        """The next request, None if one is open, or none is due."""
         if self._asked is not None or now_ns < self.due_ns or self.deposed(now_ns):
             return None
         if self._elsewhere is not None:
@@ -91,7 +91,7 @@ class Candidate:
         return self._asked
 
     def answered(self, now_ns: int, answer: StoreAnswer) -> None:
-        """What was asked was answered, or will not be."""
+        """The request was answered, or will not be."""
         asked, asked_ns = self._asked, self._asked_ns
         check(asked is not None and asked_ns is not None, "an answer to nothing that was asked")
         self._asked = self._asked_ns = None
@@ -106,7 +106,7 @@ class Candidate:
             self.due_ns = now_ns + _AGAIN_NS
 
     def knocked(self, now_ns: int, where: JournalEntry, listens: bool | None) -> None:
-        """Whether anybody listens where the holder says that it is, as the kernel there says; None: it says nothing."""
+        """Whether the holder's port is open, by the kernel of its host; None: it does not say."""
         if self.holder is None or where != self.holder.where or self._lease:
             return
         if listens is False and self._there == where:

@@ -1,4 +1,6 @@
-"""The order of a coordinator's effects while its journal is being written: what follows an entry waits for it. Pure."""
+"""The order of a coordinator's effects while its journal is being written: effects wait for the entries before them.
+Pure.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +13,8 @@ from everstep.protocol.messages import Pong
 
 
 class HeldEffects:
-    """Lets effects go in the order in which they came, each when all entries before it are written.
-
-    What only says that the coordinator is there does not wait: whoever hears nothing takes it for dead.
-    """
+    """Releases effects in the order in which they came, each when all entries before it are written. Answers to
+    pings do not wait: a silent coordinator would be taken for dead."""
 
     def __init__(self) -> None:
         self._put = self._written = 0
@@ -38,7 +38,7 @@ class HeldEffects:
         return entries, [*at_once, *self._release()]
 
     def written(self, count: int) -> list[CoordinatorEffect]:
-        """So many further entries are written. Returns the effects to carry out now."""
+        """This many further entries are written. Returns the effects to carry out now."""
         self._written += count
         return self._release()
 

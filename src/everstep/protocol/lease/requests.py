@@ -1,6 +1,5 @@
-"""What a coordinator asks of the store in which lease and journal are, and what that answers. Pure data.
-
-A request that was not answered (`Unanswered`) may have taken effect, may do so later, or never.
+"""Requests of a coordinator to the store that holds lease and journal, and the answers. Pure data. A request that
+was not answered (`Unanswered`) may have taken effect, may do so later, or never.
 """
 
 from __future__ import annotations
@@ -13,9 +12,9 @@ JournalEntry = dict[str, Any]
 
 @dataclass(frozen=True)
 class Holder:
-    """Who holds the lease. owner: a name that all coordinators of one job process share, one after the other, and
-    nobody else. where: how it is reached, as coordinator.json says it; empty as long as nobody listens. lease: its
-    number. term: when it came to be held, as a number that only grows."""
+    """The holder of the lease. owner: a name shared by the consecutive coordinators of one job process, and nobody
+    else. where: its address, as in coordinator.json; empty while it does not listen. lease: its number. term: grows
+    with each change of hands."""
 
     owner: str
     where: JournalEntry
@@ -31,7 +30,7 @@ class Look(NamedTuple):
 
 
 class Campaign(NamedTuple):
-    """Hold the lease for so long, unless somebody does. Whatever is answered, `Look` tells what has come of it."""
+    """Take the lease for this long, unless it is held. `Look` shows the result, whatever the answer."""
 
     owner: str
     where: JournalEntry
@@ -39,8 +38,8 @@ class Campaign(NamedTuple):
 
 
 class Claim(NamedTuple):
-    """Say where the holder of this term is now: it holds the lease since an earlier life. `Look` tells what has come of
-    it."""
+    """Set the present address of this term's holder, which has held the lease since an earlier life. `Look` shows
+    the result."""
 
     owner: str
     where: JournalEntry
@@ -49,27 +48,24 @@ class Claim(NamedTuple):
 
 
 class Renew(NamedTuple):
-    """Prolong the lease. Answered by `Renewed`."""
+    """Renew the lease. Answered by `Renewed`."""
 
     lease: int
 
 
 class Depose(NamedTuple):
-    """The lease of this number is over: whoever held it is gone. Whatever is answered, `Look` tells what has come of
-    it."""
+    """End the lease of this number: its holder is gone. `Look` shows the result, whatever the answer."""
 
     lease: int
 
 
 class Load(NamedTuple):
-    """All entries. Answered by `Loaded`."""
+    """Load all entries. Answered by `Loaded`."""
 
 
 class Append(NamedTuple):
-    """Write entries under this number, unless something is written there, or another term holds the lease.
-
-    Answered by `Appended`, by `Taken`, or by `Fenced`. To ask it again reads back what has come of it the first time.
-    """
+    """Write entries under this number, unless it is taken, or another term holds the lease. Answered by `Appended`,
+    `Taken`, or `Fenced`. A repeated request reads back the result of the first."""
 
     term: int
     number: int
@@ -77,8 +73,8 @@ class Append(NamedTuple):
 
 
 class CompactPart(NamedTuple):
-    """Keep these entries for the `Compact` of the same through and digest, as number 0, 1, ... of its parts; until then
-    they are none of the journal's. Answered by `Appended` or `Fenced`."""
+    """Store these entries for the `Compact` with the same `through` and digest, as number 0, 1, ... of its parts;
+    until then they are not part of the journal. Answered by `Appended` or `Fenced`."""
 
     term: int
     through: int
@@ -88,7 +84,7 @@ class CompactPart(NamedTuple):
 
 
 class Compact(NamedTuple):
-    """These entries, after those of so many parts, stand for all up to this number, which go; unless others do for as
+    """Replace all entries up to this number by these, after those of so many parts, unless others already replace as
     many or more. Answered by `Appended` or `Fenced`. digest: of the entries in the parts, "" without any."""
 
     term: int
@@ -104,7 +100,7 @@ StoreRequest = Look | Campaign | Claim | Renew | Depose | Load | Append | Compac
 
 
 class Unanswered(NamedTuple):
-    """Nothing is known of what has come of it. reason: for people."""
+    """The result of a request is unknown. reason: for people."""
 
     reason: str
 
@@ -116,7 +112,7 @@ class HolderSeen(NamedTuple):
 
 
 class Renewed(NamedTuple):
-    """It lasts so long from when it was asked for; 0: it has ended."""
+    """Time for which the lease is renewed, from the request on; 0: it has ended."""
 
     ttl_s: int
 
@@ -129,21 +125,21 @@ class Loaded(NamedTuple):
 
 
 class Appended(NamedTuple):
-    """It is written, where most members have it."""
+    """The entries are written, at most members of the store."""
 
 
 class Taken(NamedTuple):
-    """Under this number these entries are written."""
+    """This number is taken by these entries."""
 
     entries: list[JournalEntry]
 
 
 class Fenced(NamedTuple):
-    """Another term holds the lease, or none: nothing was written."""
+    """Another term holds the lease, or none does: nothing was written."""
 
 
 class TooMuch(NamedTuple):
-    """So much is not taken at once: nothing was written. reason: for people."""
+    """The request is too large: nothing was written. reason: for people."""
 
     reason: str
 

@@ -1,4 +1,4 @@
-"""Whom to believe: what a coordinator says counts only as long as no newer one has been heard of. Pure."""
+"""Which coordinator counts: a message has effect only as long as no newer coordinator has been heard. Pure."""
 
 from __future__ import annotations
 
@@ -6,15 +6,14 @@ from everstep.protocol.messages import AnyMessage, Heal, PlanNow, PlanPrepared, 
 
 
 class Terms:
-    """What one process, an agent or a worker, has heard of. term: the newest in which any coordinator has spoken."""
+    """Terms heard by one process, an agent or a worker. term: the newest in which any coordinator has spoken."""
 
     def __init__(self) -> None:
         self.term = 0
         self._planned = 0
 
     def refusal(self, message: AnyMessage) -> str:
-        """Why a coordinator that says this is not to be listened to any more; "" if it may go on, and then what it has
-        said counts."""
+        """Why a coordinator that sends this message is deposed; "" if it may go on, and then its message counts."""
         if isinstance(message, TermBegun):
             if message.term < self.term:
                 return f"its term is {message.term}, and a coordinator of term {self.term} has spoken since"

@@ -23,18 +23,18 @@ from everstep.protocol.lease.requests import (
 
 MOST_AT_ONCE = 64
 MOST_BYTES = 1 << 20
-"""Of JSON in a request, which is sent in fewer: a store takes so much at once (etcd 1.5 MiB: --max-request-bytes)."""
+"""Largest JSON in a request, which is sent deflated: a store limits requests (etcd 1.5 MiB: --max-request-bytes)."""
 COMPACT_EVERY = 200
 MOST_TERM = (1 << 62) - 1
 _REPEATED = ("target", "ticket", "evict", "slot_lost", "grants")
 
 
 class Writer:
-    """Its journal is `entries`, and what is put. What is to be asked is `request`; its answer is told by `answered`.
+    """The journal is `entries` and those that are put. The next request is `request`; `answered` takes its answer.
 
-    term: under which it writes. number: the next to write under. compact_every: after so many requests the journal is
-    written anew, shorter. most_bytes: of entries in one request, unless it is one entry. fenced: why it cannot write
-    any more, "" if it can; refused: likewise, where another coordinator could not either.
+    term: that writes. number: the next to write under. compact_every: number of requests after which the journal is
+    rewritten, shorter. most_bytes: of entries in one request, unless it is one entry. fenced: why it cannot write
+    any more, "" if it can; refused: why no coordinator could.
     """
 
     def __init__(
@@ -56,20 +56,20 @@ class Writer:
 
     @property
     def number(self) -> int:
-        """The next to write under."""
+        """The next number to write under."""
         return self._number
 
     @property
     def waiting(self) -> int:
-        """How many entries are not known to be written."""
+        """Number of entries that are not known to be written."""
         return len(self._waiting) + (len(self._asked.entries) if isinstance(self._asked, Append) else 0)
 
     def put(self, entries: Iterable[JournalEntry]) -> None:
-        """To be written after all that was put before."""
+        """Write this after all entries before it."""
         self._waiting.extend(entries)
 
     def request(self) -> StoreRequest | None:
-        """What is to be asked now, None if nothing is. What was not answered is asked again, to the letter."""
+        """The next request, None if there is none. An unanswered one is repeated literally."""
         if self.fenced or self.refused:
             return None
         if self._asked is None and self._waiting:
@@ -81,7 +81,7 @@ class Writer:
         return self._asked
 
     def answered(self, answer: StoreAnswer) -> int:
-        """What was asked was answered, or will not be. Returns how many further entries are written."""
+        """The request was answered, or will not be. Returns the number of further entries written."""
         asked = self._asked
         check(asked is not None, "an answer to nothing that was asked")
         if isinstance(answer, Fenced):
@@ -102,7 +102,7 @@ class Writer:
         return 0
 
     def _next(self) -> list[JournalEntry]:
-        """The entries that are written at once."""
+        """Entries of the next request."""
         found = [self._waiting.popleft()]
         room = self._most_bytes - (_size(found[0]) if self._waiting else 0)
         while self._waiting and len(found) < MOST_AT_ONCE:
@@ -113,8 +113,8 @@ class Writer:
         return found
 
     def _shorten(self) -> None:
-        """Where it is much it goes in parts, which count with the last request. Their digest keeps them apart from
-        those of an earlier life of the same term, which may still arrive."""
+        """A long rewrite goes in parts, which count with the last request. Their digest tells them from those of an
+        earlier life of the same term, which may still arrive."""
         self._journal = compacted(self._journal)
         through, rest = self._number - 1, list(self._journal)
         parts = _parts(rest, self._most_bytes)
@@ -127,7 +127,7 @@ class Writer:
         self._shortening.append(Compact(self._term, through, [], len(parts), digest))
 
     def _ask_less(self, asked: Append | CompactPart | Compact | None, reason: str) -> None:
-        """What was asked last was too much."""
+        """The last request was too large."""
         check(asked is not None, "too much of nothing")
         self._most_bytes = min(self._most_bytes, sum(map(_size, asked.entries))) // 2 if asked else 0
         if not isinstance(asked, Append):
@@ -148,7 +148,7 @@ def _size(entry: JournalEntry) -> int:
 
 
 def _parts(entries: Iterable[JournalEntry], most_bytes: int) -> list[list[JournalEntry]]:
-    """All of them, in order, so many bytes at once, or one entry."""
+    """All entries in order, in pieces of at most so many bytes, or one entry."""
     parts: list[list[JournalEntry]] = []
     room = 0
     for entry in entries:
@@ -161,8 +161,9 @@ def _parts(entries: Iterable[JournalEntry], most_bytes: int) -> list[list[Journa
 
 
 def compacted(entries: Sequence[JournalEntry]) -> list[JournalEntry]:
-    """Fewer entries that leave a coordinator as these do: of the plans only those in force and prepared, of what
-    later entries say again only the last. What is not understood is kept, all of it if it is a plan."""
+    """Fewer entries that restore the same coordinator: of the plans only those in force and prepared, of entries
+    that repeat each other only the last. Entries of an unknown kind are kept; a plan that cannot be read keeps
+    everything."""
     try:
         plans = _plans_that_count(entries)
     except (KeyError, TypeError):
@@ -181,17 +182,17 @@ def compacted(entries: Sequence[JournalEntry]) -> list[JournalEntry]:
 
 
 def _is_term(entry: JournalEntry) -> bool:
-    """Of a takeover of a journal that is a file: the highest says under which term to go on, wherever it stands."""
+    """Entries of a takeover of a file journal: the highest says under which term to go on, wherever it is."""
     return entry.get("kind") == "term" and type(entry.get("term")) is int and 0 <= entry["term"] <= MOST_TERM
 
 
 def _about(entry: JournalEntry) -> tuple[object, ...]:
-    """Entries about the same are superseded by the last of them."""
+    """Entries about the same subject: the last of them counts."""
     return entry.get("kind"), entry.get("worker_id", entry.get("agent_id"))
 
 
 def _plans_that_count(entries: Sequence[JournalEntry]) -> dict[int, JournalEntry]:
-    """The plan in force, and the prepared one if there is one, by their numbers."""
+    """The numbers of the plan in force, and of the prepared one if there is one."""
     in_force: int | None = None
     prepared: int | None = None
     generation = 0

@@ -1,10 +1,10 @@
-"""State on its way from one process to another: who asks whom for which blocks, who gives what, and when it ends. Pure.
+"""State on its way between processes: which blocks are requested from whom, who gives them, and when it ends. Pure.
 
-The machines take events and return effects. `train` carries the effects out on tensors and sockets, `sim` on abstract
-blocks and a virtual network; neither decides anything of this itself.
+The machines take events and return effects. `train` carries the effects out on tensors and sockets, `sim` on
+abstract blocks and a virtual network; neither decides anything about them.
 
-- `taker`: one that takes the state of some stages, to settle, to go back or to follow.
-- `giver`: one that gives: the shelf for members that settle, offers for joiners, and what they are fed afterwards.
-- `memory_retention`: which snapshots of stages stay in memory.
-- `chunks`: which blocks are asked of which source next.
+- `taker`: takes the state of some stages: to settle, to go back or to follow.
+- `giver`: gives state: the shelf for members that settle, offers for joiners, and the steps fed to them afterwards.
+- `memory_retention`: snapshots of stages that stay in memory.
+- `chunks`: the blocks that each source is asked for next.
 """

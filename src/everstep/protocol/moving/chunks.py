@@ -1,7 +1,7 @@
-"""Who gives which blocks next: the work queue of one that copies state from several donors at once. Pure.
+"""Which blocks each donor is asked for next: the work queue of a copy from several donors at once. Pure.
 
-Blocks are asked for in chunks, each of whoever is free and has them. What a donor does not give any more, since it is
-gone, and what came damaged, is asked of another one that has it.
+Blocks are requested in chunks, each from a donor that is free and has them. Blocks of a lost donor, and damaged
+ones, are requested from another donor that has them.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ class _Gives:
     damaged: dict[int, Extents] = field(default_factory=dict)
 
     def can(self, stage: int) -> Extents:
-        """What may be asked of it."""
+        """Blocks that the donor may be asked for."""
         return self.stages.get(stage, NONE) - self.damaged.get(stage, NONE)
 
 
 class Chunks(Generic[BlockDonor]):
-    """What is to be copied, and who is asked for what. most: blocks in a chunk."""
+    """The blocks to copy, and the donors asked for them. most: blocks in a chunk."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -49,15 +49,15 @@ class Chunks(Generic[BlockDonor]):
         self._donors: dict[BlockDonor, _Gives] = {}
 
     def want(self, stage: int, missing: Extents, of: Sizes) -> None:
-        """These blocks of a stage that has so many."""
+        """Add these blocks of a stage."""
         self._stages[stage] = _Stage(of, missing if sum(n for _, n in of) else NONE)
 
     def join(self, donor: BlockDonor, stages: Mapping[int, Extents]) -> None:
-        """One more donor, and what it has."""
+        """Add a donor, and its blocks."""
         self._donors[donor] = _Gives(stages)
 
     def next(self, donor: BlockDonor) -> Chunk | None:
-        """What to ask a donor for now; None if there is nothing that it has, for now at least."""
+        """The next blocks to request from a donor; None if it has nothing that is still needed."""
         gives = self._donors.get(donor)
         for number, stage in sorted(self._stages.items()) if gives is not None else ():
             found = (stage.left & gives.can(number)).first(self._most, stage.of)  # type: ignore[union-attr]
@@ -69,7 +69,7 @@ class Chunks(Generic[BlockDonor]):
         return None
 
     def done(self, donor: BlockDonor, chunk: Chunk, damaged: Extents = NONE) -> None:
-        """A chunk has come, but for what came damaged or not at all: that is not asked of this donor again."""
+        """A chunk has come. Blocks of it that are damaged or missing are not requested from this donor again."""
         gives = self._donors.get(donor)
         if gives is None or chunk not in gives.asked:
             return
@@ -79,25 +79,25 @@ class Chunks(Generic[BlockDonor]):
             self._stages[chunk.stage].left |= damaged
 
     def lost(self, donor: BlockDonor) -> None:
-        """A donor gives nothing any more: what was asked of it is asked of others."""
+        """A donor is lost: other donors are asked for its blocks."""
         gives = self._donors.pop(donor, None)
         for chunk in gives.asked if gives is not None else ():
             self._stages[chunk.stage].left |= chunk.extents
 
     @property
     def finished(self) -> bool:
-        """Whether all has come."""
+        """Whether all blocks have come."""
         return not any(stage.left for stage in self._stages.values()) and not any(
             gives.asked for gives in self._donors.values()
         )
 
     @property
     def out_of_reach(self) -> dict[int, Extents]:
-        """What none of the donors has that are there, by stage."""
+        """Blocks that none of the remaining donors has, by stage."""
         can = {k: union(gives.can(k) for gives in self._donors.values()) for k in self._stages}
         return {k: left for k, stage in self._stages.items() if (left := stage.left - can[k])}
 
 
 def share(size_bytes: int, donors: int, *, most: int, least_bytes: int) -> int:
-    """How many of the donors are worth asking at once: each is to give so much at the least."""
+    """Number of donors worth asking at once, so that each gives enough."""
     return max(1, min(donors, most, size_bytes // max(1, least_bytes)))

@@ -1,9 +1,9 @@
-"""How a worker gives state to others: who may have what when, who is fed, and when it lets go of whom. Pure.
+"""How a worker gives state to others: when each may have it, who is fed, and when a conversation ends. Pure.
 
-An *asker* is one conversation. Members that settle, and those that keep snapshots for other pools, get what lies on a
-shelf as soon as it is there: of their generation, or of the step. Joiners get an offer at the next step boundary; those
-that follow are then fed each step, in order and without a gap, or let go: where the state jumps, where a stage of
-theirs is not held any more, and where they take too long.
+An *asker* is one conversation. Members that settle, and those that keep snapshots for other pools, get the state on
+a shelf as soon as it is there: of their generation, or of the step. Joiners get an offer at the next step boundary.
+Those that follow are then fed every step, in order and without a gap, until the state jumps, a stage of theirs is no
+longer held, or they take too long.
 """
 
 from __future__ import annotations
@@ -13,21 +13,23 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 MAX_BACKLOG = 16
-"""Steps that wait for one follower: what they hold is kept in memory."""
+"""Most steps that wait for one follower; they occupy memory."""
 
 ShelfKind = Literal["settle", "kept"]
-"""States of a generation, for members that settle; the newest snapshots in memory, for those who keep them too."""
+"""settle: states of a generation, for members that settle; kept: the newest snapshots in memory, for members that
+keep them too.
+"""
 
 ShelfName = tuple[ShelfKind, int]
-"""Its generation or step. One of a higher number takes the place of the one before."""
+"""The kind, and its generation or step. A shelf of a higher number replaces the one before."""
 
 # ---- events
 
 
 @dataclass(frozen=True)
 class AskerCame:
-    """Somebody wants state of these stages. shelf: what lies there; None: it is a joiner. follows: a joiner that is fed
-    afterwards."""
+    """A conversation begins: the asker wants state of these stages. shelf: where it lies; None: the asker is a
+    joiner. follows: a joiner that is fed afterwards."""
 
     asker: Any
     stages: tuple[int, ...]
@@ -45,14 +47,14 @@ class ShelfFilled:
 
 @dataclass(frozen=True)
 class ShelfEmptied:
-    """Nobody has to copy from the shelf any more."""
+    """No member needs the shelf any more."""
 
     kind: ShelfKind
 
 
 @dataclass(frozen=True)
 class StandsStill:
-    """The state stands still, with these stages."""
+    """The state of these stages does not change for now."""
 
     stages: frozenset[int]
 
@@ -66,12 +68,12 @@ class StepToFeed:
 
 @dataclass(frozen=True)
 class WentElsewhere:
-    """The state goes on elsewhere."""
+    """The state jumps to another step."""
 
 
 @dataclass(frozen=True)
 class AskerHasAll:
-    """An asker has all that it wanted of what it was given."""
+    """An asker has all that it wanted of its offer."""
 
     asker: Any
 
@@ -115,7 +117,8 @@ class GiveState:
 
 @dataclass(frozen=True)
 class FeedStep:
-    """Have a follower get the step that is decided, after all that it was given before. stages: its gradients."""
+    """Feed a follower the step that is decided, after everything that it was given before. stages: those whose
+    gradients it gets."""
 
     asker: Any
     stages: tuple[int, ...]
@@ -123,7 +126,7 @@ class FeedStep:
 
 @dataclass(frozen=True)
 class EndAsker:
-    """Nothing more is said to an asker."""
+    """End the conversation with an asker."""
 
     asker: Any
 
@@ -135,7 +138,7 @@ GiverEffect = GiveState | FeedStep | EndAsker
 
 @dataclass
 class _Joiner:
-    """backlog: steps that have not left yet. closing: it is let go once it has what it was offered."""
+    """backlog: steps that were not sent yet. closing: it is let go once it has its offer."""
 
     asked: AskerCame
     offered: bool = False
@@ -155,26 +158,26 @@ class Giver:
 
     @property
     def asked(self) -> bool:
-        """Whether somebody waits for a step boundary."""
+        """Whether an asker waits for a step boundary."""
         return any(not joiner.offered for joiner in self._joiners.values())
 
     @property
     def feeds(self) -> bool:
-        """Whether somebody is to get the next step."""
+        """Whether a follower gets the next step."""
         return any(self._fed(joiner) for joiner in self._joiners.values())
 
     @property
     def busy(self) -> bool:
-        """Whether somebody still copies a snapshot that is kept."""
+        """Whether an asker still copies a kept snapshot."""
         return bool(self._keeping)
 
     @property
     def giving(self) -> tuple[Any, ...]:
-        """Who may still read what it was offered, be it let go or not."""
+        """Askers that may still read their offers, including those that were let go."""
         return tuple(asker for asker, joiner in self._joiners.items() if joiner.offered and not joiner.had)
 
     def handle(self, event: GiverEvent) -> list[GiverEffect]:
-        """What is to be done now."""
+        """Take one event. Returns the effects."""
         match event:
             case AskerCame(asker, _, None):
                 self._joiners[asker] = _Joiner(event)
@@ -250,7 +253,8 @@ class Giver:
         return effects
 
     def _let_go(self, askers: Iterable[Any]) -> list[GiverEffect]:
-        """Who has not got all that it was offered gets that first: it is worth nothing, but it has been promised."""
+        """Let askers go. An asker that has not got its whole offer gets that first: it is worthless, but it was
+        promised."""
         effects: list[GiverEffect] = []
         for asker in list(askers):
             joiner = self._joiners[asker]

@@ -1,16 +1,17 @@
-"""How a worker takes the state of some stages from others: whom it asks, who is next, what counts, when it ends. Pure.
+"""How a worker takes the state of some stages from others: which sources it asks, which answers count, when it ends.
+Pure.
 
-A *source* is somebody who may give blocks. The first one asked *leads*: it says what there is to take (manifests and
-records), and what the others give counts only where they are at the same position. Then blocks are asked for in chunks,
-each of a source that is free and has them. One that is lost, that refuses blocks or sends damaged ones, is replaced for
-those blocks alone. It ends with all blocks or with a reason, and nothing is used before all of them are there.
+The first *source* that it asks *leads*: its answer says what there is to take (manifests and records), and blocks of
+other sources count only if they are at the same position. Then blocks are requested in chunks, each from a source
+that is free and has them. A source that is lost, refuses blocks or sends damaged ones is replaced for those blocks
+alone. The copy ends with all blocks or with a reason, and nothing is used before all blocks are here.
 
 Three ways differ in little:
 
-- *To settle*, one source leads and more are begun with while they are worth it, or once nobody else has what is left.
-- *Nobody has all*: every source leads, since each knows the digests of its own part alone.
-- *To follow*, the first source that can be reached leads, and goes on to feed its steps; a few others are asked at the
-  same moment, before they take another step. Nobody takes the place of a leader that is lost then.
+- *To settle*, one source leads; more are asked while that is worthwhile, or once no other source has the rest.
+- *No source has all*: every source leads, since each knows only the digests of its own part.
+- *To follow*, the first source that can be reached leads, and then feeds its steps; a few others are asked at the
+  same moment, before they take another step. A leader that is lost then is not replaced.
 """
 
 from __future__ import annotations
@@ -27,9 +28,13 @@ from everstep.protocol.step_types import Key, Pieces, Piecewise
 
 @dataclass(frozen=True)
 class TakeOrder:
-    """What is to be taken. stages: which. sources: of whom, the one to ask first in front. at_once: of how many at
-    once. position: where they have to be, None: where the one that leads is. pieces: of the one stage of which not all
-    is taken, or nobody has all; None: all of each is, of anybody. follows: the one that leads feeds its steps then."""
+    """An order to take state.
+
+    stages: those to take. sources: worker ids in order of preference. at_once: most sources asked at once. position:
+    where they have to be, None: where the leading source is. pieces: of the one stage that is taken in part, or that
+    no source has completely; None: each stage is taken completely, from any source. follows: the leading source then
+    feeds its steps.
+    """
 
     stages: tuple[int, ...]
     sources: tuple[WorkerKey, ...]
@@ -40,7 +45,7 @@ class TakeOrder:
 
     @property
     def scattered(self) -> bool:
-        """Whether nobody has all, so all are asked."""
+        """Whether no source has all, so that all are asked."""
         return self.pieces is not None and bool(self.pieces.given)
 
 
@@ -52,11 +57,9 @@ def orders(
     at_once: Callable[[Sequence[int], int], int],
     me: int,
 ) -> list[TakeOrder]:
-    """What to take from whom, one after the other: stages that the same have all of go together.
-
-    sources: by stage, worker ids in order of preference; what is from nobody, or from oneself in front, comes in no
-    order. at_once: how many are worth asking at once for these stages, of so many.
-    """
+    """The orders to carry out one after the other; stages that the same sources have completely go together.
+    sources: by stage, worker ids in order of preference; stages from no worker, or from this worker itself first,
+    are left out. at_once: number of sources worth asking at once for these stages, out of so many."""
     whole: dict[tuple[int, ...], list[int]] = {}
     others = {stage: ids for stage, ids in sorted(sources.items()) if ids and ids[0] != me}
     for stage, ids in others.items():
@@ -81,7 +84,7 @@ class SourceReached:
 
 @dataclass(frozen=True)
 class SourceOffers:
-    """A source has said where it is, and what it has of the stages."""
+    """A source says its position, and its blocks of the stages."""
 
     source: WorkerKey
     position: Key
@@ -90,14 +93,14 @@ class SourceOffers:
 
 @dataclass(frozen=True)
 class BlocksKnown:
-    """What is to come, by stage, now that it is known what there is and what is this worker's own."""
+    """The blocks to take, by stage, now that the offer and this worker's own blocks are known."""
 
     wants: Mapping[int, tuple[Extents, Sizes]]
 
 
 @dataclass(frozen=True)
 class BlocksCame:
-    """A source has answered for a chunk. missing: what did not come, or came damaged."""
+    """A source has answered for a chunk. missing: blocks that did not come, or came damaged."""
 
     source: WorkerKey
     chunk: Chunk
@@ -106,7 +109,7 @@ class BlocksCame:
 
 @dataclass(frozen=True)
 class SourceLost:
-    """A source cannot be reached, or has gone. why: in words."""
+    """A source cannot be reached, or is gone. why: in words."""
 
     source: WorkerKey
     why: str
@@ -117,7 +120,7 @@ class SourceLost:
 
 @dataclass(frozen=True)
 class ReachSource:
-    """Make the request to a source. leads: it is to say what there is, too."""
+    """Send the request to a source. leads: it also has to say what there is."""
 
     source: WorkerKey
     leads: bool
@@ -125,7 +128,7 @@ class ReachSource:
 
 @dataclass(frozen=True)
 class FindBlocks:
-    """Work out from what these have told what there is, and which of it is to come."""
+    """Work out from these sources' answers which blocks to take."""
 
     leaders: tuple[WorkerKey, ...]
 
@@ -140,7 +143,7 @@ class AskSource:
 
 @dataclass(frozen=True)
 class LeaveSource:
-    """A source is needed no more. feeds: for blocks; it feeds its steps from now on."""
+    """A source is no longer needed. feeds: for blocks; from now on it feeds its steps."""
 
     source: WorkerKey
     feeds: bool = False
@@ -153,8 +156,8 @@ class TookAll:
 
 @dataclass(frozen=True)
 class TookNothing:
-    """It cannot be had. refused: sources are there, but do not give what they said that they have. lost: those that
-    have gone."""
+    """The state cannot be had. refused: sources are here, but do not give blocks that they claimed to have. lost:
+    sources that are gone."""
 
     why: str
     refused: bool
@@ -162,7 +165,7 @@ class TookNothing:
 
 
 SourceTold = AskSource | LeaveSource
-"""What is said to a source that was reached."""
+"""A message to a source that was reached."""
 TakerEffect = ReachSource | FindBlocks | SourceTold | TookAll | TookNothing
 TakerEvent = SourceReached | SourceOffers | BlocksKnown | BlocksCame | SourceLost
 
@@ -172,7 +175,7 @@ TakerEvent = SourceReached | SourceOffers | BlocksKnown | BlocksCame | SourceLos
 
 @dataclass
 class _Asked:
-    """A source that has been asked. free: it owes nothing."""
+    """A source that has been asked. free: no request to it is open."""
 
     leads: bool
     reached: bool = False
@@ -182,7 +185,7 @@ class _Asked:
 
 
 class Taker:
-    """Takes what an order says."""
+    """Carries out an order."""
 
     def __init__(self, order: TakeOrder, most: int) -> None:
         """most: blocks in a chunk."""
@@ -198,13 +201,13 @@ class Taker:
         self._effects: list[TakerEffect] = []
 
     def begin(self) -> list[TakerEffect]:
-        """Ask the first one, or all of them if nobody has all."""
+        """Ask the first source, or all of them if no source has all."""
         for _ in range(len(self._waiting) if self.order.scattered else min(1, len(self._waiting))):
             self._reach(leads=True)
         return self._taken()
 
     def handle(self, event: TakerEvent) -> list[TakerEffect]:
-        """What is to be done now. What comes after the end, or from a source that was let go, is no matter."""
+        """Take one event. Returns the effects. Events after the end, or from a dropped source, have no effect."""
         if self.over:
             return []
         if isinstance(event, BlocksKnown):
@@ -222,7 +225,7 @@ class Taker:
         return self._taken()
 
     def stop(self) -> None:
-        """It is not wanted any more: nobody else is asked."""
+        """The copy is not wanted any more: ask no further source."""
         self.over = True
 
     def _taken(self) -> list[TakerEffect]:
@@ -234,13 +237,13 @@ class Taker:
     # ---- sources
 
     def _reach(self, leads: bool) -> None:
-        """The next one is asked."""
+        """Ask the next source."""
         source = self._waiting.popleft()
         self._asked[source] = _Asked(leads)
         self._effects.append(ReachSource(source, leads))
 
     def _reached(self, source: WorkerKey) -> None:
-        """Who follows asks a few more at the same moment: later the others are elsewhere."""
+        """To follow, ask a few more sources at the same moment: later they are at another step."""
         asked = self._asked[source]
         asked.reached = True
         if self.order.follows and asked.leads:
@@ -249,7 +252,7 @@ class Taker:
             self._waiting.clear()
 
     def _offered(self, event: SourceOffers) -> None:
-        """One that is elsewhere has other blocks under the same names."""
+        """A source at another position has other blocks under the same names."""
         asked = self._asked[event.source]
         asked.offer = event.position, event.there
         if asked.leads and self._position is None:
@@ -260,7 +263,8 @@ class Taker:
             self._gone(source, f"it offered {position}, not {self._position}")
 
     def _gone(self, source: WorkerKey, why: str) -> None:
-        """What it owed is asked of others. Nobody else can feed what follows on what it offered."""
+        """Request the open blocks of a lost source from others. To follow, no other source can feed steps after its
+        offer."""
         asked = self._asked.pop(source)
         self._lost[source] = why
         self._chunks.lost(source)
@@ -290,7 +294,7 @@ class Taker:
             self._refused.append(f"blocks of stage {stage} ({lacking}) did not come from {event.source}")
 
     def _go_on(self) -> None:
-        """Ask whoever is free; look whether it has ended, or somebody else is needed."""
+        """Send requests to free sources; check whether the copy has ended, or needs another source."""
         if not self._described:
             self._describe()
             return
@@ -312,7 +316,7 @@ class Taker:
                 self._fail()
 
     def _describe(self) -> None:
-        """Once all that lead have said what there is."""
+        """Once all leading sources have answered."""
         leaders = self._leaders
         if self._describing or any(self._asked[source].offer is None for source in leaders):
             return

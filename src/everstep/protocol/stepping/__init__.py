@@ -1,8 +1,8 @@
-"""The parts of a worker's step machine, each of which knows those before it alone. Pure.
+"""The parts of a worker's step machine, each of which knows only those before it. Pure.
 
-- `states_held`, `own_plans`, `decisions`: what it has, which plan it follows, what it has decided; `known`: all this.
-- `contributing`: from what the application asks for to the own record.
+- `states_held`, `own_plans`, `decisions`: the worker's state, plan and decisions; `known`: all three.
+- `contributing`: from the application's ask to this worker's record.
 - `entering`: from a plan to the moment at which all go on.
 - `switching`: from plan to plan.
-- `deciding`: from the records of all to the step that is applied, or refused.
+- `deciding`: from the records of all members to a step that is applied, or refused.
 """

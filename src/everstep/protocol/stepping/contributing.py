@@ -1,4 +1,4 @@
-"""What the application asks for, and the own part in it: lanes, the reduced gradient, the own record. Pure."""
+"""What the application asks for, and this worker's part in it: lanes, reduced gradient, record. Pure."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ from everstep.protocol.stepping.known import Known
 
 
 class Contributing:
-    """From the ask to the own record of the decision. asked: what has not been answered yet."""
+    """Takes a worker from an ask to its record for the decision. asked: what has not been answered yet."""
 
     def __init__(self, known: Known) -> None:
         self.asked: StepWanted | GatherWanted | None = None
         self._known = known
 
     def answered(self) -> None:
-        """What was asked has been; or is forgotten, and asked anew from where the state is then."""
+        """The ask was answered, or is void: the application asks again from the new position."""
         self.asked = None
 
     def asks_again(self) -> None:
-        """The step was decided, and not applied."""
+        """The step that was asked for was decided, but not applied."""
         self.asked = StepWanted()
 
     # ---- the application
 
     def asked_for(self, event: StepWanted | GatherWanted) -> list[StepEffect]:
-        """It wants something."""
+        """The application asks for a step or a gather."""
         check(self.asked is None, f"{event} before {self.asked} was answered")
         early = self._known.decisions.answer_early() if isinstance(event, GatherWanted) else None
         if early is not None:
@@ -49,7 +49,7 @@ class Contributing:
         return self.resume() if self._known.phase is Phase.IDLE else []
 
     def step_left(self, event: StepLeft) -> list[StepEffect]:
-        """Nothing was contributed to it: who has not computed its lanes has no gradient."""
+        """The application no longer wants its step. It has no gradient yet, so it has contributed nothing."""
         known = self._known
         if isinstance(self.asked, StepWanted):
             self.asked = None
@@ -60,7 +60,7 @@ class Contributing:
         return []
 
     def resume(self) -> list[StepEffect]:
-        """Do what the application waits for."""
+        """Go on with what the application waits for."""
         known, asked = self._known, self.asked
         if isinstance(asked, StepWanted):
             return self._begin_step()
@@ -93,7 +93,7 @@ class Contributing:
         return [ReductionDue(known.plans.generation, number)]
 
     def lane_done(self, event: LaneDone) -> list[StepEffect]:
-        """One has been computed here."""
+        """A lane has been computed here."""
         known, coming = self._known, self._known.next
         if event.step != known.step + 1:
             return []
@@ -107,19 +107,19 @@ class Contributing:
         return [ReductionDue(known.plans.generation, event.step)]
 
     def lanes_lost(self, event: LanesLost) -> list[StepEffect]:
-        """Sums that they were part of are torn apart."""
+        """Results of lanes are lost: the sums that they were part of have been torn apart."""
         if event.step == self._known.step + 1:
             self._known.next.lose_lanes(event.lanes)
         return []
 
     def takes(self, event: Takes) -> list[StepEffect]:
-        """Said before the gradient is reduced."""
+        """Announces the blocks that the gradient under reduction takes to its step."""
         if event.step == self._known.step + 1:
             self._known.next.will_take(event.blocks)
         return []
 
     def gradient_reduced(self, event: GradientReduced) -> list[StepEffect]:
-        """All own lanes, and those of the others, are in it."""
+        """The gradient of all lanes is reduced."""
         known, plans, coming = self._known, self._known.plans, self._known.next
         takes = coming.said_to_take()
         if event.step != known.step + 1:

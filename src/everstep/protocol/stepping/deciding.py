@@ -1,4 +1,4 @@
-"""How decisions are taken, and what becomes of a step after that: applied, refused, saved. Pure."""
+"""How decisions are taken, and how the step after one ends: applied, refused or saved. Pure."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from everstep.protocol.stepping.switching import Switching
 
 
 class Deciding:
-    """A decision is taken when the records of all members have come; a step is done when it has been applied."""
+    """Takes a decision when the records of all members have come, and ends a step when it has been applied."""
 
     def __init__(self, known: Known, contributing: Contributing, entering: Entering, switching: Switching) -> None:
         self._known = known
@@ -35,7 +35,7 @@ class Deciding:
         self._switching = switching
 
     def record_arrived(self, event: RecordArrived) -> list[StepEffect]:
-        """A member has contributed."""
+        """A member's record has come."""
         known, plans, decisions = self._known, self._known.plans, self._known.decisions
         if plans.plan is None or event.generation != plans.generation:
             return []
@@ -54,7 +54,7 @@ class Deciding:
         return self._decide(key, records) if self._complete(records) else []
 
     def _complete(self, records: Mapping[int, Record]) -> bool:
-        """Whether all members have contributed."""
+        """Whether the records of all members have come."""
         return len(records) == len(self._known.plans.current.members)
 
     def _decide(self, key: Key, records: dict[int, Record]) -> list[StepEffect]:
@@ -70,13 +70,13 @@ class Deciding:
         return [*effects, Gathered(key, records)]
 
     def holds(self, event: Holds) -> list[StepEffect]:
-        """An update was made of some parts, or the others have come."""
+        """This worker has updated its blocks, or has got those of others."""
         if event.step == self._known.step:
             self._known.held.becomes(event.blocks)
         return []
 
     def updated(self, event: Updated) -> list[StepEffect]:
-        """The step has been applied; if that was decided, all switch to another plan."""
+        """The step has been applied. If a switch was decided, follow the prepared plan."""
         known, switch = self._known, self._known.plans.switch
         check(event.step == known.step, f"updated to {event.step}, decided {known.step}")
         done = Discard(event.step)
@@ -91,7 +91,7 @@ class Deciding:
         return [done, *self._switching.change_over(switch)]
 
     def refused(self, event: UpdateRefused) -> list[StepEffect]:
-        """Nothing goes on here before all have settled anew, further back."""
+        """The records of a decision show that states differ: stop until all members have settled at an older step."""
         known = self._known
         self._contributing.answered()
         if known.phase is Phase.UPDATING:

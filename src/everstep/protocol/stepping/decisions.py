@@ -1,4 +1,4 @@
-"""Which decisions a worker has taken, and what others have contributed to those that come. Pure."""
+"""The decisions that a worker has taken, and the records of others for those that come. Pure."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from everstep.protocol.step_types import Gathered, Key, Record, RecordArrived, R
 
 
 class Decisions:
-    """position: of the last one; records: of that, by worker id. early: one that was taken before this application has
-    asked for it."""
+    """position: key of the last decision; records: its records by worker id. early: a gather that was decided before
+    this application has asked for it."""
 
     def __init__(self) -> None:
         self.position = Key(0, 0)
@@ -27,19 +27,19 @@ class Decisions:
         return Key(self.position.step, self.position.seq + 1)
 
     def regroup(self) -> None:
-        """A generation begins: records of others count for nothing."""
+        """A generation begins: the records that others sent are void."""
         self._arrived = {}
 
     def arrived(self, event: RecordArrived) -> None:
-        """A member has contributed."""
+        """Note a member's record."""
         self._arrived.setdefault(event.key, {}).setdefault(event.worker_id, event.record)
 
     def given(self, key: Key) -> dict[int, Record]:
-        """What members have contributed to a decision."""
+        """Records that members have sent for a decision, by worker id."""
         return dict(self._arrived.get(key, {}))
 
     def take(self, key: Key, records: Mapping[int, Record]) -> list[StepEffect]:
-        """All members have contributed to it."""
+        """Take a decision for which all records have come."""
         self._before = self.position, self.records
         return self.move(key, records)
 
@@ -52,23 +52,23 @@ class Decisions:
         return self.prove(position.step if position.seq else position.step - 1)
 
     def prove(self, proven: int) -> list[StepEffect]:
-        """Every member has decided this step."""
+        """Every member has decided this step: release it."""
         if proven <= self._released:
             return []
         self._released = proven
         return [Release(proven)]
 
     def take_back(self, *, intact: bool) -> None:
-        """The last one was a step, which is not applied. intact: the state before it, and its records, count."""
+        """Undo the last decision, a step that is not applied. intact: the state before it, and its records, count."""
         if not intact:
             self._before = Key(self.position.step - 1, 0), {}
         self.position, self.records = self._before
 
     def came_early(self, gathered: Gathered) -> None:
-        """The application has yet to ask for it."""
+        """Keep a gather until the application asks for it."""
         self.early = gathered
 
     def answer_early(self) -> Gathered | None:
-        """The application asks now. Returns what was decided before that, if something was."""
+        """Take the gather that was decided before the application asked, if there is one."""
         gathered, self.early = self.early, None
         return gathered

@@ -1,4 +1,4 @@
-"""How a generation is entered: what all members hold, and who rolls forward, copies or goes back. Pure."""
+"""How members enter a generation: what each holds, and who rolls forward, copies or goes back. Pure."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from everstep.protocol.stepping.known import Known
 
 
 class Entering:
-    """From a plan to the moment at which its members go on. entered: they do, here."""
+    """Takes a worker from a new plan to the moment at which it goes on. entered: it has."""
 
     def __init__(self, known: Known, contributing: Contributing) -> None:
         self.entered = False
@@ -41,19 +41,19 @@ class Entering:
         self._copied = self._served = False
 
     def regroup(self) -> None:
-        """A generation begins: what was stated in older ones is over."""
+        """A generation begins: statements of older ones are void."""
         self.entered = self._copied = self._served = False
         self._holdings = {g: h for g, h in self._holdings.items() if g >= self._known.plans.generation}
 
     def again(self) -> None:
-        """What was stated in this generation does not do."""
+        """The statements of this generation are void."""
         self.entered = False
         self._holdings.pop(self._known.plans.generation, None)
 
     # ---- what members hold
 
     def blocks_lost(self, event: BlocksLost) -> list[StepEffect]:
-        """What is left counts; the next settle repairs the rest."""
+        """Blocks of the state are gone; the next settle repairs them."""
         known = self._known
         known.next.lose_blocks(event.stage, known.held.lose(event.stage, event.extents))
         if known.phase not in OUTSIDE and known.lacks(event.stage):
@@ -62,7 +62,7 @@ class Entering:
         return []
 
     def holding_arrived(self, event: HoldingArrived) -> list[StepEffect]:
-        """A member states what it holds."""
+        """A member has stated what it holds."""
         generation = self._known.plans.generation
         if event.generation < generation:
             return []
@@ -81,7 +81,7 @@ class Entering:
     # ---- what follows
 
     def settle(self) -> list[StepEffect]:
-        """Go on, or get what is lacking, once all members have stated what they hold."""
+        """Go on, or fetch missing state, once all members have stated what they hold."""
         known, plans, mine = self._known, self._known.plans, self._known.me.worker_id
         holdings = self._stated()
         if len(holdings) < len(plans.current.members):
@@ -118,7 +118,7 @@ class Entering:
         return FetchState(generation, settled.target, wanted, pieces)
 
     def _roll_forward(self, top: Key, records: Mapping[int, Record]) -> list[StepEffect]:
-        """Take the one decision that is missing here with the records that were handed over."""
+        """Take the one decision that is missing here, with the records that another member handed over."""
         known, held = self._known, self._known.held
         rolled = {k: part for k, part in known.next.gradients.items() if not less(held.blocks.get(k, NONE), part)}
         effects = known.take(top, records)
@@ -136,7 +136,7 @@ class Entering:
         return effects
 
     def state_copied(self, event: StateCopied) -> list[StepEffect]:
-        """The state is what this worker was to get."""
+        """The state that this worker had to get is here."""
         known, held, mine = self._known, self._known.held, self._known.me.worker_id
         generation, stated = known.plans.generation, self._stated()
         settled = settle(known.plans.current, stated)
@@ -160,8 +160,8 @@ class Entering:
         return effects + self.settle()
 
     def _with_seats(self, settled: Settlement, *, stays: bool) -> dict[int, Extents]:
-        """What is there once all own seats have their share. stays: of the step that this worker was at before, so what
-        is without a seat is kept until the next decision."""
+        """What this worker holds once all its seats have their share. stays: the step is the same as before, so
+        stages without a seat are kept until the next decision."""
         known, blocks = self._known, self._known.held.blocks
         kept = {k: part for k, part in blocks.items() if stays and (known.step or not part.whole)}
         return kept | {k: kept.get(k, NONE) | share for k, share in known.plans.shares(settled.sizes).items()}

@@ -1,4 +1,4 @@
-"""All that a worker's step machine knows, and what concerns several parts of it. Pure."""
+"""Everything that a worker's step machine knows, and the changes that concern several parts of it. Pure."""
 
 from __future__ import annotations
 
@@ -31,20 +31,21 @@ class Known:
         return self.decisions.position.step
 
     def goes(self, phase: Phase) -> None:
-        """The worker does something else."""
+        """Set the phase."""
         self.phase = phase
 
     def lacks(self, stage: int) -> bool:
-        """Whether it has less of a stage than the present plan's share."""
+        """Whether this worker has less of a stage than its share by the present plan."""
         return self.held.lacks(stage, self.plans.share(stage, self.held.blocks.get(stage, NONE).of))
 
     @property
     def stages(self) -> tuple[int, ...]:
-        """Those of whose state at the position it has its whole share; ascending."""
+        """Stages of whose state at the position this worker has its whole share; ascending."""
         return tuple(stage for stage in self.held.present if not self.lacks(stage))
 
     def holding(self) -> Holding:
-        """What is held as of now, to be stated in the present plan. Raises: InvariantViolation without one."""
+        """What this worker holds now, as it is stated in the present plan. Raises: InvariantViolation without a
+        plan."""
         held, coming, decisions = self.held, self.next, self.decisions
         computed = {(stage, lane) for stage, lane in coming.lanes if not self.lacks(stage)}
         return Holding(
@@ -61,19 +62,19 @@ class Known:
         )
 
     def move(self, position: Key, records: Mapping[int, Record]) -> list[StepEffect]:
-        """The state is that of another position, or is about to be."""
+        """The state becomes that of another position, or is about to."""
         self._leave(position.step)
         return self.decisions.move(position, records)
 
     def take(self, key: Key, records: Mapping[int, Record]) -> list[StepEffect]:
-        """A decision is taken, with the records of all members: there is no doubt about what led to it."""
+        """Take a decision: the records of all members settle any doubt about the states before it."""
         self._before = self.held.blocks
         self._leave(key.step)
         self.held.doubt(-1)
         return self.decisions.take(key, records)
 
     def take_back(self, *, intact: bool) -> None:
-        """The last one was a step, which is not applied. intact: what was held before it counts."""
+        """Undo the last decision, a step that is not applied. intact: the state before it counts."""
         self.decisions.take_back(intact=intact)
         if intact:
             self.held.becomes(self._before)
@@ -84,13 +85,14 @@ class Known:
             self.held.becomes({k: blocks for k, blocks in self.held.blocks.items() if blocks.whole})
 
     def doubt(self, sound: int) -> None:
-        """States after this step count for nothing; nor does the live one of it, in which copies have just differed."""
+        """States after this step are void, and so is the live state of this step, since copies of it have just
+        differed."""
         self.held.doubt(sound)
         if self.step >= sound and self.phase is not Phase.UPDATING:  # that leads beyond it
             self.held.becomes({})
             self.next.forget()
 
     def void(self) -> Discard:
-        """Nothing that has been computed of the next step counts: what is to be dropped."""
+        """Forget all results for the next step. Returns the effect that drops them."""
         self.next.forget()
         return Discard(self.step + 1, undone=True)

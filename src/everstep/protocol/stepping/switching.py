@@ -1,4 +1,4 @@
-"""How a worker comes from plan to plan: by order, by what all have agreed on, and from outside as a joiner. Pure."""
+"""How a worker changes plans: by order of the coordinator, by agreement of all members, or as a joiner. Pure."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from everstep.protocol.stepping.known import Known
 
 
 class Switching:
-    """Leaves one generation, and begins the next."""
+    """Leaves one generation and begins the next."""
 
     def __init__(self, known: Known, contributing: Contributing, entering: Entering) -> None:
         self._known = known
@@ -30,21 +30,22 @@ class Switching:
         self._untouched = True  # at step 0 the state is what this worker has built: no plan came, nothing was copied
 
     def plan_arrived(self, event: PlanArrived) -> list[StepEffect]:
-        """The coordinator says what is to be done from now on."""
+        """The coordinator sends a plan that takes effect at once."""
         plans = self._known.plans
         if event.plan.generation <= plans.generation or not event.plan.has(plans.me):
             return []
         return self._take(event.plan)
 
     def prepared_arrived(self, event: PreparedArrived) -> list[StepEffect]:
-        """The coordinator says what all may switch to."""
+        """The coordinator sends a plan that all members may switch to."""
         if event.plan.generation <= self._known.plans.generation:
             return []
         self._known.plans.prepare(event.plan)
         return self._follow_switch() if self._known.phase in OUTSIDE else []
 
     def followed(self, event: Followed) -> list[StepEffect]:
-        """A joiner is one step further; perhaps the one after which the members had switched to a plan with it."""
+        """A joiner has replayed a step; perhaps the members have switched after it to a plan that includes the
+        joiner."""
         effects = self._known.move(event.position, event.records)
         self._known.held.becomes(dict.fromkeys(event.stages, WHOLE))
         self._contributing.answered()
@@ -57,7 +58,7 @@ class Switching:
         return self._take(plan) if plan is not None and plan.has(plans.me) else []
 
     def change_over(self, plan: Plan) -> list[StepEffect]:
-        """Do the switch to a prepared plan that was decided."""
+        """Switch to a prepared plan, as was decided."""
         known, plans = self._known, self._known.plans
         if plan.has(plans.me):
             return self._take(plan)
@@ -68,12 +69,12 @@ class Switching:
         return [*effects, LeftPlan(plan.generation)]
 
     def _leave(self, plan: Plan) -> list[StepEffect]:
-        """For the sake of this one."""
+        """Leave the present generation for this plan."""
         before = self._known.plans.plan
         return [] if before is None else [Leave(before.generation, plan.reason)]
 
     def _take(self, plan: Plan) -> list[StepEffect]:
-        """Leave the old generation and state what is held in the new one."""
+        """Leave the old generation, and state what is held in the new one."""
         known, held = self._known, self._known.held
         fresh, self._untouched = self._untouched, False
         effects = self._leave(plan)
