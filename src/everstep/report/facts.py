@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from everstep.base.cause import Cause
 from everstep.report.course import Course
@@ -155,8 +155,12 @@ class Facts:
         stalled = self.course.committed(event, time_ns, crew.members, condition.started_ns is None)
         if stalled is not None:
             self.account.intervals.append(stalled)
+        generation = whole_number(event.get("generation"))
+        last = self.recoveries[-1] if self.recoveries else None
+        if last is not None and not last.told and generation >= last.generation:
+            self.recoveries[-1] = replace(last, step=self.course.step, told=True)
         if self.incidents.waits:
-            self.incidents.committed(time_ns, self.course.step)
+            self.incidents.committed(time_ns, self.course.step, generation)
         unsettled = condition.state != "running" or crew.suspected or condition.started_ns is not None
         if (unsettled or condition.fault_ns is not None) and self.incidents.open is None and condition.ended_ns is None:
             condition.go_on(time_ns)

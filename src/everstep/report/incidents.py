@@ -76,8 +76,9 @@ class Incident:
     """Faults that belong together. struck: hits by victim; done: the system's acts, in order.
 
     step: the first one that was not told when it began; again: the one that it struck, which is done again.
-    planned_ns: when the plan began that answers it. end_ns: when training went on, None before; whole_ns: when all who
-    were lost had been replaced. suspect: nobody is lost, a worker only stands still. lost: worker ids that are missed.
+    planned_ns: when the plan began that answers it, of generation `answer`. end_ns: when training went on, None before;
+    whole_ns: when all who were lost had been replaced. suspect: nobody is lost, a worker only stands still. lost:
+    worker ids that are missed.
     """
 
     number: int
@@ -92,6 +93,7 @@ class Incident:
     whole_ns: int | None = None
     lost: frozenset[int] = frozenset()
     again: int = 0
+    answer: int = 0
 
     @property
     def what(self) -> str:
@@ -126,6 +128,10 @@ class Incident:
     def computed(self, step: int) -> None:
         """The fault struck this step or a later one: commits are told late."""
         self.again = max(self.again, step)
+
+    def precedes(self, time_ns: int, generation: int) -> bool:
+        """Whether a commit of that time and generation (0: not told) follows upon the plan that answers it."""
+        return generation >= self.answer if generation else time_ns > (self.planned_ns or 0)
 
     def line(self) -> str:
         """The whole incident in one line."""
@@ -188,11 +194,11 @@ class Incidents:
         incident.done = ["the job was started again"]
         self.all.append(incident)
 
-    def committed(self, time_ns: int, step: int) -> None:
+    def committed(self, time_ns: int, step: int, generation: int = 0) -> None:
         """Take in a commit of that time; its event may come when a later step has begun."""
         redone, incident = self._redone, self.open
-        if redone is not None and time_ns > (redone.planned_ns or 0):
-            redone.computed(step)
+        if redone is not None and redone.precedes(time_ns, generation):
+            redone.again = step
             redone.did(f"step {redone.again} was done again")
             self._redone = None
         for who, (struck_ns, at, hit) in list(self._shrugged.items()):
@@ -276,7 +282,7 @@ class Incidents:
         self._remember(event)
         incident = self.open
         if incident is not None and not incident.suspect:
-            incident.planned_ns = time_ns
+            incident.planned_ns, incident.answer = time_ns, whole_number(event.get("generation"))
             incident.computed(whole_number(event.get("step")) + 1)
         seated = set(self._homes)
         wanted = whole_number(event.get("target"))
@@ -348,7 +354,6 @@ class Incidents:
         incident = self.open
         if incident is None:
             return
-        incident.computed(whole_number(event.get("step")) + 1)
         incident.begin_ns = min(incident.begin_ns, time_ns - round(max(0.0, number(event.get("duration_s"))) * 1e9))
         if as_dict(event.get("phases_s")).get("redo") and not any("steps again" in text for text in incident.done):
             self._redone = incident
