@@ -46,12 +46,14 @@ def end_of(process: Job, job: JobFile, events: EventLog, facts: Facts, outcome: 
     elif exit_code == 0:
         print_summary(result)
     wrong = [lacking] if lacking else []
+    raised = raised_lines(run_dir, facts) if exit_code else []
     if exit_code:
         reached = max(facts.course.step, facts.checkpoint_step)
-        wrong.insert(0, f"{outcome.why.reason or 'the job failed'} (after step {reached}; logs in {run_dir / 'logs'})")
+        why = f"{outcome.why.reason or 'the job failed'} (after step {reached}; logs in {run_dir / 'logs'})"
+        wrong.insert(0, raised[0] if raised else why)
     if wrong:
         complain("; ".join(wrong))
-    for line in raised_lines(run_dir, facts)[1:] if exit_code else ():
+    for line in raised[1:]:
         print(f"  {line}", file=sys.stderr, flush=True)
     return int(result["exit_code"])
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import statistics
 import sys
 import threading
@@ -24,7 +25,7 @@ from everstep.report.facts import Facts
 from everstep.report.headline import Now, headline
 from everstep.report.tail import Folder, object_of
 from everstep.report.usage import Usage
-from everstep.report.words import Event, cause, one_line, shortened
+from everstep.report.words import Event, cause, reason_text, shortened
 from everstep.report.words import sentence as words_of
 from everstep.runtime.link.address import METRICS_FOLDER
 from everstep.train.console import OUTPUT_FILE, unstamped
@@ -58,11 +59,17 @@ class Sentences:
 
     def of(self, event: Event) -> str | None:
         """The event's line, None if it says nothing new."""
-        text = sentence(event)
+        text, own = sentence(event), reason_text(event.get("reason"))
+        raised = event["kind"] == "worker_evicted" and cause(event) is Cause.EXCEPTION and own != ""
+        if raised and own in self._raised:
+            return f"worker {event.get('worker_id')} raised the same"
         for known in self._raised if text else ():
-            text = text.replace(f": {known}", "").replace(f" ({known})", "") if text else text
-        if event["kind"] == "worker_evicted" and cause(event) is Cause.EXCEPTION and event.get("reason"):
-            self._raised.append(one_line(event["reason"]))
+            words = re.escape(known)
+            text = re.sub(
+                rf"(?:[:;] | \()(?:life \d+ of )?worker \d+: {words}\)?|: {words}| \({words}\)", "", text or ""
+            )
+        if raised:
+            self._raised.append(own)
         return text
 
 

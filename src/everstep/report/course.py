@@ -143,7 +143,7 @@ class Course:
 
     def efficiency(self) -> list[dict[str, float]]:
         """By number of workers, rising: samples per second, and that per worker relative to the fewest workers;
-        `spread`: standard deviation of the step time relative to its mean. Without those numbers that `left_out` names."""
+        `spread`: standard deviation of the step time relative to its mean. Those that `left_out` names are missing."""
         found: list[dict[str, float]] = []
         for workers, (samples, seconds, steps, squares) in sorted(self.rates.items()):
             if seconds > 0 and steps >= _MEASURED_STEPS and workers:

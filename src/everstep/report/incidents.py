@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from everstep.base.cause import Cause
 from everstep.report.seats import seats_of
-from everstep.report.words import Event, as_dict, cause, known, number, one_line, time_text, whole_number
+from everstep.report.words import Event, as_dict, cause, known, number, one_line, reason_text, time_text, whole_number
 
 _MOST = 1000
 _MOST_NAMED = 6
@@ -99,9 +99,15 @@ class Incident:
     def what(self) -> str:
         """Victims and kinds of the hits; those with the same words are named together."""
         alike: dict[str, list[Hit]] = {}
-        for hit in self.struck.values():
+        for hit in self._told_once():
             alike.setdefault(hit.text if hit.home else hit.text.removeprefix(hit.who), []).append(hit)
         return self._named([_all(hits) for hits in alike.values()], "; ")
+
+    def _told_once(self) -> list[Hit]:
+        """The hits; a reason that several have is left to the last of those that are told apart."""
+        hits = list(self.struck.values())
+        own = [{hit.reason for hit in hits[n + 1 :] if hit.home != hits[n].home} for n in range(len(hits))]
+        return [replace(hit, reason="") if hit.reason in said else hit for hit, said in zip(hits, own, strict=True)]
 
     @property
     def brief(self) -> str:
@@ -221,6 +227,11 @@ class Incidents:
             incident.whole_ns = incident.end_ns
         self.open = self._redone = None
         self._shrugged.clear()
+
+    def has_raised(self, event: Event) -> bool:
+        """Whether another worker has raised an exception in the open incident, too: it is one fault of the code."""
+        hits = self.open.struck.values() if self.open is not None else ()
+        return cause(event) is Cause.EXCEPTION and any(hit.cause is Cause.EXCEPTION for hit in hits)
 
     # ---- events
 
@@ -367,12 +378,16 @@ class Incidents:
                 incident.whole_ns = incident.whole_ns or incident.end_ns
 
     def _over(self, event: Event, time_ns: int, step: int) -> None:
+        newest = self._redone
+        if newest is not None and event.get("state") == "failed":
+            newest.end_ns = newest.whole_ns = None  # the others went on only to save the state
+            newest.did("the job failed")
         self.begins()
         self.kills = 0
 
 
 def _reason(event: Event) -> str:
-    return one_line(event.get("reason"), 240)
+    return reason_text(event.get("reason"), 240)
 
 
 def _all(hits: list[Hit]) -> str:

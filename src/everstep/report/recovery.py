@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from everstep.base.cause import Cause
 from everstep.report.wall_time import Stretch, recovery_phases
-from everstep.report.words import Event, as_dict, cause, known, number, one_line, whole_number
+from everstep.report.words import Event, as_dict, cause, known, number, reason_text, whole_number
 
 
 @dataclass(frozen=True)
@@ -34,5 +34,5 @@ def recovery_of(event: Event, time_ns: int) -> RecoveryFact:
     step = whole_number(event.get("step")) + 1  # most often the commit is not counted yet
     whose = (whole_number(event.get("generation")), step, known(event.get("worker_id")))
     phases = recovery_phases(time_ns, duration_s, phases_s)
-    begin_ns, why = time_ns - round(duration_s * 1e9), (cause(event), one_line(event.get("reason")))
+    begin_ns, why = time_ns - round(duration_s * 1e9), (cause(event), reason_text(event.get("reason")))
     return RecoveryFact(begin_ns, time_ns, *whose, *why, duration_s, phases_s, tuple(phases))

@@ -614,4 +614,5 @@ def test_a_page_is_told_what_the_code_raised(tmp_path: Path) -> None:
     feed.load()
     feed.look_for_raised()
     logs = f"traceback and log: everstep logs {run_dir} --worker 1 --level error"
-    assert patch(feed, PageCursor())["head"]["raised"] == ["ValueError: x", "in worker 1", logs]
+    ended = "the job ended after step 4, without a checkpoint"
+    assert patch(feed, PageCursor())["head"]["raised"] == ["ValueError: x", "in worker 1", ended, logs]
