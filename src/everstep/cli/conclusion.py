@@ -16,8 +16,10 @@ from everstep.cli.job import JobFile
 from everstep.cli.ledger import missing_rows
 from everstep.cli.main import complain
 from everstep.cli.run_dir import checkpoint_dir, read_digest
+from everstep.cli.terminal import paragraph
 from everstep.observe.events import EventLog, read_events
 from everstep.report.facts import Facts
+from everstep.report.history import History
 from everstep.report.raised import raised_lines
 from everstep.runtime.link.address import EVENTS_FILE
 
@@ -45,15 +47,28 @@ def end_of(process: Job, job: JobFile, events: EventLog, facts: Facts, outcome: 
         print(json.dumps(result, separators=(",", ":")), flush=True)
     elif exit_code == 0:
         print_summary(result)
+    _say(run_dir, facts, outcome, lacking)
+    return int(result["exit_code"])
+
+
+def _say(run_dir: Path, facts: Facts, outcome: Outcome, lacking: str) -> None:
+    """Tell of a bad end on stderr; an interrupted job has not failed, and is told how it goes on. lacking: rows."""
+    reached = max(facts.course.step, facts.checkpoint_step)
+    stopped = outcome.exit_code > 0 and outcome.state == "interrupted"
+    raised = raised_lines(run_dir, facts) if outcome.exit_code and not stopped else []
+    if stopped:
+        again = History(run_dir).resume
+        text = f"stopped after step {reached}: {outcome.why.reason or 'the job was interrupted'}"
+        print(paragraph(text, sys.stderr, "  "), file=sys.stderr, flush=True)
+        print(f"to go on: {again}" if again else f"logs in {run_dir / 'logs'}", file=sys.stderr, flush=True)
     wrong = [lacking] if lacking else []
-    if exit_code:
-        reached = max(facts.course.step, facts.checkpoint_step)
-        wrong.insert(0, f"{outcome.why.reason or 'the job failed'} (after step {reached}; logs in {run_dir / 'logs'})")
+    if outcome.exit_code and not stopped:
+        why = f"{outcome.why.reason or 'the job failed'} (after step {reached}; logs in {run_dir / 'logs'})"
+        wrong.insert(0, raised[0] if raised else why)
     if wrong:
         complain("; ".join(wrong))
-    for line in raised_lines(run_dir, facts)[1:] if exit_code else ():
+    for line in raised[1:]:
         print(f"  {line}", file=sys.stderr, flush=True)
-    return int(result["exit_code"])
 
 
 def say_the_end(events: EventLog, run_dir: Path, begin_ns: int, outcome: Outcome) -> None:

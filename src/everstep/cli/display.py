@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import statistics
 import sys
 import threading
@@ -18,13 +19,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
 from everstep.base.cause import Cause, Why
-from everstep.cli.terminal import LEVEL_STYLES, SilentKeys, console
+from everstep.cli.terminal import LEVEL_STYLES, SilentKeys, console, folded
 from everstep.observe.events import KINDS, follow
 from everstep.report.facts import Facts, present_speed
 from everstep.report.headline import Now, headline
 from everstep.report.tail import Folder, object_of
 from everstep.report.usage import Usage
-from everstep.report.words import Event, cause, one_line, shortened
+from everstep.report.words import Event, cause, reason_text, shortened, whole_number
 from everstep.report.words import sentence as words_of
 from everstep.runtime.link.address import METRICS_FOLDER
 from everstep.train.console import OUTPUT_FILE, unstamped
@@ -58,11 +59,17 @@ class Sentences:
 
     def of(self, event: Event) -> str | None:
         """The event's line, None if it says nothing new."""
-        text = sentence(event)
+        text, own = sentence(event), reason_text(event.get("reason"))
+        raised = event["kind"] == "worker_evicted" and cause(event) is Cause.EXCEPTION and own != ""
+        if raised and own in self._raised:
+            return f"worker {event.get('worker_id')} raised the same"
         for known in self._raised if text else ():
-            text = text.replace(f": {known}", "").replace(f" ({known})", "") if text else text
-        if event["kind"] == "worker_evicted" and cause(event) is Cause.EXCEPTION and event.get("reason"):
-            self._raised.append(one_line(event["reason"]))
+            words = re.escape(known)
+            text = re.sub(
+                rf"(?:[:;] | \()(?:life \d+ of )?worker \d+: {words}\)?|: {words}| \({words}\)", "", text or ""
+            )
+        if raised:
+            self._raised.append(own)
         return text
 
 
@@ -116,11 +123,17 @@ class PlainDisplay(Display):
 
 
 class LiveDisplay(Display):
-    """Progress bar, a line per worker and the last events, redrawn in place. samples: workers' resources."""
+    """Progress bar, a line per worker and the last events, redrawn in place. Incidents that began since `since_ns`
+    (None: now), and warnings, stay above it for good. samples: workers' resources."""
 
-    def __init__(self, console: Console, samples: Folder, total_steps: int | None = None) -> None:
+    def __init__(
+        self, console: Console, samples: Folder, total_steps: int | None = None, since_ns: int | None = None
+    ) -> None:
         from rich.live import Live
 
+        self._since_ns = time.time_ns() if since_ns is None else since_ns
+        self._facts = Facts()
+        self._kept = 0
         self._samples = samples
         self._usage = Usage()
         self._total_steps = total_steps
@@ -131,11 +144,15 @@ class LiveDisplay(Display):
         self._live.start()
 
     def event(self, event: Event, facts: Facts) -> None:
-        text = self._sentences.of(event)
+        self._facts, text = facts, self._sentences.of(event)
         if text:
             self._last.append(text)
+        if text and event["kind"] == "warning":
+            self._keep(whole_number(event.get("time_unix_ns")), text)
 
     def refresh(self, facts: Facts) -> None:
+        self._facts = facts
+        self._keep_incidents(over=False)
         for sample in filter(None, map(object_of, self._samples.lines())):
             self._usage.take(sample)
         self._live.update(self._render(facts), refresh=True)
@@ -144,8 +161,26 @@ class LiveDisplay(Display):
         self._live.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def close(self) -> None:
+        self._keep_incidents(over=True)
         self._live.stop()
         self._keys.restore()
+
+    def _keep_incidents(self, *, over: bool) -> None:
+        """Print the incidents whose lines are whole; with `over` all of them."""
+        incidents = self._facts.incidents
+        if incidents.waits and not over:
+            return
+        for one in incidents.all:
+            if one.number > self._kept and one.begin_ns >= self._since_ns:
+                self._keep(one.begin_ns, one.line())
+        self._kept = incidents.count
+
+    def _keep(self, time_ns: int, text: str) -> None:
+        clock = time.strftime("%H:%M:%S", time.localtime(time_ns / 1e9))
+        print_to = self._live.console
+        print_to.print(
+            folded(f"{clock}  {text}", print_to.width, " " * 10), markup=False, highlight=False, soft_wrap=True
+        )
 
     def _render(self, facts: Facts) -> RenderableType:
         from rich.console import Group

@@ -23,7 +23,7 @@ from everstep.base.errors import (
     StoreError,
     did_you_mean,
 )
-from everstep.cli.terminal import guarded
+from everstep.cli.terminal import guarded, paragraph
 from everstep.runtime.files.private import write_privately
 
 COMMANDS = {
@@ -107,8 +107,8 @@ def exit_code_of(error: EverstepError) -> int:
 
 
 def complain(text: str) -> None:
-    """One line on stderr."""
-    print(f"error: {' '.join(text.split())}", file=sys.stderr, flush=True)
+    """One line on stderr; on a terminal it is broken between words."""
+    print(paragraph(f"error: {' '.join(text.split())}", sys.stderr, "  "), file=sys.stderr, flush=True)
 
 
 def run_command(argv: list[str] | None = None) -> int:

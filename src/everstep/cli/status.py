@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import click
 from everstep.base.errors import ConfigError
 from everstep.cli.job import read_job
 from everstep.cli.run_dir import checkpoint_dir, read_digest
+from everstep.cli.terminal import paragraph
 from everstep.report.crew import MEMBERS
 from everstep.report.facts import Facts
 from everstep.report.history import History, newest_step
@@ -123,7 +125,10 @@ def workers_of(facts: Facts) -> list[dict[str, Any]]:
 def _print(run_dir: Path, status: dict[str, Any]) -> None:
     headline = status["headline"]
     print(f"{run_dir}: {status['task']}")
-    print(f"{headline['text']} {headline['more']}".strip())
+    said, _, again = f"{headline['text']} {headline['more']}".strip().partition(" To go on: ")
+    print(paragraph(said, sys.stdout))
+    if again:
+        print(f"To go on: {again}")
     print(f"{status['state']}, step {status['step']}, generation {status['generation']}")
     if status["checkpoint"] is not None:
         print(f"newest checkpoint: step {status['checkpoint']['step']} in {status['checkpoint']['path']}")
@@ -145,4 +150,4 @@ def _print_incidents(incidents: list[dict[str, Any]]) -> None:
     shown = incidents[-_SHOWN_INCIDENTS:]
     for one in shown:
         clock = time.strftime("%H:%M:%S", time.localtime(one["time_unix_ns"] / 1e9))
-        print(f"{clock}  {one['text']}")
+        print(paragraph(f"{clock}  {one['text']}", sys.stdout, " " * 10))

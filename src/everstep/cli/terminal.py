@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import sys
 import termios
+import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TextIO
@@ -85,6 +87,20 @@ def guarded() -> Iterator[None]:
         yield
     finally:
         sys.stdout, sys.stderr = before
+
+
+def paragraph(text: str, stream: TextIO, indent: str = "") -> str:
+    """A line of text for a stream: on a terminal it is broken between words, further lines with an indent; in a pipe it
+    stays one line."""
+    return folded(text, shutil.get_terminal_size().columns, indent) if stream.isatty() else text
+
+
+def folded(text: str, width: int, indent: str = "") -> str:
+    """Text in lines of at most so many characters, as far as its words allow it."""
+    wrapper = textwrap.TextWrapper(
+        max(20, width), subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
+    return wrapper.fill(text)
 
 
 def raw(stream: TextIO) -> TextIO:

@@ -50,7 +50,7 @@ from everstep.runtime.targets import TARGETS_TOKEN_FILE, shared_folder
 
 _TYPES = {"html": "text/html", "js": "text/javascript", "css": "text/css", "svg": "image/svg+xml", "txt": "text/plain"}
 _TICK_S = 0.5
-_ALIVE_S = 10.0
+_ALIVE_S = 2.0
 _MOST_STREAMS = 64
 _MOST_BODY = 4096
 _encode = msgspec.json.Encoder().encode

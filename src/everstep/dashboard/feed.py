@@ -51,7 +51,7 @@ class RunFeed:
         self.lock = threading.Lock()
         self.history = History(run_dir)
         self.status: dict[str, Any] | None = None
-        self.running = self.silent = False
+        self.running, self.silent = self.history.running(), False
         self.may: list[str] = []
         self.notes = read_notes(run_dir)
         self.ledger: dict[str, Any] = {}
@@ -73,10 +73,11 @@ class RunFeed:
 
     def read(self) -> bool:
         """Read a portion of the run's news; returns whether there were any."""
-        said = self._said()
+        said, ran = self._said(), self.history.running()
         with self.lock:
             changed = self.history.poll(_PORTION_BYTES)
             self._take_lines(said)
+            self.running = ran or self.history.running()  # looked at before its events are: they tell how it ended
         return changed
 
     def load(self) -> None:
@@ -115,7 +116,7 @@ class RunFeed:
             with contextlib.suppress(EverstepError):
                 status = commands.ask(self.run_dir, "status", timeout_s=_PATIENCE_S)
         with self.lock:
-            self.running, self.may = running, may
+            self.may = may
             self.silent = running and status is None
             if status is not None:
                 self.status, self._status_at = status, time.monotonic()

@@ -26,7 +26,7 @@ from everstep.report.shown_settings import shown_settings
 from everstep.report.told_facts import Line, Mark, WorkerFact
 from everstep.report.usage import Newest
 from everstep.report.wall_time import goodput
-from everstep.report.words import as_dict, number, one_line, whole_number
+from everstep.report.words import as_dict, number, one_line, reason_text, whole_number
 
 _LISTED = 200
 _FIRST_LINES = 600
@@ -141,7 +141,7 @@ def head(feed: RunFeed, rows: Mapping[int, WorkerRow]) -> dict[str, Any]:
         "task": one_line(history.job.get("task")),
         "state": state,
         "cause": (live or {}).get("cause") or facts.condition.cause,
-        "reason": one_line((live or {}).get("reason"))
+        "reason": reason_text((live or {}).get("reason"))
         or (facts.condition.reason if feed.running or facts.condition.ended_ns else ""),
         "headline": {"level": said.level, "text": said.text, "more": said.more},
         "raised": feed.raised,

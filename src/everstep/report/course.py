@@ -23,7 +23,8 @@ Again = tuple[int, int]
 @dataclass
 class Course:
     """Progress of a job. `loss`: of the newest step, None if there is none or it is not finite; `strange`: steps
-    without a finite loss. `rates`: samples, seconds, steps by number of workers. `redo_to`: the last step that is
+    without a finite loss. `rates`: samples, seconds, steps, and the
+    sum of the squares of the seconds of each, by number of workers. `redo_to`: the last step that is
     repeated now, 0 if none is; `began_again_ns`: when that began. `clean`: only a step follows the last one."""
 
     step: int = 0
@@ -72,10 +73,11 @@ class Course:
         passed_s = (time_ns - self.last_step_ns) / 1e9 if self.last_step_ns else 0.0
         clean = self.clean and passed_s > 0.0
         if clean:
-            entry = self.rates.setdefault(members, [0.0, 0.0, 0.0])
+            entry = self.rates.setdefault(members, [0.0, 0.0, 0.0, 0.0])
             entry[0] += samples
             entry[1] += passed_s
             entry[2] += 1
+            entry[3] += passed_s * passed_s
         late = passed_s > 1.0 and not self.redo_to and self.pace.stands_still(passed_s)
         stalled = self.standstill(time_ns) if late else None
         self.pace.commit(time_ns, step, samples, clean)
@@ -141,27 +143,29 @@ class Course:
 
     def efficiency(self) -> list[dict[str, float]]:
         """By number of workers, rising: samples per second, and that per worker relative to the fewest workers;
-        without those numbers that `left_out` names."""
+        `spread`: standard deviation of the step time relative to its mean. Those that `left_out` names are missing."""
         found: list[dict[str, float]] = []
-        for workers, (samples, seconds, steps) in sorted(self.rates.items()):
+        for workers, (samples, seconds, steps, squares) in sorted(self.rates.items()):
             if seconds > 0 and steps >= _MEASURED_STEPS and workers:
                 rate = samples / seconds
                 base = found[0]["samples_per_s"] / found[0]["workers"] if found else rate / workers
                 share = rate / workers / base if base else 0.0
-                found.append({"workers": workers, "samples_per_s": rate, "efficiency": share, "steps": steps})
+                spread = math.sqrt(max(0.0, squares * steps / (seconds * seconds) - 1))
+                one = {"workers": workers, "samples_per_s": rate, "efficiency": share, "steps": steps}
+                found.append({**one, "spread": spread})
         return found
 
     def left_out(self) -> str:
         """Which numbers of workers `efficiency` leaves out, and why; "" if none."""
-        few = [(n, int(steps)) for n, (_, _, steps) in sorted(self.rates.items()) if n and steps < _MEASURED_STEPS]
+        few = [(n, int(steps)) for n, (_, _, steps, _) in sorted(self.rates.items()) if n and steps < _MEASURED_STEPS]
         named = ", ".join(f"{n} worker{'s' * (n != 1)} ({steps} step{'s' * (steps != 1)})" for n, steps in few[:8])
         why = f"left out, as fewer than {_MEASURED_STEPS} undisturbed steps were measured"
         return f"{named}{' and more' if len(few) > 8 else ''}: {why}" if few else ""
 
     def mean_samples_per_s(self) -> float | None:
         """Mean speed over all steps without a change of generation or an evaluation."""
-        spent = sum(seconds for _, seconds, _ in self.rates.values())
-        return sum(samples for samples, _, _ in self.rates.values()) / spent if spent > 0 else None
+        spent = sum(seconds for _, seconds, _, _ in self.rates.values())
+        return sum(samples for samples, _, _, _ in self.rates.values()) / spent if spent > 0 else None
 
     def eta_s(self, total_steps: int | None) -> float | None:
         """Seconds to the last step at the speed of the newest steps; None if unknown, or there already."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from everstep.base.cause import Cause
 from everstep.report.course import Course
@@ -25,6 +25,7 @@ from everstep.report.words import (
     level,
     number,
     one_line,
+    reason_text,
     sentence,
     whole_number,
     why_of,
@@ -40,7 +41,8 @@ _MARKED |= {"coordinator_restarted": "coordinator", "fallback": "fallback", "wor
 class Facts:
     """Takes in events in file order. `condition`: how the job is; `course`: its steps; `crew`: its workers. `counts`:
     events by kind; `told_ns`: when the newest was told. `full`: newest trouble with the disk, None if a checkpoint was
-    written since. `launchers_lost`: of earlier starts, which told no end."""
+    written since. `launchers_lost`: of earlier starts, which told no end. `raised_again`: workers that raised after
+    another one, before training went on."""
 
     condition: JobCondition = field(default_factory=JobCondition)
     course: Course = field(default_factory=Course)
@@ -54,6 +56,7 @@ class Facts:
     told_ns: int = 0
     full: Trouble | None = None
     launchers_lost: int = 0
+    raised_again: int = 0
     _lines: int = 0
 
     def take(self, event: Event) -> None:
@@ -130,7 +133,8 @@ class Facts:
         """Number of faults that were injected, or noticed without having been injected."""
         count = self.counts.get
         coordinators = max(count("coordinator_restarted", 0), count("coordinator_killed", 0))
-        return max(count("fault_injected", 0), count("worker_evicted", 0) + coordinators) + self.launchers_lost
+        noticed = count("worker_evicted", 0) - self.raised_again + coordinators
+        return max(count("fault_injected", 0), noticed) + self.launchers_lost
 
     @property
     def checkpoint_step(self) -> int:
@@ -150,8 +154,12 @@ class Facts:
         stalled = self.course.committed(event, time_ns, crew.members, condition.started_ns is None)
         if stalled is not None:
             self.account.intervals.append(stalled)
+        generation = whole_number(event.get("generation"))
+        last = self.recoveries[-1] if self.recoveries else None
+        if last is not None and not last.told and generation >= last.generation:
+            self.recoveries[-1] = replace(last, step=self.course.step, told=True)
         if self.incidents.waits:
-            self.incidents.committed(time_ns, self.course.step)
+            self.incidents.committed(time_ns, self.course.step, generation)
         unsettled = condition.state != "running" or crew.suspected or condition.started_ns is not None
         if (unsettled or condition.fault_ns is not None) and self.incidents.open is None and condition.ended_ns is None:
             condition.go_on(time_ns)
@@ -176,6 +184,7 @@ class Facts:
 
     def _worker_evicted(self, event: Event, time_ns: int) -> None:
         died_ns, condition = whole_number(event.get("died_unix_ns")) or time_ns, self.condition
+        self.raised_again += self.incidents.has_raised(event)
         worker_id = self.crew.evicted(event, died_ns)
         condition.be("recovering", event)
         condition.reason = f"worker {worker_id}: {condition.reason}"
@@ -214,7 +223,7 @@ class Facts:
 
     def _warning(self, event: Event, time_ns: int) -> None:
         if cause(event) is Cause.DISK:
-            self.full = Trouble(time_ns, one_line(event.get("reason")))
+            self.full = Trouble(time_ns, reason_text(event.get("reason")))
         step, strange = whole_number(event.get("step")), self.course.strange
         if cause(event) is Cause.NONFINITE and (strange is None or strange.last < step):
             self.course.finite(step, False)  # the last one: its loss does not show it

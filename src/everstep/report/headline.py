@@ -11,10 +11,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from everstep.base.cause import Cause
 from everstep.report.crew import MEMBERS
 from everstep.report.facts import Facts
 from everstep.report.incidents import Incident
-from everstep.report.words import number, one_line, shortened, time_text, whole_number
+from everstep.report.words import number, reason_text, shortened, time_text, whole_number
 
 LEVELS = ("good", "warning", "bad")
 _FULL_BYTES = 1 << 20
@@ -142,11 +143,19 @@ def _over(facts: Facts, now: Now) -> Headline | None:
         faults = f"{facts.faults} fault{'s' * (facts.faults != 1)} survived." if facts.faults else "No fault."
         more = " ".join(filter(None, (faults, _was_strange(facts))))
         return Headline("good", f"Finished: all {facts.course.step} steps are done, in {span(ran_s)}.", more)
-    reason = facts.condition.reason or "no reason was given"
+    reason = _raised(facts) or facts.condition.reason or "no reason was given"
     more = _behind(facts, now)
     if facts.condition.state == "interrupted":
         return Headline("warning", f"Stopped after step {facts.course.step}: {reason}.", more)
     return Headline("bad", f"Failed after step {facts.course.step}: {reason}.", more)
+
+
+def _raised(facts: Facts) -> str:
+    """Of a job that its own code ended: the exception, as the worker has told it; "" if it has not."""
+    newest = facts.incidents.newest
+    if facts.condition.cause is not Cause.EXCEPTION or newest is None:
+        return ""
+    return next((hit.reason for hit in newest.struck.values() if hit.cause is Cause.EXCEPTION), "")
 
 
 def _died(facts: Facts, now: Now) -> Headline | None:
@@ -222,7 +231,7 @@ def _waiting(facts: Facts, now: Now) -> Headline | None:
     if facts.condition.state != "waiting" and live.get("state") != "waiting":
         return None
     waited_s = _s(facts.condition.waiting_ns or now.time_ns, now)
-    reason = facts.condition.reason if facts.condition.state == "waiting" else one_line(live.get("reason"))
+    reason = facts.condition.reason if facts.condition.state == "waiting" else reason_text(live.get("reason"))
     left_s = None if now.gives_up_s is None else now.gives_up_s - waited_s
     more = f"It gives up in {span(left_s)}." if left_s is not None and left_s > 0 else ""
     return Headline("bad" if waited_s > _LONG_WAIT_S else "warning", f"Waiting for {span(waited_s)}: {reason}.", more)

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from everstep.base.cause import Cause
 from everstep.report.seats import seats_of
-from everstep.report.words import Event, as_dict, cause, known, number, one_line, time_text, whole_number
+from everstep.report.words import Event, as_dict, cause, known, number, one_line, reason_text, time_text, whole_number
 
 _MOST = 1000
 _MOST_NAMED = 6
@@ -76,8 +76,9 @@ class Incident:
     """Faults that belong together. struck: hits by victim; done: the system's acts, in order.
 
     step: the first one that was not told when it began; again: the one that it struck, which is done again.
-    planned_ns: when the plan began that answers it. end_ns: when training went on, None before; whole_ns: when all who
-    were lost had been replaced. suspect: nobody is lost, a worker only stands still. lost: worker ids that are missed.
+    planned_ns: when the plan began that answers it, of generation `answer`. end_ns: when training went on, None before;
+    whole_ns: when all who were lost had been replaced. suspect: nobody is lost, a worker only stands still. lost:
+    worker ids that are missed.
     """
 
     number: int
@@ -92,14 +93,21 @@ class Incident:
     whole_ns: int | None = None
     lost: frozenset[int] = frozenset()
     again: int = 0
+    answer: int = 0
 
     @property
     def what(self) -> str:
         """Victims and kinds of the hits; those with the same words are named together."""
         alike: dict[str, list[Hit]] = {}
-        for hit in self.struck.values():
+        for hit in self._told_once():
             alike.setdefault(hit.text if hit.home else hit.text.removeprefix(hit.who), []).append(hit)
         return self._named([_all(hits) for hits in alike.values()], "; ")
+
+    def _told_once(self) -> list[Hit]:
+        """The hits; a reason that several have is left to the last of those that are told apart."""
+        hits = list(self.struck.values())
+        own = [{hit.reason for hit in hits[n + 1 :] if hit.home != hits[n].home} for n in range(len(hits))]
+        return [replace(hit, reason="") if hit.reason in said else hit for hit, said in zip(hits, own, strict=True)]
 
     @property
     def brief(self) -> str:
@@ -126,6 +134,10 @@ class Incident:
     def computed(self, step: int) -> None:
         """The fault struck this step or a later one: commits are told late."""
         self.again = max(self.again, step)
+
+    def precedes(self, time_ns: int, generation: int) -> bool:
+        """Whether a commit of that time and generation (0: not told) follows upon the plan that answers it."""
+        return generation >= self.answer if generation else time_ns > (self.planned_ns or 0)
 
     def line(self) -> str:
         """The whole incident in one line."""
@@ -188,11 +200,11 @@ class Incidents:
         incident.done = ["the job was started again"]
         self.all.append(incident)
 
-    def committed(self, time_ns: int, step: int) -> None:
+    def committed(self, time_ns: int, step: int, generation: int = 0) -> None:
         """Take in a commit of that time; its event may come when a later step has begun."""
         redone, incident = self._redone, self.open
-        if redone is not None and time_ns > (redone.planned_ns or 0):
-            redone.computed(step)
+        if redone is not None and redone.precedes(time_ns, generation):
+            redone.again = step
             redone.did(f"step {redone.again} was done again")
             self._redone = None
         for who, (struck_ns, at, hit) in list(self._shrugged.items()):
@@ -215,6 +227,11 @@ class Incidents:
             incident.whole_ns = incident.end_ns
         self.open = self._redone = None
         self._shrugged.clear()
+
+    def has_raised(self, event: Event) -> bool:
+        """Whether another worker has raised an exception in the open incident, too: it is one fault of the code."""
+        hits = self.open.struck.values() if self.open is not None else ()
+        return cause(event) is Cause.EXCEPTION and any(hit.cause is Cause.EXCEPTION for hit in hits)
 
     # ---- events
 
@@ -276,7 +293,7 @@ class Incidents:
         self._remember(event)
         incident = self.open
         if incident is not None and not incident.suspect:
-            incident.planned_ns = time_ns
+            incident.planned_ns, incident.answer = time_ns, whole_number(event.get("generation"))
             incident.computed(whole_number(event.get("step")) + 1)
         seated = set(self._homes)
         wanted = whole_number(event.get("target"))
@@ -348,7 +365,6 @@ class Incidents:
         incident = self.open
         if incident is None:
             return
-        incident.computed(whole_number(event.get("step")) + 1)
         incident.begin_ns = min(incident.begin_ns, time_ns - round(max(0.0, number(event.get("duration_s"))) * 1e9))
         if as_dict(event.get("phases_s")).get("redo") and not any("steps again" in text for text in incident.done):
             self._redone = incident
@@ -362,12 +378,16 @@ class Incidents:
                 incident.whole_ns = incident.whole_ns or incident.end_ns
 
     def _over(self, event: Event, time_ns: int, step: int) -> None:
+        newest = self._redone
+        if newest is not None and event.get("state") == "failed":
+            newest.end_ns = newest.whole_ns = None  # the others went on only to save the state
+            newest.did("the job failed")
         self.begins()
         self.kills = 0
 
 
 def _reason(event: Event) -> str:
-    return one_line(event.get("reason"), 240)
+    return reason_text(event.get("reason"), 240)
 
 
 def _all(hits: list[Hit]) -> str:

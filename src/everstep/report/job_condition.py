@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from everstep.base.cause import Cause
 from everstep.report.told_facts import Trouble
 from everstep.report.wall_time import Stretch, TimeAccount
-from everstep.report.words import Event, one_line, why_of
+from everstep.report.words import Event, reason_text, why_of
 
 
 @dataclass
@@ -64,7 +64,7 @@ class JobCondition:
     def stops(self, event: Event, time_ns: int) -> None:
         """The job is being ended: keep the time of the first request, and the newest reason."""
         since_ns = self.stopping.time_ns if self.stopping else time_ns
-        self.stopping = Trouble(since_ns, one_line(event.get("reason")))
+        self.stopping = Trouble(since_ns, reason_text(event.get("reason")))
 
     def end(self, exit_code: int | None, time_ns: int) -> None:
         """The job is over; nothing is under way any more."""

@@ -216,10 +216,20 @@ def _efficiency(history: History) -> str:
     if len(found) < 2:
         return note
     rows = [
-        [f"{e['workers']:.0f}", f"{e['samples_per_s']:.1f}", _percent(e["efficiency"]), f"{e['steps']:.0f}"]
+        [
+            *(f"{e['workers']:.0f}", f"{e['samples_per_s']:.1f}", _percent(e["efficiency"])),
+            *(f"± {100 * e['spread']:.0f} %", f"{e['steps']:.0f}"),
+        ]
         for e in found
     ]
-    return _table(["workers", "samples per second", "scaling efficiency", "steps measured"], rows, (0, 1, 2, 3)) + note
+    return (
+        _table(
+            [*("workers", "samples per second", "scaling efficiency"), "spread of a step", "steps"],
+            rows,
+            tuple(range(5)),
+        )
+        + note
+    )
 
 
 def _communication(history: History) -> str:

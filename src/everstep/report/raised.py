@@ -20,8 +20,9 @@ _MOST_TRACEBACK = 1 << 16
 
 
 def raised_lines(run_dir: Path, facts: Facts) -> list[str]:
-    """Exception; the user's own line, with lane, step and samples where they are known; the command that shows the log.
-    [] of a job that did not end with an exception, or whose worker left no word."""
+    """Exception; the user's own line, with lane, step, samples and workers where they are known; the step after which
+    the job ended; the command that shows the log. [] of a job that did not end with an exception, or whose worker left
+    no word."""
     end = facts.condition
     if end.ended_ns is None or end.state != "failed" or end.cause is not Cause.EXCEPTION:
         return []
@@ -35,8 +36,19 @@ def raised_lines(run_dir: Path, facts: Facts) -> list[str]:
     lane = next((text for text in said if text.startswith(RAISED_IN)), "")
     where = [f"at {one_line(frame, 400)}" if frame else "", one_line(lane.removeprefix("raised "), 300)]
     logs = shlex.join(["everstep", "logs", str(run_dir), "--worker", str(last.worker_id), "--level", "error"])
-    told = ", ".join(filter(None, [*where, f"in worker {last.worker_id}"]))
-    return [_PLACE.sub("", one_line(last.fields.get("message"))), told, f"traceback and log: {logs}"]
+    told = ", ".join(filter(None, [*where, _struck(facts, last.worker_id)]))
+    saved = facts.checkpoint_step
+    left = f"with a checkpoint of step {saved}" if saved else "without a checkpoint"
+    ended = f"the job ended after step {facts.course.step}, {left}"
+    return [_PLACE.sub("", one_line(last.fields.get("message"))), told, ended, f"traceback and log: {logs}"]
+
+
+def _struck(facts: Facts, worker_id: int | None) -> str:
+    """The worker whose log is read, and the others that raised with it."""
+    newest = facts.incidents.newest
+    hits = newest.struck.values() if newest is not None else ()
+    others = [hit.who for hit in hits if hit.cause is Cause.EXCEPTION and hit.who != f"worker {worker_id}"]
+    return f"in worker {worker_id}" + (f", as in {', '.join(others[:6])}" if others else "")
 
 
 def _own_frame(traceback: str) -> str:

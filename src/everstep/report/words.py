@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from math import isfinite
 from typing import Any
@@ -25,6 +26,7 @@ WARNINGS = frozenset(
     }
 )
 LEVELS = ("info", "warning", "error")
+_LIFE = re.compile(r"\b(worker \d{1,9}) \(incarnation (\d{1,9})\)")
 
 
 def level(event: Event) -> str:
@@ -41,6 +43,13 @@ def one_line(value: Any, most: int = 600) -> str:
     """Text without line breaks and control characters, cut off if it is long."""
     text = "".join(c if c.isprintable() else " " for c in " ".join(str(value or "").split()))
     return text if len(text) <= most else f"{text[: most - 1]}…"
+
+
+def reason_text(value: Any, most: int = 600) -> str:
+    """A reason as one line for people: a worker's first life is the worker, a later one is named."""
+    return _LIFE.sub(
+        lambda found: f"life {found[2]} of {found[1]}" if int(found[2]) else found[1], one_line(value, most)
+    )
 
 
 def shortened(text: str, most: int, between: str = " ") -> str:
@@ -84,7 +93,7 @@ def cause(event: Event) -> Cause:
 
 def why_of(event: Event) -> tuple[Cause, str]:
     """Cause and reason of an event, for programs and for people."""
-    return cause(event), one_line(event.get("reason"))
+    return cause(event), reason_text(event.get("reason"))
 
 
 def checkpoint_result(event: Event) -> str:
@@ -99,7 +108,7 @@ def sentence(event: Event) -> str:
     """An event as a line for people; unknown kinds are named."""
     kind = str(event["kind"])
     who = f"worker {event['worker_id']}" if event.get("worker_id") is not None else "the coordinator"
-    reason = one_line(event.get("reason"))
+    reason = reason_text(event.get("reason"))
     why = f": {reason}" if reason else ""
     special = _SPECIAL.get(kind)
     if special is not None:

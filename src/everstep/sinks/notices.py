@@ -29,7 +29,7 @@ from everstep.base.config_fields import SECRET_VARIABLES
 from everstep.base.config_keys import NotifyConfig
 from everstep.base.errors import ConfigError
 from everstep.base.given import read_json
-from everstep.report.words import Event, as_dict, cause, known, one_line, whole_number
+from everstep.report.words import Event, as_dict, cause, known, one_line, reason_text, whole_number
 from everstep.runtime.host.bound import bound_command
 from everstep.sinks.sink import Sink, SinkFailed, SinkJob
 
@@ -130,7 +130,7 @@ class Notices(Sink):
         time_ns = whole_number(event.get("time_unix_ns"))
         if self._clock() - time_ns / 1e9 > _STALE_S:
             return  # too old to wake anybody
-        why_then = {"cause": cause(event), "reason": one_line(event.get("reason"))}
+        why_then = {"cause": cause(event), "reason": reason_text(event.get("reason"))}
         said = {"event": kind, "text": f"{self._about['run']}: {one_line(text)}", "step": step, **why_then}
         said["worker_id"] = known(event.get("worker_id"))
         notice = {**said, "time_unix_ns": time_ns, **self._about}

@@ -300,6 +300,32 @@ def test_at_80_columns_no_word_is_cut(tmp_path: Path) -> None:
     assert said.splitlines()[-1].rstrip("…").split() == f"warning: {reason}".split()[:14]
 
 
+def test_incidents_and_warnings_stay_above_the_live_view(tmp_path: Path) -> None:
+    """Once, when their line is whole; those of an earlier start are not told again."""
+    from rich.console import Console
+
+    out, facts = io.StringIO(), Facts()
+    live = LiveDisplay(Console(file=out, width=60), Folder(tmp_path, "*.jsonl"), since_ns=3 * S + S // 3)
+    gone = event("worker_evicted", 2.1, worker_id=1, incarnation=0, **KILLED)
+    earlier = [gone, plan(2, {"0": [0, 1, 2, 3]}, 0, 2.2), commit(3, 2.4, generation=2)]
+    warned = event("warning", 6.5, cause="disk", reason="the disk of the host refuses what is written to it by now")
+    try:
+        for one in [*JOB[:6], *earlier, EVICTED]:
+            facts.take(one)
+        live.refresh(facts)
+        assert "was killed" not in out.getvalue()
+        for one in [*JOB[8:11], warned, JOB[-1]]:
+            facts.take(one)
+            live.event(one, facts)
+            live.refresh(facts)
+    finally:
+        live.close()
+    said = out.getvalue().splitlines()
+    assert [line[10:] for line in said if "worker 0" in line] == ["worker 0 (leader) was killed; training went on"]
+    assert [line[10:] for line in said if "warning" in line] == ["warning: the disk of the host refuses what is"]
+    assert " " * 10 + "written to it by now" in said and max(map(len, said)) <= 60
+
+
 def test_small_words() -> None:
     assert [duration(s) for s in (0.4, 65, 3720)] == ["0s", "1m05s", "1h02m"]
     assert step_line(Facts(), 3, None) == "step 3  generation 0"

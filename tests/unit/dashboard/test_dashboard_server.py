@@ -24,7 +24,7 @@ from everstep.dashboard.app import make_app, make_metrics_app  # noqa: E402
 from everstep.dashboard.catalog import Catalog, holds_runs  # noqa: E402
 from everstep.dashboard.feed import Feeds, RunFeed  # noqa: E402
 from everstep.dashboard.guard import checked_token, kept_token  # noqa: E402
-from everstep.dashboard.run_view import PageCursor, patch  # noqa: E402
+from everstep.dashboard.run_view import PageCursor, head, patch, worker_rows  # noqa: E402
 from everstep.observe.events import format_event  # noqa: E402
 from everstep.observe.logs import WorkerLog  # noqa: E402
 from everstep.runtime import commands  # noqa: E402
@@ -560,6 +560,19 @@ def test_skipped_checkpoints_have_their_own_count(tmp_path: Path) -> None:
     assert (shown["newest"][:2], shown["missed"]) == (["disk", 4], ["disk", 7, True, "busy", "of before"])
 
 
+def test_a_job_that_runs_is_known_to_run_before_its_coordinator_is_asked(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path)
+    feed = RunFeed(run_dir)
+    feed.load()
+    assert head(feed, worker_rows(feed))["headline"]["level"] == "bad"
+    with run_lock(run_dir):
+        feed.read()
+        shown = head(feed, worker_rows(feed))
+    assert shown["running"] and "died" not in shown["headline"]["text"]
+    feed.read()
+    assert "died without a word" in head(feed, worker_rows(feed))["headline"]["text"]
+
+
 def test_a_launcher_that_died_is_a_fault_with_a_mark_and_leaves_no_process(tmp_path: Path) -> None:
     run_dir = make_run(tmp_path)
     (run_dir / "job.json").write_text('{"task": "t", "argv": [], "config": {"steps": 9}}')
@@ -601,4 +614,5 @@ def test_a_page_is_told_what_the_code_raised(tmp_path: Path) -> None:
     feed.load()
     feed.look_for_raised()
     logs = f"traceback and log: everstep logs {run_dir} --worker 1 --level error"
-    assert patch(feed, PageCursor())["head"]["raised"] == ["ValueError: x", "in worker 1", logs]
+    ended = "the job ended after step 4, without a checkpoint"
+    assert patch(feed, PageCursor())["head"]["raised"] == ["ValueError: x", "in worker 1", ended, logs]

@@ -338,3 +338,4 @@ def test_efficiency_is_told_of_what_was_measured_long_enough(tmp_path: Path) -> 
     lines += [event("step_committed", 15.4 + s, step=17 + s, loss=1.0, samples=8) for s in range(1, 8)]
     facts = history(tmp_path, lines).facts
     assert ([e["steps"] for e in facts.course.efficiency()], facts.course.left_out()) == ([12, 10], "")
+    assert [e["spread"] for e in facts.course.efficiency()] == pytest.approx([0.0, 0.565], abs=1e-3)  # 0.1 s and 1 s

@@ -47,6 +47,19 @@ def test_the_step_that_is_done_again_is_the_same_wherever_it_is_said() -> None:
     assert [recovery.step for recovery in facts.recoveries] == [12]
 
 
+@pytest.mark.parametrize("counted", [11, 12])
+def test_the_commit_after_a_plan_names_the_step_that_was_done_again(counted: int) -> None:
+    """A recovery is told with or without the step that ended it; clocks of hosts differ, generations do not."""
+    late = {**commit(11, 5.95), "generation": 1}
+    done = {**recovered(2, 5.8, 6.2), "step": counted, "generation": 2}
+    facts = facts_of([*trained(), killed(2, 5.8), plan(5.9, 2, [[0, 1, 3]]), done, late])
+    assert facts.incidents.all[0].done == []
+    for step, at_s in ((12, 5.85), (13, 6.5)):
+        facts.take({**commit(step, at_s), "generation": 2})
+    assert facts.incidents.all[0].done == ["step 12 was done again"]
+    assert [recovery.step for recovery in facts.recoveries] == [12]
+
+
 @pytest.mark.parametrize("knows", ["plan", "late commit", "injected"])
 def test_each_of_them_says_which_step_was_struck(knows: str) -> None:
     events = [*trained()]

@@ -8,9 +8,11 @@ from typing import Any
 
 from everstep.cli.display import Sentences
 from everstep.observe.logs import RAISED_IN
+from everstep.report.facts import facts_of
 from everstep.report.history import History
 from everstep.report.raised import raised_lines
-from told_events import T0, S, event, trained, write_events
+from everstep.report.words import sentence, why_of
+from told_events import T0, S, commit, event, plan, recovered, trained, write_events
 
 RAISED = {"cause": "exception", "reason": "Bad.loss raised ValueError: no such label: 17 (task.py:17)"}
 FAILED = event("job_failed", 7, step=10, state="failed", exit_code=1, **RAISED)
@@ -47,6 +49,7 @@ def test_the_block_names_exception_line_lane_and_the_command_for_more(tmp_path: 
     assert raised_lines(tmp_path, history.facts) == [
         "Bad.loss raised ValueError: no such label: 17",
         "at /home/me/bad task.py:17, in lane 3 of step 11 (samples 52, 17), in worker 1",
+        "the job ended after step 10, without a checkpoint",
         f"traceback and log: everstep logs {tmp_path} --worker 1 --level error",
     ]
 
@@ -74,6 +77,44 @@ def test_the_lines_of_a_run_say_an_exception_once() -> None:
     assert shown == [
         "generation 2 with workers 0: worker 0 failed at step 1 as worker 1 did: a checkpoint is taken first",
         "fallback: every holder is gone: from disk",
-        "failed: worker 1 (incarnation 0); checkpoint of step 1 in x",
+        "failed; checkpoint of step 1 in x",
     ]
     assert Sentences().of(FAILED) == f"failed: {text}"
+    assert lines.of({**evicted, "worker_id": 0}) == "worker 0 raised the same"
+    other = event("worker_evicted", 8, worker_id=0, incarnation=0, cause="exception", reason="KeyError: 'x'")
+    assert lines.of(other) == "worker 0 was evicted: KeyError: 'x'"
+
+
+def test_an_exception_of_all_is_one_fault_that_training_did_not_survive(tmp_path: Path) -> None:
+    """The survivors' recovery served the last checkpoint alone: no step was committed after it."""
+    why = f"worker 0 (incarnation 0) failed in step 11, as worker 1 (incarnation 2) did: {RAISED['reason']}"
+    first, second = (
+        event("worker_evicted", at_s, worker_id=i, incarnation=0, **RAISED) for at_s, i in ((6, 1), (6.3, 0))
+    )
+    planned = [plan(6.1, 2, [[0, 2, 3]], "exception", why), plan(6.4, 3, [[2, 3]], "exception", why)]
+    saved = event("checkpoint_completed", 6.5, step=10, tier="disk")
+    end = {**FAILED, "reason": f"{why}; checkpoint of step 10 in x"}
+    told = [*trained(), first, planned[0], second, planned[1], saved, recovered(1, 6, 6.6), end]
+    write_events(tmp_path, told)
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "worker-1.jsonl").write_text(record(6, "critical", RAISED["reason"], exception=TRACEBACK))
+    history = History(tmp_path).load()
+    assert history.facts.faults == 1
+    exception = f"raised an exception ({RAISED['reason']})"
+    assert [one.line() for one in history.facts.incidents.all] == [
+        f"worker 1 raised an exception; worker 0 (leader) {exception}; the job failed"
+    ]
+    said = history.headline(False)
+    assert said.text == f"Failed after step 10: {RAISED['reason']}."
+    assert raised_lines(tmp_path, history.facts)[1:3] == [
+        "at /home/me/bad task.py:17, in worker 1, as in worker 0",
+        "the job ended after step 10, with a checkpoint of step 10",
+    ]
+    went_on = [*told[:-1], commit(11, 6.9), end]
+    assert "training went on" in facts_of(went_on).incidents.all[0].line()
+
+
+def test_lives_are_named_where_they_are_not_the_first() -> None:
+    said = {"cause": "killed", "reason": "worker 1 (incarnation 0), then worker 12 (incarnation 3): killed"}
+    assert sentence(event("waiting", 1, **said)) == "waiting: worker 1, then life 3 of worker 12: killed"
+    assert why_of(event("waiting", 1, **said))[1] == "worker 1, then life 3 of worker 12: killed"
