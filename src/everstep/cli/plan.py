@@ -11,7 +11,7 @@ import click
 
 from everstep.base.config import Config
 from everstep.base.errors import ConfigError
-from everstep.cli import plan_failures
+from everstep.cli import plan_failures, plan_goodput
 from everstep.cost import device_memory, quantities
 from everstep.cost.memory import (
     GB,
@@ -44,6 +44,7 @@ def command() -> None:
 
 
 command.add_command(plan_failures.command)
+command.add_command(plan_goodput.command)
 
 
 @command.command(epilog=f"Devices known to --gpu: {', '.join(device_memory.MEMORY_GB)}.")

@@ -42,6 +42,38 @@ def test_failures_in_words(capsys: pytest.CaptureFixture[str]) -> None:
     assert "assumed: 4 devices per node" in text and "Llama 3's rates, 32 devices" in text
 
 
+def test_goodput_by_policy(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["goodput", "--devices", "10000", "--mtbf", "9600h", "--runs", "3"]
+    said = answered(capsys, *asked)
+    by_name = {one["name"]: one for one in said["policies"]}
+    assert list(by_name) == ["ours", "ours-no-etcd", "ours-zero", "restart", "torchft", "gemini", "recycle", "oobleck"]
+    assert by_name["restart"]["goodput"] < by_name["gemini"]["goodput"] < by_name["ours"]["goodput"] < 1
+    assert all(one["closed_form"] == pytest.approx(one["goodput"], abs=0.002) for one in said["policies"])
+    assert said["mtbf_job_s"] == 9600 * 3600 / 1250 and all(one["source"] for one in said["times"])
+    other = answered(capsys, *asked, "--seed", "1", "--policy", "ours", "--spares", "40", "--days", "30")["policies"]
+    assert [one["name"] for one in other] == ["ours"] and other[0]["lost"]["missing"] < by_name["ours"]["lost"][
+        "missing"
+    ]
+    assert other[0]["goodput_of_paid_devices"] == other[0]["goodput"] * 10000 / 10040
+
+
+def test_recovery_times_are_the_measured_ones_and_can_be_others(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["goodput", "--devices", "64", "--days", "9", "--mtbf", "8h", "--runs", "9", "--spares", "64"]
+    asked += ["--policy", "restart", "--repair", "1h"]
+    measured, slower = answered(capsys, *asked), answered(capsys, *asked, "--time", "torchrun_host=10min")
+    assert slower["policies"][0]["goodput"] < measured["policies"][0]["goodput"] - 0.05
+    by_name = {one["name"]: one for one in measured["times"]}
+    assert by_name["ours_next_step"]["seconds"] == 0.077 and "2026-11" in by_name["ours_next_step"]["source"]
+    given = {one["name"]: one for one in slower["times"]}["torchrun_host"]
+    assert (given["seconds"], given["source"]) == (600, "given")
+
+
+def test_goodput_in_words(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(["plan", "goodput", "--devices", "1000", "--runs", "2"]) == 0
+    text = capsys.readouterr().out
+    assert "oobleck" in text and "assumed: a step takes 10 s" in text
+
+
 REFUSED = [
     (["failures", "--hours", "1"], "--nodes"),
     (["failures", "--nodes", "0", "--hours", "1"], "--nodes"),
@@ -49,6 +81,14 @@ REFUSED = [
     (["failures", "--nodes", "8", "--hours", "nan"], "got nan"),
     (["failures", "--nodes", "8", "--hours", "1", "--mtbf", "100000"], "with its unit"),
     (["failures", "--nodes", "8", "--hours", "1", "--mtbf", "1e20h"], "from 0.001 to 1e+12 seconds"),
+    (["goodput", "--devices", "0"], "--devices"),
+    (["goodput", "--devices", "8", "--days", "-2"], "got -2"),
+    (["goodput", "--devices", "8", "--policy", "oublock"], "expected one of ours, ours-no-etcd"),
+    (["goodput", "--devices", "8", "--policy", "recycel"], "did you mean recycle"),
+    (["goodput", "--devices", "8", "--time", "ours_next_stp=1s"], "did you mean ours_next_step"),
+    (["goodput", "--devices", "8", "--time", "ours_head=1"], "--time ours_head: expected a time"),
+    (["goodput", "--devices", "8", "--replica", "16"], "at most --devices (8), got 16"),
+    (["goodput", "--devices", "1000000", "--mtbf", "1min"], "expected at most 2,000,000 failures"),
     (["failures", "--nodes", "8", "--hours", "1", "--checkpoint-cost", "-3s"], "--checkpoint-cost: expected a time"),
 ]
 
@@ -60,7 +100,10 @@ def test_a_bad_question_is_one_line(options: list[str], said: str, capsys: pytes
     assert not told.out and said in told.err and len(told.err.splitlines()) == 1
 
 
-WITHOUT_TORCH = [["failures", "--nodes", "8", "--hours", "24"]]
+WITHOUT_TORCH = [
+    ["failures", "--nodes", "8", "--hours", "24"],
+    ["goodput", "--devices", "64", "--runs", "2"],
+]
 
 
 @pytest.mark.parametrize("options", WITHOUT_TORCH, ids=lambda options: options[0])
