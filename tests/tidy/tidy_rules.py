@@ -93,7 +93,7 @@ CALLED_BY_OTHERS = frozenset(  # by enum, ctypes, pickle, torch, io, asyncio, uv
 )
 READ_AS_THEY_ARE = frozenset(  # the kernel's files, our own, and the user's data
     {"everstep.runtime.process", "everstep.runtime.host.collector", "everstep.report.style", "everstep.dashboard.app"}
-    | {"everstep.data.token_stream"}
+    | {"everstep.data.token_stream", "everstep.cli.plan_inputs"}
 )
 PUBLIC = frozenset(  # what users name, and nothing here does
     {"barrier"} | {f"ResNet{depth}{kind}" for depth in (34, 50, 101, 152) for kind in ("Digits", "Folder")}

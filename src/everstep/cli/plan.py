@@ -11,6 +11,7 @@ import click
 
 from everstep.base.config import Config
 from everstep.base.errors import ConfigError
+from everstep.cli import plan_failures, plan_goodput
 from everstep.cost import device_memory, quantities
 from everstep.cost.memory import (
     GB,
@@ -40,6 +41,10 @@ _DIVIDES = {
 @click.group()
 def command() -> None:
     """Plan a job before it is started."""
+
+
+command.add_command(plan_failures.command)
+command.add_command(plan_goodput.command)
 
 
 @command.command(epilog=f"Devices known to --gpu: {', '.join(device_memory.MEMORY_GB)}.")

@@ -109,6 +109,32 @@ def test_sizes_need_their_unit() -> None:
         quantities.parse_bytes("80", "--memory")
 
 
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("100000h", 36e7), ("30d", 2592000), ("5min", 300), ("1.5 s", 1.5), ("250ms", 0.25)]
+)
+def test_times(text: str, seconds: float) -> None:
+    assert quantities.parse_seconds(text, "--mtbf") == seconds
+
+
+@pytest.mark.parametrize("text", ["100000", "5 m", "-3h", "1e20h", "0s", "inf h"])
+def test_other_times_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"^--mtbf: expected "):
+        quantities.parse_seconds(text, "--mtbf")
+
+
+def test_rates_are_in_bits() -> None:
+    assert quantities.parse_rate("200Gb", "--network") == quantities.parse_rate("200 Gb/s", "--network") == 25e9
+    for text in ("200", "200GB", "200GB/s", "0Gb"):
+        with pytest.raises(ConfigError, match=r"^--network: expected "):
+            quantities.parse_rate(text, "--network")
+
+
+def test_words_of_times() -> None:
+    assert [quantities.time_words(s) for s in (0.077, 1.5, 90, 7300, 200_000)] == [
+        *("77 ms", "1.5 s", "90 s", "2.03 h", "2.31 d")
+    ]
+
+
 def test_words_of_counts() -> None:
     assert [quantities.count_words(n) for n in (0, 7, 1234, 25_383_936, 7.5e9, 1e13)] == [
         *("0", "7", "1.23K", "25.4M", "7.5B", "10T")

@@ -8,7 +8,8 @@ import pytest
 
 from everstep.base.cause import Cause, Why
 from everstep.base.config_keys import CheckpointConfig, DiskTierConfig, MemoryTierConfig, ObjectTierConfig, TierConfig
-from everstep.protocol.driver.policy import MOST_COST, Due, SaveSchedule, automatic_interval, best_of, kept
+from everstep.cost.save_interval import MOST_COST
+from everstep.protocol.driver.policy import Due, SaveSchedule, best_of, kept
 
 
 def due_steps(schedule: SaveSchedule, step_s: float, steps: int) -> dict[int, Due]:
@@ -80,36 +81,6 @@ def test_what_is_kept() -> None:
     assert set(kept([10, 20, 30], TierConfig(keep_last=1), strange={10, 20, 30})) == {30}
     assert kept([], TierConfig()) == {}
     assert best_of([1, 2, 3], {1: 0.5, 2: 0.5, 3: 0.1}, "max") == [1, 2, 3]
-
-
-@pytest.mark.parametrize(
-    ("cost_s", "mtbf_s", "seconds"),
-    [
-        (0.5, 3600.0, math.sqrt(2 * 0.5 * 3600) - 0.5),
-        (0.01, 3600.0, 10.0),  # not more often than that
-        (20.0, 1e6, 3600.0),  # nor more seldom
-        (5.0, 600.0, 250.0),  # but never above 2 % of the time
-        (120.0, 60.0, 6000.0),
-    ],
-)
-def test_the_automatic_interval(cost_s: float, mtbf_s: float, seconds: float) -> None:
-    found = automatic_interval(cost_s, 0, 0.0, mtbf_s)
-    assert found.seconds == pytest.approx(seconds)
-    assert f"every {seconds:.0f} s" in found.reason and "as configured" in found.reason
-
-
-def test_the_automatic_interval_follows_what_is_seen() -> None:
-    assert "until the cost" in automatic_interval(None, 0, 0.0, None).reason
-    calm = automatic_interval(1.0, 0, 3600.0, None)
-    rough = automatic_interval(1.0, 20, 3600.0, None)
-    assert rough.seconds < calm.seconds
-    assert "20 seen in 60 min" in rough.reason
-
-
-def test_before_any_failure_one_in_four_hours_is_assumed() -> None:
-    found = automatic_interval(0.5, 0, 0.0, None)
-    assert found.seconds == pytest.approx(math.sqrt(2 * 0.5 * 4 * 3600) - 0.5)
-    assert "a failure comes every 240 min (0 seen in 0 min)" in found.reason
 
 
 def test_the_interval_of_a_schedule() -> None:

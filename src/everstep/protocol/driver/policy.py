@@ -13,6 +13,7 @@ from typing import Literal
 
 from everstep.base.cause import Cause, Why
 from everstep.base.config_keys import CheckpointConfig, TierConfig
+from everstep.cost.save_interval import MOST_COST, SaveInterval, automatic_interval
 
 Tier = Literal["memory", "disk", "object", "end", "compare"]
 TIERS: tuple[Tier, ...] = ("memory", "disk", "object")
@@ -22,13 +23,6 @@ COMPARE: Tier = "compare"
 """A tier in an agree record: all members compare their states before the next step, since parts of a checkpoint were
 of different states.
 """
-
-LEAST_INTERVAL_S = 10.0
-MOST_INTERVAL_S = 3600.0
-MOST_COST = 0.02
-"""Largest share of the time that goes into checkpoints, by the automatic interval."""
-_DEFAULT_MTBF_S = 4 * 3600.0
-_FIRST_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -41,42 +35,6 @@ class Due:
 
     def __bool__(self) -> bool:
         return bool(self.tiers)
-
-
-@dataclass(frozen=True)
-class SaveInterval:
-    """Seconds between checkpoints, and the reason."""
-
-    seconds: float
-    reason: str
-
-
-def automatic_interval(cost_s: float | None, failures: int, elapsed_s: float, mtbf_s: float | None) -> SaveInterval:
-    """The interval that minimises the time lost to checkpoints and repeated work: sqrt(2 x cost x time between
-    failures), clamped.
-
-    cost_s: training time that one checkpoint takes, None before the first. failures: seen in elapsed_s. mtbf_s: the
-    configured time between failures, None to use those seen (one in four hours is assumed at first).
-
-    Source: Young 1974; Daly, A higher order estimate of the optimum checkpoint interval, 2006, section 3.
-    """
-    if cost_s is None:
-        return SaveInterval(_FIRST_S, f"{_FIRST_S:g} s until the cost of the first one is known")
-    if mtbf_s is not None:
-        between, whence = mtbf_s, "as configured"
-    else:
-        between = (elapsed_s + _DEFAULT_MTBF_S) / (failures + 1)
-        whence = f"{failures} seen in {elapsed_s / 60:.0f} min"
-    cost = max(cost_s, 1e-3)
-    ideal = math.sqrt(2 * cost * between) - cost if cost < between / 2 else between
-    least = max(LEAST_INTERVAL_S, cost / MOST_COST)
-    seconds = min(max(ideal, least), max(MOST_INTERVAL_S, least))
-    clamped = "" if seconds == ideal else f", kept within {least:.0f} and {max(MOST_INTERVAL_S, least):.0f} s"
-    return SaveInterval(
-        seconds,
-        f"every {seconds:.0f} s: one costs {cost_s * 1e3:.0f} ms of training, a failure comes every {between / 60:.0f} "
-        f"min ({whence}){clamped}",
-    )
 
 
 @dataclass

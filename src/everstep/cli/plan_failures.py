@@ -1,0 +1,124 @@
+"""`everstep plan failures`: how often a job will fail, for which causes, and how often to checkpoint."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+import click
+
+from everstep.cli.plan_inputs import MOST_NODES, hours_within, json_option, mtbf_hours, say, table
+from everstep.cost import failures, save_interval
+from everstep.cost.quantities import parse_seconds, time_words
+
+_INTERVALS = "Young 1974; Daly 2006, equation 37; the interval that jobs use (checkpoint.interval=auto)"
+
+
+@click.command("failures")
+@click.option("--nodes", type=click.IntRange(1, MOST_NODES), required=True, help="Number of nodes.")
+@click.option("--hours", type=float, required=True, help="Hours that the job takes.")
+@click.option(
+    "--mtbf", default="100000h", show_default=True, help="Mean time between failures of a node: 100000h, 30d."
+)
+@click.option("--per-node", type=click.IntRange(1, 1024), default=8, show_default=True, help="Devices of a node.")
+@click.option(
+    "--checkpoint-cost", default="10s", show_default=True, help="Training time that a checkpoint takes: 30s, 250ms."
+)
+@json_option
+def command(nodes: int, hours: float, mtbf: str, per_node: int, checkpoint_cost: str, as_json: bool) -> int:
+    """Show how likely a job is to fail, how often, for which causes, and how often it should checkpoint."""
+    mtbf_h = mtbf_hours(mtbf)
+    cost_s = parse_seconds(checkpoint_cost, "--checkpoint-cost")
+    asked = failures.forecast(nodes, hours_within(hours, "--hours"), mtbf_h)
+    usual = [(case, failures.forecast(case.nodes, case.hours, mtbf_h)) for case in failures.SCENARIOS]
+    devices = nodes * per_node
+    observed = failures.LLAMA3
+    per_cause = devices * hours / (observed.devices * observed.days * 24)
+    chosen = save_interval.automatic_interval(cost_s, 0, 0.0, asked.mtbf_s)
+    intervals = {
+        "young_s": save_interval.young_s(cost_s, asked.mtbf_s),
+        "daly_s": save_interval.daly_s(cost_s, asked.mtbf_s),
+        "ours_s": chosen.seconds,
+        "ours_reason": chosen.reason,
+        "source": _INTERVALS,
+    }
+    result: dict[str, Any] = {
+        "kind": "failures",
+        **asdict(asked),
+        "mtbf_node_s": mtbf_h * 3600,
+        "devices": devices,
+        "source": failures.FORMULA,
+        "lecture_formula": failures.LECTURE,
+        "lecture_reason": failures.LECTURE_REASON,
+        "scenarios": [{"name": case.name, **asdict(found), "source": failures.FORMULA} for case, found in usual],
+        "by_cause": {
+            "counts": dict(observed.counts),
+            "total": observed.total,
+            "expected": {cause: count * per_cause for cause, count in observed.counts.items()},
+            "expected_total": observed.total * per_cause,
+            "mttf_s": observed.mttf_s(devices),
+            "source": observed.source,
+        },
+        "mttf_by_size": mttf_by_size(),
+        "checkpoint_interval": intervals,
+        "assumed": [f"{per_node} devices per node", f"a checkpoint takes {time_words(cost_s)} of training"],
+    }
+    say(result, as_json, _lines(result))
+    return 0
+
+
+def mttf_by_size() -> list[dict[str, Any]]:
+    """Times to failure that were published, beside those by rates."""
+    return [
+        {
+            "gpus": one.gpus,
+            "published_s": one.hours * 3600,
+            "published_is": "projected" if one.projected else "observed",
+            "by_rate_s": failures.mttf_by_nodes_s(one.gpus),
+            "by_llama3_rate_s": failures.LLAMA3.mttf_s(one.gpus),
+            "source": failures.TIMES_SOURCE,
+        }
+        for one in failures.TIMES_TO_FAILURE
+    ]
+
+
+def _lines(result: dict[str, Any]) -> list[str]:
+    head = ["", "nodes", "hours", "at least one", "expected", failures.LECTURE]
+    rows = [head] + [
+        [
+            one["name"],
+            f"{one['nodes']:,}",
+            f"{one['hours']:g}",
+            f"{one['probability']:.2%}",
+            f"{one['expected']:.3g}",
+            f"{one['lecture']:.3g}",
+        ]
+        for one in [{"name": "this job", **result}, *result["scenarios"]]
+    ]
+    causes, every, saved = result["by_cause"], result["mttf_by_size"], result["checkpoint_interval"]
+    expected = sorted(causes["expected"].items(), key=lambda one: (-one[1], one[0]))
+    sizes = [["GPUs", "published", "", "by that rate", "by Llama 3's rate"]] + [
+        [
+            f"{one['gpus']:,}",
+            time_words(one["published_s"]),
+            one["published_is"],
+            time_words(one["by_rate_s"]),
+            time_words(one["by_llama3_rate_s"]),
+        ]
+        for one in every
+    ]
+    return [
+        f"one failure per {time_words(result['mtbf_s'])} (a node: {time_words(result['mtbf_node_s'])})",
+        *table(rows),
+        f"{failures.LECTURE} is no expected number: {failures.LECTURE_REASON}.",
+        "",
+        f"By cause, at Llama 3's rates, {result['devices']:,} devices: {causes['expected_total']:.3g} in all, one per "
+        f"{time_words(causes['mttf_s'])}",
+        *table([[cause, f"{number:.3g}"] for cause, number in expected]),
+        "Time to failure by size",
+        *table(sizes),
+        f"Checkpoints: Young every {time_words(saved['young_s'])}, Daly every {time_words(saved['daly_s'])}, "
+        f"jobs {saved['ours_reason']}",
+        *(f"assumed: {one}" for one in result["assumed"]),
+        *(f"source: {one}" for one in (result["source"], causes["source"], every[0]["source"], saved["source"])),
+    ]

@@ -1,0 +1,143 @@
+"""`everstep plan goodput`: what failures cost, by recovery policy, from a simulation of failures."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import click
+
+from everstep.base.errors import ConfigError, did_you_mean
+from everstep.cli.plan_inputs import MOST_HOURS, json_option, mtbf_hours, recovery_times, say, table
+from everstep.cost import failures
+from everstep.cost.goodput import HARMS, Cluster, GoodputFound, Policy, closed_form, recovery_policies, simulate
+from everstep.cost.quantities import parse_bytes, parse_rate, parse_seconds, time_words
+
+MOST_DEVICES = 10**6
+MOST_FAILURES = 2_000_000
+"""Of all runs of a policy: more would take minutes."""
+
+
+@click.command("goodput")
+@click.option("--devices", type=click.IntRange(1, MOST_DEVICES), required=True, help="Devices of the job.")
+@click.option("--days", type=float, default=90.0, show_default=True, help="Days that the job takes.")
+@click.option("--per-node", type=click.IntRange(1, 1024), default=8, show_default=True, help="Devices of a node.")
+@click.option("--mtbf", default="100000h", show_default=True, help="Mean time between failures of a node.")
+@click.option("--spares", type=click.IntRange(min=0), default=0, show_default=True, help="Further devices, ready.")
+@click.option("--repair", default="4h", show_default=True, help="Time until a broken device or host is back.")
+@click.option("--step", default="10s", show_default=True, help="Length of a step.")
+@click.option("--state", metavar="SIZE", help="State of one device, which a replacement copies: 40GiB (none).")
+@click.option("--network", default="200Gb", show_default=True, help="Speed of a device's link: 200Gb.")
+@click.option("--replica", type=click.IntRange(1, MOST_DEVICES), help="Devices of a replica of torchft (a node's).")
+@click.option(
+    "--checkpoint-cost", default="10s", show_default=True, help="Training time that a checkpoint on disk takes."
+)
+@click.option("--policy", "names", multiple=True, help="Policy to simulate; may be repeated (all).")
+@click.option("--time", "changed", multiple=True, metavar="NAME=TIME", help="Another recovery time; may be repeated.")
+@click.option("--runs", type=click.IntRange(2, 1000), default=20, show_default=True, help="Simulated jobs per policy.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Seed of the simulation.")
+@json_option
+def command(names: Sequence[str], days: float, runs: int, seed: int, as_json: bool, **asked: Any) -> int:
+    """Show the goodput of a job by recovery policy: the work that counts as a share of that without
+    failures."""
+    if not 0 < days * 24 <= MOST_HOURS:
+        raise ConfigError(f"--days: expected more than 0 and at most {MOST_HOURS / 24:.0f} days, got {days:g}")
+    times, about = recovery_times(asked["changed"])
+    cluster = _cluster(asked)
+    known = {policy.name: policy for policy in recovery_policies(times, cluster)}
+    for name in names:
+        if name not in known:
+            near = did_you_mean(name, known, "{}")
+            raise ConfigError(f"--policy: expected one of {', '.join(known)}, got {name[:40]!r}{near}")
+    expected = cluster.rate * days * 86400 * runs
+    if expected > MOST_FAILURES:
+        most = max(2, int(MOST_FAILURES / expected * runs))
+        raise ConfigError(
+            f"expected at most {MOST_FAILURES:,} failures in all runs of a policy, got about {expected:.3g}: "
+            f"take --runs {most}, fewer --days or a longer --mtbf"
+        )
+    found = {
+        name: (policy, simulate(policy, cluster, days * 86400, runs, random.Random(seed).random))
+        for name, policy in known.items()
+        if not names or name in names
+    }
+    result: dict[str, Any] = {
+        "kind": "goodput",
+        **asdict(cluster),
+        "days": days,
+        "seed": seed,
+        "runs": runs,
+        "mtbf_job_s": 1 / cluster.rate,
+        "policies": [_policy(cluster, *one) for one in found.values()],
+        "times": about,
+        "source": "event simulation, exponential failures, 95 % confidence by Student's t over the runs",
+        "assumed": [
+            f"harms as in {failures.LLAMA3.source}",
+            f"a device or host that broke is back after {time_words(cluster.repair_s)}",
+            f"a step takes {time_words(cluster.step_s)}, a checkpoint {time_words(cluster.checkpoint_s)}",
+        ],
+    }
+    say(result, as_json, _lines(result))
+    return 0
+
+
+def _cluster(asked: Mapping[str, Any]) -> Cluster:
+    devices, per_node = asked["devices"], asked["per_node"]
+    if asked["replica"] is not None and asked["replica"] > devices:
+        raise ConfigError(f"--replica: expected at most --devices ({devices}), got {asked['replica']}")
+    return Cluster(
+        devices,
+        mtbf_hours(asked["mtbf"]) * 3600 * per_node,
+        per_node=per_node,
+        spares=asked["spares"],
+        repair_s=parse_seconds(asked["repair"], "--repair"),
+        step_s=parse_seconds(asked["step"], "--step"),
+        state_bytes=parse_bytes(asked["state"], "--state") if asked["state"] else 0,
+        link=parse_rate(asked["network"], "--network"),
+        replica=asked["replica"] or min(per_node, devices),
+        checkpoint_s=parse_seconds(asked["checkpoint_cost"], "--checkpoint-cost"),
+        shares=(failures.LLAMA3.share(HARMS[0]), failures.LLAMA3.share(HARMS[1]), failures.LLAMA3.share(HARMS[2])),
+    )
+
+
+def _policy(cluster: Cluster, policy: Policy, found: GoodputFound) -> dict[str, Any]:
+    paid = found.goodput * cluster.devices / (cluster.devices + cluster.spares)
+    about = {key: getattr(policy, key) for key in ("name", "about", "source")}
+    more = {"save_every_s": policy.save_every_s, "closed_form": closed_form(policy, cluster)}
+    return {**about, **more, **asdict(found), "goodput_of_paid_devices": paid}
+
+
+def _lines(result: dict[str, Any]) -> list[str]:
+    head = [
+        "policy",
+        "goodput",
+        "95 %",
+        "failures",
+        "stalled",
+        "redone",
+        "missing",
+        "checkpoints",
+        "closed form",
+        "of paid devices",
+    ]
+    rows = [
+        [
+            one["name"],
+            f"{one['goodput']:.3%}",
+            f"{one['low']:.3%} to {one['high']:.3%}",
+            f"{one['failures']:.0f}",
+            *(f"{share:.3%}" for share in one["lost"].values()),
+            f"{one['closed_form']:.3%}",
+            f"{one['goodput_of_paid_devices']:.2%}",
+        ]
+        for one in result["policies"]
+    ]
+    return [
+        f"{result['devices']:,} devices for {result['days']:g} days, one failure per "
+        f"{time_words(result['mtbf_job_s'])}, {result['runs']} runs from seed {result['seed']}",
+        *table([head, *rows]),
+        *table([[one["name"], one["about"], one["source"]] for one in result["policies"]]),
+        *(f"assumed: {one}" for one in result["assumed"]),
+    ]

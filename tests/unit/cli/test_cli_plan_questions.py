@@ -1,0 +1,115 @@
+"""`everstep plan failures` and its neighbours: answers as JSON and as text, refusals."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from everstep.cli.main import run_command
+
+
+def answered(capsys: pytest.CaptureFixture[str], *options: str, code: int = 0) -> dict[str, Any]:
+    assert run_command(["plan", *options, "--json"]) == code
+    first = capsys.readouterr().out
+    assert run_command(["plan", *options, "--json"]) == code
+    assert capsys.readouterr().out == first, "the same question has the same answer, byte by byte"
+    said: dict[str, Any] = json.loads(first)
+    return said
+
+
+def test_failures_of_a_job(capsys: pytest.CaptureFixture[str]) -> None:
+    said = answered(capsys, "failures", "--nodes", "64", "--hours", "168", "--mtbf", "50000h")
+    assert said["expected"] == 64 * 168 / 50_000 and said["lecture"] == said["probability"] * 64
+    assert said["mtbf_s"] == 50_000 * 3600 / 64 and "counts every node" in said["lecture_reason"]
+    assert [one["nodes"] for one in said["scenarios"]] == [8, 64, 256, 1024] and said["scenarios"][1][
+        "expected"
+    ] == 0.21504
+    assert said["by_cause"]["total"] == 419 and said["by_cause"]["expected_total"] == pytest.approx(
+        419 * 512 * 168 / (16384 * 54 * 24)
+    )
+    assert [one["published_is"] for one in said["mttf_by_size"]] == ["observed", "projected", "projected"]
+    assert said["checkpoint_interval"]["ours_s"] == 3600 and said["checkpoint_interval"]["young_s"] == 7500
+
+
+def test_failures_in_words(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(["plan", "failures", "--nodes", "8", "--hours", "24", "--per-node", "4"]) == 0
+    text = capsys.readouterr().out
+    assert "a week        64     168    10.19%        0.108" in text and "is no expected number" in text
+    assert "assumed: 4 devices per node" in text and "Llama 3's rates, 32 devices" in text
+
+
+def test_goodput_by_policy(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["goodput", "--devices", "10000", "--mtbf", "9600h", "--runs", "3"]
+    said = answered(capsys, *asked)
+    by_name = {one["name"]: one for one in said["policies"]}
+    assert list(by_name) == ["ours", "ours-no-etcd", "ours-zero", "restart", "torchft", "gemini", "recycle", "oobleck"]
+    assert by_name["restart"]["goodput"] < by_name["gemini"]["goodput"] < by_name["ours"]["goodput"] < 1
+    assert all(one["closed_form"] == pytest.approx(one["goodput"], abs=0.002) for one in said["policies"])
+    assert said["mtbf_job_s"] == 9600 * 3600 / 1250 and all(one["source"] for one in said["times"])
+    other = answered(capsys, *asked, "--seed", "1", "--policy", "ours", "--spares", "40", "--days", "30")["policies"]
+    assert [one["name"] for one in other] == ["ours"] and other[0]["lost"]["missing"] < by_name["ours"]["lost"][
+        "missing"
+    ]
+    assert other[0]["goodput_of_paid_devices"] == other[0]["goodput"] * 10000 / 10040
+
+
+def test_recovery_times_are_the_measured_ones_and_can_be_others(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["goodput", "--devices", "64", "--days", "9", "--mtbf", "8h", "--runs", "9", "--spares", "64"]
+    asked += ["--policy", "restart", "--repair", "1h"]
+    measured, slower = answered(capsys, *asked), answered(capsys, *asked, "--time", "torchrun_host=10min")
+    assert slower["policies"][0]["goodput"] < measured["policies"][0]["goodput"] - 0.05
+    by_name = {one["name"]: one for one in measured["times"]}
+    assert by_name["ours_next_step"]["seconds"] == 0.077 and "2026-11" in by_name["ours_next_step"]["source"]
+    given = {one["name"]: one for one in slower["times"]}["torchrun_host"]
+    assert (given["seconds"], given["source"]) == (600, "given")
+
+
+def test_goodput_in_words(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(["plan", "goodput", "--devices", "1000", "--runs", "2"]) == 0
+    text = capsys.readouterr().out
+    assert "oobleck" in text and "assumed: a step takes 10 s" in text
+
+
+REFUSED = [
+    (["failures", "--hours", "1"], "--nodes"),
+    (["failures", "--nodes", "0", "--hours", "1"], "--nodes"),
+    (["failures", "--nodes", "8", "--hours", "-1"], "more than 0 and at most 1e+06 hours, got -1"),
+    (["failures", "--nodes", "8", "--hours", "nan"], "got nan"),
+    (["failures", "--nodes", "8", "--hours", "1", "--mtbf", "100000"], "with its unit"),
+    (["failures", "--nodes", "8", "--hours", "1", "--mtbf", "1e20h"], "from 0.001 to 1e+12 seconds"),
+    (["goodput", "--devices", "0"], "--devices"),
+    (["goodput", "--devices", "8", "--days", "-2"], "got -2"),
+    (["goodput", "--devices", "8", "--policy", "oublock"], "expected one of ours, ours-no-etcd"),
+    (["goodput", "--devices", "8", "--policy", "recycel"], "did you mean recycle"),
+    (["goodput", "--devices", "8", "--time", "ours_next_stp=1s"], "did you mean ours_next_step"),
+    (["goodput", "--devices", "8", "--time", "ours_head=1"], "--time ours_head: expected a time"),
+    (["goodput", "--devices", "8", "--replica", "16"], "at most --devices (8), got 16"),
+    (["goodput", "--devices", "1000000", "--mtbf", "1min"], "expected at most 2,000,000 failures"),
+    (["failures", "--nodes", "8", "--hours", "1", "--checkpoint-cost", "-3s"], "--checkpoint-cost: expected a time"),
+]
+
+
+@pytest.mark.parametrize(("options", "said"), REFUSED)
+def test_a_bad_question_is_one_line(options: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(["plan", *options]) == 2
+    told = capsys.readouterr()
+    assert not told.out and said in told.err and len(told.err.splitlines()) == 1
+
+
+WITHOUT_TORCH = [
+    ["failures", "--nodes", "8", "--hours", "24"],
+    ["goodput", "--devices", "64", "--runs", "2"],
+]
+
+
+@pytest.mark.parametrize("options", WITHOUT_TORCH, ids=lambda options: options[0])
+def test_torch_is_not_imported(options: list[str]) -> None:
+    program = (
+        "import sys; from everstep.cli.main import run_command; "
+        f"code = run_command(['plan', *{options!r}]); sys.exit(code or 'torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", program], stdout=subprocess.DEVNULL).returncode == 0
