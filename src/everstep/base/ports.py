@@ -34,7 +34,7 @@ class Tag(NamedTuple):
 MOST_LANES = 1 << 13
 """Exclusive limit of lane numbers in messages between stages, those of lanes that are computed twice included."""
 
-HopKind = Literal["act", "grad", "tied", "eval", "part"]
+HopKind = Literal["act", "grad", "tied", "eval"]
 
 
 class Hop(NamedTuple):
@@ -74,6 +74,19 @@ class Reduced:
     pieces: tuple[Piece, ...]
     presence: bytes
     owned: Runs
+
+
+@dataclass(frozen=True)
+class Portion:
+    """A part of a stage's parameters after an update: `source` has it, `takers`, ascending, lack it.
+
+    `data`: the part itself, in the parameters' memory: flat, contiguous, float32, without gradient. It is read at the
+    source and written at the takers.
+    """
+
+    source: int
+    takers: tuple[int, ...]
+    data: Any
 
 
 class Transport(Protocol):
@@ -144,6 +157,13 @@ class Channel(Protocol):
 
         Bits, dtypes and shapes are the sender's, and its strides where they are dense (else contiguous ones). The
         tensors do not require gradients.
+        """
+
+    def spread(self, step: int, stage: int, portions: Sequence[Portion]) -> None:
+        """Give the portions of which this worker is the source, and take those that it lacks, straight into their
+        memory, first ones first. Returns when it has all of them, and what it gives may change again; if it raises,
+        some have come and others have not. All members of the stage's pool call it with the same portions, for steps
+        and stages that ascend in a generation. The bytes under way are bounded, however many there are.
         """
 
     def forget(self, step: int) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from everstep.base.extents import BlockRun, Extents, Runs
 from everstep.base.plan import Plan
+from everstep.base.ports import Portion
 from everstep.exact.image import MODEL, Plane, plane_sizes
 from everstep.exact.layout import BLOCK_ELEMENTS
 from everstep.exact.pieces import Ranges
@@ -58,9 +59,8 @@ class Dealt:
         """Made between the reduction of a step's gradient and its update, while no gradient lies in `.grad`, or while
         those of the update do."""
         self._state, self._plan, self._stage, self._me = state, plan, stage, me
-        self._placed = list(_dealt(state))
+        self._placed = sorted(_dealt(state), key=lambda one: one.start)
         self._blocks = sorted({block for one in self._placed for block in one.blocks})
-        self._of_all = segment_holders(plan, stage)
         self._numbers = SegmentBlocks(len(self._blocks))
 
     def _held(self, worker_id: int) -> Runs:
@@ -123,22 +123,30 @@ class Dealt:
         """Blocks that it has once the parameters that others have updated have come, too."""
         return self._extents(self._held(self._me), with_others=True)
 
-    def given(self, source: int, to: int) -> list[Tensor]:
-        """The parts of parameters, flat, that one member gives another after an update."""
-        if source == to:
-            return []
-        blocks = []
-        for number, block in enumerate(self._blocks):
-            holders = self._of_all[self._numbers.segment(number)]
-            if to not in holders and holders and holders[number % len(holders)] == source:
-                blocks.append(block)
+    def portions(self) -> list[Portion]:
+        """The parts of parameters that members give each other after an update, in the order of the grid. Holders of a
+        segment share the giving."""
+        pool, found = {seat.worker_id for seat in self._plan.pool(self._stage)}, list[Portion]()
+        stops, n = [one.blocks.stop for one in self._placed], len(self._blocks)
+        for segment, holders in enumerate(segment_holders(self._plan, self._stage)):
+            takers = tuple(sorted(pool - {*holders}))
+            for lo, hi in segment_blocks(((segment, segment + 1),), n) if takers else ():
+                edges = [lo + (hi - lo) * k // len(holders) for k in range(len(holders) + 1)]
+                for source, first, stop in zip(holders, edges, edges[1:], strict=False):
+                    found += self._parts(source, takers, self._blocks[first:stop], stops)
+        return found
+
+    def _parts(
+        self, source: int, takers: tuple[int, ...], blocks: Sequence[int], stops: Sequence[int]
+    ) -> Iterator[Portion]:
+        """What lies in these blocks, which ascend. stops: block after the last one of each dealt parameter."""
         runs = runs_of_numbers(blocks)
-        with torch.no_grad():
-            return [
-                one.parameter.detach().view(-1)[first:stop]
-                for one in self._placed
-                for first, stop in one.within(_overlapping(runs, one.blocks))
-            ]
+        for at in range(bisect_right(stops, blocks[0]), len(stops)) if blocks else ():
+            one = self._placed[at]
+            if one.blocks.start > blocks[-1]:
+                return
+            for first, stop in one.within(runs):
+                yield Portion(source, takers, one.parameter.detach().view(-1)[first:stop])
 
 
 def _dealt(state: ModelState) -> Iterator[_Placed]:
@@ -152,13 +160,6 @@ def _dealt(state: ModelState) -> Iterator[_Placed]:
             like = (v for v in kept.values() if isinstance(v, Tensor) and v.shape == parameter.shape)
             if any(v.dtype is torch.float32 for v in like) or (first and parameter.grad is not None):
                 yield _Placed(parameter, spot.offset)
-
-
-def _overlapping(runs: Runs, blocks: range) -> Runs:
-    """Those of ascending runs that may hold some of these blocks."""
-    first = max(bisect_right(runs, (blocks.start, 1 << 62)) - 1, 0)
-    last = bisect_right(runs, (blocks.stop, 1 << 62))
-    return runs[first:last]
 
 
 def digested_planes(planes: Sequence[Plane]) -> frozenset[str]:

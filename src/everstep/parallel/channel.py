@@ -4,6 +4,7 @@ On one host the sender writes into its own memory, and the receiver copies from 
 
     page 0     header and bell (see `mapping`)
     page 1     the opening: the generation that the sender is in, and the number of its first message there
+    ring       updated parameters for many, see `spread_ring`
     log        one record per message: receiver, hop, place
     room       the messages, see `Arena` and `frame`
 
@@ -30,7 +31,7 @@ from __future__ import annotations
 import ctypes
 import struct
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -38,23 +39,26 @@ import xxhash
 
 from everstep.base.errors import CollectiveAborted, InvariantViolation, check
 from everstep.base.plan import Plan, WorkerKey
-from everstep.base.ports import MOST_LANES, Hop, OnTick
+from everstep.base.ports import MOST_LANES, Hop, OnTick, Portion
 from everstep.exact.layout import ALIGN_BYTES
 from everstep.parallel.fence import Fence
 from everstep.parallel.frame import HEAD_LENGTHS, Frame, frame_of, fresh_bytes, head_size, parse_head
 from everstep.parallel.group import GroupTransport
 from everstep.parallel.mapping import PAGE, Attached, Mapping, OwnMapping, PeerMapping, load_fence
 from everstep.parallel.socket_mesh import Receipt, SocketMesh
+from everstep.parallel.socket_spread import SocketSpread
+from everstep.parallel.spread_ring import RING_BYTES, SpreadName, SpreadRing
 
-KINDS = ("act", "grad", "tied", "eval", "part")
+KINDS = ("act", "grad", "tied", "eval")
 
-_MAGIC = b"EVERSTC1"
+_MAGIC = b"EVERSTC2"
 _WAIT_S = 0.005
 _OPENING = struct.Struct("<QqQ")
 _OPENING_AT = PAGE
 _RECORD = struct.Struct("<QQqqiiiiQQ")
 _RECORDS = 1 << 16
-_LOG_AT = 2 * PAGE
+_RING_AT = 2 * PAGE
+_LOG_AT = _RING_AT + RING_BYTES
 _ROOM_AT = _LOG_AT + _RECORDS * _RECORD.size
 _DIGEST_BYTES = 8
 _ROOM_BYTES = 64 << 30  # most bytes in flight at once; costs address space only
@@ -136,6 +140,7 @@ class SharedMemoryChannel:
         self._own = OwnMapping(me, *layout)
         self._room = _bytes(self._own)
         self._arena = Arena(_ROOM_BYTES)
+        self._ring = SpreadRing(me.worker_id, self._own, _RING_AT, self._fence, tick)
         self._number = 0
         self._attached = Attached(me, lambda m: PeerMapping(m.segment, m.key, *layout))
         self._inboxes: dict[int, _Inbox] = {}
@@ -158,6 +163,7 @@ class SharedMemoryChannel:
         self._inboxes = {}
         mappings: dict[int, Mapping] = {self._me.worker_id: self._own, **self._attached.meet(plan, self._fence)}
         self._inboxes = {w: _Inbox(m, w, self._me.worker_id, plan.generation) for w, m in mappings.items()}
+        self._ring.open(mappings)
 
     def send(self, to: int, key: Hop, tensors: Sequence[torch.Tensor], meta: bytes = b"") -> None:
         """Copy the message into the own memory, once. Raises: CollectiveAborted if the generation has been aborted."""
@@ -200,6 +206,13 @@ class SharedMemoryChannel:
                 if not inbox.has(key):
                     raise CollectiveAborted(f"worker {source} died before it sent {key}", [source])
 
+    def spread(self, step: int, stage: int, portions: Sequence[Portion], *, relayed: bool = False) -> None:
+        """Through the own memory, bit by bit. relayed: these have come from other hosts before.
+
+        Raises: CollectiveAborted after `abort`, and if a member died on which it had to wait.
+        """
+        self._ring.spread(SpreadName(step, stage, int(relayed)), portions)
+
     def forget(self, step: int) -> None:
         """Messages of steps up to this one may be overwritten."""
         start, stop = self._arena.forget(step)
@@ -224,6 +237,7 @@ class SharedMemoryChannel:
         self._fence.abort(1 << 62)
         self._attached.close()
         self._inboxes.clear()
+        self._ring.close()
         self._room = torch.empty(0, dtype=torch.uint8)
         self._own.close()
 
@@ -329,6 +343,9 @@ _TAGS = 1 << 28
 _FRAME, _MORE = 0, 1
 """Each hop has two tags: that of its frame, and that of the content that does not fit into the frame."""
 _LEADS = _TAGS + 2 * len(KINDS) * _PARTS * MOST_LANES
+_SPREADS = _LEADS + len(KINDS) * _PARTS
+_SPREAD_TAGS = 16
+"""Number of successive steps whose portions bear different tags; those of older ones have all come."""
 
 
 class _Edge(NamedTuple):
@@ -438,6 +455,21 @@ class GroupChannel:
         length = head_size(content[:HEAD_LENGTHS].numpy().tobytes())
         layout = parse_head(content[:length].numpy().tobytes())
         return self._tensors(layout, content), layout.meta
+
+    def spread(
+        self, step: int, stage: int, portions: Sequence[Portion], meanwhile: Callable[[], None] = lambda: None
+    ) -> None:
+        """Out of and into the parameters' memory. meanwhile: called while bytes move. Raises: CollectiveAborted."""
+        self._fence.check()
+        mesh, tag = self._carrier.mesh, _SPREADS + step % _SPREAD_TAGS * _PARTS + stage
+        try:
+            moving = SocketSpread(mesh, self._me.worker_id, tag, portions)
+            meanwhile()
+            with self._carrier.ticking():
+                moving.wait()
+        except BaseException:
+            mesh.cut()  # nothing may write to the parameters any more
+            raise
 
     def forget(self, step: int) -> None:
         """Release the messages of steps up to this one."""

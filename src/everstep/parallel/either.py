@@ -10,11 +10,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 
 from everstep.base.plan import Plan
-from everstep.base.ports import Hop, Node, OnFinal, Reduced, Tag
+from everstep.base.ports import Hop, Node, OnFinal, Portion, Reduced, Tag
 from everstep.parallel.channel import GroupChannel, SharedMemoryChannel
 from everstep.parallel.group import GroupTransport
 from everstep.parallel.reduction import Flats
@@ -154,6 +155,7 @@ class EitherChannel:
         self._near = near
         self._make_far = far
         self._far: GroupChannel | None = None
+        self._machines: dict[int, str] = {}
         self._elsewhere: frozenset[int] = frozenset()
         self._lock = threading.Lock()
         self._aborted = 0
@@ -164,7 +166,8 @@ class EitherChannel:
 
     def open(self, plan: Plan) -> None:
         """Begin a generation with the channels that serve it. Raises: their errors."""
-        self._elsewhere = frozenset(w for w, machine in machines_of(plan).items() if machine != self._machine)
+        self._machines = machines_of(plan)
+        self._elsewhere = frozenset(w for w, machine in self._machines.items() if machine != self._machine)
         self._near.open(_on(self._machine, plan))
         if not self._elsewhere:
             return
@@ -185,6 +188,15 @@ class EitherChannel:
     def recv(self, source: int, key: Hop) -> tuple[list[torch.Tensor], bytes]:
         """Raises: CollectiveAborted."""
         return self._way(source).recv(source, key)
+
+    def spread(self, step: int, stage: int, portions: Sequence[Portion]) -> None:
+        """Once to each other machine, to a member there that passes it on. Raises: CollectiveAborted."""
+        if self._far is None or not self._elsewhere:
+            self._near.spread(step, stage, portions)
+            return
+        ways = ways_of(portions, self._machines, self._machine)
+        self._far.spread(step, stage, ways.far, lambda: self._near.spread(step, stage, ways.near))
+        self._near.spread(step, stage, ways.relayed, relayed=True)
 
     def forget(self, step: int) -> None:
         """Messages of steps up to this one may be overwritten."""
@@ -209,6 +221,34 @@ class EitherChannel:
     def _way(self, worker_id: int) -> SharedMemoryChannel | GroupChannel:
         """Channel to a member; that channel refuses a worker that is none."""
         return self._far if self._far is not None and worker_id in self._elsewhere else self._near
+
+
+class Ways(NamedTuple):
+    """Portions as they go within this machine, between machines, and from those who got them so to the rest of this
+    machine."""
+
+    near: list[Portion]
+    far: list[Portion]
+    relayed: list[Portion]
+
+
+def ways_of(portions: Sequence[Portion], machines: Mapping[int, str], machine: str) -> Ways:
+    """How portions reach their takers, as the members of one machine see it. machines: of all members, by worker id.
+    The takers of a machine get portions of another one in turn."""
+    ways = Ways([], [], [])
+    for number, one in enumerate(portions):
+        home, takers = machines[one.source], dict[str, list[int]]()
+        for taker in one.takers:
+            takers.setdefault(machines[taker], []).append(taker)
+        first = {at: ids[number % len(ids)] for at, ids in takers.items() if at != home}
+        here = tuple(w for w in takers.get(machine, ()) if w != first.get(machine))
+        if first:
+            ways.far.append(replace(one, takers=tuple(sorted(first.values()))))
+        if here and home == machine:
+            ways.near.append(replace(one, takers=here))
+        elif here:
+            ways.relayed.append(replace(one, source=first[machine], takers=here))
+    return ways
 
 
 def machines_of(plan: Plan) -> dict[int, str]:

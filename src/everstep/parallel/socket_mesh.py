@@ -74,10 +74,20 @@ class Receiver(Protocol):
 
 
 class Parcel:
-    """One tensor to send. Its sender keeps it until the receiver is known to have it."""
+    """One tensor to send. Its sender keeps it until the receiver is known to have it. `is_completed`: all of it has
+    left, so that its memory may change."""
 
-    def __init__(self, content: memoryview) -> None:
+    def __init__(self, worker_id: int, content: memoryview) -> None:
+        self.worker_id = worker_id
         self.content = content
+        self._gone = False
+
+    def is_completed(self) -> bool:
+        return self._gone
+
+    def complete(self) -> None:
+        """Note that all of it has left."""
+        self._gone = True
 
 
 class Receipt:
@@ -153,7 +163,7 @@ class SocketMesh:
     def push(self, w: int, note: BlockNote, tensor: torch.Tensor) -> None:
         """Begin to send contiguous blocks for which the other side has room, or that it will no longer want. They must
         not change until a later exchange. Nothing happens if the connection has ended."""
-        parcel = Parcel(bytes_of(tensor))
+        parcel = Parcel(w, bytes_of(tensor))
         kind = _WHOLE_BLOCKS if note.whole else _BLOCKS
         head = _HEAD.pack(kind, note.step, len(parcel.content), note.lo, note.hi, note.first)
         with self._changed:
@@ -170,13 +180,13 @@ class SocketMesh:
         InvariantViolation if a thread of this mesh could not go on."""
         self._fail(next(iter(self._lost), -1))
 
-    def wait(self, receipt: Receipt) -> None:
-        """Wait until the tensor has come. Raises: CollectiveAborted."""
+    def wait(self, transfer: Receipt | Parcel) -> None:
+        """Wait until the tensor has come, or has left. Raises: CollectiveAborted."""
         with self._changed:
-            while not (receipt.is_completed() or receipt.worker_id in self._lost or self._fence.down):
+            while not (transfer.is_completed() or transfer.worker_id in self._lost or self._fence.down):
                 self._changed.wait(_WAIT_S)
-        if not receipt.is_completed():
-            self._fail(receipt.worker_id)
+        if not transfer.is_completed():
+            self._fail(transfer.worker_id)
 
     def cut(self) -> None:
         """Thread-safe. All pending transfers raise within milliseconds, here and at the other ends."""
@@ -215,7 +225,7 @@ class SocketMesh:
         return receipt
 
     def _begin_send(self, tensor: torch.Tensor, w: int, tag: int) -> Parcel:
-        parcel = Parcel(bytes_of(tensor))
+        parcel = Parcel(w, bytes_of(tensor))
         self._check(w)
         with self._changed:
             waiting = self._parcels[w, tag]
@@ -340,6 +350,7 @@ class SocketMesh:
             with self._changed:
                 if line.out and line.out[0] is frame:
                     line.out.popleft()
+                self._changed.notify_all()
 
     # ---- the thread that receives
 
@@ -439,6 +450,7 @@ def _pieces(seals: Seals, head: bytes, parcel: Parcel | None) -> Iterator[memory
         yield piece
     if tag is not None:
         yield memoryview(tag.tag())
+    parcel.complete()
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:

@@ -6,11 +6,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from everstep.base.extents import NONE, WHOLE, Extents
 from everstep.base.plan import Plan
-from everstep.base.ports import Hop
 from everstep.exact.dealt import Dealt
 from everstep.protocol.driver import operations as do
 from everstep.protocol.step_types import Holds, StepEvent, Takes
@@ -69,24 +66,15 @@ class Dealing:
             self._say(Holds(number, {**self._view.driver.machine.held, **held}))
 
     def spread(self, operation: do.Spread) -> dict[int, Extents]:
-        """Give the parameters that were updated here to those who have not, and take those of others. The messages are
-        of the next step: those of this one may be forgotten by a member that decides it later. Raises:
-        CollectiveAborted."""
-        view, plan, number, me = self._view, operation.plan, operation.step, self._view.me
-        channel, held = view.transport.channel, dict(view.driver.machine.held)
+        """Give the parameters that were updated here to those who have not, and take those of others, which are nobody
+        else's word before all have come. Raises: CollectiveAborted."""
+        view, plan, number = self._view, operation.plan, operation.step
+        held = dict(view.driver.machine.held)
         view.phase("update", number, plan)
-        dealt = {k: one for k in self._mine(plan) if (one := view.stages[k].update.dealt) is not None}
-        for stage, one in dealt.items():
-            for seat in plan.pool(stage):
-                if parts := one.given(me, seat.worker_id):
-                    channel.send(seat.worker_id, Hop(number + 1, "part", stage, 0), parts)
-        for stage, one in dealt.items():
-            for seat in plan.pool(stage):
-                if targets := one.given(seat.worker_id, me):
-                    came, _ = channel.recv(seat.worker_id, Hop(number + 1, "part", stage, 0))
-                    with torch.no_grad():
-                        for target, part in zip(targets, came, strict=True):
-                            target.copy_(part)
-            held[stage] = one.spread()
-            one.release()
+        for stage in self._mine(plan):
+            one = view.stages[stage].update.dealt
+            if one is not None:
+                view.transport.channel.spread(number, stage, one.portions())
+                held[stage] = one.spread()
+                one.release()
         return held

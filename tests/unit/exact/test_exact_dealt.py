@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 import torch
 from torch.optim import SGD
@@ -10,19 +12,17 @@ from divided_members import DividedMember, plan_of
 from everstep.base.extents import Extents, union
 from everstep.exact.dealt import Dealt, digested_planes
 from everstep.exact.image import plane_sizes
+from everstep.exact.layout import BLOCK_ELEMENTS
 from everstep.exact.state_memory import give_back
 from everstep.placement.shards import share
 
 
 def exchange(dealt: list[Dealt]) -> None:
     """All that members give each other."""
-    for to, mine in enumerate(dealt):
-        for source, theirs in enumerate(dealt):
-            given, taken = theirs.given(source, to), mine.given(source, to)
-            assert [t.shape for t in given] == [t.shape for t in taken]
-            with torch.no_grad():
-                for target, part in zip(taken, given, strict=True):
-                    target.copy_(part)
+    for of_all in zip(*(one.portions() for one in dealt), strict=True):
+        assert len({(one.source, one.takers, one.data.shape) for one in of_all}) == 1
+        for taker in of_all[0].takers:
+            of_all[taker].data.copy_(of_all[of_all[0].source].data)
 
 
 def blocks_of(worker: DividedMember, there: Extents) -> dict[int, bytes]:
@@ -69,12 +69,34 @@ def test_holders_of_a_segment_say_the_same_digest_of_it_and_only_they_do() -> No
     assert changed.keys() == said[0].keys() and changed != said[0]
 
 
-def test_each_part_goes_once_to_each_member_that_has_not_updated_it() -> None:
-    plan, workers = plan_of(3, 2), [DividedMember() for _ in range(3)]
+@pytest.mark.parametrize(("members", "copies"), [(3, 2), (4, 1), (5, 3)])
+def test_each_part_goes_once_to_each_member_that_has_not_updated_it(members: int, copies: int) -> None:
+    plan, workers = plan_of(members, copies), [DividedMember() for _ in range(members)]
     dealt = [worker.part(1, plan, me) for me, worker in enumerate(workers)]
-    given = sum(part.numel() for i in range(3) for k in range(3) for part in dealt[i].given(i, k))
-    divided = sum(p.numel() for p in workers[0].model.parameters() if p.requires_grad and p.is_contiguous())
-    assert given == divided, "one of three members lacks each part"
+    model, portions = workers[0].model, dealt[0].portions()
+    divided = [p for p in model.parameters() if p.requires_grad and p.is_contiguous()]
+    begins, given = [one.data.data_ptr() for one in portions], Counter[int]()
+    for parameter in divided:
+        size, ends = parameter.numel(), range(parameter.data_ptr(), parameter.data_ptr() + 4 * parameter.numel())
+        assert sum(one.data.numel() for one in portions if one.data.data_ptr() in ends) == size
+    assert len(set(begins)) == len(begins)
+    for one in portions:
+        assert len(one.takers) == members - copies and one.source not in one.takers
+        given[one.source] += one.data.numel()
+    most, least = max(given.values()), min(given[k] for k in range(members))
+    assert most - least <= 2 * BLOCK_ELEMENTS * copies, "holders of a segment share the giving"
+
+
+def test_parts_are_given_in_the_order_of_the_grid() -> None:
+    worker, plan = DividedMember(), plan_of(3, 1)
+    portions = worker.part(1, plan, 0).portions()
+    order = [
+        [p.data_ptr() <= one.data.data_ptr() < p.data_ptr() + 4 * p.numel() for p in worker.model.parameters()].index(
+            True
+        )
+        for one in portions
+    ]
+    assert order == sorted(order) and len(set(order)) > 3
 
 
 def test_memory_of_what_others_hold_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,7 +126,7 @@ def test_parameters_of_an_optimizer_without_such_state_are_divided_all_the_same(
 def test_before_the_first_gradients_nothing_is_divided() -> None:
     worker, plan = DividedMember(), plan_of(2, 1)
     dealt = Dealt(worker.state, plan, 0, 0)
-    assert dealt.made().whole and dealt.given(0, 1) == []
+    assert dealt.made().whole and dealt.portions() == []
 
 
 def test_memory_that_is_given_back_reads_as_zeros_and_the_rest_stays() -> None:

@@ -14,7 +14,7 @@ import torch
 from divided_members import DividedMember, plan_of
 from everstep.base.extents import Extents, union
 from everstep.base.plan import Plan
-from everstep.base.ports import Hop
+from everstep.base.ports import Portion
 from everstep.exact.image import plane_sizes
 from everstep.exact.pieces import PieceUpdate
 from everstep.placement.shards import share
@@ -22,7 +22,8 @@ from everstep.protocol.driver import operations as do
 from everstep.protocol.step_types import Holds, Takes
 from everstep.train.dealing import Dealing
 
-Mail = defaultdict[tuple[int, int, Hop], SimpleQueue[Any]]
+Mail = defaultdict[tuple[int, int, int, int, int], SimpleQueue[Any]]
+"""By source, taker, step, stage and number of the portion."""
 
 
 class Dealer:
@@ -34,7 +35,7 @@ class Dealer:
         self.update = SimpleNamespace(dealt=None)
         self.machine = SimpleNamespace(held={})
         replica = SimpleNamespace(state=self.member.state, update=self.update)
-        channel = SimpleNamespace(send=self._send, recv=self._receive)
+        channel = SimpleNamespace(spread=self._spread)
         view = SimpleNamespace(
             me=me,
             stages={0: replica},
@@ -44,11 +45,13 @@ class Dealer:
         )
         self.dealing = Dealing(view, self.said.append)  # type: ignore[arg-type]
 
-    def _send(self, to: int, hop: Hop, parts: list[torch.Tensor]) -> None:
-        self.mail[self.me, to, hop].put([part.clone() for part in parts])
-
-    def _receive(self, source: int, hop: Hop) -> tuple[list[torch.Tensor], None]:
-        return self.mail[source, self.me, hop].get(timeout=60.0), None
+    def _spread(self, step: int, stage: int, portions: list[Portion]) -> None:
+        for number, one in enumerate(portions):
+            for taker in one.takers if one.source == self.me else ():
+                self.mail[self.me, taker, step, stage, number].put(one.data.clone())
+        for number, one in enumerate(portions):
+            if self.me in one.takers:
+                one.data.copy_(self.mail[one.source, self.me, step, stage, number].get(timeout=60.0))
 
     def step(self, number: int, plan: Plan) -> None:
         """Up to the exchange."""
@@ -94,7 +97,7 @@ def test_members_say_what_they_take_and_have_and_end_with_the_parameters_of_one(
             assert held == {0: share(plan.shard(dealer.me, 0), of)}
             for ours, right in zip(dealer.member.model.parameters(), alone.model.parameters(), strict=True):
                 assert torch.equal(ours, right)
-        assert {hop for _, _, hop in mail} == {Hop(n + 1, "part", 0, 0) for n in range(1, number + 1)}
+        assert {step for _, _, step, _, _ in mail} == set(range(1, number + 1))
     part = dealers[0].member.optimizer.state[dealers[0].member.model[0].weight]["exp_avg"]
     assert not torch.equal(part, alone.optimizer.state[alone.model[0].weight]["exp_avg"])  # what others have is gone
 
