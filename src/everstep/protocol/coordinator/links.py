@@ -2,8 +2,8 @@
 
 The neighbours of a dead worker accuse it, usually before its agent has reported its death. So accusations of one
 generation are collected for a moment, and until the agents have seen both ends of each link alive after it: a death
-voids those that it explains; otherwise the links are at fault. After a first fault of a link the same members regroup; a
-repeated one costs a smallest set of workers that covers the faulty links. Between two hosts every link counts as the
+voids those that it explains; otherwise the links are at fault. After a first fault of a link the same members regroup;
+a repeated one costs a smallest set of workers that covers the faulty links. Between two hosts every link counts as the
 same, since not all of them carry data at the moment. If several links between two hosts fail, the hosts do not reach
 each other: one of them leaves as a whole, and stays outside for a while.
 """
