@@ -1,13 +1,15 @@
-"""Trained tensors stand still between the beginning of a round of the loop and its batches.
+"""Trained tensors that a loop changes beside the updates: before the batches of a round, where that is refused, and
+after them, where it has to be told.
 
 A worker that is resumed or healed enters the loop's body again for a step that is done. Settings that the loop sets
-there are put back; tensors are not, so a change of one is refused by name. Writes behind the version counter (`.data`)
-are not seen.
+before the batches are put back; tensors are not, so a change of one is refused by name. After the batches a loop may
+change tensors (it clips weights, say). A worker that follows others does not run their loop: it is given what that has
+changed. Writes behind the version counter (`.data.mul_`) are looked for in parameters, in rounds 1, 2, 4, 8 and so on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import chain
 from typing import Any
 
@@ -15,16 +17,59 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from everstep.base.errors import Uncarried
+from everstep.base.errors import ProtocolError, Uncarried
+from everstep.exact.digest import tensor_digest
+
+_PARAMETER, BUFFER = "parameter ", "buffer "
 
 
 class StandingTensors:
-    """Tensors of a model and its optimizer: `begin`, and, if nothing else has changed them meanwhile, `check`."""
+    """Tensors of a model and its optimizer: `begin`, and, if nothing else has changed them meanwhile, `check`.
+    `updated` after each update, then `moved`, for what the loop has changed since."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
         self._model, self._optimizer = model, optimizer
         self._own = [table for m in model.modules() for table in (m._parameters, m._buffers) if table]
-        self._seen: tuple[list[Any], list[int]] | None = None
+        self._seen: tuple[list[Any], list[tuple[int, int]]] | None = None
+        self._updated: tuple[list[Any], list[tuple[int, int]]] | None = None
+        self._bits: dict[int, str] = {}
+        self._rounds, self._hidden = 0, False
+
+    def updated(self) -> None:
+        """An update has been made, or another state been loaded: from here on the loop changes tensors."""
+        self._updated = self._look()
+        self._rounds += 1
+        thorough = self._hidden or not self._rounds & (self._rounds - 1)
+        self._bits = {id(p): tensor_digest(p.detach()) for p in self._model.parameters() if thorough}
+
+    def moved(self) -> dict[str, torch.Tensor]:
+        """Tensors that have been changed since `updated`, by name."""
+        if self._updated is None:
+            return {}
+        things, counts = iter(self._updated[0]), iter(self._updated[1])
+        found = dict[str, torch.Tensor]()
+        for name, thing in self._named():
+            was = next(things, None)
+            alike = thing is was
+            if isinstance(was, torch.Tensor) and not was.is_inference():
+                alike &= next(counts) == _mark(was)
+            if alike and id(thing) in self._bits:
+                alike = tensor_digest(thing.detach()) == self._bits[id(thing)]
+                self._hidden |= not alike
+            if not alike and isinstance(thing, torch.Tensor):
+                found[name] = thing
+        return found
+
+    def give(self, told: Mapping[str, torch.Tensor]) -> None:
+        """Give tensors the values that another worker's loop has given them. Raises: ProtocolError for one that is not
+        here."""
+        here = {name: thing for name, thing in self._named() if name in told}
+        for name, value in told.items():
+            tensor = here.get(name)
+            if not isinstance(tensor, torch.Tensor) or (tensor.shape, tensor.dtype) != (value.shape, value.dtype):
+                raise ProtocolError(f"expected a tensor of this model, got {name[:100]!a}, {value.dtype}")
+            with torch.no_grad():
+                tensor.copy_(value)
 
     def begin(self) -> None:
         """From here on they stand still."""
@@ -47,16 +92,16 @@ class StandingTensors:
                 "resumed or healed would change it twice: change it after the batches"
             )
 
-    def _look(self) -> tuple[list[Any], list[int]]:
+    def _look(self) -> tuple[list[Any], list[tuple[int, int]]]:
         found = [*chain.from_iterable(one.values() for one in (*self._own, *self._optimizer.state.values()))]
-        return found, [t._version for t in found if isinstance(t, torch.Tensor) and not t.is_inference()]
+        return found, [_mark(t) for t in found if isinstance(t, torch.Tensor) and not t.is_inference()]
 
-    def _changed(self, before: tuple[list[Any], list[int]]) -> str:
+    def _changed(self, before: tuple[list[Any], list[tuple[int, int]]]) -> str:
         things, counts = iter(before[0]), iter(before[1])
         for name, thing in self._named():
             was = next(things, None)
             counted = isinstance(was, torch.Tensor) and not was.is_inference()
-            if thing is not was or (counted and was is not None and next(counts) != was._version):
+            if thing is not was or (counted and was is not None and next(counts) != _mark(was)):
                 return name
         return "the optimizer's state"
 
@@ -65,7 +110,12 @@ class StandingTensors:
         names = {id(p): n for n, p in self._model.named_parameters(remove_duplicate=False)}
         for prefix, module in self._model.named_modules():
             path = f"{prefix}." if prefix else ""
-            yield from ((f"parameter {path}{name}", p) for name, p in module._parameters.items())
-            yield from ((f"buffer {path}{name}", b) for name, b in module._buffers.items())
+            yield from ((f"{_PARAMETER}{path}{name}", p) for name, p in module._parameters.items())
+            yield from ((f"{BUFFER}{path}{name}", b) for name, b in module._buffers.items())
         for parameter, state in self._optimizer.state.items():
             yield from ((f"the optimizer's {key} of {names.get(id(parameter), '?')}", v) for key, v in state.items())
+
+
+def _mark(tensor: torch.Tensor) -> tuple[int, int]:
+    """What changes when a tensor is written, or given other memory."""
+    return tensor._version, tensor.data_ptr() if tensor.layout is torch.strided else 0

@@ -83,15 +83,17 @@ def joint_manifest(told: Sequence[tuple[dict[str, Any], Extents]], own: Iterable
 class OfferTold(msgspec.Struct, frozen=True, kw_only=True):
     """Facts beside a state at `position`: the records of that decision, and the gathers of that step.
 
-    application: what `LoopState.told` gives, where snapshots may have a later state; empty if the loop has none.
-    untold: of steps up to there that may not have been told. changed: names that the loop has changed, and that are not
-    carried. names: by stage, in which entry of the manifest each name of the model's state_dict is; of a split model.
+    application: what `LoopState.told` gives, where snapshots may have a later state; empty if the loop has none. past:
+    the loop has changed tensors after that step and is through with it: application is what it goes on with. untold:
+    of steps up to there that may not have been told. changed: names that the loop has changed and that are not carried.
+    names: by stage, in which entry of the manifest each name of the model's state_dict is; of a split model.
     """
 
     position: Key
     records: Mapping[int, Record] = {}
     gathers: Mapping[Key, Mapping[int, Record]] = {}
     application: bytes = b""
+    past: bool = False
     untold: bytes = b""
     changed: tuple[str, ...] = ()
     names: Mapping[int, Mapping[str, str]] = {}
@@ -447,11 +449,13 @@ def _receive_gradient(connection: PeerConnection, step: int, told: dict[str, Any
 
 
 class _Small(msgspec.Struct, array_like=True):
-    """A small state in one piece. entry: another one that goes with it, see `LoopState`."""
+    """A small state in one piece. entry: another one that goes with it; moved: tensors beside it, by name, each as
+    dtype, shape and bytes. See `LoopState`."""
 
     manifest: str
     blocks: list[bytes]
     entry: bytes = b""
+    moved: dict[str, tuple[str, tuple[int, ...], bytes]] = {}
 
 
 def pack_state(state: ModelState, settings: Mapping[str, Any] | None = None) -> bytes:
@@ -475,6 +479,29 @@ def with_entry(data: bytes, entry: bytes) -> bytes:
     if not entry:
         return data
     return msgspec.msgpack.encode(msgspec.structs.replace(msgspec.msgpack.decode(data, type=_Small), entry=entry))
+
+
+def with_moved(data: bytes, moved: Mapping[str, torch.Tensor]) -> bytes:
+    """A state from `pack_state`, with tensors beside it."""
+    if not moved:
+        return data
+    told = {name: (str(t.dtype).removeprefix("torch."), tuple(t.shape), bytes_of(t)) for name, t in moved.items()}
+    small = msgspec.msgpack.decode(data, type=_Small)
+    return msgspec.msgpack.encode(msgspec.structs.replace(small, moved=told))
+
+
+def moved_in(data: bytes) -> dict[str, torch.Tensor]:
+    """The tensors that `with_moved` put beside a state. Raises: ProtocolError for another form."""
+    with _Sent("tensors that a loop has changed"):
+        told = msgspec.msgpack.decode(data, type=_Small).moved if data else {}
+        return {name: _tensor(*facts) for name, facts in told.items()}
+
+
+def _tensor(kind: str, shape: tuple[int, ...], data: bytes) -> torch.Tensor:
+    dtype = getattr(torch, kind, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{kind} is no dtype")
+    return torch.frombuffer(bytearray(data), dtype=dtype).view(shape) if data else torch.empty(shape, dtype=dtype)
 
 
 class StateCopy:

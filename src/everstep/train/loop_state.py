@@ -12,9 +12,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from torch import Tensor
+
 from everstep.exact.settings import Moment
-from everstep.exact.unchanged import StandingTensors
-from everstep.train.heal import StateCopy, pack_state, unpack_state, with_entry
+from everstep.exact.unchanged import BUFFER, StandingTensors
+from everstep.train.heal import StateCopy, moved_in, pack_state, unpack_state, with_entry, with_moved
 from everstep.train.loop_survey import LoopSurvey
 from everstep.train.view import Stages
 
@@ -30,7 +32,7 @@ class _Entry:
 
 
 class LoopState:
-    """Loop state of one worker."""
+    """Loop state of one worker. moves: whether the loop has changed trained tensors after the batches of a step."""
 
     def __init__(self, stages: Stages) -> None:
         self._stages = stages
@@ -39,7 +41,11 @@ class LoopState:
         self._copy = StateCopy()
         self._entries: list[_Entry] = []
         self._again = b""
+        self._tensors: StandingTensors | None = None
         self._standing: StandingTensors | None = None
+        self._round = 0
+        self._moved: dict[str, Tensor] = {}
+        self.moves = False
         self.survey: LoopSurvey | None = None
 
     def watch(self, survey: LoopSurvey) -> None:
@@ -61,11 +67,13 @@ class LoopState:
         """The loop is about to begin. prepares: its body may do something before it comes to the batches."""
         parts = self._stages.only.parts
         self._stages.only.state.settings.begin()
-        self._standing = StandingTensors(parts.model, parts.optimizer) if prepares else None
+        self._tensors = StandingTensors(parts.model, parts.optimizer)
+        self._standing = self._tensors if prepares else None
 
     def enter(self, number: int) -> None:
         """The loop's body is about to be entered, for the next step."""
         replica = self._stages.any
+        self._round = number
         if self._standing is None:
             return
         self._standing.begin()
@@ -85,14 +93,29 @@ class LoopState:
         if entry:
             unpack_state(application, entry)
 
-    def reach(self) -> None:
-        """The loop has come to the batches of its round. Raises: Uncarried for a change that cannot be put back."""
+    def reach(self) -> bool:
+        """The loop has come to the batches of its round. Returns whether it turns out that it moves tensors: what was
+        begun after the update may have some of before and some of after that. Raises: Uncarried for a change that
+        cannot be put back."""
         if self._standing is not None:
             self._standing.check()
             self._standing.release()
         again, self._again = self._again, b""
         if again:
             unpack_state(self._stages.any.application, again)
+        # Lanes change buffers; nothing changes parameters and the optimizer's state before the next update.
+        self._moved = {n: t.detach().clone() if n.startswith(BUFFER) else t for n, t in self.moved().items()}
+        known, self.moves = self.moves, self.moves or bool(self._moved)
+        return self.moves and not known
+
+    def moved(self) -> dict[str, Tensor]:
+        """Trained tensors that the loop has changed since the update, by name."""
+        return self._tensors.moved() if self._tensors is not None else {}
+
+    def past(self, number: int) -> bool:
+        """Whether the loop has changed tensors after this step, and is through with it: who gets them must not do so
+        again."""
+        return bool(self._moved) and self._step == number and self._round == number + 1
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -113,6 +136,9 @@ class LoopState:
             replica.state.settings.after_update()
             if replica.application.extras:
                 self._copy.take(replica.application)
+            self._moved = {}
+            if self._tensors is not None:
+                self._tensors.updated()
         self._step = number
 
     # ---- exchange with other workers
@@ -146,8 +172,13 @@ class LoopState:
         return self._joined(self.after(number), number)
 
     def fed(self, number: int) -> bytes:
-        """State for a follower, which does not run this loop: the state before this step's update, and `entered`."""
-        return self._joined(pack_state(self._stages.any.application), number)
+        """State for a follower, which does not run this loop: the state before this step's update, `entered`, and the
+        tensors that the loop has moved."""
+        return with_moved(self._joined(pack_state(self._stages.any.application), number), self._moved)
+
+    def going_on(self, number: int) -> bytes:
+        """State for a worker that begins with this step's round, as `take_entered` takes it."""
+        return self.entered(number) or pack_state(self._stages.any.application)
 
     def _joined(self, state: bytes, number: int) -> bytes:
         entry = self.entered(number)
@@ -155,7 +186,11 @@ class LoopState:
 
     def take(self, data: bytes, number: int) -> None:
         """Take on state from `told` or `fed`. A worker that is at this step already keeps its own rounds."""
-        entry = unpack_state(self._stages.any.application, data)
+        replica = self._stages.any
+        entry = unpack_state(replica.application, data)
+        if (moved := moved_in(data)) and self._tensors is not None:
+            replica.lanes.settle_buffers()
+            self._tensors.give(moved)
         if self._step != number:
             self._entries = [_Entry(number, entry)]
 

@@ -78,7 +78,7 @@ class Step:
 
     def _batches(self) -> Iterator[Any]:
         session = self._session
-        session.loop.reach()
+        _reach(session)
         if not self.done:
             session.view.stages.only.state.settings.before_lanes()
         turn = None if self.done else session.executor.ask(StepAsked(self.number))
@@ -92,6 +92,8 @@ class Step:
                 yield from self._lane(turn, lane, is_told=lane in told)
             turn = session.executor.computed()
         self.done = True
+        if session.loop.moves:
+            session.updates.stand_still()
         self._seed_loop(past=1)
 
     def _seed_loop(self, past: int) -> None:
@@ -196,6 +198,19 @@ class Step:
         return outcome.loss if outcome is not None and outcome.step == self.number else math.nan
 
 
+def _reach(session: Session) -> None:
+    """The loop is through with what follows a step's batches. Raises: Uncarried."""
+    loop = session.loop
+    if not loop.reach():
+        return
+    session.updates.distrust()
+    if session.view.config.zero.stage:
+        raise Uncarried(
+            f"{next(iter(loop.moved()))} was changed by the loop after the batches, and with zero.stage=1 each worker "
+            "has a part of the state alone: set zero.stage=0"
+        )
+
+
 class Run:
     """A job, as its user's loop sees it. Iterate it for steps."""
 
@@ -242,7 +257,7 @@ class Run:
                         if session.view.step > session.transfers.past:
                             session.loop.enter_again(session.view.step)
                             yield Step(session, session.view.step, done=True)
-                            session.loop.reach()
+                            _reach(session)
                     elif ends or (not self._stopped and session.view.step < self.total_steps):
                         ends = False
                         step = Step(session, self._begin_step())

@@ -105,6 +105,7 @@ class PartSaver:
         self._saving = view.driver.config.saving
         self._leaders: dict[int, Member] = {}
         self._prepared = False
+        self._begun = 0
         link = view.link
         if self._saving.on and link.run_dir is not None:
             created = link.job.get("created_unix_ns")  # names this job, and no other one of the same kind
@@ -159,6 +160,11 @@ class PartSaver:
             if view.is_main:
                 self._note(SaveEnded(number, True, effect.due.reason, self.where(number)))
             return
+        if effect.boundary and not effect.past and (moved := self._loop.moved()):
+            text = f"the loop has changed {next(iter(moved))} before this; a worker that is resumed would do so twice"
+            self._note(SaveEnded(number, False, text))
+            return
+        self._begun = number
         parts = {**self._loop_part(effect), NAMES: self._whole.names}
         if effect.boundary:
             for replica in view.stages.values():
@@ -182,6 +188,11 @@ class PartSaver:
         """Before anything changes the state."""
         if self.checkpointer is not None:
             self.checkpointer.before_update()
+
+    def distrust(self, number: int) -> None:
+        """What was begun after the update of this step may be of several moments."""
+        if self.checkpointer is not None and self._begun == number:
+            self.checkpointer.invalidate(number - 1, with_objects=self._view.is_main)
 
     def abandon(self, effect: AbandonSave) -> None:
         """The one that is incomplete will never be complete."""

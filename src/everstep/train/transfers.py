@@ -103,15 +103,17 @@ class Transfers:
 
     def _live(self, effect: do.Shelve | do.OfferFeeds, stages: Iterable[int]) -> Offer:
         """Offer of the state as it is, but for the loop's: its taker enters the loop's body right after the update."""
-        position, view = effect.position, self._view
+        position, view, loop = effect.position, self._view, self._loop
+        past = loop.past(position.step)
         return Offer(
             position=position,
             records=effect.records,
             gathers=dict(effect.gathers),
             held={stage: [(self._snapshot(stage), WHOLE)] for stage in stages},
-            application=self._loop.told(position.step),
+            application=loop.going_on(position.step + 1) if past else loop.told(position.step),
+            past=past,
             untold=view.publisher.untold.packed(),
-            changed=self._loop.changed(),
+            changed=loop.changed(),
             names={k: names_of(view.stages[k].parts.model, view.stages[k].state) for k in stages if view.stages.split},
         )
 
@@ -170,7 +172,10 @@ class Transfers:
     def _load(self, offer: ReceivedOffer) -> None:
         for stage, state in offer.states.items():
             _load_stage(self._view.stages[stage], state)
-        if offer.application:
+        if offer.past:
+            self.past = offer.position.step
+            self._loop.take_entered(offer.application)
+        elif offer.application:
             self._loop.take(offer.application, offer.position.step)
 
     def _arrive(self, offer: ReceivedOffer) -> None:

@@ -181,6 +181,15 @@ class Updates:
         self._keeper.stand_still()
         self._saver.before_update()
 
+    def distrust(self) -> None:
+        """The loop turns out to change trained tensors after an update: what was copied since may have some of before
+        that, and some of after."""
+        number = self._view.step
+        self.stand_still()
+        self._keeper.forget(do.ForgetKept(number - 1))
+        self._keeper.state()
+        self._saver.distrust(number)
+
     def arrive(self, outcome: StepOutcome | None, number: int) -> None:
         """The state is that of step `number`."""
         self.outcome = outcome

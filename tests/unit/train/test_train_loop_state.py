@@ -47,7 +47,13 @@ def loop_state(extras: dict[str, Any], model: nn.Module | None = None) -> LoopSt
     application.settings = settings
     parts = SimpleNamespace(model=model, optimizer=optimizer)
     whole: Any = SimpleNamespace(
-        split=False, only=SimpleNamespace(application=application, state=application, parts=parts)
+        split=False,
+        only=SimpleNamespace(
+            application=application,
+            state=application,
+            parts=parts,
+            lanes=SimpleNamespace(settle_buffers=lambda: None),
+        ),
     )
     whole.any = whole.only
     return LoopState(whole)
@@ -200,3 +206,37 @@ def test_whether_a_loop_does_something_before_the_batches_its_code_says(
     with pytest.raises(Seen) as seen:
         exec(compile(script.read_text(), str(script), "exec"), {"run": Asks()})
     assert seen.value.args == (found,)
+
+
+@pytest.mark.parametrize("prepares", [True, False])
+def test_a_follower_gets_what_the_loop_has_moved_since_the_update(prepares: bool) -> None:
+    """And one that gets the state of a step whose round is over does not make the change again."""
+    models = [nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    averages = Average(), Average()
+    loop, follower = (loop_state({"a": average}, model) for average, model in zip(averages, models, strict=True))
+    for each in (loop, follower):
+        each.begin(prepares)
+        each.remember(1)
+        assert not each.past(1) and not each.moves
+    with torch.no_grad():
+        models[0][0].weight.mul_(2)
+        models[0][1].running_mean.add_(1)
+    assert loop.moved().keys() == {"parameter 0.weight", "buffer 1.running_mean"} and not loop.past(1)
+    averages[0].go_on()
+    loop.enter(2)
+    assert loop.reach() and loop.moves and loop.past(1)
+    averages[0].go_on()
+    expected = models[0][1].running_mean.clone()
+    models[0][1].running_mean.add_(1)  # by a lane
+    follower.take(loop.fed(2), 2)
+    assert averages[1].count == 2 and torch.equal(models[1][0].weight, models[0][0].weight)
+    assert torch.equal(models[1][1].running_mean, expected)
+    taker = loop_state({"a": Average()}, nn.Linear(2, 2))
+    taker.take_entered(loop.going_on(2))
+    assert taker._stages.any.application.extras["a"].count == (1 if prepares else 2)
+    loop.remember(2)
+    assert not loop.past(2) and not loop.reach(), "that it moves tensors is known"
+    loop.enter(3)
+    loop.reach()
+    assert not loop.past(2), "nothing was moved after this one"

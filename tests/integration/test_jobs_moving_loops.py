@@ -1,0 +1,82 @@
+"""A loop that changes trained tensors after the batches of a step (it clips weights, say): workers that follow others
+get what it has changed, and no copy of a state has some of before that and some of after."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from job_harness import Jobs, same
+
+SCRIPT = """
+import os, time, torch
+from torch import nn
+import everstep
+
+torch.manual_seed(0)
+width, steps = int(os.environ.get("WIDTH", "64")), int(os.environ.get("STEPS", "48"))
+model = nn.Sequential(nn.Linear(width, width), nn.BatchNorm1d(width), nn.Linear(width, width))
+optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+data = torch.utils.data.TensorDataset(torch.randn(64, width), torch.randn(64, width))
+run = everstep.join(model, optimizer, data, lanes=6, micro_batch=2, steps=steps)
+for step in run:
+    {before}
+    for x, y in step:
+        time.sleep(float(os.environ.get("LANE_S", "0")))
+        step.backward(nn.functional.mse_loss(model(x), y))
+    with torch.no_grad():
+        {after}
+"""
+AFTER = {
+    "always": "for p in model.parameters(): p.mul_(0.99)",
+    "hidden": "for p in model.parameters(): p.data.mul_(0.99)",
+    "late": """
+        if step.number % 7 == 6:
+            model[0].weight.mul_(0.9)
+            model[1].running_mean.add_(0.1)
+            model[2].bias.data = model[2].bias.data * 0.9
+            for state in optimizer.state.values():
+                state["exp_avg"].zero_()
+    """,
+}
+
+
+def write(folder: Path, after: str, before: str = "pass") -> str:
+    script = folder / "moves.py"
+    script.write_text(SCRIPT.replace("{after}", AFTER.get(after, after).strip()).replace("{before}", before))
+    return str(script)
+
+
+@pytest.mark.parametrize(("after", "before"), [("always", "pass"), ("late", "seen = step.number"), ("hidden", "pass")])
+def test_workers_that_heal_follow_it(jobs: Jobs, tmp_path: Path, after: str, before: str) -> None:
+    """They apply several steps of others before they run the loop themselves: it is not held up for them."""
+    script = write(tmp_path, after, before)
+    alone = jobs.start(script, workers=1)
+    chaos = "kill:target=worker:1,at=8; kill:target=worker:0,at=28"
+    job = jobs.start(script, workers=3, chaos=chaos, environment={"LANE_S": "0.02"})
+    assert alone.end() == 0, alone.account()
+    assert job.end() == 0, job.account()
+    same(alone.run_dir, job)
+
+
+def test_a_checkpoint_is_of_one_moment_though_the_loop_changes_all_of_it(jobs: Jobs, tmp_path: Path) -> None:
+    """A large state is written while the loop goes on; a job of one worker has nobody who would notice."""
+    script, large = write(tmp_path, "always"), {"WIDTH": "1500", "STEPS": "16"}
+    alone = jobs.start(script, workers=1, environment=large)
+    job = jobs.start(script, workers=1, environment=large, settings={"checkpoint.disk.every_steps": 3})
+    job.wait_for("checkpoint_completed")
+    signal.pidfd_send_signal(job._pidfd, signal.SIGKILL)
+    job.end()
+    again = jobs.start(script, workers=2, run_dir=job.run_dir, environment=large)
+    assert alone.end() == 0, alone.account()
+    assert again.end() == 0, again.account()
+    assert again.of_kind("job_started")[-1]["step"] > 0
+    same(alone.run_dir, again)
+
+
+def test_a_job_whose_state_is_divided_refuses_it_by_name(jobs: Jobs, tmp_path: Path) -> None:
+    job = jobs.start(write(tmp_path, "always"), workers=2, settings={"zero.stage": 1, "rehearse": "false"})
+    assert job.end() != 0
+    assert "parameter 0.weight was changed by the loop after the batches" in job.account()

@@ -1,0 +1,106 @@
+"""Tensors that a loop changes beside the updates: which they are, and how another worker gets them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from everstep.base.errors import ProtocolError, Uncarried
+from everstep.exact.unchanged import StandingTensors
+
+
+class Trained:
+    """A model with tied and frozen parameters, buffers and a momentum, after its first update."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 3))
+        self.model[2].weight = self.model[0].weight
+        self.model[2].bias.requires_grad_(False)
+        trained = [p for p in self.model.parameters() if p.requires_grad]
+        self.optimizer = torch.optim.SGD(trained, lr=0.1, momentum=0.9)
+        self.tensors = StandingTensors(self.model, self.optimizer)
+        self.update()
+
+    def update(self) -> None:
+        self.model(torch.randn(4, 3)).sum().backward()
+        self.optimizer.step()
+        self.tensors.updated()
+
+
+def momentum(one: Trained) -> torch.Tensor:
+    return one.optimizer.state[one.model[0].weight]["momentum_buffer"]
+
+
+def given_memory(one: Trained) -> None:
+    one.model[0].bias.data = one.model[0].bias.data * 2
+
+
+def replaced(one: Trained) -> None:
+    one.optimizer.state[one.model[0].weight]["momentum_buffer"] = torch.zeros(3, 3)
+
+
+CHANGES: list[tuple[str, Callable[[Trained], object], set[str]]] = [
+    ("in place", lambda one: one.model[0].bias.detach().mul_(2), {"parameter 0.bias"}),
+    ("frozen", lambda one: one.model[2].bias.add_(1), {"parameter 2.bias"}),
+    ("tied", lambda one: one.model[0].weight.detach().mul_(2), {"parameter 0.weight", "parameter 2.weight"}),
+    ("other memory", given_memory, {"parameter 0.bias"}),
+    ("buffer", lambda one: one.model[1].running_mean.add_(1), {"buffer 1.running_mean"}),
+    ("optimizer", lambda one: momentum(one).zero_(), {"the optimizer's momentum_buffer of 2.weight"}),
+    ("replaced", replaced, {"the optimizer's momentum_buffer of 2.weight"}),
+    ("nothing", lambda one: None, set()),
+]
+
+
+@pytest.mark.parametrize(("change", "moved"), [one[1:] for one in CHANGES], ids=[one[0] for one in CHANGES])
+def test_what_a_loop_changes_after_an_update_is_named_and_can_be_given(
+    change: Callable[[Trained], object], moved: set[str]
+) -> None:
+    here, there = Trained(), Trained()
+    assert here.tensors.moved() == {}
+    change(here)
+    found = here.tensors.moved()
+    assert found.keys() == moved
+    there.tensors.give({name: tensor.detach().clone() for name, tensor in found.items()})
+    for one, other in zip(here.model.state_dict().values(), there.model.state_dict().values(), strict=True):
+        assert torch.equal(one, other)
+    assert torch.equal(momentum(here), momentum(there))
+    here.update()
+    assert here.tensors.moved() == {}, "the next update begins anew"
+
+
+@pytest.mark.parametrize(("updates", "seen"), [(1, True), (2, True), (3, False), (4, True), (5, False)])
+def test_a_write_behind_the_version_counter_is_looked_for_ever_less_often(updates: int, seen: bool) -> None:
+    one = Trained()
+    for _ in range(updates - 1):
+        one.update()
+    one.model[0].bias.data.mul_(2)
+    assert bool(one.tensors.moved()) == seen
+    one.update()
+    one.model[0].bias.data.mul_(2)
+    assert bool(one.tensors.moved()) == (seen or updates + 1 in (2, 4)), "in each round once one was seen"
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        {"parameter 0.bias": torch.zeros(4)},
+        {"parameter 0.bias": torch.zeros(3, dtype=torch.float64)},
+        {"parameter 7.bias": torch.zeros(3)},
+    ],
+)
+def test_what_does_not_fit_is_refused(told: dict[str, torch.Tensor]) -> None:
+    with pytest.raises(ProtocolError, match="expected a tensor of this model"):
+        Trained().tensors.give(told)
+
+
+def test_a_change_before_the_batches_is_refused_by_name() -> None:
+    one = Trained()
+    one.tensors.begin()
+    one.tensors.check()
+    given_memory(one)
+    with pytest.raises(Uncarried, match="parameter 0"):
+        one.tensors.check()
