@@ -84,7 +84,8 @@ class Stage(StageReplica):
 
 class Mover:
     """A worker at a step. calls: what its parts were told, in order; kept: its snapshots, by step and stage; restored:
-    the checkpoint that it reads; recorded: what that says of its step."""
+    the checkpoint that it reads; recorded: what that says of its step. past: the step after which its loop has changed
+    tensors."""
 
     def __init__(self, at: Key = AT, stages: tuple[int, ...] = (0, 1), **held: Extents) -> None:
         self.calls: list[tuple[Any, ...]] = []
@@ -106,7 +107,14 @@ class Mover:
         )
         self.view.publisher.untold = SimpleNamespace(packed=lambda: b"untold")
         self.updates = Recorder(self.calls, "updates", strange=lambda outcome: {"strange": outcome[1]})
-        self.loop = Recorder(self.calls, "loop", told=lambda n: b"loop %d" % n, changed=lambda: ("changed",))
+        self.past = -1
+        answers = {
+            "told": lambda n: b"loop %d" % n,
+            "going_on": lambda n: b"on %d" % n,
+            "changed": lambda: ("changed",),
+        }
+        self.loop = Recorder(self.calls, "loop", **answers)
+        self.loop.moves = SimpleNamespace(past=lambda number: number == self.past)
         self.donor = Recorder(self.calls, "donor")
         self.keeper = Recorder(self.calls, "keeper", held=lambda step: self.kept.get(step, {}))
         self.restored: Any = None

@@ -14,10 +14,12 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from everstep.base.errors import Uncarried
 from everstep.exact.settings import Moment
 from everstep.exact.unchanged import BUFFER, StandingTensors
 from everstep.train.heal import StateCopy, moved_in, pack_state, unpack_state, with_entry, with_moved
 from everstep.train.loop_survey import LoopSurvey
+from everstep.train.stage_lanes import StageLanes
 from everstep.train.view import Stages
 
 
@@ -31,8 +33,62 @@ class _Entry:
     moment: Moment | None = None
 
 
+class LoopMoves:
+    """What the loop changes in trained tensors after the batches of a step. known: whether it has ever done so. told:
+    by name, what has been changed since the update, as of the next round's batches."""
+
+    def __init__(self) -> None:
+        self.known = False
+        self.told: dict[str, Tensor] = {}
+        self._tensors: StandingTensors | None = None
+        self._round = 0
+        self._refused = False
+
+    def begin(self, tensors: StandingTensors) -> None:
+        """The loop is about to begin."""
+        self._tensors = tensors
+
+    def enter(self, number: int) -> None:
+        """The body is about to be entered, for this step."""
+        self._round = number
+
+    def refuse(self) -> None:
+        """A change was refused: the job ends."""
+        self._refused = True
+
+    def reach(self) -> bool:
+        """The loop has come to the batches of its round. Returns whether its first change has shown."""
+        # Lanes change buffers; nothing changes parameters and the optimizer's state before the next update.
+        found = {} if self._tensors is None else self._tensors.moved()
+        self.told = {name: t.detach().clone() if name.startswith(BUFFER) else t for name, t in found.items()}
+        known, self.known = self.known, self.known or bool(found)
+        return self.known and not known
+
+    def updated(self) -> None:
+        """The tensors are as an update, or another worker, has left them."""
+        self.told = {}
+        if self._tensors is not None:
+            self._tensors.updated()
+
+    def midway(self) -> str:
+        """Name of a tensor that the loop has changed since the update; a worker that goes on from here would do so
+        again. "" if there is none, or the change was refused."""
+        found = {} if self._tensors is None or (self._refused and not self.known) else self._tensors.moved()
+        return next(iter(found), "")
+
+    def past(self, number: int) -> bool:
+        """Whether there are changes of this step's round, and that is over: they must not be made again."""
+        return bool(self.told) and self._round == number + 1
+
+    def take(self, data: bytes, lanes: StageLanes) -> None:
+        """Make the changes that another worker's loop has made, which come with its state."""
+        if (moved := moved_in(data)) and self._tensors is not None:
+            lanes.settle_buffers()
+            self._tensors.give(moved)
+
+
 class LoopState:
-    """Loop state of one worker. moves: whether the loop has changed trained tensors after the batches of a step."""
+    """Loop state of one worker. moves: its changes of trained tensors after an update."""
 
     def __init__(self, stages: Stages) -> None:
         self._stages = stages
@@ -41,11 +97,8 @@ class LoopState:
         self._copy = StateCopy()
         self._entries: list[_Entry] = []
         self._again = b""
-        self._tensors: StandingTensors | None = None
         self._standing: StandingTensors | None = None
-        self._round = 0
-        self._moved: dict[str, Tensor] = {}
-        self.moves = False
+        self.moves = LoopMoves()
         self.survey: LoopSurvey | None = None
 
     def watch(self, survey: LoopSurvey) -> None:
@@ -67,13 +120,14 @@ class LoopState:
         """The loop is about to begin. prepares: its body may do something before it comes to the batches."""
         parts = self._stages.only.parts
         self._stages.only.state.settings.begin()
-        self._tensors = StandingTensors(parts.model, parts.optimizer)
-        self._standing = self._tensors if prepares else None
+        tensors = StandingTensors(parts.model, parts.optimizer)
+        self.moves.begin(tensors)
+        self._standing = tensors if prepares else None
 
     def enter(self, number: int) -> None:
         """The loop's body is about to be entered, for the next step."""
         replica = self._stages.any
-        self._round = number
+        self.moves.enter(number)
         if self._standing is None:
             return
         self._standing.begin()
@@ -97,33 +151,27 @@ class LoopState:
         """The loop has come to the batches of its round. Returns whether it turns out that it moves tensors: what was
         begun after the update may have some of before and some of after that. Raises: Uncarried for a change that
         cannot be put back."""
-        if self._standing is not None:
-            self._standing.check()
-            self._standing.release()
+        self._stand()
         again, self._again = self._again, b""
         if again:
             unpack_state(self._stages.any.application, again)
-        # Lanes change buffers; nothing changes parameters and the optimizer's state before the next update.
-        self._moved = {n: t.detach().clone() if n.startswith(BUFFER) else t for n, t in self.moved().items()}
-        known, self.moves = self.moves, self.moves or bool(self._moved)
-        return self.moves and not known
+        return self.moves.reach()
 
-    def moved(self) -> dict[str, Tensor]:
-        """Trained tensors that the loop has changed since the update, by name."""
-        return self._tensors.moved() if self._tensors is not None else {}
-
-    def past(self, number: int) -> bool:
-        """Whether the loop has changed tensors after this step, and is through with it: who gets them must not do so
-        again."""
-        return bool(self._moved) and self._step == number and self._round == number + 1
+    def _stand(self) -> bool:
+        """Until now tensors had to stand still. Returns whether they had to."""
+        if self._standing is None:
+            return False
+        try:
+            self._standing.check()
+        except Uncarried:
+            self.moves.refuse()
+            raise
+        return self._standing.release()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
         """While inside, changes of tensors are not the loop's. Raises: as `reach`."""
-        stood = False
-        if self._standing is not None:
-            self._standing.check()
-            stood = self._standing.release()
+        stood = self._stand()
         yield
         if stood and self._standing is not None:
             self._standing.begin()
@@ -136,9 +184,7 @@ class LoopState:
             replica.state.settings.after_update()
             if replica.application.extras:
                 self._copy.take(replica.application)
-            self._moved = {}
-            if self._tensors is not None:
-                self._tensors.updated()
+            self.moves.updated()
         self._step = number
 
     # ---- exchange with other workers
@@ -174,7 +220,7 @@ class LoopState:
     def fed(self, number: int) -> bytes:
         """State for a follower, which does not run this loop: the state before this step's update, `entered`, and the
         tensors that the loop has moved."""
-        return with_moved(self._joined(pack_state(self._stages.any.application), number), self._moved)
+        return with_moved(self._joined(pack_state(self._stages.any.application), number), self.moves.told)
 
     def going_on(self, number: int) -> bytes:
         """State for a worker that begins with this step's round, as `take_entered` takes it."""
@@ -188,9 +234,7 @@ class LoopState:
         """Take on state from `told` or `fed`. A worker that is at this step already keeps its own rounds."""
         replica = self._stages.any
         entry = unpack_state(replica.application, data)
-        if (moved := moved_in(data)) and self._tensors is not None:
-            replica.lanes.settle_buffers()
-            self._tensors.give(moved)
+        self.moves.take(data, replica.lanes)
         if self._step != number:
             self._entries = [_Entry(number, entry)]
 

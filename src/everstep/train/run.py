@@ -92,7 +92,7 @@ class Step:
                 yield from self._lane(turn, lane, is_told=lane in told)
             turn = session.executor.computed()
         self.done = True
-        if session.loop.moves:
+        if session.loop.moves.known:
             session.updates.stand_still()
         self._seed_loop(past=1)
 
@@ -206,8 +206,8 @@ def _reach(session: Session) -> None:
     session.updates.distrust()
     if session.view.config.zero.stage:
         raise Uncarried(
-            f"{next(iter(loop.moved()))} was changed by the loop after the batches, and with zero.stage=1 each worker "
-            "has a part of the state alone: set zero.stage=0"
+            f"{next(iter(loop.moves.told))} was changed by the loop after the batches, and with zero.stage=1 "
+            "each worker has a part of the state alone: set zero.stage=0"
         )
 
 

@@ -160,8 +160,8 @@ class PartSaver:
             if view.is_main:
                 self._note(SaveEnded(number, True, effect.due.reason, self.where(number)))
             return
-        if effect.boundary and not effect.past and (moved := self._loop.moved()):
-            text = f"the loop has changed {next(iter(moved))} before this; a worker that is resumed would do so twice"
+        if effect.boundary and not effect.past and (moved := self._loop.moves.midway()):
+            text = f"the loop has changed {moved} before this; a worker that is resumed would do so twice"
             self._note(SaveEnded(number, False, text))
             return
         self._begun = number

@@ -104,7 +104,7 @@ class Transfers:
     def _live(self, effect: do.Shelve | do.OfferFeeds, stages: Iterable[int]) -> Offer:
         """Offer of the state as it is, but for the loop's: its taker enters the loop's body right after the update."""
         position, view, loop = effect.position, self._view, self._loop
-        past = loop.past(position.step)
+        past = loop.moves.past(position.step)
         return Offer(
             position=position,
             records=effect.records,

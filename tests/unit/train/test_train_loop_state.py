@@ -218,14 +218,15 @@ def test_a_follower_gets_what_the_loop_has_moved_since_the_update(prepares: bool
     for each in (loop, follower):
         each.begin(prepares)
         each.remember(1)
-        assert not each.past(1) and not each.moves
+        assert not each.moves.past(1) and not each.moves.known
     with torch.no_grad():
         models[0][0].weight.mul_(2)
         models[0][1].running_mean.add_(1)
-    assert loop.moved().keys() == {"parameter 0.weight", "buffer 1.running_mean"} and not loop.past(1)
+    assert loop.moves.midway() == "parameter 0.weight" and not loop.moves.past(1)
     averages[0].go_on()
     loop.enter(2)
-    assert loop.reach() and loop.moves and loop.past(1)
+    assert loop.reach() and loop.moves.known and loop.moves.past(1)
+    assert loop.moves.told.keys() == {"parameter 0.weight", "buffer 1.running_mean"}
     averages[0].go_on()
     expected = models[0][1].running_mean.clone()
     models[0][1].running_mean.add_(1)  # by a lane
@@ -236,7 +237,7 @@ def test_a_follower_gets_what_the_loop_has_moved_since_the_update(prepares: bool
     taker.take_entered(loop.going_on(2))
     assert taker._stages.any.application.extras["a"].count == (1 if prepares else 2)
     loop.remember(2)
-    assert not loop.past(2) and not loop.reach(), "that it moves tensors is known"
+    assert not loop.moves.past(2) and not loop.reach(), "that it moves tensors is known"
     loop.enter(3)
     loop.reach()
-    assert not loop.past(2), "nothing was moved after this one"
+    assert not loop.moves.past(2), "nothing was moved after this one"

@@ -62,6 +62,18 @@ def test_what_is_kept_alone_has_nothing_of_the_present_state_beside_it() -> None
     assert not mover.said("loop.told")
 
 
+def test_a_state_after_changes_of_the_loop_is_offered_as_of_the_next_round_and_taken_so() -> None:
+    """Whoever gets it must not make the changes of that round again."""
+    mover = Mover(HERE)
+    mover.past = 4
+    offer = shelved(mover, _0=WHOLE)
+    assert offer.past and offer.application == b"on 5"
+    taker = Mover(Key(3, 0))
+    taker.transfers._load(heal.offered(offer, {}))
+    assert taker.said("loop.take_entered") == [(b"on 5",)] and not taker.said("loop.take")
+    assert taker.transfers.past == 4
+
+
 def test_parts_of_a_stage_lie_above_one_another_unless_one_is_whole() -> None:
     """Layers that lack nothing spare whoever asks the work of putting them together."""
     mover, other = Mover(), Stage(0, 11, [])
