@@ -46,6 +46,13 @@ def told(env: Environment, kind: type = Report) -> list[Any]:
     return [effect for effect in env.take_effects() if isinstance(effect, kind)]
 
 
+def test_no_number_is_given_out_twice_also_by_a_later_life() -> None:
+    env = environment()
+    assert [env.number() for _ in range(3)] == [S, S + 1, S + 2]
+    env.advance(2 * S)
+    assert env.number() == 2 * S
+
+
 # ---- workers that are waited for
 
 

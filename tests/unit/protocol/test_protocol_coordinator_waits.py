@@ -15,9 +15,11 @@ from everstep.protocol import messages as m
 from everstep.protocol.coordinator import restoring
 from everstep.protocol.coordinator.arrivals import START_PATIENCE_NS
 from everstep.protocol.coordinator.environment import Environment
+from everstep.protocol.coordinator.joins import Move, _moves
 from everstep.protocol.coordinator.links import APART_NS, Links
 from everstep.protocol.coordinator.sharing import share
 from everstep.protocol.coordinator.types import HostRules, Knocked
+from everstep.protocol.following import PlanAsked
 
 # ---- the start
 
@@ -137,6 +139,19 @@ def test_a_job_that_is_to_end_ends_by_the_next_plan_though_one_was_adopted_meanw
     again.shows(0, plan=newer)
     assert again.plan is not None and newer is not None
     assert again.plan.generation > newer.generation and again.plan.save == "stopped by request"
+
+
+def test_of_those_who_claim_a_plan_one_that_has_died_is_passed_over() -> None:
+    world = running(5)
+    journal = list(world.journal)
+    world.exited(4)
+    again = world.restart(journal=journal)
+    again.agent(0, 1, 2, 3)
+    for i in (0, 1, 2):
+        again.hello(i, plan=world.plan, shows=False)
+    again.exited(1)
+    drop(again, "w0.0")
+    assert [to for to, message in again.sent if isinstance(message, PlanAsked)] == ["w0.0", "w2.0"]
 
 
 @pytest.mark.parametrize(("count", "more"), [(3, ""), (4, "; and 1 more"), (6, "; and 3 more")])
@@ -269,3 +284,40 @@ def test_a_worker_that_has_left_is_something_to_decide_about() -> None:
     before = job.version
     job.slots.empty(1)
     assert job.version != before
+
+
+def test_a_host_that_may_not_leave_hears_so_once_and_may_ask_again() -> None:
+    world = World(workers=2, slots=2, min_workers=2)
+    arrive(world, "h1")
+    for i in (0, 1):
+        world.started(i, 0, agent="h1")
+        world.hello(i, host="h1")
+    for times in (1, 2):
+        world.say("h1", m.HostLeaving(agent_id="h1"))
+        world.entered(times - 1, 1, 1)
+        world.wait(S)
+        assert len(world.messages(m.HostKept, "h1")) == times
+
+
+def test_pools_that_lack_nobody_get_nobody() -> None:
+    seats = tuple(Seat(i, i // 2, "active", ()) for i in range(4))
+    plan = Plan(1, "", tuple(Member(i, 0, "h") for i in range(4)), seats, 4, stages=2)
+
+    def moves(*homes: tuple[int, ...], expected: int = 4) -> list[Move]:
+        config = SimpleNamespace(wish=PoolWish(homes=homes))
+        job: Any = SimpleNamespace(slots=SimpleNamespace(expected=lambda: expected), env=SimpleNamespace(config=config))
+        return _moves(job, plan)
+
+    assert moves((0, 1), (2, 3)) == []
+    assert moves((0, 1, 4), (2, 3)) == [Move(3, 1, 0)]
+    assert moves((0, 1, 4), (2, 3), expected=5) == [], "another worker is yet to come"
+
+
+def test_a_lane_that_nobody_computes_twice_alike_ends_the_job_as_failed() -> None:
+    world = running(2)
+    again = {"cause": Cause.NONDETERMINISTIC, "reason": "lane 3 differs", "tainted": 5, "decided_in": 1, "sound": 4}
+    message = m.SettleAgain(worker_id=0, incarnation=0, generation=1, lane=3, workers=[0, 1], ends=True, **again)
+    world.say("w0.0", message)
+    ended = world.coordinator.job.progress.ended
+    assert ended is not None and (ended.state, ended.exit_code) == ("failed", 1)
+    assert ended.reason.endswith("the newest checkpoint up to step 4 counts")
