@@ -141,3 +141,12 @@ def test_a_machine_that_is_no_longer_busy_is_waited_for_no_longer() -> None:
     for n in range(200, 210):
         detector.heartbeat(n * S)
     assert detector.suspicion(209 * S + 3 * S).dead
+
+
+def test_who_beats_irregularly_is_given_longer() -> None:
+    regular_one, last = regular(S, 60, floor_ns=S // 10)
+    uneven = PhiDetector(floor_ns=S // 10, ceiling_ns=60 * S, interval_ns=S, now_ns=0)
+    for n in range(60):  # as often, in pairs
+        uneven.heartbeat(n * S + (n % 2) * 8 * S // 10 - 8 * S // 10 + S)
+    late = uneven._last_ns + 3 * S
+    assert regular_one.suspicion(last + 3 * S).dead and not uneven.suspicion(late).dead

@@ -216,3 +216,10 @@ def test_the_parts_that_differ_are_named() -> None:
 
 def test_parts_that_differ_without_the_whole_do_not_count() -> None:
     assert entered().judge(before(5, {0: {0: digest("a", "1"), 1: digest("a", "2")}})) is None
+
+
+def test_where_nobody_is_outvoted_copies_are_compared_all_the_same() -> None:
+    comparing = entered(votes=False)
+    assert comparing.judge(before(5, {0: {0: "a", 1: "a", 2: "a"}})) is None
+    found = comparing.judge(before(5, {0: {0: "a", 1: "a", 2: "b"}}))
+    assert found is not None and not found.outvoted

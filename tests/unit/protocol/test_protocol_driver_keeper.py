@@ -120,3 +120,14 @@ def test_records_of_the_newest_that_all_have_stay_and_older_ones_only_with_their
     one.keeper.released(7)
     (stated,) = one.keeper.there(do.InMemory({(0, 6): WHOLE}))
     assert list(stated.snapshots) == [(0, 6)]
+
+
+def test_what_is_kept_is_told_once_all_have_gone_beyond_it() -> None:
+    one = Member(0)
+    one.update(4)
+    assert list(one.keeper.there(do.InMemory({(0, 4): WHOLE}))) == []
+    (told,) = one.keeper.released(4)
+    assert dict(told.snapshots) == {(0, 4): WHOLE}
+    assert list(one.keeper.released(5)) == [] == list(one.keeper.there(do.InMemory({(0, 4): WHOLE})))
+    (told,) = one.keeper.went_back(3)
+    assert not told.snapshots

@@ -99,3 +99,15 @@ def test_what_another_checkpoint_would_cost() -> None:
     assert schedule.affordable(0.0)
     assert schedule.due(1, 100.0)
     assert not schedule.affordable(100.0 + 0.9 / MOST_COST) and schedule.affordable(100.0 + 1 / MOST_COST)
+
+
+@pytest.mark.parametrize(("mtbf_s", "clamped"), [(3600.0, False), (1e9, True), (1.0, True)])
+def test_an_interval_that_was_clamped_says_so(mtbf_s: float, clamped: bool) -> None:
+    assert ("kept within" in automatic_interval(1.0, 0, 0.0, mtbf_s).reason) == clamped
+
+
+def test_each_failure_counts_once() -> None:
+    schedule = SaveSchedule(CheckpointConfig())
+    for _ in range(3):
+        schedule.failed()
+    assert schedule.failures == 3

@@ -191,3 +191,11 @@ def test_of_one_that_is_gone_nothing_is_known() -> None:
     life.look(0.0, Figures())
     assert life.lifeless_s == 0.0 and life.look(1.0, None) == 0.0
     assert life.lifeless_s is None and not life.stopped
+
+
+@pytest.mark.parametrize(("own_waits_s", "silence_s"), [(0.0, 0.4), (0.1, 0.3), (0.9, 0.2)])
+def test_the_askers_own_waits_explain_half_of_a_silence_at_most(own_waits_s: float, silence_s: float) -> None:
+    patience = Patience(30.0)
+    patience.ask(0.0, own_waits_s=10.0)
+    patience.ask(0.4, own_waits_s=10.0 + own_waits_s)
+    assert patience.silence_s == pytest.approx(silence_s)

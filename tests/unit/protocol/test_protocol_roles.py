@@ -97,3 +97,9 @@ def test_what_only_the_coordinator_says_comes_from_nobody() -> None:
     world = running()
     for role in sorted(roles.CONTROL_ROLES):
         assert "nobody but the coordinator" in verdict(world, role, "a1", m.Pong(seq=1))
+
+
+def test_the_jobs_own_process_may_end_and_save_the_job_and_look_at_it() -> None:
+    for name, needed in roles.COMMANDS.items():
+        refused = roles.command_refusal(roles.JOB, name)
+        assert bool(refused) == (needed != roles.READ and name not in ("stop", "checkpoint")), name

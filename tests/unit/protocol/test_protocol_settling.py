@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from everstep.base.extents import WHOLE, BlockRun, Extents
 from everstep.base.plan import Member, Plan, Seat, Shard
-from everstep.protocol.settling import from_shares, settle, unaware
+from everstep.protocol.settling import from_shares, settle, sound_limit, unaware
 from everstep.protocol.step_types import Doubt, Holding, Key, Pieces, Record
 
 RECORDS = {9: Record(0, b"")}
@@ -347,3 +347,8 @@ def test_where_some_know_that_a_step_is_computed_once_more_all_of_its_lanes_are(
     assert settle(plan((0, 1)), holdings).rerun == {0, 1}
     both = {i: replace(one, doubt=Doubt(4, 0)) for i, one in holdings.items()}
     assert unaware(both, 4) == set() and settle(plan((0, 1)), both).rerun == {0}
+
+
+def test_the_oldest_doubt_of_any_member_counts() -> None:
+    holdings = {i: Holding(Key(9, 0), {}, 0, sound=sound) for i, sound in enumerate((7, -1, 4))}
+    assert sound_limit(holdings) == 4 and sound_limit({1: holdings[1]}) is None

@@ -223,6 +223,7 @@ def test_a_plan_for_thousands_is_small() -> None:
         {"ports": []},
         {"segment_chars": [1, 1]},
         {"segment_chars": [-1, 1]},
+        {"segment_chars": [1, -1]},
         {"lane_counts": [-1, 5]},
         {"lane_counts": [9, 9]},
         {"seat_roles": [0, 2]},

@@ -145,9 +145,9 @@ class Agreement:
         """A worker has settled in the plan in force. Returns whether that is news."""
         if worker_id in self.entered:
             return False
-        if not self.entered:  # decisions ask only whether anybody has: a thousand members need not decide each
-            self._env.change()
         self.entered.add(worker_id)
+        if len(self.entered) in (1, len(self.plan.members)):  # decisions ask whether anybody has, or all have
+            self._env.change()
         return True
 
     def break_off(self, why: Why, *, alone: bool = False) -> None:

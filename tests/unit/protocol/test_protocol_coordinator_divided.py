@@ -1,0 +1,114 @@
+"""Plans of a job whose members divide the optimizer's state: who holds what, what moves, who joins, what is lost."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+from coordinator_harness import World, drop, running
+
+from everstep.base.cause import Cause
+from everstep.base.plan import SEGMENTS, Plan
+from everstep.base.pool_wish import PoolWish, even_homes
+from everstep.placement.shards import lost_stages, segment_holders
+from everstep.protocol import messages as m
+
+
+def divided(workers: int, copies: int, stages: int = 1, **config: Any) -> World:
+    wish = PoolWish(homes=even_homes(workers, stages), copies=copies)
+    return running(workers, wish=wish, stages=stages, **config)
+
+
+def held(plan: Plan | None, stage: int = 0) -> dict[int, set[int]]:
+    """Segments of each member of a pool."""
+    assert plan is not None
+    found: dict[int, set[int]] = {seat.worker_id: set() for seat in plan.pool(stage)}
+    for number, holders in enumerate(segment_holders(plan, stage)):
+        for worker_id in holders:
+            found[worker_id].add(number)
+    return found
+
+
+def all_enter(world: World, step: int = 2, **lives: int) -> None:
+    """lives: w2=1, the incarnation of worker 2, say."""
+    assert world.plan is not None
+    for i in world.plan.worker_ids:
+        world.entered(i, world.plan.generation, step, incarnation=lives.get(f"w{i}", 0))
+
+
+@pytest.mark.parametrize(("workers", "copies", "stages"), [(3, 1, 1), (4, 2, 1), (6, 2, 2)])
+def test_each_segment_of_each_stage_has_so_many_holders_in_its_own_pool(workers: int, copies: int, stages: int) -> None:
+    plan = divided(workers, copies, stages).plan
+    assert plan is not None
+    for stage in range(stages):
+        counts = Counter(n for segments in held(plan, stage).values() for n in segments)
+        assert counts == dict.fromkeys(range(SEGMENTS), copies)
+        sizes = [len(segments) for segments in held(plan, stage).values()]
+        assert max(sizes) - min(sizes) <= 1
+    assert {shard.stage for shard in plan.shards} == set(range(stages))
+
+
+def test_where_each_holds_all_plans_say_nothing_of_it() -> None:
+    plan = running(3).plan
+    assert plan is not None and plan.shards == ()
+
+
+@pytest.mark.parametrize(("workers", "copies"), [(3, 1), (4, 1), (5, 2)])
+def test_who_stays_keeps_what_it_has(workers: int, copies: int) -> None:
+    """Segments that move are copied while all wait."""
+    world = divided(workers, copies)
+    before = held(world.plan)
+    world.exited(1)
+    after = held(world.plan)
+    assert 1 not in after and all(before[i] <= after[i] for i in after)
+
+
+def test_a_joiner_takes_its_part_at_once_and_copies_while_the_others_wait() -> None:
+    """Nobody has all that it would have to be fed."""
+    world = divided(3, 2)
+    world.exited(2)
+    between = held(world.plan)
+    world.hello(2, 1)
+    assert world.plan is not None and world.plan.generation == 2
+    world.entered(0, 2, 2)
+    assert world.plan.generation == 2, "a member that has yet to settle may hold the only copy"
+    world.entered(1, 2, 2)
+    plan = world.plan
+    assert (plan.generation, plan.worker_ids, plan.joining) == (3, (0, 1, 2), (2,)) and plan.cause is Cause.JOINED
+    assert "worker 2 joins" in plan.reason and not world.messages(m.Heal) and world.prepared is None
+    after = held(plan)
+    assert all(after[i] <= between[i] for i in (0, 1)) and after[2]
+    assert world.last(m.PlanNow, "w2.1").plan == plan
+
+
+def test_spares_stay_out_while_nobody_is_missing() -> None:
+    world = divided(3, 2)
+    world.agent(3, name="a2", host="h2")
+    world.hello(3, host="h2")
+    world.wait(5_000_000_000)
+    assert world.plan is not None and world.plan.generation == 1
+    world.exited(1)
+    assert world.plan.worker_ids == (0, 2, 3), "what is lost is copied at once, by who comes in its place"
+
+
+def test_nobody_is_taken_in_while_a_host_may_be_lost() -> None:
+    world = running(4, elsewhere=(2, 3), wish=PoolWish(homes=even_homes(4, 1), copies=2))
+    world.exited(1)
+    assert world.plan is not None
+    for name in ("a2", "w2.0", "w3.0"):
+        drop(world, name)
+    all_enter(world)
+    generation = world.plan.generation
+    world.hello(1, 1)
+    assert world.plan.generation == generation
+
+
+@pytest.mark.parametrize(("copies", "lost"), [(1, True), (2, False)])
+def test_a_stage_is_lost_with_the_last_copy_of_any_segment(copies: int, lost: bool) -> None:
+    world = divided(4, copies)
+    assert world.plan is not None
+    assert lost_stages(world.plan, [0, 1, 2]) == [0] * lost and lost_stages(world.plan, [0, 1, 2, 3]) == []
+    world.exited(3)
+    assert ("back to the newest copy" in world.plan.reason) == lost
+    assert lost_stages(world.plan, []) == [0]
