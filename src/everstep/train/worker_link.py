@@ -350,13 +350,13 @@ class LoneLink(WorkerLink):
             return
         if isinstance(message, wire.WorkerDone):
             why = "all steps are done"
-            deliver(wire.JobEnded(state="completed", cause=Cause.COMPLETED, reason=why, exit_code=0))
+            deliver(wire.JobEnded(state="completed", cause=Cause.COMPLETED, reason=why))
         elif isinstance(message, wire.WorkerFailed):  # a checkpoint comes first
             self._stopped = Why(message.cause, message.reason)
             deliver(wire.PlanNow(plan=self._plan(2, self._stopped, save=message.reason)))
         elif isinstance(message, wire.Saved) and self._stopped is not None:
             cause, reason = self._stopped.cause, self._stopped.reason
-            deliver(wire.JobEnded(state="failed", cause=cause, reason=reason, exit_code=1))
+            deliver(wire.JobEnded(state="failed", cause=cause, reason=reason))
 
     def turn(self, view: Any, over: bool) -> None:
         pass
