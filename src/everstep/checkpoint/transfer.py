@@ -55,7 +55,7 @@ class Transferred:
 
 
 class TransferStopped(EverstepError):
-    """The transfer was asked to stop; what is written so far counts when it is begun again."""
+    """The transfer was asked to stop; files written so far count when it starts again."""
 
 
 def transfer(
