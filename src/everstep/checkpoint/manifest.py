@@ -291,8 +291,8 @@ def _shown(row: tuple[str, tuple[int, ...]] | None) -> str:
 
 # ---- the form
 #
-# Types and bounds of everything in a manifest, and that it all fits together. Nothing is trusted: whoever can write a
-# manifest can write its digest too, and what it says leads to files, memory and tensors.
+# Types and bounds of everything in a manifest, and that it all fits together. Nothing is trusted: a
+# writer of a manifest can write its digest too, and its values lead to files, memory and tensors.
 
 
 MAX_HEAD_BYTES = 256 << 20

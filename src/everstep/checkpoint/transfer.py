@@ -94,7 +94,7 @@ def transfer(
     try:
         target.write(name, [text], len(text), if_absent=True)
     except BlobExists:
-        _is_there(target, manifest, text)  # refuses another one; the same is what was to be written
+        _is_there(target, manifest, text)  # refuses another one; an equal one counts as written
     return Transferred(manifest, wrote + len(text), files, total - wrote)
 
 

@@ -369,7 +369,7 @@ class JobEnded(AnyMessage, frozen=True, kw_only=True):
     cause: Cause = Cause.UNKNOWN
 
 
-# ---- coordinator -> whoever connects
+# ---- coordinator -> every client
 
 
 class TermBegun(AnyMessage, frozen=True, kw_only=True):

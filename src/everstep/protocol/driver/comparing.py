@@ -90,7 +90,7 @@ def verdict(when: str, copies: Iterable[Copies], fresh: Collection[int]) -> Disa
     found = [one for each in copies if (one := _judge(when, each, fresh)) is not None]
     if not found:
         return None
-    # What changed by itself may be the reason for the rest; what is outvoted then heals.
+    # A state that changed by itself may explain the other differences; the outvoted member then heals.
     by_itself = [one for one in found if not one.drift]
     outvoted = frozenset(worker for one in by_itself for worker in one.outvoted)
     return Disagreement("; ".join(one.reason for one in by_itself or found), outvoted, not by_itself)
@@ -207,7 +207,7 @@ class Comparing:
         known = self._repeats and bool(self._alike.get(number - 1))
         return periodic or known or (len(plan.members) > 1 and (bool(self._members) or self._asked == number))
 
-    # ---- what came of it
+    # ---- results
 
     def learn(self, plan: Plan) -> None:
         """Take the steps at which all were alike from the plan."""

@@ -89,7 +89,7 @@ class Entering:
         limit = sound_limit(holdings)
         if limit is not None and any(h.sound != limit for h in holdings.values()):
             if known.held.sound != limit:
-                known.doubt(limit)  # whoever did not know has stated too little: what there is up to that step
+                known.doubt(limit)  # this member's statement lacks its states up to that step
             return [SettleAnew(plans.generation, f"states later than that of step {limit} are tainted")]
         settled = settle(plans.current, holdings)
         effects: list[StepEffect] = []
@@ -147,7 +147,7 @@ class Entering:
             self._contributing.answered()
             effects.append(Discard(before.step + 1 if event.position.step < before.step else event.position.step))
         elif held.sound >= 0 or any(k in held.blocks and donors[:1] != (mine,) for k, donors in wanted.items()):
-            # Another state of the same step, or a repaired one: what was computed from one's own counts for nothing.
+            # Another state of the same step, or a repaired one: results computed from the old one are void.
             known.next.forget()
             effects.append(Discard(event.position.step + 1))
         if event.position.step == 0:
