@@ -138,8 +138,8 @@ def _differs_from_before(when: str, copies: Copies, digests: Mapping[str, str]) 
     now = next(digest for _, digest in copies.said.values() if digest)
     where = named([copies.agreed, now], copies.parts)
     return (
-        f"{copies.place} {when} is not the one that all workers had come to before ({now[:12]}, expected "
-        f"{copies.agreed[:12]}){where}; the steps were done again, {_VERIFIED}"
+        f"{copies.place} {when} differs from that of the first time ({now[:12]}, expected {copies.agreed[:12]})"
+        f"{where}; the steps were repeated, {_VERIFIED}"
     )
 
 
