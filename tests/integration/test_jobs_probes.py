@@ -77,7 +77,7 @@ def test_a_worker_that_comes_back_with_other_data_or_code_is_refused_and_the_job
     first, (doubt, odd) = probed(job)[0], [e for e in probed(job) if not e["equal"]]
     assert "all compute it again" in doubt["reason"], "what differs once blames nobody"
     assert first["step"] == 1 and first["equal"] and first["workers"] == [0, 1], job.account()
-    assert odd["workers"] == [0, 1] and f"worker 1 {'gets' if file == 'shift' else 'computes'}" in odd["reason"]
+    assert odd["workers"] == [0, 1] and f"worker 1 {'got' if file == 'shift' else 'computed'}" in odd["reason"]
     assert says in odd["reason"] and "worker 0: " in odd["reason"], odd
     evicted = [e for e in job.of_kind("worker_evicted") if says in e["reason"]]
     assert [e["worker_id"] for e in evicted] == [1], job.account()
