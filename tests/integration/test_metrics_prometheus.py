@@ -90,7 +90,7 @@ def test_every_metric_that_is_asked_for_exists(run_dir: Path) -> None:
     alerts = [rule["expr"] for rule in yaml.safe_load(rules)["groups"][0]["rules"]]
     assert (len(dashboard_expressions()) > 30, len(alerts)) == (True, 9)
     asked = [(text, series) for text in (*dashboard_expressions(), *alerts)]
-    asked += [(text, series | names) for text in (rules, (ROOT / "README.md").read_text())]
+    asked += [(text, series | names) for text in (rules, (ROOT / "docs" / "watching.md").read_text())]
     for text, known in asked:
         found = set(re.findall(r"\beverstep_[a-z_]+", text))
         assert found <= known, found - known

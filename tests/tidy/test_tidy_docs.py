@@ -73,6 +73,15 @@ def test_the_documents_show_commands() -> None:
     assert len(found) > 60 and {"run", "agent", "launch", "scale", "drain", "takeover"} <= set(found)
 
 
+def test_the_first_page_is_short_and_all_links_lead_somewhere() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 100
+    links = [
+        (path, link) for path in DOCUMENTS for link in re.findall(r"\]\((?!https?://)([^)#\s]+)", path.read_text())
+    ]
+    lost = [f"{path.name}: {link}" for path, link in links if not (path.parent / link).exists()]
+    assert len(links) > 20 and not lost, "\n".join(lost)
+
+
 def test_what_the_image_is_made_of() -> None:
     text = (ROOT / "deploy" / "Dockerfile").read_text()
     for line in re.findall(r"^COPY (?!--from)(.*)$", text, re.M):

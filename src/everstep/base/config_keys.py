@@ -295,7 +295,7 @@ class ControlConfig:
 
 @dataclass(frozen=True)
 class TlsConfig:
-    """How what is said between processes is hidden from others, and what this host shows of itself."""
+    """How traffic between processes is encrypted, and the certificates of this host."""
 
     mode: str = key(
         "auto",

@@ -1,4 +1,4 @@
-"""What other tools call the things that config keys set, or how the same is done. Pure.
+"""Names in other tools for config keys, or the way to do the same here. Pure.
 
 The names are those of PyTorch (DataLoader, DistributedDataParallel, torchrun, torch.amp), Hugging Face's
 TrainingArguments and Accelerate, Lightning, DeepSpeed, Megatron-LM and Ray Train. None of them is accepted as a key.

@@ -1,7 +1,7 @@
 """The checkpoints of a job, as one worker sees them: every worker writes its parts, the job's leader completes them.
 
-The only object of this package that a session needs. No tier ever stops training: what is slow, dead or full is told as
-an event, and the snapshot is skipped.
+The only object of this package that a session needs. No tier ever stops training: a slow, dead or full one is
+reported as an event, and the snapshot is skipped.
 """
 
 from __future__ import annotations
@@ -63,7 +63,8 @@ _MB = 1 << 20
 
 
 class Checkpointer:
-    """One worker's. `start`, `before_update` and `finish` are the training thread's; the rest may be called from any.
+    """One worker's checkpoints. The training thread calls `start`, `before_update` and `finish`; any thread may call
+    the rest.
 
     The job's leader is that of stage 0.
     """
@@ -124,7 +125,7 @@ class Checkpointer:
         return time.monotonic() - began
 
     def before_update(self) -> float:
-        """Before anything changes the state: what is not written yet is copied, or given up. Returns the seconds."""
+        """Before the state changes: copy blocks that are not written yet, or give the part up. Returns the seconds."""
         if not self._parts:
             return 0.0
         began = time.monotonic()
@@ -285,13 +286,13 @@ class Checkpointer:
     def restorable(
         self, *, verify: bool = True, most: int = 1, limit: int | None = None, expected: int = 0
     ) -> tuple[int, ...]:
-        """The newest steps, up to the limit if there is one, of which there is a whole checkpoint on disk, ascending.
-        What is damaged is set aside and told as a `fallback` event; what was verified once is not read again.
+        """The newest steps, up to the limit if there is one, with a whole checkpoint on disk, ascending. Damaged
+        checkpoints are set aside and reported as `fallback` events; verified ones are not read again.
 
         expected: the step that the job goes on from, 0 for none.
 
-        Raises: ConfigError for a checkpoint of another model, or (unless checkpoint.allow_mismatch) of other settings.
-        PartsAway if it, or parts of it, are on hosts that are not there, and no newer one is found.
+        Raises: ConfigError for a checkpoint of another model, or (unless checkpoint.allow_mismatch) of other
+        settings. PartsAway if it, or parts of it, are on hosts that are not there, and no newer one is found.
         """
         found: list[int] = []
         before: int | None = None if limit is None else limit + 1
@@ -369,7 +370,7 @@ class Checkpointer:
         return Repairer([*self._sources, self._of_other_hosts, disk, objects], self._mended)
 
     def _of_other_hosts(self, lost: Lost) -> Copy | None:
-        """The same place of the same file, as another host has it."""
+        """The same range of the same file, from another host."""
         if not isinstance(self.store, HostsStore) or not self.store.scattered:
             return None
         with suppress(StoreError):
@@ -401,7 +402,7 @@ class Checkpointer:
         return self._uploader is not None and not self._uploader.idle
 
     def close(self) -> None:
-        """Gives up what is not finished. Parts that are being written end by themselves."""
+        """Give up unfinished checkpoints. Parts that are being written end by themselves."""
         for part in self._parts:
             part.abandon(Why(Cause.INTERRUPTED, "the worker ends"))
         self._runner.close()

@@ -74,7 +74,7 @@ class HostFiles:
         return found
 
     def _read(self, connection: PeerConnection, request: dict[str, Any]) -> int:
-        """So many bytes follow, before the answer that says how many."""
+        """Send the number of bytes, then the bytes. Returns the number."""
         start, length = _number(request.get("start")), _number(request.get("length"), MOST_CHUNK_BYTES)
         data = self._store.read(_name(request.get("name")), start, length)
         connection.send_json({"bytes": len(data)})
@@ -98,7 +98,7 @@ class HostFiles:
         self._store.move(_name(request.get("old")), _name(request.get("new")))
 
     def _copy(self, connection: PeerConnection, request: dict[str, Any]) -> None:
-        """Straight from here to another host; whoever asked hears that it goes on."""
+        """Copy from this host to another one; the asker hears that it goes on."""
         name, to = _name(request.get("name")), str(request.get("to"))
         send_file(self._store, name, self._call, to, lambda: connection.send_json(BUSY))
 

@@ -1,7 +1,8 @@
-"""One store made of the checkpoint directories of several hosts, none of which sees another's.
+"""One store made of the checkpoint directories of several hosts that do not share one.
 
-A part lies where its worker wrote it, and in copies on other hosts; all else is small and lies on all of them. So
-whoever reads finds everything as long as one host of each part is there, and whoever writes need not know of this.
+A part is stored where its worker wrote it, with copies on other hosts; all other files are small and stored on every
+host. So a reader finds everything as long as one host of each part is there, and readers and writers need not know
+of the hosts.
 """
 
 from __future__ import annotations
@@ -36,9 +37,9 @@ _Names = list[str]
 
 
 class HostsStore(DirectoryStore):
-    """This host's directory, and those of others. me: this host's name. others: the hosts that are there now, with
-    their addresses, asked for anew each time; call: connects to one. apart: there are others, if not at once. domains:
-    in which the hosts are, by name. With no others it is a `DirectoryStore`."""
+    """This host's directory, and those of others. me: this host's name. others: returns the hosts that are there
+    now, with their addresses; call: connects to one. apart: there are others, perhaps later. domains: failure
+    domains of the hosts, by name. Without others it is a `DirectoryStore`."""
 
     def __init__(
         self,
@@ -60,7 +61,7 @@ class HostsStore(DirectoryStore):
 
     @property
     def scattered(self) -> bool:
-        """Whether what is not here may be elsewhere."""
+        """Whether files that are not here may be on another host."""
         return self._apart or bool(self._others())
 
     def away(self, hosts: Iterable[str]) -> _Names:

@@ -1,7 +1,7 @@
-"""Reading a directory of `torch.distributed.checkpoint` that may come from anybody, by its public reader.
+"""Reads a directory of `torch.distributed.checkpoint` from an untrusted source, by its public reader.
 
-Apart because that one trusts what it reads: its index is a pickle, and so is all in it that is no tensor. Here neither
-can do more than to name tensors, numbers and containers, and the index names no file outside of the directory.
+Apart because that reader trusts its input: the index is a pickle, and so is every value that is not a tensor. Here
+both can only name tensors, numbers and containers, and the index names no file outside of the directory.
 """
 
 from __future__ import annotations
@@ -98,10 +98,11 @@ class _Planner(DefaultLoadPlanner):
 
 
 def read_dcp(path: Path) -> dict[str, Any]:
-    """Contents of a directory, nested as they were saved. The index says how, so the same is built with empty tensors.
+    """Contents of a directory, nested as they were saved. The index gives the nesting, which is built with empty
+    tensors first.
 
-    Raises: ConfigError if it is damaged, holds what is neither a tensor, a number nor a container of these, or leads
-    elsewhere.
+    Raises: ConfigError if the directory is damaged, holds anything but tensors, numbers and containers of these, or
+    leads elsewhere.
     """
     reader = _Reader(path)
     index = reader.read_metadata()

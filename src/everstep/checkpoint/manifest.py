@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: what it is of, and where each block of the state lies. A checkpoint exists when its
+"""The manifest of a checkpoint: its job, and the place of each block of the state. A checkpoint exists when its
 manifest does.
 
 The text is sealed JSON: any changed byte shows.
@@ -50,11 +50,11 @@ TensorRow = tuple[str, str, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class JobIdentity:
-    """Which job a checkpoint is of.
+    """The job of a checkpoint.
 
     numerics: the config values that the bits depend on (`everstep.base.config.numerics`), lanes and seed among them.
-    tensors: the whole model's parameters and buffers. job: names this job and no other one of the same kind.
-    kernels: with which it computes, None if nobody knows.
+    tensors: the whole model's parameters and buffers. job: names this job, and no other one of the same kind.
+    kernels: its numerics fingerprint, None if unknown.
     """
 
     task: str
@@ -291,8 +291,8 @@ def _shown(row: tuple[str, tuple[int, ...]] | None) -> str:
 
 # ---- the form
 #
-# Types and bounds of everything in a manifest, and that it all fits together. Nothing is trusted: whoever can write a
-# manifest can write its digest too, and what it says leads to files, memory and tensors.
+# Types and bounds of everything in a manifest, and that it all fits together. Nothing is trusted: a
+# writer of a manifest can write its digest too, and its values lead to files, memory and tensors.
 
 
 MAX_HEAD_BYTES = 256 << 20

@@ -1,6 +1,6 @@
-"""From the reports of all parts to one manifest: is the state whole, and where does each block of it lie.
+"""Makes one manifest from the reports of all parts: is the state whole, and where is each block of it.
 
-Apart from the writing because it decides alone, from what it is told.
+Apart from the writing because it decides from the reports alone.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Assembly:
         return {report.file.name: report.sha256 for report in self.reports.values() if report.file is not None}
 
     def stage_manifest(self, stage: int) -> dict[str, Any]:
-        """Manifest of one stage, as its own state would describe itself."""
+        """Manifest of one stage, in the form that its own state would have."""
         parts = self._parts(stage)
         first = _first(parts)
         entries = first.entries or ()

@@ -1,6 +1,6 @@
 """The job's leader: it waits for the parts of a checkpoint, writes the manifest, moves the pointers, tidies up.
 
-One thread does the work; whoever brings a report waits for nothing.
+One thread does the work; threads that bring reports do not wait.
 """
 
 from __future__ import annotations
@@ -60,10 +60,10 @@ class WriteOutcome:
 
 @dataclass(frozen=True)
 class Extent:
-    """The checkpoint to be saved, as everybody knows it from the records, and the additions of the job's leader.
+    """The checkpoint to be saved, as all workers know it from the records, and the additions of the job's leader.
 
-    due: which tiers take it, and why. records: of the step's decision. application: further opaque parts by name; late:
-    those that are known once the state is written, asked for in the thread that writes the manifest.
+    due: the tiers that take it, and why. records: of the step's decision. application: further opaque parts by name;
+    late: parts that exist only once the state is written, requested in the thread that writes the manifest.
     """
 
     step: int
@@ -144,7 +144,7 @@ class ManifestWriter:
                 self._hand_over(assembly.failed)
 
     def abandon(self, why: Why) -> None:
-        """Gives up what is still incomplete: a part will not come."""
+        """Give up incomplete checkpoints: a part will not come."""
         with self._lock:
             if self._current is not None:
                 missing = self._current.assembly.missing()
@@ -162,7 +162,7 @@ class ManifestWriter:
         self._shelf = None
 
     def close(self) -> None:
-        """Ends the thread after what is in its queue."""
+        """End the thread after its queued work."""
         self.abandon(Why(Cause.INTERRUPTED, "the job ends"))
         self._work.put(None)
         self._thread.join(timeout=10.0)
@@ -243,7 +243,7 @@ class ManifestWriter:
         return replace(manifest, state=sealed({**body, "digests": digests}))
 
     def _existing(self, manifest: Manifest, data: bytes, assembly: Assembly) -> Manifest:
-        """The step was done before: what is there stays if it is the same, and is set aside if it is damaged."""
+        """The step was saved before: an equal checkpoint stays, and a damaged one is set aside."""
         try:
             found = open_checkpoint(self._store, manifest.step)
             found.check_files()
@@ -297,7 +297,7 @@ class ManifestWriter:
         shelf.point(self._mode)
 
     def _sweep(self, manifest: Manifest) -> None:
-        """Deletes what need not be kept; nobody waits for that."""
+        """Delete files that need not be kept; no thread waits for that."""
         shelf = self._the_shelf()
         if not shelf.steps:
             return  # set aside meanwhile

@@ -1,5 +1,5 @@
-"""The names of what a checkpoint directory holds. Names come from manifests and listings too, which anybody may have
-written: what is none of ours is no name.
+"""The names of files in a checkpoint directory. Names also come from manifests and listings of untrusted writers:
+any other name is refused.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import re
 MANIFEST = "manifest.json"
 LATEST, BEST, PINS = "latest.json", "best.json", "pins.json"
 DAMAGED = "damaged-"
-"""Begins the name of what was found damaged and set aside; nothing that bears it is ever deleted by itself."""
+"""Prefix of damaged files that were set aside; they are never deleted automatically."""
 
 MAX_STEP = 10**10 - 1
 PART_EXAMPLE = "step-0000000010/part-s0-w0-g1.safetensors"

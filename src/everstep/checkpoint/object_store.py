@@ -31,7 +31,7 @@ _CODE = re.compile(r"<Code>(\w+)</Code>")
 _STATUS = re.compile(r"status code: (\d{3})")
 
 _ROLES = ("169.254.169.254", "metadata.google.internal")
-"""Who is asked for the role of a machine, where no keys are set."""
+"""Address asked for a machine's role if no keys are set."""
 _CREDENTIALS = frozenset(
     {
         "InvalidAccessKeyId",
@@ -55,7 +55,7 @@ class ObjectStoreError(StoreError):
 
 
 class StoreRefused(ObjectStoreError):
-    """The store will not do this until somebody changes something: the bucket, the credentials, its free space."""
+    """The store refuses this until somebody changes the bucket, the credentials, or its free space."""
 
 
 @dataclass(frozen=True)
@@ -333,7 +333,7 @@ def environment(*names: str) -> str | None:
 
 
 def _copies(name: str, chunks: Iterable[BytesLike], size: int) -> Iterator[bytes]:
-    """The same bytes in pieces of at most a part, copied: the client holds on to them while it sends."""
+    """The same bytes in pieces of at most a part, copied, because the client holds on to them while it sends."""
     seen = 0
     for chunk in chunks:
         view = memoryview(chunk).cast("B")

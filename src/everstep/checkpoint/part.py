@@ -91,7 +91,7 @@ class PartReport(msgspec.Struct, frozen=True):
     cause: Cause = Cause.UNKNOWN
 
     def failed(self, why: Why) -> PartReport:
-        """The same of a part that there is none of."""
+        """The report of the same part if it failed."""
         return replace(self, error=why.reason, cause=why.cause)
 
 
@@ -157,11 +157,11 @@ class Runner:
         threading.Thread(target=self._loop, name="everstep-part", daemon=True).start()
 
     def run(self, work: Callable[[], None]) -> None:
-        """Does it after what was given before."""
+        """Run this after earlier work."""
         self._work.put(work)
 
     def close(self) -> None:
-        """Ends the thread after what it has to do."""
+        """End the thread after its queued work."""
         self._work.put(None)
 
     def _loop(self) -> None:
@@ -472,11 +472,12 @@ def _cause_here(error: BaseException) -> Cause:
 
 
 class LiveState:
-    """Entries, values and blocks of a stage's state, made at a step boundary: what a writer copies while the next step
-    computes its gradients. Nothing is gathered beforehand: a block is copied at a time, from wherever the tensors are.
+    """Entries, values and blocks of a stage's state at a step boundary, which a writer copies while the next step
+    computes its gradients. Nothing is gathered beforehand: one block at a time is copied, from the tensors
+    themselves.
 
-    Buffers and values are taken when it is made; parameters and optimizer state must not change while blocks of them
-    are copied. For one thread at a time, which may change.
+    Buffers and values are taken at once; parameters and optimizer state must not change while their blocks are
+    copied. One thread at a time.
     """
 
     def __init__(self, state: ModelState) -> None:

@@ -93,7 +93,7 @@ _SIGNED = re.compile(
 _HEX = re.compile("[0-9a-f]{64}")
 MOST_BYTES = 512 << 20
 _MOST_VALUES = 1 << 25
-"""Of a sealed file: 2 TB of state and more."""
+"""Most values of a sealed file: enough for a state of 2 TB."""
 
 
 def seal(kind: str, body: Mapping[str, Any], version: int = FORMAT) -> bytes:

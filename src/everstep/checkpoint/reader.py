@@ -1,6 +1,6 @@
-"""Reading checkpoints: every byte that is used is verified, what is wrong is named, and the next older one is found.
+"""Reads checkpoints: every used byte is verified, damage is named, and the next older checkpoint is found.
 
-A reader knows nothing of the topology that wrote a checkpoint, nor need it be the same.
+A reader does not know the topology that wrote a checkpoint, and may have another.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class Checkpoint:
     def __init__(
         self, store: BlobStore, manifest: Manifest, repair: Repairer | None = None, signed_by: str | None = None
     ) -> None:
-        """repair: of blocks that do not match their digest; without one they are damage at once. signed_by: the public
-        key that it says it was signed with, which nobody has verified."""
+        """repair: of blocks that do not match their digest; without it they are damage at once. signed_by: the
+        public key that the checkpoint names, which is not verified yet."""
         self.store, self.manifest, self.signed_by = store, manifest, signed_by
         self._repair = repair
 
@@ -87,7 +87,7 @@ class Checkpoint:
             yield from blocks
 
     def load_into(self, states: Mapping[int, ModelState]) -> None:
-        """Gives each stage's state what it needs of the checkpoint. If it raises, load again before using them.
+        """Give each stage's state its blocks of the checkpoint. If this raises, load again before using the states.
 
         Raises: CheckpointCorrupt if something does not match its hash. ConfigError if it is of another model.
         """

@@ -1,7 +1,7 @@
-"""A damaged block of a checkpoint, from wherever the same block lies besides: nothing is lost then, nobody goes back.
+"""Repairs a damaged block of a checkpoint with an equal block from elsewhere, so that no worker has to go back.
 
-Apart from the reader, which finds the damage. A block is known by its digest, so any copy will do, and a wrong one does
-no harm.
+Apart from the reader, which finds the damage. A block is known by its digest, so any copy will do, and a wrong one
+does no harm.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class Elsewhere:
 
 
 def _put_back(store: BlobStore, lost: Lost, data: memoryview) -> str:
-    """Writes the block to where it was to be; what is to be said of that."""
+    """Write the block to its place. Returns the note for people."""
     if not isinstance(store, DirectoryStore):
         return ""
     try:

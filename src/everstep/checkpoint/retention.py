@@ -118,7 +118,8 @@ def would_go(store: BlobStore, rule: TierConfig, metric: str | None = None, mode
 
 
 def apply(store: BlobStore, rule: TierConfig, metric: str | None = None, mode: str = "max") -> list[int]:
-    """Retires what the rule does not keep, and deletes what nobody needs then; returns the steps retired.
+    """Retire checkpoints that the rule does not keep, and delete files that no checkpoint needs then; returns the
+    steps retired.
 
     Raises: StoreError. CheckpointCorrupt if the pins cannot be read: nothing is deleted then.
     """

@@ -1,10 +1,11 @@
-"""Signed checkpoints: who has the private key vouches for a manifest, and for every byte of the files that it lists.
+"""Signed checkpoints: the owner of the private key vouches for a manifest, and for every byte of the files that it
+lists.
 
-A manifest's own digests find damage, not an enemy: xxh3 is made for speed, and who can write a file can make one that
-has the digest of another. So what is signed names each file's SHA-256 besides, and the whole text of the manifest:
-step, job, task, files and the digest of the state. Each SHA-256 is made from memory by who writes the file
-(`part_digest`), and comes to the signer over the job's own connections. The signature stands in the manifest itself,
-after its body, so that there is none without the other. `docs/checkpoint-format.md` has the bytes.
+A manifest's own digests find damage, but not an enemy: xxh3 is made for speed, and an attacker can make a file with
+a given digest. So the signed text also names each file's SHA-256, with the whole text of the manifest: step, job,
+task, files and the digest of the state. The writer of a file computes its SHA-256 from memory (`part_digest`) and
+sends it to the signer over the job's own connections. The signature stands in the manifest itself, after its body,
+so that neither exists without the other. `docs/checkpoint-format.md` has the bytes.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from everstep.checkpoint.store import BlobStore
 
 _PURPOSE = b"everstep checkpoint signature 2\n"
 _IN_ORDER = b"everstep checkpoint signature 1\n"
-"""Of before: its digests are of the files' bytes from first to last."""
+"""Older mark: its digests are of the files' bytes from first to last."""
 
 
 class Signer:
@@ -45,10 +46,10 @@ class Signer:
         return found is not None
 
     def sign(self, manifest: Manifest, text: bytes, sums: Mapping[str, str]) -> bytes:
-        """The text of a manifest, signed. sums: of the files that are new, by name, as their writers made them. Nothing
-        is read from the store, which so cannot have other bytes signed.
+        """The text of a manifest, signed. sums: SHA-256 of new files by name, from their writers. Nothing is read
+        from the store, so bytes that others put there cannot be signed.
 
-        Raises: ConfigError if there is no such key. StoreError if nobody has said the digest of a file.
+        Raises: ConfigError if there is no such key. StoreError if a file's digest is missing.
         """
         private = read_private_key(self._path)
         known = {(f.name, f.mark): sums.get(f.name) or self._known.get((f.name, f.mark), "") for f in manifest.files}
@@ -61,8 +62,8 @@ class Signer:
 
 
 def sums_signed(key: str, manifest: Manifest, text: bytes) -> dict[tuple[str, str], str] | None:
-    """Digests of files in a manifest that this key has signed, by name and mark, as their writers made them;
-    None if it has not, or what was signed is of before that."""
+    """Digests of files in a manifest that this key has signed, by name and mark, from their writers; None if the key
+    has not signed it, or by an older version that names none."""
     signature = detach(text)[1]
     if signature is None or signature["key"] != key or len(signature["files"]) != len(manifest.files):
         return None

@@ -21,18 +21,18 @@ from everstep.checkpoint.names import PART_EXAMPLE, is_plain
 BytesLike = bytes | bytearray | memoryview
 
 TEMPORARY = ".tmp-"
-"""Begins the names of files that are being written; nobody lists or reads them."""
+"""Prefix of files that are being written; they are never listed or read."""
 
 
 _MOST_VIEWS = 1024
-"""One call of the system takes no more."""
+"""Limit of one system call."""
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _SHOWN = 100
 
 
 class BlobStore(Protocol):
-    """Named byte strings that never change once written. Thread-safe. Every failure is a `StoreError`: a `BlobForeign`
-    for a name that leads elsewhere, whoever gave it, and for what is no file of ours."""
+    """Named byte strings that never change once written. Thread-safe. Every failure is a `StoreError`: a
+    `BlobForeign` for a name that leads elsewhere, and for a file that Everstep did not write."""
 
     @property
     def url(self) -> str:
@@ -173,14 +173,14 @@ class DirectoryStore:
                     os.unlink(temporary, dir_fd=folders[-1])
 
     def mend(self, name: str, at: int, data: memoryview) -> None:
-        """Writes over damaged bytes of a blob what they were before: for who reads it meanwhile, and for writers who do
-        the same, nothing changes but the damage. Durable when it returns. Raises: BlobMissing."""
+        """Overwrite damaged bytes of a blob with the right ones. For readers meanwhile, and for writers that do the
+        same, nothing changes but the damage. Durable when it returns. Raises: BlobMissing."""
         with self._open(name, "mend", os.O_WRONLY) as fd:
             write_all(fd, data, at)
             os.fsync(fd)
 
     def drop_leftovers(self) -> None:
-        """Removes all that writers left behind which ended too soon to do so. Nobody may be writing."""
+        """Remove temporary files that interrupted writers left behind. No writer may be active."""
         with suppress(OSError):
             for folder in ("", *(path.name for path in self.path.iterdir() if path.is_dir())):
                 self.drop_temporaries(folder)

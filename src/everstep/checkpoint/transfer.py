@@ -55,7 +55,7 @@ class Transferred:
 
 
 class TransferStopped(EverstepError):
-    """The transfer was asked to stop; what is written so far counts when it is begun again."""
+    """The transfer was asked to stop; files written so far count when it starts again."""
 
 
 def transfer(
@@ -94,7 +94,7 @@ def transfer(
     try:
         target.write(name, [text], len(text), if_absent=True)
     except BlobExists:
-        _is_there(target, manifest, text)  # refuses another one; the same is what was to be written
+        _is_there(target, manifest, text)  # refuses another one; an equal one counts as written
     return Transferred(manifest, wrote + len(text), files, total - wrote)
 
 

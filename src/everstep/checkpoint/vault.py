@@ -118,7 +118,7 @@ class Vault:
         return {key: one for key, one in found.items() if _copied(one[0])}
 
     def lose(self, stage: int, step: int, lost: Extents) -> None:
-        """Blocks of a snapshot are not what they were."""
+        """Blocks of a snapshot have changed, and no longer count."""
         with self._lock:
             self._retention.lose(stage, step, lost)
 

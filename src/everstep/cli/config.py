@@ -32,8 +32,8 @@ _FIELDS = ("key", "type", "default", "meaning")
 def command(key: str | None, search: str | None, as_json: bool) -> int:
     """Show a config key, or all keys of a group, with type, default and meaning. Without KEY: all keys.
 
-    A name that another tool has for a key is answered with ours. --search WORD shows keys with their default and the
-    first sentence of their meaning; with --json it shows all that is known of them.
+    If KEY is another tool's name for a key, the answer names the key here. --search WORD shows keys with their default
+    and the first sentence of their meaning; --json adds the rest.
 
     KEY `causes` lists the causes of events, which `metrics`, alerts and programs use.
     """

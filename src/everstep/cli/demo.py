@@ -33,7 +33,8 @@ _TOLD = ("fault_injected", "recovery_completed", "leader_changed", "coordinator_
 )
 @click.option("--run-dir", type=click.Path(path_type=Path), help="Directory for both runs (runs/demo-<time>).")
 def command(steps: int, workers: int, run_dir: Path | None) -> int:
-    """Train on real data with several workers, kill some with SIGKILL, and end with the same bits."""
+    """Train on real data with several workers, kill some with SIGKILL, and compare the weights with an undisturbed
+    run."""
     base = run_dir or in_runs("demo")
     undisturbed, disturbed = base / "one-worker-undisturbed", base / f"{workers}-workers-with-faults"
     chaos = faults(steps)

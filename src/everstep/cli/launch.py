@@ -60,7 +60,7 @@ def _engine(**more: Any) -> Any:
 
 @click.group()
 def launch() -> None:
-    """Start a job on the hosts of an engine, or print (--print) what would start it.
+    """Start a job on the hosts of an engine, or print (--print) the script or objects that would start it.
 
     TASK and all options unknown to launch are those of 'everstep run'. The engine starts hosts and replaces lost ones;
     the job goes on meanwhile.

@@ -96,7 +96,7 @@ class LazyGroup(click.Group):
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="everstep")
 def cli() -> None:
-    """Fault-tolerant, elastic distributed training for PyTorch that ends with the same bits."""
+    """Fault-tolerant, elastic distributed training for PyTorch. The results are bit-identical to an undisturbed run."""
 
 
 def exit_code_of(error: EverstepError) -> int:

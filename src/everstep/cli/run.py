@@ -217,7 +217,7 @@ def command(
     metrics: str | None,
     **said: Any,
 ) -> int:
-    """Train TASK, whatever happens to its workers.
+    """Train TASK, and go on when workers fail, join or leave.
 
     TASK is a ready task (name or name:PATH), module:Class, path/file.py:Class, or a script that calls everstep.join
     (everstep run train.py -- its own arguments).
@@ -392,7 +392,7 @@ def _opening(run_dir: Path, found: Found, start: StartPoint, aside: Path | None,
     if start.step:
         lines.append(start.words)
         if found.step > start.step:
-            lines.append(f"steps {start.step + 1} to {found.step} are done again, to the same bits")
+            lines.append(f"steps {start.step + 1} to {found.step} are repeated, to the same bits")
     elif found.state == "stopped":
         lines.append(
             f"this job was stopped after step {found.step} and left no checkpoint: it starts again from step 0 in the "

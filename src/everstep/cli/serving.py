@@ -28,8 +28,8 @@ TOKEN_HELP = "The token (on loopback: a new one). The list of processes shows th
 @click.option("--token", envvar="EVERSTEP_DASHBOARD_TOKEN", help=TOKEN_HELP)
 @click.option("--public", is_flag=True, help=PUBLIC_HELP)
 def dashboard(run_dirs: tuple[Path, ...], host: str, port: int, token: str | None, public: bool) -> int:
-    """Show the jobs in DIR..., running or over, on a page in the browser; of a folder of run directories, a list of
-    them, to be sorted and compared. Ctrl-C ends it; the jobs go on."""
+    """Show the jobs in DIR..., running or over, on a page in the browser. For a folder of run directories the page
+    lists them, to sort and compare. Ctrl-C ends it; the jobs go on."""
     try:
         from everstep.dashboard.app import serve
     except ImportError as error:
@@ -50,7 +50,7 @@ def dashboard(run_dirs: tuple[Path, ...], host: str, port: int, token: str | Non
 @click.option(
     "--token",
     envvar="EVERSTEP_METRICS_TOKEN",
-    help=f"What scrapers need, as a bearer token (on loopback that in DIR/{METRICS_TOKEN_FILE}).",
+    help=f"Bearer token that scrapers must send (on loopback: the one in DIR/{METRICS_TOKEN_FILE}).",
 )
 @click.option("--public", is_flag=True, help=PUBLIC_HELP)
 def metrics(run_dir: Path, listen: str, once: bool, token: str | None, public: bool) -> int:

@@ -22,7 +22,7 @@ from everstep.sim.scenario import SeedKind, run_many, run_one, run_shrunk
     "--leased", is_flag=True, help="Simulate two coordinators, one lease, and a store that answers late or never."
 )
 @click.option(
-    "--operated", is_flag=True, help="Simulate jobs of any kind that people drain, ask and configure as they like."
+    "--operated", is_flag=True, help="Simulate jobs of any kind that users drain, query and configure at random."
 )
 @click.option("--sharded", is_flag=True, help="Simulate members that divide the optimizer's state among them.")
 @click.option("--keep-going", is_flag=True, help="Do not stop at the first failure.")

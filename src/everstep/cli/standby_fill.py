@@ -63,8 +63,6 @@ def _make_ready(folder: Path, job: str, token: bytes) -> str:
         own = folder / OWN_FOLDER
         for path in (own, folder / LOGS_FOLDER, folder / CHECKPOINTS_DIR):
             path.mkdir(parents=True, exist_ok=True)
-        if (own / CHECKPOINTS_DIR).is_symlink():
-            (own / CHECKPOINTS_DIR).unlink()  # earlier versions made this link; `checkpoints_in` needs none
         (folder / COORDINATOR_FILE).unlink(missing_ok=True)
         wire.write_token(folder / TOKEN_FILE, token)
         for role in PEOPLE:

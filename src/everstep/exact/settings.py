@@ -299,7 +299,7 @@ class Settings:
         else:  # as at the beginning, or removed
             self._changed.pop((name, key), None)
 
-    # ---- what is carried
+    # ---- carried settings
 
     def now(self) -> dict[str, Any]:
         """Present settings as JSON; empty if all are as when the loop began."""

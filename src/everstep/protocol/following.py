@@ -60,7 +60,7 @@ def name_of(plan: Plan | None) -> PlanName | None:
         return None
     speeds = tuple((worker_id, float(speed)) for worker_id, speed in plan.speeds)
     named = replace(plan, speeds=speeds)
-    # What is known of states says nothing of who does what; of shares there is nothing to say where all hold all.
+    # Digests of states are left out: they do not change a worker's part. Shares are left out if every seat holds all.
     left_out = {"alike"} if plan.shards else {"alike", "shards"}
     said = _encoder.encode({f.name: getattr(named, f.name) for f in fields(Plan) if f.name not in left_out})
     return PlanName(plan.term, plan.generation, blake2b(said, digest_size=16).hexdigest())

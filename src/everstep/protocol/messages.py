@@ -360,15 +360,16 @@ class Dismissed(AnyMessage, frozen=True, kw_only=True):
 
 
 class JobEnded(AnyMessage, frozen=True, kw_only=True):
-    """To all agents and workers: the job is over. state: 'completed', 'failed' or 'interrupted'."""
+    """To all agents and workers: the job is over. state: 'completed', 'failed' or 'interrupted'. exit_code: of the
+    job's process; workers do not read it."""
 
     state: str
     reason: str
-    exit_code: int
+    exit_code: int = 0
     cause: Cause = Cause.UNKNOWN
 
 
-# ---- coordinator -> whoever connects
+# ---- coordinator -> every client
 
 
 class TermBegun(AnyMessage, frozen=True, kw_only=True):

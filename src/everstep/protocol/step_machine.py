@@ -115,7 +115,7 @@ class StepMachine:
         """The present plan. Raises: InvariantViolation if there is none."""
         return self._known.plans.current
 
-    # ---- what it knows
+    # ---- state
 
     @property
     def phase(self) -> Phase:

@@ -31,7 +31,7 @@ class Phase(StrEnum):
     """What the worker is doing."""
 
     WAITING = "waiting"  # no plan: not started, or healing
-    SETTLING = "settling"  # has stated what it holds, waits for the others' holdings
+    SETTLING = "settling"  # has stated its holding, waits for the others' holdings
     FETCHING = "fetching"  # gets state that it lacks, or goes back
     IDLE = "idle"  # the application has the turn
     COMPUTING = "computing"

@@ -185,7 +185,9 @@ class Job:
             self._lead.look(self._coordinator.pid)
             if self._lead.here and not led:
                 self._watch.answered()  # silence was the previous process's
-        self._check_processes(link, now_s)  # also after the end: a silent coordinator never reports who has left
+        self._check_processes(
+            link, now_s
+        )  # also after the end: a silent coordinator never reports which agents have left
         self._start_due(now_s)
         if self._end.outcome is None:
             self._look_for_answer(link, now_s)

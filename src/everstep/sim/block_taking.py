@@ -23,7 +23,7 @@ KNOWN = tuple(
 
 
 class _Heard(NamedTuple):
-    """Who is told of the end, and of each step that is fed."""
+    """The receiver of the result, and of each fed step."""
 
     ended: Callable[[moving.TookAll | moving.TookNothing], None]
     fed: Callable[[tuple[Any, ...] | None], None]

@@ -429,7 +429,7 @@ class Spreading:
             self._look(self.life.operation)
 
     def _lacking(self, operation: do.Spread) -> set[int]:
-        """Workers of whom something is still to come."""
+        """Workers that have not sent their parameters yet."""
         plan, me = operation.plan, self.life.me.worker_id
         wanted = {(operation.step, k, who) for k in plan.stages_of(me) for who in _givers(plan, k, me).values()}
         return {who for step, k, who in wanted if (step, k, who) not in self._came}
@@ -449,6 +449,6 @@ class Spreading:
 
 
 def _givers(plan: Plan, stage: int, to: int) -> dict[int, int]:
-    """Who gives a member which of the parameters' blocks."""
+    """The giver of each block of the parameters, for one member."""
     holders = enumerate(segments_of(plan, stage))
     return {block: who[block % len(who)] for block, who in holders if to not in who}

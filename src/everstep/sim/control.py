@@ -422,7 +422,7 @@ class Control:
 
     @property
     def checks(self) -> Checks:
-        """What is checked of all of it."""
+        """The facts for the checkers."""
         return self.site.checks
 
     def dial(

@@ -114,7 +114,7 @@ class Memory:
         return any(taking.uses(connection) for taking in self._wanted.values())
 
     def say(self) -> None:
-        """Have the driver know what there is."""
+        """Tell the driver which snapshots there are."""
         self.life.handle(do.InMemory(self._retention.there, self.donor.busy))
 
 
@@ -358,7 +358,7 @@ class SimDonor:
         self._tell(giver.ShelfFilled(("kept", number), frozenset(copies)))
 
     def keeps_nothing(self) -> None:
-        """Nobody is to have a snapshot."""
+        """Drop all snapshots on the shelf."""
         self._tell(giver.ShelfEmptied("kept"))
 
     def _blocks(self, asker: _Asker, stage: int, extents: Extents) -> None:

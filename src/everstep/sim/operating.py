@@ -1,4 +1,4 @@
-"""What people and the owners of hosts do to a job: they ask it for things, in vain too, and take hosts away."""
+"""Acts of users and of the owners of hosts: commands, some of them in vain, and hosts that are taken away."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from everstep.sim.world import MS, SECOND
 
 
 def draw_operated(rng: Random, horizon_ms: int) -> tuple[SimFault, ...]:
-    """What people ask for and do."""
+    """Draw commands and acts."""
     faults: list[SimFault] = []
     for _ in range(rng.choice((1, 2, 2, 3, 4))):
         one = draw_one(rng, rng.randint(20, horizon_ms))
@@ -26,7 +26,7 @@ def draw_operated(rng: Random, horizon_ms: int) -> tuple[SimFault, ...]:
 
 _WEIGHTS = {"ask": 4, "drain_host": 3, "leave_host": 2, "given_up": 2, "senseless": 2, "forgetful": 2}
 WITHOUT_LEASE = frozenset({"senseless", "forgetful"})
-"""What befalls a journal on one host's disk."""
+"""Faults of a journal on one host's disk."""
 
 _STRIKE = {"text": "partition:target=host0,for_s=1", "kind": "partition", "target": "host0", "for_s": 1.0}
 _OF_COORDINATOR = {"text": "kill:target=coordinator", "kind": "kill", "target": "coordinator", "coordinator": True}

@@ -219,7 +219,7 @@ class Simulation:
         return found
 
     def _parts(self, held: Mapping[int, Extents]) -> set[tuple[int, int]]:
-        """Of the parts of a job's state those that are all there."""
+        """Parts of the job's state that are complete."""
         whole = {(k, 0) for k, blocks in held.items() if blocks.whole}
         if not self.setup.job.copies:
             return whole

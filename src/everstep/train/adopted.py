@@ -1,7 +1,7 @@
-"""A script that a foreign launcher has started several times: each of its processes becomes `everstep run` of it, which
-makes one job of them (`cli.adoption`).
+"""A script that a foreign launcher has started several times: each process becomes `everstep run` of it, which makes
+one job of them (`cli.adoption`).
 
-Apart from `join` because of what it ends: the process goes on as another program, so that the launcher sees its end.
+Apart from `join` because the process goes on as another program, so that the launcher sees its end.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from everstep.runtime.process import own_command
 from everstep.train.unsupported import refuse_group
 
 RAY_PROGRAM = "default_worker.py"
-"""What runs Ray's actors and tasks."""
+"""Program that runs Ray's actors and tasks."""
 IN_RAY = (
     "everstep.join in a Ray actor or task, where no process can become a worker and several would be as many jobs: "
     "start the job with 'everstep launch ray SCRIPT', or run the script by itself"

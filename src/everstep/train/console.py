@@ -42,9 +42,10 @@ def unstamped(line: bytes) -> tuple[int, str]:
 
 
 class LeaderConsole(io.TextIOBase):
-    """Stands in for stdout. `leads`: whether this worker leads, None while nobody knows. `first`: its first life.
+    """Stands in for stdout. leads: whether this worker leads, None while unknown. first: its first life.
 
-    Shown text goes through a file that starts over at `most_bytes`. Lines that a full disk refuses wait for the next.
+    Shown text goes through a file that starts over at `most_bytes`. Lines that a full disk refuses wait for the
+    next.
     """
 
     def __init__(

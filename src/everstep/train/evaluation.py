@@ -141,7 +141,7 @@ class Waves:
         return pool[place % len(pool)]
 
     def _pass(self, plan: Plan, hop: Hop, index: int) -> None:
-        """One chunk through one part; the output of the last one is its result."""
+        """Take one chunk through one part; the output of the last part is its result."""
         view, part, place = self._view, hop.part, hop.lane
         inputs = self._take(plan, hop) if part else None
         last = part == self._parts - 1

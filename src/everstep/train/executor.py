@@ -179,7 +179,7 @@ class Executor:
         self._carry_out()
 
     def said(self, event: StepEvent) -> None:
-        """During an operation: what it means for the machine. Effects come after the operation."""
+        """During an operation: hand an event to the step machine. Its effects come after the operation."""
         self._handle(event)
 
     def computed(self) -> do.Answer | do.Compute:

@@ -110,8 +110,8 @@ class Finisher:
         return self._arrived(plan)
 
     def _look(self, plan: Plan, number: int) -> None:
-        """Say if what was trained is not finite: the loss does not show a gradient of the last step, or one of what it
-        does not depend on any more."""
+        """Warn if the trained state is not finite: the loss does not show a gradient of the last step, or parameters
+        that it no longer depends on."""
         for stage in self._view.driver.machine.stages if self._view.link.run_dir is not None else ():
             if plan.leader(stage) != self._view.me:
                 continue
@@ -132,7 +132,7 @@ class Finisher:
         return True
 
     def _fill(self, operation: Finish) -> None:
-        """What the members have divided comes together here. Raises: CollectiveAborted; Unusable."""
+        """Collect the state that the members have divided. Raises: CollectiveAborted; Unusable."""
         copier, at = self._copier, (operation.plan, operation.position, operation.sources, operation.pieces)
         for offer in copier.settle(*at, whole=True):
             for state in offer.states.values():

@@ -310,7 +310,7 @@ class RoundMemory:
         return self._attempts[-1].raised if self._attempts else NOTHING
 
     def branches(self, acts: Iterable[Callable[[], None]]) -> None:
-        """One of these is done, nobody knows which."""
+        """One of these alternatives happens, and it is unknown which."""
         before, ends = self.values, []
         for act in acts:
             self.values = dict(before)

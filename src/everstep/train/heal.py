@@ -24,7 +24,7 @@ import msgspec
 import torch
 
 from everstep.base.errors import CheckpointCorrupt, EverstepError, InvariantViolation, ProtocolError
-from everstep.base.extents import Coded, Extents, union
+from everstep.base.extents import Extents, union
 from everstep.base.ports import Piece, Reduced
 from everstep.checkpoint.vault import Kept, StageState
 from everstep.exact.digest import bytes_of, digest_bytes
@@ -52,16 +52,17 @@ _OTHER_FORMS = (
 
 
 Held = tuple[Kept, Extents]
-"""A snapshot, whoever made it, and what is there of it."""
+"""A snapshot from any worker, and the blocks that are there."""
 
 Layers = Sequence[Held]
-"""One state, of which several snapshots have a part each: the first one that has a block gives it."""
+"""One state in several snapshots that have a part each: a block comes from the first one that has it."""
 
 
 def joint_manifest(told: Sequence[tuple[dict[str, Any], Extents]], own: Iterable[Held] = ()) -> dict[str, Any]:
-    """The manifest of a state that nobody has all of: each block's digest is of who has it.
+    """The manifest of a state that no worker has completely: each block's digest comes from a worker that has it.
 
-    told: manifests and what their makers have; what they lack may be anything, and their manifests say so. own: here.
+    told: manifests, and the blocks that their makers have; digests of other blocks are not valid. own: this
+    worker's.
     """
     first = told[0][0]
     digests: list[str | None] = [None] * len(first["blocks"])
@@ -100,22 +101,22 @@ class OfferTold(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Offer(OfferTold, frozen=True, kw_only=True):
-    """held: what is on offer, by stage."""
+    """held: the state on offer, by stage."""
 
     held: Mapping[int, Layers]
 
 
 class OfferHead(OfferTold, frozen=True, kw_only=True):
-    """An offer on the wire, before any block. manifests: as JSON, of the stages that were asked for; none for somebody
-    that has them of another donor. there: what there is of these stages."""
+    """An offer on the wire, before any block. manifests: as JSON, of the requested stages; empty for an asker that
+    has them from another donor. there: blocks of these stages."""
 
     manifests: list[str]
-    there: dict[int, Coded]
+    there: dict[int, Extents]
 
     def place(self, stages: Iterable[int]) -> tuple[Key, dict[int, Extents]]:
-        """Where a donor is, and what it has of these stages. Raises: ProtocolError if it says none of it."""
+        """A donor's position, and its blocks of these stages. Raises: ProtocolError if the head does not say them."""
         with _Sent("what a donor has"):
-            return self.position, {k: Extents.decoded(self.there[k]) for k in stages}
+            return self.position, {k: self.there[k].checked() for k in stages}
 
 
 class ReceivedOffer(OfferTold, frozen=True, kw_only=True):
@@ -135,7 +136,7 @@ def _told(offer: OfferTold) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class StageGradient:
-    """The reduced gradient of one stage, and what came from others for parameters that they share."""
+    """The reduced gradient of one stage, and gradients of other stages for shared parameters."""
 
     reduced: Reduced
     received: Mapping[TiePlace, torch.Tensor | None] = field(default_factory=dict)
@@ -182,8 +183,8 @@ class Donor:
         others: Mapping[str, Callable[[PeerConnection, dict[str, Any]], None]] | None = None,
         doubt: Callable[[int, int], None] = lambda stage, step: None,
     ) -> None:
-        """asked: called, in a handler thread, when somebody wants to follow. doubt: likewise, for a stage and a step,
-        when blocks came damaged to somebody."""
+        """asked: called, in a handler thread, when a joiner wants to follow. doubt: called in a handler thread with
+        a stage and a step when blocks reached an asker damaged."""
         self._told_asked = asked
         self._lock = threading.Lock()
         self._giver = giver.Giver()
@@ -240,7 +241,7 @@ class Donor:
             self._tell(giver.StepToFeed(frozenset(packed)), item=item)
 
     def cut(self) -> None:
-        """The state jumps: who follows has to begin anew."""
+        """The state jumps: end all feeds, so that followers start over."""
         self._tell(giver.WentElsewhere())
 
     def shelve(self, shelf: giver.ShelfName, offer: Offer) -> None:
@@ -248,16 +249,16 @@ class Donor:
         self._tell(giver.ShelfFilled(shelf, frozenset(offer.held)), offer)
 
     def unshelve(self, kind: giver.ShelfKind) -> None:
-        """Nobody has to fetch that any more."""
+        """No worker needs that shelf any more."""
         self._tell(giver.ShelfEmptied(kind))
 
     @property
     def busy(self) -> bool:
-        """Whether somebody still copies a snapshot that is kept."""
+        """Whether an asker still copies a kept snapshot."""
         return self._giver.busy
 
     def busy_snapshot(self) -> None:
-        """Wait until what is on offer has been copied; call before the state changes."""
+        """Wait until the offered state has been copied; call before the state changes."""
         with self._lock:
             offers = [*(asker.offer for asker in self._giver.giving), *self._shelves.values()]
         for offer in offers:
@@ -341,11 +342,11 @@ def serve_blocks(connection: PeerConnection, held: Mapping[int, Layers], doubt: 
 
 
 def _head(offer: Offer, stages: Sequence[int], leads: bool) -> OfferHead:
-    """leads: else whoever takes only blocks has the manifests of another donor."""
+    """leads: otherwise the asker takes only blocks, and has the manifests of another donor."""
     said = _told(offer) if leads else {**_told(offer), "untold": b""}
     told = {k: [(snapshot.manifest(), there) for snapshot, there in offer.held[k]] for k in stages if leads}
     manifests = [json.dumps(of[0][0] if len(of) == 1 else joint_manifest(of)) for of in told.values()]
-    there = {k: union(part for _, part in offer.held[k]).encoded() for k in stages}
+    there = {k: union(part for _, part in offer.held[k]) for k in stages}
     return OfferHead(**said, manifests=manifests, there=there)
 
 
@@ -377,7 +378,7 @@ class _Sent(contextlib.AbstractContextManager[None]):
 
 @dataclass(frozen=True)
 class FollowedStep:
-    """One step from a donor's feed; `application`: packed state of the user's loop before the step's update."""
+    """One step from a donor's feed. application: packed state of the user's loop before the step's update."""
 
     step: int
     records: Mapping[int, Record]
@@ -465,7 +466,7 @@ def pack_state(state: ModelState, settings: Mapping[str, Any] | None = None) -> 
 
 
 def with_settings(manifest: Mapping[str, Any], settings: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The same manifest, of a state in which the model is set so."""
+    """The manifest with these settings of the model."""
     body = {key: value for key, value in manifest.items() if key not in ("digest", "settings")}
     return sealed({**body, "settings": dict(settings)} if settings else body)
 

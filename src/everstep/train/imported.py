@@ -25,12 +25,12 @@ _STANDARD = (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"))
 
 
 FilesRead = dict[str, tuple[Any, str]]
-"""By module: what it was imported by (a reload takes another spec), and the digest of its file as it was then."""
+"""By module: the spec that it was imported with (a reload uses another), and the digest of its file at that time."""
 
 
 def code_here(read: FilesRead | None = None) -> Code:
-    """Everything that is imported by now. read: files known before are not read again: if one has been edited since,
-    this process still runs what it held."""
+    """All code that is imported so far. read: files known before are not read again: if one has been edited since,
+    this process still runs the old content."""
     read = {} if read is None else read
     files: dict[str, str] = {}
     packages: dict[str, str] = {}

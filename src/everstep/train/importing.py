@@ -15,7 +15,7 @@ from pathlib import Path
 
 @contextmanager
 def importing_from(folder: Path) -> Iterator[None]:
-    """A task is imported within. What lies beside it comes before what is installed; from then on, after it."""
+    """In the body, imports find files beside the task before installed packages; afterwards, after them."""
     path, known = str(folder), str(folder) in sys.path
     if not known:
         sys.path.insert(0, path)

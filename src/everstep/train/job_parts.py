@@ -1,4 +1,4 @@
-"""Put a job's parts together: from a `Task`, or from what a user's own script hands to `join`."""
+"""Puts a job's parts together: from a `Task`, or from the arguments of `join`."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ def assemble(
     rewindable: bool = False,
     ignored: tuple[Any, ...] | None = None,
 ) -> Run:
-    """A run over these parts, of a model that is not split. rewindable: as for `Session`. ignored: what the loop may
-    change without being told of it; None if nobody looks.
+    """A run over these parts, of a model that is not split. rewindable: as for `Session`. ignored: names that the
+    loop may change without notice; None if the loop is not watched.
 
-    Raises: ConfigError if the job is to have stages.
+    Raises: ConfigError if the job has several stages.
     """
     if link.config.stages > 1:
         raise ConfigError(
@@ -82,7 +82,7 @@ def assemble_task(link: WorkerLink, task: Task) -> tuple[Run, EarlyStop]:
 
 
 class _Built:
-    """Builds what a task trains, the same each time; the dataset once."""
+    """Builds the objects that a task trains, the same each time; the dataset once."""
 
     def __init__(self, task: Task, config: Config, device: torch.device, extras: dict[str, Any]) -> None:
         self._task = task
@@ -107,9 +107,9 @@ class _Built:
     def stages(self, first: Parts, order: AnyOrder, *, checked: bool) -> Stages:
         """The stages of a split job.
 
-        first: the whole, built already; the first stage that is wanted is cut out of it, after a look at whether the
-        units make it up (checked: there was one before the start). Made module by module there is no whole, and each
-        stage makes what it needs.
+        first: the whole model, already built; the first wanted stage is cut out of it, after a check that the units
+        make it up (unless that was checked before the start). A model that is made module by module has no whole,
+        and each stage makes its own modules.
         """
         task, config, device = self._task, self._config, self._device
         cut = chosen_cut(config, task, first.model)

@@ -195,7 +195,7 @@ def _await_rehearsal(link: WorkerLink) -> str:
 
 
 def _tell_ledger(link: WorkerLink, dataset: Any) -> None:
-    """Write down facts that only the script knew: without them nobody could check the ledger."""
+    """Write down facts that only the script knew: the ledger cannot be checked without them."""
     if link.run_dir is None or not hasattr(dataset, "__len__"):
         return
     config = link.config

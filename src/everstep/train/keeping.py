@@ -73,7 +73,7 @@ class SnapshotKeeper:
             threading.Thread(target=self._copy, args=given, name="everstep-keep", daemon=True).start()
 
     def state(self) -> None:
-        """Have the driver know what is there and whole by now, if that is something new."""
+        """Tell the driver which snapshots are here and whole, if that has changed."""
         now = self._in_memory()
         if now != self._told:
             self._told = now
@@ -83,7 +83,7 @@ class SnapshotKeeper:
         return InMemory(self._vault.there(), self._donor.busy)
 
     def retire(self, effect: RetireKept) -> None:
-        """All stages have a snapshot of this step: what is older may go."""
+        """All stages have a snapshot of this step: drop older ones that no rule keeps."""
         self._vault.retire(effect.step, effect.proven)
 
     def forget(self, effect: ForgetKept) -> None:
@@ -96,7 +96,7 @@ class SnapshotKeeper:
         return dict(self._vault.held(step))
 
     def check(self, stage: int, step: int) -> None:
-        """From any thread: let blocks of a snapshot that are not what they were count no more, and say so."""
+        """From any thread: blocks of a snapshot that have changed no longer count; report it."""
         snapshot, there = self._vault.held(step).get(stage, (None, NONE))
         if snapshot is None or not there.whole:
             return

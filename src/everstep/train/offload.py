@@ -1,8 +1,8 @@
-"""The optimizer's state outside the device's memory: in that of the host, or in a file on disk.
+"""The optimizer's state outside the device's memory: in the host's memory, or in a file on disk.
 
-In a file it is memory-mapped, so all that reads or copies a state does so as anywhere else, and the kernel writes out
-and drops what is not in use. `optimizer_update` goes from one part of the parameters to the next: the state of a part
-is read ahead while the part before it is updated, and then let go of.
+The file is memory-mapped, so code that reads or copies a state works as always, and the kernel writes out and drops
+pages that are not in use. `optimizer_update` goes from one part of the parameters to the next: the state of a part
+is read ahead while the part before it is updated, and then dropped.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class FarMemory(StateMemory):
         return tensor.is_cuda
 
     def ahead(self, tensor: Tensor) -> None:
-        """It will be read soon."""
+        """The tensor will be read soon."""
 
 
 class _Slab(NamedTuple):
@@ -109,7 +109,7 @@ class StateFile(FarMemory):
         return torch.frombuffer(memory, dtype=torch.uint8, count=nbytes) if nbytes else super().flat(0)
 
     def _grow(self, size: int) -> None:
-        """Begin a new slab; what is left of the one before is not used."""
+        """Begin a new slab; the rest of the one before stays unused."""
         memory = _mapped(self._file.fileno(), self._size, size)
         start = torch.frombuffer(memory, dtype=torch.uint8, count=1).data_ptr()
         self._slabs.append(_Slab(start, size, memory))

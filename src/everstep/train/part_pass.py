@@ -94,8 +94,8 @@ class LaneProbe:
 class PartPass:
     """One part of the model, in one worker.
 
-    units: the part's own, in order. call, loss: not used if nothing is split. seeder: of the whole stage. probing:
-    whether a lane must still be computed twice for comparison.
+    units: the part's own, in order. call, loss: not used if the model is not split. seeder: of the whole stage.
+    probing: whether a lane must still be computed twice for comparison.
     """
 
     part: int

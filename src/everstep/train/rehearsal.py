@@ -122,8 +122,8 @@ class WatchedLoop:
 
 
 class LifeLink(LoneLink):
-    """Link of a life that is rehearsed: to nobody. `job`, `fill_up`: as in a launched worker's. `launched`: there is a
-    config of a job, which the script's own fills up. `joined`: the script has called `join`."""
+    """Link of a rehearsed life, which has no peers. job, fill_up: as in a launched worker's. launched: there is a
+    job's config, which the script's own fills up. joined: the script has called `join`."""
 
     regular_saves = False
 

@@ -1,6 +1,6 @@
-"""One worker's copy of a stage's training state, and what a step does to it: agree payload out, update applied.
+"""One worker's copy of a stage's training state, and the effect of a step on it: agree payload out, update applied.
 
-Apart because nothing here knows about peers: given the same lanes (`stage_lanes`) and records it does the same.
+Apart because it does not know of peers: the same lanes (`stage_lanes`) and records give the same state.
 """
 
 from __future__ import annotations
@@ -166,8 +166,9 @@ class StageReplica:
         received: TiedGradients | None = None,
         dealt: Callable[[], Dealt | None] = lambda: None,
     ) -> dict[str, Any]:
-        """Apply a decided step; returns what is worth telling: whether the optimizer stepped, the gradient norm,
-        and what is not finite. A step that is left out for that leaves buffers and schedule as they were, too.
+        """Apply a decided step. Returns facts to report: whether the optimizer stepped, the gradient norm, and
+        values that are not finite. If a step is left out because of these, buffers and schedule stay as they were,
+        too.
 
         received: as for `section`. dealt: made once the gradients are there; says which parts are updated here, None
         if all are.
@@ -211,7 +212,7 @@ class StageReplica:
         return used
 
     def _step_scheduler(self) -> None:
-        """Raises: TaskError if somebody else has stepped it."""
+        """Raises: TaskError if other code has stepped the scheduler."""
         scheduler = self.parts.scheduler
         if scheduler is None:
             return

@@ -1,6 +1,7 @@
-"""From two surveys of one moment to findings: state that would be lost in a worker that is resumed or healed. Pure.
+"""From two surveys of one moment to findings: state that is lost on resume. Pure.
 
-Apart from `reachable`, which looks, because this decides what is refused, what is only listed, and in which words.
+Apart from `reachable`, which makes the surveys, because this decides which state is refused, which is only listed,
+and in which words.
 """
 
 from __future__ import annotations

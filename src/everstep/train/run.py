@@ -140,8 +140,8 @@ class Step:
         lanes.done(self.number, 0, lane)
 
     def _trial(self, operation: Compute, lane: int, own: Collection[int]) -> Iterator[Any]:
-        """A lane of another worker's, or one that was computed before anybody asked what it gives: once more, to tell.
-        Nothing of it is added up."""
+        """A lane of another worker's, or an own lane that was computed before its result was requested: compute it
+        again and report the result, which is not added up."""
         session, view = self._session, self._session.view
         if session.lanes.has_given(self.number, lane) or lane in own:
             return  # or it is about to be computed, and told of then
@@ -156,7 +156,7 @@ class Step:
             session.lanes.note(self.number, lane, 0, view.stages.only.loop.said(batch))
 
     def _alone_due(self, plan: Plan) -> bool:
-        """Whether nobody else can compute a lane of this step, so that this worker does it twice."""
+        """Whether this worker has to compute a lane of this step twice, because no other worker can."""
         every = self._session.view.config.verify_every
         alone = sum(bool(seat.lanes) for seat in plan.pool(0)) == 1
         return alone and every > 0 and self.number % every == 0
@@ -311,7 +311,7 @@ class Run:
             self._session.executor.ask(HoldAsked(words, self._session.view.hold_until_ns()))
 
     def close(self) -> None:
-        """The loop is over, be it that it raised."""
+        """The loop is over, perhaps by an exception."""
         self.loop.close()
 
     @property

@@ -50,8 +50,9 @@ _AUTOMATIC_EVERY = 10
 """Steps between snapshots in memory of a split job whose config says nothing: five steps are done again on average, and
 copying a stage to one other worker takes a small part of ten steps."""
 LOOP, PAST = "loop", "past"
-"""Parts of a checkpoint: the state of the user's loop, for whoever enters its body again for this step; and that the
-loop was through with the step, with its state as it was when the body was entered for the next one."""
+"""Parts of a checkpoint. loop: state of the user's loop, for a loop that enters its body again for this step. past:
+the loop was done with the step; state as it was when the body was entered for the next one.
+"""
 _MODEL = "model/"
 _MOST_REPORT_BYTES = 1 << 30
 _STATED = 2
@@ -93,7 +94,7 @@ def saving_of(link: WorkerLink, split: bool, order: AnyOrder) -> SavingRules:
 
 
 class PartSaver:
-    """One worker's checkpoints; where none are taken it does nothing. `checkpointer`: None then."""
+    """One worker's checkpoints. checkpointer: None if the job takes none."""
 
     def __init__(self, view: WorkerView, whole: Whole, loop: LoopState, note: Callable[[object], None]) -> None:
         """note: has the driver know something; from any thread."""
@@ -134,7 +135,7 @@ class PartSaver:
         self._loop.watch(survey)
 
     def handlers(self) -> dict[type, Callable[[Any], Any]]:
-        """What it does for the driver."""
+        """Handlers for the driver's operations and effects."""
         return {
             Save: self.save,
             AbandonSave: self.abandon,
@@ -220,7 +221,7 @@ class PartSaver:
     # ---- reports of parts, events, ends
 
     def _send(self, data: bytes) -> None:
-        """In a part's thread: to whoever was the job's leader when the checkpoint began."""
+        """In a part's thread: send to the worker that was the job's leader when the checkpoint began."""
         main = self._leaders.get(decode_report(data).step)
         if main is None:
             return
@@ -281,14 +282,14 @@ class PartSaver:
 
 @dataclass
 class LastCheckpoint:
-    """The checkpoint before a worker's part in a job ends, be it that a plan asks for it, or that all steps are done:
-    nobody goes on before it is durable, or its time is over."""
+    """The checkpoint before the end of a worker's part in a job, because a plan asks for it or all steps are done:
+    no worker goes on before it is durable, or its time is over."""
 
     _view: WorkerView
     _saver: PartSaver
 
     def handlers(self) -> dict[type, Callable[[Any], Any]]:
-        """What it does for the driver."""
+        """Handlers for the driver's operations and effects."""
         return {do.SaveLast: self.save, do.Linger: self.linger}
 
     def save(self, operation: do.SaveLast) -> str:
@@ -330,11 +331,11 @@ class LastCheckpoint:
             time.sleep(0.02)
 
     def at_end(self, operation: do.Finish) -> None:
-        """After the last step, in all workers: leave a checkpoint of it, and wait for what is being written."""
+        """After the last step, in all workers: save it, and wait for checkpoints that are being written."""
         self._take(operation, uploads=self._view.is_main)
 
     def _take(self, operation: do.SaveLast | do.Finish, *, uploads: bool) -> None:
-        """Once those that began before are on disk, as nobody writes parts of two at a time."""
+        """Begin when earlier checkpoints are on disk: a worker writes parts of one checkpoint at a time."""
         generation, now_s = operation.generation, time.monotonic()
         grace_s = self._view.config.checkpoint.grace_s
         self._wait(generation, now_s + grace_s / 2, uploads=False)
@@ -353,9 +354,9 @@ class LastCheckpoint:
 
 @dataclass
 class Restorer:
-    """One worker's reading of checkpoints: which it can go on from here, and what one says.
+    """One worker's reading of checkpoints: those that it can resume from, and their contents.
 
-    checkpointer: None where none are taken.
+    checkpointer: None if the job takes none.
     """
 
     _view: WorkerView

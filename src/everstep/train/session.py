@@ -55,7 +55,7 @@ class Session:
         whole: Whole,
         rewindable: bool = False,
     ) -> None:
-        """stages: what is trained here. order: which samples make up a lane; dataset, collate: how to get them.
+        """stages: those trained here. order: the samples of each lane; dataset, collate: how to get them.
         rewindable: the loop can go on from an earlier step; else this worker restarts then."""
         config, begins_after = link.config, int(link.job.get("begins_after", 0))
         saving = saving_of(link, stages.split, order)
@@ -101,7 +101,7 @@ class Session:
         profiling = WorkerProfiling(link, device, membership.tell)
 
         def finish(operation: do.Finish) -> bool:
-            """Nobody leaves before all have committed the last step and the leader has written final/."""
+            """No worker leaves before all have committed the last step and the leader has written final/."""
             last.at_end(operation)
             updates.release(operation)  # proven by the gather
             return finisher.write(operation)

@@ -387,7 +387,7 @@ def _initialise(model: nn.Module, path: str, module: nn.Module, seed: int) -> No
 
 
 def _empty(tensor: Tensor, device: torch.device) -> Tensor:
-    """Zeros, so that values that nobody initialises are the same everywhere."""
+    """Zeros, so that values without any initialisation are the same everywhere."""
     return torch.zeros_like(tensor.detach(), device=device)
 
 

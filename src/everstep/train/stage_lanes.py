@@ -171,7 +171,8 @@ class StageLanes:
             part.drop()
 
     def evaluate(self, part: int, inputs: Bundle | None, metrics: Loss, batch: Any = None) -> Any:
-        """One part of an evaluation, without gradients: the output for the next part, at the last one the metrics.
+        """Evaluate one part, without gradients: returns the input of the next part, or the metrics after the last
+        one.
 
         metrics: `Task.metrics`. The model must be in eval mode.
         """

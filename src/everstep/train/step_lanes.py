@@ -36,7 +36,7 @@ _SLICE_S = 0.01
 
 
 class Lanes:
-    """One worker's lanes. `done` is called with step, stage and lane of each, at each stage; given: results here of
+    """One worker's lanes. done: called with step, stage and lane of each, at each stage. given: results here of
     lanes that several workers compute."""
 
     def __init__(

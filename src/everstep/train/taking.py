@@ -1,8 +1,8 @@
-"""How a worker gets state from others: what `protocol.moving.taker` says, carried out on sockets and blocks of memory.
+"""How a worker gets state from others: the decisions of `protocol.moving.taker`, carried out on sockets and memory.
 
-A thread per source waits for what that sends; the machine is told under a lock by the thread that has something to
-say, so no block waits for another thread. The manifest is that of the source that leads, so what others give, and what
-is one's own, counts where it is just that.
+A thread per source waits for its answers, and tells the machine under a lock, so no block waits for another thread.
+The manifest comes from the leading source; blocks of other sources, and this worker's own, count only if they match
+it.
 """
 
 from __future__ import annotations
@@ -43,21 +43,23 @@ CHUNK_BLOCKS = 32
 MOST_DONORS = 4
 MOST_FOLLOWED = 3
 LEAST_BYTES = 64 << 20
-"""What each of several sources has to give: below that, connecting and its snapshot cost more than they save."""
+"""Bytes that each of several sources should give at least: below that, connecting and its snapshot cost more than
+they save.
+"""
 
 _SLICE_S = 0.005
 _PATIENCE_S = 0.5
 
 
 class BlocksDamaged(EverstepError):
-    """Blocks came damaged from everybody who was asked, or are not there any more."""
+    """Blocks came damaged from every source that was asked, or are gone."""
 
     cause = Cause.CORRUPT
 
 
 class SourceTalk:
-    """The conversation with one source, in a thread of its own. head: of what it offers, once it has said so. feeds:
-    its steps come on the same connection, which is for others to close."""
+    """The conversation with one source, in a thread of its own. head: of its offer, once it has come. feeds: its
+    steps come on the same connection, which others then close."""
 
     def __init__(self, taking: Taking, member: Member, request: dict[str, Any]) -> None:
         self.head: heal.OfferHead | None = None
@@ -120,7 +122,7 @@ class SourceTalk:
 
 
 class Taking:
-    """One order being carried out. Begins at once; `offer` waits for the end."""
+    """One order being carried out. Starts at once; `offer` waits for the end."""
 
     def __init__(
         self,
@@ -133,8 +135,8 @@ class Taking:
         tick: Callable[[], None] | None = None,
         shard: Callable[[int], Shard | None] = lambda stage: None,
     ) -> None:
-        """own: what is here of a stage, as it is. tick: called while `offer` waits; None: the training thread waits.
-        shard: the part of a stage that is to be here then; None: all of it."""
+        """own: this worker's blocks of a stage. tick: called while `offer` waits; None: the training thread waits.
+        shard: the part of a stage to get; None: all of it."""
         self._tick = tick or view.tick
         self.view, self.generation, self.order = view, generation, order
         self._members = {member.key: member for member in members}
@@ -170,7 +172,7 @@ class Taking:
                     self._news.put(effect)
 
     def receive(self, connection: PeerConnection, source: WorkerKey, chunk: Chunk) -> moving.BlocksCame:
-        """Ask for blocks, and say what came of it; a source of damaged ones is to look at what it has."""
+        """Ask for blocks, and report the result; a source of damaged blocks is told to check them."""
         manifest, blocks = self._manifests[chunk.stage], self._blocks[chunk.stage]
         of, damaged, empty = sizes_of(manifest), [], []
         spans = chunk.extents.spans(of)
@@ -282,7 +284,7 @@ def _no_shard(worker_id: int, stage: int) -> None:
 
 @dataclass(frozen=True)
 class Copier:
-    """One worker's copying. own: what is here of a stage at a step, as it is."""
+    """One worker's copying. own: its blocks of a stage at a step."""
 
     _view: WorkerView
     _own: Callable[[int, int], Sequence[Held]]

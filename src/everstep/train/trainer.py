@@ -1,4 +1,4 @@
-"""The loop of a `Task`: nothing but what a user would write with `join`, plus evaluation and early stop."""
+"""The loop of a `Task`: only code that a user would write with `join`, plus evaluation and early stop."""
 
 from __future__ import annotations
 

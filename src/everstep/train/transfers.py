@@ -49,7 +49,7 @@ class FollowedDonor:
 
 @dataclass
 class Transfers:
-    """One worker's part in moving state. `past`: the step of a checkpoint whose loop was through with it already."""
+    """One worker's part in moving state. past: the step of a checkpoint whose loop was done with it already."""
 
     _view: WorkerView
     _updates: Updates
@@ -85,7 +85,7 @@ class Transfers:
     # ---- giving
 
     def shelve(self, effect: do.Shelve) -> None:
-        """Members of this generation may have what is held at this position, live or kept."""
+        """Offer the state held at this position, live or kept, to members of this generation."""
         position = effect.position
         offer = Offer(position=position, records=effect.records, held={})
         if effect.live:
@@ -191,9 +191,9 @@ class Transfers:
     # ---- going back
 
     def restore(self, operation: do.Restore) -> do.Copied:
-        """Take on the state of a step for all own stages, from memory (own or others'), from disk, or from nothing.
+        """Take the state of a step for all own stages, from memory (own or others'), from disk, or built.
 
-        Raises: CollectiveAborted if the generation ends, or somebody does not give what it stated. Unusable.
+        Raises: CollectiveAborted if the generation ends, or a donor does not give what it stated. Unusable.
         """
         view, number, me = self._view, operation.step, self._view.me
         sources = operation.sources
@@ -224,8 +224,8 @@ class Transfers:
         return do.Copied(records, built=built)
 
     def _put(self, operation: do.Restore, own: Mapping[int, StageState]) -> dict[int, str]:
-        """Put in place the stages that come from this worker's memory, or anew; other stages of the step are let go.
-        Returns digests of what was built anew."""
+        """Put the stages in place that come from this worker's memory, or are built; drop other stages of the step.
+        Returns digests of the built states."""
         machine = self._view.driver.machine
         stays = machine.held if operation.step == machine.position.step else {}
         # At step 0 a later plan would take a stage that is left of another step for an initial state.
@@ -292,7 +292,7 @@ class Transfers:
         return seen
 
     def adopt(self, operation: do.Adopt) -> do.Copied:
-        """Load what was offered; whoever gave an older state than the others feeds it up to theirs."""
+        """Load the offered state; a donor that offered an older state than the others feeds the steps up to theirs."""
         newest = next(offer for offer in self._offers if offer.position == operation.position)
         self._offers.sort(key=lambda offer: offer.position)
         while self._offers:
@@ -315,7 +315,7 @@ class Transfers:
         self._updates.apply(operation.outcome, operation.records, gradients, operation.plan.generation)
 
     def close_feeds(self, effect: do.CloseFeeds | None = None) -> None:
-        """Follow nobody any more."""
+        """Stop following."""
         for feed in self._feeds:
             feed.taking.close()
         self._feeds, self._offers = [], []
@@ -323,8 +323,8 @@ class Transfers:
 
 @contextlib.contextmanager
 def _loop_goes_on(view: WorkerView, position: Key) -> Iterator[bool]:
-    """While a state is loaded: whoever is at its position already goes on with what its loop knows by now, for what
-    that has done since the update is not done again. Initial states are the donor's in all. Yields whether so."""
+    """While a state is loaded: a worker already at its position keeps its own loop state, because it does not repeat
+    its work since the update; initial states are the donor's completely. Yields whether the loop keeps its state."""
     application = view.stages.any.application
     goes_on = position.step > 0 and position == view.driver.machine.position
     own = heal.pack_state(application) if goes_on else b""

@@ -1,4 +1,4 @@
-"""From a step's lanes to the next state: reduce, contribute, apply; and what is told of it once it cannot be undone."""
+"""From a step's lanes to the next state: reduce, contribute, apply; and report steps that cannot be undone."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ _MOST_SAMPLES = 32
 
 @dataclass
 class Updates:
-    """One worker's reductions and updates. `outcome`: of the step whose state this worker has, if it is known.
-    given: what lanes have given that several workers compute."""
+    """One worker's reductions and updates. outcome: of the step whose state this worker has, if it is known. given:
+    results of lanes that several workers compute."""
 
     _view: WorkerView
     _donor: Donor
@@ -47,7 +47,7 @@ class Updates:
     outcome: StepOutcome | None = None
     given: LanesGiven = field(default_factory=LanesGiven)
     _reduced: dict[int, tuple[int, dict[int, StageGradient]]] = field(default_factory=dict)
-    """By step: in which generation, and by stage."""
+    """By step: the generation, and the gradients by stage."""
     _entered: int = 0
     _began_ns: int = 0
     _told_ns: int = 0
@@ -168,7 +168,7 @@ class Updates:
         return {"nonfinite": found.words, "strange": more}
 
     def before(self, number: int, records: Mapping[int, Record], gradients: Mapping[int, StageGradient]) -> None:
-        """A step is about to be applied: pass it on, and let what is being copied be copied."""
+        """A step is about to be applied: feed it to followers, and wait for copies of the present state."""
         stages = self._view.stages
         numel = {k: replica.layout.numel for k, replica in stages.items()}
         held = {k: gradients[k] for k in stages}
@@ -176,7 +176,7 @@ class Updates:
         self.stand_still()
 
     def stand_still(self) -> None:
-        """Before anything changes the state: whoever reads it is through with that."""
+        """Before the state changes: wait until every reader is done with it."""
         self._donor.busy_snapshot()
         self._keeper.stand_still()
         self._saver.before_update()
@@ -197,7 +197,7 @@ class Updates:
         self._view.link.log.at(number)
 
     def forget(self) -> None:
-        """The state has jumped: what was reduced for other steps is of no use."""
+        """The state has jumped: drop reduced gradients of other steps."""
         self._reduced = {}
 
     # ---- effects
@@ -225,7 +225,7 @@ class Updates:
             self._tell_progress(number, (now - self._began_ns) / 1e6)
 
     def entered(self, effect: do.EnteredPlan) -> None:
-        """A generation goes on: what is told from here on is of it."""
+        """A generation goes on: later reports belong to it."""
         self._entered = effect.plan.generation
 
     def drop_lanes(self, effect: do.DropLanes) -> None:
@@ -254,10 +254,10 @@ _Told = dict[TiePlace, Tensor | None]
 
 
 def exchange_ties(view: WorkerView, plan: Plan, step: int, reduced: Mapping[int, Reduced]) -> dict[int, _Told]:
-    """Every stage gets the reduced gradients of the parameters that it shares with others: tell others what was reduced
-    here, and hear what was reduced elsewhere. Returns, by own stage, by place in other stages.
+    """Give every stage the reduced gradients of the parameters that it shares with others: send those reduced here,
+    and receive the others. Returns them by own stage, by place in other stages.
 
-    Between reduction and agree: what is sent here is part of what a worker must hold before it may contribute.
+    Between reduction and agree: a worker must hold them before it may contribute.
 
     Raises: CollectiveAborted.
     """

@@ -1,8 +1,8 @@
-"""The loop of a script over its job's steps: how it is let go, at its end or before that, and what follows.
+"""The loop of a script over its job's steps: how it ends, early or not, and what follows.
 
-Apart because it looks at the frames and instructions of the interpreter. Python does not say whether an iterator is let
-go since an exception passes, but the instruction at which that happens does: a `break` or `return` is known for what it
-is. Of everything else it is not known whether the script goes on.
+Apart because it looks at the frames and instructions of the interpreter. Python does not say whether an exception
+ended the loop, but the instruction at which the iterator is released does: a `break` or `return` is recognised. In
+all other cases it is unknown whether the script goes on.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from everstep.train.executor import StateJumped
 from everstep.train.session import Session
 
 _LEAVING = frozenset(dis.opmap[name] for name in ("POP_TOP", "POP_ITER") if name in dis.opmap)
-"""What `break` and `return` do with the iterator of the loop that they leave; neither can raise."""
+"""How `break` and `return` release the iterator of the loop that they leave; neither can raise."""
 _AGAIN = (
     "a loop over the run was begun again, after step {step}: a job has one loop, and ends when that is left; put "
     "everything into the one, by step.number, or catch what it raises inside of it"
@@ -100,8 +100,8 @@ class UserLoop:
 
 
 class LoopIterator:
-    """Hands on what a generator yields. let_go: told if the loop ends before the generator does, and whether by `break`
-    or `return`, for certain."""
+    """Passes on the values of a generator. let_go: called if the loop ends before the generator does, with whether a
+    `break` or `return` certainly ended it."""
 
     def __init__(self, steps: Generator[Any], let_go: Callable[[bool], None]) -> None:
         self._steps = steps

@@ -1,6 +1,6 @@
 """The common view of one worker's parts: its identity, its stages, and its progress.
 
-Apart so that they need not know each other: they look at this, get what they work on, and return results.
+Apart so that the parts need not know each other: each reads its inputs here, and returns results.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Stages(Mapping[int, StageReplica]):
 
     @property
     def any(self) -> StageReplica:
-        """One of them: what all stages have alike can be asked of it."""
+        """One of the stages, for facts that all stages share."""
         return self._held[min(self._held)]
 
     def want(self, stages: Iterable[int]) -> None:
@@ -144,7 +144,7 @@ class WorkerView:
         return self.driver.ended is not None
 
     def hold_until_ns(self) -> int:
-        """How long a loop that has raised stays with what it holds, if nobody lets it go, from now on."""
+        """Until when (monotonic, ns) a loop that has raised keeps its state if it is not released before."""
         return time.monotonic_ns() + int(self.config.checkpoint.grace_s * 1e9)
 
     def tick(self) -> None:

@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 EVICTED_EXIT_CODE = 75
 _FATAL = (ConfigError, DeterminismError, NonFinite, Uncarried)
 _STATELESS = (JobFailed, Evicted, DeterminismError, ConfigError, StateTainted)
-"""What ends a worker without leaving a state that is worth to be saved."""
+"""Exceptions that end a worker without a state worth saving."""
 
 
 def run_worker(
@@ -55,11 +55,11 @@ def run_worker(
 ) -> int:
     """Train as the worker of this context: a task (`load`), or a script that calls `join`. Returns the exit code.
 
-    load: makes the task, with this config set. linked: called with the link before it is used, by whoever wants to
-    disturb it.
+    load: makes the task, with this config set. linked: called with the link before it is used, so that a test or a
+    scripted fault can disturb it.
 
-    0: the job is over, or this worker was drained. 75: it was evicted, and may come back as a new life. 1: it failed;
-    its last words went to the coordinator and the log.
+    0: the job is over, or this worker was drained. 75: it was evicted, and may come back as a new life. 1: it
+    failed; its last words went to the coordinator and the log.
     """
     config = context.load_config()
     link = LaunchedLink(context, config, faults)
@@ -87,7 +87,7 @@ def run_worker(
 
 @contextlib.contextmanager
 def _held(link: LaunchedLink, context: WorkerContext, hold: Callable[[wire.WorkerFailed], None]) -> Iterator[None]:
-    """If what is done meanwhile raises, this worker stays for as long as the state that it holds is needed."""
+    """If the body raises, this worker stays for as long as its state is needed."""
     try:
         yield
     except _STATELESS:
@@ -100,8 +100,8 @@ def _held(link: LaunchedLink, context: WorkerContext, hold: Callable[[wire.Worke
 
 @contextlib.contextmanager
 def _leaving() -> Iterator[None]:
-    """sys.exit(0) ends the user's code in order. Raises: TaskError for another exit code, which says that it failed,
-    and for what is no Exception (KeyboardInterrupt, say): who holds the state, and what comes again, goes by that."""
+    """sys.exit(0) ends the user's code in order. Raises: TaskError for another exit code, which means failure, and
+    for a BaseException such as KeyboardInterrupt, because the handling of failures goes by TaskError."""
     try:
         yield
     except SystemExit as end:

@@ -1,4 +1,4 @@
-"""How a worker is tied to its job: who it is, whom it tells, where it writes. With an agent, or alone.
+"""How a worker is connected to its job: its identity, its messages, its files. With an agent, or alone.
 
 Apart so that the session is the same in both cases.
 """
@@ -54,12 +54,11 @@ Hello = Callable[[], tuple[wire.AnyMessage, Plan | None]]
 
 @dataclass
 class WorkerLink:
-    """One worker's ties to its job; those of one that has no peers, as far as they are here.
+    """One worker's connections to its job. The base class is that of a worker without peers.
 
-    `run_dir` None: nothing is written. `token`: of the role `peer`; `tls`: what peers are shown that it covers. `task`:
-    as job.json names it, or "". `flip`: a scripted fault, for whoever has the state: one bit of it changes.
-    `fault_now`: faults that are asked for while the job runs. `regular_saves`: checkpoints are taken by themselves,
-    beside those that are asked for.
+    run_dir None: nothing is written. token: of the role `peer`; tls: certificates for connections to peers that need
+    TLS. task: as in job.json, or "". flip: a scripted fault that changes one bit of the state. fault_now: faults
+    requested while the job runs. regular_saves: checkpoints are taken regularly, not only on request.
     """
 
     me: WorkerKey
@@ -101,11 +100,12 @@ class WorkerLink:
         return ""
 
     def call_peer(self, address: str, request: dict[str, Any]) -> PeerConnection:
-        """Raises: CollectiveAborted if nobody answers there; ProtocolError if it is not a peer of this job."""
+        """Connect to a peer. Raises: CollectiveAborted if no process listens there; ProtocolError if it is not a
+        peer of this job."""
         return peer_connect(address, self.token, request, tls=self.tls)
 
     def connect(self, hello: Hello, deliver: Deliver, connected: Callable[[], None]) -> None:
-        """Say hello, now and after each reconnect; what comes goes to `deliver`, from another thread.
+        """Say hello, now and after each reconnect; messages go to `deliver`, from another thread.
 
         connected: called after each hello, from that thread too.
         """
@@ -122,16 +122,17 @@ class WorkerLink:
         return True
 
     def waits(self) -> None:
-        """Nothing can be done before somebody has said something."""
+        """The worker cannot go on before a message comes."""
 
     def turn(self, view: Any, over: bool) -> None:
         """The loop asks for the next step, or, if it is over, for no more. view: the `WorkerView`."""
 
     def at_exit(self, act: Callable[[], None]) -> None:
-        """Have this done when the script has ended, unless by an exception, where nobody else does it."""
+        """Call this when the script has ended without an exception, if no agent does it."""
 
     def finished(self, step: int) -> bool:
-        """Whether a script that is run again has nothing to do after this step, which somebody else would see else."""
+        """Whether a script that is run again has nothing to do after this step; with a launcher the coordinator says
+        so."""
         return False
 
     def stop_words(self, error: EverstepError, step: int) -> wire.WorkerFailed | None:
@@ -189,8 +190,8 @@ class LaunchedLink(WorkerLink):
             self._control.send(message)
 
     def claim(self, name: str, text: str) -> tuple[bool, str] | None:
-        """For a scripted fault: whether this is the first claim of that name in the job, and what the first one said;
-        None if nobody answers."""
+        """Claim a scripted fault: whether this is the first claim of that name in the job, and the text of the
+        first; None if no coordinator answers."""
         if not self._context.apart:
             return claim(self._context.run_path, name, text)
         self._claims += 1
@@ -350,13 +351,13 @@ class LoneLink(WorkerLink):
             return
         if isinstance(message, wire.WorkerDone):
             why = "all steps are done"
-            deliver(wire.JobEnded(state="completed", cause=Cause.COMPLETED, reason=why, exit_code=0))
+            deliver(wire.JobEnded(state="completed", cause=Cause.COMPLETED, reason=why))
         elif isinstance(message, wire.WorkerFailed):  # a checkpoint comes first
             self._stopped = Why(message.cause, message.reason)
             deliver(wire.PlanNow(plan=self._plan(2, self._stopped, save=message.reason)))
         elif isinstance(message, wire.Saved) and self._stopped is not None:
             cause, reason = self._stopped.cause, self._stopped.reason
-            deliver(wire.JobEnded(state="failed", cause=cause, reason=reason, exit_code=1))
+            deliver(wire.JobEnded(state="failed", cause=cause, reason=reason))
 
     def turn(self, view: Any, over: bool) -> None:
         pass

@@ -121,8 +121,8 @@ def test_a_lost_pool_takes_a_backup_of_the_largest_and_says_so():
     assert "stage 1 has lost its whole pool" in world.plan.reason and "fallback" not in world.kinds()
     world.entered(0, 3, 7)
     told = world.report("fallback")
-    assert "stage 1 had lost its whole pool: worker 1 takes stage 1" in told["reason"]
-    assert "from a copy of step 6: 3 steps are done again" in told["reason"] and told["steps_redone"] == 3
+    assert "stage 1 lost its whole pool: worker 1 takes stage 1" in told["reason"]
+    assert "from a copy of step 6: 3 steps are repeated" in told["reason"] and told["steps_redone"] == 3
     world.progress(1, 2, 9)  # as it says how far it had been before it enters
     world.entered(1, 3, 7)
     assert world.kinds().count("fallback") == 1 and world.coordinator.status()["step"] == 6

@@ -53,7 +53,7 @@ def judged_twice(kept: Probing, said: StepOutcome) -> ProbeVerdict:
     """All get the same once more."""
     found = kept.judge(said, 0)
     assert found is not None and (found.odd, found.ends, found.changed) == (frozenset(), False, False)
-    assert "once more" in found.reason
+    assert "compute it again" in found.reason
     found = kept.judge(said, 0)
     assert found is not None
     return found
@@ -63,18 +63,18 @@ def judged_twice(kept: Probing, said: StepOutcome) -> ProbeVerdict:
 def test_a_new_member_that_differs_twice_is_the_odd_one_whatever_the_others_are(compared: bool) -> None:
     found = judged_twice(probing(OLD, NEW), outcome(7, {3: {0: "s a", 1: "s b"}}, compared=compared))
     assert (found.odd, found.lane, found.workers) == ({1}, 3, (0, 1))
-    assert found.reason.startswith("worker 1 computes another gradient from the same samples in lane 3 of step 7")
+    assert found.reason.startswith("worker 1 computed a different gradient from the same samples for lane 3 of step 7")
     assert "worker 0: a; worker 1: b" in found.reason
 
 
 def test_several_are_named_in_one_sentence() -> None:
     found = judged_twice(probing(OLD, NEW, NEW), outcome(7, {3: {0: "s a", 1: "s b", 2: "s b"}}))
-    assert found.odd == {1, 2} and found.reason.startswith("workers 1 and 2 compute another gradient from")
+    assert found.odd == {1, 2} and found.reason.startswith("workers 1 and 2 computed a different gradient from")
 
 
 def test_other_samples_are_called_that() -> None:
     found = judged_twice(probing(OLD, NEW), outcome(7, {3: {0: "s a", 1: "t b"}}))
-    assert "worker 1 gets other samples" in found.reason and "worker 1: t" in found.reason
+    assert "worker 1 got different samples" in found.reason and "worker 1: t" in found.reason
 
 
 def test_who_copied_a_state_that_changed_is_not_the_odd_one() -> None:
@@ -85,7 +85,9 @@ def test_who_copied_a_state_that_changed_is_not_the_odd_one() -> None:
     assert kept.doubt == Doubt(7, 3, 0, {0: said("s a")}), "what a new member has said is of no use if it goes"
     found = kept.judge(outcome(7, {3: {0: "s b", 1: "s b"}}), 0)
     assert found is not None and (found.changed, found.odd, found.ends) == (True, frozenset(), False)
-    assert found.reason == "worker 0 computes lane 3 of step 7 otherwise than before others copied the state"
+    assert found.reason == (
+        "worker 0 got different results for lane 3 of step 7 before and after others copied the state"
+    )
     assert kept.doubt == Doubt()
 
 
@@ -109,8 +111,8 @@ def test_where_all_are_new_most_are_right_and_one_against_one_is_nobody() -> Non
     assert judged_twice(probing(NEW, NEW, NEW), outcome(1, {0: {0: "s b", 1: "s a", 2: "s a"}})).odd == {0}
     kept, odd = probing(NEW, NEW), outcome(1, {0: {0: "s b", 1: "s a"}})
     found, again = kept.judge(odd, 0), kept.judge(odd, 0)
-    assert found is not None and (found.odd, found.ends) == (frozenset(), False) and "once more" in found.reason
-    assert again is not None and again.ends and "nobody knows which" in again.reason
+    assert found is not None and (found.odd, found.ends) == (frozenset(), False) and "compute it again" in found.reason
+    assert again is not None and again.ends and "unknown which" in again.reason
 
 
 @pytest.mark.parametrize(
@@ -187,12 +189,12 @@ def test_states_that_differ_explain_what_is_computed_from_them() -> None:
 @pytest.mark.parametrize(
     ("differ", "part", "says"),
     [
-        ([(0, "gave"), (1, "made"), (1, "gave")], 1, "computes another output from the same input"),
-        ([(0, "made"), (1, "took"), (0, "gave")], 0, "computes another output from the same input"),
-        ([(0, "back"), (0, "gave"), (1, "gave")], 1, "computes another gradient from the same samples"),
-        ([(1, "data"), (1, "made")], 1, "gets other samples"),
-        ([(1, "took"), (1, "made")], 1, "receives something else from the stage before"),
-        ([(0, "back"), (0, "gave")], 0, "receives another gradient from the stage behind"),
+        ([(0, "gave"), (1, "made"), (1, "gave")], 1, "computed a different output from the same input"),
+        ([(0, "made"), (1, "took"), (0, "gave")], 0, "computed a different output from the same input"),
+        ([(0, "back"), (0, "gave"), (1, "gave")], 1, "computed a different gradient from the same samples"),
+        ([(1, "data"), (1, "made")], 1, "got different samples"),
+        ([(1, "took"), (1, "made")], 1, "received a different input from the stage before"),
+        ([(0, "back"), (0, "gave")], 0, "received a different gradient from the next stage"),
     ],
 )
 def test_of_a_split_model_the_first_part_that_differs_is_named(
@@ -284,7 +286,7 @@ def test_where_an_old_member_gives_something_else_than_before_what_was_last_comp
     assert w.last(do.Invalidate) == do.Invalidate(sound, first=True)
     (again,) = w.told(wire.SettleAgain)
     assert (again.tainted, again.sound, again.decided_in, again.drift) == (3, sound, 1, False)
-    assert "worker 0 computes lane 1 of step 3 otherwise than before" in again.reason
+    assert "worker 0 got different results for lane 1 of step 3" in again.reason
     assert again.reason.endswith("all steps are tainted") == (not sound)
 
 

@@ -287,17 +287,17 @@ class JobProgress:
         all_gone = self._fell_from > 0 or (bool(lost) and plan.stages == 1)
         if all_gone:
             source = f"the checkpoint of step {step}" if step else "step 0, as there is no checkpoint"
-            what = f"every worker that held the training state was gone: all go on from {source}"
+            what = f"all workers with the training state were lost: the job goes on from {source}"
         elif self._doubt:
             cause = self._doubt.cause
             what = f"{self._doubt.reason}; all go back to {source}"
         else:
             who = "; ".join(f"worker {listed(s.worker_id for s in plan.pool(k))} takes stage {k}" for k in lost)
-            what = f"stage {listed(lost)} had lost its whole pool: {who}, and every stage goes on from {source}"
+            what = f"stage {listed(lost)} lost its whole pool: {who}, and every stage goes on from {source}"
         redone = max(0, reached - step)
-        text = f"{what}: {redone} step{'s are' if redone != 1 else ' is'} done again"
+        text = f"{what}: {redone} step{'s are' if redone != 1 else ' is'} repeated"
         known = [at for at in self._alike if step < at <= reached]
-        text += f", and compared with the state of step {listed(known)} that all had come to" if known else ""
+        text += f", and compared with the first state of step {listed(known)}" if known else ""
         from_what = "start" if not step else "checkpoint" if all_gone else "copy"
         fields = {"step": step, "generation": plan.generation, "steps_redone": redone, "source": from_what}
         self._env.report("fallback", Why(cause, text), **fields)

@@ -56,7 +56,9 @@ class Saving:
         if self.ending is not None:
             return
         agreement, quorum = self._agreement, self._quorum
-        trained = agreement.plan.previous and self._progress.step  # who has yet to settle holds what was before
+        trained = (
+            agreement.plan.previous and self._progress.step
+        )  # members that have not settled hold the state of before
         there = (
             agreement.entered or trained or self._membership.in_grace
         )  # after a restart members are yet to come back

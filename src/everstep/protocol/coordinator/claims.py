@@ -25,8 +25,10 @@ class Claims:
         self.wanted: PlanName | None = None
         self._env = env
         self._by: dict[WorkerKey, WorkerHello] = {}  # who waits to be told how to go on
-        self._said: list[tuple[str, AnyMessage]] = []  # and what they say meanwhile, by connection
-        self._to_ask: dict[WorkerKey, str] = {}  # who follows what is wanted, by connection, in the order of hellos
+        self._said: list[tuple[str, AnyMessage]] = []  # and their messages meanwhile, by connection
+        self._to_ask: dict[
+            WorkerKey, str
+        ] = {}  # followers of the wanted plan, in the order of hellos, with their connections
         self._asked: tuple[WorkerKey, str] | None = None
         self._again_ns = self._until_ns = 0
         self._given_up: tuple[int, int] = (-1, -1)

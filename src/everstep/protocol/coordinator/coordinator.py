@@ -39,7 +39,7 @@ from everstep.protocol.following import PlanShown, StatesAlike
 LATE_NS = 500 * MILLISECOND_NS
 _MOST_ROUNDS = 20
 
-# By whoever has just connected, or has done so before: before the end of the job and after it.
+# From any client, on a new connection or an old one: before the end of the job and after it.
 FROM_ANYBODY: dict[type, Callable[[JobState, str, Any], object]] = {
     m.WorkerHello: workers.worker_hello,
     m.AgentHello: liveness.agent_hello,
@@ -78,7 +78,7 @@ FROM_WORKERS: dict[type, Callable[[JobState, Worker, Any], None]] = {
 
 ALARMS: dict[Alarm, Callable[[JobState, Any], None]] = {
     Alarm.AGENT: liveness.agent_due,
-    Alarm.ASKED: lambda job, about: None,  # who is asked next is looked at after each event
+    Alarm.ASKED: lambda job, about: None,  # after each event the next worker to ask is chosen
     Alarm.END: lambda job, about: job.saving.end_with("no checkpoint was completed in time"),
     Alarm.FAILED: workers.failed_due,
     Alarm.GONE: liveness.gone_due,
@@ -200,7 +200,7 @@ class Coordinator:
     def _decide(self) -> None:
         """Run the decisions. They depend on the parts' knowledge: if that is unchanged, so are they."""
         job = self.job
-        if job.agreement.claims.wanted is not None:  # what they would be made from is out of date
+        if job.agreement.claims.wanted is not None:  # their basis is out of date
             return
         for _ in range(_MOST_ROUNDS):
             if job.version == self._decided or job.progress.ended is not None:

@@ -42,7 +42,7 @@ class Alarm(IntEnum):
     """Reasons for which the coordinator wakes up; alarms due at one moment ring in this order."""
 
     AGENT = auto()  # this agent may have been silent for too long
-    ASKED = auto()  # who was asked for a plan may have had time enough to show it
+    ASKED = auto()  # the worker asked for a plan may have had enough time to send it
     END = auto()  # the time for a checkpoint before the end may be over
     FAILED = auto()  # the time for a checkpoint before workers that have raised are let go may be over
     GONE = auto()  # this worker may have been without a connection for too long

@@ -33,9 +33,9 @@ def spread_due(job: JobState, about: Any) -> None:
     agreement, slots = job.agreement, job.slots
     if job.progress.ended is not None or job.saving.ending is not None or not slots.shared_out:
         return
-    if job.env.config.stages > 1 and job.env.config.wish.named:  # who is wanted in which pool goes by its number
+    if job.env.config.stages > 1 and job.env.config.wish.named:  # the map names the workers of each pool by number
         return
-    busy = agreement.broken or agreement.prepared is not None or job.healing.joins or job.membership.in_grace
+    busy = agreement.prepared is not None or job.healing.joins or job.membership.in_grace
     busy = busy or any(agent.sent_slots is None for agent in _usable(job))
     if busy or not agreement.running or len(agreement.survivors()) < slots.target:
         job.env.alarms.set(Alarm.SPREAD, job.env.now + SECOND_NS)

@@ -92,7 +92,7 @@ def _choose_joiners(job: JobState, leaving: list[Worker]) -> None:
     coming = set(agreement.prepared.joining) if agreement.prepared is not None else set()
     vacancies = _vacancies(job, leaving, coming)
     found = [w for w in candidates(job) if w.key.worker_id not in coming]
-    # Who has begun to heal goes on; a life that replaced another begins anew.
+    # A worker that has begun to heal goes on; a life that replaced another starts over.
     found.sort(key=lambda w: w.key.worker_id not in healing.joins)
     chosen = found[:vacancies]
     healing.keep({w.key.worker_id for w in chosen} | coming)

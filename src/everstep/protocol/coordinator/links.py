@@ -41,7 +41,7 @@ class Links:
         self._accusations: dict[WorkerKey, set[int]] = {}
         self._reasons: list[str] = []
         self._closes_ns = 0
-        self._faults: dict[Link, tuple[int, int, Between]] = {}  # generation and time of the newest, and between whom
+        self._faults: dict[Link, tuple[int, int, Between]] = {}  # generation and time of the newest, and its two ends
         self._apart: dict[tuple[str, str], int] = {}  # hosts that did not reach each other, until when that counts
 
     def peer_fault(self, worker: Worker, message: PeerFault) -> None:

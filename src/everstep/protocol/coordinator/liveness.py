@@ -56,7 +56,7 @@ def agent_hello(job: JobState, connection: str, hello: m.AgentHello) -> None:
     why = Why(Cause.EXITED, f"it no longer runs on host {agent.host}")
     if anew:
         why = Why(Cause.HOST_LOST, f"the agent of host {agent.host} died, and its workers with it")
-    # Only what it listed before can be missing: a thousand agents need not look at a thousand workers each.
+    # Only workers that it listed before can be missing: a thousand agents need not look at a thousand workers each.
     for worker in job.membership.living(sorted(before - agent.lives)):
         if worker.agent_id == agent.agent_id:
             evict(job, worker, why, kill=False)
@@ -287,7 +287,7 @@ def agent_due(job: JobState, agent_id: str) -> None:
     if dead:
         give_up_host(job, agent, suspicion.reason)
         return
-    if not connected:  # it had time enough, or some of its workers are connected: who is not may be decided about
+    if not connected:  # it had enough time, or some of its workers are connected: the others may be decided about
         job.env.change()
     if suspicion.suspect:
         for worker in _workers_of(job, agent):
@@ -381,7 +381,7 @@ def gone_due(job: JobState, worker_id: int) -> None:
     gone = job.env.now - worker.gone_ns
     agent = job.agents.of(worker)
     if agent is None or worker.key not in agent.believed:
-        # Either nobody can say that it lives, or whoever could has been heard since, and did not.
+        # Either no agent can say that it lives, or its agent has been heard since, and did not say so.
         heard = agent is None or (agent.connection is not None and agent.detector.silence_ns(job.env.now) < gone)
         if gone >= ALONE_LIMIT_NS and heard:
             what = "no agent speaks for its host" if agent is None else _DISOWNED
@@ -417,7 +417,7 @@ def grace_due(job: JobState, about: Any) -> None:
     membership, now = job.membership, job.env.now
     if not membership.grace_until_ns or job.progress.ended is not None:
         return
-    if membership.in_grace:  # it was begun anew meanwhile
+    if membership.in_grace:  # it was prolonged meanwhile
         job.env.alarms.set(Alarm.GRACE, membership.grace_until_ns)
         return
     absent = sorted((w for w in membership.to_come() if w.member is not None), key=lambda w: w.key)

@@ -331,7 +331,7 @@ def _regroup(job: JobState) -> None:
         text += "; every worker that held the training state is gone: back to the newest copy"
     domain = job.agents.whereabouts.lost_domain((name, agent.host) for name, agent in job.agents.known.items())
     text = f"{domain}: {text}" if domain else text
-    if not agreement.entered:  # what was to be restored before may still be nowhere
+    if not agreement.entered:  # stages that were to be restored before may still be nowhere
         lost = sorted({*lost, *job.progress.lost_stages})
     make_now(job, members, Why(cause, text), fresh=False)
     job.progress.lose(lost)

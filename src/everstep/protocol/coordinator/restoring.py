@@ -113,7 +113,7 @@ def restore(config: CoordinatorConfig, journal: Iterable[dict[str, Any]]) -> tup
         wrong = _apply(job, entries)
         if wrong is None:
             break
-        number, text = wrong  # it may have taken effect in part: begin anew without it
+        number, text = wrong  # it may have taken effect in part: start over without it
         del entries[number]
         aside[number] = text
     if job.agreement.plan is not NO_PLAN:

@@ -29,7 +29,7 @@ class Slots:
         self._version = 0
         self._shared: tuple[int, int, str] | None = None
 
-    # ---- what is wanted
+    # ---- wanted slots
 
     @property
     def as_started(self) -> bool:
@@ -73,7 +73,7 @@ class Slots:
         """Change the number of members, and the slots, that are wanted."""
         running = {key.worker_id for agent in self._agents.known.values() for key in agent.believed}
         running |= {i for i, worker in self._membership.workers.items() if worker.connection is not None}
-        for worker_id in ids - self.ids() - running:  # whoever had such a slot before has no claim to it
+        for worker_id in ids - self.ids() - running:  # an earlier owner has no claim to the slot
             self._owners.pop(worker_id, None)
         self._retiring = (self._retiring | (self.ids() & running)) - ids
         self.take_wish(target, ids, why.cause)
@@ -86,7 +86,7 @@ class Slots:
         self._unwanted |= dict.fromkeys(self.ids() - ids, cause)
         self.target, self._asked = target, set(ids)
 
-    # ---- what became of them
+    # ---- fate of the slots
 
     def runs(self, worker_id: int, agent_id: str) -> None:
         """This agent runs a life of the slot."""

@@ -29,7 +29,7 @@ class Speeds:
         self._env, self._membership, self._agents = env, membership, agents
         self._newest_ms: dict[WorkerKey, float] = {}  # per lane, as each last said; 0: unknown
         self._looks_ms: dict[WorkerKey, deque[float]] = {}  # at the last looks at the speeds
-        self._idle = (0, False)  # the generation that was looked at, and what was found
+        self._idle = (0, False)  # the generation that was checked, and the result
         self.watching = False
         self._uneven_since_ns: int | None = None  # since when other lanes would shorten the steps by much
         self._changed_ns: int | None = None
@@ -79,7 +79,7 @@ class Speeds:
             self._idle = (plan.generation, any((s.worker_id, s.stage) in without and s.lanes for s in again))
         return self._idle[1]
 
-    # ---- what is known
+    # ---- measurements
 
     def say(self, key: WorkerKey, ms_per_lane: float) -> None:
         """A worker reports its time per lane, 0 if unknown. The first report starts the checks."""

@@ -218,7 +218,7 @@ class Application:
         return self._answer_end()
 
     def _stepped(self, wanted: int) -> do.Answer:
-        at = self._machine.step  # beyond what was asked for where the state was copied from others who are there
+        at = self._machine.step  # later than the step asked for if the state was copied from members that are there
         if at == wanted:
             return do.EndsJob(self._last.ends_job) if self._last.ends_job else do.Stepped(at)
         if self._rewindable:

@@ -90,7 +90,7 @@ def verdict(when: str, copies: Iterable[Copies], fresh: Collection[int]) -> Disa
     found = [one for each in copies if (one := _judge(when, each, fresh)) is not None]
     if not found:
         return None
-    # What changed by itself may be the reason for the rest; what is outvoted then heals.
+    # A state that changed by itself may explain the other differences; the outvoted member then heals.
     by_itself = [one for one in found if not one.drift]
     outvoted = frozenset(worker for one in by_itself for worker in one.outvoted)
     return Disagreement("; ".join(one.reason for one in by_itself or found), outvoted, not by_itself)
@@ -138,8 +138,8 @@ def _differs_from_before(when: str, copies: Copies, digests: Mapping[str, str]) 
     now = next(digest for _, digest in copies.said.values() if digest)
     where = named([copies.agreed, now], copies.parts)
     return (
-        f"{copies.place} {when} is not the one that all workers had come to before ({now[:12]}, expected "
-        f"{copies.agreed[:12]}){where}; the steps were done again, {_VERIFIED}"
+        f"{copies.place} {when} differs from that of the first time ({now[:12]}, expected {copies.agreed[:12]})"
+        f"{where}; the steps were repeated, {_VERIFIED}"
     )
 
 
@@ -207,7 +207,7 @@ class Comparing:
         known = self._repeats and bool(self._alike.get(number - 1))
         return periodic or known or (len(plan.members) > 1 and (bool(self._members) or self._asked == number))
 
-    # ---- what came of it
+    # ---- results
 
     def learn(self, plan: Plan) -> None:
         """Take the steps at which all were alike from the plan."""

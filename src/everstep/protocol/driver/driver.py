@@ -143,7 +143,7 @@ class Driver:
         else:
             self._hearing.feeds_lost(Why(Cause.CORRUPT, f"blocks of stage {event.stage} are lost ({event.extents})"))
 
-    # ---- what comes next
+    # ---- the next operation
 
     def _advance(self) -> None:
         """Do everything that is possible before the next result, ask or message."""

@@ -9,8 +9,6 @@ from everstep.protocol.driver import operations as do
 from everstep.protocol.driver.driver_parts import DriverParts
 from everstep.protocol.driver.machine_effects import MachineEffects
 
-_INTERRUPTED = 130
-
 
 class LastSave:
     """Takes the last checkpoint, and ends the job if no coordinator does."""
@@ -53,5 +51,5 @@ class LastSave:
 
     def leave(self, why: Why) -> None:
         """End the job here, without its coordinator."""
-        over = wire.JobEnded(state="interrupted", cause=why.cause, reason=why.reason, exit_code=_INTERRUPTED)
+        over = wire.JobEnded(state="interrupted", cause=why.cause, reason=why.reason)
         self._parts.application.end(over)

@@ -117,7 +117,7 @@ class MachineEffects:
             parts.saver.invalidated()
         tainted = differs.tainted, differs.generation
         mine_is_wrong = parts.machine.me.worker_id in differs.odd
-        if mine_is_wrong and probe is not None:  # its state is right, what it makes of it is not
+        if mine_is_wrong and probe is not None:  # its state is right, but its results are not
             parts.application.answer(do.Exit(differs.why.reason))
             return
         if mine_is_wrong:

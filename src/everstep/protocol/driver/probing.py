@@ -21,13 +21,13 @@ from everstep.protocol.driver.records import StepOutcome
 from everstep.protocol.step_types import Doubt, Holding, LaneSaid
 
 _FORWARD = {
-    "data": ("get", "other samples"),
-    "took": ("receive", "something else from the stage before"),
-    "made": ("compute", "another output from the same input"),
+    "data": "got different samples",
+    "took": "received a different input from the stage before",
+    "made": "computed a different output from the same input",
 }
 _BACKWARD = {
-    "back": ("receive", "another gradient from the stage behind"),
-    "gave": ("compute", "another gradient from the same samples"),
+    "back": "received a different gradient from the next stage",
+    "gave": "computed a different gradient from the same samples",
 }
 _SHOWN = 12
 
@@ -144,11 +144,9 @@ class Probing:
             self.doubt, odd = Doubt(step, lane, part, right_ones if odd else dict(said)), frozenset()
         ends = again and not odd
         values = "; ".join(f"worker {worker}: {digest[:_SHOWN]}" for worker, digest in of.items())
-        who = _workers(odd) if odd else "one of them"
-        who += ", nobody knows which," if ends else ""
-        later = "" if ends or odd else ": all compute it once more"
-        verb, thing = (_FORWARD | _BACKWARD)[what]
-        does = f"{_does(verb, len(odd))} {thing} in {self._where(step, lane, part)}"
+        who = _workers(odd) if odd else "one of them, unknown which," if ends else "one of them"
+        later = "" if ends or odd else ": all compute it again"
+        does = f"{(_FORWARD | _BACKWARD)[what]} for {self._where(step, lane, part)}"
         return ProbeVerdict(lane, tuple(sorted(of)), odd, f"{who} {does} ({values}){later}", self._sound, ends)
 
     def _changed(self, outcome: StepOutcome) -> ProbeVerdict | None:
@@ -161,8 +159,7 @@ class Probing:
             return None
         self.doubt = Doubt()
         where = self._where(doubt.step, doubt.lane, doubt.part)
-        does = f"{_does('compute', len(changed))} {where} otherwise than before others copied the state"
-        reason = f"{_workers(changed)} {does}"
+        reason = f"{_workers(changed)} got different results for {where} before and after others copied the state"
         return ProbeVerdict(doubt.lane, tuple(sorted(now)), frozenset(), reason, self._sound, changed=True)
 
     def _where(self, step: int, lane: int, part: int) -> str:
@@ -171,11 +168,6 @@ class Probing:
 
 def _workers(ids: Collection[int]) -> str:
     return f"worker{'s' if len(ids) > 1 else ''} {' and '.join(map(str, sorted(ids)))}"
-
-
-def _does(verb: str, how_many: int) -> str:
-    """The verb for this number of workers; 0: one unknown worker."""
-    return verb if how_many > 1 else f"{verb}s"
 
 
 class LanesGiven:

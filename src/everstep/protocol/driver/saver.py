@@ -83,7 +83,7 @@ class Saver:
         plan = self._machine.plan
         return plan is not None and plan.leader(0) == self._machine.me.worker_id
 
-    # ---- the job's leader: what is due
+    # ---- the job's leader: due checkpoints
 
     def request(self, why: Why) -> None:
         """Request a checkpoint after the present step; its outcome is reported to the coordinator."""

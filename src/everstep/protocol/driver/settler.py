@@ -77,7 +77,7 @@ class Settler:
         self._out.times.freed(plan.generation)
         self._comparing.learn(plan)
         doubt = machine.sound >= 0
-        disk = not machine.step or doubt or plan.stages > 1 or bool(plan.shards)  # else what is in memory will do
+        disk = not machine.step or doubt or plan.stages > 1 or bool(plan.shards)  # else the state in memory will do
         limit = machine.sound if doubt else None
         if doubt:  # this worker may have heard of it from others only
             self._out.put(do.Invalidate(machine.sound, first=machine.me.worker_id == plan.worker_ids[0]))
@@ -174,7 +174,9 @@ class Settler:
         gathers: do.GatheredRecords = {}
         if live:
             records, gathers = machine.records, self._gathers.up_to(machine.position, machine.records)
-        if live and position.seq == 0 and machine.position.seq > 0:  # whoever goes back to it has learnt nothing yet
+        if (
+            live and position.seq == 0 and machine.position.seq > 0
+        ):  # a member that goes back to it has gathered nothing yet
             records = self._gathers.of_update(position.step)
             gathers = {position: records} if records else {}
         self._shelved = True
@@ -212,7 +214,7 @@ class Settler:
         step."""
         machine, at = self._machine, self._machine.position
         rebuilt = not effect.step and not all(effect.sources.values())
-        unable = not effect.step and self._machine.current_plan().stages == 1  # what is not split is built once
+        unable = not effect.step and self._machine.current_plan().stages == 1  # an unsplit model is built once
         if (at.step and not self._rewindable) or ((at.step or rebuilt) and unable):
             return do.Exit(f"the job goes back to step {effect.step}, from where this worker restarts")
         stands = at.step == effect.step

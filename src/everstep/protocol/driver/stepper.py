@@ -154,7 +154,7 @@ class Stepper:
 
     def gathered(self, effect: step.Gathered) -> Differs | None:
         """A gather is decided. Returns the difference if its records show that the last states differ."""
-        states = last_states(effect.records) if effect.here else {}  # else whoever hands it over has compared
+        states = last_states(effect.records) if effect.here else {}  # else the member that hands it over has compared
         said = Statements.last(effect.key.step, states)
         found = self._compare(said)
         if found is None and states:
@@ -246,7 +246,7 @@ class Stepper:
         sound = self._comparing.proven(said.step)
         everybody = {who for digests in said.digests.values() for who in digests}
         knows = plan is not None and not (fresh and found.drift and self._comparing.any_stayed(everybody))
-        if knows:  # else others know better what was alike, and see to what all share
+        if knows:  # else other members know better, and delete the shared checkpoints
             self._out.put(do.Invalidate(sound, first=mine == min(everybody - found.outvoted, default=mine)))
         reason = found.reason + ("" if found.drift else _tainted(sound))
         cause = Cause.NONDETERMINISTIC if found.drift else Cause.CORRUPT

@@ -246,7 +246,7 @@ class Taker:
         """To follow, ask a few more sources at the same moment: later they are at another step."""
         asked = self._asked[source]
         asked.reached = True
-        if self.order.follows and asked.leads:
+        if self.order.follows:
             for _ in range(min(self.order.at_once - 1, len(self._waiting))):
                 self._reach(leads=False)
             self._waiting.clear()
@@ -270,7 +270,7 @@ class Taker:
         self._chunks.lost(source)
         if self.order.follows and asked.leads and asked.reached:
             self._fail()
-        elif not self._describing and not self._leaders and self._waiting:
+        elif not self._describing and self._waiting:
             self._reach(leads=True)
 
     @property

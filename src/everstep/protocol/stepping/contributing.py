@@ -54,7 +54,6 @@ class Contributing:
         if isinstance(self.asked, StepWanted):
             self.asked = None
             known.next.lose_lanes(known.next.lanes)
-            known.next.awaits(())
             if known.phase in (Phase.COMPUTING, Phase.REDUCING):
                 known.goes(Phase.IDLE)
         return []
@@ -101,7 +100,7 @@ class Contributing:
         if known.phase is not Phase.COMPUTING:
             return []
         coming.awaits(coming.awaited - {(event.stage, event.lane)})
-        if coming.awaited or not coming.lanes >= known.plans.seats():
+        if coming.awaited:
             return []
         known.goes(Phase.REDUCING)
         return [ReductionDue(known.plans.generation, event.step)]

@@ -87,13 +87,11 @@ class Deciding:
         known.goes(Phase.SETTLING)
         if switch is None:
             return [done, *self._entering.settle()]
-        known.plans.decide(None)
         return [done, *self._switching.change_over(switch)]
 
     def refused(self, event: UpdateRefused) -> list[StepEffect]:
         """The records of a decision show that states differ: stop until all members have settled at an older step."""
         known = self._known
-        self._contributing.answered()
         if known.phase is Phase.UPDATING:
             known.take_back(intact=event.intact)
             self._contributing.asks_again()

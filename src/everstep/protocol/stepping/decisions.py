@@ -45,7 +45,7 @@ class Decisions:
 
     def move(self, position: Key, records: Mapping[int, Record]) -> list[StepEffect]:
         """Set the position; a decision beyond (s, 0) proves that every member had decided (s, 0)."""
-        if position != self.position:  # else what was decided before the application asked still answers it
+        if position != self.position:  # else a gather that was decided early still answers the application
             self.early = None
         self.position, self.records = position, records
         self._arrived = {k: r for k, r in self._arrived.items() if k > position}

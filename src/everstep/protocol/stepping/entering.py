@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from everstep.base.errors import check
 from everstep.base.extents import NONE, Extents
-from everstep.protocol.settling import Settlement, less, settle, sound_limit, unaware
+from everstep.protocol.settling import Settlement, settle, sound_limit, unaware
 from everstep.protocol.step_phases import OUTSIDE, Phase
 from everstep.protocol.step_types import (
     BlocksLost,
@@ -89,7 +89,7 @@ class Entering:
         limit = sound_limit(holdings)
         if limit is not None and any(h.sound != limit for h in holdings.values()):
             if known.held.sound != limit:
-                known.doubt(limit)  # whoever did not know has stated too little: what there is up to that step
+                known.doubt(limit)  # this member's statement lacks its states up to that step
             return [SettleAnew(plans.generation, f"states later than that of step {limit} are tainted")]
         settled = settle(plans.current, holdings)
         effects: list[StepEffect] = []
@@ -120,11 +120,10 @@ class Entering:
     def _roll_forward(self, top: Key, records: Mapping[int, Record]) -> list[StepEffect]:
         """Take the one decision that is missing here, with the records that another member handed over."""
         known, held = self._known, self._known.held
-        rolled = {k: part for k, part in known.next.gradients.items() if not less(held.blocks.get(k, NONE), part)}
         effects = known.take(top, records)
         if top.seq == 0:
             self._contributing.answered()
-            held.becomes(rolled)
+            held.becomes(known.next.gradients)
             known.goes(Phase.UPDATING)
             return [*effects, StepDecided(top.step, dict(records))]
         gathered = Gathered(top, dict(records), here=False)
@@ -147,10 +146,8 @@ class Entering:
         if event.position != before:
             self._contributing.answered()
             effects.append(Discard(before.step + 1 if event.position.step < before.step else event.position.step))
-        elif held.sound >= 0 or any(
-            stage in held.blocks and (known.lacks(stage) or donors[:1] != (mine,)) for stage, donors in wanted.items()
-        ):
-            # Another state of the same step, or a repaired one: what was computed from one's own counts for nothing.
+        elif held.sound >= 0 or any(k in held.blocks and donors[:1] != (mine,) for k, donors in wanted.items()):
+            # Another state of the same step, or a repaired one: results computed from the old one are void.
             known.next.forget()
             effects.append(Discard(event.position.step + 1))
         if event.position.step == 0:

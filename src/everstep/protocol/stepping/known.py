@@ -82,7 +82,6 @@ class Known:
     def _leave(self, step: int) -> None:
         if step != self.step:
             self.next.is_another()
-            self.held.becomes({k: blocks for k, blocks in self.held.blocks.items() if blocks.whole})
 
     def doubt(self, sound: int) -> None:
         """States after this step are void, and so is the live state of this step, since copies of it have just

@@ -64,7 +64,6 @@ class Switching:
             return self._take(plan)
         effects = self._leave(plan)
         plans.follow(plan.generation, None)
-        self._entering.regroup()
         known.goes(Phase.LEFT)
         return [*effects, LeftPlan(plan.generation)]
 
@@ -81,7 +80,6 @@ class Switching:
         known.plans.follow(plan.generation, plan)
         self._entering.regroup()
         known.decisions.regroup()
-        known.next.awaits(())
         parts = {k: blocks for k, blocks in held.blocks.items() if not blocks.whole}
         if plan.sound >= 0 and not 0 <= held.sound <= plan.sound:
             known.doubt(plan.sound)

@@ -430,8 +430,8 @@ async def make_known(path: Path, where: dict[str, Any], events: EventLog) -> Non
         except OSError as error:
             if not warned:
                 warned = True
-                text = f"cannot write {path} ({error.strerror or error}): the coordinator serves, and tries again; who"
-                warn(events, Why(Cause.DISK, f"{text} looks for it there finds where the one before it was"))
+                text = f"cannot write {path} ({error.strerror or error}), which still names an earlier coordinator"
+                warn(events, Why(Cause.DISK, f"{text}: this one serves, and tries again"))
         await asyncio.sleep(_ANNOUNCE_S)
 
 
