@@ -11,8 +11,9 @@ import click
 
 from everstep.base.config import Config
 from everstep.base.errors import ConfigError
-from everstep.cli import plan_failures, plan_goodput
-from everstep.cost import device_memory, quantities
+from everstep.cli import plan_failures, plan_goodput, plan_time
+from everstep.cost import quantities
+from everstep.cost.catalogue import CATALOGUE, device_named
 from everstep.cost.memory import (
     GB,
     JOB_BYTES,
@@ -45,9 +46,10 @@ def command() -> None:
 
 command.add_command(plan_failures.command)
 command.add_command(plan_goodput.command)
+command.add_command(plan_time.command)
 
 
-@command.command(epilog=f"Devices known to --gpu: {', '.join(device_memory.MEMORY_GB)}.")
+@command.command(epilog=f"Devices known to --gpu: {', '.join(CATALOGUE)}.")
 @click.argument("task", required=False)
 @click.option("--params", metavar="N", help="Number of parameters in place of a task: 125M, 7.5B, 1.5T.")
 @click.option("--workers", type=click.IntRange(min=1), help="Number of workers in total (1, or the task's).")
@@ -126,8 +128,8 @@ def _room(gpu: str | None, memory_text: str | None) -> tuple[int | None, list[st
         return quantities.parse_bytes(memory_text, "--memory"), []
     if gpu is None:
         return None, []
-    size = device_memory.memory_bytes(gpu)
-    return size, [f"{size / GB:g} GB on each {gpu} ({device_memory.SOURCE})"]
+    device = device_named(gpu)
+    return round(device.memory_gb * GB), [f"{device.memory_gb:g} GB on each {gpu} ({device.sources['memory_gb']})"]
 
 
 _Known = tuple[Model, int, int, dict[str, str] | None, list[str]]

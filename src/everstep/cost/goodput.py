@@ -52,9 +52,10 @@ class Policy:
     """What a job does at a failure.
 
     stall_s: all stand still, by harm. back_s: until a spare, or the process again, computes. provision_s: until a
-    broken device is replaced where there is no spare; None: repaired. waits: all stand still until all devices are
-    back, too. rolls_back: work since the last checkpoint is lost. unit: devices that leave together. slowdown: throughput
-    lost per share of devices lost. save_every_s, save_s: of training between checkpoints, and how long one stops it.
+    broken device is replaced where there is no spare; None: repaired. waits: after the stall they wait until all
+    devices are back. rolls_back: work since the last checkpoint is lost. unit: devices that leave together. slowdown:
+    throughput lost per share of devices lost. save_every_s, save_s: of training between checkpoints, and how long one
+    stops it.
     copies: of each part of the state; 0: all workers have all of it. If the last copy is lost before there is another
     one, the job goes back to a checkpoint, which takes reload_s. head_s: if the head's host is lost.
     """

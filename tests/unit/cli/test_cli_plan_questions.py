@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -74,7 +75,101 @@ def test_goodput_in_words(capsys: pytest.CaptureFixture[str]) -> None:
     assert "oobleck" in text and "assumed: a step takes 10 s" in text
 
 
+def test_time_of_a_step_and_of_a_job(capsys: pytest.CaptureFixture[str]) -> None:
+    said = answered(capsys, "time", "--params", "13B", "--gpus", "32", "--tp", "4", "--pp", "2", "--tokens", "26B")
+    assert said["split"]["dp"] == 4 and said["micro_batches"] == 256 and said["dtype"] == "bf16"
+    assert said["days"] == pytest.approx(26e9 / said["tokens_per_s"] / 86400)
+    assert said["dollars"] == pytest.approx(said["days"] * 24 * 32 * 1.5)
+    assert said["bubble"] == said["bubble_played"] == 1 / 257 and "llama2-13b" in said["assumed"][0]
+    assert said["device_sources"]["price"] and "rows 1.7B and 1008B" in said["stack"]["calibrated"]
+    fast = answered(
+        capsys, "time", "--params", "13B", "--gpus", "32", "--gpu", "h100-80", "--batch", "64", "--zero", "3"
+    )
+    assert fast["stack"]["name"] == "torchtitan-compile" and fast["batch"] == 64 and fast["days"] is None
+    assert fast["mfu"] == pytest.approx(fast["tflops"] / 989.5)
+
+
+def test_a_number_between_the_published_models_has_its_layers_scaled(capsys: pytest.CaptureFixture[str]) -> None:
+    said = answered(capsys, "time", "--params", "5B", "--gpus", "8", "--sequence", "1024")
+    assert said["shape"]["layers"] == 24 and said["parameters"] == pytest.approx(5e9, rel=0.05)
+    assert said["shape"]["sequence"] == 1024
+    own = answered(capsys, "time", "--layers", "24", "--hidden", "1024", "--heads", "16", "--gpus", "3", "--batch", "3")
+    assert own["shape"]["hidden"] == 1024 and "51200 as --vocab" in own["assumed"]
+
+
+def test_a_batch_that_is_assumed_is_made_to_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    said = answered(capsys, "time", "--model", "gpt3-13b", "--gpus", "24", "--micro-batch", "4")
+    assert said["batch"] == 1056 and said["batch"] % 96 == 0
+
+
+CATALOGUE = """
+mine-64:
+  peak_tflops: {bf16: 100, fp32: 10}
+  memory: 64GB
+  bandwidth_gb_s: 1000
+  link_gb_s: 50
+  network: 100Gb
+  price: 0.5
+  mtbf: 30000h
+  source: measured here
+"""
+
+
+def test_users_add_devices(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "more.yaml"
+    file.write_text(CATALOGUE)
+    said = answered(capsys, "time", "--params", "1.3B", "--gpus", "8", "--gpu", "mine", "--catalogue", str(file))
+    assert said["device"] == "mine-64" and said["device_sources"]["peak"] == "measured here"
+    for line, expected in (
+        ("  price: 0.5", "got no price"),
+        ("  memory: 64GB", "got no memory"),
+        ("  link_gb_s: 50", "got no link_gb_s"),
+    ):
+        file.write_text(CATALOGUE.replace(line + "\n", ""))
+        assert run_command(["plan", "time", "--params", "1B", "--gpus", "8", "--catalogue", str(file)]) == 2
+        told = capsys.readouterr().err
+        assert expected in told and len(told.splitlines()) == 1
+    for old, new, expected in (
+        ("price: 0.5", "price: -1", "expected a number above 0, got '-1'"),
+        ("64GB", "64", "with its unit"),
+        ("bf16: 100, fp32: 10", "int4: 3", "expected some of fp32"),
+        ("{bf16: 100, fp32: 10}", "3", "got something else"),
+    ):
+        file.write_text(CATALOGUE.replace(old, new))
+        assert run_command(["plan", "time", "--params", "1B", "--gpus", "8", "--catalogue", str(file)]) == 2
+        told = capsys.readouterr().err
+        assert expected in told and len(told.splitlines()) == 1
+
+
+def test_time_in_words(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(["plan", "time", "--model", "llama3-8b", "--gpus", "8", "--gpu", "h100", "--batch", "16"]) == 0
+    text = capsys.readouterr().out
+    assert "days and dollars: give --tokens" in text and "matrices" in text and "played through" in text
+
+
+TIME = ["time", "--params", "13B", "--gpus"]
 REFUSED = [
+    (["time", "--gpus", "8"], "expected one of --params 13B, --model NAME"),
+    ([*TIME, "8", "--model", "gpt3-13b"], "expected one of --params"),
+    ([*TIME, "12"], "--gpus: expected whole nodes of 8 (--per-node), got 12"),
+    ([*TIME, "0"], "--gpus"),
+    ([*TIME, "8", "--gpu", "a100-8"], "did you mean a100-80"),
+    ([*TIME, "8", "--dtype", "fp8"], "--dtype: expected one of fp32, tf32, fp16, bf16 on a100-80, got 'fp8'"),
+    ([*TIME, "8", "--stack", "none"], "--stack: expected one of megatron-2021"),
+    ([*TIME, "8", "--tp", "3"], "--tp: expected a divisor of the 40 heads, got 3"),
+    ([*TIME, "32", "--tp", "8", "--pp", "8"], "--gpus: expected a multiple of --tp x --pp (64), got 32"),
+    (
+        [*TIME, "64", "--pp", "64"],
+        "--pp: expected at most one part for each of the 40 layers, got 64 stages of 1 chunk",
+    ),
+    ([*TIME, "8", "--batch", "12"], "--batch: expected a multiple of 8 (data parallel x --micro-batch), got 12"),
+    ([*TIME, "8", "--pp", "2", "--chunks", "2"], "chunks: expected 1 with schedule 1f1b"),
+    ([*TIME, "8", "--network", "200GB"], "bits per second with their unit, such as 200Gb"),
+    ([*TIME, "8", "--tokens", "-1"], "--tokens: expected a number such as 125M"),
+    ([*TIME, "8", "--heads", "7"], "--heads: expected a divisor of the hidden size 5120, got 7"),
+    ([*TIME, "8", "--layers", "0"], "--layers: expected from 1 to 1e+07, got 0"),
+    (["time", "--model", "lama3-8b", "--gpus", "8"], "did you mean llama3-8b"),
+    ([*TIME, "8", "--catalogue", "/no/such"], "cannot read"),
     (["failures", "--hours", "1"], "--nodes"),
     (["failures", "--nodes", "0", "--hours", "1"], "--nodes"),
     (["failures", "--nodes", "8", "--hours", "-1"], "more than 0 and at most 1e+06 hours, got -1"),
@@ -101,6 +196,7 @@ def test_a_bad_question_is_one_line(options: list[str], said: str, capsys: pytes
 
 
 WITHOUT_TORCH = [
+    ["time", "--params", "13B", "--gpus", "8"],
     ["failures", "--nodes", "8", "--hours", "24"],
     ["goodput", "--devices", "64", "--runs", "2"],
 ]
