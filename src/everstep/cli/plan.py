@@ -12,6 +12,8 @@ import click
 from everstep.base.config import Config
 from everstep.base.errors import ConfigError
 from everstep.cli import plan_failures, plan_goodput, plan_time
+from everstep.cli.plan_inputs import json_option
+from everstep.cli.plan_splits import split_lines, split_options, splits_of
 from everstep.cost import quantities
 from everstep.cost.catalogue import CATALOGUE, device_named
 from everstep.cost.memory import (
@@ -66,7 +68,8 @@ command.add_command(plan_time.command)
 @click.option("--offload", metavar="none|cpu|DIR", default="none", help="Where the optimizer's state lies (none).")
 @click.option("--gpu", metavar="NAME", help="Device that each worker has.")
 @click.option("--memory", "memory_text", metavar="SIZE", help="Memory of each worker's device in its place: 80GiB.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@split_options
+@json_option
 def memory(
     task: str | None,
     params: str | None,
@@ -78,6 +81,7 @@ def memory(
     gpu: str | None,
     memory_text: str | None,
     as_json: bool,
+    **asked_split: Any,
 ) -> int:
     """Show how much memory a worker needs to train TASK, or a model with so many parameters.
 
@@ -105,10 +109,13 @@ def memory(
     paper = _Table("paper", _PAPER, answers_by_paper(model.parameters, workers, split.offload, room))
     ours = _Table("ours", _OURS, answers_of_ours(model, split, room))
     tables = (ours, paper) if task is not None else (paper, ours)
+    splits = splits_of(params, workers, asked_split, room) if params is not None else None
     if as_json:
-        print(json.dumps(_to_dict(asked, *tables, [*assumed, *more])))
+        print(json.dumps({**_to_dict(asked, *tables, [*assumed, *more]), "usual": splits}))
     else:
         _print(asked, tables, [*assumed, *more])
+        for line in split_lines(splits) if splits is not None else ():
+            print(line)
     return 1 if tables[0].stages[stage].fits is False else 0
 
 

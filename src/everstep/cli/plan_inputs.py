@@ -19,7 +19,7 @@ from everstep.cli.config_file import read_config_file
 from everstep.cost import quantities
 from everstep.cost.catalogue import CATALOGUE, DTYPES, DeviceKind, device_named
 from everstep.cost.models import PUBLISHED, ModelShape, PublishedModel, check_shape, nearest_model
-from everstep.cost.step_time import STACKS, Fleet, ParallelSplit, SoftwareStack
+from everstep.cost.step_time import STACKS, Fleet, SoftwareStack
 from everstep.report.words import aligned
 
 MOST_NODES, MOST_HOURS = 10**7, 10**6
@@ -93,7 +93,7 @@ class Question:
 def read_question(asked: Mapping[str, Any]) -> Question:
     """The question that options ask. Raises: ConfigError, one line."""
     assumed: list[str] = []
-    shape, near = _shape(asked, assumed)
+    shape, near = read_shape(asked, assumed)
     fleet = _fleet(asked, assumed)
     device = fleet.device
     dtype = asked["dtype"] or next(one for one in ("bf16", "fp16", "fp32") if one in device.peak)
@@ -115,7 +115,8 @@ def read_question(asked: Mapping[str, Any]) -> Question:
     return Question(shape, fleet, batch, asked["batch"] is not None, dtype, stack, tokens, tuple(assumed))
 
 
-def _shape(asked: Mapping[str, Any], assumed: list[str]) -> tuple[ModelShape, PublishedModel]:
+def read_shape(asked: Mapping[str, Any], assumed: list[str]) -> tuple[ModelShape, PublishedModel]:
+    """The model's shape, and the published model from which other figures come. Raises: ConfigError, one line."""
     sizes = {key: asked[key] for key in ("layers", "hidden", "heads", "vocab", "sequence") if asked[key] is not None}
     own = all(key in sizes for key in ("layers", "hidden", "heads"))
     if (asked["params"] is not None) + (asked["model_name"] is not None) + own != 1:
@@ -198,19 +199,6 @@ def _device(name: str, given: Mapping[str, Any]) -> DeviceKind:
         quantities.parse_seconds(str(given["mtbf"]), f"{name[:40]}: mtbf") / 3600,
         dict.fromkeys(figures, str(given["source"])),
     )
-
-
-def check_split(shape: ModelShape, fleet: Fleet, split: ParallelSplit) -> None:
-    """Raises: ConfigError, one line, if the model or the devices cannot be divided so."""
-    if split.tp > 1 and shape.heads % split.tp:
-        raise ConfigError(f"--tp: expected a divisor of the {shape.heads} heads, got {split.tp}")
-    if split.pp * split.chunks > shape.layers:
-        raise ConfigError(
-            f"--pp: expected at most one part for each of the {shape.layers} layers, got {split.pp} stages of "
-            f"{split.chunks} chunk{'s' * (split.chunks > 1)}"
-        )
-    if split.devices != fleet.count:
-        raise ConfigError(f"--gpus: expected a multiple of --tp x --pp ({split.tp * split.pp}), got {fleet.count}")
 
 
 def hours_within(value: float, what: str) -> float:

@@ -7,12 +7,10 @@ from typing import Any
 
 import click
 
-from everstep.base.errors import ConfigError
-from everstep.base.pipeline.schedule_table import KINDS, check_possible
-from everstep.cli.plan_inputs import Question, check_split, json_option, question_options, read_question, say, table
-from everstep.cost.models import RECOMPUTE
+from everstep.cli.plan_inputs import Question, json_option, question_options, read_question, say, table
+from everstep.cli.plan_splits import read_split, split_options, zero_option
 from everstep.cost.quantities import count_words, time_words
-from everstep.cost.step_time import ParallelSplit, StepTime, micro_batches_of, step_time
+from everstep.cost.step_time import StepTime, step_time
 from everstep.placement.schedules import bubble_fraction, schedule, timeline
 
 SOURCE = "roofline and alpha-beta model; matmul and passes calibrated, see stack"
@@ -20,45 +18,10 @@ MOST_PLAYED = 100_000
 """Operations of a pipeline that is played through."""
 
 
-def split_options(command: Any) -> Any:
-    """Options for one split of the devices."""
-    count = click.IntRange(1, 10**5)
-    for option in reversed(
-        (
-            click.option("--tp", type=count, default=1, show_default=True, help="Devices of tensor parallelism."),
-            click.option("--pp", type=count, default=1, show_default=True, help="Stages of the pipeline."),
-            click.option("--micro-batch", type=count, default=1, show_default=True, help="Sequences of a micro-batch."),
-            click.option("--zero", type=click.IntRange(0, 3), default=0, show_default=True, help="Stage of ZeRO."),
-            click.option("--schedule", type=click.Choice(tuple(KINDS)), default="1f1b", show_default=True),
-            click.option("--chunks", type=count, default=1, show_default=True, help="Chunks of the model per stage."),
-            click.option("--recompute", type=click.Choice(RECOMPUTE), default="none", show_default=True),
-            click.option("--sp", "sequence_parallel", is_flag=True, help="Sequence parallelism beside --tp."),
-        )
-    ):
-        command = option(command)
-    return command
-
-
-def read_split(question: Question, asked: dict[str, Any]) -> tuple[ParallelSplit, int]:
-    """The split that options ask for, all other devices data parallel, and the batch: one that was not given is made
-    to fit. Raises: ConfigError, one line."""
-    tp, pp = asked["tp"], asked["pp"]
-    dp = max(1, question.fleet.count // (tp * pp))
-    keys = ("micro_batch", "zero", "schedule", "chunks", "recompute", "sequence_parallel")
-    split = ParallelSplit(tp, pp, dp, **{key: asked[key] for key in keys})
-    check_split(question.shape, question.fleet, split)
-    each, batch = dp * split.micro_batch, question.batch
-    if not question.batch_given:
-        batch = max(1, round(batch / each)) * each
-    if not micro_batches_of(batch, split):
-        raise ConfigError(f"--batch: expected a multiple of {each} (data parallel x --micro-batch), got {batch}")
-    check_possible(split.schedule, pp, micro_batches_of(batch, split), split.chunks, called="micro-batches")
-    return split, batch
-
-
 @click.command("time")
 @question_options
 @split_options
+@zero_option
 @json_option
 def command(as_json: bool, **asked: Any) -> int:
     """Show how long a step takes, by part, and a job of so many tokens."""

@@ -73,6 +73,12 @@ class ModelShape:
         scores = 0 if fused_attention else 5 * self.heads * self.sequence
         return whole + (inner + scores) / tp
 
+    def kept_bytes(self, recompute: str, tp: int = 1, sequence_parallel: bool = False, fused: bool = False) -> float:
+        """Bytes that one layer keeps per token until its backward pass."""
+        if recompute == "full":
+            return 2 * self.hidden / (tp if sequence_parallel else 1)
+        return self.activation_bytes(tp, sequence_parallel, fused or recompute == "selective")
+
 
 class PublishedModel(NamedTuple):
     """A model whose training was published. batch: sequences of a step."""

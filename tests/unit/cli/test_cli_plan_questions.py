@@ -157,7 +157,7 @@ REFUSED = [
     ([*TIME, "8", "--dtype", "fp8"], "--dtype: expected one of fp32, tf32, fp16, bf16 on a100-80, got 'fp8'"),
     ([*TIME, "8", "--stack", "none"], "--stack: expected one of megatron-2021"),
     ([*TIME, "8", "--tp", "3"], "--tp: expected a divisor of the 40 heads, got 3"),
-    ([*TIME, "32", "--tp", "8", "--pp", "8"], "--gpus: expected a multiple of --tp x --pp (64), got 32"),
+    ([*TIME, "32", "--tp", "8", "--pp", "8"], "expected a multiple of --tp x --pp (64) devices, got 32"),
     (
         [*TIME, "64", "--pp", "64"],
         "--pp: expected at most one part for each of the 40 layers, got 64 stages of 1 chunk",
