@@ -11,7 +11,7 @@ import click
 
 from everstep.base.config import Config
 from everstep.base.errors import ConfigError
-from everstep.cli import plan_failures, plan_goodput, plan_time
+from everstep.cli import plan_failures, plan_goodput, plan_recommend, plan_time
 from everstep.cli.plan_inputs import json_option
 from everstep.cli.plan_splits import split_lines, split_options, splits_of
 from everstep.cost import quantities
@@ -49,6 +49,7 @@ def command() -> None:
 command.add_command(plan_failures.command)
 command.add_command(plan_goodput.command)
 command.add_command(plan_time.command)
+command.add_command(plan_recommend.command)
 
 
 @command.command(epilog=f"Devices known to --gpu: {', '.join(CATALOGUE)}.")

@@ -103,7 +103,7 @@ def split_lines(result: Mapping[str, Any]) -> list[str]:
         sizes = [one["per_worker_bytes"][kind] for kind in kinds]
         host = sum(one["host_bytes"].values())
         fits = "" if one["fits"] is None else "yes" if one["fits"] else "no"
-        runs = "in float32" if one["runs"] else "no"
+        runs = "no" if not one["runs"] else "in float32, on CPUs" if one["split"]["zero"] else "in float32"
         rows.append([name, *(f"{size / GB:.3g}" for size in (*sizes, one["total_bytes"], host)), fits, runs])
     return [
         *table(rows),

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from everstep.base.config import load_config, to_dict
+from everstep.cli.config_file import read_config_file
 from everstep.cli.main import run_command
 
 
@@ -168,6 +170,9 @@ REFUSED = [
     ([*TIME, "8", "--tokens", "-1"], "--tokens: expected a number such as 125M"),
     ([*TIME, "8", "--heads", "7"], "--heads: expected a divisor of the hidden size 5120, got 7"),
     ([*TIME, "8", "--layers", "0"], "--layers: expected from 1 to 1e+07, got 0"),
+    (["recommend", "--params", "13B", "--gpus", "1024", "--batch", "3"], "some split, such as 1024, got 3"),
+    (["recommend", "--params", "13B", "--gpus", "32", "--mtbf", "3"], "--mtbf: expected a time"),
+    (["recommend", "--params", "13 billion", "--gpus", "32"], "--params: expected a number such as 125M"),
     (["time", "--model", "lama3-8b", "--gpus", "8"], "did you mean llama3-8b"),
     ([*TIME, "8", "--catalogue", "/no/such"], "cannot read"),
     (["failures", "--hours", "1"], "--nodes"),
@@ -196,6 +201,7 @@ def test_a_bad_question_is_one_line(options: list[str], said: str, capsys: pytes
 
 
 WITHOUT_TORCH = [
+    ["recommend", "--params", "13B", "--gpus", "32"],
     ["time", "--params", "13B", "--gpus", "8"],
     ["failures", "--nodes", "8", "--hours", "24"],
     ["goodput", "--devices", "64", "--runs", "2"],
@@ -209,3 +215,50 @@ def test_torch_is_not_imported(options: list[str]) -> None:
         f"code = run_command(['plan', *{options!r}]); sys.exit(code or 'torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", program], stdout=subprocess.DEVNULL).returncode == 0
+
+
+def test_the_ten_best_splits_and_why(capsys: pytest.CaptureFixture[str]) -> None:
+    said = answered(capsys, "recommend", "--params", "13B", "--gpus", "32", "--gpu", "a100-80", "--tokens", "26B")
+    best = said["best"]
+    assert said["fits"] and said["needed"] is None and len(best) == 10 and all(one["fits"] for one in best)
+    assert [one["step_s"] for one in best] == sorted(one["step_s"] for one in best) and all(one["why"] for one in best)
+    first = best[0]
+    hours = 26e9 / first["time"]["tokens_per_s"] / 3600 / first["goodput"]
+    assert first["days"] == pytest.approx(hours / 24) and first["dollars"] == pytest.approx(hours * 32 * 1.5)
+    assert first["failures"] == pytest.approx(32 * hours / said["device_mtbf_h"]) and 0.99 < first["goodput"] < 1
+    assert set(said["sources"]) == {"memory", "time", "goodput", "failures", "dollars"}
+    worse = answered(capsys, "recommend", "--params", "13B", "--gpus", "32", "--mtbf", "100h")
+    assert worse["device_mtbf_h"] == 800 and worse["best"][0]["goodput"] < first["goodput"]
+    assert worse["sources"]["failures"] == "given" and worse["best"][0]["days"] is None
+
+
+def test_a_model_that_fits_nowhere_is_an_answer(capsys: pytest.CaptureFixture[str]) -> None:
+    said = answered(capsys, "recommend", "--params", "175B", "--gpus", "8", code=1)
+    assert not said["fits"] and said["needed"]["devices"] == 64 and said["needed"]["least_bytes"] > 80e9
+    assert run_command(["plan", "recommend", "--params", "175B", "--gpus", "8"]) == 1
+    assert (
+        "nothing fits: at least 351 GB per device are needed; 64 of these devices would do" in capsys.readouterr().out
+    )
+
+
+def test_the_config_that_is_written_is_one_that_jobs_take(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "job.yaml"
+    asked = ["plan", "recommend", "--params", "1.3B", "--gpus", "8", "--batch", "96", "--write", str(file)]
+    assert run_command([*asked, "--json"]) == 0
+    written = json.loads(capsys.readouterr().out)["written"]
+    config = load_config([(str(file), read_config_file(file))])
+    assert written["path"] == str(file) and to_dict(config).items() >= written["config"].items()
+    assert config.workers == 8 and config.lanes * config.micro_batch == 96 and config.zero.stage == 0
+    assert file.read_text().startswith("# everstep plan recommend: 1.3")
+    assert run_command(asked) == 2
+    assert "exists: name another file" in capsys.readouterr().err
+    file.unlink()
+    assert run_command(asked) == 0
+    assert f"written: {file}, what jobs can run" in capsys.readouterr().out
+
+
+def test_what_jobs_cannot_run_is_not_written(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "job.yaml"
+    assert run_command(["plan", "recommend", "--params", "70B", "--gpus", "64", "--write", str(file)]) == 1
+    text = capsys.readouterr().out
+    assert "not written: what jobs can run (float32" in text and not file.exists()
