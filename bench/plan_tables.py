@@ -244,8 +244,8 @@ def failure_lines() -> Iterator[str]:
 
 
 TORCHFT = Cluster(300, 300 * 60.0, per_node=10, replica=10)
-"""A failure every 60 s, 300 GPUs in 30 replicas (the latter recalled). Not known to us: the length of a step, 10 s here,
-and the time until a replica is back, here as measured with small processes."""
+"""A failure every 60 s, 300 GPUs in 30 replicas (the latter recalled). Not known to us: the length of a step, 10 s
+here, and the time until a replica is back, as measured with small processes."""
 
 
 def goodput_lines() -> Iterator[str]:
@@ -255,8 +255,8 @@ def goodput_lines() -> Iterator[str]:
     found = simulate(policies["torchft"], TORCHFT, 6 * 3600.0, 20, random.Random(0).random)
     gemini = policies["gemini"]
     broken_s = gemini.stall_s[1] + (gemini.provision_s or 0)
-    yield "**Goodput and recovery**. torchft: its steps are assumed to take 10 s, their length is not known to us. GEMINI (SOSP"
-    yield "2023): its totals beside the sum of its parts, all recalled. Oobleck: fitted to ReCycle's abstract."
+    yield "**Goodput and recovery**. torchft: its steps are assumed to take 10 s, their length is not known to us."
+    yield "GEMINI (SOSP 2023): its totals beside the sum of its parts, recalled. Oobleck: fitted to ReCycle's abstract."
     yield ""
     recycle, oobleck = 1 - 0.1, 1 - 0.1 * OOBLECK_SLOWDOWN
     rows = [
@@ -272,8 +272,8 @@ def goodput_lines() -> Iterator[str]:
         ["ReCycle to Oobleck, at most", "1.46", f"{recycle / oobleck:.2f}", _off(recycle / oobleck, 1.46), "fitted"],
     ]
     yield from _table(["what", "published", "ours", "off", ""], rows)
-    yield "Not compared, as too little of them is known to us: FT-HSDP (44 to 80 % of effective time at 100,000 GPUs), SPARe,"
-    yield "ElasWave, FSDPMemTracker's 13B on 32 ranks (27.1 and 10.1 GiB: with which batch and sequence?)."
+    yield "Not compared, as too little of them is known to us: FT-HSDP (44 to 80 % of effective time at 100,000 GPUs),"
+    yield "SPARe, ElasWave, FSDPMemTracker's 13B on 32 ranks (27.1 and 10.1 GiB: with which batch and sequence?)."
     yield ""
 
 

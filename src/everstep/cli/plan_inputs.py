@@ -18,11 +18,13 @@ from everstep.base.errors import ConfigError, did_you_mean
 from everstep.cli.config_file import read_config_file
 from everstep.cost import quantities
 from everstep.cost.catalogue import CATALOGUE, DTYPES, DeviceKind, device_named
-from everstep.cost.models import PUBLISHED, ModelShape, PublishedModel, check_shape, nearest_model
+from everstep.cost.models import PUBLISHED, ModelShape, PublishedModel, check_shape, nearest_model, shape_of
 from everstep.cost.step_time import STACKS, Fleet, SoftwareStack
 from everstep.report.words import aligned
 
 MOST_NODES, MOST_HOURS = 10**7, 10**6
+LEAST, MOST = 50_000_000, 5 * 10**12
+"""Numbers of parameters that have the shape of a published model."""
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 
@@ -134,11 +136,13 @@ def read_shape(asked: Mapping[str, Any], assumed: list[str]) -> tuple[ModelShape
         return check_shape(replace(near.shape, **sizes)), near
     wanted = quantities.parse_count(asked["params"], "--params")
     near = nearest_model(wanted)
-    shape = check_shape(replace(near.shape, **sizes))
-    whole = shape.parameters
-    if "layers" not in sizes and not 0.9 < wanted / whole < 1.1:
-        layers = round(shape.layers + (wanted - whole) / shape.layer_weights)
-        shape = replace(shape, layers=max(1, layers if layers < 8 else 4 * round(layers / 4)))
+    found = near.shape if "layers" in sizes else shape_of(wanted, near)
+    if found is None:
+        raise ConfigError(
+            f"--params: expected a number near a published model's, {quantities.count_words(LEAST)} to "
+            f"{quantities.count_words(MOST)}, got {asked['params'][:40]}: give --layers, --hidden and --heads"
+        )
+    shape = check_shape(replace(found, **sizes))
     counted = quantities.count_words(shape.parameters)
     assumed.append(
         f"the shape of {near.name}, {shape.layers} layers: {counted} parameters, sequences of {shape.sequence} "

@@ -32,6 +32,8 @@ from everstep.cost.split_search import RankedSplit, devices_needed, ranked_split
 from everstep.cost.step_time import ParallelSplit, micro_batches_of
 
 SHOWN = 10
+_LEAST = 1e-6
+"""Goodput with which no job ends."""
 _OURS = "float32, data parallel and stages, by the layout of this product's memory"
 
 
@@ -109,7 +111,8 @@ def _described(question: Question, batch: int, one: RankedSplit, device_mtbf_h: 
         shares=(failures.LLAMA3.share(HARMS[0]), failures.LLAMA3.share(HARMS[1]), failures.LLAMA3.share(HARMS[2])),
     )
     goodput = closed_form(recovery_policies(recovery_times(())[0], cluster)[0], cluster)
-    figures = {key: value and value / goodput for key, value in job_figures(question, one.time).items()}
+    whole = job_figures(question, one.time)
+    figures = {key: None if value is None or goodput < _LEAST else value / goodput for key, value in whole.items()}
     hours = None if figures["days"] is None else figures["days"] * 24
     return {
         "split": asdict(one.split),

@@ -12,7 +12,8 @@ from everstep.base.errors import ConfigError
 from everstep.base.pipeline.schedule_table import KINDS, check_possible
 from everstep.cli.plan_inputs import Question, read_shape, table
 from everstep.cost.memory import GB
-from everstep.cost.models import RECOMPUTE, ModelShape
+from everstep.cost.models import RECOMPUTE, ModelShape, nearest_model, shape_of
+from everstep.cost.quantities import parse_count
 from everstep.cost.split_memory import SOURCE, split_memory, split_runs, usual_splits
 from everstep.cost.step_time import ParallelSplit, micro_batches_of
 
@@ -67,9 +68,13 @@ def _check_split(shape: ModelShape, devices: int, split: ParallelSplit) -> None:
         raise ConfigError(f"expected a multiple of --tp x --pp ({split.tp * split.pp}) devices, got {devices}")
 
 
-def splits_of(params: str, workers: int, asked: Mapping[str, Any], room: int | None) -> dict[str, Any]:
+def splits_of(params: str, workers: int, asked: Mapping[str, Any], room: int | None) -> dict[str, Any] | None:
     """Memory of a device for usual splits of a model of so many parameters, in mixed precision, with the options of
-    `split_options`. room: bytes of a device, None if unknown. Raises: ConfigError, one line."""
+    `split_options`. room: bytes of a device, None if unknown. None: no published model is near. Raises: ConfigError,
+    one line."""
+    wanted = parse_count(params, "--params")
+    if shape_of(wanted, nearest_model(wanted)) is None:
+        return None
     assumed: list[str] = []
     given = dict.fromkeys(("model_name", "layers", "hidden", "heads", "vocab", "sequence"))
     shape, near = read_shape({"params": params, **given}, assumed)
@@ -77,11 +82,13 @@ def splits_of(params: str, workers: int, asked: Mapping[str, Any], room: int | N
     tp, pp = asked["tp"], asked["pp"]
     base = ParallelSplit(tp, pp, max(1, workers // (tp * pp)), **{key: asked[key] for key in keys})
     _check_split(shape, workers, base)
+    check_possible(base.schedule, pp, pp, base.chunks, called="micro-batches")
+    assumed.append("one snapshot of the state in the host's memory")
     assumed.append(f"a batch of {near.batch} sequences, as {near.name}, or one micro-batch for each device")
     found = {}
     for name, (split, offload) in usual_splits(shape, base).items():
         count = max(1, near.batch // (split.dp * split.micro_batch))
-        usage = split_memory(shape, split, count, offload=offload, snapshots=int(offload))
+        usage = split_memory(shape, split, count, offload=offload, snapshots=1)
         found[name] = {
             "split": asdict(split),
             "per_worker_bytes": {kind: round(size) for kind, size in usage.device.items()},

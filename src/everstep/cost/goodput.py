@@ -96,7 +96,7 @@ def recovery_policies(times: Mapping[str, float], cluster: Cluster) -> tuple[Pol
 
 def _in_place(times: Mapping[str, float], cluster: Cluster, every_s: float, copy_s: float) -> tuple[Policy, ...]:
     plan_s = times["ours_plan"] * cluster.devices / 8000
-    in_place = times["ours_next_step"] - times["ours_step"] + cluster.step_s + plan_s
+    in_place = max(0.0, times["ours_next_step"] - times["ours_step"]) + cluster.step_s + plan_s
     lost_host = times["ours_host"] + cluster.step_s + plan_s
     back_s = (times["ours_with_spare"] if cluster.spares else times["ours_restarted"]) + plan_s + copy_s
     head = 1 / math.ceil(cluster.devices / cluster.per_node)
@@ -308,12 +308,17 @@ def _student_95(freedom: int) -> float:
     return z + first / freedom + second / freedom**2 + third / freedom**3
 
 
+MOST_EXPONENT = 700.0
+"""exp() of more is no number."""
+
+
 def restart_goodput(rate: float, every_s: float, save_s: float, restart_s: float) -> float:
     """Goodput with restarts from checkpoints, exponential failures at any time, also in checkpoints and restarts.
 
     Source: Daly 2006, section 4: a segment takes exp(rate x restart) (exp(rate x (every + save)) - 1) / rate.
     """
-    return rate * every_s / (math.exp(rate * restart_s) * math.expm1(rate * (every_s + save_s)))
+    segment = rate * (every_s + save_s)
+    return rate * every_s * math.exp(-rate * restart_s) / math.expm1(segment) if segment < MOST_EXPONENT else 0.0
 
 
 def in_place_goodput(rate: float, stall_s: float) -> float:

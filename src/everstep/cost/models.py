@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from everstep.base.errors import ConfigError
 
+MOST_LAYERS = 1000
+"""Of a shape that is scaled."""
 RECOMPUTE = ("none", "selective", "full")
 """What the backward pass computes again: nothing, the attention, each layer from its input."""
 
@@ -133,6 +135,16 @@ PUBLISHED = (
 def nearest_model(parameters: int) -> PublishedModel:
     """The published model whose number of parameters is nearest, by its logarithm; of equal ones the first."""
     return min(PUBLISHED, key=lambda one: abs(math.log(one.shape.parameters / parameters)))
+
+
+def shape_of(parameters: int, near: PublishedModel) -> ModelShape | None:
+    """The shape of a model, its layers scaled if it is further than 10 % from so many parameters; None if it is still
+    further than 30 % then."""
+    shape = near.shape
+    if not 0.9 < parameters / shape.parameters < 1.1:
+        layers = round(shape.layers + (parameters - shape.parameters) / shape.layer_weights)
+        shape = replace(shape, layers=max(1, layers if layers < 8 else 4 * round(layers / 4)))
+    return shape if 1 / 1.3 < parameters / shape.parameters < 1.3 and shape.layers <= MOST_LAYERS else None
 
 
 def check_shape(shape: ModelShape) -> ModelShape:

@@ -93,6 +93,7 @@ def test_what_does_not_fit_is_an_answer_with_exit_code_1(capsys: pytest.CaptureF
         (["--params", "7B", "--zero", "4"], "--zero"),
         (["--params", "7B", "--offload", "gpu"], "expected none, cpu or a folder"),
         (["--params", "13B", "--workers", "8", "--tp", "3"], "--tp: expected a divisor of the 40 heads"),
+        (["--params", "13B", "--workers", "8", "--pp", "2", "--chunks", "2"], "chunks: expected 1 with schedule 1f1b"),
         (["--params", "13B", "--workers", "8", "--tp", "5"], "multiple of --tp x --pp (5) devices, got 8"),
         (["--params", "13B", "--workers", "64", "--pp", "64"], "at most one part for each of the 40 layers"),
         (["no-such-task"], "no-such-task"),
@@ -154,10 +155,12 @@ def test_usual_splits_of_a_number_of_parameters(capsys: pytest.CaptureFixture[st
     ]
     assert [name for name, one in found.items() if one["runs"]] == ["ddp", "zero1", "pp8"]
     assert not found["ddp"]["fits"] and found["zero3"]["fits"] and "llama2-13b" in usual["assumed"][0]
+    assert found["ddp"]["host_bytes"] == {"snapshots": 14 * usual["parameters"]}
     assert found["zero1+offload"]["host_bytes"]["optimizer"] == round(12 * usual["parameters"] / 32)
     assert all(
         one["total_bytes"] == pytest.approx(sum(one["per_worker_bytes"].values()), abs=9) for one in found.values()
     )
+    assert planned(capsys, "--params", "1M")["usual"] is None
     deep = planned(capsys, "--params", "13B", "--workers", "32", "--tp", "4", "--pp", "4", "--recompute", "full")[
         "usual"
     ]

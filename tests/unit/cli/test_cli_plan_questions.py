@@ -153,6 +153,8 @@ TIME = ["time", "--params", "13B", "--gpus"]
 REFUSED = [
     (["time", "--gpus", "8"], "expected one of --params 13B, --model NAME"),
     ([*TIME, "8", "--model", "gpt3-13b"], "expected one of --params"),
+    (["time", "--params", "1M", "--gpus", "8"], "near a published model's, 50M to 5T, got 1M: give --layers"),
+    (["recommend", "--params", "10000T", "--gpus", "8"], "near a published model's"),
     ([*TIME, "12"], "--gpus: expected whole nodes of 8 (--per-node), got 12"),
     ([*TIME, "0"], "--gpus"),
     ([*TIME, "8", "--gpu", "a100-8"], "did you mean a100-80"),
@@ -230,6 +232,11 @@ def test_the_ten_best_splits_and_why(capsys: pytest.CaptureFixture[str]) -> None
     worse = answered(capsys, "recommend", "--params", "13B", "--gpus", "32", "--mtbf", "100h")
     assert worse["device_mtbf_h"] == 800 and worse["best"][0]["goodput"] < first["goodput"]
     assert worse["sources"]["failures"] == "given" and worse["best"][0]["days"] is None
+
+
+def test_a_job_that_never_ends_takes_no_number_of_days(capsys: pytest.CaptureFixture[str]) -> None:
+    said = answered(capsys, "recommend", "--params", "13B", "--gpus", "32", "--tokens", "1B", "--mtbf", "100ms")
+    assert said["best"][0]["goodput"] < 1e-6 and said["best"][0]["days"] is None is said["best"][0]["failures"]
 
 
 def test_a_model_that_fits_nowhere_is_an_answer(capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from everstep.base.errors import ConfigError
 from everstep.base.pipeline.schedule_table import KINDS
 from everstep.cost.catalogue import CATALOGUE
-from everstep.cost.models import PUBLISHED, ModelShape, check_shape, nearest_model
+from everstep.cost.models import PUBLISHED, ModelShape, check_shape, nearest_model, shape_of
 from everstep.cost.step_time import (
     STACKS,
     Fleet,
@@ -75,6 +75,17 @@ def test_the_nearest_model() -> None:
     assert [nearest_model(n * 10**9).name for n in (13, 7, 175, 2000)] == [
         *("llama2-13b", "llama2-7b", "gpt3-175b", "megatron-1008b")
     ]
+
+
+def test_the_shape_of_a_number_of_parameters_is_near_it() -> None:
+    for millions in (50, 60, 125, 400, 1000, 5000, 30_000, 250_000, 1_500_000, 5_000_000):
+        wanted = millions * 10**6
+        near = nearest_model(wanted)
+        shape = shape_of(wanted, near)
+        assert shape and shape.parameters == pytest.approx(wanted, rel=0.3) and shape.hidden == near.shape.hidden
+    assert shape_of(125 * 10**6, nearest_model(125 * 10**6)) == SHAPES["gpt3-125m"]
+    for wanted in (1, 10**6, 10**16):
+        assert shape_of(wanted, nearest_model(wanted)) is None
 
 
 PIPELINES = [
