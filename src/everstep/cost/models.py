@@ -10,8 +10,9 @@ from everstep.base.errors import ConfigError
 
 MOST_LAYERS = 1000
 """Of a shape that is scaled."""
-RECOMPUTE = ("none", "selective", "full")
-"""What the backward pass computes again: nothing, the attention, each layer from its input."""
+RECOMPUTE = ("none", "selective", "alternate", "full")
+"""What the backward pass computes again: nothing; the attention; every second matrix product and all that is cheap, the
+attention aside (torchtitan's selective checkpointing by operation); each layer from its input."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,9 @@ class ModelShape:
         """Operations of a forward and a backward pass per token. With recompute=full 96 l h^2 (1 + s / 6h + V / 16 l
         h), as equation 3 of arXiv 2104.04473."""
         matrices, attention, output = self.forward_flops()
-        again = {"none": 0.0, "selective": attention, "full": matrices + attention}[recompute]
+        again = {"none": 0.0, "selective": attention, "alternate": matrices / 2, "full": matrices + attention}[
+            recompute
+        ]
         return 3 * (matrices + attention + output) + again
 
     def activation_bytes(self, tp: int = 1, sequence_parallel: bool = False, fused_attention: bool = False) -> float:
@@ -76,7 +79,11 @@ class ModelShape:
         return whole + (inner + scores) / tp
 
     def kept_bytes(self, recompute: str, tp: int = 1, sequence_parallel: bool = False, fused: bool = False) -> float:
-        """Bytes that one layer keeps per token until its backward pass."""
+        """Bytes that one layer keeps per token until its backward pass. alternate: its input, queries, values, the
+        attention's result, one inner tensor of the feed-forward part, and the layer's result."""
+        if recompute == "alternate":
+            whole, shared = 4 * self.hidden, 2 * self.hidden * (self.kv_heads or self.heads) / self.heads
+            return whole / (tp if sequence_parallel else 1) + (4 * self.hidden + shared + 2 * self.width) / tp
         if recompute == "full":
             return 2 * self.hidden / (tp if sequence_parallel else 1)
         return self.activation_bytes(tp, sequence_parallel, fused or recompute == "selective")

@@ -41,8 +41,8 @@ STACKS = {
     stack.name: stack
     for stack in (
         SoftwareStack("megatron-2021", 0.6255, 5.93, False, 0.0, "arXiv 2104.04473, table 1: rows 1.7B and 1008B"),
-        SoftwareStack("torchtitan-compile", 0.4358, 2.0, True, 1.0, f"{_TITAN}, compiled; 2 passes assumed"),
-        SoftwareStack("torchtitan-eager", 0.4358, 11.38, True, 1.0, f"{_TITAN}: matmul as compiled, passes by eager"),
+        SoftwareStack("torchtitan-compile", 0.46, 2.0, True, 1.0, f"{_TITAN}, compiled; 2 passes assumed"),
+        SoftwareStack("torchtitan-eager", 0.46, 9.035, True, 1.0, f"{_TITAN}: matmul as compiled, passes by eager"),
     )
 }
 
@@ -130,7 +130,7 @@ def step_time(
     share = split.tp * split.pp
     matrices_s = tokens / share / stack.matmul * _at_peak_s(shape, device, split.recompute, dtype)
     layers = shape.layers / split.pp
-    again = 4 / 3 if split.recompute == "full" else 1.0
+    again = 4 / 3 if split.recompute in ("alternate", "full") else 1.0
     moved = shape.activation_bytes(split.tp, split.sequence_parallel, stack.fused_attention) * tokens * layers
     wide = 2 if dtype == "fp32" else 1
     traffic_s = stack.passes * again * wide * moved / device.bandwidth
@@ -166,7 +166,7 @@ def step_time(
 def _at_peak_s(shape: ModelShape, device: DeviceKind, recompute: str, dtype: str) -> float:
     """Seconds for the operations of a token at the device's peak. In fp8 attention and output stay in bf16."""
     _, attention, output = shape.forward_flops()
-    rest = 3 * (attention + output) + (attention if recompute != "none" else 0)
+    rest = 3 * (attention + output) + (attention if recompute in ("selective", "full") else 0)
     return (shape.flops(recompute) - rest) / device.peak[dtype] + rest / device.peak[
         "bf16" if dtype == "fp8" else dtype
     ]

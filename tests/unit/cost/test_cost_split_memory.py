@@ -17,7 +17,7 @@ from everstep.cost.step_time import ParallelSplit
 from everstep.placement.schedules import peak_in_flight, schedule
 
 sys.path.append(str(Path(__file__).parents[3] / "bench"))
-from plan_tables import ZERO, ZeroRow, of_zero
+from plan_tables import TITAN, ZERO, TitanRow, ZeroRow, of_titan_gib, of_zero
 
 SHAPE = ModelShape(24, 2048, 16)
 STATES = ("parameters", "gradients", "optimizer")
@@ -50,8 +50,17 @@ def test_activations_by_their_paper() -> None:
     assert SHAPE.activation_bytes(8) == h * (10 + 24 / 8 + scores / 8)
     assert SHAPE.activation_bytes(8, True) == h * (34 + scores) / 8
     assert SHAPE.kept_bytes("selective") == SHAPE.activation_bytes(fused_attention=True) == 34 * h
+    assert SHAPE.kept_bytes("alternate") == (4 + 4 + 2 + 8) * h
+    assert SHAPE.kept_bytes("alternate", 2) == (4 + 7) * h and SHAPE.kept_bytes("alternate", 2, True) == 9 * h
+    grouped = replace(SHAPE, kv_heads=4, ffn=3 * h, gated=True)
+    assert grouped.kept_bytes("alternate") == (4 + 4 + 2 / 4 + 6) * h
     assert SHAPE.kept_bytes("full") == 2 * h and SHAPE.kept_bytes("full", 8, True) == h / 4
     assert SHAPE.kept_bytes("none") == SHAPE.activation_bytes() and SHAPE.kept_bytes("none", fused=True) == 34 * h
+
+
+@pytest.mark.parametrize("row", [row for row in TITAN if row.model == "llama3-8b"], ids=lambda row: row.what)
+def test_memory_of_torchtitans_8b(row: TitanRow) -> None:
+    assert of_titan_gib(row) == pytest.approx(row.memory_gib, rel=0.10)
 
 
 def test_activations_of_a_device() -> None:
@@ -92,13 +101,22 @@ def test_what_is_offloaded_and_kept_is_the_hosts() -> None:
 
 def test_the_wire_of_gathered_layers_of_buckets_and_of_nobody() -> None:
     assert split_memory(SHAPE, ParallelSplit(dp=4, zero=3), 1).device["wire"] == 3 * 2 * SHAPE.layer_weights
+    deep = ParallelSplit(pp=4, dp=4, zero=3)
+    assert split_memory(SHAPE, deep, 4).device["wire"] == 6 * SHAPE.parameters / 4
+    assert split_memory(SHAPE, deep, 4, "fp32").device["wire"] == 2 * SHAPE.parameters
     assert split_memory(SHAPE, ParallelSplit(dp=4), 1).device["wire"] == 2 * 25 * 2**20
     assert split_memory(SHAPE, ParallelSplit(tp=4), 1).device["wire"] == 0
 
 
 def test_what_jobs_run() -> None:
     assert split_runs(ParallelSplit(pp=4, dp=2, zero=1, recompute="full"))
-    for other in ({"tp": 2}, {"zero": 2}, {"recompute": "selective"}, {"sequence_parallel": True}):
+    for other in (
+        {"tp": 2},
+        {"zero": 2},
+        {"recompute": "selective"},
+        {"recompute": "alternate"},
+        {"sequence_parallel": True},
+    ):
         assert not split_runs(replace(ParallelSplit(), **other)), other
     assert not split_runs(ParallelSplit(), "bf16")
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from everstep.base.errors import ConfigError
 from everstep.base.pipeline.schedule_table import KINDS
 from everstep.cost.catalogue import CATALOGUE
-from everstep.cost.models import PUBLISHED, ModelShape, check_shape, nearest_model, shape_of
+from everstep.cost.models import PUBLISHED, RECOMPUTE, ModelShape, check_shape, nearest_model, shape_of
 from everstep.cost.step_time import (
     STACKS,
     Fleet,
@@ -145,7 +145,11 @@ def test_what_a_slower_part_costs() -> None:
     assert of(split, slow).stages_s > 5 * base.stages_s and of(split, slow).tensor_s == base.tensor_s
     wide = ParallelSplit(16, 1, 4, 1, 1, recompute="full")
     assert of(wide, slow).tensor_s == pytest.approx(10 * of(wide).tensor_s, rel=0.05)
-    assert of(replace(split, recompute="none")).matrices_s < of(replace(split, recompute="selective")).matrices_s
+    again = [of(replace(split, recompute=mode)).matrices_s for mode in RECOMPUTE]
+    matrices, attention, output = SHAPE.forward_flops()
+    whole = 3 * (matrices + attention + output)
+    more = [0, attention, matrices / 2, matrices + attention]
+    assert [one / again[0] for one in again] == pytest.approx([1 + one / whole for one in more])
     assert of(replace(split, recompute="none")).tensor_s == pytest.approx(base.tensor_s * 4 / 6)
     assert of(replace(split, sequence_parallel=True)).traffic_s < base.traffic_s
 
@@ -169,6 +173,9 @@ def test_fp8_speeds_up_the_matrices_of_layers_alone() -> None:
     split = ParallelSplit(dp=64)
     matrices, attention, output = SHAPE.forward_flops()
     slow, fast = (step_time(SHAPE, FLEET, split, 64, dtype, STACK).matrices_s for dtype in ("bf16", "fp8"))
+    half, rest = replace(split, recompute="alternate"), 3 * (attention + output)
+    bf16, fp8 = (step_time(SHAPE, FLEET, half, 64, dtype, STACK).matrices_s for dtype in ("bf16", "fp8"))
+    assert fp8 / bf16 == pytest.approx((1.75 * matrices + rest) / (3.5 * matrices + rest))
     assert fast / slow == pytest.approx((matrices / 2 + attention + output) / (matrices + attention + output))
 
 
