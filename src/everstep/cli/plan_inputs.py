@@ -100,7 +100,7 @@ def read_question(asked: Mapping[str, Any]) -> Question:
     device = fleet.device
     dtype = asked["dtype"] or next(one for one in ("bf16", "fp16", "fp32") if one in device.peak)
     if asked["dtype"] is None:
-        assumed.append(f"{dtype}")
+        assumed.append(f"matrix products in {dtype}")
     if dtype not in device.peak:
         raise ConfigError(f"--dtype: expected one of {', '.join(device.peak)} on {device.name}, got {dtype[:40]!r}")
     name = asked["stack_name"] or ("torchtitan-compile" if "fp8" in device.peak else "megatron-2021")
