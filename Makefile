@@ -11,7 +11,7 @@ EVERSTEP := $(BIN)/python -P -m everstep
 # A job is many processes: what they import is compiled once.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo check test fast split sim processes integration chaos e2e hosts engines extended late torment fuzz mutants mutants-new branches bench clean
+.PHONY: help setup demo check test fast split sim processes integration chaos e2e hosts engines extended late torment fuzz mutants mutants-new branches bench plan-tables clean
 
 help:
 	@echo "make demo    kill workers while they train, and compare the bits with an undisturbed run"
@@ -26,6 +26,7 @@ help:
 	@echo "make mutants-new SEED=1 COUNT=200 PATHS=protocol  plant bugs drawn from a seed, which nobody wrote"
 	@echo "make branches  branches of the rules in protocol/ that no seed of the simulator takes"
 	@echo "make bench   the benchmarks, JSON into bench/out"
+	@echo "make plan-tables  plans beside published figures, misses included"
 	@echo "make clean   remove what was built and run, the environment included"
 
 setup: $(STAMP)
@@ -172,6 +173,10 @@ branches: $(STAMP)
 bench: $(STAMP)
 	mkdir -p bench/out
 	for name in recovery overhead cost memory control_plane pipeline observe; do $(BIN)/python bench/$$name.py > bench/out/$$name.json || exit 1; done
+
+# Plans beside published figures; docs/planning.md holds the same.
+plan-tables: $(RUNS)
+	@$(BIN)/python bench/plan_tables.py
 
 clean:
 	rm -rf $(VENV) build dist runs bench/out src/everstep.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -61,7 +61,7 @@ COMMANDS = {
     "report": ("everstep.cli.report:report_command", "Write what happened in a job as one HTML file and pictures."),
     "compare": ("everstep.cli.report:compare_command", "Overlay several runs in one HTML file."),
     "sim": ("everstep.cli.simulate", "Train under simulated faults, seed by seed, and check the promises."),
-    "plan": ("everstep.cli.plan", "Plan a job before it is started: memory, failures, goodput."),
+    "plan": ("everstep.cli.plan", "Plan a job before it is started: splits, memory, time, failures, goodput."),
     "schedule": ("everstep.cli.schedule", "Show a pipeline schedule as a table of stages by time steps."),
 }
 

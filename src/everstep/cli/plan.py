@@ -11,8 +11,11 @@ import click
 
 from everstep.base.config import Config
 from everstep.base.errors import ConfigError
-from everstep.cli import plan_failures, plan_goodput
-from everstep.cost import device_memory, quantities
+from everstep.cli import plan_failures, plan_goodput, plan_recommend, plan_time
+from everstep.cli.plan_inputs import json_option
+from everstep.cli.plan_splits import split_lines, split_options, splits_of
+from everstep.cost import quantities
+from everstep.cost.catalogue import CATALOGUE, device_named
 from everstep.cost.memory import (
     GB,
     JOB_BYTES,
@@ -45,9 +48,11 @@ def command() -> None:
 
 command.add_command(plan_failures.command)
 command.add_command(plan_goodput.command)
+command.add_command(plan_time.command)
+command.add_command(plan_recommend.command)
 
 
-@command.command(epilog=f"Devices known to --gpu: {', '.join(device_memory.MEMORY_GB)}.")
+@command.command(epilog=f"Devices known to --gpu: {', '.join(CATALOGUE)}.")
 @click.argument("task", required=False)
 @click.option("--params", metavar="N", help="Number of parameters in place of a task: 125M, 7.5B, 1.5T.")
 @click.option("--workers", type=click.IntRange(min=1), help="Number of workers in total (1, or the task's).")
@@ -64,7 +69,8 @@ command.add_command(plan_goodput.command)
 @click.option("--offload", metavar="none|cpu|DIR", default="none", help="Where the optimizer's state lies (none).")
 @click.option("--gpu", metavar="NAME", help="Device that each worker has.")
 @click.option("--memory", "memory_text", metavar="SIZE", help="Memory of each worker's device in its place: 80GiB.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@split_options
+@json_option
 def memory(
     task: str | None,
     params: str | None,
@@ -76,6 +82,7 @@ def memory(
     gpu: str | None,
     memory_text: str | None,
     as_json: bool,
+    **asked_split: Any,
 ) -> int:
     """Show how much memory a worker needs to train TASK, or a model with so many parameters.
 
@@ -103,10 +110,13 @@ def memory(
     paper = _Table("paper", _PAPER, answers_by_paper(model.parameters, workers, split.offload, room))
     ours = _Table("ours", _OURS, answers_of_ours(model, split, room))
     tables = (ours, paper) if task is not None else (paper, ours)
+    splits = splits_of(params, workers, asked_split, room) if params is not None else None
     if as_json:
-        print(json.dumps(_to_dict(asked, *tables, [*assumed, *more])))
+        print(json.dumps({**_to_dict(asked, *tables, [*assumed, *more]), "usual": splits}))
     else:
         _print(asked, tables, [*assumed, *more])
+        for line in split_lines(splits) if splits is not None else ():
+            print(line)
     return 1 if tables[0].stages[stage].fits is False else 0
 
 
@@ -126,8 +136,8 @@ def _room(gpu: str | None, memory_text: str | None) -> tuple[int | None, list[st
         return quantities.parse_bytes(memory_text, "--memory"), []
     if gpu is None:
         return None, []
-    size = device_memory.memory_bytes(gpu)
-    return size, [f"{size / GB:g} GB on each {gpu} ({device_memory.SOURCE})"]
+    device = device_named(gpu)
+    return round(device.memory_gb * GB), [f"{device.memory_gb:g} GB on each {gpu} ({device.sources['memory_gb']})"]
 
 
 _Known = tuple[Model, int, int, dict[str, str] | None, list[str]]

@@ -1,21 +1,208 @@
-"""What the commands of `everstep plan` share: numbers from options, and results as JSON or as tables."""
+"""What the commands of `everstep plan` share: options for model, devices and job; results as JSON or as tables.
+
+What is not given comes from the published model that is nearest and from the catalogue, and is listed as assumed.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from importlib import resources
+from pathlib import Path
 from typing import Any
 
 import click
 
 from everstep.base.errors import ConfigError, did_you_mean
+from everstep.cli.config_file import read_config_file
 from everstep.cost import quantities
+from everstep.cost.catalogue import CATALOGUE, DTYPES, DeviceKind, device_named
+from everstep.cost.models import PUBLISHED, ModelShape, PublishedModel, check_shape, nearest_model, shape_of
+from everstep.cost.step_time import STACKS, Fleet, SoftwareStack
 from everstep.report.words import aligned
 
 MOST_NODES, MOST_HOURS = 10**7, 10**6
+LEAST, MOST = 50_000_000, 5 * 10**12
+"""Numbers of parameters that have the shape of a published model."""
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+
+
+_MODEL = (
+    click.option("--params", metavar="N", help="Number of parameters: 13B. Its shape is that of the nearest model."),
+    click.option("--model", "model_name", metavar="NAME", help="A published model, such as llama3-8b."),
+    click.option("--layers", type=int, help="Number of layers."),
+    click.option("--hidden", type=int, help="Hidden size."),
+    click.option("--heads", type=int, help="Number of attention heads."),
+    click.option("--vocab", type=int, help="Size of the vocabulary."),
+    click.option("--sequence", type=int, help="Tokens of a sequence."),
+)
+_FLEET = (
+    click.option("--gpus", type=click.IntRange(1, 10**6), required=True, help="Number of devices."),
+    click.option("--gpu", "gpu_name", default="a100-80", show_default=True, help="Device, of the catalogue."),
+    click.option("--per-node", type=click.IntRange(1, 1024), default=8, show_default=True, help="Devices of a node."),
+    click.option("--network", metavar="RATE", help="Speed of each device's link to other nodes: 200Gb."),
+    click.option("--catalogue", type=click.Path(path_type=Path), help="YAML file of more devices."),
+)
+_JOB = (
+    click.option("--batch", type=click.IntRange(1, 10**9), help="Sequences of a step, of all devices."),
+    click.option("--tokens", metavar="N", help="Tokens to train on: 26B."),
+    click.option("--dtype", help="Numbers in matrix products: bf16, fp16, fp32, fp8 (the device's best of 16 bits)."),
+    click.option("--stack", "stack_name", help=f"Program whose efficiency is taken: {', '.join(STACKS)}."),
+)
+
+
+def question_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Options for model, devices and job; `read_question` reads them."""
+    for option in reversed((*_MODEL, *_FLEET, *_JOB)):
+        command = option(command)
+    return command
+
+
+@dataclass(frozen=True)
+class Question:
+    """A model, devices and a job. batch_given: whether the user named it. assumed: in words."""
+
+    shape: ModelShape
+    fleet: Fleet
+    batch: int
+    batch_given: bool
+    dtype: str
+    stack: SoftwareStack
+    tokens: int | None
+    assumed: tuple[str, ...]
+
+    def described(self) -> dict[str, Any]:
+        """For results: the question as it was understood."""
+        device = self.fleet.device
+        return {
+            "parameters": self.shape.parameters,
+            "shape": asdict(self.shape),
+            "device": device.name,
+            "devices": self.fleet.count,
+            "per_node": self.fleet.per_node,
+            "network_bytes_per_s": self.fleet.network,
+            "device_sources": dict(device.sources),
+            "batch": self.batch,
+            "dtype": self.dtype,
+            "stack": asdict(self.stack),
+            "tokens": self.tokens,
+            "assumed": list(self.assumed),
+        }
+
+
+def read_question(asked: Mapping[str, Any]) -> Question:
+    """The question that options ask. Raises: ConfigError, one line."""
+    assumed: list[str] = []
+    shape, near = read_shape(asked, assumed)
+    fleet = _fleet(asked, assumed)
+    device = fleet.device
+    dtype = asked["dtype"] or next(one for one in ("bf16", "fp16", "fp32") if one in device.peak)
+    if asked["dtype"] is None:
+        assumed.append(f"matrix products in {dtype}")
+    if dtype not in device.peak:
+        raise ConfigError(f"--dtype: expected one of {', '.join(device.peak)} on {device.name}, got {dtype[:40]!r}")
+    name = asked["stack_name"] or ("torchtitan-compile" if "fp8" in device.peak else "megatron-2021")
+    if name not in STACKS:
+        raise ConfigError(f"--stack: expected one of {', '.join(STACKS)}, got {name[:40]!r}")
+    stack = STACKS[name]
+    if asked["stack_name"] is None:
+        assumed.append(f"efficiency of {name} ({stack.calibrated})")
+    batch = asked["batch"]
+    if batch is None:
+        batch = near.batch
+        assumed.append(f"a batch of {batch} sequences, as {near.name} ({near.source})")
+    tokens = quantities.parse_count(asked["tokens"], "--tokens") if asked["tokens"] else None
+    return Question(shape, fleet, batch, asked["batch"] is not None, dtype, stack, tokens, tuple(assumed))
+
+
+def read_shape(asked: Mapping[str, Any], assumed: list[str]) -> tuple[ModelShape, PublishedModel]:
+    """The model's shape, and the published model from which other figures come. Raises: ConfigError, one line."""
+    sizes = {key: asked[key] for key in ("layers", "hidden", "heads", "vocab", "sequence") if asked[key] is not None}
+    own = all(key in sizes for key in ("layers", "hidden", "heads"))
+    if (asked["params"] is not None) + (asked["model_name"] is not None) + own != 1:
+        raise ConfigError("expected one of --params 13B, --model NAME, or --layers, --hidden and --heads")
+    if own:
+        shape = check_shape(ModelShape(**sizes))
+        assumed += [f"{getattr(shape, key)} as --{key}" for key in ("vocab", "sequence") if key not in sizes]
+        return shape, nearest_model(shape.parameters)
+    if asked["model_name"] is not None:
+        known = {model.name: model for model in PUBLISHED}
+        near = known.get(asked["model_name"].lower())
+        if near is None:
+            close = did_you_mean(asked["model_name"], known, "{}")
+            raise ConfigError(f"--model: expected one of {', '.join(known)}, got {asked['model_name'][:40]!r}{close}")
+        return check_shape(replace(near.shape, **sizes)), near
+    wanted = quantities.parse_count(asked["params"], "--params")
+    near = nearest_model(wanted)
+    found = near.shape if "layers" in sizes else shape_of(wanted, near)
+    if found is None:
+        raise ConfigError(
+            f"--params: expected a number near a published model's, {quantities.count_words(LEAST)} to "
+            f"{quantities.count_words(MOST)}, got {asked['params'][:40]}: give --layers, --hidden and --heads"
+        )
+    shape = check_shape(replace(found, **sizes))
+    counted = quantities.count_words(shape.parameters)
+    assumed.append(
+        f"the shape of {near.name}, {shape.layers} layers: {counted} parameters, sequences of {shape.sequence} "
+        f"({near.source})"
+    )
+    return shape, near
+
+
+def _fleet(asked: Mapping[str, Any], assumed: list[str]) -> Fleet:
+    known = dict(CATALOGUE)
+    if asked["catalogue"] is not None:
+        known |= _more_devices(asked["catalogue"])
+    device, count, per_node = device_named(asked["gpu_name"], known), asked["gpus"], asked["per_node"]
+    if count > per_node and count % per_node:
+        raise ConfigError(f"--gpus: expected whole nodes of {per_node} (--per-node), got {count}")
+    if asked["network"] is not None:
+        return Fleet(device, count, min(per_node, count), quantities.parse_rate(asked["network"], "--network"))
+    if count > per_node:
+        assumed.append(f"{device.network * 8 / 1e9:g} Gb/s between nodes for each device ({device.sources['network']})")
+    return Fleet(device, count, min(per_node, count), device.network)
+
+
+def _more_devices(path: Path) -> dict[str, DeviceKind]:
+    """Devices of a YAML file: name -> figures. Raises: ConfigError, also for a missing figure."""
+    found = {}
+    for name, given in read_config_file(path).items():
+        try:
+            found[name.lower()] = _device(name.lower(), given)
+        except (KeyError, TypeError, AttributeError) as error:
+            missing = f"no {error.args[0]}" if isinstance(error, KeyError) else "something else"
+            raise ConfigError(
+                f"{path}: {name[:40]}: expected peak_tflops (bf16: 312, ...), memory (80GB), bandwidth_gb_s, "
+                f"link_gb_s, network (200Gb), price (dollars per hour), mtbf (30000h) and source, got {missing}"
+            ) from None
+    return found
+
+
+def _device(name: str, given: Mapping[str, Any]) -> DeviceKind:
+    def positive(value: Any, what: str) -> float:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e9:
+            raise ConfigError(f"{name[:40]}: {what}: expected a number above 0, got {str(value)[:40]!r}")
+        return float(value)
+
+    peak = {str(dtype): positive(value, f"peak_tflops.{dtype}") * 1e12 for dtype, value in given["peak_tflops"].items()}
+    if not set(peak) <= set(DTYPES) or not set(peak) & {"fp32", "fp16", "bf16"}:
+        raise ConfigError(
+            f"{name[:40]}: peak_tflops: expected some of {', '.join(DTYPES)}, got {', '.join(peak)[:80]!r}"
+        )
+    figures = ("peak", "memory_gb", "bandwidth", "link", "network", "price", "mtbf_h")
+    return DeviceKind(
+        name,
+        peak,
+        quantities.parse_bytes(str(given["memory"]), f"{name[:40]}: memory") / 1e9,
+        positive(given["bandwidth_gb_s"], "bandwidth_gb_s") * 1e9,
+        positive(given["link_gb_s"], "link_gb_s") * 1e9,
+        quantities.parse_rate(str(given["network"]), f"{name[:40]}: network"),
+        positive(given["price"], "price"),
+        quantities.parse_seconds(str(given["mtbf"]), f"{name[:40]}: mtbf") / 3600,
+        dict.fromkeys(figures, str(given["source"])),
+    )
 
 
 def hours_within(value: float, what: str) -> float:

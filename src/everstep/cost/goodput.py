@@ -52,9 +52,10 @@ class Policy:
     """What a job does at a failure.
 
     stall_s: all stand still, by harm. back_s: until a spare, or the process again, computes. provision_s: until a
-    broken device is replaced where there is no spare; None: repaired. waits: all stand still until all devices are
-    back, too. rolls_back: work since the last checkpoint is lost. unit: devices that leave together. slowdown: throughput
-    lost per share of devices lost. save_every_s, save_s: of training between checkpoints, and how long one stops it.
+    broken device is replaced where there is no spare; None: repaired. waits: after the stall they wait until all
+    devices are back. rolls_back: work since the last checkpoint is lost. unit: devices that leave together. slowdown:
+    throughput lost per share of devices lost. save_every_s, save_s: of training between checkpoints, and how long one
+    stops it.
     copies: of each part of the state; 0: all workers have all of it. If the last copy is lost before there is another
     one, the job goes back to a checkpoint, which takes reload_s. head_s: if the head's host is lost.
     """
@@ -95,7 +96,7 @@ def recovery_policies(times: Mapping[str, float], cluster: Cluster) -> tuple[Pol
 
 def _in_place(times: Mapping[str, float], cluster: Cluster, every_s: float, copy_s: float) -> tuple[Policy, ...]:
     plan_s = times["ours_plan"] * cluster.devices / 8000
-    in_place = times["ours_next_step"] - times["ours_step"] + cluster.step_s + plan_s
+    in_place = max(0.0, times["ours_next_step"] - times["ours_step"]) + cluster.step_s + plan_s
     lost_host = times["ours_host"] + cluster.step_s + plan_s
     back_s = (times["ours_with_spare"] if cluster.spares else times["ours_restarted"]) + plan_s + copy_s
     head = 1 / math.ceil(cluster.devices / cluster.per_node)
@@ -307,12 +308,17 @@ def _student_95(freedom: int) -> float:
     return z + first / freedom + second / freedom**2 + third / freedom**3
 
 
+MOST_EXPONENT = 700.0
+"""exp() of more is no number."""
+
+
 def restart_goodput(rate: float, every_s: float, save_s: float, restart_s: float) -> float:
     """Goodput with restarts from checkpoints, exponential failures at any time, also in checkpoints and restarts.
 
     Source: Daly 2006, section 4: a segment takes exp(rate x restart) (exp(rate x (every + save)) - 1) / rate.
     """
-    return rate * every_s / (math.exp(rate * restart_s) * math.expm1(rate * (every_s + save_s)))
+    segment = rate * (every_s + save_s)
+    return rate * every_s * math.exp(-rate * restart_s) / math.expm1(segment) if segment < MOST_EXPONENT else 0.0
 
 
 def in_place_goodput(rate: float, stall_s: float) -> float:

@@ -92,6 +92,10 @@ def test_what_does_not_fit_is_an_answer_with_exit_code_1(capsys: pytest.CaptureF
         (["--params", "7B", "--hosts", "3", "--workers", "2"], "at most one per worker (2), got 3"),
         (["--params", "7B", "--zero", "4"], "--zero"),
         (["--params", "7B", "--offload", "gpu"], "expected none, cpu or a folder"),
+        (["--params", "13B", "--workers", "8", "--tp", "3"], "--tp: expected a divisor of the 40 heads"),
+        (["--params", "13B", "--workers", "8", "--pp", "2", "--chunks", "2"], "chunks: expected 1 with schedule 1f1b"),
+        (["--params", "13B", "--workers", "8", "--tp", "5"], "multiple of --tp x --pp (5) devices, got 8"),
+        (["--params", "13B", "--workers", "64", "--pp", "64"], "at most one part for each of the 40 layers"),
         (["no-such-task"], "no-such-task"),
         (["resnet18-folder"], "expected a folder of pictures"),
     ],
@@ -140,6 +144,29 @@ def test_what_cannot_be_counted_is_said(tmp_path: Path, capsys: pytest.CaptureFi
     said = planned(capsys, f"{file}:Trained")
     assert said["per_worker_bytes"]["optimizer"] == 8 * 6 and said["per_worker_bytes"]["activations"] == 0
     assert "not downloaded" in said["assumed"][1] and "for the optimizer, which cannot be counted" in said["assumed"][0]
+
+
+def test_usual_splits_of_a_number_of_parameters(capsys: pytest.CaptureFixture[str]) -> None:
+    usual = planned(capsys, "--params", "13B", "--workers", "32", "--zero", "3", "--gpu", "a100-80")["usual"]
+    found = usual["splits"]
+    assert list(found) == [
+        *("ddp", "zero1", "zero2", "zero3", "fsdp+recompute", "zero1+offload", "tp8", "tp8+sp", "pp8"),
+        "tp8+sp x pp4+zero1",
+    ]
+    assert [name for name, one in found.items() if one["runs"]] == ["ddp", "zero1", "pp8"]
+    assert not found["ddp"]["fits"] and found["zero3"]["fits"] and "llama2-13b" in usual["assumed"][0]
+    assert found["ddp"]["host_bytes"] == {"snapshots": 14 * usual["parameters"]}
+    assert found["zero1+offload"]["host_bytes"]["optimizer"] == round(12 * usual["parameters"] / 32)
+    assert all(
+        one["total_bytes"] == pytest.approx(sum(one["per_worker_bytes"].values()), abs=9) for one in found.values()
+    )
+    assert planned(capsys, "--params", "1M")["usual"] is None
+    deep = planned(capsys, "--params", "13B", "--workers", "32", "--tp", "4", "--pp", "4", "--recompute", "full")[
+        "usual"
+    ]
+    assert deep["splits"]["ddp"]["split"]["dp"] == 2 and deep["splits"]["ddp"]["fits"] is None
+    assert run_command(["plan", "memory", "--params", "13B", "--workers", "8"]) == 0
+    assert "jobs run it" in capsys.readouterr().out
 
 
 def test_torch_is_not_imported_for_a_number_of_parameters() -> None:

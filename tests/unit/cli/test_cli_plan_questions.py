@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from everstep.base.config import load_config, to_dict
+from everstep.cli.config_file import read_config_file
 from everstep.cli.main import run_command
 
 
@@ -74,7 +77,106 @@ def test_goodput_in_words(capsys: pytest.CaptureFixture[str]) -> None:
     assert "oobleck" in text and "assumed: a step takes 10 s" in text
 
 
+def test_time_of_a_step_and_of_a_job(capsys: pytest.CaptureFixture[str]) -> None:
+    said = answered(capsys, "time", "--params", "13B", "--gpus", "32", "--tp", "4", "--pp", "2", "--tokens", "26B")
+    assert said["split"]["dp"] == 4 and said["micro_batches"] == 256 and said["dtype"] == "bf16"
+    assert said["days"] == pytest.approx(26e9 / said["tokens_per_s"] / 86400)
+    assert said["dollars"] == pytest.approx(said["days"] * 24 * 32 * 1.5)
+    assert said["bubble"] == said["bubble_played"] == 1 / 257 and "llama2-13b" in said["assumed"][0]
+    assert said["device_sources"]["price"] and "rows 1.7B and 1008B" in said["stack"]["calibrated"]
+    fast = answered(
+        capsys, "time", "--params", "13B", "--gpus", "32", "--gpu", "h100-80", "--batch", "64", "--zero", "3"
+    )
+    assert fast["stack"]["name"] == "torchtitan-compile" and fast["batch"] == 64 and fast["days"] is None
+    assert fast["mfu"] == pytest.approx(fast["tflops"] / 989.5)
+
+
+def test_a_number_between_the_published_models_has_its_layers_scaled(capsys: pytest.CaptureFixture[str]) -> None:
+    said = answered(capsys, "time", "--params", "5B", "--gpus", "8", "--sequence", "1024")
+    assert said["shape"]["layers"] == 24 and said["parameters"] == pytest.approx(5e9, rel=0.05)
+    assert said["shape"]["sequence"] == 1024
+    own = answered(capsys, "time", "--layers", "24", "--hidden", "1024", "--heads", "16", "--gpus", "3", "--batch", "3")
+    assert own["shape"]["hidden"] == 1024 and "51200 as --vocab" in own["assumed"]
+
+
+def test_a_batch_that_is_assumed_is_made_to_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    said = answered(capsys, "time", "--model", "gpt3-13b", "--gpus", "24", "--micro-batch", "4")
+    assert said["batch"] == 1056 and said["batch"] % 96 == 0
+
+
+CATALOGUE = """
+mine-64:
+  peak_tflops: {bf16: 100, fp32: 10}
+  memory: 64GB
+  bandwidth_gb_s: 1000
+  link_gb_s: 50
+  network: 100Gb
+  price: 0.5
+  mtbf: 30000h
+  source: measured here
+"""
+
+
+def test_users_add_devices(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "more.yaml"
+    file.write_text(CATALOGUE)
+    said = answered(capsys, "time", "--params", "1.3B", "--gpus", "8", "--gpu", "mine", "--catalogue", str(file))
+    assert said["device"] == "mine-64" and said["device_sources"]["peak"] == "measured here"
+    for line, expected in (
+        ("  price: 0.5", "got no price"),
+        ("  memory: 64GB", "got no memory"),
+        ("  link_gb_s: 50", "got no link_gb_s"),
+    ):
+        file.write_text(CATALOGUE.replace(line + "\n", ""))
+        assert run_command(["plan", "time", "--params", "1B", "--gpus", "8", "--catalogue", str(file)]) == 2
+        told = capsys.readouterr().err
+        assert expected in told and len(told.splitlines()) == 1
+    for old, new, expected in (
+        ("price: 0.5", "price: -1", "expected a number above 0, got '-1'"),
+        ("64GB", "64", "with its unit"),
+        ("bf16: 100, fp32: 10", "int4: 3", "expected some of fp32"),
+        ("{bf16: 100, fp32: 10}", "3", "got something else"),
+    ):
+        file.write_text(CATALOGUE.replace(old, new))
+        assert run_command(["plan", "time", "--params", "1B", "--gpus", "8", "--catalogue", str(file)]) == 2
+        told = capsys.readouterr().err
+        assert expected in told and len(told.splitlines()) == 1
+
+
+def test_time_in_words(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(["plan", "time", "--model", "llama3-8b", "--gpus", "8", "--gpu", "h100", "--batch", "16"]) == 0
+    text = capsys.readouterr().out
+    assert "days and dollars: give --tokens" in text and "matrices" in text and "played through" in text
+
+
+TIME = ["time", "--params", "13B", "--gpus"]
 REFUSED = [
+    (["time", "--gpus", "8"], "expected one of --params 13B, --model NAME"),
+    ([*TIME, "8", "--model", "gpt3-13b"], "expected one of --params"),
+    (["time", "--params", "1M", "--gpus", "8"], "near a published model's, 50M to 5T, got 1M: give --layers"),
+    (["recommend", "--params", "10000T", "--gpus", "8"], "near a published model's"),
+    ([*TIME, "12"], "--gpus: expected whole nodes of 8 (--per-node), got 12"),
+    ([*TIME, "0"], "--gpus"),
+    ([*TIME, "8", "--gpu", "a100-8"], "did you mean a100-80"),
+    ([*TIME, "8", "--dtype", "fp8"], "--dtype: expected one of fp32, tf32, fp16, bf16 on a100-80, got 'fp8'"),
+    ([*TIME, "8", "--stack", "none"], "--stack: expected one of megatron-2021"),
+    ([*TIME, "8", "--tp", "3"], "--tp: expected a divisor of the 40 heads, got 3"),
+    ([*TIME, "32", "--tp", "8", "--pp", "8"], "expected a multiple of --tp x --pp (64) devices, got 32"),
+    (
+        [*TIME, "64", "--pp", "64"],
+        "--pp: expected at most one part for each of the 40 layers, got 64 stages of 1 chunk",
+    ),
+    ([*TIME, "8", "--batch", "12"], "--batch: expected a multiple of 8 (data parallel x --micro-batch), got 12"),
+    ([*TIME, "8", "--pp", "2", "--chunks", "2"], "chunks: expected 1 with schedule 1f1b"),
+    ([*TIME, "8", "--network", "200GB"], "bits per second with their unit, such as 200Gb"),
+    ([*TIME, "8", "--tokens", "-1"], "--tokens: expected a number such as 125M"),
+    ([*TIME, "8", "--heads", "7"], "--heads: expected a divisor of the hidden size 5120, got 7"),
+    ([*TIME, "8", "--layers", "0"], "--layers: expected from 1 to 1e+07, got 0"),
+    (["recommend", "--params", "13B", "--gpus", "1024", "--batch", "3"], "some split, such as 1024, got 3"),
+    (["recommend", "--params", "13B", "--gpus", "32", "--mtbf", "3"], "--mtbf: expected a time"),
+    (["recommend", "--params", "13 billion", "--gpus", "32"], "--params: expected a number such as 125M"),
+    (["time", "--model", "lama3-8b", "--gpus", "8"], "did you mean llama3-8b"),
+    ([*TIME, "8", "--catalogue", "/no/such"], "cannot read"),
     (["failures", "--hours", "1"], "--nodes"),
     (["failures", "--nodes", "0", "--hours", "1"], "--nodes"),
     (["failures", "--nodes", "8", "--hours", "-1"], "more than 0 and at most 1e+06 hours, got -1"),
@@ -101,6 +203,8 @@ def test_a_bad_question_is_one_line(options: list[str], said: str, capsys: pytes
 
 
 WITHOUT_TORCH = [
+    ["recommend", "--params", "13B", "--gpus", "32"],
+    ["time", "--params", "13B", "--gpus", "8"],
     ["failures", "--nodes", "8", "--hours", "24"],
     ["goodput", "--devices", "64", "--runs", "2"],
 ]
@@ -113,3 +217,55 @@ def test_torch_is_not_imported(options: list[str]) -> None:
         f"code = run_command(['plan', *{options!r}]); sys.exit(code or 'torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", program], stdout=subprocess.DEVNULL).returncode == 0
+
+
+def test_the_ten_best_splits_and_why(capsys: pytest.CaptureFixture[str]) -> None:
+    said = answered(capsys, "recommend", "--params", "13B", "--gpus", "32", "--gpu", "a100-80", "--tokens", "26B")
+    best = said["best"]
+    assert said["fits"] and said["needed"] is None and len(best) == 10 and all(one["fits"] for one in best)
+    assert [one["step_s"] for one in best] == sorted(one["step_s"] for one in best) and all(one["why"] for one in best)
+    first = best[0]
+    hours = 26e9 / first["time"]["tokens_per_s"] / 3600 / first["goodput"]
+    assert first["days"] == pytest.approx(hours / 24) and first["dollars"] == pytest.approx(hours * 32 * 1.5)
+    assert first["failures"] == pytest.approx(32 * hours / said["device_mtbf_h"]) and 0.99 < first["goodput"] < 1
+    assert set(said["sources"]) == {"memory", "time", "goodput", "failures", "dollars"}
+    worse = answered(capsys, "recommend", "--params", "13B", "--gpus", "32", "--mtbf", "100h")
+    assert worse["device_mtbf_h"] == 800 and worse["best"][0]["goodput"] < first["goodput"]
+    assert worse["sources"]["failures"] == "given" and worse["best"][0]["days"] is None
+
+
+def test_a_job_that_never_ends_takes_no_number_of_days(capsys: pytest.CaptureFixture[str]) -> None:
+    said = answered(capsys, "recommend", "--params", "13B", "--gpus", "32", "--tokens", "1B", "--mtbf", "100ms")
+    assert said["best"][0]["goodput"] < 1e-6 and said["best"][0]["days"] is None is said["best"][0]["failures"]
+
+
+def test_a_model_that_fits_nowhere_is_an_answer(capsys: pytest.CaptureFixture[str]) -> None:
+    said = answered(capsys, "recommend", "--params", "175B", "--gpus", "8", code=1)
+    assert not said["fits"] and said["needed"]["devices"] == 64 and said["needed"]["least_bytes"] > 80e9
+    assert run_command(["plan", "recommend", "--params", "175B", "--gpus", "8"]) == 1
+    assert (
+        "nothing fits: at least 351 GB per device are needed; 64 of these devices would do" in capsys.readouterr().out
+    )
+
+
+def test_the_config_that_is_written_is_one_that_jobs_take(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "job.yaml"
+    asked = ["plan", "recommend", "--params", "1.3B", "--gpus", "8", "--batch", "96", "--write", str(file)]
+    assert run_command([*asked, "--json"]) == 0
+    written = json.loads(capsys.readouterr().out)["written"]
+    config = load_config([(str(file), read_config_file(file))])
+    assert written["path"] == str(file) and to_dict(config).items() >= written["config"].items()
+    assert config.workers == 8 and config.lanes * config.micro_batch == 96 and config.zero.stage == 0
+    assert file.read_text().startswith("# everstep plan recommend: 1.3")
+    assert run_command(asked) == 2
+    assert "exists: name another file" in capsys.readouterr().err
+    file.unlink()
+    assert run_command(asked) == 0
+    assert f"written: {file}, what jobs can run" in capsys.readouterr().out
+
+
+def test_what_jobs_cannot_run_is_not_written(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "job.yaml"
+    assert run_command(["plan", "recommend", "--params", "70B", "--gpus", "64", "--write", str(file)]) == 1
+    text = capsys.readouterr().out
+    assert "not written: what jobs can run (float32" in text and not file.exists()

@@ -117,6 +117,14 @@ def test_the_closed_forms_together_are_near_what_is_simulated() -> None:
         assert 1 - closed_form(policy, cluster) == pytest.approx(1 - result.goodput, rel=0.1), policy.name
 
 
+def test_hopeless_jobs_have_no_goodput_and_no_overflow() -> None:
+    assert restart_goodput(1.0, 800.0, 1.0, 5.0) == 0 == restart_goodput(100.0, 1.0, 0.1, 60.0)
+    assert restart_goodput(1.0, 600.0, 0.0, 0.0) == pytest.approx(0, abs=1e-200)
+    cluster = Cluster(10**6, HOUR)
+    for policy in recovery_policies(times(), cluster):
+        assert closed_form(policy, cluster) < 1e-6, policy.name
+
+
 def test_gemini_takes_seven_minutes_and_twelve_with_a_replacement() -> None:
     """The totals that its paper states (recalled)."""
     gemini = next(one for one in recovery_policies(times(), Cluster(128, DAY)) if one.name == "gemini")

@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from everstep.base.errors import ConfigError
-from everstep.cost import device_memory, quantities
+from everstep.cost import quantities
+from everstep.cost.catalogue import device_named
 from everstep.cost.memory import GB, STAGES, Model, Split, answers_by_paper, answers_of_ours, by_paper, of_ours
 
 BILLION = 10**9
@@ -142,8 +143,8 @@ def test_words_of_counts() -> None:
 
 
 def test_devices_by_name() -> None:
-    assert device_memory.memory_bytes("A100-80") == 80 * GB and device_memory.memory_bytes("t4") == 16 * GB
+    assert device_named("A100-80").memory_gb == 80 and device_named("t4").memory_gb == 16
     with pytest.raises(ConfigError, match="a100-40, a100-80"):
-        device_memory.memory_bytes("a100")
+        device_named("a100")
     with pytest.raises(ConfigError, match="did you mean h100-80"):
-        device_memory.memory_bytes("h100-8")
+        device_named("h100-8")

@@ -1,0 +1,208 @@
+"""`everstep plan recommend`: the best ways to divide a model over devices, and a config of what jobs can run."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import click
+
+from everstep.base.below import write_atomically
+from everstep.base.config import load_config
+from everstep.base.errors import ConfigError
+from everstep.cli.plan_inputs import (
+    Question,
+    json_option,
+    mtbf_hours,
+    question_options,
+    read_question,
+    recovery_times,
+    say,
+    table,
+)
+from everstep.cli.plan_time import SOURCE as TIME_SOURCE
+from everstep.cli.plan_time import job_figures
+from everstep.cost import failures, split_memory
+from everstep.cost.goodput import HARMS, Cluster, closed_form, recovery_policies
+from everstep.cost.quantities import count_words, time_words
+from everstep.cost.split_search import RankedSplit, devices_needed, ranked_splits, why_better
+from everstep.cost.step_time import ParallelSplit, micro_batches_of
+
+SHOWN = 10
+_LEAST = 1e-6
+"""Goodput with which no job ends."""
+_OURS = "float32, data parallel and stages, by the layout of this product's memory"
+
+
+@click.command("recommend")
+@question_options
+@click.option("--mtbf", help="Mean time between failures of a node: 100000h (the catalogue's).")
+@click.option("--write", type=click.Path(path_type=Path), help="Write a config of the best split that jobs can run.")
+@json_option
+def command(mtbf: str | None, write: Path | None, as_json: bool, **asked: Any) -> int:
+    """Show the ten best ways to divide a model over devices, with memory, time, cost and failures, and why.
+
+    For each number of tensor parallel devices and stages it shows the best settings. Exit code: 1 if nothing fits, or
+    nothing that jobs can run, with --write.
+    """
+    question = read_question(asked)
+    if write is not None and write.exists():
+        raise ConfigError(f"--write: {write} exists: name another file, or remove it")
+    fleet, stack = question.fleet, question.stack
+    batch = question.batch
+    if not question.batch_given:
+        batch = max(1, round(batch / fleet.count)) * fleet.count
+    rounded = [f"the batch rounded to {batch}, a multiple of the devices"] if batch != question.batch else []
+    device_mtbf_h = fleet.device.mtbf_h if mtbf is None else mtbf_hours(mtbf) * fleet.per_node
+    found = ranked_splits(question.shape, fleet, batch, question.dtype, stack)
+    if not found:
+        raise ConfigError(
+            f"--batch: expected a multiple of the data parallel devices of some split, such as {fleet.count}, "
+            f"got {batch}"
+        )
+    best = [_described(question, batch, one, device_mtbf_h) for one in found[:SHOWN]]
+    for described, one, other in zip(best, found, found[1:], strict=False):
+        described["why"] = why_better(one, other)
+    needed = None
+    if not found[0].fits:
+        needed = {
+            "least_bytes": round(found[0].memory.total),
+            "split": asdict(found[0].split),
+            "devices": devices_needed(question.shape, fleet, batch, question.dtype, stack),
+        }
+    result: dict[str, Any] = {
+        "kind": "recommend",
+        **question.described(),
+        "batch": batch,
+        "assumed": [*question.assumed, *rounded],
+        "device_mtbf_h": device_mtbf_h,
+        "fits": found[0].fits,
+        "memory_bytes": round(fleet.device.memory_gb * 1e9),
+        "best": best,
+        "needed": needed,
+        "written": None,
+        "sources": {
+            "memory": split_memory.SOURCE,
+            "time": TIME_SOURCE,
+            "goodput": "closed forms for the policy ours; everstep plan goodput simulates",
+            "failures": fleet.device.sources["mtbf_h"] if mtbf is None else "given",
+            "dollars": fleet.device.sources["price"],
+        },
+    }
+    said = [] if write is None else _write(question, batch, write, result)
+    say(result, as_json, [*_lines(result), *said])
+    return 0 if found[0].fits and (write is None or result["written"]) else 1
+
+
+def _described(question: Question, batch: int, one: RankedSplit, device_mtbf_h: float) -> dict[str, Any]:
+    """A split with all its figures; those of the whole job are None without --tokens."""
+    fleet = question.fleet
+    states = sum(one.memory.device[kind] for kind in ("parameters", "gradients", "optimizer"))
+    cluster = Cluster(
+        fleet.count,
+        device_mtbf_h * 3600,
+        per_node=fleet.per_node,
+        step_s=one.time.step_s,
+        state_bytes=states,
+        link=fleet.network,
+        shares=(failures.LLAMA3.share(HARMS[0]), failures.LLAMA3.share(HARMS[1]), failures.LLAMA3.share(HARMS[2])),
+    )
+    goodput = closed_form(recovery_policies(recovery_times(())[0], cluster)[0], cluster)
+    whole = job_figures(question, one.time)
+    figures = {key: None if value is None or goodput < _LEAST else value / goodput for key, value in whole.items()}
+    hours = None if figures["days"] is None else figures["days"] * 24
+    return {
+        "split": asdict(one.split),
+        "per_device_bytes": {kind: round(size) for kind, size in one.memory.device.items()},
+        "total_bytes": round(one.memory.total),
+        "fits": one.fits,
+        "runs": split_memory.split_runs(one.split, question.dtype),
+        "time": asdict(one.time),
+        "step_s": one.time.step_s,
+        "mfu": one.time.mfu,
+        "goodput": goodput,
+        **figures,
+        "failures": None if hours is None else fleet.count * hours / device_mtbf_h,
+        "failures_per_day": fleet.count * 24 / device_mtbf_h,
+        "micro_batches": micro_batches_of(batch, one.split),
+        "why": "",
+    }
+
+
+def _write(question: Question, batch: int, path: Path, result: dict[str, Any]) -> list[str]:
+    """Write the config of the best split that jobs can run; what to say about it."""
+    fleet = question.fleet
+    ranked = ranked_splits(question.shape, fleet, batch, "fp32", question.stack, ours=True)
+    if not ranked or not ranked[0].fits:
+        more = devices_needed(question.shape, fleet, batch, "fp32", question.stack, ours=True)
+        least = f"at least {ranked[0].memory.total / 1e9:.3g} GB per device" if ranked else "another batch"
+        return [f"not written: what jobs can run ({_OURS}) needs {least}; {_would_do(more)}"]
+    one = ranked[0]
+    count = micro_batches_of(batch, one.split)
+    config = {
+        "workers": one.split.devices,
+        "stages": one.split.pp,
+        "lanes": one.split.dp * count,
+        "micro_batch": one.split.micro_batch,
+        "schedule": one.split.schedule,
+        "chunks": one.split.chunks,
+        "recompute": one.split.recompute == "full",
+        "device": "cuda",
+    }
+    load_config([(os.fspath(path), config)])
+    header = (
+        f"# everstep plan recommend: {count_words(question.shape.parameters)} parameters on {fleet.count} x "
+        f"{fleet.device.name}, {_OURS}\n"
+        f"# planned: {one.memory.total / 1e9:.3g} GB per device, {time_words(one.time.step_s)} per step\n"
+    )
+    text = header + "".join(f"{key}: {str(value).lower()}\n" for key, value in config.items())
+    write_atomically(path, text, None)
+    result["written"] = {"path": os.fspath(path), "config": config, "step_s": one.time.step_s, "source": _OURS}
+    return [f"written: {path}, what jobs can run: {_words(one.split)}, {time_words(one.time.step_s)} per step, float32"]
+
+
+def _words(split: ParallelSplit | dict[str, Any]) -> str:
+    one = asdict(split) if isinstance(split, ParallelSplit) else split
+    words = [f"{one['tp']} tensor x {one['pp']} pipeline x {one['dp']} data"]
+    words += [f"ZeRO {one['zero']}"] * bool(one["zero"]) + [f"micro-batch {one['micro_batch']}"]
+    words += [f"{one['schedule']}, {one['chunks']} chunks"] * (one["chunks"] > 1)
+    words += [f"recompute {one['recompute']}"] * (one["recompute"] != "none")
+    return ", ".join(words)
+
+
+def _lines(result: dict[str, Any]) -> list[str]:
+    rows = [["split", "GB", "step", "MFU", "days", "dollars", "goodput", "failures", "before the next, because"]]
+    rows += [
+        [
+            _words(one["split"]) + ("" if one["fits"] else " (does not fit)"),
+            f"{one['total_bytes'] / 1e9:.3g}",
+            time_words(one["step_s"]),
+            f"{one['mfu']:.1%}",
+            *("" if one[key] is None else f"{one[key]:,.3g}" for key in ("days", "dollars")),
+            f"{one['goodput']:.2%}",
+            f"{one['failures_per_day']:.2g} a day" if one["failures"] is None else f"{one['failures']:.3g}",
+            one["why"],
+        ]
+        for one in result["best"]
+    ]
+    needed = result["needed"]
+    return [
+        f"{count_words(result['parameters'])} parameters on {result['devices']} x {result['device']} "
+        f"({result['memory_bytes'] / 1e9:g} GB), batch {result['batch']}, {result['dtype']}",
+        *table(rows),
+        *(() if needed is None else _needed(needed)),
+        *(f"assumed: {one}" for one in result["assumed"]),
+        *(f"source of {figure}: {source}" for figure, source in result["sources"].items()),
+    ]
+
+
+def _needed(needed: dict[str, Any]) -> Sequence[str]:
+    least = needed["least_bytes"] / 1e9
+    return [f"nothing fits: at least {least:.3g} GB per device are needed; {_would_do(needed['devices'])}"]
+
+
+def _would_do(devices: int | None) -> str:
+    return "no number of them would do" if devices is None else f"{devices} of these devices would do"

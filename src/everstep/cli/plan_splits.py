@@ -1,0 +1,119 @@
+"""Splits of the devices for the commands of `everstep plan`: options, and the memory that usual splits need."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from typing import Any
+
+import click
+
+from everstep.base.errors import ConfigError
+from everstep.base.pipeline.schedule_table import KINDS, check_possible
+from everstep.cli.plan_inputs import Question, read_shape, table
+from everstep.cost.memory import GB
+from everstep.cost.models import RECOMPUTE, ModelShape, nearest_model, shape_of
+from everstep.cost.quantities import parse_count
+from everstep.cost.split_memory import SOURCE, split_memory, split_runs, usual_splits
+from everstep.cost.step_time import ParallelSplit, micro_batches_of
+
+zero_option = click.option("--zero", type=click.IntRange(0, 3), default=0, show_default=True, help="Stage of ZeRO.")
+
+
+def split_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Options for one split of the devices, that of ZeRO aside."""
+    count = click.IntRange(1, 10**5)
+    for option in reversed(
+        (
+            click.option("--tp", type=count, default=1, show_default=True, help="Devices of tensor parallelism."),
+            click.option("--pp", type=count, default=1, show_default=True, help="Stages of the pipeline."),
+            click.option("--micro-batch", type=count, default=1, show_default=True, help="Sequences of a micro-batch."),
+            click.option("--schedule", type=click.Choice(tuple(KINDS)), default="1f1b", show_default=True),
+            click.option("--chunks", type=count, default=1, show_default=True, help="Chunks of the model per stage."),
+            click.option("--recompute", type=click.Choice(RECOMPUTE), default="none", show_default=True),
+            click.option("--sp", "sequence_parallel", is_flag=True, help="Sequence parallelism beside --tp."),
+        )
+    ):
+        command = option(command)
+    return command
+
+
+def read_split(question: Question, asked: Mapping[str, Any]) -> tuple[ParallelSplit, int]:
+    """The split that options ask for, all other devices data parallel, and the batch: one that was not given is made
+    to fit. Raises: ConfigError, one line."""
+    tp, pp = asked["tp"], asked["pp"]
+    dp = max(1, question.fleet.count // (tp * pp))
+    keys = ("micro_batch", "zero", "schedule", "chunks", "recompute", "sequence_parallel")
+    split = ParallelSplit(tp, pp, dp, **{key: asked[key] for key in keys})
+    _check_split(question.shape, question.fleet.count, split)
+    each, batch = dp * split.micro_batch, question.batch
+    if not question.batch_given:
+        batch = max(1, round(batch / each)) * each
+    if not micro_batches_of(batch, split):
+        raise ConfigError(f"--batch: expected a multiple of {each} (data parallel x --micro-batch), got {batch}")
+    check_possible(split.schedule, pp, micro_batches_of(batch, split), split.chunks, called="micro-batches")
+    return split, batch
+
+
+def _check_split(shape: ModelShape, devices: int, split: ParallelSplit) -> None:
+    """Raises: ConfigError, one line, if the model or the devices cannot be divided so."""
+    if split.tp > 1 and shape.heads % split.tp:
+        raise ConfigError(f"--tp: expected a divisor of the {shape.heads} heads, got {split.tp}")
+    if split.pp * split.chunks > shape.layers:
+        raise ConfigError(
+            f"--pp: expected at most one part for each of the {shape.layers} layers, got {split.pp} stages of "
+            f"{split.chunks} chunk{'s' * (split.chunks > 1)}"
+        )
+    if split.devices != devices:
+        raise ConfigError(f"expected a multiple of --tp x --pp ({split.tp * split.pp}) devices, got {devices}")
+
+
+def splits_of(params: str, workers: int, asked: Mapping[str, Any], room: int | None) -> dict[str, Any] | None:
+    """Memory of a device for usual splits of a model of so many parameters, in mixed precision, with the options of
+    `split_options`. room: bytes of a device, None if unknown. None: no published model is near. Raises: ConfigError,
+    one line."""
+    wanted = parse_count(params, "--params")
+    if shape_of(wanted, nearest_model(wanted)) is None:
+        return None
+    assumed: list[str] = []
+    given = dict.fromkeys(("model_name", "layers", "hidden", "heads", "vocab", "sequence"))
+    shape, near = read_shape({"params": params, **given}, assumed)
+    keys = ("micro_batch", "schedule", "chunks", "recompute", "sequence_parallel")
+    tp, pp = asked["tp"], asked["pp"]
+    base = ParallelSplit(tp, pp, max(1, workers // (tp * pp)), **{key: asked[key] for key in keys})
+    _check_split(shape, workers, base)
+    check_possible(base.schedule, pp, pp, base.chunks, called="micro-batches")
+    assumed.append("one snapshot of the state in the host's memory")
+    assumed.append(f"a batch of {near.batch} sequences, as {near.name}, or one micro-batch for each device")
+    found = {}
+    for name, (split, offload) in usual_splits(shape, base).items():
+        count = max(1, near.batch // (split.dp * split.micro_batch))
+        usage = split_memory(shape, split, count, offload=offload, snapshots=1)
+        found[name] = {
+            "split": asdict(split),
+            "per_worker_bytes": {kind: round(size) for kind, size in usage.device.items()},
+            "host_bytes": {kind: round(size) for kind, size in usage.host.items()},
+            "total_bytes": round(usage.total),
+            "fits": None if room is None else usage.total <= room,
+            "max_model_size": None if room is None else usage.largest(room, shape.parameters),
+            "runs": not offload and split_runs(split),
+        }
+    return {"splits": found, "source": SOURCE, "assumed": assumed, "parameters": shape.parameters}
+
+
+def split_lines(result: Mapping[str, Any]) -> list[str]:
+    """`splits_of` for people."""
+    found = result["splits"]
+    kinds = list(next(iter(found.values()))["per_worker_bytes"])
+    rows = [["GB, mixed precision", *kinds, "together", "host", "fits", "jobs run it"]]
+    for name, one in found.items():
+        sizes = [one["per_worker_bytes"][kind] for kind in kinds]
+        host = sum(one["host_bytes"].values())
+        fits = "" if one["fits"] is None else "yes" if one["fits"] else "no"
+        runs = "no" if not one["runs"] else "in float32, on CPUs" if one["split"]["zero"] else "in float32"
+        rows.append([name, *(f"{size / GB:.3g}" for size in (*sizes, one["total_bytes"], host)), fits, runs])
+    return [
+        *table(rows),
+        *(f"assumed: {one}" for one in result["assumed"]),
+        f"source: {result['source']}",
+    ]

@@ -1,0 +1,83 @@
+"""`everstep plan time`: how long a step and a job take, by part."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+import click
+
+from everstep.cli.plan_inputs import Question, json_option, question_options, read_question, say, table
+from everstep.cli.plan_splits import read_split, split_options, zero_option
+from everstep.cost.quantities import count_words, time_words
+from everstep.cost.step_time import StepTime, step_time
+from everstep.placement.schedules import bubble_fraction, schedule, timeline
+
+SOURCE = "roofline and alpha-beta model; matmul and passes calibrated, see stack"
+MOST_PLAYED = 100_000
+"""Operations of a pipeline that is played through."""
+
+
+@click.command("time")
+@question_options
+@split_options
+@zero_option
+@json_option
+def command(as_json: bool, **asked: Any) -> int:
+    """Show how long a step takes, by part, and a job of so many tokens."""
+    question = read_question(asked)
+    split, batch = read_split(question, asked)
+    found = step_time(question.shape, question.fleet, split, batch, question.dtype, question.stack)
+    played = None
+    if split.pp * found.micro_batches * split.chunks <= MOST_PLAYED:
+        ops = schedule(split.schedule, split.pp, found.micro_batches, split.chunks)
+        played = bubble_fraction(timeline(ops, 1, 3 if split.recompute == "full" else 2))
+    result: dict[str, Any] = {
+        "kind": "time",
+        **question.described(),
+        "batch": batch,
+        "split": asdict(split),
+        **asdict(found),
+        "tflops": found.model_flops / 1e12,
+        "tflops_with_recomputation": found.hardware_flops / 1e12,
+        "bubble_played": played,
+        **job_figures(question, found),
+        "source": SOURCE,
+    }
+    say(result, as_json, _lines(result))
+    return 0
+
+
+def job_figures(question: Question, found: StepTime) -> dict[str, float | None]:
+    """Days and dollars of the whole job, None without --tokens."""
+    if question.tokens is None:
+        return {"days": None, "dollars": None}
+    seconds = question.tokens / found.tokens_per_s
+    return {"days": seconds / 86400, "dollars": seconds / 3600 * question.fleet.device.price * question.fleet.count}
+
+
+def _lines(result: dict[str, Any]) -> list[str]:
+    split = result["split"]
+    parts = ("matrices_s", "traffic_s", "tensor_s", "stages_s", "bubble_s", "gradients_s", "update_s")
+    played = result["bubble_played"]
+    whole = (
+        f"{count_words(result['tokens'])} tokens: {result['days']:.3g} days, {result['dollars']:,.0f} dollars"
+        if result["tokens"]
+        else "days and dollars: give --tokens"
+    )
+    return [
+        f"{count_words(result['parameters'])} parameters on {result['devices']} x {result['device']}: "
+        f"{split['tp']} tensor x {split['pp']} pipeline x {split['dp']} data parallel, batch {result['batch']}",
+        f"a step takes {time_words(result['step_s'])}: {result['tflops']:.0f} TFLOP/s per device, "
+        f"MFU {result['mfu']:.1%}, {result['tokens_per_s']:,.0f} tokens per second",
+        *table(
+            [
+                [key.removesuffix("_s"), time_words(result[key]), f"{result[key] / result['step_s']:.1%}"]
+                for key in parts
+            ]
+        ),
+        f"bubble {result['bubble']:.1%} by the formula" + ("" if played is None else f", {played:.1%} played through"),
+        whole,
+        *(f"assumed: {one}" for one in result["assumed"]),
+        f"source: {result['source']}",
+    ]

@@ -1,0 +1,206 @@
+"""Length of a training step: roofline of the matrices, traffic of all else, communication, pipeline. Pure.
+
+A step is m micro-batches through a pipeline, (m + (p - 1) / c) times the time of one, then what of the gradients' sum
+is not hidden, then the update. A micro-batch takes the operations at the share of the peak that a stack reaches, the
+bytes of activations that are moved, the sums within layers (tensor parallelism) and the messages between stages.
+Messages: latency plus bytes over bandwidth (alpha-beta), rings for sums.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from everstep.base.errors import check
+from everstep.cost.catalogue import DeviceKind
+from everstep.cost.models import ModelShape
+
+LINK_LATENCY_S, NETWORK_LATENCY_S = 5e-6, 15e-6
+"""Of one message within a node and between nodes; magnitudes of NCCL's tests (assumed)."""
+REACHED = 0.8
+"""Share of a link's speed that large messages reach: NCCL's tests show 235 of 300 GB/s on A100s (recalled)."""
+
+
+@dataclass(frozen=True)
+class SoftwareStack:
+    """What a training program reaches. matmul: share of the peak in matrix products. passes: how often the bytes of a
+    layer's activations (`ModelShape.activation_bytes`) move per forward and backward pass. fused_attention: no scores
+    are kept. overlap: share of the compute that hides sums of gradients. calibrated: the rows that matmul and passes
+    were fitted to."""
+
+    name: str
+    matmul: float
+    passes: float
+    fused_attention: bool
+    overlap: float
+    calibrated: str
+
+
+_TITAN = "torchtitan, December 2024, 8B on 8 GPUs"
+STACKS = {
+    stack.name: stack
+    for stack in (
+        SoftwareStack("megatron-2021", 0.6255, 5.93, False, 0.0, "arXiv 2104.04473, table 1: rows 1.7B and 1008B"),
+        SoftwareStack("torchtitan-compile", 0.46, 2.0, True, 1.0, f"{_TITAN}, compiled; 2 passes assumed"),
+        SoftwareStack("torchtitan-eager", 0.46, 9.035, True, 1.0, f"{_TITAN}: matmul as compiled, passes by eager"),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """Devices of one kind in nodes. network: bytes per second of each device between nodes."""
+
+    device: DeviceKind
+    count: int
+    per_node: int
+    network: float
+
+
+@dataclass(frozen=True)
+class ParallelSplit:
+    """How a job is divided: tensor, pipeline, data parallel; sequences of a micro-batch; stage of ZeRO; schedule with
+    its chunks per stage; what is computed again (`RECOMPUTE`)."""
+
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+    micro_batch: int = 1
+    zero: int = 0
+    schedule: str = "1f1b"
+    chunks: int = 1
+    recompute: str = "none"
+    sequence_parallel: bool = False
+
+    @property
+    def devices(self) -> int:
+        """All of them."""
+        return self.tp * self.pp * self.dp
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of a step by part, and rates. model_flops: per device and second, nothing that is computed twice;
+    hardware_flops: with it. mfu: model_flops over the peak. bubble: share of the pipeline's time, in 0..1."""
+
+    step_s: float
+    matrices_s: float
+    traffic_s: float
+    tensor_s: float
+    stages_s: float
+    bubble_s: float
+    gradients_s: float
+    update_s: float
+    bubble: float
+    micro_batches: int
+    model_flops: float
+    hardware_flops: float
+    mfu: float
+    tokens_per_s: float
+
+
+def ring_s(size_bytes: float, ranks: int, bandwidth: float, latency_s: float, sums: int = 2) -> float:
+    """Seconds of a ring over so many ranks. sums: 2 for an all-reduce, 1 for a reduce-scatter or an all-gather.
+
+    Source: alpha-beta model; Thakur et al. 2005: sums (n - 1) (latency + size / n / bandwidth), latency by log2.
+    """
+    if ranks == 1:
+        return 0.0
+    return sums * (math.ceil(math.log2(ranks)) * latency_s + (ranks - 1) / ranks * size_bytes / bandwidth)
+
+
+def bubble_share(stages: int, micro_batches: int, chunks: int = 1) -> float:
+    """Idle share of a pipeline's time: (p - 1) / (c m + p - 1). Source: arXiv 2104.04473, section 2.2."""
+    return (stages - 1) / (chunks * micro_batches + stages - 1)
+
+
+def micro_batches_of(batch: int, split: ParallelSplit) -> int:
+    """Micro-batches of a step through each pipeline, 0 if the batch cannot be divided so."""
+    count, rest = divmod(batch, split.dp * split.micro_batch)
+    return 0 if rest else count
+
+
+def step_time(
+    shape: ModelShape, fleet: Fleet, split: ParallelSplit, batch: int, dtype: str, stack: SoftwareStack
+) -> StepTime:
+    """The length of a step. batch: sequences of all devices. dtype: of the matrices, a key of the device's peaks."""
+    count = micro_batches_of(batch, split)
+    check(count > 0, f"a batch of {batch} cannot be divided by {split}")
+    device, tokens = fleet.device, split.micro_batch * shape.sequence
+    share = split.tp * split.pp
+    matrices_s = tokens / share / stack.matmul * _at_peak_s(shape, device, split.recompute, dtype)
+    layers = shape.layers / split.pp
+    again = 4 / 3 if split.recompute in ("alternate", "full") else 1.0
+    moved = shape.activation_bytes(split.tp, split.sequence_parallel, stack.fused_attention) * tokens * layers
+    wide = 2 if dtype == "fp32" else 1
+    traffic_s = stack.passes * again * wide * moved / device.bandwidth
+    tensor_s = _tensor_s(shape, fleet, split, tokens, layers, wide)
+    stages_s = _stages_s(shape, fleet, split, tokens, wide)
+    each_s = matrices_s + traffic_s + tensor_s + stages_s
+    held = shape.parameters / share
+    gradients_s = _gradients_s(fleet, split, 2 * wide * held, each_s * count * stack.overlap)
+    states = held / (split.dp if split.zero else 1)
+    update_s = 28 * states / device.bandwidth
+    idle_s = each_s * (split.pp - 1) / split.chunks
+    step_s = each_s * count + idle_s + gradients_s + update_s
+    whole = batch * shape.sequence / split.devices
+    model = shape.flops() * whole / step_s
+    return StepTime(
+        step_s,
+        matrices_s * count,
+        traffic_s * count,
+        tensor_s * count,
+        stages_s * count,
+        idle_s,
+        gradients_s,
+        update_s,
+        bubble_share(split.pp, count, split.chunks),
+        count,
+        model,
+        shape.flops(split.recompute) * whole / step_s,
+        model / device.peak[dtype],
+        batch * shape.sequence / step_s,
+    )
+
+
+def _at_peak_s(shape: ModelShape, device: DeviceKind, recompute: str, dtype: str) -> float:
+    """Seconds for the operations of a token at the device's peak. In fp8 attention and output stay in bf16."""
+    _, attention, output = shape.forward_flops()
+    rest = 3 * (attention + output) + (attention if recompute in ("selective", "full") else 0)
+    return (shape.flops(recompute) - rest) / device.peak[dtype] + rest / device.peak[
+        "bf16" if dtype == "fp8" else dtype
+    ]
+
+
+def _tensor_s(shape: ModelShape, fleet: Fleet, split: ParallelSplit, tokens: int, layers: float, wide: int) -> float:
+    """Sums within layers: two in a forward pass, two in a backward pass, two more where all is computed again.
+
+    Source: arXiv 1909.08053, section 3; with sequence parallelism as many bytes (arXiv 2205.05198, section 4.2.2).
+    """
+    inside = split.tp <= fleet.per_node
+    bandwidth = (fleet.device.link if inside else fleet.network) * REACHED
+    latency_s = LINK_LATENCY_S if inside else NETWORK_LATENCY_S
+    sums = 6 if split.recompute == "full" else 4
+    return sums * layers * ring_s(2.0 * wide * tokens * shape.hidden, split.tp, bandwidth, latency_s)
+
+
+def _stages_s(shape: ModelShape, fleet: Fleet, split: ParallelSplit, tokens: int, wide: int) -> float:
+    """Activations and gradients to the next stage, each tensor parallel device sends its part; between nodes wherever a
+    stage fills one."""
+    if split.pp == 1:
+        return 0.0
+    inside = split.devices <= fleet.per_node
+    bandwidth = (fleet.device.link if inside else fleet.network) * REACHED
+    latency_s = LINK_LATENCY_S if inside else NETWORK_LATENCY_S
+    return 2 * split.chunks * (latency_s + 2.0 * wide * tokens * shape.hidden / split.tp / bandwidth)
+
+
+def _gradients_s(fleet: Fleet, split: ParallelSplit, size_bytes: float, hidden_s: float) -> float:
+    """What is not hidden of the sum of gradients; in stage 3 parameters are gathered in both passes, too. A ring enters
+    and leaves a node over the links of all its members there."""
+    members = max(1, min(split.dp, fleet.per_node // split.tp))
+    inside = split.dp * split.tp <= fleet.per_node
+    bandwidth = fleet.device.link if inside else min(fleet.device.link, fleet.network * members)
+    sums = 3 if split.zero == 3 else 2
+    latency_s = LINK_LATENCY_S if inside else NETWORK_LATENCY_S
+    return max(0.0, ring_s(size_bytes, split.dp, bandwidth * REACHED, latency_s, sums) - hidden_s)
