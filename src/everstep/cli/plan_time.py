@@ -31,7 +31,7 @@ def command(as_json: bool, **asked: Any) -> int:
     played = None
     if split.pp * found.micro_batches * split.chunks <= MOST_PLAYED:
         ops = schedule(split.schedule, split.pp, found.micro_batches, split.chunks)
-        played = bubble_fraction(timeline(ops, 1, 3 if split.recompute == "full" else 2))
+        played = bubble_fraction(timeline(ops, 1, 2))
     result: dict[str, Any] = {
         "kind": "time",
         **question.described(),

@@ -15,6 +15,7 @@ from everstep.cost.goodput import (
     Cluster,
     GoodputFound,
     Policy,
+    _student_95,
     available_devices,
     closed_form,
     in_place_goodput,
@@ -92,6 +93,25 @@ def test_a_job_that_waits_stands_still_until_the_replacement_is_there() -> None:
     policy = replace(PLAIN, waits=True, provision_s=600.0, stall_s=(1.0, 1.0, 1.0))
     result = found(policy, cluster, 300)
     assert result.low < in_place_goodput(64 / (1000 * HOUR), 601.0) < result.high and result.lost["missing"] == 0
+
+
+def test_the_head_is_one_of_the_hosts() -> None:
+    """What its loss costs is spread over all hosts' failures, and no other failure has it."""
+    hosts = Cluster(64, 1000 * HOUR, spares=10_000, shares=(0.0, 0.0, 1.0))
+    policy = replace(PLAIN, head_s=600.0)
+    result = found(policy, hosts, 300)
+    assert result.low < in_place_goodput(hosts.rate, 600.0) < result.high
+    assert closed_form(policy, hosts) == pytest.approx(in_place_goodput(hosts.rate, 600.0))
+    devices = replace(hosts, shares=(0.0, 1.0, 0.0))
+    assert found(policy, devices).goodput == closed_form(policy, devices) == 1
+    by_name = {one.name: one for one in recovery_policies(times(), Cluster(64, DAY, step_s=1.0))}
+    assert by_name["ours"].head_s == (1.69 + 1.0) / 8 and by_name["ours-no-etcd"].head_s == 900 / 8
+
+
+def test_quantiles_of_student() -> None:
+    for freedom, quantile in ((1, 12.706), (2, 4.303), (3, 3.182), (4, 2.776), (9, 2.262), (19, 2.093), (999, 1.962)):
+        assert _student_95(freedom) == pytest.approx(quantile, rel=0.008)
+    assert _student_95(4) == pytest.approx(2.776, rel=0.003)
 
 
 def test_a_second_failure_costs_the_last_copy() -> None:

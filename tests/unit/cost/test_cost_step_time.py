@@ -169,6 +169,20 @@ def test_a_group_that_fills_a_node_uses_all_its_links() -> None:
     assert eight.gradients_s / one.gradients_s == pytest.approx(8 * (63 / 64) / (7 / 8) / 8, rel=0.01)
 
 
+def test_float32_moves_twice_the_bytes() -> None:
+    split = ParallelSplit(4, 4, 4)
+    half, whole = (step_time(SHAPE, FLEET, split, 64, dtype, STACKS["megatron-2021"]) for dtype in ("bf16", "fp32"))
+    assert whole.traffic_s == pytest.approx(2 * half.traffic_s)
+    assert whole.tensor_s > 1.9 * half.tensor_s and whole.stages_s > 1.9 * half.stages_s
+    assert whole.gradients_s > 1.9 * half.gradients_s and whole.matrices_s > 10 * half.matrices_s
+
+
+def test_the_rates_of_failures_are_those_of_their_sources() -> None:
+    assert CATALOGUE["a100-80"].mtbf_h == pytest.approx(29_538, rel=1e-3)
+    assert CATALOGUE["h100-80"].mtbf_h == CATALOGUE["h200-141"].mtbf_h == pytest.approx(50_675, rel=1e-3)
+    assert CATALOGUE["t4-16"].mtbf_h == 800_000
+
+
 def test_fp8_speeds_up_the_matrices_of_layers_alone() -> None:
     split = ParallelSplit(dp=64)
     matrices, attention, output = SHAPE.forward_flops()
