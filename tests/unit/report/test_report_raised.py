@@ -118,3 +118,11 @@ def test_lives_are_named_where_they_are_not_the_first() -> None:
     said = {"cause": "killed", "reason": "worker 1 (incarnation 0), then worker 12 (incarnation 3): killed"}
     assert sentence(event("waiting", 1, **said)) == "waiting: worker 1, then life 3 of worker 12: killed"
     assert why_of(event("waiting", 1, **said))[1] == "worker 1, then life 3 of worker 12: killed"
+
+
+def test_a_checkpoint_that_was_skipped_is_no_failure() -> None:
+    said = {"tier": "disk", "step": 5, "reason": "worker 1 left"}
+    left = sentence(event("checkpoint_skipped", 1, **said, cause="busy"))
+    assert left == "checkpoint of step 5 on disk left to the next one: worker 1 left"
+    failed = sentence(event("checkpoint_failed", 1, **said, cause="disk"))
+    assert failed == "no checkpoint of step 5 on disk: worker 1 left"

@@ -2,6 +2,7 @@
 
 import { $, attribute, clock, el, number, percent, plural, write } from "./dom.js";
 import { post } from "./stream.js";
+import { WORDS } from "./words.js";
 
 const COLUMNS = [
   ["name", "run", (row) => row.name],
@@ -38,7 +39,7 @@ export class RunList {
   }
 
   head(key, text) {
-    const button = el("button", { type: "button", className: "sort", onclick: () => this.sort(key) }, text);
+    const button = el("button", { type: "button", className: "sort", title: WORDS[key] ?? "", onclick: () => this.sort(key) }, text);
     return el("th", { scope: "col", className: NUMBERS.has(key) ? "n" : "" }, button);
   }
 

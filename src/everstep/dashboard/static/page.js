@@ -9,6 +9,7 @@ import { RunList } from "./list.js";
 import * as panels from "./panels.js";
 import { fetched, follow, post, reconnect } from "./stream.js";
 import { Timeline } from "./timeline.js";
+import { explain } from "./words.js";
 import { Workers } from "./workers.js";
 
 const MOST_LINES = 4000;
@@ -263,6 +264,7 @@ function setUp() {
     localStorage.setItem("everstep-theme", THEMES[(at + 1) % THEMES.length]);
     paint();
   });
+  explain($("words"));
   systemDark.addEventListener("change", paint);
   paint();
   training.switched = () => timeline.draw(runs[selected], now());

@@ -2,6 +2,7 @@
 
 import { $, ago, attribute, bytes, clock, duration, el, number, percent, plural, styled, write } from "./dom.js";
 import { linked, writeLinked } from "./links.js";
+import { term } from "./words.js";
 
 const PHASES = ["notice", "decide", "unblock", "regroup", "settle", "redo", "heal", "other"];
 const phaseColour = (phase) => `var(--phase-${PHASES.includes(phase) ? phase : "other"})`;
@@ -71,7 +72,7 @@ function tiles(run, nowMs) {
   const root = $("tiles");
   items.forEach(([name, value, note, tone], i) => {
     const box = root.children[i] ?? root.appendChild(el("div", {}, el("dt"), el("dd", {}, el("span"), el("small"))));
-    write(box.children[0], name);
+    if (box.children[0].textContent !== name) box.children[0].replaceChildren(term(name.toLowerCase(), name));
     write(box.children[1].children[0], value);
     write(box.children[1].children[1], note);
     attribute(box, "data-tone", tone ?? "");
@@ -100,7 +101,7 @@ export function generations(run, nowMs) {
 
 export function recoveries(run) {
   if (!$("phase-legend").children.length) {
-    $("phase-legend").append(...PHASES.map((phase) => styled(el("li", { "data-glyph": "" }, phase), { "--swatch": phaseColour(phase) })));
+    $("phase-legend").append(...PHASES.map((phase) => styled(el("li", { "data-glyph": "" }, term(phase)), { "--swatch": phaseColour(phase) })));
   }
   const list = run.recoveries.toReversed();
   $("recoveries").replaceChildren(...(list.length ? falls(list) : [el("p", { className: "soft" }, run.incidents.some(([, , end]) => end === null) ? "none has ended yet" : "none was needed")]));
