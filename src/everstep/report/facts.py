@@ -14,6 +14,7 @@ from everstep.report.course import Course
 from everstep.report.crew import Crew
 from everstep.report.incidents import LAUNCHER, Incident, Incidents
 from everstep.report.job_condition import JobCondition
+from everstep.report.logged import Logged
 from everstep.report.recovery import RecoveryFact, recovery_of
 from everstep.report.told_facts import MOST_LISTED, CheckpointFact, Line, Mark, Trouble
 from everstep.report.wall_time import Stretch, TimeAccount
@@ -57,6 +58,7 @@ class Facts:
     full: Trouble | None = None
     launchers_lost: int = 0
     raised_again: int = 0
+    logged: Logged = field(default_factory=Logged)
     _lines: int = 0
 
     def take(self, event: Event) -> None:
@@ -159,6 +161,7 @@ class Facts:
         stalled = self.course.committed(event, time_ns, crew.members, condition.started_ns is None)
         if stalled is not None:
             self.account.intervals.append(stalled)
+        self.logged.take(event, self.course.step, time_ns)
         generation = whole_number(event.get("generation"))
         last = self.recoveries[-1] if self.recoveries else None
         if last is not None and not last.told and generation >= last.generation:

@@ -51,6 +51,7 @@ export class Workers {
     for (const id of this.tiles.keys()) if (!order.includes(id) && !rows.has(id)) this.tiles.delete(id);
     this.order = order;
     for (const id of order) this.paint(this.tiles.get(id), id, rows.get(id), compact);
+    $("worker-legend").hidden = !order.length;
     if (!order.length) write(this.root, "no worker has joined yet");
     if (!this.root.querySelector('[tabindex="0"]') && order.length) this.tiles.get(order[0]).tabIndex = 0;
   }
