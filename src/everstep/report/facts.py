@@ -225,10 +225,6 @@ class Facts:
         if ok and stall_s:
             self.account.paint(time_ns - round(stall_s * 1e9), time_ns, "checkpoints")
 
-    def _commanded(self, event: Event, time_ns: int) -> None:
-        if event.get("command") == "stop":
-            self.condition.stops(event, time_ns)
-
     def _warning(self, event: Event, time_ns: int) -> None:
         if cause(event) is Cause.DISK:
             self.full = Trouble(time_ns, reason_text(event.get("reason")))
@@ -264,6 +260,11 @@ def _not_running(facts: Facts, time_ns: int) -> None:
     facts.crew.not_running(ended_ns)
 
 
+def _commanded(facts: Facts, event: Event, time_ns: int) -> None:
+    if event.get("command") == "stop":
+        facts.condition.stops(event, time_ns)
+
+
 def facts_of(events: Iterable[Event]) -> Facts:
     """Facts from these events."""
     facts = Facts()
@@ -289,7 +290,7 @@ _ACTS: dict[str, Callable[[Facts, Event, int], None]] = {
     "checkpoint_failed": Facts._checkpoint,
     "checkpoint_skipped": Facts._checkpoint,
     "warning": Facts._warning,
-    "commanded": Facts._commanded,
+    "commanded": _commanded,
     "job_completed": Facts._ended,
     "job_failed": Facts._ended,
 }
