@@ -411,6 +411,7 @@ export class Overlay {
     return [
       ["Loss by step", steps((run) => column(run, 1)), (v) => number(v, 4)],
       ["Samples per second by step", steps((run) => rates(run, points(run)).rate), (v) => number(v)],
+      ["Samples per second and worker by step", steps((run) => rates(run, points(run)).each), (v) => number(v)],
       ["Step time by step", steps((run) => rates(run, points(run)).seconds), took],
       ["Learning rate by step", steps((run) => column(run, 4)), (v) => (v ? Number(v.toPrecision(3)).toString() : "0")],
       ...names.map((name) => [`${name.startsWith("eval:") ? "Evaluated: " : ""}${name.slice(name.indexOf(":") + 1)} by step`, own(name), (v) => number(v, 4)]),
