@@ -150,11 +150,17 @@ def serious(page: Any) -> list[str]:
 def test_a_past_run_at_every_width(dashboard: Dashboard, browser: Any, width: str, scheme: str) -> None:
     view = Page(browser, dashboard.owners, WIDTHS[width], color_scheme=scheme)
     assert view.page.url == dashboard.address
-    sync_api.expect(view.page.locator("#actions")).to_be_visible()
     sync_api.expect(view.page.locator("#state")).to_have_text("completed")
     sync_api.expect(view.page.locator("#charts canvas").first).to_be_visible()
     sideways = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
     assert view.page.evaluate(sideways) <= 0
+    if width == "phone":
+        assert view.page.evaluate("document.documentElement.scrollHeight") < 3500
+        sync_api.expect(view.page.locator("#log")).to_be_hidden()
+        view.page.evaluate("document.querySelectorAll('[data-folded] .fold').forEach((button) => button.click())")
+        sync_api.expect(view.page.locator("#log")).to_be_visible()
+        assert view.page.evaluate(sideways) <= 0
+    sync_api.expect(view.page.locator("#actions")).to_be_visible()
     assert serious(view.page) == []
     folder = os.environ.get("SCREENSHOTS")
     if folder:
@@ -183,6 +189,7 @@ def test_keys_alone_reach_a_worker(dashboard: Dashboard, browser: Any) -> None:
     view.page.keyboard.press("Tab")
     assert view.page.evaluate("document.activeElement.className") == "skip"
     view.page.keyboard.press("Enter")
+    view.page.keyboard.press("Tab")  # the heading, which folds the panel
     view.page.keyboard.press("Tab")
     view.page.keyboard.press("ArrowRight")
     view.page.keyboard.press("ArrowRight")
@@ -247,6 +254,49 @@ def test_charts_tell_values_and_show_what_is_switched_on(dashboard: Dashboard, b
     page.reload()  # what is switched on is remembered
     sync_api.expect(page.locator('[data-marks="faults"]')).to_have_attribute("aria-pressed", "false")
     assert view.wrong == []
+    view.close()
+
+
+def test_a_chart_is_saved_and_a_link_keeps_zoom_and_moment(dashboard: Dashboard, browser: Any) -> None:
+    view = Page(browser, dashboard.owners)
+    page = view.page
+    loss = page.locator("#charts .chart").first
+    with page.expect_download() as download:
+        loss.get_by_role("button", name="Loss as CSV").click()
+    lines = Path(download.value.path()).read_text().splitlines()
+    assert (lines[0], len(lines)) == ("step,loss", 31)
+    with page.expect_download() as download:
+        loss.get_by_role("button", name="Loss as PNG").click()
+    assert Path(download.value.path()).read_bytes()[:4] == b"\x89PNG"
+    assert download.value.suggested_filename == "watched-Loss.png"
+    plot = loss.locator(".u-over")
+    plot.scroll_into_view_if_needed()
+    box = plot.bounding_box()
+    page.mouse.move(box["x"] + 60, box["y"] + 60)
+    page.mouse.down()
+    page.mouse.move(box["x"] + 160, box["y"] + 60, steps=4)
+    page.mouse.up()
+    sync_api.expect(loss.locator(".plot")).to_be_visible()
+    page.wait_for_function("() => location.hash.includes('steps=')")
+    page.locator('.life-track[data-id="0"] i[data-state="dead"]').click(position={"x": 1, "y": 5})
+    page.wait_for_function("() => location.hash.includes('at=')")
+    link = page.evaluate("location.href")
+    other = Page(browser, dashboard.owners)
+    other.page.goto("about:blank")
+    other.page.goto(link)
+    sync_api.expect(other.page.locator("#log-moment")).to_contain_text("what worker 0 said")
+    assert other.page.evaluate("location.href") == link
+    ends = []
+    for shown in (page, other.page):
+        at = shown.locator("#charts .chart").first
+        at.locator(".u-over").hover(position={"x": 2, "y": 60})
+        sync_api.expect(at.locator(".now")).to_have_text(re.compile("^step [0-9]+: "))
+        ends.append(at.locator(".now").inner_text())
+    assert ends[0] == ends[1] and not ends[0].startswith("step 1:")
+    other.page.locator("#log-moment button").click()
+    other.page.wait_for_function("() => !location.hash.includes('at=')")
+    assert view.wrong == other.wrong == []
+    other.close()
     view.close()
 
 
@@ -378,11 +428,24 @@ def test_a_folder_of_runs_is_sorted_noted_and_compared(over: Path, browser: Any,
         sync_api.expect(page.locator("#name")).to_have_text("a")
         sync_api.expect(page.locator("#state")).to_have_text("completed")
         sync_api.expect(page.locator("#compared")).to_be_hidden()
+        sync_api.expect(page.locator("#run-list")).to_be_hidden()
+        page.get_by_role("button", name="Runs", exact=True).click()
         page.get_by_label("compare b").check()
         sync_api.expect(page.locator("#verdict")).to_have_text("The final states are bitwise equal.")
         sync_api.expect(page.locator("#overlay canvas").first).to_be_visible()
         page.get_by_label("compare c").check()
-        sync_api.expect(page.locator("#verdict")).to_contain_text("No final state to compare yet: c")
+        sync_api.expect(page.locator("#verdict")).to_have_text(
+            "No final state to compare yet: c. a, b are equal to the bit."
+        )
+        sync_api.expect(page.locator("#overlay .chart:visible")).not_to_have_count(2)  # all curves, not two alone
+        page.locator("#overlay-smoothing").select_option("0.9")
+        page.locator("#columns").select_option("steps")
+        sync_api.expect(page.get_by_role("button", name="steps", exact=True)).to_be_visible()
+        page.locator("#run-filter").fill("steps=31")
+        sync_api.expect(names).to_have_count(0)
+        page.locator("#run-filter").fill("STEPS=30 completed")
+        sync_api.expect(names).to_have_text(["c", "b", "a"])
+        page.locator("#run-filter").fill("")
         assert page.url.endswith("?run=a&run=b&run=c")
         page.get_by_label("tags and note of b").click()
         page.locator("#note-tags").fill("<i>fast</i>, good")

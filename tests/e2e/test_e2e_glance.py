@@ -1,6 +1,6 @@
 """The five-second test: jobs that are hurt on purpose, as the page shows them in headless Chromium.
 
-Of each: the sentence and its colour, and the states of the workers, held against the events. Three of the cases by
+Of each: the sentence and its colour, and the states of the workers, held against the events. Four of the cases by
 default, all of them with EVERSTEP_TEST_GLANCE=all (`make extended`); pictures of each, for a desk and a phone, in light
 and dark, go to the folder that SCREENSHOTS names.
 """
@@ -30,6 +30,12 @@ SLOW_S = "0.4"
 UNITS = """
 
 class Staged(Small):
+    def loss(self, model, batch):
+        if os.path.exists(os.environ["E2E_HOLD"] + "-raise"):
+            raise ValueError("no such label: 17")
+        worth = float("nan") if os.path.exists(os.environ["E2E_HOLD"] + "-nan") else 1.0
+        return worth * super().loss(model, batch)
+
     def build_model(self):
         while os.path.exists(os.environ["E2E_HOLD"] + "-back"):
             time.sleep(0.05)
@@ -67,6 +73,10 @@ class Hurt:
         """Its next life never gets ready."""
         self.hold.with_name(self.hold.name + "-back").touch()
         self.kill(worker_id)
+
+    def let_it(self, what: str) -> None:
+        """From now on the task's loss is not finite (`nan`), or raises (`raise`)."""
+        self.hold.with_name(f"{self.hold.name}-{what}").touch()
 
     def stop(self, worker_id: int) -> None:
         os.kill(self.pid_of(worker_id), signal.SIGSTOP)
@@ -151,10 +161,29 @@ CASES = {
         "Doing steps .* again|redoing step",
         "warning",
     ),
+    "exception": Case(
+        "--workers 2",
+        lambda h: h.let_it("raise"),
+        "^Failed after step \\d+: Staged.loss raised ValueError: no such label: 17",
+        "bad",
+        {0: "dead|ended", 1: "dead|ended"},
+    ),
+    "not finite": Case(
+        "--workers 2", lambda h: h.let_it("nan"), "not finite for \\d+ steps, since step", "bad", {0: "leader"}
+    ),
+    "epochs": Case(
+        "--workers 2 --epochs 1 --set steps=null", Hurt.finish, "Finished: all 7 steps are done", "good", {0: "ended"}
+    ),
     "finished": Case("--workers 2 --steps 6", Hurt.finish, "Finished: all 6 steps", "good", {0: "ended", 1: "ended"}),
 }
-ORDINARY = ("leader of a stage killed, without a spare", "launcher dead", "finished")
+ORDINARY = ("leader of a stage killed, without a spare", "launcher dead", "exception", "epochs")
 CHOSEN = list(CASES) if os.environ.get("EVERSTEP_TEST_GLANCE") == "all" else list(ORDINARY)
+BLOCK = re.compile(
+    r"^Staged.loss raised ValueError: no such label: 17\n"
+    r"at \S+task.py:\d+, in lane \d of step \d+ \(samples \d+, \d+\), in worker \d(, as in worker \d)?\n"
+    r"the job ended after step \d+, with a checkpoint of step \d+\n"
+    r"traceback and log: everstep logs \S+ --worker \d --level error$"
+)
 SEEN = """() => {
   const sentence = document.getElementById("sentence");
   const workers = [...document.querySelectorAll(".worker")].map((w) => w.ariaLabel);
@@ -195,7 +224,7 @@ def test_what_is_wrong_is_said_at_a_glance(
     hold = tmp_path / "hold"
     hold.touch()
     options = case.options.split()
-    steps = () if "--steps" in options else ("--steps", "500")
+    steps = () if {"--steps", "--epochs"} & set(options) else ("--steps", "500")
     pace = {"E2E_LANE_S": SLOW_S, "E2E_HOLD": str(hold)}
     with Running(f"{task}:Staged", "--run-dir", run_dir, *options, *steps, **pace) as job, ExitStack() as stack:
         job.wait_for(lambda e: e["kind"] == "job_started")
@@ -210,6 +239,12 @@ def test_what_is_wrong_is_said_at_a_glance(
             view.page.wait_for_function(AT_ONCE, arg=wanted, polling=50, timeout=CAUGHT)
         except sync_api.TimeoutError:
             pytest.fail(f"expected {wanted}, the page says {view.page.evaluate(SEEN)}")
+        if name == "exception":
+            block = view.page.locator("#raised")
+            sync_api.expect(block).to_have_text(BLOCK, timeout=CAUGHT)
+        if name == "epochs":
+            sync_api.expect(view.page.locator("#tiles div").first).to_contain_text("7 / 7")
+            sync_api.expect(view.page.locator("#progress")).to_have_attribute("aria-valuenow", "100")
         photograph(view.page, name)
         assert view.wrong == []
 

@@ -148,7 +148,7 @@ class ManifestWriter:
         with self._lock:
             if self._current is not None:
                 missing = self._current.assembly.missing()
-                self._hand_over(Why(why.cause, f"{why.reason}; {missing} had not arrived"))
+                self._hand_over(Why(why.cause, f"{why.reason} before it was whole (missing: {missing})"))
 
     def drain(self, timeout_s: float) -> bool:
         """Until every checkpoint that began is durable or has failed; whether that came in time."""

@@ -52,10 +52,12 @@ _PROCESS_WORDS = {
 
 
 class Sentences:
-    """Events as lines for people; what an exception says is said once, and left out of the lines that it led to."""
+    """Events as lines for people; what an exception says is said once, and left out of the lines that it led to, and so
+    is the reason of a plan in the line that names its leader."""
 
     def __init__(self) -> None:
         self._raised: deque[str] = deque(maxlen=_LAST_EVENTS)
+        self._planned = ""
 
     def of(self, event: Event) -> str | None:
         """The event's line, None if it says nothing new."""
@@ -63,6 +65,10 @@ class Sentences:
         raised = event["kind"] == "worker_evicted" and cause(event) is Cause.EXCEPTION and own != ""
         if raised and own in self._raised:
             return f"worker {event.get('worker_id')} raised the same"
+        if event["kind"] == "generation_started":
+            self._planned = own
+        elif event["kind"] == "leader_changed" and text and self._planned:
+            text = text.removesuffix(f": {self._planned}")
         for known in self._raised if text else ():
             words = re.escape(known)
             text = re.sub(

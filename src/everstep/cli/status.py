@@ -135,13 +135,14 @@ def _print(run_dir: Path, status: dict[str, Any]) -> None:
     _print_incidents(status["incidents"])
     if not status["workers"]:
         return
+    over = status["state"] in ("completed", "failed", "interrupted")  # then nothing has these process ids any more
     lines = [("worker", "role", "stage", "lanes", "step", "samples/s", "pid", "host")]
     for w in status["workers"]:
         lanes = ",".join(str(lane) for lane in w["lanes"]) or "-"
         stage = ",".join(map(str, w["stages"])) or "-"
         name = f"{w['worker_id']}.{w['incarnation']}"
         speed = f"{w['samples_per_s']:.1f}" if w["samples_per_s"] else "-"
-        lines.append((name, w["role"], stage, lanes, str(w["step"]), speed, str(w["pid"]), w["host"]))
+        lines.append((name, w["role"], stage, lanes, str(w["step"]), speed, "-" if over else str(w["pid"]), w["host"]))
     print("\n".join(aligned(lines)))
 
 

@@ -6,19 +6,23 @@ as much memory as the runs that are active.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from everstep.base.config import dotted
 from everstep.base.errors import ConfigError
 from everstep.report.headline import disk_trouble
 from everstep.report.history import History
 from everstep.report.notes import Notes, checked_notes, read_notes, write_notes
-from everstep.report.words import one_line
+from everstep.report.shown_settings import shown_settings
+from everstep.report.words import as_dict, one_line
 from everstep.runtime.files.run_lock import is_locked
 from everstep.runtime.link.address import EVENTS_FILE, JOB_FILE, NOTES_FILE
 
 ListRow = dict[str, Any]
 MOST_RUNS = 1000
+_MOST_SETTINGS = 60
 _PORTION_BYTES = 1 << 20
 _FILES = (EVENTS_FILE, JOB_FILE, "final/digest.json", NOTES_FILE)
 
@@ -58,9 +62,17 @@ def list_row(history: History, running: bool, notes: Notes) -> ListRow:
         "faults": history.faults(running),
         "digest": one_line(digest, 64),
         "began_ms": facts.began_ns // 1_000_000,
+        "settings": _settings(history.job),
         "tags": list(notes.tags),
         "note": notes.note,
     }
+
+
+def _settings(job: Mapping[str, Any]) -> dict[str, str]:
+    """Settings that somebody has chosen, as text by dotted key."""
+    config, explicit = dotted(shown_settings(as_dict(job.get("config")))), job.get("explicit")
+    keys = [key for key in explicit if isinstance(key, str) and key in config] if isinstance(explicit, list) else []
+    return {one_line(key, 80): one_line(str(config[key]), 120) for key in keys[:_MOST_SETTINGS]}
 
 
 class Catalog:

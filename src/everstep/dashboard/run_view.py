@@ -105,6 +105,7 @@ def patch(feed: RunFeed, cursor: PageCursor) -> dict[str, Any]:
     for name, series in (
         ("steps", facts.course.steps),
         *((f"eval:{k}", s) for k, s in facts.course.evaluations.items()),
+        *((f"log:{k}", s) for k, s in facts.logged.series.items()),
     ):
         version, length = cursor.curves.get(name, (-1, 0))
         tail = (series.version, len(series), series.x[-1] if series.x else None)

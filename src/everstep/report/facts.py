@@ -14,6 +14,7 @@ from everstep.report.course import Course
 from everstep.report.crew import Crew
 from everstep.report.incidents import LAUNCHER, Incident, Incidents
 from everstep.report.job_condition import JobCondition
+from everstep.report.logged import Logged
 from everstep.report.recovery import RecoveryFact, recovery_of
 from everstep.report.told_facts import MOST_LISTED, CheckpointFact, Line, Mark, Trouble
 from everstep.report.wall_time import Stretch, TimeAccount
@@ -57,6 +58,7 @@ class Facts:
     full: Trouble | None = None
     launchers_lost: int = 0
     raised_again: int = 0
+    logged: Logged = field(default_factory=Logged)
     _lines: int = 0
 
     def take(self, event: Event) -> None:
@@ -154,6 +156,7 @@ class Facts:
         stalled = self.course.committed(event, time_ns, crew.members, condition.started_ns is None)
         if stalled is not None:
             self.account.intervals.append(stalled)
+        self.logged.take(event, self.course.step, time_ns)
         generation = whole_number(event.get("generation"))
         last = self.recoveries[-1] if self.recoveries else None
         if last is not None and not last.told and generation >= last.generation:
@@ -217,10 +220,6 @@ class Facts:
         if ok and stall_s:
             self.account.paint(time_ns - round(stall_s * 1e9), time_ns, "checkpoints")
 
-    def _commanded(self, event: Event, time_ns: int) -> None:
-        if event.get("command") == "stop":
-            self.condition.stops(event, time_ns)
-
     def _warning(self, event: Event, time_ns: int) -> None:
         if cause(event) is Cause.DISK:
             self.full = Trouble(time_ns, reason_text(event.get("reason")))
@@ -262,6 +261,11 @@ def present_speed(facts: Facts, now_ns: int | None = None) -> float | None:
     return facts.course.pace.samples_per_s(now_ns if overdue else None)
 
 
+def _commanded(facts: Facts, event: Event, time_ns: int) -> None:
+    if event.get("command") == "stop":
+        facts.condition.stops(event, time_ns)
+
+
 def facts_of(events: Iterable[Event]) -> Facts:
     """Facts from these events."""
     facts = Facts()
@@ -287,7 +291,7 @@ _ACTS: dict[str, Callable[[Facts, Event, int], None]] = {
     "checkpoint_failed": Facts._checkpoint,
     "checkpoint_skipped": Facts._checkpoint,
     "warning": Facts._warning,
-    "commanded": Facts._commanded,
+    "commanded": _commanded,
     "job_completed": Facts._ended,
     "job_failed": Facts._ended,
 }

@@ -41,6 +41,9 @@ def figures(history: History) -> dict[str, str]:
     }
     for name in facts.course.evaluations:
         found["evaluation-" + re.sub(r"\W+", "-", name)] = evaluation_chart(facts, name)
+    for name, series in facts.logged.series.items():
+        curve = Curve(name, series.x, series.columns[1], 1)
+        found["logged-" + re.sub(r"\W+", "-", name)] = line_chart(name, [curve], "step", _by_step(facts))
     if history.usage.total_s:
         found["steptime"] = step_time_chart(history)
         found["busy"] = busy_chart(history)

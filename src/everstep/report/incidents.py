@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from everstep.base.cause import Cause
 from everstep.report.seats import seats_of
@@ -65,6 +65,10 @@ class Hit:
         home = f" ({self.home})" if self.home else ""
         return (self.brief.replace(self.who, self.who + home, 1) if home else self.brief) + self.more
 
+    def bare(self) -> Hit:
+        """The hit without its reason, which is told elsewhere."""
+        return Hit(self.who, self.cause, "", self.home, self.suspected)
+
     @property
     def more(self) -> str:
         """The reason, if it says more than the kind."""
@@ -107,7 +111,7 @@ class Incident:
         """The hits; a reason that several have is left to the last of those that are told apart."""
         hits = list(self.struck.values())
         own = [{hit.reason for hit in hits[n + 1 :] if hit.home != hits[n].home} for n in range(len(hits))]
-        return [replace(hit, reason="") if hit.reason in said else hit for hit, said in zip(hits, own, strict=True)]
+        return [hit.bare() if hit.reason in said else hit for hit, said in zip(hits, own, strict=True)]
 
     @property
     def brief(self) -> str:

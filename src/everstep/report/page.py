@@ -56,7 +56,9 @@ def report_page(history: History, proof: Proof, running: bool = False) -> str:
         _tiles(history, seconds, running),
         _section("What happened", *_story(history, running), *_said(history)),
         _section(
-            "Loss", _panel(drawn["loss"]), *(_panel(drawn[name]) for name in drawn if name.startswith("evaluation"))
+            "Loss",
+            _panel(drawn["loss"]),
+            *(_panel(drawn[name]) for name in drawn if name.startswith(("evaluation", "logged"))),
         ),
         _section("Throughput", _panel(drawn["throughput"]), _panel(drawn.get("scaling", "")), _efficiency(history)),
         _section("Step time", _panel(drawn.get("steptime", "")), _panel(drawn.get("busy", ""))),

@@ -209,7 +209,8 @@ def _checkpoint(event: Event, why: str) -> str:
 
 
 def _no_checkpoint(event: Event, why: str) -> str:
-    return f"no checkpoint of step {event.get('step')}{_tier(event)}{why}"
+    of = f"checkpoint of step {event.get('step')}{_tier(event)}"
+    return f"{of} left to the next one{why}" if checkpoint_result(event) == "skipped" else f"no {of}{why}"
 
 
 def _tier(event: Event) -> str:

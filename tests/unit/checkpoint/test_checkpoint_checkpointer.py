@@ -153,7 +153,7 @@ def test_a_part_that_never_comes(start: Callable[..., Job]) -> None:
     job.workers[0].abandon(Why(Cause.REGROUPED, "worker 1 died"), plan_of(1, 2))
     kind, fields = job.wait_told(1)[0]
     assert kind == "checkpoint_skipped" and fields["skipped"] == 1
-    assert fields["reason"].startswith("worker 1 died; blocks ")
+    assert fields["reason"].startswith("worker 1 died before it was whole (missing: blocks ")
     job.update(1)
     job.save(2)
     assert job.wait_told(2)[1][0] == "checkpoint_completed"

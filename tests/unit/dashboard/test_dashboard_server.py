@@ -21,12 +21,14 @@ from everstep.base.errors import ConfigError  # noqa: E402
 from everstep.cli.main import run_command  # noqa: E402
 from everstep.cli.status import read_status  # noqa: E402
 from everstep.dashboard.app import make_app, make_metrics_app  # noqa: E402
-from everstep.dashboard.catalog import Catalog, holds_runs  # noqa: E402
+from everstep.dashboard.catalog import Catalog, holds_runs, list_row  # noqa: E402
 from everstep.dashboard.feed import Feeds, RunFeed  # noqa: E402
 from everstep.dashboard.guard import checked_token, kept_token  # noqa: E402
 from everstep.dashboard.run_view import PageCursor, head, patch, worker_rows  # noqa: E402
 from everstep.observe.events import format_event  # noqa: E402
 from everstep.observe.logs import WorkerLog  # noqa: E402
+from everstep.report.history import History  # noqa: E402
+from everstep.report.notes import Notes  # noqa: E402
 from everstep.runtime import commands  # noqa: E402
 from everstep.runtime.files.run_lock import run_lock  # noqa: E402
 from everstep.runtime.link.address import METRICS_TOKEN_FILE  # noqa: E402
@@ -571,6 +573,15 @@ def test_a_job_that_runs_is_known_to_run_before_its_coordinator_is_asked(tmp_pat
     assert shown["running"] and "died" not in shown["headline"]["text"]
     feed.read()
     assert "died without a word" in head(feed, worker_rows(feed))["headline"]["text"]
+
+
+def test_a_row_of_the_list_has_the_settings_that_somebody_chose(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path)
+    config = {"steps": 9, "lanes": 4, "checkpoint": {"disk": {"every_steps": 5}}, "notify": {"command": "curl secret"}}
+    explicit = ["steps", "checkpoint.disk.every_steps", "notify.command", "gone", 3]
+    (run_dir / "job.json").write_text(json.dumps({"task": "t", "config": config, "explicit": explicit}))
+    row = list_row(History(run_dir).load(), False, Notes())
+    assert row["settings"] == {"steps": "9", "checkpoint.disk.every_steps": "5", "notify.command": "(not shown)"}
 
 
 def test_a_launcher_that_died_is_a_fault_with_a_mark_and_leaves_no_process(tmp_path: Path) -> None:

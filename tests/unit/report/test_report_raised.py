@@ -85,6 +85,15 @@ def test_the_lines_of_a_run_say_an_exception_once() -> None:
     assert lines.of(other) == "worker 0 was evicted: KeyError: 'x'"
 
 
+def test_a_plan_gives_its_reason_once() -> None:
+    lines, why = Sentences(), "worker 0 (incarnation 0): killed by SIGKILL"
+    planned = event("generation_started", 6, generation=2, workers=[1], cause="killed", reason=why)
+    assert lines.of(planned) == "generation 2 with workers 1: worker 0: killed by SIGKILL"
+    leads = {"cause": "killed", "reason": f"worker 1 is the first member of generation 2: {why}"}
+    first = "worker 1 is the first member of generation 2"
+    assert lines.of(event("leader_changed", 6, worker_id=1, **leads)) == f"the leader is now worker 1: {first}"
+
+
 def test_an_exception_of_all_is_one_fault_that_training_did_not_survive(tmp_path: Path) -> None:
     """The survivors' recovery served the last checkpoint alone: no step was committed after it."""
     why = f"worker 0 (incarnation 0) failed in step 11, as worker 1 (incarnation 2) did: {RAISED['reason']}"
@@ -118,3 +127,11 @@ def test_lives_are_named_where_they_are_not_the_first() -> None:
     said = {"cause": "killed", "reason": "worker 1 (incarnation 0), then worker 12 (incarnation 3): killed"}
     assert sentence(event("waiting", 1, **said)) == "waiting: worker 1, then life 3 of worker 12: killed"
     assert why_of(event("waiting", 1, **said))[1] == "worker 1, then life 3 of worker 12: killed"
+
+
+def test_a_checkpoint_that_was_skipped_is_no_failure() -> None:
+    said = {"tier": "disk", "step": 5, "reason": "worker 1 left"}
+    left = sentence(event("checkpoint_skipped", 1, **said, cause="busy"))
+    assert left == "checkpoint of step 5 on disk left to the next one: worker 1 left"
+    failed = sentence(event("checkpoint_failed", 1, **said, cause="disk"))
+    assert failed == "no checkpoint of step 5 on disk: worker 1 left"

@@ -2,8 +2,10 @@
 // change. Every chart shows its value at the pointer's moment.
 
 import { $, attribute, bytes, colour, compactNumber, duration, el, number, write } from "./dom.js";
+import { csv, png, save } from "./export.js";
 import { linked } from "./links.js";
 import { clustered, crosshair, nearest, point, switches, wanted } from "./marks.js";
+import { keep, span, told } from "./place.js";
 
 const HEIGHT = 200;
 const PHASE_COLOURS = { load: "c6", forward: "c0", backward: "c4", transfer: "c3", reduce: "c1", agree: "c5", update: "c2", stall: "warn", recover: "bad", other: "c7" };
@@ -22,10 +24,31 @@ export class Chart {
     this.now = el("span", { className: "now" });
     this.note = el("small", {}, options.note ?? "");
     this.box = el("div", { className: "plot", role: "img", "aria-label": title });
-    this.figure = el("figure", { className: "chart" }, el("figcaption", {}, el("b", {}, title), this.note, ...(options.tools ?? []), this.now), this.box);
+    this.figure = el("figure", { className: "chart" }, el("figcaption", {}, el("b", {}, title), this.note, ...(options.tools ?? []), this.now, this.saves()), this.box);
     root.append(this.figure);
     if (!options.alone) crosshair.followers.add(this);
     new ResizeObserver(() => this.fit()).observe(this.box);
+  }
+
+  /** Buttons that save what is drawn. */
+  saves() {
+    const button = (text, save) => el("button", { type: "button", "aria-label": `${this.title} as ${text}`, onclick: save }, text);
+    const name = (end) => `${document.getElementById("name").textContent}-${this.title}.${end}`;
+    const label = () => (this.time ? "unix_s" : (this.options.label ?? "step"));
+    return el(
+      "span",
+      { className: "saves" },
+      button("CSV", () => save(name("csv"), new Blob([csv(label(), this.plot.data[0], this.series)], { type: "text/csv" }))),
+      button("PNG", async () => save(name("png"), await png(this.title, this.plot, this.series.filter((s) => !s.faint)))),
+    );
+  }
+
+  /** Show this range of x, or with null all of it. */
+  zoom(range) {
+    this.range = range;
+    if (!this.plot || this.figure.hidden) return;
+    if (range) this.plot.setScale("x", { min: range[0], max: range[1] });
+    else this.plot.setData(this.plot.data, true);
   }
 
   /** x, then one array per name. time: x is seconds since 1970. marks: [{ms, step, hard, text}]. */
@@ -39,7 +62,7 @@ export class Chart {
     const shown = this.options.stacked ? stack(series) : series.map((s) => (this.log ? s.y.map((v) => (v > 0 ? v : null)) : s.y));
     const data = [x, ...shown];
     if (!this.plot || signature !== this.signature) this.make(signature, series, time, data);
-    else this.plot.setData(data, this.plot.everything !== false);
+    else this.plot.setData(data, !this.range && this.plot.everything !== false);
     this.rest();
     const text = series.map((s) => `${s.name} ${this.format(s.y.findLast((v) => v !== null && v !== undefined))}`).join(", ");
     attribute(this.box, "aria-label", `${this.title}: ${text}; ${this.marks.filter((m) => m.hard).length} faults marked`);
@@ -61,11 +84,19 @@ export class Chart {
         cursor: { y: false, drag: { x: true, y: false } },
         bands: this.options.stacked ? series.slice(1).map((_, i) => ({ series: [i + 2, i + 1] })) : [],
         series: [{ label: time ? "time" : (this.options.label ?? "step"), value: (u, v) => this.place(v) }, ...series.map((s) => this.line(s, data[0].length))],
-        hooks: { draw: [(u) => this.draw(u)], setCursor: [(u) => this.point(u)], setScale: [(u, key) => key === "x" && this.zoomed(u)] },
+        hooks: { setSelect: [(u) => this.selected(u)], draw: [(u) => this.draw(u)], setCursor: [(u) => this.point(u)], setScale: [(u, key) => key === "x" && this.zoomed(u)] },
       },
       data,
       this.box,
     );
+    this.plot.over.addEventListener("dblclick", () => this.options.zoomed?.(null, this));
+    if (this.range) this.zoom(this.range);
+  }
+
+  /** A range was dragged: the other charts with the same axis show it, too. */
+  selected(u) {
+    const { left, width } = u.select;
+    if (width > 0) this.options.zoomed?.([u.posToVal(left, "x"), u.posToVal(left + width, "x")], this);
   }
 
   /** Labels of an axis: as many digits as tell neighbours apart. */
@@ -235,6 +266,9 @@ function rates(run, points = 1) {
   return { rate, seconds, each };
 }
 
+const AMOUNTS = [["", "as they are"], ["0.6", "smoothed 0.6"], ["0.9", "smoothed 0.9"], ["0.98", "smoothed 0.98"]];
+const amounts = () => AMOUNTS.map(([value, text]) => el("option", { value }, text));
+
 /** Exponential mean, as in TensorBoard's smoothing: each point weighs `share` times the one after it. */
 function smooth(values, share) {
   let sum = 0, weight = 0;
@@ -250,24 +284,49 @@ export class Training {
   constructor() {
     const root = $("charts");
     const zero = (u, low, high) => [0, high > 0 ? 1.08 * high : 1];
-    this.axis = "step";
-    this.loss = new Chart(root, "Loss", (v) => number(v, 4), { tools: this.tools() });
+    this.axis = told("axis") === "time" ? "time" : "step";
+    this.ranges = { step: span("steps"), time: span("times") };
+    const speed = $("speed-charts"), zoomed = (range, chart) => this.zoomed(range, chart);
+    this.loss = new Chart(root, "Loss", (v) => number(v, 4), { tools: this.tools(), zoomed });
     const took = (v) => (v ? duration(v) : "0"), sent = (v) => (v ? `${bytes(Math.round(v))}/s` : "0");
-    this.rate = new Chart(root, "Samples per second", (v) => number(v), { range: zero });
-    this.lr = new Chart(root, "Learning rate", (v) => (v ? Number(v.toPrecision(3)).toString() : "0"), { range: zero });
-    this.each = new Chart(root, "Samples per second and worker", (v) => number(v), { range: zero });
-    this.seconds = new Chart(root, "Step time", took, { range: zero, ticks: took, note: "between commits" });
-    this.phases = new Chart(root, "Step time by phase, per worker", took, { range: zero, stacked: true, ticks: took });
-    this.bytes = new Chart(root, "Sent per second, by operation", sent, { range: zero, stacked: true, ticks: sent });
-    this.scaling = new Chart(root, "Samples per second by number of workers", (v) => number(v), { range: zero, label: "workers", points: true, alone: true, note: "over all undisturbed steps" });
+    this.rate = new Chart(root, "Samples per second", (v) => number(v), { range: zero, zoomed });
+    this.lr = new Chart(root, "Learning rate", (v) => (v ? Number(v.toPrecision(3)).toString() : "0"), { range: zero, zoomed });
+    this.each = new Chart(speed, "Samples per second and worker", (v) => number(v), { range: zero, zoomed });
+    this.seconds = new Chart(speed, "Step time", took, { range: zero, ticks: took, note: "between commits", zoomed });
+    this.phases = new Chart(speed, "Step time by phase, per worker", took, { range: zero, stacked: true, ticks: took, zoomed });
+    this.bytes = new Chart(speed, "Sent per second, by operation", sent, { range: zero, stacked: true, ticks: sent, zoomed });
+    this.scaling = new Chart(speed, "Samples per second by number of workers", (v) => number(v), { range: zero, label: "workers", points: true, alone: true, note: "over all undisturbed steps" });
     switches($("marks"), () => this.run && (this.update(this.run), this.switched?.()));
     this.tests = new Map(); // by metric: one axis does not suit an accuracy and a loss
+    for (const chart of this.all()) chart.range = this.ranges[chart.time ? "time" : "step"];
+  }
+
+  /** The charts along steps or moments. */
+  all() {
+    return [this.loss, this.rate, this.lr, this.each, this.seconds, this.phases, this.bytes, ...this.tests.values()];
+  }
+
+  /** A chart was zoomed: so are all with its axis, and the address says it. */
+  zoomed(range, from) {
+    const kind = from.time ? "time" : "step";
+    this.ranges[kind] = range;
+    keep(`${kind}s`, range);
+    for (const chart of this.all()) if (Boolean(chart.time) === from.time) chart === from ? (chart.range = range) : chart.zoom(range);
+  }
+
+  /** A chart of the user's values or of an evaluation, made when its first value comes. */
+  own(name) {
+    if (!this.tests.has(name)) {
+      const [, kind, title] = name.match(/^(eval|log):(.*)$/s);
+      const zoomed = (range, chart) => this.zoomed(range, chart);
+      this.tests.set(name, new Chart($("charts"), kind === "eval" ? `Evaluated: ${title}` : title, (v) => number(v, 4), { points: kind === "eval", zoomed }));
+    }
+    return this.tests.get(name);
   }
 
   /** Options of the loss: smoothing and scale. */
   tools() {
-    const amounts = [["", "as it is"], ["0.6", "smoothed 0.6"], ["0.9", "smoothed 0.9"], ["0.98", "smoothed 0.98"]];
-    this.smoothing = el("select", { id: "loss-smoothing", "aria-label": "Smoothing of the loss" }, ...amounts.map(([value, text]) => el("option", { value }, text)));
+    this.smoothing = el("select", { id: "loss-smoothing", "aria-label": "Smoothing of the loss" }, ...amounts());
     this.scale = el("button", { id: "loss-log", type: "button", "aria-pressed": "false" }, "log");
     this.smoothing.addEventListener("change", () => this.run && this.update(this.run));
     this.scale.addEventListener("click", () => {
@@ -296,6 +355,7 @@ export class Training {
   update(run) {
     this.run = run;
     const time = this.axis === "time";
+    for (const chart of this.all()) chart.range = this.ranges[time || chart === this.phases || chart === this.bytes ? "time" : "step"];
     const x = time ? column(run, 0) : (run.curves.steps?.x ?? []);
     crosshair.by(run.curves.steps?.x ?? [], column(run, 0));
     const marks = wanted(run), timed = marks;
@@ -324,32 +384,54 @@ export class Training {
     const each = scaled.length ? scaled[0].samples_per_s / scaled[0].workers : 0;
     const lines = [{ name: "measured", y: scaled.map((e) => e.samples_per_s), colour: "c2" }, { name: "in proportion", y: scaled.map((e) => each * e.workers), colour: "c7" }];
     this.scaling.update(scaled.map((e) => e.workers), scaled.length ? lines : [], false, []);
-    const tests = Object.keys(run.curves).filter((name) => name.startsWith("eval:"));
-    for (const name of tests) if (!this.tests.has(name)) this.tests.set(name, new Chart($("charts"), `Evaluated: ${name.slice(5)}`, (v) => number(v, 4), { points: true }));
+    for (const name of Object.keys(run.curves).filter((name) => name !== "steps")) this.own(name);
     for (const [name, chart] of this.tests) {
-      const curve = run.curves[name];
-      chart.update(curve?.x ?? [], curve ? [{ name: name.slice(5), y: curve.columns[1], colour: "c4" }] : [], false, marks);
+      const curve = run.curves[name], x = time ? curve?.columns[0] : curve?.x, title = name.slice(name.indexOf(":") + 1);
+      chart.range = this.ranges[time ? "time" : "step"];
+      chart.update(x ?? [], curve ? [{ name: title, y: curve.columns[1], colour: "c4" }] : [], time, marks);
     }
   }
 }
 
-/** Loss and speed of all runs over each other. */
+/** Every curve of the runs over each other, by step. */
 export class Overlay {
   constructor() {
-    this.loss = new Chart($("overlay"), "Loss by step", (v) => number(v, 4), { alone: true });
-    this.rate = new Chart($("overlay"), "Samples per second by step", (v) => number(v), { alone: true, note: "over the last 12 points" });
+    this.charts = new Map();
+    this.smoothing = $("overlay-smoothing");
+    this.smoothing.append(...amounts());
+    this.smoothing.addEventListener("change", () => this.runs && this.update(this.runs));
+  }
+
+  /** A curve's chart, title and values: those of every step, and those with points of their own. */
+  kinds(runs) {
+    const took = (v) => (v ? duration(v) : "0"), points = (run) => (run.head.rate_points ?? 12) - 1;
+    const steps = (pick) => (run) => ({ x: run.curves.steps.x, y: pick(run) });
+    const own = (name) => (run) => (run.curves[name] ? { x: run.curves[name].x, y: run.curves[name].columns[1] } : null);
+    const names = [...new Set(runs.flatMap((run) => Object.keys(run.curves)))].filter((name) => name !== "steps");
+    return [
+      ["Loss by step", steps((run) => column(run, 1)), (v) => number(v, 4)],
+      ["Samples per second by step", steps((run) => rates(run, points(run)).rate), (v) => number(v)],
+      ["Samples per second and worker by step", steps((run) => rates(run, points(run)).each), (v) => number(v)],
+      ["Step time by step", steps((run) => rates(run, points(run)).seconds), took],
+      ["Learning rate by step", steps((run) => column(run, 4)), (v) => (v ? Number(v.toPrecision(3)).toString() : "0")],
+      ...names.map((name) => [`${name.startsWith("eval:") ? "Evaluated: " : ""}${name.slice(name.indexOf(":") + 1)} by step`, own(name), (v) => number(v, 4)]),
+    ];
   }
 
   update(runs) {
-    const there = runs.filter((run) => run.curves.steps?.x.length);
+    this.runs = runs;
+    const there = runs.filter((run) => run.curves.steps?.x.length), share = Number(this.smoothing.value);
     if (!there.length) return;
     this.drawn = true;
-    const names = there.map((run) => `${runs.indexOf(run) + 1} ${run.head.name}`);
-    const show = (chart, pick) => {
-      const table = uPlot.join(there.map((run) => [run.curves.steps.x, pick(run)]));
-      chart.update(table[0], names.map((name, i) => ({ name, y: table[i + 1], colour: `c${i % 9}` })), false, []);
-    };
-    show(this.loss, (run) => column(run, 1));
-    show(this.rate, (run) => rates(run, (run.head.rate_points ?? 12) - 1).rate);
+    const kinds = this.kinds(there), left = new Set(this.charts.keys());
+    for (const [title, pick, format] of kinds) {
+      if (!this.charts.has(title)) this.charts.set(title, new Chart($("overlay"), title, format, { alone: true }));
+      left.delete(title);
+      const curves = there.map((run) => [run, pick(run)]).filter(([, curve]) => curve !== null && curve.y.some((v) => v !== null));
+      const table = curves.length ? uPlot.join(curves.map(([, { x, y }]) => [x, share ? smooth(y, share) : y])) : [[]];
+      const lines = curves.map(([run], i) => ({ name: `${runs.indexOf(run) + 1} ${run.head.name}`, y: table[i + 1], colour: `c${runs.indexOf(run) % 9}` }));
+      this.charts.get(title).update(table[0], lines, false, []);
+    }
+    for (const title of left) this.charts.get(title).update([], [], false, []);
   }
 }

@@ -4,8 +4,10 @@ import { $, ago, attribute, bytes, clock, duration, el, number, percent, write }
 import { writeLinked } from "./links.js";
 import { falls, logLine } from "./panels.js";
 import { fetched } from "./stream.js";
+import { term } from "./words.js";
 
 const EVERY_MS = 2000;
+const NAMED = { life: "life", stage: "stage", lanes: "lane", step: "step" };
 
 export class Drawer {
   /** actions: buttons for a worker; key: the chosen run's name on the server; closed: called when the drawer closes. */
@@ -53,7 +55,7 @@ export class Drawer {
     writeLinked($("drawer-why"), row.cause ? `${row.cause}: ${row.reason}` : "");
     const used = row.device ?? {};
     const pairs = [
-      ["life", `incarnation ${row.life}${row.since ? `, ${row.state} since ${ago(row.since, nowMs)}` : ""}`],
+      ["life", `${row.life}${row.since ? `, ${row.state} since ${ago(row.since, nowMs)}` : ""}`],
       ["doing", row.phase || "–"],
       ["stage", row.stages.join(", ") || "none"],
       ["lanes", row.lanes.join(", ") || "none"],
@@ -68,7 +70,7 @@ export class Drawer {
     const signature = JSON.stringify(pairs);
     if (this.shown !== signature) {
       this.shown = signature;
-      $("drawer-facts").replaceChildren(...pairs.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, String(value)))));
+      $("drawer-facts").replaceChildren(...pairs.map(([name, value]) => el("div", {}, el("dt", {}, term(NAMED[name], name)), el("dd", {}, String(value)))));
     }
     const own = run.recoveries.filter((recovery) => recovery[2] === this.id).toReversed();
     const told = JSON.stringify(own);

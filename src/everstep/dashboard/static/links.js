@@ -1,6 +1,7 @@
 // Links in a reason: workers, steps and generations that it names. Text stays text.
 
 import { el } from "./dom.js";
+import { WORDS } from "./words.js";
 
 const NAMED = /\b(worker|step|generation) (\d{1,9})\b/g;
 const acts = {};
@@ -14,7 +15,7 @@ export function linked(text) {
   let from = 0;
   for (const match of said.matchAll(NAMED)) {
     const [whole, kind, id] = match;
-    found.push(said.slice(from, match.index), el("button", { type: "button", className: "link-to", "data-kind": kind, onclick: (event) => (event.stopPropagation(), acts[kind]?.(Number(id))) }, whole));
+    found.push(said.slice(from, match.index), el("button", { type: "button", className: "link-to", "data-kind": kind, title: WORDS[kind] ?? "", onclick: (event) => (event.stopPropagation(), acts[kind]?.(Number(id))) }, whole));
     from = match.index + whole.length;
   }
   return [...found, said.slice(from)].filter((part) => part !== "");

@@ -2,6 +2,7 @@
 
 import { $, attribute, clock, el, number, percent, plural, write } from "./dom.js";
 import { post } from "./stream.js";
+import { WORDS } from "./words.js";
 
 const COLUMNS = [
   ["name", "run", (row) => row.name],
@@ -16,6 +17,8 @@ const COLUMNS = [
   ["note", "note", (row) => row.note],
 ];
 const NUMBERS = new Set(["step", "loss", "goodput", "faults"]);
+const KEPT = "everstep-columns";
+const MOST_COLUMNS = 8;
 
 export class RunList {
   /** choose: called with the key of the run to show; ticked: called when other runs are to be compared; noted: whether
@@ -29,17 +32,48 @@ export class RunList {
     this.ticks = new Set();
     this.by = "began";
     this.falling = true;
+    this.settings = JSON.parse(localStorage.getItem(KEPT) ?? "[]").slice(0, MOST_COLUMNS); // keys that are columns
     this.heads = new Map(COLUMNS.map(([key, text]) => [key, this.head(key, text)]));
     this.body = el("tbody");
-    const header = el("tr", {}, el("th", { scope: "col" }, el("span", { className: "hidden-text" }, "compare")), ...this.heads.values());
-    $("run-list").append(el("table", { className: "runs-table" }, el("thead", {}, header), this.body));
+    this.header = el("tr");
+    $("run-list").append(el("table", { className: "runs-table" }, el("thead", {}, this.header), this.body));
+    $("columns").addEventListener("change", () => this.column($("columns").value));
+    this.columns();
     $("run-filter").addEventListener("input", () => this.draw());
     $("run-filter-form").addEventListener("submit", (event) => event.preventDefault());
   }
 
   head(key, text) {
-    const button = el("button", { type: "button", className: "sort", onclick: () => this.sort(key) }, text);
+    const button = el("button", { type: "button", className: "sort", title: WORDS[key] ?? "", onclick: () => this.sort(key) }, text);
     return el("th", { scope: "col", className: NUMBERS.has(key) ? "n" : "" }, button);
+  }
+
+  /** Head cells: those of all runs, and one for each setting that is a column. */
+  columns() {
+    const first = el("th", { scope: "col" }, el("span", { className: "hidden-text" }, "compare"));
+    for (const key of [...this.heads.keys()]) if (key.startsWith("set:") && !this.settings.includes(key.slice(4))) this.heads.delete(key);
+    for (const key of this.settings) if (!this.heads.has(`set:${key}`)) this.heads.set(`set:${key}`, this.head(`set:${key}`, key));
+    this.header.replaceChildren(first, ...this.heads.values());
+  }
+
+  /** Make a setting a column, or no longer. */
+  column(key) {
+    if (!key) return;
+    this.settings = this.settings.includes(key) ? this.settings.filter((other) => other !== key) : [...this.settings, key].slice(-MOST_COLUMNS);
+    localStorage.setItem(KEPT, JSON.stringify(this.settings));
+    if (this.by.startsWith("set:") && !this.settings.includes(this.by.slice(4))) this.by = "began";
+    this.columns();
+    this.draw();
+  }
+
+  /** The settings that runs name, to choose columns from. */
+  choices() {
+    const keys = [...new Set([...this.rows.values()].flatMap((row) => Object.keys(row.settings)))].sort();
+    const signature = JSON.stringify([keys, this.settings]);
+    $("column-choice").hidden = !keys.length;
+    if (this.chosen === signature) return;
+    this.chosen = signature;
+    $("columns").replaceChildren(el("option", { value: "" }, "a setting …"), ...keys.map((key) => el("option", { value: key }, `${this.settings.includes(key) ? "✓ " : ""}${key}`)));
   }
 
   sort(key) {
@@ -66,8 +100,13 @@ export class RunList {
   }
 
   draw() {
-    const value = COLUMNS.find(([key]) => key === this.by)[2], words = $("run-filter").value.trim().toLowerCase();
-    const found = [...this.rows].filter(([, row]) => !words || `${row.name} ${row.task} ${row.state} ${row.tags.join(" ")} ${row.note} ${row.digest}`.toLowerCase().includes(words));
+    const setting = this.by.startsWith("set:") ? this.by.slice(4) : null;
+    const value = setting === null ? COLUMNS.find(([key]) => key === this.by)[2] : (row) => comparable(row.settings[setting]);
+    const words = $("run-filter").value.trim().toLowerCase().split(/\s+/).filter(Boolean);
+    const found = [...this.rows].filter(([, row]) => words.every((word) => searched(row).includes(word)));
+    this.choices();
+    this.alike = new Map();
+    for (const row of this.rows.values()) if (row.digest) this.alike.set(row.digest, [...(this.alike.get(row.digest) ?? []), row.name]);
     found.sort(([a, one], [b, other]) => order(value(one), value(other), this.falling) || (a < b ? -1 : 1));
     for (const [key, th] of this.heads) attribute(th, "aria-sort", key === this.by ? (this.falling ? "descending" : "ascending") : "none");
     const nodes = found.map(([key, row]) => this.line(key, row));
@@ -77,13 +116,13 @@ export class RunList {
       this.body.replaceChildren(...nodes);
       focused?.focus({ preventScroll: true });
     }
-    write($("run-count"), words ? `${found.length} of ${plural(this.rows.size, "run")}` : plural(this.rows.size, "run"));
+    write($("run-count"), words.length ? `${found.length} of ${plural(this.rows.size, "run")}` : plural(this.rows.size, "run"));
   }
 
   line(key, row) {
     const line = this.lines.get(key) ?? this.made(key);
     const { cells } = line;
-    const digest = row.digest ? row.digest.slice(0, 12) : "–";
+    const alike = this.alike.get(row.digest) ?? [], digest = row.digest ? `${row.digest.slice(0, 12)}${alike.length > 1 ? ` (${alike.length} equal)` : ""}` : "–";
     const texts = [null, `${row.state}${row.disk_trouble ? ", disk full" : ""}`, `${row.step}${row.total ? ` / ${row.total}` : ""}`, row.loss_text || "–", percent(row.goodput), String(row.faults), digest, row.began_ms ? began(row.began_ms) : "–"];
     write(line.link, row.name);
     attribute(line.link, "aria-current", String(key === this.current));
@@ -91,7 +130,12 @@ export class RunList {
     texts.forEach((text, i) => i && write(cells[i], text));
     attribute(cells[1], "data-state", row.state);
     attribute(cells[3], "data-level", row.level);
-    attribute(cells[6], "title", row.digest);
+    attribute(cells[6], "title", alike.length > 1 ? `${row.digest}: equal to the bit: ${alike.slice(0, 12).join(", ")}` : row.digest);
+    const own = this.settings.map((key) => row.settings[key] ?? "–"), signature = own.join("\n");
+    if (line.own !== signature) {
+      line.own = signature;
+      line.node.replaceChildren(...[...line.node.children].slice(0, 1 + COLUMNS.length), ...own.map((text) => el("td", {}, text)));
+    }
     if (line.tick.checked !== this.ticks.has(key)) line.tick.checked = this.ticks.has(key);
     attribute(line.tick, "aria-label", `compare ${row.name}`);
     const noted = JSON.stringify([row.tags, row.note]);
@@ -144,6 +188,12 @@ export class RunList {
     tags.focus();
   }
 }
+
+/** The text in which a run is looked for; settings as key=value. */
+const searched = (row) => `${row.name} ${row.task} ${row.state} ${row.tags.join(" ")} ${row.note} ${row.digest} ${Object.entries(row.settings).map(([key, value]) => `${key}=${value}`).join(" ")}`.toLowerCase();
+
+/** A setting's value, as a number if it is one. */
+const comparable = (text) => (text === undefined || text === "" || !isFinite(text) ? text : Number(text));
 
 function order(one, other, falling) {
   const none = (value) => value === null || value === undefined || value === "";

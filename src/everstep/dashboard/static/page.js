@@ -4,11 +4,14 @@ import { Actions, answer } from "./actions.js";
 import { Overlay, Training } from "./charts.js";
 import { $, attribute, el, forgetColours, write } from "./dom.js";
 import { Drawer } from "./drawer.js";
+import { fold, foldable } from "./fold.js";
 import { linksDo } from "./links.js";
 import { RunList } from "./list.js";
 import * as panels from "./panels.js";
+import { keep, told } from "./place.js";
 import { fetched, follow, post, reconnect } from "./stream.js";
 import { Timeline } from "./timeline.js";
+import { explain } from "./words.js";
 import { Workers } from "./workers.js";
 
 const MOST_LINES = 4000;
@@ -20,7 +23,7 @@ let keyed = []; // and what the list calls them
 let folder = null; // whose runs are listed; null: those here are all
 let wanted = new URLSearchParams(location.search).getAll("run"); // of the list, what is asked for
 let ticks = [...wanted];
-let current = null; // of what is asked for, the one to be shown
+let current = told("run"); // of what is asked for, the one to be shown
 let lostMs = null; // since when, by our clock, the server has not been heard of; null: it is there
 
 const workers = new Workers(pick);
@@ -53,7 +56,10 @@ function take(message, first) {
   }
   if (message.list) list.take(message.list);
   const mine = message.runs[selected];
-  if (first && runs[selected]) choose(selected);
+  if (first && runs[selected]) {
+    choose(selected);
+    arrive();
+  }
   else if (mine) draw(runs[selected], mine);
   if (first || runs.length > 1 || message.list) several();
   document.documentElement.dataset.updateMs = (performance.now() - begin).toFixed(1);
@@ -115,7 +121,20 @@ function draw(run, changed) {
 
 const EVERYTHING = { head: 1, workers: 1, lives: 1, curves: 1, generations: 1, recoveries: 1, incidents: 1, account: 1, efficiency: 1, checkpoints: 1, ledger: 1, log: 1 };
 
+let arrived = false;
+/** Show the moment that the address names, once. */
+function arrive() {
+  const found = told("at")?.match(/^(\d{1,15})(?:~(\d{1,7}))?$/);
+  if (found && !arrived) readMoment(Number(found[1]), found[2] === undefined ? null : Number(found[2]));
+  arrived = true;
+}
+
+/** Another run has other moments and steps. */
+const depart = () => ["look", "steps", "times", "at"].forEach((name) => keep(name, null));
+
 function choose(i) {
+  if (i !== selected) depart();
+  keep("run", i ? keyed[i] : null);
   selected = i;
   drawer.close();
   workers.clear();
@@ -132,6 +151,7 @@ function show(key) {
     choose(at);
     return $("hero").scrollIntoView({ block: "start" });
   }
+  depart();
   wanted = ticks.includes(key) ? ticks : [key];
   current = key;
   request();
@@ -148,7 +168,7 @@ function tick(key, yes) {
 
 function request() {
   const query = new URLSearchParams(wanted.map((name) => ["run", name]));
-  history.replaceState(null, "", wanted.length ? `?${query}` : "/");
+  history.replaceState(null, "", wanted.length ? `?${query}${location.hash}` : "/");
   reconnect();
 }
 
@@ -156,7 +176,9 @@ let overlayTimer = 0;
 function several() {
   const listed = list.rows.size > 0 || folder !== null;
   $("overview").hidden = !listed;
-  document.body.dataset.view = runs.length ? "run" : "list";
+  const view = runs.length ? "run" : "list";
+  if (folder !== null && document.body.dataset.view !== view) fold($("overview"), view === "run");
+  document.body.dataset.view = view;
   list.mark(ticks, keyed[selected]);
   const nav = $("runs"), names = runs.length > 1 ? runs : [];
   while (nav.children.length > names.length) nav.lastElementChild.remove();
@@ -187,6 +209,7 @@ async function readMoment(ms, worker) {
   const about = worker === null ? "" : `&worker=${worker}`;
   const found = await fetched(`/api/runs/${keys[selected]}/log?at=${Math.max(0, Math.round(ms))}${about}`);
   if (!found.ok) return answer(found);
+  fold($("log"), false);
   log.at({ ms, worker, lines: found.lines });
   $("log-title").scrollIntoView({ block: "start" });
   $("log").focus({ preventScroll: true });
@@ -200,6 +223,7 @@ function pick(id) {
 
 function showGeneration(name) {
   const entry = $("generations").querySelector(`[data-generation="${name}"]`);
+  fold($("generations"), false);
   entry?.scrollIntoView({ block: "center" });
   $("generations").focus({ preventScroll: true });
 }
@@ -263,14 +287,19 @@ function setUp() {
     localStorage.setItem("everstep-theme", THEMES[(at + 1) % THEMES.length]);
     paint();
   });
+  explain($("words"));
   systemDark.addEventListener("change", paint);
   paint();
+  foldable();
+  log.moved = (moment) => keep("at", moment && `${Math.round(moment.ms)}${moment.worker === null ? "" : `~${moment.worker}`}`);
   training.switched = () => timeline.draw(runs[selected], now());
   panels.acts.moment = readMoment;
-  linksDo({ worker: pick, step: (step) => training.stand(step), generation: showGeneration });
+  linksDo({ worker: pick, step: (step) => (fold($("charts"), false), training.stand(step)), generation: showGeneration });
   for (const button of document.querySelectorAll("[data-axis]")) {
+    attribute(button, "aria-pressed", String(button.dataset.axis === training.axis));
     button.addEventListener("click", () => {
       training.axis = button.dataset.axis;
+      keep("axis", training.axis === "time" ? "time" : null);
       for (const other of document.querySelectorAll("[data-axis]")) other.setAttribute("aria-pressed", String(other === button));
       training.update(runs[selected]);
     });

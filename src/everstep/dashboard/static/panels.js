@@ -2,6 +2,7 @@
 
 import { $, ago, attribute, bytes, clock, duration, el, number, percent, plural, styled, write } from "./dom.js";
 import { linked, writeLinked } from "./links.js";
+import { term } from "./words.js";
 
 const PHASES = ["notice", "decide", "unblock", "regroup", "settle", "redo", "heal", "other"];
 const phaseColour = (phase) => `var(--phase-${PHASES.includes(phase) ? phase : "other"})`;
@@ -71,7 +72,7 @@ function tiles(run, nowMs) {
   const root = $("tiles");
   items.forEach(([name, value, note, tone], i) => {
     const box = root.children[i] ?? root.appendChild(el("div", {}, el("dt"), el("dd", {}, el("span"), el("small"))));
-    write(box.children[0], name);
+    if (box.children[0].textContent !== name) box.children[0].replaceChildren(term(name.toLowerCase(), name));
     write(box.children[1].children[0], value);
     write(box.children[1].children[1], note);
     attribute(box, "data-tone", tone ?? "");
@@ -100,9 +101,10 @@ export function generations(run, nowMs) {
 
 export function recoveries(run) {
   if (!$("phase-legend").children.length) {
-    $("phase-legend").append(...PHASES.map((phase) => styled(el("li", { "data-glyph": "" }, phase), { "--swatch": phaseColour(phase) })));
+    $("phase-legend").append(...PHASES.map((phase) => styled(el("li", { "data-glyph": "" }, term(phase)), { "--swatch": phaseColour(phase) })));
   }
   const list = run.recoveries.toReversed();
+  $("phase-legend").hidden = !list.length;
   $("recoveries").replaceChildren(...(list.length ? falls(list) : [el("p", { className: "soft" }, run.incidents.some(([, , end]) => end === null) ? "none has ended yet" : "none was needed")]));
 }
 
@@ -166,19 +168,24 @@ export function ledger(run, check) {
   $("ledger").replaceChildren(text, button);
 }
 
-/** Comparison of several runs: their final states, and the settings in which they differ. */
+/** Comparison of several runs: which final states are equal to the bit, and a row for each run with the settings that
+differ; runs that are equal stand together. */
 export function compared(runs) {
   const names = runs.map((run) => run.head.name), digests = runs.map((run) => run.head.digest);
-  const missing = names.filter((_, i) => !digests[i]);
-  const equal = new Set(digests).size === 1 ? "The final states are bitwise equal." : "The final states are not all equal.";
-  write($("verdict"), missing.length ? `No final state to compare yet: ${missing.join(", ")}.` : equal);
-  $("verdict").className = `small ${missing.length ? "soft" : new Set(digests).size === 1 ? "good" : "warn"}`;
-  const keys = [...new Set(runs.flatMap((run) => Object.keys(run.config)))].sort();
-  const rows = keys.map((key) => [key, ...runs.map((run) => run.config[key] ?? "")]).filter(([, ...values]) => new Set(values).size > 1);
-  const signature = JSON.stringify([names, rows]);
+  const missing = names.filter((_, i) => !digests[i]), groups = [...new Set(digests.filter(Boolean))];
+  const told = groups.map((digest) => names.filter((_, i) => digests[i] === digest)).filter((group) => group.length > 1).map((group) => `${group.join(", ")} are equal to the bit`);
+  const whole = groups.length === 1 && !missing.length;
+  const lacking = missing.length ? `No final state to compare yet: ${missing.join(", ")}.` : "";
+  const said = whole ? "The final states are bitwise equal." : [lacking, lacking ? "" : "The final states are not all equal.", told.length ? `${told.join("; ")}.` : ""].filter(Boolean).join(" ");
+  write($("verdict"), said);
+  $("verdict").className = `small ${missing.length ? "soft" : whole ? "good" : "warn"}`;
+  const keys = [...new Set(runs.flatMap((run) => Object.keys(run.config)))].sort().filter((key) => new Set(runs.map((run) => run.config[key] ?? "")).size > 1);
+  const order = runs.map((_, i) => i).sort((a, b) => groups.indexOf(digests[a]) - groups.indexOf(digests[b]) || a - b);
+  const rows = order.map((i) => [names[i], digests[i] ? `${digests[i].slice(0, 12)}${told.length && digests.filter((d) => d === digests[i]).length > 1 ? " =" : ""}` : "–", ...keys.map((key) => runs[i].config[key] ?? "")]);
+  const signature = JSON.stringify([keys, rows]);
   if ($("settings").shown === signature) return;
   $("settings").shown = signature;
-  $("settings").replaceChildren(rows.length ? table(["key", ...names], rows) : el("p", { className: "soft" }, "none"));
+  $("settings").replaceChildren(table(["run", "digest", ...keys], rows), ...(keys.length ? [] : [el("p", { className: "soft small" }, "No setting differs.")]));
 }
 
 // ---- log
@@ -201,6 +208,7 @@ export class Log {
   /** The lines around a moment instead of the newest; null: the newest again. */
   at(moment) {
     this.moment = moment;
+    this.moved?.(moment);
     if (moment?.worker !== null && moment) $("log-worker").value = "";
     this.all();
     const line = this.root.querySelector(".at");

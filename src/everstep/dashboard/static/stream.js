@@ -1,6 +1,6 @@
 // Server-sent events by fetch, because an EventSource does not tell the reason of a refusal. Reconnects automatically.
 
-const SILENT_MS = 8_000; // the server says at least every 2 s that it is there
+const SILENT_MS = 12_000; // the server says at least every 2 s that it is there
 let cut = new AbortController();
 let again = false;
 let heardMs = 0;

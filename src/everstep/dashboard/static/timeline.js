@@ -2,6 +2,7 @@
 
 import { $, attribute, clock, duration, el, number, styled } from "./dom.js";
 import { clustered, crosshair, told, wanted } from "./marks.js";
+import { keep, span } from "./place.js";
 
 const COMPACT_FROM = 24;
 const DRAG_PX = 6;
@@ -14,7 +15,7 @@ export class Timeline {
     this.pick = pick;
     this.root = $("gantt");
     this.rows = new Map();
-    this.window = null; // [begin, end] in ms when zoomed
+    this.window = span("look"); // [begin, end] in ms when zoomed
     this.last = null; // or so many seconds up to now
     this.box = el("div", { className: "lives-rows" });
     this.lines = el("div", { className: "lives-marks", "aria-hidden": "true" });
@@ -40,7 +41,7 @@ export class Timeline {
   }
 
   clear() {
-    this.window = null;
+    this.window = span("look");
     this.signature = "";
     this.rows.clear();
     this.box.replaceChildren();
@@ -48,6 +49,7 @@ export class Timeline {
 
   /** Show a time range: [begin, end] in ms; or the last seconds; or, with neither, everything. */
   look(window, last) {
+    keep("look", window);
     this.window = window;
     this.last = last;
     for (const button of document.querySelectorAll("[data-last]")) attribute(button, "aria-pressed", String(!window && (Number(button.dataset.last) || null) === last));

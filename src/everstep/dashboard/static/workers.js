@@ -1,6 +1,7 @@
 // The grid of workers, by stage. Elements are kept and changed in place: a thousand of them cost little.
 
 import { $, attribute, bytes, el, number, plural, write } from "./dom.js";
+import { WORDS } from "./words.js";
 
 const GLYPH = { leader: "L", active: "A", standby: "S", spare: "·", healing: "H", suspect: "?", dead: "✕", left: "–" };
 const COMPACT_FROM = 64;
@@ -20,7 +21,7 @@ export class Workers {
       const tile = event.target.closest(".worker");
       if (tile) this.choose(Number(tile.dataset.id));
     });
-    $("worker-legend").append(...Object.entries(GLYPH).filter(([name]) => name !== "left").map(([name, glyph]) => el("li", { "data-glyph": glyph, "data-state": name }, name)));
+    $("worker-legend").append(...Object.entries(GLYPH).filter(([name]) => name !== "left").map(([name, glyph]) => el("li", { "data-glyph": glyph, "data-state": name, title: WORDS[name] ?? "" }, name)));
   }
 
   clear() {
@@ -50,6 +51,7 @@ export class Workers {
     for (const id of this.tiles.keys()) if (!order.includes(id) && !rows.has(id)) this.tiles.delete(id);
     this.order = order;
     for (const id of order) this.paint(this.tiles.get(id), id, rows.get(id), compact);
+    $("worker-legend").hidden = !order.length;
     if (!order.length) write(this.root, "no worker has joined yet");
     if (!this.root.querySelector('[tabindex="0"]') && order.length) this.tiles.get(order[0]).tabIndex = 0;
   }

@@ -1,0 +1,35 @@
+"""Values that are told with each step beside its loss: the gradient norm, and what the user's loop logs. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from everstep.report.series import POINTS, Series
+from everstep.report.words import Event, as_dict, one_line
+
+GRADIENT_NORM = "Gradient norm"
+_MOST = 32
+_RULES = ("last", "mean")
+
+
+@dataclass
+class Logged:
+    """`series`: columns (time_s, value) by name; values that are not finite have no place in a curve."""
+
+    series: dict[str, Series] = field(default_factory=dict)
+
+    def take(self, event: Event, step: int, time_ns: int) -> None:
+        """Take in a committed step."""
+        norm = event.get("grad_norm")
+        if norm is not None:
+            self._add(GRADIENT_NORM, norm, step, time_ns)
+        for name, value in as_dict(event.get("metrics")).items() if "metrics" in event else ():
+            self._add(one_line(name, 60), value, step, time_ns)
+
+    def _add(self, name: str, value: object, step: int, time_ns: int) -> None:
+        if type(value) not in (int, float) or (name not in self.series and len(self.series) >= _MOST):
+            return
+        number = float(value)  # type: ignore[arg-type]
+        if number - number != 0.0:
+            return
+        self.series.setdefault(name, Series(_RULES, POINTS)).add(step, (time_ns / 1e9, number))

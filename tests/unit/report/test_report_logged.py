@@ -1,0 +1,34 @@
+"""Curves of values that are told with each step: the gradient norm, and what the user's loop logs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from everstep.report.facts import facts_of
+from everstep.report.figures import figures
+from everstep.report.history import History
+from told_events import commit, trained, write_events
+
+
+def test_values_of_steps_become_curves_and_what_is_no_number_does_not(tmp_path: Path) -> None:
+    told = [
+        {**commit(11, 6.0), "grad_norm": 2.5, "metrics": {"reward": 1, "<b>": 0.5, "bad": "x", "worse": float("nan")}},
+        {**commit(12, 6.3), "grad_norm": 1.5, "metrics": {"reward": 3, "flag": True}},
+        {**commit(13, 6.6), "grad_norm": None, "metrics": [1]},
+        {**commit(12, 6.9), "grad_norm": 4.0},
+    ]
+    series = facts_of([*trained(), *told]).logged.series
+    assert {name: (one.x, one.columns[1]) for name, one in series.items()} == {
+        "Gradient norm": ([11, 12], [2.5, 4.0]),
+        "reward": ([11, 12], [1.0, 3.0]),
+        "<b>": ([11], [0.5]),
+    }
+    write_events(tmp_path, [*trained(), *told])
+    drawn = figures(History(tmp_path).load())
+    assert "logged-reward" in drawn and "<b>" not in drawn["logged--b-"]
+
+
+def test_names_are_bounded() -> None:
+    many = {**commit(11, 6.0), "metrics": {f"{'n' * 99}{i}": i for i in range(3)} | {str(i): i for i in range(99)}}
+    series = facts_of([*trained(), many]).logged.series
+    assert len(series) == 32 and max(map(len, series)) == 60
