@@ -30,9 +30,9 @@ def test_the_promises_hold_and_parameters_are_given() -> None:
 class OfAnyStep(Spreading):
     """Parts of the step before count."""
 
-    def _on_blocks(self, step: int, stage: int, worker_id: int, blocks: Blocks) -> None:
-        super()._on_blocks(step, stage, worker_id, blocks)
-        self._came[step + 1, stage, worker_id] = blocks
+    def _on_block(self, step: int, stage: int, block: int, given: Blocks) -> None:
+        super()._on_block(step, stage, block, given)
+        self._came[step + 1, stage, block] = given
 
 
 def test_parts_of_another_step_that_count_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,11 +6,12 @@ A state's blocks lie in planes (one per kind of state) and have one numbering: p
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from itertools import accumulate
-from operator import or_
+from operator import itemgetter, or_
 from typing import NamedTuple
 
 from everstep.base.errors import check
@@ -88,7 +89,7 @@ class Extents:
             return NONE
         of = other.of if self.whole else self._like(other)
         mine = [(0, _total(of))] if self.whole else self._spans()
-        return _made(of, [span for one in mine for span in _without(one, other._spans())])
+        return _made(of, _without(mine, other._spans()))
 
     def __and__(self, other: Extents) -> Extents:
         if self.whole or not other:
@@ -181,20 +182,23 @@ def _made(of: Sizes, spans: Sequence[tuple[int, int]]) -> Extents:
         return WHOLE
     runs = []
     for (plane, count), start in zip(of, _starts(of).values(), strict=True):
-        for lo, hi in merged:
-            low, high = max(lo, start), min(hi, start + count)
-            if low < high:
-                runs.append(BlockRun(plane, low - start, high - start))
+        for at in range(bisect_right(merged, start, key=itemgetter(1)), len(merged)):
+            lo, hi = merged[at]
+            if lo >= start + count or not count:
+                break
+            runs.append(BlockRun(plane, max(lo - start, 0), min(hi - start, count)))
     return Extents(False, tuple(runs), of)
 
 
-def _without(span: tuple[int, int], holes: _Spans) -> _Spans:
-    lo, hi = span
+def _without(spans: _Spans, holes: _Spans) -> _Spans:
+    """What holes leave of spans; both ascend and are disjoint."""
     left: _Spans = []
-    for start, stop in holes:
-        if start >= hi:
-            break
-        if stop > lo:
+    for lo, hi in spans:
+        for at in range(bisect_right(holes, lo, key=itemgetter(1)), len(holes)):
+            start, stop = holes[at]
+            if start >= hi:
+                break
             left.append((lo, start))
-            lo = max(lo, stop)
-    return [*left, (lo, hi)]
+            lo = stop
+        left.append((lo, hi))
+    return left

@@ -42,9 +42,12 @@ class _Placed:
         return range(self.start // BLOCK_ELEMENTS, last // BLOCK_ELEMENTS + 1)
 
     def within(self, runs: Runs) -> list[tuple[int, int]]:
-        """Ranges of its elements in these runs of element blocks."""
-        found, size = [], self.parameter.numel()
-        for lo, hi in runs:
+        """Ranges of its elements in these runs of element blocks, which ascend."""
+        found, size, blocks = [], self.parameter.numel(), self.blocks
+        for at in range(max(bisect_right(runs, (blocks.start, 1 << 62)) - 1, 0), len(runs)):
+            lo, hi = runs[at]
+            if lo >= blocks.stop:
+                break
             first = max(lo * BLOCK_ELEMENTS - self.start, 0)
             stop = min(hi * BLOCK_ELEMENTS - self.start, size)
             if first < stop:

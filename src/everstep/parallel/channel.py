@@ -45,8 +45,7 @@ from everstep.parallel.fence import Fence
 from everstep.parallel.frame import HEAD_LENGTHS, Frame, frame_of, fresh_bytes, head_size, parse_head
 from everstep.parallel.group import GroupTransport
 from everstep.parallel.mapping import PAGE, Attached, Mapping, OwnMapping, PeerMapping, load_fence
-from everstep.parallel.socket_mesh import Receipt, SocketMesh
-from everstep.parallel.socket_spread import SocketSpread
+from everstep.parallel.socket_mesh import Parcel, Receipt, SocketMesh
 from everstep.parallel.spread_ring import RING_BYTES, SpreadName, SpreadRing
 
 KINDS = ("act", "grad", "tied", "eval")
@@ -461,12 +460,18 @@ class GroupChannel:
     ) -> None:
         """Out of and into the parameters' memory. meanwhile: called while bytes move. Raises: CollectiveAborted."""
         self._fence.check()
-        mesh, tag = self._carrier.mesh, _SPREADS + step % _SPREAD_TAGS * _PARTS + stage
+        mesh, tag, me = self._carrier.mesh, _SPREADS + step % _SPREAD_TAGS * _PARTS + stage, self._me.worker_id
         try:
-            moving = SocketSpread(mesh, self._me.worker_id, tag, portions)
+            moving: list[Receipt | Parcel] = []
+            for one in portions:
+                if one.source == me:
+                    moving += [mesh.send((one.data, taker, tag)) for taker in one.takers]
+                elif me in one.takers:
+                    moving.append(mesh.receive((one.data, one.source, tag)))
             meanwhile()
             with self._carrier.ticking():
-                moving.wait()
+                for transfer in moving:
+                    mesh.wait(transfer)
         except BaseException:
             mesh.cut()  # nothing may write to the parameters any more
             raise

@@ -113,11 +113,13 @@ def segment_shards(stage: int, holders: Holders, worker_ids: Iterable[int]) -> t
 
 def segment_holders(plan: Plan, stage: int, segments: int = SEGMENTS) -> Holders:
     """Holders of each of the first segments of a stage, by the plan."""
-    held = {seat.worker_id: plan.shard(seat.worker_id, stage).segments for seat in plan.pool(stage)}
-    return tuple(
-        tuple(i for i, runs in held.items() if runs is None or any(lo <= n < hi for lo, hi in runs))
-        for n in range(segments)
-    )
+    found: list[list[int]] = [[] for _ in range(segments)]
+    for seat in plan.pool(stage):
+        held = plan.shard(seat.worker_id, stage).segments
+        for lo, hi in ((0, segments),) if held is None else held:
+            for holders in found[lo:hi]:
+                holders.append(seat.worker_id)
+    return tuple(map(tuple, found))
 
 
 def runs_of_numbers(numbers: Iterable[int]) -> Runs:

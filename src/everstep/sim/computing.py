@@ -399,13 +399,13 @@ class Reduction:
 
 
 class Spreading:
-    """Members give each other the parameters that each has updated."""
+    """Members give each other the parameters that each has updated; blocks that come before a cut stay."""
 
     def __init__(self, life: Life, mesh: Mesh) -> None:
         self.life = life
         self.mesh = mesh
-        self._came: dict[tuple[int, int, int], Blocks] = {}  # by step, stage and worker
-        life.install({do.Spread: self._spread, ("owes", do.Spread): self._owes, ("message", "spread"): self._on_blocks})
+        self._came: dict[tuple[int, int, int], Blocks] = {}  # by step, stage and block
+        life.install({do.Spread: self._spread, ("owes", do.Spread): self._owes, ("message", "spread"): self._on_block})
 
     def clear(self) -> None:
         """Begin a generation."""
@@ -417,32 +417,30 @@ class Spreading:
         for stage in plan.stages_of(me):
             state = self.life.state.stages[stage]
             for to in (seat.worker_id for seat in plan.pool(stage)):
-                blocks = [block for block, who in _givers(plan, stage, to).items() if who == me]
-                if blocks:
-                    given = without(state, WHOLE - Extents.numbered(PLANES, blocks))
-                    self.mesh.send(to, "spread", operation.step, stage, me, given)
+                for block in (block for block, who in _givers(plan, stage, to).items() if who == me):
+                    given = without(state, WHOLE - Extents.numbered(PLANES, [block]))
+                    self.mesh.send(to, "spread", operation.step, stage, block, given)
         self._look(operation)
 
-    def _on_blocks(self, step: int, stage: int, worker_id: int, blocks: Blocks) -> None:
-        self._came[step, stage, worker_id] = blocks
+    def _on_block(self, step: int, stage: int, block: int, given: Blocks) -> None:
+        self._came[step, stage, block] = given
         if isinstance(self.life.operation, do.Spread):
             self._look(self.life.operation)
 
     def _lacking(self, operation: do.Spread) -> set[int]:
-        """Workers that have not sent their parameters yet."""
-        plan, me = operation.plan, self.life.me.worker_id
-        wanted = {(operation.step, k, who) for k in plan.stages_of(me) for who in _givers(plan, k, me).values()}
-        return {who for step, k, who in wanted if (step, k, who) not in self._came}
+        """Workers that have not sent all of their parameters yet."""
+        plan, me, step = operation.plan, self.life.me.worker_id, operation.step
+        givers = {k: _givers(plan, k, me) for k in plan.stages_of(me)}
+        return {who for k, of in givers.items() for block, who in of.items() if (step, k, block) not in self._came}
 
     def _look(self, operation: do.Spread) -> None:
-        if self._lacking(operation):
-            return
         state = self.life.state
-        for (step, stage, _), blocks in list(self._came.items()):
+        for (step, stage, _), given in self._came.items():
             if step == operation.step:
-                state.receive(stage, blocks)
-        self._came = {key: blocks for key, blocks in self._came.items() if key[0] > operation.step}
-        self.life.done(operation, {k: present(blocks) for k, blocks in state.stages.items()})
+                state.receive(stage, given)
+        if not self._lacking(operation):
+            self._came = {key: given for key, given in self._came.items() if key[0] > operation.step}
+            self.life.done(operation, {k: present(blocks) for k, blocks in state.stages.items()})
 
     def _owes(self, operation: do.Spread, worker_id: int) -> bool:
         return worker_id in self._lacking(operation)
