@@ -167,6 +167,7 @@ def test_more_copies_than_workers_are_all_of_it_and_said(jobs: Jobs, script: str
     ("line", "said"),
     [
         ("optimizer.register_step_post_hook(lambda *_: None)", "expected no step post-hooks of AdamW"),
+        ("optimizer.register_step_pre_hook(lambda *_: None)", "expected no step pre-hooks of AdamW"),
         ("optimizer.state_dict()", "no worker has all of the state of AdamW"),
         ("next(iter(optimizer.state.values()), {}).get('exp_avg')", "the loop cannot read optimizer.state"),
         ("optimizer.state[next(model.parameters())]", "the loop cannot read optimizer.state"),

@@ -26,7 +26,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from everstep.base.errors import CollectiveAborted, check
-from everstep.base.extents import Runs
+from everstep.base.extents import Runs, common
 from everstep.base.plan import Plan, WorkerKey
 from everstep.base.ports import Node, OnTick, Piece, Reduced, Tag
 from everstep.exact.layout import BLOCK_ELEMENTS, GradientLayout
@@ -46,7 +46,7 @@ from everstep.parallel.mapping import (
     record_key,
 )
 from everstep.parallel.reduction import BlockFinisher, decode_offers, encode_offers, zero_absent
-from everstep.placement.shards import finishers
+from everstep.placement.shards import Division, Takers, finishers
 
 _WAIT_S = 0.005
 _LIFE_CHECK_S = 0.05
@@ -77,6 +77,7 @@ class SharedMemoryTransport:
         self._attached = Attached(me, lambda m: PeerSegment(m.segment, m.key, self._geometry))
         self._fence = Fence()
         self._owned: dict[int, Runs] = {}
+        self._division: tuple[int, Division] | None = None
         self._exchanges = 0
         self._final: tuple[bytes, int, dict[Node, bytearray]] = (b"", 0, {})
         self._slots = NodeSlots(self._own)
@@ -100,11 +101,16 @@ class SharedMemoryTransport:
         self._fence.enter(plan.generation)
         self._peers = {}
         self._peers = self._attached.meet(plan, self._fence)
-        self._owned = finishers(plan, self._layout.n_blocks)
+        self._owned, self._division = finishers(plan, self._layout.n_blocks), None
 
     def node(self, step: int, node: Node) -> torch.Tensor:
         """Node in the own segment, float32 [layout.numel]."""
         return self._slots.tensor(step, node)
+
+    def divide(self, step: int, takes: Takers | None) -> None:
+        """As `Transport.divide`."""
+        if takes is not None and (self._division is None or self._division[0] != step):
+            self._division = step, Division.among(takes, self._layout.n_blocks)
 
     def offering(self, step: int) -> None:
         """None: peers read nodes in place, so nothing has to leave before."""
@@ -138,10 +144,14 @@ class SharedMemoryTransport:
         parts = [NodePart(node, self.node(step, node), presence[node]) for node in presence]
         parts += self._await_nodes(key)
         parts.sort(key=lambda part: part.node)
-        owned = self._owned[self._me.worker_id]
+        found = self._division
+        division = (
+            found[1] if found is not None and found[0] == step else Division.whole(self._owned, self._layout.n_blocks)
+        )
+        owned = division.finishes[self._me.worker_id]
         for run in owned:
             self.finisher.finish(step, run, parts, self.own_result(step))
-        return Reduced(step, self._pieces(self.finish_together(step)), union(parts), owned)
+        return Reduced(step, self._pieces(self.finish_together(step), division), union(parts), owned)
 
     # ---- parts of the reduction, for code that reduces beyond this host
 
@@ -277,9 +287,10 @@ class SharedMemoryTransport:
         self._await(ready, "nodes")
         return parts
 
-    def _pieces(self, results: Mapping[int, torch.Tensor]) -> tuple[Piece, ...]:
-        pieces = []
-        for (first, last), worker_id in sorted((run, w) for w, runs in self._owned.items() for run in runs):
+    def _pieces(self, results: Mapping[int, torch.Tensor], division: Division) -> tuple[Piece, ...]:
+        pieces, takes = [], division.takes[self._me.worker_id]
+        taken = ((run, w) for w, runs in division.finishes.items() for run in common(runs, takes))
+        for (first, last), worker_id in sorted(taken):
             start, stop = first * BLOCK_ELEMENTS, last * BLOCK_ELEMENTS
             pieces.append(Piece(start, stop, results[worker_id][start:stop]))
         return tuple(pieces)

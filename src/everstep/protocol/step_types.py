@@ -165,7 +165,8 @@ class LanesLost(StepEvent, frozen=True):
 
 
 class GradientReduced(StepEvent, frozen=True):
-    """This worker holds the whole reduced gradient of the step, of all its stages; `payload` is its agree record's."""
+    """This worker holds what it takes of the step's reduced gradient, of all its stages; `payload` is its agree
+    record's."""
 
     generation: int
     step: int

@@ -20,6 +20,7 @@ from everstep.parallel.group import GroupTransport
 from everstep.parallel.reduction import BlockFinisher
 from everstep.parallel.socket_mesh import BlockNote
 from everstep.parallel.streaming import LEAVING_BLOCKS, BlockCut, BlockStream, StepBlocks
+from everstep.placement.shards import Division
 from everstep.placement.tree import cover
 from everstep.runtime.link.tls import Tls, shown_by
 
@@ -190,7 +191,8 @@ def stream() -> BlockStream:
     owned = {0: ((0, 4),), 1: ((4, 8),), 2: ((8, 11),)}
     finisher = BlockFinisher(SHAPE, LANES, lambda: None)
     out = torch.empty(SHAPE.numel)
-    return BlockStream(1, owned, SHAPE, LANES, finisher, lambda _, n: torch.empty(n), lambda _: out)
+    division = Division.whole(owned, SHAPE.n_blocks)
+    return BlockStream(1, [0, 1, 2], division, SHAPE, LANES, finisher, lambda _, n: torch.empty(n), lambda _: out)
 
 
 def size(blocks: int) -> int:

@@ -29,6 +29,7 @@ from everstep.parallel.shared_memory import SharedMemoryTransport
 from everstep.parallel.socket_mesh import BlockNote
 from everstep.parallel.transport_kinds import KINDS, Site
 from everstep.parallel.two_tiers import FinalBlocks, TieredTransport
+from everstep.placement.shards import runs_of_numbers
 from everstep.placement.tiers import Tiers, folded
 from everstep.placement.tree import cover
 
@@ -166,6 +167,33 @@ def test_members_that_hold_parts_of_the_gradient_tell_of_these(crew: Crew, machi
         told = [[b for run in r.owned for b in range(*run)] for r in reduced]
         assert sorted(b for blocks in told for b in blocks) == list(range(SHAPE.n_blocks))
         assert all(b % 2 == k for k in (0, 1) for b in told[k])
+
+
+@pytest.mark.parametrize("machines", ["aaaa", "abcd", "aabb", "abbb"])
+def test_members_on_any_hosts_get_what_they_take_and_a_host_no_more(crew: Crew, machines: str) -> None:
+    shards = tuple(Shard(i, 0, segments=((64 * i, 64 * i + 64),)) for i in range(4))
+    plan = crew.open(1, dict(enumerate(machines)), shards=shards)
+    draw = random.Random(5)
+    for step, copies in ((1, 0), (2, 1), (3, 2), (4, 1)):
+        takes = {i: runs_of_numbers(b for b in range(BLOCKS) if (i - b) % 4 < copies) for i in range(4)}
+        for transport in crew.transports.values():
+            transport.divide(step, takes if copies else None)
+        crew.sent.clear()
+        reduced = crew.reduce_early(plan, step, draw)
+        if not copies:
+            check_step(reduced, step)
+            whole_sent = sum(crew.sent.values())
+            continue
+        assert sum(crew.sent.values()) < whole_sent or len(set(machines)) == 1
+        expected, _ = reference(SHAPE, LANES, step)
+        for i, r in enumerate(reduced):
+            assert isinstance(r, Reduced), r
+            there = [b for p in r.pieces for b in range(p.start // BLOCK_ELEMENTS, p.stop // BLOCK_ELEMENTS)]
+            assert there == [b for run in takes[i] for b in range(*run)]
+            assert all(same_bits(p.data, expected[p.start : p.stop]) for p in r.pieces)
+            assert {b for run in r.owned for b in range(*run)} <= set(there)
+        told = [b for r in reduced for run in r.owned for b in range(*run)]  # type: ignore[attr-defined]
+        assert sorted(told) == list(range(BLOCKS))
 
 
 def test_any_members_on_any_hosts_get_the_same_bits_and_no_byte_crosses_twice(crew: Crew) -> None:

@@ -123,8 +123,8 @@ class Stepper:
     def reduced(
         self, operation: do.Reduce, payload: AgreePayload, kept: int, due: Due, saved: int
     ) -> Iterable[step.StepEvent]:
-        """The whole reduced gradient is held here. kept: the newest step whose snapshots are where they are to be. due:
-        what is taken after this one. saved: the newest step whose checkpoint is known to count."""
+        """What this worker takes of the reduced gradient is held here. kept: the newest step whose snapshots are where
+        they are to be. due: what is taken after this one. saved: the newest step whose checkpoint is known to count."""
         data = encode(payload.stamped(self._committed_ns, kept, due, saved, self.last.nonfinite.in_a_row))
         return [step.GradientReduced(operation.generation, operation.step, data)]
 
