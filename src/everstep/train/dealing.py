@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from everstep.base.extents import NONE, WHOLE, Extents, Runs
+from everstep.base.extents import NONE, WHOLE, Extents
 from everstep.base.plan import Plan
 from everstep.base.ports import Hop
 from everstep.exact.dealt import Dealt
@@ -26,7 +26,7 @@ class Dealing:
         """say: tells the driver something during an operation."""
         self._view, self._say = view, say
         self._plan: tuple[int, Plan] | None = None  # the step that was reduced last, and in which plan
-        self._takers: dict[int, tuple[tuple[int, int], dict[int, Runs] | None]] = {}  # by stage: of generation and step
+        self._found: dict[int, tuple[tuple[int, int], Dealt]] = {}  # by stage: of generation and step
 
     def handlers(self) -> dict[type, Callable[[Any], Any]]:
         """Handlers of the driver's operations."""
@@ -47,22 +47,23 @@ class Dealing:
     ) -> Dealt | None:
         """A stage as it is divided in an update; None if all members update all of it. All say the same: the first step
         makes state, of which the gradients tell; what has none then is updated by all from there on."""
-        state = self._view.stages[stage].state
-        return Dealt(state, plan, stage, self._view.me, gradients) if self._known(stage) or number == 1 else None
+        state, at = self._view.stages[stage].state, (plan.generation, number)
+        if not self._known(stage):
+            return Dealt(state, plan, stage, self._view.me, gradients) if number == 1 else None
+        if stage not in self._found or self._found[stage][0] != at:
+            self._found[stage] = at, Dealt(state, plan, stage, self._view.me)
+        return self._found[stage][1]
 
     def divide(self, plan: Plan, number: int, stage: int) -> None:
         """Say who takes which blocks of a step's gradient, as soon as the state is that of the step before. Who has the
         optimizer's state of a segment takes its blocks; while there is none yet, all take all."""
-        at, view = (plan.generation, number), self._view
         if stage not in self._mine(plan):
             return
-        if self._takers.get(stage, ((0, 0), None))[0] != at:
-            replica, takes = view.stages[stage], None
-            if self._known(stage):
-                tied = {place.entry for tied in replica.spec.ties for place in tied.own}
-                takes = Dealt(replica.state, plan, stage, view.me).takers(replica.layout, tied)
-            self._takers[stage] = at, takes
-        view.transport.divide(stage, number, self._takers[stage][1])
+        replica, takes = self._view.stages[stage], None
+        dealt = self._dealt(plan, number, stage) if self._known(stage) else None
+        if dealt is not None:
+            takes = dealt.takers(replica.layout, {place.entry for tied in replica.spec.ties for place in tied.own})
+        self._view.transport.divide(stage, number, takes)
 
     def reduced(self, plan: Plan, number: int) -> None:
         """The gradient of a step is there. Of the first one nobody can say yet what it takes forward."""

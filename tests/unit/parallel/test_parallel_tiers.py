@@ -37,6 +37,7 @@ LANES = 8
 SHAPE = layout(11)
 BLOCKS = SHAPE.n_blocks
 LIMIT_S = 60
+FOUR = {0: "a", 1: "a", 2: "b", 3: "b"}
 
 
 @pytest.fixture(autouse=True)
@@ -196,6 +197,28 @@ def test_members_on_any_hosts_get_what_they_take_and_a_host_no_more(crew: Crew, 
         assert sorted(told) == list(range(BLOCKS))
 
 
+def test_a_courier_that_does_not_know_yet_who_takes_what_lets_reports_wait(crew: Crew) -> None:
+    """Others are faster: a member of its host has told of final blocks, and another host has sent some."""
+    shards = tuple(Shard(i, 0, segments=((64 * i, 64 * i + 64),)) for i in range(4))
+    plan, step = crew.open(1, FOUR, shards=shards), 4
+    takes = {i: runs_of_numbers(b for b in range(BLOCKS) if b % 4 == i) for i in FOUR}
+    presence = {i: fill(crew.transports[i], SHAPE, step, cover(plan.lanes_of(i), LANES)) for i in FOUR}
+    for i in (0, 1, 3):
+        crew.transports[i].divide(step, takes)
+        crew.offer(i, step, {node: [2, 3, 4] for node in presence[i]})
+    crew.pushed.get(timeout=LIMIT_S)  # from the first host to the second
+
+    def late(i: int) -> Reduced:
+        crew.transports[i].divide(step, takes)
+        return crew.transports[i].reduce(step, presence[i])
+
+    expected, _ = reference(SHAPE, LANES, step)
+    for i, r in enumerate(together(*(lambda i=i: late(i) for i in FOUR))):
+        assert isinstance(r, Reduced), r
+        assert [p.start // BLOCK_ELEMENTS for p in r.pieces] == [lo for lo, _ in takes[i]]
+        assert all(same_bits(p.data, expected[p.start : p.stop]) for p in r.pieces)
+
+
 def test_any_members_on_any_hosts_get_the_same_bits_and_no_byte_crosses_twice(crew: Crew) -> None:
     rng = random.Random(3)
     for i in range(7):
@@ -221,9 +244,6 @@ def test_two_workers_on_each_of_three_hosts_send_half_of_what_single_ones_would(
     by_host = {name: sum(n for (a, _), n in crew.sent.items() if crew.machine_of[a] == name) for name in "abc"}
     most = SHAPE.numel * 2 * 2 / 3  # an all-reduce's
     assert all(abs(n - most) < 4 * BLOCK_ELEMENTS for n in by_host.values()), by_host
-
-
-FOUR = {0: "a", 1: "a", 2: "b", 3: "b"}
 
 
 def test_a_block_leaves_and_its_result_is_there_before_the_last_lane_is_done(crew: Crew) -> None:

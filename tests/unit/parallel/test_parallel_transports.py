@@ -386,3 +386,27 @@ def test_bytes_on_the_wire_of_a_reduction_to_holders(copies: int, bytes_per_para
     crew.close()
     content = 1085 + (shape.n_blocks - 1) * BLOCK_ELEMENTS  # of the units, without padding
     assert 4 * sum(sent) / content / n == bytes_per_parameter
+
+
+def test_of_a_result_a_member_keeps_what_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages that are never written take no memory."""
+    flats: list[torch.Tensor] = []
+
+    def noted(numel: int, device: torch.device) -> torch.Tensor:
+        flats.append(torch.full((numel,), float("nan")))
+        return flats[-1]
+
+    monkeypatch.setattr("everstep.parallel.reduction.new_flat", noted)
+    crew = Crew("sockets")
+    plan = replace(crew.plan(1, [0, 1, 2, 3]), shards=HOLDERS)
+    crew.open(plan)
+    for transport in crew.transports.values():
+        transport.divide(1, TWO_EACH)
+    results = {p.data.data_ptr() - 4 * p.start for r in crew.reduce(plan, 1) for p in r.pieces[:1]}
+    crew.close()
+    written = [
+        sum(not bool(block.isnan().all()) for block in flat.split(BLOCK_ELEMENTS))
+        for flat in flats
+        if flat.data_ptr() in results
+    ]
+    assert sorted(written) == sorted(sum(hi - lo for lo, hi in runs) for runs in TWO_EACH.values())
