@@ -149,6 +149,7 @@ class SharedMemoryTransport:
             found[1] if found is not None and found[0] == step else Division.whole(self._owned, self._layout.n_blocks)
         )
         owned = division.finishes[self._me.worker_id]
+        self._slots.keep_of_result(step, owned)
         for run in owned:
             self.finisher.finish(step, run, parts, self.own_result(step))
         return Reduced(step, self._pieces(self.finish_together(step), division), union(parts), owned)
@@ -341,6 +342,8 @@ class NodeSlots:
         self._area = (0, 0)
         """The last step whose result had an area, and which."""
         self._touched: dict[int, int] = {}
+        self._results: dict[int, Runs] = {}
+        """By area: blocks whose memory may be in use."""
 
     def tensor(self, step: int, node: Node) -> torch.Tensor:
         """Tensor of a node, as `Transport.node`."""
@@ -371,6 +374,16 @@ class NodeSlots:
         if step != last:
             self._area = step, area ^ early
         return self._area[1]
+
+    def keep_of_result(self, step: int, blocks: Runs) -> None:
+        """Of the memory of earlier results only that of these blocks is used again. Call it when nobody uses such a
+        result any more; what there is of this step already stays."""
+        fresh, area = step != self._area[0], self.area(step)
+        if fresh and blocks != self._results.get(area):
+            ends = [0, *(end for run in blocks for end in run), self._own.geometry.blocks]
+            for first, last in zip(ends[::2], ends[1::2], strict=True):
+                self._own.forget_result(area, first, last)
+            self._results[area] = blocks
 
     def _forget_idle(self) -> None:
         idle = [s for s, step in self._touched.items() if step + self._IDLE_STEPS < self._step]

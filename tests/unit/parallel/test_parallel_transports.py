@@ -341,6 +341,20 @@ def test_a_step_that_is_reduced_again_gives_others_what_they_take_then(crew: Cre
     check_parts(before, 7, ONE_EACH, (0, 1, 2, 3))
 
 
+def test_memory_of_results_that_others_finish_by_now_is_given_back() -> None:
+    crew = Crew("shm")
+    plan = replace(crew.plan(1, [0, 1, 2, 3]), shards=HOLDERS)
+    crew.open(plan)
+    for step, takes in ((1, None), (2, TWO_EACH), (3, TWO_EACH), (4, ONE_EACH)):
+        for transport in crew.transports.values():
+            transport.divide(step, takes)
+        for i, r in zip(plan.worker_ids, crew.reduce(plan, step), strict=True):
+            flat = crew.transports[i].own_result(step)  # type: ignore[attr-defined]
+            written = [k for k, block in enumerate(flat.split(BLOCK_ELEMENTS)) if bool(block.any())]
+            assert written == [block for run in r.owned for block in range(*run)]
+    crew.close()
+
+
 def test_blocks_of_a_step_wait_for_one_that_does_not_know_yet_what_it_takes() -> None:
     """Somebody else is faster: what it sends is taken once this member has come to the step."""
     crew = Crew("sockets")
