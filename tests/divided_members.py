@@ -43,6 +43,10 @@ class DividedMember:
             if parameter.requires_grad:
                 parameter.grad = torch.empty_like(parameter).copy_(gradient)
 
+    @property
+    def with_gradients(self) -> frozenset[nn.Parameter]:
+        return frozenset(p for p in self.model.parameters() if p.grad is not None)
+
     def clear(self) -> None:
         for parameter in self.model.parameters():
             parameter.grad = None
@@ -54,7 +58,7 @@ class DividedMember:
 
     def part(self, step: int, plan: Plan, me: int) -> Dealt:
         self.gradients(step)
-        dealt = Dealt(self.state, plan, 0, me)
+        dealt = Dealt(self.state, plan, 0, me, self.with_gradients)
         PieceUpdate(self.optimizer).make([dealt.updates()])
         self.clear()
         return dealt

@@ -94,6 +94,16 @@ def test_who_holds_a_part_is_killed_and_comes_back(
     assert bool(job.of_kind("fallback")) == (copies == 1), job.account()
 
 
+@pytest.mark.parametrize("copies", [1, 2])
+def test_parts_of_gradients_go_over_sockets_too(jobs: Jobs, script: str, reference: Path, copies: int) -> None:
+    """Blocks leave while others are computed, perhaps before their taker has come to the step."""
+    chaos = "kill:target=worker:1,at=8,phase=reduce; kill:target=leader:0,at=16,phase=agree"
+    settings = {**ZERO, "zero.copies": copies, "checkpoint.disk.every_steps": 3, "transport": "sockets"}
+    job = jobs.start(script, workers=4, settings=settings, chaos=chaos, environment=PACED)
+    ended_alike(job, reference)
+    assert len(job.of_kind("fault_injected")) == 2, job.account()
+
+
 def test_both_holders_of_a_part_are_killed_at_once(jobs: Jobs, script: str, reference: Path) -> None:
     job = jobs.start(script, workers=4, settings=ZERO, environment=PACED)
     job.wait_for("step_committed", step=5)
@@ -167,6 +177,7 @@ def test_more_copies_than_workers_are_all_of_it_and_said(jobs: Jobs, script: str
     ("line", "said"),
     [
         ("optimizer.register_step_post_hook(lambda *_: None)", "expected no step post-hooks of AdamW"),
+        ("optimizer.register_step_pre_hook(lambda *_: None)", "expected no step pre-hooks of AdamW"),
         ("optimizer.state_dict()", "no worker has all of the state of AdamW"),
         ("next(iter(optimizer.state.values()), {}).get('exp_avg')", "the loop cannot read optimizer.state"),
         ("optimizer.state[next(model.parameters())]", "the loop cannot read optimizer.state"),

@@ -11,9 +11,18 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from everstep.base.errors import InvariantViolation
-from everstep.base.extents import NONE, WHOLE, BlockRun, Extents
-from everstep.base.plan import Member, Plan, Seat, Shard
-from everstep.placement.shards import divided, finishers, lost_stages, spread, writers
+from everstep.base.extents import NONE, WHOLE, BlockRun, Extents, common
+from everstep.base.plan import SEGMENTS, Member, Plan, Seat, Shard
+from everstep.placement.shards import (
+    Division,
+    divided,
+    finishers,
+    lost_stages,
+    merged_runs,
+    runs_of_numbers,
+    spread,
+    writers,
+)
 
 sizes = st.lists(st.integers(0, 9), min_size=1, max_size=4).map(lambda n: tuple((f"p{k}", s) for k, s in enumerate(n)))
 ids = st.sets(st.integers(0, 40), min_size=1, max_size=20)
@@ -89,7 +98,7 @@ def test_who_holds_parts_finishes_and_writes_some_of_them():
     assert finishers(plan.of_pool(1), 4) == {2: ((0, 2),), 4: ((2, 4),)}
     assert writers(plan, 1, of) == {2: ((0, 2), (4, 6)), 4: ((2, 4), (6, 8))}
     joined = pool({**held, 9: (WHOLE, WHOLE)})
-    assert writers(joined, 1, of) == {2: ((0, 2), (4, 5)), 4: ((2, 3), (6, 7)), 9: ((3, 4), (5, 6), (7, 8))}
+    assert writers(joined, 1, of) == {2: ((0, 2), (5, 6)), 4: ((2, 3), (6, 7)), 9: ((3, 5), (7, 8))}
 
 
 def test_a_stage_is_lost_with_the_last_holder_of_a_block():
@@ -180,3 +189,39 @@ def test_nobody_to_hold_anything_is_a_bug():
     for segments, copies, members in ((3, 1, []), (3, 0, [1]), (-1, 1, [0])):
         with pytest.raises(InvariantViolation):
             spread(segments, copies, members, {})
+
+
+# ---- who takes and who finishes blocks of a gradient
+
+taken = st.integers(1, 6).flatmap(
+    lambda n: st.lists(st.sets(st.integers(0, n - 1), min_size=1), max_size=60).map(lambda who: (n, who))
+)
+
+
+@given(taken)
+def test_one_taker_of_each_block_finishes_it_and_none_has_much_more_to_do(found):
+    n, who = found
+    takes = {i: runs_of_numbers(b for b, ids in enumerate(who) if i in ids) for i in range(n)}
+    division = Division.among(takes, len(who))
+    finishes = {i: set(blocks(runs)) for i, runs in division.finishes.items()}
+    assert sorted(b for some in finishes.values() for b in some) == list(range(len(who)))
+    assert all(i in who[b] for i, some in finishes.items() for b in some)
+    pair = Division.joined(division, [(0, *range(2, n)), *([(1,)] if n > 1 else [])], len(who))
+    assert set(blocks(pair.takes[0])) == {b for b, ids in enumerate(who) if ids - {1}}
+    assert sorted(b for runs in pair.finishes.values() for b in blocks(runs)) == list(range(len(who)))
+
+
+@pytest.mark.parametrize(("members", "copies"), [(2, 1), (8, 2), (5, 3)])
+def test_members_that_hold_as_much_finish_as_much(members, copies):
+    holders = spread(SEGMENTS, copies, range(members), {})
+    takes = {i: runs_of_numbers(b for b, who in enumerate(holders) if i in who) for i in range(members)}
+    counts = [len(blocks(runs)) for runs in Division.among(takes, SEGMENTS).finishes.values()]
+    assert max(counts) - min(counts) <= 0.2 * SEGMENTS / members, counts
+
+
+@given(st.lists(st.tuples(st.integers(0, 20), st.integers(1, 5)), max_size=8), st.sets(st.integers(0, 30)))
+def test_blocks_in_both_and_blocks_in_either(spans, others):
+    runs = merged_runs((lo, lo + n) for lo, n in spans)
+    some = {b for lo, n in spans for b in range(lo, lo + n)}
+    assert blocks(runs) == sorted(some)
+    assert blocks(merged_runs(common(runs, runs_of_numbers(sorted(others))))) == sorted(some & others)

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from everstep.sim import life, sim_worker
+from everstep.base.plan import Plan
+from everstep.sim import computing, life, sim_worker
 from everstep.sim.computing import Spreading
 from everstep.sim.faults import SimFault
 from everstep.sim.model import Blocks, SimJob
@@ -24,7 +25,7 @@ def test_the_promises_hold_and_parameters_are_given() -> None:
         outcome = simulate(seed, sharded=True)
         assert outcome.ok, f"{outcome}\nreplay: everstep sim --seed {seed} --sharded --trace"
         seen.update(outcome.seen)
-    assert seen["faults", "kill"], seen
+    assert seen["faults", "kill"] and seen["faults", "holder"] > 20, seen
 
 
 class OfAnyStep(Spreading):
@@ -82,3 +83,16 @@ def test_a_newcomer_that_takes_nothing_of_a_step_does_not_have_its_stage() -> No
     setup = Setup(workers=6, spares=1, hosts=2, min_workers=1, on_failure="replace", job=job, faults=faults)
     outcome = simulate(5001345, setup=setup)
     assert outcome.ok, outcome
+
+
+def test_a_block_of_the_gradient_that_a_holder_does_not_get_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = computing.takers
+
+    def fewer(plan: Plan, stage: int, step: int) -> Any:
+        found = made(plan, stage, step)
+        most = max(found, key=lambda i: sum(hi - lo for lo, hi in found[i]))
+        others = {block for i, runs in found.items() if i != most for run in runs for block in range(*run)}
+        return {i: tuple(run for run in runs if i != most or run[0] not in others) for i, runs in found.items()}
+
+    monkeypatch.setattr(computing, "takers", fewer)
+    assert not all(simulate(seed, sharded=True).ok for seed in TELLING)

@@ -33,8 +33,16 @@ def within(runs: Runs) -> tuple[int, int]:
 
 def common(left: Runs, right: Runs) -> Runs:
     """Blocks that are in both."""
-    found = ((max(a, c), min(b, d)) for a, b in left for c, d in right)
-    return tuple(run for run in found if run[0] < run[1])
+    found, i, k = [], 0, 0
+    while i < len(left) and k < len(right):
+        run = max(left[i][0], right[k][0]), min(left[i][1], right[k][1])
+        if run[0] < run[1]:
+            found.append(run)
+        if left[i][1] <= right[k][1]:
+            i += 1
+        else:
+            k += 1
+    return tuple(found)
 
 
 class BlockRun(NamedTuple):

@@ -173,6 +173,11 @@ class Plan:
     def worker_ids(self) -> tuple[int, ...]:
         return tuple(m.worker_id for m in self.members)
 
+    @property
+    def divided(self) -> bool:
+        """Whether members hold segments of the optimizer's state."""
+        return any(shard.segments is not None for shard in self.shards)
+
     @cached_property
     def _by_id(self) -> dict[int, Member]:
         # A coordinator of a thousand workers asks a thousand times per message.

@@ -64,7 +64,8 @@ class Piece:
 class Reduced:
     """The reduced (summed, not normalised) flat gradient of a step, the part that this worker holds.
 
-    `pieces` ascend and cover the part of the layout that the plan gives this worker. `presence`: one byte per layout
+    `pieces` ascend and cover the part of the layout that this worker takes (`Transport.divide`), all where the members
+    divide nothing. `presence`: one byte per layout
     entry, 1 where at least one lane had it. `owned`: the blocks whose norms this worker reports; each block has one
     owner. The memory stays valid and unchanged until this worker begins another step (asks for a node of it, or reduces
     it), even if its owner dies.
@@ -110,6 +111,11 @@ class Transport(Protocol):
         The same (step, node) gives the same memory, so results survive a change of generation. Calling with a new
         step frees those of the step before.
         """
+
+    def divide(self, step: int, takes: Mapping[int, Runs] | None) -> None:
+        """Who takes which blocks of this step's result, by worker id; None: all take all. Where the plan's members hold
+        segments of the optimizer's state, call it before `offering` and `reduce`, once the state is that of the step
+        before: all members say the same. A second call for a step in the same generation changes nothing."""
 
     def offering(self, step: int) -> OnFinal | None:
         """Receiver of this step's blocks as they become final, so that they leave before `reduce`; None if that would

@@ -3,13 +3,14 @@
 The plan deals out segments (`placement.shards`); here they become ranges of parameters. A *dealt* parameter is
 contiguous, float32 and longer than one element, and the optimizer keeps a tensor like it, or is about to make one. Its
 blocks on the grid of the gradient, and those of its optimizer's state, belong to the same segments. All members update
-all other parameters.
+all other parameters. Who holds a segment takes the reduced gradient of its blocks; all take the others, and blocks of
+which something else needs all of the gradient.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +22,7 @@ from everstep.base.extents import BlockRun, Extents, Runs
 from everstep.base.plan import Plan
 from everstep.base.ports import Portion
 from everstep.exact.image import MODEL, Plane, plane_sizes
-from everstep.exact.layout import BLOCK_ELEMENTS
+from everstep.exact.layout import BLOCK_ELEMENTS, GradientLayout
 from everstep.exact.pieces import Ranges
 from everstep.exact.state import ModelState, divisible
 from everstep.exact.state_memory import give_back
@@ -58,11 +59,12 @@ class _Placed:
 class Dealt:
     """One stage's state at the present step, dealt out by a plan."""
 
-    def __init__(self, state: ModelState, plan: Plan, stage: int, me: int) -> None:
-        """Made between the reduction of a step's gradient and its update, while no gradient lies in `.grad`, or while
-        those of the update do."""
+    def __init__(
+        self, state: ModelState, plan: Plan, stage: int, me: int, gradients: Collection[Tensor] = frozenset()
+    ) -> None:
+        """gradients: parameters that the update gets gradients of; of the first one, for which nothing is kept yet."""
         self._state, self._plan, self._stage, self._me = state, plan, stage, me
-        self._placed = sorted(_dealt(state), key=lambda one: one.start)
+        self._placed = sorted(_dealt(state, gradients), key=lambda one: one.start)
         self._blocks = sorted({block for one in self._placed for block in one.blocks})
         self._numbers = SegmentBlocks(len(self._blocks))
 
@@ -80,6 +82,20 @@ class Dealt:
         for group in optimizer.param_groups if optimizer is not None else ():
             found |= {parameter: [(0, parameter.numel())] for parameter in group["params"]}
         return found | {one.parameter: one.within(mine) for one in self._placed}
+
+    def takers(self, layout: GradientLayout, tied: Collection[int] = ()) -> dict[int, Runs]:
+        """Blocks of a step's reduced gradient that each member takes. layout: of the gradient; tied: numbers of its
+        entries that are used in other stages, too."""
+        dealt, apart = {one.start for one in self._placed}, set(self._blocks)
+        places = {n for i, entry in enumerate(layout.entries) if entry.tied_to >= 0 for n in (i, entry.tied_to)}
+        for i, entry in enumerate(layout.entries):
+            if entry.offset not in dealt or i in places or i in tied:  # all of it is needed, by all
+                apart.difference_update(range(entry.offset // BLOCK_ELEMENTS, -(-entry.stop // BLOCK_ELEMENTS)))
+        found = {}
+        for seat in self._plan.pool(self._stage):
+            mine = {block for lo, hi in self._held(seat.worker_id) for block in range(lo, hi)}
+            found[seat.worker_id] = runs_of_numbers(n for n in range(layout.n_blocks) if n not in apart or n in mine)
+        return found
 
     def made(self) -> Extents:
         """Blocks of the state that this worker has once it has updated its part; of no state with other planes."""
@@ -152,7 +168,7 @@ class Dealt:
                 yield Portion(source, takers, one.parameter.detach().view(-1)[first:stop])
 
 
-def _dealt(state: ModelState) -> Iterator[_Placed]:
+def _dealt(state: ModelState, gradients: Collection[Tensor]) -> Iterator[_Placed]:
     optimizer = state.optimizer
     if optimizer is None:
         return
@@ -161,7 +177,7 @@ def _dealt(state: ModelState) -> Iterator[_Placed]:
         if divisible(parameter):
             kept = {} if first else optimizer.state.get(parameter, {})
             like = (v for v in kept.values() if isinstance(v, Tensor) and v.shape == parameter.shape)
-            if any(v.dtype is torch.float32 for v in like) or (first and parameter.grad is not None):
+            if any(v.dtype is torch.float32 for v in like) or (first and parameter in gradients):
                 yield _Placed(parameter, spot.offset)
 
 

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from everstep.base.errors import check
 from everstep.base.ports import Reduced
 from everstep.exact.layout import GradientLayout
-from everstep.exact.reduce import Tied, TiePlace, gather
+from everstep.exact.pieces import Ranges
+from everstep.exact.reduce import Tied, TiePlace, gather, parts_of
 
 _CLIP_EPSILON = 1e-6
 
@@ -55,21 +56,42 @@ class GradientHandOver:
         statistics = {i: layout.entries[i].name.rpartition(".") for i in layout.buffers}
         self._statistics = [(i, model.get_submodule(owner), name) for i, (owner, _, name) in statistics.items()]
 
+    def present(
+        self, reduced: Reduced, received: Mapping[TiePlace, Tensor | None] | None = None
+    ) -> frozenset[nn.Parameter]:
+        """Parameters that `hand_over` gives a gradient."""
+        firsts = dict(self._later)
+        there = {firsts.get(i, i) for i in self._params if reduced.presence[i]}
+        found = {self._params[i] for i in there}
+        for tied in self._ties:
+            places = {self._params[place.entry] for place in tied.own}
+            if places & found or any((received or {}).get(place) is not None for place in tied.places):
+                found = (found - places) | {tied.parameter}
+        return frozenset(found)
+
     def hand_over(
-        self, reduced: Reduced, scale: float, received: Mapping[TiePlace, Tensor | None] | None = None
+        self,
+        reduced: Reduced,
+        scale: float,
+        received: Mapping[TiePlace, Tensor | None] | None = None,
+        wanted: Ranges | None = None,
     ) -> None:
         """Set `.grad` of every parameter to reduced * float32(scale), in the parameter's dtype.
 
         received: the reduced gradients of tied parameters at their places in other stages, flat, None where absent.
+        wanted: ranges of elements of these parameters; the other elements of their gradients are undefined then.
 
         Parameters that no lane had a gradient for get None; places of use of one parameter are added up in unit order,
-        after the multiplication. The gradients stay valid until `clear`.
+        after the multiplication. The gradients stay valid until `clear`. Raises: InvariantViolation if elements that
+        are wanted are not here.
         """
         check(len(reduced.presence) == len(self.layout.entries), "the presence is not of this layout")
-        ends = [0, *(end for piece in reduced.pieces for end in (piece.start, piece.stop)), self.layout.numel]
-        check(ends[::2] == ends[1::2], f"expected all of a gradient of {self.layout.numel} elements, got {ends[1:-1]}")
+        if wanted is None:
+            ends = [0, *(end for piece in reduced.pieces for end in (piece.start, piece.stop)), self.layout.numel]
+            whole = ends[::2] == ends[1::2]
+            check(whole, f"expected all of a gradient of {self.layout.numel} elements, got {ends[1:-1]}")
         with torch.no_grad():
-            gradients = self._normalised(reduced, scale)
+            gradients = self._normalised(reduced, scale, wanted or {})
             self._join_places(gradients)
             tied = [self._join_stages(one, gradients, scale, received or {}) for one in self._ties]
             for i, parameter in self._params.items():
@@ -101,7 +123,7 @@ class GradientHandOver:
                     statistic: Tensor = getattr(module, attribute)
                     statistic.copy_(torch.div(total[:-1], count).view(entry.shape))
 
-    def _normalised(self, reduced: Reduced, scale: float) -> dict[int, Tensor]:
+    def _normalised(self, reduced: Reduced, scale: float, wanted: Ranges) -> dict[int, Tensor]:
         """The gradients that are present times `scale`, in float32, by entry; in the parameters' shapes and strides."""
         found: dict[int, Tensor] = {}
         within: dict[int, Tensor] = {}
@@ -109,13 +131,18 @@ class GradientHandOver:
             if not reduced.presence[i]:
                 continue
             entry = self.layout.entries[i]
-            piece = next(p for p in reduced.pieces if entry.offset < p.stop or not entry.numel)
-            if entry.stop <= piece.stop and piece.data.device == parameter.device:
+            ranges = wanted.get(parameter, ((0, entry.numel),))
+            piece = next((p for p in reduced.pieces if entry.offset < p.stop or not entry.numel), None)
+            whole = piece is not None and piece.start <= entry.offset and entry.stop <= piece.stop
+            if piece is not None and whole and piece.data.device == parameter.device and _is_all(ranges, entry.numel):
                 at = piece.data.storage_offset() + entry.offset - piece.start
                 within[i] = piece.data.as_strided(entry.shape, entry.stride, at)
-            else:  # in several pieces, or reduced in host memory for a model on a device
+            else:  # some of it, in several pieces, or reduced in host memory for a model on a device
                 flat = torch.empty(entry.numel, dtype=torch.float32, device=parameter.device)
-                flat.copy_(gather(reduced, entry.offset, entry.stop)).mul_(scale)
+                for first, stop in ranges:
+                    for start, part in parts_of(reduced, entry.offset + first, entry.offset + stop):
+                        begin = start - entry.offset
+                        flat[begin : begin + part.numel()].copy_(part).mul_(scale)
                 found[i] = flat.as_strided(entry.shape, entry.stride)
         if within:
             found |= zip(within, torch._foreach_mul([*within.values()], scale), strict=True)
@@ -143,3 +170,7 @@ class GradientHandOver:
             value = gradients.pop(i, None)
             if value is not None:
                 gradients[first] = gradients[first].add_(value) if first in gradients else value
+
+
+def _is_all(ranges: Sequence[tuple[int, int]], numel: int) -> bool:
+    return len(ranges) == 1 and ranges[0] == (0, numel)

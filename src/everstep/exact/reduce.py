@@ -139,13 +139,25 @@ def cross_terms(gradients: Sequence[Tensor]) -> list[float]:
 
 
 def gather(reduced: Reduced, start: int, stop: int) -> Tensor:
-    """Elements [start, stop) of the layout, flat; a view if they lie in one piece, else a copy."""
+    """Elements [start, stop) of the layout, flat; a view if they lie in one piece, else a copy. Raises:
+    InvariantViolation if some of them are not here."""
+    found = [part for _, part in parts_of(reduced, start, stop)]
+    return found[0] if len(found) == 1 else torch.cat(found)
+
+
+def parts_of(reduced: Reduced, start: int, stop: int) -> list[tuple[int, Tensor]]:
+    """Views that make up the elements [start, stop) of the layout, each with its first element. Raises: as `gather`."""
     found = [
-        piece.data[max(piece.start, start) - piece.start : min(piece.stop, stop) - piece.start]
+        (
+            max(piece.start, start),
+            piece.data[max(piece.start, start) - piece.start : min(piece.stop, stop) - piece.start],
+        )
         for piece in reduced.pieces
         if piece.start < stop and start < piece.stop
     ]
-    return found[0] if len(found) == 1 else torch.cat(found)
+    there = sum(part.numel() for _, part in found)
+    check(there == stop - start, f"expected the elements {start} to {stop} of a gradient, {there} of them are here")
+    return found
 
 
 def _places(layout: GradientLayout) -> dict[int, list[int]]:

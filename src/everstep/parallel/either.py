@@ -21,6 +21,7 @@ from everstep.parallel.group import GroupTransport
 from everstep.parallel.reduction import Flats
 from everstep.parallel.shared_memory import NodeSlots, SharedMemoryTransport
 from everstep.parallel.two_tiers import TieredTransport
+from everstep.placement.shards import Takers
 
 
 class NodeFlats(Flats):
@@ -103,6 +104,10 @@ class EitherTransport:
     def node(self, step: int, node: Node) -> torch.Tensor:
         """Node in the own segment, float32 [layout.numel]."""
         return self._near.node(step, node)
+
+    def divide(self, step: int, takes: Takers | None) -> None:
+        """As `Transport.divide`."""
+        self._current.divide(step, takes)
 
     def offering(self, step: int) -> OnFinal | None:
         """Receiver of blocks before `reduce`, if they have to go to another machine."""

@@ -1,8 +1,8 @@
 """The transport between hosts: one generation's connections after the other, which can be aborted.
 
 Nodes go point to point: each member sends each block owner its part of every node, owners finish the tree, and send
-their result to all. Records have their own sockets (`peers`). Gradients go over further sockets, block by block as they
-become final (`streaming`), or over NCCL, once an exchange has settled who sends which nodes.
+their result to all who take it. Records have their own sockets (`peers`). Gradients go over further sockets, block by
+block as they become final (`streaming`), or over NCCL, once an exchange has settled who sends which nodes.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from everstep.parallel.reduction import (
 )
 from everstep.parallel.socket_mesh import SocketMesh
 from everstep.parallel.streaming import BlockStream
-from everstep.placement.shards import finishers
+from everstep.placement.shards import Division, Takers, finishers
 from everstep.runtime.link.tls import Tls
 
 _LOOPBACK = "127.0.0.1"
@@ -78,6 +78,7 @@ class GroupTransport:
         self._stream: BlockStream | None = None
         self._ticker = _Ticker(tick, lambda: self._groups.fence.down)
         self._owned: dict[int, Runs] = {}
+        self._division: tuple[int, Division] | None = None
         self._flats = flats or Flats(layout.numel, self._device)
         self._finisher = BlockFinisher(layout, n_lanes, self._groups.fence.check)
 
@@ -95,9 +96,10 @@ class GroupTransport:
         check(plan.has(self._me), f"{self._me} is no member of generation {plan.generation}")
         self._groups.enter(plan)
         self.leave()
-        self._owned = finishers(plan, self._layout.n_blocks)
+        self._owned, self._division = finishers(plan, self._layout.n_blocks), None
         if self._device.type == "cpu":
-            own = self._me.worker_id, self._owned, self._layout, self._n_lanes
+            division = None if plan.divided else Division.whole(self._owned, self._layout.n_blocks)
+            own = self._me.worker_id, plan.worker_ids, division, self._layout, self._n_lanes
             self._stream = stream or BlockStream(*own, self._finisher, self._flats.scratch, self._flats.result)
         self._groups.link(self._stream or self._device)
         with self._ticker.ticking():
@@ -127,6 +129,14 @@ class GroupTransport:
         """float32 [layout.numel] on the transport's device."""
         return self._flats.tensor(step, node)
 
+    def divide(self, step: int, takes: Takers | None) -> None:
+        """As `Transport.divide`; NCCL gives all to all."""
+        if self._stream is not None and (self._division is None or self._division[0] != step):
+            n_blocks = self._layout.n_blocks
+            among = Division.among(takes, n_blocks) if takes is not None else Division.whole(self._owned, n_blocks)
+            self._division = step, among
+            self._stream.divide(step, among)
+
     def offering(self, step: int) -> OnFinal | None:
         """Receiver of final blocks, if they go over our own sockets and there are other members."""
         stream = self._stream
@@ -153,16 +163,22 @@ class GroupTransport:
             streamed = offers is not None
             offers = self._offers(step, presence) if offers is None else offers
             present = merge_presence(row for offered in offers.values() for _, row in offered)
+            owned, takes = self._owned[self._me.worker_id], _all(self._layout)
             if streamed:
                 result = self._flats.result(step)
-                self._finisher.received(step)
+                if self._division is not None and self._division[0] == step:
+                    owned, takes = (
+                        of[self._me.worker_id] for of in (self._division[1].finishes, self._division[1].takes)
+                    )
+                for run in takes:
+                    self._finisher.received(step, run)
             elif len(offers) == 1 and list(own) == [alone]:
                 result = own[alone]
                 zero_absent(self._layout, result, present)
             else:
                 result = self._flats.result(step)
                 self._move(step, own, offers, result)
-        return Reduced(step, (Piece(0, self._layout.numel, result),), present, self._owned[self._me.worker_id])
+        return Reduced(step, pieces_of(result, takes), present, owned)
 
     def abort(self, generation: int) -> None:
         """Thread-safe; a pending transfer raises within a few milliseconds."""
@@ -364,6 +380,16 @@ class _Ticker:
             if not self._overdue():
                 self._tick()
             pause.wait(_TICK_S)
+
+
+def _all(layout: GradientLayout) -> Runs:
+    return ((0, layout.n_blocks),) if layout.n_blocks else ()
+
+
+def pieces_of(result: torch.Tensor, takes: Runs) -> tuple[Piece, ...]:
+    """These blocks of a flat result."""
+    ends = ((lo * BLOCK_ELEMENTS, hi * BLOCK_ELEMENTS) for lo, hi in takes)
+    return tuple(Piece(start, stop, result[start:stop]) for start, stop in ends)
 
 
 def _cut(transfer: Transfer, origin: int, runs: Runs) -> list[Transfer]:

@@ -262,6 +262,7 @@ RESULT = (3, 4)
 FINAL = 5
 
 _MAGIC = b"EVERSTP2"
+_BLOCK_BYTES = 4 * BLOCK_ELEMENTS
 _RECORD = struct.Struct("<QQ40s")
 _KEY = struct.Struct("<q16sqq")
 
@@ -377,6 +378,11 @@ class OwnSegment(OwnMapping, _Segment):
     def forget_slot(self, slot: int) -> None:
         """Give the slot's pages back to the system; it reads as zeros until it is written again."""
         self.give_back(self.geometry.slot_offset(slot), self.geometry.flat_bytes)
+
+    def forget_result(self, area: int, first: int, last: int) -> None:
+        """The same for the blocks [first, last) of a result."""
+        if first < last:
+            self.give_back(self.geometry.result_offset(area) + first * _BLOCK_BYTES, (last - first) * _BLOCK_BYTES)
 
 
 class PeerSegment(PeerMapping, _Segment):

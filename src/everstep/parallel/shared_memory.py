@@ -26,7 +26,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from everstep.base.errors import CollectiveAborted, check
-from everstep.base.extents import Runs
+from everstep.base.extents import Runs, common
 from everstep.base.plan import Plan, WorkerKey
 from everstep.base.ports import Node, OnTick, Piece, Reduced, Tag
 from everstep.exact.layout import BLOCK_ELEMENTS, GradientLayout
@@ -46,7 +46,7 @@ from everstep.parallel.mapping import (
     record_key,
 )
 from everstep.parallel.reduction import BlockFinisher, decode_offers, encode_offers, zero_absent
-from everstep.placement.shards import finishers
+from everstep.placement.shards import Division, Takers, finishers
 
 _WAIT_S = 0.005
 _LIFE_CHECK_S = 0.05
@@ -77,6 +77,7 @@ class SharedMemoryTransport:
         self._attached = Attached(me, lambda m: PeerSegment(m.segment, m.key, self._geometry))
         self._fence = Fence()
         self._owned: dict[int, Runs] = {}
+        self._division: tuple[int, Division] | None = None
         self._exchanges = 0
         self._final: tuple[bytes, int, dict[Node, bytearray]] = (b"", 0, {})
         self._slots = NodeSlots(self._own)
@@ -100,11 +101,16 @@ class SharedMemoryTransport:
         self._fence.enter(plan.generation)
         self._peers = {}
         self._peers = self._attached.meet(plan, self._fence)
-        self._owned = finishers(plan, self._layout.n_blocks)
+        self._owned, self._division = finishers(plan, self._layout.n_blocks), None
 
     def node(self, step: int, node: Node) -> torch.Tensor:
         """Node in the own segment, float32 [layout.numel]."""
         return self._slots.tensor(step, node)
+
+    def divide(self, step: int, takes: Takers | None) -> None:
+        """As `Transport.divide`."""
+        if takes is not None and (self._division is None or self._division[0] != step):
+            self._division = step, Division.among(takes, self._layout.n_blocks)
 
     def offering(self, step: int) -> None:
         """None: peers read nodes in place, so nothing has to leave before."""
@@ -138,10 +144,15 @@ class SharedMemoryTransport:
         parts = [NodePart(node, self.node(step, node), presence[node]) for node in presence]
         parts += self._await_nodes(key)
         parts.sort(key=lambda part: part.node)
-        owned = self._owned[self._me.worker_id]
+        found = self._division
+        division = (
+            found[1] if found is not None and found[0] == step else Division.whole(self._owned, self._layout.n_blocks)
+        )
+        owned = division.finishes[self._me.worker_id]
+        self._slots.keep_of_result(step, owned)
         for run in owned:
             self.finisher.finish(step, run, parts, self.own_result(step))
-        return Reduced(step, self._pieces(self.finish_together(step)), union(parts), owned)
+        return Reduced(step, self._pieces(self.finish_together(step), division), union(parts), owned)
 
     # ---- parts of the reduction, for code that reduces beyond this host
 
@@ -277,9 +288,10 @@ class SharedMemoryTransport:
         self._await(ready, "nodes")
         return parts
 
-    def _pieces(self, results: Mapping[int, torch.Tensor]) -> tuple[Piece, ...]:
-        pieces = []
-        for (first, last), worker_id in sorted((run, w) for w, runs in self._owned.items() for run in runs):
+    def _pieces(self, results: Mapping[int, torch.Tensor], division: Division) -> tuple[Piece, ...]:
+        pieces, takes = [], division.takes[self._me.worker_id]
+        taken = ((run, w) for w, runs in division.finishes.items() for run in common(runs, takes))
+        for (first, last), worker_id in sorted(taken):
             start, stop = first * BLOCK_ELEMENTS, last * BLOCK_ELEMENTS
             pieces.append(Piece(start, stop, results[worker_id][start:stop]))
         return tuple(pieces)
@@ -330,6 +342,8 @@ class NodeSlots:
         self._area = (0, 0)
         """The last step whose result had an area, and which."""
         self._touched: dict[int, int] = {}
+        self._results: dict[int, Runs] = {}
+        """By area: blocks whose memory may be in use."""
 
     def tensor(self, step: int, node: Node) -> torch.Tensor:
         """Tensor of a node, as `Transport.node`."""
@@ -360,6 +374,16 @@ class NodeSlots:
         if step != last:
             self._area = step, area ^ early
         return self._area[1]
+
+    def keep_of_result(self, step: int, blocks: Runs) -> None:
+        """Of the memory of earlier results only that of these blocks is used again. Call it when nobody uses such a
+        result any more; what there is of this step already stays."""
+        fresh, area = step != self._area[0], self.area(step)
+        if fresh and blocks != self._results.get(area):
+            ends = [0, *(end for run in blocks for end in run), self._own.geometry.blocks]
+            for first, last in zip(ends[::2], ends[1::2], strict=True):
+                self._own.forget_result(area, first, last)
+            self._results[area] = blocks
 
     def _forget_idle(self) -> None:
         idle = [s for s, step in self._touched.items() if step + self._IDLE_STEPS < self._step]

@@ -23,6 +23,7 @@ from everstep.exact.layout import GradientLayout
 from everstep.parallel.fence import Fence
 from everstep.parallel.group import Reaper
 from everstep.parallel.transport_kinds import KINDS, Site
+from everstep.placement.shards import Takers
 from everstep.runtime.link.tls import Tls
 
 _OPEN = "open"
@@ -115,6 +116,10 @@ class StagedTransport:
         """
         flat: torch.Tensor = self._pools[stage].node(step, node)
         return flat
+
+    def divide(self, stage: int, step: int, takes: Takers | None) -> None:
+        """As `Transport.divide`."""
+        self._pools[stage].divide(step, takes)
 
     def offering(self, stage: int, step: int) -> OnFinal | None:
         """Takes blocks of this step's nodes as they become final; None where nothing would leave before `reduce`."""

@@ -2,9 +2,10 @@
 
 Apart from the transport because here nobody waits for a whole gradient. Blocks of nodes go to their owners as they
 become final, while others are still computed. An owner finishes a block when the nodes that have come of it cover all
-lanes, and sends its result to all at once. Nobody asks for anything: a member that begins step s + 1 has agreed on step
-s, and so have all others, who therefore have room for it. Blocks of a generation that ends count for nothing. The
-`Reach` says whose sums a member sends, and who exchanges blocks with whom.
+lanes, and sends its result at once to all who take it. Nobody asks for anything: a member that begins step s + 1 has
+agreed on step s, and so have all others, who therefore have room for it. Blocks of a generation that ends count for
+nothing. The `Reach` says whose sums a member sends, and who exchanges blocks with whom, the `Division` of a step who
+finishes and who takes which blocks.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -23,6 +25,7 @@ from everstep.exact.layout import BLOCK_ELEMENTS, GradientLayout
 from everstep.exact.reduce import NodePart
 from everstep.parallel.reduction import CHUNK_BLOCKS, BlockFinisher
 from everstep.parallel.socket_mesh import BlockNote, SocketMesh, bytes_of
+from everstep.placement.shards import Division
 
 LEAVING_BLOCKS = 4
 """Blocks (1 MiB) that leave together: a link of 100 Mbit/s takes 84 ms for them. The last ones are waited for twice, on
@@ -200,14 +203,16 @@ class Work(NamedTuple):
 class BlockStream:
     """The reductions of one generation. `offer` and `reduce` are called by one thread.
 
-    owned: blocks by worker. scratch: receive buffers by number, as `Flats.scratch`. result: gives the flat tensor for a
-    step's result. reach: None: every member sends its sums to all owners.
+    division: of every step; None: each step has its own (`divide`), and what comes before that is known here waits.
+    scratch: receive buffers by number, as `Flats.scratch`. result: gives the flat tensor for a step's result. reach:
+    None: every member sends its sums to all owners.
     """
 
     def __init__(
         self,
         me: int,
-        owned: Mapping[int, Runs],
+        ids: Sequence[int],
+        division: Division | None,
         layout: GradientLayout,
         n_lanes: int,
         finisher: BlockFinisher,
@@ -216,10 +221,10 @@ class BlockStream:
         reach: Reach | None = None,
     ) -> None:
         self._me = me
-        self._owned = owned
-        ids = list(owned)
+        self._always = division
+        self._divisions: dict[int, Division] = {}
         at = ids.index(me)
-        others = ids[at + 1 :] + ids[:at]  # not all begin with the same one
+        others = [*ids[at + 1 :], *ids[:at]]  # not all begin with the same one
         self._reach = reach or Reach(others, others)
         self._layout = layout
         self._n_lanes = n_lanes
@@ -231,6 +236,7 @@ class BlockStream:
         self._lock = threading.Lock()
         self._work = threading.Condition(self._lock)
         self._progress = threading.Condition(self._lock)
+        self._known = threading.Condition(self._lock)
         self._steps: dict[int, StepBlocks] = {}
         self._rows: dict[int, dict[Node, bytes]] = {}
         self._numbers: dict[int, list[int]] = {}
@@ -252,10 +258,19 @@ class BlockStream:
             busy = bool(self._steps)
             self._wake()
             self._progress.notify_all()
+            self._known.notify_all()
         if busy and self._mesh is not None:
             self._mesh.cut()
         if self._thread.ident is not None:
             self._thread.join()
+
+    def divide(self, step: int, division: Division) -> None:
+        """Say how a step is divided, if that is not the same for all: after the state is that of the step before."""
+        with self._lock:
+            if self._always is None and step not in self._divisions:
+                self._divisions[step] = division
+                self._known.notify_all()
+                self._wake()
 
     # ---- offers of this worker
 
@@ -271,7 +286,7 @@ class BlockStream:
             runs = blocks.leave(node, first, last)
             for begin, end in runs:
                 self._finishable(step, blocks.come(node, begin, end, whole))
-        for w, begin, end in self._in_turns(runs):
+        for w, begin, end in self._in_turns(step, runs):
             self._push(w, BlockNote(step, node.lo, node.hi, begin, whole), flat, end)
 
     def reduce(
@@ -311,11 +326,11 @@ class BlockStream:
         if not there:
             mesh.fail()  # type: ignore[union-attr]
 
-    def _in_turns(self, runs: Runs) -> Iterator[tuple[int, int, int]]:
+    def _in_turns(self, step: int, runs: Runs) -> Iterator[tuple[int, int, int]]:
         """(owner, first, last) of the next pieces to leave: of each owner a few, so that all have something to do."""
-        queues = []
+        queues, finishes = [], self._division(step).finishes
         for w in self._reach.owners:
-            queues.append([(w, a, b) for run in common(runs, self._owned[w]) for a, b in self._cut.pieces(*run)])
+            queues.append([(w, a, b) for run in common(runs, finishes[w]) for a, b in self._cut.pieces(*run)])
         for k in range(max(map(len, queues), default=0)):
             yield from (queue[k] for queue in queues if k < len(queue))
 
@@ -331,13 +346,17 @@ class BlockStream:
         Raises: ProtocolError if they are not wanted from it.
         """
         self._check_reach(w, note)
-        runs = self._owned[self._me if note.of_node else w]
         last = self._cut.last(note.first, size)
-        if common(runs, ((note.first, last),)) != ((note.first, last),):
-            raise ProtocolError(f"worker {w} sends blocks {note.first}..{last - 1}, expected some of {list(runs)}")
         with self._lock:
+            self._await_division(note.step)
             if self._over or note.step <= self._reduced:
                 raise ProtocolError(f"worker {w} sends blocks of step {note.step}, which is over")
+            division = self._division(note.step)
+            runs = division.finishes[self._me if note.of_node else w]
+            if not note.of_node:
+                runs = common(runs, division.takes[self._me])
+            if common(runs, ((note.first, last),)) != ((note.first, last),):
+                raise ProtocolError(f"worker {w} sends blocks {note.first}..{last - 1}, expected some of {list(runs)}")
             blocks = self._step(note.step)
             if not note.of_node:
                 self._cut.clear_padding(blocks.out, 0, note.first, last)
@@ -380,14 +399,30 @@ class BlockStream:
 
     # ---- inside, with the lock held
 
+    def _await_division(self, step: int) -> None:
+        """Wait until it is known here how a step is divided: somebody who was faster has sent blocks of it already."""
+        while not (self._over or step <= self._reduced or self._divided(step)):
+            self._known.wait()
+
+    def _divided(self, step: int) -> bool:
+        """Whether it is known how a step is divided."""
+        return self._always is not None or step in self._divisions
+
+    def _division(self, step: int) -> Division:
+        check(self._divided(step), f"nobody has said who takes the gradient of step {step}")
+        return self._always or self._divisions[step]
+
     def _step(self, step: int) -> StepBlocks:
         blocks = self._steps.get(step)
         if blocks is None:
             if len(self._steps) >= _STEPS:
                 raise ProtocolError(f"step {step} begins while the steps {sorted(self._steps)} are not over")
             self._finisher.begin(step)
-            own, result = self._owned[self._me], partial(self._result, step)
-            awaited = sum(hi - lo for w in (self._me, *self._reach.owners) for lo, hi in self._owned[w])
+            division, result = self._division(step), partial(self._result, step)
+            own, mine = division.finishes[self._me], division.takes[self._me]
+            awaited = sum(
+                hi - lo for w in (self._me, *self._reach.owners) for lo, hi in common(division.finishes[w], mine)
+            )
             blocks = StepBlocks(own, self._layout.n_blocks, self._n_lanes, result, awaited)
             self._steps[step], self._numbers[step] = blocks, []
         return blocks
@@ -399,7 +434,7 @@ class BlockStream:
         return self._scratch(number, blocks * BLOCK_ELEMENTS)
 
     def _forget(self, step: int) -> None:
-        for table in (self._steps, self._numbers, self._rows):
+        for table in (self._steps, self._numbers, self._rows, self._divisions):
             table.pop(step, None)  # type: ignore[attr-defined]
 
     def _sums_of(self, step: int, what: int) -> BlockSums:
@@ -436,13 +471,16 @@ class BlockStream:
                 self._progress.notify_all()
 
     def _perform(self, work: Work) -> None:
-        """Finish own blocks, and send their result to all readers."""
+        """Finish own blocks, and send their result to all readers that take it."""
         with self._lock:
-            out = self._steps[work.step].out
-        self._finisher.finish(work.step, (work.first, work.last), work.parts, out)
-        for begin, end in self._cut.pieces(work.first, work.last):
-            for w in self._reach.readers:
-                self._push(w, BlockNote(work.step, 0, 0, begin, True), out, end)
+            out, takes = self._steps[work.step].out, self._division(work.step).takes
+        run = (work.first, work.last)
+        self._finisher.finish(work.step, run, work.parts, out)
+        for part in _alike(run, [takes[w] for w in self._reach.readers]):
+            for begin, end in self._cut.pieces(*part):
+                for w in self._reach.readers:
+                    if common(takes[w], (part,)):
+                        self._push(w, BlockNote(work.step, 0, 0, begin, True), out, end)
         with self._lock:
             self._arrived(self._steps[work.step], work.first, work.last)
 
@@ -469,3 +507,8 @@ class BlockStream:
             for node, (_, tensor, start) in sorted(self._sums_of(step, what).parts.items())
         ]
         return Work(step, what, blocks[0], blocks[0] + size, parts, rows is None)
+
+
+def _alike(run: tuple[int, int], sets: Sequence[Runs]) -> Iterator[tuple[int, int]]:
+    """Parts of a run of blocks, each of which lies in each of the sets with all of its blocks or none."""
+    return pairwise(sorted({*run, *(edge for one in sets for part in common(one, (run,)) for edge in part)}))

@@ -27,15 +27,15 @@ import torch
 from everstep.base.errors import ProtocolError, check
 from everstep.base.extents import Runs, within
 from everstep.base.plan import Plan
-from everstep.base.ports import Node, OnFinal, Piece, Reduced, Tag
+from everstep.base.ports import Node, OnFinal, Reduced, Tag
 from everstep.exact.layout import BLOCK_ELEMENTS, GradientLayout
 from everstep.exact.reduce import finish, merge_presence
-from everstep.parallel.group import GroupTransport
+from everstep.parallel.group import GroupTransport, pieces_of
 from everstep.parallel.reduction import Flats, decode_offers, encode_offers
 from everstep.parallel.shared_memory import SharedMemoryTransport
 from everstep.parallel.socket_mesh import BlockNote, SocketMesh
 from everstep.parallel.streaming import BlockStream, BlockSums, Reach, Work
-from everstep.placement.shards import finishers
+from everstep.placement.shards import Division, Takers, finishers
 from everstep.placement.tiers import Tiers, folded
 from everstep.placement.tree import cover
 
@@ -79,8 +79,8 @@ class FinalBlocks:
 
 class TierStream(BlockStream):
     """The reductions of one generation, of the nodes of all members of this host; members other than the courier do
-    nothing in it. lanes: by worker, of all members. `offer` is not used here: members report final blocks in shared
-    memory."""
+    nothing in it. lanes: by worker, of all members. divided: each step has a division of its own. `offer` is not used
+    here: members report final blocks in shared memory."""
 
     def __init__(
         self,
@@ -91,6 +91,7 @@ class TierStream(BlockStream):
         flats: Flats,
         tiers: Tiers,
         lanes: Mapping[int, Sequence[int]],
+        divided: bool,
     ) -> None:
         def tops(there: Sequence[int]) -> tuple[Node, ...]:
             return cover((lane for w in there for lane in lanes[w]), n_lanes)
@@ -99,9 +100,11 @@ class TierStream(BlockStream):
         self._carries = self._inside[0] == me
         self._outside = tiers.outside(me) if self._carries else []
         couriers = [there[0] for there in self._outside]
+        ids = sorted(w for there in tiers.hosts for w in there)
         may_come = frozenset((there[0], top) for there in self._outside for top in tops(there))
+        division = None if divided else Division.whole(tiers.shares(layout.n_blocks), layout.n_blocks)
         super().__init__(
-            *(me, tiers.shares(layout.n_blocks), layout, n_lanes, near.finisher, flats.scratch),
+            *(me, ids, division, layout, n_lanes, near.finisher, flats.scratch),
             lambda step: near.own_result(step, early=True),
             Reach(couriers, couriers, may_come),
         )
@@ -133,8 +136,10 @@ class TierStream(BlockStream):
             for w in self._inside:
                 for node, slot, _ in offers[w]:
                     self._take_in(step, w, node, slot, [(0, self._layout.n_blocks)], whole=False)
+        mine = self._division(step).takes[self._me]
         self._conclude(step, told)
-        self._finisher.received(step)
+        for run in mine:
+            self._finisher.received(step, run)
 
     # ---- inside, with the lock held
 
@@ -142,12 +147,12 @@ class TierStream(BlockStream):
         self, step: int, w: int, node: Node, slot: int, final: Iterable[tuple[int, int]], *, whole: bool
     ) -> None:
         """Note final blocks of a node of this host; blocks that are known to be final do not count again."""
-        if self._over or step <= self._reduced:
+        if self._over or step <= self._reduced or not self._divided(step):
             return
         blocks = self._step(step)
         if step not in self._charges:
-            owned = self._owned
-            self._charges[step] = [_Charge(courier, BlockSums(top, owned[courier])) for courier, top in self._sent]
+            finishes = self._division(step).finishes
+            self._charges[step] = [_Charge(courier, BlockSums(top, finishes[courier])) for courier, top in self._sent]
         mine = [(k, c.sums) for k, c in enumerate(self._charges[step], 1) if c.sums.into.lo <= node.lo < c.sums.into.hi]
         if node not in blocks.parts:
             for found in (blocks, *(sums for _, sums in mine)):
@@ -174,6 +179,12 @@ class TierStream(BlockStream):
 
     def _wake(self) -> None:
         self._near.own.ring()
+
+    def divide(self, step: int, division: Division) -> None:
+        super().divide(step, division)
+        with self._lock:
+            self._bells.clear()  # reports of the step may have been passed over
+            self._wake()
 
     # ---- the thread that adds up
 
@@ -211,7 +222,8 @@ class TierStream(BlockStream):
         shifted = [part._replace(node=Node(part.node.lo - lo, part.node.hi - lo)) for part in work.parts]
         flat, origin = work.parts[0].tensor, 0
         if len(shifted) > 1:
-            first, last = within(self._owned[courier])
+            with self._lock:
+                first, last = within(self._division(work.step).finishes[courier])
             flat, origin = self._folded_into(work.step, work.what, last - first), first * BLOCK_ELEMENTS
         for begin, end in self._cut.pieces(work.first, work.last):
             self._near.look()
@@ -246,15 +258,18 @@ class TieredTransport:
         self._courier = me
         self._stream: TierStream | None = None
         self._owned: dict[int, Runs] = {}
+        self._tiers = Tiers(())
+        self._division: tuple[int, Division] | None = None
 
     def open(self, plan: Plan, machines: Mapping[int, str]) -> None:
         """Meet the members of the plan. machines: machine of each of them, by worker id. Raises: CollectiveAborted."""
-        tiers = Tiers.of(machines)
+        self._tiers = tiers = Tiers.of(machines)
         self._courier = tiers.inside(self._me)[0]
-        self._owned = finishers(plan, self._layout.n_blocks)
+        self._owned, self._division = finishers(plan, self._layout.n_blocks), None
         lanes: dict[int, Sequence[int]] = dict.fromkeys(plan.worker_ids, ())
         lanes.update((seat.worker_id, seat.lanes) for seat in plan.seats)
-        self._stream = TierStream(*(self._me, self._layout, self._n_lanes, self._near, self._scratch, tiers, lanes))
+        memory = self._near, self._scratch
+        self._stream = TierStream(self._me, self._layout, self._n_lanes, *memory, tiers, lanes, plan.divided)
         self._far.open(replace(plan, shards=()), self._stream)  # `far` has no gradient of its own
 
     def leave(self) -> None:
@@ -281,6 +296,16 @@ class TieredTransport:
         """Leave the others."""
         self._far.close()
 
+    def divide(self, step: int, takes: Takers | None) -> None:
+        """As `Transport.divide`: a courier takes what a member of its host does."""
+        if self._stream is not None and (self._division is None or self._division[0] != step):
+            n_blocks, tiers = self._layout.n_blocks, self._tiers
+            whole = takes is None
+            among = Division.whole(self._owned, n_blocks) if takes is None else Division.among(takes, n_blocks)
+            self._division = step, among
+            shares = Division.whole(tiers.shares(n_blocks), n_blocks) if whole else among.joined(tiers.hosts, n_blocks)
+            self._stream.divide(step, shares)
+
     def offering(self, step: int) -> OnFinal:
         """Receiver of final blocks: it reports them to the courier of this host, which sends blocks that have come of
         all its lanes."""
@@ -304,8 +329,10 @@ class TieredTransport:
                 raise
             results = near.finish_together(step)
         present = merge_presence(row for offered in offers.values() for _, _, row in offered)
-        pieces = (Piece(0, self._layout.numel, results[self._courier]),)
-        return Reduced(step, pieces, present, self._owned[self._me])
+        division = self._division[1] if self._division is not None and self._division[0] == step else None
+        division = division or Division.whole(self._owned, self._layout.n_blocks)
+        pieces = pieces_of(results[self._courier], division.takes[self._me])
+        return Reduced(step, pieces, present, division.finishes[self._me])
 
 
 def _runs(flags: bytes) -> Iterator[tuple[int, int]]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 
 from everstep.base.errors import check
@@ -23,13 +24,16 @@ from everstep.placement.domain_spread import Crowd, DomainsOf, hosts_in_order
 Holders = tuple[tuple[int, ...], ...]
 """For each segment the worker ids of its holders, ascending."""
 
+Takers = Mapping[int, Runs]
+"""Blocks of a step's reduced gradient that each member of a pool gets, by worker id; each block has a taker."""
+
 
 def divided(of: Sizes, held: Mapping[int, Extents]) -> dict[int, Runs]:
     """Give each block of a state of these sizes to one of its holders: runs of blocks by worker id, in id order.
 
-    held: by worker id. Neighbouring blocks with the same holders are cut into one run per holder, in id order; the runs
-    differ by at most one block, larger ones first. A worker without blocks has no runs. Raises: InvariantViolation if a
-    block has no holder.
+    held: by worker id. Neighbouring blocks with the same holders are cut into one run per holder; the runs differ by at
+    most one block, larger ones first, and the first is for who has the fewest blocks so far, by id among equals. A
+    worker without blocks has no runs. Raises: InvariantViolation if a block has no holder.
     """
     check(len(held) > 0, "expected holders of a state, got none")
     changes: dict[int, set[int]] = {}  # workers whose run of blocks begins or ends at this block
@@ -39,10 +43,13 @@ def divided(of: Sizes, held: Mapping[int, Extents]) -> dict[int, Runs]:
     edges = [0, *sorted(edge for edge, who in changes.items() if edge and who), sum(n for _, n in of)]
     found: dict[int, list[tuple[int, int]]] = {worker_id: [] for worker_id in sorted(held)}
     there: set[int] = set()
+    has = Counter[int]()
     for lo, hi in pairwise(edges):
         there ^= changes.get(lo, set())
         check(bool(there) or lo == hi, f"blocks {lo} to {hi - 1} of {of} have no holder")
-        for worker_id, run in zip(sorted(there), _cut(lo, hi, len(there)), strict=True):
+        turns = sorted(there, key=lambda worker_id: (has[worker_id], worker_id))
+        for worker_id, run in zip(turns, _cut(lo, hi, len(there)), strict=True):
+            has[worker_id] += run[1] - run[0]
             runs = found[worker_id]
             if runs and runs[-1][1] == run[0]:
                 run = (runs.pop()[0], run[1])
@@ -122,6 +129,17 @@ def segment_holders(plan: Plan, stage: int, segments: int = SEGMENTS) -> Holders
     return tuple(map(tuple, found))
 
 
+def merged_runs(runs: Iterable[tuple[int, int]]) -> Runs:
+    """All blocks that lie in one of these runs."""
+    found: list[tuple[int, int]] = []
+    for lo, hi in sorted(runs):
+        if found and lo <= found[-1][1]:
+            found[-1] = (found[-1][0], max(found[-1][1], hi))
+        else:
+            found.append((lo, hi))
+    return tuple(found)
+
+
 def runs_of_numbers(numbers: Iterable[int]) -> Runs:
     """Runs of these numbers, which ascend."""
     runs: list[tuple[int, int]] = []
@@ -134,9 +152,36 @@ def runs_of_numbers(numbers: Iterable[int]) -> Runs:
 
 
 def finishers(pool: Plan, n_blocks: int) -> dict[int, Runs]:
-    """Blocks of the gradient that each member finishes. pool: the plan as the pool of one stage sees it."""
+    """Blocks of the gradient that each member finishes where all get all of it. pool: the plan as the pool of one stage
+    sees it."""
     held = dict.fromkeys(pool.worker_ids, WHOLE) | {share.worker_id: share.gradient for share in pool.shards}
     return divided((("gradient", n_blocks),), held)
+
+
+@dataclass(frozen=True)
+class Division:
+    """Work and results of a reduction by worker id, in blocks of the gradient. finishes: of each block one of its
+    takers."""
+
+    finishes: Takers
+    takes: Takers
+
+    @staticmethod
+    def whole(finishes: Takers, n_blocks: int) -> Division:
+        """All get all."""
+        return Division(finishes, dict.fromkeys(finishes, ((0, n_blocks),) if n_blocks else ()))
+
+    @staticmethod
+    def among(takes: Takers, n_blocks: int) -> Division:
+        """Takers of a block take turns to finish blocks."""
+        of = (("gradient", n_blocks),)
+        held = {i: Extents.part(of, (BlockRun("gradient", lo, hi) for lo, hi in runs)) for i, runs in takes.items()}
+        return Division(divided(of, held), takes)
+
+    def joined(self, of: Iterable[Collection[int]], n_blocks: int) -> Division:
+        """The same for groups of members, each by its first: it takes for all of them, and finishes for them."""
+        takes = {min(ids): merged_runs(run for i in ids for run in self.takes[i]) for ids in of}
+        return Division.among(takes, n_blocks)
 
 
 def writers(plan: Plan, stage: int, of: Sizes) -> dict[int, Runs]:

@@ -163,7 +163,8 @@ class LanesLost(StepEvent, frozen=True):
 
 
 class GradientReduced(StepEvent, frozen=True):
-    """This worker holds the whole reduced gradient of the step for all its stages. payload: of its agree record."""
+    """This worker holds what it takes of the step's reduced gradient, for all its stages. payload: of its agree
+    record."""
 
     generation: int
     step: int

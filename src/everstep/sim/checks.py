@@ -22,10 +22,11 @@ from everstep.protocol.driver.records import AgreePayload, decode_holding, decod
 from everstep.protocol.settling import sound_limit
 from everstep.protocol.step_types import Holding, Key, Record
 from everstep.sim.model import (
+    BLOCKS,
     PLANES,
     Blocks,
-    SimGradient,
     SimJob,
+    SimReduced,
     by_unit,
     cut_anew,
     merged,
@@ -57,7 +58,7 @@ class Vote(msgspec.Struct, frozen=True, array_like=True):
     generation: int
     worker_id: int
     lanes: tuple[int, ...]  # stage times the number of lanes, plus lane
-    sums: tuple[tuple[int, int], ...]  # stage and value of its reduced gradient
+    sums: tuple[tuple[int, int], ...]  # stage times `BLOCKS`, plus block, and value of what it has of the gradient
     states: tuple[tuple[int, int], ...]  # stage and its state before the step
 
 
@@ -278,7 +279,7 @@ class Exact:
         right = known and (wrong(state) or self.states[step][stage] == merged(state, self.states[step][stage]))
         require(right, "P1", f"{who}: wrong state of stage {stage} at step {step}")
 
-    def reduced(self, who: WorkerKey, step: int, stage: int, state: Blocks, gradient: SimGradient) -> None:
+    def reduced(self, who: WorkerKey, step: int, stage: int, state: Blocks, gradient: SimReduced) -> None:
         """A worker holds the reduced gradient of `step`, computed from `state`."""
         after, made = self.job.updated(state, step, gradient), self.made[step][stage]
         right = wrong(after) or merged(after, made) == made
@@ -411,7 +412,9 @@ class Checks:
             needed_lanes = list(range(self.job.lanes * self.job.stages))
             require(lanes == needed_lanes, "P2", f"step {key.step} committed with lanes {lanes}")
             sums = {one for v in votes for one in v.sums}
-            require(len(sums) == self.job.stages, "P1", f"step {key.step}: gradients differ or are missing")
+            blocks = sorted(at for at, _ in sums)
+            wanted = list(range(self.job.stages * BLOCKS))
+            require(blocks == wanted, "P1", f"step {key.step}: gradients differ or are missing")
             self.exact.goes_on([m.key for m in plan.members], key.step - 1)
             self.effects.commit(key.step)
 

@@ -24,7 +24,7 @@ from everstep.base.extents import WHOLE, Extents
 from everstep.base.plan import Plan
 from everstep.base.ports import Node
 from everstep.placement.probes import alone, owed, with_trials
-from everstep.placement.shards import finishers
+from everstep.placement.shards import Division, finishers
 from everstep.placement.tree import Merge, children, cover, fold_order, root
 from everstep.protocol.driver import operations as do
 from everstep.protocol.driver.operations import Compute
@@ -40,6 +40,7 @@ from everstep.sim.model import (
     PLANES,
     Blocks,
     SimGradient,
+    SimReduced,
     UnitValues,
     add,
     digest,
@@ -48,6 +49,7 @@ from everstep.sim.model import (
     present,
     segments_of,
     taken,
+    takers,
     through,
     without,
 )
@@ -286,14 +288,14 @@ SimPart = Mapping[Node, SimGradient]
 
 
 class Reduction:
-    """The canonical reduction: each block of each stage is added up by its owner, and handed to all."""
+    """The canonical reduction: each block of each stage is added up by its owner, and handed to all who take it."""
 
     def __init__(self, life: Life, mesh: Mesh, lanes: SimLanes) -> None:
         self.life = life
         self.mesh = mesh
         self.lanes = lanes
         self._parts: dict[tuple[int, int], dict[int, SimPart]] = {}  # by (step, stage)
-        self._pieces: dict[tuple[int, int], dict[int, SimGradient]] = {}
+        self._pieces: dict[tuple[int, int], dict[int, Mapping[int, UnitValues]]] = {}
         life.install({do.Reduce: self._reduce, ("owes", do.Reduce): self._owes})
         life.install({("message", "part"): self._on_part, ("message", "piece"): self._on_piece})
 
@@ -309,7 +311,7 @@ class Reduction:
         plan, me = operation.plan, self.life.me.worker_id
         for stage in plan.stages_of(me):
             nodes = self.lanes.sums(plan, operation.step, stage)
-            for worker_id, runs in finishers(plan.of_pool(stage), BLOCKS).items():
+            for worker_id, runs in _division(plan, stage, operation.step).finishes.items():
                 blocks = [block for run in runs for block in range(*run)]
                 part = {node: tuple(value[block] for block in blocks) for node, value in nodes.items()}
                 self.mesh.send(worker_id, "part", operation.step, stage, me, part)
@@ -323,11 +325,15 @@ class Reduction:
         values = {node: value for _, one in sorted(parts.items()) for node, value in one.items()}
         for left, right, into in fold_order(plan.lanes, sorted(values)):
             values[into] = tuple(map(add, values[left], values[right]))
-        result = values[root(plan.lanes)]
+        division, me = _division(plan, stage, step), self.life.me.worker_id
+        own = [block for run in division.finishes[me] for block in range(*run)]
+        result = dict(zip(own, values[root(plan.lanes)], strict=True))
         for pool_mate in pool:
-            self.mesh.send(pool_mate, "piece", step, stage, self.life.me.worker_id, result)
+            taken = {block for run in division.takes[pool_mate] for block in range(*run)}
+            piece = {block: value for block, value in result.items() if block in taken}
+            self.mesh.send(pool_mate, "piece", step, stage, me, piece)
 
-    def _on_piece(self, step: int, stage: int, worker_id: int, values: SimGradient) -> None:
+    def _on_piece(self, step: int, stage: int, worker_id: int, values: Mapping[int, UnitValues]) -> None:
         pieces = self._pieces.setdefault((step, stage), {})
         pieces[worker_id] = values
         operation = self.life.operation
@@ -336,7 +342,7 @@ class Reduction:
         mine = operation.plan.stages_of(self.life.me.worker_id)
         if any(len(self._pieces.get((step, k), ())) < len(self._pool(k)) for k in mine):
             return
-        gradients = {k: self._gradient(operation.plan, step, k) for k in mine}
+        gradients = {k: self._gradient(step, k) for k in mine}
         self._parts = {key: value for key, value in self._parts.items() if key[0] > step}
         self._pieces = {key: value for key, value in self._pieces.items() if key[0] > step}
         self.life.state.reduced(step, gradients)
@@ -353,15 +359,12 @@ class Reduction:
         self.life.state.will_take(takes)
         return takes
 
-    def _gradient(self, plan: Plan, step: int, stage: int) -> SimGradient:
-        """The gradient, put together from the pieces of all owners."""
-        owned = finishers(plan.of_pool(stage), BLOCKS)
-        values: dict[int, UnitValues] = {}
-        for worker_id, part in self._pieces[step, stage].items():
-            values |= zip((block for run in owned[worker_id] for block in range(*run)), part, strict=True)
-        return tuple(values[block] for block in range(BLOCKS))
+    def _gradient(self, step: int, stage: int) -> SimReduced:
+        """The gradient as far as it is taken here, put together from the pieces of all owners."""
+        values = {block: value for piece in self._pieces[step, stage].values() for block, value in piece.items()}
+        return tuple(values.get(block) for block in range(BLOCKS))
 
-    def _payload(self, operation: do.Reduce, gradients: Mapping[int, SimGradient]) -> AgreePayload:
+    def _payload(self, operation: do.Reduce, gradients: Mapping[int, SimReduced]) -> AgreePayload:
         """A section per stage; the first one bears the vote for the checks."""
         plan, step, me = operation.plan, operation.step, self.life.me.worker_id
         mine = {k: plan.lanes_of(me, k) for k in plan.stages_of(me)}
@@ -369,14 +372,19 @@ class Reduction:
             plan.generation,
             me,
             tuple(k * plan.lanes + lane for k, lanes in mine.items() for lane in lanes),
-            tuple((k, hash(gradient)) for k, gradient in sorted(gradients.items())),
+            tuple(
+                (k * BLOCKS + block, hash(value))
+                for k, gradient in sorted(gradients.items())
+                for block, value in enumerate(gradient)
+                if value is not None
+            ),
             tuple((k, self._state(k)) for k in sorted(gradients)),
         )
         sections, strange = [], self.life.job.nonfinite
         for k, lanes in mine.items():
             losses = {n: math.nan if (step, n) in strange else 0.0 for n in lanes} if k + 1 == plan.stages else {}
             reports = [LaneReport(n, loss, 1.0, 1, hash((step, n)) & _USE) for n, loss in losses.items()]
-            owned = finishers(plan.of_pool(k), BLOCKS)[me] if (step, GRADIENT) in strange else ()
+            owned = _division(plan, k, step).finishes[me] if (step, GRADIENT) in strange else ()
             norms = array("d", [0.0 if k or block else math.inf for run in owned for block in range(*run)])
             said = format(self._state(k), "x") if operation.compare else ""
             probes, votes = self.lanes.given.of(step, (k,)), [msgspec.msgpack.encode(vote)]
@@ -396,6 +404,13 @@ class Reduction:
             for k in operation.plan.stages_of(self.life.me.worker_id)
             if worker_id in self._pool(k)
         )
+
+
+def _division(plan: Plan, stage: int, step: int) -> Division:
+    """Who finishes and who takes which blocks of a step's gradient."""
+    if plan.divided:
+        return Division.among(takers(plan, stage, step), BLOCKS)
+    return Division.whole(finishers(plan.of_pool(stage), BLOCKS), BLOCKS)
 
 
 class Spreading:

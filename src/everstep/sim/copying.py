@@ -23,7 +23,7 @@ from everstep.protocol.moving.taker import orders
 from everstep.protocol.step_types import Key, Record
 from everstep.sim.block_taking import SimTaking
 from everstep.sim.life import Life, SimCopy, nothing
-from everstep.sim.model import NOTHING, PLANES, Blocks, SimGradient, digest, merged, present, without, wrong
+from everstep.sim.model import NOTHING, PLANES, Blocks, SimReduced, digest, merged, present, without, wrong
 from everstep.sim.world import MS, SimConnection
 
 _MOST_BLOCKS = 6 * len(NOTHING)
@@ -390,7 +390,7 @@ class SimDonor:
         given = {stage: state.copy(*where, (stage,)) for stage in effect.stages}
         self._tell(giver.StandsStill(frozenset(effect.stages)), given)
 
-    def feed(self, step: int, records: Mapping[int, Record], gradients: Mapping[int, SimGradient]) -> None:
+    def feed(self, step: int, records: Mapping[int, Record], gradients: Mapping[int, SimReduced]) -> None:
         """A step is decided: pass it on."""
         self._tell(giver.StepToFeed(frozenset(gradients)), item=(step, records, gradients))
 

@@ -16,7 +16,7 @@ from everstep.protocol.step_types import Record
 from everstep.sim.block_taking import SimTaking
 from everstep.sim.copying import Memory, SimSaver
 from everstep.sim.life import Life, SimCopy, updated
-from everstep.sim.model import NOTHING, PLANES, Blocks, SimGradient, merged, present, without
+from everstep.sim.model import NOTHING, PLANES, Blocks, SimReduced, merged, present, without
 from everstep.sim.world import MS, SimConnection
 
 _Taking = do.Fetch | do.Restore | do.Finish
@@ -209,7 +209,7 @@ class _Feed:
 
     taking: SimTaking
     whole: bool = False
-    steps: dict[int, tuple[Mapping[int, Record], Mapping[int, SimGradient]]] = field(default_factory=dict)
+    steps: dict[int, tuple[Mapping[int, Record], Mapping[int, SimReduced]]] = field(default_factory=dict)
     seen: list[int] = field(default_factory=list)  # 0: caught up
 
     def complete(self) -> None:
@@ -327,7 +327,7 @@ class Follower:
 
     def _apply(self, operation: do.Replay) -> None:
         """Apply the next step of all feeds."""
-        gradients: dict[int, SimGradient] = {}
+        gradients: dict[int, SimReduced] = {}
         for feed in self.feeds:
             gradients |= feed.steps.pop(operation.step)[1]
         if self.life.state.at != operation.step - 1:

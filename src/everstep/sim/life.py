@@ -21,7 +21,7 @@ from everstep.protocol.driver.operations import GatheredRecords, Save
 from everstep.protocol.driver.records import StepOutcome
 from everstep.protocol.step_types import Key, Record
 from everstep.sim.checks import Checks
-from everstep.sim.model import Blocks, SimGradient, SimJob, cut_anew, digest, flipped, initial, merged, without
+from everstep.sim.model import Blocks, SimJob, SimReduced, cut_anew, digest, flipped, initial, merged, present, without
 from everstep.sim.world import MS, Process, SimConnection, World, connect
 
 _PHASES: dict[type[do.Operation], str] = {
@@ -159,7 +159,7 @@ class SimState:
         self._first = {stage: flipped(state) if other else state for stage, state in first.items()}
         self.stages = dict(self._first)
         self.records: Mapping[int, Record] = {}
-        self.gradients: tuple[int, dict[int, SimGradient]] | None = None
+        self.gradients: tuple[int, dict[int, SimReduced]] | None = None
         self.takes: dict[int, Extents] = {}
         self.effects: dict[int, int] = {}
 
@@ -184,7 +184,7 @@ class SimState:
         """Blocks of a stage are gone."""
         self.stages[stage] = without(self.stages[stage], lost)
 
-    def reduced(self, step: int, gradients: dict[int, SimGradient]) -> None:
+    def reduced(self, step: int, gradients: dict[int, SimReduced]) -> None:
         """The gradient of a step is complete, for all own stages."""
         for stage, gradient in gradients.items():
             if None in self.stages[stage] and not self.job.copies:
@@ -201,7 +201,7 @@ class SimState:
         self.stages[stage] = merged(self.stages[stage], blocks)
         self._check()
 
-    def gradient(self, step: int) -> dict[int, SimGradient]:
+    def gradient(self, step: int) -> dict[int, SimReduced]:
         """Gradient of the step, which must be the next one."""
         if self.gradients is None or self.gradients[0] != step or self.at != step - 1:
             raise AssertionError(f"{self.me} at {self.at} is to apply step {step} with {self.gradients}")
@@ -211,7 +211,7 @@ class SimState:
         self,
         outcome: StepOutcome,
         records: Mapping[int, Record],
-        gradients: Mapping[int, SimGradient],
+        gradients: Mapping[int, SimReduced],
         takes: Mapping[int, Extents] = {},
     ) -> None:
         """Apply one step; stages that are not named are dropped. takes: blocks that are updated here, where not all
@@ -221,6 +221,9 @@ class SimState:
         stages = {k: updated(self.job, self.stages[k], outcome, gradient) for k, gradient in gradients.items()}
         if not outcome.nonfinite.left_out:
             stages = {k: without(state, WHOLE - takes.get(k, WHOLE)) for k, state in stages.items()}
+            lacking = [k for k, blocks in takes.items() if k in stages and not present(stages[k]).covers(blocks)]
+            if lacking:
+                raise AssertionError(f"{self.me} lacks gradients of what it is to update of {lacking}: {gradients}")
         self.stages = stages
         self._check()
         self.effects[step] = self.checks.exact.effect(step)
@@ -257,7 +260,7 @@ class SimState:
             self.checks.exact.state(self.me, self.at, stage, state)
 
 
-def updated(job: SimJob, state: Blocks, outcome: StepOutcome, gradient: SimGradient) -> Blocks:
+def updated(job: SimJob, state: Blocks, outcome: StepOutcome, gradient: SimReduced) -> Blocks:
     """A stage's state after a step, whose update may be left out."""
     return state if outcome.nonfinite.left_out else job.updated(state, outcome.step, gradient)
 

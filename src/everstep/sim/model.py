@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from everstep.base.errors import check
 from everstep.base.extents import Extents
 from everstep.base.plan import Plan
-from everstep.placement.shards import segment_holders
+from everstep.placement.shards import Takers, runs_of_numbers, segment_holders
 from everstep.placement.tree import fold
 
 BLOCKS = 3
@@ -32,6 +32,8 @@ _DIVIDED = 2
 UnitValues = tuple[int, ...]
 """Values by number of the unit, of a stage's units."""
 SimGradient = tuple[UnitValues, ...]
+SimReduced = tuple[UnitValues | None, ...]
+"""By number of the block; None where a worker does not take it."""
 Blocks = tuple[UnitValues | None, ...]
 """A stage's state, by number of the block."""
 
@@ -44,7 +46,8 @@ class SimJob:
     another pool; 0: none. write_every: steps between checkpoints on disk; 0: only those that a plan asks for.
     leaves_after: the step after which all loops are left; 0: the last one. units: the finest cut of the model; 0: as
     many as there are stages. copies: of each segment of the optimizer's state; 0: all members have all of it, and an
-    update of a block depends on all others; else on that of the other plane alone. nonfinite: (step, lane) of losses
+    update of a block depends on all others; else on that of the other plane alone, the same block of the gradient, and
+    the last one, which all take. nonfinite: (step, lane) of losses
     that are not finite; `GRADIENT` as lane: the gradient alone is not. on_nonfinite, nonfinite_limit: as in a config.
     """
 
@@ -98,7 +101,7 @@ class SimJob:
         """The part of a stage's state that lanes are computed from, and that all members have: they compare it."""
         return state[:_DIVIDED] if self.copies else state
 
-    def updated(self, state: Blocks, step: int, gradient: SimGradient) -> Blocks:
+    def updated(self, state: Blocks, step: int, gradient: SimReduced) -> Blocks:
         """The state of a stage after the step."""
         return _update_apart(state, step, gradient) if self.copies else update(state, step, gradient)
 
@@ -209,21 +212,24 @@ def add(left: UnitValues, right: UnitValues) -> UnitValues:
     return tuple(hash((a, b, 17)) & -2 | (a | b) & 1 for a, b in zip(left, right, strict=True))
 
 
-def update(state: Blocks, step: int, gradient: SimGradient) -> Blocks:
+def update(state: Blocks, step: int, gradient: SimReduced) -> Blocks:
     """The state of a stage after the step."""
-    units = [_updated(unit, step, one) for unit, one in zip(_units(state), zip(*gradient, strict=True), strict=True)]
+    check(None not in gradient, f"nothing is updated with a gradient that lacks blocks: {gradient}")
+    values = zip(*gradient, strict=True)  # type: ignore[arg-type]
+    units = [_updated(unit, step, one) for unit, one in zip(_units(state), values, strict=True)]
     return tuple(zip(*units, strict=True))
 
 
-def _update_apart(state: Blocks, step: int, gradient: SimGradient) -> Blocks:
+def _update_apart(state: Blocks, step: int, gradient: SimReduced) -> Blocks:
     """The same where a block of a plane depends on that of the other plane alone; of what is not there, nothing."""
     after: list[UnitValues | None] = list(state)
     for block in range(_DIVIDED):
         own, beside = state[block], state[_DIVIDED + block]
-        if own is None or beside is None:
+        parts = own, beside, gradient[block], gradient[BLOCKS - 1]
+        if None in parts:
             after[block] = after[_DIVIDED + block] = None
             continue
-        units = list(zip(own, beside, *gradient, strict=True))
+        units = list(zip(*parts, strict=True))  # type: ignore[arg-type]
         bits = [int(any(value & 1 for value in unit)) for unit in units]
         for at in (block, _DIVIDED + block):
             after[at] = tuple(hash((unit, step, at)) & -2 | bit for unit, bit in zip(units, bits, strict=True))
@@ -239,6 +245,16 @@ def taken(plan: Plan, stage: int, worker_id: int) -> Extents:
     """Blocks that a worker's update makes."""
     mine = [block for block, who in enumerate(segments_of(plan, stage)) if worker_id in who]
     return Extents.numbered(PLANES, (at for block in mine for at in (block, _DIVIDED + block)))
+
+
+def takers(plan: Plan, stage: int, step: int) -> Takers:
+    """Blocks of a step's gradient that each member of a stage's pool takes: all of the first one, which makes the
+    optimizer's state."""
+    pool = [seat.worker_id for seat in plan.pool(stage)]
+    if not plan.divided or step == 1:
+        return dict.fromkeys(pool, ((0, BLOCKS),))
+    held = segments_of(plan, stage)
+    return {i: runs_of_numbers(n for n in range(BLOCKS) if n >= len(held) or i in held[n]) for i in pool}
 
 
 def _updated(unit: Blocks, step: int, gradient: UnitValues) -> UnitValues:

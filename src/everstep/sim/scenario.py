@@ -41,6 +41,7 @@ from everstep.sim.control import (
 from everstep.sim.damaging import DAMAGE_FAULTS
 from everstep.sim.faults import DIFFERS, SimInjector
 from everstep.sim.faults import KNOWN as FAULTS
+from everstep.sim.holders import HOLDER_FAULTS
 from everstep.sim.leases import LEASE_FAULTS, LeasedControl
 from everstep.sim.life import Disk, Life, SimSite
 from everstep.sim.model import PLANES, present, wrong
@@ -79,7 +80,7 @@ TOO_FEW = ("ends", "slots given up")
 MOST_LOOKS = 5
 _NEVER_S = 1e9
 _FAILURE_CHARS = 60
-_MORE_FAULTS = {**LEASE_FAULTS, **STARVING_FAULTS, **DAMAGE_FAULTS, **OPERATING_FAULTS}
+_MORE_FAULTS = {**LEASE_FAULTS, **STARVING_FAULTS, **DAMAGE_FAULTS, **OPERATING_FAULTS, **HOLDER_FAULTS}
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from typing import Literal
 from everstep.base.plan import WorkerKey
 from everstep.sim.damaging import draw_damage
 from everstep.sim.faults import SimFault, draw, draw_losses, draw_more, draw_one, draw_split
+from everstep.sim.holders import draw_holders
 from everstep.sim.leases import draw_leases
 from everstep.sim.model import GRADIENT, SimJob
 from everstep.sim.operating import WITHOUT_LEASE, draw_operated
@@ -219,8 +220,10 @@ def set_up_sharded(seed: int) -> Setup:
     segments."""
     chosen, rng = (set_up_split if seed % 3 == 0 else set_up)(seed), Random(f"sharded {seed}")
     job = replace(chosen.job, copies=rng.choice((1, 2, 2, 3)))
-    faults = tuple(fault for fault in chosen.faults if fault.kind != "flip")
-    return replace(chosen, job=job, faults=faults, differs=None, verify_every=0)
+    faults = [fault for fault in chosen.faults if fault.kind != "flip"]
+    faults += draw_holders(Random(f"holders {seed}"), 60 + job.steps * 50)
+    at_last = tuple(sorted(faults, key=lambda f: f.at_ms))
+    return replace(chosen, job=job, faults=at_last, differs=None, verify_every=0)
 
 
 def set_up_leased(seed: int) -> Setup:

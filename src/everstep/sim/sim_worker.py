@@ -20,7 +20,7 @@ from everstep.sim.copying import SimDonor, SimSaver
 from everstep.sim.fetching import Fetcher, Follower
 from everstep.sim.life import UNINTERRUPTED, Exited, Life, SimSite, nothing
 from everstep.sim.mesh import Dial, Mesh, Ties
-from everstep.sim.model import SimGradient, digest, evaluates, present
+from everstep.sim.model import SimReduced, digest, evaluates, present
 from everstep.sim.world import MS, SimConnection
 
 METRIC = "score"
@@ -254,7 +254,7 @@ class SimWorker(Life):
         slow = self.world.rng.random() < 0.15  # long enough for plans to come in the middle
         self.soon(MS // 2, 25 * MS if slow else 3 * MS, self._updated, operation, gradients)
 
-    def _updated(self, operation: do.Update, gradients: dict[int, SimGradient]) -> None:
+    def _updated(self, operation: do.Update, gradients: dict[int, SimReduced]) -> None:
         self.state.apply(operation.outcome, operation.records, gradients, self.state.takes)
         if self.state.takes:
             self.handle(Holds(operation.step, {k: present(state) for k, state in self.state.stages.items()}))

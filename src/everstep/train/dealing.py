@@ -1,10 +1,13 @@
-"""A worker's part in a state whose optimizer's part the members of a pool have divided: what a step's gradient takes to
-its step here, which parts are updated, and the exchange of the parameters after that."""
+"""A worker's part in a state whose optimizer's part the members of a pool have divided: who takes which blocks of a
+step's gradient, what they take to its step here, which parts are updated, and the exchange of the parameters after
+that."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+
+from torch import nn
 
 from everstep.base.extents import NONE, WHOLE, Extents
 from everstep.base.plan import Plan
@@ -21,6 +24,7 @@ class Dealing:
         """say: tells the driver something during an operation."""
         self._view, self._say = view, say
         self._plan: tuple[int, Plan] | None = None  # the step that was reduced last, and in which plan
+        self._found: dict[int, tuple[tuple[int, int], Dealt]] = {}  # by stage: of generation and step
 
     def handlers(self) -> dict[type, Callable[[Any], Any]]:
         """Handlers of the driver's operations."""
@@ -31,12 +35,33 @@ class Dealing:
         divided = {shard.stage for shard in plan.shards if shard.segments is not None}
         return sorted(divided & set(plan.stages_of(self._view.me)))
 
-    def _dealt(self, plan: Plan, number: int, stage: int) -> Dealt | None:
+    def _known(self, stage: int) -> bool:
+        """Whether the optimizer keeps anything yet."""
+        optimizer = self._view.stages[stage].state.optimizer
+        return optimizer is not None and bool(optimizer.state)
+
+    def _dealt(
+        self, plan: Plan, number: int, stage: int, gradients: frozenset[nn.Parameter] = frozenset()
+    ) -> Dealt | None:
         """A stage as it is divided in an update; None if all members update all of it. All say the same: the first step
         makes state, of which the gradients tell; what has none then is updated by all from there on."""
-        state = self._view.stages[stage].state
-        known = state.optimizer is not None and bool(state.optimizer.state)
-        return Dealt(state, plan, stage, self._view.me) if known or number == 1 else None
+        state, at = self._view.stages[stage].state, (plan.generation, number)
+        if not self._known(stage):
+            return Dealt(state, plan, stage, self._view.me, gradients) if number == 1 else None
+        if stage not in self._found or self._found[stage][0] != at:
+            self._found[stage] = at, Dealt(state, plan, stage, self._view.me)
+        return self._found[stage][1]
+
+    def divide(self, plan: Plan, number: int, stage: int) -> None:
+        """Say who takes which blocks of a step's gradient, as soon as the state is that of the step before. Who has the
+        optimizer's state of a segment takes its blocks; while there is none yet, all take all."""
+        if stage not in self._mine(plan):
+            return
+        replica, takes = self._view.stages[stage], None
+        dealt = self._dealt(plan, number, stage) if self._known(stage) else None
+        if dealt is not None:
+            takes = dealt.takers(replica.layout, {place.entry for tied in replica.spec.ties for place in tied.own})
+        self._view.transport.divide(stage, number, takes)
 
     def reduced(self, plan: Plan, number: int) -> None:
         """The gradient of a step is there. Of the first one nobody can say yet what it takes forward."""
@@ -46,11 +71,11 @@ class Dealing:
         if takes:
             self._say(Takes(number, takes))
 
-    def of(self, number: int, stage: int) -> Dealt | None:
+    def of(self, number: int, stage: int, gradients: frozenset[nn.Parameter] = frozenset()) -> Dealt | None:
         """The parts of a stage that this worker updates, in the plan in which the step was reduced; None if these are
-        all."""
+        all. gradients: parameters that have one."""
         plan = self._plan[1] if self._plan is not None and self._plan[0] == number else None
-        return self._dealt(plan, number, stage) if plan is not None and stage in self._mine(plan) else None
+        return self._dealt(plan, number, stage, gradients) if plan is not None and stage in self._mine(plan) else None
 
     def updated(self, number: int) -> None:
         """The step's update has been made, or was left out."""

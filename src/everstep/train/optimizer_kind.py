@@ -24,6 +24,8 @@ from everstep.train.update_probe import sample_of, twin_of
 _CUTS = (0.35, 0.8)
 """Where a parameter is cut: its middle part belongs to another owner than the rest."""
 _UPDATES = 2
+_DRAWN = 0.01
+"""Size of gradients that are drawn."""
 NO_GRADIENT = "no parameter has a gradient"
 """Why nothing can be found out."""
 
@@ -40,22 +42,23 @@ class OptimizerKind(NamedTuple):
     state_bytes: int = 0
 
 
-def kind_of(optimizer: Optimizer, seed: int) -> OptimizerKind:
-    """The kind of this optimizer, whose parameters have gradients. Nothing of it changes; all generators do."""
+def kind_of(optimizer: Optimizer, seed: int, *, drawn: bool = False) -> OptimizerKind:
+    """The kind of this optimizer, whose parameters have gradients. Nothing of it changes; all generators do. drawn: of
+    the gradients only some elements count, so drawn numbers take their place."""
     sample = sample_of(optimizer)
     parameters = [p for group in sample for p in group]
     if all(p.grad is None for p in parameters):
         return OptimizerKind("nothing", NO_GRADIENT)
     try:
-        whole = _updated(optimizer, sample, None, seed)
+        whole = _updated(optimizer, sample, None, seed, drawn)
     except Exception as error:
         return OptimizerKind("nothing", f"it cannot be copied and updated: {_line(error)}")
     more = beside(whole) != beside(optimizer), _state_bytes(optimizer, whole)
-    in_pieces = _differs(optimizer, sample, whole, [_cut(parameters, k) for k in (0, 1)], seed)
+    in_pieces = _differs(optimizer, sample, whole, [_cut(parameters, k) for k in (0, 1)], seed, drawn)
     if not in_pieces:
         return OptimizerKind("elements", "", *more)
     apart = [{p: [(0, p.numel())] for p in parameters[k::2]} for k in (0, 1)]
-    together = _differs(optimizer, sample, whole, apart, seed)
+    together = _differs(optimizer, sample, whole, apart, seed, drawn)
     return OptimizerKind("nothing", together, *more) if together else OptimizerKind("matrices", in_pieces, *more)
 
 
@@ -83,11 +86,17 @@ def _cut(parameters: Sequence[Tensor], owner: int) -> dict[Tensor, list[tuple[in
     return found
 
 
-def _updated(optimizer: Optimizer, sample: Sequence[Sequence[Tensor]], pieces: Ranges | None, seed: int) -> Optimizer:
+def _updated(
+    optimizer: Optimizer, sample: Sequence[Sequence[Tensor]], pieces: Ranges | None, seed: int, drawn: bool
+) -> Optimizer:
     """A copy of the optimizer after two updates, of these pieces of the sample or of all of it."""
     twin = twin_of(optimizer, [list(group) for group in sample])
     copies = [p for group in twin.param_groups for p in group["params"]]
     originals = [p for group in sample for p in group]
+    generator = torch.Generator().manual_seed(0)
+    for parameter in copies if drawn else ():
+        if parameter.grad is not None:
+            parameter.grad.copy_(torch.randn(parameter.shape, generator=generator)).mul_(_DRAWN)
     if pieces is not None:
         pieces = {mine: pieces[p] for p, mine in zip(originals, copies, strict=True) if p in pieces}
     for number in range(_UPDATES):
@@ -108,13 +117,14 @@ def _differs(
     whole: Optimizer,
     owned: Sequence[dict[Tensor, list[tuple[int, int]]]],
     seed: int,
+    drawn: bool,
 ) -> str:
     """What two owners make otherwise than an update of all; "" if nothing."""
     originals = [p for group in sample for p in group]
     expected = [p for group in whole.param_groups for p in group["params"]]
     for number, pieces in enumerate(owned):
         try:
-            twin = _updated(optimizer, sample, pieces, derive(seed, number, 1))
+            twin = _updated(optimizer, sample, pieces, derive(seed, number, 1), drawn)
         except Exception as error:
             return f"a part cannot be updated alone: {_line(error)}"
         if beside(twin) != beside(whole):

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import _global_optimizer_post_hooks
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from everstep.base.errors import ConfigError
 from everstep.exact.dealt import Dealt
@@ -19,6 +19,7 @@ from everstep.exact.pieces import PieceUpdate, Ranges, calls_of
 from everstep.exact.seeding import seed_all
 from everstep.exact.state_memory import StateMemory
 from everstep.train.divided_state import DividedState
+from everstep.train.loop_guard import LoopGuard
 from everstep.train.offload import FarMemory, StateFile
 from everstep.train.optimizer_kind import NO_GRADIENT, OptimizerKind, beside, kind_of
 from everstep.train.update_probe import UpdateProbe
@@ -56,13 +57,13 @@ class OptimizerUpdate:
         """The state is about to be another one."""
         self.dealt = None
 
-    def make(self, step: int, seed: int, dealt: Callable[[], Dealt | None] = lambda: None) -> None:
+    def make(self, step: int, seed: int, dealt: Dealt | None = None) -> None:
         """Update the parameters of which there are gradients. dealt: which of them, if not all.
 
         Raises: ConfigError if there is no room for the state, or it cannot be divided. DeterminismError.
         """
         began, optimizer, memory = time.monotonic(), self._optimizer, self._memory
-        self.dealt = dealt()
+        self.dealt = dealt
         probe = None if self.proven else UpdateProbe(optimizer, seed)
         if self.dealt is not None or isinstance(memory, FarMemory):
             self._find_kind(step, seed)
@@ -90,7 +91,7 @@ class OptimizerUpdate:
         before, memory = self.kind, self._memory
         if before is not None and not (self._every and step % self._every == 0):
             return
-        found = kind_of(self._optimizer, seed)
+        found = kind_of(self._optimizer, seed, drawn=self.dealt is not None)
         if before is None:
             log.info("the state of the optimizer lies in %s (%s)", memory.where, found)
             if isinstance(memory, StateFile):
@@ -112,6 +113,12 @@ class OptimizerUpdate:
             raise ConfigError(
                 f"zero.stage=1: expected no step post-hooks of {name}, since they would see parameters that other "
                 "workers have not sent yet: do it in the loop, after the step, or set zero.stage=0"
+            )
+        before = (*self._optimizer._optimizer_step_pre_hooks.values(), *_global_optimizer_pre_hooks.values())
+        if any(not isinstance(getattr(hook, "__self__", None), LoopGuard) for hook in before):
+            raise ConfigError(
+                f"zero.stage=1: expected no step pre-hooks of {name}, since each worker has its parts of the gradients "
+                "alone: use clip_norm to clip them, or set zero.stage=0"
             )
         if not self._guarded:
             self._guarded = True

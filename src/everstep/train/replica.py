@@ -164,14 +164,14 @@ class StageReplica:
         reduced: Reduced,
         workers: int,
         received: TiedGradients | None = None,
-        dealt: Callable[[], Dealt | None] = lambda: None,
+        dealt: Callable[[frozenset[nn.Parameter]], Dealt | None] = lambda present: None,
     ) -> dict[str, Any]:
         """Apply a decided step. Returns facts to report: whether the optimizer stepped, the gradient norm, and
         values that are not finite. If a step is left out because of these, buffers and schedule stay as they were,
         too.
 
-        received: as for `section`. dealt: made once the gradients are there; says which parts are updated here, None
-        if all are.
+        received: as for `section`. dealt: given the parameters that have a gradient, says which parts are updated here,
+        None if all are; of others `reduced` may lack the gradient.
         """
         self.update.forget()
         scale = 1.0 / (outcome.weight * self._scaler.scale) if outcome.weight else 0.0
@@ -186,13 +186,15 @@ class StageReplica:
         applied = self._scaler.advance(math.isfinite(sumsq)) and outcome.weight > 0 and not left_out
         told["applied"] = applied
         if applied:
-            self._handover.hand_over(reduced, scale * clip_factor(sumsq, scale, self._config.clip_norm), received)
-            told["lr"] = self._step_optimizer(outcome.step, workers, dealt)
+            factor = scale * clip_factor(sumsq, scale, self._config.clip_norm)
+            parts = dealt(self._handover.present(reduced, received))
+            self._handover.hand_over(reduced, factor, received, None if parts is None else parts.updates())
+            told["lr"] = self._step_optimizer(outcome.step, workers, parts)
             self._handover.clear()
             told["slow_offload"] = self.update.complaint()
         return told
 
-    def _step_optimizer(self, step: int, workers: int, dealt: Callable[[], Dealt | None]) -> list[float | None]:
+    def _step_optimizer(self, step: int, workers: int, dealt: Dealt | None) -> list[float | None]:
         """Update and move the schedule on; returns the learning rates that were used."""
         optimizer = self.parts.optimizer
         scheduled = [group.get("lr") for group in optimizer.param_groups]

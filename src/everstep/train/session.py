@@ -96,7 +96,7 @@ class Session:
         updates = Updates(view, donor, keeper, saver, loop, dealing)
         transfers = Transfers(view, updates, donor, keeper, restorer, loop)
         finisher = Finisher(view, transfers.copier)
-        lanes = Lanes(view, restorer, dataset, collate, device, executor.lane_done, updates.given)
+        lanes = Lanes(view, restorer, dataset, collate, device, executor.lane_done, updates.given, dealing.divide)
         membership = GenerationTies(view, executor, rendezvous, donor.handle, lambda wanted: profiling.ask(wanted))
         profiling = WorkerProfiling(link, device, membership.tell)
 

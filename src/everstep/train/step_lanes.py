@@ -37,7 +37,7 @@ _SLICE_S = 0.01
 
 class Lanes:
     """One worker's lanes. done: called with step, stage and lane of each, at each stage. given: results here of
-    lanes that several workers compute."""
+    lanes that several workers compute. divide: says in a plan who takes which part of a step's gradient, of a stage."""
 
     def __init__(
         self,
@@ -48,10 +48,11 @@ class Lanes:
         device: torch.device,
         done: Callable[[int, int, int], None],
         given: LanesGiven,
+        divide: Callable[[Plan, int, int], None],
     ) -> None:
         self.device = device
         self.done = done
-        self._given = given
+        self._given, self._divide = given, divide
         self._view = view
         self._restorer = restorer
         self._samples = 0
@@ -114,6 +115,8 @@ class Lanes:
         is the step that comes next, so final blocks of it may leave."""
         lanes, mine = self._view.stages[stage].lanes, plan.lanes_of(self._view.me, stage)
         transport = self._view.transport
+        if settled:
+            self._divide(plan, number, stage)
         offer = transport.offering(stage, number) if settled else None
         lanes.begin(number, mine, lambda node: transport.node(stage, number, node), offer, entered=settled)
         missing = lanes.missing

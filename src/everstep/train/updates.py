@@ -78,6 +78,8 @@ class Updates:
         offers = {k: stages[k].lanes.presence(number, lanes[k]) for k in lanes}
         if len(plan.members) > 1:
             view.link.row.sent("reduce", sum(4 * stages[k].layout.numel * len(found) for k, found in offers.items()))
+        for stage in offers:
+            self._dealing.divide(plan, number, stage)
         reduced = {k: view.transport.reduce(k, number, offered) for k, offered in offers.items()}
         received = exchange_ties(view, plan, number, reduced)
         found = {k: StageGradient(reduced[k], received.get(k, {})) for k in lanes}

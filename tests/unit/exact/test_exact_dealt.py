@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
 from torch.optim import SGD
 
 from divided_members import DividedMember, plan_of
-from everstep.base.extents import Extents, union
+from everstep.base.extents import Extents, Runs, union
 from everstep.exact.dealt import Dealt, digested_planes
 from everstep.exact.image import plane_sizes
-from everstep.exact.layout import BLOCK_ELEMENTS
+from everstep.exact.layout import BLOCK_ELEMENTS, GradientLayout
 from everstep.exact.state_memory import give_back
 from everstep.placement.shards import share
 
@@ -136,3 +137,46 @@ def test_memory_that_is_given_back_reads_as_zeros_and_the_rest_stays() -> None:
     assert float(tensor.sum()) < 30_000
     give_back(tensor, [])
     assert float(tensor.sum()) < 3_000  # no more than what lies on pages with neighbours
+
+
+def test_who_holds_a_segment_takes_the_gradient_of_its_blocks_and_all_take_what_all_update() -> None:
+    plan, workers = plan_of(3, 2), [DividedMember() for _ in range(3)]
+    for me, worker in enumerate(workers):
+        worker.part(0, plan, me)
+    model = workers[0].model
+    layout = GradientLayout.build(model, list(model))
+    found = Dealt(workers[0].state, plan, 0, 0).takers(layout)
+    assert found == Dealt(workers[1].state, plan, 0, 1).takers(layout)
+    mine = {i: {block for run in runs for block in range(*run)} for i, runs in found.items()}
+    by_all = {
+        block
+        for entry in layout.entries
+        if entry.kind == "buffer" or not model.get_parameter(entry.name).is_contiguous()
+        for block in range(entry.offset // BLOCK_ELEMENTS, -(-entry.stop // BLOCK_ELEMENTS))
+    }
+    counts = [sum(block in blocks for blocks in mine.values()) for block in range(layout.n_blocks)]
+    assert counts == [3 if block in by_all else 2 for block in range(layout.n_blocks)] and 2 in counts and 3 in counts
+    for me, worker in enumerate(workers):  # all that a worker updates, it takes the gradient of
+        ranges = Dealt(worker.state, plan, 0, me).updates()
+        for entry in (layout.entries[i] for i in layout.params):
+            for first, stop in ranges[worker.model.get_parameter(entry.name)]:
+                begin, last = (entry.offset + first) // BLOCK_ELEMENTS, (entry.offset + stop - 1) // BLOCK_ELEMENTS
+                assert {*range(begin, last + 1)} <= mine[me]
+
+
+def test_all_take_the_gradient_of_a_parameter_that_is_used_twice() -> None:
+    plan, worker = plan_of(2, 1), DividedMember()
+    worker.part(0, plan, 0)
+    layout = GradientLayout.build(worker.model, list(worker.model))
+    dealt, weight = Dealt(worker.state, plan, 0, 0), layout.entries[0]
+    assert weight.name == "0.weight"
+    blocks = {*range(weight.offset // BLOCK_ELEMENTS, -(-weight.stop // BLOCK_ELEMENTS))}
+
+    def by_all(takers: dict[int, Runs]) -> set[int]:
+        sets = [{block for run in runs for block in range(*run)} for runs in takers.values()]
+        return set.intersection(*sets)
+
+    assert not blocks <= by_all(dealt.takers(layout))
+    assert blocks <= by_all(dealt.takers(layout, {0}))  # in another stage
+    again = replace(layout.entries[-1], tied_to=0)
+    assert blocks <= by_all(dealt.takers(replace(layout, entries=(*layout.entries[:-1], again))))

@@ -142,3 +142,37 @@ def test_a_part_of_a_gradient_is_not_applied_as_if_it_were_all(ranges: list[tupl
     part = Reduced(1, pieces, bytes([1]) * len(layout.entries), ())
     with pytest.raises(InvariantViolation, match="expected all of a gradient"):
         GradientHandOver(layout, model).hand_over(part, 1.0)
+
+
+def test_of_a_part_of_a_gradient_the_wanted_elements_have_the_bits_of_all_of_it() -> None:
+    model = nn.Sequential(nn.Linear(BLOCK_ELEMENTS, 3, bias=False), nn.Linear(4, 5))
+    layout = GradientLayout.build(model, list(model))
+    flat, weight = torch.randn(layout.numel), model[0].weight
+    whole = GradientHandOver(layout, model)
+    whole.hand_over(reduced_of(layout, flat), 0.3)
+    expected = weight.grad.view(-1).clone()  # type: ignore[union-attr]
+    at = [(k * BLOCK_ELEMENTS, (k + 1) * BLOCK_ELEMENTS) for k in (0, 2, 3)]
+    part = Reduced(1, tuple(Piece(a, b, flat[a:b]) for a, b in at), bytes([1]) * 3, ())
+    wanted = {weight: [(5, 9), (2 * BLOCK_ELEMENTS + 1, 3 * BLOCK_ELEMENTS)]}
+    kept = flat.clone()
+    whole.hand_over(part, 0.3, wanted=wanted)
+    for first, stop in wanted[weight]:
+        assert torch.equal(weight.grad.view(-1)[first:stop], expected[first:stop])  # type: ignore[union-attr]
+    assert torch.equal(model[1].weight.grad, layout.entries[1].view(flat) * 0.3) and torch.equal(flat, kept)
+    whole.hand_over(part, 0.3, wanted={weight: []})
+    assert weight.grad is not None and weight.grad.shape == weight.shape
+    for elements in ([(BLOCK_ELEMENTS - 1, BLOCK_ELEMENTS + 1)], [(0, 3 * BLOCK_ELEMENTS)]):
+        with pytest.raises(InvariantViolation, match="of them are here"):
+            whole.hand_over(part, 0.3, wanted={weight: elements})
+
+
+@pytest.mark.parametrize("rows", [(1, 1, 1), (0, 1, 0), (1, 0, 1), (0, 0, 1), (0, 0, 0)])
+def test_who_gets_a_gradient_is_known_before(rows: tuple[int, ...]) -> None:
+    model = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(3)))
+    model[1].weight = model[0].weight
+    untie(model, list(model))
+    layout = GradientLayout.build(model, list(model))
+    hand_over, reduced = GradientHandOver(layout, model), reduced_of(layout, torch.randn(layout.numel), bytes(rows))
+    found = hand_over.present(reduced)
+    hand_over.hand_over(reduced, 1.0)
+    assert found == {p for p in model.parameters() if p.grad is not None}

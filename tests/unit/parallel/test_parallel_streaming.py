@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import random
+import threading
+import time
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +23,7 @@ from everstep.parallel.group import GroupTransport
 from everstep.parallel.reduction import BlockFinisher
 from everstep.parallel.socket_mesh import BlockNote
 from everstep.parallel.streaming import LEAVING_BLOCKS, BlockCut, BlockStream, StepBlocks
+from everstep.placement.shards import Division
 from everstep.placement.tree import cover
 from everstep.runtime.link.tls import Tls, shown_by
 
@@ -190,7 +194,8 @@ def stream() -> BlockStream:
     owned = {0: ((0, 4),), 1: ((4, 8),), 2: ((8, 11),)}
     finisher = BlockFinisher(SHAPE, LANES, lambda: None)
     out = torch.empty(SHAPE.numel)
-    return BlockStream(1, owned, SHAPE, LANES, finisher, lambda _, n: torch.empty(n), lambda _: out)
+    division = Division.whole(owned, SHAPE.n_blocks)
+    return BlockStream(1, [0, 1, 2], division, SHAPE, LANES, finisher, lambda _, n: torch.empty(n), lambda _: out)
 
 
 def size(blocks: int) -> int:
@@ -224,6 +229,36 @@ def test_a_sum_is_that_of_one_member_and_steps_come_one_after_the_other() -> Non
     one.space(2, BlockNote(4, 4, 8, 4, True), size(1))
     with pytest.raises(ProtocolError, match="are not over"):
         one.space(2, BlockNote(5, 4, 8, 4, True), size(1))
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_what_comes_before_it_is_known_who_takes_what_waits_for_that(ends: bool) -> None:
+    """Or for the end of the generation."""
+    finisher, out = BlockFinisher(SHAPE, LANES, lambda: None), torch.empty(SHAPE.numel)
+    memory: Any = (lambda _, n: torch.empty(n), lambda _: out)
+    one = BlockStream(1, [0, 1], None, SHAPE, LANES, finisher, *memory)
+    found: list[object] = []
+
+    def receive() -> None:
+        try:
+            found.append(len(one.space(0, BlockNote(1, 0, 4, 5, True), size(2))))
+        except Exception as error:
+            found.append(error)
+
+    thread = threading.Thread(target=receive)
+    thread.start()
+    while thread.is_alive() and not one._known._waiters:  # type: ignore[attr-defined]
+        time.sleep(0.001)
+    assert not found
+    if ends:
+        one.leave()
+    else:
+        one.divide(1, Division.among({0: ((0, 4),), 1: ((4, SHAPE.n_blocks),)}, SHAPE.n_blocks))
+    thread.join(60)
+    assert isinstance(found[0], ProtocolError) if ends else found == [size(2)]
+    if not ends:
+        with pytest.raises(ProtocolError, match="expected some of"):
+            one.space(0, BlockNote(1, 0, 4, 3, True), size(1))
 
 
 def test_pieces_cover_a_run_and_leave_the_padding_of_units_out() -> None:

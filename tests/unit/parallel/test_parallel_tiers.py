@@ -29,6 +29,7 @@ from everstep.parallel.shared_memory import SharedMemoryTransport
 from everstep.parallel.socket_mesh import BlockNote
 from everstep.parallel.transport_kinds import KINDS, Site
 from everstep.parallel.two_tiers import FinalBlocks, TieredTransport
+from everstep.placement.shards import runs_of_numbers
 from everstep.placement.tiers import Tiers, folded
 from everstep.placement.tree import cover
 
@@ -36,6 +37,7 @@ LANES = 8
 SHAPE = layout(11)
 BLOCKS = SHAPE.n_blocks
 LIMIT_S = 60
+FOUR = {0: "a", 1: "a", 2: "b", 3: "b"}
 
 
 @pytest.fixture(autouse=True)
@@ -168,6 +170,55 @@ def test_members_that_hold_parts_of_the_gradient_tell_of_these(crew: Crew, machi
         assert all(b % 2 == k for k in (0, 1) for b in told[k])
 
 
+@pytest.mark.parametrize("machines", ["aaaa", "abcd", "aabb", "abbb"])
+def test_members_on_any_hosts_get_what_they_take_and_a_host_no_more(crew: Crew, machines: str) -> None:
+    shards = tuple(Shard(i, 0, segments=((64 * i, 64 * i + 64),)) for i in range(4))
+    plan = crew.open(1, dict(enumerate(machines)), shards=shards)
+    draw = random.Random(5)
+    for step, copies in ((1, 0), (2, 1), (3, 2), (4, 1)):
+        takes = {i: runs_of_numbers(b for b in range(BLOCKS) if (i - b) % 4 < copies) for i in range(4)}
+        for transport in crew.transports.values():
+            transport.divide(step, takes if copies else None)
+        crew.sent.clear()
+        reduced = crew.reduce_early(plan, step, draw)
+        if not copies:
+            check_step(reduced, step)
+            whole_sent = sum(crew.sent.values())
+            continue
+        assert sum(crew.sent.values()) < whole_sent or len(set(machines)) == 1
+        expected, _ = reference(SHAPE, LANES, step)
+        for i, r in enumerate(reduced):
+            assert isinstance(r, Reduced), r
+            there = [b for p in r.pieces for b in range(p.start // BLOCK_ELEMENTS, p.stop // BLOCK_ELEMENTS)]
+            assert there == [b for run in takes[i] for b in range(*run)]
+            assert all(same_bits(p.data, expected[p.start : p.stop]) for p in r.pieces)
+            assert {b for run in r.owned for b in range(*run)} <= set(there)
+        told = [b for r in reduced for run in r.owned for b in range(*run)]  # type: ignore[attr-defined]
+        assert sorted(told) == list(range(BLOCKS))
+
+
+def test_a_courier_that_does_not_know_yet_who_takes_what_lets_reports_wait(crew: Crew) -> None:
+    """Others are faster: a member of its host has told of final blocks, and another host has sent some."""
+    shards = tuple(Shard(i, 0, segments=((64 * i, 64 * i + 64),)) for i in range(4))
+    plan, step = crew.open(1, FOUR, shards=shards), 4
+    takes = {i: runs_of_numbers(b for b in range(BLOCKS) if b % 4 == i) for i in FOUR}
+    presence = {i: fill(crew.transports[i], SHAPE, step, cover(plan.lanes_of(i), LANES)) for i in FOUR}
+    for i in (0, 1, 3):
+        crew.transports[i].divide(step, takes)
+        crew.offer(i, step, {node: [2, 3, 4] for node in presence[i]})
+    crew.pushed.get(timeout=LIMIT_S)  # from the first host to the second
+
+    def late(i: int) -> Reduced:
+        crew.transports[i].divide(step, takes)
+        return crew.transports[i].reduce(step, presence[i])
+
+    expected, _ = reference(SHAPE, LANES, step)
+    for i, r in enumerate(together(*(lambda i=i: late(i) for i in FOUR))):
+        assert isinstance(r, Reduced), r
+        assert [p.start // BLOCK_ELEMENTS for p in r.pieces] == [lo for lo, _ in takes[i]]
+        assert all(same_bits(p.data, expected[p.start : p.stop]) for p in r.pieces)
+
+
 def test_any_members_on_any_hosts_get_the_same_bits_and_no_byte_crosses_twice(crew: Crew) -> None:
     rng = random.Random(3)
     for i in range(7):
@@ -193,9 +244,6 @@ def test_two_workers_on_each_of_three_hosts_send_half_of_what_single_ones_would(
     by_host = {name: sum(n for (a, _), n in crew.sent.items() if crew.machine_of[a] == name) for name in "abc"}
     most = SHAPE.numel * 2 * 2 / 3  # an all-reduce's
     assert all(abs(n - most) < 4 * BLOCK_ELEMENTS for n in by_host.values()), by_host
-
-
-FOUR = {0: "a", 1: "a", 2: "b", 3: "b"}
 
 
 def test_a_block_leaves_and_its_result_is_there_before_the_last_lane_is_done(crew: Crew) -> None:

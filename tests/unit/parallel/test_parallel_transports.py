@@ -7,18 +7,22 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
-from parallel_cases import layout, member, plan_of, reduce_step, reference, same_bits, together, whole
+from parallel_cases import fill, layout, member, plan_of, reduce_step, reference, same_bits, together, whole
 from torch.distributed import HashStore
 
 from everstep.base.errors import CollectiveAborted
-from everstep.base.extents import WHOLE, Extents
+from everstep.base.extents import WHOLE, Extents, Runs
 from everstep.base.plan import Plan, Shard, WorkerKey
 from everstep.base.ports import Node, Reduced, Tag, Transport
+from everstep.exact.layout import BLOCK_ELEMENTS, GradientLayout
 from everstep.parallel.group import GroupTransport
 from everstep.parallel.shared_memory import SharedMemoryTransport
+from everstep.placement.shards import runs_of_numbers
+from everstep.placement.tree import cover
 
 LANES = 8
 SHAPE = layout()
@@ -27,8 +31,8 @@ SHAPE = layout()
 class Crew:
     """Transports of workers 0..n-1 in this process."""
 
-    def __init__(self, kind: str) -> None:
-        self.kind = kind
+    def __init__(self, kind: str, shape: GradientLayout = SHAPE) -> None:
+        self.kind, self.shape = kind, shape
         self.store = HashStore()
         self.transports: dict[int, Transport] = {}
         self.ticks = 0
@@ -39,9 +43,9 @@ class Crew:
     def hire(self, worker_id: int) -> Transport:
         key = WorkerKey(worker_id, 0)
         if self.kind == "shm":
-            self.transports[worker_id] = SharedMemoryTransport(key, SHAPE, LANES, self.tick, record_bytes=4096)
+            self.transports[worker_id] = SharedMemoryTransport(key, self.shape, LANES, self.tick, record_bytes=4096)
         else:
-            self.transports[worker_id] = GroupTransport(key, SHAPE, LANES, self.store, self.tick, key=b"k" * 32)
+            self.transports[worker_id] = GroupTransport(key, self.shape, LANES, self.store, self.tick, key=b"k" * 32)
         return self.transports[worker_id]
 
     def plan(self, generation: int, ids: list[int], runs: list[tuple[int, ...]] | None = None) -> Plan:
@@ -55,9 +59,23 @@ class Crew:
         assert raised == [None] * len(raised)
 
     def reduce(self, plan: Plan, step: int) -> list[Reduced]:
-        found = together(*(lambda i=i: reduce_step(self.transports[i], SHAPE, plan, i, step) for i in plan.worker_ids))
+        shape, of = self.shape, self.transports
+        found = together(*(lambda i=i: reduce_step(of[i], shape, plan, i, step) for i in plan.worker_ids))
         assert all(isinstance(r, Reduced) for r in found), found
         return found  # type: ignore[return-value]
+
+    def count(self) -> list[int]:
+        """Elements that members push from here on."""
+        sent: list[int] = []
+        for transport in self.transports.values():
+            mesh = transport.mesh  # type: ignore[attr-defined]
+
+            def pushed(to: int, note: object, tensor: torch.Tensor, push: Any = mesh.push) -> None:
+                sent.append(tensor.numel())
+                push(to, note, tensor)
+
+            mesh.push = pushed
+        return sent
 
     def close(self) -> None:
         for transport in self.transports.values():
@@ -275,3 +293,134 @@ def test_the_alone_result_zeroes_what_no_lane_had(crew: Crew) -> None:
     e = SHAPE.entries[1]
     assert reduced.presence == bytes([1, 0, 1])
     assert torch.count_nonzero(whole(reduced)[e.offset : e.offset + e.numel]) == 0
+
+
+def check_parts(reduced: list[Reduced], step: int, takes: dict[int, Runs], ids: tuple[int, ...]) -> None:
+    """Each has the bits of what it takes, and no more, and each block is told of by one that takes it."""
+    expected, present = reference(SHAPE, LANES, step)
+    for i, r in zip(ids, reduced, strict=True):
+        assert r.presence == present
+        there = [block for p in r.pieces for block in range(p.start // BLOCK_ELEMENTS, p.stop // BLOCK_ELEMENTS)]
+        assert there == [block for run in takes[i] for block in range(*run)]
+        assert all(same_bits(p.data, expected[p.start : p.stop]) for p in r.pieces)
+        assert {block for run in r.owned for block in range(*run)} <= set(there)
+    assert sorted(b for r in reduced for run in r.owned for b in range(*run)) == list(range(SHAPE.n_blocks))
+
+
+HOLDERS = tuple(Shard(i, 0, segments=((64 * i, 64 * i + 64),)) for i in range(4))
+TWO_EACH: dict[int, Runs] = {0: ((0, 2), (4, 5)), 1: ((0, 4),), 2: ((2, 5), (6, 7)), 3: ((5, 7),)}
+ONE_EACH: dict[int, Runs] = {0: ((3, 5),), 1: (), 2: ((0, 3), (6, 7)), 3: ((5, 6),)}
+
+
+def test_members_get_the_blocks_that_they_take_and_others_in_the_next_step(crew: Crew) -> None:
+    plan = replace(crew.plan(1, [0, 1, 2, 3]), shards=HOLDERS)
+    crew.open(plan)
+    for step, takes in ((1, None), (2, TWO_EACH), (3, ONE_EACH), (5, TWO_EACH)):
+        for transport in crew.transports.values():
+            transport.divide(step, takes)
+        reduced = crew.reduce(plan, step)
+        if takes is None:
+            check_step(reduced, step)
+        else:
+            check_parts(reduced, step, takes, plan.worker_ids)
+
+
+def test_a_step_that_is_reduced_again_gives_others_what_they_take_then(crew: Crew) -> None:
+    """Blocks that were finished or came before stay, others are made."""
+    plan = replace(crew.plan(1, [0, 1, 2, 3]), shards=HOLDERS)
+    crew.open(plan)
+    for transport in crew.transports.values():
+        transport.divide(7, ONE_EACH)
+    before = crew.reduce(plan, 7)
+    plan = replace(crew.plan(2, [0, 2, 3]), shards=HOLDERS)
+    crew.open(plan)
+    takes: dict[int, Runs] = {0: ((0, 4),), 2: ((2, 7),), 3: ((4, 6),)}
+    for i in plan.worker_ids:
+        crew.transports[i].divide(7, takes)
+    check_parts(crew.reduce(plan, 7), 7, takes, plan.worker_ids)
+    check_parts(before, 7, ONE_EACH, (0, 1, 2, 3))
+
+
+def test_memory_of_results_that_others_finish_by_now_is_given_back() -> None:
+    crew = Crew("shm")
+    plan = replace(crew.plan(1, [0, 1, 2, 3]), shards=HOLDERS)
+    crew.open(plan)
+    for step, takes in ((1, None), (2, TWO_EACH), (3, TWO_EACH), (4, ONE_EACH)):
+        for transport in crew.transports.values():
+            transport.divide(step, takes)
+        for i, r in zip(plan.worker_ids, crew.reduce(plan, step), strict=True):
+            flat = crew.transports[i].own_result(step)  # type: ignore[attr-defined]
+            written = [k for k, block in enumerate(flat.split(BLOCK_ELEMENTS)) if bool(block.any())]
+            assert written == [block for run in r.owned for block in range(*run)]
+    crew.close()
+
+
+def test_blocks_of_a_step_wait_for_one_that_does_not_know_yet_what_it_takes() -> None:
+    """Somebody else is faster: what it sends is taken once this member has come to the step."""
+    crew = Crew("sockets")
+    plan = replace(crew.plan(1, [0, 1]), shards=HOLDERS)
+    crew.open(plan)
+    takes: dict[int, Runs] = {0: ((0, 3),), 1: ((3, 7),)}
+    crew.transports[0].divide(1, takes)
+    presence = fill(crew.transports[0], SHAPE, 1, cover(plan.lanes_of(0), LANES))
+    offer = crew.transports[0].offering(1)
+    assert offer is not None
+    for node in presence:
+        offer(node, 1, SHAPE.n_blocks)
+
+    def late() -> object:
+        crew.transports[1].divide(1, takes)
+        return reduce_step(crew.transports[1], SHAPE, plan, 1, 1)
+
+    found = together(lambda: crew.transports[0].reduce(1, presence), late)
+    check_parts(found, 1, takes, plan.worker_ids)  # type: ignore[arg-type]
+    crew.transports[0].divide(2, takes)
+    assert crew.transports[0].offering(2) is not None
+    offer = crew.transports[0].offering(2)
+    for node in fill(crew.transports[0], SHAPE, 2, cover(plan.lanes_of(0), LANES)):
+        offer(node, 1, SHAPE.n_blocks)  # type: ignore[misc]
+    crew.close()  # the other one never comes to it, and is freed
+
+
+@pytest.mark.parametrize(("copies", "bytes_per_parameter"), [(1, 3.5), (2, 4.0), (8, 7.0)])
+def test_bytes_on_the_wire_of_a_reduction_to_holders(copies: int, bytes_per_parameter: float) -> None:
+    """Of eight members, each of which sends as much of a float32 gradient: every sum but the finisher's own goes to it
+    once, and every result once to each other taker. An all-reduce is the last case."""
+    n, shape = 8, layout(9)
+    crew = Crew("sockets", shape)
+    plan = replace(crew.plan(1, list(range(n))), shards=HOLDERS)
+    crew.open(plan)
+    sent = crew.count()
+    takes: dict[int, Runs] = {
+        i: runs_of_numbers(b for b in range(shape.n_blocks) if (i - b) % n < copies) for i in range(n)
+    }
+    for transport in crew.transports.values():
+        transport.divide(1, takes)
+    crew.reduce(plan, 1)
+    crew.close()
+    content = 1085 + (shape.n_blocks - 1) * BLOCK_ELEMENTS  # of the units, without padding
+    assert 4 * sum(sent) / content / n == bytes_per_parameter
+
+
+def test_of_a_result_a_member_keeps_what_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages that are never written take no memory."""
+    flats: list[torch.Tensor] = []
+
+    def noted(numel: int, device: torch.device) -> torch.Tensor:
+        flats.append(torch.full((numel,), float("nan")))
+        return flats[-1]
+
+    monkeypatch.setattr("everstep.parallel.reduction.new_flat", noted)
+    crew = Crew("sockets")
+    plan = replace(crew.plan(1, [0, 1, 2, 3]), shards=HOLDERS)
+    crew.open(plan)
+    for transport in crew.transports.values():
+        transport.divide(1, TWO_EACH)
+    results = {p.data.data_ptr() - 4 * p.start for r in crew.reduce(plan, 1) for p in r.pieces[:1]}
+    crew.close()
+    written = [
+        sum(not bool(block.isnan().all()) for block in flat.split(BLOCK_ELEMENTS))
+        for flat in flats
+        if flat.data_ptr() in results
+    ]
+    assert sorted(written) == sorted(sum(hi - lo for lo, hi in runs) for runs in TWO_EACH.values())

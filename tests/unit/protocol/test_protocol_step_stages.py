@@ -37,6 +37,7 @@ from everstep.protocol.step_types import (
     StateCopied,
     StepDecided,
     StepWanted,
+    Takes,
     Updated,
     UpdateRefused,
 )
@@ -501,3 +502,17 @@ def test_a_stage_without_a_seat_is_not_taken_to_another_step():
     w.enter(2, APART, held(3, 0, 1))
     w.on(StateCopied(2, Key(3, 0), RECORDS))
     assert w.machine.held == {0: WHOLE}
+
+
+def test_a_gradient_of_parts_that_came_as_a_plan_did_is_of_these_parts():
+    """What was reduced in the generation before takes no more to its step than it was said to."""
+    w, part = Worker(), Extents.numbered((("optimizer/m", 4),), [1, 2])
+    w.enter(1, plan(1, (0, 0, (0, 1)), (1, 0, ()), stages=1), held(0))
+    w.on(StepWanted())
+    for lane in (0, 1):
+        w.on(LaneDone(1, 0, lane))
+    w.on(PlanArrived(plan(2, (0, 0, (0, 1)), (1, 0, ()), stages=1)))
+    w.on(Takes(1, {0: part}))
+    w.on(GradientReduced(1, 1, b""))
+    holding = w.machine.holding()
+    assert (holding.gradient_step, dict(holding.gradients)) == (1, {0: part})

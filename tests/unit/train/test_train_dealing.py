@@ -57,7 +57,7 @@ class Dealer:
         """Up to the exchange."""
         self.dealing.reduced(plan, number)
         self.member.gradients(number)
-        self.update.dealt = dealt = self.dealing.of(number, 0)
+        self.update.dealt = dealt = self.dealing.of(number, 0, self.member.with_gradients)
         if dealt is None:
             self.member.optimizer.step()
         else:

@@ -127,8 +127,8 @@ class Stepper:
     def reduced(
         self, operation: do.Reduce, payload: AgreePayload, kept: int, due: Due, saved: int
     ) -> Iterable[step.StepEvent]:
-        """The whole reduced gradient is here. kept: the newest step whose snapshots are in place. due: the tiers
-        that save this step. saved: the newest step whose checkpoint counts."""
+        """What this worker takes of the reduced gradient is here. kept: the newest step whose snapshots are in place.
+        due: the tiers that save this step. saved: the newest step whose checkpoint counts."""
         data = encode(payload.stamped(self._committed_ns, kept, due, saved, self.last.nonfinite.in_a_row))
         return [step.GradientReduced(operation.generation, operation.step, data)]
 

@@ -128,6 +128,8 @@ class Contributing:
             gradients = {**plans.shares(), **takes}
         elif plans.plan is not None and plans.plan.stages > 1:
             return []  # one of a superseded reduction says nothing of the stages that it was of
+        elif takes:
+            gradients = {**gradients, **takes}
         coming.reduced(event.step, gradients)
         if known.phase is not Phase.REDUCING or event.generation != plans.generation:
             return []
