@@ -8,7 +8,7 @@ import pytest
 
 from everstep.base.cause import Cause, Why
 from everstep.base.config_keys import CheckpointConfig, DiskTierConfig, MemoryTierConfig, ObjectTierConfig, TierConfig
-from everstep.cost.save_interval import MOST_COST
+from everstep.cost.save_interval import MOST_COST, automatic_interval
 from everstep.protocol.driver.policy import Due, SaveSchedule, best_of, kept
 
 
