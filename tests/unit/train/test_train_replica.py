@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
 
 from everstep.base.config import load_config
 from everstep.base.errors import InvariantViolation, TaskError
-from everstep.base.ports import Node
-from everstep.protocol.driver.records import SETTING_BYTES, SETTINGS
+from everstep.base.ports import Node, Reduced
+from everstep.protocol.driver.nonfinite import Nonfinite
+from everstep.protocol.driver.records import SETTING_BYTES, SETTINGS, StepOutcome
 from everstep.train.replica import StageReplica
 from everstep.train.stage import Parts, StageSpec
 
@@ -114,3 +117,15 @@ def test_members_say_which_running_statistics_their_lanes_start_from() -> None:
     said = [worker.how_set() for worker in workers]
     assert said[0] == said[1] and len(said[0]) == len(SETTINGS) * SETTING_BYTES
     assert said[0][:-SETTING_BYTES] == said[2][:-SETTING_BYTES] and said[0] != said[2]
+
+
+def test_parts_of_an_update_before_say_nothing_of_a_step_without_one() -> None:
+    """Whoever asks which parts were updated would hold the others for old."""
+    worker, parts = replica(), SimpleNamespace()
+    nonfinite = Nonfinite("the loss is nan", (1,), 1, left_out=True)
+    outcome = StepOutcome(4, (), {}, 1.0, 1.0, 1.0, {}, {}, nonfinite=nonfinite)
+    worker.update.dealt = parts  # type: ignore[assignment]
+    assert worker.apply(outcome, Reduced(4, (), b"", ()), 1)["applied"] is False and worker.update.dealt is None
+    worker.update.dealt = parts  # type: ignore[assignment]
+    worker.abandon()
+    assert worker.update.dealt is None
