@@ -21,7 +21,7 @@ import torch
 
 from checkpoint_saving import make_state
 from everstep.base.errors import CollectiveAborted, EverstepError, InvariantViolation
-from everstep.base.extents import WHOLE, BlockRun, Extents
+from everstep.base.extents import WHOLE, Extents
 from everstep.checkpoint.object_store import ObjectOptions
 from everstep.checkpoint.stores.s3 import open_s3
 from everstep.dashboard.app import make_app
@@ -72,11 +72,9 @@ def gathered(data: bytes) -> Any:
 def offer() -> bytes:
     """What a donor says first."""
     said = {0: Record(0, b"abc")}
-    part = Extents.part((("model", 4),), [BlockRun("model", 1, 3)])
+    part = Extents.part((("model", 4),), [("model", 1, 3)]).encoded()
     told = {"position": Key(3, 0), "records": said, "gathers": {Key(3, 1): said}, "application": b"loop"}
-    return msgspec.msgpack.encode(
-        heal.OfferHead(**told, manifests=["{}"], there={0: part, 1: WHOLE}, changed=("name",))
-    )
+    return msgspec.msgpack.encode(heal.OfferHead(**told, manifests=["{}"], there={0: part, 1: None}, changed=("name",)))
 
 
 def offered(data: bytes) -> Any:

@@ -19,6 +19,8 @@ from everstep.base.errors import check
 Sizes = tuple[tuple[str, int], ...]
 """The planes of a state with their numbers of blocks, in the order of the numbering."""
 
+Coded = tuple[Sizes, tuple[tuple[int, int, int], ...]] | None
+"""As it travels: sizes, and (place of the plane among them, lo, hi); None for all."""
 
 Runs = tuple[tuple[int, int], ...]
 """Blocks by their numbers: (first, one beyond the last), ascending, none empty, none adjacent."""
@@ -138,12 +140,21 @@ class Extents:
             left = left - found[-1]
         return found
 
-    def checked(self) -> Extents:
-        """This set, as another process has sent it. Raises: InvariantViolation if it is none."""
-        check(
-            self in (WHOLE, Extents.part(self.of, self.runs)), f"expected a set of blocks of {self.of}, got {self.runs}"
-        )
-        return self
+    def encoded(self) -> Coded:
+        """For a message."""
+        if self.whole:
+            return None
+        places = {plane: k for k, (plane, _) in enumerate(self.of)}
+        return self.of, tuple((places[run.plane], run.lo, run.hi) for run in self.runs)
+
+    @staticmethod
+    def decoded(coded: Coded) -> Extents:
+        """Inverse of `encoded`. Raises: InvariantViolation for anything that it cannot have made."""
+        if coded is None:
+            return WHOLE
+        of, runs = coded
+        check(all(0 <= k < len(of) for k, _, _ in runs), f"expected runs of the planes {of}, got {runs}")
+        return Extents.part(of, (BlockRun(of[k][0], lo, hi) for k, lo, hi in runs))
 
     def __str__(self) -> str:
         return "all" if self.whole else ", ".join(f"{p} {lo}-{hi - 1}" for p, lo, hi in self.runs) or "nothing"

@@ -24,7 +24,7 @@ import msgspec
 import torch
 
 from everstep.base.errors import CheckpointCorrupt, EverstepError, InvariantViolation, ProtocolError
-from everstep.base.extents import Extents, union
+from everstep.base.extents import Coded, Extents, union
 from everstep.base.ports import Piece, Reduced
 from everstep.checkpoint.vault import Kept, StageState
 from everstep.exact.digest import bytes_of, digest_bytes
@@ -111,12 +111,12 @@ class OfferHead(OfferTold, frozen=True, kw_only=True):
     has them from another donor. there: blocks of these stages."""
 
     manifests: list[str]
-    there: dict[int, Extents]
+    there: dict[int, Coded]
 
     def place(self, stages: Iterable[int]) -> tuple[Key, dict[int, Extents]]:
         """A donor's position, and its blocks of these stages. Raises: ProtocolError if the head does not say them."""
         with _Sent("what a donor has"):
-            return self.position, {k: self.there[k].checked() for k in stages}
+            return self.position, {k: Extents.decoded(self.there[k]) for k in stages}
 
 
 class ReceivedOffer(OfferTold, frozen=True, kw_only=True):
@@ -346,7 +346,7 @@ def _head(offer: Offer, stages: Sequence[int], leads: bool) -> OfferHead:
     said = _told(offer) if leads else {**_told(offer), "untold": b""}
     told = {k: [(snapshot.manifest(), there) for snapshot, there in offer.held[k]] for k in stages if leads}
     manifests = [json.dumps(of[0][0] if len(of) == 1 else joint_manifest(of)) for of in told.values()]
-    there = {k: union(part for _, part in offer.held[k]) for k in stages}
+    there = {k: union(part for _, part in offer.held[k]).encoded() for k in stages}
     return OfferHead(**said, manifests=manifests, there=there)
 
 

@@ -16,7 +16,7 @@ import msgspec
 
 from everstep.base.cause import Cause
 from everstep.base.errors import InvariantViolation, ProtocolError, check
-from everstep.base.extents import Runs
+from everstep.base.extents import WHOLE, Extents, Runs
 from everstep.placement.tree import fold, total_sumsq
 from everstep.protocol.driver.nonfinite import APPLIED, FINITE, Nonfinite, NonfiniteRule, judged
 from everstep.protocol.driver.policy import COMPARE, END, Due
@@ -339,8 +339,8 @@ def decode_holding(data: bytes) -> Holding:
     """Inverse of `encode_holding`. Raises: ProtocolError if this is none."""
     held = _decoded(_holding, data)
     try:
-        for there in (*held.stages.values(), *held.snapshots.values(), *held.gradients.values()):
-            there.checked()
+        stated = [*held.stages.values(), *held.snapshots.values(), *held.gradients.values()]
+        check(all(there in (WHOLE, Extents.part(there.of, there.runs)) for there in stated), "blocks that are no set")
     except (InvariantViolation, ValueError) as error:
         raise ProtocolError(f"expected what another member holds: {str(error)[:200]!a}") from None
     return held
