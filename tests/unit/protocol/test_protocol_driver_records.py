@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import math
 import struct
-from dataclasses import replace
 from itertools import chain
 
 import msgspec
 import pytest
 from msgspec import structs
 
-from everstep.base.errors import InvariantViolation, ProtocolError
-from everstep.base.extents import NONE, BlockRun, Extents, Runs
+from everstep.base.errors import InvariantViolation
+from everstep.base.extents import Runs
 from everstep.protocol.driver.comparing import Comparing, Statements
 from everstep.protocol.driver.records import (
     SETTING_BYTES,
@@ -27,7 +26,7 @@ from everstep.protocol.driver.records import (
     encode,
     encode_holding,
 )
-from everstep.protocol.step_types import Doubt, Holding, Key, LaneSaid, Record
+from everstep.protocol.step_types import Holding, Key, Record
 
 
 def record(lanes: list[LaneReport], owned: Runs = (), norms: tuple[float, ...] = (), at: int = 0) -> Record:
@@ -103,28 +102,8 @@ def test_first_commit_counts() -> None:
 
 
 def test_holdings_survive_the_way() -> None:
-    part = Extents.part((("model", 4), ("momentum", 3)), [BlockRun("model", 1, 3), BlockRun("momentum", 0, 3)])
-    holding = Holding(Key(4, 1), {2: Record(7, b"abc"), 0: Record(0, b"")}, 5, "digest", {1: part}, sound=3)
-    holding = replace(holding, snapshots={(1, 3): part, (0, 3): NONE}, doubt=Doubt(3, 1, 0, {2: LaneSaid("a")}))
+    holding = Holding(Key(4, 1), {2: Record(7, b"abc"), 0: Record(0, b"")}, 5, "digest", sound=3)
     assert decode_holding(encode_holding(holding)) == holding
-
-
-@pytest.mark.parametrize(
-    "there",
-    [
-        Extents(False, (BlockRun("model", 0, 2), BlockRun("model", 1, 3)), (("model", 4),)),
-        Extents(False, (BlockRun("model", 0, 4),), (("model", 4),)),
-        Extents(False, (BlockRun("other", 0, 1),), (("model", 4),)),
-        Extents(False, (BlockRun("model", 3, 5),), (("model", 4),)),
-        Extents(True, (BlockRun("model", 0, 1),), (("model", 4),)),
-    ],
-    ids=["not merged", "a whole that is no whole", "of another plane", "beyond the end", "more than the whole"],
-)
-@pytest.mark.parametrize("name", ["stages", "snapshots", "gradients"])
-def test_a_holding_of_blocks_that_are_no_set_is_refused(name: str, there: Extents) -> None:
-    key = (0, 3) if name == "snapshots" else 0
-    with pytest.raises(ProtocolError, match="expected what another member holds"):
-        decode_holding(encode_holding(replace(Holding(Key(4, 1), {}, 0), **{name: {key: there}})))
 
 
 @pytest.mark.parametrize("there", ["aa", "bb"])

@@ -16,11 +16,11 @@ import msgspec
 
 from everstep.base.cause import Cause
 from everstep.base.errors import InvariantViolation, ProtocolError, check
-from everstep.base.extents import WHOLE, Extents, Runs
+from everstep.base.extents import Coded, Extents, Runs
 from everstep.placement.tree import fold, total_sumsq
 from everstep.protocol.driver.nonfinite import APPLIED, FINITE, Nonfinite, NonfiniteRule, judged
 from everstep.protocol.driver.policy import COMPARE, END, Due
-from everstep.protocol.step_types import Holding, LaneSaid, Record
+from everstep.protocol.step_types import Doubt, Holding, Key, LaneSaid, Record
 
 SETTINGS = (
     "modes",
@@ -307,7 +307,31 @@ def ends(records: Mapping[int, Record]) -> set[bool]:
     return {_decoded(_gather, record.payload).ends for record in records.values()}
 
 
-_holding = msgspec.msgpack.Decoder(Holding)
+class _Held(msgspec.Struct, frozen=True, array_like=True):
+    position: tuple[int, int]
+    gradient_step: int
+    digest: str
+    records: dict[int, Record]
+    stages: dict[int, Coded]
+    lacking: tuple[int, ...]
+    snapshots: dict[tuple[int, int], Coded]
+    disk: tuple[int, ...]
+    gradients: dict[int, Coded]
+    sound: int = -1
+    first: dict[int, str] = {}
+    built: dict[int, str] = {}
+    standing: tuple[bool, bool, Doubt | None] = (False, False, None)  # fresh, proven, doubt
+
+
+_held = msgspec.msgpack.Decoder(_Held)
+
+
+_ALIKE = (
+    *("gradient_step", "digest", "records", "lacking", "disk", "sound"),
+    *("first", "built"),
+)
+_BLOCKS = ("stages", "snapshots", "gradients")
+
 
 _T = TypeVar("_T")
 
@@ -332,15 +356,20 @@ def decode_records(data: bytes) -> dict[int, Record]:
 
 def encode_holding(holding: Holding) -> bytes:
     """A holding for the exchange in which members settle."""
-    return msgspec.msgpack.encode(holding)
+    alike = {name: getattr(holding, name) for name in _ALIKE}
+    alike |= {name: {k: there.encoded() for k, there in getattr(holding, name).items()} for name in _BLOCKS}
+    alike["standing"] = holding.fresh, holding.proven, holding.doubt if holding.doubt.step else None
+    return msgspec.msgpack.encode(_Held(position=holding.position, **alike))
 
 
 def decode_holding(data: bytes) -> Holding:
     """Inverse of `encode_holding`. Raises: ProtocolError if this is none."""
-    held = _decoded(_holding, data)
+    held = _decoded(_held, data)
     try:
-        stated = [*held.stages.values(), *held.snapshots.values(), *held.gradients.values()]
-        check(all(there in (WHOLE, Extents.part(there.of, there.runs)) for there in stated), "blocks that are no set")
+        blocks = {name: {k: Extents.decoded(c) for k, c in getattr(held, name).items()} for name in _BLOCKS}
     except (InvariantViolation, ValueError) as error:
         raise ProtocolError(f"expected what another member holds: {str(error)[:200]!a}") from None
-    return held
+    alike = {name: getattr(held, name) for name in _ALIKE} | blocks
+    alike["fresh"], alike["proven"], doubt = held.standing
+    alike["doubt"] = doubt or Doubt()
+    return Holding(position=Key(*held.position), **alike)
