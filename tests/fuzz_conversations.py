@@ -30,6 +30,7 @@ from everstep.exact.layout import BLOCK_ELEMENTS, Entry, GradientLayout, UnitRan
 from everstep.parallel.reduction import BlockFinisher
 from everstep.parallel.socket_mesh import _HEAD, BlockNote
 from everstep.parallel.streaming import BlockStream, Reach
+from everstep.placement.shards import Division
 from everstep.protocol.driver import records
 from everstep.protocol.step_types import Holding, Key, Record
 from everstep.runtime.link.peer import PeerConnection
@@ -272,7 +273,8 @@ def blocks(data: bytes) -> int:
     finisher = BlockFinisher(_LAYOUT, 8, lambda: None)
     out = torch.zeros(BLOCK_ELEMENTS)
     stream = BlockStream(
-        *(1, {1: ((0, 1),)}, _LAYOUT, 8, finisher, lambda _, n: torch.zeros(n), lambda _: out, Reach([1], [1]))
+        *(1, [1], Division.whole({1: ((0, 1),)}, 1), _LAYOUT, 8, finisher),
+        *(lambda _, n: torch.zeros(n), lambda _: out, Reach([1], [1])),
     )
     room = 0
     for at in range(0, len(data) - _HEAD.size + 1, _HEAD.size):

@@ -92,6 +92,7 @@ class Script:
     pulse 1.0 forward 12    it has stood still for 12 s in this phase
     drop NAME               a connection ends
     wait 2.5                seconds pass; agents go on with heartbeats
+    alive                   the agents see all workers alive while broken links are waited for
     command NAME k=v        somebody at the command line
     profiled 1.0 NAME [WHY] it has its trace, or says why not
     done 0.0 1 40           it wrote final/ after step 40
@@ -119,6 +120,9 @@ class Script:
         name, *words = line.split()
         getattr(self, f"do_{name}")(*words)
         return self.out
+
+    def do_alive(self) -> None:
+        self.world.no_death()
 
     def do_job(self, *words: str) -> None:
         config: dict[str, Any] = {}

@@ -87,6 +87,18 @@ class LoopMoves:
             self._tensors.give(moved)
 
 
+def _stood(tensors: StandingTensors | None, moves: LoopMoves) -> bool:
+    """Until now these had to stand still. Returns whether they had to. Raises: Uncarried if one did not."""
+    if tensors is None:
+        return False
+    try:
+        tensors.check()
+    except Uncarried:
+        moves.refuse()
+        raise
+    return tensors.release()
+
+
 class LoopState:
     """Loop state of one worker. moves: its changes of trained tensors after an update."""
 
@@ -151,27 +163,16 @@ class LoopState:
         """The loop has come to the batches of its round. Returns whether it turns out that it moves tensors: what was
         begun after the update may have some of before and some of after that. Raises: Uncarried for a change that
         cannot be put back."""
-        self._stand()
+        _stood(self._standing, self.moves)
         again, self._again = self._again, b""
         if again:
             unpack_state(self._stages.any.application, again)
         return self.moves.reach()
 
-    def _stand(self) -> bool:
-        """Until now tensors had to stand still. Returns whether they had to."""
-        if self._standing is None:
-            return False
-        try:
-            self._standing.check()
-        except Uncarried:
-            self.moves.refuse()
-            raise
-        return self._standing.release()
-
     @contextmanager
     def paused(self) -> Iterator[None]:
         """While inside, changes of tensors are not the loop's. Raises: as `reach`."""
-        stood = self._stand()
+        stood = _stood(self._standing, self.moves)
         yield
         if stood and self._standing is not None:
             self._standing.begin()

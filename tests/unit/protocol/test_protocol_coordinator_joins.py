@@ -615,7 +615,7 @@ def test_where_the_last_one_that_holds_the_state_is_gone_it_is_told():
     rejoined(world, 0, 1)
     world.entered(0, world.plan.generation, 1, 1)
     told = world.report("fallback")
-    assert told["steps_redone"] == 40 and "every worker that held the training state was gone" in told["reason"]
+    assert told["steps_redone"] == 40 and "all workers with the training state were lost" in told["reason"]
 
 
 def test_a_joiner_that_has_healed_is_taken_where_nobody_else_holds_the_state():
