@@ -78,7 +78,7 @@ def test_all_at_once_start_over(jobs: Jobs) -> None:
     chaos = "; ".join(f"kill:target=worker:{k},at=7,phase=reduce" for k in range(3))
     job = jobs.run("Text", chaos=chaos, numerics=STEPS)
     fallback = job.of_kind("fallback")
-    assert len(fallback) == 1 and "every worker that held the training state was gone" in fallback[0]["reason"]
+    assert len(fallback) == 1 and "all workers with the training state were lost" in fallback[0]["reason"]
     assert fallback[0]["step"] == 0 and fallback[0]["steps_redone"] == 6
 
 

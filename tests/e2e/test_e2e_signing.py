@@ -81,7 +81,7 @@ def test_weights_are_taken_from_what_was_signed_and_nothing_else(tmp_path: Path)
         assert len(made) == (2 if ok else 0)
     assert not list(tmp_path.glob(".everstep-signed-*")), "nothing is left behind"
     plain = everstep("eval", "mlp-digits", "--from", "run", cwd=tmp_path)
-    assert "which nobody signs" in plain.stdout.splitlines()[0]
+    assert "has no signature" in plain.stdout.splitlines()[0]
 
 
 def _signer(folder: Path) -> str:

@@ -246,7 +246,7 @@ class Simulation:
         if self.setup.differs is not None and "initial state" in self.control.fate.failed:
             return ""  # its state was the first one, so all others were refused
         unlike = isinstance(self.setup.differs, WorkerKey) or self.checks.taint.flipped
-        if unlike and " in lane " in self.control.fate.failed:
+        if unlike and " for lane " in self.control.fate.failed:
             self.world.seen[UNLIKE] += 1
             return ""  # nobody knows who is wrong, or too few are left
         odd = self.checks.taint.flipped or self.setup.differs is not None
