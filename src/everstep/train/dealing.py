@@ -5,7 +5,6 @@ that."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from torch import nn
 
@@ -25,10 +24,6 @@ class Dealing:
         self._view, self._say = view, say
         self._plan: tuple[int, Plan] | None = None  # the step that was reduced last, and in which plan
         self._found: dict[int, tuple[tuple[int, int], Dealt]] = {}  # by stage: of generation and step
-
-    def handlers(self) -> dict[type, Callable[[Any], Any]]:
-        """Handlers of the driver's operations."""
-        return {do.Spread: self.spread}
 
     def _mine(self, plan: Plan) -> list[int]:
         """Own stages that are divided."""

@@ -70,6 +70,11 @@ class LoopMoves:
         if self._tensors is not None:
             self._tensors.updated()
 
+    def loaded(self) -> None:
+        """Blocks have come from others, at the step where this worker is."""
+        if not self.told:
+            self.updated()
+
     def midway(self) -> str:
         """Name of a tensor that the loop has changed since the update; a worker that goes on from here would do so
         again. "" if there is none, or the change was refused."""

@@ -107,7 +107,7 @@ class Session:
             return finisher.write(operation)
 
         executor.install({do.Finish: finish})
-        for part in (membership, lanes, updates, dealing, transfers, saver, last, keeper):
+        for part in (membership, lanes, updates, transfers, saver, last, keeper):
             executor.install(part.handlers())
         executor.install({do.Reduce: membership.telling_imports(updates.reduce)})
         self.view, self.executor, self.membership, self.profiling = view, executor, membership, profiling

@@ -137,6 +137,7 @@ class Transfers:
         with _loop_goes_on(view, position):
             for offer in received:
                 self._load(offer)
+        self._loop.moves.loaded()
         if not received:
             return do.Copied()
         if position != view.driver.machine.position:
@@ -218,6 +219,7 @@ class Transfers:
                 self._loop.went_back(number)
             if restored is not None:
                 self._take_loop(restored)
+        self._loop.moves.loaded()
         if restored is not None and outcome is not None:  # they may have died before they could tell of it
             self._view.publisher.hold(outcome, operation.generation, self._updates.strange(outcome))
         self._updates.arrive(outcome, number)

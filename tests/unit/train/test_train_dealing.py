@@ -18,7 +18,6 @@ from everstep.base.ports import Portion
 from everstep.exact.image import plane_sizes
 from everstep.exact.pieces import PieceUpdate
 from everstep.placement.shards import share
-from everstep.protocol.driver import operations as do
 from everstep.protocol.step_types import Holds, Takes
 from everstep.train.dealing import Dealing
 
@@ -73,7 +72,7 @@ def spread(dealers: list[Dealer], number: int, plan: Plan) -> list[dict[int, Ext
     """All exchange at once, as each waits for the others."""
     operation = SimpleNamespace(plan=plan, step=number)
     with ThreadPoolExecutor(len(dealers)) as threads:
-        return list(threads.map(lambda dealer: dealer.dealing.handlers()[do.Spread](operation), dealers))
+        return list(threads.map(lambda dealer: dealer.dealing.spread(operation), dealers))
 
 
 @pytest.mark.parametrize(("members", "copies"), [(2, 1), (3, 2)])
