@@ -27,14 +27,14 @@ def plan_of(members: int, copies: int) -> Plan:
 class DividedMember:
     """A member with its copy of the model, large enough for several blocks of each unit."""
 
-    def __init__(self, make: Any = AdamW) -> None:
+    def __init__(self, make: Any = AdamW, divides: str = "elements") -> None:
         seed_all(3)
         self.model = nn.Sequential(nn.Linear(500, 400), nn.BatchNorm1d(400), nn.Conv2d(3, 64, 5), nn.Linear(300, 700))
         self.model[2].to(memory_format=torch.channels_last)
         self.model[3].bias.requires_grad_(False)
         align_parameters(self.model)
         self.optimizer = make([p for p in self.model.parameters() if p.requires_grad])
-        self.state = ModelState(self.model, self.optimizer, units=list(self.model), divided=True)
+        self.state = ModelState(self.model, self.optimizer, units=list(self.model), divides=divides)
 
     def gradients(self, step: int) -> None:
         generator = torch.Generator().manual_seed(step)

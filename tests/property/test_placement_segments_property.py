@@ -15,7 +15,6 @@ from everstep.placement.shards import (
     SegmentBlocks,
     divided_planes,
     lost_stages,
-    segment_blocks,
     segment_holders,
     segment_shards,
     share,
@@ -41,15 +40,15 @@ def state(n: int, narrow: int = 0):
 @given(st.integers(0, 1500), st.integers(0, SEGMENTS), st.integers(0, SEGMENTS))
 def test_segments_cut_a_plane_without_a_gap(n, some, more):
     lo, hi = sorted((some, more))
-    parts = [segment_blocks(((a, b),), n) for a, b in ((0, lo), (lo, hi), (hi, SEGMENTS)) if a < b]
+    where = SegmentBlocks(n)
+    parts = [where.blocks(((a, b),)) for a, b in ((0, lo), (lo, hi), (hi, SEGMENTS)) if a < b]
     blocks = [block for runs in parts for run in runs for block in range(*run)]
     assert blocks == list(range(n))
-    where = SegmentBlocks(n)
     for block in blocks[:: max(1, n // 40)]:
         segment = where.segment(block)
-        (run,) = segment_blocks(((segment, segment + 1),), n)
+        (run,) = where.blocks(((segment, segment + 1),))
         assert run[0] <= block < run[1]
-    sizes = [sum(hi - lo for lo, hi in segment_blocks(((k, k + 1),), n)) for k in range(SEGMENTS)]
+    sizes = [sum(hi - lo for lo, hi in where.blocks(((k, k + 1),))) for k in range(SEGMENTS)]
     assert max(sizes) - min(sizes) <= 1
 
 

@@ -1,15 +1,14 @@
 """A state whose optimizer's part is dealt out: what each member of a pool updates, holds, and gives to the others.
 
-The plan deals out segments (`placement.shards`); here they become ranges of parameters. A *dealt* parameter is
-contiguous, float32 and longer than one element, and the optimizer keeps a tensor like it, or is about to make one. Its
-blocks on the grid of the gradient, and those of its optimizer's state, belong to the same segments. All members update
-all other parameters.
+The plan deals out segments (`placement.shards`); here they become ranges of parameters, or whole parameters. A *dealt*
+parameter is one whose optimizer's state is divided (`exact.divisible`), or is about to be made. Its blocks on the
+state's grid, and those of its optimizer's state, belong to the same segments. All members update all other parameters.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,12 +18,13 @@ from torch import Tensor, nn
 
 from everstep.base.extents import BlockRun, Extents, Runs
 from everstep.base.plan import Plan
-from everstep.exact.image import MODEL, Plane, plane_sizes
+from everstep.exact.divisible import block_range, kept_like
+from everstep.exact.image import MODEL, Outline
 from everstep.exact.layout import BLOCK_ELEMENTS
 from everstep.exact.pieces import Ranges
-from everstep.exact.state import ModelState, divisible
+from everstep.exact.state import ModelState
 from everstep.exact.state_memory import give_back
-from everstep.placement.shards import SegmentBlocks, divided_planes, runs_of_numbers, segment_blocks, segment_holders
+from everstep.placement.shards import SegmentBlocks, divided_planes, ends_of, runs_of_numbers, segment_holders
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,7 @@ class _Placed:
     @property
     def blocks(self) -> range:
         """Element blocks that hold a part of it."""
-        last = self.start + self.parameter.numel() - 1
-        return range(self.start // BLOCK_ELEMENTS, last // BLOCK_ELEMENTS + 1)
+        return block_range(self.parameter, self.start)
 
     def within(self, runs: Runs) -> list[tuple[int, int]]:
         """Ranges of its elements in these runs of element blocks."""
@@ -58,16 +57,17 @@ class Dealt:
         """Made between the reduction of a step's gradient and its update, while no gradient lies in `.grad`, or while
         those of the update do."""
         self._state, self._plan, self._stage, self._me = state, plan, stage, me
-        self._placed = list(_dealt(state))
+        self._placed = [_Placed(parameter, spot.offset) for parameter, spot in state.divided()]
         self._blocks = sorted({block for one in self._placed for block in one.blocks})
         self._of_all = segment_holders(plan, stage)
-        self._numbers = SegmentBlocks(len(self._blocks))
+        ends = ends_of((one.blocks.start, one.blocks.stop) for one in self._placed) if state.divides_whole else ()
+        self._numbers = SegmentBlocks(len(self._blocks), ends)
 
     def _held(self, worker_id: int) -> Runs:
         """Runs of element blocks of which a member has the optimizer's state."""
         segments = self._plan.shard(worker_id, self._stage).segments
         n = len(self._blocks)
-        numbers = ((0, n),) if segments is None else segment_blocks(segments, n)
+        numbers = ((0, n),) if segments is None else self._numbers.blocks(segments)
         return runs_of_numbers([self._blocks[k] for lo, hi in numbers for k in range(lo, hi)])
 
     def updates(self) -> Ranges:
@@ -78,13 +78,23 @@ class Dealt:
             found |= {parameter: [(0, parameter.numel())] for parameter in group["params"]}
         return found | {one.parameter: one.within(mine) for one in self._placed}
 
+    def strange(self) -> tuple[int, ...] | None:
+        """Shape of a parameter that was updated here, at least in part, and whose state is another than that of others
+        or cannot be divided; None if there is none. To be asked for after the update."""
+        optimizer, mine = self._state.optimizer, self._held(self._me)
+        updated = [one.parameter for one in self._placed if optimizer is not None and one.within(mine)]
+        kept = [kept_like(optimizer, p) for p in updated] if optimizer is not None else []
+        return next(
+            (tuple(p.shape) for p, keys in zip(updated, kept, strict=True) if keys is None or keys != kept[0]), None
+        )
+
     def made(self) -> Extents:
         """Blocks of the state that this worker has once it has updated its part; of no state with other planes."""
         return self._extents(self._held(self._me), with_others=False)
 
     def _extents(self, mine: Runs, *, with_others: bool) -> Extents:
-        planes = self._state.planes
-        of = plane_sizes(planes)
+        shape = self._state.shape
+        planes, of = shape.planes, shape.sizes
         others = set(self._blocks) - {block for lo, hi in mine for block in range(lo, hi)}
         apart = {*divided_planes(of), *(() if with_others else (MODEL,))}
         runs = []
@@ -103,7 +113,7 @@ class Dealt:
         segments = {block: self._numbers.segment(k) for k, block in enumerate(self._blocks)}
         made: dict[int, Any] = {}
         image = self._state.image()
-        apart = divided_planes(plane_sizes(image.outline.planes))
+        apart = divided_planes(image.outline.sizes)
         for plane in image.outline.planes:
             for number, block in plane.grid().items() if plane.name in apart else ():
                 if block in mine:
@@ -141,19 +151,6 @@ class Dealt:
             ]
 
 
-def _dealt(state: ModelState) -> Iterator[_Placed]:
-    optimizer = state.optimizer
-    if optimizer is None:
-        return
-    first = not optimizer.state
-    for _, parameter, spot in state.placed():
-        if divisible(parameter):
-            kept = {} if first else optimizer.state.get(parameter, {})
-            like = (v for v in kept.values() if isinstance(v, Tensor) and v.shape == parameter.shape)
-            if any(v.dtype is torch.float32 for v in like) or (first and parameter.grad is not None):
-                yield _Placed(parameter, spot.offset)
-
-
 def _overlapping(runs: Runs, blocks: range) -> Runs:
     """Those of ascending runs that may hold some of these blocks."""
     first = max(bisect_right(runs, (blocks.start, 1 << 62)) - 1, 0)
@@ -161,7 +158,7 @@ def _overlapping(runs: Runs, blocks: range) -> Runs:
     return runs[first:last]
 
 
-def digested_planes(planes: Sequence[Plane]) -> frozenset[str]:
+def digested_planes(shape: Outline) -> frozenset[str]:
     """Names of the planes that all members have: of these they compare digests."""
-    apart = divided_planes(plane_sizes(planes))
-    return frozenset(plane.name for plane in planes if plane.name not in apart)
+    apart = divided_planes(shape.sizes)
+    return frozenset(plane.name for plane in shape.planes if plane.name not in apart)

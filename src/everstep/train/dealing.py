@@ -36,10 +36,13 @@ class Dealing:
 
     def _dealt(self, plan: Plan, number: int, stage: int) -> Dealt | None:
         """A stage as it is divided in an update; None if all members update all of it. All say the same: the first step
-        makes state, of which the gradients tell; what has none then is updated by all from there on."""
-        state = self._view.stages[stage].state
+        makes state, of which the gradients tell, unless the optimizer keeps different things for different parameters;
+        what has none then is updated by all from there on."""
+        replica = self._view.stages[stage]
+        state, kind = replica.state, replica.update.kind
         known = state.optimizer is not None and bool(state.optimizer.state)
-        return Dealt(state, plan, stage, self._view.me) if known or number == 1 else None
+        first = number == 1 and kind is not None and kind.uniform
+        return Dealt(state, plan, stage, self._view.me) if known or first else None
 
     def reduced(self, plan: Plan, number: int) -> None:
         """The gradient of a step is there. Of the first one nobody can say yet what it takes forward."""

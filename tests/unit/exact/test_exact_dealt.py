@@ -9,7 +9,6 @@ from torch.optim import SGD
 from divided_members import DividedMember, plan_of
 from everstep.base.extents import Extents, union
 from everstep.exact.dealt import Dealt, digested_planes
-from everstep.exact.image import plane_sizes
 from everstep.exact.state_memory import give_back
 from everstep.placement.shards import share
 
@@ -27,7 +26,7 @@ def exchange(dealt: list[Dealt]) -> None:
 
 def blocks_of(worker: DividedMember, there: Extents) -> dict[int, bytes]:
     image = worker.state.image()
-    of = plane_sizes(image.outline.planes)
+    of = image.outline.sizes
     return {n: bytes(image.read_block(n)) for lo, hi in there.spans(of) for n in range(lo, hi)}
 
 
@@ -38,7 +37,7 @@ def test_together_they_do_what_one_does_and_each_has_what_it_says(members: int, 
         alone.whole(step)
         dealt = [worker.part(step, plan, me) for me, worker in enumerate(workers)]
         right = blocks_of(alone, Extents(whole=True))
-        of = plane_sizes(alone.state.planes)
+        of = alone.state.shape.sizes
         for me, (worker, one) in enumerate(zip(workers, dealt, strict=True)):
             assert all(right[n] == data for n, data in blocks_of(worker, one.made()).items())
             assert one.spread() == share(plan.shard(me, 0), of) or step == 0
@@ -50,7 +49,7 @@ def test_together_they_do_what_one_does_and_each_has_what_it_says(members: int, 
             assert all(right[n] == data for n, data in there.items())
             one.release()
             assert blocks_of(worker, one.spread()) == there
-    digests = [worker.state.part_digests(3, digested_planes(worker.state.planes)) for worker in (alone, *workers)]
+    digests = [worker.state.part_digests(3, digested_planes(worker.state.shape)) for worker in (alone, *workers)]
     assert len({digest for digest, _ in digests}) == 1
 
 

@@ -15,12 +15,12 @@ from divided_members import DividedMember, plan_of
 from everstep.base.extents import Extents, union
 from everstep.base.plan import Plan
 from everstep.base.ports import Hop
-from everstep.exact.image import plane_sizes
 from everstep.exact.pieces import PieceUpdate
 from everstep.placement.shards import share
 from everstep.protocol.driver import operations as do
 from everstep.protocol.step_types import Holds, Takes
 from everstep.train.dealing import Dealing
+from everstep.train.optimizer_kind import OptimizerKind
 
 Mail = defaultdict[tuple[int, int, Hop], SimpleQueue[Any]]
 
@@ -31,7 +31,7 @@ class Dealer:
     def __init__(self, me: int, mail: Mail) -> None:
         self.me, self.mail, self.member = me, mail, DividedMember()
         self.said: list[Any] = []
-        self.update = SimpleNamespace(dealt=None)
+        self.update = SimpleNamespace(dealt=None, kind=OptimizerKind("elements"))
         self.machine = SimpleNamespace(held={})
         replica = SimpleNamespace(state=self.member.state, update=self.update)
         channel = SimpleNamespace(send=self._send, recv=self._receive)
@@ -83,7 +83,7 @@ def test_members_say_what_they_take_and_have_and_end_with_the_parameters_of_one(
         for dealer in dealers:
             dealer.step(number, plan)
             dealer.machine.held = dealer.told(Holds).blocks
-        of = plane_sizes(alone.state.planes)
+        of = alone.state.shape.sizes
         takes, has = [d.told(Takes).blocks[0] for d in dealers], [d.told(Holds).blocks[0] for d in dealers]
         assert all(d.told(Takes).step == d.told(Holds).step == number for d in dealers)
         if number == 1:  # nobody can say yet what planes there will be
@@ -130,4 +130,4 @@ def test_an_update_that_was_left_out_leaves_what_the_plan_gives() -> None:
     dealer.update.dealt = None
     dealer.dealing.reduced(plan, 2)
     dealer.dealing.updated(2)
-    assert dealer.told(Holds).blocks == {0: share(plan.shard(0, 0), plane_sizes(dealer.member.state.planes))}
+    assert dealer.told(Holds).blocks == {0: share(plan.shard(0, 0), dealer.member.state.shape.sizes)}

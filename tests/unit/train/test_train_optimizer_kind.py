@@ -124,7 +124,7 @@ def test_an_update_that_changes_a_group_is_made_at_once() -> None:
         group["calls"] = group.get("calls", 0) + 1
         lion(optimizer, group)
 
-    assert kind_of(Own(parameters(), paced), 3)[::2] == ("elements", True)
+    assert kind_of(Own(parameters(), paced), 3)[:3] == ("elements", "", True)
     assert not kind_of(Own(parameters(), lion), 3).at_once
 
 
