@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
 from everstep.base.errors import CheckpointCorrupt, ConfigError
+from everstep.base.plan import Divides
 from everstep.exact.attributes import assign
 from everstep.exact.digest import bytes_of, named_digest
 from everstep.exact.divisible import block_range, divided_parameters, divisible, whole_spots
@@ -77,7 +78,7 @@ class ModelState:
         share: Share | None = None,
         settings: Settings | None = None,
         memory: StateMemory | None = None,
-        divides: str = "",
+        divides: Divides | None = None,
     ) -> None:
         """extras: name -> object with state_dict() and load_state_dict(). units: as for `GradientLayout.build`, whose
         grid the planes of the state lie on; without them all is `rest`. Parameters that require a gradient when this is
@@ -86,7 +87,7 @@ class ModelState:
         share: given if the model is one stage of a larger one. settings: of the model; carried, too. memory: for the
         optimizer's state, and for snapshots. divides: members divide the optimizer's state, of which only what they
         divide has a place on the grid: `elements` of parameters; `matrices`, whole parameters, which lie on a grid of
-        their own, where none crosses the border of a block unless it begins at one; or `nothing`. "": they do not.
+        their own, where none crosses the border of a block unless it begins at one; or `nothing`. None: they do not.
 
         Raises: ConfigError for an optimizer that needs closures, or that holds a foreign parameter or a tied one twice;
         and for units as the layout does.
@@ -98,7 +99,7 @@ class ModelState:
         self._share = share
         self.settings = settings or Settings(model, optimizer)
         self.memory = memory or StateMemory()
-        self._divides = divides
+        self.divides = divides
         self._foreign = dict(share.foreign) if share is not None else {}
         self.outline = Outline()
         """Outline of the state that `live_tensors` described last."""
@@ -127,14 +128,14 @@ class ModelState:
     @property
     def divides_whole(self) -> bool:
         """Whether members divide the optimizer's state by whole parameters."""
-        return self._divides == "matrices"
+        return self.divides == "matrices"
 
     def divided(self) -> list[tuple[nn.Parameter, Spot]]:
         """Parameters whose optimizer's state members divide, in the order of the grid. Before there is a state: those
         that have a gradient."""
         placed = {id(p): (p, spot) for _, p, spot in self.placed()}
         parameters = [p for p, _ in placed.values()]
-        if self.optimizer is None or self._divides not in ("elements", "matrices"):
+        if self.optimizer is None or self.divides not in ("elements", "matrices"):
             parameters = []
         elif self.optimizer.state:
             parameters = divided_parameters(self.optimizer, parameters)
@@ -248,7 +249,7 @@ class ModelState:
             label = FOREIGN if name in self._foreign else unit_of.get(name, OUTSIDE)
             spot, prefix = self._spots.get(name), f"{_OPTIMIZER}{name}/"
             arrangement.add(_MODEL + name, parameter.detach(), label, MODEL, spot)
-            on_grid = spot if not self._divides or id(parameter) in own else None
+            on_grid = spot if not self.divides or id(parameter) in own else None
             for full, tensor in mine.get(name, {}).items():
                 arrangement.add(full, tensor, label, _OPTIMIZER + full.removeprefix(prefix), on_grid)
         buffers = self._unique_buffers()

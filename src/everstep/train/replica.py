@@ -85,7 +85,7 @@ class StageReplica:
         self.update = OptimizerUpdate(parts.optimizer, memory, config.verify_every, kind)
         everything = (parts.model, parts.optimizer, parts.scheduler, extras, parts.units, spec.share, settings, memory)
         self.state = ModelState(
-            *everything, divides="" if kind is None else kind.divides if kind.follows else "nothing"
+            *everything, divides=None if kind is None else kind.divides if kind.follows else "nothing"
         )
         self.application = ModelState(nn.Module(), extras=parts.extras, settings=settings)
 

@@ -109,7 +109,7 @@ class Session:
         executor.install({do.Finish: finish})
         for part in (membership, lanes, updates, dealing, transfers, saver, last, keeper):
             executor.install(part.handlers())
-        executor.install({do.Reduce: membership.telling_imports(updates.reduce)})
+        executor.install({do.Reduce: membership.telling_news(updates.reduce)})
         self.view, self.executor, self.membership, self.profiling = view, executor, membership, profiling
         self.lanes, self.updates, self.transfers = lanes, updates, transfers
         self.saver, self.loop, self._keeper = saver, loop, keeper

@@ -94,6 +94,13 @@ def imported(job: JobState, worker: Worker, message: m.Imported) -> None:
         refuse(job, worker, unlike)
 
 
+def divided(job: JobState, worker: Worker, message: m.Divided) -> None:
+    """A worker says how the optimizer's state can be divided."""
+    unlike = job.membership.likeness.divides(message.stages, worker.host)
+    if unlike is not None:
+        refuse(job, worker, unlike)
+
+
 def refuse(job: JobState, worker: Worker, why: Why, *, alone: bool = False) -> None:
     """This worker computes with or runs something else than the job, and so would its next life: its host is sent away,
     or, if others there are as they should be (code was edited while they ran, say), this slot alone is given up. If
