@@ -84,7 +84,13 @@ for step in run:
 """
 ZERO = {"zero.stage": 1, "checkpoint.disk.every_steps": 3, "verify_every": 4}
 PACED = {"LANE_S": "0.03"}
-DIVIDED = ["Lion", "Lamb", "Mixed", "torch.optim.Muon", "torch.optim.Adafactor"]
+DIVIDED = {
+    "Lion": "elements",
+    "Lamb": "matrices",
+    "Mixed": "matrices",
+    "torch.optim.Muon": "matrices",
+    "torch.optim.Adafactor": "nothing",
+}
 
 
 def script(folder: Path, optimizer: str, frozen: str = "") -> str:
@@ -97,8 +103,12 @@ def ended_alike(job: Job, reference: Path) -> None:
     same(reference, job)
 
 
-@pytest.mark.parametrize("optimizer", DIVIDED)
-@pytest.mark.parametrize("copies", [1, 2])
+def remembered(job: Job) -> dict[str, str]:
+    """How the state of each stage's optimizer is divided."""
+    return dict(json.loads((job.run_dir / "job.json").read_text())["divides"])
+
+
+@pytest.mark.parametrize(("optimizer", "copies"), [*((name, 1) for name in DIVIDED), ("Lamb", 2)])
 def test_the_bits_are_those_of_one_worker_through_kills(
     jobs: Jobs, tmp_path: Path, optimizer: str, copies: int
 ) -> None:
@@ -109,6 +119,7 @@ def test_the_bits_are_those_of_one_worker_through_kills(
     job = jobs.start(text, workers=3, settings={**ZERO, "zero.copies": copies}, chaos=chaos, environment=PACED)
     ended_alike(job, alone.run_dir)
     assert len(job.of_kind("fault_injected")) == 2, job.account()
+    assert remembered(job) == {"0": DIVIDED[optimizer]}
 
 
 @pytest.mark.parametrize(("first", "then"), [((1, 3), (0, 2)), ((0, 2), (1, 3)), ((1, 2), (1, 3))])
@@ -125,6 +136,7 @@ def test_whole_parameters_are_resumed_otherwise_divided_or_not_at_all(
     settings = {"zero.stage": then[0], "zero.copies": 1}
     again = jobs.start(text, workers=then[1], settings=settings, run_dir=job.run_dir)
     ended_alike(again, alone.run_dir)
+    assert remembered(again) == {"0": "matrices"}
 
 
 @pytest.mark.parametrize("optimizer", ["Global", "Noisy"])
@@ -134,3 +146,11 @@ def test_an_optimizer_that_cannot_be_divided_is_refused_by_name(jobs: Jobs, tmp_
     (failed,) = job.of_kind("job_failed")
     assert failed["cause"] == "config" and "zero.stage=1 divides the state" in failed["reason"]
     assert optimizer in failed["reason"] and "zero.stage=0" in failed["reason"], json.dumps(failed)
+
+
+@pytest.mark.parametrize(("task", "divides"), [("Text", "elements"), ("MuonText", "matrices")])
+def test_stages_divide_what_no_other_stage_holds(jobs: Jobs, task: str, divides: str) -> None:
+    """The first and the last unit of `Text` share a matrix."""
+    settings = {**ZERO, "stages": 2, "zero.copies": 1, "verify_every": 2}
+    job = jobs.run(task, workers=4, settings=settings, chaos="kill:target=worker:3,at=6,phase=update")
+    assert remembered(job) == {"0": divides, "1": divides}

@@ -38,12 +38,12 @@ def kept_like(optimizer: Optimizer, parameter: Tensor) -> frozenset[str] | None:
 
 
 def divided_parameters(optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-    """Those of these parameters whose state is divided: the optimizer keeps the same for each of them, since what is
-    kept for other parameters as well would have other blocks. Of several kinds the one that takes most memory."""
+    """Those of these divisible parameters whose state is divided: the optimizer keeps the same for each of them, since
+    what is kept for other parameters as well would have other blocks. Of several kinds the one that takes most
+    memory."""
     kinds: dict[frozenset[str], list[nn.Parameter]] = {}
     for parameter in parameters:
-        keys = kept_like(optimizer, parameter) if divisible(parameter) else None
-        if keys:
+        if keys := kept_like(optimizer, parameter):
             kinds.setdefault(keys, []).append(parameter)
     sizes = {keys: len(keys) * sum(p.numel() for p in found) for keys, found in kinds.items()}
     return kinds[max(sizes, key=lambda keys: (sizes[keys], sorted(keys)))] if sizes else []

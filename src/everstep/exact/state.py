@@ -53,13 +53,15 @@ class Share:
 
     units: numbers of its units in the whole model, in order. n_units: of the whole model. foreign: tied parameters
     whose first place of use is in another stage, by their first names. positions: for each optimizer group, the place
-    of each of its parameters in the group of the whole optimizer.
+    of each of its parameters in the group of the whole optimizer. tied: ids of trained parameters that other stages
+    hold, too; the optimizer's state of these is not divided.
     """
 
     units: tuple[int, ...]
     n_units: int
     foreign: Mapping[str, nn.Parameter]
     positions: tuple[tuple[int, ...], ...]
+    tied: frozenset[int] = frozenset()
 
 
 class ModelState:
@@ -133,14 +135,17 @@ class ModelState:
     def divided(self) -> list[tuple[nn.Parameter, Spot]]:
         """Parameters whose optimizer's state members divide, in the order of the grid. Before there is a state: those
         that have a gradient."""
-        placed = {id(p): (p, spot) for _, p, spot in self.placed()}
+        optimizer = self.optimizer
+        if optimizer is None or self.divides not in ("elements", "matrices"):
+            return []
+        tied = self._share.tied if self._share is not None else frozenset()
+        updated = {id(p) for group in optimizer.param_groups for p in group["params"]} - tied
+        placed = {id(p): (p, spot) for _, p, spot in self.placed() if id(p) in updated and divisible(p)}
         parameters = [p for p, _ in placed.values()]
-        if self.optimizer is None or self.divides not in ("elements", "matrices"):
-            parameters = []
-        elif self.optimizer.state:
-            parameters = divided_parameters(self.optimizer, parameters)
+        if optimizer.state:
+            parameters = divided_parameters(optimizer, parameters)
         else:
-            parameters = [p for p in parameters if divisible(p) and p.grad is not None]
+            parameters = [p for p in parameters if p.grad is not None]
         return sorted((placed[id(p)] for p in parameters), key=lambda one: one[1].offset)
 
     @property

@@ -97,7 +97,7 @@ class OptimizerUpdate:
         before, memory = self.kind, self._memory
         if not self._looks and not (self._every and step % self._every == 0):
             return
-        found = kind_of(self._optimizer, seed)
+        found = kind_of(self._optimizer, seed, dealt=self.dealt is not None)
         if found.why == NO_GRADIENT:
             self.kind = before or found
             return
