@@ -24,17 +24,25 @@ def plan_of(members: int, copies: int) -> Plan:
     return Plan(1, "", people, tuple(Seat(i, 0, "active", ()) for i in who), 8, shards=shards)
 
 
+def exchange(dealt: list[Dealt]) -> None:
+    """All that members give each other."""
+    for of_all in zip(*(one.portions() for one in dealt), strict=True):
+        assert len({(one.source, one.takers, one.data.shape) for one in of_all}) == 1
+        for taker in of_all[0].takers:
+            of_all[taker].data.copy_(of_all[of_all[0].source].data)
+
+
 class DividedMember:
     """A member with its copy of the model, large enough for several blocks of each unit."""
 
-    def __init__(self, make: Any = AdamW) -> None:
+    def __init__(self, make: Any = AdamW, divides: str = "elements") -> None:
         seed_all(3)
         self.model = nn.Sequential(nn.Linear(500, 400), nn.BatchNorm1d(400), nn.Conv2d(3, 64, 5), nn.Linear(300, 700))
         self.model[2].to(memory_format=torch.channels_last)
         self.model[3].bias.requires_grad_(False)
         align_parameters(self.model)
         self.optimizer = make([p for p in self.model.parameters() if p.requires_grad])
-        self.state = ModelState(self.model, self.optimizer, units=list(self.model), divided=True)
+        self.state = ModelState(self.model, self.optimizer, units=list(self.model), divides=divides)
 
     def gradients(self, step: int) -> None:
         generator = torch.Generator().manual_seed(step)

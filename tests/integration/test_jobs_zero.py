@@ -3,7 +3,6 @@ and resumes that divide it otherwise or not at all."""
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 from pathlib import Path
@@ -151,20 +150,6 @@ def test_stages_divide_the_state_of_each_pool(jobs: Jobs) -> None:
     settings = {"stages": 2, **ZERO, "zero.copies": 1, "checkpoint.disk.every_steps": 4}
     chaos = "kill:target=worker:3,at=6,phase=update"
     jobs.run("Pictures", workers=4, settings=settings, chaos=chaos)
-
-
-@pytest.mark.parametrize("optimizer", ["Adafactor(groups(), lr=0.01)", "SGD(groups(), lr=0.01, momentum=0.9)"])
-def test_an_optimizer_that_cannot_be_divided_is_refused_by_name(jobs: Jobs, tmp_path: Path, optimizer: str) -> None:
-    (tmp_path / "train.py").write_text(SCRIPT.replace("{optimizer}", optimizer))
-    job = jobs.start(str(tmp_path / "train.py"), workers=2, settings=ZERO | {"zero.copies": 1})
-    code = job.end()
-    if "SGD" in optimizer:
-        assert code == 0, job.account()
-        return
-    assert code == 2, job.account()
-    (failed,) = job.of_kind("job_failed")
-    assert failed["cause"] == "config" and "zero.stage=1 divides the state" in failed["reason"]
-    assert "Adafactor" in failed["reason"] and "zero.stage=0" in failed["reason"], json.dumps(failed)
 
 
 def test_more_copies_than_workers_are_all_of_it_and_said(jobs: Jobs, script: str, reference: Path) -> None:

@@ -9,13 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from everstep.base.errors import InvariantViolation
-from everstep.base.extents import WHOLE, BlockRun, Extents, union
+from everstep.base.extents import WHOLE, BlockRun, Extents, ends_in, union, with_ends
 from everstep.base.plan import SEGMENTS, Member, Plan, Seat, Shard
 from everstep.placement.shards import (
     SegmentBlocks,
     divided_planes,
+    ends_of,
     lost_stages,
-    segment_blocks,
     segment_holders,
     segment_shards,
     share,
@@ -41,15 +41,15 @@ def state(n: int, narrow: int = 0):
 @given(st.integers(0, 1500), st.integers(0, SEGMENTS), st.integers(0, SEGMENTS))
 def test_segments_cut_a_plane_without_a_gap(n, some, more):
     lo, hi = sorted((some, more))
-    parts = [segment_blocks(((a, b),), n) for a, b in ((0, lo), (lo, hi), (hi, SEGMENTS)) if a < b]
+    where = SegmentBlocks(n)
+    parts = [where.blocks(((a, b),)) for a, b in ((0, lo), (lo, hi), (hi, SEGMENTS)) if a < b]
     blocks = [block for runs in parts for run in runs for block in range(*run)]
     assert blocks == list(range(n))
-    where = SegmentBlocks(n)
     for block in blocks[:: max(1, n // 40)]:
         segment = where.segment(block)
-        (run,) = segment_blocks(((segment, segment + 1),), n)
+        (run,) = where.blocks(((segment, segment + 1),))
         assert run[0] <= block < run[1]
-    sizes = [sum(hi - lo for lo, hi in segment_blocks(((k, k + 1),), n)) for k in range(SEGMENTS)]
+    sizes = [sum(hi - lo for lo, hi in where.blocks(((k, k + 1),))) for k in range(SEGMENTS)]
     assert max(sizes) - min(sizes) <= 1
 
 
@@ -116,3 +116,35 @@ def test_a_state_without_such_planes_and_a_seat_without_segments_are_whole():
 def test_segments_that_are_no_runs_are_refused(segments):
     with pytest.raises(InvariantViolation, match="segments"):
         Shard(0, 0, segments=segments)
+
+
+spans = st.lists(st.tuples(st.integers(0, 3), st.integers(1, 900)), min_size=1, max_size=400)
+
+
+@given(spans)
+def test_segments_end_where_no_span_is_cut_and_else_as_they_would(pieces):
+    """Spans as parameters on a grid make them: one begins in the block where the one before ends, or later."""
+    found, at, numbers = [], 0, {}
+    for gap, size in pieces:
+        at += max(gap - 1, -1) if found else gap
+        found.append((max(at, 0), max(at, 0) + size))
+        at = found[-1][1]
+    for block in sorted({block for lo, hi in found for block in range(lo, hi)}):
+        numbers[block] = len(numbers)
+    n, ends = len(numbers), ends_of(found)
+    where, even = SegmentBlocks(n, ends), SegmentBlocks(n)
+    assert SegmentBlocks(n, ends_of(reversed(found))).stops == where.stops and where.stops[-1] == n
+    assert all(len({where.segment(numbers[block]) for block in range(lo, hi)}) == 1 for lo, hi in found)
+    cut = {numbers[lo] for lo, hi in found} - {numbers[b] for lo, hi in found for b in range(lo + 1, hi)} | {n}
+    assert where.stops == [min(end for end in cut if end >= stop) for stop in even.stops]
+    of = with_ends((("model", n), ("optimizer/a", n)), ends)
+    assert ends_in(of) == ends and sum(count for _, count in of) == 2 * n
+    plan = dealt({0, 1}, 1)
+    assert union(share(plan.shard(i, 0), of) for i in (0, 1)).whole
+
+
+def test_sizes_without_ends_say_so():
+    assert ends_in(()) == ends_in((("model", 3), ("rest", 1))) == () and with_ends((("model", 3),), ()) == (
+        ("model", 3),
+    )
+    assert ends_of([]) == ()

@@ -17,7 +17,8 @@ from typing import NamedTuple
 from everstep.base.errors import check
 
 Sizes = tuple[tuple[str, int], ...]
-"""The planes of a state with their numbers of blocks, in the order of the numbering."""
+"""The planes of a state with their numbers of blocks, in the order of the numbering. One of no blocks may follow, whose
+name says where segments end (`with_ends`)."""
 
 Coded = tuple[Sizes, tuple[tuple[int, int, int], ...]] | None
 """As it travels: sizes, and (place of the plane among them, lo, hi); None for all."""
@@ -26,6 +27,18 @@ Runs = tuple[tuple[int, int], ...]
 """Blocks by their numbers: (first, one beyond the last), ascending, none empty, none adjacent."""
 
 _Spans = list[tuple[int, int]]
+_ENDS = "ends:"
+
+
+def with_ends(planes: Iterable[tuple[str, int]], ends: Sequence[int]) -> Sizes:
+    """Sizes that say, too, after which blocks of the divided planes a segment may end, if not after any."""
+    return (*planes, *([(_ENDS + ",".join(map(str, ends)), 0)] if ends else ()))
+
+
+def ends_in(of: Sizes) -> tuple[int, ...]:
+    """What `with_ends` was told."""
+    name = of[-1][0] if of else ""
+    return tuple(map(int, name.removeprefix(_ENDS).split(","))) if name.startswith(_ENDS) else ()
 
 
 def within(runs: Runs) -> tuple[int, int]:

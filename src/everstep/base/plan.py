@@ -20,6 +20,8 @@ from everstep.base.extents import WHOLE, Extents, Runs
 
 Role = Literal["active", "standby"]
 
+Divides = Literal["elements", "matrices", "nothing"]
+"""How members may divide an optimizer's state among them: any elements of it, or that of whole parameters."""
 SEGMENTS = 256
 """Parts that the optimizer's state of a stage is dealt out in."""
 

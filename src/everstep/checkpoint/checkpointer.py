@@ -49,7 +49,7 @@ from everstep.checkpoint.repair import Copy, Elsewhere, Lost, Repairer, Source
 from everstep.checkpoint.signing import Signer, sums_signed
 from everstep.checkpoint.store import DirectoryStore
 from everstep.checkpoint.transfer import Uploader, open_object_tier, open_uploader
-from everstep.exact.image import BLOCK_BYTES, plane_sizes
+from everstep.exact.image import BLOCK_BYTES
 from everstep.exact.state import ModelState
 from everstep.placement.shards import share, writers
 
@@ -147,7 +147,7 @@ class Checkpointer:
         except (EverstepError, MemoryError, RuntimeError) as error:
             self._report(report.failed(Why(cause_of(error), str(error))))
             return
-        of = plane_sizes(live.outline.planes)
+        of = live.outline.sizes
         runs = writers(plan, stage, of)[self.worker_id]
         job = PartJob(
             replace(report, runs=runs, stall_s=time.monotonic() - began),

@@ -371,7 +371,8 @@ class PartWriter:
             checks = b"".join(self._checked.get(index, NOT_HELD) for index in range(live.n_blocks))
             report = replace(report, checks=checks, facts=_facts(live))
         if job.with_state:
-            report = replace(report, entries=tuple(live.entries), values=dict(live.values), outline=live.outline)
+            outline = live.outline._replace(ends=())
+            report = replace(report, entries=tuple(live.entries), values=dict(live.values), outline=outline)
         return replace(
             report,
             digests="".join(digests),

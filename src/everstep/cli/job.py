@@ -32,10 +32,11 @@ from everstep.base.config import (
 from everstep.base.config_fields import shown
 from everstep.base.errors import ConfigError
 from everstep.base.given import read_json
+from everstep.base.plan import Divides
 from everstep.base.stage_map import hosts_of, parse_map
 from everstep.chaos.spec import parse, simulated_failure
 from everstep.order.cursor import last_step
-from everstep.protocol.identity import Code, Kernels, read_code, read_kernels, told
+from everstep.protocol.identity import Code, Kernels, read_code, read_divides, read_kernels, told
 from everstep.report.words import one_line
 from everstep.runtime.link.address import DATASET_FILE, JOB_FILE
 
@@ -67,7 +68,8 @@ class JobFile:
     of the units by which `cut` was chosen, empty if nothing was measured. batch_size: samples of a global batch, None
     if the user did not set it. split_checked: the task was proven to be splittable before the start. numerics: kernels
     that compute it; code: modules that its workers have imported; code_before: those of an earlier run from whose
-    checkpoint this one goes on; all None until a worker reports them. unknown: by dotted key, values written by another
+    checkpoint this one goes on; all None until a worker reports them. divides: by stage, how the optimizer's state is
+    divided, as far as a worker has found that out. unknown: by dotted key, values written by another
     version and unknown here; they have no effect.
     """
 
@@ -87,6 +89,7 @@ class JobFile:
     numerics: Kernels | None = None
     code: Code | None = None
     code_before: Code | None = None
+    divides: Mapping[int, Divides] = field(default_factory=dict)
 
     @property
     def name(self) -> str | None:
@@ -293,6 +296,7 @@ def read_job(run_dir: Path, *, joined: bool = True) -> JobFile:
             numerics=read_kernels(data.get("numerics")),
             code=read_code(data.get("code")),
             code_before=read_code(data.get("code_before")),
+            divides=read_divides(data.get("divides")),
         )
     except (FileNotFoundError, NotADirectoryError):
         raise ConfigError(f"{run_dir} is not a run directory: there is no {JOB_FILE}") from None

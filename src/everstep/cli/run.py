@@ -358,7 +358,8 @@ def _run(invocation: Invocation, config: Config, probe: Probe) -> int:
     job = dataclasses.replace(job, resumes_at=start.step)
     if start.step and found.job is not None:
         before = found.job.code or found.job.code_before
-        job = dataclasses.replace(job, numerics=found.job.numerics, code_before=before)
+        divides = found.job.divides
+        job = dataclasses.replace(job, numerics=found.job.numerics, code_before=before, divides=divides)
     if start.brought:
         job = dataclasses.replace(job, begins_after=start.step)
     write_job(run_dir, job)

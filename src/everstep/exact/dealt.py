@@ -1,10 +1,11 @@
 """A state whose optimizer's part is dealt out: what each member of a pool updates, holds, and gives to the others.
 
-The plan deals out segments (`placement.shards`); here they become ranges of parameters. A *dealt* parameter is
-contiguous, float32 and longer than one element, and the optimizer keeps a tensor like it, or is about to make one. Its
-blocks on the grid of the gradient, and those of its optimizer's state, belong to the same segments. All members update
-all other parameters. Who holds a segment takes the reduced gradient of its blocks; all take the others, and blocks of
-which something else needs all of the gradient.
+The plan deals out segments (`placement.shards`); here they become ranges of parameters, or whole parameters. A *dealt*
+parameter is one whose optimizer's state is divided (`exact.divisible`), or is about to be made. Its blocks on the
+state's grid, and those of its optimizer's state, belong to the same segments. All members update all other parameters.
+Who has a part of a dealt parameter takes the blocks of the reduced gradient in which that part lies; all take the
+others, and blocks of which something else needs all of the gradient. The gradient's grid is another than that of a
+state whose parameters stay whole.
 """
 
 from __future__ import annotations
@@ -14,19 +15,19 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 import xxhash
 from torch import Tensor, nn
 
 from everstep.base.extents import BlockRun, Extents, Runs
 from everstep.base.plan import Plan
 from everstep.base.ports import Portion
-from everstep.exact.image import MODEL, Plane, plane_sizes
+from everstep.exact.divisible import block_range, kept_like
+from everstep.exact.image import MODEL, Outline
 from everstep.exact.layout import BLOCK_ELEMENTS, GradientLayout
 from everstep.exact.pieces import Ranges
-from everstep.exact.state import ModelState, divisible
+from everstep.exact.state import ModelState
 from everstep.exact.state_memory import give_back
-from everstep.placement.shards import SegmentBlocks, divided_planes, runs_of_numbers, segment_blocks, segment_holders
+from everstep.placement.shards import SegmentBlocks, divided_planes, ends_of, runs_of_numbers, segment_holders
 
 
 @dataclass(frozen=True)
@@ -39,8 +40,7 @@ class _Placed:
     @property
     def blocks(self) -> range:
         """Element blocks that hold a part of it."""
-        last = self.start + self.parameter.numel() - 1
-        return range(self.start // BLOCK_ELEMENTS, last // BLOCK_ELEMENTS + 1)
+        return block_range(self.parameter, self.start)
 
     def within(self, runs: Runs) -> list[tuple[int, int]]:
         """Ranges of its elements in these runs of element blocks, which ascend."""
@@ -64,15 +64,16 @@ class Dealt:
     ) -> None:
         """gradients: parameters that the update gets gradients of; of the first one, for which nothing is kept yet."""
         self._state, self._plan, self._stage, self._me = state, plan, stage, me
-        self._placed = sorted(_dealt(state, gradients), key=lambda one: one.start)
+        self._placed = [_Placed(parameter, spot.offset) for parameter, spot in state.divided(gradients)]
         self._blocks = sorted({block for one in self._placed for block in one.blocks})
-        self._numbers = SegmentBlocks(len(self._blocks))
+        ends = ends_of((one.blocks.start, one.blocks.stop) for one in self._placed) if state.divides_whole else ()
+        self._numbers = SegmentBlocks(len(self._blocks), ends)
 
     def _held(self, worker_id: int) -> Runs:
         """Runs of element blocks of which a member has the optimizer's state."""
         segments = self._plan.shard(worker_id, self._stage).segments
         n = len(self._blocks)
-        numbers = ((0, n),) if segments is None else segment_blocks(segments, n)
+        numbers = ((0, n),) if segments is None else self._numbers.blocks(segments)
         return runs_of_numbers([self._blocks[k] for lo, hi in numbers for k in range(lo, hi)])
 
     def updates(self) -> Ranges:
@@ -86,24 +87,44 @@ class Dealt:
     def takers(self, layout: GradientLayout, tied: Collection[int] = ()) -> dict[int, Runs]:
         """Blocks of a step's reduced gradient that each member takes. layout: of the gradient; tied: numbers of its
         entries that are used in other stages, too."""
-        dealt, apart = {one.start for one in self._placed}, set(self._blocks)
+        leaves = dict(self._state.model.named_parameters(remove_duplicate=False))
+        dealt, placed = {id(one.parameter): one for one in self._placed}, list[tuple[int, _Placed]]()
+        apart, by_all = set[int](), set[int]()
         places = {n for i, entry in enumerate(layout.entries) if entry.tied_to >= 0 for n in (i, entry.tied_to)}
         for i, entry in enumerate(layout.entries):
-            if entry.offset not in dealt or i in places or i in tied:  # all of it is needed, by all
-                apart.difference_update(range(entry.offset // BLOCK_ELEMENTS, -(-entry.stop // BLOCK_ELEMENTS)))
+            one, blocks = dealt.get(id(leaves.get(entry.name))), _blocks(entry.offset, entry.stop)
+            if one is None or i in places or i in tied:  # all of it is needed, by all
+                by_all.update(blocks)
+            else:
+                apart.update(blocks)
+                placed.append((entry.offset, one))
+        apart -= by_all
         found = {}
         for seat in self._plan.pool(self._stage):
-            mine = {block for lo, hi in self._held(seat.worker_id) for block in range(lo, hi)}
+            held, mine = self._held(seat.worker_id), set[int]()
+            for offset, one in placed:
+                for first, stop in one.within(held):
+                    mine.update(_blocks(offset + first, offset + stop))
             found[seat.worker_id] = runs_of_numbers(n for n in range(layout.n_blocks) if n not in apart or n in mine)
         return found
+
+    def strange(self) -> tuple[int, ...] | None:
+        """Shape of a parameter that was updated here, at least in part, and whose state is another than that of others
+        or cannot be divided; None if there is none. To be asked for after the update."""
+        optimizer, mine = self._state.optimizer, self._held(self._me)
+        updated = [one.parameter for one in self._placed if optimizer is not None and one.within(mine)]
+        kept = [kept_like(optimizer, p) for p in updated] if optimizer is not None else []
+        return next(
+            (tuple(p.shape) for p, keys in zip(updated, kept, strict=True) if keys is None or keys != kept[0]), None
+        )
 
     def made(self) -> Extents:
         """Blocks of the state that this worker has once it has updated its part; of no state with other planes."""
         return self._extents(self._held(self._me), with_others=False)
 
     def _extents(self, mine: Runs, *, with_others: bool) -> Extents:
-        planes = self._state.planes
-        of = plane_sizes(planes)
+        shape = self._state.shape
+        planes, of = shape.planes, shape.sizes
         others = set(self._blocks) - {block for lo, hi in mine for block in range(lo, hi)}
         apart = {*divided_planes(of), *(() if with_others else (MODEL,))}
         runs = []
@@ -122,7 +143,7 @@ class Dealt:
         segments = {block: self._numbers.segment(k) for k, block in enumerate(self._blocks)}
         made: dict[int, Any] = {}
         image = self._state.image()
-        apart = divided_planes(plane_sizes(image.outline.planes))
+        apart = divided_planes(image.outline.sizes)
         for plane in image.outline.planes:
             for number, block in plane.grid().items() if plane.name in apart else ():
                 if block in mine:
@@ -146,10 +167,10 @@ class Dealt:
         """The parts of parameters that members give each other after an update, in the order of the grid. Holders of a
         segment share the giving."""
         pool, found = {seat.worker_id for seat in self._plan.pool(self._stage)}, list[Portion]()
-        stops, n = [one.blocks.stop for one in self._placed], len(self._blocks)
+        stops = [one.blocks.stop for one in self._placed]
         for segment, holders in enumerate(segment_holders(self._plan, self._stage)):
             takers = tuple(sorted(pool - {*holders}))
-            for lo, hi in segment_blocks(((segment, segment + 1),), n) if takers else ():
+            for lo, hi in self._numbers.blocks(((segment, segment + 1),)) if takers else ():
                 edges = [lo + (hi - lo) * k // len(holders) for k in range(len(holders) + 1)]
                 for source, first, stop in zip(holders, edges, edges[1:], strict=False):
                     found += self._parts(source, takers, self._blocks[first:stop], stops)
@@ -168,20 +189,12 @@ class Dealt:
                 yield Portion(source, takers, one.parameter.detach().view(-1)[first:stop])
 
 
-def _dealt(state: ModelState, gradients: Collection[Tensor]) -> Iterator[_Placed]:
-    optimizer = state.optimizer
-    if optimizer is None:
-        return
-    first = not optimizer.state
-    for _, parameter, spot in state.placed():
-        if divisible(parameter):
-            kept = {} if first else optimizer.state.get(parameter, {})
-            like = (v for v in kept.values() if isinstance(v, Tensor) and v.shape == parameter.shape)
-            if any(v.dtype is torch.float32 for v in like) or (first and parameter in gradients):
-                yield _Placed(parameter, spot.offset)
+def _blocks(first: int, stop: int) -> range:
+    """Blocks of the gradient in which these of its elements lie."""
+    return range(first // BLOCK_ELEMENTS, -(-stop // BLOCK_ELEMENTS))
 
 
-def digested_planes(planes: Sequence[Plane]) -> frozenset[str]:
+def digested_planes(shape: Outline) -> frozenset[str]:
     """Names of the planes that all members have: of these they compare digests."""
-    apart = divided_planes(plane_sizes(planes))
-    return frozenset(plane.name for plane in planes if plane.name not in apart)
+    apart = divided_planes(shape.sizes)
+    return frozenset(plane.name for plane in shape.planes if plane.name not in apart)

@@ -27,7 +27,7 @@ import xxhash
 from torch import Tensor
 
 from everstep.base.errors import CheckpointCorrupt, check
-from everstep.base.extents import Sizes
+from everstep.base.extents import Sizes, with_ends
 from everstep.exact.digest import bytes_of, digest_bytes
 from everstep.exact.jsonable import canonical
 from everstep.exact.layout import ALIGN_BYTES, BLOCK_ELEMENTS, round_up
@@ -139,7 +139,8 @@ class Outline(NamedTuple):
     groups: (unit's number, or one of `OUTSIDE`, `VALUES`, `FOREIGN`; number of entries) of each run of entries in
     blocks of their own, which lie in one plane. transient: entries of the model that its `state_dict` leaves out.
     stage: in a stage's manifest, see `topology`. settings: of the model, see `exact.settings`; in no digest of the
-    state.
+    state. ends: where segments of the optimizer's state end, if parameters stay whole (`placement.shards.ends_of`); not
+    in checkpoints.
     """
 
     groups: tuple[tuple[int, int], ...] = ()
@@ -147,6 +148,12 @@ class Outline(NamedTuple):
     transient: tuple[str, ...] = ()
     stage: Mapping[str, Any] | None = None
     settings: Mapping[str, Any] = {}
+    ends: tuple[int, ...] = ()
+
+    @property
+    def sizes(self) -> Sizes:
+        """Sizes of the planes in blocks, in the order of the blocks' numbers, for sets of blocks (`base.extents`)."""
+        return _sizes(self.planes, self.ends)
 
 
 class Image:
@@ -275,6 +282,8 @@ def manifest_of(
         body["stage"] = dict(outline.stage)
     if outline.settings:
         body["settings"] = dict(outline.settings)
+    if outline.ends:
+        body["ends"] = list(outline.ends)
     return sealed(body)
 
 
@@ -408,13 +417,12 @@ def planes_of(manifest: Mapping[str, object]) -> tuple[Plane, ...]:
 
 
 def sizes_of(manifest: Mapping[str, Any]) -> Sizes:
-    """Sizes of the planes in blocks, in the order of the blocks' numbers, for sets of blocks (`base.extents`)."""
-    return plane_sizes(planes_of(manifest))
+    """`Outline.sizes` of a manifest's state."""
+    return _sizes(planes_of(manifest), manifest.get("ends", ()))
 
 
-def plane_sizes(planes: Sequence[Plane]) -> Sizes:
-    """`sizes_of` for known planes."""
-    return tuple((plane.name, plane.stop - plane.start) for plane in planes)
+def _sizes(planes: Sequence[Plane], ends: Sequence[int]) -> Sizes:
+    return with_ends(((plane.name, plane.stop - plane.start) for plane in planes), ends)
 
 
 def plane_at(planes: Sequence[Plane], block: int) -> Plane | None:

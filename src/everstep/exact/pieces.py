@@ -4,9 +4,9 @@ A *piece* is a range of a parameter's elements, in the order of its memory. Whil
 its groups in the place of the parameters: one for each piece, over the memory of parameter, gradient and state. They
 exist during the call alone, so groups, keys, schedulers and everything that reads the state see whole parameters.
 
-A parameter without pieces may leave a *witness*, a leaf of no elements: what the optimizer keeps once for each
-parameter (`step`, `mu_product`) follows on it as on any other. Which optimizers give the same bits in pieces is found
-out by `train.optimizer_kind`.
+A parameter without pieces may leave a *witness*, a leaf of no elements and as many dimensions (some optimizers ask for
+two): what the optimizer keeps once for each parameter (`step`, `mu_product`) follows on it as on any other. Which
+optimizers give the same bits in pieces is found out by `train.optimizer_kind`.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class PieceUpdate:
             return value.clone()
         if _in_own_shape(parameter, first, stop):
             return value.to(leaf.device)
-        if value.stride() != parameter.stride():
+        if first < stop and value.stride() != parameter.stride():
             value = self._before[parameter][key] = self._made(parameter, value.dtype).copy_(value)
         return _part(value, first, stop).to(leaf.device)
 
@@ -191,10 +191,10 @@ def _leaf(parameter: Tensor, first: int, stop: int) -> nn.Parameter:
     if _in_own_shape(parameter, first, stop):
         data = parameter.detach()
     else:
-        check(may_be_cut(parameter), "expected a parameter that covers its memory without holes, to be cut")
+        check(first == stop or may_be_cut(parameter), "expected a parameter without holes in its memory, to be cut")
         data = _part(parameter.detach(), first, stop)
         if gradient is not None:
-            if gradient.stride() != parameter.stride():
+            if first < stop and gradient.stride() != parameter.stride():
                 gradient = torch.empty_like(parameter).copy_(gradient)
             gradient = _part(gradient.detach(), first, stop)
     leaf = nn.Parameter(data, requires_grad=parameter.requires_grad)
@@ -204,7 +204,9 @@ def _leaf(parameter: Tensor, first: int, stop: int) -> nn.Parameter:
 
 
 def _part(tensor: Tensor, first: int, stop: int) -> Tensor:
-    """Elements of a dense tensor, in the order of its memory, flat."""
+    """Elements of a dense tensor, in the order of its memory, flat; if there are none, in as many dimensions."""
+    if first == stop and tensor.dim():
+        return tensor[:0]
     return tensor.as_strided((stop - first,), (1,), tensor.storage_offset() + first)
 
 

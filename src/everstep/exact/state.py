@@ -6,7 +6,7 @@ optimizer's tensors per parameter, and as JSON the optimizer's groups, the sched
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -15,8 +15,10 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
 from everstep.base.errors import CheckpointCorrupt, ConfigError
+from everstep.base.plan import Divides
 from everstep.exact.attributes import assign
 from everstep.exact.digest import bytes_of, named_digest
+from everstep.exact.divisible import block_range, divided_parameters, divisible, whole_spots
 from everstep.exact.extra_state import SUFFIX, give, has_extra_state, keepers, packed
 from everstep.exact.image import (
     FOREIGN,
@@ -27,7 +29,6 @@ from everstep.exact.image import (
     BlockSource,
     Image,
     Outline,
-    Plane,
     Scatter,
     Spot,
     StateEntry,
@@ -40,6 +41,7 @@ from everstep.exact.recollect import Collected, Recollection, encode_further, en
 from everstep.exact.settings import Settings
 from everstep.exact.snapshot import Snapshot, SnapshotMemory
 from everstep.exact.state_memory import StateMemory
+from everstep.placement.shards import ends_of
 
 _MODEL, _OPTIMIZER = "model/", "optimizer/"
 _T = TypeVar("_T", bound=Tensor)
@@ -51,13 +53,15 @@ class Share:
 
     units: numbers of its units in the whole model, in order. n_units: of the whole model. foreign: tied parameters
     whose first place of use is in another stage, by their first names. positions: for each optimizer group, the place
-    of each of its parameters in the group of the whole optimizer.
+    of each of its parameters in the group of the whole optimizer. tied: ids of trained parameters that other stages
+    hold, too; the optimizer's state of these is not divided.
     """
 
     units: tuple[int, ...]
     n_units: int
     foreign: Mapping[str, nn.Parameter]
     positions: tuple[tuple[int, ...], ...]
+    tied: frozenset[int] = frozenset()
 
 
 class ModelState:
@@ -76,15 +80,16 @@ class ModelState:
         share: Share | None = None,
         settings: Settings | None = None,
         memory: StateMemory | None = None,
-        divided: bool = False,
+        divides: Divides | None = None,
     ) -> None:
         """extras: name -> object with state_dict() and load_state_dict(). units: as for `GradientLayout.build`, whose
         grid the planes of the state lie on; without them all is `rest`. Parameters that require a gradient when this is
         made keep a place on it.
 
         share: given if the model is one stage of a larger one. settings: of the model; carried, too. memory: for the
-        optimizer's state, and for snapshots. divided: members divide the optimizer's state, of which only what belongs
-        to a divisible parameter has a place on the grid.
+        optimizer's state, and for snapshots. divides: members divide the optimizer's state, of which only what they
+        divide has a place on the grid: `elements` of parameters; `matrices`, whole parameters, which lie on a grid of
+        their own, where none crosses the border of a block unless it begins at one; or `nothing`. None: they do not.
 
         Raises: ConfigError for an optimizer that needs closures, or that holds a foreign parameter or a tied one twice;
         and for units as the layout does.
@@ -96,7 +101,7 @@ class ModelState:
         self._share = share
         self.settings = settings or Settings(model, optimizer)
         self.memory = memory or StateMemory()
-        self._divided = divided
+        self.divides = divides
         self._foreign = dict(share.foreign) if share is not None else {}
         self.outline = Outline()
         """Outline of the state that `live_tensors` described last."""
@@ -112,7 +117,7 @@ class ModelState:
             raise ConfigError("LBFGS evaluates the loss several times per update; use an optimizer without closures")
         self._param_names()
         self._layout = GradientLayout.build(model, units) if units else None
-        self._spots = self._find_spots()
+        self._spots, self._unit_blocks = self._find_spots()
 
     # ---- reading
 
@@ -123,10 +128,31 @@ class ModelState:
                 yield name, parameter, self._spots[name]
 
     @property
-    def planes(self) -> tuple[Plane, ...]:
-        """Planes of the present state."""
+    def divides_whole(self) -> bool:
+        """Whether members divide the optimizer's state by whole parameters."""
+        return self.divides == "matrices"
+
+    def divided(self, gradients: Collection[Tensor] = frozenset()) -> list[tuple[nn.Parameter, Spot]]:
+        """Parameters whose optimizer's state members divide, in the order of the grid. gradients: parameters that the
+        first update gets gradients of; it is these while there is no state."""
+        optimizer = self.optimizer
+        if optimizer is None or self.divides not in ("elements", "matrices"):
+            return []
+        tied = self._share.tied if self._share is not None else frozenset()
+        updated = {id(p) for group in optimizer.param_groups for p in group["params"]} - tied
+        placed = {id(p): (p, spot) for _, p, spot in self.placed() if id(p) in updated and divisible(p)}
+        parameters = [p for p, _ in placed.values()]
+        if optimizer.state:
+            parameters = divided_parameters(optimizer, parameters)
+        else:
+            parameters = [p for p in parameters if p in gradients]
+        return sorted((placed[id(p)] for p in parameters), key=lambda one: one[1].offset)
+
+    @property
+    def shape(self) -> Outline:
+        """Outline of the present state, without settings."""
         self.live_tensors(settings=False)
-        return self.outline.planes
+        return self.outline
 
     @property
     def n_blocks(self) -> int:
@@ -222,11 +248,13 @@ class ModelState:
         values |= encode_further(self.optimizer, self.scheduler, self.extras, pulled)
         unit_of = self._unit_of_names()
         arrangement = Arrangement((*self._unit_numbers(), OUTSIDE, VALUES, FOREIGN))
+        divided = self.divided() if mine else []
+        own = {id(p) for p, _ in divided}
         for name, parameter in self._unique_params().items():
             label = FOREIGN if name in self._foreign else unit_of.get(name, OUTSIDE)
             spot, prefix = self._spots.get(name), f"{_OPTIMIZER}{name}/"
             arrangement.add(_MODEL + name, parameter.detach(), label, MODEL, spot)
-            on_grid = spot if not self._divided or divisible(parameter) else None
+            on_grid = spot if not self.divides or id(parameter) in own else None
             for full, tensor in mine.get(name, {}).items():
                 arrangement.add(full, tensor, label, _OPTIMIZER + full.removeprefix(prefix), on_grid)
         buffers = self._unique_buffers()
@@ -239,7 +267,9 @@ class ModelState:
         entries, tensors, groups, planes = arrangement.done()
         kept = {*self.model.state_dict(keep_vars=True), *self._foreign}
         transient = sorted(_MODEL + name for name in (*self._unique_params(), *buffers) if name not in kept)
-        outline = Outline(groups, planes, tuple(transient), self._stage_facts())
+        whole = [block_range(p, spot.offset) for p, spot in divided] if self.divides_whole else []
+        ends = ends_of((one.start, one.stop) for one in whole)
+        outline = Outline(groups, planes, tuple(transient), self._stage_facts(), ends=ends)
         return entries, tensors, values, outline
 
     def _settings_now(self) -> dict[str, Any]:
@@ -249,19 +279,19 @@ class ModelState:
         share = self._share
         if share is None:
             return None
-        units = self._layout.units if self._layout is not None else ()
         return {
             "units": list(share.units),
             "n_units": share.n_units,
-            "extents": [round_up(unit.stop - unit.start, BLOCK_ELEMENTS) // BLOCK_ELEMENTS for unit in units],
+            "extents": list(self._unit_blocks),
             "positions": [list(p) for p in share.positions],
         }
 
-    def _find_spots(self) -> dict[str, Spot]:
-        """Places of the parameters on the grid, by their names here; a tied one has the place of its first use."""
+    def _find_spots(self) -> tuple[dict[str, Spot], list[int]]:
+        """Places of the parameters on the grid, by their names here; a tied one has the place of its first use. And the
+        number of element blocks of each unit."""
         layout = self._layout
         if layout is None:
-            return {}
+            return {}, []
         leaves = dict(self.model.named_parameters(remove_duplicate=False))
         firsts = {memory_of(p): name for name, p in self._unique_params().items() if p.numel()}
         numbers = self._unit_numbers()
@@ -271,7 +301,11 @@ class ModelState:
             if name and name not in self._foreign:
                 spot = Spot(numbers[entry.unit], layout.units[entry.unit].start, entry.offset, entry.shape)
                 spots.setdefault(name, spot)
-        return spots
+        sizes = [round_up(unit.stop - unit.start, BLOCK_ELEMENTS) // BLOCK_ELEMENTS for unit in layout.units]
+        if not self.divides_whole:
+            return spots, sizes
+        spots, found = whole_spots(spots)
+        return spots, [found.get(unit, 0) for unit in numbers]
 
     def _collect_optimizer(
         self, optimizer: Optimizer, mine: dict[str, dict[str, Tensor]], pulled: dict[str, Tensor]
@@ -462,12 +496,6 @@ class ModelState:
             optimizer.state[parameters[name]] = state
         optimizer.state.update(decode(values["other"], tensors))
         assign(optimizer, decode(values.get("attributes", {"dict": []}), tensors))
-
-
-def divisible(parameter: Tensor) -> bool:
-    """Whether members may divide the optimizer's state of a parameter: its elements are one range of memory, in order,
-    and not to be taken for what an optimizer keeps once for each parameter."""
-    return parameter.is_contiguous() and parameter.dtype is torch.float32 and parameter.numel() > 1
 
 
 def _buffer_target(entry: StateEntry, module: nn.Module, attribute: str) -> Tensor:

@@ -10,14 +10,14 @@ different failure domains, and with as few moves as possible.
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 from everstep.base.errors import check
-from everstep.base.extents import NONE, WHOLE, BlockRun, Extents, Runs, Sizes
+from everstep.base.extents import NONE, WHOLE, BlockRun, Extents, Runs, Sizes, ends_in
 from everstep.base.plan import SEGMENTS, Plan, Shard
 from everstep.placement.domain_spread import Crowd, DomainsOf, hosts_in_order
 
@@ -76,26 +76,40 @@ def divided_planes(of: Sizes) -> tuple[str, ...]:
     return tuple(plane for plane, count in sizes.items() if count == most)
 
 
-def segment_blocks(segments: Runs, n_blocks: int) -> Runs:
-    """Blocks of a plane of so many that lie in these segments. Each segment has as many, but for one; where there are
-    fewer blocks than segments, the first segments have one each."""
-    if n_blocks < SEGMENTS:
-        runs = [(lo, min(hi, n_blocks)) for lo, hi in segments if lo < n_blocks]
-    else:
-        runs = [(n_blocks * lo // SEGMENTS, n_blocks * hi // SEGMENTS) for lo, hi in segments]
-    return tuple(run for run in runs if run[0] < run[1])
+def ends_of(spans: Iterable[tuple[int, int]]) -> tuple[int, ...]:
+    """After which blocks a segment ends, if none of these spans of blocks may be cut. spans: (first, one beyond the
+    last), on any grid. The ends count the blocks that lie in spans alone."""
+    ends: list[int] = []
+    count, last = 0, 0
+    for lo, hi in sorted(spans):
+        if lo >= last:
+            ends.append(count)
+        count += max(0, hi - max(lo, last))
+        last = max(last, hi)
+    ends = [*ends[1:], count]
+    return tuple(dict.fromkeys(SegmentBlocks(count, ends).stops)) if count else ()
 
 
 class SegmentBlocks:
-    """In which segment each block of a plane of so many lies."""
+    """In which segment each block of a plane of so many lies. stops: one beyond the last block of each segment."""
 
-    def __init__(self, n_blocks: int) -> None:
-        self._n_blocks = n_blocks
-        self._stops = [hi for n in range(SEGMENTS) for _, hi in segment_blocks(((n, n + 1),), n_blocks)]
+    def __init__(self, n_blocks: int, ends: Sequence[int] = ()) -> None:
+        """Segments have equally many blocks, but for one; where there are fewer blocks than segments, the first
+        segments have one each. ends: blocks after which a segment may end, ascending up to all, if not after any:
+        then each ends with the first of them that is not before its end as above, and some have no blocks."""
+        few = n_blocks < SEGMENTS
+        stops = [min(n + 1, n_blocks) if few else n_blocks * (n + 1) // SEGMENTS for n in range(SEGMENTS)]
+        self.stops = [ends[bisect_left(ends, stop)] for stop in stops] if ends else stops
 
     def segment(self, block: int) -> int:
         """Number of the block's segment."""
-        return block if self._n_blocks < SEGMENTS else bisect_right(self._stops, block)
+        return bisect_right(self.stops, block)
+
+    def blocks(self, segments: Runs) -> Runs:
+        """Blocks that lie in these segments."""
+        begins = [0, *self.stops]
+        runs = [(begins[lo], begins[hi]) for lo, hi in segments]
+        return tuple(run for run in runs if run[0] < run[1])
 
 
 def share(shard: Shard, of: Sizes) -> Extents:
@@ -103,7 +117,7 @@ def share(shard: Shard, of: Sizes) -> Extents:
     planes = divided_planes(of)
     if shard.segments is None or not planes:
         return shard.state
-    blocks = segment_blocks(shard.segments, dict(of)[planes[0]])
+    blocks = SegmentBlocks(dict(of)[planes[0]], ends_in(of)).blocks(shard.segments)
     runs = [BlockRun(plane, 0, count) for plane, count in of if plane not in planes]
     return Extents.part(of, [*runs, *(BlockRun(plane, lo, hi) for plane in planes for lo, hi in blocks)])
 

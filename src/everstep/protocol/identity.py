@@ -7,6 +7,8 @@ from typing import Annotated, Any
 
 import msgspec
 
+from everstep.base.plan import Divides
+
 _Short = Annotated[str, msgspec.Meta(max_length=100)]
 _Name = Annotated[str, msgspec.Meta(max_length=200)]
 _Digest = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{16}\Z")]
@@ -79,6 +81,14 @@ def read_code(found: object) -> Code | None:
         return msgspec.convert(found, Code)
     except msgspec.ValidationError:
         return None
+
+
+def read_divides(found: object) -> dict[int, Divides]:
+    """By stage, as a file says it; nothing if it does not, or makes no sense."""
+    try:
+        return msgspec.convert(found, dict[int, Divides], strict=False)
+    except msgspec.ValidationError:
+        return {}
 
 
 def told(said: Kernels | Code | None) -> Any:

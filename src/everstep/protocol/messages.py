@@ -13,7 +13,7 @@ import msgspec
 
 from everstep.base.cause import Cause
 from everstep.base.errors import InvariantViolation, ProtocolError
-from everstep.base.plan import Member, Plan
+from everstep.base.plan import Divides, Member, Plan
 from everstep.base.strikes import Strike
 from everstep.protocol.columns import PlanTold as PlanTold
 from everstep.protocol.following import PlanName
@@ -162,6 +162,12 @@ class Imported(OfLife, frozen=True, kw_only=True):
     """A worker has imported more code since its hello. code: only the new imports."""
 
     code: Code
+
+
+class Divided(OfLife, frozen=True, kw_only=True):
+    """A worker has found out how the optimizer's state of these stages can be divided."""
+
+    stages: Annotated[dict[Annotated[int, msgspec.Meta(ge=0, le=1 << 20)], Divides], msgspec.Meta(max_length=1 << 12)]
 
 
 class WorkerHealed(OfLife, frozen=True, kw_only=True):

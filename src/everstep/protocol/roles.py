@@ -52,7 +52,7 @@ SAYS: dict[type[m.AnyMessage], frozenset[str]] = {
         (
             *(m.WorkerHello, m.WorkerHealed, m.HealFailed, m.GenerationEntered, m.Progress, m.PeerFault),
             *(m.WorkerFailed, m.WorkerDone, m.SettleAgain, m.Saved, m.Profiled, m.StrikeDue, m.StoreSet, m.StoreGet),
-            *(m.ClaimFault, m.Imported, m.LoopLeft, PlanShown, StatesAlike),
+            *(m.ClaimFault, m.Imported, m.Divided, m.LoopLeft, PlanShown, StatesAlike),
         ),
         frozenset({WORKER}),
     ),

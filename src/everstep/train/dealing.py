@@ -19,9 +19,10 @@ from everstep.train.view import WorkerView
 class Dealing:
     """One worker's."""
 
-    def __init__(self, view: WorkerView, say: Callable[[StepEvent], None]) -> None:
-        """say: tells the driver something during an operation."""
-        self._view, self._say = view, say
+    def __init__(self, view: WorkerView, say: Callable[[StepEvent], None], came: Callable[[], None]) -> None:
+        """say: tells the driver something during an operation. came: called when the parameters of an update have come
+        from all."""
+        self._view, self._say, self._came = view, say, came
         self._plan: tuple[int, Plan] | None = None  # the step that was reduced last, and in which plan
         self._found: dict[int, tuple[tuple[int, int], Dealt]] = {}  # by stage: of generation and step
 
@@ -39,12 +40,14 @@ class Dealing:
         self, plan: Plan, number: int, stage: int, gradients: frozenset[nn.Parameter] = frozenset()
     ) -> Dealt | None:
         """A stage as it is divided in an update; None if all members update all of it. All say the same: the first step
-        makes state, of which the gradients tell; what has none then is updated by all from there on."""
-        state, at = self._view.stages[stage].state, (plan.generation, number)
+        makes state, of which the gradients tell, unless the optimizer keeps different things for different parameters;
+        what has none then is updated by all from there on."""
+        replica, at = self._view.stages[stage], (plan.generation, number)
         if not self._known(stage):
-            return Dealt(state, plan, stage, self._view.me, gradients) if number == 1 else None
+            first = number == 1 and replica.update.kind is not None and replica.update.kind.uniform
+            return Dealt(replica.state, plan, stage, self._view.me, gradients) if first else None
         if stage not in self._found or self._found[stage][0] != at:
-            self._found[stage] = at, Dealt(state, plan, stage, self._view.me)
+            self._found[stage] = at, Dealt(replica.state, plan, stage, self._view.me)
         return self._found[stage][1]
 
     def divide(self, plan: Plan, number: int, stage: int) -> None:
@@ -97,4 +100,5 @@ class Dealing:
                 view.transport.channel.spread(number, stage, one.portions())
                 held[stage] = one.spread()
                 one.release()
+        self._came()
         return held

@@ -14,7 +14,7 @@ from typing import Any
 
 from everstep.base.errors import CollectiveAborted, DeterminismError
 from everstep.base.foreign import WORKER_MARK
-from everstep.base.plan import Member, Plan
+from everstep.base.plan import Divides, Member, Plan
 from everstep.protocol import messages as wire
 from everstep.protocol.driver import operations as do
 from everstep.protocol.driver.records import gathered
@@ -45,6 +45,7 @@ class GenerationTies:
     _late: tuple[wire.AnyMessage, ...] = ()
     _placed: bool = False
     _imports: LateImports = field(default_factory=LateImports)
+    _divides: dict[int, Divides] = field(default_factory=dict)
 
     def handlers(self) -> dict[type, Callable[[Any], Any]]:
         """Operations and effects that this carries out."""
@@ -65,6 +66,7 @@ class GenerationTies:
         head = me.worker_id, me.incarnation, link.host, os.getpid(), address, segment
         member = Member(*head, limbs=link.limbs())
         link.row.set(phase="idle")
+        self._divides = self._view.stages.divides()
         link.connect(lambda: self._hello(member), self._deliver, self._reconnected)
 
     def gather(self, data: bytes) -> Mapping[int, bytes]:
@@ -115,6 +117,8 @@ class GenerationTies:
         self._rendezvous.repeat()
         for message in (*self._view.driver.standing.messages, *self._late):
             self._view.link.tell(message)
+        if self._divides:
+            self._view.link.tell(self._divided())
 
     def _deliver(self, message: wire.AnyMessage) -> None:
         """Take a message, in the control thread."""
@@ -142,11 +146,12 @@ class GenerationTies:
             self._view.phase("agree", tag.step, plan)
         return self._view.transport.exchange(tag, operation.payload)
 
-    def telling_imports(self, reduce: Callable[[do.Reduce], Any]) -> Callable[[do.Reduce], Any]:
-        """The reduction, with new imports reported before it."""
+    def telling_news(self, reduce: Callable[[do.Reduce], Any]) -> Callable[[do.Reduce], Any]:
+        """The reduction, with new imports, and what new stages are like, reported before it."""
 
         def told(operation: do.Reduce) -> Any:
             self._tell_imports(operation.step, operation.plan)
+            self._tell_divided()
             return reduce(operation)
 
         return told
@@ -164,6 +169,16 @@ class GenerationTies:
             self._rendezvous.set_key(key, b"1")
             if self._rendezvous.get_keys([key]) is None:
                 raise CollectiveAborted("this worker imported other code than the others, or a newer plan has come")
+
+    def _tell_divided(self) -> None:
+        """Report how the optimizer's state of stages that are new here can be divided."""
+        known = {**self._divides, **self._view.stages.divides()}
+        if known != self._divides:
+            self._divides = known
+            self._view.link.tell(self._divided())
+
+    def _divided(self) -> wire.Divided:
+        return wire.Divided(**vars(self._view.link.me), stages=self._divides)
 
     def _entered(self, effect: do.EnteredPlan) -> None:
         """All have settled. Raises: DeterminismError if the job would begin from another state than it should."""

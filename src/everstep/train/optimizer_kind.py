@@ -8,6 +8,7 @@ pieces in order give the bits of the whole.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Literal, NamedTuple
 
 import torch
@@ -16,16 +17,17 @@ from torch.optim import Optimizer
 
 from everstep.exact.attributes import plain
 from everstep.exact.digest import tensor_digest
+from everstep.exact.divisible import divisible, kept_like
 from everstep.exact.layout import ALIGN_ELEMENTS
 from everstep.exact.pieces import PieceUpdate, Ranges, may_be_cut
-from everstep.exact.seeding import derive, seed_all
-from everstep.train.update_probe import sample_of, twin_of
+from everstep.exact.seeding import derive, preserve_rng, seed_all
+from everstep.train.update_probe import twin_of
 
 _CUTS = (0.35, 0.8)
 """Where a parameter is cut: its middle part belongs to another owner than the rest."""
 _UPDATES = 2
-_DRAWN = 0.01
-"""Size of gradients that are drawn."""
+_SAMPLE_ELEMENTS = 1 << 18
+_LEAST_ELEMENTS = 64
 NO_GRADIENT = "no parameter has a gradient"
 """Why nothing can be found out."""
 
@@ -34,32 +36,81 @@ class OptimizerKind(NamedTuple):
     """divides: `elements` if any elements can be updated apart, `matrices` if whole parameters can, else `nothing`.
     why: what differed first, of the next larger kind; "" for `elements`. at_once: an update changes groups or
     attributes, so a worker has to update all that it holds in one call. state_bytes: of the state for all parameters,
-    as far as a sample tells."""
+    as far as a sample tells. uniform: it keeps tensors like the parameter under the same keys for all of the sample.
+    follows: what it keeps once for a parameter follows where a worker has none of the parameter's elements."""
 
     divides: Literal["elements", "matrices", "nothing"]
     why: str = ""
     at_once: bool = False
     state_bytes: int = 0
+    uniform: bool = True
+    follows: bool = True
+
+    def like(self, other: OptimizerKind) -> bool:
+        """Whether both say that the same parts may be updated apart."""
+        mine, theirs = ((one.divides, one.at_once, one.follows) for one in (self, other))
+        return mine == theirs
 
 
-def kind_of(optimizer: Optimizer, seed: int, *, drawn: bool = False) -> OptimizerKind:
-    """The kind of this optimizer, whose parameters have gradients. Nothing of it changes; all generators do. drawn: of
-    the gradients only some elements count, so drawn numbers take their place."""
-    sample = sample_of(optimizer)
+def expected_kind(optimizer: Optimizer, seed: int) -> OptimizerKind:
+    """The kind of an optimizer whose state is to be dealt out, before it has made an update: with random gradients.
+    Nothing of it changes."""
+    with preserve_rng():
+        return kind_of(optimizer, seed, dealt=True, made_up=True)
+
+
+def kind_of(optimizer: Optimizer, seed: int, *, dealt: bool = False, made_up: bool = False) -> OptimizerKind:
+    """The kind of this optimizer, whose parameters have gradients. Nothing of it changes; all generators do. dealt: of
+    parameters that are not `divisible` all owners update all (bits of narrow types depend on where a piece ends, in
+    float32 they do not). Of gradients and of the state only some elements are there then, the rest is undefined: random
+    numbers take the place of these, and zeros of those. made_up: random ones of gradients that are not there, too."""
+    sample = _sample_of(optimizer)
     parameters = [p for group in sample for p in group]
-    if all(p.grad is None for p in parameters):
+    if all(p.grad is None and not (made_up and p.requires_grad) for p in parameters):
         return OptimizerKind("nothing", NO_GRADIENT)
+    updated = partial(_updated, optimizer, sample, drawn=dealt, made_up=made_up)
     try:
-        whole = _updated(optimizer, sample, None, seed, drawn)
+        whole = updated(None, seed)
     except Exception as error:
         return OptimizerKind("nothing", f"it cannot be copied and updated: {_line(error)}")
-    more = beside(whole) != beside(optimizer), _state_bytes(optimizer, whole)
-    in_pieces = _differs(optimizer, sample, whole, [_cut(parameters, k) for k in (0, 1)], seed, drawn)
+    kept = {p: kept_like(whole, copy) for p, copy in zip(parameters, _all(whole), strict=True) if divisible(p)}
+    stepped = {keys for p, keys in kept.items() if p.grad is not None or made_up}
+    uniform = len(stepped) < 2 and None not in stepped
+    more = beside(whole) != beside(optimizer), _state_bytes(optimizer, whole), uniform
+
+    def differs(owners: Sequence[dict[Tensor, list[tuple[int, int]]]]) -> str:
+        return _differs(updated, parameters, whole, owners, seed)
+
+    of_all = {p: [(0, p.numel())] for p in parameters if dealt and not divisible(p)}
+    in_pieces = differs([_cut(parameters, k) | of_all for k in (0, 1)])
     if not in_pieces:
         return OptimizerKind("elements", "", *more)
-    apart = [{p: [(0, p.numel())] for p in parameters[k::2]} for k in (0, 1)]
-    together = _differs(optimizer, sample, whole, apart, seed, drawn)
-    return OptimizerKind("nothing", together, *more) if together else OptimizerKind("matrices", in_pieces, *more)
+    alone = [{p: [(0, p.numel())] for p in parameters[k::2]} for k in (0, 1)]
+    witnessed = [
+        {p: [(0, p.numel())] if n % 2 == k or kept.get(p) is None else [] for n, p in enumerate(parameters)}
+        for k in (0, 1)
+    ]
+    if together := differs(alone):
+        return OptimizerKind("nothing", together, *more)
+    return OptimizerKind("matrices", in_pieces, *more, follows=not differs(witnessed))
+
+
+def _sample_of(optimizer: Optimizer) -> list[list[Tensor]]:
+    """Trained parameters to try, by group: the smallest of each number of dimensions, for optimizers go by that (if
+    possible of `_LEAST_ELEMENTS`, so that it can be cut); and the largest ones for which there is room."""
+    groups = [[p for p in group["params"] if p.requires_grad] for group in optimizer.param_groups]
+    alike = [[p for p in group if p.dim() == n] for group in groups for n in sorted({p.dim() for p in group})]
+    chosen = {id(min(some, key=lambda p: (p.numel() < _LEAST_ELEMENTS, p.numel()))) for some in alike}
+    room = _SAMPLE_ELEMENTS - sum(p.numel() for group in groups for p in group if id(p) in chosen)
+    for parameter in sorted((p for group in groups for p in group), key=torch.Tensor.numel, reverse=True):
+        if parameter.numel() <= room and id(parameter) not in chosen:
+            chosen.add(id(parameter))
+            room -= parameter.numel()
+    return [[p for p in group if id(p) in chosen] for group in groups]
+
+
+def _all(optimizer: Optimizer) -> list[Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def _state_bytes(optimizer: Optimizer, sample: Optimizer) -> int:
@@ -87,16 +138,26 @@ def _cut(parameters: Sequence[Tensor], owner: int) -> dict[Tensor, list[tuple[in
 
 
 def _updated(
-    optimizer: Optimizer, sample: Sequence[Sequence[Tensor]], pieces: Ranges | None, seed: int, drawn: bool
+    optimizer: Optimizer,
+    sample: Sequence[Sequence[Tensor]],
+    pieces: Ranges | None,
+    seed: int,
+    *,
+    drawn: bool,
+    made_up: bool,
 ) -> Optimizer:
     """A copy of the optimizer after two updates, of these pieces of the sample or of all of it."""
     twin = twin_of(optimizer, [list(group) for group in sample])
-    copies = [p for group in twin.param_groups for p in group["params"]]
+    copies = _all(twin)
     originals = [p for group in sample for p in group]
-    generator = torch.Generator().manual_seed(0)
-    for parameter in copies if drawn else ():
-        if parameter.grad is not None:
-            parameter.grad.copy_(torch.randn(parameter.shape, generator=generator)).mul_(_DRAWN)
+    for number, parameter in enumerate(copies) if drawn else ():
+        for value in twin.state.get(parameter, {}).values():
+            if isinstance(value, Tensor) and value.shape == parameter.shape and value.numel() > 1:
+                value.zero_()
+        if parameter.grad is not None or (made_up and parameter.requires_grad):
+            generator = torch.Generator(parameter.device).manual_seed(number)
+            noise = torch.randn(parameter.shape, generator=generator, device=parameter.device)
+            parameter.grad = torch.empty_like(parameter).copy_(noise)
     if pieces is not None:
         pieces = {mine: pieces[p] for p, mine in zip(originals, copies, strict=True) if p in pieces}
     for number in range(_UPDATES):
@@ -112,25 +173,21 @@ def _updated(
 
 
 def _differs(
-    optimizer: Optimizer,
-    sample: Sequence[Sequence[Tensor]],
+    updated: partial[Optimizer],
+    originals: Sequence[Tensor],
     whole: Optimizer,
     owned: Sequence[dict[Tensor, list[tuple[int, int]]]],
     seed: int,
-    drawn: bool,
 ) -> str:
     """What two owners make otherwise than an update of all; "" if nothing."""
-    originals = [p for group in sample for p in group]
-    expected = [p for group in whole.param_groups for p in group["params"]]
     for number, pieces in enumerate(owned):
         try:
-            twin = _updated(optimizer, sample, pieces, derive(seed, number, 1), drawn)
+            twin = updated(pieces, derive(seed, number, 1))
         except Exception as error:
             return f"a part cannot be updated alone: {_line(error)}"
         if beside(twin) != beside(whole):
             return "the groups or attributes of the optimizer would differ"
-        copies = [p for group in twin.param_groups for p in group["params"]]
-        for original, mine, theirs in zip(originals, copies, expected, strict=True):
+        for original, mine, theirs in zip(originals, _all(twin), _all(whole), strict=True):
             if original in pieces:
                 for what in _unlike((twin, mine), (whole, theirs), pieces[original]):
                     return f"{what} of a parameter of shape {tuple(mine.shape)} would differ"

@@ -21,7 +21,7 @@ from everstep.exact.state_memory import StateMemory
 from everstep.train.divided_state import DividedState
 from everstep.train.loop_guard import LoopGuard
 from everstep.train.offload import FarMemory, StateFile
-from everstep.train.optimizer_kind import NO_GRADIENT, OptimizerKind, beside, kind_of
+from everstep.train.optimizer_kind import NO_GRADIENT, OptimizerKind, beside, expected_kind, kind_of
 from everstep.train.update_probe import UpdateProbe
 
 log = logging.getLogger(__name__)
@@ -29,6 +29,8 @@ log = logging.getLogger(__name__)
 PART_ELEMENTS = 1 << 22
 """Elements of the parameters that are updated at once, where the state lies elsewhere: 16 MiB, and as much for each
 tensor of the state."""
+_FIRST_LOOKS = 2
+"""Updates at the beginning of which it is looked at what the optimizer is like."""
 _SLOW_S, _SLOW_SHARE, _SLOW_TIMES = 1.0, 0.5, 3
 
 
@@ -39,10 +41,13 @@ class OptimizerUpdate:
     last, None if all were. proven: an update is known to be deterministic. under_way: the optimizer is being stepped.
     """
 
-    def __init__(self, optimizer: Optimizer, memory: StateMemory, every: int = 0) -> None:
-        """every: steps between looks at what the optimizer is like, where that matters; 0: only one."""
-        self._every = every
-        self.kind: OptimizerKind | None = None
+    def __init__(
+        self, optimizer: Optimizer, memory: StateMemory, every: int = 0, kind: OptimizerKind | None = None
+    ) -> None:
+        """every: steps between looks at what the optimizer is like, where that matters; 0: in the first updates alone.
+        kind: what it was like before them, if somebody has looked."""
+        self._every, self._looks = every, _FIRST_LOOKS
+        self.kind = kind
         self.dealt: Dealt | None = None
         self.proven = self.under_way = self._guarded = False
         self._slow = ""
@@ -70,8 +75,10 @@ class OptimizerUpdate:
         ranges = None if self.dealt is None else self._divided(self.dealt)
         seed_all(seed)
         self.under_way = True
-        if ranges is not None:
+        if ranges is not None and self.dealt is not None:
             PieceUpdate(optimizer, memory.make).make([ranges])
+            if (strange := self.dealt.strange()) is not None:
+                raise self._changed(step, f"what it keeps for a parameter of shape {strange} cannot be divided")
         elif isinstance(memory, FarMemory):
             self._part_by_part(memory, step)
         else:
@@ -89,16 +96,20 @@ class OptimizerUpdate:
     def _find_kind(self, step: int, seed: int) -> None:
         """Find out what the optimizer is like; one without gradients in this step says nothing of that."""
         before, memory = self.kind, self._memory
-        if before is not None and not (self._every and step % self._every == 0):
+        if not self._looks and not (self._every and step % self._every == 0):
             return
-        found = kind_of(self._optimizer, seed, drawn=self.dealt is not None)
-        if before is None:
+        found = kind_of(self._optimizer, seed, dealt=self.dealt is not None)
+        if found.why == NO_GRADIENT:
+            self.kind = before or found
+            return
+        self._looks = max(self._looks - 1, 0)
+        if before is None or (before.why == NO_GRADIENT and self.dealt is None):
             log.info("the state of the optimizer lies in %s (%s)", memory.where, found)
             if isinstance(memory, StateFile):
                 memory.room_for(found.state_bytes)
-        elif found[:3] != before[:3] and found.why != NO_GRADIENT:
+            self.kind = found
+        elif not found.like(before):
             raise self._changed(step, found.why or "it can be divided")
-        self.kind = before or found
 
     def _changed(self, step: int, why: str) -> ConfigError:
         return ConfigError(
@@ -124,12 +135,6 @@ class OptimizerUpdate:
             self._guarded = True
             self._optimizer.register_state_dict_pre_hook(_refuse_state_dict)
             vars(self._optimizer)["state"] = DividedState(self._optimizer, lambda: self.under_way)
-        if self.kind is not None and self.kind.divides != "elements":
-            raise ConfigError(
-                f"zero.stage=1 divides the state of the optimizer, which {name} does not "
-                f"allow: an update of a part differs from that of the whole ({self.kind.why}); set zero.stage=0, or "
-                "use an element-wise optimizer"
-            )
         return dealt.updates()
 
     # ---- where the state lies elsewhere
@@ -187,6 +192,24 @@ class OptimizerUpdate:
                 f"updates wait for zero.offload={self._memory.where}: the last took {took:.1f} of {whole:.1f} s; use a "
                 "faster disk, or give the job more memory"
             )
+
+
+def refuse_undivided(optimizer: Optimizer, seed: int) -> OptimizerKind:
+    """The kind of an optimizer whose state members are to divide. Raises: ConfigError if they cannot."""
+    kind = expected_kind(optimizer, seed)
+    if kind.divides == "nothing" and kind.why != NO_GRADIENT:
+        raise ConfigError(
+            f"zero.stage=1 divides the state of the optimizer, which {type(optimizer).__name__} does not allow: an "
+            f"update of a part differs from that of the whole ({kind.why}); set zero.stage=0, or use an optimizer that "
+            "treats each parameter by itself"
+        )
+    if not kind.follows:
+        log.warning(
+            "zero.stage=1 saves no memory with %s: all workers update all of it, since it cannot update a parameter of "
+            "no elements, which stands for one that another worker has",
+            type(optimizer).__name__,
+        )
+    return kind
 
 
 def _refuse_state_dict(optimizer: Optimizer) -> None:

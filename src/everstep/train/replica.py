@@ -32,7 +32,7 @@ from everstep.train.elastic import LrPolicy
 from everstep.train.loop_guard import refused
 from everstep.train.model_call import Loss
 from everstep.train.offload import memory_for
-from everstep.train.optimizer_update import OptimizerUpdate
+from everstep.train.optimizer_update import OptimizerUpdate, refuse_undivided
 from everstep.train.precision import LossScaler, autocast
 from everstep.train.stage import Parts, StageSpec
 from everstep.train.stage_lanes import LoopLane, StageLanes
@@ -81,9 +81,12 @@ class StageReplica:
             extras["everstep.lr_policy"] = self._lr_policy
         settings = Settings(parts.model, parts.optimizer)
         memory = memory_for(config.zero.offload, device)
-        self.update = OptimizerUpdate(parts.optimizer, memory, config.verify_every)
+        kind = refuse_undivided(parts.optimizer, config.seed) if config.zero.stage else None
+        self.update = OptimizerUpdate(parts.optimizer, memory, config.verify_every, kind)
         everything = (parts.model, parts.optimizer, parts.scheduler, extras, parts.units, spec.share, settings, memory)
-        self.state = ModelState(*everything, divided=config.zero.stage > 0)
+        self.state = ModelState(
+            *everything, divides=None if kind is None else kind.divides if kind.follows else "nothing"
+        )
         self.application = ModelState(nn.Module(), extras=parts.extras, settings=settings)
 
     @property
@@ -144,7 +147,7 @@ class StageReplica:
     def compared(self, step: int) -> str:
         """The digest of everything that is trained, and what tells which part of it differs."""
         self.lanes.settle_buffers()
-        planes = digested_planes(self.state.planes) if self._config.zero.stage else None
+        planes = digested_planes(self.state.shape) if self._config.zero.stage else None
         digest, parts = self.state.part_digests(step, planes)
         return digest + ("".join(one[:PART] for one in parts.values()) if len(parts) <= _MOST_PARTS else "")
 

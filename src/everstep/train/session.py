@@ -92,7 +92,7 @@ class Session:
         others = {"part": saver.take_report}
         donor = Donor(lambda: executor.note(do.FollowerAsked()), others, lambda *at: keeper.check(*at))
         keeper = SnapshotKeeper(view, donor, executor.note)
-        dealing = Dealing(view, executor.said)
+        dealing = Dealing(view, executor.said, loop.moves.updated)
         updates = Updates(view, donor, keeper, saver, loop, dealing)
         transfers = Transfers(view, updates, donor, keeper, restorer, loop)
         finisher = Finisher(view, transfers.copier)
@@ -109,7 +109,7 @@ class Session:
         executor.install({do.Finish: finish})
         for part in (membership, lanes, updates, transfers, saver, last, keeper):
             executor.install(part.handlers())
-        executor.install({do.Reduce: membership.telling_imports(updates.reduce)})
+        executor.install({do.Reduce: membership.telling_news(updates.reduce)})
         self.view, self.executor, self.membership, self.profiling = view, executor, membership, profiling
         self.lanes, self.updates, self.transfers = lanes, updates, transfers
         self.saver, self.loop, self._keeper = saver, loop, keeper

@@ -152,11 +152,12 @@ def cut_out(whole: Parts, cut: ModelCut, stages: int, stage: int) -> tuple[Parts
     units = [whole.units[k] for k in own]
     _drop_foreign(whole, units, foreign.values())
     positions = _filter_optimizer(whole, {id(p) for p in (*whole.model.parameters(), *foreign.values())})
-    share = Share(own, n_units, foreign, positions)
     parts = Parts(whole.model, whole.optimizer, whole.scheduler, units, whole.extras)
     layout = GradientLayout.build(whole.model, units)
     gc.collect()
-    return parts, replace(spec, ties=_tied(ties, whole.model, layout, _stage_of(cut, stages)), share=share)
+    tied = _tied(ties, whole.model, layout, _stage_of(cut, stages))
+    share = Share(own, n_units, foreign, positions, frozenset(id(one.parameter) for one in tied))
+    return parts, replace(spec, ties=tied, share=share)
 
 
 def _stage_of(cut: ModelCut, stages: int) -> dict[int, int]:

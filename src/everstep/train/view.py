@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from everstep.base.config import Config
 from everstep.base.errors import check
-from everstep.base.plan import Plan
+from everstep.base.plan import Divides, Plan
 from everstep.parallel.staged import StagedTransport
 from everstep.protocol.driver.driver import Driver
 from everstep.protocol.identity import Kernels
@@ -75,6 +75,10 @@ class Stages(Mapping[int, StageReplica]):
     def any(self) -> StageReplica:
         """One of the stages, for facts that all stages share."""
         return self._held[min(self._held)]
+
+    def divides(self) -> dict[int, Divides]:
+        """How the optimizer's state of each of them can be divided, where that is done."""
+        return {stage: replica.state.divides for stage, replica in self._held.items() if replica.state.divides}
 
     def want(self, stages: Iterable[int]) -> None:
         """Have these, in their initial state if they were not held."""

@@ -9,26 +9,18 @@ import pytest
 import torch
 from torch.optim import SGD
 
-from divided_members import DividedMember, plan_of
+from divided_members import DividedMember, exchange, plan_of
 from everstep.base.extents import Extents, Runs, union
 from everstep.exact.dealt import Dealt, digested_planes
-from everstep.exact.image import plane_sizes
 from everstep.exact.layout import BLOCK_ELEMENTS, GradientLayout
 from everstep.exact.state_memory import give_back
 from everstep.placement.shards import share
-
-
-def exchange(dealt: list[Dealt]) -> None:
-    """All that members give each other."""
-    for of_all in zip(*(one.portions() for one in dealt), strict=True):
-        assert len({(one.source, one.takers, one.data.shape) for one in of_all}) == 1
-        for taker in of_all[0].takers:
-            of_all[taker].data.copy_(of_all[of_all[0].source].data)
+from optimizers_divided import Lamb, Pooled
 
 
 def blocks_of(worker: DividedMember, there: Extents) -> dict[int, bytes]:
     image = worker.state.image()
-    of = plane_sizes(image.outline.planes)
+    of = image.outline.sizes
     return {n: bytes(image.read_block(n)) for lo, hi in there.spans(of) for n in range(lo, hi)}
 
 
@@ -39,7 +31,7 @@ def test_together_they_do_what_one_does_and_each_has_what_it_says(members: int, 
         alone.whole(step)
         dealt = [worker.part(step, plan, me) for me, worker in enumerate(workers)]
         right = blocks_of(alone, Extents(whole=True))
-        of = plane_sizes(alone.state.planes)
+        of = alone.state.shape.sizes
         for me, (worker, one) in enumerate(zip(workers, dealt, strict=True)):
             assert all(right[n] == data for n, data in blocks_of(worker, one.made()).items())
             assert one.spread() == share(plan.shard(me, 0), of) or step == 0
@@ -51,7 +43,7 @@ def test_together_they_do_what_one_does_and_each_has_what_it_says(members: int, 
             assert all(right[n] == data for n, data in there.items())
             one.release()
             assert blocks_of(worker, one.spread()) == there
-    digests = [worker.state.part_digests(3, digested_planes(worker.state.planes)) for worker in (alone, *workers)]
+    digests = [worker.state.part_digests(3, digested_planes(worker.state.shape)) for worker in (alone, *workers)]
     assert len({digest for digest, _ in digests}) == 1
 
 
@@ -162,6 +154,24 @@ def test_who_holds_a_segment_takes_the_gradient_of_its_blocks_and_all_take_what_
             for first, stop in ranges[worker.model.get_parameter(entry.name)]:
                 begin, last = (entry.offset + first) // BLOCK_ELEMENTS, (entry.offset + stop - 1) // BLOCK_ELEMENTS
                 assert {*range(begin, last + 1)} <= mine[me]
+
+
+@pytest.mark.parametrize(("members", "copies"), [(3, 1), (4, 2)])
+def test_who_updates_a_whole_parameter_takes_all_of_its_gradient(members: int, copies: int) -> None:
+    plan, worker = plan_of(members, copies), Pooled(Lamb, "matrices")
+    worker.update(0, None, 0, first=False)
+    places = {entry.name: entry.offset for entry in worker.layout.entries}
+    assert any(spot.offset != places[name] for name, _, spot in worker.state.placed()), "the grids differ"
+    found = Dealt(worker.state, plan, 0, 0).takers(worker.layout)
+    for me in range(members):
+        ranges, right = Dealt(worker.state, plan, 0, me).updates(), set[int]()
+        for entry in worker.layout.entries:
+            parameter = worker.model.get_parameter(entry.name)
+            assert ranges[parameter] in ([], [(0, parameter.numel())])
+            if ranges[parameter]:
+                right.update(range(entry.offset // BLOCK_ELEMENTS, -(-entry.stop // BLOCK_ELEMENTS)))
+        assert {block for run in found[me] for block in range(*run)} == right
+    assert any(runs != ((0, worker.layout.n_blocks),) for runs in found.values())
 
 
 def test_all_take_the_gradient_of_a_parameter_that_is_used_twice() -> None:

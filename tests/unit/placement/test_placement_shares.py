@@ -11,7 +11,6 @@ from everstep.placement.shards import (
     divided_planes,
     lost_stages,
     runs_of_numbers,
-    segment_blocks,
     segment_holders,
     segment_shards,
     share,
@@ -49,11 +48,11 @@ def test_each_block_lies_in_one_segment(n_blocks: int) -> None:
     of = SegmentBlocks(n_blocks)
     sizes = []
     for n in range(SEGMENTS):
-        (blocks,) = segment_blocks(((n, n + 1),), n_blocks) or ((0, 0),)
+        (blocks,) = of.blocks(((n, n + 1),)) or ((0, 0),)
         assert all(of.segment(block) == n for block in range(*blocks))
         sizes.append(blocks[1] - blocks[0])
     assert sum(sizes) == n_blocks and max(sizes) - min(sizes) <= 1
-    assert segment_blocks(((0, SEGMENTS),), n_blocks) == ((0, n_blocks),)
+    assert of.blocks(((0, SEGMENTS),)) == ((0, n_blocks),)
     assert n_blocks >= SEGMENTS or sizes == sorted(sizes, reverse=True), "the first segments have one each"
 
 

@@ -108,8 +108,8 @@ def test_with_warn_other_kernels_are_told_once_and_are_the_jobs_from_then_on() -
     assert mixed.remembered["numerics"] == told(OURS) and len(mixed.warnings()) == 1
 
 
-def begun(min_workers: int = 1) -> Told:
-    world = Told(workers=2, slots=2, min_workers=min_workers)
+def begun(min_workers: int = 1, **config: Any) -> Told:
+    world = Told(workers=2, slots=2, min_workers=min_workers, **config)
     world.agent(name="a1", host="h1")
     for worker in (0, 1):
         world.started(worker, 0)
@@ -229,3 +229,15 @@ def test_where_nobody_knows_who_computes_otherwise_the_step_is_done_again_as_a_r
     world.progress(0, 2, 1)
     done = world.report("recovery_completed")
     assert done["cause"] is Cause.NONDETERMINISTIC and "lane 3 of step 1" in done["reason"] and done["step"] == 1
+
+
+def test_all_divide_the_optimizers_state_alike_and_the_job_remembers_how() -> None:
+    world = begun(hosts=HostRules(alike=Alike(divides={1: "elements"})))
+    world.say("w0.0", m.Divided(worker_id=0, incarnation=0, stages={0: "matrices"}))
+    assert world.remembered["divides"] == {"0": "matrices", "1": "elements"}
+    world.say("w1.0", m.Divided(worker_id=1, incarnation=0, stages={0: "matrices", 1: "elements"}))
+    assert not world.coordinator.job.slots.lost
+    world.say("w1.0", m.Divided(worker_id=1, incarnation=0, stages={1: "nothing"}))
+    reason = world.report("worker_evicted")["reason"]
+    assert world.coordinator.job.slots.lost.keys() == {1}
+    assert "optimizer of stage 1 can be divided by nothing, this job's by elements" in reason and "zero.stage" in reason

@@ -15,11 +15,11 @@ from divided_members import DividedMember, plan_of
 from everstep.base.extents import Extents, union
 from everstep.base.plan import Plan
 from everstep.base.ports import Portion
-from everstep.exact.image import plane_sizes
 from everstep.exact.pieces import PieceUpdate
 from everstep.placement.shards import share
 from everstep.protocol.step_types import Holds, Takes
 from everstep.train.dealing import Dealing
+from everstep.train.optimizer_kind import OptimizerKind
 
 Mail = defaultdict[tuple[int, int, int, int, int], SimpleQueue[Any]]
 """By source, taker, step, stage and number of the portion."""
@@ -31,7 +31,7 @@ class Dealer:
     def __init__(self, me: int, mail: Mail) -> None:
         self.me, self.mail, self.member = me, mail, DividedMember()
         self.said: list[Any] = []
-        self.update = SimpleNamespace(dealt=None)
+        self.update = SimpleNamespace(dealt=None, kind=OptimizerKind("elements"))
         self.machine = SimpleNamespace(held={})
         replica = SimpleNamespace(state=self.member.state, update=self.update)
         channel = SimpleNamespace(spread=self._spread)
@@ -42,7 +42,8 @@ class Dealer:
             driver=SimpleNamespace(machine=self.machine),
             phase=lambda *_: None,
         )
-        self.dealing = Dealing(view, self.said.append)  # type: ignore[arg-type]
+        self.came: list[list[torch.Tensor]] = []
+        self.dealing = Dealing(view, self.said.append, self._came)  # type: ignore[arg-type]
 
     def _spread(self, step: int, stage: int, portions: list[Portion]) -> None:
         for number, one in enumerate(portions):
@@ -51,6 +52,9 @@ class Dealer:
         for number, one in enumerate(portions):
             if self.me in one.takers:
                 one.data.copy_(self.mail[one.source, self.me, step, stage, number].get(timeout=60.0))
+
+    def _came(self) -> None:
+        self.came.append([p.detach().clone() for p in self.member.model.parameters()])
 
     def step(self, number: int, plan: Plan) -> None:
         """Up to the exchange."""
@@ -85,7 +89,7 @@ def test_members_say_what_they_take_and_have_and_end_with_the_parameters_of_one(
         for dealer in dealers:
             dealer.step(number, plan)
             dealer.machine.held = dealer.told(Holds).blocks
-        of = plane_sizes(alone.state.planes)
+        of = alone.state.shape.sizes
         takes, has = [d.told(Takes).blocks[0] for d in dealers], [d.told(Holds).blocks[0] for d in dealers]
         assert all(d.told(Takes).step == d.told(Holds).step == number for d in dealers)
         if number == 1:  # nobody can say yet what planes there will be
@@ -96,6 +100,8 @@ def test_members_say_what_they_take_and_have_and_end_with_the_parameters_of_one(
             assert held == {0: share(plan.shard(dealer.me, 0), of)}
             for ours, right in zip(dealer.member.model.parameters(), alone.model.parameters(), strict=True):
                 assert torch.equal(ours, right)
+            assert len(dealer.came) == number, "from here on the loop changes parameters"
+            assert all(map(torch.equal, dealer.came[-1], alone.model.parameters()))
         assert {step for _, _, step, _, _ in mail} == set(range(1, number + 1))
     part = dealers[0].member.optimizer.state[dealers[0].member.model[0].weight]["exp_avg"]
     assert not torch.equal(part, alone.optimizer.state[alone.model[0].weight]["exp_avg"])  # what others have is gone
@@ -132,4 +138,4 @@ def test_an_update_that_was_left_out_leaves_what_the_plan_gives() -> None:
     dealer.update.dealt = None
     dealer.dealing.reduced(plan, 2)
     dealer.dealing.updated(2)
-    assert dealer.told(Holds).blocks == {0: share(plan.shard(0, 0), plane_sizes(dealer.member.state.planes))}
+    assert dealer.told(Holds).blocks == {0: share(plan.shard(0, 0), dealer.member.state.shape.sizes)}

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn, optim
 
+import optimizers_divided as cases
 from everstep.train.optimizer_kind import kind_of
 
 SHAPES = ((300, 200), (7,), (16, 3, 3, 3), (1000, 70), (1,), ())
@@ -124,7 +125,7 @@ def test_an_update_that_changes_a_group_is_made_at_once() -> None:
         group["calls"] = group.get("calls", 0) + 1
         lion(optimizer, group)
 
-    assert kind_of(Own(parameters(), paced), 3)[::2] == ("elements", True)
+    assert kind_of(Own(parameters(), paced), 3)[:3] == ("elements", "", True)
     assert not kind_of(Own(parameters(), lion), 3).at_once
 
 
@@ -159,3 +160,14 @@ def test_nothing_of_the_optimizer_changes() -> None:
     assert all(map(torch.equal, before[0], mine))
     assert all(torch.equal(v, optimizer.state[mine[0]][k]) for k, v in before[1].items())
     assert len(optimizer.param_groups[0]["params"]) == len(mine) and set(optimizer.state) <= set(mine)
+
+
+def test_what_others_hold_of_gradients_and_state_says_nothing() -> None:
+    one = cases.Pooled(cases.Lamb, "matrices")
+    one.update(0, None, 0, first=False)
+    one.gradients(0)
+    for parameter, kept in one.optimizer.state.items():
+        for value in (parameter.grad, kept["exp_avg"], kept["exp_avg_sq"]):
+            if value is not None and value.numel() > 1:
+                value.fill_(torch.nan)
+    assert kind_of(one.optimizer, 3, dealt=True).divides == "matrices"

@@ -104,6 +104,7 @@ def test_only_who_is_at_its_donors_position_keeps_its_loop(monkeypatch, at: Key,
     mover.stages[0].count.value, there.count.value = 17, 3
     gives(monkeypatch, mover, offer(at, there, application=heal.pack_state(there.application)))
     loop: Any = SimpleNamespace(take=lambda data, number: heal.unpack_state(mover.stages[0].application, data))
+    loop.moves = mover.loop.moves
     monkeypatch.setattr(mover.transfers, "_loop", loop)
     mover.transfers.fetch(do.Fetch(1, 3, PLAN, at, {0: (0,)}))
     assert mover.stages[0].count.value == value

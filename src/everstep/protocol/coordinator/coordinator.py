@@ -71,6 +71,7 @@ FROM_WORKERS: dict[type, Callable[[JobState, Worker, Any], None]] = {
     StatesAlike: lambda job, worker, message: job.progress.alike(message.step, message.digests),
     m.Saved: workers.saved,
     m.Imported: workers.imported,
+    m.Divided: workers.divided,
     m.Profiled: lambda job, worker, message: job.profiling.profiled(worker, message),
     m.StoreSet: lambda job, worker, message: job.store.set(message),
     PlanShown: workers.plan_shown,

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from everstep.base.cause import Cause, Why
+from everstep.base.plan import Divides
 from everstep.protocol.coordinator.environment import Environment
 from everstep.protocol.identity import Code, Kernels, told
 
@@ -13,6 +16,7 @@ class Likeness:
     def __init__(self, env: Environment) -> None:
         self._env = env
         self._kernels, self._code = env.config.hosts.alike.kernels, env.config.hosts.alike.code
+        self._divides = dict(env.config.hosts.alike.divides)
         self._warned: set[str] = set()
         self._odd: dict[tuple[int, str], Why] = {}
 
@@ -45,6 +49,22 @@ class Likeness:
     def _is_with(self, said: Kernels) -> None:
         self._kernels = said
         self._env.remember(numerics=told(said))
+
+    def divides(self, said: Mapping[int, Divides], host: str) -> Why | None:
+        """A worker has found that the optimizer's state of these stages can be divided so. Returns why it may not take
+        part, None if it may."""
+        known = self._divides
+        for stage, how in said.items():
+            if known.get(stage, how) != how:
+                text = (
+                    f"host {host}: the optimizer of stage {stage} can be divided by {how}, this job's by {known[stage]}"
+                    " (zero.stage=1): use the same optimizer, or set zero.stage=0"
+                )
+                return Why(Cause.CONFIG, text)
+        if said.keys() - known.keys():
+            known |= said
+            self._env.remember(divides={str(stage): how for stage, how in sorted(known.items())})
+        return None
 
     def code(self, said: Code | None, host: str) -> Why | None:
         """A worker reports its imports. Returns why it may not take part, None if it may."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from everstep.base.plan import Plan, WorkerKey
+from everstep.base.plan import Divides, Plan, WorkerKey
 from everstep.base.pool_wish import PoolWish
 from everstep.base.strikes import Strike
 from everstep.protocol.identity import Code, Kernels
@@ -16,12 +16,14 @@ from everstep.protocol.messages import AnyMessage
 @dataclass(frozen=True)
 class Alike:
     """Facts that all workers must share, as far as they are known. kernels, code: the job's; before: the code of an
-    earlier run of the job; warns: other kernels are reported, not refused."""
+    earlier run of the job; divides: how the optimizer's state of a stage is divided; warns: other kernels are reported,
+    not refused."""
 
     kernels: Kernels | None = None
     code: Code = field(default_factory=Code)
     before: Code = field(default_factory=Code)
     warns: bool = False
+    divides: Mapping[int, Divides] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -94,6 +94,13 @@ def imported(job: JobState, worker: Worker, message: m.Imported) -> None:
         refuse(job, worker, unlike)
 
 
+def divided(job: JobState, worker: Worker, message: m.Divided) -> None:
+    """A worker says how the optimizer's state can be divided."""
+    unlike = job.membership.likeness.divides(message.stages, worker.host)
+    if unlike is not None:
+        refuse(job, worker, unlike)
+
+
 def refuse(job: JobState, worker: Worker, why: Why, *, alone: bool = False) -> None:
     """This worker's numerics or code differ from the job's, and those of its next life would, too: its host is
     dismissed. If other workers there are alike (code was edited while they ran, for example), only this slot is

@@ -18,7 +18,7 @@ from everstep.protocol.coordinator.types import (
     CoordinatorConfig,
     HostRules,
 )
-from everstep.protocol.identity import Code, read_code, read_kernels
+from everstep.protocol.identity import Code, read_code, read_divides, read_kernels
 from everstep.protocol.lease.candidate import GONE_PART
 from everstep.protocol.messages import (
     JobFacts,
@@ -77,6 +77,7 @@ def coordinator_config(
                 read_code(job.get("code")) or Code(),
                 read_code(job.get("code_before")) or Code(),
                 inexact(config),
+                read_divides(job.get("divides")),
             ),
         ),
     )

@@ -1,0 +1,60 @@
+"""Every optimizer of torch, and others, by how their state can be divided; those that divide it end with the bits of
+one worker."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from torch import optim
+
+import optimizers_divided as cases
+
+ELSEWHERE = {"LBFGS", "SparseAdam", "Optimizer"}  # refused before, for what they need
+
+
+def divides(name: str) -> str:
+    return "elements" if name in cases.ELEMENTS else "matrices" if name in cases.MATRICES else "nothing"
+
+
+def test_all_optimizers_of_torch_are_looked_at() -> None:
+    there = {name for name in dir(optim) if isinstance(getattr(optim, name), type)}
+    assert there - ELSEWHERE <= {name.split()[0] for name in cases.ALL}
+
+
+@pytest.mark.parametrize("name", cases.ALL)
+def test_which_can_be_divided_is_known_before_and_seen_in_the_first_updates(name: str) -> None:
+    kinds = cases.found(cases.ALL[name])
+    assert [kind.divides for kind in kinds] == [divides(name)] * 3, kinds
+    assert all(kind.like(kinds[0]) for kind in kinds)
+
+
+@pytest.mark.parametrize("name", cases.ELEMENTS | cases.MATRICES)
+@pytest.mark.parametrize(("members", "copies"), [(3, 1), (4, 2)])
+def test_members_that_divide_the_state_have_the_bits_of_one(name: str, members: int, copies: int) -> None:
+    make = cases.ALL[name]
+    kind = cases.found(make)[0]
+    assert cases.ends_alike(make, kind, members, copies)
+
+
+@pytest.mark.parametrize("width", ["default", "avx2"])
+def test_so_it_is_with_other_instructions_and_with_two_threads(width: str) -> None:
+    waiting = {
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "GOMP_SPINCOUNT": "0",
+    }  # else threads of a busy machine wait for each other
+    there = {"ATEN_CPU_CAPABILITY": width, "PYTHONPATH": str(Path(cases.__file__).parent)}
+    environment = {**os.environ, **waiting, **there}
+    done = subprocess.run(
+        [sys.executable, cases.__file__], env=environment, capture_output=True, text=True, check=False, timeout=500
+    )
+    assert done.returncode == 0, done.stderr
+    used, said = json.loads(done.stdout)
+    assert used.lower() in (width, "default"), "a narrower machine has no AVX2"
+    assert said.keys() == cases.ALL.keys()
+    for name, (kinds, alike) in said.items():
+        assert (kinds, alike) == ([divides(name)], True), name
