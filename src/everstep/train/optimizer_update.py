@@ -123,7 +123,7 @@ class OptimizerUpdate:
         if self._optimizer._optimizer_step_post_hooks or _global_optimizer_post_hooks:
             raise ConfigError(
                 f"zero.stage=1: expected no step post-hooks of {name}, since they would see parameters that other "
-                "workers have not sent yet: do it in the loop, after the step, or set zero.stage=0"
+                "workers have not sent yet: set zero.stage=0"
             )
         before = (*self._optimizer._optimizer_step_pre_hooks.values(), *_global_optimizer_pre_hooks.values())
         if any(not isinstance(getattr(hook, "__self__", None), LoopGuard) for hook in before):

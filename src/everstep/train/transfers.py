@@ -142,8 +142,6 @@ class Transfers:
             return do.Copied()
         if position != view.driver.machine.position:
             self._arrive(received[0])
-        elif view.config.zero.stage:
-            self._loop.moves.updated()  # parameters that others have updated have come
         return do.Copied(received[0].records, received[0].gathers)
 
     def _own(self, stage: int, step: int) -> list[Held]:

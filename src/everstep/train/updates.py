@@ -13,7 +13,6 @@ import msgspec
 from torch import Tensor
 
 from everstep.base.cause import Cause
-from everstep.base.extents import Extents
 from everstep.base.plan import Plan
 from everstep.base.ports import Hop, Reduced
 from everstep.exact.reduce import TiePlace, tied_out
@@ -57,7 +56,7 @@ class Updates:
         """Handlers of the driver's operations and effects."""
         return {
             do.Update: self.update,
-            do.Spread: self.spread,
+            do.Spread: self._dealing.spread,
             do.Decided: self.decided,
             Release: self.release,
             Discard: self.discard,
@@ -117,12 +116,6 @@ class Updates:
         self.apply(operation.outcome, operation.records, gradients, generation)
         self._view.publisher.committed(number, began)  # until the records of a later decision say who was first
         return began
-
-    def spread(self, operation: do.Spread) -> dict[int, Extents]:
-        """As `Dealing.spread`; it is part of the update. Raises: CollectiveAborted."""
-        held = self._dealing.spread(operation)
-        self._loop.moves.updated()
-        return held
 
     def apply(
         self,
