@@ -4,7 +4,9 @@ after them, where it has to be told.
 A worker that is resumed or healed enters the loop's body again for a step that is done. Settings that the loop sets
 before the batches are put back; tensors are not, so a change of one is refused by name. After the batches a loop may
 change tensors (it clips weights, say). A worker that follows others does not run their loop: it is given what that has
-changed. Writes behind the version counter (`.data.mul_`) are looked for in parameters, in rounds 1, 2, 4, 8 and so on.
+changed. Writes behind the version counter (`.data.mul_`) are looked for in parameters, up to 256 MiB of them, in rounds
+1, 2, 4, 8 and so on. They are the loop's if they are seen twice: a bit that flips in damaged memory looks the same, and
+must not be told to others.
 """
 
 from __future__ import annotations
@@ -20,6 +22,9 @@ from torch.optim import Optimizer
 from everstep.base.errors import ProtocolError, Uncarried
 from everstep.exact.digest import tensor_digest
 
+_MOST_BYTES = 256 << 20
+_Looked = tuple[list[Any], list[tuple[int, int]]]
+"""Things, and the marks of the tensors among them."""
 _PARAMETER, BUFFER = "parameter ", "buffer "
 
 
@@ -30,21 +35,21 @@ class StandingTensors:
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
         self._model, self._optimizer = model, optimizer
         self._own = [table for m in model.modules() for table in (m._parameters, m._buffers) if table]
-        self._seen: tuple[list[Any], list[tuple[int, int]]] | None = None
-        self._updated: tuple[list[Any], list[tuple[int, int]]] | None = None
+        self._seen: _Looked | None = None
+        self._updated: _Looked | None = None
         self._bits: dict[int, str] = {}
-        self._rounds, self._hidden = 0, False
+        self._rounds, self._hidden = 0, set[int]()
 
     def updated(self) -> None:
         """An update has been made, or another state been loaded: from here on the loop changes tensors."""
         self._updated = self._look()
         self._rounds += 1
-        thorough = self._hidden or not self._rounds & (self._rounds - 1)
-        self._bits = {id(p): tensor_digest(p.detach()) for p in self._model.parameters() if thorough}
+        thorough = len(self._hidden) > 1 or not self._rounds & (self._rounds - 1)
+        self._bits = {id(p): tensor_digest(p.detach()) for p in self._looked_into()} if thorough else {}
 
     def moved(self) -> dict[str, torch.Tensor]:
         """Tensors that have been changed since `updated`, by name."""
-        if self._updated is None:
+        if self._updated is None or (not self._bits and _alike(self._updated, self._look())):
             return {}
         things, counts = iter(self._updated[0]), iter(self._updated[1])
         found = dict[str, torch.Tensor]()
@@ -53,9 +58,9 @@ class StandingTensors:
             alike = thing is was
             if isinstance(was, torch.Tensor) and not was.is_inference():
                 alike &= next(counts) == _mark(was)
-            if alike and id(thing) in self._bits:
-                alike = tensor_digest(thing.detach()) == self._bits[id(thing)]
-                self._hidden |= not alike
+            if alike and id(thing) in self._bits and tensor_digest(thing.detach()) != self._bits[id(thing)]:
+                self._hidden.add(self._rounds)
+                alike = len(self._hidden) < 2
             if not alike and isinstance(thing, torch.Tensor):
                 found[name] = thing
         return found
@@ -84,19 +89,26 @@ class StandingTensors:
         """Check that none has changed. Raises: Uncarried naming one that has changed since `begin`."""
         if self._seen is None:
             return
-        before, now = self._seen, self._look()
-        alike = before[1] == now[1] and len(before[0]) == len(now[0])
-        if not alike or any(a is not b for a, b in zip(before[0], now[0], strict=True)):
+        if not _alike(self._seen, self._look()):
             raise Uncarried(
-                f"{self._changed(before)} was changed by the loop before the batches of the step; a worker that is "
+                f"{self._changed(self._seen)} was changed by the loop before the batches of the step; a worker that is "
                 "resumed or healed would change it twice: change it after the batches"
             )
 
-    def _look(self) -> tuple[list[Any], list[tuple[int, int]]]:
+    def _looked_into(self) -> Iterator[torch.Tensor]:
+        """Parameters, as far as it is cheap to look at their bits."""
+        left = _MOST_BYTES
+        for parameter in self._model.parameters():
+            left -= parameter.numel() * parameter.element_size()
+            if left < 0:
+                return
+            yield parameter
+
+    def _look(self) -> _Looked:
         found = [*chain.from_iterable(one.values() for one in (*self._own, *self._optimizer.state.values()))]
         return found, [_mark(t) for t in found if isinstance(t, torch.Tensor) and not t.is_inference()]
 
-    def _changed(self, before: tuple[list[Any], list[tuple[int, int]]]) -> str:
+    def _changed(self, before: _Looked) -> str:
         things, counts = iter(before[0]), iter(before[1])
         for name, thing in self._named():
             was = next(things, None)
@@ -119,3 +131,8 @@ class StandingTensors:
 def _mark(tensor: torch.Tensor) -> tuple[int, int]:
     """What changes when a tensor is written, or given other memory."""
     return tensor._version, tensor.data_ptr() if tensor.layout is torch.strided else 0
+
+
+def _alike(before: _Looked, now: _Looked) -> bool:
+    same = before[1] == now[1] and len(before[0]) == len(now[0])
+    return same and all(a is b for a, b in zip(before[0], now[0], strict=True))
