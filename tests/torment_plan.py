@@ -269,7 +269,8 @@ def wrong_output(text: str, code: int | None) -> str:
     lines = text.splitlines()
     if any(line.startswith("Traceback") for line in lines):
         return f"a traceback was printed: {[line for line in lines if line.strip()][-1]}"
-    errors = [line for line in lines if line.startswith("error: ")]
+    begins = ("error: ", "stopped after step ") if code in ENDING.values() else ("error: ",)
+    errors = [line for line in lines if line.startswith(begins)]
     if code is not None and code > 0 and len(errors) != 1:
         return f"expected one line of error with exit code {code}, got {len(errors)}"
     return ""

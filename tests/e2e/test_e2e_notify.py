@@ -23,7 +23,7 @@ def test_notices_arrive_and_hold_up_nothing(small_task: str, tmp_path: Path) -> 
     told = [json.loads(line) for line in out.read_text().splitlines()]
     assert [one["event"] for one in told] == ["job_started", "worker_evicted", "job_completed"]
     assert told[1]["text"].startswith("works: worker 1 was evicted: ") and told[1]["cause"] == "killed"
-    assert "not everything has reached notify" in done[0].stdout + done[0].stderr
+    assert "notify has not received everything" in done[0].stdout + done[0].stderr
     warned = [e["reason"] for e in events_of(tmp_path / "fails") if e["kind"] == "warning" and e["cause"] == "sink"]
     assert all("notify.command did not take a notice: 'false' ended with 1" in reason for reason in warned)
 

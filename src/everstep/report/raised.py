@@ -14,7 +14,6 @@ from everstep.report.facts import Facts
 from everstep.report.words import one_line
 
 _FRAME = re.compile(r'^ *File "([^"\n]+)", line (\d+)', re.MULTILINE)
-_PLACE = re.compile(r" \([^()]*:\d+\)$")
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _MOST_TRACEBACK = 1 << 16
 
@@ -40,7 +39,7 @@ def raised_lines(run_dir: Path, facts: Facts) -> list[str]:
     saved = facts.checkpoint_step
     left = f"with a checkpoint of step {saved}" if saved else "without a checkpoint"
     ended = f"the job ended after step {facts.course.step}, {left}"
-    return [_PLACE.sub("", one_line(last.fields.get("message"))), told, ended, f"traceback and log: {logs}"]
+    return [one_line(last.fields.get("message")), told, ended, f"traceback and log: {logs}"]
 
 
 def _struck(facts: Facts, worker_id: int | None) -> str:

@@ -177,8 +177,10 @@ class LoopState:
     @contextmanager
     def paused(self) -> Iterator[None]:
         """While inside, changes of tensors are not the loop's. Raises: as `reach`."""
-        stood = _stood(self._standing, self.moves)
+        stood, moved = _stood(self._standing, self.moves), self.moves.midway()
         yield
+        if not moved:
+            self.moves.updated()  # an evaluation puts buffers back
         if stood and self._standing is not None:
             self._standing.begin()
 

@@ -97,6 +97,9 @@ def test_a_job_that_may_not_start_workers_again_may_run_out_of_them() -> None:
 
 def test_what_is_printed() -> None:
     assert not wrong_output("run directory x\nerror: interrupted\n", ENDING["SIGINT"])
+    assert not wrong_output("run directory x\nstopped after step 3: x\nto go on: y\n", ENDING["SIGTERM"])
+    assert "got 0" in wrong_output("stopped after step 3: x\n", 1)
+    assert "got 2" in wrong_output("stopped after step 3: x\nerror: x\n", ENDING["SIGTERM"])
     assert not wrong_output("run directory x\n", 0)
     assert "traceback" in wrong_output("Traceback (most recent call last):\n  x\nKeyError: 'y'\n", 0)
     assert "one line" in wrong_output("", 1) and "got 2" in wrong_output("error: a\nerror: b\n", 1)
