@@ -179,7 +179,7 @@ CASES = {
 ORDINARY = ("leader of a stage killed, without a spare", "launcher dead", "exception", "epochs")
 CHOSEN = list(CASES) if os.environ.get("EVERSTEP_TEST_GLANCE") == "all" else list(ORDINARY)
 BLOCK = re.compile(
-    r"^Staged.loss raised ValueError: no such label: 17\n"
+    r"^Staged.loss raised ValueError: no such label: 17 \(\w+\.py:\d+\)\n"
     r"at \S+task.py:\d+, in lane \d of step \d+ \(samples \d+, \d+\), in worker \d(, as in worker \d)?\n"
     r"the job ended after step \d+, with a checkpoint of step \d+\n"
     r"traceback and log: everstep logs \S+ --worker \d --level error$"

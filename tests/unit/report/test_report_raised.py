@@ -47,7 +47,7 @@ def test_the_block_names_exception_line_lane_and_the_command_for_more(tmp_path: 
     last = record(6.6, "critical", RAISED["reason"], exception=TRACEBACK)
     history = failed_run(tmp_path, lane, last, record(6.7, "info", "bye"))
     assert raised_lines(tmp_path, history.facts) == [
-        "Bad.loss raised ValueError: no such label: 17",
+        "Bad.loss raised ValueError: no such label: 17 (task.py:17)",
         "at /home/me/bad task.py:17, in lane 3 of step 11 (samples 52, 17), in worker 1",
         "the job ended after step 10, without a checkpoint",
         f"traceback and log: everstep logs {tmp_path} --worker 1 --level error",
