@@ -186,7 +186,7 @@ class PartWriter:
         self._changed = threading.Condition()
         self._next = 0  # so many of `_order` are copied out of the live state
         self._copying = False
-        self._copied = False  # out of the live state, all of them: from an update on, that is another step's
+        self._copied = False  # all blocks are copied; after the update the live state is another step's
         self._saved: dict[int, torch.Tensor] = {}
         self._checked: dict[int, bytes] = {}
         self._stop: Why | None = None
@@ -285,8 +285,8 @@ class PartWriter:
 
         in_time = self._changed.wait_for(lambda: bool(self._stop) or covered(), max(0.0, deadline - time.monotonic()))
         if not in_time:
-            text = f"the update came before the state was written, and memory for {room} of its blocks was there"
-            text += ": checkpoint.staging_mb" + (" allows more" if self._job.staging_bytes is not None else " sets it")
+            text = f"the update came before the state was written, and memory had room for {room} of its blocks: set "
+            text += "checkpoint.staging_mb to allow more, or save less often"
             self._stop = Why(Cause.SLOW, text)
             self._changed.wait_for(lambda: not self._copying)
         return in_time and not self._stop

@@ -17,7 +17,7 @@ from everstep.cost.quantities import parse_bytes, parse_rate, parse_seconds, tim
 
 MOST_DEVICES = 10**6
 MOST_FAILURES = 2_000_000
-"""Of all runs of a policy: more would take minutes."""
+"""Limit for all runs of a policy together: more would take minutes."""
 
 
 @click.command("goodput")

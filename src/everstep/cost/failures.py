@@ -131,7 +131,7 @@ class TimeToFailure(NamedTuple):
 
 
 NODE_FAILURES_PER_DAY = 6.5e-3
-"""Of a node of 8 GPUs. Source: Kokolis et al., arXiv 2410.21680, cluster RSC-1 (recalled)."""
+"""Rate for a node of 8 GPUs. Source: Kokolis et al., arXiv 2410.21680, cluster RSC-1 (recalled)."""
 TIMES_TO_FAILURE = (
     TimeToFailure(1024, 7.9, False),
     TimeToFailure(16384, 1.8, True),

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from everstep.base.errors import ConfigError
 
 MOST_LAYERS = 1000
-"""Of a shape that is scaled."""
+"""Most layers of a scaled shape."""
 RECOMPUTE = ("none", "selective", "alternate", "full")
 """What the backward pass computes again: nothing; the attention; every second matrix product and all that is cheap, the
 attention aside (torchtitan's selective checkpointing by operation); each layer from its input."""

@@ -16,7 +16,7 @@ from everstep.cost.catalogue import DeviceKind
 from everstep.cost.models import ModelShape
 
 LINK_LATENCY_S, NETWORK_LATENCY_S = 5e-6, 15e-6
-"""Of one message within a node and between nodes; magnitudes of NCCL's tests (assumed)."""
+"""Seconds for one message within a node and between nodes; magnitudes of NCCL's tests (assumed)."""
 REACHED = 0.8
 """Share of a link's speed that large messages reach: NCCL's tests show 235 of 300 GB/s on A100s (recalled)."""
 
@@ -196,8 +196,8 @@ def _stages_s(shape: ModelShape, fleet: Fleet, split: ParallelSplit, tokens: int
 
 
 def _gradients_s(fleet: Fleet, split: ParallelSplit, size_bytes: float, hidden_s: float) -> float:
-    """What is not hidden of the sum of gradients; in stage 3 parameters are gathered in both passes, too. A ring enters
-    and leaves a node over the links of all its members there."""
+    """Seconds that the sum of gradients takes beyond the time that hides it. In stage 3 parameters are gathered in both
+    passes, too. A ring enters and leaves a node over the links of all its members there."""
     members = max(1, min(split.dp, fleet.per_node // split.tp))
     inside = split.dp * split.tp <= fleet.per_node
     bandwidth = fleet.device.link if inside else min(fleet.device.link, fleet.network * members)

@@ -1,5 +1,4 @@
-"""Of which parameters the members of a pool may divide the optimizer's state, and where these lie if each of them stays
-whole."""
+"""Parameters whose optimizer's state the members of a pool may divide, and their places where each stays whole."""
 
 from __future__ import annotations
 

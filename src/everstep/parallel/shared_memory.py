@@ -376,8 +376,8 @@ class NodeSlots:
         return self._area[1]
 
     def keep_of_result(self, step: int, blocks: Runs) -> None:
-        """Of the memory of earlier results only that of these blocks is used again. Call it when nobody uses such a
-        result any more; what there is of this step already stays."""
+        """Give the memory of earlier results back, except for these blocks; blocks of this step stay. Call it when no
+        worker uses an earlier result any more."""
         fresh, area = step != self._area[0], self.area(step)
         if fresh and blocks != self._results.get(area):
             ends = [0, *(end for run in blocks for end in run), self._own.geometry.blocks]

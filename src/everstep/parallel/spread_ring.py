@@ -45,7 +45,7 @@ _MOST_SOURCES = 1024
 _TAKEN_AT = PAGE
 _SLOTS_AT = _TAKEN_AT + -(-_MOST_SOURCES * _RECORD.size // PAGE) * PAGE
 RING_BYTES = _SLOTS_AT + _SLOTS * 4 * PIECE_ELEMENTS
-"""Of a worker's memory, from a page's beginning on."""
+"""Size of a ring in a worker's memory; it begins with a page."""
 
 
 class SpreadName(NamedTuple):

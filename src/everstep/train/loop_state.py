@@ -82,7 +82,7 @@ class LoopMoves:
         return next(iter(found), "")
 
     def past(self, number: int) -> bool:
-        """Whether there are changes of this step's round, and that is over: they must not be made again."""
+        """Whether the loop has changed tensors after this step and has gone on: a taker must not repeat the change."""
         return bool(self.told) and self._round == number + 1
 
     def take(self, data: bytes, lanes: StageLanes) -> None:
@@ -93,7 +93,7 @@ class LoopMoves:
 
 
 def _stood(tensors: StandingTensors | None, moves: LoopMoves) -> bool:
-    """Until now these had to stand still. Returns whether they had to. Raises: Uncarried if one did not."""
+    """Let the tensors change. Returns whether they had to stand still. Raises: Uncarried if one has changed."""
     if tensors is None:
         return False
     try:
@@ -165,9 +165,8 @@ class LoopState:
             unpack_state(application, entry)
 
     def reach(self) -> bool:
-        """The loop has come to the batches of its round. Returns whether it turns out that it moves tensors: what was
-        begun after the update may have some of before and some of after that. Raises: Uncarried for a change that
-        cannot be put back."""
+        """The loop has come to the batches of its round. Returns whether it has changed trained tensors after the
+        batches before, for the first time. Raises: Uncarried for a change that cannot be put back."""
         _stood(self._standing, self.moves)
         again, self._again = self._again, b""
         if again:

@@ -191,7 +191,7 @@ class PartSaver:
             self.checkpointer.before_update()
 
     def distrust(self, number: int) -> None:
-        """What was begun after the update of this step may be of several moments."""
+        """Discard the checkpoint of this step if it was begun here: it may mix two states."""
         if self.checkpointer is not None and self._begun == number:
             self.checkpointer.invalidate(number - 1, with_objects=self._view.is_main)
 

@@ -185,8 +185,8 @@ class Updates:
         self._saver.before_update()
 
     def distrust(self) -> None:
-        """The loop turns out to change trained tensors after an update: what was copied since may have some of before
-        that, and some of after."""
+        """Discard copies made since the update: the loop has changed trained tensors meanwhile, for the first time, so
+        a copy may mix both states."""
         number = self._view.step
         self.stand_still()
         self._keeper.forget(do.ForgetKept(number - 1))
