@@ -112,6 +112,19 @@ def test_both_holders_of_a_part_are_killed_at_once(jobs: Jobs, script: str, refe
     ended_alike(job, reference)
 
 
+def test_a_worker_that_has_just_copied_its_part_is_given_another_before_its_first_update(
+    jobs: Jobs, script: str, reference: Path
+) -> None:
+    """What it has not copied lies in memory that nobody has filled."""
+    settings = {**ZERO, "on_failure": "shrink"}  # none comes back before the update
+    job = jobs.start(script, workers=2, settings=settings, environment={"LANE_S": "0.1"})
+    job.wait_for("step_committed", step=2)
+    assert jobs.command(["scale", str(job.run_dir), "--workers", "3"], job.run_dir.with_name("scaled")).end() == 0
+    job.wait_for("worker_healed", worker_id=2)  # after which a step takes 0.3 s
+    os.kill(job.pid_of(0), signal.SIGKILL)
+    ended_alike(job, reference)
+
+
 @pytest.mark.parametrize(("first", "then"), [((1, 3), (0, 2)), ((0, 2), (1, 4)), ((1, 2), (1, 3)), ((1, 3), (1, 1))])
 def test_it_is_resumed_otherwise_divided_or_not_at_all(
     jobs: Jobs, script: str, reference: Path, first: tuple[int, int], then: tuple[int, int]

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from everstep.base.extents import NONE, WHOLE, Extents
+from everstep.base.extents import NONE, WHOLE, Extents, Sizes
 from everstep.base.plan import Plan
 
 BY_SCRIPT = (
@@ -211,11 +211,12 @@ class UpdateRefused(StepEvent, frozen=True):
 
 class StateCopied(StepEvent, frozen=True):
     """Answers `FetchState` and `GoBack`: this worker has the state at `position` for all its seats. records: of the
-    decision `position`; empty at step 0."""
+    decision `position`; empty at step 0. sizes: of the states of which no more than its share was copied, by stage."""
 
     generation: int
     position: Key
     records: Mapping[int, Record]
+    sizes: Mapping[int, Sizes] = {}
 
 
 class GatherWanted(StepEvent, frozen=True):

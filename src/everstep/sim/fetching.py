@@ -141,9 +141,8 @@ class Fetcher:
         life, own = self.life, dict[int, Blocks]()
         if order.pieces is not None:  # perhaps more has been lost since the holdings were stated
             own = {k: without(self._held(operation, k), order.pieces.missing) for k in order.stages}
-        missing = NONE if order.pieces is None else order.pieces.missing
-        dealt = bool(life.job.copies) and order.pieces is not None and not isinstance(operation, do.Finish)
-        needs = {k: self._claimed(operation, k) | missing for k in order.stages} if dealt else {}
+        dealt = bool(life.job.copies) and not isinstance(operation, do.Finish)
+        needs = {k: share(operation.plan.shard(life.me.worker_id, k), PLANES) for k in order.stages} if dealt else {}
         taking = self._taking = SimTaking(
             life,
             order,
@@ -200,7 +199,8 @@ class Fetcher:
             if position.step or isinstance(operation, do.Fetch)
             else [k for k, givers in operation.sources.items() if not givers]
         )
-        life.done(operation, do.Copied(records, gathers, {k: life.state.first(k) for k in anew}))
+        first, parts = {k: life.state.first(k) for k in anew}, dict.fromkeys(lacking, PLANES)
+        life.done(operation, do.Copied(records, gathers, first, parts))
 
 
 @dataclass(eq=False)

@@ -14,7 +14,7 @@ import msgspec
 
 from everstep.base.cause import Cause, Why
 from everstep.base.errors import CollectiveAborted, EverstepError, check
-from everstep.base.extents import WHOLE, Extents
+from everstep.base.extents import WHOLE, Extents, Sizes
 from everstep.base.plan import Plan
 from everstep.checkpoint.manifest import Manifest
 from everstep.checkpoint.vault import StageState
@@ -132,6 +132,7 @@ class Transfers:
         view.phase("heal", position.step, operation.plan)
         received = self.copier.settle(operation.plan, position, operation.sources, operation.pieces)
         self._updates.stand_still()
+        sizes = _sizes(received)
         if position != view.driver.machine.position:
             self._updates.forget()
         with _loop_goes_on(view, position):
@@ -142,7 +143,7 @@ class Transfers:
             return do.Copied()
         if position != view.driver.machine.position:
             self._arrive(received[0])
-        return do.Copied(received[0].records, received[0].gathers)
+        return do.Copied(received[0].records, received[0].gathers, sizes=sizes)
 
     def _own(self, stage: int, step: int) -> list[Held]:
         """Blocks of a stage at a step on this worker, live or kept, damaged or not."""
@@ -202,6 +203,7 @@ class Transfers:
         received = self.copier.settle(operation.plan, operation.position, sources, operation.pieces)
         mine = [k for k, ids in sources.items() if ids and ids[0] == me and k not in operation.stands]
         own = {k: self._kept(operation.plan, k, number) for k in mine}
+        sizes = _sizes(received, own)
         records = operation.own or next((r.records for r in received if r.records), {})
         self._updates.stand_still()
         restored = None
@@ -223,7 +225,7 @@ class Transfers:
         if restored is not None and outcome is not None:  # they may have died before they could tell of it
             self._view.publisher.hold(outcome, operation.generation, self._updates.strange(outcome))
         self._updates.arrive(outcome, number)
-        return do.Copied(records, built=built)
+        return do.Copied(records, built=built, sizes=sizes)
 
     def _put(self, operation: do.Restore, own: Mapping[int, StageState]) -> dict[int, str]:
         """Put the stages in place that come from this worker's memory, or are built; drop other stages of the step.
@@ -333,6 +335,12 @@ def _loop_goes_on(view: WorkerView, position: Key) -> Iterator[bool]:
     yield goes_on
     if own:
         heal.unpack_state(application, own)
+
+
+def _sizes(received: Iterable[ReceivedOffer], own: Mapping[int, StageState] = {}) -> dict[int, Sizes]:
+    """Sizes of the states that came in parts, or in parts from this worker's own memory: by stage."""
+    states = [*own.items(), *(item for offer in received for item in offer.states.items())]
+    return {stage: sizes_of(state.manifest()) for stage, state in states if None in state.blocks}
 
 
 def _load_stage(replica: StageReplica, state: StageState) -> None:

@@ -7,7 +7,7 @@ import math
 from typing import Any
 
 import pytest
-from driver_harness import Worker, payload, plan
+from driver_harness import Worker, at, joiner, payload, plan, records_of
 from msgspec.structs import replace
 
 from everstep.base.config_keys import CheckpointConfig, MemoryTierConfig
@@ -113,6 +113,20 @@ def test_who_has_not_all_of_its_share_of_a_step_settles_with_what_it_has() -> No
     w.done(do.Opened())
     said = w.stated()
     assert said.position == Key(1, 0) and said.stages == {0: PART}
+
+
+def test_who_has_copied_its_share_from_members_that_have_all_has_no_more_than_that() -> None:
+    """If the next generation begins before its first update, it lacks the rest."""
+    shards = (Shard(0, 0, segments=((0, 2),)), Shard(1, 0, segments=((2, 256),)))
+    w, part = joiner(), share(shards[0], OF)
+    w.hear(plan(4, (0, 1), shards=shards))
+    w.settle(w1=at(3))
+    assert isinstance(w.op, do.Fetch) and w.op.sources == {0: (1,)} and not w.op.pieces
+    w.done(do.Copied(records_of(w.plan), sizes={0: OF}))
+    assert w.driver.machine.held == {0: part} and not part.whole
+    w.ask(do.StepAsked(4))
+    w.enter(plan(5, (0, 1)), w1=at(3))
+    assert isinstance(w.op, do.Fetch) and w.op.pieces[0].missing == WHOLE - part
 
 
 def test_what_is_on_disk_is_stated_where_the_state_is_divided() -> None:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 import msgspec
 
 from everstep.base.cause import Cause, Why
-from everstep.base.extents import Extents
+from everstep.base.extents import Extents, Sizes
 from everstep.base.plan import Member, Plan
 from everstep.base.ports import Tag
 from everstep.placement.probes import Trial
@@ -208,11 +208,13 @@ class Opened(msgspec.Struct, frozen=True):
 
 class Copied(msgspec.Struct, frozen=True):
     """The state has been copied. records: of its position's decision. gathers: those of that step known so far.
-    built: digests of the initial states that had to be built, by stage."""
+    built: digests of the initial states that had to be built, by stage. sizes: of the states of which no more than this
+    worker's share was copied, by stage."""
 
     records: Mapping[int, Record] = {}
     gathers: GatheredRecords = {}
     built: Mapping[int, str] = {}
+    sizes: Mapping[int, Sizes] = {}
 
 
 class Seen(msgspec.Struct, frozen=True):

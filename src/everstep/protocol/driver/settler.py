@@ -232,7 +232,7 @@ class Settler:
         if operation.position != self._machine.position:
             self._out.put(do.CutFeeds())
             self._gathers.copied(result.gathers)
-        return [step.StateCopied(operation.generation, operation.position, result.records)]
+        return [step.StateCopied(operation.generation, operation.position, result.records, result.sizes)]
 
     def restored(self, operation: do.Restore, result: do.Copied) -> Iterable[step.StepEvent]:
         """The state of the step to go back to is here."""
@@ -243,4 +243,4 @@ class Settler:
         self._out.put(do.CutFeeds())
         self._gathers.applied(operation.step, result.records)
         self._first.rebuilt(result.built)
-        return [step.StateCopied(operation.generation, operation.position, result.records)]
+        return [step.StateCopied(operation.generation, operation.position, result.records, result.sizes)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from everstep.base.errors import check
-from everstep.base.extents import NONE, Extents
+from everstep.base.extents import NONE, Extents, Sizes
 from everstep.protocol.settling import Settlement, settle, sound_limit, unaware
 from everstep.protocol.step_phases import OUTSIDE, Phase
 from everstep.protocol.step_types import (
@@ -152,16 +152,18 @@ class Entering:
             effects.append(Discard(event.position.step + 1))
         if event.position.step == 0:
             held.begins_with(next((stated[ids[0]].digest for ids in wanted.values() if ids), held.digest))
-        held.becomes(self._with_seats(settled, stays=event.position.step == before.step))
+        stays = event.position.step == before.step
+        held.becomes(self._with_seats({**settled.sizes, **event.sizes}, stays=stays))
         self._copied = True
         return effects + self.settle()
 
-    def _with_seats(self, settled: Settlement, *, stays: bool) -> dict[int, Extents]:
-        """What this worker holds once all its seats have their share. stays: the step is the same as before, so
-        stages without a seat are kept until the next decision."""
+    def _with_seats(self, sizes: Mapping[int, Sizes], *, stays: bool) -> dict[int, Extents]:
+        """What this worker holds once all its seats have their share. sizes: of the states, by stage, where that is
+        not all of them. stays: the step is the same as before, so stages without a seat are kept until the next
+        decision."""
         known, blocks = self._known, self._known.held.blocks
         kept = {k: part for k, part in blocks.items() if stays and (known.step or not part.whole)}
-        return kept | {k: kept.get(k, NONE) | share for k, share in known.plans.shares(settled.sizes).items()}
+        return kept | {k: kept.get(k, NONE) | share for k, share in known.plans.shares(sizes).items()}
 
     def _enter(self) -> list[StepEffect]:
         known = self._known
