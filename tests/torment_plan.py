@@ -126,6 +126,10 @@ def _settings(rng: random.Random, task: str, split: bool) -> dict[str, Any]:
             found |= {"schedule": "interleaved", "chunks": 2}
     elif rng.random() < 0.05:
         found["batch"] = "per_worker"
+    if rng.random() < 0.4 and "batch" not in found:
+        found |= {"zero.stage": 1} | rng.choice(({}, {"zero.copies": 1}))
+    if rng.random() < 0.15:
+        found["checkpoint.staging_mb"] = rng.choice((0, 1))
     return found
 
 
