@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import click
@@ -41,9 +42,30 @@ _DIVIDES = {
 }
 
 
-@click.group()
-def command() -> None:
-    """Plan a job before it is started."""
+@click.group(invoke_without_command=True)
+@click.option(
+    "--from",
+    "run_dir",
+    metavar="DIR",
+    type=click.Path(path_type=Path),
+    help="Run directory: show the plan beside what the job measured.",
+)
+@json_option
+@click.pass_context
+def command(context: click.Context, run_dir: Path | None, as_json: bool) -> int:
+    """Plan a job before it is started; with --from, compare a job that runs or ran with its plan."""
+    if context.invoked_subcommand is not None:
+        if run_dir is not None or as_json:
+            raise ConfigError(f"expected --from, or {context.invoked_subcommand} with its own options, and not both")
+        return 0
+    if run_dir is None:
+        if as_json:
+            raise ConfigError("expected --from DIR or a command: everstep plan --from runs/mine --json")
+        print(context.get_help())
+        return 0
+    from everstep.cli.plan_online import show_run
+
+    return show_run(run_dir, as_json)
 
 
 command.add_command(plan_failures.command)
