@@ -13,6 +13,7 @@ import click
 from everstep.base.config import Config
 from everstep.base.errors import ConfigError
 from everstep.cli import plan_failures, plan_goodput, plan_recommend, plan_time
+from everstep.cli.plan_config_dir import is_config_dir, shape_of_config
 from everstep.cli.plan_inputs import json_option
 from everstep.cli.plan_splits import split_lines, split_options, splits_of
 from everstep.cost import quantities
@@ -106,11 +107,16 @@ def memory(
     as_json: bool,
     **asked_split: Any,
 ) -> int:
-    """Show how much memory a worker needs to train TASK, or a model with so many parameters.
+    """Show how much memory a worker needs to train TASK, the model of a Hugging Face directory, or one of so many
+    parameters.
 
     No parameter is allocated: the model is counted on torch's meta device. Exit code: 0; 1 if it does not fit into the
     memory of the device that was named.
     """
+    named = {"params": params} if params is not None else {}
+    if task is not None and params is None and is_config_dir(task):
+        shape, _ = shape_of_config(task)
+        named, task, params = {"model_name": task}, None, str(shape.parameters)
     if (task is None) == (params is None):
         raise ConfigError("expected a TASK or --params, and not both: everstep plan memory --params 7.5B --workers 64")
     if offload not in ("none", "cpu") and "/" not in offload:
@@ -132,7 +138,7 @@ def memory(
     paper = _Table("paper", _PAPER, answers_by_paper(model.parameters, workers, split.offload, room))
     ours = _Table("ours", _OURS, answers_of_ours(model, split, room))
     tables = (ours, paper) if task is not None else (paper, ours)
-    splits = splits_of(params, workers, asked_split, room) if params is not None else None
+    splits = splits_of(named, workers, asked_split, room) if named else None
     if as_json:
         print(json.dumps({**_to_dict(asked, *tables, [*assumed, *more]), "usual": splits}))
     else:

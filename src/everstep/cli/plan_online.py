@@ -116,6 +116,11 @@ def plan_of_run(run_dir: Path) -> dict[str, Any]:
     }
 
 
+def calibrated_run(run_dir: Path) -> online.Calibrated:
+    """What the samples of a run directory tell of a step. Raises: ConfigError as `plan_of_run`."""
+    return _read(run_dir).found
+
+
 def _read(run_dir: Path) -> _Run:
     if not run_dir.is_dir():
         raise ConfigError(f"there is no run directory {run_dir}")

@@ -84,6 +84,7 @@ def command(mtbf: str | None, write: Path | None, as_json: bool, **asked: Any) -
         "best": best,
         "needed": needed,
         "written": None,
+        "source": f"{TIME_SOURCE}; {split_memory.SOURCE}",
         "sources": {
             "memory": split_memory.SOURCE,
             "time": TIME_SOURCE,
