@@ -16,7 +16,7 @@ import click
 
 from everstep.base.errors import ConfigError, did_you_mean
 from everstep.cli.config_file import read_config_file
-from everstep.cli.plan_config_dir import is_config, shape_of_config
+from everstep.cli.plan_config_dir import is_config, is_config_dir, shape_of_config
 from everstep.cost import quantities
 from everstep.cost.catalogue import CATALOGUE, DTYPES, DeviceKind, device_named
 from everstep.cost.models import PUBLISHED, ModelShape, PublishedModel, check_shape, nearest_model, shape_of
@@ -52,6 +52,7 @@ _FLEET = (
 _JOB = (
     click.option("--batch", type=click.IntRange(1, 10**9), help="Sequences of a step, of all devices."),
     click.option("--tokens", metavar="N", help="Tokens to train on: 26B."),
+    click.option("--samples", metavar="N", help="Sequences, or samples of a task, to train on: 10M."),
     click.option("--dtype", help="Numbers in matrix products: bf16, fp16, fp32, fp8 (the device's best of 16 bits)."),
     click.option("--stack", "stack_name", help=f"Program whose efficiency is taken: {', '.join(STACKS)}."),
 )
@@ -96,29 +97,48 @@ class Question:
         }
 
 
+def model_or_task(task: str | None, asked: dict[str, Any]) -> str | None:
+    """The task; None, and `model_name` set, if it is a Hugging Face directory. Raises: ConfigError for two models."""
+    if task is None or not is_config_dir(task):
+        return task
+    if asked["model_name"] is not None:
+        raise ConfigError(f"expected {task[:80]} or --model, got both")
+    asked["model_name"] = task
+    return None
+
+
 def read_question(asked: Mapping[str, Any]) -> Question:
     """The question that options ask. Raises: ConfigError, one line."""
     assumed: list[str] = []
     shape, near = read_shape(asked, assumed)
-    fleet = _fleet(asked, assumed)
+    fleet = read_fleet(asked, assumed)
     device = fleet.device
     dtype = asked["dtype"] or next(one for one in ("bf16", "fp16", "fp32") if one in device.peak)
     if asked["dtype"] is None:
         assumed.append(f"matrix products in {dtype}")
     if dtype not in device.peak:
         raise ConfigError(f"--dtype: expected one of {', '.join(device.peak)} on {device.name}, got {dtype[:40]!r}")
-    name = asked["stack_name"] or ("torchtitan-compile" if "fp8" in device.peak else "megatron-2021")
-    if name not in STACKS:
-        raise ConfigError(f"--stack: expected one of {', '.join(STACKS)}, got {name[:40]!r}")
-    stack = STACKS[name]
-    if asked["stack_name"] is None:
-        assumed.append(f"efficiency of {name} ({stack.calibrated})")
+    stack = choose_stack(asked["stack_name"], device, assumed)
     batch = asked["batch"]
     if batch is None:
         batch = near.batch
         assumed.append(f"a batch of {batch} sequences, as {near.name} ({near.source})")
     tokens = quantities.parse_count(asked["tokens"], "--tokens") if asked["tokens"] else None
+    if asked["samples"]:
+        if tokens is not None:
+            raise ConfigError("expected --tokens or --samples, got both")
+        tokens = quantities.parse_count(asked["samples"], "--samples") * shape.sequence
     return Question(shape, fleet, batch, asked["batch"] is not None, dtype, stack, tokens, tuple(assumed))
+
+
+def choose_stack(name: str | None, device: DeviceKind, assumed: list[str]) -> SoftwareStack:
+    """The program whose efficiency is taken. Raises: ConfigError, one line."""
+    wanted = name or ("torchtitan-compile" if "fp8" in device.peak else "megatron-2021")
+    if wanted not in STACKS:
+        raise ConfigError(f"--stack: expected one of {', '.join(STACKS)}, got {wanted[:40]!r}")
+    if name is None:
+        assumed.append(f"efficiency of {wanted} ({STACKS[wanted].calibrated})")
+    return STACKS[wanted]
 
 
 def read_shape(asked: Mapping[str, Any], assumed: list[str]) -> tuple[ModelShape, PublishedModel]:
@@ -160,7 +180,8 @@ def read_shape(asked: Mapping[str, Any], assumed: list[str]) -> tuple[ModelShape
     return shape, near
 
 
-def _fleet(asked: Mapping[str, Any], assumed: list[str]) -> Fleet:
+def read_fleet(asked: Mapping[str, Any], assumed: list[str]) -> Fleet:
+    """The devices that options name. Raises: ConfigError, one line."""
     known = dict(CATALOGUE)
     if asked["catalogue"] is not None:
         known |= _more_devices(asked["catalogue"])

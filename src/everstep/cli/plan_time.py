@@ -7,7 +7,15 @@ from typing import Any
 
 import click
 
-from everstep.cli.plan_inputs import Question, json_option, question_options, read_question, say, table
+from everstep.cli.plan_inputs import (
+    Question,
+    json_option,
+    model_or_task,
+    question_options,
+    read_question,
+    say,
+    table,
+)
 from everstep.cli.plan_splits import read_split, split_options, zero_option
 from everstep.cost.quantities import count_words, time_words
 from everstep.cost.split_memory import SOURCE as MEMORY_SOURCE
@@ -21,12 +29,21 @@ MOST_PLAYED = 100_000
 
 
 @click.command("time")
+@click.argument("task", required=False)
 @question_options
 @split_options
 @zero_option
 @json_option
-def command(as_json: bool, **asked: Any) -> int:
-    """Show how long a step takes, by part, and a job of so many tokens; and whether it fits when it is split so."""
+def command(task: str | None, as_json: bool, **asked: Any) -> int:
+    """Show how long a step takes, by part, and a job of so many tokens; and whether it fits when it is split so.
+
+    A TASK is counted on torch's meta device; else the model is given by numbers.
+    """
+    task = model_or_task(task, asked)
+    if task is not None:
+        from everstep.cli.plan_task import show_task_time
+
+        return show_task_time(task, as_json, asked)
     question = read_question(asked)
     split, batch = read_split(question, asked)
     found = step_time(question.shape, question.fleet, split, batch, question.dtype, question.stack)
