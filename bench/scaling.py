@@ -14,19 +14,17 @@ relative to the fewest workers of the case.
 - torch: DistributedDataParallel on gloo with the same model, lanes and waits.
 
 `predicted_s`: the step as `everstep plan --from` predicts it, calibrated with the fewest workers of the case. `busy`:
-the share of the cores' time that the job used. From the first row with more than 80 % on, the processors are measured,
-not the waits: `waits` is false.
+the share of the cores' time that was used, by other programs, too. From the first row with more than 80 % on, the
+processors are measured, not the waits: `waits` is false.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import secrets
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -38,7 +36,8 @@ from turns import ranks_job, turns
 sys.path += [str(BENCH.parent / "tests" / "hosts"), str(BENCH.parent / "tests")]
 from net import Net, why_not
 
-from everstep.cli.plan_online import calibrated_run
+from everstep.cli.plan_online import plan_of_run
+from everstep.cost.online import Calibrated, JobShape
 from everstep.cost.step_time import bubble_share
 from everstep.report.style import can_draw, write_pictures
 from everstep.report.svg import Curve, line_chart
@@ -61,6 +60,18 @@ def settings_of(case: str, workers: int, options: argparse.Namespace) -> dict[st
     return found
 
 
+def idle_and_all() -> tuple[int, int]:
+    """Ticks of all cores since the machine's start: idle ones, and all."""
+    ticks = [int(one) for one in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
+    return ticks[3] + ticks[4], sum(ticks)
+
+
+def busy_since(before: tuple[int, int]) -> float:
+    """Share of the cores' time that was used since then, by anybody."""
+    idle, ticks = (b - a for a, b in zip(before, idle_and_all(), strict=True))
+    return 1 - idle / max(1, ticks)
+
+
 def model_of(case: str) -> str:
     """The model of a case: one with many units for stages, else one of 0.1M parameters."""
     return "transformer-deep" if case == "pipeline" else "transformer-tiny"
@@ -70,16 +81,13 @@ def run_ours(case: str, workers: int, folder: Path, options: argparse.Namespace)
     """One job of ours, to its end."""
     task = f"{BENCH / 'models.py'}:{MODELS[model_of(case)].__name__}"
     run_dir, settings = folder / f"{case}-{workers}", settings_of(case, workers, options)
-    before = os.times()
-    begin = time.monotonic()
+    before = idle_and_all()
     if case == "hosts":
         on_two_hosts(task, run_dir, settings, options.steps)
     else:
         EverstepJob(task, run_dir, "--steps", str(options.steps), settings=settings).wait()
-    after = os.times()
-    used_s = sum(after[2:4]) - sum(before[2:4])
+    busy = busy_since(before)
     steps = step_times(read_events(run_dir), WARM_UP)
-    busy = used_s / (time.monotonic() - begin) / (os.cpu_count() or 1)
     return {"workers": workers, "lanes": settings["lanes"], "steps_s": steps, "busy": busy, "run_dir": run_dir}
 
 
@@ -110,9 +118,9 @@ def run_torch(workers: int, folder: Path, options: argparse.Namespace) -> dict[s
     command += ["--passes", str(options.lanes // workers), "--global-batch", str(options.lanes)]
     job = ranks_job("torch", command, workers, free_port(), ends)
     seconds = options.steps * 3 * options.wait_ms / 1e3 * options.lanes / workers
+    before = idle_and_all()
     (turn,) = (had["torch"] for had in turns([job], warm_up=WARM_UP, rounds=1, turn_s=seconds))
-    busy = turn.cpu_s / turn.seconds / (os.cpu_count() or 1)
-    return {"workers": workers, "lanes": options.lanes, "steps_s": turn.steps_s(job), "busy": busy}
+    return {"workers": workers, "lanes": options.lanes, "steps_s": turn.steps_s(job), "busy": busy_since(before)}
 
 
 def ideal_of(case: str, workers: int, fewest: int, lanes: int) -> float:
@@ -122,12 +130,19 @@ def ideal_of(case: str, workers: int, fewest: int, lanes: int) -> float:
     return workers / fewest * (1 - bubble_share(workers, lanes)) / (1 - bubble_share(fewest, lanes))
 
 
+def calibrated_by(first: dict[str, Any]) -> Calibrated:
+    """What a job's samples tell of its steps."""
+    said = plan_of_run(first["run_dir"])
+    shape = JobShape(first["lanes"], 1)
+    return Calibrated(shape, first["workers"], said["lane_s"], said["exchange_s"], said["alone_s"])
+
+
 def table_of(case: str, found: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """A row for each number of workers."""
     rows: list[dict[str, Any]] = []
     first = found[0]
     base_s, waits = statistics.median(first["steps_s"]), True
-    plan = calibrated_run(first["run_dir"]) if "run_dir" in first and case not in ("weak", "pipeline") else None
+    plan = calibrated_by(first) if "run_dir" in first and case not in ("weak", "pipeline") else None
     for one in found:
         step_s = statistics.median(one["steps_s"])
         speed_up = (one["lanes"] / step_s) / (first["lanes"] / base_s)

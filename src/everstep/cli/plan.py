@@ -12,7 +12,7 @@ import click
 
 from everstep.base.config import Config
 from everstep.base.errors import ConfigError
-from everstep.cli import plan_failures, plan_goodput, plan_recommend, plan_time
+from everstep.cli import plan_failures, plan_goodput, plan_recommend, plan_time, plan_usual
 from everstep.cli.plan_config_dir import is_config_dir, shape_of_config
 from everstep.cli.plan_inputs import json_option
 from everstep.cli.plan_splits import split_lines, split_options, splits_of
@@ -73,6 +73,7 @@ command.add_command(plan_failures.command)
 command.add_command(plan_goodput.command)
 command.add_command(plan_time.command)
 command.add_command(plan_recommend.command)
+command.add_command(plan_usual.command)
 
 
 @command.command(epilog=f"Devices known to --gpu: {', '.join(CATALOGUE)}.")

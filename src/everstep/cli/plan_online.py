@@ -96,6 +96,8 @@ def plan_of_run(run_dir: Path) -> dict[str, Any]:
         "stages": found.shape.stages,
         "lanes": found.shape.lanes,
         "lane_s": found.lane_s,
+        "exchange_s": found.exchange_s,
+        "alone_s": found.alone_s,
         "lane_source": "emulate_compute_ms" if config.emulate_compute_ms else "measured: load, forward, backward",
         "time": times,
         "parts": _parts(run),
@@ -114,11 +116,6 @@ def plan_of_run(run_dir: Path) -> dict[str, Any]:
             "failures end processes, devices and hosts stay" if run.harms[0] == 1 else f"harms as in {LLAMA3.source}",
         ],
     }
-
-
-def calibrated_run(run_dir: Path) -> online.Calibrated:
-    """What the samples of a run directory tell of a step. Raises: ConfigError as `plan_of_run`."""
-    return _read(run_dir).found
 
 
 def _read(run_dir: Path) -> _Run:
