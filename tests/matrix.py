@@ -28,10 +28,15 @@ JOBS = {
     "plain loop": (str(ROOT / "examples" / "plain_loop.py"),),
 }
 CHAOS = "kill:target=worker:1,at=3"
-MACHINE = (
-    "import platform, torch; "
-    "print(platform.machine(), torch.backends.cpu.get_cpu_capability(), 'torch', torch.__version__.split('+')[0])"
-)
+MACHINE = """
+import platform, torch
+with open("/proc/cpuinfo") as file:
+    told = dict(line.split(":", 1) for line in file.read().partition("\\n\\n")[0].splitlines())
+fields = {key.strip(): value.strip() for key, value in told.items()}
+parts = [platform.machine(), *(fields.get(key, "?") for key in ("vendor_id", "cpu family", "model"))]
+print(*parts, torch.backends.cpu.get_cpu_capability(), "torch", torch.__version__.partition("+")[0])
+"""
+"""Prints what the bits of a processor's results depend on."""
 
 
 def environment(python: str, torch: str) -> str | None:

@@ -25,6 +25,8 @@ from everstep.report.history import History
 from everstep.report.words import as_dict, number, size_text
 
 LEAST_STEPS = 10
+_MOST = 1e15
+"""Seconds, bytes, passes: more than that are no measurement."""
 _ADAM = 3
 """State of a model with Adam, in sizes of its parameters."""
 _INTERVAL = "jobs and their coordinators go by the same formula (checkpoint.interval=auto: Daly's first order)"
@@ -135,7 +137,7 @@ def _read(run_dir: Path) -> _Run:
     workers = max(measured, key=lambda n: (measured[n][2], n))
     shape = online.JobShape(config.lanes, config.micro_batch, config.stages, config.chunks if config.stages > 1 else 1)
     lives = [
-        online.WorkerTimes(number(one.row.get("passes")), {k: number(v) for k, v in _seconds(one.row).items()})
+        online.WorkerTimes(_amount(one.row.get("passes")), {k: _amount(v) for k, v in _seconds(one.row).items()})
         for one in history.usage.workers.values()
     ]
     known_s = 3 * config.emulate_compute_ms / 1e3 or None
@@ -146,6 +148,12 @@ def _read(run_dir: Path) -> _Run:
             "metrics.interval_s above 0, for some seconds at least"
         )
     return _Run(job, history, found, max(1e-9, sum(history.seconds(history.running()).values())))
+
+
+def _amount(value: Any) -> float:
+    """A number from a file, 0 for what no job can have told."""
+    found = number(value)
+    return found if 0 <= found <= _MOST else 0.0
 
 
 def _seconds(row: Any) -> dict[str, Any]:
@@ -178,12 +186,12 @@ def _times(run: _Run) -> tuple[list[dict[str, Any]], str]:
 
 def _parts(run: _Run) -> list[dict[str, Any]]:
     """Parts of a step of the calibrated number of workers: predicted, and the mean of what the workers spent."""
-    lives = [one for one in run.history.usage.workers.values() if number(one.row.get("passes")) > 0]
+    lives = [one for one in run.history.usage.workers.values() if _amount(one.row.get("passes")) > 0]
     each, predicted = run.found.shape.most_lanes(run.found.workers), run.found.parts(run.found.workers)
-    passes = sum(number(one.row.get("passes")) for one in lives)
+    passes = sum(_amount(one.row.get("passes")) for one in lives)
 
     def mean(phases: Sequence[str]) -> float:
-        return sum(number(_seconds(one.row).get(name)) for one in lives for name in phases) * each / passes
+        return sum(_amount(_seconds(one.row).get(name)) for one in lives for name in phases) * each / passes
 
     pairs = (
         ("compute", predicted.compute_s, mean(online.COMPUTING)),
@@ -198,20 +206,20 @@ def _largest(run: _Run) -> str:
 
 
 def _state_bytes(history: History) -> float:
-    return max((float(one.size_bytes) for one in history.facts.checkpoints if one.ok), default=0.0)
+    return max((_amount(one.size_bytes) for one in history.facts.checkpoints if one.ok), default=0.0)
 
 
 def _stall_s(history: History) -> float:
     """Training time that a checkpoint on disk takes, at least a millisecond."""
-    stalls = [one.stall_s for one in history.facts.checkpoints if one.ok and one.tier == "disk"]
+    stalls = [_amount(one.stall_s) for one in history.facts.checkpoints if one.ok and one.tier == "disk"]
     return max(1e-3, statistics.median(stalls)) if stalls else 1e-3
 
 
 def _memory(run: _Run) -> dict[str, Any]:
     """State of a worker by formula, and what the workers have resident; None where a checkpoint has not told yet."""
     config, state = run.job.config, _state_bytes(run.history)
-    rss = [number(one.row.get("rss_bytes")) for one in run.history.usage.workers.values()]
-    device = [number(one.row.get("device_reserved_bytes")) for one in run.history.usage.workers.values()]
+    rss = [_amount(one.row.get("rss_bytes")) for one in run.history.usage.workers.values()]
+    device = [_amount(one.row.get("device_reserved_bytes")) for one in run.history.usage.workers.values()]
     predicted = None
     if state:
         held = state / run.found.shape.stages
@@ -232,7 +240,7 @@ def _memory(run: _Run) -> dict[str, Any]:
 
 
 def _recoveries(run: _Run) -> dict[str, Any]:
-    took = sorted(one.duration_s for one in run.history.facts.recoveries)
+    took = sorted(_amount(one.duration_s) for one in run.history.facts.recoveries)
     step_s = run.found.parts(run.found.workers).step_s
     policy = recovery_policies(recovery_times(())[0], run.cluster(run.found.workers, 0, step_s))[0]
     measured = statistics.median(took) if took else None
@@ -256,8 +264,8 @@ def _checkpoints(run: _Run) -> dict[str, Any]:
     )
     return {
         "count": len(done),
-        "cost_s": statistics.median(one.stall_s for one in done) if done else None,
-        "duration_s": statistics.median(one.duration_s for one in done) if done else None,
+        "cost_s": statistics.median(_amount(one.stall_s) for one in done) if done else None,
+        "duration_s": statistics.median(_amount(one.duration_s) for one in done) if done else None,
         "interval_s": statistics.median(gaps) if gaps else None,
         "configured": run.job.config.checkpoint.interval,
         "mtbf_s": run.failure_mtbf_s,

@@ -119,6 +119,31 @@ def test_what_it_cannot_read_is_one_line(
     assert said in err and len(err.splitlines()) == 1
 
 
+@pytest.mark.parametrize(
+    ("change", "code"),
+    [
+        ({"seconds": {"forward": 1e308, "backward": 1e308, "load": 0.1}}, 0),
+        ({"seconds": {"forward": -5.0, "load": 3.0}}, 0),
+        ({"seconds": [1]}, 2),
+        ({"passes": 10**400}, 2),
+        ({"passes": True}, 2),
+        ({"rss_bytes": 1e308}, 0),
+    ],
+)
+def test_numbers_that_no_job_can_have_told_count_as_none(
+    change: dict[str, Any], code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = make_run(tmp_path / "r")
+    path = run_dir / "metrics" / "a.jsonl"
+    line = json.loads(path.read_text())
+    line["workers"] = [{**row, **change} for row in line["workers"]]
+    path.write_text(json.dumps(line) + "\n")
+    for more in ([], ["--json"]):
+        found = run_command(["plan", "--from", str(run_dir), *more])
+        assert found == code
+        assert "Infinity" not in capsys.readouterr().out
+
+
 def test_either_a_run_or_a_question(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command(["plan", "--from", "x", "failures", "--nodes", "1", "--hours", "1"]) == 2
     assert run_command(["plan", "--json"]) == 2
