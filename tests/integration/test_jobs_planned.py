@@ -7,13 +7,13 @@ import pytest
 from everstep.cli.plan_online import plan_of_run
 from job_harness import Jobs
 
-WAIT_MS = 25
+WAIT_MS = 40
 
 
 @pytest.mark.parametrize(("stages", "workers"), [(1, 2), (2, 2)])
 def test_the_step_takes_what_was_planned(jobs: Jobs, stages: int, workers: int) -> None:
     settings = {"emulate_compute_ms": WAIT_MS, "metrics.interval_s": 0.2, "stages": stages}
-    numerics = {"steps": 24}
+    numerics = {"steps": 20}
     chaos = "kill:target=worker:1,at=4,phase=backward" if stages == 1 else ""
     job = jobs.start("Text", workers=workers, chaos=chaos, settings=settings, numerics=numerics)
     if stages == 1:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from everstep.cost.step_time import bubble_share
 
@@ -90,7 +90,8 @@ def calibrated(
     shape: JobShape, workers: int, lives: Iterable[WorkerTimes], lane_s: float | None = None
 ) -> Calibrated | None:
     """From the lives of workers, None if none of them has computed a lane. The exchange is that of the worker that
-    waits least, as the others' waits are for it. lane_s: known in another way, in place of the measured one."""
+    waits least, as the others' waits are for it, less the bubble, in which all wait. lane_s: known in another way, in
+    place of the measured one."""
     found = [one for one in lives if one.passes > 0]
     if not found:
         return None
@@ -98,7 +99,8 @@ def calibrated(
     computed = sum(one.spent(COMPUTING) for one in found) / sum(one.passes for one in found)
     exchange = min(one.spent(EXCHANGE) * each / one.passes for one in found)
     alone = min(one.spent(ALONE) * each / one.passes for one in found)
-    return Calibrated(shape, workers, computed if lane_s is None else lane_s, exchange, alone)
+    without = Calibrated(shape, workers, computed if lane_s is None else lane_s, 0.0, alone)
+    return replace(without, exchange_s=max(0.0, exchange - without.parts(workers).bubble_s))
 
 
 def _ring(members: int) -> float:

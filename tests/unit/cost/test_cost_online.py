@@ -24,6 +24,14 @@ def test_a_step_is_the_lanes_of_the_fullest_worker_and_the_rest() -> None:
     assert found.parts(8).compute_s == found.parts(9).compute_s == pytest.approx(0.1)
 
 
+def test_the_bubble_is_no_exchange() -> None:
+    waits = WorkerTimes(80, {"forward": 4.0, "backward": 8.0, "transfer": 1.7, "update": 0.2})  # ten steps of 8 lanes
+    found = calibrated(JobShape(8, 4, stages=2), 2, [waits, waits])
+    assert found is not None and found.lane_s == pytest.approx(0.15)
+    assert found.exchange_s == pytest.approx(0.17 - 0.15) and found.parts(2).bubble_s == pytest.approx(0.15)
+    assert found.parts(2).step_s == pytest.approx(1.2 + 0.17 + 0.02)
+
+
 def test_of_one_worker_the_exchange_is_not_known() -> None:
     assert Calibrated(JobShape(8, 4), 1, 0.1, 0.01, 0.0).parts(4).exchange_s == 0.01
 
