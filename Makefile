@@ -11,7 +11,7 @@ EVERSTEP := $(BIN)/python -P -m everstep
 # A job is many processes: what they import is compiled once.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo check test fast split sim processes integration chaos e2e hosts engines extended late torment fuzz mutants mutants-new branches bench plan-tables clean
+.PHONY: help setup demo check test fast split sim processes integration chaos e2e hosts engines extended late torment fuzz mutants mutants-new branches bench plan-tables docs dist matrix clean
 
 help:
 	@echo "make demo    kill workers while they train, and compare the bits with an undisturbed run"
@@ -27,6 +27,9 @@ help:
 	@echo "make branches  branches of the rules in protocol/ that no seed of the simulator takes"
 	@echo "make bench   the benchmarks, JSON into bench/out"
 	@echo "make plan-tables  plans beside published figures, misses included"
+	@echo "make docs    the site of all documents into build/docs/html: warnings are errors, marked blocks are executed"
+	@echo "make dist    wheel and sdist into dist, the same bytes for the same commit"
+	@echo "make matrix  digests of reference jobs with other versions of torch and Python, where they can be had"
 	@echo "make clean   remove what was built and run, the environment included"
 
 setup: $(STAMP)
@@ -115,7 +118,7 @@ $(VENV)/.engines: tests/install_engines.sh $(STAMP)
 	tests/install_engines.sh $(CURDIR)/$(VENV)/engines
 	touch $@
 
-extended: $(VENV)/.engines
+extended: $(VENV)/.engines $(VENV)/.docs
 
 engines: $(STAMP)
 	$(PYTEST) -n 0 tests/engines
@@ -177,6 +180,22 @@ bench: $(STAMP)
 # Plans beside published figures; docs/planning.md holds the same.
 plan-tables: $(RUNS)
 	@$(BIN)/python bench/plan_tables.py
+
+# The site of all documents.
+$(VENV)/.docs: $(STAMP)
+	$(BIN)/python -m pip install --quiet -e ".[docs]"
+	touch $@
+
+docs: $(VENV)/.docs
+	$(BIN)/python docs/site/make_site.py
+
+# Times of files come from the commit, so the same commit gives the same bytes.
+dist: $(VENV)/.docs
+	$(BIN)/python deploy/make_dist.py
+
+# Reference jobs with each torch and Python that can be had.
+matrix: $(RUNS)
+	$(BIN)/python tests/matrix.py
 
 clean:
 	rm -rf $(VENV) build dist runs bench/out src/everstep.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,8 +1,8 @@
-"""The peer of `overhead.py`: DistributedDataParallel on gloo, same model, same global batch, one thread per worker.
+"""The peer of `overhead.py` and `scaling.py`: DistributedDataParallel on gloo, same model, same global batch.
 
-Started once per rank with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set. `--passes P`: P micro-batches per worker
-and step, all but the last under `no_sync`; 1 is one big pass. It trains until it is killed; rank 0 appends to `--ends`
-when each step ended (unix, ns).
+One thread per worker. Started once per rank with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set. `--passes P`: P
+micro-batches per worker and step, all but the last under `no_sync`; 1 is one big pass. It trains until it is killed;
+rank 0 appends to `--ends` when each step ended (unix, ns).
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ def main() -> None:
     parser.add_argument("--passes", type=int, required=True)
     parser.add_argument("--global-batch", type=int, required=True)
     parser.add_argument("--ends", required=True)
+    parser.add_argument("--wait-ms", type=float, default=0.0, help="a pass takes at least three times that")
     parser.add_argument("--bucket-views", action="store_true", help="its gradient_as_bucket_view")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -44,8 +45,11 @@ def main() -> None:
         for k in range(options.passes):
             first = (step * options.global_batch + (rank * options.passes + k) * size) % (len(dataset) - size)
             batch = default_collate([dataset[i] for i in range(first, first + size)])
+            end = time.monotonic() + 3 * options.wait_ms / 1e3
             with contextlib.nullcontext() if k == options.passes - 1 else model.no_sync():
-                (task.loss(model, batch) / options.passes).backward()
+                loss = task.loss(model, batch) / options.passes
+                time.sleep(max(0.0, end - time.monotonic()))
+                loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         if rank == 0:

@@ -63,6 +63,7 @@ TIERS = {
         tests("integration/test_object_kills.py", EVERSTEP_TEST_KILLS="200"),
     ],
     "busy": [tests("chaos/test_chaos_busy.py", EVERSTEP_TEST_BUSY_S="600")],
+    "release": [tests("release/test_release_dist.py"), Part("site", ("docs/site/make_site.py",))],
     "glance": [tests("e2e/test_e2e_glance.py", EVERSTEP_TEST_GLANCE="all")],
 }
 AT_ONCE = {"sim": os.cpu_count() or 1}  # jobs have several processes each

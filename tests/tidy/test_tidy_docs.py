@@ -14,7 +14,7 @@ from everstep.base.config import Config, dotted, to_dict
 from everstep.cli.main import cli
 
 ROOT = Path(__file__).parents[2]
-DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 DOCUMENTS = [path for path in DOCUMENTS if path.name != "CHANGELOG.md"]  # which also tells what was
 CODE = re.compile(r"```.*?```|(?:^(?: {4}|\t).*\n?)+|`[^`]+`", re.M | re.S)
 COMMAND = re.compile(r"(?:^|(?<=[\s`(]))everstep +([a-z|]+)((?:[^\S\n]+[^\n`]*?)?)(?=\s\|\s|;|&&|\s#|`|\n|$)", re.M)

@@ -484,8 +484,9 @@ class Config:
     chaos: str = key("", "faults to inject, as for --chaos")
     emulate_compute_ms: float = key(
         0.0,
-        "with stages: replace each forward pass of a lane through a stage by a wait of so many milliseconds (backward: "
-        "twice that); nothing is learnt, but schedules and placements can be timed without the hardware",
+        "time a device that is not there: with stages, replace each forward pass of a lane through a stage by a wait "
+        "of so many milliseconds (backward: twice that), and nothing is learnt; without stages, a lane is computed, "
+        "and takes three times that at least",
         low=0,
     )
     env: Mapping[str, str] = field(default_factory=dict)

@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import click
 
 from everstep.base.config import Config
 from everstep.base.errors import ConfigError
-from everstep.cli import plan_failures, plan_goodput, plan_recommend, plan_time
+from everstep.cli import plan_failures, plan_goodput, plan_recommend, plan_time, plan_usual
+from everstep.cli.plan_config_dir import is_config_dir, shape_of_config
 from everstep.cli.plan_inputs import json_option
 from everstep.cli.plan_splits import split_lines, split_options, splits_of
 from everstep.cost import quantities
@@ -41,15 +43,37 @@ _DIVIDES = {
 }
 
 
-@click.group()
-def command() -> None:
-    """Plan a job before it is started."""
+@click.group(invoke_without_command=True)
+@click.option(
+    "--from",
+    "run_dir",
+    metavar="DIR",
+    type=click.Path(path_type=Path),
+    help="Run directory: show the plan beside what the job measured.",
+)
+@json_option
+@click.pass_context
+def command(context: click.Context, run_dir: Path | None, as_json: bool) -> int:
+    """Plan a job before it is started; with --from, compare a job that runs or ran with its plan."""
+    if context.invoked_subcommand is not None:
+        if run_dir is not None or as_json:
+            raise ConfigError(f"expected --from, or {context.invoked_subcommand} with its own options, and not both")
+        return 0
+    if run_dir is None:
+        if as_json:
+            raise ConfigError("expected --from DIR or a command: everstep plan --from runs/mine --json")
+        print(context.get_help())
+        return 0
+    from everstep.cli.plan_online import show_run
+
+    return show_run(run_dir, as_json)
 
 
 command.add_command(plan_failures.command)
 command.add_command(plan_goodput.command)
 command.add_command(plan_time.command)
 command.add_command(plan_recommend.command)
+command.add_command(plan_usual.command)
 
 
 @command.command(epilog=f"Devices known to --gpu: {', '.join(CATALOGUE)}.")
@@ -84,11 +108,16 @@ def memory(
     as_json: bool,
     **asked_split: Any,
 ) -> int:
-    """Show how much memory a worker needs to train TASK, or a model with so many parameters.
+    """Show how much memory a worker needs to train TASK, the model of a Hugging Face directory, or one of so many
+    parameters.
 
     No parameter is allocated: the model is counted on torch's meta device. Exit code: 0; 1 if it does not fit into the
     memory of the device that was named.
     """
+    named = {"params": params} if params is not None else {}
+    if task is not None and params is None and is_config_dir(task):
+        shape, _ = shape_of_config(task)
+        named, task, params = {"model_name": task}, None, str(shape.parameters)
     if (task is None) == (params is None):
         raise ConfigError("expected a TASK or --params, and not both: everstep plan memory --params 7.5B --workers 64")
     if offload not in ("none", "cpu") and "/" not in offload:
@@ -110,7 +139,7 @@ def memory(
     paper = _Table("paper", _PAPER, answers_by_paper(model.parameters, workers, split.offload, room))
     ours = _Table("ours", _OURS, answers_of_ours(model, split, room))
     tables = (ours, paper) if task is not None else (paper, ours)
-    splits = splits_of(params, workers, asked_split, room) if params is not None else None
+    splits = splits_of(named, workers, asked_split, room) if named else None
     if as_json:
         print(json.dumps({**_to_dict(asked, *tables, [*assumed, *more]), "usual": splits}))
     else:

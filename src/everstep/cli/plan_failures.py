@@ -61,6 +61,7 @@ def command(nodes: int, hours: float, mtbf: str, per_node: int, checkpoint_cost:
         },
         "mttf_by_size": mttf_by_size(),
         "checkpoint_interval": intervals,
+        "fits": None,
         "assumed": [f"{per_node} devices per node", f"a checkpoint takes {time_words(cost_s)} of training"],
     }
     say(result, as_json, _lines(result))

@@ -72,6 +72,7 @@ def command(names: Sequence[str], days: float, runs: int, seed: int, as_json: bo
         "mtbf_job_s": 1 / cluster.rate,
         "policies": [_policy(cluster, *one) for one in found.values()],
         "times": about,
+        "fits": None,
         "source": "event simulation, exponential failures, 95 % confidence by Student's t over the runs",
         "assumed": [
             f"harms as in {failures.LLAMA3.source}",

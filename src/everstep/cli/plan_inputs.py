@@ -16,6 +16,7 @@ import click
 
 from everstep.base.errors import ConfigError, did_you_mean
 from everstep.cli.config_file import read_config_file
+from everstep.cli.plan_config_dir import is_config, is_config_dir, shape_of_config
 from everstep.cost import quantities
 from everstep.cost.catalogue import CATALOGUE, DTYPES, DeviceKind, device_named
 from everstep.cost.models import PUBLISHED, ModelShape, PublishedModel, check_shape, nearest_model, shape_of
@@ -31,7 +32,9 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print one JS
 
 _MODEL = (
     click.option("--params", metavar="N", help="Number of parameters: 13B. Its shape is that of the nearest model."),
-    click.option("--model", "model_name", metavar="NAME", help="A published model, such as llama3-8b."),
+    click.option(
+        "--model", "model_name", metavar="NAME", help="A published model (llama3-8b), or a Hugging Face directory."
+    ),
     click.option("--layers", type=int, help="Number of layers."),
     click.option("--hidden", type=int, help="Hidden size."),
     click.option("--heads", type=int, help="Number of attention heads."),
@@ -43,11 +46,13 @@ _FLEET = (
     click.option("--gpu", "gpu_name", default="a100-80", show_default=True, help="Device, of the catalogue."),
     click.option("--per-node", type=click.IntRange(1, 1024), default=8, show_default=True, help="Devices of a node."),
     click.option("--network", metavar="RATE", help="Speed of each device's link to other nodes: 200Gb."),
+    click.option("--slowest", type=float, default=1.0, show_default=True, help="Speed of the slowest device: 0.8."),
     click.option("--catalogue", type=click.Path(path_type=Path), help="YAML file of more devices."),
 )
 _JOB = (
     click.option("--batch", type=click.IntRange(1, 10**9), help="Sequences of a step, of all devices."),
     click.option("--tokens", metavar="N", help="Tokens to train on: 26B."),
+    click.option("--samples", metavar="N", help="Sequences, or samples of a task, to train on: 10M."),
     click.option("--dtype", help="Numbers in matrix products: bf16, fp16, fp32, fp8 (the device's best of 16 bits)."),
     click.option("--stack", "stack_name", help=f"Program whose efficiency is taken: {', '.join(STACKS)}."),
 )
@@ -92,29 +97,48 @@ class Question:
         }
 
 
+def model_or_task(task: str | None, asked: dict[str, Any]) -> str | None:
+    """The task; None, and `model_name` set, if it is a Hugging Face directory. Raises: ConfigError for two models."""
+    if task is None or not is_config_dir(task):
+        return task
+    if asked["model_name"] is not None:
+        raise ConfigError(f"expected {task[:80]} or --model, got both")
+    asked["model_name"] = task
+    return None
+
+
 def read_question(asked: Mapping[str, Any]) -> Question:
     """The question that options ask. Raises: ConfigError, one line."""
     assumed: list[str] = []
     shape, near = read_shape(asked, assumed)
-    fleet = _fleet(asked, assumed)
+    fleet = read_fleet(asked, assumed)
     device = fleet.device
     dtype = asked["dtype"] or next(one for one in ("bf16", "fp16", "fp32") if one in device.peak)
     if asked["dtype"] is None:
         assumed.append(f"matrix products in {dtype}")
     if dtype not in device.peak:
         raise ConfigError(f"--dtype: expected one of {', '.join(device.peak)} on {device.name}, got {dtype[:40]!r}")
-    name = asked["stack_name"] or ("torchtitan-compile" if "fp8" in device.peak else "megatron-2021")
-    if name not in STACKS:
-        raise ConfigError(f"--stack: expected one of {', '.join(STACKS)}, got {name[:40]!r}")
-    stack = STACKS[name]
-    if asked["stack_name"] is None:
-        assumed.append(f"efficiency of {name} ({stack.calibrated})")
+    stack = choose_stack(asked["stack_name"], device, assumed)
     batch = asked["batch"]
     if batch is None:
         batch = near.batch
         assumed.append(f"a batch of {batch} sequences, as {near.name} ({near.source})")
     tokens = quantities.parse_count(asked["tokens"], "--tokens") if asked["tokens"] else None
+    if asked["samples"]:
+        if tokens is not None:
+            raise ConfigError("expected --tokens or --samples, got both")
+        tokens = quantities.parse_count(asked["samples"], "--samples") * shape.sequence
     return Question(shape, fleet, batch, asked["batch"] is not None, dtype, stack, tokens, tuple(assumed))
+
+
+def choose_stack(name: str | None, device: DeviceKind, assumed: list[str]) -> SoftwareStack:
+    """The program whose efficiency is taken. Raises: ConfigError, one line."""
+    wanted = name or ("torchtitan-compile" if "fp8" in device.peak else "megatron-2021")
+    if wanted not in STACKS:
+        raise ConfigError(f"--stack: expected one of {', '.join(STACKS)}, got {wanted[:40]!r}")
+    if name is None:
+        assumed.append(f"efficiency of {wanted} ({STACKS[wanted].calibrated})")
+    return STACKS[wanted]
 
 
 def read_shape(asked: Mapping[str, Any], assumed: list[str]) -> tuple[ModelShape, PublishedModel]:
@@ -127,6 +151,11 @@ def read_shape(asked: Mapping[str, Any], assumed: list[str]) -> tuple[ModelShape
         shape = check_shape(ModelShape(**sizes))
         assumed += [f"{getattr(shape, key)} as --{key}" for key in ("vocab", "sequence") if key not in sizes]
         return shape, nearest_model(shape.parameters)
+    if asked["model_name"] is not None and is_config(asked["model_name"]):
+        found, taken = shape_of_config(asked["model_name"])
+        assumed += taken
+        shape = check_shape(replace(found, **sizes))
+        return shape, nearest_model(shape.parameters)
     if asked["model_name"] is not None:
         known = {model.name: model for model in PUBLISHED}
         near = known.get(asked["model_name"].lower())
@@ -136,13 +165,13 @@ def read_shape(asked: Mapping[str, Any], assumed: list[str]) -> tuple[ModelShape
         return check_shape(replace(near.shape, **sizes)), near
     wanted = quantities.parse_count(asked["params"], "--params")
     near = nearest_model(wanted)
-    found = near.shape if "layers" in sizes else shape_of(wanted, near)
-    if found is None:
+    scaled = near.shape if "layers" in sizes else shape_of(wanted, near)
+    if scaled is None:
         raise ConfigError(
             f"--params: expected a number near a published model's, {quantities.count_words(LEAST)} to "
             f"{quantities.count_words(MOST)}, got {asked['params'][:40]}: give --layers, --hidden and --heads"
         )
-    shape = check_shape(replace(found, **sizes))
+    shape = check_shape(replace(scaled, **sizes))
     counted = quantities.count_words(shape.parameters)
     assumed.append(
         f"the shape of {near.name}, {shape.layers} layers: {counted} parameters, sequences of {shape.sequence} "
@@ -151,18 +180,22 @@ def read_shape(asked: Mapping[str, Any], assumed: list[str]) -> tuple[ModelShape
     return shape, near
 
 
-def _fleet(asked: Mapping[str, Any], assumed: list[str]) -> Fleet:
+def read_fleet(asked: Mapping[str, Any], assumed: list[str]) -> Fleet:
+    """The devices that options name. Raises: ConfigError, one line."""
     known = dict(CATALOGUE)
     if asked["catalogue"] is not None:
         known |= _more_devices(asked["catalogue"])
     device, count, per_node = device_named(asked["gpu_name"], known), asked["gpus"], asked["per_node"]
+    slowest = asked["slowest"]
+    if not 0.01 <= slowest <= 1:
+        raise ConfigError(f"--slowest: expected a share of the others' speed, from 0.01 to 1, got {slowest:g}")
     if count > per_node and count % per_node:
         raise ConfigError(f"--gpus: expected whole nodes of {per_node} (--per-node), got {count}")
     if asked["network"] is not None:
-        return Fleet(device, count, min(per_node, count), quantities.parse_rate(asked["network"], "--network"))
+        return Fleet(device, count, min(per_node, count), quantities.parse_rate(asked["network"], "--network"), slowest)
     if count > per_node:
         assumed.append(f"{device.network * 8 / 1e9:g} Gb/s between nodes for each device ({device.sources['network']})")
-    return Fleet(device, count, min(per_node, count), device.network)
+    return Fleet(device, count, min(per_node, count), device.network, slowest)
 
 
 def _more_devices(path: Path) -> dict[str, DeviceKind]:

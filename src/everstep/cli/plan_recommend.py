@@ -16,6 +16,7 @@ from everstep.base.errors import ConfigError
 from everstep.cli.plan_inputs import (
     Question,
     json_option,
+    model_or_task,
     mtbf_hours,
     question_options,
     read_question,
@@ -38,16 +39,25 @@ _OURS = "float32, data parallel and stages, by the layout of this product's memo
 
 
 @click.command("recommend")
+@click.argument("task", required=False)
 @question_options
 @click.option("--mtbf", help="Mean time between failures of a node: 100000h (the catalogue's).")
 @click.option("--write", type=click.Path(path_type=Path), help="Write a config of the best split that jobs can run.")
 @json_option
-def command(mtbf: str | None, write: Path | None, as_json: bool, **asked: Any) -> int:
+def command(task: str | None, mtbf: str | None, write: Path | None, as_json: bool, **asked: Any) -> int:
     """Show the ten best ways to divide a model over devices, with memory, time, cost and failures, and why.
 
+    A TASK is counted on torch's meta device; it is divided data parallel and into stages, as jobs can run it.
     For each number of tensor parallel devices and stages it shows the best settings. Exit code: 1 if nothing fits, or
     nothing that jobs can run, with --write.
     """
+    task = model_or_task(task, asked)
+    if task is not None:
+        if mtbf is not None:
+            raise ConfigError("--mtbf: failures are not planned for a TASK: everstep plan failures shows them")
+        from everstep.cli.plan_task import recommend_for_task
+
+        return recommend_for_task(task, write, as_json, asked)
     question = read_question(asked)
     if write is not None and write.exists():
         raise ConfigError(f"--write: {write} exists: name another file, or remove it")
@@ -84,6 +94,7 @@ def command(mtbf: str | None, write: Path | None, as_json: bool, **asked: Any) -
         "best": best,
         "needed": needed,
         "written": None,
+        "source": f"{TIME_SOURCE}; {split_memory.SOURCE}",
         "sources": {
             "memory": split_memory.SOURCE,
             "time": TIME_SOURCE,

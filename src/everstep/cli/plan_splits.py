@@ -68,16 +68,18 @@ def _check_split(shape: ModelShape, devices: int, split: ParallelSplit) -> None:
         raise ConfigError(f"expected a multiple of --tp x --pp ({split.tp * split.pp}) devices, got {devices}")
 
 
-def splits_of(params: str, workers: int, asked: Mapping[str, Any], room: int | None) -> dict[str, Any] | None:
-    """Memory of a device for usual splits of a model of so many parameters, in mixed precision, with the options of
-    `split_options`. room: bytes of a device, None if unknown. None: no published model is near. Raises: ConfigError,
-    one line."""
-    wanted = parse_count(params, "--params")
-    if shape_of(wanted, nearest_model(wanted)) is None:
+def splits_of(
+    named: Mapping[str, str], workers: int, asked: Mapping[str, Any], room: int | None
+) -> dict[str, Any] | None:
+    """Memory of a device for usual splits of a model, in mixed precision, with the options of `split_options`. named:
+    `params`, or `model_name`, a Hugging Face directory. room: bytes of a device, None if unknown. None: no published
+    model is near. Raises: ConfigError, one line."""
+    wanted = parse_count(named["params"], "--params") if "params" in named else None
+    if wanted is not None and shape_of(wanted, nearest_model(wanted)) is None:
         return None
     assumed: list[str] = []
-    given = dict.fromkeys(("model_name", "layers", "hidden", "heads", "vocab", "sequence"))
-    shape, near = read_shape({"params": params, **given}, assumed)
+    given = dict.fromkeys(("params", "model_name", "layers", "hidden", "heads", "vocab", "sequence"))
+    shape, near = read_shape({**given, **named}, assumed)
     keys = ("micro_batch", "schedule", "chunks", "recompute", "sequence_parallel")
     tp, pp = asked["tp"], asked["pp"]
     base = ParallelSplit(tp, pp, max(1, workers // (tp * pp)), **{key: asked[key] for key in keys})

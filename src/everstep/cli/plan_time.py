@@ -7,9 +7,19 @@ from typing import Any
 
 import click
 
-from everstep.cli.plan_inputs import Question, json_option, question_options, read_question, say, table
+from everstep.cli.plan_inputs import (
+    Question,
+    json_option,
+    model_or_task,
+    question_options,
+    read_question,
+    say,
+    table,
+)
 from everstep.cli.plan_splits import read_split, split_options, zero_option
 from everstep.cost.quantities import count_words, time_words
+from everstep.cost.split_memory import SOURCE as MEMORY_SOURCE
+from everstep.cost.split_memory import split_memory
 from everstep.cost.step_time import StepTime, step_time
 from everstep.placement.schedules import bubble_fraction, schedule, timeline
 
@@ -19,12 +29,21 @@ MOST_PLAYED = 100_000
 
 
 @click.command("time")
+@click.argument("task", required=False)
 @question_options
 @split_options
 @zero_option
 @json_option
-def command(as_json: bool, **asked: Any) -> int:
-    """Show how long a step takes, by part, and a job of so many tokens."""
+def command(task: str | None, as_json: bool, **asked: Any) -> int:
+    """Show how long a step takes, by part, and a job of so many tokens; and whether it fits when it is split so.
+
+    A TASK is counted on torch's meta device; else the model is given by numbers.
+    """
+    task = model_or_task(task, asked)
+    if task is not None:
+        from everstep.cli.plan_task import show_task_time
+
+        return show_task_time(task, as_json, asked)
     question = read_question(asked)
     split, batch = read_split(question, asked)
     found = step_time(question.shape, question.fleet, split, batch, question.dtype, question.stack)
@@ -32,6 +51,10 @@ def command(as_json: bool, **asked: Any) -> int:
     if split.pp * found.micro_batches * split.chunks <= MOST_PLAYED:
         ops = schedule(split.schedule, split.pp, found.micro_batches, split.chunks)
         played = bubble_fraction(timeline(ops, 1, 2))
+    room = round(question.fleet.device.memory_gb * 1e9)
+    usage = split_memory(
+        question.shape, split, found.micro_batches, question.dtype, fused=question.stack.fused_attention
+    )
     result: dict[str, Any] = {
         "kind": "time",
         **question.described(),
@@ -42,7 +65,11 @@ def command(as_json: bool, **asked: Any) -> int:
         "tflops_with_recomputation": found.hardware_flops / 1e12,
         "bubble_played": played,
         **job_figures(question, found),
+        "total_bytes": round(usage.total),
+        "memory_bytes": room,
+        "fits": usage.total <= room,
         "source": SOURCE,
+        "sources": {"memory": MEMORY_SOURCE, "dollars": question.fleet.device.sources["price"]},
     }
     say(result, as_json, _lines(result))
     return 0
@@ -58,7 +85,7 @@ def job_figures(question: Question, found: StepTime) -> dict[str, float | None]:
 
 def _lines(result: dict[str, Any]) -> list[str]:
     split = result["split"]
-    parts = ("matrices_s", "traffic_s", "tensor_s", "stages_s", "bubble_s", "gradients_s", "update_s")
+    parts = ("matrices_s", "traffic_s", "tensor_s", "stages_s", "bubble_s", "gradients_s", "update_s", "straggler_s")
     played = result["bubble_played"]
     whole = (
         f"{count_words(result['tokens'])} tokens: {result['days']:.3g} days, {result['dollars']:,.0f} dollars"
@@ -78,6 +105,8 @@ def _lines(result: dict[str, Any]) -> list[str]:
         ),
         f"bubble {result['bubble']:.1%} by the formula" + ("" if played is None else f", {played:.1%} played through"),
         whole,
+        f"{'fits' if result['fits'] else 'does not fit'}: {result['total_bytes'] / 1e9:.3g} of "
+        f"{result['memory_bytes'] / 1e9:g} GB per device" + (": plan recommend finds a split" * (not result["fits"])),
         *(f"assumed: {one}" for one in result["assumed"]),
         f"source: {result['source']}",
     ]

@@ -67,6 +67,7 @@ def read_status(run_dir: Path) -> dict[str, Any]:
         {"time_unix_ns": one.begin_ns, "end_unix_ns": one.end_ns, "cause": one.cause, "text": one.line()}
         for one in history.incidents(running)[-_LAST_INCIDENTS:]
     ]
+    course, members = history.facts.course, history.facts.crew.members
     headline = {"level": said.level, "text": said.text, "more": said.more}
     return {
         **live,
@@ -75,6 +76,11 @@ def read_status(run_dir: Path) -> dict[str, Any]:
         "checkpoint": newest,
         "headline": headline,
         "incidents": incidents,
+        "efficiency": {
+            "measured": course.efficiency(),
+            "left_out": course.left_out(),
+            "text": course.efficiency_text(members),
+        },
     }
 
 
@@ -132,6 +138,8 @@ def _print(run_dir: Path, status: dict[str, Any]) -> None:
     print(f"{status['state']}, step {status['step']}, generation {status['generation']}")
     if status["checkpoint"] is not None:
         print(f"newest checkpoint: step {status['checkpoint']['step']} in {status['checkpoint']['path']}")
+    if status["efficiency"]["text"]:
+        print(f"scaling: {status['efficiency']['text']}")
     _print_incidents(status["incidents"])
     if not status["workers"]:
         return

@@ -107,6 +107,8 @@ def _numbers(facts: dict[str, Any]) -> str:
         found.append(f"goodput {100 * facts['goodput']:.1f} %")
         if facts["goodput_by_capacity"] is not None and facts["goodput_by_capacity"] < facts["goodput"] - 0.005:
             found.append(f"({100 * facts['goodput_by_capacity']:.1f} % by capacity)")
+    if facts["scaling"]:
+        found.append(facts["scaling"])
     return "  ".join(found)
 
 

@@ -18,8 +18,8 @@ attention aside (torchtitan's selective checkpointing by operation); each layer 
 @dataclass(frozen=True)
 class ModelShape:
     """A decoder-only transformer. ffn: inner width of the feed-forward part, None for 4 x hidden. kv_heads: None: as
-    heads. gated: the feed-forward part has three matrices (SwiGLU), no biases, norms without offset, and the output has
-    a matrix of its own; else it is a GPT with biases, learnt positions and a tied output."""
+    heads. gated: the feed-forward part has three matrices (SwiGLU), no biases, norms without offset; else it is a GPT
+    with biases and learnt positions. tied: the output uses the embedding's matrix; None: if it is a GPT."""
 
     layers: int
     hidden: int
@@ -29,6 +29,7 @@ class ModelShape:
     kv_heads: int | None = None
     ffn: int | None = None
     gated: bool = False
+    tied: bool | None = None
 
     @property
     def width(self) -> int:
@@ -44,10 +45,12 @@ class ModelShape:
     @property
     def parameters(self) -> int:
         """All parameters. Of a GPT 12 l h^2 (1 + 13 / 12 h + (V + s) / 12 l h): arXiv 2104.04473, equation 2."""
+        own = self.gated if self.tied is None else not self.tied
+        vocabulary = (1 + own) * self.vocab * self.hidden
         if self.gated:
             small = 2 * self.layers * self.hidden + self.hidden
-            return self.layers * self.layer_weights + 2 * self.vocab * self.hidden + small
-        return self.layers * (self.layer_weights + 13 * self.hidden) + (self.vocab + self.sequence) * self.hidden
+            return self.layers * self.layer_weights + vocabulary + small
+        return self.layers * (self.layer_weights + 13 * self.hidden) + vocabulary + self.sequence * self.hidden
 
     def forward_flops(self) -> tuple[float, float, float]:
         """Operations of a forward pass per token: matrices of all layers, attention of all layers, output.

@@ -40,6 +40,11 @@ def daly_s(cost_s: float, mtbf_s: float) -> float:
     return young_s(cost_s, mtbf_s) * (1 + math.sqrt(x) / 3 + x / 9) - cost_s
 
 
+def expected_mtbf_s(failures: int, elapsed_s: float) -> float:
+    """Seconds between failures, by those seen in elapsed_s; one in four hours is assumed beforehand."""
+    return (elapsed_s + _DEFAULT_MTBF_S) / (failures + 1)
+
+
 def automatic_interval(cost_s: float | None, failures: int, elapsed_s: float, mtbf_s: float | None) -> SaveInterval:
     """The interval at which the time lost to checkpoints and to work done again is least: sqrt(2 x cost x time between
     failures), clamped.
@@ -54,7 +59,7 @@ def automatic_interval(cost_s: float | None, failures: int, elapsed_s: float, mt
     if mtbf_s is not None:
         between, whence = mtbf_s, "as configured"
     else:
-        between = (elapsed_s + _DEFAULT_MTBF_S) / (failures + 1)
+        between = expected_mtbf_s(failures, elapsed_s)
         whence = f"{failures} seen in {elapsed_s / 60:.0f} min"
     cost = max(cost_s, 1e-3)
     ideal = young_s(cost, between) - cost if cost < between / 2 else between

@@ -20,6 +20,7 @@ _PARTS = {
     "bubble_s": "bubble",
     "gradients_s": "sums of gradients",
     "update_s": "update",
+    "straggler_s": "waits for the slowest device",
 }
 
 

@@ -49,12 +49,14 @@ STACKS = {
 
 @dataclass(frozen=True)
 class Fleet:
-    """Devices of one kind in nodes. network: bytes per second of each device between nodes."""
+    """Devices of one kind in nodes. network: bytes per second of each device between nodes. slowest: speed of the
+    slowest device, relative to the others, for which all wait."""
 
     device: DeviceKind
     count: int
     per_node: int
     network: float
+    slowest: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,8 @@ class ParallelSplit:
 @dataclass(frozen=True)
 class StepTime:
     """Seconds of a step by part, and rates. model_flops: per device and second, nothing that is computed twice;
-    hardware_flops: with it. mfu: model_flops over the peak. bubble: share of the pipeline's time, in 0..1."""
+    hardware_flops: with it. mfu: model_flops over the peak. bubble: share of the pipeline's time, in 0..1. straggler_s:
+    all wait for the slowest device."""
 
     step_s: float
     matrices_s: float
@@ -91,6 +94,7 @@ class StepTime:
     bubble_s: float
     gradients_s: float
     update_s: float
+    straggler_s: float
     bubble: float
     micro_batches: int
     model_flops: float
@@ -136,7 +140,8 @@ def step_time(
     traffic_s = stack.passes * again * wide * moved / device.bandwidth
     tensor_s = _tensor_s(shape, fleet, split, tokens, layers, wide)
     stages_s = _stages_s(shape, fleet, split, tokens, wide)
-    each_s = matrices_s + traffic_s + tensor_s + stages_s
+    waits_s = (matrices_s + traffic_s) * (1 / fleet.slowest - 1)
+    each_s = matrices_s + traffic_s + tensor_s + stages_s + waits_s
     held = shape.parameters / share
     gradients_s = _gradients_s(fleet, split, 2 * wide * held, each_s * count * stack.overlap)
     states = held / (split.dp if split.zero else 1)
@@ -154,6 +159,7 @@ def step_time(
         idle_s,
         gradients_s,
         update_s,
+        waits_s * count,
         bubble_share(split.pp, count, split.chunks),
         count,
         model,

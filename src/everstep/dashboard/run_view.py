@@ -159,6 +159,7 @@ def head(feed: RunFeed, rows: Mapping[int, WorkerRow]) -> dict[str, Any]:
         "loss_text": facts.course.loss_text,
         "rate": rate,
         "rate_points": RECENT_STEPS,
+        "scaling": facts.course.efficiency_text(facts.crew.members),
         "mean_rate": facts.course.mean_samples_per_s(),
         "eta_s": facts.course.eta_s(total) if rate and not facts.stands_still(now.time_ns) else None,
         "generation": facts.crew.generation,

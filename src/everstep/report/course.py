@@ -142,18 +142,28 @@ class Course:
         return "nan" if self.strange is not None and self.strange.last == self.step else ""
 
     def efficiency(self) -> list[dict[str, float]]:
-        """By number of workers, rising: samples per second, and that per worker relative to the fewest workers;
-        `spread`: standard deviation of the step time relative to its mean. Those that `left_out` names are missing."""
+        """By number of workers, rising: samples per second; relative to `relative_to`, the fewest workers, the
+        speed-up, the ideal one, and the efficiency, which is the one over the other. `spread`: standard deviation of
+        the step time relative to its mean. Those that `left_out` names are missing."""
         found: list[dict[str, float]] = []
         for workers, (samples, seconds, steps, squares) in sorted(self.rates.items()):
             if seconds > 0 and steps >= _MEASURED_STEPS and workers:
                 rate = samples / seconds
-                base = found[0]["samples_per_s"] / found[0]["workers"] if found else rate / workers
-                share = rate / workers / base if base else 0.0
+                first, fewest = (found[0]["samples_per_s"], found[0]["workers"]) if found else (rate, workers)
+                speed_up, ideal = rate / first if first else 0.0, workers / fewest
                 spread = math.sqrt(max(0.0, squares * steps / (seconds * seconds) - 1))
-                one = {"workers": workers, "samples_per_s": rate, "efficiency": share, "steps": steps}
-                found.append({**one, "spread": spread})
+                one = {"workers": workers, "samples_per_s": rate, "efficiency": speed_up / ideal, "steps": steps}
+                found.append({**one, "speed_up": speed_up, "ideal": ideal, "relative_to": fewest, "spread": spread})
         return found
+
+    def efficiency_text(self, members: int) -> str:
+        """The efficiency of so many workers in a few words; "" until two numbers were measured."""
+        found = self.efficiency()
+        if len(found) < 2:
+            return ""
+        now = next((one for one in found[1:] if one["workers"] == members), found[-1])
+        few, many = (f"{one:.0f} worker{'s' * (one != 1)}" for one in (now["relative_to"], now["workers"]))
+        return f"{many}: {now['speed_up']:.2f}x of {few}, ideal {now['ideal']:.2f}x, efficiency {now['efficiency']:.0%}"
 
     def left_out(self) -> str:
         """Which numbers of workers `efficiency` leaves out, and why; "" if none."""

@@ -219,16 +219,20 @@ def _efficiency(history: History) -> str:
         return note
     rows = [
         [
-            *(f"{e['workers']:.0f}", f"{e['samples_per_s']:.1f}", _percent(e["efficiency"])),
+            *(f"{e['workers']:.0f}", f"{e['samples_per_s']:.1f}", f"{e['speed_up']:.2f}", f"{e['ideal']:.2f}"),
+            _percent(e["efficiency"]),
             *(f"± {100 * e['spread']:.0f} %", f"{e['steps']:.0f}"),
         ]
         for e in found
     ]
     return (
         _table(
-            [*("workers", "samples per second", "scaling efficiency"), "spread of a step", "steps"],
+            [
+                *("workers", "samples per second", f"speed-up, of {found[0]['workers']:.0f}", "ideal"),
+                *("scaling efficiency", "spread of a step", "steps"),
+            ],
             rows,
-            tuple(range(5)),
+            tuple(range(7)),
         )
         + note
     )

@@ -27,6 +27,7 @@ from everstep.runtime.host.board import OPERATIONS
 
 Family = type[CounterMetricFamily] | type[GaugeMetricFamily]
 STATES = ("leader", "active", "standby", "spare", "healing", "suspect", "dead")
+_MOST_SIZES = 64
 MOST_WORKERS = 1000
 """Most workers with series of their own; of more, only sums are exported, as each would be several time series."""
 
@@ -103,11 +104,26 @@ def _progress(history: History, running: bool, now_ns: int) -> Iterator[Metric]:
     yield _gauge("goodput_ratio", text, history.goodput(running))
     text = "The same, each moment counted for the share of the wanted workers that took part."
     yield _gauge("goodput_by_capacity_ratio", text, history.goodput_by_capacity(running))
+    yield from _scaling(history)
     yield _gauge("start_timestamp_seconds", "When the job was last started.", _seconds(tally.started_ns))
     text = "When the newest step was committed, or the job was started if that is later."
     yield _gauge("last_progress_timestamp_seconds", text, _seconds(tally.progress_ns))
     yield _counter("coordinator_restarts", "Restarts of the coordinator.", tally.coordinator_restarts)
     yield _counter("unreadable_lines", "Lines of the job's files that could not be read.", history.foreign)
+
+
+def _scaling(history: History) -> Iterator[Metric]:
+    """By number of workers, of which enough steps were measured."""
+    found = history.facts.course.efficiency()
+    text = "Fewest workers of which enough steps were measured: what the other scaling metrics are relative to."
+    yield _gauge("scaling_base_workers", text, found[0]["workers"] if found else None)
+    for name, key, text in (
+        ("scaling_efficiency_ratio", "efficiency", "Speed-up over the ideal one, by number of workers."),
+        ("scaling_speedup_ratio", "speed_up", "Samples per second over those of everstep_scaling_base_workers."),
+        ("scaling_ideal_ratio", "ideal", "Number of workers over everstep_scaling_base_workers."),
+    ):
+        values = {f"{one['workers']:.0f}": one[key] for one in found[:_MOST_SIZES]}
+        yield _by_label(GaugeMetricFamily, name, text, "workers", values)
 
 
 def _workers(history: History, running: bool, status: Mapping[str, Any] | None) -> Iterator[Metric]:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
+from torch.utils.flop_counter import FlopCounterMode
 
 from everstep.base.errors import ConfigError
 from everstep.train.optimizer_kind import OptimizerKind, kind_of
@@ -23,7 +24,8 @@ _TRIED_ELEMENTS = 1 << 22
 @dataclass(frozen=True)
 class Counted:
     """Number of trained parameters; bytes of all parameters, of buffers, of the optimizer's state, and of what one
-    lane's forward pass keeps for its backward pass. optimizer: which parts it can update apart, None if that cannot be
+    lane's forward pass keeps for its backward pass. forward_flops: operations of that pass, 0 where it cannot be
+    counted. units: where the model may be cut. optimizer: which parts it can update apart, None if that cannot be
     tried. assumed: what was taken for granted where it cannot be counted."""
 
     parameters: int
@@ -31,6 +33,8 @@ class Counted:
     buffer_bytes: int
     optimizer_bytes: int
     activation_bytes: int
+    forward_flops: int
+    units: int
     optimizer: OptimizerKind | None
     assumed: tuple[str, ...]
 
@@ -59,9 +63,9 @@ def count_task(task: Task, micro_batch: int) -> Counted:
         assumed.append(
             f"{_ASSUMED_OPTIMIZER} bytes per parameter for the optimizer, which cannot be counted ({_line(error)})"
         )
-    activation_bytes = 0
+    activation_bytes = forward_flops = 0
     try:
-        activation_bytes = _activation_bytes(task, model, micro_batch)
+        activation_bytes, forward_flops = _of_forward(task, model, micro_batch)
     except Exception as error:
         assumed.append(f"no activations, which cannot be counted ({_line(error)})")
     return Counted(
@@ -70,6 +74,8 @@ def count_task(task: Task, micro_batch: int) -> Counted:
         sum(b.numel() * b.element_size() for b in model.buffers()),
         optimizer_bytes,
         activation_bytes,
+        forward_flops,
+        _units(task, model),
         _kind(task, parameters),
         tuple(assumed),
     )
@@ -107,7 +113,15 @@ def _smaller(shape: tuple[int, ...]) -> tuple[int, ...]:
     return shape if size <= _TRIED_ELEMENTS else (max(1, shape[0] * _TRIED_ELEMENTS // size), *shape[1:])
 
 
-def _activation_bytes(task: Task, model: nn.Module, micro_batch: int) -> int:
+def _units(task: Task, model: nn.Module) -> int:
+    try:
+        return len(task.units(model) or [model])
+    except Exception:
+        return 1
+
+
+def _of_forward(task: Task, model: nn.Module, micro_batch: int) -> tuple[int, int]:
+    """Bytes that the forward pass of one lane keeps, and its operations."""
     dataset: Any = task.build_dataset("train")
     samples = [dataset[i] for i in islice(range(len(dataset)), micro_batch)]
     batch = tree_map(lambda x: x.to("meta") if isinstance(x, Tensor) else x, task.collate(samples))
@@ -120,9 +134,9 @@ def _activation_bytes(task: Task, model: nn.Module, micro_batch: int) -> int:
             kept[place] = tensor  # held, so that no other storage gets its place
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), FlopCounterMode(display=False) as flops:
         task.loss(model, batch)
-    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values()), flops.get_total_flops()
 
 
 def _line(error: BaseException) -> str:

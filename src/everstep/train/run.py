@@ -126,8 +126,9 @@ class Step:
         due = self._alone_due(operation.plan)
         loop.enter(self.number, lane, apart=is_told or due)
         lanes.hand_out((self.number, lane, samples))
-        twice = loop.probes(due)
+        twice, waited = loop.probes(due), lanes.emulated()
         yield batch
+        waited()
         if twice:
             loop.again()
             yield batch

@@ -137,6 +137,12 @@ class Lanes:
         """Note step, lane and samples of the batch that the user's loop gets; None: it is done with it."""
         self.at_work = at_work
 
+    def emulated(self) -> Callable[[], None]:
+        """Begin a lane of a model that is not split; the function that is returned ends it: it waits until a forward
+        and a backward pass of `emulate_compute_ms` would be over."""
+        view, end = self._view, time.monotonic() + 3 * self._view.config.emulate_compute_ms / 1e3
+        return lambda: wait_until(end, view.tick)
+
     def samples(self, number: int, lane: int) -> Any:
         """Samples of a lane, without loading them."""
         return self._view.order.samples(number, lane)
@@ -166,6 +172,13 @@ class Lanes:
         if self.device.type == "cuda":
             allocated, reserved = torch.cuda.memory_allocated(self.device), torch.cuda.memory_reserved(self.device)
             self._view.link.row.device_memory(allocated, reserved)
+
+
+def wait_until(end_s: float, tick: Callable[[], None]) -> None:
+    """Wait until a moment of the monotonic clock, with a tick now and then."""
+    while (left := end_s - time.monotonic()) > 0:
+        time.sleep(min(left, _SLICE_S))
+        tick()
 
 
 class Passes:
@@ -243,10 +256,7 @@ class Passes:
 
     def _emulate(self, op: PipeOp) -> None:
         """Wait instead of computing; gradients are absent."""
-        end = time.monotonic() + self._wait_s * (2 if op.kind == "backward" else 1)
-        while (left := end - time.monotonic()) > 0:
-            time.sleep(min(left, _SLICE_S))
-            self._view.tick()
+        wait_until(time.monotonic() + self._wait_s * (2 if op.kind == "backward" else 1), self._view.tick)
         if (op.kind == "forward" and op.part + 1 < self._parts) or (op.kind == "backward" and op.part):
             self._give(op, Bundle([], b""))
         if op.kind == "backward" and op.part == op.stage:

@@ -233,3 +233,12 @@ def test_the_documentation_holds_every_comparison_as_it_is_printed() -> None:
     held = text.partition("<!-- plan-tables -->\n")[2].partition("<!-- end -->")[0]
     assert held.rstrip("\n").split("\n") == "\n".join(all_lines()).rstrip("\n").split("\n"), "make plan-tables"
     assert "missed" in held
+
+
+def test_all_wait_for_the_slowest_device() -> None:
+    shape, split = ModelShape(24, 2304, 24), ParallelSplit(1, 1, 8)
+    fleet = Fleet(CATALOGUE["a100-80"], 8, 8, 25e9)
+    even = step_time(shape, fleet, split, 64, "bf16", STACKS["megatron-2021"])
+    slow = step_time(shape, replace(fleet, slowest=0.5), split, 64, "bf16", STACKS["megatron-2021"])
+    assert even.straggler_s == 0 and slow.straggler_s == pytest.approx(even.matrices_s + even.traffic_s)
+    assert slow.step_s == pytest.approx(even.step_s + slow.straggler_s)

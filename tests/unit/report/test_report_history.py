@@ -339,3 +339,17 @@ def test_efficiency_is_told_of_what_was_measured_long_enough(tmp_path: Path) -> 
     facts = history(tmp_path, lines).facts
     assert ([e["steps"] for e in facts.course.efficiency()], facts.course.left_out()) == ([12, 10], "")
     assert [e["spread"] for e in facts.course.efficiency()] == pytest.approx([0.0, 0.565], abs=1e-3)  # 0.1 s and 1 s
+
+
+def test_efficiency_says_what_it_is_relative_to(tmp_path: Path) -> None:
+    lines = [event("job_started", 0, step=0, workers=2), plan(1, 1, {0: [0], 1: [1]})]
+    lines += [event("step_committed", 1 + s, step=s, loss=1.0, samples=8) for s in range(1, 13)]
+    assert history(tmp_path, lines).facts.course.efficiency_text(2) == ""
+    lines += [plan(13.5, 2, {i: [i] for i in range(4)})]
+    lines += [event("step_committed", 14 + 0.625 * s, step=12 + s, loss=1.0, samples=8) for s in range(1, 13)]
+    facts = history(tmp_path, lines).facts
+    few, many = facts.course.efficiency()
+    assert [(e["speed_up"], e["ideal"], e["efficiency"]) for e in (few, many)] == [(1, 1, 1), (1.6, 2, 0.8)]
+    assert few["relative_to"] == many["relative_to"] == 2
+    said = "4 workers: 1.60x of 2 workers, ideal 2.00x, efficiency 80%"
+    assert facts.course.efficiency_text(4) == facts.course.efficiency_text(3) == facts.course.efficiency_text(2) == said

@@ -142,10 +142,10 @@ export function account(run) {
 export function scaling(run) {
   const { measured: all, left_out } = run.efficiency;
   const measured = all.toSorted((a, b) => b.steps - a.steps).slice(0, 8).sort((a, b) => a.workers - b.workers);
-  const rows = measured.map((e) => [e.workers, number(e.samples_per_s), percent(e.efficiency), `± ${Math.round(100 * e.spread)} %`, e.steps]);
+  const rows = measured.map((e) => [e.workers, number(e.samples_per_s), e.speed_up.toFixed(2), e.ideal.toFixed(2), percent(e.efficiency), `± ${Math.round(100 * e.spread)} %`, e.steps]);
   const window = el("p", { className: "soft small" }, "Rates over all steps that no fault, evaluation or change fell into.");
   const note = all.length < 2 && !left_out ? el("p", { className: "soft" }, "Efficiency compares numbers of workers: so far there was one.") : null;
-  $("scaling").replaceChildren(...[rows.length ? table(["workers", "samples/s", "efficiency", "spread of a step", "steps"], rows, [0, 1, 2, 3, 4]) : null, rows.length ? window : null, left_out && el("p", { className: "soft" }, left_out), note].filter(Boolean));
+  $("scaling").replaceChildren(...[rows.length ? table(["workers", "samples/s", `speed-up, of ${all[0].relative_to}`, "ideal", "efficiency", "spread of a step", "steps"], rows, [0, 1, 2, 3, 4, 5, 6]) : null, rows.length ? window : null, left_out && el("p", { className: "soft" }, left_out), note].filter(Boolean));
 }
 
 export function checkpoints({ checkpoints: { tiers, missed } }) {

@@ -1,0 +1,211 @@
+"""Strong and weak scaling with emulated devices: how much faster a job is with more workers.
+
+    python bench/scaling.py [--workers 1,2,4,8,16,32] [--only strong,weak,sockets,zero,pipeline,hosts,torch]
+                            [--lanes 32] [--wait-ms 20] [--steps 16] [--out FILE] [--plot FOLDER]
+
+A lane is a timed wait (`emulate_compute_ms`; its passes wait three times that), so that few cores stand for many
+devices. All else is real: processes, gradients, transports, updates. Efficiency is the speed-up over the ideal one,
+relative to the fewest workers of the case.
+
+- strong: so many lanes, whatever the number of workers; weak: two lanes for each worker.
+- sockets: strong, over the transport between hosts; zero: strong, with the optimizer's state divided.
+- pipeline: as many stages as workers; its ideal is what the bubble leaves.
+- hosts: strong, on two network-namespace hosts (root).
+- torch: DistributedDataParallel on gloo with the same model, lanes and waits.
+
+`predicted_s`: the step as `everstep plan --from` predicts it, calibrated with the fewest workers of the case. `busy`:
+the share of the cores' time that was used, by other programs, too. From the first row with more than 80 % on, the
+processors are measured, not the waits: `waits` is false.
+"""
+
+from __future__ import annotations
+
+import argparse
+import secrets
+import statistics
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from measure import BENCH, EverstepJob, environment, free_port, machine, read_events, step_times, write_report
+from models import MODELS
+from turns import ranks_job, turns
+
+sys.path += [str(BENCH.parent / "tests" / "hosts"), str(BENCH.parent / "tests")]
+from net import Net, why_not
+
+from everstep.cli.plan_online import plan_of_run
+from everstep.cost.online import Calibrated, JobShape
+from everstep.cost.step_time import bubble_share
+from everstep.report.style import can_draw, write_pictures
+from everstep.report.svg import Curve, line_chart
+
+CASES = ("strong", "weak", "sockets", "zero", "pipeline", "hosts", "torch")
+PORT, BUSY, WARM_UP, UNITS, FEWEST_STEPS = 29400, 0.8, 3, 10, 12
+EVERSTEP = [sys.executable, "-P", "-m", "everstep"]
+
+
+def settings_of(case: str, workers: int, options: argparse.Namespace) -> dict[str, Any]:
+    """Config of a job of ours."""
+    found: dict[str, Any] = {"emulate_compute_ms": options.wait_ms, "workers": workers, "metrics.interval_s": 0.2}
+    found |= {"lanes": 2 * workers if case == "weak" else options.lanes, "rehearse": "false"}
+    if case == "sockets":
+        found["transport"] = "sockets"
+    if case == "zero":
+        found["zero.stage"] = 1
+    if case == "pipeline":
+        found |= {"stages": workers, "emulate_compute_ms": options.wait_ms / workers}
+    return found
+
+
+def idle_and_all() -> tuple[int, int]:
+    """Ticks of all cores since the machine's start: idle ones, and all."""
+    ticks = [int(one) for one in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
+    return ticks[3] + ticks[4], sum(ticks)
+
+
+def busy_since(before: tuple[int, int]) -> float:
+    """Share of the cores' time that was used since then, by anybody."""
+    idle, ticks = (b - a for a, b in zip(before, idle_and_all(), strict=True))
+    return 1 - idle / max(1, ticks)
+
+
+def model_of(case: str) -> str:
+    """The model of a case: one with many units for stages, else one of 0.1M parameters."""
+    return "transformer-deep" if case == "pipeline" else "transformer-tiny"
+
+
+def run_ours(case: str, workers: int, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """One job of ours, to its end."""
+    task = f"{BENCH / 'models.py'}:{MODELS[model_of(case)].__name__}"
+    run_dir, settings = folder / f"{case}-{workers}", settings_of(case, workers, options)
+    before = idle_and_all()
+    if case == "hosts":
+        on_two_hosts(task, run_dir, settings, options.steps)
+    else:
+        EverstepJob(task, run_dir, "--steps", str(options.steps), settings=settings).wait()
+    busy = busy_since(before)
+    steps = step_times(read_events(run_dir), WARM_UP)
+    return {"workers": workers, "lanes": settings["lanes"], "steps_s": steps, "busy": busy, "run_dir": run_dir}
+
+
+def on_two_hosts(task: str, run_dir: Path, settings: dict[str, Any], steps: int) -> None:
+    """A job whose workers are on two hosts, one half on each."""
+    net = Net(2)
+    try:
+        more = environment(EVERSTEP_TOKEN=secrets.token_hex(32))
+        slots = str(max(1, settings["workers"] // 2))
+        first, second = net.hosts
+        command = [*EVERSTEP, "run", task, "--run-dir", str(run_dir), "--json", "--steps", str(steps)]
+        command += ["--listen", f"{first.address}:{PORT}", "--slots", slots]
+        for key, value in settings.items():
+            command += ["--set", f"{key}={value}"]
+        log = run_dir.with_suffix(".log")
+        job = first.start(command, log, more)
+        second.start([*EVERSTEP, "agent", "--join", f"{first.address}:{PORT}", "--slots", slots], log, more)
+        if job.wait(600):
+            raise SystemExit(f"the job on two hosts failed:\n{log.read_text()[-2000:]}")
+    finally:
+        net.close()
+
+
+def run_torch(workers: int, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """DistributedDataParallel with the same lanes and waits."""
+    ends = folder / f"torch-{workers}"
+    command = [str(BENCH / "ddp_peer.py"), "--model", model_of("torch"), "--wait-ms", str(options.wait_ms)]
+    command += ["--passes", str(options.lanes // workers), "--global-batch", str(options.lanes)]
+    job = ranks_job("torch", command, workers, free_port(), ends)
+    seconds = options.steps * 3 * options.wait_ms / 1e3 * options.lanes / workers
+    before = idle_and_all()
+    (turn,) = (had["torch"] for had in turns([job], warm_up=WARM_UP, rounds=1, turn_s=seconds))
+    return {"workers": workers, "lanes": options.lanes, "steps_s": turn.steps_s(job), "busy": busy_since(before)}
+
+
+def ideal_of(case: str, workers: int, fewest: int, lanes: int) -> float:
+    """The best speed-up in lanes per second. A pipeline loses its bubble."""
+    if case != "pipeline":
+        return workers / fewest
+    return workers / fewest * (1 - bubble_share(workers, lanes)) / (1 - bubble_share(fewest, lanes))
+
+
+def calibrated_by(first: dict[str, Any]) -> Calibrated:
+    """What a job's samples tell of its steps."""
+    said = plan_of_run(first["run_dir"])
+    shape = JobShape(first["lanes"], 1)
+    return Calibrated(shape, first["workers"], said["lane_s"], said["exchange_s"], said["alone_s"])
+
+
+def table_of(case: str, found: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A row for each number of workers."""
+    rows: list[dict[str, Any]] = []
+    first = found[0]
+    base_s, waits = statistics.median(first["steps_s"]), True
+    plan = calibrated_by(first) if "run_dir" in first and case not in ("weak", "pipeline") else None
+    for one in found:
+        step_s = statistics.median(one["steps_s"])
+        speed_up = (one["lanes"] / step_s) / (first["lanes"] / base_s)
+        ideal = ideal_of(case, one["workers"], first["workers"], one["lanes"])
+        waits = waits and one["busy"] <= BUSY
+        row = {"workers": one["workers"], "lanes": one["lanes"], "step_s": round(step_s, 4)}
+        row |= {"speed_up": round(speed_up, 3), "ideal": round(ideal, 3), "efficiency": round(speed_up / ideal, 4)}
+        row |= {"busy": round(one["busy"], 3), "waits": waits, "steps": len(one["steps_s"])}
+        rows.append({**row, "predicted_s": None if plan is None else round(plan.parts(one["workers"]).step_s, 4)})
+    return rows
+
+
+def measured_case(case: str, options: argparse.Namespace) -> list[dict[str, Any]] | str:
+    """Rows of a case, or why there are none."""
+    if case == "hosts" and why_not():
+        return f"skipped: {why_not()}"
+    counts = [n for n in options.workers if case != "pipeline" or n <= UNITS]
+    counts = [n for n in counts if (case != "torch" or options.lanes % n == 0) and (case != "hosts" or n % 2 == 0)]
+    counts = [n for n in counts if case != "zero" or n > 1]
+    found = []
+    with tempfile.TemporaryDirectory(prefix="everstep-bench-") as name:
+        for workers in counts:
+            one = run_torch(workers, Path(name), options) if case == "torch" else None
+            found.append(one or run_ours(case, workers, Path(name), options))
+            print(case, workers, statistics.median(found[-1]["steps_s"]), file=sys.stderr, flush=True)
+        return table_of(case, found) if found else "skipped: none of these numbers of workers is possible"
+
+
+def draw(cases: dict[str, Any], folder: Path) -> None:
+    """Speed-up by number of workers, as a PNG."""
+    shown = {case: rows for case, rows in cases.items() if isinstance(rows, list)}
+    curves = [
+        Curve(case, [row["workers"] for row in rows], [row["speed_up"] for row in rows], k)
+        for k, (case, rows) in enumerate(shown.items())
+    ]
+    widest = max(shown.values(), key=lambda rows: rows[-1]["workers"])
+    curves.append(Curve("ideal", [r["workers"] for r in widest], [r["ideal"] for r in widest], len(curves)))
+    if can_draw():
+        folder.mkdir(parents=True, exist_ok=True)
+        write_pictures(folder, {"scaling": line_chart("Speed-up by number of workers", curves, "workers")}, None)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Scaling with emulated devices.")
+    parser.add_argument("--workers", default="1,2,4,8,16,32", help="numbers of workers, rising")
+    parser.add_argument("--only", default=",".join(CASES), help=f"cases: {', '.join(CASES)}")
+    parser.add_argument("--lanes", type=int, default=32)
+    parser.add_argument("--wait-ms", type=float, default=20.0)
+    parser.add_argument("--steps", type=int, default=16)
+    parser.add_argument("--out")
+    parser.add_argument("--plot", type=Path, help="folder for the plot")
+    options = parser.parse_args()
+    options.workers = sorted({int(count) for count in options.workers.split(",")})
+    wanted = options.only.split(",")
+    unknown = set(wanted) - set(CASES)
+    if unknown or options.workers[0] < 1 or options.steps < FEWEST_STEPS:
+        parser.error(f"expected cases of {', '.join(CASES)}, workers from 1 on and at least {FEWEST_STEPS} steps")
+    cases = {case: measured_case(case, options) for case in wanted}
+    if options.plot is not None:
+        draw(cases, options.plot)
+    shown = {key: getattr(options, key) for key in ("lanes", "wait_ms", "steps")}
+    write_report({"machine": machine(), **shown, "cases": cases}, options.out)
+
+
+if __name__ == "__main__":
+    main()
