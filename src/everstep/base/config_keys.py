@@ -198,16 +198,16 @@ class ZeroConfig:
     stage: int = key(
         0,
         "1: the members of a pool divide the optimizer's state among them (ZeRO), and give each other the parameters "
-        "that each has updated",
+        "that each has updated. 2: gradients as well: each member keeps what it updates, and between members of one host "
+        "a gradient is given back as soon as it has been added up, block by block where a member has one lane; .grad is "
+        "None after backward()",
         low=0,
     )
-    copies: int = key(2, "members that hold each part of the optimizer's state, with zero.stage=1", low=1)
+    copies: int = key(2, "members that hold each part of the optimizer's state, with zero.stage=1 and 2", low=1)
     offload: str | None = key(
         None,
         "where each worker keeps the optimizer's state. none: with its parameters; cpu: in the host's memory; a "
         "folder: in a file there, of which memory holds what is in use",
-        pattern=r"cpu|.*/.*",
-        example="cpu, or a folder with a / in its path",
     )
 
 

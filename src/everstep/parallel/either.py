@@ -105,9 +105,13 @@ class EitherTransport:
         """Node in the own segment, float32 [layout.numel]."""
         return self._near.node(step, node)
 
-    def divide(self, step: int, takes: Takers | None) -> None:
+    def divide(self, step: int, takes: Takers | None, *, frees: bool = False) -> None:
         """As `Transport.divide`."""
-        self._current.divide(step, takes)
+        self._current.divide(step, takes, frees=frees)
+
+    def given_back(self, step: int) -> frozenset[Node]:
+        """As `Transport.given_back`."""
+        return self._near.given_back(step)
 
     def offering(self, step: int) -> OnFinal | None:
         """Receiver of blocks before `reduce`, if they have to go to another machine."""

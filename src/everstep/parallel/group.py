@@ -129,13 +129,17 @@ class GroupTransport:
         """float32 [layout.numel] on the transport's device."""
         return self._flats.tensor(step, node)
 
-    def divide(self, step: int, takes: Takers | None) -> None:
-        """As `Transport.divide`; NCCL gives all to all."""
+    def divide(self, step: int, takes: Takers | None, *, frees: bool = False) -> None:
+        """As `Transport.divide`; NCCL gives all to all. Nodes stay until the next step."""
         if self._stream is not None and (self._division is None or self._division[0] != step):
             n_blocks = self._layout.n_blocks
             among = Division.among(takes, n_blocks) if takes is not None else Division.whole(self._owned, n_blocks)
             self._division = step, among
             self._stream.divide(step, among)
+
+    def given_back(self, step: int) -> frozenset[Node]:
+        """None: nodes stay."""
+        return frozenset()
 
     def offering(self, step: int) -> OnFinal | None:
         """Receiver of final blocks, if they go over our own sockets and there are other members."""

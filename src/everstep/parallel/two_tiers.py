@@ -18,7 +18,7 @@ had begun to finish are not marked.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -30,6 +30,7 @@ from everstep.base.plan import Plan
 from everstep.base.ports import Node, OnFinal, Reduced, Tag
 from everstep.exact.layout import BLOCK_ELEMENTS, GradientLayout
 from everstep.exact.reduce import finish, merge_presence
+from everstep.parallel.early import runs_in
 from everstep.parallel.group import GroupTransport, pieces_of
 from everstep.parallel.reduction import Flats, decode_offers, encode_offers
 from everstep.parallel.shared_memory import SharedMemoryTransport
@@ -72,7 +73,7 @@ class FinalBlocks:
         runs.append((first, last))
         waiting = sum(stop - start for start, stop in runs)
         if waiting >= TOLD_BLOCKS or self._told[node] + waiting == self._n_blocks:
-            self._near.tell_final(self._courier, self._generation, self._step, node, runs)
+            self._near.tell_final([self._courier], self._generation, self._step, node, runs)
             self._told[node] += waiting
             runs.clear()
 
@@ -210,7 +211,7 @@ class TierStream(BlockStream):
                 step, nodes = found
                 with self._lock:
                     for node, slot, flags in nodes:
-                        self._take_in(step, w, node, slot, _runs(flags), whole=True)
+                        self._take_in(step, w, node, slot, runs_in(flags), whole=True)
 
     def _perform(self, work: Work) -> None:
         """Fold sums of others' blocks and send them. A subtree has the shape of the tree over its lanes."""
@@ -296,7 +297,7 @@ class TieredTransport:
         """Leave the others."""
         self._far.close()
 
-    def divide(self, step: int, takes: Takers | None) -> None:
+    def divide(self, step: int, takes: Takers | None, *, frees: bool = False) -> None:
         """As `Transport.divide`: a courier takes what a member of its host does."""
         if self._stream is not None and (self._division is None or self._division[0] != step):
             n_blocks, tiers = self._layout.n_blocks, self._tiers
@@ -333,13 +334,3 @@ class TieredTransport:
         division = division or Division.whole(self._owned, self._layout.n_blocks)
         pieces = pieces_of(results[self._courier], division.takes[self._me])
         return Reduced(step, pieces, present, division.finishes[self._me])
-
-
-def _runs(flags: bytes) -> Iterator[tuple[int, int]]:
-    """Runs [first, last) of the bytes that are 1."""
-    first = flags.find(1)
-    while first >= 0:
-        last = flags.find(0, first)
-        last = len(flags) if last < 0 else last
-        yield first, last
-        first = flags.find(1, last)

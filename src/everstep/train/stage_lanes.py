@@ -5,7 +5,7 @@ Apart from the replica because nothing here changes the state: the same lanes al
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -66,7 +66,7 @@ class StageLanes:
                 units,
                 self._call,  # type: ignore[arg-type]
                 loss,  # type: ignore[arg-type]
-                LaneAccumulator(layout, parts.model, here),
+                LaneAccumulator(layout, parts.model, here, lets_go=config.zero.stage > 1),
                 BufferGuard(parts.model, modules, shared=config.workers + config.spares > 1),
                 ParameterWatch(parts.model, units),
                 self.seeder,
@@ -98,6 +98,12 @@ class StageLanes:
             for part in self.passes.values():
                 part.begin_step(step)
         self._sums.begin(step, lanes, buffer, offer)
+
+    def lose(self, step: int, nodes: Collection[Node]) -> None:
+        """Forget these complete sums of a step: their memory was given back."""
+        for part in self.passes.values() if step == self._step else ():
+            for node in part.accumulator.presence.keys() & nodes:
+                part.accumulator.drop(node)
 
     def lacking(self, lanes: Sequence[int]) -> tuple[int, ...]:
         """Lanes that must be computed here before exactly these can be offered to the reduction."""
