@@ -410,8 +410,8 @@ def _check_zero(config: Config) -> None:
         )
     if config.zero.stage and config.zero.offload is not None:
         raise ConfigError(
-            f"zero.offload: expected none with zero.stage={config.zero.stage}, got {config.zero.offload}: divide the optimizer's state "
-            "or keep it elsewhere, not both"
+            f"zero.offload: expected none with zero.stage={config.zero.stage}, got {config.zero.offload}: divide the "
+            "optimizer's state or keep it elsewhere, not both"
         )
 
 

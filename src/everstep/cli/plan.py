@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, NamedTuple
@@ -10,6 +11,7 @@ from typing import Any, NamedTuple
 import click
 
 from everstep.base.config import Config
+from everstep.base.config_keys import OFFLOAD
 from everstep.base.errors import ConfigError
 from everstep.cli import plan_failures, plan_goodput, plan_recommend, plan_time
 from everstep.cli.plan_inputs import json_option
@@ -91,8 +93,8 @@ def memory(
     """
     if (task is None) == (params is None):
         raise ConfigError("expected a TASK or --params, and not both: everstep plan memory --params 7.5B --workers 64")
-    if offload not in ("none", "cpu") and "/" not in offload:
-        raise ConfigError(f"--offload: expected none, cpu or a folder with a / in its path, got {offload[:40]!r}")
+    if re.fullmatch(OFFLOAD, offload) is None:
+        raise ConfigError(f"--offload: expected none, cpu or a folder, got {offload[:40]!r}")
     room, assumed = _room(gpu, memory_text)
     model, workers, lanes, kind, more = (
         _counted(task, workers) if task is not None else _given(params or "", workers or 1)

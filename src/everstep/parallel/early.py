@@ -28,8 +28,9 @@ from everstep.parallel.reduction import BlockFinisher
 from everstep.parallel.streaming import StepBlocks
 from everstep.placement.shards import Division
 
-_TOLD_BLOCKS = 16
-"""Blocks (4 MiB) that are told together; what is left is told when the reduction begins."""
+_MOST_TOLD, _TIMES_TOLD = 16, 16
+"""At most so many blocks (4 MiB) are told together, at least in so many parts if there are blocks for it; what is left
+is told when the reduction begins."""
 
 
 class NearMemory(Protocol):
@@ -44,10 +45,8 @@ class NearMemory(Protocol):
     def segment_of(self, worker_id: int) -> OwnSegment | PeerSegment:
         """The memory of a member."""
 
-    def tell_final(
-        self, whom: Sequence[int], generation: int, step: int, node: Node | None, runs: Sequence[tuple[int, int]]
-    ) -> None:
-        """Tell members that these blocks of an own node are final, or that the step has begun."""
+    def say_final(self, generation: int, step: int, node: Node | None, runs: Sequence[tuple[int, int]]) -> None:
+        """Let all know that these blocks of an own node are final, or that the step has begun."""
 
     def final_blocks(self, worker_id: int) -> tuple[int, list[tuple[Node, int, bytes]]] | None:
         """What a member has told so."""
@@ -87,6 +86,7 @@ class EarlyReduction:
         self.is_over = False
         self._near, self._me, self._ids = near, me, list(ids)
         self._division = division
+        self._most = max(1, min(_MOST_TOLD, n_blocks // _TIMES_TOLD))
         self._everything = b"\x01" * entries
         self._blocks = StepBlocks(division.finishes[me], n_blocks, n_lanes, self._result)
         self._begun: set[int] = set()
@@ -103,7 +103,7 @@ class EarlyReduction:
         """Receiver of final blocks, an `OnFinal`."""
         runs = self._waiting.setdefault(node, [])
         runs.append((first, last))
-        if sum(stop - start for start, stop in runs) >= _TOLD_BLOCKS:
+        if sum(stop - start for start, stop in runs) >= self._most:
             self._tell(node, runs)
             runs.clear()
         with contextlib.suppress(CollectiveAborted):  # the generation has ended; who waits for it finds out
@@ -135,8 +135,7 @@ class EarlyReduction:
             self._finish()
 
     def _tell(self, node: Node | None, runs: Sequence[tuple[int, int]]) -> None:
-        others = [w for w in self._ids if w != self._me]
-        self._near.tell_final(others, self.generation, self.step, node, runs)
+        self._near.say_final(self.generation, self.step, node, runs)
 
     def _hear(self, w: int) -> None:
         """What a member has told: its final blocks, and those that it has finished."""

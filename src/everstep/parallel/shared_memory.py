@@ -30,7 +30,7 @@ import torch
 from everstep.base.errors import CollectiveAborted, check
 from everstep.base.extents import Runs, common
 from everstep.base.plan import Plan, WorkerKey
-from everstep.base.ports import Node, OnTick, Piece, Reduced, Tag
+from everstep.base.ports import Node, OnFinal, OnTick, Piece, Reduced, Tag
 from everstep.exact.layout import BLOCK_ELEMENTS, GradientLayout
 from everstep.exact.reduce import NodePart
 from everstep.exact.reduce import presence as union
@@ -189,26 +189,29 @@ class SharedMemoryTransport:
         """The memory of a member of this host."""
         return self._own if worker_id == self._me.worker_id else self._peers[worker_id]
 
-    def tell_final(
-        self, whom: Sequence[int], generation: int, step: int, node: Node | None, runs: Sequence[tuple[int, int]]
-    ) -> None:
-        """Tell members of this host that these blocks of an own node are final and readable, as runs [first, last); no
-        entry in them is absent. None: that the step has begun here. Nothing happens once the generation has ended."""
+    def tell_final(self, whom: int, generation: int, step: int, node: Node, runs: Sequence[tuple[int, int]]) -> None:
+        """As `say_final`, and wake a member of this host that sleeps on its own bell."""
+        self.say_final(generation, step, node, runs)
+        if whom in self._peers:
+            self._peers[whom].poke()
+
+    def say_final(self, generation: int, step: int, node: Node | None, runs: Sequence[tuple[int, int]]) -> None:
+        """Let members of this host know that these blocks of an own node are final and readable, as runs [first, last);
+        no entry in them is absent. None: that the step has begun here. Nothing happens once the generation has
+        ended."""
         if self._fence.down or self._fence.generation != generation:
             return
         key = _final_key(generation)
         if self._final[:2] != (key, step):
             self._final = (key, step, {})
         final = self._final[2]
-        for first, last in runs if node is not None else ():
+        if node is not None:
             flags = final.setdefault(node, bytearray(self._geometry.blocks))
-            flags[first:last] = b"\x01" * (last - first)
+            for first, last in runs:
+                flags[first:last] = b"\x01" * (last - first)
         slots = {known: self._slots.index(step, known) for known in final}
         load_fence()  # the blocks before the record
         self._own.write(FINAL, key, _STEP.pack(step) + encode_offers(slots, final))
-        for worker_id in whom:
-            if worker_id in self._peers:
-                self._peers[worker_id].poke()
 
     def final_blocks(self, worker_id: int) -> tuple[int, list[tuple[Node, int, bytes]]] | None:
         """Final blocks that a member of this host has reported in this generation, None if they cannot be read now: the
@@ -327,8 +330,9 @@ class SharedMemoryTransport:
         if not self._frees or not self._peers:
             return None
         if self._early is None or self._early.step != step:
-            ids, shape = sorted(self._owned), (self._n_lanes, len(self._layout.entries), self._layout.n_blocks)
-            self._early = EarlyReduction(self, self._me.worker_id, ids, *shape, self._division_of(step), step)
+            ids, shape = sorted([self._me.worker_id, *self._peers]), (self._n_lanes, len(self._layout.entries))
+            division, blocks = self._division_of(step), self._layout.n_blocks
+            self._early = EarlyReduction(self, self._me.worker_id, ids, *shape, blocks, division, step)
         return self._early
 
     def _await_nodes(self, key: bytes) -> list[NodePart]:

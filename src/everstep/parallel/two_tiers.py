@@ -73,7 +73,7 @@ class FinalBlocks:
         runs.append((first, last))
         waiting = sum(stop - start for start, stop in runs)
         if waiting >= TOLD_BLOCKS or self._told[node] + waiting == self._n_blocks:
-            self._near.tell_final([self._courier], self._generation, self._step, node, runs)
+            self._near.tell_final(self._courier, self._generation, self._step, node, runs)
             self._told[node] += waiting
             runs.clear()
 
