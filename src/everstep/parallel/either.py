@@ -41,6 +41,15 @@ class NodeFlats(Flats):
         self._slots.index(step, node)
         return self._slots.tensor(step, node)
 
+    def give_back(self, step: int, node: Node, first: int, last: int) -> None:
+        self._slots.give_back(step, first, last, [node])
+
+    def lose(self) -> None:
+        self._slots.lose()
+
+    def lost(self, step: int) -> frozenset[Node]:
+        return self._slots.lost(step)
+
 
 class EitherTransport:
     """`everstep.base.ports.Transport` for members on any hosts.

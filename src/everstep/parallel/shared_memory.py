@@ -22,8 +22,9 @@ Why nothing is overwritten too early, without a lock:
 from __future__ import annotations
 
 import struct
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 
@@ -407,6 +408,7 @@ class NodeSlots:
         self._given: set[Node] = set()
         self._lost: set[Node] = set()
         """Nodes of which blocks were given back, in this generation and in older ones."""
+        self._giving = threading.Lock()
         self._touched: dict[int, int] = {}
         self._results: dict[int, Runs] = {}
         """By area: blocks whose memory may be in use."""
@@ -414,14 +416,16 @@ class NodeSlots:
     def tensor(self, step: int, node: Node) -> torch.Tensor:
         """Tensor of a node, as `Transport.node`."""
         if step != self._step:
-            self._step = step
-            self._used.clear()
-            self._given, self._lost = set(), set()
+            with self._giving:
+                self._step = step
+                self._used.clear()
+                self._given, self._lost = set(), set()
             self._forget_idle()
         if node not in self._used:
             taken = set(self._used.values())
             slot = next(s for s in range(self._own.geometry.slots) if s not in taken)
-            self._used[node] = slot
+            with self._giving:
+                self._used[node] = slot
         self._touched[self._used[node]] = step
         return self._own.slot(self._used[node])
 
@@ -430,11 +434,14 @@ class NodeSlots:
         check(step == self._step and node in self._used, f"node {node} of step {step} was never asked for")
         return self._used[node]
 
-    def give_back(self, step: int, first: int, last: int) -> None:
-        """Give back the memory of the blocks [first, last) of all nodes of the step."""
-        for node, slot in self._used.items() if step == self._step else ():
-            self._own.forget_node(slot, first, last)
-            self._given.add(node)
+    def give_back(self, step: int, first: int, last: int, nodes: Collection[Node] | None = None) -> None:
+        """Give back the memory of the blocks [first, last) of these nodes of the step, None: of all. Any thread may
+        call it; nothing happens once another step has begun."""
+        with self._giving:
+            for node, slot in self._used.items() if step == self._step else ():
+                if nodes is None or node in nodes:
+                    self._given.add(node)
+                    self._own.forget_node(slot, first, last)
 
     def lose(self) -> None:
         """A generation begins: nodes of which blocks were given back in older ones are of no use in it."""

@@ -181,8 +181,8 @@ class TierStream(BlockStream):
     def _wake(self) -> None:
         self._near.own.ring()
 
-    def divide(self, step: int, division: Division) -> None:
-        super().divide(step, division)
+    def divide(self, step: int, division: Division, *, frees: bool = False) -> None:
+        super().divide(step, division, frees=frees)
         with self._lock:
             self._bells.clear()  # reports of the step may have been passed over
             self._wake()

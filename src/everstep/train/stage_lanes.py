@@ -87,23 +87,21 @@ class StageLanes:
         offer: OnFinal | None = None,
         *,
         entered: bool = True,
+        lost: Collection[Node] = (),
     ) -> None:
         """Begin a step, or change its lanes here; lanes computed already count. offer: as in `StageSums.begin`.
         entered: the loop has come to the step's batches, so that nobody changes the state any more before its lanes are
-        computed."""
+        computed. lost: nodes of the step whose memory was given back: they are forgotten."""
         if step != self._step:
             self._step, self._reports, self._entered = step, {}, False
+        for part in self.passes.values() if lost else ():
+            for node in part.accumulator.presence.keys() & lost:
+                part.accumulator.drop(node)
         if entered and not self._entered:
             self._entered = True
             for part in self.passes.values():
                 part.begin_step(step)
         self._sums.begin(step, lanes, buffer, offer)
-
-    def lose(self, step: int, nodes: Collection[Node]) -> None:
-        """Forget these complete sums of a step: their memory was given back."""
-        for part in self.passes.values() if step == self._step else ():
-            for node in part.accumulator.presence.keys() & nodes:
-                part.accumulator.drop(node)
 
     def lacking(self, lanes: Sequence[int]) -> tuple[int, ...]:
         """Lanes that must be computed here before exactly these can be offered to the reduction."""

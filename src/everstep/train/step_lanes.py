@@ -115,11 +115,11 @@ class Lanes:
         is the step that comes next, so final blocks of it may leave."""
         lanes, mine = self._view.stages[stage].lanes, plan.lanes_of(self._view.me, stage)
         transport = self._view.transport
-        lanes.lose(number, transport.given_back(stage, number))
         if settled:
             self._divide(plan, number, stage)
         offer = transport.offering(stage, number) if settled else None
-        lanes.begin(number, mine, lambda node: transport.node(stage, number, node), offer, entered=settled)
+        lost = transport.given_back(stage, number)
+        lanes.begin(number, mine, lambda node: transport.node(stage, number, node), offer, entered=settled, lost=lost)
         missing = lanes.missing
         return tuple(lane for lane in lanes.lacking(mine) if lane in missing)
 

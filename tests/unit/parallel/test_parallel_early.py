@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import pytest
-from parallel_cases import fill, layout, member, plan_of, reference, same_bits, together
+from parallel_cases import fill, layout, member, plan_of, reduce_step, reference, same_bits, together
+from torch.distributed import HashStore
 
 from everstep.base.errors import InvariantViolation
 from everstep.base.extents import Runs
 from everstep.base.plan import Plan, Shard, WorkerKey
 from everstep.base.ports import Node, Reduced
-from everstep.exact.layout import BLOCK_ELEMENTS
+from everstep.exact.layout import BLOCK_ELEMENTS, GradientLayout
+from everstep.parallel.group import GroupTransport
 from everstep.parallel.shared_memory import SharedMemoryTransport
 from everstep.placement.tree import cover
 
@@ -21,6 +24,9 @@ LANES = 8
 SHAPE = layout()
 HOLDERS = tuple(Shard(i, 0, segments=((64 * i, 64 * i + 64),)) for i in range(4))
 TAKES: dict[int, Runs] = {0: ((0, 2), (4, 5)), 1: ((0, 4),), 2: ((2, 5), (6, 7)), 3: ((5, 7),)}
+LARGE = layout(33)
+OF_LARGE: dict[int, Runs] = {0: ((0, 9),), 1: ((9, 18),), 2: ((18, 27),), 3: ((27, 33),)}
+OF_LARGE_LATER: dict[int, Runs] = {0: ((0, 12),), 2: ((12, 27),), 3: ((20, 33),)}
 TAKEN_LATER: dict[int, Runs] = {0: ((0, 4),), 2: ((2, 7),), 3: ((4, 6),)}
 Rows = dict[int, dict[Node, bytes]]
 
@@ -78,11 +84,17 @@ def host() -> Iterator[Host]:
         transport.close()
 
 
-def check_parts(reduced: Sequence[Reduced], step: int, takes: dict[int, Runs] | None, ids: Sequence[int]) -> None:
-    expected, present = reference(SHAPE, LANES, step)
+def check_parts(
+    reduced: Sequence[Reduced],
+    step: int,
+    takes: dict[int, Runs] | None,
+    ids: Sequence[int],
+    shape: GradientLayout = SHAPE,
+) -> None:
+    expected, present = reference(shape, LANES, step)
     for i, one in zip(ids, reduced, strict=True):
         there = [block for p in one.pieces for block in range(p.start // BLOCK_ELEMENTS, p.stop // BLOCK_ELEMENTS)]
-        taken = ((0, SHAPE.n_blocks),) if takes is None else takes[i]
+        taken = ((0, shape.n_blocks),) if takes is None else takes[i]
         assert one.presence == present and there == [block for run in taken for block in range(*run)]
         assert all(same_bits(p.data, expected[p.start : p.stop]) for p in one.pieces)
 
@@ -148,3 +160,35 @@ def test_a_step_is_not_reduced_again_from_memory_that_was_given_back(host: Host)
     host.reduce(2, rows)
     with pytest.raises(InvariantViolation, match="step 2 is reduced again"):
         host.transports[0].reduce(2, rows[0])
+
+
+def test_over_sockets_sums_are_given_back_once_they_have_left() -> None:
+    store, transports = HashStore(), dict[int, GroupTransport]()
+    for i in range(4):
+        key = WorkerKey(i, 0)
+        transports[i] = GroupTransport(key, LARGE, LANES, store, lambda: None, key=b"k" * 32)
+
+    def reduced(generation: int, ids: Sequence[int], takes: dict[int, Runs], step: int) -> None:
+        people = [member(transports[i], WorkerKey(i, 0), os.getpid()) for i in ids]
+        plan = replace(plan_of(generation, people, LANES), shards=HOLDERS)
+        assert together(*(lambda i=i: transports[i].open(plan) for i in ids)) == [None] * len(ids)
+        lost = [transports[i].given_back(step) for i in ids]
+        assert lost == [frozenset(cover(range(2 * i, 2 * i + 2), LANES)) for i in ids if generation == 2] or not any(
+            lost
+        )
+        for i in ids:
+            transports[i].divide(step, takes, frees=True)
+        found = together(*(lambda i=i: reduce_step(transports[i], LARGE, plan, i, step) for i in ids))
+        check_parts(found, step, takes, ids, LARGE)  # type: ignore[arg-type]
+        for i in ids:
+            node = transports[i].node(step, cover(plan.lanes_of(i), LANES)[0])
+            until = time.monotonic() + 60
+            while bool(node.any()):  # a thread that sends gives it back
+                assert time.monotonic() < until
+                time.sleep(0.001)
+
+    reduced(1, range(4), OF_LARGE, 2)
+    reduced(2, (0, 2, 3), OF_LARGE_LATER, 2)
+    reduced(3, (0, 2, 3), OF_LARGE_LATER, 3)
+    for transport in transports.values():
+        transport.close()
