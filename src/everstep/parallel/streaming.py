@@ -502,12 +502,12 @@ class BlockStream:
             frees = self._freeing.get(work.step, False)
         run = (work.first, work.last)
         self._finisher.finish(work.step, run, work.parts, out)
-        for part in work.parts if frees else ():
-            if part.node in own:
-                self._left(work.step, part.node, *run)
+        for one in work.parts if frees else ():
+            if one.node in own:
+                self._left(work.step, one.node, *run)
             else:
-                start, stop = (block * BLOCK_ELEMENTS - part.offset for block in run)
-                give_back(part.tensor[start:stop], ())
+                start, stop = (block * BLOCK_ELEMENTS - one.offset for block in run)
+                give_back(one.tensor[start:stop], ())
         for part in _alike(run, [takes[w] for w in self._reach.readers]):
             for begin, end in self._cut.pieces(*part):
                 for w in self._reach.readers:
