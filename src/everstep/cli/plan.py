@@ -105,8 +105,6 @@ def memory(
     )
     if staging is not None:
         staged = quantities.parse_bytes(staging, "--staging")
-    if not staged:
-        more.append("no memory for staging checkpoints")
     for option, number in (("--copies", copies or 1), ("--hosts", hosts)):
         if number > workers:
             raise ConfigError(f"{option}: expected at most one per worker ({workers}), got {number}")
