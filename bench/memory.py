@@ -6,14 +6,15 @@ All processes of a job together, shared pages divided among those who share them
 start to the end of step `--steps`. Rows, for each number of workers, whole runs in turn:
 - replicated: a job as it is by default, without checkpoints and copies in memory;
 - divided: the same with the optimizer's state divided among the workers, one copy of each part (`zero.stage=1`);
+- divided-one, gradients-one: with one lane per worker, the state divided so, and the gradients, too (`zero.stage=2`);
 - offloaded: the same with that state in a file (`zero.offload`, in a temporary folder);
 - ddp, ddp-views: the peer with as many micro-batches under `no_sync` and our allocator settings, its
   `gradient_as_bucket_view` off and on.
 
 Of each the most that was held before the end of the second step (start_mb: the first update is made twice), and after
 it (steps_mb), the greater of both (peak_mb), and its ratio to that of `ddp` in the same round (to_ddp); and the median
-time between the ends of two steps (step_ms). planned_mb, planned_divided_mb and planned_offloaded_mb are what
-`everstep plan memory` says for all workers.
+time between the ends of two steps (step_ms). planned_mb, planned_divided_mb and so on are
+what `everstep plan memory` says for all workers.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ ALONE = {"checkpoint.enabled": "false"}
 
 
 DIVIDED = {"zero.stage": "1", "zero.copies": "1"}
+GRADIENTS = {"zero.stage": "2", "zero.copies": "1"}
+ONE = ("--copies", "1")
 
 
 def measure_ours(model: str, workers: int, steps: int, settings: Mapping[str, str]) -> dict[str, float]:
@@ -86,6 +89,8 @@ def main() -> None:
         runs: dict[str, Callable[[], dict[str, float]]] = {
             "replicated": lambda case=case: measure_ours(*case, {}),  # type: ignore[misc]
             "divided": lambda case=case: measure_ours(*case, DIVIDED),  # type: ignore[misc]
+            "divided-one": lambda case=case: measure_ours(*case, DIVIDED | {"lanes": str(case[1])}),  # type: ignore[misc]
+            "gradients-one": lambda case=case: measure_ours(*case, GRADIENTS | {"lanes": str(case[1])}),  # type: ignore[misc]
             "offloaded": lambda case=case: measure_ours(*case, {"zero.offload": "{name}/offload"}),  # type: ignore[misc]
             "ddp": lambda case=case: measure_ddp(*case),  # type: ignore[misc]
             "ddp-views": lambda case=case: measure_ddp(*case, "--bucket-views"),  # type: ignore[misc]
@@ -100,6 +105,8 @@ def main() -> None:
         planned = {
             "planned_mb": round(plan(options.model, workers), 1),
             "planned_divided_mb": round(plan(options.model, workers, "--zero", "1", "--copies", "1"), 1),
+            "planned_divided_one_mb": round(plan(*case[:2], *ONE, "--zero", "1", "--lanes", str(workers)), 1),
+            "planned_gradients_one_mb": round(plan(*case[:2], *ONE, "--zero", "2", "--lanes", str(workers)), 1),
             "planned_offloaded_mb": round(plan(options.model, workers, "--offload", "./disk"), 1),
         }
         print(planned, file=sys.stderr, flush=True)

@@ -9,7 +9,7 @@ import pytest
 
 from everstep.base.plan import Plan
 from everstep.sim import computing, life, sim_worker
-from everstep.sim.computing import Spreading
+from everstep.sim.computing import SimLanes, Spreading
 from everstep.sim.faults import SimFault
 from everstep.sim.model import Blocks, SimJob
 from everstep.sim.scenario import simulate
@@ -38,6 +38,23 @@ class OfAnyStep(Spreading):
 
 def test_parts_of_another_step_that_count_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sim_worker, "Spreading", OfAnyStep)
+    assert not all(simulate(seed, sharded=True).ok for seed in TELLING)
+
+
+class Kept(SimLanes):
+    """Sums whose memory was given back are offered as they are now: zeros."""
+
+    def open(self, plan: Plan, step: int) -> tuple[tuple[int, int], ...]:
+        before = {stage: dict(sums) for stage, sums in self.held.get(step, {}).items()}
+        super().open(plan, step)
+        for stage, sums in before.items():
+            gone = sums.keys() - self.held[step][stage].keys()
+            self.held[step][stage] |= {node: tuple(tuple(0 for _ in block) for block in sums[node]) for node in gone}
+        return ()
+
+
+def test_sums_that_were_given_back_and_are_offered_again_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sim_worker, "SimLanes", Kept)
     assert not all(simulate(seed, sharded=True).ok for seed in TELLING)
 
 

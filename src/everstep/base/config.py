@@ -397,11 +397,11 @@ def _check_pools(config: Config, stage_maps: Sequence[StageMap]) -> None:
 
 
 def _check_zero(config: Config) -> None:
-    """Only the optimizer's state can be divided, and only in memory that pages can be given back of."""
-    if config.zero.stage > 1:
+    """Only the optimizer's state and gradients can be divided, and only in memory that pages can be given back of."""
+    if config.zero.stage > 2:
         raise ConfigError(
-            f"zero.stage: expected 0 or 1, got {config.zero.stage}: the optimizer's state can be divided (1); for a "
-            "model whose gradients or parameters are too large, set stages to split it"
+            f"zero.stage: expected 0, 1 or 2, got {config.zero.stage}: the optimizer's state (1) and the gradients (2) "
+            "can be divided; for a model whose parameters are too large, set stages to split it"
         )
     if config.zero.stage and config.device != "cpu":
         raise ConfigError(
@@ -410,8 +410,8 @@ def _check_zero(config: Config) -> None:
         )
     if config.zero.stage and config.zero.offload is not None:
         raise ConfigError(
-            f"zero.offload: expected none with zero.stage=1, got {config.zero.offload}: divide the optimizer's state "
-            "or keep it elsewhere, not both"
+            f"zero.offload: expected none with zero.stage={config.zero.stage}, got {config.zero.offload}: divide the "
+            "optimizer's state or keep it elsewhere, not both"
         )
 
 

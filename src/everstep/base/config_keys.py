@@ -15,6 +15,8 @@ from everstep.base.pipeline.schedule_table import KINDS
 BUCKETS = ("s3", "gs")
 """Schemes of object stores' URLs."""
 TRANSPORTS = ("shm", "sockets", "nccl")
+OFFLOAD = r"cpu|(?!(?i:cpu|gpu|cuda(:\d+)?|nvme|auto|on|off|true|false|yes|no)$)[^\0]+"
+"""What `zero.offload` may be: words that others use for it are no names of folders."""
 NO_MPI = (
     "transport=mpi is not available: an MPI world can neither lose nor gain a process; use transport=auto, which also "
     "works under mpirun"
@@ -198,16 +200,18 @@ class ZeroConfig:
     stage: int = key(
         0,
         "1: the members of a pool divide the optimizer's state among them (ZeRO), and give each other the parameters "
-        "that each has updated",
+        "that each has updated. 2: gradients, too: each member keeps those of what it updates; on one host all others "
+        "are given back as soon as they have been added up, while the last lane of a member is still computed; .grad "
+        "is None after backward()",
         low=0,
     )
-    copies: int = key(2, "members that hold each part of the optimizer's state, with zero.stage=1", low=1)
+    copies: int = key(2, "members that hold each part of the optimizer's state, with zero.stage=1 and 2", low=1)
     offload: str | None = key(
         None,
         "where each worker keeps the optimizer's state. none: with its parameters; cpu: in the host's memory; a "
         "folder: in a file there, of which memory holds what is in use",
-        pattern=r"cpu|.*/.*",
-        example="cpu, or a folder with a / in its path",
+        pattern=OFFLOAD,
+        example="cpu, or a folder",
     )
 
 

@@ -112,10 +112,16 @@ class Transport(Protocol):
         step frees those of the step before.
         """
 
-    def divide(self, step: int, takes: Mapping[int, Runs] | None) -> None:
+    def divide(self, step: int, takes: Mapping[int, Runs] | None, *, frees: bool = False) -> None:
         """Who takes which blocks of this step's result, by worker id; None: all take all. Where the plan's members hold
         segments of the optimizer's state, call it before `offering` and `reduce`, once the state is that of the step
-        before: all members say the same. A second call for a step in the same generation changes nothing."""
+        before: all members say the same. A second call for a step in the same generation changes nothing. frees: blocks
+        of nodes may be given back once they have been added up; who is asked for a receiver of final blocks then lets
+        go of what it has given."""
+
+    def given_back(self, step: int) -> frozenset[Node]:
+        """Nodes of the step of which blocks were given back in an older generation: their lanes have to be computed
+        again. Each is named once."""
 
     def offering(self, step: int) -> OnFinal | None:
         """Receiver of this step's blocks as they become final, so that they leave before `reduce`; None if that would

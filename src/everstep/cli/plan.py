@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any, NamedTuple
 import click
 
 from everstep.base.config import Config
+from everstep.base.config_keys import OFFLOAD
 from everstep.base.errors import ConfigError
 from everstep.cli import plan_failures, plan_goodput, plan_recommend, plan_time, plan_usual
 from everstep.cli.plan_config_dir import is_config_dir, shape_of_config
@@ -80,6 +82,7 @@ command.add_command(plan_usual.command)
 @click.argument("task", required=False)
 @click.option("--params", metavar="N", help="Number of parameters in place of a task: 125M, 7.5B, 1.5T.")
 @click.option("--workers", type=click.IntRange(min=1), help="Number of workers in total (1, or the task's).")
+@click.option("--lanes", type=click.IntRange(min=1), help="Lanes of the global batch (the task's, or 8).")
 @click.option("--hosts", type=click.IntRange(min=1), default=1, show_default=True, help="Hosts that they are on.")
 @click.option(
     "--zero",
@@ -91,6 +94,7 @@ command.add_command(plan_usual.command)
 )
 @click.option("--copies", type=click.IntRange(min=1), help="Workers that hold each divided part (2).")
 @click.option("--offload", metavar="none|cpu|DIR", default="none", help="Where the optimizer's state lies (none).")
+@click.option("--staging", metavar="SIZE", help="What each worker may stage of a checkpoint: 512MiB (the task's).")
 @click.option("--gpu", metavar="NAME", help="Device that each worker has.")
 @click.option("--memory", "memory_text", metavar="SIZE", help="Memory of each worker's device in its place: 80GiB.")
 @split_options
@@ -99,10 +103,12 @@ def memory(
     task: str | None,
     params: str | None,
     workers: int | None,
+    lanes: int | None,
     hosts: int,
     stage: int,
     copies: int | None,
     offload: str,
+    staging: str | None,
     gpu: str | None,
     memory_text: str | None,
     as_json: bool,
@@ -120,18 +126,20 @@ def memory(
         named, task, params = {"model_name": task}, None, str(shape.parameters)
     if (task is None) == (params is None):
         raise ConfigError("expected a TASK or --params, and not both: everstep plan memory --params 7.5B --workers 64")
-    if offload not in ("none", "cpu") and "/" not in offload:
-        raise ConfigError(f"--offload: expected none, cpu or a folder with a / in its path, got {offload[:40]!r}")
+    if re.fullmatch(OFFLOAD, offload) is None:
+        raise ConfigError(f"--offload: expected none, cpu or a folder, got {offload[:40]!r}")
     room, assumed = _room(gpu, memory_text)
-    model, workers, lanes, kind, more = (
-        _counted(task, workers) if task is not None else _given(params or "", workers or 1)
+    model, workers, lanes, kind, more, staged = (
+        _counted(task, workers, lanes) if task is not None else _given(params or "", workers or 1, lanes)
     )
+    if staging is not None:
+        staged = quantities.parse_bytes(staging, "--staging")
     for option, number in (("--copies", copies or 1), ("--hosts", hosts)):
         if number > workers:
             raise ConfigError(f"{option}: expected at most one per worker ({workers}), got {number}")
     runs = (range(k * lanes // workers, (k + 1) * lanes // workers) for k in range(workers))
     nodes = max(len(cover(run, lanes)) for run in runs)
-    split = Split(workers, lanes, nodes, copies or min(2, workers), offload != "none", hosts)
+    split = Split(workers, lanes, nodes, copies or min(2, workers), offload != "none", hosts, staged, gpu is not None)
     if offload == "cpu":
         more.append("a device with memory of its own: on a CPU, offload=cpu changes nothing")
     asked: dict[str, Any] = {"parameters": model.parameters, "workers": workers, "hosts": hosts, "zero": stage}
@@ -169,19 +177,20 @@ def _room(gpu: str | None, memory_text: str | None) -> tuple[int | None, list[st
     return round(device.memory_gb * GB), [f"{device.memory_gb:g} GB on each {gpu} ({device.sources['memory_gb']})"]
 
 
-_Known = tuple[Model, int, int, dict[str, str] | None, list[str]]
-"""A model, workers, lanes, what the optimizer can update apart (None if unknown), and what was assumed."""
+_Known = tuple[Model, int, int, dict[str, str] | None, list[str], int]
+"""A model, workers, lanes, what the optimizer can update apart (None if unknown), what was assumed, and bytes for
+staging checkpoints."""
 
 
-def _given(params: str, workers: int) -> _Known:
+def _given(params: str, workers: int, lanes: int | None) -> _Known:
     """A model of so many parameters."""
     count = quantities.parse_count(params, "--params")
-    lanes = max(Config().lanes, workers)
+    lanes = lanes or max(Config().lanes, workers)
     assumed = ["an optimizer like Adam", f"{lanes} lanes"]
-    return Model(count, 4.0 * count, _ADAM_BYTES * count), workers, lanes, None, assumed
+    return Model(count, 4.0 * count, _ADAM_BYTES * count), workers, lanes, None, assumed, 0
 
 
-def _counted(task: str, workers: int | None) -> _Known:
+def _counted(task: str, workers: int | None, lanes: int | None) -> _Known:
     """The task's model as the meta device counts it."""
     from everstep.cli.job import Request, effective_config
     from everstep.cli.task_loading import make_task, parse_task
@@ -191,7 +200,8 @@ def _counted(task: str, workers: int | None) -> _Known:
     if spec.kind == "script":
         raise ConfigError(f"task {task!r} is a script: expected file.py:Class, module:Class, a ready task or --params")
     made = make_task(spec)
-    layers = (("--workers", {"workers": workers}),) if workers is not None else ()
+    asked = (("--workers", "workers", workers), ("--lanes", "lanes", lanes))
+    layers = tuple((option, {key: value}) for option, key, value in asked if value is not None)
     config = made.config = effective_config(made.defaults, Request(layers))
     found = count_task(made, config.micro_batch)
     model = Model(
@@ -203,7 +213,8 @@ def _counted(task: str, workers: int | None) -> _Known:
         WORKER_BYTES + JOB_BYTES / config.workers,
     )
     kind = found.optimizer and {"divides": str(found.optimizer.divides), "why": found.optimizer.why}
-    return model, config.workers, config.lanes, kind, [*found.assumed, "no checkpoints kept in memory"]
+    staged = (config.checkpoint.staging_mb or 0) * 2**20 if config.checkpoint.enabled else 0
+    return model, config.workers, config.lanes, kind, [*found.assumed, "no checkpoints kept in memory"], staged
 
 
 def _to_dict(asked: dict[str, Any], first: _Table, second: _Table, assumed: list[str]) -> dict[str, Any]:

@@ -370,8 +370,8 @@ def _run(invocation: Invocation, config: Config, probe: Probe) -> int:
         opening.append("zero.offload=cpu changes nothing where the device is the CPU; name a folder to use a disk")
     if config.zero.stage and (least := min(map(len, pool_wish(config).homes))) <= config.zero.copies:
         opening.append(
-            f"zero.stage=1 saves no memory where a stage has no more workers ({least}) than zero.copies "
-            f"({config.zero.copies}): each of them has all of the optimizer's state"
+            f"zero.stage={config.zero.stage} saves no memory where a stage has no more workers ({least}) than "
+            f"zero.copies ({config.zero.copies}): each of them has all of the optimizer's state"
         )
     opening += [about_to_run(job)] if found.job is not None else []
     opening += [text for text in (owner_words(run_dir), warning, open_still) if text]

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from everstep.base.errors import check
 
 STAGES = (0, 1, 2, 3)
-RUNS = (0, 1)
+RUNS = (0, 1, 2)
 """Stages that jobs can run with."""
 GB = 10**9
 WORKER_BYTES, JOB_BYTES = 48_000_000, 364_000_000
@@ -44,7 +44,8 @@ class Split:
 
     lanes: of the global batch. nodes: complete subtrees of lanes per worker. copies: of each part of the optimizer's
     state; with as many as workers, or more, each worker has all. offload: that state lies in host memory or on disk.
-    hosts: on which the workers are.
+    hosts: on which the workers are. staging: bytes that a worker may use for what of a checkpoint is not written yet
+    (`checkpoint.staging_mb`). host_apart: devices have memory of their own, so that of the host is counted by itself.
     """
 
     workers: int
@@ -53,6 +54,8 @@ class Split:
     copies: int = 2
     offload: bool = False
     hosts: int = 1
+    staging: float = 0.0
+    host_apart: bool = False
 
 
 @dataclass(frozen=True)
@@ -93,33 +96,42 @@ def of_ours(model: Model, split: Split, stage: int) -> MemoryUse:
     """Bytes of a worker of this product.
 
     - lanes: the sums of its lanes, one flat gradient for each complete subtree, and gradients under way. The update's
-      gradients lie where those were.
+      gradients lie where those were, if it needs all of them; between hosts, what has left is still in `.grad`.
     - results: reduced gradients. The workers of one host hold them once, in parts; elsewhere each has its own. From
       stage 1 on, two of the own part, since blocks are finished early.
     - gradients: from stage 1 on, of the own part, normalised for its update.
-    Where all workers hold all parts, stages 1 and 2 divide nothing. Stage 2 with one lane per worker frees each unit's
-    sums once its holders have them. In stage 3, parameters are split, too, within a cell of all workers, whose members
-    gather them unit by unit.
+    - staging: of a worker's part of a checkpoint, as far as it is allowed.
+    Where all workers hold all parts, stages 1 and 2 divide nothing. Stage 2 gives the sums of a worker's last lane back
+    block by block as soon as they have been added up, so with one lane per worker few are held; on one host those that
+    wait for workers that are slower, half of them at the most. With several lanes, and where some hosts but not all
+    have several workers, the sums stay. In stage 3, parameters are split, too, within a cell of all workers, whose
+    members gather them unit by unit.
     """
     check(stage in STAGES, f"expected a stage from 0 to 3, got {stage}")
     divided = stage > 0 and split.copies < split.workers
     part = split.copies / split.workers if divided else 1.0
     flat = 4.0 * model.parameters
     per_worker = -(-split.lanes // split.workers)
-    under_way = flat * max(1, math.ceil(math.log2(per_worker)) - 1)
-    by_unit = divided and stage >= 2 and per_worker == 1
+    least = 0 if divided and split.hosts == 1 else 1
+    under_way = flat * max(least, math.ceil(math.log2(per_worker)) - 1)
+    by_unit = divided and stage >= 2 and per_worker == 1 and split.hosts in (1, split.workers)
+    waiting = flat / 2 if split.hosts == 1 else 0.0
     optimizer = model.optimizer_bytes * part
+    staging = min(split.staging, (model.parameter_bytes + model.optimizer_bytes + model.buffer_bytes) / split.workers)
     device = {
         "parameters": model.parameter_bytes / (split.workers if stage == 3 else 1),
         "gradients": flat * part if divided else 0.0,
         "optimizer": 0.0 if split.offload else optimizer,
-        "lanes": 0.0 if by_unit else flat * split.nodes + under_way,
+        "lanes": waiting if by_unit else flat * split.nodes + under_way,
         "results": 2 * flat * part if divided else flat / (split.workers if split.hosts == 1 else 1),
         "buffers": model.buffer_bytes,
         "activations": model.activation_bytes,
         "process": model.fixed_bytes,
     }
-    return MemoryUse(device, {"optimizer": optimizer} if split.offload else {})
+    host = {"optimizer": optimizer} if split.offload else {}
+    if staging:
+        (host if split.host_apart else device)["staging"] = staging
+    return MemoryUse(device, host)
 
 
 @dataclass(frozen=True)

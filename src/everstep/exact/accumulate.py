@@ -33,10 +33,13 @@ Leaf = list[Tensor | None]
 class LaneAccumulator:
     """Folds this worker's lanes of a step into the nodes that it hands over. One thread."""
 
-    def __init__(self, layout: GradientLayout, model: nn.Module, units: range | None = None) -> None:
+    def __init__(
+        self, layout: GradientLayout, model: nn.Module, units: range | None = None, *, lets_go: bool = False
+    ) -> None:
         """`layout` was built from this very model, after `untie`. Sets malloc to keep freed memory (process-wide).
 
-        units: units of the layout whose gradients are taken here; by default all.
+        units: units of the layout whose gradients are taken here; by default all. lets_go: blocks that were offered may
+        be given back, so nothing of them stays in `.grad`.
         """
         keep_freed_memory()
         units = range(len(layout.units)) if units is None else units
@@ -63,6 +66,7 @@ class LaneAccumulator:
         self._blocks = block_map(layout, mine, [(r.start, r.stop) for r in self._statistics.regions])
         self._all = bytes(entry.unit in units for entry in layout.entries)
         self._none = bytes(len(layout.entries))
+        self._lets_go = lets_go
         self._step = 0
         self._open: list[Node] = []
         self._pending: dict[Node, Leaf] = {}
@@ -126,6 +130,8 @@ class LaneAccumulator:
         """
         if self._watch is not None:
             self._watch.clear()
+            if self.is_missing(lane):  # else it leaves nothing behind
+                self._move_in(lane, self._node_of_lane[lane])
             return
         check(self._loan is None, "the lane before was entered and never added")
         path = _path(self._node_of_lane[lane], lane)
@@ -140,9 +146,14 @@ class LaneAccumulator:
                 parameter.grad = gradient
         if self._offer is not None:
             self._listen(lane, path, self._offer)
-        if lane == path[0].lo and self._last is None:
+        if self._last is None:
+            self._move_in(lane, path[0])
+
+    def _move_in(self, lane: int, top: Node) -> None:
+        """The gradients of a node's first lane move into its memory as they come."""
+        if lane == top.lo:
             check(self._buffer is not None, "begin() comes before enter()")
-            views = self._views_of(self._buffer(path[0]))  # type: ignore[misc]
+            views = self._views_of(self._buffer(top))  # type: ignore[misc]
             self._leave_first()
             self._first = FirstLane(self._params, views, self._apart)
 
@@ -157,7 +168,7 @@ class LaneAccumulator:
         check(self._buffer is not None, "begin() comes before enter()")
         views = self._views_of(self._buffer(path[0]))  # type: ignore[misc]
         lent = [None] * len(self._params) if self._loan is None else self._loan.lent
-        self._last = LastLane(path[0], siblings, lent, views, self._blocks, offer)
+        self._last = LastLane(path[0], siblings, lent, views, self._blocks, offer, self._lets_go)
         self._last.listen(self._params, self._apart.difference(self._narrow))
         self._put_statistics(lane)
 
@@ -305,10 +316,10 @@ class LaneAccumulator:
         last.end()
         gradients = self._let_go()
         lent: Sequence[Tensor | None] = [None] * len(gradients)
-        if loan is not None:
-            loan.check_returned(gradients, self._name)
-            lent = loan.lent
         last.check(gradients, self._name)
+        if loan is not None:
+            lent = loan.lent
+            loan.check_returned(last.returned(gradients), self._name)
         rest = last.open
         fresh = {i for i in rest if i < len(gradients) and lent[i] is None}
         leaf = self._own([g if i in fresh else None for i, g in enumerate(gradients)])

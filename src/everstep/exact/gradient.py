@@ -19,6 +19,7 @@ from everstep.base.ports import Reduced
 from everstep.exact.layout import GradientLayout
 from everstep.exact.pieces import Ranges
 from everstep.exact.reduce import Tied, TiePlace, gather, parts_of
+from everstep.exact.state_memory import Pages
 
 _CLIP_EPSILON = 1e-6
 
@@ -51,6 +52,7 @@ class GradientHandOver:
         self.layout = layout
         self._params: dict[int, nn.Parameter] = {i: by_name[layout.entries[i].name] for i in layout.params}
         self._ties = tuple(ties)
+        self._parts = Pages(layout.numel)
         apart = {place.entry for tied in ties for place in tied.places}
         self._later = [(i, e.tied_to) for i, e in enumerate(layout.entries) if e.tied_to >= 0 and i not in apart]
         statistics = {i: layout.entries[i].name.rpartition(".") for i in layout.buffers}
@@ -106,6 +108,7 @@ class GradientHandOver:
             parameter.grad = None
         for tied in self._ties:
             tied.parameter.grad = None
+        self._parts.clear()
 
     def commit_statistics(self, reduced: Reduced) -> None:
         """Set the running statistics to their mean over the lanes that changed them; leave others as they are.
@@ -138,12 +141,15 @@ class GradientHandOver:
                 at = piece.data.storage_offset() + entry.offset - piece.start
                 within[i] = piece.data.as_strided(entry.shape, entry.stride, at)
             else:  # some of it, in several pieces, or reduced in host memory for a model on a device
-                flat = torch.empty(entry.numel, dtype=torch.float32, device=parameter.device)
+                if parameter.device.type == "cpu":
+                    flat = self._parts.flat[entry.offset : entry.offset + entry.numel]
+                else:
+                    flat = torch.empty(entry.numel, dtype=torch.float32, device=parameter.device)
                 for first, stop in ranges:
                     for start, part in parts_of(reduced, entry.offset + first, entry.offset + stop):
                         begin = start - entry.offset
                         flat[begin : begin + part.numel()].copy_(part).mul_(scale)
-                found[i] = flat.as_strided(entry.shape, entry.stride)
+                found[i] = flat.as_strided(entry.shape, entry.stride, flat.storage_offset())
         if within:
             found |= zip(within, torch._foreach_mul([*within.values()], scale), strict=True)
         return found

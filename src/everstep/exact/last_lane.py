@@ -55,9 +55,9 @@ def runs_of(blocks: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 
 class _FinalGradient(NamedTuple):
-    """A gradient as it was when its sum left."""
+    """A gradient as it was when its sum left; None if it was taken out of `.grad`."""
 
-    gradient: Tensor
+    gradient: Tensor | None
     version: int
 
 
@@ -75,9 +75,11 @@ class LastLane:
         views: Sequence[Tensor],
         blocks: BlockMap,
         offer: OnFinal,
+        lets_go: bool = False,
     ) -> None:
         """siblings: the sums to the left of the lane, from the nearest one up to that of the node's left child. lent:
-        tensors of the nearest sum that autograd itself adds to, by parameter. views: targets of the node's sums."""
+        tensors of the nearest sum that autograd itself adds to, by parameter. views: targets of the node's sums.
+        lets_go: a gradient that has been put is taken out of `.grad`."""
         self.node = node
         self.siblings = siblings
         self._lefts = list(siblings.values())
@@ -85,6 +87,7 @@ class LastLane:
         self._views = views
         self._blocks = blocks
         self._offer = offer
+        self._lets_go = lets_go
         self._lacking = dict(blocks.count)
         self._present: list[bool | None] = [None] * len(views)
         self._seen: dict[int, _FinalGradient] = {}
@@ -107,8 +110,10 @@ class LastLane:
         if not usual:
             return  # `add` will make it dense, or report the error
         with torch.no_grad():
-            self._seen[i] = _FinalGradient(gradient, gradient._version)
+            self._seen[i] = _FinalGradient(None if self._lets_go else gradient, gradient._version)
             self.put(i, gradient.float())
+            if self._lets_go:
+                parameter.grad = None
             self.leave([i])
 
     def put(self, i: int, value: Tensor | None) -> None:
@@ -167,8 +172,14 @@ class LastLane:
         Raises: TaskError naming a parameter whose gradient did.
         """
         for i, seen in self._seen.items():
-            if gradients[i] is not seen.gradient or seen.gradient._version != seen.version:
+            changed = seen.gradient is not None and seen.gradient._version != seen.version
+            if gradients[i] is not seen.gradient or changed:
                 raise TaskError(written_twice(name(i)))
+
+    def returned(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Content of `.grad` after the lane, with what was taken out of it."""
+        taken = {i for i, seen in self._seen.items() if seen.gradient is None}
+        return [self._lent[i] if i in taken else gradient for i, gradient in enumerate(gradients)]
 
 
 def _is_usual(gradient: Tensor, stride: tuple[int, ...]) -> bool:

@@ -43,4 +43,25 @@ def give_back(tensor: Tensor, kept: Sequence[tuple[int, int]]) -> None:
             _libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), mmap.MADV_DONTNEED)
 
 
+class Pages:
+    """Memory for a flat float32 vector of which little is in use at a time: none is taken where nothing is written."""
+
+    def __init__(self, numel: int) -> None:
+        self._numel = numel
+        self._flat: Tensor | None = None
+
+    @property
+    def flat(self) -> Tensor:
+        """float32 [numel], zeros or what was written last. It stays where it is."""
+        if self._flat is None:
+            memory = mmap.mmap(-1, max(self._numel, 1) * 4, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            self._flat = torch.frombuffer(memory, dtype=torch.float32, count=max(self._numel, 1))
+        return self._flat
+
+    def clear(self) -> None:
+        """Give all of it back; it reads as zeros."""
+        if self._flat is not None:
+            give_back(self._flat, ())
+
+
 _libc = ctypes.CDLL(None, use_errno=True)

@@ -41,6 +41,15 @@ class NodeFlats(Flats):
         self._slots.index(step, node)
         return self._slots.tensor(step, node)
 
+    def give_back(self, step: int, node: Node, first: int, last: int) -> None:
+        self._slots.give_back(step, first, last, [node])
+
+    def lose(self) -> None:
+        self._slots.lose()
+
+    def lost(self, step: int) -> frozenset[Node]:
+        return self._slots.lost(step)
+
 
 class EitherTransport:
     """`everstep.base.ports.Transport` for members on any hosts.
@@ -105,9 +114,13 @@ class EitherTransport:
         """Node in the own segment, float32 [layout.numel]."""
         return self._near.node(step, node)
 
-    def divide(self, step: int, takes: Takers | None) -> None:
+    def divide(self, step: int, takes: Takers | None, *, frees: bool = False) -> None:
         """As `Transport.divide`."""
-        self._current.divide(step, takes)
+        self._current.divide(step, takes, frees=frees)
+
+    def given_back(self, step: int) -> frozenset[Node]:
+        """As `Transport.given_back`."""
+        return self._near.given_back(step)
 
     def offering(self, step: int) -> OnFinal | None:
         """Receiver of blocks before `reduce`, if they have to go to another machine."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import cast
 
@@ -96,11 +96,13 @@ class GroupTransport:
         check(plan.has(self._me), f"{self._me} is no member of generation {plan.generation}")
         self._groups.enter(plan)
         self.leave()
+        self._flats.lose()
         self._owned, self._division = finishers(plan, self._layout.n_blocks), None
         if self._device.type == "cpu":
             division = None if plan.divided else Division.whole(self._owned, self._layout.n_blocks)
             own = self._me.worker_id, plan.worker_ids, division, self._layout, self._n_lanes
-            self._stream = stream or BlockStream(*own, self._finisher, self._flats.scratch, self._flats.result)
+            memory = self._flats.scratch, self._flats.result
+            self._stream = stream or BlockStream(*own, self._finisher, *memory, give_back=self._flats.give_back)
         self._groups.link(self._stream or self._device)
         with self._ticker.ticking():
             self._groups.fence.check()
@@ -129,13 +131,17 @@ class GroupTransport:
         """float32 [layout.numel] on the transport's device."""
         return self._flats.tensor(step, node)
 
-    def divide(self, step: int, takes: Takers | None) -> None:
-        """As `Transport.divide`; NCCL gives all to all."""
+    def divide(self, step: int, takes: Takers | None, *, frees: bool = False) -> None:
+        """As `Transport.divide`; NCCL gives all to all, and nodes stay."""
         if self._stream is not None and (self._division is None or self._division[0] != step):
             n_blocks = self._layout.n_blocks
             among = Division.among(takes, n_blocks) if takes is not None else Division.whole(self._owned, n_blocks)
             self._division = step, among
-            self._stream.divide(step, among)
+            self._stream.divide(step, among, frees=frees)
+
+    def given_back(self, step: int) -> frozenset[Node]:
+        """As `Transport.given_back`."""
+        return self._flats.lost(step)
 
     def offering(self, step: int) -> OnFinal | None:
         """Receiver of final blocks, if they go over our own sockets and there are other members."""
@@ -225,16 +231,10 @@ class GroupTransport:
             raise
         return {w: list(offered) for w, offered in rows.items()}
 
-    def _others(self) -> list[int]:
-        """Other members, beginning with the next one, so that not all begin with the same one."""
-        ids = list(self._owned)
-        at = ids.index(self._me.worker_id)
-        return ids[at + 1 :] + ids[:at]
-
     def _move(self, step: int, own: Mapping[Node, torch.Tensor], offers: Offers, result: torch.Tensor) -> None:
         """Send nodes to their owners, finish the tree there, and send the results to all; one after the other, since a
         group of NCCL begins and ends as a whole. A single member has nothing to send."""
-        others, mine = self._others(), self._owned[self._me.worker_id]
+        others, mine = _others(self._owned, self._me.worker_id), self._owned[self._me.worker_id]
         parts, recvs = self._parts(own, offers)
         nodes = [(t, w, _TAG_NODE + k) for w in others for k, t in enumerate(own.values())]
         self._groups.transfer([cut for node in nodes for cut in _cut(node, 0, self._owned[node[1]])], recvs)
@@ -252,7 +252,7 @@ class GroupTransport:
         start, stop = (block * BLOCK_ELEMENTS for block in within(mine))
         parts = [NodePart(node, own[node], row) for node, row in offers[me]]
         recvs: list[Transfer] = []
-        for w in self._others() if stop > start else ():
+        for w in _others(self._owned, me) if stop > start else ():
             for k, (node, row) in enumerate(offers[w]):
                 part = self._flats.scratch(len(parts), stop - start)
                 recvs += _cut((part, w, _TAG_NODE + k), start, mine)
@@ -380,6 +380,13 @@ class _Ticker:
             if not self._overdue():
                 self._tick()
             pause.wait(_TICK_S)
+
+
+def _others(owned: Iterable[int], me: int) -> list[int]:
+    """Other members, beginning with the next one, so that not all begin with the same one."""
+    ids = list(owned)
+    at = ids.index(me)
+    return ids[at + 1 :] + ids[:at]
 
 
 def _all(layout: GradientLayout) -> Runs:

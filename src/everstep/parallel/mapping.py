@@ -249,7 +249,7 @@ def _map_readonly(path: str, size_bytes: int, expected: tuple[Any, ...]) -> mmap
 # ---- the shared memory in which a worker offers sums, results and records to its peers
 #
 #     page 0     header and bell
-#     records    exchange 0, exchange 1, nodes, result 0, result 1, final: small checksummed records
+#     records    exchange 0, exchange 1, nodes, result 0, result 1, final, done: small checksummed records
 #     nodes      `slots` flat gradients of float32: sums of complete subtrees
 #     results    two flat gradients of float32: finished blocks
 #
@@ -260,8 +260,9 @@ EXCHANGE = (0, 1)
 NODES = 2
 RESULT = (3, 4)
 FINAL = 5
+DONE = 6
 
-_MAGIC = b"EVERSTP2"
+_MAGIC = b"EVERSTP3"
 _BLOCK_BYTES = 4 * BLOCK_ELEMENTS
 _RECORD = struct.Struct("<QQ40s")
 _KEY = struct.Struct("<q16sqq")
@@ -300,7 +301,8 @@ class Geometry:
     def capacities(self) -> tuple[int, ...]:
         """Payload bytes of each record."""
         nodes = self.slots * (64 + self.entries)
-        return (self.record_bytes, self.record_bytes, nodes, 64, 64, 64 + self.slots * (64 + self.blocks))
+        final = 64 + self.slots * (64 + self.blocks)
+        return (self.record_bytes, self.record_bytes, nodes, 64, 64, final, 64 + self.blocks)
 
     @cached_property
     def record_offsets(self) -> tuple[int, ...]:
@@ -378,6 +380,10 @@ class OwnSegment(OwnMapping, _Segment):
     def forget_slot(self, slot: int) -> None:
         """Give the slot's pages back to the system; it reads as zeros until it is written again."""
         self.give_back(self.geometry.slot_offset(slot), self.geometry.flat_bytes)
+
+    def forget_node(self, slot: int, first: int, last: int) -> None:
+        """The same for the blocks [first, last) of a slot."""
+        self.give_back(self.geometry.slot_offset(slot) + first * _BLOCK_BYTES, (last - first) * _BLOCK_BYTES)
 
     def forget_result(self, area: int, first: int, last: int) -> None:
         """The same for the blocks [first, last) of a result."""

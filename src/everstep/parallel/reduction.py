@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import struct
+import threading
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -13,6 +14,7 @@ from everstep.base.errors import InvariantViolation, check
 from everstep.base.ports import Node
 from everstep.exact.layout import BLOCK_ELEMENTS, GradientLayout
 from everstep.exact.reduce import NodePart, finish
+from everstep.exact.state_memory import give_back
 
 CHUNK_BLOCKS = 16
 """Blocks (4 MiB) that are finished between two looks at aborts and ticks: about 2 ms."""
@@ -117,13 +119,18 @@ class Flats:
         self._area = (0, 0)
         """The last step that had a result, and which of two areas."""
         self._scratch: dict[int, torch.Tensor] = {}
+        self._given: set[Node] = set()
+        self._lost: set[Node] = set()
+        self._giving = threading.Lock()
 
     def begin(self, step: int) -> None:
         """This worker begins a step, or goes on with it."""
         if step != self._step:
-            self._step = step
-            self._spare = [*self._spare, *self._nodes.values()][: self._SPARES]
-            self._nodes.clear()
+            with self._giving:
+                self._step = step
+                self._spare = [*self._spare, *self._nodes.values()][: self._SPARES]
+                self._nodes.clear()
+                self._given, self._lost = set(), set()
 
     def begun(self, step: int) -> bool:
         """Whether this worker is known to have begun the step, and no other one since."""
@@ -140,6 +147,23 @@ class Flats:
         """Tensor of a node that was filled before."""
         check(step == self._step and node in self._nodes, f"node {node} of step {step} was never asked for")
         return self._nodes[node]
+
+    def give_back(self, step: int, node: Node, first: int, last: int) -> None:
+        """Give back the memory of the blocks [first, last) of a node of the step. Any thread may call it; nothing
+        happens once another step has begun."""
+        with self._giving:
+            if step == self._step and node in self._nodes:
+                self._given.add(node)
+                give_back(self._nodes[node][first * BLOCK_ELEMENTS : last * BLOCK_ELEMENTS], ())
+
+    def lose(self) -> None:
+        """A generation begins: nodes of which blocks were given back in older ones are of no use in it."""
+        self._given, self._lost = set(), self._lost | self._given
+
+    def lost(self, step: int) -> frozenset[Node]:
+        """Those nodes of the step, once: the caller fills them again."""
+        found, self._lost = self._lost, set()
+        return frozenset(found if step == self._step else ())
 
     def result(self, step: int) -> torch.Tensor:
         """Memory for the result of a step. Blocks of it may come before the step begins here: they go into a second

@@ -13,6 +13,8 @@ Why nothing is overwritten too early, without a lock:
 - If others are on other hosts (`tiers`), blocks are read and finished before the reduction begins, so two result areas
   alternate: a member that computes step s in a settled generation has all records of step s - 1, so nobody uses the
   result of s - 2 any more.
+- Where nodes are given back (`divide`), blocks are finished before that, too, but by members of one host alone, each of
+  which has said that it has begun the step (`early`); one result area is enough.
 - Exchange slots alternate: a member that writes its k-th record has read all (k-1)-th ones, so nobody waits for the
   (k-2)-th. A peer may thus be one exchange ahead, also beyond a prepared change of generation; both slots are read.
 """
@@ -20,20 +22,23 @@ Why nothing is overwritten too early, without a lock:
 from __future__ import annotations
 
 import struct
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 
 from everstep.base.errors import CollectiveAborted, check
 from everstep.base.extents import Runs, common
 from everstep.base.plan import Plan, WorkerKey
-from everstep.base.ports import Node, OnTick, Piece, Reduced, Tag
+from everstep.base.ports import Node, OnFinal, OnTick, Piece, Reduced, Tag
 from everstep.exact.layout import BLOCK_ELEMENTS, GradientLayout
 from everstep.exact.reduce import NodePart
 from everstep.exact.reduce import presence as union
+from everstep.parallel.early import EarlyReduction
 from everstep.parallel.fence import Fence
 from everstep.parallel.mapping import (
+    DONE,
     EXCHANGE,
     FINAL,
     NODES,
@@ -78,6 +83,8 @@ class SharedMemoryTransport:
         self._fence = Fence()
         self._owned: dict[int, Runs] = {}
         self._division: tuple[int, Division] | None = None
+        self._frees = False
+        self._early: EarlyReduction | None = None
         self._exchanges = 0
         self._final: tuple[bytes, int, dict[Node, bytearray]] = (b"", 0, {})
         self._slots = NodeSlots(self._own)
@@ -102,18 +109,27 @@ class SharedMemoryTransport:
         self._peers = {}
         self._peers = self._attached.meet(plan, self._fence)
         self._owned, self._division = finishers(plan, self._layout.n_blocks), None
+        self._frees, self._early = False, None
+        self._slots.lose()
 
     def node(self, step: int, node: Node) -> torch.Tensor:
         """Node in the own segment, float32 [layout.numel]."""
         return self._slots.tensor(step, node)
 
-    def divide(self, step: int, takes: Takers | None) -> None:
+    def divide(self, step: int, takes: Takers | None, *, frees: bool = False) -> None:
         """As `Transport.divide`."""
+        self._frees = frees
         if takes is not None and (self._division is None or self._division[0] != step):
             self._division = step, Division.among(takes, self._layout.n_blocks)
 
-    def offering(self, step: int) -> None:
-        """None: peers read nodes in place, so nothing has to leave before."""
+    def offering(self, step: int) -> OnFinal | None:
+        """None, since peers read nodes in place, unless nodes are to be given back."""
+        found = self._begin_early(step)
+        return None if found is None else found.take
+
+    def given_back(self, step: int) -> frozenset[Node]:
+        """As `Transport.given_back`."""
+        return self._slots.lost(step)
 
     def exchange(self, tag: Tag, payload: bytes) -> dict[int, bytes]:
         """All-gather of small records."""
@@ -141,18 +157,22 @@ class SharedMemoryTransport:
         if not self._peers and list(presence) == [alone]:
             return self._keep_root(step, alone, presence[alone])
         self._own.write(NODES, key, encode_offers(slots, presence))
+        early = self._begin_early(step)
+        check(early is None or not early.is_over, f"step {step} is reduced again, and its nodes were given back")
+        if early is not None:
+            early.tell_rest()
         parts = [NodePart(node, self.node(step, node), presence[node]) for node in presence]
         parts += self._await_nodes(key)
         parts.sort(key=lambda part: part.node)
-        found = self._division
-        division = (
-            found[1] if found is not None and found[0] == step else Division.whole(self._owned, self._layout.n_blocks)
-        )
+        division = self._division_of(step)
         owned = division.finishes[self._me.worker_id]
-        self._slots.keep_of_result(step, owned)
+        result = self.result_for(step, owned)
         for run in owned:
-            self.finisher.finish(step, run, parts, self.own_result(step))
-        return Reduced(step, self._pieces(self.finish_together(step), division), union(parts), owned)
+            self.finisher.finish(step, run, parts, result)
+        reduced = Reduced(step, self._pieces(self.finish_together(step), division), union(parts), owned)
+        if early is not None:
+            early.end()
+        return reduced
 
     # ---- parts of the reduction, for code that reduces beyond this host
 
@@ -171,22 +191,28 @@ class SharedMemoryTransport:
         return self._own if worker_id == self._me.worker_id else self._peers[worker_id]
 
     def tell_final(self, whom: int, generation: int, step: int, node: Node, runs: Sequence[tuple[int, int]]) -> None:
-        """Tell a member of this host that these blocks of an own node are final and readable, as runs [first, last); no
-        entry in them is absent. Nothing happens once the generation has ended."""
+        """As `say_final`, and wake a member of this host that sleeps on its own bell."""
+        self.say_final(generation, step, node, runs)
+        if whom in self._peers:
+            self._peers[whom].poke()
+
+    def say_final(self, generation: int, step: int, node: Node | None, runs: Sequence[tuple[int, int]]) -> None:
+        """Let members of this host know that these blocks of an own node are final and readable, as runs [first, last);
+        no entry in them is absent. None: that the step has begun here. Nothing happens once the generation has
+        ended."""
         if self._fence.down or self._fence.generation != generation:
             return
         key = _final_key(generation)
         if self._final[:2] != (key, step):
             self._final = (key, step, {})
         final = self._final[2]
-        flags = final.setdefault(node, bytearray(self._geometry.blocks))
-        for first, last in runs:
-            flags[first:last] = b"\x01" * (last - first)
+        if node is not None:
+            flags = final.setdefault(node, bytearray(self._geometry.blocks))
+            for first, last in runs:
+                flags[first:last] = b"\x01" * (last - first)
         slots = {known: self._slots.index(step, known) for known in final}
         load_fence()  # the blocks before the record
         self._own.write(FINAL, key, _STEP.pack(step) + encode_offers(slots, final))
-        if whom in self._peers:
-            self._peers[whom].poke()
 
     def final_blocks(self, worker_id: int) -> tuple[int, list[tuple[Node, int, bytes]]] | None:
         """Final blocks that a member of this host has reported in this generation, None if they cannot be read now: the
@@ -201,6 +227,26 @@ class SharedMemoryTransport:
         load_fence()
         check(len(record) >= _STEP.size, f"a record of final blocks begins with its step, got {len(record)} bytes")
         return _STEP.unpack_from(record)[0], decode_offers(record[_STEP.size :], self._geometry.blocks)
+
+    def tell_done(self, step: int, flags: bytes) -> None:
+        """Tell all members of this host which blocks of the result are complete here: a byte for each, 1 if it is."""
+        self._own.write(DONE, record_key(self._fence.generation, Tag("done", step, 0)), flags)
+
+    def done_blocks(self, worker_id: int, step: int) -> bytes | None:
+        """What a member has told with `tell_done` in this generation, None if there is nothing."""
+        key = record_key(self._fence.generation, Tag("done", step, 0))
+        record = self.segment_of(worker_id).read(DONE, key)
+        check(record is None or len(record) == self._geometry.blocks, "expected a byte for each block of a result")
+        return record
+
+    def result_for(self, step: int, blocks: Runs) -> torch.Tensor:
+        """`own_result`, for these blocks of it; no worker uses an earlier result any more."""
+        self._slots.keep_of_result(step, blocks)
+        return self.own_result(step)
+
+    def give_back(self, step: int, first: int, last: int) -> None:
+        """Give back the memory of the blocks [first, last) of all own nodes of the step."""
+        self._slots.give_back(step, first, last)
 
     def held(self, worker_id: int, slot: int) -> torch.Tensor:
         """Node in that slot of a member of this host, float32 [layout.numel]."""
@@ -274,6 +320,22 @@ class SharedMemoryTransport:
         self._await(ready, f"records of {tag.kind} {tag.step}.{tag.seq}")
         return found
 
+    def _division_of(self, step: int) -> Division:
+        found = self._division
+        if found is not None and found[0] == step:
+            return found[1]
+        return Division.whole(self._owned, self._layout.n_blocks)
+
+    def _begin_early(self, step: int) -> EarlyReduction | None:
+        """What is done of the step's reduction before it begins; None if nothing is."""
+        if not self._frees or not self._peers:
+            return None
+        if self._early is None or self._early.step != step:
+            ids, shape = sorted([self._me.worker_id, *self._peers]), (self._n_lanes, len(self._layout.entries))
+            division, blocks = self._division_of(step), self._layout.n_blocks
+            self._early = EarlyReduction(self, self._me.worker_id, ids, *shape, blocks, division, step)
+        return self._early
+
     def _await_nodes(self, key: bytes) -> list[NodePart]:
         parts: list[NodePart] = []
 
@@ -310,6 +372,8 @@ class SharedMemoryTransport:
         waiting = dict(self._peers)
         life_checked = time.monotonic()
         while True:
+            if self._early is not None:
+                self._early.look()
             bells = {worker_id: peer.bell for worker_id, peer in waiting.items()}
             for worker_id in bells:
                 if ready(worker_id, waiting[worker_id]):
@@ -341,6 +405,10 @@ class NodeSlots:
         self._used: dict[Node, int] = {}
         self._area = (0, 0)
         """The last step whose result had an area, and which."""
+        self._given: set[Node] = set()
+        self._lost: set[Node] = set()
+        """Nodes of which blocks were given back, in this generation and in older ones."""
+        self._giving = threading.Lock()
         self._touched: dict[int, int] = {}
         self._results: dict[int, Runs] = {}
         """By area: blocks whose memory may be in use."""
@@ -348,13 +416,16 @@ class NodeSlots:
     def tensor(self, step: int, node: Node) -> torch.Tensor:
         """Tensor of a node, as `Transport.node`."""
         if step != self._step:
-            self._step = step
-            self._used.clear()
+            with self._giving:
+                self._step = step
+                self._used.clear()
+                self._given, self._lost = set(), set()
             self._forget_idle()
         if node not in self._used:
             taken = set(self._used.values())
             slot = next(s for s in range(self._own.geometry.slots) if s not in taken)
-            self._used[node] = slot
+            with self._giving:
+                self._used[node] = slot
         self._touched[self._used[node]] = step
         return self._own.slot(self._used[node])
 
@@ -362,6 +433,24 @@ class NodeSlots:
         """Slot of a node that was asked for before."""
         check(step == self._step and node in self._used, f"node {node} of step {step} was never asked for")
         return self._used[node]
+
+    def give_back(self, step: int, first: int, last: int, nodes: Collection[Node] | None = None) -> None:
+        """Give back the memory of the blocks [first, last) of these nodes of the step, None: of all. Any thread may
+        call it; nothing happens once another step has begun."""
+        with self._giving:
+            for node, slot in self._used.items() if step == self._step else ():
+                if nodes is None or node in nodes:
+                    self._given.add(node)
+                    self._own.forget_node(slot, first, last)
+
+    def lose(self) -> None:
+        """A generation begins: nodes of which blocks were given back in older ones are of no use in it."""
+        self._given, self._lost = set(), self._lost | self._given
+
+    def lost(self, step: int) -> frozenset[Node]:
+        """Those nodes of the step, once: the caller fills them again."""
+        found, self._lost = self._lost, set()
+        return frozenset(found if step == self._step else ())
 
     def begun(self, step: int) -> bool:
         """Whether a node of the step was asked for, and none of another one since."""

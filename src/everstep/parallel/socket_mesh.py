@@ -77,10 +77,12 @@ class Parcel:
     """One tensor to send. Its sender keeps it until the receiver is known to have it. `is_completed`: all of it has
     left, so that its memory may change."""
 
-    def __init__(self, worker_id: int, content: memoryview) -> None:
+    def __init__(self, worker_id: int, content: memoryview, left: Callable[[], None] | None = None) -> None:
+        """left: called when all of it has left, by the sending thread."""
         self.worker_id = worker_id
         self.content = content
         self._gone = False
+        self._left = left
 
     def is_completed(self) -> bool:
         return self._gone
@@ -88,6 +90,8 @@ class Parcel:
     def complete(self) -> None:
         """Note that all of it has left."""
         self._gone = True
+        if self._left is not None:
+            self._left()
 
 
 class Receipt:
@@ -160,10 +164,11 @@ class SocketMesh:
         been received. Raises: CollectiveAborted."""
         return self._begin_send(*transfer)
 
-    def push(self, w: int, note: BlockNote, tensor: torch.Tensor) -> None:
+    def push(self, w: int, note: BlockNote, tensor: torch.Tensor, left: Callable[[], None] | None = None) -> None:
         """Begin to send contiguous blocks for which the other side has room, or that it will no longer want. They must
-        not change until a later exchange. Nothing happens if the connection has ended."""
-        parcel = Parcel(w, bytes_of(tensor))
+        not change until a later exchange, or until `left` is called, by another thread, when all of it has left.
+        Nothing happens if the connection has ended."""
+        parcel = Parcel(w, bytes_of(tensor), left)
         kind = _WHOLE_BLOCKS if note.whole else _BLOCKS
         head = _HEAD.pack(kind, note.step, len(parcel.content), note.lo, note.hi, note.first)
         with self._changed:

@@ -117,9 +117,13 @@ class StagedTransport:
         flat: torch.Tensor = self._pools[stage].node(step, node)
         return flat
 
-    def divide(self, stage: int, step: int, takes: Takers | None) -> None:
+    def divide(self, stage: int, step: int, takes: Takers | None, *, frees: bool = False) -> None:
         """As `Transport.divide`."""
-        self._pools[stage].divide(step, takes)
+        self._pools[stage].divide(step, takes, frees=frees)
+
+    def given_back(self, stage: int, step: int) -> frozenset[Node]:
+        """As `Transport.given_back`."""
+        return self._pools[stage].given_back(step)
 
     def offering(self, stage: int, step: int) -> OnFinal | None:
         """Takes blocks of this step's nodes as they become final; None where nothing would leave before `reduce`."""

@@ -23,6 +23,7 @@ from everstep.base.extents import Runs, common, within
 from everstep.base.ports import Node
 from everstep.exact.layout import BLOCK_ELEMENTS, GradientLayout
 from everstep.exact.reduce import NodePart
+from everstep.exact.state_memory import give_back
 from everstep.parallel.reduction import CHUNK_BLOCKS, BlockFinisher
 from everstep.parallel.socket_mesh import BlockNote, SocketMesh, bytes_of
 from everstep.placement.shards import Division
@@ -205,7 +206,8 @@ class BlockStream:
 
     division: of every step; None: each step has its own (`divide`), and what comes before that is known here waits.
     scratch: receive buffers by number, as `Flats.scratch`. result: gives the flat tensor for a step's result. reach:
-    None: every member sends its sums to all owners.
+    None: every member sends its sums to all owners. give_back: gives the memory of blocks [first, last) of an own node
+    of a step back; None: they stay.
     """
 
     def __init__(
@@ -219,10 +221,13 @@ class BlockStream:
         scratch: Callable[[int, int], torch.Tensor],
         result: Callable[[int], torch.Tensor],
         reach: Reach | None = None,
+        give_back: Callable[[int, Node, int, int], None] | None = None,
     ) -> None:
         self._me = me
         self._always = division
         self._divisions: dict[int, Division] = {}
+        self._freeing: dict[int, bool] = {}
+        self._give_back = give_back
         at = ids.index(me)
         others = [*ids[at + 1 :], *ids[:at]]  # not all begin with the same one
         self._reach = reach or Reach(others, others)
@@ -264,11 +269,13 @@ class BlockStream:
         if self._thread.ident is not None:
             self._thread.join()
 
-    def divide(self, step: int, division: Division) -> None:
-        """Say how a step is divided, if that is not the same for all: after the state is that of the step before."""
+    def divide(self, step: int, division: Division, *, frees: bool = False) -> None:
+        """Say how a step is divided, if that is not the same for all: after the state is that of the step before.
+        frees: blocks of nodes are given back once they have left, or have been added up."""
         with self._lock:
             if self._always is None and step not in self._divisions:
                 self._divisions[step] = division
+                self._freeing[step] = frees and self._give_back is not None
                 self._known.notify_all()
                 self._wake()
 
@@ -286,8 +293,10 @@ class BlockStream:
             runs = blocks.leave(node, first, last)
             for begin, end in runs:
                 self._finishable(step, blocks.come(node, begin, end, whole))
+            frees = self._freeing.get(step, False)
         for w, begin, end in self._in_turns(step, runs):
-            self._push(w, BlockNote(step, node.lo, node.hi, begin, whole), flat, end)
+            left = partial(self._left, step, node, begin, end) if frees else None
+            self._push(w, BlockNote(step, node.lo, node.hi, begin, whole), flat, end, left=left)
 
     def reduce(
         self, step: int, own: Mapping[Node, torch.Tensor], presence: Mapping[Node, bytes], gather: Callable[[], Rows]
@@ -334,9 +343,24 @@ class BlockStream:
         for k in range(max(map(len, queues), default=0)):
             yield from (queue[k] for queue in queues if k < len(queue))
 
-    def _push(self, w: int, note: BlockNote, flat: torch.Tensor, last: int, origin: int = 0) -> None:
+    def _push(
+        self,
+        w: int,
+        note: BlockNote,
+        flat: torch.Tensor,
+        last: int,
+        origin: int = 0,
+        left: Callable[[], None] | None = None,
+    ) -> None:
         if self._mesh is not None:
-            self._mesh.push(w, note, flat[note.first * BLOCK_ELEMENTS - origin : self._cut.stop(last) - origin])
+            blocks = flat[note.first * BLOCK_ELEMENTS - origin : self._cut.stop(last) - origin]
+            self._mesh.push(*(w, note, blocks), *(() if left is None else (left,)))
+
+    def _left(self, step: int, node: Node, first: int, last: int) -> None:
+        """Blocks of an own node are not needed any more. Nothing happens once the generation has ended."""
+        with self._lock:
+            if not self._over and self._give_back is not None:
+                self._give_back(step, node, first, last)
 
     # ---- incoming blocks (called by the thread that receives)
 
@@ -434,7 +458,7 @@ class BlockStream:
         return self._scratch(number, blocks * BLOCK_ELEMENTS)
 
     def _forget(self, step: int) -> None:
-        for table in (self._steps, self._numbers, self._rows, self._divisions):
+        for table in (self._steps, self._numbers, self._rows, self._divisions, self._freeing):
             table.pop(step, None)  # type: ignore[attr-defined]
 
     def _sums_of(self, step: int, what: int) -> BlockSums:
@@ -474,8 +498,16 @@ class BlockStream:
         """Finish own blocks, and send their result to all readers that take it."""
         with self._lock:
             out, takes = self._steps[work.step].out, self._division(work.step).takes
+            own = {node for node, (w, _, _) in self._steps[work.step].parts.items() if w == self._me}
+            frees = self._freeing.get(work.step, False)
         run = (work.first, work.last)
         self._finisher.finish(work.step, run, work.parts, out)
+        for one in work.parts if frees else ():
+            if one.node in own:
+                self._left(work.step, one.node, *run)
+            else:
+                start, stop = (block * BLOCK_ELEMENTS - one.offset for block in run)
+                give_back(one.tensor[start:stop], ())
         for part in _alike(run, [takes[w] for w in self._reach.readers]):
             for begin, end in self._cut.pieces(*part):
                 for w in self._reach.readers:

@@ -18,7 +18,7 @@ had begun to finish are not marked.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -30,6 +30,7 @@ from everstep.base.plan import Plan
 from everstep.base.ports import Node, OnFinal, Reduced, Tag
 from everstep.exact.layout import BLOCK_ELEMENTS, GradientLayout
 from everstep.exact.reduce import finish, merge_presence
+from everstep.parallel.early import runs_in
 from everstep.parallel.group import GroupTransport, pieces_of
 from everstep.parallel.reduction import Flats, decode_offers, encode_offers
 from everstep.parallel.shared_memory import SharedMemoryTransport
@@ -180,8 +181,8 @@ class TierStream(BlockStream):
     def _wake(self) -> None:
         self._near.own.ring()
 
-    def divide(self, step: int, division: Division) -> None:
-        super().divide(step, division)
+    def divide(self, step: int, division: Division, *, frees: bool = False) -> None:
+        super().divide(step, division, frees=frees)
         with self._lock:
             self._bells.clear()  # reports of the step may have been passed over
             self._wake()
@@ -210,7 +211,7 @@ class TierStream(BlockStream):
                 step, nodes = found
                 with self._lock:
                     for node, slot, flags in nodes:
-                        self._take_in(step, w, node, slot, _runs(flags), whole=True)
+                        self._take_in(step, w, node, slot, runs_in(flags), whole=True)
 
     def _perform(self, work: Work) -> None:
         """Fold sums of others' blocks and send them. A subtree has the shape of the tree over its lanes."""
@@ -296,7 +297,7 @@ class TieredTransport:
         """Leave the others."""
         self._far.close()
 
-    def divide(self, step: int, takes: Takers | None) -> None:
+    def divide(self, step: int, takes: Takers | None, *, frees: bool = False) -> None:
         """As `Transport.divide`: a courier takes what a member of its host does."""
         if self._stream is not None and (self._division is None or self._division[0] != step):
             n_blocks, tiers = self._layout.n_blocks, self._tiers
@@ -333,13 +334,3 @@ class TieredTransport:
         division = division or Division.whole(self._owned, self._layout.n_blocks)
         pieces = pieces_of(results[self._courier], division.takes[self._me])
         return Reduced(step, pieces, present, division.finishes[self._me])
-
-
-def _runs(flags: bytes) -> Iterator[tuple[int, int]]:
-    """Runs [first, last) of the bytes that are 1."""
-    first = flags.find(1)
-    while first >= 0:
-        last = flags.find(0, first)
-        last = len(flags) if last < 0 else last
-        yield first, last
-        first = flags.find(1, last)

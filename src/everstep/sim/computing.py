@@ -106,7 +106,7 @@ class SimLanes:
     def open(self, plan: Plan, step: int) -> tuple[tuple[int, int], ...]:
         """Begin a generation: messages on their way between stages are lost. Returns (stage, lane) of sums torn apart:
         a lane of them is another worker's now, or (as with accumulators of another shape) this worker's lanes
-        differ."""
+        differ; and of those that were given back in an older generation."""
         self._came.clear()
         lost = []
         me, rng = self.life.me.worker_id, self.life.world.rng
@@ -115,7 +115,8 @@ class SimLanes:
             differs = mine != self._under.get(stage)
             for node in list(sums):
                 torn = node.hi - node.lo > 1 and not mine.issuperset(_lanes(node))
-                if torn or (differs and rng.random() < 0.2):
+                torn = torn or (differs and rng.random() < 0.2)
+                if torn or (self.life.job.frees and rng.random() < 0.5):
                     del sums[node]
                     lost += [(stage, lane) for lane in _lanes(node)]
         return tuple(sorted(lost))

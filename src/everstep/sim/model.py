@@ -47,8 +47,9 @@ class SimJob:
     leaves_after: the step after which all loops are left; 0: the last one. units: the finest cut of the model; 0: as
     many as there are stages. copies: of each segment of the optimizer's state; 0: all members have all of it, and an
     update of a block depends on all others; else on that of the other plane alone, the same block of the gradient, and
-    the last one, which all take. nonfinite: (step, lane) of losses
-    that are not finite; `GRADIENT` as lane: the gradient alone is not. on_nonfinite, nonfinite_limit: as in a config.
+    the last one, which all take. frees: sums of lanes may be given back as soon as they have been added up. nonfinite:
+    (step, lane) of losses that are not finite; `GRADIENT` as lane: the gradient alone is not. on_nonfinite,
+    nonfinite_limit: as in a config.
     """
 
     steps: int
@@ -64,6 +65,7 @@ class SimJob:
     nonfinite: frozenset[tuple[int, int]] = frozenset()
     on_nonfinite: str = "warn"
     nonfinite_limit: int = 0
+    frees: bool = False
 
     def strange(self, step: int) -> bool:
         """Whether something of a step is not finite."""

@@ -219,7 +219,7 @@ def set_up_sharded(seed: int) -> Setup:
     """The setup of a seed of a whole model, or one in several stages, whose members have the optimizer's state in
     segments."""
     chosen, rng = (set_up_split if seed % 3 == 0 else set_up)(seed), Random(f"sharded {seed}")
-    job = replace(chosen.job, copies=rng.choice((1, 2, 2, 3)))
+    job = replace(chosen.job, copies=rng.choice((1, 2, 2, 3)), frees=Random(f"frees {seed}").random() < 0.5)
     faults = [fault for fault in chosen.faults if fault.kind != "flip"]
     faults += draw_holders(Random(f"holders {seed}"), 60 + job.steps * 50)
     at_last = tuple(sorted(faults, key=lambda f: f.at_ms))

@@ -59,7 +59,7 @@ class Dealing:
         dealt = self._dealt(plan, number, stage) if self._known(stage) else None
         if dealt is not None:
             takes = dealt.takers(replica.layout, {place.entry for tied in replica.spec.ties for place in tied.own})
-        self._view.transport.divide(stage, number, takes)
+        self._view.transport.divide(stage, number, takes, frees=self._view.config.zero.stage > 1)
 
     def reduced(self, plan: Plan, number: int) -> None:
         """The gradient of a step is there. Of the first one nobody can say yet what it takes forward."""

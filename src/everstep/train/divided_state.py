@@ -30,7 +30,7 @@ class DividedState(defaultdict[Tensor, Any]):
         module = str(sys._getframe(2).f_globals.get("__name__", ""))
         if not module.startswith(_ALLOWED) and not (self._stepping() and module in self._own):
             raise ConfigError(
-                f"zero.stage=1: no worker has all of the state of {self._name}, so the loop cannot read "
+                f"zero.stage: no worker has all of the state of {self._name}, so the loop cannot read "
                 "optimizer.state: keep what it needs of it in a tensor of its own, or set zero.stage=0"
             )
 

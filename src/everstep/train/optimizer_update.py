@@ -122,13 +122,13 @@ class OptimizerUpdate:
         name = type(self._optimizer).__name__
         if self._optimizer._optimizer_step_post_hooks or _global_optimizer_post_hooks:
             raise ConfigError(
-                f"zero.stage=1: expected no step post-hooks of {name}, since they would see parameters that other "
+                f"zero.stage: expected no step post-hooks of {name}, since they would see parameters that other "
                 "workers have not sent yet: set zero.stage=0"
             )
         before = (*self._optimizer._optimizer_step_pre_hooks.values(), *_global_optimizer_pre_hooks.values())
         if any(not isinstance(getattr(hook, "__self__", None), LoopGuard) for hook in before):
             raise ConfigError(
-                f"zero.stage=1: expected no step pre-hooks of {name}, since each worker has its parts of the gradients "
+                f"zero.stage: expected no step pre-hooks of {name}, since each worker has its parts of the gradients "
                 "alone: use clip_norm to clip them, or set zero.stage=0"
             )
         if not self._guarded:
@@ -194,19 +194,20 @@ class OptimizerUpdate:
             )
 
 
-def refuse_undivided(optimizer: Optimizer, seed: int) -> OptimizerKind:
-    """The kind of an optimizer whose state members are to divide. Raises: ConfigError if they cannot."""
+def refuse_undivided(optimizer: Optimizer, seed: int, stage: int) -> OptimizerKind:
+    """The kind of an optimizer whose state members divide at this stage of ZeRO. Raises: ConfigError if they cannot."""
     kind = expected_kind(optimizer, seed)
     if kind.divides == "nothing" and kind.why != NO_GRADIENT:
         raise ConfigError(
-            f"zero.stage=1 divides the state of the optimizer, which {type(optimizer).__name__} does not allow: an "
-            f"update of a part differs from that of the whole ({kind.why}); set zero.stage=0, or use an optimizer that "
-            "treats each parameter by itself"
+            f"zero.stage={stage} divides the state of the optimizer, which {type(optimizer).__name__} does not allow: "
+            f"an update of a part differs from that of the whole ({kind.why}); set zero.stage=0, or use an optimizer "
+            "that treats each parameter by itself"
         )
     if not kind.follows:
         log.warning(
-            "zero.stage=1 saves no memory with %s: all workers update all of it, since it cannot update a parameter of "
-            "no elements, which stands for one that another worker has",
+            "zero.stage=%d saves no memory with %s: all workers update all of it, since it cannot update a parameter "
+            "of no elements, which stands for one that another worker has",
+            stage,
             type(optimizer).__name__,
         )
     return kind
@@ -215,6 +216,6 @@ def refuse_undivided(optimizer: Optimizer, seed: int) -> OptimizerKind:
 def _refuse_state_dict(optimizer: Optimizer) -> None:
     """Raises: ConfigError, for a loop that would save what is not there."""
     raise ConfigError(
-        f"zero.stage=1: no worker has all of the state of {type(optimizer).__name__}, so its state_dict is not to be "
+        f"zero.stage: no worker has all of the state of {type(optimizer).__name__}, so its state_dict is not to be "
         "had: leave saving to the job's checkpoints (everstep checkpoints export), or set zero.stage=0"
     )

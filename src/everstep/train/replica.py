@@ -81,7 +81,7 @@ class StageReplica:
             extras["everstep.lr_policy"] = self._lr_policy
         settings = Settings(parts.model, parts.optimizer)
         memory = memory_for(config.zero.offload, device)
-        kind = refuse_undivided(parts.optimizer, config.seed) if config.zero.stage else None
+        kind = refuse_undivided(parts.optimizer, config.seed, config.zero.stage) if config.zero.stage else None
         self.update = OptimizerUpdate(parts.optimizer, memory, config.verify_every, kind)
         everything = (parts.model, parts.optimizer, parts.scheduler, extras, parts.units, spec.share, settings, memory)
         self.state = ModelState(

@@ -207,7 +207,7 @@ def _reach(session: Session) -> None:
     session.updates.distrust()
     if session.view.config.zero.stage:
         raise Uncarried(
-            f"{next(iter(loop.moves.told))} was changed by the loop after the batches, and with zero.stage=1 "
+            f"{next(iter(loop.moves.told))} was changed by the loop after the batches, and with zero.stage "
             "each worker has a part of the state alone: set zero.stage=0"
         )
 

@@ -5,7 +5,7 @@ Apart from the replica because nothing here changes the state: the same lanes al
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -66,7 +66,7 @@ class StageLanes:
                 units,
                 self._call,  # type: ignore[arg-type]
                 loss,  # type: ignore[arg-type]
-                LaneAccumulator(layout, parts.model, here),
+                LaneAccumulator(layout, parts.model, here, lets_go=config.zero.stage > 1),
                 BufferGuard(parts.model, modules, shared=config.workers + config.spares > 1),
                 ParameterWatch(parts.model, units),
                 self.seeder,
@@ -87,12 +87,16 @@ class StageLanes:
         offer: OnFinal | None = None,
         *,
         entered: bool = True,
+        lost: Collection[Node] = (),
     ) -> None:
         """Begin a step, or change its lanes here; lanes computed already count. offer: as in `StageSums.begin`.
         entered: the loop has come to the step's batches, so that nobody changes the state any more before its lanes are
-        computed."""
+        computed. lost: nodes of the step whose memory was given back: they are forgotten."""
         if step != self._step:
             self._step, self._reports, self._entered = step, {}, False
+        for part in self.passes.values() if lost else ():
+            for node in part.accumulator.presence.keys() & lost:
+                part.accumulator.drop(node)
         if entered and not self._entered:
             self._entered = True
             for part in self.passes.values():

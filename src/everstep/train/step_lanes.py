@@ -118,7 +118,8 @@ class Lanes:
         if settled:
             self._divide(plan, number, stage)
         offer = transport.offering(stage, number) if settled else None
-        lanes.begin(number, mine, lambda node: transport.node(stage, number, node), offer, entered=settled)
+        lost = transport.given_back(stage, number)
+        lanes.begin(number, mine, lambda node: transport.node(stage, number, node), offer, entered=settled, lost=lost)
         missing = lanes.missing
         return tuple(lane for lane in lanes.lacking(mine) if lane in missing)
 

@@ -178,10 +178,11 @@ def test_unknown_keys_in_nested_form_and_of_any_type():
         ({"backoff.max_s": 0.1}, "backoff.initial_s: expected at most backoff.max_s (0.1), got 0.5"),
         (
             {"zero.stage": 3},
-            "zero.stage: expected 0 or 1, got 3: the optimizer's state can be divided (1); for a model",
+            "zero.stage: expected 0, 1 or 2, got 3: the optimizer's state (1) and the gradients (2) can be ",
         ),
         ({"zero.stage": 1, "device": "cuda"}, "zero.stage: expected 0 with device cuda, got 1"),
         ({"zero.stage": 1, "zero.offload": "/disk/"}, "zero.offload: expected none with zero.stage=1, got /disk/"),
+        ({"zero.stage": 2, "zero.offload": "disk"}, "zero.offload: expected none with zero.stage=2, got disk"),
         ({"early_stop.target": 0.9}, "early_stop.target: expected early_stop.metric to be set too"),
     ],
 )

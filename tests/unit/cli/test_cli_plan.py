@@ -36,6 +36,32 @@ def test_a_task_is_counted_and_ours_comes_first(capsys: pytest.CaptureFixture[st
     assert said["workers"] == 4 and said["zero_memory_gb"] == sum(said["per_worker_bytes"].values()) / 1e9
 
 
+def test_lanes_and_staging_can_be_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    """With one lane per worker stage 2 holds no whole sum."""
+    one, two = (
+        planned(capsys, "mlp-digits", "--workers", "4", "--copies", "1", "--zero", "2", "--lanes", lanes)
+        for lanes in ("4", "8")
+    )
+    assert one["lanes"] == 4 and one["per_worker_bytes"]["lanes"] < two["per_worker_bytes"]["lanes"] == 4 * 8970
+    staged = planned(capsys, "mlp-digits", "--workers", "4", "--staging", "10KiB")
+    assert staged["per_worker_bytes"]["staging"] == 10 << 10
+    apart = planned(capsys, "--params", "1B", "--workers", "4", "--staging", "1GiB", "--gpu", "a100-80")["ours"]
+    assert apart["host_bytes"]["staging"] == 1 << 30 and "staging" not in apart["per_worker_bytes"]
+    assert run_command(["plan", "memory", "mlp-digits", "--staging", "much"]) == 2
+    assert "--staging: expected" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["disk", "./disk", "/disk/a", "none", "cpu"])
+def test_an_offload_is_a_folder_whose_name_may_have_no_slash(capsys: pytest.CaptureFixture[str], name: str) -> None:
+    assert planned(capsys, "--params", "1M", "--offload", name)["offload"] == name
+
+
+@pytest.mark.parametrize("name", ["", "GPU", "CPU", "cuda:0", "nvme", "true"])
+def test_words_of_others_are_no_folders(capsys: pytest.CaptureFixture[str], name: str) -> None:
+    assert run_command(["plan", "memory", "--params", "1M", "--offload", name]) == 2
+    assert "--offload: expected none, cpu or a folder" in capsys.readouterr().err
+
+
 def test_it_says_whether_the_optimizer_can_be_divided(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert planned(capsys, "mlp-digits")["optimizer"] == {"divides": "elements", "why": ""}
     assert planned(capsys, "--params", "1B")["optimizer"] is None
@@ -76,7 +102,7 @@ def test_what_does_not_fit_is_an_answer_with_exit_code_1(capsys: pytest.CaptureF
     )
     assert run_command(["plan", "memory", *options]) == 1
     text = capsys.readouterr().out
-    assert "largest model" in text and "jobs can run with stage 0, 1 today" in text
+    assert "largest model" in text and "jobs can run with stage 0, 1, 2 today" in text
 
 
 @pytest.mark.parametrize(

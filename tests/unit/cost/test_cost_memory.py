@@ -48,6 +48,23 @@ def test_more_lanes_per_worker_hold_more_sums() -> None:
     assert totals == [8, 8, 8, 12, 16]
 
 
+def test_of_gradients_that_are_given_back_few_are_held() -> None:
+    """Bytes per parameter of four workers with one copy: on one host, on as many, and on two; with more lanes."""
+
+    def lanes(stage: int, hosts: int, of: int = 4) -> float:
+        return of_ours(adam(BILLION), Split(4, of, copies=1, hosts=hosts), stage).device["lanes"] / BILLION
+
+    assert [lanes(2, hosts) for hosts in (1, 4, 2)] == [2, 0, 8]
+    assert [lanes(1, hosts) for hosts in (1, 4, 2)] == [4, 8, 8]
+    assert [lanes(stage, 1, 8) for stage in (1, 2)] == [4, 4]
+
+
+def test_what_is_staged_is_at_most_a_part_of_a_checkpoint() -> None:
+    parts = [of_ours(adam(BILLION), Split(4, staging=size), 0).device["staging"] for size in (10.0**6, 10.0**12)]
+    assert parts == [10**6, 3 * BILLION]
+    assert of_ours(adam(BILLION), Split(4, staging=5, host_apart=True), 0).host == {"staging": 5}
+
+
 def test_where_every_worker_holds_every_part_nothing_is_divided() -> None:
     for split in (Split(2, copies=2), Split(1, copies=2)):
         replicated, *divided = (of_ours(adam(BILLION), split, k) for k in (0, 1, 2))

@@ -62,13 +62,15 @@ def reentrant(model: Model, x: Tensor, lane: int) -> Tensor:
 class Worker:
     """One worker's lanes; `offered`: blocks of nodes, with what they held at that moment."""
 
-    def __init__(self, lanes: Sequence[int], early: bool, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self, lanes: Sequence[int], early: bool, dtype: torch.dtype = torch.float32, lets_go: bool = False
+    ) -> None:
         torch.manual_seed(5)
         self.model = Model(dtype)
         align_parameters(self.model)
         untie(self.model, self.model.units())
         self.layout = GradientLayout.build(self.model, self.model.units())
-        self.accumulator = LaneAccumulator(self.layout, self.model)
+        self.accumulator = LaneAccumulator(self.layout, self.model, lets_go=lets_go)
         self.sums = StageSums([self.accumulator], LANES)
         self.lanes = lanes
         self.early = early
@@ -129,6 +131,7 @@ def absent_blocks(worker: Worker, node: Node) -> set[int]:
     return {e.offset // BLOCK_ELEMENTS for e, has in zip(worker.layout.entries, row, strict=True) if not has}
 
 
+@pytest.mark.parametrize("lets_go", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("loss", [plain, always, reentrant])
 @pytest.mark.parametrize(
@@ -137,9 +140,9 @@ def absent_blocks(worker: Worker, node: Node) -> set[int]:
 )
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_no_bit_changes_and_what_leaves_is_final(
-    lanes: Sequence[int], empty: tuple[int, ...], loss: Loss, dtype: torch.dtype
+    lanes: Sequence[int], empty: tuple[int, ...], loss: Loss, dtype: torch.dtype, lets_go: bool
 ) -> None:
-    early, late = Worker(lanes, True, dtype), Worker(lanes, False, dtype)
+    early, late = Worker(lanes, True, dtype, lets_go), Worker(lanes, False, dtype)
     for step in (1, 2, 3):
         for worker in (early, late):
             worker.begin(step)
@@ -190,6 +193,19 @@ def test_a_gradient_that_changes_after_it_has_left_is_named(lanes: range, how: s
         gradient.mul_(0.5)
     else:
         worker.model.last.linear.bias.grad = gradient.clone()
+    with pytest.raises(TaskError, match=r"gradient of last\.linear\.bias was written more than once"):
+        worker.accumulator.add(lanes[-1])
+
+
+@pytest.mark.parametrize("lanes", [range(4), range(1)])
+def test_a_gradient_that_has_left_can_be_let_go_and_is_named_if_it_comes_back(lanes: range) -> None:
+    worker = Worker(lanes, True, lets_go=True)
+    for step in (1, 2):  # the very first lane is only watched
+        worker.begin(step)
+        for lane in lanes:
+            worker.lane(step, lane, always, add=step == 1 or lane != lanes[-1])
+    assert len(worker.offered) == 4 and all(p.grad is None for p in worker.model.parameters())
+    (worker.model.last.linear.bias * 2.0).sum().backward()  # type: ignore[no-untyped-call]
     with pytest.raises(TaskError, match=r"gradient of last\.linear\.bias was written more than once"):
         worker.accumulator.add(lanes[-1])
 

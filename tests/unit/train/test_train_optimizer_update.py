@@ -133,10 +133,10 @@ def test_an_optimizer_that_no_part_goes_with_is_refused_before_it_steps(monkeypa
     monkeypatch.setattr(optimizer_update, "expected_kind", lambda *_: found[-1])
     for good in (ELEMENTS, OptimizerKind("matrices", "the elements differ"), OptimizerKind("nothing", NO_GRADIENT)):
         found.append(good)
-        assert refuse_undivided(optimizer, 3) == good
+        assert refuse_undivided(optimizer, 3, 1) == good
     found.append(OptimizerKind("nothing", "the elements would differ"))
     with pytest.raises(ConfigError, match=r"AdamW does not allow: .* \(the elements would differ\)"):
-        refuse_undivided(optimizer, 3)
+        refuse_undivided(optimizer, 3, 1)
 
 
 def test_a_divided_state_is_not_to_be_saved_by_the_loop() -> None:

@@ -58,7 +58,7 @@ class Likeness:
             if known.get(stage, how) != how:
                 text = (
                     f"host {host}: the optimizer of stage {stage} can be divided by {how}, this job's by {known[stage]}"
-                    " (zero.stage=1): use the same optimizer, or set zero.stage=0"
+                    " (zero.stage): use the same optimizer, or set zero.stage=0"
                 )
                 return Why(Cause.CONFIG, text)
         if said.keys() - known.keys():
