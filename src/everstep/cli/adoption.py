@@ -41,7 +41,7 @@ def adopt(foreign: Foreign, name: str, args: Sequence[str], config: Config) -> i
     name: of the task, fit for a directory. args: of `everstep run`; they win over the launcher's settings. config: the
     keys that an agent needs to find the job.
 
-    Raises: ConfigError if the processes cannot be one job; QuorumLost if the others do not come.
+    Raises: ConfigError if the processes cannot be one job; NoHead if the others do not come.
     """
     foreign.check()
     token = None if foreign.one_host else _token(foreign)

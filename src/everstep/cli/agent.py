@@ -16,6 +16,7 @@ import click
 from everstep.base.config import Config, load_config, parse_set
 from everstep.base.errors import ConfigError, EverstepError
 from everstep.base.etcd_address import SCHEMES
+from everstep.base.exit_codes import NO_HEAD
 from everstep.base.leaving import temporary_folder
 from everstep.cli.config_file import said_layers
 from everstep.cli.main import complain
@@ -32,7 +33,6 @@ from everstep.runtime.link.interfaces import check_own
 from everstep.runtime.link.tls import Tls, shown_by
 from everstep.runtime.start import Start
 
-HEAD_GONE = 3
 _OWN_GROUPS = ("security.", "control.etcd_")
 _OWN_KEYS = ("network.interface", "network.trusted", "hosts.wait_s")
 _ANSWER_S = 10.0
@@ -171,7 +171,7 @@ def take_part_in(begun: Start, *, stay: bool = False, refill: int | None = None,
                 complain(left.words)
             elif left.words:
                 print(left.words, file=sys.stderr, flush=True)
-            if not stay or not (left.later or left.exit_code == HEAD_GONE):
+            if not stay or not (left.later or left.exit_code == NO_HEAD):
                 return left.exit_code
             patient = True
             time.sleep(_AGAIN_S)  # the process that answered may still be there

@@ -1,7 +1,8 @@
 """`everstep`: the command line. Commands are imported when they are used, so that `--help` answers at once.
 
 Every operating fault ends as one line on stderr and an exit code: 0 done; 1 the job failed, runs differ, the ledger is
-not clean; 2 usage, config, or something named that does not exist; 3 gave up waiting for workers; 130 and 143 signals.
+not clean; 2 usage, config, or something named that does not exist; 3 gave up waiting for workers; 4 no head of the job
+was found; 5 another host leads the job, and this one could not stand by; 130 and 143 signals.
 """
 
 from __future__ import annotations
@@ -19,10 +20,11 @@ from everstep.base.errors import (
     CheckpointCorrupt,
     ConfigError,
     EverstepError,
-    QuorumLost,
+    NoHead,
     StoreError,
     did_you_mean,
 )
+from everstep.base.exit_codes import NO_HEAD
 from everstep.cli.terminal import guarded, paragraph
 from everstep.runtime.files.private import write_privately
 
@@ -103,7 +105,7 @@ def exit_code_of(error: EverstepError) -> int:
     """Exit code for an operating fault."""
     if isinstance(error, ConfigError | CheckpointCorrupt | StoreError):
         return 2
-    return 3 if isinstance(error, QuorumLost) else 1
+    return NO_HEAD if isinstance(error, NoHead) else 1
 
 
 def complain(text: str) -> None:

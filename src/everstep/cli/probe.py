@@ -18,6 +18,7 @@ from everstep.base.config import Config
 from everstep.base.errors import ConfigError
 from everstep.base.stage_map import devices_of, parse_map
 from everstep.cli.job import Request, effective_config
+from everstep.cli.lane_digest import lane_digest
 from everstep.cli.task_loading import make_task, parse_task
 from everstep.runtime.host.fork_server_client import EarlyForkServer, ForkEnded
 
@@ -31,7 +32,7 @@ class Probe:
 
     cut: [first unit, unit after the last] of each part; stage_parameters: elements by stage, shared ones counted once.
     unit_ms: time of each unit for one lane, if asked for. split_checked: the task was proven to be splittable; the
-    workers need not look again.
+    workers need not look again. lane_digest: as the function has it, "" if it was not asked for, or cannot be had.
     """
 
     defaults: dict[str, Any] = field(default_factory=dict)
@@ -41,14 +42,17 @@ class Probe:
     stage_parameters: list[int] = field(default_factory=list)
     unit_ms: list[float] = field(default_factory=list)
     split_checked: bool = False
+    lane_digest: str = ""
 
 
-def probe_task(task: str, request: Request, server: EarlyForkServer, *, units: bool = False) -> Probe:
-    """Run `look` in a fork of `server`. units: build the model too.
+def probe_task(
+    task: str, request: Request, server: EarlyForkServer, *, units: bool = False, lane: bool = False
+) -> Probe:
+    """Run `look` in a fork of `server`. units: build the model too. lane: find `lane_digest`, too.
 
     Raises: ConfigError with the line that the fork gave for the task's import, its defaults or the config.
     """
-    question = {"task": task, "request": asdict(request), "units": units}
+    question = {"task": task, "request": asdict(request), "units": units, "lane": lane}
     try:
         return read_answer(server.call(f"{__name__}:answer", question))
     except ForkEnded as error:
@@ -61,7 +65,7 @@ def answer(question: dict[str, Any]) -> dict[str, Any]:
     """Answer a question as JSON; runs in the fork."""
     request = msgspec.convert(question["request"], Request)
     try:
-        return {"probe": asdict(look(question["task"], request, question["units"]))}
+        return {"probe": asdict(look(question["task"], request, question["units"], question["lane"]))}
     except ConfigError as error:
         return {"error": str(error)}
 
@@ -73,7 +77,7 @@ def read_answer(said: dict[str, Any]) -> Probe:
     return Probe(**said["probe"])
 
 
-def look(task_text: str, request: Request, units: bool) -> Probe:
+def look(task_text: str, request: Request, units: bool, lane: bool = False) -> Probe:
     """Import the task, and build its dataset (and model) under the effective config, in this process.
 
     Raises: ConfigError.
@@ -90,7 +94,10 @@ def look(task_text: str, request: Request, units: bool) -> Probe:
         size = len(task.build_dataset("train"))  # type: ignore[arg-type]
         check_metric(task)
         _check_parts(task)
-    probe = Probe(defaults, size)
+    probe, digest = Probe(defaults, size), ""
+    with _left_to_workers():
+        digest = lane_digest(task) if lane else ""
+    probe = replace(probe, lane_digest=digest)
     if task.config.stages > 1:
         with _left_to_workers():
             probe = _look_at_split(task, probe)

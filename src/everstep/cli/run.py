@@ -317,7 +317,8 @@ def _prepare(invocation: Invocation, *, units: bool = False) -> tuple[Config, Pr
     asked, begun, request, probe = invocation.asked, invocation.begun, invocation.request, Probe()
     if not asked.is_script:
         parse(str(read_layers(request.layers).get("chaos", "")))  # found before anything is imported
-        probe = probe_task(asked.spec.canonical, request, invocation.server, units=units)
+        others = begun.port is not None and not is_loopback(read_layers(request.layers)["network.address"])
+        probe = probe_task(asked.spec.canonical, request, invocation.server, units=units, lane=others)
     config = effective_config(probe.defaults, request, script=asked.is_script)
     check_metrics(config.metrics.listen, asked.public)
     check_sinks(config.sinks)
@@ -332,6 +333,10 @@ def _prepare(invocation: Invocation, *, units: bool = False) -> tuple[Config, Pr
     if probe.dataset_size is not None:
         check_dataset(config, probe.dataset_size)
     return with_chaos(config, request, probe.dataset_size), probe
+
+
+def _proven(probe: Probe) -> dict[str, Any]:
+    return {"split_checked": probe.split_checked, "lane_digest": probe.lane_digest}
 
 
 def _check_strikes(config: Config) -> None:
@@ -353,7 +358,7 @@ def _run(invocation: Invocation, config: Config, probe: Probe) -> int:
     if found.job is not None:  # a resumed job: its checkpoints bear its name
         job = dataclasses.replace(job, created_unix_ns=found.job.created_unix_ns, begins_after=found.job.begins_after)
     warning = ask_object_store(config.checkpoint)
-    job = with_cut(dataclasses.replace(job, split_checked=probe.split_checked), probe.cut, probe.unit_ms, found.job)
+    job = with_cut(dataclasses.replace(job, **_proven(probe)), probe.cut, probe.unit_ms, found.job)
     start = find_start(run_dir, job, script=asked.is_script, trust=invocation.trust)
     job = dataclasses.replace(job, resumes_at=start.step)
     if start.step and found.job is not None:

@@ -16,7 +16,7 @@ import click
 
 from everstep.base.config import Config, load_config, to_dict
 from everstep.base.doors import is_loopback
-from everstep.base.errors import ConfigError, EverstepError, ProtocolError, QuorumLost
+from everstep.base.errors import ConfigError, EverstepError, NoHead, ProtocolError
 from everstep.base.etcd_address import EtcdAddress
 from everstep.cli.beside import parse_listen
 from everstep.cli.conclusion import ENDS
@@ -59,7 +59,7 @@ def begin_leased(begun: Start) -> tuple[Start, list[str]]:
     """Announce a job that begins now, if it is configured to have a lease. A killed predecessor may hold the lease
     until it ends. Returns the start, and lines for the user.
 
-    Raises: ConfigError if a job runs there, or etcd does not let this host in; QuorumLost if etcd does not answer.
+    Raises: ConfigError if a job runs there, or etcd does not let this host in; NoHead if etcd does not answer.
     """
     control = begun.config.control
     if control.etcd is None:
@@ -145,7 +145,7 @@ def _place(etcd: Etcd) -> str:
 
 
 def _announced(etcd: Etcd) -> Announced:
-    """The job, once there is one. Raises: QuorumLost if none comes, or etcd does not answer."""
+    """The job, once there is one. Raises: NoHead if none comes, or etcd does not answer."""
     end_s, said = time.monotonic() + _PATIENCE_S, False
     while True:
         try:
@@ -155,7 +155,7 @@ def _announced(etcd: Etcd) -> Announced:
         if found is not None:
             return found
         if time.monotonic() > end_s:
-            raise QuorumLost(f"no job has begun under {etcd.address} for {_PATIENCE_S:g} s")
+            raise NoHead(f"no job has begun under {etcd.address} for {_PATIENCE_S:g} s")
         if not said:
             print(f"no job has begun under {etcd.address}: waiting for it", file=sys.stderr, flush=True)
         said = True

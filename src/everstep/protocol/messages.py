@@ -94,6 +94,13 @@ class HostFailed(FromAgent, frozen=True, kw_only=True):
     cause: Cause = Cause.UNKNOWN
 
 
+class HostRefused(FromAgent, frozen=True, kw_only=True):
+    """This host stays out, because it does not fit the job. `reason`: one line for people."""
+
+    reason: str
+    cause: Cause = Cause.CONFIG
+
+
 class HostLeaving(FromAgent, frozen=True, kw_only=True):
     """From an agent: its host wants to leave in order, as if somebody had asked to drain it."""
 

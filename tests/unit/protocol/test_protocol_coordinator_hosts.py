@@ -710,3 +710,35 @@ def test_slots_of_a_host_that_has_yet_to_come_back_count_once_it_has_said_how_ma
     assert again.coordinator.job.slots.ids() == {0, 1, 3}
     again.agent(2, 3, name="a2", host="h2")
     assert again.coordinator.job.slots.ids() == {0, 1, 2, 3}
+
+
+def named_hello(agent_id: str, address: str, node: str) -> m.AgentHello:
+    about = {"address": address, "node": node}
+    return m.AgentHello(agent_id=agent_id, host=agent_id, workers=[], slots=0, room=2, process=agent_id, about=about)
+
+
+def test_the_job_s_own_host_is_shown_and_drained_by_its_name_unless_another_has_it() -> None:
+    world = running(2)
+    for agent_id, address, node in (("10.0.0.1", "10.0.0.1", "blue"), ("green", "10.0.0.2", "green")):
+        world.connect(agent_id, "agent")
+        world.say(agent_id, named_hello(agent_id, address, node))
+    shown = {h["id"]: h["name"] for h in world.command("hosts").result["hosts"]}
+    assert shown["10.0.0.1"] == "blue" and shown["green"] == "green"
+    for name in ("blue", "10.0.0.1", "10.0.0.2"):
+        assert "no host" not in world.command("drain", host=name).error
+    assert "no host 'red': the hosts are blue, a1, " in world.command("drain", host="red").error
+    world.connect("blue", "agent")
+    world.say("blue", named_hello("blue", "10.0.0.3", "blue"))
+    shown = {h["id"]: h["name"] for h in world.command("hosts").result["hosts"]}
+    assert shown["10.0.0.1"] == "10.0.0.1" and shown["blue"] == "blue"
+
+
+def test_a_host_that_does_not_fit_is_refused_and_not_gone() -> None:
+    world = running(2)
+    world.connect("b", "agent")
+    world.say("b", named_hello("b", "10.0.0.2", "b"))
+    world.say("b", m.HostRefused(agent_id="b", reason="torch is 9.9, the job's host has 2.1", cause=Cause.CONFIG))
+    states = {h["name"]: h["state"] for h in world.command("hosts").result["hosts"]}
+    assert states["b"] == "refused"
+    assert "host b stays out: torch is 9.9" in world.report("warning")["reason"]
+    assert world.plan.generation == 1, "nobody else noticed"

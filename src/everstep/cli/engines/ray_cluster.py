@@ -215,7 +215,7 @@ class _Driver:
         except self._ray.exceptions.RayActorError:
             self._lost(number)
             return None
-        if number == 0 and code in (0, 1, 2, 3, 128 + signal.SIGINT, 128 + signal.SIGTERM):
+        if number == 0 and code in (0, 1, 2, 3, 4, 128 + signal.SIGINT, 128 + signal.SIGTERM):
             return code
         if number == 0 or code not in (0, 2):
             self._say(f"the process of host {number} ended with {code}: again")

@@ -123,7 +123,7 @@ def refuse(job: JobState, worker: Worker, why: Why, *, alone: bool = False) -> N
     else:
         job.env.report("warning", Why(why.cause, f"host {agent.host} is sent away: {why.reason}"))
         job.env.send(agent.connection, m.AgentRefused(cause=why.cause, reason=why.reason))
-        agents.remove(agent.agent_id)
+        agents.refuse(agent)
         slots.not_run(agent.agent_id)
         job.env.close(agent.connection, f"host {agent.host} was sent away")
         for other in there:
