@@ -11,6 +11,7 @@ EverstepError
 │   ├── Evicted            this worker is no longer a member
 │   └── NoHead             nobody leads the job, for too long
 ├── CollectiveAborted      a transfer was cut because the generation ended or a peer died
+├── Deposed                another host leads the job; this process has to become a standby
 ├── ProtocolError          foreign bytes on a connection: bad frame, version or token
 │   ├── TokenRefused       the called process has another token
 │   ├── Untrusted          the called peer's certificate is not trusted
@@ -27,7 +28,7 @@ InvariantViolation         (not an EverstepError) a bug in Everstep
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from everstep.base.cause import Cause
 
@@ -145,6 +146,17 @@ class NoHead(MembershipError):
     """Nobody that leads the job was found, for longer than this host is willing to wait."""
 
     cause = Cause.LEASE
+
+
+class Deposed(EverstepError):
+    """Another host leads the job, and nothing of it runs here any more. `become`: turns this process into a standby; it
+    returns only by raising ConfigError or OSError."""
+
+    cause = Cause.LEASE
+
+    def __init__(self, message: str, become: Callable[[], None]) -> None:
+        super().__init__(message)
+        self.become = become
 
 
 class CollectiveAborted(EverstepError):

@@ -64,7 +64,7 @@ def _run(foreign: Foreign, name: str, args: Sequence[str], listen: str = "") -> 
     own = ["--workers", str(foreign.size), "--run-dir", str(run_dir)]
     own += ["--listen", listen, "--slots", str(foreign.local_size)] if listen else []
     _leave_launcher()
-    return run_command(["run", *own, *args])
+    return run_command(["run", *own, *args], becomes=False)
 
 
 def _meet(foreign: Foreign, name: str, args: Sequence[str], token: bytes, config: Config) -> int:

@@ -50,7 +50,9 @@ _AGAIN_S = 1.0
 )
 @click.option("--standby", is_flag=True, help="With --join etcd[s]://: take over the job if its coordinator is lost.")
 @click.option(
-    "--slots", type=click.IntRange(1, 65_535), help="Most workers to run on this host (one per device, or 1)."
+    "--slots",
+    type=click.IntRange(0, 65_535),
+    help="Most workers to run on this host (one per device, or 1). 0, with --standby: stand by only.",
 )
 @click.option(
     "--token-file",
@@ -114,6 +116,8 @@ def command(
         task = parse_task(task).canonical
     if standby:
         _check_standby(address, {"--task": task, "--stay": stay, "--refill": refill, "--set": settings})
+    if slots == 0 and not standby:
+        raise ConfigError("--slots: expected at least 1, got 0: a host without workers is of use with --standby alone")
     known = {"run_dir": run_dir, "host": host_name or os.uname().nodename, "own": own or "", "task": task or ""}
     begun = start_of_agent(config, address, token_file, domain, room=slots, **known)
     if not standby:

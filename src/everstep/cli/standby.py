@@ -29,7 +29,7 @@ from everstep.cli.starting import start_here
 from everstep.observe.events import read_events
 from everstep.protocol.lease.requests import Holder, HolderSeen, Load, Loaded, Look
 from everstep.report.history import History
-from everstep.runtime.files.host_directory import OWN_FOLDER, new_word, word_in
+from everstep.runtime.files.host_directory import OWN_FOLDER, new_word, private_folder, word_in
 from everstep.runtime.files.run_lock import run_lock
 from everstep.runtime.lead.etcd import Announced, Etcd
 from everstep.runtime.lead.etcd_access import find_access
@@ -118,11 +118,13 @@ def stand_by(begun: Start) -> int:
         job = read_job(shown, joined=False)
         check_lease(job.config, begun.secrets)
         copying_host = begun.host if (shown / OWN_FOLDER).is_dir() else ""
+        begun = replace(begun, room=begun.room or None)
         succession = Succession(True, new_owner(), found.job, copying_host=copying_host)
         how = "" if shared else ", with files of its own"
         print(f"{begun.host} stands by for the job in {shown}{how}; {about_to_run(job)}", file=sys.stderr, flush=True)
         exit_code = see_through(replace(begun, run_dir=shown, succession=succession), job)
-        if not (exit_code or shared or begun.run_dir or word_in(shown)):  # the job is over, and was led elsewhere
+        private = shown == private_folder(word[:16], f"{begun.host}-standby")
+        if private and not (exit_code or shared or word_in(shown)):  # the job is over, and was led elsewhere
             shutil.rmtree(shown, ignore_errors=True)
         return exit_code
 

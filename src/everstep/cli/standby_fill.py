@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -11,7 +10,7 @@ from pathlib import Path
 
 from everstep.base.config_keys import TlsConfig
 from everstep.base.errors import ConfigError, NoHead
-from everstep.cli.run_dir import set_aside
+from everstep.cli.coming_back import put_aside
 from everstep.protocol.roles import PEOPLE
 from everstep.runtime.files.host_directory import COPY_FILE, OWN_FOLDER, private_folder, word_in
 from everstep.runtime.files.run_lock import run_lock
@@ -56,10 +55,7 @@ def _make_ready(folder: Path, job: str, token: bytes) -> str:
     words = ""
     try:
         if kept_apart(folder, job):
-            aside = set_aside(folder)
-            words = f"the old contents of {folder}, from an earlier time of this job, are in {aside} now"
-            if aside is not None and (aside / CHECKPOINTS_DIR).is_dir():
-                os.rename(aside / CHECKPOINTS_DIR, folder / CHECKPOINTS_DIR)  # other hosts may need this one's parts
+            words = f"the old contents of {folder}, from an earlier time of this job, are in {put_aside(folder)} now"
         own = folder / OWN_FOLDER
         for path in (own, folder / LOGS_FOLDER, folder / CHECKPOINTS_DIR):
             path.mkdir(parents=True, exist_ok=True)
